@@ -1,0 +1,117 @@
+"""The timeline's arithmetic, and that its three outputs say what the events say."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pkt.trace import KINDS, Event, Timeline
+
+TWO_RANKS = [
+    Event(0, 0, "communicate", "copy", 0.0, 6.0),
+    Event(0, 0, "wait", "wait flags[1]", 2.0, 5.0),
+    Event(0, 1, "compute", "tile 0", 1.0, 10.0),
+    Event(1, 0, "compute", "tile 1", 0.0, 5.0),
+]
+
+
+def test_a_wait_inside_a_stretch_is_a_wait():
+    lane = Timeline(TWO_RANKS).lanes(0)[0]
+    assert [(e.kind, e.start_us, e.end_us) for e in lane] == [
+        ("communicate", 0.0, 2.0),
+        ("wait", 2.0, 5.0),
+        ("communicate", 5.0, 6.0),
+    ]
+
+
+def test_summary_counts_over_the_span_of_all_ranks():
+    first, second = Timeline(TWO_RANKS).summary()
+    assert (first.rank, first.lanes) == (0, 2)
+    assert (first.compute, first.communicate, first.wait) == pytest.approx((9 / 20, 3 / 20, 3 / 20))
+    assert first.overlap == pytest.approx(
+        2 / 3
+    )  # it communicates in 0-2 and 5-6, and lane 1 computes from 1 on
+    assert (second.compute, second.communicate, second.overlap) == (0.5, 0.0, None)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 12)),
+        max_size=12,
+    )
+)
+def test_lanes_hold_the_latest_to_begin(rows):
+    events = [Event(0, lane, kind, str(i), t, t + d) for i, (lane, kind, t, d) in enumerate(rows)]
+    timeline = Timeline(events)
+    lanes = timeline.lanes(0)
+    for lane in {event.lane for event in events}:
+        mine = [event for event in timeline.events if event.lane == lane]
+        for t in np.arange(0.5, 45):  # ends are integers, so halves are never on an edge
+            open_ = [event for event in mine if event.start_us < t < event.end_us]
+            found = [event for event in lanes[lane] if event.start_us < t < event.end_us]
+            assert len(found) == bool(open_), (t, found, open_)
+            if open_:
+                assert found[0].name == max(enumerate(open_), key=lambda x: (x[1].start_us, x[0]))[1].name
+    for row in timeline.summary():
+        assert 0 <= row.compute + row.communicate + row.wait <= 1 + 1e-9
+
+
+def test_perfetto_keeps_every_event(tmp_path):
+    path = Timeline(TWO_RANKS).to_perfetto(tmp_path / "trace.json")
+    records = json.loads(path.read_text())["traceEvents"]
+    slices = [r for r in records if r["ph"] == "X"]
+    assert {(r["pid"], r["tid"], r["cat"], r["name"], r["ts"], r["dur"]) for r in slices} == {
+        (e.rank, e.lane, e.kind, e.name, e.start_us, e.end_us - e.start_us) for e in TWO_RANKS
+    }
+    names = {(r["pid"], r["args"]["name"]) for r in records if r["name"] == "process_name"}
+    assert names == {(0, "rank 0"), (1, "rank 1")}
+
+
+def test_table_has_a_row_a_rank():
+    console = Console(width=100, file=None, record=True, quiet=False)
+    with console.capture() as capture:
+        console.print(Timeline(TWO_RANKS, title="two ranks").table())
+    rows = [line.replace("│", " ").split() for line in capture.get().splitlines() if "%" in line]
+    assert rows == [
+        ["0", "2", "45%", "15%", "15%", "25%", "67%"],
+        ["1", "1", "50%", "0%", "0%", "50%", "-"],
+    ]
+
+
+def test_picture_has_the_colours_in_place(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    from matplotlib.colors import to_rgb
+
+    from pkt.trace.picture import COLOURS
+
+    path = Timeline(TWO_RANKS, title="two ranks").to_png(tmp_path / "timeline.png", dpi=100)
+    pixels = image.imread(path)[..., :3]
+    share = {
+        kind: float((np.abs(pixels - np.array(to_rgb(colour))).max(-1) < 0.02).sum())
+        for kind, colour in COLOURS.items()
+    }
+    # rank 0: 9 units of compute in half its band; rank 1: 5 units in the whole of its band, which is as tall
+    assert share["communicate"] == pytest.approx(share["wait"], rel=0.15)
+    assert share["compute"] / share["wait"] == pytest.approx((9 + 2 * 5) / 3, rel=0.15)
+
+
+def test_an_empty_timeline_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    empty = Timeline([])
+    assert empty.summary() == []
+    assert empty.to_png(tmp_path / "empty.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (Event(0, 0, "sleep", "", 0, 1), "kind is one of"),
+        (Event(0, 0, "wait", "", 2, 1), "ends before it starts"),
+    ],
+)
+def test_bad_events_are_refused(event, said):
+    with pytest.raises(ValueError, match=said):
+        Timeline([event])

@@ -1,0 +1,1 @@
+"""Device code: what a kernel imports as `pl`."""

@@ -1,0 +1,67 @@
+"""What a kernel is told about its ranks: one argument, `world.device` on the host, `world` in the kernel.
+
+The heap of rank r is mapped at `base + r * stride` in every process and the multicast window at `base + size * stride`,
+so a kernel needs no table: its own rank, the number of ranks and the stride are the whole address translation.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+STATUS_BYTES = 4096
+"""The status page, at offset 0 of every rank's heap, so that peers reach it by arithmetic; int32 words."""
+
+STATUS_ABORT = 0
+"""Word: not 0 once some rank's wait has expired; every wait of this rank then leaves."""
+STATUS_RECORDS = 1
+"""Word: records written since the host last cleared the page."""
+STATUS_DEADLINE = 2
+"""Words 2 and 3, an int64: nanoseconds a wait may spin while its counter stands still; 0 is no limit."""
+STATUS_FIRST_RECORD = 16
+"""Word where the first record begins."""
+RECORD_WORDS = 16
+"""Words in a record: at most one record a program, in the order of arrival."""
+MAX_RECORDS = (STATUS_BYTES // 4 - STATUS_FIRST_RECORD) // RECORD_WORDS
+
+RECORD_FIELDS = ("rank", "program", "cmp", "wanted", "found", "offset_low", "offset_high", "epoch", "site", "owner")
+"""Words 0 to 9 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words; `epoch` is 0
+where the wait does not know it; `owner` is program + 1, and 0 in a slot that nobody has claimed."""
+
+CMP_CODES = {"ge": 0, "gt": 1, "le": 2, "lt": 3, "eq": 4, "ne": 5, "flip": 6}
+"""Word `cmp` of a record, low byte. "flip": the counter's top bit differs from that of `wanted` (barriers)."""
+CMP_ABORTED = 256
+"""Added to word `cmp` when the wait left because another one had expired, not because its own time was up."""
+
+
+class DeviceWorld(NamedTuple):
+    """The kernel's world. `rank` is a run-time integer, except that Triton compiles the integer 1 as a constant (use
+    `tl.cast`, never `world.rank.to(...)`); `size`, `stride`, `multicast` and `code` are compile-time constants.
+
+    rank: this rank, 0 <= rank < size.
+    size: number of ranks.
+    stride: bytes between the windows of two ranks; rank r's copy of an address p is `p + (r - rank) * stride`.
+    multicast: whether multimem instructions may be used; otherwise every multicast form is a loop over ranks.
+    status: pointer to int32, this rank's status page.
+    code: `code_hash()`. Triton's cache key does not see the bodies of Python builtins, so the kernel's key carries it.
+    """
+
+    rank: Any
+    size: tl.constexpr
+    stride: tl.constexpr
+    multicast: tl.constexpr
+    status: Any
+    code: tl.constexpr
+
+
+@functools.cache
+def code_hash() -> str:
+    """SHA-256 (hex) over the names and sources of pkt's device code: part of every kernel's cache key."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -71,7 +71,7 @@ def test_perfetto_keeps_every_event(tmp_path):
 
 
 def test_table_has_a_row_a_rank():
-    console = Console(width=100, file=None, record=True, quiet=False)
+    console = Console(width=100)
     with console.capture() as capture:
         console.print(Timeline(TWO_RANKS, title="two ranks").table())
     rows = [line.replace("│", " ").split() for line in capture.get().splitlines() if "%" in line]

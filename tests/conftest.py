@@ -1,0 +1,25 @@
+"""What every test gets: no GPU tests without a GPU, and hypothesis without wall-clock deadlines."""
+
+import os
+
+import hypothesis
+import pytest
+
+# Before numpy and torch are imported: one thread a process, as pytest's workers share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+# A first call compiles or builds caches and may take long; failing examples print what reproduces them.
+hypothesis.settings.register_profile("pkt", deadline=None, print_blob=True, max_examples=50)
+hypothesis.settings.load_profile("pkt")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanting:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

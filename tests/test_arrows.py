@@ -1,0 +1,102 @@
+"""Which part may import which, read off the import statements (those inside functions too)."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# part -> (parts of pkt it may import besides itself, packages of others besides the standard library)
+ARROWS = {
+    "pkt.errors": (set(), set()),
+    "pkt.language": ({"pkt.errors"}, {"triton"}),
+    "pkt.runtime": ({"pkt.errors", "pkt.language.world"}, {"torch", "triton", "cuda", "numpy"}),
+    "pkt.simulate": (
+        {"pkt.errors", "pkt.language", "pkt.runtime", "pkt.trace"},
+        {"torch", "triton", "numpy", "greenlet", "rich", "typer"},
+    ),
+    "pkt.trace": (
+        {"pkt.errors", "pkt.language", "pkt.runtime"},
+        {"numpy", "rich", "matplotlib", "torch", "triton"},
+    ),
+    "pkt.tune": (
+        {"pkt.errors", "pkt.language", "pkt.runtime"},
+        {"torch", "triton", "numpy", "rich", "platformdirs"},
+    ),
+    "pkt.kernels": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton"}),
+}
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package as installed: its name and file."""
+    found = {}
+    for folder, package in (("pkt", "pkt"), ("kernels", "pkt.kernels")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+def imported(module: str, path: Path) -> set[str]:
+    """Full names that `module` imports; `from a import b` counts as a.b where that is a module, else as a."""
+    modules, names = sources(), set()
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                names.add(full if full in modules else base)
+    return names
+
+
+def within(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")
+
+
+@pytest.mark.parametrize("module", sources())
+def test_imports_follow_the_arrows(module):
+    part = next((part for part in ARROWS if within(module, part)), None)
+    if part is None:
+        assert module == "pkt", f"{module} belongs to no part: give it arrows"
+        return  # pkt/__init__ re-exports whatever it likes
+    ours, others = ARROWS[part]
+    for name in imported(module, sources()[module]):
+        top = name.partition(".")[0]
+        if top == "pkt":
+            assert any(within(name, allowed) for allowed in {part, *ours}), f"{module} imports {name}"
+        else:
+            assert top in sys.stdlib_module_names or top in others, f"{module} imports {name}"
+
+
+def test_parts_exist():
+    """A part that was renamed would otherwise pass unseen."""
+    tops = {".".join(module.split(".")[:2]) for module in sources() if module != "pkt"}
+    assert {"pkt.language", "pkt.runtime", "pkt.simulate", "pkt.trace", "pkt.kernels"} <= tops
+
+
+def test_the_walk_sees_every_form(tmp_path):
+    path = tmp_path / "probe.py"
+    path.write_text(
+        "import numpy.linalg\nfrom pkt import errors\nfrom . import timeline\n"
+        "from ..language import world as w\ndef f():\n    from pkt.runtime import anything\n"
+    )
+    assert imported("pkt.trace.probe", path) == {
+        "numpy.linalg",
+        "pkt.errors",
+        "pkt.trace.timeline",
+        "pkt.language.world",
+        "pkt.runtime",
+    }
+
+
+def test_inline_ptx_is_in_one_place():
+    holders = {module for module, path in sources().items() if "inline_asm_elementwise" in path.read_text()}
+    assert holders <= {"pkt.language.ptx"}

@@ -1,7 +1,7 @@
 """What every benchmark shares: who measured what where, medians, a progress bar, a table, and one JSON file.
 
-A results file is `benchmarks/results/<name>.json`: the host, the command, the commit, and a list of rows. A row
-is one measured figure with its unit, the runs behind it, and the limit it is held to, if there is one.
+A results file is `benchmarks/results/<name>.json`: the host, the command, the commit, and a list of rows.
+A row is one measured figure with its unit, the runs behind it, and the limit it is held to, if there is one.
 """
 
 from __future__ import annotations

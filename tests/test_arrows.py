@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ARROWS = {
     "pkt.errors": (set(), set()),
     "pkt.language": ({"pkt.errors"}, {"triton"}),
+    # The one door from the host side to the simulator: pkt.launch(device="cpu") opens it when called.
+    "pkt.runtime.launcher": ({"pkt.errors", "pkt.runtime", "pkt.simulate"}, {"torch"}),
     "pkt.runtime": ({"pkt.errors", "pkt.language.world"}, {"torch", "triton", "cuda", "numpy"}),
     "pkt.simulate": (
         {"pkt.errors", "pkt.language", "pkt.runtime", "pkt.trace"},

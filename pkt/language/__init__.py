@@ -1,1 +1,63 @@
-"""Device code: what a kernel imports as `pl`."""
+"""Device functions: `import pkt.language as pl`, then `pl.wait(...)` in a @triton.jit function."""
+
+from . import order, shmem, template, tile
+from .address import multicast, peer
+from .memory import (
+    atomic_add,
+    atomic_and,
+    atomic_cas,
+    atomic_max,
+    atomic_min,
+    atomic_or,
+    atomic_xchg,
+    atomic_xor,
+    copy,
+    get,
+    load,
+    put,
+    store,
+)
+from .multimem import multimem_load_reduce, multimem_reduce_add, multimem_store
+from .sync import barrier, epoch, fence, grid_barrier, quiet, signal, signal_all, test, wait, world_barrier
+from .template import lcsc
+from .tile import Layout
+from .world import DeviceWorld, code_hash
+
+__all__ = [
+    "DeviceWorld",
+    "Layout",
+    "code_hash",
+    "peer",
+    "multicast",
+    "load",
+    "store",
+    "get",
+    "put",
+    "copy",
+    "atomic_add",
+    "atomic_cas",
+    "atomic_xchg",
+    "atomic_and",
+    "atomic_or",
+    "atomic_xor",
+    "atomic_min",
+    "atomic_max",
+    "signal",
+    "signal_all",
+    "wait",
+    "test",
+    "barrier",
+    "grid_barrier",
+    "world_barrier",
+    "fence",
+    "quiet",
+    "epoch",
+    "multimem_load_reduce",
+    "multimem_store",
+    "multimem_reduce_add",
+    "tile",
+    "shmem",
+    "order",
+    "template",
+    "lcsc",
+]

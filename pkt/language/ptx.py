@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import triton
 from triton.language import core
 
 from .world import (
@@ -53,7 +52,6 @@ def primitive(fn: Callable) -> Callable:
         return fn(*args, **kwargs, _semantic=_semantic)
 
     setattr(call, core.TRITON_BUILTIN, True)
-    # Gluon's own builtins carry the same mark and nothing else, so these work in @gluon.jit too.
     return call
 
 
@@ -80,9 +78,13 @@ def capability(semantic: Any) -> int:
     return int(digits.group()) if digits else 90
 
 
-def num_threads(semantic: Any) -> int:
-    """Threads in the program, or in the simulator 1."""
-    return 1 if simulator(semantic) is not None else 32 * semantic.builder.options.num_warps
+@primitive
+def threads_to_agree(_semantic=None):
+    """Threads among which a value read by each may differ: 32 * num_warps; 1 in the simulator, where a program is one
+    thread, and in Gluon, where a block needs a layout (there a found value is this thread's own)."""
+    if simulator(_semantic) is not None or "gluon" in type(_semantic).__module__:
+        return core.constexpr(1)
+    return core.constexpr(32 * _semantic.builder.options.num_warps)
 
 
 def _asm(text: str, constraints: str, args: list, dtype: Any, semantic: Any) -> Any:
@@ -287,9 +289,9 @@ def mark(kind, _semantic=None):
 
 
 # ----------------------------------------------------------------------------------------------------- multimem
-# What the ISA has: element type, operation -> instruction suffix (PTX ISA 8.1 and later, sm_90). The 16-bit types add in
-# fp32 and round once. One instruction moves 16 bytes where the ISA has a vector form, else one element.
-_VECTOR_LOAD = {
+# What the ISA has (PTX ISA 8.1, sm_90): (element type, operation) -> the instruction's operation and type. The 16-bit
+# types add in fp32 and round once. Vector forms move 16 bytes; integers and fp64 have only scalar forms.
+_LOAD_REDUCE = {
     ("bf16", "add"): "add.acc::f32.v4.bf16x2",
     ("bf16", "min"): "min.v4.bf16x2",
     ("bf16", "max"): "max.v4.bf16x2",
@@ -297,8 +299,7 @@ _VECTOR_LOAD = {
     ("fp16", "min"): "min.v4.f16x2",
     ("fp16", "max"): "max.v4.f16x2",
     ("fp32", "add"): "add.v4.f32",
-}
-_SCALAR_LOAD = {
+    ("fp64", "add"): "add.f64",
     ("int32", "add"): "add.s32",
     ("int32", "min"): "min.s32",
     ("int32", "max"): "max.s32",
@@ -311,5 +312,204 @@ _SCALAR_LOAD = {
     ("uint64", "add"): "add.u64",
     ("uint64", "min"): "min.u64",
     ("uint64", "max"): "max.u64",
-    ("fp64", "add"): "add.f64",
 }
+_REDUCE_ADD = {
+    "bf16": "add.v4.bf16x2",
+    "fp16": "add.v4.f16x2",
+    "fp32": "add.v4.f32",
+    "fp64": "add.f64",
+    "int32": "add.s32",
+    "uint32": "add.u32",
+    "int64": "add.u64",
+    "uint64": "add.u64",
+}
+
+
+def _element(ptr: Any) -> Any:
+    return ptr.dtype.scalar.element_ty
+
+
+def has_load_reduce(dtype: Any, op: str) -> bool:
+    """Whether the ISA reduces this element type this way in the switch."""
+    return (dtype.name, op) in _LOAD_REDUCE
+
+
+def has_reduce_add(dtype: Any) -> bool:
+    return dtype.name in _REDUCE_ADD
+
+
+@primitive
+def multimem_can(ptr, what, op, world, _semantic=None):
+    """Compile-time bool: `world.multicast`, and the ISA has the form. what: "load_reduce", "store", "reduce_add"."""
+    dtype = _element(ptr)
+    form = {
+        "load_reduce": has_load_reduce(dtype, op),
+        "store": True,
+        "reduce_add": has_reduce_add(dtype),
+    }[what]
+    return core.constexpr(bool(core._unwrap_if_constexpr(world.multicast)) and form)
+
+
+def _per_group(ptr: Any) -> int:
+    """Elements in 16 bytes; raises unless the block is made of whole groups."""
+    bits = _element(ptr).primitive_bitwidth
+    per = 128 // bits
+    if not ptr.shape or int(ptr.shape[-1]) % per:
+        raise ValueError(
+            f"multimem takes a block whose last dimension is a multiple of {per} elements of {_element(ptr)} (16 bytes), "
+            f"not of shape {[int(s) for s in ptr.shape]}"
+        )
+    return per
+
+
+def _halves(x: Any, semantic: Any) -> tuple:
+    return core.split(x, _semantic=semantic)
+
+
+def _first_of_groups(x: Any, per: int, semantic: Any) -> Any:
+    """Element 0 of each group of `per`: reshape and split, so that index arithmetic is redone instead of shuffled."""
+    groups = x.numel.value // per if hasattr(x.numel, "value") else int(x.numel) // per
+    levels = per.bit_length() - 1
+    x = core.reshape(x, [groups] + [2] * levels, _semantic=semantic)
+    for _ in range(levels):
+        x = _halves(x, semantic)[0]
+    return x
+
+
+def _registers(x: Any, semantic: Any) -> list:
+    """A block of n elements of 8 to 64 bits -> four blocks of uint32, register k of each 16-byte group."""
+    bits = x.dtype.scalar.primitive_bitwidth
+    per = 128 // bits
+    groups = int(x.numel) // per
+    levels = per.bit_length() - 1
+    word = {8: core.uint8, 16: core.uint16, 32: core.uint32, 64: core.uint64}[bits]
+    x = core.cast(x, word, bitcast=True, _semantic=semantic)
+    x = core.reshape(x, [groups] + [2] * levels, _semantic=semantic)
+    if bits == 64:
+        low, high = _halves(x, semantic)
+        words = []
+        for part in (low, high):
+            words.append(core.cast(part, core.uint32, _semantic=semantic))
+            words.append(core.cast(part.__rshift__(32, _semantic=semantic), core.uint32, _semantic=semantic))
+        return words
+    while bits < 32:
+        low, high = (core.cast(half, core.uint32, _semantic=semantic) for half in _halves(x, semantic))
+        x = high.__lshift__(bits, _semantic=semantic).__or__(low, _semantic=semantic)
+        bits *= 2
+    even, odd = _halves(x, semantic)
+    r0, r2 = _halves(even, semantic)
+    r1, r3 = _halves(odd, semantic)
+    return [r0, r1, r2, r3]
+
+
+def _from_registers(words: tuple, dtype: Any, shape: list, semantic: Any) -> Any:
+    """Inverse of `_registers` for elements of 16 and 32 bits."""
+    r0, r1, r2, r3 = words
+    even = core.join(r0, r2, _semantic=semantic)
+    odd = core.join(r1, r3, _semantic=semantic)
+    x = core.join(even, odd, _semantic=semantic)
+    if dtype.primitive_bitwidth == 16:
+        low = core.cast(x, core.uint16, _semantic=semantic)
+        high = core.cast(x.__rshift__(16, _semantic=semantic), core.uint16, _semantic=semantic)
+        x = core.join(low, high, _semantic=semantic)
+    x = core.reshape(x, shape, _semantic=semantic)
+    return core.cast(x, dtype, bitcast=True, _semantic=semantic)
+
+
+def _predicate(mask: Any, ptr: Any, per: int, semantic: Any) -> tuple:
+    """The mask of each group as int32, or nothing."""
+    if mask is None:
+        return ()
+    mask = semantic.to_tensor(mask)
+    if not mask.type.is_block() or [int(s) for s in mask.shape] != [int(s) for s in ptr.shape]:
+        mask, _ = core.broadcast(mask, ptr, _semantic=semantic)
+    mask = core.cast(mask, core.int32, _semantic=semantic)
+    return (mask if per == 1 else _first_of_groups(mask, per, semantic),)
+
+
+@primitive
+def multimem_load_reduce(ptr, mask, op, _semantic=None):
+    """`multimem.ld_reduce.relaxed.sys.global`: one instruction for 16 bytes (vector forms) or for an element.
+
+    ptr: block of element pointers in the multicast window, contiguous in runs of 16 bytes; mask: bool block, uniform in
+    each run, or None; masked elements are 0.
+    """
+    machine = simulator(_semantic)
+    if machine is not None:
+        return machine.multimem_load_reduce(ptr, mask, op)
+    dtype = _element(ptr)
+    form = _LOAD_REDUCE[(dtype.name, op)]
+    per = _per_group(ptr) if ".v4." in form else 1
+    at = _first_of_groups(ptr, per, _semantic) if per > 1 else ptr
+    guard = _predicate(mask, ptr, per, _semantic)
+    outputs = 4 if per > 1 else 1
+    kind = "r" if per > 1 else {32: "r", 64: "l"}[dtype.primitive_bitwidth]
+    if dtype.name == "fp64":
+        kind = "d"
+    target = "{$0, $1, $2, $3}" if per > 1 else "$0"
+    load = f"multimem.ld_reduce.relaxed.sys.global.{form} {target}, [${outputs}];"
+    if guard:
+        zero = "".join(f"mov.b{64 if kind in 'ld' else 32} ${i}, 0; " for i in range(outputs))
+        load = f"{{ .reg .pred p; setp.ne.b32 p, ${outputs + 1}, 0; {zero}@p {load} }}"
+    constraints = ",".join([("=&" if guard else "=") + kind] * outputs + ["l"] + ["r"] * len(guard))
+    result = core.uint32 if per > 1 else dtype
+    out = _asm(load, constraints, [at, *guard], (result,) * outputs, _semantic)
+    if per == 1:
+        return out[0]
+    return _from_registers(out, dtype, list(ptr.shape), _semantic)
+
+
+def _send(instruction: str, at: Any, words: list, kind: str, guard: tuple, semantic: Any) -> None:
+    n = len(words)
+    source = "{" + ", ".join(f"${i + 2}" for i in range(n)) + "}" if n > 1 else "$2"
+    text = f"{instruction} [$1], {source};"
+    if guard:
+        text = f"{{ .reg .pred p; setp.ne.b32 p, ${n + 2}, 0; @p {text} }}"
+    constraints = ",".join(["=r", "l"] + [kind] * n + ["r"] * len(guard))
+    _asm(text + " mov.b32 $0, 0;", constraints, [at, *words, *guard], core.int32, semantic)
+
+
+@primitive
+def multimem_store(ptr, value, mask, _semantic=None):
+    """`multimem.st.relaxed.sys.global.v4.f32`: 16 bytes, of any element type, to every rank.
+
+    ptr: block of element pointers in the multicast window, contiguous in runs of 16 bytes; value: block of that shape;
+    mask: uniform in each run.
+    """
+    machine = simulator(_semantic)
+    if machine is not None:
+        return machine.multimem_store(ptr, value, mask)
+    per = _per_group(ptr)
+    value = _as_element(value, ptr, _semantic)
+    at = _first_of_groups(ptr, per, _semantic)
+    guard = _predicate(mask, ptr, per, _semantic)
+    _send("multimem.st.relaxed.sys.global.v4.f32", at, _registers(value, _semantic), "r", guard, _semantic)
+    return None
+
+
+@primitive
+def multimem_reduce_add(ptr, value, mask, _semantic=None):
+    """`multimem.red.relaxed.sys.global.add`: 16 bytes (floats of 16 and 32 bits) or an element, added on every rank."""
+    machine = simulator(_semantic)
+    if machine is not None:
+        return machine.multimem_reduce_add(ptr, value, mask)
+    dtype = _element(ptr)
+    form = _REDUCE_ADD[dtype.name]
+    value = _as_element(value, ptr, _semantic)
+    instruction = f"multimem.red.relaxed.sys.global.{form}"
+    if ".v4." in form:
+        per = _per_group(ptr)
+        at, words, kind = _first_of_groups(ptr, per, _semantic), _registers(value, _semantic), "r"
+    else:
+        per, at, words = 1, ptr, [value]
+        kind = "d" if dtype.name == "fp64" else {32: "r", 64: "l"}[dtype.primitive_bitwidth]
+    guard = _predicate(mask, ptr, per, _semantic)
+    _send(instruction, at, words, kind, guard, _semantic)
+    return None
+
+
+def _as_element(value: Any, ptr: Any, semantic: Any) -> Any:
+    value = core.cast(semantic.to_tensor(value), _element(ptr), _semantic=semantic)
+    if not value.type.is_block() or [int(s) for s in value.shape] != [int(s) for s in ptr.shape]:
+        value, _ = core.broadcast(value, ptr, _semantic=semantic)
+    return value

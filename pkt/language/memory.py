@@ -1,0 +1,116 @@
+"""Loads, stores, copies and atomics on any rank's copy of a symmetric tensor.
+
+Pointers are into my own heap; `peer` says whose copy is meant. Blocks and masks are those of `tl`. Plain accesses carry
+no order of their own: publish with `signal`, see what was published after `wait`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import address, ptx
+
+
+@triton.jit
+def load(ptr, peer, world, mask=None, other=None):
+    """`tl.load` from rank `peer`'s copy: `ld.global`, up to 16 bytes a thread.
+
+    ptr: scalar or block of pointers; mask: bool block; other: value where the mask is false. Returns the values.
+    """
+    return tl.load(address.peer(ptr, peer, world), mask=mask, other=other)
+
+
+@triton.jit
+def store(ptr, value, peer, world, mask=None):
+    """`tl.store` into rank `peer`'s copy: `st.global`, up to 16 bytes a thread. Visible there after a `signal`."""
+    tl.store(address.peer(ptr, peer, world), value, mask=mask)
+
+
+@triton.jit
+def copy(dst, src, to_rank, from_rank, world, mask=None):
+    """Rank `from_rank`'s `src` into rank `to_rank`'s `dst`, through registers; any two ranks, blocks of equal shape and
+    element type."""
+    tl.store(address.peer(dst, to_rank, world), tl.load(address.peer(src, from_rank, world), mask=mask), mask=mask)
+
+
+@triton.jit
+def get(dst, src, peer, world, mask=None):
+    """Rank `peer`'s `src` into my `dst`."""
+    tl.store(dst, tl.load(address.peer(src, peer, world), mask=mask), mask=mask)
+
+
+@triton.jit
+def put(dst, src, peer, world, mask=None):
+    """My `src` into rank `peer`'s `dst`. Visible there after a `signal`."""
+    tl.store(address.peer(dst, peer, world), tl.load(src, mask=mask), mask=mask)
+
+
+@triton.jit
+def _before_release(sem: tl.constexpr):
+    # An atomic on a scalar is executed by one thread; before a release all threads must have done their accesses, and
+    # Triton 3.6 puts no barrier there.
+    if sem == "release" or sem == "acq_rel":
+        ptx.cta_barrier()
+
+
+@triton.jit
+def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+    """`*ptr += value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.add`.
+
+    ptr: scalar or block of pointers, 32- or 64-bit integers or floats, fp16, bf16; sem: "relaxed", "acquire", "release",
+    "acq_rel". Scope is the system. A release covers the plain accesses of the whole program, not its TMA stores: those
+    are what `signal` is for. The other atomics are alike.
+    """
+    _before_release(sem)
+    return tl.atomic_add(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+
+
+@triton.jit
+def atomic_cas(ptr, expected, value, peer, world, sem: tl.constexpr = tl.constexpr("acq_rel")):
+    """`value` into rank `peer`'s `*ptr` if that is `expected`; returns the old value. `atom.global.<sem>.sys.cas`.
+    No mask, as `tl.atomic_cas`."""
+    _before_release(sem)
+    return tl.atomic_cas(address.peer(ptr, peer, world), expected, value, sem=sem, scope="sys")
+
+
+@triton.jit
+def atomic_xchg(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+    """`*ptr = value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.exch`."""
+    _before_release(sem)
+    return tl.atomic_xchg(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+
+
+@triton.jit
+def atomic_and(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+    """`*ptr &= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.and`."""
+    _before_release(sem)
+    return tl.atomic_and(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+
+
+@triton.jit
+def atomic_or(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+    """`*ptr |= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.or`."""
+    _before_release(sem)
+    return tl.atomic_or(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+
+
+@triton.jit
+def atomic_xor(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+    """`*ptr ^= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.xor`."""
+    _before_release(sem)
+    return tl.atomic_xor(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+
+
+@triton.jit
+def atomic_min(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+    """`*ptr = min(*ptr, value)` on rank `peer`; returns the old value. `atom.global.<sem>.sys.min`."""
+    _before_release(sem)
+    return tl.atomic_min(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+
+
+@triton.jit
+def atomic_max(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+    """`*ptr = max(*ptr, value)` on rank `peer`; returns the old value. `atom.global.<sem>.sys.max`."""
+    _before_release(sem)
+    return tl.atomic_max(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")

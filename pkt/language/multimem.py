@@ -1,0 +1,82 @@
+"""In-switch (NVLS) load-reduce, store and reduce-add, and the same meaning without a switch.
+
+Pointers are blocks of element pointers into my own heap, contiguous in runs of 16 bytes that begin at multiples of 16
+bytes; masks are uniform in each run. Where `world.multicast` is false, or the ISA has no such form (fp32 min, say), each is
+a loop over the ranks 0, 1, ..., the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import address, ptx
+
+
+@triton.jit
+def _wide(x):
+    # 16-bit floats and fp8 accumulate in fp32, as the switch does
+    if x.dtype.is_floating() and x.dtype.primitive_bitwidth < 32:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def multimem_load_reduce(ptr, world, op: tl.constexpr = tl.constexpr("add"), mask=None):
+    """The elements at `ptr` on all ranks, reduced; 0 where the mask is false. Returns a block of the element type.
+
+    op: "add" (16-bit floats accumulate in fp32 and round once), "min", "max".
+    `multimem.ld_reduce.relaxed.sys.global.<op>`, 16 bytes an instruction for bf16, fp16, fp32; an element for integers and
+    fp64. Relaxed: see what was published after `wait`.
+    """
+    if ptx.multimem_can(ptr, "load_reduce", op, world):
+        return ptx.multimem_load_reduce(address.multicast(ptr, world), mask, op)
+    else:
+        return _load_reduce_by_rank(ptr, world, op, mask)
+
+
+@triton.jit
+def _load_reduce_by_rank(ptr, world, op: tl.constexpr, mask):
+    acc = _wide(_load_or_zero(address.peer(ptr, 0, world), mask))
+    for r in tl.static_range(1, world.size):
+        x = _wide(_load_or_zero(address.peer(ptr, r, world), mask))
+        if op == "add":
+            acc += x
+        elif op == "min":
+            acc = tl.minimum(acc, x)
+        else:
+            tl.static_assert(op == "max", 'op is "add", "min" or "max"')
+            acc = tl.maximum(acc, x)
+    return acc.to(ptr.dtype.scalar.element_ty)
+
+
+@triton.jit
+def _load_or_zero(ptr, mask):
+    if mask is None:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=mask, other=0)
+
+
+@triton.jit
+def multimem_store(ptr, value, world, mask=None):
+    """`value` to `ptr` on all ranks. `multimem.st.relaxed.sys.global.v4.f32`, 16 bytes an instruction whatever the element
+    type. Visible there after a `signal`."""
+    if ptx.multimem_can(ptr, "store", "", world):
+        ptx.multimem_store(address.multicast(ptr, world), value, mask)
+    else:
+        for i in tl.static_range(1, world.size + 1):
+            tl.store(address.peer(ptr, (world.rank + i) % world.size, world), value, mask=mask)
+
+
+@triton.jit
+def multimem_reduce_add(ptr, value, world, mask=None):
+    """`value` added to `ptr` on all ranks, atomically an element at a time, in no fixed order.
+    `multimem.red.relaxed.sys.global.add`, 16 bytes an instruction for bf16, fp16, fp32; an element for integers, fp64."""
+    if ptx.multimem_can(ptr, "reduce_add", "add", world):
+        ptx.multimem_reduce_add(address.multicast(ptr, world), value, mask)
+    else:
+        for i in tl.static_range(1, world.size + 1):
+            tl.atomic_add(
+                address.peer(ptr, (world.rank + i) % world.size, world), value, mask=mask, sem="relaxed", scope="sys"
+            )

@@ -1,0 +1,133 @@
+"""OpenSHMEM names over pkt's functions. A PE is a rank; addresses are into my own heap, as everywhere in pkt.
+
+Called by all threads of a program; sizes are in bytes and multiples of the element size of the pointers. A `_nbi` call may
+return before the transfer is complete; here both forms do, for stores, until `quiet`, a signal or a barrier.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import address, sync
+
+SIGNAL_SET = tl.constexpr("set")
+SIGNAL_ADD = tl.constexpr("add")
+CMP_EQ = tl.constexpr("eq")
+CMP_NE = tl.constexpr("ne")
+CMP_GT = tl.constexpr("gt")
+CMP_GE = tl.constexpr("ge")
+CMP_LT = tl.constexpr("lt")
+CMP_LE = tl.constexpr("le")
+
+remote_ptr = address.peer
+fence = sync.fence
+quiet = sync.quiet
+
+
+@triton.jit
+def my_pe(world):
+    """This rank, int32."""
+    return tl.cast(world.rank, tl.int32)
+
+
+@triton.jit
+def n_pes(world):
+    """Number of ranks, a compile-time constant."""
+    return world.size
+
+
+@triton.jit
+def int_p(dest, value, pe, world):
+    """One value into PE `pe`'s `*dest`: `st.global` by one thread."""
+    tl.store(address.peer(dest, pe, world), value)
+
+
+@triton.jit
+def _move(dest, source, nbytes, to_pe, from_pe, world, BLOCK: tl.constexpr):
+    itemsize: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
+    n = tl.cast(nbytes, tl.int64) // itemsize
+    target = address.peer(dest, to_pe, world)
+    origin = address.peer(source, from_pe, world)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(origin + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def putmem_nbi(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
+    """My `source` into PE `pe`'s `dest`, in blocks of BLOCK elements. Complete after `quiet`."""
+    _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
+
+
+@triton.jit
+def putmem(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
+    """As `putmem_nbi`; `source` may be reused on return, as in OpenSHMEM."""
+    _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
+    sync.ptx.cta_barrier()
+
+
+@triton.jit
+def getmem_nbi(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
+    """PE `pe`'s `source` into my `dest`. Complete after `quiet`."""
+    _move(dest, source, nbytes, world.rank, pe, world, BLOCK)
+
+
+@triton.jit
+def getmem(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
+    """As `getmem_nbi`, and all threads of the program may read `dest` on return."""
+    _move(dest, source, nbytes, world.rank, pe, world, BLOCK)
+    sync.ptx.cta_barrier()
+
+
+@triton.jit
+def signal_op(sig_addr, signal, sig_op: tl.constexpr, pe, world):
+    """Publish, then set or add `signal` to PE `pe`'s int32 `*sig_addr`. sig_op: SIGNAL_SET, SIGNAL_ADD."""
+    sync.signal(sig_addr, pe, world, signal, sig_op)
+
+
+@triton.jit
+def putmem_signal_nbi(
+    dest, source, nbytes, sig_addr, signal, sig_op: tl.constexpr, pe, world, BLOCK: tl.constexpr = 4096
+):
+    """`putmem_nbi`, then the signal, which PE `pe` sees after the data."""
+    _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
+    sync.signal(sig_addr, pe, world, signal, sig_op)
+
+
+@triton.jit
+def putmem_signal(
+    dest, source, nbytes, sig_addr, signal, sig_op: tl.constexpr, pe, world, BLOCK: tl.constexpr = 4096
+):
+    """`putmem`, then the signal, which PE `pe` sees after the data."""
+    _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
+    sync.signal(sig_addr, pe, world, signal, sig_op)
+
+
+@triton.jit
+def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, world):
+    """Until my `*sig_addr cmp cmp_value` (CMP_GE, ...); returns the value found. As `pl.wait`."""
+    return sync.wait(sig_addr, cmp_value, world, cmp)
+
+
+@triton.jit
+def sync_all(counters, world):
+    """All programs of all PEs; `counters`: two int32 of `pkt.signals`. OpenSHMEM's needs no memory of the caller's, this
+    one does. What was stored before is visible afterwards, which is more than OpenSHMEM promises."""
+    sync.world_barrier(counters, world)
+
+
+@triton.jit
+def barrier_all(counters, world):
+    """`quiet` and `sync_all`: all programs of all PEs, all stores complete."""
+    sync.world_barrier(counters, world)
+
+
+@triton.jit
+def broadcast(dest, source, nbytes, root, counter, world, BLOCK: tl.constexpr = 4096):
+    """PE `root`'s `source` into every PE's `dest`. Collective over the programs of this index on all PEs: each waits until
+    its part has arrived and the root until all have; `counter`: one int32 for each program index."""
+    if tl.cast(world.rank, tl.int32) == root:
+        for i in tl.static_range(1, world.size + 1):
+            _move(dest, source, nbytes, (world.rank + i) % world.size, world.rank, world, BLOCK)
+    sync.barrier(counter, world)

@@ -1,0 +1,51 @@
+"""LCSC, ParallelKittens' program template: load, compute, store in some programs, communicate in others, one kernel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import ptx
+
+
+@triton.jit
+def lcsc(
+    compute: tl.constexpr,
+    communicate: tl.constexpr,
+    args,
+    num_tasks,
+    num_comm_tasks,
+    queue,
+    epoch,
+    num_comm_sms,
+):
+    """Run `compute(task, args)` for num_tasks tasks and `communicate(task, args)` for num_comm_tasks, overlapped.
+
+    compute, communicate: @triton.jit functions of (task: int32, args); args: any tuple, passed through.
+    queue: scalar pointer to int32, zeroed once and used by this kernel alone: programs claim compute tasks there.
+    epoch: `epoch(flags, world)` of this launch; num_comm_sms: programs that communicate, 0 <= num_comm_sms < grid.
+
+    The programs below num_comm_sms communicate (the hardware starts low indices first, and who is waited for must not
+    wait for a place); each takes tasks index, index + num_comm_sms, ... and then joins the compute queue, so no SM idles.
+    With num_comm_sms = 0 every program communicates its share after the compute queue is empty: no overlap, no deadlock.
+    A communicate task may wait for compute tasks; a compute task must not wait for communicate tasks of its own rank when
+    num_comm_sms is 0. Launch one program an SM, all resident.
+    """
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if pid < num_comm_sms:
+        ptx.mark("communicate")
+        for task in range(pid, num_comm_tasks, num_comm_sms):
+            communicate(task, args)
+    ptx.mark("compute")
+    # The queue only grows. A launch makes one claim for each task and a last one in each program, so this launch's first
+    # claim is known; int32 wraps on both sides alike.
+    first = (epoch - 1) * (num_tasks + programs)
+    task = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu") - first
+    while task < num_tasks:
+        compute(task, args)
+        task = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu") - first
+    if num_comm_sms == 0:
+        ptx.mark("communicate")
+        for task in range(pid, num_comm_tasks, programs):
+            communicate(task, args)

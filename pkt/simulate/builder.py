@@ -1,0 +1,308 @@
+"""The builder behind the interpreted `tl`: arithmetic with the GPU's rounding, memory through a `Device`.
+
+Triton's own interpreter supplies most of the ~150 builder calls; this class replaces those that it lacks or gets wrong
+(bf16, fp8, tf32, rounding modes, descriptors' reductions) and every access to memory, which goes to the simulated
+machine instead of straight to an address.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime import interpreter as base
+from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
+
+from pkt.simulate.numerics import BITS, decode, encode, matmul, to_half
+
+ATOMICS = {
+    ir.ATOMIC_OP.ADD: np.add,
+    ir.ATOMIC_OP.FADD: np.add,
+    ir.ATOMIC_OP.AND: np.bitwise_and,
+    ir.ATOMIC_OP.OR: np.bitwise_or,
+    ir.ATOMIC_OP.XOR: np.bitwise_xor,
+    ir.ATOMIC_OP.MAX: np.maximum,
+    ir.ATOMIC_OP.UMAX: np.maximum,
+    ir.ATOMIC_OP.MIN: np.minimum,
+    ir.ATOMIC_OP.UMIN: np.minimum,
+    ir.ATOMIC_OP.XCHG: lambda old, new: new,
+}
+_UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN)
+_SIGNED = (ir.ATOMIC_OP.MAX, ir.ATOMIC_OP.MIN)
+_DESCRIPTOR_ATOMICS = {
+    "ADD": np.add,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "AND": np.bitwise_and,
+    "OR": np.bitwise_or,
+    "XOR": np.bitwise_xor,
+}
+
+
+class Device(Protocol):
+    """What the builder needs of the machine. Addresses are uint64 arrays, masks bool arrays or None (all)."""
+
+    def load(
+        self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool
+    ) -> np.ndarray: ...
+    def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None: ...
+    def load_tile(self, tile: Tile, fill: float) -> np.ndarray: ...
+    def store_tile(self, tile: Tile, values: np.ndarray) -> None: ...
+    def reduce_tile(self, tile: Tile, values: np.ndarray, op: Any) -> None: ...
+    def atomic(
+        self,
+        addresses: np.ndarray,
+        mask: np.ndarray | None,
+        dtype: np.dtype,
+        update: Any,
+        sem: str,
+        scope: str,
+    ) -> np.ndarray: ...
+    def computed(self, flops: float) -> None: ...
+
+
+class Tile:
+    """A descriptor's box at given offsets, clipped to the tensor: what one TMA instruction touches.
+
+    `address` of the first element inside, `shape` and byte `strides` of the part inside, `box` the full block shape and
+    `inside` the slices of the box that the part fills.
+    """
+
+    def __init__(self, desc: Any, offsets: list[TensorHandle]) -> None:
+        element = desc.base.dtype.element_ty
+        self.element = element
+        self.dtype = base._get_np_dtype(element)
+        size = self.dtype.itemsize
+        start = [int(o.data.item()) for o in offsets]
+        if (start[-1] * size) % 16:
+            raise ValueError(
+                f"descriptor offset {start[-1]} of the last dimension is not 16-byte aligned ({element})"
+            )
+        extent = [int(s.data.item()) for s in desc.shape]
+        stride = [int(s.data.item()) * size for s in desc.strides]
+        self.box = tuple(desc.block_shape)
+        low = [max(0, -o) for o in start]
+        high = [max(lo, min(b, n - o)) for lo, b, n, o in zip(low, self.box, extent, start)]
+        self.inside = tuple(slice(lo, hi) for lo, hi in zip(low, high))
+        self.shape = tuple(hi - lo for lo, hi in zip(low, high))
+        self.strides = tuple(stride)
+        self.address = int(desc.base.data.item()) + sum((o + lo) * s for o, lo, s in zip(start, low, stride))
+
+
+def handle(data: np.ndarray, ty: tl.dtype) -> TensorHandle:
+    return TensorHandle(data, ty.scalar)
+
+
+class Builder(InterpreterBuilder):
+    """One for the process; `device` is set while a program of the simulated machine runs."""
+
+    device: Device
+    pkt: Any  # the primitives of pkt.language.ptx; the machine sets it
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The overflow checks of `tl` cost a quarter of the run and the GPU has none.
+        self.options = InterpreterOptions(sanitize_overflow=False)
+
+    # -- arithmetic -------------------------------------------------------------------------------------------------
+
+    def binary_op(self, lhs, rhs, op):
+        ty = lhs.dtype.scalar
+        if ty in BITS:
+            out = op(decode(lhs.data, ty), decode(rhs.data, ty))
+            return handle(out, tl.int1) if out.dtype == np.bool_ else handle(encode(out, ty), ty)
+        out = super().binary_op(lhs, rhs, op)
+        if out.data.dtype == np.bool_ and ty != tl.int1:
+            return handle(out.data, tl.int1)
+        if ty.is_floating() and out.data.dtype != lhs.data.dtype:
+            return handle(out.data.astype(lhs.data.dtype), ty)
+        return out
+
+    def unary_op(self, arg, op):
+        ty = arg.dtype.scalar
+        if ty in BITS:
+            return handle(encode(op(decode(arg.data, ty)), ty), ty)
+        return super().unary_op(arg, op)
+
+    def create_fma(self, x, y, z):
+        ty = z.dtype.scalar
+        if ty in BITS or ty == tl.float16:
+            # One rounding: the product is exact in float32, the sum in float64.
+            wide = [decode(h.data, h.dtype.scalar).astype(np.float64) for h in (x, y, z)]
+            out = wide[0] * wide[1] + wide[2]
+            return handle(encode(out, ty) if ty in BITS else out.astype(np.float16), ty)
+        return super().create_fma(x, y, z)
+
+    def create_clampf(self, arg, lo, hi, propagate_nans):
+        ty = arg.dtype.scalar
+        if ty in BITS:
+            out = np.clip(*(decode(h.data, ty) for h in (arg, lo, hi)))
+            return handle(encode(out, ty), ty)
+        return super().create_clampf(arg, lo, hi, propagate_nans)
+
+    def create_fabs(self, arg):
+        bits = arg.data.view(getattr(np, f"uint{arg.data.itemsize * 8}"))
+        top = bits.dtype.type(1 << (arg.data.itemsize * 8 - 1))
+        return handle((bits & ~top).view(arg.data.dtype), arg.dtype)
+
+    def create_ashr(self, lhs, rhs):
+        signed = getattr(np, f"int{lhs.data.itemsize * 8}")
+        return handle(np.right_shift(lhs.data.astype(signed), rhs.data.astype(signed)), lhs.dtype)
+
+    def cast_impl(self, src, dst_type):
+        return self._convert(src, dst_type, toward_zero=False)
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        return self._convert(src, dst_type, toward_zero=rounding_mode == ir.ROUNDING_MODE.RTZ)
+
+    def _convert(self, src, dst_type, toward_zero):
+        have, want = src.dtype.scalar, dst_type.scalar
+        if want in BITS:
+            return handle(encode(decode(src.data, have), want, toward_zero), want)
+        values = decode(src.data, have)
+        if want == tl.float16 and values.dtype == np.float32:
+            return handle(to_half(values, toward_zero), want)
+        return handle(values.astype(base._get_np_dtype(want)), want)
+
+    def get_bf16(self, value):
+        return handle(encode(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        tf32 = input_precision == ir.INPUT_PRECISION.TF32
+        product = matmul(a.data, a.dtype.scalar, b.data, b.dtype.scalar, tf32)
+        self.device.computed(2.0 * product.size * a.data.shape[-1])
+        product += decode(d.data, d.dtype.scalar)
+        ty = d.dtype.scalar
+        return handle(encode(product, ty) if ty in BITS else product.astype(d.data.dtype, copy=False), ty)
+
+    def create_split(self, val):
+        return tuple(handle(np.ascontiguousarray(val.data[..., i]), val.dtype) for i in (0, 1))
+
+    def create_trans(self, arg, perm):
+        return handle(np.ascontiguousarray(np.transpose(arg.data, perm)), arg.dtype)
+
+    def create_bitcast(self, src, dst_type):
+        return handle(np.ascontiguousarray(src.data).view(base._get_np_dtype(dst_type)), dst_type)
+
+    create_int_to_ptr = create_ptr_to_int = create_bitcast
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def create_load(self, ptr, *policy):
+        return self._load(ptr, None, None, policy[-1])
+
+    def create_masked_load(self, ptrs, mask, other, *policy, **named):
+        return self._load(ptrs, mask, other, named.get("is_volatile", policy[-1] if policy else False))
+
+    def _load(self, ptrs, mask, other, volatile):
+        ty = ptrs.get_element_ty()
+        dtype = base._get_np_dtype(ty)
+        m = _mask(mask, ptrs.data.shape)
+        values = self.device.load(ptrs.data, m, dtype, bool(volatile))
+        if m is not None and other is not None:
+            values = np.where(m, values, other.data)
+        return handle(values, ty)
+
+    def create_store(self, ptr, val, *policy):
+        self._store(ptr, val, None)
+
+    def create_masked_store(self, ptrs, value, mask, *policy, **named):
+        self._store(ptrs, value, mask)
+
+    def _store(self, ptrs, value, mask):
+        dtype = base._get_np_dtype(ptrs.get_element_ty())
+        values = np.broadcast_to(value.data.astype(dtype, copy=False), ptrs.data.shape)
+        self.device.store(ptrs.data, _mask(mask, ptrs.data.shape), values)
+
+    def create_addptr(self, ptr, offset):
+        size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)
+        return TensorHandle(ptr.data + offset.data.astype(np.uint64) * np.uint64(size), ptr.dtype)
+
+    def create_descriptor_load(self, desc, indices, *policy):
+        tile = Tile(desc, indices)
+        nan = desc.padding == ir.PADDING_OPTION.PAD_NAN
+        return handle(self.device.load_tile(tile, np.nan if nan else 0), tile.element)
+
+    def create_descriptor_store(self, desc, value, indices):
+        tile = Tile(desc, indices)
+        self.device.store_tile(tile, value.data.astype(tile.dtype, copy=False).reshape(tile.box))
+
+    def create_descriptor_reduce(self, kind, desc, value, indices):
+        tile = Tile(desc, indices)
+        update = _rounded(_DESCRIPTOR_ATOMICS[str(kind).split(".")[-1].upper()], tile.element)
+        self.device.reduce_tile(tile, value.data.astype(tile.dtype, copy=False).reshape(tile.box), update)
+
+    def create_atomic_rmw(self, rmwOp, ptr, val, mask, sem, scope):
+        op = ATOMICS[rmwOp]
+        ty = val.dtype.scalar
+        dtype = val.data.dtype
+        values = np.broadcast_to(val.data, ptr.data.shape)
+        if rmwOp in _UNSIGNED or rmwOp in _SIGNED:
+            view = np.dtype(f"{'u' if rmwOp in _UNSIGNED else ''}int{dtype.itemsize * 8}")
+            inner = op
+            op = lambda old, new: inner(old.view(view), new.view(view)).view(dtype)  # noqa: E731
+        update = _rounded(op, ty)
+        old = self.device.atomic(
+            ptr.data,
+            _mask(mask, ptr.data.shape),
+            dtype,
+            lambda now, where: update(now, values[where]),
+            *_order(sem, scope),
+        )
+        return handle(old, ty)
+
+    def create_atomic_cas(self, ptr, cmp, val, sem, scope):
+        dtype = val.data.dtype
+        expected = np.broadcast_to(cmp.data, ptr.data.shape)
+        values = np.broadcast_to(val.data, ptr.data.shape)
+        update = lambda now, where: np.where(now == expected[where], values[where], now)  # noqa: E731
+        return handle(self.device.atomic(ptr.data, None, dtype, update, *_order(sem, scope)), val.dtype)
+
+    def create_atomic_load(self, ptr, mask, sem, scope):  # Triton 3.9
+        dtype = base._get_np_dtype(ptr.get_element_ty())
+        same = lambda now, where: now  # noqa: E731
+        old = self.device.atomic(ptr.data, _mask(mask, ptr.data.shape), dtype, same, *_order(sem, scope))
+        return handle(old, ptr.get_element_ty())
+
+    def create_atomic_store(self, ptr, val, mask, sem, scope):  # Triton 3.9
+        values = np.broadcast_to(val.data, ptr.data.shape)
+        new = lambda now, where: values[where]  # noqa: E731
+        self.device.atomic(ptr.data, _mask(mask, ptr.data.shape), val.data.dtype, new, *_order(sem, scope))
+
+    def create_atomic_poll(self, ptr, expected, timeout_ns, sem, scope):  # Triton 3.9
+        matched = np.zeros(ptr.data.shape, np.bool_)
+        for where in np.ndindex(ptr.data.shape):
+            address = TensorHandle(np.asarray(ptr.data[where]).reshape(1), ptr.dtype)
+            while self.create_atomic_load(address, None, sem, scope).data.item() != expected.data[where]:
+                pass  # every atomic access lets the other programs run
+            matched[where] = True
+        return handle(matched, tl.int1)
+
+    def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
+        raise NotImplementedError(
+            f"inline assembly cannot be simulated: {inlineAsm!r}; use the functions of pkt.language or tl, which can"
+        )
+
+    def create_print(self, prefix, hex, values, isSigned):
+        super().create_print(f"rank {self.pkt.rank}{prefix}", hex, values, isSigned)
+
+
+def _mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
+    if mask is None:
+        return None
+    data = mask.data if isinstance(mask, TensorHandle) else np.asarray(mask)
+    return None if data.all() else np.broadcast_to(data, shape)
+
+
+def _order(sem: Any, scope: Any) -> tuple[str, str]:
+    """("acquire_release", "system") and the like, lower case."""
+    return str(sem).split(".")[-1].lower(), str(scope).split(".")[-1].lower()
+
+
+def _rounded(op: Any, ty: tl.dtype) -> Any:
+    """`op` on stored bits of format `ty`, rounded as the hardware's reduction does."""
+    if ty not in BITS:
+        return op
+    return lambda old, new: encode(op(decode(old, ty), decode(new, ty)), ty)

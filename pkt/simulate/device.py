@@ -1,0 +1,807 @@
+"""What the programs of the simulated machine do to memory and to each other: the device side of `Machine`.
+
+The builder sends every access of `tl` here, and pkt.language sends its primitives. A plain store stays pending in its
+program until something makes it visible: an overlapping access of the same program, a release, the end of the grid, or
+the schedule. TMA stores are pending in the async proxy, which a release does not wait for: only `drain` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from pkt import errors
+from pkt.errors import Waiting
+from pkt.simulate import cost
+from pkt.simulate.builder import Tile
+from pkt.simulate.faults import SYNC, Signal, Site
+from pkt.simulate.memory import Access, Region, Scattered, Strided, Unmapped
+from pkt.simulate.numerics import BITS, decode, encode
+from pkt.simulate.races import FULL, Shadow, Touched, record, record_read, unordered
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
+_TRITON = os.path.dirname(os.path.abspath(tl.__file__))
+_TRITON = os.path.dirname(_TRITON)
+_INSIDE: dict[str, int] = {}  # file -> 0 the user's, 1 pkt.language, 2 pkt.simulate or triton
+
+_COMPARE = {
+    "ge": lambda d: d >= 0,
+    "gt": lambda d: d > 0,
+    "le": lambda d: d <= 0,
+    "lt": lambda d: d < 0,
+    "eq": lambda d: d == 0,
+    "ne": lambda d: d != 0,
+    "flip": None,
+}
+
+
+def _signed(value: int) -> int:
+    """The low 32 bits as a signed number."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _kind_of_file(file: str) -> int:
+    known = _INSIDE.get(file)
+    if known is None:
+        path = os.path.abspath(file)
+        known = 1 if path.startswith(_LANGUAGE) else 2 if path.startswith((_HERE, _TRITON)) else 0
+        _INSIDE[file] = known
+    return known
+
+
+def site() -> Site:
+    """The user's line that runs now, and the outermost pkt.language function between it and here."""
+    frame: Any = sys._getframe(1)
+    call = ""
+    while frame is not None:
+        kind = _kind_of_file(frame.f_code.co_filename)
+        if kind == 0:
+            return Site(frame.f_code.co_filename, frame.f_lineno, call)
+        if kind == 1:
+            call = frame.f_code.co_name
+        frame = frame.f_back
+    return Site("?", 0, call)
+
+
+def frame_of(task: Any) -> Site:
+    """Where a task that is not running stands."""
+    frame, call = task.greenlet.gr_frame, ""
+    while frame is not None:
+        kind = _kind_of_file(frame.f_code.co_filename)
+        if kind == 0:
+            return Site(frame.f_code.co_filename, frame.f_lineno, call)
+        if kind == 1:
+            call = frame.f_code.co_name
+        frame = frame.f_back
+    return Site("?", 0, call)
+
+
+class Blocked:
+    """A program in a wait."""
+
+    def __init__(
+        self, device: SimulatedDevice, task: Any, region: Region, address: int, want: int, cmp: str, at: Site
+    ):
+        self.device, self.task, self.region, self.address = device, task, region, address
+        self.want, self.cmp, self.at = want, cmp, at
+
+    def found(self) -> int:
+        offset = self.address - self.region.base
+        return int(self.region.memory[offset : offset + 4].view(np.int32)[0])
+
+    def holds(self) -> bool:
+        found = self.found()
+        if self.cmp == "flip":
+            return (found ^ self.want) & 0x80000000 != 0
+        return _COMPARE[self.cmp](_signed(found - self.want))
+
+    def waiting(self) -> Waiting:
+        task = self.task
+        return Waiting(
+            rank=task.rank,
+            program=task.program,
+            kernel=task.name,
+            counter=self.region.element(self.address),
+            wanted=self.want,
+            found=self.found(),
+            compare=self.cmp,
+            site=str(self.at),
+            launch=task.launch.ordinal,
+            owner=self.region.rank,
+        )
+
+
+class _Sync:
+    """Clocks released at one address: by anybody at system scope, and by each rank at any scope."""
+
+    __slots__ = ("system", "rank", "time", "launch")
+
+    def __init__(self) -> None:
+        self.system: Any = None
+        self.rank: dict[int, Any] = {}
+        self.time = 0.0
+        self.launch: dict[int, int] = {}  # releasing rank -> its newest launch that released here
+
+
+class Pending:
+    """A store that its program has made and nobody else sees yet."""
+
+    __slots__ = ("access", "values", "low", "high", "is_async")
+
+    def __init__(self, access: Access, values: np.ndarray, is_async: bool) -> None:
+        self.access, self.values, self.is_async = access, values, is_async
+        self.low, self.high = access.span()
+
+    def overlaps(self, other: Access) -> bool:
+        if self.access.region is not other.region:
+            return False
+        low, high = other.span()
+        return low < self.high and self.low < high
+
+    def commit(self) -> None:
+        if isinstance(self.access, Strided):
+            self.access.view(self.values.dtype)[...] = self.values
+        else:
+            self.access.write(self.values)
+
+
+class SimulatedDevice:
+    """See the module. One for the machine; `machine.current` says which program calls."""
+
+    def __init__(self, machine: Any) -> None:
+        self.m = machine
+        self.sync: dict[int, _Sync] = {}
+        self.seen_races: set[tuple] = set()
+
+    # -- what pkt.simulate.builder calls ----------------------------------------------------------------------------
+
+    def load(
+        self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool
+    ) -> np.ndarray:
+        self._step(spin=volatile)
+        parts = self._resolve(addresses, mask, dtype.itemsize, "load")
+        if len(parts) == 1 and parts[0][1] is ...:
+            access = parts[0][0]
+            assert isinstance(access, Strided)
+            self._before_read(access, "load")
+            return access.view(dtype).copy()
+        out = np.zeros(addresses.size, dtype)
+        for access, where in parts:
+            self._before_read(access, "load")
+            out[where] = access.read(dtype)
+        return out.reshape(addresses.shape)
+
+    def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None:
+        self._step()
+        for access, where in self._resolve(addresses, mask, values.dtype.itemsize, "store"):
+            self._write(
+                access, values if where is ... else values.reshape(-1)[where], "store", is_async=False
+            )
+
+    def load_tile(self, tile: Tile, fill: float) -> np.ndarray:
+        self._step()
+        access = self._tile(tile, "TMA load")
+        if access is not None:
+            self._before_read(access, "TMA load", is_async=True)
+            if tile.shape == tile.box:
+                return access.view(tile.dtype).copy()
+        ty = tile.element
+        empty = encode(np.array(fill), ty) if ty in BITS else np.array(fill).astype(tile.dtype)
+        out = np.full(tile.box, empty, tile.dtype)
+        if access is not None:
+            out[tile.inside] = access.view(tile.dtype)
+        return out
+
+    def store_tile(self, tile: Tile, values: np.ndarray) -> None:
+        self._step()
+        access = self._tile(tile, "TMA store")
+        if access is not None:
+            self._write(access, values[tile.inside], "TMA store", is_async=True)
+
+    def reduce_tile(self, tile: Tile, values: np.ndarray, op: Any) -> None:
+        """An atomic update of each element. Performed at once: its order among other updates is free anyway, and that
+        nobody may rely on it before a drain is the race detector's business."""
+        self._step()
+        access = self._tile(tile, "TMA reduce")
+        if access is None:
+            return
+        self._own_stores(access)
+        self._track(access, "TMA reduce", is_async=True)
+        view = access.view(tile.dtype)
+        view[...] = op(view, values[tile.inside])
+        self._moved(access)
+        self._changed(access)
+
+    def computed(self, flops: float) -> None:
+        self._spend("compute", flops / cost.FLOPS_PER_US)
+
+    def atomic(
+        self,
+        addresses: np.ndarray,
+        mask: np.ndarray | None,
+        dtype: np.dtype,
+        update: Any,
+        sem: str,
+        scope: str,
+    ) -> np.ndarray:
+        """`update(old, where)` gives the new values of the flat positions `where`."""
+        m, task = self.m, self.m.current
+        at = site()
+        self._step(spin=True)
+        out = np.zeros(addresses.size, dtype)
+        parts = self._resolve(addresses, mask, dtype.itemsize, "atomic")
+        change = None
+        if at.call in SYNC:
+            m.census.note(at, "remove", "relax")
+            change = m.faults.change(at)
+            if change == "remove":
+                return out.reshape(addresses.shape)
+        releases = sem in ("release", "acquire_release") and change != "relax"
+        acquires = sem in ("acquire", "acquire_release") and change != "relax"
+        copies = 1
+        if acquires:
+            for access, _ in parts:
+                access.region.waited.update(self._sync_addresses(parts))
+        if at.call in SYNC and parts:
+            access = parts[0][0]
+            access.region.signalled[access.first()] = str(at)
+            event = self._signal(at, parts[0][0])
+            if event == m.faults.drop:
+                return out.reshape(addresses.shape)
+            copies = 2 if event == m.faults.duplicate else 1
+            if event == m.faults.delay:
+                clock = self._release_clock(releases, scope)
+                m.late_signals.append(
+                    lambda: self._perform(
+                        task, parts, addresses.size, dtype, update, out.copy(), clock, scope
+                    )
+                )
+                return out.reshape(addresses.shape)
+        clock = self._release_clock(releases, scope)
+        for _ in range(copies):
+            self._perform(task, parts, addresses.size, dtype, update, out, clock, scope)
+        if m.races:
+            for address in self._sync_addresses(parts):
+                if acquires:
+                    self._acquire(address, scope)
+                elif address in self.sync:
+                    task.unacquired = self._joined(task.unacquired, self._visible(self.sync[address], scope))
+        if m.schedule.interrupts():
+            m.pause()
+        return out.reshape(addresses.shape)
+
+    # -- primitives of pkt.language.ptx -----------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.m.current.rank
+
+    def wait(self, ptr: Any, want: Any, cmp: str, world_rank: Any, status: Any) -> tl.tensor:
+        m, task = self.m, self.m.current
+        at = site()
+        self._step()
+        address, wanted = _scalar(ptr), _signed(_scalar(want))
+        access = self._resolve(np.array([address], np.uint64), None, 4, "wait")[0][0]
+        region = access.region
+        region.waited.add(address)
+        if at.call in SYNC:
+            m.census.note(at, "remove", "relax")
+        change = m.faults.change(at)
+        blocked = Blocked(self, task, region, address, wanted, cmp, at)
+        start = task.time
+        stale = blocked.holds() and cmp != "flip"
+        if change != "remove":
+            while not blocked.holds():
+                m.waiting.setdefault(address, []).append(task)
+                m.block(blocked)
+            sync = self.sync.get(address)
+            if sync is not None:
+                task.time = max(task.time, sync.time)
+                if stale and m.races and region.kind == "signals":
+                    self._note_stale(task, blocked, sync)
+            if task.time > start:
+                self._interval("wait", start, task.time)
+            if change != "relax" and m.races:
+                self._acquire(address, "system")
+                if at.call in SYNC:
+                    task.waits.add(at)
+                if change != "no proxy fence":
+                    self._order_async()
+        return _int32(blocked.found())
+
+    def load_acquire(self, ptr: Any) -> tl.tensor:
+        addresses = ptr.handle.data
+        dtype = np.dtype(np.int32 if ptr.dtype.element_ty.primitive_bitwidth == 32 else np.int64)
+        for address in addresses.reshape(-1):
+            self.m.space.find(int(address)).waited.add(int(address))
+        old = self.atomic(addresses, None, dtype, lambda now, where: now, "acquire", "system")
+        ty = ptr.dtype.element_ty
+        return tl.tensor(TensorHandle(old, ty), tl.block_type(ty, list(old.shape)) if ptr.shape else ty)
+
+    def fence(self, scope: str) -> None:
+        m, task = self.m, self.m.current
+        at = site()
+        if at.call in SYNC:
+            m.census.note(at, "relax" if at.call not in ("fence", "quiet") else "remove")
+        if m.faults.change(at) is not None and m.faults.change(at) != "no drain":
+            return
+        self._commit(task, lambda p: not p.is_async)
+        if not m.races:
+            return
+        task.fence_clock = task.clock.copy()
+        if task.unacquired is not None:
+            task.clock = m.clocks.join(task.clock, task.unacquired)
+            task.unacquired = None
+        task.clock[task.column] += 1
+
+    def proxy_fence(self) -> None:
+        if self.m.races and self.m.faults.change(site()) not in ("no proxy fence", "remove"):
+            self._order_async()
+
+    def _order_async(self) -> None:
+        """TMA loads issued from now on see what the program has seen and done until now."""
+        task = self.m.current
+        task.seen = task.clock.copy()
+        task.clock[task.column] += 1
+
+    def drain(self) -> None:
+        m, task = self.m, self.m.current
+        at = site()
+        if task.undrained:
+            m.census.note(at, "no drain")
+        if m.faults.change(at) in ("no drain", "remove"):
+            return
+        self._commit(task, lambda p: p.is_async)
+        task.undrained = False
+        if m.races:
+            task.clock[task.column + 1] = task.seen[task.column + 1] = task.async_clock
+            task.async_clock += 1
+
+    def mark(self, kind: str) -> None:
+        self.m.current.mark = kind
+
+    def multimem_load_reduce(self, ptr: Any, mask: Any, op: str) -> tl.tensor:
+        ty = ptr.dtype.element_ty
+        dtype = _dtype(ty)
+        selected = _mask_of(mask, ptr)
+        self._step()
+        total: Any = None
+        combine = {"add": np.add, "min": np.minimum, "max": np.maximum}[op]
+        for addresses in self._copies(ptr):
+            values = np.zeros(addresses.size, dtype)
+            for access, where in self._resolve(addresses, selected, dtype.itemsize, "multimem load_reduce"):
+                self._before_read(access, "multimem load_reduce")
+                if where is ...:
+                    values = access.view(dtype).reshape(-1).copy()
+                else:
+                    values[where] = access.read(dtype)
+            # The 16-bit types add in fp32 and round once: `.acc::f32`.
+            wide = decode(values, ty)
+            wide = wide.astype(np.float32) if dtype == np.float16 else wide
+            total = wide if total is None else combine(total, wide)
+        out = (encode(total, ty) if ty in BITS else total.astype(dtype)).reshape(ptr.handle.data.shape)
+        return tl.tensor(TensorHandle(out, ty), tl.block_type(ty, list(out.shape)) if ptr.shape else ty)
+
+    def multimem_store(self, ptr: Any, value: Any, mask: Any) -> None:
+        self._step()
+        data = np.broadcast_to(
+            value.handle.data.astype(_dtype(ptr.dtype.element_ty), copy=False), ptr.handle.data.shape
+        )
+        for addresses in self._copies(ptr):
+            for access, where in self._resolve(
+                addresses, _mask_of(mask, ptr), data.dtype.itemsize, "multimem store"
+            ):
+                self._write(
+                    access,
+                    data if where is ... else data.reshape(-1)[where],
+                    "multimem store",
+                    is_async=False,
+                )
+
+    def multimem_reduce_add(self, ptr: Any, value: Any, mask: Any) -> None:
+        ty = ptr.dtype.element_ty
+        data = np.broadcast_to(value.handle.data, ptr.handle.data.shape).reshape(-1)
+
+        def update(now: np.ndarray, where: Any) -> np.ndarray:
+            total = np.add(decode(now, ty), decode(data[where], ty))
+            return encode(total, ty) if ty in BITS else total
+
+        for addresses in self._copies(ptr):
+            self.atomic(addresses, _mask_of(mask, ptr), _dtype(ty), update, "relaxed", "system")
+
+    # -- the end of a program and of the run ------------------------------------------------------------------------
+
+    def check_exit(self, task: Any) -> None:
+        """TMA stores are performed before a grid ends; what is still pending stays until the whole grid has."""
+        if self.m.races:
+            task.clock[task.column + 1] = task.async_clock
+
+    def commit_one(self) -> None:
+        m = self.m
+        task = m.owing[m.schedule.choose(len(m.owing))]
+        self._commit_pending(task, [task.pending[m.schedule.choose(len(task.pending))]])
+
+    def commit_rank(self, rank: int) -> None:
+        for task in [t for t in self.m.owing if t.rank == rank]:
+            self._commit(task, lambda p: True)
+
+    def spinning(self, task: Any) -> Waiting:
+        at = frame_of(task)
+        return Waiting(
+            task.rank, task.program, task.name, "a spin of its own", 0, 0, "ne", str(at), task.launch.ordinal
+        )
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _step(self, spin: bool = False) -> None:
+        """Every access begins here: another program may run first; a spin lets it."""
+        m, task = self.m, self.m.current
+        if spin:
+            if task.progress == m.progress:
+                task.polls += 1
+            else:
+                task.progress, task.polls = m.progress, 0
+            if task.polls > 1:
+                m.pause()
+                return
+        task.accesses += 1
+        if m.schedule.interrupts() or not task.accesses % 4096:
+            m.pause()
+
+    def _resolve(self, addresses: np.ndarray, mask: Any, itemsize: int, kind: str) -> list:
+        try:
+            return self.m.space.resolve(addresses, mask, itemsize)
+        except Unmapped as unmapped:
+            raise self._outside(unmapped, kind) from None
+
+    def _tile(self, tile: Tile, kind: str) -> Strided | None:
+        try:
+            return self.m.space.tile(tile.address, tile.shape, tile.strides, tile.dtype.itemsize)
+        except Unmapped as unmapped:
+            raise self._outside(unmapped, kind) from None
+
+    def _outside(self, unmapped: Unmapped, kind: str) -> Exception:
+        space, address = self.m.space, unmapped.address
+        owner = space.owner(address)
+        if unmapped.region is not None:
+            tensor = f"rank {unmapped.region.rank}'s {unmapped.region.element(address)}"
+            return errors.UseAfterFree.device(self._access(kind, tensor), unmapped.region.freed_at)
+        if owner == space.size:
+            home = space.nearest(address - (space.size - self.rank) * space.stride)
+            tensor = f"the multicast window at {home.element(home.base + 0) if home else hex(address)}"
+            return errors.MulticastAccess.plain(self._access(kind, tensor))
+        tensor = f"address {address:#x}" + (
+            f" in rank {owner}'s heap" if owner is not None else ", in no rank's heap"
+        )
+        near = space.nearest(address)
+        text = ""
+        if near is not None and (owner is None or near.rank == owner):
+            text = f"{near.name} of rank {near.rank}, which ends {address - near.end + 1} bytes before"
+        return errors.OutOfBounds.outside(self._access(kind, tensor), text)
+
+    def _access(self, kind: str, tensor: str, task: Any = None, at: Site | None = None) -> errors.Access:
+        task = task or self.m.current
+        return errors.Access(task.rank, task.program, task.name, kind, tensor, str(at or site()))
+
+    # stores
+
+    def _write(self, access: Access, values: np.ndarray, kind: str, is_async: bool) -> None:
+        m, task = self.m, self.m.current
+        self._own_stores(access)
+        self._track(access, kind, is_async)
+        self._moved(access)
+        if not m.schedule.late_stores or access.region.kind == "local":
+            Pending(access, values, is_async).commit()
+            self._changed(access)
+            return
+        if not task.pending:
+            m.owing.append(task)
+        task.pending.append(Pending(access, np.array(values), is_async))
+
+    def _own_stores(self, access: Access) -> None:
+        """A program sees its own stores, and they keep their order where they overlap."""
+        task = self.m.current
+        if task.pending:
+            hit = [p for p in task.pending if p.overlaps(access)]
+            if hit:
+                self._commit_pending(task, hit)
+
+    def _commit(self, task: Any, which: Any) -> None:
+        if task.pending:
+            self._commit_pending(task, [p for p in task.pending if which(p)])
+
+    def _commit_pending(self, task: Any, stores: list[Pending]) -> None:
+        for store in stores:
+            task.pending.remove(store)
+            store.commit()
+            self._changed(store.access)
+        if not task.pending and task in self.m.owing:
+            self.m.owing.remove(task)
+
+    def _changed(self, access: Access) -> None:
+        """Memory changed by something other than a signal: programs that wait on a word inside look again."""
+        m = self.m
+        m.progress += 1
+        if m.waiting:
+            base = access.region.base
+            low, high = access.span()
+            for address in [a for a in m.waiting if base + low <= a < base + high]:
+                m.wake(address)
+
+    # atomics
+
+    def _perform(
+        self, task: Any, parts: list, count: int, dtype: Any, update: Any, out: Any, clock: Any, scope: str
+    ) -> None:
+        m = self.m
+        for access, where in parts:
+            if m.current is task:
+                self._own_stores(access)
+            flat: Any = np.arange(count) if where is ... else where
+            if isinstance(access, Strided):
+                view = access.view(dtype)
+                old = view.reshape(-1).copy()
+                new = update(old, flat)
+                changed = not np.array_equal(old, new)
+                view[...] = new.reshape(view.shape)
+            else:
+                offsets = access.offsets
+                unique = len(np.unique(offsets)) == len(offsets)
+                old = access.read(dtype).copy()
+                if unique:
+                    new = update(old, flat)
+                    access.write(np.ascontiguousarray(new))
+                    changed = not np.array_equal(old, new)
+                else:  # one after the other, as the hardware does
+                    changed = True
+                    for i in range(len(offsets)):
+                        one = Scattered(access.region, offsets[i : i + 1], access.itemsize)
+                        old[i] = one.read(dtype)[0]
+                        one.write(update(old[i : i + 1], flat[i : i + 1]))
+            out[flat] = old
+            if m.current is task:
+                self._track(access, "atomic", is_async=False)
+                self._moved(access, signal=access.region.kind == "signals")
+            if changed:
+                m.progress += 1
+        for address in self._sync_addresses(parts):
+            if clock is not None:
+                self._publish(address, clock, task, scope)
+            region = parts[0][0].region
+            m.wake(address)
+
+    @staticmethod
+    def _sync_addresses(parts: list) -> list[int]:
+        """Addresses of an atomic that can be a synchronisation variable; a whole tile of data is not one."""
+        found: list[int] = []
+        for access, _ in parts:
+            if isinstance(access, Strided):
+                if int(np.prod(access.shape)) == 1:
+                    found.append(access.first())
+                elif access.nbytes() <= 1024:
+                    base = access.region.base
+                    found += [base + int(o) for o in _offsets(access)]
+            elif len(access.offsets) <= 256:
+                found += [access.region.base + int(o) for o in access.offsets]
+        return found
+
+    def _signal(self, at: Site, access: Access) -> Signal:
+        m, task = self.m, self.m.current
+        target = f"rank {access.region.rank}'s {access.region.element(access.first())}"
+        event = Signal(task.rank, task.launch.ordinal, task.index, task.signals, at, target)
+        task.signals += 1
+        m.census.signals.append(event)
+        return event
+
+    # clocks
+
+    def _release_clock(self, releases: bool, scope: str) -> Any:
+        """What this atomic publishes: everything so far if it releases, everything before the last fence otherwise."""
+        m, task = self.m, self.m.current
+        if releases:
+            self._commit(task, lambda p: not p.is_async)
+        if not m.races:
+            return None
+        if not releases:
+            return task.fence_clock
+        clock = task.clock.copy()
+        task.clock[task.column] += 1
+        return clock
+
+    def _publish(self, address: int, clock: Any, task: Any, scope: str) -> None:
+        sync = self.sync.get(address)
+        if sync is None:
+            sync = self.sync[address] = _Sync()
+        join = self._joined
+        if scope == "system":
+            sync.system = join(sync.system, clock)
+        if scope != "cta":
+            sync.rank[task.rank] = join(sync.rank.get(task.rank), clock)
+        sync.time = max(
+            sync.time, task.time + (cost.SIGNAL_US if self._remote(address, task) else cost.LOCAL_SIGNAL_US)
+        )
+        sync.launch[task.rank] = task.launch.ordinal
+
+    def _remote(self, address: int, task: Any) -> bool:
+        return self.m.space.owner(address) not in (task.rank, None)
+
+    def _visible(self, sync: _Sync, scope: str) -> Any:
+        """Clocks that an acquire of the current program at `scope` synchronises with."""
+        own = sync.rank.get(self.m.current.rank)
+        if scope == "system":
+            return self._joined(sync.system, own)
+        return own if scope == "gpu" else None
+
+    def _acquire(self, address: int, scope: str) -> None:
+        sync = self.sync.get(address)
+        if sync is not None:
+            task = self.m.current
+            visible = self._visible(sync, scope)
+            if visible is not None:
+                task.clock = self.m.clocks.join(task.clock, visible)
+
+    def _joined(self, a: Any, b: Any) -> Any:
+        if a is None or b is None:
+            return b if a is None else a
+        return self.m.clocks.join(a, b)
+
+    # races
+
+    def _before_read(self, access: Access, kind: str, is_async: bool = False) -> None:
+        self._own_stores(access)
+        m, task = self.m, self.m.current
+        self._moved(access)
+        region = access.region
+        if not m.races or region.kind == "local":
+            return
+        shadow, touched = self._shadow(region), Touched(access)
+        if is_async:
+            for wait in task.waits:
+                m.census.note(wait, "no proxy fence")
+        clock = m.clocks.fit(task.seen if is_async else task.clock)
+        for array in (shadow.writer, shadow.updater):
+            hit = unordered(touched.get(array), touched, clock)
+            if hit is not None:
+                self._report(kind, access, touched, hit)
+        stamp = int(task.clock[task.column]) << 32 | task.column << 16
+        record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
+
+    def _track(self, access: Access, kind: str, is_async: bool) -> None:
+        """A write, or an atomic update, which only other kinds of access can race with."""
+        m, task = self.m, self.m.current
+        region = access.region
+        if not m.races or region.kind == "local":
+            return
+        updates = kind in ("atomic", "TMA reduce")
+        shadow, touched = self._shadow(region), Touched(access)
+        clock = m.clocks.fit(task.seen if is_async else task.clock)
+        earlier = (shadow.writer, shadow.reader, shadow.other) + (() if updates else (shadow.updater,))
+        for array in earlier:
+            hit = unordered(touched.get(array), touched, clock)
+            if hit is not None:
+                self._report(kind, access, touched, hit)
+        if is_async:
+            task.undrained = True
+        column = task.column + 1 if is_async else task.column
+        now = task.async_clock if is_async else int(task.clock[task.column])
+        record(shadow.updater if updates else shadow.writer, touched, now << 32 | column << 16)
+
+    @staticmethod
+    def _shadow(region: Region) -> Shadow:
+        if region.shadow is None:
+            region.shadow = Shadow(region.nbytes)
+        return region.shadow
+
+    def _report(self, kind: str, access: Access, touched: Touched, hit: tuple[int, int]) -> None:
+        m, task = self.m, self.m.current
+        position, stamp = hit
+        region = access.region
+        address = region.base + max(touched.offset(position), access.span()[0])
+        at = site()
+        key = (region.name, at, kind)
+        if key in self.seen_races:
+            return
+        self.seen_races.add(key)
+        tensor = f"rank {region.rank}'s {region.element(address)}"
+        first = self._who(stamp >> 16 & 0xFFFF, tensor)
+        error = errors.DataRace.between(first, self._access(kind, tensor, at=at))
+        if task.satisfied_by is not None:
+            error.add_note(task.satisfied_by)
+        m.findings.append(error)
+
+    def _who(self, column: int, tensor: str) -> errors.Access:
+        """The program that owns a column, as far as the shadow knows: which, not at which line."""
+        for host in self.m.hosts:
+            for index, first in enumerate(host.columns):
+                if first <= column <= first + 1:
+                    launch = host.launch
+                    name = launch.name if launch is not None else "an earlier launch"
+                    shape = launch.grid if launch is not None else (1 << 30, 1, 1)
+                    program = (index % shape[0], index // shape[0] % shape[1], index // (shape[0] * shape[1]))
+                    kind = "TMA access" if column == first + 1 else "access"
+                    return errors.Access(host.rank, program, name, kind, tensor)
+            if host.task is not None and host.task.column == column:
+                return errors.Access(host.rank, 0, "host", "access", tensor)
+        return errors.Access(-1, 0, "?", "access", tensor)
+
+    def _note_stale(self, task: Any, blocked: Blocked, sync: _Sync) -> None:
+        """The wait passed at once, and every signal behind it is of an earlier launch: right only if meant so. Said
+        together with a race, if one follows."""
+        newest = max(sync.launch.values(), default=0)
+        if newest < task.launch.ordinal:
+            task.satisfied_by = str(errors.StaleFlag.found(blocked.waiting(), newest))
+
+    # timeline
+
+    def _moved(self, access: Access, signal: bool = False) -> None:
+        task = self.m.current
+        remote = access.region.kind != "local" and access.region.rank != task.rank
+        rate = cost.REMOTE_BYTES_PER_US if remote else cost.LOCAL_BYTES_PER_US
+        kind = "communicate" if remote or task.mark == "communicate" else task.mark
+        self._spend(kind, cost.STEP_US * signal + access.nbytes() / rate)
+
+    def _spend(self, kind: str, microseconds: float) -> None:
+        task = self.m.current
+        start = task.time
+        task.time = start + microseconds
+        if self.m.tracing:
+            self._interval(kind, start, task.time)
+
+    def _interval(self, kind: str, start: float, end: float) -> None:
+        if not self.m.tracing:
+            return
+        intervals = self.m.current.intervals
+        if intervals and intervals[-1][0] == kind and intervals[-1][2] >= start:
+            intervals[-1][2] = end
+        else:
+            intervals.append([kind, start, end])
+
+    def _copies(self, ptr: Any) -> list[np.ndarray]:
+        """The addresses behind the multicast window, rank by rank."""
+        space = self.m.space
+        addresses = ptr.handle.data
+        owner = space.owner(int(addresses.reshape(-1)[0]))
+        if owner != space.size:
+            near = f"address {int(addresses.reshape(-1)[0]):#x}, which is not in the multicast window"
+            raise errors.OutOfBounds.outside(
+                self._access("multimem access", near), "use multicast(ptr, world)"
+            )
+        return [addresses - np.uint64((space.size - r) * space.stride) for r in range(space.size)]
+
+
+def _offsets(access: Strided) -> np.ndarray:
+    offsets: Any = np.int64(access.offset)
+    for axis, (n, s) in enumerate(zip(access.shape, access.strides)):
+        offsets = offsets + (np.arange(n, dtype=np.int64) * s).reshape(
+            (n,) + (1,) * (len(access.shape) - 1 - axis)
+        )
+    return offsets.reshape(-1)
+
+
+def _scalar(value: Any) -> int:
+    return int(value.handle.data.reshape(-1)[0]) if isinstance(value, tl.tensor) else int(value)
+
+
+def _int32(value: int) -> tl.tensor:
+    return tl.tensor(TensorHandle(np.array([value], np.int32), tl.int32), tl.int32)
+
+
+def _dtype(ty: Any) -> np.dtype:
+    from triton.runtime.interpreter import _get_np_dtype
+
+    return _get_np_dtype(ty)
+
+
+def _mask_of(mask: Any, ptr: Any) -> Any:
+    if mask is None:
+        return None
+    data = np.broadcast_to(
+        mask.handle.data if isinstance(mask, tl.tensor) else np.asarray(mask), ptr.handle.data.shape
+    )
+    return None if data.all() else data

@@ -1,0 +1,109 @@
+"""What can go wrong on purpose: mutants of the synchronisation code, lost signals, ranks that stop or die.
+
+A site is a call of a pkt synchronisation function in a user's kernel. Sites and signals are found by a run without faults;
+each is then broken in turn, and a simulator that finds nothing has missed something.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+Change = Literal["remove", "relax", "no drain", "no proxy fence"]
+
+# Calls that synchronise. atomic_*, load and store also end up here as sites of accesses, but are not mutated.
+SYNC = frozenset(
+    "signal signal_all wait barrier grid_barrier world_barrier fence quiet barrier_all sync_all signal_op "
+    "signal_wait_until putmem_signal putmem_signal_nbi broadcast publish".split()
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A line of a user's kernel and the outermost function of pkt.language it calls there ("" for plain tl)."""
+
+    file: str
+    line: int
+    call: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one site, the same in every program that reaches it."""
+
+    site: Site
+    change: Change
+
+    def __str__(self) -> str:
+        what = {
+            "remove": "{} removed",
+            "relax": "{} without its memory order",
+            "no drain": "{} before TMA stores have landed",
+            "no proxy fence": "{} without the fence for TMA loads",
+        }[self.change]
+        return f"{what.format(self.site.call)} at {self.site}"
+
+
+@dataclass(frozen=True)
+class Signal:
+    """The n-th signal (from 0) that one program of one launch sent."""
+
+    rank: int
+    launch: int
+    program: int
+    n: int
+    site: Site
+    target: str
+
+    def __str__(self) -> str:
+        return f"signal {self.n} of rank {self.rank} program {self.program} launch {self.launch} to {self.target} at {self.site}"
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What one run does wrong. `drop`, `duplicate`, `delay`: a signal; `stop`: a rank and the step after which nothing of
+    it runs any more, `dies` whether its host ends with it."""
+
+    mutant: Mutant | None = None
+    drop: Signal | None = None
+    duplicate: Signal | None = None
+    delay: Signal | None = None
+    stop: tuple[int, int] | None = None
+
+    def change(self, site: Site) -> Change | None:
+        return self.mutant.change if self.mutant is not None and self.mutant.site == site else None
+
+    def __str__(self) -> str:
+        said = [
+            str(self.mutant) if self.mutant else "",
+            f"dropped: {self.drop}" if self.drop else "",
+            f"sent twice: {self.duplicate}" if self.duplicate else "",
+            f"delayed: {self.delay}" if self.delay else "",
+            f"rank {self.stop[0]} stopped at step {self.stop[1]}" if self.stop else "",
+        ]
+        return "; ".join(s for s in said if s)
+
+
+NO_FAULTS = Faults()
+
+
+@dataclass
+class Census:
+    """What a run had that can be broken."""
+
+    sites: dict[Site, set[Change]] = field(default_factory=dict)
+    signals: list[Signal] = field(default_factory=list)
+
+    def note(self, site: Site, *changes: Change) -> None:
+        self.sites.setdefault(site, set()).update(changes)
+
+    def mutants(self) -> list[Mutant]:
+        return [
+            Mutant(s, c)
+            for s in sorted(self.sites, key=lambda s: (s.file, s.line, s.call))
+            for c in sorted(self.sites[s])
+        ]

@@ -1,0 +1,514 @@
+"""N ranks in one process: every program of every grid is a greenlet, and a seeded schedule says which one runs.
+
+    Machine          the ranks, the address space, the scheduler
+    Task             one program of a grid, or the host code of one rank
+    Launch           one grid on one rank; at most `sms` of its programs are resident
+
+A launch blocks its rank's host until the grid has finished, as if all work were on one stream and followed by a
+synchronisation. Other ranks go on meanwhile, so a fast rank's next launch can overtake a slow rank's last.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import greenlet
+import numpy as np
+import torch
+
+from pkt.errors import Deadlock, GridTooLarge, RankFailed, TooFewResident, Waiting
+from pkt.simulate import cost
+from pkt.simulate.device import SimulatedDevice
+from pkt.simulate.faults import NO_FAULTS, Census, Faults
+from pkt.simulate.interpreter import argument, builder, interpret, interpreting
+from pkt.simulate.memory import AddressSpace, Region
+from pkt.simulate.races import Clocks
+from pkt.simulate.schedule import Schedule
+
+SPIN_LIMIT = 64  # polls of a user's own spin without any change anywhere before it counts as stuck
+
+
+class Task:
+    """One greenlet and what the machine knows of it."""
+
+    __slots__ = (
+        "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "seen", "async_clock",
+        "fence_clock", "unacquired", "pending", "blocked", "polls", "progress", "time", "intervals", "mark", "signals",
+        "satisfied_by", "accesses", "waits", "undrained",
+    )  # fmt: skip
+
+    def __init__(self, rank: int, name: str, run: Callable[[], Any], parent: Any) -> None:
+        self.greenlet = greenlet.greenlet(run, parent=parent)
+        self.greenlet.gr_context = contextvars.copy_context()
+        self.rank, self.name = rank, name
+        self.launch: Launch | None = None
+        self.program: tuple[int, int, int] = (0, 0, 0)
+        self.index = 0
+        self.lane = 0
+        self.column = 0
+        self.clock: Any = None
+        self.seen: Any = None  # what TMA loads of this program are ordered after
+        self.async_clock = 0
+        self.fence_clock: Any = None
+        self.unacquired: Any = None
+        self.pending: list[Any] = []
+        self.blocked: Any = None
+        self.polls = 0
+        self.progress = -1
+        self.time = 0.0
+        self.intervals: list[list] = []
+        self.mark = "compute"
+        self.signals = 0
+        self.satisfied_by: str | None = None
+        self.accesses = 0
+        self.waits: set[Any] = set()  # sites of the waits so far
+        self.undrained = False  # TMA stores to the heap since the last drain
+
+    @property
+    def is_host(self) -> bool:
+        return self.launch is None
+
+
+class Launch:
+    """One grid on one rank: programs in the hardware's order, x fastest."""
+
+    def __init__(
+        self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable
+    ) -> None:
+        self.rank, self.name, self.grid, self.ordinal, self.body = rank, name, grid, ordinal, body
+        self.total = grid[0] * grid[1] * grid[2]
+        self.next = 0
+        self.running = 0
+        self.clock: Any = None  # joined clocks of the programs that have finished
+        self.time = 0.0
+
+    def take(self) -> tuple[int, tuple[int, int, int]]:
+        index = self.next
+        self.next += 1
+        x, y, _ = self.grid
+        return index, (index % x, index // x % y, index // (x * y))
+
+    @property
+    def done(self) -> bool:
+        return self.next == self.total and self.running == 0
+
+
+class Host:
+    """One rank: its host task, its SM slots, its random state."""
+
+    def __init__(self, rank: int, sms: int) -> None:
+        self.rank = rank
+        self.task: Task | None = None
+        self.slots = list(range(sms))
+        self.columns: list[int] = []
+        self.launches = 0
+        self.launch: Launch | None = None
+        self.calls = 0
+        self.call = ""
+        self.random: torch.Tensor | None = None
+        self.result: Any = None
+
+
+class _Meeting:
+    """A collective call of the hosts: what each brought, complete when all are there."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, tuple[Any, str]] = {}
+        self.clock: Any = None
+        self.time = 0.0
+
+
+class Stopped(greenlet.GreenletExit):
+    """Thrown into the greenlets that are left when a run ends early; not an error of its own."""
+
+
+class Machine:
+    """Runs `ranks` host functions and what they launch. One run each; see `run` in pkt.simulate.run for the caller's side."""
+
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        seed: int = 0,
+        sms: int = 132,
+        stride: int = 1 << 30,
+        multicast: bool = True,
+        races: bool = True,
+        trace: bool = False,
+        faults: Faults = NO_FAULTS,
+        max_steps: int = 20_000_000,
+    ) -> None:
+        self.size, self.sms, self.multicast = ranks, sms, multicast
+        self.schedule = Schedule(seed, ranks)
+        self.space = AddressSpace(ranks, stride)
+        self.races, self.tracing, self.faults = races, trace, faults
+        self.census = Census()
+        self.findings: list[Any] = []
+        self.events: list[tuple[int, int, str, str, float, float]] = []  # the fields of trace.Event
+        self.clocks = Clocks()
+        self.hosts = [Host(r, sms) for r in range(ranks)]
+        self.ready: list[Task] = []
+        self.waiting: dict[int, list[Task]] = {}  # address of the counter -> programs that wait on it
+        self.meetings: dict[int, _Meeting] = {}
+        self.owing: list[Task] = []  # tasks with pending stores
+        self.late_signals: list[Callable[[], None]] = []
+        self.progress = 0
+        self.steps = 0
+        self.programs = 0
+        self.max_steps = max_steps
+        self.ended = False
+        self.current: Task | None = None
+        self.hub: Any = None
+        self.device = SimulatedDevice(self)
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
+        """`body(rank)` on every rank; its results in rank order. Raises the first error of any rank."""
+        self.hub = greenlet.getcurrent()
+        saved = torch.get_rng_state()
+        builder.device = builder.pkt = self.device
+        try:
+            with interpreting(self.launch):
+                for host in self.hosts:
+                    self._start_host(host, body, saved)
+                try:
+                    self._loop()
+                finally:
+                    self._end()
+        finally:
+            torch.set_rng_state(saved)
+        return [host.result for host in self.hosts]
+
+    def _start_host(self, host: Host, body: Callable[[int], Any], random: torch.Tensor) -> None:
+        def run() -> None:
+            host.result = body(host.rank)
+
+        task = Task(host.rank, "host", run, self.hub)
+        task.column = self.clocks.column()
+        task.clock = self.clocks.zero()
+        task.clock[task.column] = 1
+        host.task, host.random = task, random
+        self.ready.append(task)
+
+    def _loop(self) -> None:
+        schedule = self.schedule
+        while True:
+            if self.owing and schedule.commits():
+                self.device.commit_one()
+            if not self.ready:
+                if self._settle():
+                    continue
+                if all(h.task is not None and h.task.greenlet.dead for h in self.hosts):
+                    return
+                raise self._deadlock()
+            at = schedule.pick(self.ready)
+            task = self.ready.pop(at)
+            if self._stopped(task):
+                continue
+            if task.polls > SPIN_LIMIT and self._all_spin(task):
+                raise self._deadlock(spinning=[task, *self.ready])
+            self.steps += 1
+            if self.steps > self.max_steps:
+                raise Deadlock.of(
+                    f"no end after {self.max_steps} steps ({schedule}); raise max_steps= for a longer run"
+                )
+            self._switch(task)
+
+    def _switch(self, task: Task) -> None:
+        host = self.hosts[task.rank]
+        launch = task.launch
+        if launch is None:
+            torch.set_rng_state(host.random)
+        else:
+            builder.grid_idx, builder.grid_dim = task.program, launch.grid
+        self.current = task
+        try:
+            task.greenlet.switch()
+        except Exception as error:
+            raise self._failed(task, error) from error
+        finally:
+            self.current = None
+        if launch is None:
+            host.random = torch.get_rng_state()
+        if task.greenlet.dead:
+            self.progress += 1
+            if launch is not None:
+                self._finish(task, launch)
+
+    def _finish(self, task: Task, launch: Launch) -> None:
+        host = self.hosts[task.rank]
+        launch.running -= 1
+        self.device.check_exit(task)
+        launch.clock = task.clock if launch.clock is None else self.clocks.join(launch.clock, task.clock)
+        launch.time = max(launch.time, task.time)
+        heapq.heappush(host.slots, task.lane)
+        self._record(task)
+        self._fill(launch)
+        if launch.done:
+            self.device.commit_rank(task.rank)
+            waiter = host.task
+            assert waiter is not None
+            waiter.blocked = None
+            self.ready.append(waiter)
+
+    def _fill(self, launch: Launch) -> None:
+        """Start programs while there are slots."""
+        host = self.hosts[launch.rank]
+        while launch.next < launch.total and host.slots:
+            index, program = launch.take()
+            task = Task(launch.rank, launch.name, lambda p=program: launch.body(), self.hub)
+            task.launch, task.program, task.index = launch, program, index
+            task.lane = heapq.heappop(host.slots)
+            while len(host.columns) <= index:
+                host.columns.append(self.clocks.column(2))
+            task.column = host.columns[index]
+            parent = host.task
+            assert parent is not None
+            task.clock = self.clocks.fit(parent.clock).copy()
+            task.clock[task.column] += 1
+            task.async_clock = int(task.clock[task.column + 1]) + 1
+            task.seen = task.clock.copy()
+            task.clock[task.column] += 1  # TMA loads are not ordered after the program's own plain stores
+            task.time = max(parent.time, launch.time if index >= self.sms else parent.time)
+            launch.running += 1
+            self.programs += 1
+            self.ready.append(task)
+
+    def _end(self) -> None:
+        self.ended = True
+        for host in self.hosts:
+            if host.task is not None and not host.task.greenlet.dead:
+                host.task.greenlet.throw(Stopped)
+        for task in [*self.ready, *(t for tasks in self.waiting.values() for t in tasks)]:
+            if not task.greenlet.dead:
+                task.greenlet.throw(Stopped)
+        builder.__dict__.pop("device", None)
+        builder.__dict__.pop("pkt", None)
+
+    # -- switching, called from inside a task -----------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Let another task run; this one stays ready."""
+        task = self.current
+        assert task is not None
+        self.ready.append(task)
+        self._leave()
+
+    def block(self, blocked: Any) -> None:
+        """Until something clears it."""
+        task = self.current
+        assert task is not None
+        task.blocked = blocked
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.ended:
+            raise Stopped
+        self.hub.switch()
+
+    def wake(self, address: int) -> None:
+        """A counter changed: programs whose condition holds now become ready."""
+        tasks = self.waiting.get(address)
+        if not tasks:
+            return
+        still = []
+        for task in tasks:
+            if task.blocked.holds():
+                task.blocked = None
+                self.ready.append(task)
+            else:
+                still.append(task)
+        if still:
+            self.waiting[address] = still
+        else:
+            del self.waiting[address]
+
+    # -- launching --------------------------------------------------------------------------------------------------
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
+        """`kernel[grid](*args, **named)` on the rank whose host runs now."""
+        if warmup:
+            return
+        host = self.host("a kernel launch")
+        names = [p.name for p in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
+        options = {k: v for k, v in named.items() if k not in names}
+        bound = _bind(kernel, args, {k: v for k, v in named.items() if k in names})
+        for hook in getattr(kernel, "pre_run_hooks", ()):
+            hook(*args, **named)
+        where = tuple(grid(bound)) if callable(grid) else tuple(grid)
+        shape: tuple[int, int, int] = (*(int(n) for n in where), 1, 1)[:3]  # type: ignore[assignment]
+        name = kernel.fn.__name__
+        total = shape[0] * shape[1] * shape[2]
+        if options.get("launch_cooperative_grid") and total > self.sms:
+            raise GridTooLarge.resident(name, total, self.sms, 1, rank=host.rank)
+        if total == 0:
+            return
+        function = interpret(kernel)
+        values = {
+            n: bound[n] if fixed else argument(bound[n], special) for n, fixed, special in _parameters(kernel)
+        }
+        local = self._register(bound.values(), host.rank, name)
+        host.launches += 1
+        launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values))
+        task = host.task
+        assert task is not None
+        task.clock = self.clocks.fit(task.clock)
+        launch.time = task.time = task.time + cost.LAUNCH_US
+        host.launch = launch
+        try:
+            self._fill(launch)
+            self.block(launch)
+        finally:
+            host.launch = None
+            for base in local:
+                self.space.drop_local(base)
+        task.clock = self.clocks.join(task.clock, launch.clock)
+        task.clock[task.column] += 1
+        task.time = launch.time
+
+    def _register(self, values: Any, rank: int, kernel: str) -> list[int]:
+        """The launch's local tensors become addressable; returns their bases, to be dropped when it has finished."""
+        bases = []
+        for name, tensor in _tensors(values):
+            storage = tensor.untyped_storage()
+            base, nbytes = storage.data_ptr(), storage.nbytes()
+            if nbytes == 0 or self.space.owner(base) is not None:
+                continue
+            if tensor.device.type != "cpu":
+                raise TypeError(
+                    f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU"
+                )
+            memory = np.asarray(_Raw(base, nbytes))
+            region = Region(
+                base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape)
+            )
+            region.keep = storage
+            self.space.add_local(region)
+            bases.append(base)
+        return bases
+
+    # -- hosts ------------------------------------------------------------------------------------------------------
+
+    def host(self, call: str) -> Host:
+        task = self.current
+        if task is None or not task.is_host:
+            raise RuntimeError(f"{call} belongs in the host code of a simulated rank, not in a kernel")
+        return self.hosts[task.rank]
+
+    def meet(self, value: Any, what: str) -> list[tuple[Any, str]]:
+        """Every host's (value, what) in rank order, once all have come. Orders everything before it before everything
+        after, on all ranks."""
+        host = self.host(what)
+        task = host.task
+        assert task is not None
+        host.calls += 1
+        host.call = what
+        meeting = self.meetings.setdefault(host.calls, _Meeting())
+        meeting.values[host.rank] = (value, what)
+        meeting.clock = task.clock if meeting.clock is None else self.clocks.join(meeting.clock, task.clock)
+        meeting.time = max(meeting.time, task.time)
+        if len(meeting.values) < self.size:
+            self.block(meeting)
+        else:
+            del self.meetings[host.calls]
+            for other in self.hosts:
+                if other is not host and other.task is not None:
+                    other.task.blocked = None
+                    self.ready.append(other.task)
+        host.call = ""
+        task.clock = self.clocks.fit(meeting.clock).copy()
+        task.clock[task.column] += 1
+        task.time = meeting.time
+        return [meeting.values[r] for r in range(self.size)]
+
+    # -- when nothing can run ---------------------------------------------------------------------------------------
+
+    def _settle(self) -> bool:
+        """Make something visible that was held back; False if there is nothing."""
+        if self.late_signals:
+            self.late_signals.pop(0)()
+            return True
+        if self.owing:
+            self.device.commit_one()
+            return True
+        return False
+
+    def _all_spin(self, task: Task) -> bool:
+        """Every ready task has polled without a change anywhere, and no store or signal is held back."""
+        stuck = all(t.polls > SPIN_LIMIT and t.progress == self.progress for t in (task, *self.ready))
+        return stuck and not self._settle()
+
+    def _stopped(self, task: Task) -> bool:
+        stop = self.faults.stop
+        return stop is not None and task.rank == stop[0] and self.steps >= stop[1]
+
+    def _deadlock(self, spinning: list[Task] | None = None) -> Exception:
+        waits = [t.blocked.waiting() for tasks in self.waiting.values() for t in tasks]
+        waits += [self.device.spinning(t) for t in spinning or [] if not t.is_host]
+        waits.sort(key=lambda w: (w.rank, w.program))
+        hosts = {h.rank: h.call for h in self.hosts if h.call}
+        for h in self.hosts:
+            launch = h.launch
+            if launch is not None and launch.next < launch.total and launch.running and not h.slots:
+                return TooFewResident.waiting(h.rank, launch.name, launch.total, self.sms, waits)
+        error = Deadlock.among(waits, hosts)
+        finished = [h.rank for h in self.hosts if h.task is not None and h.task.greenlet.dead]
+        if finished:
+            error.add_note(f"ranks that have returned: {', '.join(map(str, finished))}")
+        if self.faults.stop is not None:
+            error.add_note(str(self.faults))
+        return error
+
+    def _failed(self, task: Task, error: Exception) -> Exception:
+        """The error itself where it already says who and what; else the rank's failure with its traceback."""
+        from pkt.errors import PktError
+
+        if isinstance(error, PktError):
+            return error
+        import traceback
+
+        text = "".join(traceback.format_exception(error))
+        failed = RankFailed.raised(task.rank, text, seed=self.schedule.seed or None)
+        failed.__cause__ = error
+        return failed
+
+    # -- timeline ---------------------------------------------------------------------------------------------------
+
+    def _record(self, task: Task) -> None:
+        if self.tracing:
+            self.events += [(task.rank, task.lane, kind, task.name, a, b) for kind, a, b in task.intervals]
+
+
+class _Raw:
+    """A buffer over memory that somebody else owns."""
+
+    def __init__(self, base: int, nbytes: int) -> None:
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (base, False), "version": 3}
+
+
+def _parameters(kernel: Any) -> Iterator[tuple[str, bool, bool]]:
+    """(name, is constexpr, is specialised) of every parameter."""
+    for p in kernel.params:
+        yield p.name, p.is_constexpr, not p.do_not_specialize
+
+
+def _bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
+    import inspect
+
+    bound = inspect.signature(kernel.fn).bind(*args, **named)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _tensors(values: Any, name: str = "argument") -> Iterator[tuple[str, torch.Tensor]]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, tuple):
+            yield from _tensors(value, name)
+        elif hasattr(value, "block_shape") and isinstance(getattr(value, "base", None), torch.Tensor):
+            yield name, value.base

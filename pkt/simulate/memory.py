@@ -1,0 +1,273 @@
+"""The simulated address space: every rank's heap at a fixed stride, the launch's local tensors, and nothing else.
+
+An access is resolved to the region it falls in before it happens, so a wrong address is an error that names the nearest
+tensor and never a crash. Regular accesses (rows of contiguous elements at a constant distance, which is what tiles are)
+are handled as strided views; anything else element by element.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+GRANULE = 16  # bytes one entry of the race detector's shadow stands for
+
+
+@dataclass(eq=False)
+class Region:
+    """A run of bytes with an owner: one rank's copy of a symmetric tensor, or a local tensor of a launch."""
+
+    base: int
+    nbytes: int
+    memory: np.ndarray  # uint8
+    rank: int
+    name: str
+    kind: str  # "data", "signals", "status" or "local"
+    itemsize: int
+    shape: tuple[int, ...]
+    lead: int = 0  # bytes before element 0: the header of signals
+    freed_at: str = ""
+    keep: Any = None  # what must live as long as the region
+    shadow: Any = None  # of the race detector
+    waited: set[int] = field(default_factory=set)  # addresses that some program waited on or tested
+    signalled: dict[int, str] = field(default_factory=dict)  # address -> where it was signalled last
+
+    @property
+    def end(self) -> int:
+        return self.base + self.nbytes
+
+    def element(self, address: int) -> str:
+        """`name[2, 5]` for an address inside."""
+        index = (address - self.base - self.lead) // self.itemsize
+        if index < 0 or not self.shape or index >= int(np.prod(self.shape)):
+            return f"{self.name}{'' if not self.shape else f'[{index}]'}"
+        return f"{self.name}[{', '.join(str(int(i)) for i in np.unravel_index(index, self.shape))}]"
+
+
+class Strided:
+    """`shape` elements of `itemsize` bytes at byte `strides` from `offset` of one region, the last axis contiguous."""
+
+    __slots__ = ("region", "offset", "shape", "strides", "itemsize")
+
+    def __init__(self, region: Region, offset: int, shape: tuple, strides: tuple, itemsize: int) -> None:
+        self.region, self.offset, self.shape, self.strides, self.itemsize = (
+            region,
+            offset,
+            shape,
+            strides,
+            itemsize,
+        )
+
+    def view(self, dtype: np.dtype) -> np.ndarray:
+        return np.ndarray(self.shape, dtype, self.region.memory, self.offset, self.strides)
+
+    def span(self) -> tuple[int, int]:
+        """First byte and one past the last, as offsets in the region."""
+        reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides))
+        return self.offset, self.offset + reach + self.itemsize
+
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.itemsize
+
+    def first(self) -> int:
+        return self.region.base + self.offset
+
+
+class Scattered:
+    """Elements of one region at any `offsets` (bytes, int64, 1-D)."""
+
+    __slots__ = ("region", "offsets", "itemsize")
+
+    def __init__(self, region: Region, offsets: np.ndarray, itemsize: int) -> None:
+        self.region, self.offsets, self.itemsize = region, offsets, itemsize
+
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        memory = self.region.memory
+        if not (self.offsets % self.itemsize).any() and self.region.nbytes % self.itemsize == 0:
+            return memory.view(dtype)[self.offsets // self.itemsize]
+        bytes_ = memory[self.offsets[:, None] + np.arange(self.itemsize)]
+        return bytes_.reshape(-1).view(dtype)
+
+    def write(self, values: np.ndarray) -> None:
+        memory = self.region.memory
+        if not (self.offsets % self.itemsize).any() and self.region.nbytes % self.itemsize == 0:
+            memory.view(values.dtype)[self.offsets // self.itemsize] = values
+        else:
+            memory[self.offsets[:, None] + np.arange(self.itemsize)] = values.view(np.uint8).reshape(
+                -1, self.itemsize
+            )
+
+    def span(self) -> tuple[int, int]:
+        return int(self.offsets.min()), int(self.offsets.max()) + self.itemsize
+
+    def nbytes(self) -> int:
+        return len(self.offsets) * self.itemsize
+
+    def first(self) -> int:
+        return self.region.base + int(self.offsets[0])
+
+
+Access = Strided | Scattered
+
+
+class Unmapped(Exception):
+    """An address that no live region holds; the machine turns it into an error with names."""
+
+    def __init__(self, address: int, region: Region | None = None) -> None:
+        self.address, self.region = address, region
+
+
+class AddressSpace:
+    """`size` windows of `stride` bytes, then the multicast window, which has addresses but no memory behind it."""
+
+    def __init__(self, size: int, stride: int) -> None:
+        self.size, self.stride = size, stride
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._map = mmap.mmap(-1, stride * (size + 1) + GRANULE * 256, flags=flags)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        start = self._bytes.ctypes.data
+        self.base = -(-start // 4096) * 4096
+        self._skip = self.base - start
+        self._starts: list[int] = []
+        self._regions: list[Region] = []
+        self._local: dict[int, int] = {}
+        self._last: Region | None = None
+
+    def close(self) -> None:
+        self._regions, self._starts, self._last = [], [], None
+        self._bytes = np.empty(0, np.uint8)
+
+    def window(self, rank: int) -> int:
+        return self.base + rank * self.stride
+
+    def slice(self, rank: int, offset: int, nbytes: int) -> np.ndarray:
+        at = self._skip + rank * self.stride + offset
+        return self._bytes[at : at + nbytes]
+
+    def owner(self, address: int) -> int | None:
+        """The rank whose window holds `address`; `size` is the multicast window; None is local memory."""
+        rank = (address - self.base) // self.stride
+        return int(rank) if 0 <= rank <= self.size else None
+
+    def add(self, region: Region) -> None:
+        at = bisect.bisect_left(self._starts, region.base)
+        while at < len(self._starts) and self._starts[at] < region.end:  # freed regions make room
+            del self._starts[at], self._regions[at]
+        if at and self._regions[at - 1].freed_at and self._regions[at - 1].end > region.base:
+            at -= 1
+            del self._starts[at], self._regions[at]
+        self._starts.insert(at, region.base)
+        self._regions.insert(at, region)
+        self._last = None
+
+    def add_local(self, region: Region) -> None:
+        count = self._local.get(region.base, 0)
+        self._local[region.base] = count + 1
+        if not count:
+            self.add(region)
+
+    def drop_local(self, base: int) -> None:
+        self._local[base] -= 1
+        if not self._local[base]:
+            del self._local[base]
+            at = bisect.bisect_left(self._starts, base)
+            if at < len(self._starts) and self._starts[at] == base:
+                del self._starts[at], self._regions[at]
+            self._last = None
+
+    def regions(self) -> list[Region]:
+        return list(self._regions)
+
+    def find(self, address: int) -> Region:
+        last = self._last
+        if last is not None and last.base <= address < last.base + last.nbytes:
+            return last
+        at = bisect.bisect_right(self._starts, address) - 1
+        region = self._regions[at] if at >= 0 else None
+        if region is None or address >= region.end:
+            raise Unmapped(address)
+        if region.freed_at:
+            raise Unmapped(address, region)
+        self._last = region
+        return region
+
+    def nearest(self, address: int) -> Region | None:
+        at = bisect.bisect_right(self._starts, address) - 1
+        return self._regions[at] if at >= 0 else None
+
+    def resolve(
+        self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int
+    ) -> list[tuple[Access, Any]]:
+        """The accesses that `addresses` (where `mask`) make, each with the selection of the block that it covers:
+        an Ellipsis for all of it, else flat indices."""
+        if mask is None:
+            regular = self._regular(addresses, itemsize)
+            if regular is not None:
+                return [(regular, ...)]
+            chosen, flat = None, addresses.reshape(-1)
+        else:
+            chosen = np.flatnonzero(mask)
+            flat = addresses.reshape(-1)[chosen]
+        accesses: list[tuple[Access, Any]] = []
+        left = np.arange(len(flat))
+        while len(left):
+            here = flat[left]
+            region = self.find(int(here[0]))
+            inside = (here >= region.base) & (here < region.end)
+            part = left[inside]
+            offsets = (flat[part] - np.uint64(region.base)).astype(np.int64)
+            over = offsets > region.nbytes - itemsize
+            if over.any():
+                raise Unmapped(int(flat[part][over][0]) + itemsize - 1)
+            accesses.append((Scattered(region, offsets, itemsize), part if chosen is None else chosen[part]))
+            left = left[~inside]
+        return accesses
+
+    def _regular(self, addresses: np.ndarray, itemsize: int) -> Strided | None:
+        shape = addresses.shape
+        if addresses.size == 0:
+            return None
+        flat = addresses.reshape(-1)
+        first = int(flat[0])
+        if addresses.size == 1:
+            return self._strided(first, shape, (itemsize,) * len(shape), itemsize)
+        strides = []
+        step = 1
+        for axis in reversed(range(len(shape))):
+            alone = itemsize if axis == len(shape) - 1 else 0
+            strides.append(int(flat[step]) - first if shape[axis] > 1 else alone)
+            step *= shape[axis]
+        strides.reverse()
+        if strides[-1] != itemsize or min(strides) < 0:
+            return None
+        expected: Any = np.uint64(first)
+        for axis, (n, s) in enumerate(zip(shape, strides)):
+            ramp = np.arange(0, n * s, s, dtype=np.uint64) if s else np.zeros(n, np.uint64)
+            expected = expected + ramp.reshape((n,) + (1,) * (len(shape) - 1 - axis))
+        if not np.array_equal(expected, addresses):
+            return None
+        return self._strided(first, shape, tuple(strides), itemsize)
+
+    def _strided(self, first: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
+        region = self.find(first)
+        access = Strided(region, first - region.base, shape, strides, itemsize)
+        end = access.span()[1]
+        if end > region.nbytes:
+            last = region.base + end - 1
+            if self.find(last) is not region:
+                return None  # rows over several regions: element by element
+        return access
+
+    def tile(self, address: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
+        """The part of a descriptor's box inside its tensor; None if nothing is."""
+        if not all(shape):
+            return None
+        region = self.find(address)
+        access = Strided(region, address - region.base, shape, strides, itemsize)
+        if access.span()[1] > region.nbytes:
+            raise Unmapped(region.base + access.span()[1] - 1)
+        return access

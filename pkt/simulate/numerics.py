@@ -1,0 +1,97 @@
+"""Number formats numpy lacks, with the GPU's rounding: bf16, fp8 e4m3 and e5m2, tf32.
+
+Triton's interpreter stores these as raw bits (uint16, uint8). `decode` turns the bits into float32, exactly; `encode`
+rounds float32 to nearest even, as `cvt.rn` does, saturating for fp8 (`cvt.rn.satfinite`). A sum or product of two such
+numbers rounded once to float32 and once more to the short format equals the single rounding of the hardware, because
+24 bits are at least 2 * 8 + 2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import triton.language as tl
+
+BITS = {tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8, tl.float8e5: np.uint8}
+
+
+def _fp8_values(mantissa_bits: int, bias: int, largest: int) -> np.ndarray:
+    """The finite magnitudes of an fp8 format in the order of their codes, 0 .. `largest`."""
+    code = np.arange(largest + 1)
+    exponent, mantissa = code >> mantissa_bits, (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    normal = (1 + mantissa) * 2.0 ** (exponent - bias)
+    return np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), normal).astype(np.float32)
+
+
+def _decode_table(magnitude: np.ndarray, infinity: int | None) -> np.ndarray:
+    half = np.full(128, np.nan, np.float32)
+    half[: len(magnitude)] = magnitude
+    if infinity is not None:
+        half[infinity] = np.inf
+    return np.concatenate([half, -half])
+
+
+_MAGNITUDE = {tl.float8e4nv: _fp8_values(3, 7, 0x7E), tl.float8e5: _fp8_values(2, 15, 0x7B)}
+_MIDPOINT = {ty: (m[1:] + m[:-1]) / 2 for ty, m in _MAGNITUDE.items()}
+_DECODE = {
+    tl.float8e4nv: _decode_table(_MAGNITUDE[tl.float8e4nv], None),
+    tl.float8e5: _decode_table(_MAGNITUDE[tl.float8e5], 0x7C),
+}
+_NAN = {tl.float8e4nv: 0x7F, tl.float8e5: 0x7F}
+
+
+def decode(bits: np.ndarray, ty: tl.dtype) -> np.ndarray:
+    """float32 values of raw `bits` of format `ty`; any other format is returned as it is."""
+    if ty == tl.bfloat16:
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    table = _DECODE.get(ty)
+    return bits if table is None else table[bits]
+
+
+def encode(values: np.ndarray, ty: tl.dtype, toward_zero: bool = False) -> np.ndarray:
+    """Raw bits of format `ty` for real `values`, to nearest even, or truncated if `toward_zero`."""
+    x = np.asarray(values, dtype=np.float32)
+    if ty == tl.bfloat16:
+        u = x.view(np.uint32)
+        if not toward_zero:
+            u = u + (((u >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
+        out = (u >> np.uint32(16)).astype(np.uint16)
+        nan = np.isnan(x)
+        return np.where(nan, np.uint16(0x7FFF), out) if nan.any() else out
+    magnitude, midpoint = _MAGNITUDE[ty], _MIDPOINT[ty]
+    size = np.abs(x)
+    if toward_zero:
+        code = np.searchsorted(magnitude, size, side="right") - 1
+    else:
+        code = np.searchsorted(midpoint, size, side="left")
+        tie = midpoint[np.minimum(code, len(midpoint) - 1)] == size
+        code = code + (tie & (code & 1 == 1))
+    code = np.where(np.isnan(x), _NAN[ty], np.minimum(code, len(magnitude) - 1))
+    return (code | (np.signbit(x) << 7)).astype(np.uint8)
+
+
+def to_half(values: np.ndarray, toward_zero: bool) -> np.ndarray:
+    """fp16 of real `values`."""
+    out = values.astype(np.float16)
+    if toward_zero:
+        over = np.abs(out.astype(np.float64)) > np.abs(values)
+        out = np.where(over, (out.view(np.uint16) - 1).view(np.float16), out)
+    return out
+
+
+def to_tf32(values: np.ndarray) -> np.ndarray:
+    """float32 as the tensor cores read it in tf32 mode: the low 13 bits are ignored."""
+    return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: bool) -> np.ndarray:
+    """A @ b as the tensor cores compute it: exact products, float32 (int32, float64) sums."""
+    if a.dtype == np.float64:
+        return a @ b
+    if a.dtype.kind in "iu" and a_ty not in BITS:
+        return (a.astype(np.float64) @ b.astype(np.float64)).astype(
+            np.int32
+        )  # exact below 2^53; numpy has no int BLAS
+    x, y = (decode(v, ty).astype(np.float32, copy=False) for v, ty in ((a, a_ty), (b, b_ty)))
+    if tf32 and a.dtype == np.float32:
+        x, y = to_tf32(x), to_tf32(y)
+    return x @ y

@@ -1,0 +1,181 @@
+"""One simulated run: `fn(world, *args)` on every rank, on one Machine. The simulator's Backend, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pkt.errors import CollectiveMismatch, DataRace, HeapFull, LostSignal, PktError
+from pkt.runtime import world as worlds
+from pkt.runtime.backend import SIGNAL_HEADER, Block
+from pkt.runtime.world import World
+from pkt.simulate.faults import NO_FAULTS, Faults
+from pkt.simulate.machine import Machine
+from pkt.simulate.memory import Region
+from pkt.trace.timeline import Event, Timeline
+
+POISON = 0xFF  # what fresh memory holds: NaN in every float format, -1 in the integers
+
+
+class SimulatedRank:
+    """pkt.runtime.backend.Backend over one rank of a Machine."""
+
+    def __init__(self, machine: Machine, rank: int, capacity: int) -> None:
+        self.machine = machine
+        self.rank, self.size = rank, machine.size
+        self.torch_device = torch.device("cpu")
+        self.stride, self.capacity = machine.space.stride, min(capacity, machine.space.stride)
+        self.multicast, self.num_sms = machine.multicast, machine.sms
+        self.base = machine.space.window(rank)
+        self._regions: dict[int, Region] = {}
+
+    def view(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
+        return torch.from_numpy(self.machine.space.slice(rank, offset, nbytes))
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes > self.stride:
+            raise HeapFull.no_memory(
+                nbytes, "the simulated rank", {self.rank: f"its window has {self.stride} bytes"}
+            )
+
+    def allocated(self, block: Block) -> None:
+        nbytes = max(block.nbytes, 1)
+        memory = self.machine.space.slice(self.rank, block.offset, nbytes)
+        lead = block.start - block.offset
+        if block.kind == "data":
+            memory[:] = POISON
+        base = self.base + block.offset
+        region = Region(
+            base, nbytes, memory, self.rank, block.name, block.kind, block.dtype.itemsize, block.shape, lead
+        )
+        self.machine.space.add(region)
+        self._regions[block.offset] = region
+
+    def freed(self, block: Block) -> None:
+        self._regions.pop(block.offset).freed_at = block.site
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        brought = self.machine.meet(value, what)
+        if len({name for _, name in brought}) > 1:
+            raise CollectiveMismatch.calls({rank: name for rank, (_, name) in enumerate(brought)})
+        return [value for value, _ in brought]
+
+    def barrier(self, what: str) -> None:
+        self.exchange(None, what)
+
+    def synchronize(self) -> None:
+        """A launch returns when its grid has finished: nothing is left to wait for."""
+
+    def close(self) -> None:
+        for region in self._regions.values():
+            region.freed_at = "world.close()"
+        self._regions.clear()
+
+
+@dataclass
+class Outcome:
+    """What one run gave: results in rank order or the error that ended it, and what the detectors found on the way."""
+
+    machine: Machine
+    results: list[Any] | None
+    error: Exception | None
+    findings: list[PktError]
+
+    @property
+    def failure(self) -> Exception | None:
+        """What a caller should see first. A race explains a wrong result or a hang better than they do themselves, except
+        where the run ended for a reason that needs no explanation."""
+        races = [f for f in self.findings if isinstance(f, DataRace)]
+        return (races or [self.error] if self.error is not None else self.findings or [None])[0]
+
+    def timeline(self, title: str = "") -> Timeline:
+        """What every program did when, on the modelled clock; empty unless traced."""
+        return Timeline((Event(*fields) for fields in self.machine.events), title)
+
+
+@contextmanager
+def _ambient(machine: Machine, members: dict[int, World]) -> Iterator[None]:
+    """Host code asks for the current world; the answer depends on whose host runs."""
+
+    def current() -> World | None:
+        task = machine.current
+        return members.get(task.rank) if task is not None else None
+
+    saved, worlds._current = worlds._current, current
+    try:
+        yield
+    finally:
+        worlds._current = saved
+
+
+def execute(
+    fn: Callable[..., Any],
+    ranks: int,
+    args: tuple = (),
+    heap: int = 1 << 30,
+    *,
+    seed: int = 0,
+    sms: int = 132,
+    multicast: bool = True,
+    races: bool = True,
+    trace: bool = False,
+    faults: Faults = NO_FAULTS,
+    max_steps: int = 20_000_000,
+) -> Outcome:
+    """Run once and say what happened; never raises for what `fn` or the detectors found."""
+    stride = 1 << max(20, (heap - 1).bit_length())
+    machine = Machine(
+        ranks, seed=seed, sms=sms, stride=stride, multicast=multicast, races=races, trace=trace, faults=faults,
+        max_steps=max_steps,
+    )  # fmt: skip
+    members: dict[int, World] = {}
+
+    def body(rank: int) -> Any:
+        world = members[rank] = World(SimulatedRank(machine, rank, heap), heap)
+        result = fn(world, *args)
+        if not world.closed:
+            world.close()
+        return result
+
+    error: Exception | None = None
+    results = None
+    with _ambient(machine, members):
+        try:
+            results = machine.run(body)
+        except Exception as raised:
+            error = raised
+    findings = list(machine.findings)
+    if error is None:
+        findings += _unread(machine)
+    return Outcome(machine, results, error, findings)
+
+
+def _unread(machine: Machine) -> Iterator[PktError]:
+    """Signals that nobody ever waited for."""
+    for region in machine.space.regions():
+        if region.kind == "signals":
+            for address, where in region.signalled.items():
+                index = (address - region.base - SIGNAL_HEADER) // 4
+                if address not in region.waited and 0 <= index < region.shape[0]:
+                    value = int(region.memory[address - region.base :][:4].view(np.int32)[0])
+                    yield LostSignal.unread(region.rank, region.element(address), value, 0, where)
+
+
+def run(
+    fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any
+) -> list[Any]:
+    """`execute`, for pkt.launch(device="cpu"): the results, or the first thing that was wrong."""
+    outcome = execute(fn, ranks, args, heap, **options)
+    failure = outcome.failure
+    if failure is not None:
+        others = [f for f in outcome.findings if f is not failure]
+        for other in others[:5]:
+            failure.add_note(str(other))
+        raise failure
+    assert outcome.results is not None
+    return outcome.results

@@ -1,0 +1,52 @@
+"""Who runs next, and when a store becomes visible: the only sources of chance in a simulation, all from one seed.
+
+Seed 0 is the plain order: programs run until they block, stores are visible at once. Of the other seeds every third is
+adversarial: one rank is slow, and no store is visible before something orders it. The rest are random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+PATIENCE = 0.97  # how often an adversarial schedule prefers any other rank to its victim
+
+
+class Schedule:
+    """Decisions of one run; the same seed and ranks give the same run."""
+
+    def __init__(self, seed: int, ranks: int) -> None:
+        self.seed, self.ranks = seed, ranks
+        self._random = random.Random(seed)
+        self.policy = "in order" if seed == 0 else "adversarial" if seed % 3 == 0 else "random"
+        self.victim = (seed // 3) % ranks if self.policy == "adversarial" else None
+        self.late_stores = seed != 0
+        self._interrupts = 0.0 if seed == 0 else self._random.choice((0.0, 0.05, 0.3))
+        self._commits = 0.0 if self.policy == "adversarial" else self._random.choice((0.02, 0.2, 0.6))
+
+    def __str__(self) -> str:
+        slow = f", rank {self.victim} slow" if self.victim is not None else ""
+        return f"seed {self.seed} ({self.policy}{slow})"
+
+    def pick(self, ready: Sequence[Any]) -> int:
+        """Index of the task that runs next."""
+        if self.seed == 0:
+            return 0
+        at = self._random.randrange(len(ready))
+        if self.victim is not None and ready[at].rank == self.victim and self._random.random() < PATIENCE:
+            others = [i for i, task in enumerate(ready) if task.rank != self.victim]
+            if others:
+                return self._random.choice(others)
+        return at
+
+    def interrupts(self) -> bool:
+        """Whether another task runs before this access."""
+        return self._interrupts > 0 and self._random.random() < self._interrupts
+
+    def commits(self) -> bool:
+        """Whether some pending store becomes visible now."""
+        return self._commits > 0 and self._random.random() < self._commits
+
+    def choose(self, count: int) -> int:
+        return self._random.randrange(count) if count > 1 else 0

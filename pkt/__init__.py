@@ -1,0 +1,131 @@
+"""ParallelKittens for Triton: the public names.
+
+Device code is `import pkt.language as pl`; operators (`pkt.all_gather_matmul`, ...) are loaded when first
+used.
+"""
+
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
+from pkt.errors import (
+    AllocationMismatch,
+    Closed,
+    CollectiveMismatch,
+    DataRace,
+    Deadlock,
+    DriverError,
+    DtypeError,
+    GridTooLarge,
+    HeapFull,
+    LostSignal,
+    LostSync,
+    MulticastAccess,
+    NotSymmetric,
+    OutOfBounds,
+    PeerLost,
+    PktError,
+    RankError,
+    RankFailed,
+    ShapeError,
+    SignalIndexError,
+    StaleFlag,
+    TooFewResident,
+    TransportError,
+    Unsupported,
+    UseAfterFree,
+    WaitTimeout,
+)
+from pkt.runtime.factories import (
+    arange,
+    empty,
+    empty_like,
+    full,
+    full_like,
+    ones,
+    ones_like,
+    rand,
+    rand_like,
+    randint,
+    randint_like,
+    randn,
+    randn_like,
+    signals,
+    zeros,
+    zeros_like,
+)
+from pkt.runtime.launcher import launch
+from pkt.runtime.tensor import SymmetricTensor, check_rank, check_signal_index, symmetric
+from pkt.runtime.world import World, current_world, init
+
+__all__ = [
+    "init",
+    "launch",
+    "current_world",
+    "World",
+    "SymmetricTensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "signals",
+    "symmetric",
+    "check_rank",
+    "check_signal_index",
+    "PktError",
+    "WaitTimeout",
+    "Deadlock",
+    "TooFewResident",
+    "GridTooLarge",
+    "DataRace",
+    "StaleFlag",
+    "OutOfBounds",
+    "UseAfterFree",
+    "MulticastAccess",
+    "LostSignal",
+    "LostSync",
+    "CollectiveMismatch",
+    "AllocationMismatch",
+    "HeapFull",
+    "NotSymmetric",
+    "RankError",
+    "SignalIndexError",
+    "ShapeError",
+    "DtypeError",
+    "Closed",
+    "PeerLost",
+    "RankFailed",
+    "TransportError",
+    "DriverError",
+    "Unsupported",
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+]
+
+_OPERATORS = __all__[__all__.index("all_gather") :]  # each in a file of pkt.kernels of the same name
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _OPERATORS:
+        raise AttributeError(f"module 'pkt' has no attribute {name!r}")
+    operator = getattr(_import_module(f"pkt.kernels.{name}"), name)
+    globals()[name] = operator
+    return operator
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OPERATORS})

@@ -1,0 +1,525 @@
+"""The exception tree of pkt. Every message a user can see is built here, so that wording is decided in one
+place.
+
+A message names the rank, the call, the value found, the value wanted, and what to do about it. Builders are
+classmethods that take facts and return an exception with those facts as attributes; the caller raises it.
+This module imports nothing of pkt (and nothing heavy), and every exception survives pickling: `launch` moves
+them between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound="PktError")
+
+COMPARISON = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
+SHORT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8e4m3",
+    "float8_e5m2": "fp8e5m2",
+}
+
+
+# --------------------------------------------------------------------------------------- how facts are worded
+def size_text(nbytes: int) -> str:
+    """`536870912` -> `512 MiB`; exact below 1 KiB, otherwise at most one decimal."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def dtype_text(dtype: Any) -> str:
+    """`torch.bfloat16` -> `bf16`."""
+    name = str(dtype).removeprefix("torch.")
+    return SHORT.get(name, name)
+
+
+def program_text(program: int | Sequence[int]) -> str:
+    """A program index without trailing zeros: `(3, 0, 0)` -> `3`, `(3, 1, 0)` -> `(3, 1)`."""
+    if isinstance(program, int):
+        return str(program)
+    index = list(program)
+    while len(index) > 1 and index[-1] == 0:
+        index.pop()
+    return str(index[0]) if len(index) == 1 else str(tuple(index))
+
+
+def ranks_text(values: Mapping[int, str]) -> str:
+    """Ranks that say the same are named together: `ranks 0, 2: a; rank 1: b`."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in groups.items()
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A plain text table, one line a row, columns aligned; no dependency, so it also works in a dying
+    process."""
+    cells = [[str(c) for c in row] for row in (head, *rows)]
+    width = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    return "\n".join(
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, width, strict=True)).rstrip() for row in cells
+    )
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One program that waits: what it waits for, and what it found there."""
+
+    rank: int
+    program: int | tuple[int, ...]
+    kernel: str
+    counter: str  # "flags[7]"
+    wanted: int
+    found: int
+    compare: str = "ge"
+    site: str = ""  # file:line of the wait, in the user's kernel
+    launch: int | None = None
+    owner: int | None = None  # the rank whose memory holds the counter, where it is not the waiting one
+
+    @property
+    def condition(self) -> str:
+        return f"{COMPARISON[self.compare]} {self.wanted}"
+
+    def text(self, after: float | None = None) -> str:
+        where = self.counter if self.owner in (None, self.rank) else f"{self.counter} of rank {self.owner}"
+        line = f"rank {self.rank}: {self.kernel} program {program_text(self.program)} waits on {where}"
+        line += f" at {self.site}" if self.site else ""
+        line += f" after {after:.1f} s" if after is not None else ""
+        line += f": wanted {self.condition}, found {self.found}"
+        return line + (f", launch {self.launch}" if self.launch is not None else "")
+
+
+def waiting_table(waits: Sequence[Waiting], limit: int = 32) -> str:
+    """Who waits for what, a line a program; at most `limit` lines, then how many were left out."""
+    rows = [
+        (
+            w.rank,
+            w.kernel,
+            program_text(w.program),
+            w.counter if w.owner in (None, w.rank) else f"{w.counter} @{w.owner}",
+            w.condition,
+            w.found,
+            "" if w.launch is None else w.launch,
+            w.site,
+        )
+        for w in waits[:limit]
+    ]
+    text = table(("rank", "kernel", "program", "waits on", "wanted", "found", "launch", "at"), rows)
+    return text + (f"\n  ... and {len(waits) - limit} more" if len(waits) > limit else "")
+
+
+@dataclass(frozen=True)
+class Access:
+    """One access of a program to a rank's memory, for the checkers."""
+
+    rank: int
+    program: int | tuple[int, ...]
+    kernel: str
+    kind: str  # "load", "store", "atomic", ...
+    tensor: str  # "rank 1's x[17]"
+    site: str = ""
+
+    def text(self) -> str:
+        by = f"rank {self.rank} {self.kernel} program {program_text(self.program)}"
+        return f"{self.kind} of {self.tensor} by {by}" + (f" at {self.site}" if self.site else "")
+
+
+# --------------------------------------------------------------------------------------------------- the tree
+class PktError(Exception):
+    """Everything pkt raises."""
+
+    @classmethod
+    def of(cls: type[E], message: str, **facts: Any) -> E:
+        """An exception with `message`, and its facts as attributes."""
+        error = cls(message)
+        error.__dict__.update(facts)
+        return error
+
+
+class WaitTimeout(PktError):
+    """A wait met its deadline. `.waits` has one `Waiting` a program."""
+
+    @classmethod
+    def after(cls, seconds: float, waits: Sequence[Waiting]) -> WaitTimeout:
+        if not waits:
+            return cls.of(
+                f"a peer gave up waiting after {seconds:.1f} s; its own error says on what", waits=waits
+            )
+        text = waits[0].text(after=seconds)
+        if len(waits) > 1:
+            text += f"\n{len(waits)} programs were waiting:\n{waiting_table(waits)}"
+        return cls.of(text + "\na longer deadline: PKT_TIMEOUT (seconds)", waits=list(waits), seconds=seconds)
+
+    @classmethod
+    def rendezvous(cls, rank: int, what: str, seconds: float, missing: Sequence[int]) -> WaitTimeout:
+        who = ", ".join(f"rank {r}" for r in missing) or "a peer"
+        return cls.of(
+            f"rank {rank}: {what} waits for {who} after {seconds:.1f} s: every rank must make this call; "
+            "a longer deadline: PKT_TIMEOUT (seconds)",
+            rank=rank,
+            missing=list(missing),
+            seconds=seconds,
+        )
+
+
+class Deadlock(PktError):
+    """No program can go on. `.waits` has one `Waiting` a program."""
+
+    @classmethod
+    def among(cls, waits: Sequence[Waiting], hosts: Mapping[int, str] | None = None) -> Deadlock:
+        """`hosts`: what the host code of a rank is blocked in, for ranks that wait in a collective call."""
+        text = f"deadlock: {len(waits)} program{'s' * (len(waits) != 1)} wait and nothing can move"
+        if waits:
+            text += f"\n{waits[0].text()}\n{waiting_table(waits)}"
+        if hosts:
+            text += f"\nhost code: {ranks_text({r: f'in {what}' for r, what in hosts.items()})}"
+        return cls.of(text, waits=list(waits))
+
+
+class TooFewResident(Deadlock):
+    """A deadlock because programs that others wait for have no slot to run in."""
+
+    @classmethod
+    def waiting(
+        cls, rank: int, kernel: str, grid: int, slots: int, waits: Sequence[Waiting] = ()
+    ) -> TooFewResident:
+        text = (
+            f"deadlock: rank {rank}: {kernel} has {grid} programs but only {slots} are resident, and the "
+            "resident ones "
+            f"wait for the others: lower the grid to {slots} or make it persistent"
+        )
+        if waits:
+            text += f"\n{waiting_table(waits)}"
+        return cls.of(text, waits=list(waits), rank=rank, grid=grid, slots=slots)
+
+
+class GridTooLarge(PktError):
+    """A grid that waits would not be resident; refused before the launch."""
+
+    @classmethod
+    def resident(
+        cls, kernel: str, grid: int, num_sms: int, per_sm: int, rank: int | None = None
+    ) -> GridTooLarge:
+        who = f"rank {rank}: " if rank is not None else ""
+        slots = num_sms * per_sm
+        return cls.of(
+            f"{who}{kernel}: grid {grid} > {slots} resident programs ({num_sms} SMs x {per_sm}): "
+            "lower the grid or num_stages",
+            grid=grid,
+            slots=slots,
+        )
+
+
+class DataRace(PktError):
+    """Two accesses that nothing orders, at least one of them a write. `.first`, `.second`."""
+
+    @classmethod
+    def between(cls, first: Access, second: Access) -> DataRace:
+        return cls.of(
+            f"data race: {second.text()}\n  is not ordered after: {first.text()}\n"
+            "  put a signal after the first and a wait before the second",
+            first=first,
+            second=second,
+        )
+
+
+class StaleFlag(PktError):
+    """A wait was satisfied by a counter value left by an earlier launch."""
+
+    @classmethod
+    def found(cls, waiting: Waiting, written: int) -> StaleFlag:
+        return cls.of(
+            f"stale flag: {waiting.text()}, but that value was written in launch {written}: "
+            "wait for epoch(flags, world) * arrivals, not for a constant",
+            waiting=waiting,
+            written=written,
+        )
+
+
+class OutOfBounds(PktError):
+    """An access outside every allocation of the rank it addresses."""
+
+    @classmethod
+    def outside(cls, access: Access, near: str = "") -> OutOfBounds:
+        return cls.of(
+            f"out of bounds: {access.text()}" + (f"; nearest: {near}" if near else ""), access=access
+        )
+
+
+class UseAfterFree(PktError):
+    """A symmetric tensor was used after it was freed."""
+
+    @classmethod
+    def host(cls, rank: int, call: str, name: str, freed_at: str) -> UseAfterFree:
+        return cls.of(
+            f"rank {rank}: {call} uses {name!r} after it was freed at {freed_at}: free it later, or "
+            "allocate again",
+            rank=rank,
+            name=name,
+        )
+
+    @classmethod
+    def device(cls, access: Access, freed_at: str) -> UseAfterFree:
+        return cls.of(f"use after free: {access.text()}, freed at {freed_at}", access=access)
+
+
+class MulticastAccess(PktError):
+    """A plain load or store in the multicast window, where only multimem instructions may go."""
+
+    @classmethod
+    def plain(cls, access: Access) -> MulticastAccess:
+        return cls.of(
+            f"plain access to the multicast window: {access.text()}: use multimem_load_reduce, "
+            "multimem_store or "
+            "multimem_reduce_add",
+            access=access,
+        )
+
+
+class LostSignal(PktError):
+    """A signal that nobody waited for when the run ended."""
+
+    @classmethod
+    def unread(cls, rank: int, counter: str, value: int, seen: int, signallers: str = "") -> LostSignal:
+        by = f" by {signallers}" if signallers else ""
+        return cls.of(
+            f"rank {rank}: {counter} was signalled to {value}{by} but no wait asked for more than {seen}: "
+            "a wait is missing, or a signal too many",
+            rank=rank,
+            counter=counter,
+            value=value,
+        )
+
+
+class LostSync(PktError):
+    """The compiler dropped a wait or a signal."""
+
+    @classmethod
+    def compiled(cls, kernel: str, call: str, source: int, found: int) -> LostSync:
+        return cls.of(
+            f"{kernel}: {source} {call} in the source, {found} in the PTX: Triton drops them inside "
+            "tl.range(warp_specialize=True); move the call out of that loop",
+            kernel=kernel,
+            wanted=source,
+            found=found,
+        )
+
+
+class CollectiveMismatch(PktError):
+    """The ranks are in different collective calls."""
+
+    @classmethod
+    def calls(cls, what: Mapping[int, str]) -> CollectiveMismatch:
+        return cls.of(
+            f"the ranks make different collective calls: {ranks_text(what)}: every rank must make the same "
+            "calls in "
+            "the same order",
+            calls=dict(what),
+        )
+
+
+class AllocationMismatch(CollectiveMismatch):
+    """Allocation or free differs between ranks."""
+
+    @classmethod
+    def differs(cls, what: str, said: Mapping[int, str]) -> AllocationMismatch:
+        """`what`: "allocation #5"; `said`: what each rank asked for, with its call site."""
+        return cls.of(
+            f"{what} differs: {ranks_text(said)}: symmetric memory is allocated and freed by every rank, "
+            "in the same order, with the same shape and dtype",
+            said=dict(said),
+        )
+
+
+class HeapFull(PktError, MemoryError):
+    """The symmetric heap has no hole large enough. Raised on all ranks, and nothing is lost."""
+
+    @classmethod
+    def wanted(
+        cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None
+    ) -> HeapFull:
+        who = f"rank {rank}: " if rank is not None else ""
+        what = f" for {name!r}" if name else ""
+        return cls.of(
+            f"{who}heap full: wanted {size_text(nbytes)}{what}, free {size_text(free)}, largest block "
+            f"{size_text(largest)}; raise heap= or PKT_HEAP",
+            nbytes=nbytes,
+            free=free,
+            largest=largest,
+        )
+
+    @classmethod
+    def no_memory(cls, nbytes: int, device: str, said: Mapping[int, str]) -> HeapFull:
+        return cls.of(
+            f"heap full: growing it to {size_text(nbytes)} on {device} failed: {ranks_text(said)}; free "
+            "other memory on "
+            "that GPU, or lower heap= or PKT_HEAP",
+            nbytes=nbytes,
+            said=dict(said),
+        )
+
+
+class NotSymmetric(PktError, TypeError):
+    """A kernel argument must lie in the symmetric heap and does not."""
+
+    @classmethod
+    def argument(cls, rank: int, name: str, found: str, call: str = "") -> NotSymmetric:
+        where = f"{call}: " if call else ""
+        return cls.of(
+            f"rank {rank}: {where}{name} must be a symmetric tensor of this world (pkt.empty, pkt.zeros, "
+            "...), "
+            f"found {found}: allocate it with pkt, or copy it into one",
+            rank=rank,
+            name=name,
+        )
+
+
+class RankError(PktError, IndexError):
+    """A rank number outside the world."""
+
+    @classmethod
+    def outside(cls, rank: int, call: str, found: Any, size: int) -> RankError:
+        return cls.of(
+            f"rank {rank}: {call}: found rank {found!r}, wanted an integer from 0 to {size - 1} (the world "
+            f"has {size})",
+            rank=rank,
+            found=found,
+            size=size,
+        )
+
+
+class SignalIndexError(PktError, IndexError):
+    """A signal index outside its counters."""
+
+    @classmethod
+    def outside(cls, rank: int, call: str, name: str, found: Any, count: int) -> SignalIndexError:
+        return cls.of(
+            f"rank {rank}: {call}: found {name}[{found}], wanted an index from 0 to {count - 1}: "
+            f"allocate more with pkt.signals(n), n > {found}",
+            rank=rank,
+            found=found,
+            count=count,
+        )
+
+    @classmethod
+    def guard(cls, rank: int, call: str, name: str, word: int, count: int, found: int) -> SignalIndexError:
+        return cls.of(
+            f"rank {rank}: {call}: the guard word at {name}[{word}] was overwritten, found "
+            f"{found & 0xFFFFFFFF:#x}: "
+            f"some rank signalled outside {name}[0..{count - 1}]; allocate more with pkt.signals(n)",
+            rank=rank,
+            word=word,
+            count=count,
+        )
+
+
+class ShapeError(PktError, ValueError):
+    """A shape that cannot be, or shapes that do not fit together."""
+
+    @classmethod
+    def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> ShapeError:
+        who = f"rank {rank}: " if rank is not None else ""
+        return cls.of(f"{who}{call}: {name}: found {found}, wanted {wanted}", found=found, wanted=wanted)
+
+
+class DtypeError(PktError, TypeError):
+    """A dtype that is not supported, or dtypes that do not fit together."""
+
+    @classmethod
+    def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> DtypeError:
+        who = f"rank {rank}: " if rank is not None else ""
+        return cls.of(
+            f"{who}{call}: {name}: found {dtype_text(found)}, wanted {wanted}", found=found, wanted=wanted
+        )
+
+
+class Closed(PktError):
+    """A use after close()."""
+
+    @classmethod
+    def used(cls, rank: int, call: str, what: str = "world") -> Closed:
+        return cls.of(
+            f"rank {rank}: {call}: the {what} is closed: call pkt.init() for a new one, or close later",
+            rank=rank,
+        )
+
+
+class PeerLost(PktError):
+    """Another rank exited, was killed or stopped answering. `.lost`: {rank: what is known}."""
+
+    @classmethod
+    def exited(cls, rank: int, lost: Mapping[int, str], during: str) -> PeerLost:
+        who = "; ".join(f"rank {r} {what}" for r, what in sorted(lost.items()))
+        return cls.of(f"rank {rank}: {who} during {during}", rank=rank, lost=dict(lost))
+
+
+class RankFailed(PktError):
+    """The function raised on a rank. `.rank`, `.traceback` (text of that rank's), `__cause__` where it could
+    be kept."""
+
+    @classmethod
+    def raised(
+        cls, rank: int, traceback: str, seed: int | None = None, also: Mapping[int, str] | None = None
+    ) -> RankFailed:
+        text = f"rank {rank} raised:\n\n{traceback.rstrip()}"
+        if also:
+            text += f"\n\nthe other ranks: {ranks_text(also)}"
+        if seed is not None:
+            text += f"\n\nseed {seed} replays it"
+        return cls.of(text, rank=rank, traceback=traceback, seed=seed)
+
+
+class TransportError(PktError):
+    """The rendezvous refused a peer or a message."""
+
+    @classmethod
+    def refused(cls, rank: int, what: str, found: str, wanted: str) -> TransportError:
+        return cls.of(f"rank {rank}: {what}: found {found}, wanted {wanted}; refused", rank=rank)
+
+
+class DriverError(PktError):
+    """A CUDA driver call failed."""
+
+    @classmethod
+    def failed(cls, rank: int, call: str, code: int, name: str, remedy: str = "") -> DriverError:
+        return cls.of(
+            f"rank {rank}: {call} failed: {name} ({code})" + (f": {remedy}" if remedy else ""),
+            rank=rank,
+            call=call,
+            code=code,
+        )
+
+
+class Unsupported(PktError):
+    """This machine, this Triton or this mode cannot do what was asked."""
+
+    @classmethod
+    def no_gpu(cls, call: str, found: str) -> Unsupported:
+        return cls.of(
+            f"{call}: {found}; without GPUs the same function runs in the simulator: "
+            'pkt.launch(fn, ranks=4, device="cpu")'
+        )
+
+    @classmethod
+    def no_world(cls, call: str) -> Unsupported:
+        return cls.of(
+            f"{call}: there is no world: call pkt.init() first, or run inside pkt.launch(fn, ranks=4, "
+            'device="cpu" or "cuda")'
+        )
+
+    @classmethod
+    def here(cls, call: str, found: str, remedy: str) -> Unsupported:
+        return cls.of(f"{call}: {found}: {remedy}")

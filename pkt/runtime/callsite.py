@@ -1,0 +1,86 @@
+"""Where in the user's code a call was made, and what that code calls the result."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+import sys
+from itertools import islice
+from types import CodeType
+from typing import NamedTuple
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STATEMENT_LINES = 12  # the longest statement that is read for a name
+
+
+class CallSite(NamedTuple):
+    """`text` is "train.py:12"; `assigned` the variable that takes the call's result, or ""."""
+
+    text: str
+    assigned: str
+
+
+def call_site(call: str) -> CallSite:
+    """The innermost line outside pkt.runtime that led here; `call` ("empty") is what was called there."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return _at(frame.f_code, frame.f_lasti, frame.f_lineno, call)
+
+
+@functools.lru_cache(maxsize=4096)
+def _at(code: CodeType, lasti: int, line: int, call: str) -> CallSite:
+    column: int | None = None
+    if hasattr(code, "co_positions"):  # Python 3.11: tells two calls on one line apart
+        column = next(islice(code.co_positions(), lasti // 2, None))[2]
+    return CallSite(
+        f"{os.path.basename(code.co_filename)}:{line}", _assigned(code.co_filename, line, column, call)
+    )
+
+
+def _assigned(path: str, line: int, column: int | None, call: str) -> str:
+    """The target of the assignment that starts at `line`, where the call at `column` is all, or one element,
+    of its value."""
+    first = linecache.getline(path, line)
+    indent = len(first) - len(first.lstrip())
+    source = ""
+    for extra in range(_STATEMENT_LINES):
+        source += linecache.getline(path, line + extra)[indent if extra == 0 else 0 :]
+        try:
+            (statement,) = ast.parse(source).body
+        except (SyntaxError, ValueError, SystemError):
+            # Not the whole statement yet, or not the start of one; SystemError is gh-106905, two threads in
+            # ast.parse.
+            continue
+        break
+    else:
+        return ""
+    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        pairs: list[tuple[ast.expr, ast.expr]] = [(statement.target, statement.value)]
+    elif isinstance(statement, ast.Assign):
+        pairs = [(target, statement.value) for target in statement.targets]
+    else:
+        return ""
+    for target, value in pairs:
+        couples = [(target, value)]
+        if (
+            isinstance(target, ast.Tuple)
+            and isinstance(value, ast.Tuple)
+            and len(target.elts) == len(value.elts)
+        ):
+            couples = list(zip(target.elts, value.elts, strict=True))
+        calls = [(t, v) for t, v in couples if isinstance(v, ast.Call) and _called(v) == call]
+        here = [t for t, v in calls if column is None or v.lineno > 1 or v.col_offset + indent == column]
+        if len(here) == 1:
+            return _name(here[0])
+    return ""
+
+
+def _called(call: ast.Call) -> str:
+    return _name(call.func)
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,103 @@
+"""Python values as JSON text and back, for the objects that ranks send each other. Never pickle: a peer's
+bytes are data.
+
+Carried: None, bool, int, float, str, bytes, list, tuple, dict, set, torch dtypes, CPU copies of tensors,
+numpy arrays and scalars. A tag keeps what JSON does not: {"tuple": [...]}.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from pkt.errors import DtypeError
+
+CARRIED = "None, numbers, str, bytes, list, tuple, dict, set, torch.dtype, tensors or numpy arrays"
+
+
+def encode(value: Any, call: str = "encode") -> str:
+    """JSON text of `value`; DtypeError names a type that is not carried."""
+    return json.dumps(_pack(value, call))
+
+
+def decode(text: str) -> Any:
+    """The value that `encode` was given; tensors come back on the CPU."""
+    return _unpack(json.loads(text))
+
+
+def _bytes(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _pack(value: Any, call: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [_pack(v, call) for v in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_pack(v, call) for v in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_pack(k, call), _pack(v, call)] for k, v in value.items()]}
+    if isinstance(value, (set, frozenset)):
+        return {"set": [_pack(v, call) for v in sorted(value, key=repr)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": _bytes(bytes(value))}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return {
+            "tensor": [
+                str(value.dtype).removeprefix("torch."),
+                list(value.shape),
+                _bytes(flat.numpy().tobytes()),
+            ]
+        }
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {
+            "ndarray": [value.dtype.str, list(value.shape), _bytes(np.ascontiguousarray(value).tobytes())]
+        }
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return value.item()
+    raise DtypeError.argument(call, "object", type(value).__name__, CARRIED)
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpack(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    (tag, content), *more = value.items()
+    if more:
+        raise ValueError(f"a tagged value has one key, found {sorted(value)}")
+    if tag == "tuple":
+        return tuple(_unpack(v) for v in content)
+    if tag == "dict":
+        return {_unpack(k): _unpack(v) for k, v in content}
+    if tag == "set":
+        return {_unpack(v) for v in content}
+    if tag == "bytes":
+        return base64.b64decode(content)
+    if tag == "dtype":
+        return _dtype(content)
+    if tag == "tensor":
+        dtype, shape, data = content
+        flat = (
+            torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) if data else torch.empty(0)
+        )
+        return flat.to(torch.uint8).view(_dtype(dtype)).reshape(shape)
+    if tag == "ndarray":
+        dtype, shape, data = content
+        return np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).reshape(shape).copy()
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no such dtype: {name!r}")
+    return dtype

@@ -1,0 +1,200 @@
+"""World: who takes part, and the collective calls of host code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from pkt.errors import Closed, ShapeError, Unsupported, size_text
+from pkt.runtime import wire
+from pkt.runtime.backend import Backend
+from pkt.runtime.heap import SymmetricHeap, heap_bytes
+
+if TYPE_CHECKING:
+    from pkt.language.world import DeviceWorld
+
+T = TypeVar("T")
+
+_open: list[World] = []  # this process's worlds; the last one is current
+
+
+def _last_open() -> World | None:
+    return _open[-1] if _open else None
+
+
+# Which world host code runs in. The simulator, where many ranks share a thread, puts its own function here
+# for a run.
+_current: Callable[[], World | None] = _last_open
+
+
+def current_world(call: str = "pkt.current_world()") -> World:
+    """The world this code runs in; Unsupported if there is none."""
+    world = _current()
+    if world is None:
+        raise Unsupported.no_world(call)
+    return world
+
+
+class World:
+    """One rank's view of the ranks that work together. Made by pkt.init() or pkt.launch().
+
+    A context manager; `close()` may be called twice; every other use after it raises Closed.
+    """
+
+    def __init__(self, backend: Backend, heap: int | str | None = None) -> None:
+        """Collective: `heap` bytes (see pkt.init) of symmetric memory on `backend`."""
+        self._backend = backend
+        self._closed = False
+        self._device: DeviceWorld | None = None
+        self._workspaces: dict[Hashable, Any] = {}
+        self._heap = SymmetricHeap(backend, heap_bytes(heap))
+        self._heap.world = self
+        self.rank, self.size = backend.rank, backend.size
+        self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._closed else ""
+        return f"World(rank {self.rank} of {self.size} on {self.torch_device}{closed})"
+
+    @property
+    def backend(self) -> Backend:
+        """What lies below; Closed after close()."""
+        self._check("backend")
+        return self._backend
+
+    @property
+    def heap(self) -> SymmetricHeap:
+        """The symmetric heap; Closed after close()."""
+        self._check("heap")
+        return self._heap
+
+    @property
+    def multicast(self) -> bool:
+        """The multicast window exists, on every rank."""
+        return self._backend.multicast
+
+    @property
+    def device(self) -> DeviceWorld:
+        """What a kernel needs to know of the world, by value: the `world` argument of pkt.language."""
+        self._check("device")
+        self._heap.agreement.settle()
+        if self._device is None:
+            import triton.language as tl
+
+            from pkt.language.world import DeviceWorld, code_hash  # not needed before the first kernel
+
+            backend = self._backend
+            self._device = DeviceWorld(
+                rank=backend.rank,
+                size=tl.constexpr(backend.size),
+                stride=tl.constexpr(backend.stride),
+                multicast=tl.constexpr(backend.multicast),
+                status=self._heap.tensor(self._heap.status),
+                code=tl.constexpr(code_hash()),
+            )
+        return self._device
+
+    # -------------------------------------------------------------------------------------------- collectives
+    def barrier(self) -> None:
+        """Collective: return when every rank has come here and its device work is done."""
+        self._check("barrier()")
+        self._heap.collective_point("barrier()")
+
+    def synchronize(self) -> None:
+        """Return when this rank's device work is done."""
+        self._check("synchronize()")
+        self._backend.synchronize()
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Collective: every rank's `obj`, in rank order; each is a copy. For what is carried see
+        pkt.runtime.wire."""
+        self._check("all_gather_object()")
+        texts = self._backend.exchange(wire.encode(obj, "all_gather_object"), "all_gather_object()")
+        return [wire.decode(text) for text in texts]
+
+    def broadcast(self, obj: T, root: int = 0) -> T:
+        """Collective: a copy of `root`'s `obj`; what other ranks give is ignored. Raises RankError."""
+        from pkt.runtime.tensor import check_rank
+
+        self._check("broadcast()")
+        root = check_rank(root, self, "broadcast(root=)")
+        text = wire.encode(obj, "broadcast") if self.rank == root else None
+        return wire.decode(self._backend.exchange(text, f"broadcast() from rank {root}")[root])
+
+    def workspace(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make()` returned for `key` the first time: buffers that live as long as the world. Collective
+        if make is."""
+        self._check("workspace()")
+        if key not in self._workspaces:
+            self._workspaces[key] = make()
+        return self._workspaces[key]
+
+    def check(self) -> None:
+        """Raise SignalIndexError if a guard word around this rank's signals was overwritten."""
+        self._check("check()")
+        self._heap.check_guards("check()")
+
+    # --------------------------------------------------------------------------------------------------- life
+    @property
+    def closed(self) -> bool:
+        """close() was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Give everything back; guard words are checked first. A second call does nothing."""
+        if self._closed:
+            return
+        try:
+            self._heap.check_guards("close()")
+        finally:
+            self._discard()
+
+    def __enter__(self) -> World:
+        self._check("with world")
+        _open.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._discard()  # the error on its way out says more than a guard word
+
+    def _discard(self) -> None:
+        self._closed = True
+        self._heap.close()
+        self._workspaces.clear()
+        self._device = None
+        _open[:] = [world for world in _open if world is not self]
+        self._backend.close()
+
+    def _check(self, call: str) -> None:
+        if self._closed:
+            raise Closed.used(self.rank, call)
+
+
+def init(heap: int | str | None = None) -> World:
+    """The world of this process: the one it runs in, or a new one over its GPU.
+
+    heap: most bytes of symmetric memory a rank may come to hold ("8GiB" or a number; PKT_HEAP, then 1 GiB
+    where None). Inside pkt.launch the world is there already. Raises Unsupported where there is no GPU, with
+    what to do instead.
+    """
+    world = _current()
+    if world is not None:
+        if heap is not None and heap_bytes(heap) > world.heap.capacity:
+            found, wanted = size_text(heap_bytes(heap)), size_text(world.heap.capacity)
+            raise ShapeError.argument(
+                "pkt.init", "heap", found, f"at most {wanted}, which pkt.launch(heap=) set", world.rank
+            )
+        return world
+    if not torch.cuda.is_available():
+        raise Unsupported.no_gpu("pkt.init()", "found no CUDA GPU here and no world around this code")
+    raise Unsupported.here(
+        "pkt.init()", "a world over GPUs is not there yet", 'use pkt.launch(fn, ranks=4, device="cpu")'
+    )

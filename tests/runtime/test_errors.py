@@ -1,0 +1,80 @@
+"""Every exception carries its facts, reads well, and survives the way between processes."""
+
+import pickle
+
+import pytest
+
+from pkt import errors
+from pkt.errors import Access, Waiting
+
+WAIT = Waiting(
+    rank=2,
+    program=(1, 0, 0),
+    kernel="all_gather",
+    counter="flags[7]",
+    wanted=3,
+    found=2,
+    launch=41,
+    owner=1,
+    site="k.py:9",
+)
+ACCESS = Access(rank=1, program=4, kernel="k", kind="store", tensor="rank 0's x[17]", site="k.py:12")
+BUILT = {
+    errors.WaitTimeout.after(
+        30, [WAIT]
+    ): "rank 2: all_gather program 1 waits on flags[7] of rank 1 at k.py:9 after 30.0 s: "
+    "wanted >= 3, found 2, launch 41",
+    errors.WaitTimeout.rendezvous(
+        0, "barrier", 2.5, [1, 3]
+    ): "rank 0: barrier waits for rank 1, rank 3 after 2.5 s",
+    errors.Deadlock.among([WAIT, WAIT], {0: "barrier()"}): "deadlock: 2 programs wait",
+    errors.TooFewResident.waiting(1, "k", 5, 4): "rank 1: k has 5 programs but only 4 are resident",
+    errors.GridTooLarge.resident(
+        "k", 264, 132, 1
+    ): "k: grid 264 > 132 resident programs (132 SMs x 1): lower the grid or num_stages",
+    errors.DataRace.between(
+        ACCESS, ACCESS
+    ): "data race: store of rank 0's x[17] by rank 1 k program 4 at k.py:12",
+    errors.StaleFlag.found(WAIT, 40): "written in launch 40",
+    errors.OutOfBounds.outside(ACCESS, "x"): "out of bounds: store",
+    errors.UseAfterFree.device(ACCESS, "a.py:3"): "freed at a.py:3",
+    errors.MulticastAccess.plain(ACCESS): "plain access to the multicast window",
+    errors.LostSignal.unread(0, "flags[1]", 4, 3, "rank 2"): "rank 0: flags[1] was signalled to 4 by rank 2",
+    errors.LostSync.compiled("k", "wait", 2, 1): "k: 2 wait in the source, 1 in the PTX",
+    errors.HeapFull.wanted(
+        512 << 20, 600 << 20, 256 << 20
+    ): "heap full: wanted 512 MiB, free 600 MiB, largest block 256 MiB; raise heap= or PKT_HEAP",
+    errors.PeerLost.exited(
+        0, {3: "(pid 812) exited"}, "launch 41"
+    ): "rank 0: rank 3 (pid 812) exited during launch 41",
+    errors.RankFailed.raised(1, "Traceback ...\nZeroDivisionError: x", seed=7): "rank 1 raised:\n\nTraceback",
+    errors.DriverError.failed(
+        2, "cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY"
+    ): "rank 2: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)",
+}
+
+
+@pytest.mark.parametrize("error", BUILT, ids=lambda e: type(e).__name__)
+def test_messages(error):
+    assert BUILT[error] in str(error)
+    assert isinstance(error, errors.PktError)
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
+
+
+def test_sizes_and_ranks_in_words():
+    assert [errors.size_text(n) for n in (0, 1023, 1024, 1536 << 20, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "1.5 GiB",
+        "3 TiB",
+    ]
+    assert errors.ranks_text({0: "a", 2: "a", 1: "b"}) == "ranks 0, 2: a; rank 1: b"
+    assert [errors.program_text(p) for p in (3, (3, 0, 0), (0, 0, 0), (3, 1, 0))] == ["3", "3", "0", "(3, 1)"]
+
+
+def test_long_tables_are_cut():
+    text = errors.waiting_table([WAIT] * 40, limit=5)
+    assert text.count("flags[7]") == 5
+    assert text.endswith("... and 35 more")

@@ -1,0 +1,136 @@
+"""The allocator: no overlap, coalescing, first fit, the same on every rank, fast with many live blocks."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pkt.runtime.ledger import CHUNK, Ledger
+
+
+class Plain:
+    """The same allocator, a list of holes and no cleverness: what Ledger must equal."""
+
+    def __init__(self, capacity, alignment=256):
+        self.alignment, self.gaps, self.live = alignment, [(0, capacity)], {}
+
+    def allocate(self, nbytes):
+        need = max(1, -(-nbytes // self.alignment)) * self.alignment
+        for i, (offset, size) in enumerate(self.gaps):
+            if size >= need:
+                self.gaps[i : i + 1] = [(offset + need, size - need)] if size > need else []
+                self.live[offset] = need
+                return offset
+        return None
+
+    def free(self, offset):
+        joined = []
+        for start, size in sorted([*self.gaps, (offset, self.live.pop(offset))]):
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            else:
+                joined.append((start, size))
+        self.gaps = joined
+
+
+def check(ledger):
+    """Live blocks and holes tile the range exactly, and no two holes touch."""
+    pieces = sorted([*ledger.live.items(), *ledger.holes()])
+    at = 0
+    for offset, size in pieces:
+        assert offset == at, "overlap or gap"
+        assert offset % ledger.alignment == 0
+        assert size > 0
+        at += size
+    assert at == ledger.capacity
+    holes = ledger.holes()
+    assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(holes))
+    assert ledger.free_bytes == sum(n for _, n in holes)
+    assert ledger.largest == max((n for _, n in holes), default=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=400), st.integers(0, 1 << 30))
+def test_equals_the_plain_allocator(steps, seed):
+    pick = random.Random(seed)
+    ledger, plain = Ledger(1 << 16), Plain(1 << 16)
+    for allocate, nbytes in steps:
+        if allocate or not plain.live:
+            assert ledger.allocate(nbytes) == plain.allocate(nbytes)
+        else:
+            offset = pick.choice(sorted(plain.live))
+            ledger.free(offset)
+            plain.free(offset)
+        assert ledger.holes() == plain.gaps
+    check(ledger)
+
+
+def test_100_000_random_steps_without_overlap_and_the_same_on_four_ranks():
+    pick = random.Random(7)
+    ledgers = [Ledger(4 << 20) for _ in range(4)]
+    live, failed = [], 0
+    for step in range(100_000):
+        if live and pick.random() < 0.45:
+            at = pick.randrange(len(live))
+            live[at], live[-1] = live[-1], live[at]
+            offset = live.pop()
+            assert len({ledger.free(offset) for ledger in ledgers}) == 1
+        else:
+            nbytes = int(2 ** pick.uniform(0, 15))
+            offsets = {ledger.allocate(nbytes) for ledger in ledgers}
+            assert len(offsets) == 1
+            (offset,) = offsets
+            failed += offset is None
+            if offset is not None:
+                live.append(offset)
+        if step % 5000 == 0:
+            for ledger in ledgers:
+                check(ledger)
+    for offset in live:
+        for ledger in ledgers:
+            ledger.free(offset)
+    for ledger in ledgers:
+        assert ledger.holes() == [(0, 4 << 20)]
+    assert len(live) > 500
+    assert failed > 500
+
+
+def test_full_changes_nothing_and_growing_extends_the_last_hole():
+    ledger = Ledger(1024)
+    a, b = ledger.allocate(512), ledger.allocate(256)
+    assert ledger.allocate(512) is None
+    assert (ledger.free_bytes, ledger.largest, set(ledger.live)) == (256, 256, {a, b})
+    ledger.grow(2048)
+    assert ledger.holes() == [(768, 1280)]
+    assert ledger.allocate(1280) == 768
+    ledger.free(a)
+    ledger.grow(4096)
+    assert ledger.holes() == [(0, 512), (2048, 2048)]
+    check(ledger)
+
+
+def test_empty_allocations_have_addresses_of_their_own():
+    ledger = Ledger(1024)
+    assert [ledger.allocate(0) for _ in range(5)] == [0, 256, 512, 768, None]
+
+
+def test_free_of_what_is_not_there():
+    ledger = Ledger(1024)
+    offset = ledger.allocate(10)
+    ledger.free(offset)
+    with pytest.raises(KeyError):
+        ledger.free(offset)
+
+
+def test_many_holes_split_and_vanish():
+    ledger = Ledger(1 << 20)
+    offsets = [ledger.allocate(256) for _ in range(4096)]
+    for offset in offsets[::2]:
+        ledger.free(offset)
+    assert len(ledger.holes()) == 2048 > 8 * CHUNK
+    check(ledger)
+    for offset in offsets[1::2]:
+        ledger.free(offset)
+    assert ledger.holes() == [(0, 1 << 20)]

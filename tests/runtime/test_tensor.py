@@ -1,0 +1,277 @@
+"""Symmetric tensors: views, peers, names, and what torch's factories would have given."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+
+import pkt
+from pkt.errors import DtypeError, NotSymmetric, RankError, ShapeError, SignalIndexError
+from pkt.runtime.tensor import SymmetricTensor
+
+
+def test_peers_see_each_others_values(ranks):
+    def main(world):
+        x = pkt.full((4, 6), world.rank, dtype=torch.float16)
+        return [x.peer(r)[3, 5].item() for r in range(world.size)], x.multicast
+
+    assert ranks(3, main) == [([0.0, 1.0, 2.0], None)] * 3
+
+
+VIEWS = {
+    "x[1:]": lambda x: x[1:],
+    "x[2]": lambda x: x[2],
+    "x[2, 3]": lambda x: x[2, 3],
+    "x[:, ::2]": lambda x: x[:, ::2],
+    "x.T": lambda x: x.T,
+    "torch.transpose": lambda x: torch.transpose(x, 0, 1),
+    "x.view": lambda x: x.view(3, 16),
+    "reshape": lambda x: x.reshape(-1),
+    "narrow": lambda x: x.narrow(0, 1, 2),
+    "select": lambda x: torch.select(x, 1, 5),
+    "int32": lambda x: x.view(torch.int32)[1],
+    "bytes": lambda x: x.view(torch.uint8)[2:, 5:],
+    "unsqueeze": lambda x: x[3].unsqueeze(0),
+    "expand": lambda x: x[0].expand(5, 8),
+    "diagonal": lambda x: x.diagonal(),
+    "as_strided": lambda x: x.as_strided((2, 2), (8, 1), 9),
+    "detach": lambda x: x.detach(),
+    "chunk": lambda x: x.chunk(3)[2],
+    "split": lambda x: torch.split(x, 4)[1],
+    "unbind": lambda x: x.unbind(1)[7],
+    "view of a view": lambda x: x[1:][2:].T[3:],
+    "empty view": lambda x: x[2:2],
+    "contiguous": lambda x: x[1:3].contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_stay_symmetric(ranks, name):
+    make = VIEWS[name]
+
+    def main(world):
+        source = torch.arange(48, dtype=torch.float32).view(6, 8) + 100 * world.rank
+        x = pkt.empty(6, 8)
+        x.copy_(source)
+        world.barrier()
+        view = make(x)
+        assert type(view) is SymmetricTensor
+        assert view.world is world
+        assert view.symbol == "x"
+        for rank in range(world.size):
+            theirs = view.peer(rank)
+            wanted = make(source - 100 * world.rank + 100 * rank)
+            assert type(theirs) is torch.Tensor
+            assert theirs.dtype == wanted.dtype == view.dtype
+            assert theirs.stride() == view.stride()
+            assert torch.equal(theirs, wanted)
+        if view.numel():
+            with torch._C.DisableTorchFunctionSubclass():
+                assert view.data_ptr() == torch.Tensor.data_ptr(view)
+
+    ranks(2, main)
+
+
+def test_results_with_storage_of_their_own_are_plain(ranks):
+    def main(world):
+        x, y = pkt.ones(4, 4), pkt.ones(4, 4)
+        for result in (
+            x + 1,
+            x @ y,
+            x.clone(),
+            x.to(torch.bfloat16),
+            x.T.contiguous(),
+            torch.cat([x, y]),
+            x.cpu()[0] + x[0],
+            x.sum(),
+        ):
+            assert type(result) is torch.Tensor
+        assert type(copy.deepcopy(x)) is torch.Tensor
+        assert type(pickle.loads(pickle.dumps(x))) is torch.Tensor
+        assert type(x.plain()) is torch.Tensor
+        assert x.plain().data_ptr() == x.data_ptr()
+        assert x.add_(1) is x
+        out = torch.mul(x, 2, out=y)
+        assert out is y
+        assert y.peer(0)[0, 0] == 4
+        values, indices = x.max(dim=0)
+        assert type(values) is type(indices) is torch.Tensor
+        assert "symmetric 'x' of rank 0: tensor(" in repr(x)
+
+    ranks(1, main)
+
+
+def test_names(ranks):
+    def main(world):
+        x = pkt.empty(3)
+        typed: torch.Tensor = pkt.empty(3)
+        several = pkt.empty(
+            (3, 4),
+            dtype=torch.int8,
+        )
+        named = pkt.empty(3, name="weights")
+
+        class Holder:
+            pass
+
+        holder = Holder()
+        holder.inbox = pkt.zeros(1)
+        nameless = pkt.empty(3) if world.size else None
+        listed = [pkt.empty(3)]
+        same = x == pkt.empty(3)  # noqa: F841  the value of a comparison is not the tensor
+        flags = pkt.signals(3)
+        last = pkt.rand_like(x)
+        a = b = pkt.empty(1)  # noqa: F841
+        one, two = pkt.empty(1), pkt.empty(2)
+        kept = [x, typed, several, named, holder.inbox, flags, last, b]
+        return [t.symbol for t in kept], [one.symbol, two.symbol], [nameless.symbol, listed[0].symbol]
+
+    (names, pair, nameless), *_ = ranks(1, main)
+    assert names == ["x", "typed", "several", "weights", "inbox", "flags", "last", "a"]
+    if sys.version_info >= (3, 11):  # older ones cannot tell the two calls on that line apart
+        assert pair == ["one", "two"]
+    assert all(name.startswith("empty@test_tensor.py:") for name in nameless)
+
+
+def both(call, *args, seeded=False, **options):
+    """(pkt's, torch's) result of the same call."""
+
+    def generator():
+        return {"generator": torch.Generator().manual_seed(5)} if seeded else {}
+
+    return getattr(pkt, call)(*args, **options, **generator()), getattr(torch, call)(
+        *args, **options, **generator()
+    )
+
+
+def test_factories_equal_torchs(ranks):
+    x = torch.zeros(2, 3, dtype=torch.float16)
+    calls = [
+        ("zeros", (2, 3), {}),
+        ("zeros", ((2, 3),), {"dtype": torch.int8}),
+        ("ones", ([4],), {"dtype": torch.bfloat16}),
+        ("full", ((2, 2), 7), {}),
+        ("full", ((2,), 1.5), {"dtype": torch.bfloat16}),
+        ("full", ((3,), True), {}),
+        ("arange", (10,), {}),
+        ("arange", (1, 2, 0.25), {}),
+        ("arange", (5, 0, -2), {"dtype": torch.float32}),
+        ("zeros_like", (x,), {}),
+        ("ones_like", (x,), {"dtype": torch.int32}),
+        ("full_like", (x, 3), {}),
+        ("zeros", (0, 4), {}),
+        ("zeros", ((),), {}),
+        ("zeros", (3,), {"dtype": torch.float8_e4m3fn}),
+        ("ones", (2,), {"dtype": torch.bool}),
+        ("zeros", (5,), {"dtype": torch.complex64}),
+    ]
+    drawn = [
+        ("rand", (3, 5), {}),
+        ("rand", ((7,),), {"dtype": torch.bfloat16}),
+        ("randn", (4, 4), {"dtype": torch.float16}),
+        ("randn", (33,), {}),
+        ("randint", (3, 9, (20,)), {}),
+        ("randint", (9, (20,)), {"dtype": torch.int8}),
+    ]
+
+    def main(world):
+        for seeded, some in ((False, calls), (True, drawn)):
+            for call, args, options in some:
+                ours, theirs = both(call, *args, seeded=seeded, **options)
+                assert type(ours) is SymmetricTensor
+                assert (ours.shape, ours.dtype, ours.stride()) == (
+                    theirs.shape,
+                    theirs.dtype,
+                    theirs.stride(),
+                ), (call, args)
+                assert torch.equal(
+                    ours.view(torch.uint8) if ours.dim() else ours,
+                    theirs.view(torch.uint8) if theirs.dim() else theirs,
+                )
+        for like in ("empty_like", "rand_like", "randn_like"):
+            assert getattr(pkt, like)(x.T).shape == (3, 2)
+        assert pkt.randint_like(x, 2, 3).eq(2).all()
+        assert pkt.empty(5).dtype == torch.get_default_dtype()
+        torch.manual_seed(11)
+        ours = pkt.randn(8)
+        torch.manual_seed(11)
+        assert torch.equal(ours, torch.randn(8))
+
+    ranks(1, main)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: pkt.empty(-1),
+            ShapeError,
+            "empty: size: found (-1,), wanted integers that are not negative",
+        ),
+        (lambda: pkt.empty(2.5), ShapeError, "found (2.5,)"),
+        (lambda: pkt.zeros((3, "4")), ShapeError, "found (3, '4')"),
+        (
+            lambda: pkt.empty(4, dtype="bfloat16"),
+            DtypeError,
+            "empty: dtype: found bf16, wanted a torch.dtype",
+        ),
+        (lambda: pkt.randint(5, 5, (3,)), ShapeError, "low < high"),
+        (lambda: pkt.randint(5), ShapeError, "(low, high, size) or (high, size)"),
+        (lambda: pkt.arange(0, 5, -1), ShapeError, "a step that leads from start to end"),
+        (lambda: pkt.signals(0), ShapeError, "at least 1"),
+        (lambda: pkt.signals(-2), ShapeError, "not negative"),
+        (lambda: pkt.empty(3).peer(2), RankError, "rank 0: empty"),
+        (lambda: pkt.empty(3).peer(-1), RankError, "found rank -1, wanted an integer from 0 to 1"),
+        (lambda: pkt.empty(3).peer("1"), RankError, "found rank '1'"),
+    ],
+)
+def test_bad_input(ranks, call, error, message):
+    def main(world):
+        before = len(world.heap.live)
+        with pytest.raises(error) as caught:
+            call()
+        assert message in str(caught.value) or world.rank
+        assert len(world.heap.live) - before == (error is RankError)
+
+    ranks(2, main)
+
+
+def test_a_fill_that_torch_cannot_do_gives_the_memory_back(ranks):
+    def main(world):
+        with pytest.raises((RuntimeError, pkt.PktError)):
+            pkt.rand(4, dtype=torch.float8_e5m2)
+        return len(world.heap.live)
+
+    assert ranks(2, main) == [0, 0]
+
+
+def test_arguments_of_kernel_wrappers(ranks):
+    def main(world):
+        x, flags = pkt.zeros(4), pkt.signals(3)
+        assert pkt.symmetric(x, "x", world, shape=(4,), dtype=torch.float32) is x
+        assert pkt.symmetric(x[2:], "x", world).shape == (2,)
+        for wrong, said in (
+            (torch.zeros(4), r"a plain tensor \(4,\) float32 on cpu"),
+            (x.peer(0), "a plain tensor"),
+            (5, "int 5"),
+        ):
+            with pytest.raises(
+                NotSymmetric,
+                match=f"rank 0: gather: src must be a symmetric tensor of this world .* found {said}",
+            ):
+                pkt.symmetric(wrong, "src", world, call="gather")
+        with pytest.raises(ShapeError, match=r"gather: x: found \(4,\), wanted \(5,\)"):
+            pkt.symmetric(x, "x", world, shape=(5,), call="gather")
+        with pytest.raises(DtypeError, match="gather: x: found fp32, wanted bfloat16"):
+            pkt.symmetric(x, "x", world, dtype=torch.bfloat16, call="gather")
+        pkt.check_signal_index(flags, 2)
+        pkt.check_signal_index(flags, 0, count=3)
+        for index, count in ((3, 1), (-1, 1), (1, 3)):
+            with pytest.raises(
+                SignalIndexError, match=r"signal: found flags\[-?\d\], wanted an index from 0 to 2"
+            ):
+                pkt.check_signal_index(flags, index, count)
+
+    ranks(1, main)

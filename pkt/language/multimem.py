@@ -1,8 +1,9 @@
 """In-switch (NVLS) load-reduce, store and reduce-add, and the same meaning without a switch.
 
 Pointers are blocks of element pointers into my own heap, contiguous in runs of 16 bytes that begin at multiples of 16
-bytes; masks are uniform in each run. Where `world.multicast` is false, or the ISA has no such form (fp32 min, say), each is
-a loop over the ranks 0, 1, ..., the same order on every rank.
+bytes; masks are uniform in each run. Each is a loop over the ranks where `world.multicast` is false, and where the switch
+cannot: the ISA has no such form (fp32 min, say), the pointers are a scalar or a block whose last dimension is less than 16
+bytes, or an addition has fewer than 16 bytes for each thread.
 """
 
 from __future__ import annotations

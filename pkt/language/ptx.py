@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from .world import (
     STATUS_DEADLINE,
     STATUS_FIRST_RECORD,
     STATUS_RECORDS,
+    site_hash,
 )
 
 WAIT_MARKER = "// pkt.wait"
@@ -33,6 +35,11 @@ SIGNAL_MARKER = "// pkt.signal"
 
 POLLS_PER_CHECK = 1024
 """Polls between two looks at the abort word and the clock: about a millisecond, so a poll costs nothing more."""
+
+
+def _plain(x: Any) -> Any:
+    """The value of a constexpr; anything else, tuples too, as it is."""
+    return x.value if isinstance(x, core.constexpr) else x
 
 
 def primitive(fn: Callable) -> Callable:
@@ -47,8 +54,8 @@ def primitive(fn: Callable) -> Callable:
             from triton.runtime import interpreter
 
             _semantic = interpreter.interpreter_semantic
-        args = tuple(core._unwrap_if_constexpr(a) for a in args)
-        kwargs = {k: core._unwrap_if_constexpr(v) for k, v in kwargs.items()}
+        args = tuple(_plain(a) for a in args)
+        kwargs = {k: _plain(v) for k, v in kwargs.items()}
         return fn(*args, **kwargs, _semantic=_semantic)
 
     setattr(call, core.TRITON_BUILTIN, True)
@@ -85,6 +92,17 @@ def threads_to_agree(_semantic=None):
     if simulator(_semantic) is not None or "gluon" in type(_semantic).__module__:
         return core.constexpr(1)
     return core.constexpr(32 * _semantic.builder.options.num_warps)
+
+
+def _kernel_name() -> str:
+    """Name of the kernel that is being compiled, "" if Triton does not tell."""
+    frame = sys._getframe()
+    while frame is not None:
+        generator = frame.f_locals.get("self")
+        if getattr(generator, "is_kernel", False) is True:
+            return str(getattr(generator, "function_name", ""))
+        frame = frame.f_back
+    return ""
 
 
 def _asm(text: str, constraints: str, args: list, dtype: Any, semantic: Any) -> Any:
@@ -181,7 +199,7 @@ $$PKT_DONE_${{:uid}}:
 
 @primitive
 def wait(ptr, want, cmp, world, _semantic=None):
-    """Spin with `ld.acquire.sys` until `*ptr cmp want`; then order the async proxy (TMA loads) after it.
+    """Spin with `ld.acquire.sys` until `*ptr cmp want`; then order TMA loads and multimem accesses after it.
 
     ptr: scalar pointer to int32; want: int32; cmp: ge gt le lt eq ne (wrap-safe) or flip (the top bit differs from
     that of `want`). Returns what this thread found, which may differ between threads: `sync.wait` makes it uniform.
@@ -190,8 +208,7 @@ def wait(ptr, want, cmp, world, _semantic=None):
         raise ValueError(f"cmp is one of {', '.join(c for c in CMP_CODES)}, not {cmp!r}")
     machine = simulator(_semantic)
     if machine is not None:
-        return machine.wait(ptr, want, cmp, core._unwrap_if_constexpr(world.rank), world.status)
-    unwrap = core._unwrap_if_constexpr
+        return machine.wait(ptr, want, cmp, _plain(world.rank), world.status)
     text = _WAIT.format(
         marker=WAIT_MARKER,
         holds=_HOLDS[cmp],
@@ -205,13 +222,13 @@ def wait(ptr, want, cmp, world, _semantic=None):
         record=4 * RECORD_WORDS,
         records=MAX_RECORDS,
         owner=4 * 9,
-        site=0,
-        stride=unwrap(world.stride),
-        size=unwrap(world.size),
-        proxy="fence.proxy.async.global;" if capability(_semantic) >= 90 else "",
+        site=site_hash(_kernel_name()),
+        stride=_plain(world.stride),
+        size=_plain(world.size),
+        proxy=_proxy_fences(world, _semantic),
     )
     want = core.cast(_semantic.to_tensor(want), core.int32, _semantic=_semantic)
-    rank = core.cast(_semantic.to_tensor(unwrap(world.rank)), core.int32, _semantic=_semantic)
+    rank = core.cast(_semantic.to_tensor(_plain(world.rank)), core.int32, _semantic=_semantic)
     # "=&r": the result is written while the inputs are still needed.
     return _asm(text, "=&r,l,r,l,r", [ptr, want, world.status, rank], core.int32, _semantic)
 
@@ -244,29 +261,41 @@ def fence(scope, _semantic=None):
 
 
 @primitive
-def proxy_fence(_semantic=None):
-    """`fence.proxy.async.global`: TMA accesses issued later are ordered after what has been acquired."""
+def proxy_fence(world, _semantic=None):
+    """What the program accesses later by TMA (and, where `world.multicast`, through the multicast window) is ordered after
+    what this thread has acquired: `fence.proxy.async.global`, `fence.proxy.alias`."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.proxy_fence()
-    if capability(_semantic) >= 90:
-        _asm("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], core.int32, _semantic)
+    fences = _proxy_fences(world, _semantic)
+    if fences:
+        _asm(f"{fences} mov.b32 $0, 0;", "=r", [], core.int32, _semantic)
     return None
 
 
 @primitive
-def drain(_semantic=None):
-    """This thread's TMA stores have been performed, not only read from shared memory, and are ordered before what it
-    does next: `cp.async.bulk.wait_group 0` and `fence.proxy.async.global`. The part of a signal that may be lost in
-    compilation, so it carries the marker."""
+def drain(world, _semantic=None):
+    """This thread's TMA stores have been performed, not only read from shared memory, and are, with its stores through the
+    multicast window, ordered before what it does next: `cp.async.bulk.wait_group 0` and the proxy fences. The part of a
+    signal that may be lost in compilation, so it carries the marker. world=None: as if `world.multicast`."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.drain()
-    wait_group = ""
+    lines = [SIGNAL_MARKER]
     if capability(_semantic) >= 90:
-        wait_group = "cp.async.bulk.wait_group 0;\nfence.proxy.async.global;\n"
-    _asm(f"{SIGNAL_MARKER}\n{wait_group}mov.b32 $0, 0;", "=r", [], core.int32, _semantic)
+        lines.append("cp.async.bulk.wait_group 0;")
+    lines.append(_proxy_fences(world, _semantic))
+    lines.append("mov.b32 $0, 0;")
+    _asm("\n".join(line for line in lines if line), "=r", [], core.int32, _semantic)
     return None
+
+
+def _proxy_fences(world: Any, semantic: Any) -> str:
+    # The async proxy is TMA's. Two virtual addresses of one memory, mine and the multicast window's, are two proxies too.
+    fences = ["fence.proxy.async.global;"] if capability(semantic) >= 90 else []
+    if world is None or _plain(world.multicast):
+        fences.append("fence.proxy.alias;")
+    return "\n".join(fences)
 
 
 @primitive
@@ -329,107 +358,114 @@ def _element(ptr: Any) -> Any:
     return ptr.dtype.scalar.element_ty
 
 
-def has_load_reduce(dtype: Any, op: str) -> bool:
-    """Whether the ISA reduces this element type this way in the switch."""
-    return (dtype.name, op) in _LOAD_REDUCE
-
-
-def has_reduce_add(dtype: Any) -> bool:
-    return dtype.name in _REDUCE_ADD
-
-
 @primitive
 def multimem_can(ptr, what, op, world, _semantic=None):
-    """Compile-time bool: `world.multicast`, and the ISA has the form. what: "load_reduce", "store", "reduce_add"."""
+    """Compile-time bool: whether these pointers may go through the switch. what: "load_reduce", "store", "reduce_add".
+
+    `world.multicast`; the ISA has the form; the last dimension is whole groups of 16 bytes; and, for an addition, there is
+    a group for each thread: of a smaller block several threads hold the same group, and each would add it.
+    """
     dtype = _element(ptr)
+    groups = _num_groups(ptr)
     form = {
-        "load_reduce": has_load_reduce(dtype, op),
+        "load_reduce": (dtype.name, op) in _LOAD_REDUCE,
         "store": True,
-        "reduce_add": has_reduce_add(dtype),
+        "reduce_add": dtype.name in _REDUCE_ADD and groups >= threads_to_agree(_semantic=_semantic).value,
     }[what]
-    return core.constexpr(bool(core._unwrap_if_constexpr(world.multicast)) and form)
+    return core.constexpr(bool(_plain(world.multicast)) and groups > 0 and form)
 
 
-def _per_group(ptr: Any) -> int:
-    """Elements in 16 bytes; raises unless the block is made of whole groups."""
-    bits = _element(ptr).primitive_bitwidth
-    per = 128 // bits
-    if not ptr.shape or int(ptr.shape[-1]) % per:
-        raise ValueError(
-            f"multimem takes a block whose last dimension is a multiple of {per} elements of {_element(ptr)} (16 bytes), "
-            f"not of shape {[int(s) for s in ptr.shape]}"
-        )
-    return per
+def _shape(x: Any) -> list:
+    return [int(_plain(n)) for n in x.shape]
 
 
-def _halves(x: Any, semantic: Any) -> tuple:
-    return core.split(x, _semantic=semantic)
+def _num_groups(ptr: Any) -> int:
+    """Groups of 16 bytes in a block of element pointers; 0 if it is not made of whole ones."""
+    per = 128 // _element(ptr).primitive_bitwidth
+    shape = _shape(ptr)
+    if not shape or shape[-1] % per:
+        return 0
+    return functools.reduce(lambda a, b: a * b, shape) // per
 
 
-def _first_of_groups(x: Any, per: int, semantic: Any) -> Any:
-    """Element 0 of each group of `per`: reshape and split, so that index arithmetic is redone instead of shuffled."""
-    groups = x.numel.value // per if hasattr(x.numel, "value") else int(x.numel) // per
-    levels = per.bit_length() - 1
-    x = core.reshape(x, [groups] + [2] * levels, _semantic=semantic)
+def _split(x: Any, levels: int, semantic: Any) -> list:
+    """[n, 2, ..., 2] -> 2^levels blocks [n], in the order of the elements."""
+    if levels == 0:
+        return [x]
+    low, high = core.split(x, _semantic=semantic)
+    pairs = zip(_split(low, levels - 1, semantic), _split(high, levels - 1, semantic))
+    return [part for pair in pairs for part in pair]
+
+
+def _join(parts: list, semantic: Any) -> Any:
+    """Inverse of `_split`."""
+    if len(parts) == 1:
+        return parts[0]
+    return core.join(_join(parts[0::2], semantic), _join(parts[1::2], semantic), _semantic=semantic)
+
+
+def _grouped(x: Any, bits: int, semantic: Any) -> tuple:
+    """Reshape to groups of 16 bytes of elements of `bits`: ([groups, 2, ..., 2], number of 2s). A split of that costs
+    nothing for values loaded 16 bytes a thread, and index arithmetic is done again instead of shuffled."""
+    levels = (128 // bits).bit_length() - 1
+    groups = functools.reduce(lambda a, b: a * b, _shape(x)) >> levels
+    return core.reshape(x, [groups] + [2] * levels, _semantic=semantic), levels
+
+
+def _first(x: Any, bits: int, semantic: Any) -> Any:
+    """The first element of each group."""
+    x, levels = _grouped(x, bits, semantic)
     for _ in range(levels):
-        x = _halves(x, semantic)[0]
+        x = core.split(x, _semantic=semantic)[0]
     return x
 
 
-def _registers(x: Any, semantic: Any) -> list:
-    """A block of n elements of 8 to 64 bits -> four blocks of uint32, register k of each 16-byte group."""
+def _words(x: Any, semantic: Any) -> list:
+    """A block -> its four blocks of uint32 [groups], one for each register of a group."""
     bits = x.dtype.scalar.primitive_bitwidth
-    per = 128 // bits
-    groups = int(x.numel) // per
-    levels = per.bit_length() - 1
-    word = {8: core.uint8, 16: core.uint16, 32: core.uint32, 64: core.uint64}[bits]
-    x = core.cast(x, word, bitcast=True, _semantic=semantic)
-    x = core.reshape(x, [groups] + [2] * levels, _semantic=semantic)
+    x = core.cast(x, core.get_int_dtype(bits, False), bitcast=True, _semantic=semantic)
+    x, levels = _grouped(x, bits, semantic)
     if bits == 64:
-        low, high = _halves(x, semantic)
         words = []
-        for part in (low, high):
+        for part in _split(x, 1, semantic):
             words.append(core.cast(part, core.uint32, _semantic=semantic))
             words.append(core.cast(part.__rshift__(32, _semantic=semantic), core.uint32, _semantic=semantic))
         return words
     while bits < 32:
-        low, high = (core.cast(half, core.uint32, _semantic=semantic) for half in _halves(x, semantic))
+        low, high = (core.cast(half, core.uint32, _semantic=semantic) for half in core.split(x, _semantic=semantic))
         x = high.__lshift__(bits, _semantic=semantic).__or__(low, _semantic=semantic)
-        bits *= 2
-    even, odd = _halves(x, semantic)
-    r0, r2 = _halves(even, semantic)
-    r1, r3 = _halves(odd, semantic)
-    return [r0, r1, r2, r3]
+        bits, levels = 2 * bits, levels - 1
+    return _split(x, levels, semantic)
 
 
-def _from_registers(words: tuple, dtype: Any, shape: list, semantic: Any) -> Any:
-    """Inverse of `_registers` for elements of 16 and 32 bits."""
-    r0, r1, r2, r3 = words
-    even = core.join(r0, r2, _semantic=semantic)
-    odd = core.join(r1, r3, _semantic=semantic)
-    x = core.join(even, odd, _semantic=semantic)
+def _from_words(words: list, dtype: Any, semantic: Any) -> Any:
+    """Four uint32 blocks -> elements of 16 or 32 bits, [groups, 2, ...]; inverse of `_words`."""
+    x = _join(words, semantic)
     if dtype.primitive_bitwidth == 16:
         low = core.cast(x, core.uint16, _semantic=semantic)
         high = core.cast(x.__rshift__(16, _semantic=semantic), core.uint16, _semantic=semantic)
         x = core.join(low, high, _semantic=semantic)
-    x = core.reshape(x, shape, _semantic=semantic)
     return core.cast(x, dtype, bitcast=True, _semantic=semantic)
 
 
-def _predicate(mask: Any, ptr: Any, per: int, semantic: Any) -> tuple:
-    """The mask of each group as int32, or nothing."""
+def _like_pointers(x: Any, ptr: Any, dtype: Any, semantic: Any) -> Any:
+    x = core.cast(semantic.to_tensor(x), dtype, _semantic=semantic)
+    if not x.type.is_block() or _shape(x) != _shape(ptr):
+        x, _ = core.broadcast(x, ptr, _semantic=semantic)
+    return x
+
+
+def _guard(mask: Any, ptr: Any, semantic: Any) -> list:
+    """The mask of each group as int32 in a list, or an empty list."""
     if mask is None:
-        return ()
-    mask = semantic.to_tensor(mask)
-    if not mask.type.is_block() or [int(s) for s in mask.shape] != [int(s) for s in ptr.shape]:
-        mask, _ = core.broadcast(mask, ptr, _semantic=semantic)
-    mask = core.cast(mask, core.int32, _semantic=semantic)
-    return (mask if per == 1 else _first_of_groups(mask, per, semantic),)
+        return []
+    mask = _like_pointers(mask, ptr, core.int1, semantic)
+    return [core.cast(_first(mask, _element(ptr).primitive_bitwidth, semantic), core.int32, _semantic=semantic)]
 
 
 @primitive
 def multimem_load_reduce(ptr, mask, op, _semantic=None):
-    """`multimem.ld_reduce.relaxed.sys.global`: one instruction for 16 bytes (vector forms) or for an element.
+    """`multimem.ld_reduce.relaxed.sys.global`, one instruction for 16 bytes (vector forms) or for an element.
 
     ptr: block of element pointers in the multicast window, contiguous in runs of 16 bytes; mask: bool block, uniform in
     each run, or None; masked elements are 0.
@@ -439,34 +475,43 @@ def multimem_load_reduce(ptr, mask, op, _semantic=None):
         return machine.multimem_load_reduce(ptr, mask, op)
     dtype = _element(ptr)
     form = _LOAD_REDUCE[(dtype.name, op)]
-    per = _per_group(ptr) if ".v4." in form else 1
-    at = _first_of_groups(ptr, per, _semantic) if per > 1 else ptr
-    guard = _predicate(mask, ptr, per, _semantic)
-    outputs = 4 if per > 1 else 1
-    kind = "r" if per > 1 else {32: "r", 64: "l"}[dtype.primitive_bitwidth]
-    if dtype.name == "fp64":
-        kind = "d"
-    target = "{$0, $1, $2, $3}" if per > 1 else "$0"
-    load = f"multimem.ld_reduce.relaxed.sys.global.{form} {target}, [${outputs}];"
+    vector = ".v4." in form
+    size = 4 if vector else dtype.primitive_bitwidth // 8
+    n = 16 // size
+    kind = "d" if dtype.name == "fp64" else {4: "r", 8: "l"}[size]
+    result = core.uint32 if vector else dtype
+    guard = _guard(mask, ptr, _semantic)
+    predicate = "@p " if guard else ""
+    load = f"multimem.ld_reduce.relaxed.sys.global.{form}"
+    if vector:
+        lines = [f"{predicate}{load} {{$0, $1, $2, $3}}, [$4];"]
+    else:
+        lines = [f"{predicate}{load} ${i}, [${n} + {size * i}];" for i in range(n)]
     if guard:
-        zero = "".join(f"mov.b{64 if kind in 'ld' else 32} ${i}, 0; " for i in range(outputs))
-        load = f"{{ .reg .pred p; setp.ne.b32 p, ${outputs + 1}, 0; {zero}@p {load} }}"
-    constraints = ",".join([("=&" if guard else "=") + kind] * outputs + ["l"] + ["r"] * len(guard))
-    result = core.uint32 if per > 1 else dtype
-    out = _asm(load, constraints, [at, *guard], (result,) * outputs, _semantic)
-    if per == 1:
-        return out[0]
-    return _from_registers(out, dtype, list(ptr.shape), _semantic)
+        zeros = [f"mov.b{8 * size} ${i}, 0;" for i in range(n)]
+        lines = ["{ .reg .pred p;", f"setp.ne.b32 p, ${n + 1}, 0;", *zeros, *lines, "}"]
+    # "&": with more than one instruction a result is written before the address was last read
+    constraints = ",".join([f"=&{kind}"] * n + ["l"] + ["r"] * len(guard))
+    at = _first(ptr, dtype.primitive_bitwidth, _semantic)
+    words = list(_asm("\n".join(lines), constraints, [at, *guard], (result,) * n, _semantic))
+    x = _from_words(words, dtype, _semantic) if vector else _join(words, _semantic)
+    return core.reshape(x, _shape(ptr), _semantic=_semantic)
 
 
-def _send(instruction: str, at: Any, words: list, kind: str, guard: tuple, semantic: Any) -> None:
-    n = len(words)
-    source = "{" + ", ".join(f"${i + 2}" for i in range(n)) + "}" if n > 1 else "$2"
-    text = f"{instruction} [$1], {source};"
+def _send(instruction: str, ptr: Any, parts: list, kind: str, mask: Any, semantic: Any) -> None:
+    """A store or reduction of 16 bytes: in one instruction if it is a vector form, else in one for each part."""
+    n, bits = len(parts), _element(ptr).primitive_bitwidth
+    guard = _guard(mask, ptr, semantic)
+    predicate = "@p " if guard else ""
+    if ".v4." in instruction:
+        lines = [f"{predicate}{instruction} [$1], {{$2, $3, $4, $5}};"]
+    else:
+        lines = [f"{predicate}{instruction} [$1 + {16 // n * i}], ${i + 2};" for i in range(n)]
     if guard:
-        text = f"{{ .reg .pred p; setp.ne.b32 p, ${n + 2}, 0; @p {text} }}"
+        lines = ["{ .reg .pred p;", f"setp.ne.b32 p, ${n + 2}, 0;", *lines, "}"]
     constraints = ",".join(["=r", "l"] + [kind] * n + ["r"] * len(guard))
-    _asm(text + " mov.b32 $0, 0;", constraints, [at, *words, *guard], core.int32, semantic)
+    at = _first(ptr, bits, semantic)
+    _asm("\n".join([*lines, "mov.b32 $0, 0;"]), constraints, [at, *parts, *guard], core.int32, semantic)
 
 
 @primitive
@@ -479,37 +524,28 @@ def multimem_store(ptr, value, mask, _semantic=None):
     machine = simulator(_semantic)
     if machine is not None:
         return machine.multimem_store(ptr, value, mask)
-    per = _per_group(ptr)
-    value = _as_element(value, ptr, _semantic)
-    at = _first_of_groups(ptr, per, _semantic)
-    guard = _predicate(mask, ptr, per, _semantic)
-    _send("multimem.st.relaxed.sys.global.v4.f32", at, _registers(value, _semantic), "r", guard, _semantic)
+    value = _like_pointers(value, ptr, _element(ptr), _semantic)
+    _send("multimem.st.relaxed.sys.global.v4.f32", ptr, _words(value, _semantic), "r", mask, _semantic)
     return None
 
 
 @primitive
 def multimem_reduce_add(ptr, value, mask, _semantic=None):
-    """`multimem.red.relaxed.sys.global.add`: 16 bytes (floats of 16 and 32 bits) or an element, added on every rank."""
+    """`multimem.red.relaxed.sys.global.add`: 16 bytes (floats of 16 and 32 bits) or an element, added on every rank.
+    Arguments as for `multimem_store`; there must be a group of 16 bytes for each thread (see `multimem_can`)."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.multimem_reduce_add(ptr, value, mask)
     dtype = _element(ptr)
     form = _REDUCE_ADD[dtype.name]
-    value = _as_element(value, ptr, _semantic)
-    instruction = f"multimem.red.relaxed.sys.global.{form}"
+    value = _like_pointers(value, ptr, dtype, _semantic)
     if ".v4." in form:
-        per = _per_group(ptr)
-        at, words, kind = _first_of_groups(ptr, per, _semantic), _registers(value, _semantic), "r"
+        parts, kind = _words(value, _semantic), "r"
     else:
-        per, at, words = 1, ptr, [value]
-        kind = "d" if dtype.name == "fp64" else {32: "r", 64: "l"}[dtype.primitive_bitwidth]
-    guard = _predicate(mask, ptr, per, _semantic)
-    _send(instruction, at, words, kind, guard, _semantic)
+        # as bits: Triton 3.6 refuses a float64 beside a pointer; untyped registers suit every type of instruction
+        bits = dtype.primitive_bitwidth
+        value = core.cast(value, core.get_int_dtype(bits, False), bitcast=True, _semantic=_semantic)
+        parts = _split(*_grouped(value, bits, _semantic), _semantic)
+        kind = {32: "r", 64: "l"}[bits]
+    _send(f"multimem.red.relaxed.sys.global.{form}", ptr, parts, kind, mask, _semantic)
     return None
-
-
-def _as_element(value: Any, ptr: Any, semantic: Any) -> Any:
-    value = core.cast(semantic.to_tensor(value), _element(ptr), _semantic=semantic)
-    if not value.type.is_block() or [int(s) for s in value.shape] != [int(s) for s in ptr.shape]:
-        value, _ = core.broadcast(value, ptr, _semantic=semantic)
-    return value

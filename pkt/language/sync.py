@@ -36,7 +36,7 @@ def signal(ptr, peer, world, value=1, op: tl.constexpr = tl.constexpr("add")):
     `cp.async.bulk.wait_group 0`, `fence.proxy.async` (TMA stores have landed), `bar.sync`, then in one thread
     `atom.add.release.sys` (or `exch`).
     """
-    ptx.drain()
+    ptx.drain(world)
     ptx.cta_barrier()
     _post(address.peer(ptr, peer, world), value, op, "release")
 
@@ -45,7 +45,7 @@ def signal(ptr, peer, world, value=1, op: tl.constexpr = tl.constexpr("add")):
 def signal_all(ptr, world, value=1, op: tl.constexpr = tl.constexpr("add")):
     """`signal` to every rank, this one included: one `fence.acq_rel.sys`, then a relaxed atomic for each rank, half the
     time of a release to each. Peers in the order rank + 1, rank + 2, ..., so that ranks do not all send to rank 0."""
-    ptx.drain()
+    ptx.drain(world)
     ptx.cta_barrier()
     ptx.fence("sys")
     for i in tl.static_range(1, world.size + 1):
@@ -86,7 +86,7 @@ def test(ptr, at_least, world, cmp: tl.constexpr = tl.constexpr("ge")):
     Returns a bool, the same in every thread: one thread reads with `atom.add.acquire.sys` of 0 and tells the others.
     """
     found = tl.atomic_add(ptr, tl.cast(0, ptr.dtype.element_ty), sem="acquire", scope="sys")
-    ptx.proxy_fence()
+    ptx.proxy_fence(world)
     ahead = found - tl.cast(at_least, tl.int32)
     if cmp == "ge":
         return ahead >= 0
@@ -113,7 +113,7 @@ def fence():
 def quiet():
     """All stores of this program, TMA ones too, have been performed everywhere: what a plain or relaxed store made after
     it is seen after them. `cp.async.bulk.wait_group 0`, `fence.proxy.async`, `fence.acq_rel.sys`, `bar.sync`."""
-    ptx.drain()
+    ptx.drain(None)
     ptx.fence("sys")
     ptx.cta_barrier()
 
@@ -143,7 +143,7 @@ def barrier(ptr, world):
 
     Everything published as by `signal_all`, visible as after `wait`. One relaxed atomic to each rank behind one fence.
     """
-    ptx.drain()
+    ptx.drain(world)
     ptx.cta_barrier()
     before = _arrive_everywhere(ptr, world)
     ptx.wait(ptr, before, "flip", world)
@@ -164,7 +164,7 @@ def _is_first_program():
 def grid_barrier(ptr, world):
     """All programs of this rank's launch, which must all be resident. One counter. System scope: what a program put into
     another rank's memory counts as done too."""
-    ptx.drain()
+    ptx.drain(world)
     ptx.cta_barrier()
     before = tl.atomic_add(ptr, _share(_is_first_program(), _num_programs()), sem="release", scope="sys")
     ptx.wait(ptr, before, "flip", world)
@@ -175,7 +175,7 @@ def grid_barrier(ptr, world):
 def world_barrier(ptr, world):
     """All programs of all ranks. Two counters, `ptr` and `ptr + 1`: the last program to arrive on a rank arrives for the
     rank. Grids may differ between ranks."""
-    ptx.drain()
+    ptx.drain(world)
     # Stable: this round cannot complete without me. Every thread reads it, so it must be before the barrier.
     round_bit = ptx.load_acquire(ptr + 1)
     ptx.cta_barrier()

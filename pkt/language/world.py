@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +31,17 @@ MAX_RECORDS = (STATUS_BYTES // 4 - STATUS_FIRST_RECORD) // RECORD_WORDS
 
 RECORD_FIELDS = ("rank", "program", "cmp", "wanted", "found", "offset_low", "offset_high", "epoch", "site", "owner")
 """Words 0 to 9 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words; `epoch` is 0
-where the wait does not know it; `owner` is program + 1, and 0 in a slot that nobody has claimed."""
+where the wait does not know it; `site` is `site_hash` of the kernel's name; `owner` is program + 1, and 0 in a slot that nobody has claimed."""
 
 CMP_CODES = {"ge": 0, "gt": 1, "le": 2, "lt": 3, "eq": 4, "ne": 5, "flip": 6}
 """Word `cmp` of a record, low byte. "flip": the counter's top bit differs from that of `wanted` (barriers)."""
 CMP_ABORTED = 256
 """Added to word `cmp` when the wait left because another one had expired, not because its own time was up."""
+
+
+def site_hash(kernel: str) -> int:
+    """Word `site` of a record: 31 bits that stand for a kernel's name (`CompiledKernel.metadata.name`); 0 for none."""
+    return zlib.crc32(kernel.encode()) & 0x7FFFFFFF if kernel else 0
 
 
 class DeviceWorld(NamedTuple):

@@ -7,6 +7,7 @@ machine instead of straight to an address.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,7 +74,7 @@ class Tile:
     def __init__(self, desc: Any, offsets: list[TensorHandle]) -> None:
         element = desc.base.dtype.element_ty
         self.element = element
-        self.dtype = base._get_np_dtype(element)
+        self.dtype = np_dtype(element)
         size = self.dtype.itemsize
         start = [int(o.data.item()) for o in offsets]
         if (start[-1] * size) % 16:
@@ -89,6 +90,18 @@ class Tile:
         self.shape = tuple(hi - lo for lo, hi in zip(low, high))
         self.strides = tuple(stride)
         self.address = int(desc.base.data.item()) + sum((o + lo) * s for o, lo, s in zip(start, low, stride))
+
+
+_DTYPES: dict[str, np.dtype] = {}
+
+
+def np_dtype(ty: tl.dtype) -> np.dtype:
+    """The numpy type that holds an element of `ty`."""
+    name = ty.scalar.name
+    known = _DTYPES.get(name)
+    if known is None:
+        known = _DTYPES[name] = base._get_np_dtype(ty.scalar)
+    return known
 
 
 def handle(data: np.ndarray, ty: tl.dtype) -> TensorHandle:
@@ -164,7 +177,7 @@ class Builder(InterpreterBuilder):
         values = decode(src.data, have)
         if want == tl.float16 and values.dtype == np.float32:
             return handle(to_half(values, toward_zero), want)
-        return handle(values.astype(base._get_np_dtype(want)), want)
+        return handle(values.astype(np_dtype(want)), want)
 
     def get_bf16(self, value):
         return handle(encode(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
@@ -184,7 +197,7 @@ class Builder(InterpreterBuilder):
         return handle(np.ascontiguousarray(np.transpose(arg.data, perm)), arg.dtype)
 
     def create_bitcast(self, src, dst_type):
-        return handle(np.ascontiguousarray(src.data).view(base._get_np_dtype(dst_type)), dst_type)
+        return handle(np.ascontiguousarray(src.data).view(np_dtype(dst_type)), dst_type)
 
     create_int_to_ptr = create_ptr_to_int = create_bitcast
 
@@ -198,7 +211,7 @@ class Builder(InterpreterBuilder):
 
     def _load(self, ptrs, mask, other, volatile):
         ty = ptrs.get_element_ty()
-        dtype = base._get_np_dtype(ty)
+        dtype = np_dtype(ty)
         m = _mask(mask, ptrs.data.shape)
         values = self.device.load(ptrs.data, m, dtype, bool(volatile))
         if m is not None and other is not None:
@@ -212,7 +225,7 @@ class Builder(InterpreterBuilder):
         self._store(ptrs, value, mask)
 
     def _store(self, ptrs, value, mask):
-        dtype = base._get_np_dtype(ptrs.get_element_ty())
+        dtype = np_dtype(ptrs.get_element_ty())
         values = np.broadcast_to(value.data.astype(dtype, copy=False), ptrs.data.shape)
         self.device.store(ptrs.data, _mask(mask, ptrs.data.shape), values)
 
@@ -261,7 +274,7 @@ class Builder(InterpreterBuilder):
         return handle(self.device.atomic(ptr.data, None, dtype, update, *_order(sem, scope)), val.dtype)
 
     def create_atomic_load(self, ptr, mask, sem, scope):  # Triton 3.9
-        dtype = base._get_np_dtype(ptr.get_element_ty())
+        dtype = np_dtype(ptr.get_element_ty())
         same = lambda now, where: now  # noqa: E731
         old = self.device.atomic(ptr.data, _mask(mask, ptr.data.shape), dtype, same, *_order(sem, scope))
         return handle(old, ptr.get_element_ty())
@@ -296,6 +309,7 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
     return None if data.all() else np.broadcast_to(data, shape)
 
 
+@functools.cache
 def _order(sem: Any, scope: Any) -> tuple[str, str]:
     """("acquire_release", "system") and the like, lower case."""
     return str(sem).split(".")[-1].lower(), str(scope).split(".")[-1].lower()

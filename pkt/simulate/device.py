@@ -18,7 +18,7 @@ from triton.runtime.interpreter import TensorHandle
 from pkt import errors
 from pkt.errors import Waiting
 from pkt.simulate import cost
-from pkt.simulate.builder import Tile
+from pkt.simulate.builder import Tile, np_dtype
 from pkt.simulate.faults import SYNC, Signal, Site
 from pkt.simulate.memory import Access, Region, Scattered, Strided, Unmapped
 from pkt.simulate.numerics import BITS, decode, encode
@@ -368,7 +368,7 @@ class SimulatedDevice:
 
     def multimem_load_reduce(self, ptr: Any, mask: Any, op: str) -> tl.tensor:
         ty = ptr.dtype.element_ty
-        dtype = _dtype(ty)
+        dtype = np_dtype(ty)
         selected = _mask_of(mask, ptr)
         self._step()
         total: Any = None
@@ -391,7 +391,7 @@ class SimulatedDevice:
     def multimem_store(self, ptr: Any, value: Any, mask: Any) -> None:
         self._step()
         data = np.broadcast_to(
-            value.handle.data.astype(_dtype(ptr.dtype.element_ty), copy=False), ptr.handle.data.shape
+            value.handle.data.astype(np_dtype(ptr.dtype.element_ty), copy=False), ptr.handle.data.shape
         )
         for addresses in self._copies(ptr):
             for access, where in self._resolve(
@@ -413,7 +413,7 @@ class SimulatedDevice:
             return encode(total, ty) if ty in BITS else total
 
         for addresses in self._copies(ptr):
-            self.atomic(addresses, _mask_of(mask, ptr), _dtype(ty), update, "relaxed", "system")
+            self.atomic(addresses, _mask_of(mask, ptr), np_dtype(ty), update, "relaxed", "system")
 
     # -- the end of a program and of the run ------------------------------------------------------------------------
 
@@ -790,12 +790,6 @@ def _scalar(value: Any) -> int:
 
 def _int32(value: int) -> tl.tensor:
     return tl.tensor(TensorHandle(np.array([value], np.int32), tl.int32), tl.int32)
-
-
-def _dtype(ty: Any) -> np.dtype:
-    from triton.runtime.interpreter import _get_np_dtype
-
-    return _get_np_dtype(ty)
 
 
 def _mask_of(mask: Any, ptr: Any) -> Any:

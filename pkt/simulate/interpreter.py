@@ -24,7 +24,7 @@ from triton.runtime import interpreter as base
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
-from pkt.simulate import reductions
+from pkt.simulate import reductions, shortcuts
 from pkt.simulate.builder import Builder
 
 builder = Builder()
@@ -157,77 +157,6 @@ def _bound(member: Callable) -> Callable:
     return call
 
 
-_FAST = {
-    "__add__": np.add,
-    "__radd__": np.add,
-    "__sub__": np.subtract,
-    "__mul__": np.multiply,
-    "__rmul__": np.multiply,
-    "__lt__": np.less,
-    "__le__": np.less_equal,
-    "__gt__": np.greater,
-    "__ge__": np.greater_equal,
-    "__eq__": np.equal,
-    "__ne__": np.not_equal,
-    "__and__": np.bitwise_and,
-    "__or__": np.bitwise_or,
-}
-_COMPARE = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
-_FAST_TYPES = (tl.int32, tl.int64, tl.float32, tl.float16, tl.int1)
-_BLOCKS: dict[tuple, tl.dtype] = {}
-
-
-def _block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
-    if ty.is_ptr():  # a pointer type cannot be hashed
-        return tl.block_type(ty, list(shape))
-    key = (ty, shape)
-    known = _BLOCKS.get(key)
-    if known is None:
-        known = _BLOCKS[key] = tl.block_type(ty, list(shape))
-    return known
-
-
-def _fast(name: str, slow: Callable) -> Callable:
-    """Two operands of the same plain type need none of the type rules, which cost ten times the arithmetic."""
-    op = _FAST[name]
-    compares = name in _COMPARE
-    pointers = name in ("__add__", "__radd__")
-
-    def call(self: tl.tensor, other: Any) -> tl.tensor:
-        kind, ty = type(other), self.dtype
-        if kind is tl.tensor and other.dtype is ty and ty in _FAST_TYPES:
-            right = other.handle.data
-        elif kind is int and ty is tl.int32 and -(2**31) <= other < 2**31:
-            right = np.int32(other)
-        elif pointers and ty.is_ptr() and (kind is int or (kind is tl.tensor and other.dtype.is_int())):
-            size = max(1, ty.element_ty.primitive_bitwidth // 8)
-            offset = np.int64(other) if kind is int else other.handle.data.astype(np.int64)
-            right = (offset * size).astype(np.uint64)
-        else:
-            return slow(self, other)
-        left = self.handle.data
-        if ty is tl.int1 and op is not np.bitwise_and and op is not np.bitwise_or:
-            return slow(self, other)
-        if kind is tl.tensor and len(self.shape) != len(other.shape) and self.shape and other.shape:
-            return slow(self, other)
-        out = op(left, right)
-        if compares:
-            ty = tl.int1
-        scalar = not self.shape and (kind is int or not other.shape)
-        result = (
-            ty
-            if scalar
-            else (
-                self.type
-                if ty is self.dtype and out.shape == left.shape and self.shape
-                else _block(ty, out.shape)
-            )
-        )
-        return tl.tensor(TensorHandle(out, ty), result)
-
-    return call
-
-
 _MISSING: Any = object()
 
 
@@ -279,15 +208,27 @@ def _method(jit: JITFunction) -> Callable:
     return lambda self, *args, **named: interpret(jit)(self, *args, **named)
 
 
+def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
+    if owner is tl.tensor and name in shortcuts.OPERATORS:
+        return shortcuts.binary(name, slow)
+    if name in shortcuts.ATOMICS and owner in (tl, core):
+        return shortcuts.atomic(name, slow, builder)
+    if name in ("cast", "to"):
+        return shortcuts.cast(slow)
+    if name == "load" and owner in (tl, core):
+        return shortcuts.load(slow, builder)
+    if name == "store" and owner in (tl, core):
+        return shortcuts.store(slow, builder)
+    return slow
+
+
 def _install(patches: _Patches, launch: Callable) -> None:
     owners = (tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor)
     for owner in owners:
         for name, member in list(vars(owner).items()):
             if core.is_builtin(member):
                 bound = _bound(member)
-                patches.set(
-                    owner, name, _fast(name, bound) if owner is tl.tensor and name in _FAST else bound
-                )
+                patches.set(owner, name, _shortcut(owner, name, bound))
             elif owner is tl.tensor and isinstance(member, JITFunction):
                 patches.set(owner, name, _method(member))
     for owner in (tl, core):
@@ -303,6 +244,8 @@ def _install(patches: _Patches, launch: Callable) -> None:
             ("associative_scan", reductions.associative_scan),
         ):
             patches.set(owner, name, value)
+    patches.set(tl.tensor, "__init__", shortcuts.tensor_init)
+    patches.set(TensorHandle, "__post_init__", lambda self: None)  # a check of sizes, at every operation
     patches.set(tl.tensor, "reduce", reductions.reduce)
     patches.set(tl.tensor, "associative_scan", reductions.associative_scan)
     patches.set(tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))

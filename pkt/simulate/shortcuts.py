@@ -1,0 +1,191 @@
+"""Short cuts past `tl`'s type rules, which cost ten times the arithmetic of a simulated kernel.
+
+Each takes the common case of one operation (operands of one plain type, a load with a mask of the pointers' own shape) and
+leaves every other case to `tl` itself, so that rules and error messages stay Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.language import core
+from triton.runtime.interpreter import TensorHandle
+
+INTEGERS = (tl.int32, tl.int64)
+_LIMIT = {"int32": 1 << 31, "int64": 1 << 63}
+PLAIN = (tl.int32, tl.int64, tl.float32, tl.float16)
+
+_shapes: dict[tuple, tuple[Any, Any]] = {(): ((), core.constexpr(1))}
+_blocks: dict[tuple, tl.dtype] = {}
+
+
+def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    """`tl.tensor.__init__`, with the shape made once for all tensors that have it."""
+    shape = tuple(type.shape) if type.is_block() else ()
+    known = _shapes.get(shape)
+    if known is None:
+        known = _shapes[shape] = (
+            core.tuple([core.constexpr(n) for n in shape]),
+            core.constexpr(int(np.prod(shape, dtype=np.int64))),
+        )
+    self.handle = handle
+    self.type, self.dtype = type, type.scalar
+    self.shape, self.numel = known
+
+
+def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
+    """The block type of `shape` elements of `ty`."""
+    key = (ty.name, shape)
+    known = _blocks.get(key)
+    if known is None or known.scalar != ty:  # pointers of two address spaces share a name
+        known = _blocks[key] = tl.block_type(ty, list(shape))
+    return known
+
+
+def _truncated(left: Any, right: Any) -> Any:
+    """`//` of Triton's integers: towards zero, as in C."""
+    return (left - np.fmod(left, right)) // right
+
+
+_ARITHMETIC: dict[str, Any] = {
+    "__add__": np.add,
+    "__radd__": np.add,
+    "__sub__": np.subtract,
+    "__mul__": np.multiply,
+    "__rmul__": np.multiply,
+}
+_INTEGER: dict[str, Any] = {"__floordiv__": _truncated, "__mod__": np.fmod}
+_COMPARE: dict[str, Any] = {
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+}
+_LOGIC: dict[str, Any] = {"__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor}
+_SHIFT: dict[str, Any] = {"__lshift__": np.left_shift, "__rshift__": np.right_shift}
+_ATOMIC: dict[str, Any] = {"atomic_add": ir.ATOMIC_OP.ADD, "atomic_xchg": ir.ATOMIC_OP.XCHG}
+ATOMICS = tuple(_ATOMIC)
+OPERATORS = {**_ARITHMETIC, **_INTEGER, **_COMPARE, **_LOGIC, **_SHIFT}
+
+
+def binary(name: str, slow: Callable) -> Callable:
+    op = OPERATORS[name]
+    types = INTEGERS if name in _INTEGER or name in _SHIFT else (tl.int1, *INTEGERS) if name in _LOGIC else PLAIN
+    compares, moves = name in _COMPARE, name in ("__add__", "__radd__", "__sub__")
+
+    def call(self: tl.tensor, other: Any) -> Any:
+        kind, ty = type(other), self.dtype
+        if kind is core.constexpr:
+            other = other.value
+            kind = type(other)
+        is_tensor = kind is tl.tensor
+        if is_tensor and self.shape and other.shape and len(self.shape) != len(other.shape):
+            return slow(self, other)
+        left: Any = self.handle.data
+        right: Any
+        if is_tensor and other.dtype is ty and ty in types:
+            right = other.handle.data
+        elif kind is int and ty in INTEGERS and ty in types and -_LIMIT[ty.name] <= other < _LIMIT[ty.name]:
+            right = left.dtype.type(other)
+        elif is_tensor and ty in INTEGERS and other.dtype in INTEGERS and ty in types:
+            left, right = left.astype(np.int64), other.handle.data.astype(np.int64)
+            ty = tl.int64
+        elif moves and ty.is_ptr() and (kind is int or (is_tensor and other.dtype in INTEGERS)):
+            size = max(1, ty.element_ty.primitive_bitwidth // 8)
+            offset = np.int64(other) if kind is int else other.handle.data.astype(np.int64)
+            right = (offset * size).astype(np.uint64)
+        else:
+            return slow(self, other)
+        out = op(left, right)
+        if compares:
+            ty = tl.int1
+        scalar = not self.shape and not (is_tensor and other.shape)
+        return tl.tensor(TensorHandle(out, ty), ty if scalar else block(ty, out.shape))
+
+    return call
+
+
+_WIDTH: dict[Any, Any] = {tl.int32: np.int32, tl.int64: np.int64}
+
+
+def cast(slow: Callable) -> Callable:
+    """`tl.cast` and `x.to` between integers."""
+
+    def call(input: Any, dtype: Any, *args: Any, **named: Any) -> Any:
+        if not args and not named and dtype in INTEGERS:
+            if type(input) is tl.tensor:
+                if input.dtype is dtype:
+                    return input
+                if input.dtype in INTEGERS:
+                    data = input.handle.data.astype(_WIDTH[dtype])
+                    return tl.tensor(TensorHandle(data, dtype), block(dtype, data.shape) if input.shape else dtype)
+            elif type(input) is int and -_LIMIT[dtype.name] <= input < _LIMIT[dtype.name]:
+                return tl.tensor(TensorHandle(np.array([input], _WIDTH[dtype]), dtype), dtype)
+        return slow(input, dtype, *args, **named)
+
+    return call
+
+
+def atomic(name: str, slow: Callable, builder: Any) -> Callable:
+    """`tl.atomic_add` and the like on one integer."""
+    op, order = _ATOMIC[name], {"relaxed": "RELAXED", "acquire": "ACQUIRE", "release": "RELEASE"}
+    sems = {k: getattr(ir.MEM_SEMANTIC, v) for k, v in order.items()}
+    sems[None] = sems["acq_rel"] = ir.MEM_SEMANTIC.ACQUIRE_RELEASE
+    scopes = {None: ir.MEM_SYNC_SCOPE.GPU, "gpu": ir.MEM_SYNC_SCOPE.GPU}
+    scopes |= {"sys": ir.MEM_SYNC_SCOPE.SYSTEM, "cta": ir.MEM_SYNC_SCOPE.CTA}
+
+    def call(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Any:
+        sem, scope = (v.value if type(v) is core.constexpr else v for v in (sem, scope))
+        plain = type(pointer) is tl.tensor and not pointer.shape and pointer.dtype.element_ty in INTEGERS
+        if mask is None and plain and sem in sems and scope in scopes:
+            ty = pointer.dtype.element_ty
+            if type(val) is int:
+                val = tl.tensor(TensorHandle(np.array([val], _WIDTH[ty]), ty), ty)
+            if type(val) is tl.tensor and val.dtype is ty and not val.shape:
+                handle = builder.create_atomic_rmw(op, pointer.handle, val.handle, None, sems[sem], scopes[scope])
+                return tl.tensor(handle, ty)
+        return slow(pointer, val, mask, sem, scope)
+
+    return call
+
+
+def _matches(ptr: Any, mask: Any) -> bool:
+    """Pointers of a plain element type, and a mask of just their shape or none."""
+    if type(ptr) is not tl.tensor or not ptr.dtype.is_ptr() or ptr.dtype.element_ty.is_block():
+        return False
+    if ptr.dtype.element_ty is tl.int1 or ptr.type.is_const():
+        return False
+    return mask is None or (type(mask) is tl.tensor and mask.dtype is tl.int1 and mask.shape == ptr.shape)
+
+
+def load(slow: Callable, builder: Any) -> Callable:
+    def call(pointer: Any, mask: Any = None, other: Any = None, *args: Any, **named: Any) -> Any:
+        if args or named or not _matches(pointer, mask) or type(other) not in (type(None), int, float):
+            return slow(pointer, mask, other, *args, **named)
+        ty = pointer.dtype.element_ty
+        fill = None
+        if other:  # nothing or zero is what masked elements are anyway
+            fill = builder.cast_impl(TensorHandle(np.array([other], np.float32), tl.float32), ty)
+            if ty.is_int():
+                return slow(pointer, mask, other)
+        handle = builder._load(pointer.handle, None if mask is None else mask.handle, fill, False)
+        return tl.tensor(handle, block(ty, handle.data.shape) if pointer.shape else ty)
+
+    return call
+
+
+def store(slow: Callable, builder: Any) -> Callable:
+    def call(pointer: Any, value: Any, mask: Any = None, *args: Any, **named: Any) -> Any:
+        if args or named or type(value) is not tl.tensor or not _matches(pointer, mask):
+            return slow(pointer, value, mask, *args, **named)
+        if value.dtype is not pointer.dtype.element_ty or value.shape != pointer.shape:
+            return slow(pointer, value, mask)
+        return builder._store(pointer.handle, value.handle, None if mask is None else mask.handle)
+
+    return call

@@ -45,9 +45,7 @@ _DESCRIPTOR_ATOMICS = {
 class Device(Protocol):
     """What the builder needs of the machine. Addresses are uint64 arrays, masks bool arrays or None (all)."""
 
-    def load(
-        self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool
-    ) -> np.ndarray: ...
+    def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray: ...
     def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None: ...
     def load_tile(self, tile: Tile, fill: float) -> np.ndarray: ...
     def store_tile(self, tile: Tile, values: np.ndarray) -> None: ...
@@ -78,9 +76,7 @@ class Tile:
         size = self.dtype.itemsize
         start = [int(o.data.item()) for o in offsets]
         if (start[-1] * size) % 16:
-            raise ValueError(
-                f"descriptor offset {start[-1]} of the last dimension is not 16-byte aligned ({element})"
-            )
+            raise ValueError(f"descriptor offset {start[-1]} of the last dimension is not 16-byte aligned ({element})")
         extent = [int(s.data.item()) for s in desc.shape]
         stride = [int(s.data.item()) * size for s in desc.strides]
         self.box = tuple(desc.block_shape)

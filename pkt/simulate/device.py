@@ -85,9 +85,7 @@ def frame_of(task: Any) -> Site:
 class Blocked:
     """A program in a wait."""
 
-    def __init__(
-        self, device: SimulatedDevice, task: Any, region: Region, address: int, want: int, cmp: str, at: Site
-    ):
+    def __init__(self, device: SimulatedDevice, task: Any, region: Region, address: int, want: int, cmp: str, at: Site):
         self.device, self.task, self.region, self.address = device, task, region, address
         self.want, self.cmp, self.at = want, cmp, at
 
@@ -158,12 +156,12 @@ class SimulatedDevice:
         self.m = machine
         self.sync: dict[int, _Sync] = {}
         self.seen_races: set[tuple] = set()
+        # (stamp, region) -> who made an access with that stamp there, and the newest line of it
+        self.authors: dict[tuple[int, int], tuple[str, Any, Site]] = {}
 
     # -- what pkt.simulate.builder calls ----------------------------------------------------------------------------
 
-    def load(
-        self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool
-    ) -> np.ndarray:
+    def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray:
         self._step(spin=volatile)
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")
         if len(parts) == 1 and parts[0][1] is ...:
@@ -180,9 +178,7 @@ class SimulatedDevice:
     def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None:
         self._step()
         for access, where in self._resolve(addresses, mask, values.dtype.itemsize, "store"):
-            self._write(
-                access, values if where is ... else values.reshape(-1)[where], "store", is_async=False
-            )
+            self._write(access, values if where is ... else values.reshape(-1)[where], "store", is_async=False)
 
     def load_tile(self, tile: Tile, fill: float) -> np.ndarray:
         self._step()
@@ -258,9 +254,7 @@ class SimulatedDevice:
             if event == m.faults.delay:
                 clock = self._release_clock(releases, scope)
                 m.late_signals.append(
-                    lambda: self._perform(
-                        task, parts, addresses.size, dtype, update, out.copy(), clock, scope
-                    )
+                    lambda: self._perform(task, parts, addresses.size, dtype, update, out.copy(), clock, scope)
                 )
                 return out.reshape(addresses.shape)
         clock = self._release_clock(releases, scope)
@@ -394,9 +388,7 @@ class SimulatedDevice:
             value.handle.data.astype(np_dtype(ptr.dtype.element_ty), copy=False), ptr.handle.data.shape
         )
         for addresses in self._copies(ptr):
-            for access, where in self._resolve(
-                addresses, _mask_of(mask, ptr), data.dtype.itemsize, "multimem store"
-            ):
+            for access, where in self._resolve(addresses, _mask_of(mask, ptr), data.dtype.itemsize, "multimem store"):
                 self._write(
                     access,
                     data if where is ... else data.reshape(-1)[where],
@@ -476,9 +468,7 @@ class SimulatedDevice:
             home = space.nearest(address - (space.size - self.rank) * space.stride)
             tensor = f"the multicast window at {home.element(home.base + 0) if home else hex(address)}"
             return errors.MulticastAccess.plain(self._access(kind, tensor))
-        tensor = f"address {address:#x}" + (
-            f" in rank {owner}'s heap" if owner is not None else ", in no rank's heap"
-        )
+        tensor = f"address {address:#x}" + (f" in rank {owner}'s heap" if owner is not None else ", in no rank's heap")
         near = space.nearest(address)
         text = ""
         if near is not None and (owner is None or near.rank == owner):
@@ -671,6 +661,7 @@ class SimulatedDevice:
                 self._report(kind, access, touched, hit)
         stamp = int(task.clock[task.column]) << 32 | task.column << 16
         record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
+        self.authors[stamp, region.base] = (kind, task, site())
 
     def _track(self, access: Access, kind: str, is_async: bool) -> None:
         """A write, or an atomic update, which only other kinds of access can race with."""
@@ -690,7 +681,9 @@ class SimulatedDevice:
             task.undrained = True
         column = task.column + 1 if is_async else task.column
         now = task.async_clock if is_async else int(task.clock[task.column])
-        record(shadow.updater if updates else shadow.writer, touched, now << 32 | column << 16)
+        stamp = now << 32 | column << 16
+        record(shadow.updater if updates else shadow.writer, touched, stamp)
+        self.authors[stamp, region.base] = (kind, task, site())
 
     @staticmethod
     def _shadow(region: Region) -> Shadow:
@@ -709,26 +702,12 @@ class SimulatedDevice:
             return
         self.seen_races.add(key)
         tensor = f"rank {region.rank}'s {region.element(address)}"
-        first = self._who(stamp >> 16 & 0xFFFF, tensor)
+        first_kind, author, where = self.authors[stamp & ~FULL, region.base]
+        first = self._access(first_kind, tensor, author, where)
         error = errors.DataRace.between(first, self._access(kind, tensor, at=at))
         if task.satisfied_by is not None:
             error.add_note(task.satisfied_by)
         m.findings.append(error)
-
-    def _who(self, column: int, tensor: str) -> errors.Access:
-        """The program that owns a column, as far as the shadow knows: which, not at which line."""
-        for host in self.m.hosts:
-            for index, first in enumerate(host.columns):
-                if first <= column <= first + 1:
-                    launch = host.launch
-                    name = launch.name if launch is not None else "an earlier launch"
-                    shape = launch.grid if launch is not None else (1 << 30, 1, 1)
-                    program = (index % shape[0], index // shape[0] % shape[1], index // (shape[0] * shape[1]))
-                    kind = "TMA access" if column == first + 1 else "access"
-                    return errors.Access(host.rank, program, name, kind, tensor)
-            if host.task is not None and host.task.column == column:
-                return errors.Access(host.rank, 0, "host", "access", tensor)
-        return errors.Access(-1, 0, "?", "access", tensor)
 
     def _note_stale(self, task: Any, blocked: Blocked, sync: _Sync) -> None:
         """The wait passed at once, and every signal behind it is of an earlier launch: right only if meant so. Said
@@ -769,18 +748,14 @@ class SimulatedDevice:
         owner = space.owner(int(addresses.reshape(-1)[0]))
         if owner != space.size:
             near = f"address {int(addresses.reshape(-1)[0]):#x}, which is not in the multicast window"
-            raise errors.OutOfBounds.outside(
-                self._access("multimem access", near), "use multicast(ptr, world)"
-            )
+            raise errors.OutOfBounds.outside(self._access("multimem access", near), "use multicast(ptr, world)")
         return [addresses - np.uint64((space.size - r) * space.stride) for r in range(space.size)]
 
 
 def _offsets(access: Strided) -> np.ndarray:
     offsets: Any = np.int64(access.offset)
     for axis, (n, s) in enumerate(zip(access.shape, access.strides)):
-        offsets = offsets + (np.arange(n, dtype=np.int64) * s).reshape(
-            (n,) + (1,) * (len(access.shape) - 1 - axis)
-        )
+        offsets = offsets + (np.arange(n, dtype=np.int64) * s).reshape((n,) + (1,) * (len(access.shape) - 1 - axis))
     return offsets.reshape(-1)
 
 
@@ -795,7 +770,5 @@ def _int32(value: int) -> tl.tensor:
 def _mask_of(mask: Any, ptr: Any) -> Any:
     if mask is None:
         return None
-    data = np.broadcast_to(
-        mask.handle.data if isinstance(mask, tl.tensor) else np.asarray(mask), ptr.handle.data.shape
-    )
+    data = np.broadcast_to(mask.handle.data if isinstance(mask, tl.tensor) else np.asarray(mask), ptr.handle.data.shape)
     return None if data.all() else data

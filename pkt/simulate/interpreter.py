@@ -45,9 +45,7 @@ class _Assignments(ast.NodeTransformer):
 
 
 def _to_tensor(value: Any) -> Any:
-    return (
-        semantic.to_tensor(value, False) if isinstance(value, (bool, int, float, core.constexpr)) else value
-    )
+    return semantic.to_tensor(value, False) if isinstance(value, (bool, int, float, core.constexpr)) else value
 
 
 def _code(fn: FunctionType) -> Any:
@@ -89,9 +87,7 @@ class _Interpreted:
             code = self.code[fn] = _code(fn)
         scope = {**fn.__globals__, _TENSOR: _to_tensor}
         if fn.__closure__:
-            scope.update(
-                {name: cell.cell_contents for name, cell in zip(fn.__code__.co_freevars, fn.__closure__)}
-            )
+            scope.update({name: cell.cell_contents for name, cell in zip(fn.__code__.co_freevars, fn.__closure__)})
         made = FunctionType(code, scope, fn.__name__, fn.__defaults__)
         made.__kwdefaults__ = fn.__kwdefaults__
         self.functions[id(jit)] = made
@@ -194,9 +190,7 @@ def _static_assert(condition: Any, message: str = "") -> None:
 def _truth(self: tl.tensor) -> bool:
     data = self.handle.data
     if data.size != 1:
-        raise ValueError(
-            f"a block of shape {tuple(data.shape)} has no truth value; use tl.where, or reduce it first"
-        )
+        raise ValueError(f"a block of shape {tuple(data.shape)} has no truth value; use tl.where, or reduce it first")
     return bool(data.reshape(-1)[0])
 
 
@@ -263,9 +257,7 @@ def _install(patches: _Patches, launch: Callable) -> None:
     # A plain function, so that it binds to the kernel.
     run = lambda kernel, *args, **named: launch(kernel, *args, **named)  # noqa: E731
     patches.set(JITFunction, "run", run)
-    patches.set(
-        base.InterpretedFunction, "__call__", lambda self, *args, **named: interpret(self)(*args, **named)
-    )
+    patches.set(base.InterpretedFunction, "__call__", lambda self, *args, **named: interpret(self)(*args, **named))
     patches.set(base.InterpretedFunction, "run", run)
 
 

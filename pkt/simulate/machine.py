@@ -75,9 +75,7 @@ class Task:
 class Launch:
     """One grid on one rank: programs in the hardware's order, x fastest."""
 
-    def __init__(
-        self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable
-    ) -> None:
+    def __init__(self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable) -> None:
         self.rank, self.name, self.grid, self.ordinal, self.body = rank, name, grid, ordinal, body
         self.total = grid[0] * grid[1] * grid[2]
         self.next = 0
@@ -348,9 +346,7 @@ class Machine:
         if total == 0:
             return
         function = interpret(kernel)
-        values = {
-            n: bound[n] if fixed else argument(bound[n], special) for n, fixed, special in _parameters(kernel)
-        }
+        values = {n: bound[n] if fixed else argument(bound[n], special) for n, fixed, special in _parameters(kernel)}
         local = self._register(bound.values(), host.rank, name)
         host.launches += 1
         launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values))
@@ -379,13 +375,9 @@ class Machine:
             if nbytes == 0 or self.space.owner(base) is not None:
                 continue
             if tensor.device.type != "cpu":
-                raise TypeError(
-                    f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU"
-                )
+                raise TypeError(f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU")
             memory = np.asarray(_Raw(base, nbytes))
-            region = Region(
-                base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape)
-            )
+            region = Region(base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape))
             region.keep = storage
             self.space.add_local(region)
             bases.append(base)

@@ -97,9 +97,7 @@ class Scattered:
         if not (self.offsets % self.itemsize).any() and self.region.nbytes % self.itemsize == 0:
             memory.view(values.dtype)[self.offsets // self.itemsize] = values
         else:
-            memory[self.offsets[:, None] + np.arange(self.itemsize)] = values.view(np.uint8).reshape(
-                -1, self.itemsize
-            )
+            memory[self.offsets[:, None] + np.arange(self.itemsize)] = values.view(np.uint8).reshape(-1, self.itemsize)
 
     def span(self) -> tuple[int, int]:
         return int(self.offsets.min()), int(self.offsets.max()) + self.itemsize
@@ -199,9 +197,7 @@ class AddressSpace:
         at = bisect.bisect_right(self._starts, address) - 1
         return self._regions[at] if at >= 0 else None
 
-    def resolve(
-        self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int
-    ) -> list[tuple[Access, Any]]:
+    def resolve(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> list[tuple[Access, Any]]:
         """The accesses that `addresses` (where `mask`) make, each with the selection of the block that it covers:
         an Ellipsis for all of it, else flat indices."""
         if mask is None:

@@ -88,9 +88,7 @@ def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: b
     if a.dtype == np.float64:
         return a @ b
     if a.dtype.kind in "iu" and a_ty not in BITS:
-        return (a.astype(np.float64) @ b.astype(np.float64)).astype(
-            np.int32
-        )  # exact below 2^53; numpy has no int BLAS
+        return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.int32)  # exact below 2^53; numpy has no int BLAS
     x, y = (decode(v, ty).astype(np.float32, copy=False) for v, ty in ((a, a_ty), (b, b_ty)))
     if tf32 and a.dtype == np.float32:
         x, y = to_tf32(x), to_tf32(y)

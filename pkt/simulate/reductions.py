@@ -19,9 +19,7 @@ def _tensor(data: np.ndarray, ty: tl.dtype) -> tl.tensor:
     scalar = ty.scalar
     if data.ndim == 0:
         return tl.tensor(TensorHandle(data.reshape(1), scalar), scalar)
-    return tl.tensor(
-        TensorHandle(np.ascontiguousarray(data), scalar), tl.block_type(scalar, list(data.shape))
-    )
+    return tl.tensor(TensorHandle(np.ascontiguousarray(data), scalar), tl.block_type(scalar, list(data.shape)))
 
 
 def _numpy_op(combine_fn: Any) -> Any:

@@ -39,9 +39,7 @@ class SimulatedRank:
 
     def reserve(self, nbytes: int) -> None:
         if nbytes > self.stride:
-            raise HeapFull.no_memory(
-                nbytes, "the simulated rank", {self.rank: f"its window has {self.stride} bytes"}
-            )
+            raise HeapFull.no_memory(nbytes, "the simulated rank", {self.rank: f"its window has {self.stride} bytes"})
 
     def allocated(self, block: Block) -> None:
         nbytes = max(block.nbytes, 1)
@@ -166,9 +164,7 @@ def _unread(machine: Machine) -> Iterator[PktError]:
                     yield LostSignal.unread(region.rank, region.element(address), value, 0, where)
 
 
-def run(
-    fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any
-) -> list[Any]:
+def run(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> list[Any]:
     """`execute`, for pkt.launch(device="cpu"): the results, or the first thing that was wrong."""
     outcome = execute(fn, ranks, args, heap, **options)
     failure = outcome.failure

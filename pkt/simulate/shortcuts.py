@@ -15,9 +15,10 @@ from triton._C.libtriton import ir
 from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
-INTEGERS = (tl.int32, tl.int64)
+# By name: comparing Triton's types costs more than adding two numbers.
+INTEGERS = frozenset({"int32", "int64"})
+PLAIN = INTEGERS | {"fp32", "fp16"}
 _LIMIT = {"int32": 1 << 31, "int64": 1 << 63}
-PLAIN = (tl.int32, tl.int64, tl.float32, tl.float16)
 
 _shapes: dict[tuple, tuple[Any, Any]] = {(): ((), core.constexpr(1))}
 _blocks: dict[tuple, tl.dtype] = {}
@@ -41,7 +42,7 @@ def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
     """The block type of `shape` elements of `ty`."""
     key = (ty.name, shape)
     known = _blocks.get(key)
-    if known is None or known.scalar != ty:  # pointers of two address spaces share a name
+    if known is None:
         known = _blocks[key] = tl.block_type(ty, list(shape))
     return known
 
@@ -76,7 +77,7 @@ OPERATORS = {**_ARITHMETIC, **_INTEGER, **_COMPARE, **_LOGIC, **_SHIFT}
 
 def binary(name: str, slow: Callable) -> Callable:
     op = OPERATORS[name]
-    types = INTEGERS if name in _INTEGER or name in _SHIFT else (tl.int1, *INTEGERS) if name in _LOGIC else PLAIN
+    types = INTEGERS if name in _INTEGER or name in _SHIFT else INTEGERS | {"int1"} if name in _LOGIC else PLAIN
     compares, moves = name in _COMPARE, name in ("__add__", "__radd__", "__sub__")
 
     def call(self: tl.tensor, other: Any) -> Any:
@@ -89,14 +90,15 @@ def binary(name: str, slow: Callable) -> Callable:
             return slow(self, other)
         left: Any = self.handle.data
         right: Any
-        if is_tensor and other.dtype is ty and ty in types:
+        have = ty.name
+        if is_tensor and other.dtype.name == have and have in types:
             right = other.handle.data
-        elif kind is int and ty in INTEGERS and ty in types and -_LIMIT[ty.name] <= other < _LIMIT[ty.name]:
+        elif kind is int and have in INTEGERS and have in types and -_LIMIT[have] <= other < _LIMIT[have]:
             right = left.dtype.type(other)
-        elif is_tensor and ty in INTEGERS and other.dtype in INTEGERS and ty in types:
+        elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS and have in types:
             left, right = left.astype(np.int64), other.handle.data.astype(np.int64)
             ty = tl.int64
-        elif moves and ty.is_ptr() and (kind is int or (is_tensor and other.dtype in INTEGERS)):
+        elif moves and ty.is_ptr() and (kind is int or (is_tensor and other.dtype.name in INTEGERS)):
             size = max(1, ty.element_ty.primitive_bitwidth // 8)
             offset = np.int64(other) if kind is int else other.handle.data.astype(np.int64)
             right = (offset * size).astype(np.uint64)
@@ -111,22 +113,22 @@ def binary(name: str, slow: Callable) -> Callable:
     return call
 
 
-_WIDTH: dict[Any, Any] = {tl.int32: np.int32, tl.int64: np.int64}
+_WIDTH: dict[str, Any] = {"int32": np.int32, "int64": np.int64}
 
 
 def cast(slow: Callable) -> Callable:
     """`tl.cast` and `x.to` between integers."""
 
     def call(input: Any, dtype: Any, *args: Any, **named: Any) -> Any:
-        if not args and not named and dtype in INTEGERS:
+        if not args and not named and getattr(dtype, "name", "") in INTEGERS:
             if type(input) is tl.tensor:
-                if input.dtype is dtype:
+                if input.dtype.name == dtype.name:
                     return input
-                if input.dtype in INTEGERS:
-                    data = input.handle.data.astype(_WIDTH[dtype])
+                if input.dtype.name in INTEGERS:
+                    data = input.handle.data.astype(_WIDTH[dtype.name])
                     return tl.tensor(TensorHandle(data, dtype), block(dtype, data.shape) if input.shape else dtype)
             elif type(input) is int and -_LIMIT[dtype.name] <= input < _LIMIT[dtype.name]:
-                return tl.tensor(TensorHandle(np.array([input], _WIDTH[dtype]), dtype), dtype)
+                return tl.tensor(TensorHandle(np.array([input], _WIDTH[dtype.name]), dtype), dtype)
         return slow(input, dtype, *args, **named)
 
     return call
@@ -142,12 +144,12 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
 
     def call(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Any:
         sem, scope = (v.value if type(v) is core.constexpr else v for v in (sem, scope))
-        plain = type(pointer) is tl.tensor and not pointer.shape and pointer.dtype.element_ty in INTEGERS
+        plain = type(pointer) is tl.tensor and not pointer.shape and pointer.dtype.element_ty.name in INTEGERS
         if mask is None and plain and sem in sems and scope in scopes:
             ty = pointer.dtype.element_ty
             if type(val) is int:
-                val = tl.tensor(TensorHandle(np.array([val], _WIDTH[ty]), ty), ty)
-            if type(val) is tl.tensor and val.dtype is ty and not val.shape:
+                val = tl.tensor(TensorHandle(np.array([val], _WIDTH[ty.name]), ty), ty)
+            if type(val) is tl.tensor and val.dtype.name == ty.name and not val.shape:
                 handle = builder.create_atomic_rmw(op, pointer.handle, val.handle, None, sems[sem], scopes[scope])
                 return tl.tensor(handle, ty)
         return slow(pointer, val, mask, sem, scope)
@@ -159,9 +161,9 @@ def _matches(ptr: Any, mask: Any) -> bool:
     """Pointers of a plain element type, and a mask of just their shape or none."""
     if type(ptr) is not tl.tensor or not ptr.dtype.is_ptr() or ptr.dtype.element_ty.is_block():
         return False
-    if ptr.dtype.element_ty is tl.int1 or ptr.type.is_const():
+    if ptr.dtype.element_ty.name == "int1" or ptr.type.is_const():
         return False
-    return mask is None or (type(mask) is tl.tensor and mask.dtype is tl.int1 and mask.shape == ptr.shape)
+    return mask is None or (type(mask) is tl.tensor and mask.dtype.name == "int1" and mask.shape is ptr.shape)
 
 
 def load(slow: Callable, builder: Any) -> Callable:
@@ -184,7 +186,7 @@ def store(slow: Callable, builder: Any) -> Callable:
     def call(pointer: Any, value: Any, mask: Any = None, *args: Any, **named: Any) -> Any:
         if args or named or type(value) is not tl.tensor or not _matches(pointer, mask):
             return slow(pointer, value, mask, *args, **named)
-        if value.dtype is not pointer.dtype.element_ty or value.shape != pointer.shape:
+        if value.dtype.name != pointer.dtype.element_ty.name or value.shape is not pointer.shape:
             return slow(pointer, value, mask)
         return builder._store(pointer.handle, value.handle, None if mask is None else mask.handle)
 

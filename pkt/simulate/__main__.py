@@ -1,0 +1,63 @@
+"""`python -m pkt.simulate file.py[:function] --ranks 4 --seeds 1000`: explore the schedules of a function."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pkt.simulate.explore import simulate
+
+
+def load(target: str) -> Callable[..., Any]:
+    """The function `name` of "path/file.py:name"; without a name, `main`."""
+    path, _, name = target.partition(":")
+    if not Path(path).is_file():
+        raise typer.BadParameter(f"no file {path}; wanted file.py or file.py:function")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    fn = getattr(module, name or "main", None)
+    if not callable(fn):
+        offered = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == spec.name]
+        raise typer.BadParameter(f"{path} has no function {name or 'main'}; it has {', '.join(offered) or 'none'}")
+    return fn
+
+
+def main(
+    target: Annotated[str, typer.Argument(help="file.py or file.py:function; the function takes the world")],
+    ranks: Annotated[int, typer.Option(help="ranks to simulate")] = 4,
+    seeds: Annotated[int, typer.Option(help="schedules to run")] = 1000,
+    seed: Annotated[int | None, typer.Option(help="replay this one schedule")] = None,
+    sms: Annotated[int, typer.Option(help="programs that fit on a rank at once")] = 132,
+    heap: Annotated[str, typer.Option(help="symmetric heap of a rank")] = "1GiB",
+    races: Annotated[bool, typer.Option(help="detect data races")] = True,
+    multicast: Annotated[bool, typer.Option(help="the ranks have a multicast window")] = True,
+    mutants: Annotated[bool, typer.Option(help="break every wait, signal, barrier and fence in turn")] = False,
+    lost_signals: Annotated[bool, typer.Option(help="drop every signal in turn")] = False,
+) -> None:
+    """Run a function on simulated ranks under many schedules; exit status 1 if anything is found."""
+    report = simulate(
+        load(target),
+        ranks,
+        seeds if seed is None else [seed],
+        heap=heap,
+        sms=sms,
+        races=races,
+        multicast=multicast,
+        mutants=mutants,
+        lost_signals=lost_signals,
+        progress=sys.stderr.isatty(),
+    )
+    print(report)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,201 @@
+"""Many schedules of one program, and the same program broken on purpose: `pkt.simulate` and its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pkt.runtime.heap import heap_bytes
+from pkt.simulate.faults import NO_FAULTS, Census, Faults, Mutant, Signal
+from pkt.simulate.run import Outcome, execute
+
+TRIES = 24  # schedules in which a mutant or a lost signal may show itself
+SHOWN = 5  # different findings a report prints in full
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something wrong in one schedule. `seed` (and `faults`, if any) replay it exactly."""
+
+    seed: int
+    failure: Exception
+    faults: Faults = NO_FAULTS
+
+    @property
+    def kind(self) -> str:
+        return type(self.failure).__name__
+
+    def __str__(self) -> str:
+        notes = "".join(f"\n  {note}" for note in getattr(self.failure, "__notes__", ()))
+        where = f" with {self.faults}" if self.faults != NO_FAULTS else ""
+        return f"{self.kind} in seed {self.seed}{where}: {self.failure}{notes}"
+
+
+@dataclass
+class Report:
+    """What `pkt.simulate` did and found.
+
+    findings: of the program as it is; empty if it is right in every schedule that ran.
+    mutants, signals: every fault that was tried, with what caught it, or None if nothing did.
+    """
+
+    ranks: int
+    schedules: int = 0
+    programs: int = 0
+    seconds: float = 0.0
+    findings: list[Found] = field(default_factory=list)
+    mutants: dict[Mutant, Found | None] = field(default_factory=dict)
+    signals: dict[Signal, Found | None] = field(default_factory=dict)
+
+    @property
+    def survivors(self) -> list[Mutant | Signal]:
+        """Faults that nothing caught."""
+        return [f for found in (self.mutants, self.signals) for f, by in found.items() if by is None]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings and not self.survivors
+
+    def check(self) -> Report:
+        """Self, or the first finding raised, or an AssertionError naming the faults that nothing caught."""
+        if self.findings:
+            first = self.findings[0]
+            first.failure.add_note(f"seed {first.seed} replays it")
+            raise first.failure
+        if self.survivors:
+            names = "\n  ".join(str(s) for s in self.survivors)
+            raise AssertionError(f"{len(self.survivors)} faults were not caught:\n  {names}")
+        return self
+
+    def table(self) -> Table:
+        table = Table(show_header=True, header_style="bold", title_justify="left")
+        table.add_column("what")
+        table.add_column("runs", justify="right")
+        table.add_column("result")
+        rate = self.schedules / self.seconds if self.seconds else 0.0
+        kinds = sorted({f.kind for f in self.findings})
+        table.add_row(
+            f"schedules on {self.ranks} ranks",
+            str(self.schedules),
+            f"no finding ({rate:.0f} a second)" if not kinds else f"{len(self.findings)} found: {', '.join(kinds)}",
+        )
+        for what, found in (("mutants", self.mutants), ("lost signals", self.signals)):
+            if found:
+                caught = sum(by is not None for by in found.values())
+                table.add_row(what, str(len(found)), f"{caught} caught, {len(found) - caught} not")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=110, color_system=None)
+        with console.capture() as out:
+            console.print(self.table())
+            for found in self.findings[:SHOWN]:
+                console.print(f"\n{found}", markup=False, highlight=False)
+            if len(self.findings) > SHOWN:
+                console.print(f"\n... and {len(self.findings) - SHOWN} more")
+            for survivor in self.survivors:
+                console.print(f"not caught: {survivor}", markup=False, highlight=False)
+        return out.get().rstrip()
+
+
+def simulate(
+    fn: Callable[..., Any],
+    ranks: int = 4,
+    seeds: int | Iterable[int] = 1000,
+    args: Sequence[Any] = (),
+    *,
+    heap: int | str | None = None,
+    sms: int = 132,
+    multicast: bool = True,
+    races: bool = True,
+    mutants: bool = False,
+    lost_signals: bool = False,
+    progress: bool = False,
+    max_findings: int = 20,
+) -> Report:
+    """Run `fn(world, *args)` on `ranks` simulated ranks under many schedules and report what goes wrong in any.
+
+    fn checks its own results (assert, or raise) and launches its kernels as on GPUs; nothing in it is special. seeds: how
+    many schedules, or which; seed 0 is the plain order. sms: programs that fit on a rank at once. races: the race
+    detector; without it a missing order still shows as a wrong value in some schedule. mutants: also remove or weaken
+    every wait, signal, barrier and fence in turn; lost_signals: also drop every single signal of the plain schedule in
+    turn; each must be caught by some schedule. progress: a bar on the terminal. Stops after max_findings different ones.
+    Never raises for what it finds: see `Report.check`.
+    """
+    todo = list(range(seeds) if isinstance(seeds, int) else seeds)
+    report = Report(ranks)
+
+    def once(seed: int, faults: Faults = NO_FAULTS) -> Outcome:
+        outcome = execute(
+            fn,
+            ranks,
+            tuple(args),
+            heap_bytes(heap),
+            seed=seed,
+            sms=sms,
+            multicast=multicast,
+            races=races,
+            faults=faults,
+        )
+        report.programs += outcome.machine.programs
+        return outcome
+
+    seen: set[str] = set()
+    start = time.perf_counter()
+    with _bar(progress) as step:
+        census = Census()
+        for seed in step(todo, "schedules"):
+            outcome = once(seed)
+            report.schedules += 1
+            for site, changes in outcome.machine.census.sites.items():
+                census.note(site, *changes)
+            if not census.signals:
+                census.signals = outcome.machine.census.signals
+            failure = outcome.failure
+            for failure in [failure] if failure is not None else []:
+                if str(failure) not in seen:
+                    seen.add(str(failure))
+                    report.findings.append(Found(seed, failure))
+            if len(report.findings) >= max_findings:
+                break
+        report.seconds = time.perf_counter() - start
+        if mutants and not report.findings:
+            for mutant in step(census.mutants(), "mutants"):
+                report.mutants[mutant] = _caught(once, Faults(mutant=mutant))
+        if lost_signals and not report.findings:
+            for signal in step(census.signals, "lost signals"):
+                report.signals[signal] = _caught(once, Faults(drop=signal))
+    return report
+
+
+def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
+    for seed in range(TRIES):
+        failure = once(seed, faults).failure
+        if failure is not None:
+            return Found(seed, failure, faults)
+    return None
+
+
+class _bar:
+    """A progress bar over several loops, or none."""
+
+    def __init__(self, shown: bool) -> None:
+        columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, transient=True) if shown else None
+
+    def __enter__(self) -> Callable[[Sequence[Any], str], Iterator[Any]]:
+        if self.progress is None:
+            return lambda items, what: iter(items)
+        self.progress.start()
+        progress = self.progress
+        return lambda items, what: iter(progress.track(items, description=what))
+
+    def __exit__(self, *error: Any) -> None:
+        if self.progress is not None:
+            self.progress.stop()

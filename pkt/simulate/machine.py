@@ -167,7 +167,8 @@ class Machine:
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """`body(rank)` on every rank; its results in rank order. Raises the first error of any rank."""
         self.hub = greenlet.getcurrent()
-        saved = torch.get_rng_state()
+        saved, threads = torch.get_rng_state(), torch.get_num_threads()
+        torch.set_num_threads(1)  # tiles are small: more threads wait for each other longer than they compute
         builder.device = builder.pkt = self.device
         try:
             with interpreting(self.launch):
@@ -179,6 +180,7 @@ class Machine:
                     self._end()
         finally:
             torch.set_rng_state(saved)
+            torch.set_num_threads(threads)
         return [host.result for host in self.hosts]
 
     def _start_host(self, host: Host, body: Callable[[int], Any], random: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ numbers rounded once to float32 and once more to the short format equals the sin
 from __future__ import annotations
 
 import numpy as np
+import torch
 import triton.language as tl
 
 BITS = {tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8, tl.float8e5: np.uint8}
@@ -85,11 +86,17 @@ def to_tf32(values: np.ndarray) -> np.ndarray:
 
 def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: bool) -> np.ndarray:
     """A @ b as the tensor cores compute it: exact products, float32 (int32, float64) sums."""
-    if a.dtype == np.float64:
-        return a @ b
     if a.dtype.kind in "iu" and a_ty not in BITS:
-        return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.int32)  # exact below 2^53; numpy has no int BLAS
-    x, y = (decode(v, ty).astype(np.float32, copy=False) for v, ty in ((a, a_ty), (b, b_ty)))
+        # Exact below 2^53; there is no fast integer product.
+        return _product(a.astype(np.float64), b.astype(np.float64)).astype(np.int32)
+    x, y = decode(a, a_ty), decode(b, b_ty)
+    if a.dtype != np.float64:
+        x, y = x.astype(np.float32, copy=False), y.astype(np.float32, copy=False)
     if tf32 and a.dtype == np.float32:
         x, y = to_tf32(x), to_tf32(y)
-    return x @ y
+    return _product(x, y)
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    # By torch, whose threads the machine limits to one: tiles are small, and numpy's BLAS would spin on every core.
+    return torch.matmul(*(torch.from_numpy(np.require(m, requirements="CW")) for m in (a, b))).numpy()

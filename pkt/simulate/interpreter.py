@@ -1,55 +1,121 @@
 """Triton source as Python: rewrites `@triton.jit` functions and, for as long as a simulation runs, makes `tl` execute.
 
 Nothing has to be set before triton is imported. `interpreting()` patches `tl`, and what was patched is put back at the
-end; `interpret(jit_function)` gives the Python function of a kernel or helper, compiled from its own source with its own
-line numbers, so that a frame of the simulator points at the user's line.
+end; `interpret(jit_function)` gives the Python function of a kernel or helper, compiled from its own source with its
+own line numbers, so that a frame of the simulator points at the user's line.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import operator
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.compiler import code_generator
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as base
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
 from pkt.simulate import reductions, shortcuts
-from pkt.simulate.builder import Builder
+from pkt.simulate.builder import Builder, np_dtype
 
 builder = Builder()
 semantic: TritonSemantic = TritonSemantic(builder)
 
 # -- source ---------------------------------------------------------------------------------------------------------
 
-_TENSOR = "__pkt_tensor__"
+_TENSOR, _AND, _OR, _NOT = "__pkt_tensor__", "__pkt_and__", "__pkt_or__", "__pkt_not__"
+# Triton 3.6 makes a tensor of a number that a helper returns; later it stays a constant.
+_RETURNS_TENSORS = not hasattr(code_generator.CodeGenerator, "decide_return_type")
 
 
-class _Assignments(ast.NodeTransformer):
-    """`x = value` becomes `x = __pkt_tensor__(value)`: Triton makes a tensor of every plain number that is assigned."""
+class _Rewriter(ast.NodeTransformer):
+    """Where Triton's meaning of a statement is not Python's.
+
+    `x = 3` makes a tensor of the number. `and` and `or` of run-time values evaluate every operand, because there is
+    nothing to branch on inside an expression; so does `not` of a block, element by element.
+    """
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         self.generic_visit(node)
         node.value = ast.Call(ast.Name(_TENSOR, ast.Load()), [node.value], [])
         return node
 
+    def visit_Return(self, node: ast.Return) -> ast.Return:
+        self.generic_visit(node)
+        if _RETURNS_TENSORS and node.value is not None:
+            node.value = ast.Call(ast.Name(_TENSOR, ast.Load()), [node.value], [])
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.Call:
+        self.generic_visit(node)
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        later: list[ast.expr] = [ast.Lambda(nothing, value) for value in node.values]
+        name = _AND if isinstance(node.op, ast.And) else _OR
+        return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), later, []), node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Not):
+            return node
+        return ast.copy_location(ast.Call(ast.Name(_NOT, ast.Load()), [node.operand], []), node)
+
 
 def _to_tensor(value: Any) -> Any:
-    return semantic.to_tensor(value, False) if isinstance(value, (bool, int, float, core.constexpr)) else value
+    if type(value) is tl.tensor:
+        return value
+    if isinstance(value, (bool, int, float, core.constexpr)):
+        return semantic.to_tensor(value, False)
+    return _same_tuple(value, map(_to_tensor, value)) if isinstance(value, tuple) else value
 
 
-def _code(fn: FunctionType) -> Any:
-    lines, first = inspect.getsourcelines(fn)
+def _same_tuple(like: tuple, values: Iterable[Any]) -> tuple:
+    return type(like)(*values) if hasattr(like, "_fields") else tuple(values)
+
+
+def _both(*operands: Callable[[], Any]) -> Any:
+    """`and`: a false constant ends it, run-time values are all evaluated."""
+    return _combined(operands, False, "logical_and")
+
+
+def _either(*operands: Callable[[], Any]) -> Any:
+    return _combined(operands, True, "logical_or")
+
+
+def _combined(operands: Iterable[Callable[[], Any]], end: bool, method: str) -> Any:
+    values: list[Any] = []
+    value: Any = None
+    for operand in operands:
+        value = operand()
+        if isinstance(value, tl.tensor):
+            values.append(value)
+        elif bool(value) is end:
+            return value
+    if not values:
+        return value
+    out = values[-1]
+    for value in values[-2::-1]:
+        out = getattr(value, method)(out)
+    return out
+
+
+def _not(value: Any) -> Any:
+    return semantic.not_(value) if isinstance(value, tl.tensor) else not value
+
+
+def _code(fn: FunctionType, lines: list[str], first: int) -> Any:
     tree = ast.parse(textwrap.dedent("".join(lines)))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
@@ -60,7 +126,7 @@ def _code(fn: FunctionType) -> Any:
     arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
     for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
         a.annotation = None
-    _Assignments().visit(definition)
+    _Rewriter().visit(definition)
     ast.fix_missing_locations(tree)
     ast.increment_lineno(tree, first - 1)
     module = compile(tree, fn.__code__.co_filename, "exec")
@@ -70,27 +136,36 @@ def _code(fn: FunctionType) -> Any:
 class _Interpreted:
     """The functions of one simulation; a new one sees the globals as they are then (a notebook redefines helpers)."""
 
-    code: dict[FunctionType, Any] = {}
-
     def __init__(self) -> None:
-        self.functions: dict[int, Callable] = {}
+        self.functions: dict[int, tuple[Any, Callable]] = {}
+        self.replaced: dict[int, Any] = {}  # id of a function of `tl` -> what stands for it now
+        self.code: weakref.WeakKeyDictionary[FunctionType, Any] = weakref.WeakKeyDictionary()
 
     def __call__(self, jit: Any) -> Callable:
         # By id: a JITFunction's hash compiles, which is not possible while `tl` is patched.
         known = self.functions.get(id(jit))
-        return known if known is not None else self._make(jit)
+        return known[1] if known is not None else self._make(jit)
 
     def _make(self, jit: Any) -> Callable:
         fn = jit.fn
         code = self.code.get(fn)
         if code is None:
-            code = self.code[fn] = _code(fn)
-        scope = {**fn.__globals__, _TENSOR: _to_tensor}
-        if fn.__closure__:
-            scope.update({name: cell.cell_contents for name, cell in zip(fn.__code__.co_freevars, fn.__closure__)})
+            # As they were when it was decorated: its file may have changed since.
+            lines, first = (
+                (jit.raw_src, jit.starting_line_number) if hasattr(jit, "raw_src") else inspect.getsourcelines(fn)
+            )
+            code = self.code[fn] = _code(fn, lines, first)
+        scope = {"range": _range, **fn.__globals__}
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
+            with suppress(ValueError):  # assigned later than the kernel was defined, and not yet
+                scope[name] = cell.cell_contents
+        for name, value in scope.items():  # `from triton.language import load`
+            if id(value) in self.replaced:
+                scope[name] = self.replaced[id(value)]
+        scope |= {_TENSOR: _to_tensor, _AND: _both, _OR: _either, _NOT: _not}
         made = FunctionType(code, scope, fn.__name__, fn.__defaults__)
         made.__kwdefaults__ = fn.__kwdefaults__
-        self.functions[id(jit)] = made
+        self.functions[id(jit)] = jit, made  # kept, so that its id stays its own
         return made
 
 
@@ -114,12 +189,11 @@ def argument(value: Any, specialize: bool = True) -> Any:
         ty, dtype = _int_type(value)
         return tl.tensor(TensorHandle(np.array([value], dtype), ty), ty)
     if isinstance(value, float):
-        return float(np.float32(value))
+        return tl.tensor(TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
     if hasattr(value, "data_ptr"):
         return base._implicit_cvt(value)
     if isinstance(value, tuple):
-        items = [argument(v) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return _same_tuple(value, (argument(v, specialize) for v in value))
     if hasattr(value, "block_shape") and hasattr(value, "base"):
         strides = [argument(s, specialize=False) for s in value.strides[:-1]] + [core.constexpr(1)]
         return semantic.make_tensor_descriptor(
@@ -162,7 +236,10 @@ class _Patches:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         # A class's own dictionary, not getattr, which would bind descriptors and find inherited names.
-        self.saved.append((owner, name, vars(owner).get(name, _MISSING)))
+        old = vars(owner).get(name, _MISSING)
+        self.saved.append((owner, name, old))
+        if owner in (tl, core, tl.math) and old is not _MISSING:
+            interpret.replaced[id(old)] = value
         setattr(owner, name, value)
 
     def undo(self) -> None:
@@ -174,9 +251,24 @@ class _Patches:
                 setattr(owner, name, old)
 
 
-def _range(start: Any, end: Any = None, step: Any = None, **_: Any) -> range:
+def _range(start: Any, end: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
+    """`range` and `tl.range`: the index is a run-time integer, whose `//` and `%` are those of C."""
     first, last = (0, start) if end is None else (start, end)
-    return range(*(operator.index(v) for v in (first, last, 1 if step is None else step)))
+    bounds = [first, last, 1 if step is None else step]
+    types = [v.dtype for v in bounds if isinstance(v, tl.tensor)]
+    types += [_int_type(operator.index(v))[0] for v in bounds if not isinstance(v, tl.tensor)]
+    ty = functools.reduce(semantic.integer_promote_impl, types)
+    dtype = np_dtype(ty)
+    for i in range(*(operator.index(v) for v in bounds)):
+        yield tl.tensor(TensorHandle(np.array([i], dtype), ty), ty)
+
+
+def _static_range(start: Any, end: Any = None, step: Any = None, **_: Any) -> range:
+    """`tl.static_range`: the index is a constant."""
+    bounds = (0, start, step) if end is None else (start, end, step)
+    if any(isinstance(v, tl.tensor) for v in bounds):
+        raise TypeError("tl.static_range takes constants; for a run-time number of rounds there is tl.range")
+    return range(*(operator.index(v) for v in (*bounds[:2], 1 if step is None else step)))
 
 
 def _attribute(value: Any, *_: Any) -> Any:
@@ -228,7 +320,7 @@ def _install(patches: _Patches, launch: Callable) -> None:
     for owner in (tl, core):
         for name, value in (
             ("range", _range),
-            ("static_range", _range),
+            ("static_range", _static_range),
             ("static_assert", _static_assert),
             ("static_print", print),
             ("multiple_of", _attribute),
@@ -259,6 +351,20 @@ def _install(patches: _Patches, launch: Callable) -> None:
     patches.set(JITFunction, "run", run)
     patches.set(base.InterpretedFunction, "__call__", lambda self, *args, **named: interpret(self)(*args, **named))
     patches.set(base.InterpretedFunction, "run", run)
+    patches.set(Autotuner, "run", _autotuned)
+
+
+def _autotuned(self: Autotuner, *args: Any, **named: Any) -> Any:
+    """The first configuration that pruning leaves: a simulated time is no measure, and every run is the same."""
+    self.nargs = dict(zip(self.arg_names, args))
+    try:
+        config = self.prune_configs(named)[0]
+    finally:
+        values, self.nargs = self.nargs, None
+    self.best_config = config
+    if config.pre_hook is not None:
+        config.pre_hook({**values, **named, **config.all_kwargs()})
+    return self.fn.run(*args, **named, **config.all_kwargs())
 
 
 _IR_TYPES = {"fp16": "half", "bf16": "bf16", "fp32": "float", "fp64": "double"}
@@ -274,7 +380,7 @@ def _to_ir(self: core.dtype, b: Builder) -> Any:
 def interpreting(launch: Callable) -> Iterator[None]:
     """While it lasts, calls of `tl` compute, calls of jit functions run their source, and `kernel[grid](...)` calls
     `launch(kernel, *args, grid=..., warmup=..., **named)`. May be nested; the innermost launch is the one used."""
-    patches = _Patches()
+    patches, replaced = _Patches(), dict(interpret.replaced)
     try:
         _install(patches, launch)
         with np.errstate(all="ignore"):
@@ -282,3 +388,4 @@ def interpreting(launch: Callable) -> Iterator[None]:
     finally:
         patches.undo()
         interpret.functions.clear()
+        interpret.replaced = replaced

@@ -41,6 +41,7 @@ def main(
     multicast: Annotated[bool, typer.Option(help="the ranks have a multicast window")] = True,
     mutants: Annotated[bool, typer.Option(help="break every wait, signal, barrier and fence in turn")] = False,
     lost_signals: Annotated[bool, typer.Option(help="drop every signal in turn")] = False,
+    lost_ranks: Annotated[int, typer.Option(help="let a rank stop or die at so many random points")] = 0,
 ) -> None:
     """Run a function on simulated ranks under many schedules; exit status 1 if anything is found."""
     report = simulate(
@@ -53,6 +54,7 @@ def main(
         multicast=multicast,
         mutants=mutants,
         lost_signals=lost_signals,
+        lost_ranks=lost_ranks,
         progress=sys.stderr.isatty(),
     )
     print(report)

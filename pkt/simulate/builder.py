@@ -222,7 +222,7 @@ class Builder(InterpreterBuilder):
 
     def _store(self, ptrs, value, mask):
         dtype = np_dtype(ptrs.get_element_ty())
-        values = np.broadcast_to(value.data.astype(dtype, copy=False), ptrs.data.shape)
+        values = _like(value.data.astype(dtype, copy=False), ptrs.data.shape)
         self.device.store(ptrs.data, _mask(mask, ptrs.data.shape), values)
 
     def create_addptr(self, ptr, offset):
@@ -247,7 +247,7 @@ class Builder(InterpreterBuilder):
         op = ATOMICS[rmwOp]
         ty = val.dtype.scalar
         dtype = val.data.dtype
-        values = np.broadcast_to(val.data, ptr.data.shape)
+        values = _like(val.data, ptr.data.shape)
         if rmwOp in _UNSIGNED or rmwOp in _SIGNED:
             view = np.dtype(f"{'u' if rmwOp in _UNSIGNED else ''}int{dtype.itemsize * 8}")
             inner = op
@@ -265,7 +265,7 @@ class Builder(InterpreterBuilder):
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
         dtype = val.data.dtype
         expected = np.broadcast_to(cmp.data, ptr.data.shape)
-        values = np.broadcast_to(val.data, ptr.data.shape)
+        values = _like(val.data, ptr.data.shape)
         update = lambda now, where: np.where(now == expected[where], values[where], now)  # noqa: E731
         return handle(self.device.atomic(ptr.data, None, dtype, update, *_order(sem, scope)), val.dtype)
 
@@ -276,7 +276,7 @@ class Builder(InterpreterBuilder):
         return handle(old, ptr.get_element_ty())
 
     def create_atomic_store(self, ptr, val, mask, sem, scope):  # Triton 3.9
-        values = np.broadcast_to(val.data, ptr.data.shape)
+        values = _like(val.data, ptr.data.shape)
         new = lambda now, where: values[where]  # noqa: E731
         self.device.atomic(ptr.data, _mask(mask, ptr.data.shape), val.data.dtype, new, *_order(sem, scope))
 
@@ -298,11 +298,15 @@ class Builder(InterpreterBuilder):
         super().create_print(f"rank {self.pkt.rank}{prefix}", hex, values, isSigned)
 
 
+def _like(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return data if data.shape == shape else np.broadcast_to(data, shape)
+
+
 def _mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
     if mask is None:
         return None
     data = mask.data if isinstance(mask, TensorHandle) else np.asarray(mask)
-    return None if data.all() else np.broadcast_to(data, shape)
+    return None if data.all() else _like(data, shape)
 
 
 @functools.cache

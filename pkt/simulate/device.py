@@ -7,6 +7,7 @@ the schedule. TMA stores are pending in the async proxy, which a release does no
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import Any
@@ -29,6 +30,8 @@ _LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
 _TRITON = os.path.dirname(os.path.abspath(tl.__file__))
 _TRITON = os.path.dirname(_TRITON)
 _INSIDE: dict[str, int] = {}  # file -> 0 the user's, 1 pkt.language, 2 pkt.simulate or triton
+
+_ALL = {1: np.arange(1)}  # flat positions of a whole block, for the commonest size
 
 _COMPARE = {
     "ge": lambda d: d >= 0,
@@ -240,10 +243,11 @@ class SimulatedDevice:
                 return out.reshape(addresses.shape)
         releases = sem in ("release", "acquire_release") and change != "relax"
         acquires = sem in ("acquire", "acquire_release") and change != "relax"
+        words = self._sync_addresses(parts)
         copies = 1
         if acquires:
             for access, _ in parts:
-                access.region.waited.update(self._sync_addresses(parts))
+                access.region.waited.update(words)
         if at.call in SYNC and parts:
             access = parts[0][0]
             access.region.signalled[access.first()] = str(at)
@@ -254,14 +258,14 @@ class SimulatedDevice:
             if event == m.faults.delay:
                 clock = self._release_clock(releases, scope)
                 m.late_signals.append(
-                    lambda: self._perform(task, parts, addresses.size, dtype, update, out.copy(), clock, scope)
+                    lambda: self._perform(task, parts, words, dtype, update, out.copy(), clock, scope)
                 )
                 return out.reshape(addresses.shape)
         clock = self._release_clock(releases, scope)
         for _ in range(copies):
-            self._perform(task, parts, addresses.size, dtype, update, out, clock, scope)
+            self._perform(task, parts, words, dtype, update, out, clock, scope)
         if m.races:
-            for address in self._sync_addresses(parts):
+            for address in words:
                 if acquires:
                     self._acquire(address, scope)
                 elif address in self.sync:
@@ -527,43 +531,42 @@ class SimulatedDevice:
     # atomics
 
     def _perform(
-        self, task: Any, parts: list, count: int, dtype: Any, update: Any, out: Any, clock: Any, scope: str
+        self, task: Any, parts: list, words: list[int], dtype: Any, update: Any, out: Any, clock: Any, scope: str
     ) -> None:
         m = self.m
         for access, where in parts:
             if m.current is task:
                 self._own_stores(access)
-            flat: Any = np.arange(count) if where is ... else where
+            flat: Any = _ALL.get(len(out), None) if where is ... else where
+            if flat is None:
+                flat = np.arange(len(out))
             if isinstance(access, Strided):
                 view = access.view(dtype)
                 old = view.reshape(-1).copy()
                 new = update(old, flat)
-                changed = not np.array_equal(old, new)
+                changed = bool((old != new).any())
                 view[...] = new.reshape(view.shape)
-            else:
-                offsets = access.offsets
-                unique = len(np.unique(offsets)) == len(offsets)
+            elif len(np.unique(access.offsets)) == len(access.offsets):
                 old = access.read(dtype).copy()
-                if unique:
-                    new = update(old, flat)
-                    access.write(np.ascontiguousarray(new))
-                    changed = not np.array_equal(old, new)
-                else:  # one after the other, as the hardware does
-                    changed = True
-                    for i in range(len(offsets)):
-                        one = Scattered(access.region, offsets[i : i + 1], access.itemsize)
-                        old[i] = one.read(dtype)[0]
-                        one.write(update(old[i : i + 1], flat[i : i + 1]))
+                new = update(old, flat)
+                changed = bool((old != new).any())
+                access.write(np.ascontiguousarray(new))
+            else:  # one after the other, as the hardware does
+                changed = True
+                old = np.empty(len(access.offsets), dtype)
+                for i in range(len(access.offsets)):
+                    one = Scattered(access.region, access.offsets[i : i + 1], access.itemsize)
+                    old[i] = one.read(dtype)[0]
+                    one.write(update(old[i : i + 1], flat[i : i + 1]))
             out[flat] = old
             if m.current is task:
                 self._track(access, "atomic", is_async=False)
                 self._moved(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1
-        for address in self._sync_addresses(parts):
+        for address in words:
             if clock is not None:
                 self._publish(address, clock, task, scope)
-            region = parts[0][0].region
             m.wake(address)
 
     @staticmethod
@@ -572,7 +575,7 @@ class SimulatedDevice:
         found: list[int] = []
         for access, _ in parts:
             if isinstance(access, Strided):
-                if int(np.prod(access.shape)) == 1:
+                if math.prod(access.shape) == 1:
                     found.append(access.first())
                 elif access.nbytes() <= 1024:
                     base = access.region.base

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Report:
     """What `pkt.simulate` did and found.
 
     findings: of the program as it is; empty if it is right in every schedule that ran.
-    mutants, signals: every fault that was tried, with what caught it, or None if nothing did.
+    mutants, signals, losses: every fault that was tried, with what caught it, or None if nothing did.
     """
 
     ranks: int
@@ -52,11 +53,13 @@ class Report:
     findings: list[Found] = field(default_factory=list)
     mutants: dict[Mutant, Found | None] = field(default_factory=dict)
     signals: dict[Signal, Found | None] = field(default_factory=dict)
+    losses: dict[Loss, Found | None] = field(default_factory=dict)
 
     @property
-    def survivors(self) -> list[Mutant | Signal]:
+    def survivors(self) -> list[Mutant | Signal | Loss]:
         """Faults that nothing caught."""
-        return [f for found in (self.mutants, self.signals) for f, by in found.items() if by is None]
+        tried: list[dict[Any, Found | None]] = [self.mutants, self.signals, self.losses]
+        return [fault for found in tried for fault, by in found.items() if by is None]
 
     @property
     def ok(self) -> bool:
@@ -85,7 +88,12 @@ class Report:
             str(self.schedules),
             f"no finding ({rate:.0f} a second)" if not kinds else f"{len(self.findings)} found: {', '.join(kinds)}",
         )
-        for what, found in (("mutants", self.mutants), ("lost signals", self.signals)):
+        tried: list[tuple[str, dict[Any, Found | None]]] = [
+            ("mutants", self.mutants),
+            ("lost signals", self.signals),
+            ("lost ranks", self.losses),
+        ]
+        for what, found in tried:
             if found:
                 caught = sum(by is not None for by in found.values())
                 table.add_row(what, str(len(found)), f"{caught} caught, {len(found) - caught} not")
@@ -116,6 +124,7 @@ def simulate(
     races: bool = True,
     mutants: bool = False,
     lost_signals: bool = False,
+    lost_ranks: int = 0,
     progress: bool = False,
     max_findings: int = 20,
 ) -> Report:
@@ -125,7 +134,7 @@ def simulate(
     many schedules, or which; seed 0 is the plain order. sms: programs that fit on a rank at once. races: the race
     detector; without it a missing order still shows as a wrong value in some schedule. mutants: also remove or weaken
     every wait, signal, barrier and fence in turn; lost_signals: also drop every single signal of the plain schedule in
-    turn; each must be caught by some schedule. progress: a bar on the terminal. Stops after max_findings different ones.
+    turn; lost_ranks: at so many random points, a rank stops or dies. Each must be caught by some schedule. progress: a bar on the terminal. Stops after max_findings different ones.
     Never raises for what it finds: see `Report.check`.
     """
     todo = list(range(seeds) if isinstance(seeds, int) else seeds)
@@ -158,10 +167,9 @@ def simulate(
             if not census.signals:
                 census.signals = outcome.machine.census.signals
             failure = outcome.failure
-            for failure in [failure] if failure is not None else []:
-                if str(failure) not in seen:
-                    seen.add(str(failure))
-                    report.findings.append(Found(seed, failure))
+            if failure is not None and str(failure) not in seen:
+                seen.add(str(failure))
+                report.findings.append(Found(seed, failure))
             if len(report.findings) >= max_findings:
                 break
         report.seconds = time.perf_counter() - start
@@ -171,6 +179,15 @@ def simulate(
         if lost_signals and not report.findings:
             for signal in step(census.signals, "lost signals"):
                 report.signals[signal] = _caught(once, Faults(drop=signal))
+        if lost_ranks and not report.findings:
+            steps = once(0).machine.steps
+            chance = random.Random(ranks)
+            for _ in step(range(lost_ranks), "lost ranks"):
+                loss = Loss(chance.randrange(ranks), chance.randrange(steps), dies=chance.random() < 0.5)
+                outcome = once(0, Faults(lose=loss))
+                if outcome.machine.lost:  # it had something left to do
+                    failure = outcome.failure
+                    report.losses[loss] = None if failure is None else Found(0, failure, Faults(lose=loss))
     return report
 
 

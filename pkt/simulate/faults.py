@@ -64,15 +64,26 @@ class Signal:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A rank of which nothing runs from `step` of the scheduler on: it stands still, or its process is gone (`dies`)."""
+
+    rank: int
+    step: int
+    dies: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {'died' if self.dies else 'stopped'} at step {self.step}"
+
+
+@dataclass(frozen=True)
 class Faults:
-    """What one run does wrong. `drop`, `duplicate`, `delay`: a signal; `stop`: a rank and the step after which nothing of
-    it runs any more, `dies` whether its host ends with it."""
+    """What one run does wrong, on purpose."""
 
     mutant: Mutant | None = None
     drop: Signal | None = None
     duplicate: Signal | None = None
     delay: Signal | None = None
-    stop: tuple[int, int] | None = None
+    lose: Loss | None = None
 
     def change(self, site: Site) -> Change | None:
         return self.mutant.change if self.mutant is not None and self.mutant.site == site else None
@@ -83,7 +94,7 @@ class Faults:
             f"dropped: {self.drop}" if self.drop else "",
             f"sent twice: {self.duplicate}" if self.duplicate else "",
             f"delayed: {self.delay}" if self.delay else "",
-            f"rank {self.stop[0]} stopped at step {self.stop[1]}" if self.stop else "",
+            str(self.lose) if self.lose else "",
         ]
         return "; ".join(s for s in said if s)
 

@@ -19,7 +19,7 @@ import greenlet
 import numpy as np
 import torch
 
-from pkt.errors import Deadlock, GridTooLarge, RankFailed, TooFewResident, Waiting
+from pkt.errors import Deadlock, GridTooLarge, PeerLost, RankFailed, TooFewResident, Waiting
 from pkt.simulate import cost
 from pkt.simulate.device import SimulatedDevice
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
@@ -158,6 +158,7 @@ class Machine:
         self.programs = 0
         self.max_steps = max_steps
         self.ended = False
+        self.lost = False  # a task was kept from running by a fault
         self.current: Task | None = None
         self.hub: Any = None
         self.device = SimulatedDevice(self)
@@ -437,13 +438,22 @@ class Machine:
         return stuck and not self._settle()
 
     def _stopped(self, task: Task) -> bool:
-        stop = self.faults.stop
-        return stop is not None and task.rank == stop[0] and self.steps >= stop[1]
+        lose = self.faults.lose
+        stopped = lose is not None and task.rank == lose.rank and self.steps >= lose.step
+        self.lost = self.lost or stopped
+        return stopped
 
     def _deadlock(self, spinning: list[Task] | None = None) -> Exception:
         waits = [t.blocked.waiting() for tasks in self.waiting.values() for t in tasks]
         waits += [self.device.spinning(t) for t in spinning or [] if not t.is_host]
         waits.sort(key=lambda w: (w.rank, w.program))
+        lose = self.faults.lose
+        if self.lost and lose is not None and lose.dies:
+            survivor = next((w.rank for w in waits if w.rank != lose.rank), (lose.rank + 1) % self.size)
+            during = f"launch {waits[0].launch} of {waits[0].kernel}" if waits else "host code"
+            lost = PeerLost.exited(survivor, {lose.rank: f"died at step {lose.step}"}, during)
+            lost.add_note(str(Deadlock.among(waits)))
+            return lost
         hosts = {h.rank: h.call for h in self.hosts if h.call}
         for h in self.hosts:
             launch = h.launch
@@ -453,8 +463,8 @@ class Machine:
         finished = [h.rank for h in self.hosts if h.task is not None and h.task.greenlet.dead]
         if finished:
             error.add_note(f"ranks that have returned: {', '.join(map(str, finished))}")
-        if self.faults.stop is not None:
-            error.add_note(str(self.faults))
+        if self.lost:
+            error.add_note(str(lose))
         return error
 
     def _failed(self, task: Task, error: Exception) -> Exception:

@@ -8,6 +8,7 @@ are handled as strided views; anything else element by element.
 from __future__ import annotations
 
 import bisect
+import math
 import mmap
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ class Region:
     def element(self, address: int) -> str:
         """`name[2, 5]` for an address inside."""
         index = (address - self.base - self.lead) // self.itemsize
-        if index < 0 or not self.shape or index >= int(np.prod(self.shape)):
+        if index < 0 or not self.shape or index >= math.prod(self.shape):
             return f"{self.name}{'' if not self.shape else f'[{index}]'}"
         return f"{self.name}[{', '.join(str(int(i)) for i in np.unravel_index(index, self.shape))}]"
 
@@ -71,7 +72,7 @@ class Strided:
         return self.offset, self.offset + reach + self.itemsize
 
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.itemsize
+        return math.prod(self.shape) * self.itemsize
 
     def first(self) -> int:
         return self.region.base + self.offset
@@ -200,6 +201,13 @@ class AddressSpace:
     def resolve(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> list[tuple[Access, Any]]:
         """The accesses that `addresses` (where `mask`) make, each with the selection of the block that it covers:
         an Ellipsis for all of it, else flat indices."""
+        if addresses.size == 1 and (mask is None or mask.all()):
+            address = int(addresses.flat[0])
+            region = self.find(address)
+            if address + itemsize > region.end:
+                raise Unmapped(address + itemsize - 1)
+            strides = (itemsize,) * addresses.ndim
+            return [(Strided(region, address - region.base, addresses.shape, strides, itemsize), ...)]
         if mask is None:
             regular = self._regular(addresses, itemsize)
             if regular is not None:
@@ -229,8 +237,6 @@ class AddressSpace:
             return None
         flat = addresses.reshape(-1)
         first = int(flat[0])
-        if addresses.size == 1:
-            return self._strided(first, shape, (itemsize,) * len(shape), itemsize)
         strides = []
         step = 1
         for axis in reversed(range(len(shape))):

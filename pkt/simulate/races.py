@@ -11,6 +11,7 @@ Clocks as in Flanagan and Freund, FastTrack (PLDI 2009); a granule keeps one wri
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -74,14 +75,14 @@ class Touched:
         self.index: Any = None
         self.bytes: Any = FULL
         if isinstance(access, Strided):
+            if math.prod(access.shape) == 1:
+                self._single(access.offset, access.itemsize)
+                return
             row = access.shape[-1] * access.itemsize
             if not ((access.offset | row) % GRANULE or any(s % GRANULE for s in access.strides[:-1])):
                 shape = (*access.shape[:-1], row // GRANULE)
                 strides = (*(s // 2 for s in access.strides[:-1]), 8)
                 self.view = (shape, access.offset // 2, strides)
-                return
-            if int(np.prod(access.shape)) == 1:
-                self._single(access.offset, access.itemsize)
                 return
             offsets: Any = np.int64(access.offset)
             for axis, (n, s) in enumerate(zip(access.shape, access.strides)):

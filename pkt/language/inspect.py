@@ -101,21 +101,36 @@ def count_markers(text: str) -> dict[str, int]:
 
 
 def check_sync(asm: Mapping[str, str], kernel: str = "kernel") -> None:
-    """Raise errors.LostSync if a wait or signal of the TTIR is not in the PTX.
+    """Raise errors.LostSync if a wait or signal of the source did not reach the PTX, or stands where it has no effect.
 
-    asm: stage -> text, as `CompiledKernel.asm`; for Gluon, which has no TTIR, the TTGIR is the source. Triton drops the
-    assembly inside `tl.range(warp_specialize=True)` without a word, and the kernel would be wrong.
+    asm: stage -> text, as `CompiledKernel.asm`; Gluon has no "ttir", its "ttgir" is the source.
+
+    In `tl.range(warp_specialize=True)` Triton drops the assembly without a word on sm_90 (in the passes from TTIR to TTGIR)
+    and lets TMA loads pass it on sm_100; at other numbers of warps it keeps it. So a call in such a loop is an error
+    whatever became of it. From TTGIR to PTX only a call that is gone altogether is one: LLVM may merge the calls at the end
+    of two branches into one behind them, or unroll a loop and make more of it.
     """
-    source = asm.get("ttir") or asm.get("ttgir")
-    ptx = asm.get("ptx")
-    if source is None or ptx is None:
-        return
-    wanted, found = count_markers(source), count_markers(ptx)
-    for call, n in wanted.items():
-        if found[call] < n:
+    ttir, ttgir, ptx = (asm.get(stage, "") for stage in ("ttir", "ttgir", "ptx"))
+    specialized = count_markers("\n".join(_specialized_loops(ttir)))
+    source, middle, final = count_markers(ttir or ttgir), count_markers(ttgir or ttir), count_markers(ptx)
+    for call in MARKERS.values():
+        lost = middle[call] < source[call] or (ptx and source[call] and not final[call])
+        if lost or specialized[call]:
             from pkt.errors import LostSync
 
-            raise LostSync.compiled(kernel, call, n, found[call])
+            raise LostSync.compiled(kernel, call, source[call], final[call])
+
+
+def _specialized_loops(ttir: str) -> Iterator[str]:
+    """The bodies of the loops that TTIR marks `tt.warp_specialize`, found by indentation."""
+    lines = ttir.splitlines()
+    for end, line in enumerate(lines):
+        if re.match(r"\s*\} \{[^}]*tt\.warp_specialize", line):
+            indent = re.match(r"\s*", line).group()
+            start = end - 1
+            while start > 0 and not re.match(rf"{indent}(%\S+ = )?scf\.(for|while)\b", lines[start]):
+                start -= 1
+            yield "\n".join(lines[start:end])
 
 
 class _Listener:

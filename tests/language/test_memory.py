@@ -1,0 +1,155 @@
+"""Addresses and memory accesses: peer addresses by arithmetic, with accesses as wide as for local ones."""
+
+import re
+
+import pytest
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.language.inspect import device_world
+
+from .compiled import ARCHS, compiled, count, instructions, order
+
+RANKS = (0, 1, 2, 16)
+STRIDE = 1 << 38
+
+
+@triton.jit
+def store_kernel(x, y, world, B: tl.constexpr):
+    o = tl.program_id(0) * B + tl.arange(0, B)
+    for i in tl.static_range(1, world.size):
+        pl.store(y + o, tl.load(x + o), (world.rank + i) % world.size, world)
+
+
+@triton.jit
+def load_kernel(x, y, n, world, B: tl.constexpr):
+    o = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(y + o, pl.load(x + o, (world.rank + 1) % world.size, world, mask=o < n, other=0), mask=o < n)
+
+
+@triton.jit
+def move_kernel(dst, src, to_rank, from_rank, world, B: tl.constexpr, HOW: tl.constexpr):
+    o = tl.arange(0, B)
+    if HOW == "get":
+        pl.get(dst + o, src + o, from_rank, world)
+    elif HOW == "put":
+        pl.put(dst + o, src + o, to_rank, world)
+    else:
+        pl.copy(dst + o, src + o, to_rank, from_rank, world)
+
+
+@triton.jit
+def address_kernel(x, world):
+    tl.store(pl.peer(x, 3, world), 1.0)
+
+
+@triton.jit
+def multicast_address_kernel(x, y, world):
+    tl.store(y, pl.multicast(x, world).to(tl.int64))
+
+
+@triton.jit
+def atomic_kernel(x, value, world, OP: tl.constexpr, SEM: tl.constexpr):
+    if OP == "add":
+        pl.atomic_add(x, value, 3, world, sem=SEM)
+    elif OP == "exch":
+        pl.atomic_xchg(x, value, 3, world, sem=SEM)
+    elif OP == "and":
+        pl.atomic_and(x, value, 3, world, sem=SEM)
+    elif OP == "or":
+        pl.atomic_or(x, value, 3, world, sem=SEM)
+    elif OP == "xor":
+        pl.atomic_xor(x, value, 3, world, sem=SEM)
+    elif OP == "min":
+        pl.atomic_min(x, value, 3, world, sem=SEM)
+    elif OP == "max":
+        pl.atomic_max(x, value, 3, world, sem=SEM)
+    else:
+        pl.atomic_cas(x, 7, value, 3, world, sem=SEM)
+
+
+@triton.jit
+def atomic_block_kernel(x, y, n, world, B: tl.constexpr):
+    o = tl.arange(0, B)
+    tl.store(y + o, pl.atomic_add(x + o, 1, 3, world, mask=o < n, sem="relaxed"), mask=o < n)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8e4nv", "i32", "fp64"])
+def test_stores_to_peers_are_16_bytes_wide(arch, rank, dtype):
+    k = compiled(store_kernel, "*" + dtype, "*" + dtype, device_world(rank), B=4096, arch=arch)
+    stores = [x.op for x in instructions(k) if x.op.startswith("st.global")]
+    assert set(stores) <= {"st.global.v4.b32", "st.global.v2.b64"}
+    itemsize = {"bf16": 2, "fp32": 4, "fp8e4nv": 1, "i32": 4, "fp64": 8}[dtype]
+    assert len(stores) == 3 * 4096 * itemsize // (16 * 128)  # three peers, 128 threads, 16 bytes each
+    # by arithmetic alone: nothing is loaded but the data, once a block
+    loads = [x.op for x in instructions(k) if x.op.startswith("ld.global")]
+    assert set(loads) == {op.replace("st", "ld") for op in stores}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("rank", RANKS)
+def test_masked_loads_from_peers_are_16_bytes_wide(arch, rank):
+    # 4096 is a multiple of 16, so a run of 16 bytes is inside or outside as a whole
+    k = compiled(load_kernel, "*bf16", "*bf16", 4096, device_world(rank), B=2048, arch=arch)
+    assert count(k, r"ld\.global\.v4\.b32") == 2
+    assert count(k, r"st\.global\.v4\.b32") == 2
+    assert count(k, r"(ld|st)\.global") == 4
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("how", ["get", "put", "copy"])
+def test_moves_go_through_registers_16_bytes_at_a_time(arch, how):
+    k = compiled(move_kernel, "*bf16", "*bf16", 2, 3, device_world(1), B=1024, HOW=how, arch=arch)
+    assert order(k) == ["ld.global.v4.b32", "st.global.v4.b32"]
+    # one far end for put and get, two for copy
+    assert count(k, r"(shl|mul\.lo|mad\.lo)\.[bsu]64") == (2 if how == "copy" else 1)
+
+
+def test_the_distance_is_a_multiple_of_the_stride():
+    # rank 1 to rank 3, both known: the address is the pointer and 2 strides
+    k = compiled(address_kernel, "*fp32", device_world(1))
+    assert re.search(rf"add\.s64\s+%rd\d+, %rd\d+, {2 * STRIDE};", k.asm["ptx"])
+    # rank 2 is not known in compiling: (3 - rank) * 2^36 elements of 4 bytes, with no multiplication and no load
+    k = compiled(address_kernel, "*fp32", device_world(2))
+    assert any(x.op == "sub.s64" and f", {3 * STRIDE // 4}, " in x.operands for x in instructions(k))
+    assert count(k, r"mul|mad|ld\.global|ld\.const") == 0
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_the_multicast_window_lies_behind_the_last_rank(size):
+    k = compiled(multicast_address_kernel, "*fp32", "*i64", device_world(1, size, multicast=True))
+    added = [x.operands.split(", ")[-1] for x in instructions(k) if x.op == "add.s64"]
+    assert added == [str((size - 1) * STRIDE)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("sem", ["relaxed", "acquire", "release", "acq_rel"])
+@pytest.mark.parametrize(
+    ("op", "suffix"),
+    [
+        ("add", "add.u32"),
+        ("exch", "exch.b32"),
+        ("and", "and.b32"),
+        ("or", "or.b32"),
+        ("xor", "xor.b32"),
+        ("min", "min.s32"),
+        ("max", "max.s32"),
+        ("cas", "cas.b32"),
+    ],
+)
+def test_atomics_run_once_at_system_scope_behind_a_barrier(arch, sem, op, suffix):
+    k = compiled(atomic_kernel, "*i32", 5, device_world(), op, sem, arch=arch)
+    before = ["bar.sync"] if sem in ("release", "acq_rel") else []
+    ops = order(k)
+    # Triton 3.9 adds a barrier behind an acquire, which does no harm
+    assert ops[: len(before) + 1] == [*before, f"one:atomic.{sem}.sys.{suffix}"]
+    assert set(ops[len(before) + 1 :]) <= {"bar.sync"}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_block_of_atomics_is_an_atomic_for_each_element(arch):
+    k = compiled(atomic_block_kernel, "*i32", "*i32", 100, device_world(), B=512, arch=arch)
+    assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.u32") == 4

@@ -1,0 +1,210 @@
+"""What each synchronisation function is compiled to: instruction, order, scope, and who executes it."""
+
+import pytest
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.language import ptx
+from pkt.language.inspect import check_sync, count_markers, device_world
+from pkt.language.world import CMP_CODES
+
+from .compiled import ARCHS, compiled, count, order, reasons, waits
+
+RANKS = (0, 1, 2, 16)  # 1 is compiled as a constant, 16 as a multiple of 16
+DRAIN = ["cp.async.bulk.wait_group", "fence.proxy.async.global"]
+ADD = "u32"
+
+
+@triton.jit
+def signal_kernel(flags, dst, world, OP: tl.constexpr):
+    pl.signal(flags + 3, dst, world, 5, OP)
+
+
+@triton.jit
+def signal_all_kernel(flags, world):
+    pl.signal_all(flags, world)
+
+
+@triton.jit
+def wait_kernel(flags, want, world, CMP: tl.constexpr):
+    pl.wait(flags, want, world, CMP)
+
+
+@triton.jit
+def wait_result_kernel(flags, want, world):
+    tl.store(flags + 1, pl.wait(flags, want, world))
+
+
+@triton.jit
+def poll_kernel(flags, want, world, CMP: tl.constexpr):
+    if pl.test(flags, want, world, CMP):
+        tl.store(flags + 1, 1)
+
+
+@triton.jit
+def barrier_kernel(flags, world):
+    pl.barrier(flags, world)
+
+
+@triton.jit
+def grid_barrier_kernel(flags, world):
+    pl.grid_barrier(flags, world)
+
+
+@triton.jit
+def world_barrier_kernel(flags, world):
+    pl.world_barrier(flags, world)
+
+
+@triton.jit
+def quiet_kernel(flags, world):
+    pl.quiet()
+
+
+@triton.jit
+def fence_kernel(flags, world):
+    pl.fence()
+
+
+@triton.jit
+def epoch_kernel(flags, world):
+    tl.store(flags, pl.epoch(flags, world))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("rank", RANKS)
+def test_signal_drains_then_releases_once(arch, rank):
+    for op, atomic in (("add", "add.u32"), ("set", "exch.b32")):
+        k = compiled(signal_kernel, "*int32", 3, device_world(rank), op, arch=arch)
+        assert order(k) == [*DRAIN, "bar.sync", f"one:atomic.release.sys.{atomic}"]
+        assert count_markers(k.asm["ttir"]) == count_markers(k.asm["ptx"]) == {"wait": 0, "signal": 1}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 8])
+def test_signal_all_fences_once(arch, size):
+    k = compiled(signal_all_kernel, "*int32", device_world(0, size), arch=arch)
+    assert order(k) == [*DRAIN, "bar.sync", "fence.acq_rel.sys"] + ["one:atomic.relaxed.sys.add.u32"] * size
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("rank", RANKS)
+def test_wait_acquires_in_a_spin_and_then_joins_the_threads(arch, rank):
+    k = compiled(wait_kernel, "*int32", 7, device_world(rank), "ge", arch=arch)
+    assert order(k) == ["pkt.wait", "bar.sync"]
+    assert count_markers(k.asm["ttir"]) == count_markers(k.asm["ptx"]) == {"wait": 1, "signal": 0}
+    (block,) = waits(k)
+    ops = [x.op for x in block]
+    assert ops.count("ld.acquire.sys.global.b32") == 1
+    assert ops[-1] == "fence.proxy.async.global"
+    # the fast path: load, compare, leave
+    start = ops.index("ld.acquire.sys.global.b32")
+    assert ops[start : start + 4] == ["ld.acquire.sys.global.b32", "sub.s32", "setp.ge.s32", "bra"]
+    assert "trap" not in ops
+    assert "exit" not in ops
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("cmp", "holds"),
+    [
+        ("ge", ["sub.s32", "setp.ge.s32"]),
+        ("gt", ["sub.s32", "setp.gt.s32"]),
+        ("le", ["sub.s32", "setp.le.s32"]),
+        ("lt", ["sub.s32", "setp.lt.s32"]),
+        ("eq", ["setp.eq.s32"]),
+        ("ne", ["setp.ne.s32"]),
+    ],
+)
+def test_each_comparison_is_of_the_signed_difference(arch, cmp, holds):
+    (block,) = waits(compiled(wait_kernel, "*int32", 7, device_world(), cmp, arch=arch))
+    ops = [x.op for x in block]
+    start = ops.index("ld.acquire.sys.global.b32") + 1
+    assert ops[start : start + len(holds)] == holds
+
+
+def test_an_unknown_comparison_is_refused_by_name():
+    with pytest.raises(triton.CompilationError) as caught:
+        compiled(wait_kernel, "*int32", 7, device_world(), "about")
+    assert "ge, gt, le, lt, eq, ne" in reasons(caught.value)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_multicast_worlds_order_the_other_virtual_address_too(arch):
+    world = device_world(multicast=True)
+    k = compiled(signal_kernel, "*int32", 3, world, "add", arch=arch)
+    assert order(k) == [*DRAIN, "fence.proxy.alias", "bar.sync", "one:atomic.release.sys.add.u32"]
+    (block,) = waits(compiled(wait_kernel, "*int32", 7, world, "ge", arch=arch))
+    assert [x.op for x in block][-2:] == ["fence.proxy.async.global", "fence.proxy.alias"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_value_found_is_made_one_for_all_threads_only_where_it_is_used(arch):
+    unused = compiled(wait_kernel, "*int32", 7, device_world(), "ge", arch=arch)
+    used = compiled(wait_result_kernel, "*int32", 7, device_world(), arch=arch)
+    assert count(unused, "shfl") == 0
+    assert count(unused, r"[ls][dt]\.shared") == 0
+    # a maximum over 32 lanes, then over the 4 warps by way of shared memory
+    assert count(used, r"shfl|redux") >= 1
+    assert count(used, r"st\.shared") >= 1
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("cmp", ["ge", "gt", "le", "lt", "eq", "ne"])
+def test_test_reads_once_in_one_thread(arch, cmp):
+    k = compiled(poll_kernel, "*int32", 7, device_world(), cmp, arch=arch)
+    ops = order(k)
+    # Triton turns the addition of 0 into a load
+    assert ops[0] in ("one:atomic.acquire.sys.add.u32", "one:ld.global.sys.acquire.b32")
+    assert ops[1] == "fence.proxy.async.global"
+    assert all(op.startswith("one:st.global") for op in ops[2:])
+    assert count(k, "bra") <= 2  # no spin: forward branches at most
+    assert count_markers(k.asm["ptx"]) == {"wait": 0, "signal": 0}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_barrier_arrives_here_first_then_fences_then_at_the_peers(arch, size):
+    k = compiled(barrier_kernel, "*int32", device_world(0, size), arch=arch)
+    one = "one:atomic.relaxed.sys.add.u32"
+    assert order(k) == [*DRAIN, "bar.sync", one, "fence.acq_rel.sys"] + [one] * (size - 1) + ["pkt.wait", "bar.sync"]
+    (block,) = waits(k)
+    ops = [x.op for x in block]
+    start = ops.index("ld.acquire.sys.global.b32")
+    assert ops[start + 1 : start + 3] == ["xor.b32", "setp.lt.s32"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_grid_barrier(arch):
+    k = compiled(grid_barrier_kernel, "*int32", device_world(), arch=arch)
+    assert order(k) == [*DRAIN, "bar.sync", "one:atomic.release.sys.add.u32", "pkt.wait", "bar.sync"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_world_barrier_crosses_ranks_once_a_rank(arch):
+    k = compiled(world_barrier_kernel, "*int32", device_world(0, 4), arch=arch)
+    one = "one:atomic.relaxed.sys.add.u32"
+    assert order(k) == (
+        [*DRAIN, "ld.acquire.sys.global.b32", "bar.sync", "one:atomic.acq_rel.sys.add.u32"]
+        + [one, "fence.acq_rel.sys", one, one, one]
+        + ["pkt.wait", "bar.sync"]
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_quiet_and_fence(arch):
+    assert order(compiled(quiet_kernel, "*int32", device_world(), arch=arch)) == [
+        *DRAIN,
+        "fence.proxy.alias",
+        "fence.acq_rel.sys",
+        "bar.sync",
+    ]
+    assert order(compiled(fence_kernel, "*int32", device_world(), arch=arch)) == ["fence.acq_rel.sys"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_epoch_counts_an_arrival_in_one_thread(arch):
+    k = compiled(epoch_kernel, "*int32", device_world(), arch=arch)
+    one = "one:atomic.relaxed.gpu.add.u64"
+    assert order(k) == [one, one, "one:st.global.b32"]

@@ -19,7 +19,8 @@ def load(target: str) -> Callable[..., Any]:
     if not Path(path).is_file():
         raise typer.BadParameter(f"no file {path}; wanted file.py or file.py:function")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

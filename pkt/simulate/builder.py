@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 
 from pkt.simulate.numerics import BITS, decode, encode, matmul, to_half
 
-ATOMICS = {
+ATOMICS: dict[Any, Any] = {
     ir.ATOMIC_OP.ADD: np.add,
     ir.ATOMIC_OP.FADD: np.add,
     ir.ATOMIC_OP.AND: np.bitwise_and,
@@ -32,7 +32,7 @@ ATOMICS = {
 }
 _UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN)
 _SIGNED = (ir.ATOMIC_OP.MAX, ir.ATOMIC_OP.MIN)
-_DESCRIPTOR_ATOMICS = {
+_DESCRIPTOR_ATOMICS: dict[Any, Any] = {
     "ADD": np.add,
     "MIN": np.minimum,
     "MAX": np.maximum,

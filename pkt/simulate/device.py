@@ -33,7 +33,7 @@ _INSIDE: dict[str, int] = {}  # file -> 0 the user's, 1 pkt.language, 2 pkt.simu
 
 _ALL = {1: np.arange(1)}  # flat positions of a whole block, for the commonest size
 
-_COMPARE = {
+_COMPARE: dict[str, Any] = {
     "ge": lambda d: d >= 0,
     "gt": lambda d: d > 0,
     "le": lambda d: d <= 0,

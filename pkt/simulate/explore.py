@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pkt.runtime.heap import heap_bytes
-from pkt.simulate.faults import NO_FAULTS, Census, Faults, Mutant, Signal
+from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
 from pkt.simulate.run import Outcome, execute
 
 TRIES = 24  # schedules in which a mutant or a lost signal may show itself
@@ -130,13 +130,13 @@ def simulate(
 ) -> Report:
     """Run `fn(world, *args)` on `ranks` simulated ranks under many schedules and report what goes wrong in any.
 
-    fn checks its own results (assert, or raise) and launches its kernels as on GPUs; nothing in it is special. seeds: how
-    many schedules, or which; seed 0 is the plain order. sms: programs that fit on a rank at once. races: the race
+    fn checks its own results (assert, or raise) and launches its kernels as on GPUs; nothing in it is special. seeds:
+    how many schedules, or which; seed 0 is the plain order. sms: programs that fit on a rank at once. races: the race
     detector; without it a missing order still shows as a wrong value in some schedule. mutants: also remove or weaken
-    every wait, signal, barrier and fence in turn; lost_signals: also drop every single signal of the plain schedule in
-    turn; lost_ranks: at so many random points, a rank stops or dies. Each must be caught by some schedule. progress: a bar on the terminal. Stops after max_findings different ones.
-    Never raises for what it finds: see `Report.check`.
-    """
+    every wait, signal, barrier and fence in turn; lost_signals: also drop every single signal of the plain schedule
+    in turn; lost_ranks: at so many random points, a rank stops or dies. Each must be caught by some schedule.
+    progress: a bar on the terminal. Stops after max_findings different ones. Never raises for what it finds: see
+    `Report.check`."""
     todo = list(range(seeds) if isinstance(seeds, int) else seeds)
     report = Report(ranks)
 

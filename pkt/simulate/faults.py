@@ -1,8 +1,7 @@
 """What can go wrong on purpose: mutants of the synchronisation code, lost signals, ranks that stop or die.
 
-A site is a call of a pkt synchronisation function in a user's kernel. Sites and signals are found by a run without faults;
-each is then broken in turn, and a simulator that finds nothing has missed something.
-"""
+A site is a call of a pkt synchronisation function in a user's kernel. Sites and signals are found by a run without
+faults; each is then broken in turn, and a simulator that finds nothing has missed something."""
 
 from __future__ import annotations
 
@@ -60,12 +59,14 @@ class Signal:
     target: str
 
     def __str__(self) -> str:
-        return f"signal {self.n} of rank {self.rank} program {self.program} launch {self.launch} to {self.target} at {self.site}"
+        sender = f"rank {self.rank} program {self.program} launch {self.launch}"
+        return f"signal {self.n} of {sender} to {self.target} at {self.site}"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A rank of which nothing runs from `step` of the scheduler on: it stands still, or its process is gone (`dies`)."""
+    """A rank of which nothing runs from `step` of the scheduler on: it stands still, or its process is gone
+    (`dies`)."""
 
     rank: int
     step: int

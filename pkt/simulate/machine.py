@@ -19,7 +19,7 @@ import greenlet
 import numpy as np
 import torch
 
-from pkt.errors import Deadlock, GridTooLarge, PeerLost, RankFailed, TooFewResident, Waiting
+from pkt.errors import Deadlock, GridTooLarge, PeerLost, RankFailed, TooFewResident
 from pkt.simulate import cost
 from pkt.simulate.device import SimulatedDevice
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
@@ -106,7 +106,7 @@ class Host:
         self.launch: Launch | None = None
         self.calls = 0
         self.call = ""
-        self.random: torch.Tensor | None = None
+        self.random = torch.get_rng_state()
         self.result: Any = None
 
 
@@ -124,7 +124,8 @@ class Stopped(greenlet.GreenletExit):
 
 
 class Machine:
-    """Runs `ranks` host functions and what they launch. One run each; see `run` in pkt.simulate.run for the caller's side."""
+    """Runs `ranks` host functions and what they launch. One run each; see `run` in pkt.simulate.run for the caller's
+    side."""
 
     def __init__(
         self,
@@ -261,7 +262,7 @@ class Machine:
         host = self.hosts[launch.rank]
         while launch.next < launch.total and host.slots:
             index, program = launch.take()
-            task = Task(launch.rank, launch.name, lambda p=program: launch.body(), self.hub)
+            task = Task(launch.rank, launch.name, launch.body, self.hub)
             task.launch, task.program, task.index = launch, program, index
             task.lane = heapq.heappop(host.slots)
             while len(host.columns) <= index:

@@ -99,4 +99,4 @@ def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: b
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     # By torch, whose threads the machine limits to one: tiles are small, and numpy's BLAS would spin on every core.
-    return torch.matmul(*(torch.from_numpy(np.require(m, requirements="CW")) for m in (a, b))).numpy()
+    return torch.matmul(*(torch.from_numpy(np.require(m, requirements=("C", "W"))) for m in (a, b))).numpy()

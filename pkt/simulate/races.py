@@ -1,10 +1,11 @@
 """Happens-before by vector clocks, with a shadow of the heap that remembers who touched each granule last.
 
-Every program has two columns: its own instructions, and the async proxy (TMA) that works for it. A stamp is the column and
-its clock; an earlier access is ordered before me when my clock of that column has reached its stamp. A release publishes
-my clocks, an acquire takes them over; the async column reaches my own clocks only when the program drains its TMA stores,
-and my TMA loads see what I have acquired only after a proxy fence. So a missing release, acquire, drain or proxy fence
-each leaves two accesses unordered, which is what a race is, whatever the values happen to be in this schedule.
+Every program has two columns: its own instructions, and the async proxy (TMA) that works for it. A stamp is the
+column and its clock; an earlier access is ordered before me when my clock of that column has reached its stamp. A
+release publishes my clocks, an acquire takes them over; the async column reaches my own clocks only when the program
+drains its TMA stores, and my TMA loads see what I have acquired only after a proxy fence. So a missing release,
+acquire, drain or proxy fence each leaves two accesses unordered, which is what a race is, whatever the values happen
+to be in this schedule.
 
 Clocks as in Flanagan and Freund, FastTrack (PLDI 2009); a granule keeps one writer, two readers and one atomic updater.
 """

@@ -50,6 +50,7 @@ def reduce(input, axis, combine_fn, keep_dims=False, _semantic=None, _generator=
     else:
         at = axis % len(shape)
     op = _numpy_op(combine_fn)
+    results: Any
     if op is not None and inputs[0].dtype not in BITS:
         results = [_tensor(np.asarray(op.reduce(arrays[0], axis=at, dtype=arrays[0].dtype)), inputs[0].dtype)]
     else:

@@ -86,10 +86,11 @@ class Outcome:
 
     @property
     def failure(self) -> Exception | None:
-        """What a caller should see first. A race explains a wrong result or a hang better than they do themselves, except
-        where the run ended for a reason that needs no explanation."""
-        races = [f for f in self.findings if isinstance(f, DataRace)]
-        return (races or [self.error] if self.error is not None else self.findings or [None])[0]
+        """What a caller should see first. A race explains a wrong result or a hang better than they do themselves,
+        except where the run ended for a reason that needs no explanation."""
+        races: list[Exception] = [f for f in self.findings if isinstance(f, DataRace)]
+        ended = [self.error] if self.error is not None else []
+        return next(iter([*races, *ended, *self.findings]), None)
 
     def timeline(self, title: str = "") -> Timeline:
         """What every program did when, on the modelled clock; empty unless traced."""

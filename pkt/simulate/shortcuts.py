@@ -1,8 +1,7 @@
 """Short cuts past `tl`'s type rules, which cost ten times the arithmetic of a simulated kernel.
 
-Each takes the common case of one operation (operands of one plain type, a load with a mask of the pointers' own shape) and
-leaves every other case to `tl` itself, so that rules and error messages stay Triton's.
-"""
+Each takes the common case of one operation (operands of one plain type, a load with a mask of the pointers' own
+shape) and leaves every other case to `tl` itself, so that rules and error messages stay Triton's."""
 
 from __future__ import annotations
 
@@ -137,9 +136,9 @@ def cast(slow: Callable) -> Callable:
 def atomic(name: str, slow: Callable, builder: Any) -> Callable:
     """`tl.atomic_add` and the like on one integer."""
     op, order = _ATOMIC[name], {"relaxed": "RELAXED", "acquire": "ACQUIRE", "release": "RELEASE"}
-    sems = {k: getattr(ir.MEM_SEMANTIC, v) for k, v in order.items()}
+    sems: dict[Any, Any] = {k: getattr(ir.MEM_SEMANTIC, v) for k, v in order.items()}
     sems[None] = sems["acq_rel"] = ir.MEM_SEMANTIC.ACQUIRE_RELEASE
-    scopes = {None: ir.MEM_SYNC_SCOPE.GPU, "gpu": ir.MEM_SYNC_SCOPE.GPU}
+    scopes: dict[Any, Any] = {None: ir.MEM_SYNC_SCOPE.GPU, "gpu": ir.MEM_SYNC_SCOPE.GPU}
     scopes |= {"sys": ir.MEM_SYNC_SCOPE.SYSTEM, "cta": ir.MEM_SYNC_SCOPE.CTA}
 
     def call(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Any:

@@ -16,7 +16,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as base
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
-from pkt.simulate.numerics import BITS, decode, encode, matmul, to_half
+from pkt.simulate.numerics import BITS, decode, encode, matmul, to_half, to_integer, to_nearest_tf32
 
 ATOMICS: dict[Any, Any] = {
     ir.ATOMIC_OP.ADD: np.add,
@@ -113,7 +113,8 @@ class Builder(InterpreterBuilder):
     def __init__(self) -> None:
         super().__init__()
         # The overflow checks of `tl` cost a quarter of the run and the GPU has none.
-        self.options = InterpreterOptions(sanitize_overflow=False)
+        # `tl.device_assert` is checked, as with debug=True on the GPU.
+        self.options = InterpreterOptions(sanitize_overflow=False, debug=True)
 
     # -- arithmetic -------------------------------------------------------------------------------------------------
 
@@ -122,6 +123,8 @@ class Builder(InterpreterBuilder):
         if ty in BITS:
             out = op(decode(lhs.data, ty), decode(rhs.data, ty))
             return handle(out, tl.int1) if out.dtype == np.bool_ else handle(encode(out, ty), ty)
+        if ty == tl.int1 and op in (np.add, np.subtract, np.multiply):  # one bit wraps; numpy's bool saturates
+            return handle((op(lhs.data.astype(np.int8), rhs.data.astype(np.int8)) & 1).astype(np.bool_), ty)
         out = super().binary_op(lhs, rhs, op)
         if out.data.dtype == np.bool_ and ty != tl.int1:
             return handle(out.data, tl.int1)
@@ -137,12 +140,26 @@ class Builder(InterpreterBuilder):
 
     def create_fma(self, x, y, z):
         ty = z.dtype.scalar
-        if ty in BITS or ty == tl.float16:
-            # One rounding: the product is exact in float32, the sum in float64.
-            wide = [decode(h.data, h.dtype.scalar).astype(np.float64) for h in (x, y, z)]
-            out = wide[0] * wide[1] + wide[2]
-            return handle(encode(out, ty) if ty in BITS else out.astype(np.float16), ty)
-        return super().create_fma(x, y, z)
+        if ty == tl.float64:
+            return super().create_fma(x, y, z)
+        # One rounding: the product is exact in float64.
+        wide = [decode(h.data, h.dtype.scalar).astype(np.float64) for h in (x, y, z)]
+        out = wide[0] * wide[1] + wide[2]
+        return handle(encode(out, ty) if ty in BITS else out.astype(z.data.dtype), ty)
+
+    def create_umulhi(self, lhs, rhs):
+        dtype, bits = lhs.data.dtype, lhs.data.itemsize * 8
+        # Python's integers: 128 bits are needed, and it is rare.
+        a, b = (h.data.view(f"u{h.data.itemsize}").astype(object) for h in (lhs, rhs))
+        return handle(((a * b) >> bits).astype(f"u{dtype.itemsize}").view(dtype), lhs.dtype)
+
+    def create_histogram(self, data, bins, mask):
+        inside = (data.data >= 0) & (data.data < bins)  # what falls in no bin is not counted
+        chosen = data.data[inside if mask is None else inside & mask.data]
+        return handle(np.bincount(chosen.astype(np.int64), minlength=bins).astype(np.int32), tl.int32)
+
+    def get_all_ones_value(self, type):
+        return handle(np.array([True] if type == tl.int1 else [-1]).astype(np_dtype(type)), type)
 
     def create_clampf(self, arg, lo, hi, propagate_nans):
         ty = arg.dtype.scalar
@@ -158,7 +175,8 @@ class Builder(InterpreterBuilder):
 
     def create_ashr(self, lhs, rhs):
         signed = getattr(np, f"int{lhs.data.itemsize * 8}")
-        return handle(np.right_shift(lhs.data.astype(signed), rhs.data.astype(signed)), lhs.dtype)
+        out = np.right_shift(lhs.data.astype(signed), rhs.data.astype(signed))
+        return handle(out.astype(lhs.data.dtype, copy=False), lhs.dtype)
 
     def cast_impl(self, src, dst_type):
         return self._convert(src, dst_type, toward_zero=False)
@@ -173,7 +191,10 @@ class Builder(InterpreterBuilder):
         values = decode(src.data, have)
         if want == tl.float16 and values.dtype == np.float32:
             return handle(to_half(values, toward_zero), want)
-        return handle(values.astype(np_dtype(want)), want)
+        dtype = np_dtype(want)
+        if values.dtype.kind == "f" and dtype.kind in "iu":
+            return handle(to_integer(values, dtype), want)
+        return handle(values.astype(dtype), want)
 
     def get_bf16(self, value):
         return handle(encode(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
@@ -232,7 +253,10 @@ class Builder(InterpreterBuilder):
     def create_descriptor_load(self, desc, indices, *policy):
         tile = Tile(desc, indices)
         nan = desc.padding == ir.PADDING_OPTION.PAD_NAN
-        return handle(self.device.load_tile(tile, np.nan if nan else 0), tile.element)
+        values = self.device.load_tile(tile, np.nan if nan else 0)
+        if getattr(desc, "round_f32_to_tf32", False) and values.dtype == np.float32:  # Triton 3.9
+            values = to_nearest_tf32(values)
+        return handle(values, tile.element)
 
     def create_descriptor_store(self, desc, value, indices):
         tile = Tile(desc, indices)

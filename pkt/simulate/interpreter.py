@@ -196,13 +196,15 @@ def argument(value: Any, specialize: bool = True) -> Any:
         return _same_tuple(value, (argument(v, specialize) for v in value))
     if hasattr(value, "block_shape") and hasattr(value, "base"):
         strides = [argument(s, specialize=False) for s in value.strides[:-1]] + [core.constexpr(1)]
-        return semantic.make_tensor_descriptor(
+        made = semantic.make_tensor_descriptor(
             argument(value.base),
             [argument(s, specialize=False) for s in value.shape],
             strides,
             [core.constexpr(b) for b in value.block_shape],
             value.padding,
         )
+        made.handle.round_f32_to_tf32 = getattr(value, "round_f32_to_tf32", False)  # Triton 3.9
+        return made
     return value
 
 

@@ -79,6 +79,25 @@ def to_half(values: np.ndarray, toward_zero: bool) -> np.ndarray:
     return out
 
 
+def to_integer(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Integers of float `values`: towards zero, clamped, NaN to 0, as `cvt.rzi`; shorter than 32 bits cut from those."""
+    wide = np.dtype(f"{dtype.kind}{max(dtype.itemsize, 4)}")
+    info = np.iinfo(wide)
+    out = values.astype(wide)
+    inside = (values > info.min - 1.0) & (values < info.max + 1.0)
+    if not inside.all():
+        limit = np.where(np.isnan(values), wide.type(0), np.where(values < 0, wide.type(info.min), wide.type(info.max)))
+        out = np.where(inside, out, limit)
+    return out.astype(dtype, copy=False)
+
+
+def to_nearest_tf32(values: np.ndarray) -> np.ndarray:
+    """float32 rounded to tf32, to nearest even, as a TMA load through a TFLOAT32 map does."""
+    u = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (u + (((u >> np.uint32(13)) & np.uint32(1)) + np.uint32(0xFFF))) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(values), rounded, u).view(np.float32)
+
+
 def to_tf32(values: np.ndarray) -> np.ndarray:
     """float32 as the tensor cores read it in tf32 mode: the low 13 bits are ignored."""
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)

@@ -1,0 +1,43 @@
+"""What the simulator's tests share: a kernel run on one rank, and a program run under many schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+import pkt
+from pkt.simulate.run import Outcome, execute
+
+HEAP = 1 << 20  # bytes of a rank's heap: enough for every test here
+
+
+def run(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
+    """`kernel[grid](*args, **named)` on a world of one rank; any finding is raised."""
+    pkt.launch(lambda world: kernel[grid](*args, **named), ranks=1, device="cpu", heap=HEAP)
+
+
+def outcome(fn: Callable, ranks: int = 2, seed: int = 0, args: tuple = (), **options: Any) -> Outcome:
+    """One run of `fn(world, *args)`, whatever comes of it."""
+    return execute(fn, ranks, args, HEAP, seed=seed, **options)
+
+
+def failures(fn: Callable, ranks: int = 2, seeds: Iterable[int] = range(50), **options: Any) -> dict[int, Exception]:
+    """What `fn` fails with, by seed; empty if it is right in every schedule."""
+    found = {seed: outcome(fn, ranks, seed, **options).failure for seed in seeds}
+    return {seed: error for seed, error in found.items() if error is not None}
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal bit for bit, NaN of any kind equal to NaN."""
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    f, w = (t.double() if t.is_floating_point() else t for t in (found, wanted))
+    equal = (f == w) & (f.signbit() == w.signbit()) if f.is_floating_point() else f == w
+    if f.is_floating_point():
+        equal |= f.isnan() & w.isnan()
+    at = torch.nonzero(~equal.reshape(-1)).reshape(-1)
+    assert not len(at), (
+        f"{len(at)} of {equal.numel()} differ, first at {at[0]}: {f.reshape(-1)[at[0]]}, not {w.reshape(-1)[at[0]]}"
+    )

@@ -56,10 +56,12 @@ from pkt.runtime.factories import (
 from pkt.runtime.launcher import launch
 from pkt.runtime.tensor import SymmetricTensor, check_rank, check_signal_index, symmetric
 from pkt.runtime.world import World, current_world, init
+from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
 
 __all__ = [
     "init",
     "launch",
+    "simulate",
     "current_world",
     "World",
     "SymmetricTensor",

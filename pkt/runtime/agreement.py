@@ -36,10 +36,10 @@ class Request:
         return f"{what} at {self.site}"
 
     def pack(self) -> bytes:
-        return json.dumps([self.op, self.number, self.shape, self.dtype, self.kind, self.site]).encode()
+        return json.dumps([self.op, self.number, self.shape, self.dtype, self.kind, self.site[-200:]]).encode()
 
     @classmethod
-    def unpack(cls, packed: bytes | str) -> Request:
+    def unpack(cls, packed: bytes) -> Request:
         op, number, shape, dtype, kind, site = json.loads(packed)
         return cls(op, number, tuple(shape), dtype, kind, site)
 
@@ -51,49 +51,54 @@ class Agreement:
         self.backend = backend
         self.ordinal = 0  # collective heap calls so far
         self._journal: Journal | None = getattr(backend, "journal", None)
-        self._open: dict[int, tuple[bytes, Request]] = {}  # calls that not every rank is known to have made
+        self._open: dict[int, Request] = {}  # calls that not every rank is known to have made
 
     def check(self, request: Request) -> None:
         """This rank makes `request`; raises AllocationMismatch if a peer is known to have made another."""
-        packed, self.ordinal = request.pack(), self.ordinal + 1
+        self.ordinal += 1
         if self._journal is None:
-            said = self.backend.exchange(packed.decode(), f"heap call #{self.ordinal}")
-            _compare(request, packed, {r: text.encode() for r, text in enumerate(said)}, self.backend.rank)
+            said = self.backend.exchange(request.pack().decode(), f"heap call #{self.ordinal}")
+            _compare(request, {r: text.encode() for r, text in enumerate(said)}, self.backend.rank)
             return
-        self._journal.append(packed)
-        self._open[self.ordinal] = (packed, request)
-        self._read()
+        self._journal.append(request.pack())
+        self._open[self.ordinal] = request
+        if self.ordinal % self._journal.period == 0:
+            self.settle()
+        else:
+            self._read()
 
     def settle(self) -> None:
         """Every rank is known to have made all calls that this one made; waits where needed."""
-        if self._journal is not None and self._open:
+        if self._open:
             self._read()
-            if self._open:
-                self._journal.settle(self.ordinal)
-                self._read()
+        if self._open and self._journal is not None:
+            self._journal.settle(self.ordinal)
+            self._read()
 
     def _read(self) -> None:
         assert self._journal is not None
-        for ordinal in list(self._open):
-            packed, request = self._open[ordinal]
+        for ordinal, request in list(self._open.items()):
             said = {r: self._journal.read(r, ordinal) for r in range(self.backend.size)}
-            _compare(
-                request, packed, {r: text for r, text in said.items() if text is not None}, self.backend.rank
-            )
+            _compare(request, {r: text for r, text in said.items() if text is not None}, self.backend.rank)
             if None in said.values():
                 return  # later calls are not complete either
             del self._open[ordinal]
 
 
-def _compare(request: Request, packed: bytes, said: Mapping[int, bytes], rank: int) -> None:
-    if all(text == packed for text in said.values()):
+def _compare(mine: Request, said: Mapping[int, bytes], rank: int) -> None:
+    """Raise unless all said the same; `said` has an entry of this rank."""
+    if len(set(said.values())) == 1:
         return
-    requests = {r: Request.unpack(text) for r, text in said.items()} | {rank: request}
-    if len({r.op for r in requests.values()}) > 1:
-        said_by = {
-            r: q.text() if q.op == "free" else f"allocates #{q.number} {q.text()}"
-            for r, q in requests.items()
-        }
-        raise AllocationMismatch.differs("heap call", said_by)
-    what = f"{'allocation' if request.op == 'allocate' else 'free of allocation'} #{request.number}"
+    requests = {r: mine if r == rank else _readable(text, mine) for r, text in said.items()}
+    if len({q.op for q in requests.values()}) > 1:
+        texts = {r: q.text() if q.op == "free" else f"allocates #{q.number} {q.text()}" for r, q in requests.items()}
+        raise AllocationMismatch.differs("heap call", texts)
+    what = f"{'allocation' if mine.op == 'allocate' else 'free of allocation'} #{mine.number}"
     raise AllocationMismatch.differs(what, {r: q.text() for r, q in requests.items()})
+
+
+def _readable(text: bytes, mine: Request) -> Request:
+    try:
+        return Request.unpack(text)
+    except ValueError:  # too long for the journal, which then keeps a digest
+        return Request(mine.op, mine.number, (), "?", "data", text[:80].decode(errors="replace"))

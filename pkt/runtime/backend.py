@@ -57,6 +57,8 @@ class Journal(Protocol):
     """A log of collective calls that peers can read without waiting (see `agreement`); optional in a
     backend."""
 
+    period: int  # a rank settles at least every so many calls, for the log is a ring
+
     def append(self, record: bytes) -> None:
         """Write down this rank's next call."""
 

@@ -35,9 +35,7 @@ def _at(code: CodeType, lasti: int, line: int, call: str) -> CallSite:
     column: int | None = None
     if hasattr(code, "co_positions"):  # Python 3.11: tells two calls on one line apart
         column = next(islice(code.co_positions(), lasti // 2, None))[2]
-    return CallSite(
-        f"{os.path.basename(code.co_filename)}:{line}", _assigned(code.co_filename, line, column, call)
-    )
+    return CallSite(f"{os.path.basename(code.co_filename)}:{line}", _assigned(code.co_filename, line, column, call))
 
 
 def _assigned(path: str, line: int, column: int | None, call: str) -> str:
@@ -65,11 +63,7 @@ def _assigned(path: str, line: int, column: int | None, call: str) -> str:
         return ""
     for target, value in pairs:
         couples = [(target, value)]
-        if (
-            isinstance(target, ast.Tuple)
-            and isinstance(value, ast.Tuple)
-            and len(target.elts) == len(value.elts)
-        ):
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             couples = list(zip(target.elts, value.elts, strict=True))
         calls = [(t, v) for t, v in couples if isinstance(v, ast.Call) and _called(v) == call]
         here = [t for t, v in calls if column is None or v.lineno > 1 or v.col_offset + indent == column]

@@ -99,9 +99,7 @@ def randint(
     if size is None:
         low, high, size = 0, low, high if isinstance(high, Sequence) else None
     if size is None or not isinstance(high, int):
-        raise ShapeError.argument(
-            "randint", "arguments", (low, high, size), "(low, high, size) or (high, size)"
-        )
+        raise ShapeError.argument("randint", "arguments", (low, high, size), "(low, high, size) or (high, size)")
     if high <= low:
         raise ShapeError.argument("randint", "low and high", (low, high), "low < high")
     shape = _shape("randint", (size,))
@@ -169,9 +167,7 @@ def rand_like(
     world: World | None = None,
 ) -> SymmetricTensor:
     """`rand` with the shape and dtype of `x`."""
-    return _make(
-        "rand_like", torch.rand, (tuple(x.shape),), dtype or x.dtype, name, world, generator=generator
-    )
+    return _make("rand_like", torch.rand, (tuple(x.shape),), dtype or x.dtype, name, world, generator=generator)
 
 
 def randn_like(
@@ -183,9 +179,7 @@ def randn_like(
     world: World | None = None,
 ) -> SymmetricTensor:
     """`randn` with the shape and dtype of `x`."""
-    return _make(
-        "randn_like", torch.randn, (tuple(x.shape),), dtype or x.dtype, name, world, generator=generator
-    )
+    return _make("randn_like", torch.randn, (tuple(x.shape),), dtype or x.dtype, name, world, generator=generator)
 
 
 def randint_like(

@@ -99,9 +99,7 @@ class SymmetricHeap:
         """
         self.check_open("allocation")
         number = self._allocations + 1
-        self.agreement.check(
-            Request("allocate", number, shape, str(dtype).removeprefix("torch."), kind, site)
-        )
+        self.agreement.check(Request("allocate", number, shape, str(dtype).removeprefix("torch."), kind, site))
         self._allocations = number
         payload = math.prod(shape) * dtype.itemsize
         nbytes = payload + (SIGNAL_HEADER + SIGNAL_GUARD if kind == "signals" else 0)
@@ -110,9 +108,7 @@ class SymmetricHeap:
             self.collective_point("reclaiming the heap")
             offset = self.ledger.allocate(nbytes)
         if offset is None:
-            raise HeapFull.wanted(
-                nbytes, self.ledger.free_bytes, self.ledger.largest, name, self.backend.rank
-            )
+            raise HeapFull.wanted(nbytes, self.ledger.free_bytes, self.ledger.largest, name, self.backend.rank)
         block = Block(offset, nbytes, shape, dtype, name, kind, site)
         try:
             self._reserve(block)
@@ -201,13 +197,12 @@ class SymmetricHeap:
             return None
         words = self.words_of(allocation).cpu()
         first, last = SIGNAL_HEADER // 4, (block.nbytes - SIGNAL_GUARD) // 4
-        bad = [i for i in (*range(2, first), *range(last, len(words))) if words[i] != _GUARD]
-        if not bad:
+        guards = torch.cat([words[2:first], words[last:]])
+        if bool((guards == _GUARD).all()):
             return None
+        bad = [i for i in (*range(2, first), *range(last, len(words))) if words[i] != _GUARD]
         count, word = block.shape[0], bad[0]
-        return SignalIndexError.guard(
-            self.backend.rank, call, block.name, word - first, count, int(words[word])
-        )
+        return SignalIndexError.guard(self.backend.rank, call, block.name, word - first, count, int(words[word]))
 
     def _reserve(self, block: Block) -> None:
         """Physical memory behind `block`: the heap grows by doubling, and nothing moves."""

@@ -119,9 +119,7 @@ class SymmetricTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         block, rank = self._allocation.block, self._allocation.heap.backend.rank
         if self._allocation.heap.closed or self._allocation.freed_at:
-            return (
-                f"symmetric {block.name!r} of rank {rank}, {block.shape} {block.dtype}, no longer allocated"
-            )
+            return f"symmetric {block.name!r} of rank {rank}, {block.shape} {block.dtype}, no longer allocated"
         with torch._C.DisableTorchFunctionSubclass():
             return f"symmetric {block.name!r} of rank {rank}: {self.as_subclass(torch.Tensor)!r}"
 
@@ -210,9 +208,7 @@ def symmetric(
     if not isinstance(tensor, SymmetricTensor):
         raise not_symmetric(rank, name, tensor, call)
     if tensor._allocation.heap.world is not world:
-        raise NotSymmetric.argument(
-            rank, name, f"a symmetric tensor of another world, {tensor.symbol!r}", call
-        )
+        raise NotSymmetric.argument(rank, name, f"a symmetric tensor of another world, {tensor.symbol!r}", call)
     tensor._allocation.use(call or name)
     if shape is not None and tuple(tensor.shape) != tuple(shape):
         raise ShapeError.argument(call or "call", name, tuple(tensor.shape), str(tuple(shape)), rank)
@@ -227,9 +223,7 @@ def check_signal_index(flags: torch.Tensor, index: int, count: int = 1, call: st
     rank = allocation.heap.backend.rank if allocation else 0
     name = allocation.block.name if allocation else "flags"
     if index < 0 or count < 0 or index + count > flags.numel():
-        raise SignalIndexError.outside(
-            rank, call, name, index if index < 0 else index + count - 1, flags.numel()
-        )
+        raise SignalIndexError.outside(rank, call, name, index if index < 0 else index + count - 1, flags.numel())
 
 
 def check_rank(rank: Any, world: World, call: str) -> int:

@@ -58,9 +58,7 @@ def _pack(value: Any, call: str) -> Any:
             ]
         }
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {
-            "ndarray": [value.dtype.str, list(value.shape), _bytes(np.ascontiguousarray(value).tobytes())]
-        }
+        return {"ndarray": [value.dtype.str, list(value.shape), _bytes(np.ascontiguousarray(value).tobytes())]}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return value.item()
     raise DtypeError.argument(call, "object", type(value).__name__, CARRIED)
@@ -86,9 +84,7 @@ def _unpack(value: Any) -> Any:
         return _dtype(content)
     if tag == "tensor":
         dtype, shape, data = content
-        flat = (
-            torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) if data else torch.empty(0)
-        )
+        flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) if data else torch.empty(0)
         return flat.to(torch.uint8).view(_dtype(dtype)).reshape(shape)
     if tag == "ndarray":
         dtype, shape, data = content

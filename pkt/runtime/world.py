@@ -178,23 +178,36 @@ class World:
             raise Closed.used(self.rank, call)
 
 
-def init(heap: int | str | None = None) -> World:
+def init(
+    heap: int | str | None = None,
+    *,
+    group: Any = None,
+    timeout: float | None = None,
+    multicast: bool = True,
+) -> World:
     """The world of this process: the one it runs in, or a new one over its GPU.
 
-    heap: most bytes of symmetric memory a rank may come to hold ("8GiB" or a number; PKT_HEAP, then 1 GiB
-    where None). Inside pkt.launch the world is there already. Raises Unsupported where there is no GPU, with
-    what to do instead.
+    group: a ProcessGroup or a DeviceMesh of one dimension (mesh["tp"]) whose ranks make the world; without it the
+    default process group, else torchrun's environment, else this process alone. Rank and size are those of the group.
+    timeout: seconds for every step of the rendezvous and every wait (PKT_TIMEOUT, then 60 where None). multicast: False
+    does without the multicast window; it is used only if every rank has it. heap: most bytes of symmetric memory a rank
+    may come to hold ("8GiB" or a number; PKT_HEAP, then 1 GiB where None). Inside pkt.launch the world is there
+    already. Raises Unsupported where there is no GPU, with what to do instead.
     """
     world = _current()
-    if world is not None:
+    if world is not None and group is None:
         if heap is not None and heap_bytes(heap) > world.heap.capacity:
             found, wanted = size_text(heap_bytes(heap)), size_text(world.heap.capacity)
-            raise ShapeError.argument(
-                "pkt.init", "heap", found, f"at most {wanted}, which pkt.launch(heap=) set", world.rank
-            )
+            wanted = f"at most {wanted}, which this world was made with"
+            raise ShapeError.argument("pkt.init", "heap", found, wanted, world.rank)
         return world
     if not torch.cuda.is_available():
         raise Unsupported.no_gpu("pkt.init()", "found no CUDA GPU here and no world around this code")
-    raise Unsupported.here(
-        "pkt.init()", "a world over GPUs is not there yet", 'use pkt.launch(fn, ranks=4, device="cpu")'
-    )
+    from pkt.runtime import bootstrap  # the driver's bindings load only where they are used
+    from pkt.runtime.transport import timeout_seconds
+
+    seconds = timeout_seconds(timeout)
+    where = bootstrap.place(group, seconds)
+    world = bootstrap.open_world(where, bootstrap.own_device(), heap, seconds, multicast=multicast)
+    _open.append(world)
+    return world

@@ -52,9 +52,7 @@ class ThreadBackend:
         self.closed = 0
 
     def view(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(
-            self.memory, dtype=torch.uint8, count=nbytes, offset=rank * self.stride + offset
-        )
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=rank * self.stride + offset)
 
     def reserve(self, nbytes: int) -> None:
         self.reserved.append(nbytes)

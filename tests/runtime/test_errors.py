@@ -24,17 +24,13 @@ BUILT = {
         30, [WAIT]
     ): "rank 2: all_gather program 1 waits on flags[7] of rank 1 at k.py:9 after 30.0 s: "
     "wanted >= 3, found 2, launch 41",
-    errors.WaitTimeout.rendezvous(
-        0, "barrier", 2.5, [1, 3]
-    ): "rank 0: barrier waits for rank 1, rank 3 after 2.5 s",
+    errors.WaitTimeout.rendezvous(0, "barrier", 2.5, [1, 3]): "rank 0: barrier waits for rank 1, rank 3 after 2.5 s",
     errors.Deadlock.among([WAIT, WAIT], {0: "barrier()"}): "deadlock: 2 programs wait",
     errors.TooFewResident.waiting(1, "k", 5, 4): "rank 1: k has 5 programs but only 4 are resident",
     errors.GridTooLarge.resident(
         "k", 264, 132, 1
     ): "k: grid 264 > 132 resident programs (132 SMs x 1): lower the grid or num_stages",
-    errors.DataRace.between(
-        ACCESS, ACCESS
-    ): "data race: store of rank 0's x[17] by rank 1 k program 4 at k.py:12",
+    errors.DataRace.between(ACCESS, ACCESS): "data race: store of rank 0's x[17] by rank 1 k program 4 at k.py:12",
     errors.StaleFlag.found(WAIT, 40): "written in launch 40",
     errors.OutOfBounds.outside(ACCESS, "x"): "out of bounds: store",
     errors.UseAfterFree.device(ACCESS, "a.py:3"): "freed at a.py:3",
@@ -44,9 +40,7 @@ BUILT = {
     errors.HeapFull.wanted(
         512 << 20, 600 << 20, 256 << 20
     ): "heap full: wanted 512 MiB, free 600 MiB, largest block 256 MiB; raise heap= or PKT_HEAP",
-    errors.PeerLost.exited(
-        0, {3: "(pid 812) exited"}, "launch 41"
-    ): "rank 0: rank 3 (pid 812) exited during launch 41",
+    errors.PeerLost.exited(0, {3: "(pid 812) exited"}, "launch 41"): "rank 0: rank 3 (pid 812) exited during launch 41",
     errors.RankFailed.raised(1, "Traceback ...\nZeroDivisionError: x", seed=7): "rank 1 raised:\n\nTraceback",
     errors.DriverError.failed(
         2, "cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY"

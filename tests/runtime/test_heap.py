@@ -16,9 +16,7 @@ from .conftest import CAPACITY
 
 
 def errors_of(results):
-    return [
-        r for r in results if isinstance(r, BaseException) and not isinstance(r, threading.BrokenBarrierError)
-    ]
+    return [r for r in results if isinstance(r, BaseException) and not isinstance(r, threading.BrokenBarrierError)]
 
 
 def test_offsets_agree_and_the_backend_is_told(ranks):
@@ -48,9 +46,7 @@ def test_full_on_every_rank_and_nothing_lost(ranks):
             big = pkt.empty(CAPACITY // 2, dtype=torch.uint8)  # noqa: F841
         assert (world.heap.ledger.free_bytes, world.heap.ledger.largest) == before
         half.free()
-        again = pkt.empty(
-            CAPACITY - STATUS_BYTES, dtype=torch.uint8
-        )  # freed memory comes back, and all of it
+        again = pkt.empty(CAPACITY - STATUS_BYTES, dtype=torch.uint8)  # freed memory comes back, and all of it
         return str(caught.value), again.numel()
 
     (message, count), *others = ranks(3, main)
@@ -135,9 +131,7 @@ def test_1000_random_divergences_are_named(ranks):
         assert errors, "nobody noticed"
         assert all(isinstance(e, AllocationMismatch) for e in errors), errors
         message = str(errors[0])
-        assert message.startswith(
-            "heap call differs: " if difference == "op" else "allocation #3 differs: "
-        ), message
+        assert message.startswith("heap call differs: " if difference == "op" else "allocation #3 differs: "), message
         alone = [who for who in message.split(": ") if who.endswith(f"rank {odd}") and "ranks" not in who]
         assert alone, f"rank {odd} not named alone: {message}"
         seen.add(difference)

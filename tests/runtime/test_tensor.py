@@ -141,9 +141,7 @@ def both(call, *args, seeded=False, **options):
     def generator():
         return {"generator": torch.Generator().manual_seed(5)} if seeded else {}
 
-    return getattr(pkt, call)(*args, **options, **generator()), getattr(torch, call)(
-        *args, **options, **generator()
-    )
+    return getattr(pkt, call)(*args, **options, **generator()), getattr(torch, call)(*args, **options, **generator())
 
 
 def test_factories_equal_torchs(ranks):
@@ -269,9 +267,7 @@ def test_arguments_of_kernel_wrappers(ranks):
         pkt.check_signal_index(flags, 2)
         pkt.check_signal_index(flags, 0, count=3)
         for index, count in ((3, 1), (-1, 1), (1, 3)):
-            with pytest.raises(
-                SignalIndexError, match=r"signal: found flags\[-?\d\], wanted an index from 0 to 2"
-            ):
+            with pytest.raises(SignalIndexError, match=r"signal: found flags\[-?\d\], wanted an index from 0 to 2"):
                 pkt.check_signal_index(flags, index, count)
 
     ranks(1, main)

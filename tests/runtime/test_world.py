@@ -54,9 +54,7 @@ def test_wire_carries_values(value):
         assert back == value
 
 
-@pytest.mark.parametrize(
-    "text", ['{"tensor": ["os", [1], ""]}', '{"object": 1}', '{"a": 1, "b": 2}', "{}", "not json"]
-)
+@pytest.mark.parametrize("text", ['{"tensor": ["os", [1], ""]}', '{"object": 1}', '{"a": 1, "b": 2}', "{}", "not json"])
 def test_wire_refuses_what_it_did_not_write(text):
     with pytest.raises(ValueError):
         wire.decode(text)
@@ -84,7 +82,7 @@ def test_init_inside_a_world_returns_it(ranks):
         assert pkt.current_world() is world
         with pytest.raises(
             ShapeError,
-            match=r"pkt.init: heap: found 8 GiB, wanted at most 1 MiB, which pkt.launch\(heap=\) set",
+            match="pkt.init: heap: found 8 GiB, wanted at most 1 MiB, which",
         ):
             pkt.init(heap="8GiB")
 

@@ -1,0 +1,121 @@
+"""From processes that were started by somebody to a world: who am I, where do we meet, which GPU is mine.
+
+Three ways in: torch.distributed's store (an initialised process group, a subgroup, a device mesh's dimension),
+torchrun's environment, or the launcher of pkt, which hands every worker its place. Only a key of the store is used,
+never a collective of the group, so subgroups may come in any order: the key is (group, its members, how many-th world
+of that group).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pkt.errors import RankError, Unsupported, WaitTimeout
+from pkt.runtime import rendezvous
+from pkt.runtime.cuda import STRIDE, CudaBackend
+from pkt.runtime.driver import CudaDriver, Driver
+from pkt.runtime.heap import heap_bytes
+from pkt.runtime.launch import Watch
+from pkt.runtime.rendezvous import Meeting
+from pkt.runtime.transport import Transport
+from pkt.runtime.world import World
+
+_worlds_of: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how many worlds each group has had in this process
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process's place in a world that is about to be."""
+
+    rank: int
+    size: int
+    meeting: Meeting
+
+
+def place(group: Any, timeout: float) -> Place:
+    """This process's place: in `group`, in the default group, in torchrun's job, or alone."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # a DeviceMesh; get_group refuses two dimensions
+        group = group.get_group()
+    if group is not None or (dist.is_available() and dist.is_initialized()):
+        group = group or dist.group.WORLD
+        rank, members = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
+        if rank < 0:
+            raise RankError.outside(dist.get_rank(), "pkt.init(group=)", "outside the group", len(members))
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return _place_by_store(_get_default_store(), (group.group_name, members), rank, len(members), timeout)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        wait = datetime.timedelta(seconds=timeout)
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=wait)))
+        return _place_by_store(store, ("env", tuple(range(size))), rank, size, timeout)
+    return Place(0, 1, rendezvous.prepare())
+
+
+def _place_by_store(store: Any, group: tuple[str, tuple[int, ...]], rank: int, size: int, timeout: float) -> Place:
+    _worlds_of[group] += 1
+    key = f"pkt/{group[0]}/{'-'.join(map(str, group[1]))}/{_worlds_of[group]}"
+    if rank == 0:
+        meeting = rendezvous.prepare()
+        store.set(key, json.dumps([socket.gethostname(), *meeting.values()]))
+        return Place(rank, size, meeting)
+    try:
+        store.wait([key], datetime.timedelta(seconds=timeout))
+    except RuntimeError as error:  # DistStoreError is one
+        raise WaitTimeout.rendezvous(rank, "pkt.init()", timeout, [0]) from error
+    host, directory, token = json.loads(store.get(key))
+    if host != socket.gethostname():
+        found = f"rank 0 runs on host {host}, rank {rank} on {socket.gethostname()}"
+        raise Unsupported.here("pkt.init", found, "a world lies within one host; across hosts use pkt[nvshmem]")
+    return Place(rank, size, Meeting(directory, token))
+
+
+def own_device() -> int:
+    """The GPU of this process: the current one, or LOCAL_RANK's where none has been used yet."""
+    local = os.environ.get("LOCAL_RANK", "")
+    if not torch.cuda.is_initialized() and local.isdigit() and int(local) < torch.cuda.device_count():
+        torch.cuda.set_device(int(local))
+    return torch.cuda.current_device()
+
+
+def open_world(
+    where: Place,
+    device: int,
+    heap: int | str | None,
+    timeout: float,
+    *,
+    driver: Callable[[int], Driver] = CudaDriver,
+    stride: int = STRIDE,
+    multicast: bool = True,
+) -> World:
+    """Collective: meet, probe, map, and allocate the status page. What fails leaves nothing behind."""
+    capacity = heap_bytes(heap)
+    try:
+        connections = rendezvous.connect(where.meeting, where.rank, where.size, timeout)
+        transport = Transport(where.rank, where.size, connections, timeout)
+        try:
+            calls = driver(where.rank)
+        except BaseException:
+            transport.close()
+            raise
+        backend = CudaBackend(calls, transport, device, capacity, stride=stride, want_multicast=multicast)
+    finally:
+        if where.rank == 0:
+            where.meeting.remove()
+    try:
+        world = World(backend, capacity)
+        backend.attach(Watch(backend, world.heap, timeout))
+        world.barrier()
+        return world
+    except BaseException:
+        backend.close()
+        raise

@@ -1,0 +1,247 @@
+"""CudaBackend: one rank's side of W processes on W GPUs, through the driver's virtual memory calls.
+
+One reservation of (W + 1) * STRIDE bytes; window r holds rank r's memory, window W the multicast object where there is
+one. Memory comes in chunks: each rank creates one, all exchange file descriptors, each maps all W at the same offset of
+their windows. So the heap grows and nothing moves. Every step that can fail on one rank is followed by a vote, and
+every step registers its undo: a chunk either exists on all ranks or on none, and what is left after close() is nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from pkt.errors import AllocationMismatch, DriverError, HeapFull, PeerLost, ranks_text, size_text
+from pkt.runtime import journal, multicast, topology
+from pkt.runtime.backend import Block
+from pkt.runtime.driver import OUT_OF_MEMORY, Driver
+from pkt.runtime.frames import close_fds
+from pkt.runtime.transport import Transport
+
+if TYPE_CHECKING:
+    from pkt.runtime.launch import Watch
+
+STRIDE = 1 << 38  # bytes between two ranks' windows: more than any GPU holds, and 9 of them fit in 47 bits of address
+T = TypeVar("T")
+
+
+class CudaBackend:
+    """pkt.runtime.backend.Backend over a Driver and a Transport; made by `connect` in pkt.runtime.bootstrap."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        transport: Transport,
+        device: int,
+        capacity: int,
+        *,
+        stride: int = STRIDE,
+        want_multicast: bool = True,
+    ) -> None:
+        """Collective. Raises Unsupported, with the matrix, where the GPUs cannot work together."""
+        self.driver, self.transport, self.device_index = driver, transport, device
+        self.rank, self.size = transport.rank, transport.size
+        self.torch_device = torch.device("cuda", device)
+        self.stride = stride
+        self._undo = ExitStack()
+        self._chunks: list[tuple[int, int]] = []  # offset and bytes of each chunk, in order
+        self._watch: Watch | None = None
+        self._own: list[int] = []  # handles of this rank's own memory, for the multicast object
+        with ExitStack() as undo:
+            undo.callback(transport.close)
+            host = f"{socket.gethostname()}:{_boot_id()}"
+            mine = self._safely(lambda: topology.probe(driver, device, host)) | {"heap": capacity}
+            probes = transport.exchange(mine, "topology")
+            if len({p["heap"] for p in probes}) > 1:
+                raise AllocationMismatch.differs("heap=", {r: size_text(p["heap"]) for r, p in enumerate(probes)})
+            self._raise_any({r: p for r, p in enumerate(probes) if "error" in p}, "topology")
+            self.topology = topology.assemble([p["value"] for p in probes])
+            self.topology.check()
+            self.num_sms = self.topology.gpus[self.rank].num_sms
+            self.granularity = self._vote(lambda: driver.granularity(device), "memory granularity")
+            self.capacity = min(-(-capacity // self.granularity) * self.granularity, stride)
+            span = (self.size + 1) * stride
+            address = self._vote(
+                lambda: self._keep(undo, driver.reserve(span, self.granularity), driver.free, span),
+                "reserving addresses",
+            )
+            self._windows = address
+            self.base = address + self.rank * stride
+            self.journal = self._make_journal(undo)
+            self.multicast_object = multicast.create(self, want_multicast, undo)
+            self.multicast = self.multicast_object is not None
+            self._undo = undo.pop_all()
+
+    # ------------------------------------------------------------------------------------------------------- the memory
+    def view(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
+        return self.driver.view(self._windows + rank * self.stride + offset, nbytes, self.device_index)
+
+    def reserve(self, nbytes: int) -> None:
+        have = sum(size for _, size in self._chunks)
+        wanted = -(-nbytes // self.granularity) * self.granularity
+        if wanted <= have:
+            return
+        size = wanted - have
+        with ExitStack() as undo:
+            self._grow(have, size, undo)
+            self._chunks.append((have, size))
+            # Undone last in, first out, with everything else at close().
+            self._undo.push(undo.pop_all())
+
+    def _grow(self, offset: int, size: int, undo: ExitStack) -> None:
+        """Map a chunk of `size` bytes at `offset` of every window, on every rank, or on none."""
+        what = f"growing the heap to {offset + size} bytes"
+        fds = ExitStack()  # an open descriptor pins the memory: closed as soon as the peers have theirs
+        try:
+            made = self._safely(lambda: self._create(size, fds))
+            handle, fd = made.get("value") or (0, -1)
+            if "value" in made:
+                undo.callback(lambda: self._release_own(handle))
+                self._own.append(handle)
+            send = {r: [fd] for r in range(self.size) if r != self.rank} if "value" in made else {}
+            said, received = self.transport.exchange_fds({k: v for k, v in made.items() if k != "value"}, send, what)
+        finally:
+            fds.close()
+        try:
+            self._raise_any({r: s for r, s in enumerate(said) if "error" in s}, what, offset + size)
+            odd = {r: f"sent {len(some)} file descriptors" for r, some in received.items() if len(some) != 1}
+
+            def attach() -> None:
+                if odd:
+                    raise DriverError.of(f"rank {self.rank}: {ranks_text(odd)}, wanted 1", code=-1)
+                for peer in range(self.size):
+                    self._map(peer, offset, size, handle if peer == self.rank else received[peer][0], undo)
+
+            self._vote(attach, what, offset + size)
+        finally:
+            close_fds([fd for some in received.values() for fd in some])
+        if self.multicast_object is not None:
+            bound = self.multicast_object.bind(self, offset, size, handle, undo)
+            if not bound and offset:  # kernels may have been told of the window: too late to do without it
+                raise DriverError.of(f"{what}: multicast could not follow", code=-1)
+            if not bound:
+                self.multicast, self.multicast_object = False, None
+
+    def _create(self, size: int, fds: ExitStack) -> tuple[int, int]:
+        handle = self.driver.create(self.device_index, size)
+        try:
+            fd = self.driver.export(handle)
+        except DriverError:
+            self.driver.release(handle)
+            raise
+        fds.callback(os.close, fd)
+        return handle, fd
+
+    def _release_own(self, handle: int) -> None:
+        self._own.remove(handle)
+        self.driver.release(handle)
+
+    def _map(self, peer: int, offset: int, size: int, source: int, undo: ExitStack) -> None:
+        """Map `source` (my handle, or a peer's descriptor) into `peer`'s window; the map alone keeps the peer's "
+        "memory."""
+        driver, address = self.driver, self._windows + peer * self.stride + offset
+        handle = source if peer == self.rank else driver.import_memory(source)
+        try:
+            driver.map(address, size, handle)
+            undo.callback(driver.unmap, address, size)
+        finally:
+            if peer != self.rank:
+                driver.release(handle)
+        driver.allow(address, size, self.device_index)
+
+    def allocated(self, block: Block) -> None:
+        """Nothing to do: memory is mapped, and nobody checks accesses here."""
+
+    def freed(self, block: Block) -> None:
+        """Nothing to do."""
+
+    def attach(self, watch: Watch) -> None:
+        """Look at the status page after every synchronisation, and after the peers all the time."""
+        self._watch = watch
+        self._undo.callback(watch.close)
+
+    # ------------------------------------------------------------------------------------------------------- together
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        return self.transport.exchange(value, what)
+
+    def barrier(self, what: str) -> None:
+        self.transport.barrier(what)
+
+    def synchronize(self) -> None:
+        self.driver.synchronize(self.device_index)
+        if self._watch is not None:
+            self._watch.check()
+
+    def close(self) -> None:
+        """Undo everything, last first. Idempotent; an error of one step does not keep the others from being undone."""
+        if not self.transport.closed:
+            self.journal.leave()
+        self._chunks.clear()
+        self._undo.close()
+
+    # -------------------------------------------------------------------------------------------------------- votes
+    def _safely(self, step: Callable[[], Any]) -> dict[str, Any]:
+        """What `step` gives or how it failed, in a form that can be voted on."""
+        try:
+            return {"value": step()}
+        except DriverError as error:
+            return {"error": str(error), "code": getattr(error, "code", 0)}
+
+    def _vote(self, step: Callable[[], T], what: str, nbytes: int = 0) -> T:
+        """`step()` on every rank: its value if it worked on all, otherwise the same error on all."""
+        mine = self._safely(step)
+        said = self.exchange({k: v for k, v in mine.items() if k != "value"}, what)
+        self._raise_any({r: s for r, s in enumerate(said) if "error" in s}, what, nbytes)
+        return mine["value"]
+
+    def _raise_any(self, failed: dict[int, dict[str, Any]], what: str, nbytes: int = 0) -> None:
+        if not failed:
+            return
+        texts = {r: s["error"] for r, s in failed.items()}
+        if nbytes and all(s["code"] == OUT_OF_MEMORY for s in failed.values()):
+            raise HeapFull.no_memory(nbytes, str(self.torch_device), texts)
+        code = next(iter(failed.values()))["code"]
+        raise DriverError.of(f"{what} failed on {ranks_text(texts)}", code=code, said=texts)
+
+    def _keep(self, undo: ExitStack, address: int, free: Callable[[int, int], None], nbytes: int) -> int:
+        undo.callback(free, address, nbytes)
+        return address
+
+    def _make_journal(self, undo: ExitStack) -> journal.SharedJournal:
+        mine = journal.create()
+        try:
+            send = {r: [mine] for r in range(self.size) if r != self.rank}
+            _, received = self.transport.exchange_fds(None, send, "journal")
+            try:
+                fds = [mine if r == self.rank else received[r][0] for r in range(self.size)]
+                log = journal.SharedJournal(
+                    self.rank, fds, self.transport.timeout, partial(check_peers, self.transport)
+                )
+            finally:
+                close_fds([fd for some in received.values() for fd in some])
+        finally:
+            os.close(mine)
+        undo.callback(log.close)
+        return log
+
+
+def check_peers(transport: Transport, what: str) -> None:
+    """Raise PeerLost if a rank is gone or stopped."""
+    lost = transport.lost()
+    if lost:
+        raise PeerLost.exited(transport.rank, lost, what)
+
+
+def _boot_id() -> str:
+    """Tells two hosts of one name apart, as containers may be called alike."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()[:8]
+    except OSError:
+        return ""

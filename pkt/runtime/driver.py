@@ -1,0 +1,210 @@
+"""The CUDA driver calls that the heap is made of, behind one protocol: CudaDriver here, a fake in the tests.
+
+Every call either succeeds or raises DriverError, which names rank, call and code; nothing is retried or hidden.
+Addresses, sizes and handles are ints, file descriptors are owned by the caller. The multicast calls at the end are made
+by `multicast.py` alone, and only after every rank has voted for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from pkt.errors import DriverError
+
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_REMEDY = {
+    2: "free memory on this GPU, or lower heap= or PKT_HEAP",
+    100: "no CUDA device is visible (CUDA_VISIBLE_DEVICES, or the container's --gpus)",
+    304: "the operating system refused; try a larger `ulimit -n` and `ulimit -v`",
+    801: "this GPU or driver does not support it",
+    802: "the NVLink fabric is not ready: is nvidia-fabricmanager running?",
+    999: "see dmesg for an Xid",
+}
+
+
+class Driver(Protocol):
+    """What the runtime asks of a GPU driver. `device` is an ordinal of this process."""
+
+    rank: int
+
+    # -- what is there
+    def device_count(self) -> int: ...
+    def name(self, device: int) -> str: ...
+    def uuid(self, device: int) -> str: ...
+    def attribute(self, device: int, name: str) -> int:
+        """A CU_DEVICE_ATTRIBUTE by its name without the prefix, such as "MULTIPROCESSOR_COUNT"."""
+
+    def p2p(self, device: int, peer: int, name: str) -> int:
+        """A CU_DEVICE_P2P_ATTRIBUTE by its name without the prefix, such as "ACCESS_SUPPORTED"."""
+
+    # -- physical memory
+    def granularity(self, device: int) -> int: ...
+    def create(self, device: int, nbytes: int) -> int:
+        """Handle of new physical memory that can be exported."""
+
+    def release(self, handle: int) -> None:
+        """Drop a handle; what is mapped stays until it is unmapped."""
+
+    def export(self, handle: int) -> int:
+        """A file descriptor that stands for the memory. While it is open the memory stays: close it at once."""
+
+    def import_memory(self, fd: int) -> int:
+        """Handle of the memory behind a peer's file descriptor, which stays open and the caller's."""
+
+    # -- addresses
+    def reserve(self, nbytes: int, alignment: int) -> int: ...
+    def free(self, address: int, nbytes: int) -> None: ...
+    def map(self, address: int, nbytes: int, handle: int) -> None: ...
+    def unmap(self, address: int, nbytes: int) -> None: ...
+    def allow(self, address: int, nbytes: int, device: int) -> None:
+        """Let `device` read and write what is mapped there."""
+
+    # -- use
+    def view(self, address: int, nbytes: int, device: int) -> torch.Tensor:
+        """uint8 tensor over mapped memory."""
+
+    def synchronize(self, device: int) -> None: ...
+    def write_words(self, address: int, words: list[int], device: int) -> None:
+        """Write int32 words while kernels run, from any thread; returns when they are written."""
+
+    # -- multicast
+    def multicast_granularity(self, devices: int, nbytes: int) -> int: ...
+    def multicast_create(self, devices: int, nbytes: int) -> int: ...
+    def multicast_add(self, handle: int, device: int) -> None: ...
+    def multicast_bind(self, handle: int, offset: int, memory: int, nbytes: int) -> None: ...
+    def multicast_unbind(self, handle: int, device: int, offset: int, nbytes: int) -> None: ...
+
+
+class _Array:
+    """An address range as __cuda_array_interface__, which is how torch takes memory that is not its own."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3
+        }  # fmt: skip
+
+
+class CudaDriver:
+    """The real one, over cuda.bindings. The current device's primary context is torch's."""
+
+    def __init__(self, rank: int) -> None:
+        from cuda.bindings import driver  # only here: importing pkt must not need a driver
+
+        self.rank = rank
+        self._cuda = driver
+        self._side: dict[int, torch.cuda.Stream] = {}
+        kinds = driver.CUmemAllocationHandleType
+        self._fd = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._call("cuInit", 0)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        code, *result = getattr(self._cuda, name)(*args)
+        if int(code) != 0:
+            number = int(code)
+            raise DriverError.failed(self.rank, name, number, str(getattr(code, "name", code)), _REMEDY.get(number, ""))
+        return result[0] if len(result) == 1 else tuple(result)
+
+    # -- what is there
+    def device_count(self) -> int:
+        return int(self._call("cuDeviceGetCount"))
+
+    def name(self, device: int) -> str:
+        return self._call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
+
+    def uuid(self, device: int) -> str:
+        return bytes(self._call("cuDeviceGetUuid", device).bytes).hex()
+
+    def attribute(self, device: int, name: str) -> int:
+        kind = self._cuda.CUdevice_attribute[f"CU_DEVICE_ATTRIBUTE_{name}"]
+        return int(self._call("cuDeviceGetAttribute", kind, device))
+
+    def p2p(self, device: int, peer: int, name: str) -> int:
+        kind = self._cuda.CUdevice_P2PAttribute[f"CU_DEVICE_P2P_ATTRIBUTE_{name}"]
+        return int(self._call("cuDeviceGetP2PAttribute", kind, device, peer))
+
+    # -- physical memory
+    def _kind(self, device: int) -> Any:
+        cuda = self._cuda
+        kind = cuda.CUmemAllocationProp()
+        kind.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        kind.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        kind.location.id = device
+        kind.requestedHandleTypes = self._fd
+        return kind
+
+    def granularity(self, device: int) -> int:
+        option = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(self._call("cuMemGetAllocationGranularity", self._kind(device), option))
+
+    def create(self, device: int, nbytes: int) -> int:
+        return int(self._call("cuMemCreate", nbytes, self._kind(device), 0))
+
+    def release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def export(self, handle: int) -> int:
+        return int(self._call("cuMemExportToShareableHandle", handle, self._fd, 0))
+
+    def import_memory(self, fd: int) -> int:
+        return int(self._call("cuMemImportFromShareableHandle", fd, self._fd))
+
+    # -- addresses
+    def reserve(self, nbytes: int, alignment: int) -> int:
+        return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0))
+
+    def free(self, address: int, nbytes: int) -> None:
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        self._call("cuMemMap", address, nbytes, 0, handle, 0)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._call("cuMemUnmap", address, nbytes)
+
+    def allow(self, address: int, nbytes: int, device: int) -> None:
+        cuda = self._cuda
+        access = cuda.CUmemAccessDesc()
+        access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = device
+        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    # -- use
+    def view(self, address: int, nbytes: int, device: int) -> torch.Tensor:
+        return torch.as_tensor(_Array(address, nbytes), device=torch.device("cuda", device))
+
+    def synchronize(self, device: int) -> None:
+        torch.cuda.synchronize(device)
+
+    def write_words(self, address: int, words: list[int], device: int) -> None:
+        # A stream of its own: the current one may be full of kernels that spin until these words are there.
+        with torch.cuda.device(device):
+            side = self._side.setdefault(device, torch.cuda.Stream(device))
+            with torch.cuda.stream(side):
+                source = torch.tensor(words, dtype=torch.int32).pin_memory()
+                self.view(address, 4 * len(words), device).view(torch.int32).copy_(source, non_blocking=True)
+            side.synchronize()
+
+    # -- multicast
+    def _multicast(self, devices: int, nbytes: int) -> Any:
+        prop = self._cuda.CUmulticastObjectProp()
+        prop.numDevices, prop.size, prop.handleTypes, prop.flags = devices, nbytes, int(self._fd), 0
+        return prop
+
+    def multicast_granularity(self, devices: int, nbytes: int) -> int:
+        option = self._cuda.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_RECOMMENDED
+        return int(self._call("cuMulticastGetGranularity", self._multicast(devices, nbytes), option))
+
+    def multicast_create(self, devices: int, nbytes: int) -> int:
+        return int(self._call("cuMulticastCreate", self._multicast(devices, nbytes)))
+
+    def multicast_add(self, handle: int, device: int) -> None:
+        self._call("cuMulticastAddDevice", handle, device)
+
+    def multicast_bind(self, handle: int, offset: int, memory: int, nbytes: int) -> None:
+        self._call("cuMulticastBindMem", handle, offset, memory, 0, nbytes, 0)
+
+    def multicast_unbind(self, handle: int, device: int, offset: int, nbytes: int) -> None:
+        self._call("cuMulticastUnbind", handle, device, offset, nbytes)

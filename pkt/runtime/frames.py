@@ -1,0 +1,148 @@
+"""One connection between two ranks: frames with file descriptors over a Unix stream socket, never blocking.
+
+A frame is a fixed header (magic, sequence number, length, number of descriptors) and JSON text. The header and the text
+are read with exact lengths, so descriptors, which travel with a frame's first byte, can only belong to the frame being
+read. Whatever does not fit (truncated control data, too many or too few descriptors, a wrong sequence number) is
+refused.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+from pkt.errors import TransportError
+
+MAGIC = b"PKT1"
+HEADER = struct.Struct("!4sQQI")  # magic, sequence, bytes of text, descriptors
+MAX_FDS = 8
+MAX_TEXT = 1 << 30
+
+
+def pack(sequence: int, value: Any, fds: int = 0) -> bytes:
+    """Header and text of a frame."""
+    text = json.dumps(value).encode()
+    return HEADER.pack(MAGIC, sequence, len(text), fds) + text
+
+
+class Frame:
+    """What arrived: the value, and descriptors that are now ours to close."""
+
+    def __init__(self, sequence: int, value: Any, fds: list[int]) -> None:
+        self.sequence, self.value, self.fds = sequence, value, fds
+
+
+class LostConnection(Exception):
+    """The other end is gone: end of file, or a reset."""
+
+
+class Connection:
+    """One authenticated peer. `pid` is what the kernel says of the other end (0 where it cannot)."""
+
+    def __init__(self, sock: socket.socket, rank: int, peer: int, pid: int) -> None:
+        sock.setblocking(False)
+        self.sock, self.rank, self.peer, self.pid = sock, rank, peer, pid
+        self._out: list[tuple[memoryview, list[int]]] = []
+        self._head, self._text, self._fds = bytearray(), bytearray(), list[int]()
+        self._wanted: tuple[int, int, int] | None = None  # sequence, bytes, descriptors of the frame being read
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    # -- out
+    def queue(self, frame: bytes, fds: list[int] | None = None) -> None:
+        """Send when `write` is called; `fds` stay the caller's and must stay open until then."""
+        self._out.append((memoryview(frame), list(fds or ())))
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._out)
+
+    def write(self) -> None:
+        """Send what the socket takes."""
+        while self._out:
+            data, fds = self._out[0]
+            control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                sent = self.sock.sendmsg([data], control, socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                raise LostConnection(str(error)) from error
+            if sent < len(data):
+                self._out[0] = (data[sent:], [])  # descriptors went with the first byte
+            else:
+                self._out.pop(0)
+
+    def discard(self) -> None:
+        """Nothing more will be sent."""
+        self._out = []
+
+    # -- in
+    def read(self) -> Frame | None:
+        """The next whole frame, or None while it is still on its way."""
+        if self._wanted is None:
+            if not self._take(self._head, HEADER.size):
+                return None
+            magic, sequence, length, fds = HEADER.unpack(self._head)
+            if magic != MAGIC or length > MAX_TEXT or fds > MAX_FDS:
+                raise self._refuse(f"header {bytes(self._head).hex()}", "a frame of pkt's")
+            self._wanted = (sequence, length, fds)
+        sequence, length, fds = self._wanted
+        if not self._take(self._text, length):
+            return None
+        if len(self._fds) != fds:
+            raise self._refuse(f"{len(self._fds)} file descriptors", f"the {fds} its header announces")
+        try:
+            value = json.loads(bytes(self._text))
+        except ValueError as error:
+            raise self._refuse(f"text that is not JSON ({error})", "JSON") from error
+        frame = Frame(sequence, value, self._fds)
+        self._head, self._text, self._fds, self._wanted = bytearray(), bytearray(), [], None
+        return frame
+
+    def _take(self, into: bytearray, length: int) -> bool:
+        """Read until `into` has `length` bytes; never beyond, so the next frame stays in the socket."""
+        space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+        while len(into) < length:
+            try:
+                data, control, flags, _ = self.sock.recvmsg(
+                    min(length - len(into), 1 << 20), space, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                )
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError as error:
+                raise LostConnection(str(error)) from error
+            for level, kind, content in control:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    received = array.array("i")
+                    received.frombytes(content[: len(content) // received.itemsize * received.itemsize])
+                    self._fds.extend(received)
+            if flags & socket.MSG_CTRUNC:
+                raise self._refuse("truncated control data", f"at most {MAX_FDS} file descriptors")
+            if not data:
+                raise LostConnection("end of file")
+            into += data
+        return True
+
+    def _refuse(self, found: str, wanted: str) -> TransportError:
+        self.close()
+        return TransportError.refused(self.rank, f"a message of rank {self.peer} (pid {self.pid})", found, wanted)
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that was received but not handed on."""
+        close_fds(self._fds)
+        self._fds, self._out = [], []
+        self.sock.close()
+
+
+def close_fds(fds: list[int]) -> None:
+    """Close each; one that is closed already is somebody else's mistake, but no reason to leak the rest."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)

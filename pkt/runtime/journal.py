@@ -1,0 +1,93 @@
+"""A log of collective calls in shared memory, so that allocations are compared without waiting for anybody.
+
+Every rank has one anonymous memory file that all ranks map: a counter of calls written and a ring of slots. A slot
+carries its ordinal and a checksum, so a reader never takes a half-written one for whole. Nobody overwrites what a peer
+has not read, because all ranks settle at least every `period` calls, half the ring.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+from pkt.errors import WaitTimeout
+
+SLOTS = 2048
+SLOT_BYTES = 512
+_SLOT = struct.Struct("<QIH")  # ordinal, checksum, bytes of record
+_COUNTERS = 4096  # bytes before the slots: written, compared
+_WRITTEN, _LEFT = 0, 8  # words, a cache line apart
+_ROOM = SLOT_BYTES - _SLOT.size
+
+
+def create() -> int:
+    """A file descriptor of a new, empty log; in the end its maps alone keep it."""
+    fd = os.memfd_create("pkt-journal", os.MFD_CLOEXEC)
+    os.ftruncate(fd, _COUNTERS + SLOTS * SLOT_BYTES)
+    return fd
+
+
+class SharedJournal:
+    """pkt.runtime.backend.Journal over one log a rank. `check_peers` raises if a rank is lost."""
+
+    period = SLOTS // 2
+
+    def __init__(self, rank: int, fds: Sequence[int], timeout: float, check_peers: Callable[[str], None]) -> None:
+        """Map every rank's log; `fds`, in rank order, stay the caller's to close."""
+        self.rank, self.timeout, self._check_peers = rank, timeout, check_peers
+        self._maps = [mmap.mmap(fd, _COUNTERS + SLOTS * SLOT_BYTES) for fd in fds]
+        self._counters = [memoryview(m)[:_COUNTERS].cast("Q") for m in self._maps]
+        self._written = 0
+
+    def append(self, record: bytes) -> None:
+        """Write down this rank's next call."""
+        ordinal = self._written + 1
+        if len(record) > _ROOM:  # compared by digest; what a message shows of it is cut
+            digest = hashlib.sha256(record).hexdigest().encode()
+            record = record[: _ROOM - len(digest)] + digest
+        at = _COUNTERS + ordinal % SLOTS * SLOT_BYTES
+        log = self._maps[self.rank]
+        log[at + _SLOT.size : at + _SLOT.size + len(record)] = record
+        _SLOT.pack_into(log, at, ordinal, zlib.crc32(record, ordinal & 0xFFFFFFFF), len(record))
+        self._written = self._counters[self.rank][_WRITTEN] = ordinal
+
+    def read(self, rank: int, ordinal: int) -> bytes | None:
+        """What `rank` wrote as its call number `ordinal`, or None if it has not come that far."""
+        if self._counters[rank][_WRITTEN] < ordinal:
+            return None
+        at, log = _COUNTERS + ordinal % SLOTS * SLOT_BYTES, self._maps[rank]
+        found, checksum, length = _SLOT.unpack_from(log, at)
+        record = log[at + _SLOT.size : at + _SLOT.size + min(length, _ROOM)]
+        return record if found == ordinal and zlib.crc32(record, ordinal & 0xFFFFFFFF) == checksum else None
+
+    def settle(self, ordinal: int) -> None:
+        """Return once every rank has written its call number `ordinal`."""
+        deadline, pause = time.monotonic() + self.timeout, 2e-5
+        while late := [r for r, counters in enumerate(self._counters) if counters[_WRITTEN] < ordinal]:
+            what = f"heap call #{ordinal}"
+            if time.monotonic() > deadline:
+                raise WaitTimeout.rendezvous(self.rank, what, self.timeout, late)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if pause == 0.05:
+                self._check_peers(what)
+
+    def leave(self) -> None:
+        """This rank is about to close its world, as it should."""
+        self._counters[self.rank][_LEFT] = 1
+
+    def left(self, rank: int) -> bool:
+        """`rank` closed its world; that its connection ended is no loss."""
+        return bool(self._counters[rank][_LEFT]) if self._counters else True
+
+    def close(self) -> None:
+        """Unmap; idempotent."""
+        for counters, log in zip(self._counters, self._maps, strict=True):
+            counters.release()
+            log.close()
+        self._counters, self._maps = [], []

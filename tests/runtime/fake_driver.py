@@ -1,0 +1,198 @@
+"""A GPU driver made of memfds and mmap: the same calls, in one process or many, that can fail where a test says so.
+
+Physical memory is a memfd, a window address a fixed mapping, an exported handle a duplicate descriptor: peers really
+read each other's memory. `FakeDriver.fail = {"map": 3}` makes the third map fail. `leaks()` says what was not given
+back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from pkt.errors import DriverError
+
+PAGE = 1 << 16  # granularity
+PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def _mmap(address: int, nbytes: int, prot: int, flags: int, fd: int) -> int:
+    found = _libc.mmap(address or None, nbytes, prot, flags, fd, 0)
+    if found in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "mmap")
+    return found
+
+
+@dataclass
+class FakeGpu:
+    """What a fake GPU says of itself."""
+
+    uuid: str
+    name: str = "FakeGPU"
+    peers: dict[int, tuple[bool, bool]] = field(default_factory=dict)  # device -> access, atomics; yes where absent
+    attributes: dict[str, int] = field(default_factory=dict)
+
+
+DEFAULTS = {
+    "COMPUTE_CAPABILITY_MAJOR": 9,
+    "COMPUTE_CAPABILITY_MINOR": 0,
+    "MULTIPROCESSOR_COUNT": 132,
+    "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 1,
+    "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": 1,
+    "HANDLE_TYPE_FABRIC_SUPPORTED": 0,
+    "COOPERATIVE_LAUNCH": 1,
+    "MULTICAST_SUPPORTED": 0,
+}
+
+
+class FakeDriver:
+    """One process's driver; `fail` maps a call's name to the occurrence (from 1) that fails."""
+
+    def __init__(
+        self, rank: int, gpus: list[FakeGpu] | None = None, fail: dict[str, int] | None = None, code: int = 999
+    ) -> None:
+        self.rank, self.code = rank, code
+        self.gpus = gpus or [FakeGpu(f"uuid-{i}") for i in range(16)]
+        self.fail = fail or {}
+        self.calls: Counter[str] = Counter()
+        self.handles: dict[int, int] = {}  # handle -> memfd
+        self.reserved: dict[int, int] = {}
+        self.mapped: dict[int, int] = {}
+        self.bound: dict[tuple[int, int], int] = {}
+        self.added: list[int] = []
+        self._next = 1000
+
+    def _count(self, call: str) -> None:
+        self.calls[call] += 1
+        if self.fail.get(call) == self.calls[call]:
+            raise DriverError.failed(
+                self.rank, call, self.code, "CUDA_ERROR_OUT_OF_MEMORY" if self.code == 2 else "CUDA_ERROR_FAKE"
+            )
+
+    def leaks(self) -> str:
+        """What was made and not given back, or ""."""
+        held = {"handles": self.handles, "addresses": self.reserved, "maps": self.mapped, "bindings": self.bound}
+        return ", ".join(f"{len(what)} {name}" for name, what in held.items() if what)
+
+    # -- what is there
+    def device_count(self) -> int:
+        return len(self.gpus)
+
+    def name(self, device: int) -> str:
+        return self.gpus[device].name
+
+    def uuid(self, device: int) -> str:
+        return self.gpus[device].uuid
+
+    def attribute(self, device: int, name: str) -> int:
+        self._count("attribute")
+        return self.gpus[device].attributes.get(name, DEFAULTS[name])
+
+    def p2p(self, device: int, peer: int, name: str) -> int:
+        access, atomics = self.gpus[device].peers.get(peer, (True, True))
+        return int({"ACCESS_SUPPORTED": access, "NATIVE_ATOMIC_SUPPORTED": atomics}[name])
+
+    # -- physical memory
+    def granularity(self, device: int) -> int:
+        self._count("granularity")
+        return PAGE
+
+    def _handle(self, fd: int) -> int:
+        self._next += 1
+        self.handles[self._next] = fd
+        return self._next
+
+    def create(self, device: int, nbytes: int) -> int:
+        self._count("create")
+        assert nbytes % PAGE == 0
+        fd = os.memfd_create("fake-gpu", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        return self._handle(fd)
+
+    def release(self, handle: int) -> None:
+        self._count("release")
+        os.close(self.handles.pop(handle))
+
+    def export(self, handle: int) -> int:
+        self._count("export")
+        return os.dup(self.handles[handle])
+
+    def import_memory(self, fd: int) -> int:
+        self._count("import_memory")
+        return self._handle(os.dup(fd))
+
+    # -- addresses
+    def reserve(self, nbytes: int, alignment: int) -> int:
+        self._count("reserve")
+        address = _mmap(0, nbytes, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1)
+        self.reserved[address] = nbytes
+        return address
+
+    def free(self, address: int, nbytes: int) -> None:
+        self._count("free")
+        assert self.reserved.pop(address) == nbytes
+        assert not any(address <= a < address + nbytes for a in self.mapped), "addresses freed with maps in them"
+        _libc.munmap(address, nbytes)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        self._count("map")
+        assert any(a <= address and address + nbytes <= a + n for a, n in self.reserved.items())
+        assert not any(a < address + nbytes and address < a + n for a, n in self.mapped.items()), "mapped twice"
+        _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, self.handles[handle])
+        self.mapped[address] = nbytes
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._count("unmap")
+        assert self.mapped.pop(address) == nbytes
+        _mmap(address, nbytes, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1)
+
+    def allow(self, address: int, nbytes: int, device: int) -> None:
+        self._count("allow")
+        assert self.mapped[address] == nbytes
+
+    # -- use
+    def view(self, address: int, nbytes: int, device: int) -> torch.Tensor:
+        assert any(a <= address and address + nbytes <= a + n for a, n in self.mapped.items()), (
+            "view of what is not mapped"
+        )
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+    def synchronize(self, device: int) -> None:
+        self._count("synchronize")
+
+    def write_words(self, address: int, words: list[int], device: int) -> None:
+        self.view(address, 4 * len(words), device).view(torch.int32).copy_(torch.tensor(words, dtype=torch.int32))
+
+    # -- multicast
+    def multicast_granularity(self, devices: int, nbytes: int) -> int:
+        self._count("multicast_granularity")
+        return 2 * PAGE
+
+    def multicast_create(self, devices: int, nbytes: int) -> int:
+        self._count("multicast_create")
+        fd = os.memfd_create("fake-multicast", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        return self._handle(fd)
+
+    def multicast_add(self, handle: int, device: int) -> None:
+        self._count("multicast_add")
+        self.added.append(device)
+
+    def multicast_bind(self, handle: int, offset: int, memory: int, nbytes: int) -> None:
+        self._count("multicast_bind")
+        assert self.added, "bound before the GPU was added"
+        assert memory in self.handles
+        self.bound[handle, offset] = nbytes
+
+    def multicast_unbind(self, handle: int, device: int, offset: int, nbytes: int) -> None:
+        self._count("multicast_unbind")
+        assert self.bound.pop((handle, offset)) == nbytes

@@ -78,7 +78,7 @@ def order(kernel: Any) -> list[str]:
                 continue
             match = re.match(r"(?:red|atom)\.global\.(?:(gpu|sys)\.(\w+)|(\w+)\.(gpu|sys))\.(.*)", op)
             name = f"atomic.{match[2] or match[3]}.{match[1] or match[4]}.{match[5]}" if match else op
-            result.append(("one:" if one_thread(all_of_them, guard) else "") + name)
+            result.append(("one:" if one_thread(all_of_them, guard, threads(kernel)) else "") + name)
     return result
 
 
@@ -92,32 +92,52 @@ def _is_broadcast(all_of_them: list[Instruction], i: int) -> bool:
     ) or bool(after and after.op.startswith("st.shared"))
 
 
-def one_thread(all_of_them: list[Instruction], guard: str) -> bool:
-    """Whether the predicate holds in one thread: it is `tid == 0`, perhaps and something else."""
+def threads(kernel: Any) -> int:
+    """Threads in the program."""
+    return int(re.search(r"\.(?:reqntid|maxntid) (\d+)", kernel.asm["ptx"])[1])
+
+
+def one_thread(all_of_them: list[Instruction], guard: str, threads: int) -> bool:
+    """Whether the predicate can hold in thread 0 alone. It is worked out from the thread's index; what else it depends on is
+    taken for true."""
     if not guard or guard.startswith("!"):
         return False
-    for _, op, operands in all_of_them:
-        names = [x.strip() for x in operands.split(",")]
-        if not names or names[0] != guard:
-            continue
-        if op == "and.pred":
-            return any(one_thread(all_of_them, name) for name in names[1:])
-        if re.match(r"setp\.(eq|lt)\.[bus]32", op) and names[2:] in (["0"], ["1"]):
-            return _is_thread_index(all_of_them, names[1])
-    return False
+    definitions: dict[str, Instruction] = {}
+    for instruction in all_of_them:
+        definitions.setdefault(instruction.operands.split(",")[0].strip(), instruction)
+    return [t for t in range(threads) if _value(definitions, guard, t) != 0] == [0]
 
 
-def _is_thread_index(all_of_them: list[Instruction], register: str) -> bool:
-    """Whether the register is `tid`, or `tid` with a mask of ones for all threads of the program."""
-    for _, op, operands in all_of_them:
-        names = [x.strip() for x in operands.split(",")]
-        if names[0] != register:
-            continue
-        if op.startswith("mov"):
-            return names[1] == "%tid.x"
-        if op == "and.b32":
-            return bool(re.fullmatch(r"1*", bin(int(names[2]))[2:])) and _is_thread_index(all_of_them, names[1])
-    return False
+def _value(definitions: dict[str, Instruction], name: str, thread: int) -> int | None:
+    """A register or constant in a thread; None where that is not known."""
+    if re.fullmatch(r"-?\d+", name):
+        return int(name)
+    if name == "%tid.x":
+        return thread
+    instruction = definitions.get(name)
+    if instruction is None:
+        return None
+    op = instruction.op.split(".")[0]
+    of = [x.strip() for x in instruction.operands.split(",")[1:]]
+    if op == "shfl":  # the warp's index, from its lane 0
+        return _value(definitions, of[0], thread - thread % 32)
+    values = [_value(definitions, x, thread) for x in of]
+    if instruction.op == "and.pred":
+        return 0 if 0 in values else None
+    if None in values:
+        return None
+    if op == "mov":
+        return values[0]
+    if op == "setp" and instruction.op.split(".")[1] in ("eq", "lt"):
+        return int(values[0] == values[1] if ".eq" in instruction.op else values[0] < values[1])
+    two = {
+        "and": lambda x, y: x & y,
+        "or": lambda x, y: x | y,
+        "add": lambda x, y: x + y,
+        "shl": lambda x, y: x << y,
+        "shr": lambda x, y: x >> y,
+    }
+    return two[op](*values) if op in two else None
 
 
 def count(kernel: Any, pattern: str) -> int:

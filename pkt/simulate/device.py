@@ -252,7 +252,9 @@ class SimulatedDevice:
             access = parts[0][0]
             access.region.signalled[access.first()] = str(at)
             event = self._signal(at, parts[0][0])
-            if event == m.faults.drop:
+            if event == m.faults.drop:  # lost on its way: the sender goes on with what it would have found
+                for part, where in parts:
+                    out[where] = part.view(dtype).reshape(-1) if isinstance(part, Strided) else part.read(dtype)
                 return out.reshape(addresses.shape)
             copies = 2 if event == m.faults.duplicate else 1
             if event == m.faults.delay:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from pkt.runtime.heap import heap_bytes
 from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
+from pkt.simulate.interpreter import interpreting
 from pkt.simulate.run import Outcome, execute
 
 TRIES = 24  # schedules in which a mutant or a lost signal may show itself
@@ -157,7 +158,7 @@ def simulate(
 
     seen: set[str] = set()
     start = time.perf_counter()
-    with _bar(progress) as step:
+    with _bar(progress) as step, interpreting():
         census = Census()
         for seed in step(todo, "schedules"):
             outcome = once(seed)

@@ -8,6 +8,7 @@ own line numbers, so that a frame of the simulator points at the user's line.
 from __future__ import annotations
 
 import ast
+import gc
 import functools
 import inspect
 import operator
@@ -310,7 +311,7 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
     return slow
 
 
-def _install(patches: _Patches, launch: Callable) -> None:
+def _install(patches: _Patches) -> None:
     owners = (tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor)
     for owner in owners:
         for name, member in list(vars(owner).items()):
@@ -348,11 +349,9 @@ def _install(patches: _Patches, launch: Callable) -> None:
     patches.set(base, "interpreter_semantic", semantic)
     patches.set(base, "interpreter_builder", builder)
     patches.set(JITFunction, "__call__", lambda self, *args, **named: interpret(self)(*args, **named))
-    # A plain function, so that it binds to the kernel.
-    run = lambda kernel, *args, **named: launch(kernel, *args, **named)  # noqa: E731
-    patches.set(JITFunction, "run", run)
+    patches.set(JITFunction, "run", _launch)
     patches.set(base.InterpretedFunction, "__call__", lambda self, *args, **named: interpret(self)(*args, **named))
-    patches.set(base.InterpretedFunction, "run", run)
+    patches.set(base.InterpretedFunction, "run", _launch)
     patches.set(Autotuner, "run", _autotuned)
 
 
@@ -378,16 +377,35 @@ def _to_ir(self: core.dtype, b: Builder) -> Any:
     return getattr(b, f"get_{name}_ty")()
 
 
+_launchers: list[Callable] = []
+
+
+def _launch(kernel: Any, *args: Any, **named: Any) -> Any:
+    return _launchers[-1](kernel, *args, **named)
+
+
 @contextmanager
-def interpreting(launch: Callable) -> Iterator[None]:
+def interpreting(launch: Callable | None = None) -> Iterator[None]:
     """While it lasts, calls of `tl` compute, calls of jit functions run their source, and `kernel[grid](...)` calls
-    `launch(kernel, *args, grid=..., warmup=..., **named)`. May be nested; the innermost launch is the one used."""
+    `launch(kernel, *args, grid=..., warmup=..., **named)`. May be nested: the inner one only changes who launches, so an
+    outer one without a launch keeps `tl` patched over many runs."""
+    outermost = not _launchers
     patches, replaced = _Patches(), dict(interpret.replaced)
+    _launchers.append(launch or _refuse)
     try:
-        _install(patches, launch)
+        if outermost:
+            _install(patches)
+            gc.freeze()  # torch and triton are a million objects that the collector need not look at again and again
         with np.errstate(all="ignore"):
             yield
     finally:
+        _launchers.pop()
         patches.undo()
-        interpret.functions.clear()
+        if outermost:
+            interpret.functions.clear()
+            gc.unfreeze()
         interpret.replaced = replaced
+
+
+def _refuse(kernel: Any, *args: Any, **named: Any) -> None:
+    raise RuntimeError(f"{kernel.fn.__name__}: no simulated rank launches here")

@@ -80,7 +80,7 @@ def to_half(values: np.ndarray, toward_zero: bool) -> np.ndarray:
 
 
 def to_integer(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Integers of float `values`: towards zero, clamped, NaN to 0, as `cvt.rzi`; shorter than 32 bits cut from those."""
+    """Integers of float `values`, as `cvt.rzi`: towards zero, clamped, NaN to 0; under 32 bits cut from 32."""
     wide = np.dtype(f"{dtype.kind}{max(dtype.itemsize, 4)}")
     info = np.iinfo(wide)
     out = values.astype(wide)

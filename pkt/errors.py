@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 E = TypeVar("E", bound="PktError")
 
 COMPARISON = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
+COMPARISON["flip"] = "the barrier round after"
 SHORT = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -59,8 +60,7 @@ def ranks_text(values: Mapping[int, str]) -> str:
     for rank in sorted(values):
         groups.setdefault(values[rank], []).append(rank)
     return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in groups.items()
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}" for text, ranks in groups.items()
     )
 
 
@@ -69,9 +69,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     process."""
     cells = [[str(c) for c in row] for row in (head, *rows)]
     width = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    return "\n".join(
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, width, strict=True)).rstrip() for row in cells
-    )
+    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, width, strict=True)).rstrip() for row in cells)
 
 
 @dataclass(frozen=True)
@@ -155,9 +153,7 @@ class WaitTimeout(PktError):
     @classmethod
     def after(cls, seconds: float, waits: Sequence[Waiting]) -> WaitTimeout:
         if not waits:
-            return cls.of(
-                f"a peer gave up waiting after {seconds:.1f} s; its own error says on what", waits=waits
-            )
+            return cls.of(f"a peer gave up waiting after {seconds:.1f} s; its own error says on what", waits=waits)
         text = waits[0].text(after=seconds)
         if len(waits) > 1:
             text += f"\n{len(waits)} programs were waiting:\n{waiting_table(waits)}"
@@ -193,9 +189,7 @@ class TooFewResident(Deadlock):
     """A deadlock because programs that others wait for have no slot to run in."""
 
     @classmethod
-    def waiting(
-        cls, rank: int, kernel: str, grid: int, slots: int, waits: Sequence[Waiting] = ()
-    ) -> TooFewResident:
+    def waiting(cls, rank: int, kernel: str, grid: int, slots: int, waits: Sequence[Waiting] = ()) -> TooFewResident:
         text = (
             f"deadlock: rank {rank}: {kernel} has {grid} programs but only {slots} are resident, and the "
             "resident ones "
@@ -210,9 +204,7 @@ class GridTooLarge(PktError):
     """A grid that waits would not be resident; refused before the launch."""
 
     @classmethod
-    def resident(
-        cls, kernel: str, grid: int, num_sms: int, per_sm: int, rank: int | None = None
-    ) -> GridTooLarge:
+    def resident(cls, kernel: str, grid: int, num_sms: int, per_sm: int, rank: int | None = None) -> GridTooLarge:
         who = f"rank {rank}: " if rank is not None else ""
         slots = num_sms * per_sm
         return cls.of(
@@ -254,9 +246,7 @@ class OutOfBounds(PktError):
 
     @classmethod
     def outside(cls, access: Access, near: str = "") -> OutOfBounds:
-        return cls.of(
-            f"out of bounds: {access.text()}" + (f"; nearest: {near}" if near else ""), access=access
-        )
+        return cls.of(f"out of bounds: {access.text()}" + (f"; nearest: {near}" if near else ""), access=access)
 
 
 class UseAfterFree(PktError):
@@ -265,8 +255,7 @@ class UseAfterFree(PktError):
     @classmethod
     def host(cls, rank: int, call: str, name: str, freed_at: str) -> UseAfterFree:
         return cls.of(
-            f"rank {rank}: {call} uses {name!r} after it was freed at {freed_at}: free it later, or "
-            "allocate again",
+            f"rank {rank}: {call} uses {name!r} after it was freed at {freed_at}: free it later, or allocate again",
             rank=rank,
             name=name,
         )
@@ -348,9 +337,7 @@ class HeapFull(PktError, MemoryError):
     """The symmetric heap has no hole large enough. Raised on all ranks, and nothing is lost."""
 
     @classmethod
-    def wanted(
-        cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None
-    ) -> HeapFull:
+    def wanted(cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None) -> HeapFull:
         who = f"rank {rank}: " if rank is not None else ""
         what = f" for {name!r}" if name else ""
         return cls.of(
@@ -393,8 +380,7 @@ class RankError(PktError, IndexError):
     @classmethod
     def outside(cls, rank: int, call: str, found: Any, size: int) -> RankError:
         return cls.of(
-            f"rank {rank}: {call}: found rank {found!r}, wanted an integer from 0 to {size - 1} (the world "
-            f"has {size})",
+            f"rank {rank}: {call}: found rank {found!r}, wanted an integer from 0 to {size - 1} (the world has {size})",
             rank=rank,
             found=found,
             size=size,
@@ -441,9 +427,7 @@ class DtypeError(PktError, TypeError):
     @classmethod
     def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> DtypeError:
         who = f"rank {rank}: " if rank is not None else ""
-        return cls.of(
-            f"{who}{call}: {name}: found {dtype_text(found)}, wanted {wanted}", found=found, wanted=wanted
-        )
+        return cls.of(f"{who}{call}: {name}: found {dtype_text(found)}, wanted {wanted}", found=found, wanted=wanted)
 
 
 class Closed(PktError):

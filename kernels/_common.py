@@ -1,0 +1,123 @@
+"""What the wrappers share: argument checks that come before any launch, grids, counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from pkt.errors import CollectiveMismatch, DtypeError, NotSymmetric, ShapeError
+from pkt.runtime.factories import signals
+from pkt.runtime.tensor import SymmetricTensor, symmetric
+from pkt.runtime.world import World, current_world
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""What reduces and multiplies; every one accumulates in fp32."""
+
+COPY_BYTES = 16384
+"""Bytes of a block that a program moves through registers at a time: with 8 warps the links are full from 16 programs."""
+
+
+def world_of(call: str, world: World | None, *tensors: Any) -> World:
+    """`world`, or that of the first symmetric tensor, or the current one."""
+    if world is not None:
+        return world
+    for tensor in tensors:
+        if isinstance(tensor, SymmetricTensor):
+            return tensor.world
+    return current_world(call)
+
+
+def num_programs(world: World, tasks: int) -> int:
+    """A grid that is resident on every rank, the same on all, no larger than `tasks` asks for."""
+    sms = world.workspace(("pkt.kernels", "sms"), lambda: min(world.all_gather_object(world.num_sms)))
+    return max(1, min(sms, tasks))
+
+
+def barrier_counters(world: World) -> SymmetricTensor:
+    """A counter for each program index, for `pl.barrier`; shared by all operators, which leave it balanced."""
+    sms = num_programs(world, world.num_sms)
+    return world.workspace(("pkt.kernels", "barrier"), lambda: signals(sms, name="kernels.barrier", world=world))
+
+
+# ------------------------------------------------------------------------------------------------------ checks
+def check_tensor(
+    call: str,
+    name: str,
+    tensor: Any,
+    world: World,
+    *,
+    ndim: int | None = None,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype | None = None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    peers: bool = False,
+) -> torch.Tensor:
+    """`tensor`, contiguous, on this rank's device, of the shape and dtype asked for; symmetric if `peers` access it.
+
+    Raises NotSymmetric, ShapeError or DtypeError, naming `name` and `call`.
+    """
+    if peers:
+        symmetric(tensor, name, world, call=call)
+    if not isinstance(tensor, torch.Tensor):
+        raise DtypeError.argument(call, name, type(tensor).__name__, "a tensor", world.rank)
+    if dtype is not None and tensor.dtype != dtype:
+        raise DtypeError.argument(call, name, tensor.dtype, _name(dtype), world.rank)
+    if dtypes is not None and tensor.dtype not in dtypes:
+        raise DtypeError.argument(call, name, tensor.dtype, " or ".join(map(_name, dtypes)), world.rank)
+    found = tuple(tensor.shape)
+    if ndim is not None and tensor.ndim != ndim:
+        raise ShapeError.argument(call, name, found, f"{ndim} dimensions", world.rank)
+    if shape is not None and found != tuple(shape):
+        raise ShapeError.argument(call, name, found, str(tuple(shape)), world.rank)
+    if not tensor.is_contiguous():
+        strides = f"{found} with strides {tuple(tensor.stride())}"
+        raise ShapeError.argument(call, name, strides, f"a contiguous tensor: {name}.contiguous()", world.rank)
+    if tensor.device.type != world.torch_device.type:
+        raise NotSymmetric.argument(world.rank, name, f"one on {tensor.device}", call)
+    return tensor
+
+
+def check_choice(call: str, name: str, found: Any, choices: tuple[str, ...], world: World) -> None:
+    if found not in choices:
+        raise ShapeError.argument(call, name, repr(found), " or ".join(map(repr, choices)), world.rank)
+
+
+def check_agreed(call: str, world: World, **arguments: Any) -> None:
+    """Collective the first time a signature is seen: every rank called with the same one. Raises CollectiveMismatch.
+
+    Tensors count with shape, dtype and, if symmetric, their offset in the heap, because peers find them by arithmetic.
+    """
+    said = f"{call}({', '.join(f'{name}={_described(value, world)}' for name, value in arguments.items())})"
+
+    def compare() -> bool:
+        everybody = world.all_gather_object(said)
+        if len(set(everybody)) > 1:
+            raise CollectiveMismatch.calls(dict(enumerate(everybody)))
+        return True
+
+    world.workspace(("pkt.kernels", "agreed", said), compare)
+
+
+def _described(value: Any, world: World) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    where = ""
+    if isinstance(value, SymmetricTensor):
+        where = f" at heap offset {value.data_ptr() - world.backend.base}"
+    return f"{tuple(value.shape)} {_name(value.dtype)}{where}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Whether every row of these begins at a multiple of 16 bytes, as TMA and multimem need."""
+    return all(t.data_ptr() % 16 == 0 and (t.shape[-1] * t.element_size()) % 16 == 0 for t in tensors if t.numel())
+
+
+def copy_block(tensor: torch.Tensor, block: int | None) -> int:
+    """Elements a program moves at a time: `block`, or COPY_BYTES of them, less where there are fewer."""
+    return block or min(COPY_BYTES // tensor.element_size(), triton.next_power_of_2(max(tensor.numel(), 16)))

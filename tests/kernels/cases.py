@@ -1,0 +1,124 @@
+"""Small programs over the shipped kernels, for exploring schedules, breaking sync sites and dropping signals.
+
+Each case runs on every rank, launches its operator at least twice with different inputs and nothing reset between, reads
+and writes its tensors with kernels, so that the race detector sees who touches what, and asserts that the result is
+exact: the values are small integers. A schedule takes some ten milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pkt
+import torch
+import triton
+import triton.language as tl
+from pkt.kernels.all_gather import all_gather
+from pkt.kernels.all_reduce import all_reduce
+from pkt.kernels.reduce_scatter import reduce_scatter
+
+LAUNCHES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """`pkt.simulate(case.fn, ranks=case.ranks, **case.options)`."""
+
+    name: str
+    fn: Callable[[Any], None]
+    ranks: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES: list[Case] = []
+
+
+def case(
+    ranks: int = 4, sms: int = 2, multicast: bool = True, **values: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add `fn(world, **values)` to CASES, under its name and values."""
+
+    def add(fn: Callable[..., None]) -> Callable[..., None]:
+        def run(world: Any) -> None:
+            fn(world, **values)
+
+        run.__name__ = "_".join((fn.__name__, *(str(v) for v in values.values())))
+        if not multicast:
+            run.__name__ += "_no_multicast"
+        CASES.append(Case(run.__name__, run, ranks, {"sms": sms, "multicast": multicast}))
+        return fn
+
+    return add
+
+
+# ------------------------------------------------------------------------------------------------------ tools
+@triton.jit
+def _fill(x_ptr, n, seed, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(x_ptr + offs, ((offs * 5 + seed * 3) % 7).to(x_ptr.dtype.element_ty), mask=offs < n)
+
+
+@triton.jit
+def _read(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n), mask=offs < n)
+
+
+def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What `fill` writes: integers from 0 to 6."""
+    n = torch.Size(shape).numel()
+    return ((torch.arange(n) * 5 + seed * 3) % 7).to(dtype).reshape(shape)
+
+
+def fill(x: torch.Tensor, seed: int) -> None:
+    n = x.numel()
+    _fill[(1,)](x, n, seed, triton.next_power_of_2(n))
+
+
+def check(x: torch.Tensor, expected: torch.Tensor) -> None:
+    """`x` as a kernel of this rank reads it now is `expected`, exactly."""
+    found = torch.empty(tuple(x.shape), dtype=x.dtype)
+    _read[(1,)](x, found, x.numel(), triton.next_power_of_2(x.numel()))
+    assert torch.equal(found.double(), expected.double()), (found, expected)
+
+
+def seeds(world: Any, launch: int) -> list[int]:
+    """The seed of each rank's input in a launch."""
+    return [launch * world.size + r for r in range(world.size)]
+
+
+# ------------------------------------------------------------------------------------------------ collectives
+@case(mode="push")
+@case(mode="pull")
+@case(ranks=3, mode="push")
+def gather(world: Any, mode: str, n: int = 40) -> None:
+    x, out = pkt.empty(n), pkt.empty(world.size * n)
+    for launch in range(LAUNCHES):
+        fill(x, seeds(world, launch)[world.rank])
+        got = all_gather(x, out, mode=mode, block=16)
+        check(got, torch.cat([values((n,), s) for s in seeds(world, launch)]))
+
+
+@case()
+def scatter(world: Any, n: int = 40) -> None:
+    x = pkt.empty(world.size * n)
+    for launch in range(LAUNCHES):
+        fill(x, seeds(world, launch)[world.rank])
+        total = sum(values((world.size * n,), s) for s in seeds(world, launch))
+        check(reduce_scatter(x, block=16), total.chunk(world.size)[world.rank])
+
+
+@case(mode="one_shot")
+@case(mode="one_shot", in_place=True)
+@case(mode="two_shot")
+@case(mode="two_shot", in_place=True)
+@case(mode="multimem")
+@case(mode="multimem", in_place=True, multicast=False)
+def reduce(world: Any, mode: str, in_place: bool = False, n: int = 74) -> None:
+    x, out = pkt.empty(n), pkt.empty(n)
+    for launch in range(LAUNCHES):
+        fill(x, seeds(world, launch)[world.rank])
+        got = all_reduce(x, None if in_place else out, mode=mode, block=16)
+        check(got, sum(values((n,), s) for s in seeds(world, launch)))

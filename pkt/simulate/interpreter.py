@@ -219,6 +219,14 @@ def _int_type(value: int) -> tuple[tl.dtype, Any]:
     raise OverflowError(f"the integer {value} does not fit 64 bits")
 
 
+@functools.cache
+def launch_options() -> frozenset[str]:
+    """The keywords of a launch that are no parameter of the kernel: num_warps and so on."""
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return frozenset(CUDAOptions.__dataclass_fields__)
+
+
 # -- the language ---------------------------------------------------------------------------------------------------
 
 

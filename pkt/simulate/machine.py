@@ -23,7 +23,7 @@ from pkt.errors import Deadlock, GridTooLarge, PeerLost, RankFailed, TooFewResid
 from pkt.simulate import cost
 from pkt.simulate.device import SimulatedDevice
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
-from pkt.simulate.interpreter import argument, builder, interpret, interpreting
+from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options
 from pkt.simulate.memory import AddressSpace, Region
 from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
@@ -338,6 +338,9 @@ class Machine:
         host = self.host("a kernel launch")
         names = [p.name for p in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
         options = {k: v for k, v in named.items() if k not in names}
+        unknown = options.keys() - launch_options()
+        if unknown:
+            raise KeyError(f"{kernel.fn.__name__}: keyword {min(unknown)!r} is neither a parameter nor a launch option")
         bound = _bind(kernel, args, {k: v for k, v in named.items() if k in names})
         for hook in getattr(kernel, "pre_run_hooks", ()):
             hook(*args, **named)

@@ -1,29 +1,31 @@
 """Do the ranks make the same collective calls? The only place that decides when that is checked.
 
-A call is described by a `Request`. Where the backend keeps a journal that peers can read without waiting, a
-rank writes the request down and compares with what peers have written so far; `settle` waits for the rest,
-and is called before anything that another rank can see (a launch, a peer view, a barrier). Without a journal
-the ranks exchange the request at once. Either way the first difference is raised, by name, on the ranks that
-see it, before the memory is used.
+A call is described by a `Request`. Where the backend keeps a journal that peers can read without waiting, a rank only writes
+the request down, with a digest of all its calls so far; every few calls it compares digests as far as all ranks have come,
+and `settle` waits for the rest. That is called before anything another rank can see (a launch, a peer view, a barrier).
+Without a journal the ranks exchange each request at once. Either way the first difference is raised, by name, on the ranks
+that see it, before the memory is used.
 """
 
 from __future__ import annotations
 
-import json
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pkt.errors import AllocationMismatch, dtype_text
 from pkt.runtime.backend import Backend, Journal
 
+EVERY = 32  # calls between two looks at the peers' journals
+_SEPARATOR = "\x1f"
 
-@dataclass(frozen=True)
-class Request:
+
+class Request(NamedTuple):
     """One collective call on the heap, as it is compared."""
 
     op: str  # "allocate" or "free"
     number: int  # the how many-th allocation; for a free, of the tensor that is freed
-    shape: tuple[int, ...]
+    shape: str
     dtype: str
     kind: str
     site: str
@@ -35,13 +37,14 @@ class Request:
             what = f"frees #{self.number} {what}"
         return f"{what} at {self.site}"
 
-    def pack(self) -> bytes:
-        return json.dumps([self.op, self.number, self.shape, self.dtype, self.kind, self.site[-200:]]).encode()
+    def pack(self) -> str:
+        """One line; `unpack` is its inverse."""
+        return f"{self.op}\x1f{self.number}\x1f{self.shape}\x1f{self.dtype}\x1f{self.kind}\x1f{self.site[-200:]}"
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Request:
-        op, number, shape, dtype, kind, site = json.loads(packed)
-        return cls(op, number, tuple(shape), dtype, kind, site)
+    def unpack(cls, packed: str) -> Request:
+        op, number, shape, dtype, kind, site = packed.split(_SEPARATOR)
+        return cls(op, int(number), shape, dtype, kind, site)
 
 
 class Agreement:
@@ -51,54 +54,62 @@ class Agreement:
         self.backend = backend
         self.ordinal = 0  # collective heap calls so far
         self._journal: Journal | None = getattr(backend, "journal", None)
-        self._open: dict[int, Request] = {}  # calls that not every rank is known to have made
+        self._digest = 0  # of all calls so far
+        self._agreed = 0  # ordinal up to which all ranks are known to agree
 
     def check(self, request: Request) -> None:
         """This rank makes `request`; raises AllocationMismatch if a peer is known to have made another."""
+        packed = request.pack()
         self.ordinal += 1
         if self._journal is None:
-            said = self.backend.exchange(request.pack().decode(), f"heap call #{self.ordinal}")
-            _compare(request, {r: text.encode() for r, text in enumerate(said)}, self.backend.rank)
+            said = self.backend.exchange(packed, f"heap call #{self.ordinal}")
+            if len(set(said)) > 1:
+                raise _mismatch(dict(enumerate(said)), self.backend.rank)
             return
-        self._journal.append(request.pack())
-        self._open[self.ordinal] = request
+        text = packed.encode()
+        self._digest = zlib.crc32(text, self._digest)
+        self._journal.append(b"%08x" % self._digest + text)
         if self.ordinal % self._journal.period == 0:
             self.settle()
-        else:
-            self._read()
+        elif self.ordinal % EVERY == 0:
+            self._compare()
 
     def settle(self) -> None:
         """Every rank is known to have made all calls that this one made; waits where needed."""
-        if self._open:
-            self._read()
-        if self._open and self._journal is not None:
+        if self._journal is not None and self._agreed < self.ordinal:
             self._journal.settle(self.ordinal)
-            self._read()
+            self._compare()
 
-    def _read(self) -> None:
+    def _compare(self) -> None:
+        """Compare as far as all ranks have come; equal digests there mean equal calls up to there."""
         assert self._journal is not None
-        for ordinal, request in list(self._open.items()):
-            said = {r: self._journal.read(r, ordinal) for r in range(self.backend.size)}
-            _compare(request, {r: text for r, text in said.items() if text is not None}, self.backend.rank)
-            if None in said.values():
-                return  # later calls are not complete either
-            del self._open[ordinal]
+        last = min(self.ordinal, *(self._journal.written(r) for r in range(self.backend.size)))
+        if last <= self._agreed:
+            return
+        if len(set(self._said(last).values())) > 1:
+            for ordinal in range(self._agreed + 1, last + 1):
+                said = {r: text[8:].decode(errors="replace") for r, text in self._said(ordinal).items()}
+                if len(set(said.values())) > 1:
+                    raise _mismatch(said, self.backend.rank)
+        self._agreed = last
+
+    def _said(self, ordinal: int) -> dict[int, bytes]:
+        assert self._journal is not None
+        return {r: self._journal.read(r, ordinal) for r in range(self.backend.size)}
 
 
-def _compare(mine: Request, said: Mapping[int, bytes], rank: int) -> None:
-    """Raise unless all said the same; `said` has an entry of this rank."""
-    if len(set(said.values())) == 1:
-        return
-    requests = {r: mine if r == rank else _readable(text, mine) for r, text in said.items()}
+def _mismatch(said: Mapping[int, str], rank: int) -> AllocationMismatch:
+    requests = {r: _readable(text) for r, text in said.items()}
+    mine = requests[rank]
     if len({q.op for q in requests.values()}) > 1:
         texts = {r: q.text() if q.op == "free" else f"allocates #{q.number} {q.text()}" for r, q in requests.items()}
-        raise AllocationMismatch.differs("heap call", texts)
+        return AllocationMismatch.differs("heap call", texts)
     what = f"{'allocation' if mine.op == 'allocate' else 'free of allocation'} #{mine.number}"
-    raise AllocationMismatch.differs(what, {r: q.text() for r, q in requests.items()})
+    return AllocationMismatch.differs(what, {r: q.text() for r, q in requests.items()})
 
 
-def _readable(text: bytes, mine: Request) -> Request:
+def _readable(text: str) -> Request:
     try:
         return Request.unpack(text)
     except ValueError:  # too long for the journal, which then keeps a digest
-        return Request(mine.op, mine.number, (), "?", "data", text[:80].decode(errors="replace"))
+        return Request("allocate", 0, "?", "?", "data", text[:80])

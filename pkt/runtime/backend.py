@@ -11,8 +11,7 @@ The memory below is W + 1 windows of `stride` bytes: rank r's copy of what I hav
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -25,8 +24,7 @@ GUARD_WORD = 0x5AFE5AFE
 Kind = Literal["data", "signals", "status"]
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """One allocation, the same on every rank: `nbytes` at `offset` of the window hold a `shape` of `dtype`.
 
     For kind "signals" the counters start SIGNAL_HEADER bytes into the block (see `start`) and `nbytes` counts
@@ -62,15 +60,21 @@ class Journal(Protocol):
     def append(self, record: bytes) -> None:
         """Write down this rank's next call."""
 
-    def read(self, rank: int, ordinal: int) -> bytes | None:
-        """What `rank` wrote down as its call number `ordinal`, or None if it has not come that far."""
+    def written(self, rank: int) -> int:
+        """How many calls `rank` has written down."""
+
+    def read(self, rank: int, ordinal: int) -> bytes:
+        """What `rank` wrote down as its call number `ordinal`, which it has."""
 
     def settle(self, ordinal: int) -> None:
         """Return once every rank has written its call number `ordinal`; raises WaitTimeout or PeerLost."""
 
 
 class Backend(Protocol):
-    """One rank's side of the machine."""
+    """One rank's side of the machine.
+
+    Two members are optional: `journal`, a Journal, and `abandon(why)`, called before close() when an error ends the world.
+    """
 
     rank: int
     size: int

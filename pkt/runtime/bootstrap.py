@@ -87,6 +87,13 @@ def own_device() -> int:
     return torch.cuda.current_device()
 
 
+def open_job(job: dict[str, Any]) -> World:
+    """The world of one job of pkt.launch, in its worker process: rank r takes GPU r."""
+    torch.cuda.set_device(job["rank"])
+    where = Place(job["rank"], job["size"], Meeting(job["directory"], job["token"]))
+    return open_world(where, job["rank"], job["heap"], job["timeout"], multicast=job["multicast"])
+
+
 def open_world(
     where: Place,
     device: int,

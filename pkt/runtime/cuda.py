@@ -178,6 +178,10 @@ class CudaBackend:
         if self._watch is not None:
             self._watch.check()
 
+    def abandon(self, why: str) -> None:
+        """Tell the peers that this rank leaves because of an error; close() follows."""
+        self.transport.give_up(why)
+
     def close(self) -> None:
         """Undo everything, last first. Idempotent; an error of one step does not keep the others from being undone."""
         if not self.transport.closed:

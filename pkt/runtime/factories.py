@@ -20,6 +20,7 @@ from pkt.runtime.tensor import SymmetricTensor, symmetric_over
 from pkt.runtime.world import World
 
 Size = int | Sequence[int]
+_QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
 def empty(
@@ -212,9 +213,10 @@ def signals(n: int, *, name: str | None = None, world: World | None = None) -> S
 
 
 def _shape(call: str, size: tuple[Any, ...]) -> tuple[int, ...]:
-    given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    if any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in given):
-        raise ShapeError.argument(call, "size", tuple(given), "integers that are not negative")
+    given = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list, Sequence)) else size
+    for extent in given:
+        if type(extent) is not int or extent < 0:
+            raise ShapeError.argument(call, "size", tuple(given), "integers that are not negative")
     return tuple(given)
 
 
@@ -230,22 +232,25 @@ def _make(
     fill: bool = True,
     generator: torch.Generator | None = None,
 ) -> SymmetricTensor:
-    """Ask torch what `like(*args)` would be, allocate that, and let torch fill it."""
+    """Allocate what `like(*args)` would be, and let torch fill it."""
     world = world or _world.current_world(f"pkt.{call}")
     heap = world.heap
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise DtypeError.argument(call, "dtype", dtype, "a torch.dtype", world.rank)
-    try:
-        meta = like(*args, dtype=dtype, device="meta")
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise DtypeError.argument(
-            call, "arguments", args, f"what torch.{like.__name__} takes ({error})", world.rank
-        ) from error
-    if meta.is_quantized:
+    if fill and kind == "data":
+        try:  # torch says what shape and dtype its own factory would give, and refuses what it would refuse
+            meta = like(*args, dtype=dtype, device="meta")
+        except (RuntimeError, TypeError, ValueError) as error:
+            wanted = f"what torch.{like.__name__} takes ({error})"
+            raise DtypeError.argument(call, "arguments", args, wanted, world.rank) from error
+        shape, dtype = tuple(meta.shape), meta.dtype
+    else:
+        (shape,), dtype = args, dtype or torch.get_default_dtype()
+    if dtype in _QUANTIZED:
         raise DtypeError.argument(call, "dtype", dtype, "a dtype that is not quantized", world.rank)
     site = call_site(call)
     label = name or site.assigned or f"{call}@{site.text}"
-    allocation = heap.allocate(tuple(meta.shape), meta.dtype, label, site.text, kind)
+    allocation = heap.allocate(shape, dtype, label, site.text, kind)
     plain = heap.tensor(allocation)
     if fill:
         if kind == "data":

@@ -99,7 +99,7 @@ class SymmetricHeap:
         """
         self.check_open("allocation")
         number = self._allocations + 1
-        self.agreement.check(Request("allocate", number, shape, str(dtype).removeprefix("torch."), kind, site))
+        self.agreement.check(Request("allocate", number, str(shape), str(dtype)[6:], kind, site))
         self._allocations = number
         payload = math.prod(shape) * dtype.itemsize
         nbytes = payload + (SIGNAL_HEADER + SIGNAL_GUARD if kind == "signals" else 0)
@@ -128,8 +128,8 @@ class SymmetricHeap:
         """Collective. Give `allocation` back; any later use of it raises, and its guard words are checked."""
         allocation.use("free()")
         block = allocation.block
-        dtype = str(block.dtype).removeprefix("torch.")
-        self.agreement.check(Request("free", allocation.number, block.shape, dtype, block.kind, site))
+        request = Request("free", allocation.number, str(block.shape), str(block.dtype)[6:], block.kind, site)
+        self.agreement.check(request)
         overwritten = self._overwritten(allocation, "free()")
         allocation.freed_at = site
         del self.live[block.offset]

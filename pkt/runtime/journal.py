@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from pkt.errors import WaitTimeout
+from pkt.errors import TransportError, WaitTimeout
 
 SLOTS = 2048
 SLOT_BYTES = 512
@@ -53,17 +53,23 @@ class SharedJournal:
         at = _COUNTERS + ordinal % SLOTS * SLOT_BYTES
         log = self._maps[self.rank]
         log[at + _SLOT.size : at + _SLOT.size + len(record)] = record
-        _SLOT.pack_into(log, at, ordinal, zlib.crc32(record, ordinal & 0xFFFFFFFF), len(record))
+        _SLOT.pack_into(log, at, ordinal, zlib.crc32(record), len(record))
         self._written = self._counters[self.rank][_WRITTEN] = ordinal
 
-    def read(self, rank: int, ordinal: int) -> bytes | None:
-        """What `rank` wrote as its call number `ordinal`, or None if it has not come that far."""
-        if self._counters[rank][_WRITTEN] < ordinal:
-            return None
+    def written(self, rank: int) -> int:
+        """How many calls `rank` has written."""
+        return self._counters[rank][_WRITTEN]
+
+    def read(self, rank: int, ordinal: int) -> bytes:
+        """What `rank` wrote as its call number `ordinal`, at most `written(rank)` and not older than the ring."""
         at, log = _COUNTERS + ordinal % SLOTS * SLOT_BYTES, self._maps[rank]
-        found, checksum, length = _SLOT.unpack_from(log, at)
-        record = log[at + _SLOT.size : at + _SLOT.size + min(length, _ROOM)]
-        return record if found == ordinal and zlib.crc32(record, ordinal & 0xFFFFFFFF) == checksum else None
+        for _ in range(1000):  # the counter may be seen before the slot: another processor's stores come in their own time
+            found, checksum, length = _SLOT.unpack_from(log, at)
+            record = log[at + _SLOT.size : at + _SLOT.size + min(length, _ROOM)]
+            if found == ordinal and zlib.crc32(record) == checksum:
+                return record
+            time.sleep(1e-5)
+        raise TransportError.refused(self.rank, f"the journal of rank {rank}", f"call #{found}", f"call #{ordinal}, whole")
 
     def settle(self, ordinal: int) -> None:
         """Return once every rank has written its call number `ordinal`."""

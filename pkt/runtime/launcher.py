@@ -23,7 +23,8 @@ def launch(
     """Run `fn(world, *args)` on `ranks` ranks and return what each returned, in rank order.
 
     device "cuda" runs one process a GPU, "cpu" the simulator in this process; `fn` and its kernels are the
-    same. `heap` is as in pkt.init. Further options go to the simulator (see pkt.simulate). A rank that raises
+    same. `heap` is as in pkt.init. On GPUs `timeout` and `multicast` are as there too, processes stay warm between calls, and what a
+    rank prints appears with its number; on the CPU further options go to the simulator (see pkt.simulate). A rank that raises
     ends the run with RankFailed, which carries that rank's traceback.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -37,4 +38,17 @@ def launch(
     found = torch.cuda.device_count()
     if found < ranks:
         raise Unsupported.no_gpu("pkt.launch", f"wanted {ranks} GPUs, found {found}")
-    raise Unsupported.here("pkt.launch", "running on GPUs is not there yet", 'use device="cpu"')
+    unknown = sorted(set(options) - {"timeout", "multicast"})
+    if unknown:
+        raise Unsupported.here("pkt.launch", f"found the option {unknown[0]!r}", 'it is for device="cpu" only')
+    from pkt.runtime.transport import timeout_seconds
+    from pkt.runtime.workers import warm
+
+    return warm(ranks).run(
+        fn,
+        args,
+        "pkt.runtime.bootstrap:open_job",
+        timeout_seconds(options.get("timeout")),
+        heap=heap_bytes(heap),
+        multicast=options.get("multicast", True),
+    )

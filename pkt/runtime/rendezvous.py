@@ -95,10 +95,9 @@ def connect(meeting: Meeting, rank: int, size: int, timeout: float) -> dict[int,
 def _check_private(directory: str, rank: int) -> None:
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
-        raise TransportError.refused(
-            rank, f"the rendezvous directory {directory}", f"mode {stat.filemode(status.st_mode)} of uid {status.st_uid}",
-            f"a directory of uid {os.getuid()}, mode drwx------",
-        )  # fmt: skip
+        found = f"{stat.filemode(status.st_mode)} of uid {status.st_uid}"
+        wanted = f"drwx------ of uid {os.getuid()}"
+        raise TransportError.refused(rank, f"the rendezvous directory {directory}", found, wanted)
 
 
 def _stranger(sock: socket.socket) -> tuple[int, str]:

@@ -143,13 +143,11 @@ class SymmetricTensor(torch.Tensor):
 
 def symmetric_over(plain: torch.Tensor, allocation: Allocation) -> SymmetricTensor:
     """`plain`, which lies in `allocation`, as a symmetric tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor = plain.as_subclass(SymmetricTensor)
-        tensor.__dict__.update(
-            _allocation=allocation,
-            _address=plain.untyped_storage().data_ptr() + plain.storage_offset() * plain.dtype.itemsize,
-            dtype=plain.dtype,
-        )
+    tensor = plain.as_subclass(SymmetricTensor)
+    dtype = plain.dtype
+    offset = plain.storage_offset() * dtype.itemsize  # from the start of the block's elements, as its storage begins there
+    address = allocation.heap.backend.base + allocation.block.start + offset
+    tensor.__dict__.update(_allocation=allocation, _address=address, dtype=dtype)
     return tensor
 
 

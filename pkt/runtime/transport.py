@@ -113,8 +113,8 @@ class Transport:
             except (OSError, ValueError):  # closed under us
                 continue
             state = process_state(connection.pid)
-            if hung_up or state == "exited":
-                found[peer] = f"(pid {connection.pid}) exited"
+            if state == "exited" or hung_up:
+                found[peer] = self._end_of(connection)
             elif state:
                 found[peer] = f"(pid {connection.pid}) is {state}"
         return found
@@ -195,9 +195,35 @@ class Transport:
         return connection.peer in frames
 
     def _gone(self, connection: Connection, what: str) -> PktError:
-        """The peer at `connection` hung up, and others may have too; a farewell that is still unread says more."""
-        lost = {connection.peer: f"(pid {connection.pid}) exited"}
-        return PeerLost.exited(self.rank, {**self.lost(), **lost}, what)
+        """The peer at `connection` hung up, and others may have too; those that said why are not the ones to blame."""
+        lost = {connection.peer: self._end_of(connection)} | self.lost()
+        blamed: dict[int, str] = {}
+        for peer in list(lost):
+            farewell = self._last_words(self.connections[peer])
+            if farewell is not None:
+                said = {int(rank): text for rank, text in farewell["lost"].items()}
+                blamed |= said or {peer: f"(pid {self.connections[peer].pid}) gave up: {farewell['why']}"}
+                del lost[peer]
+        return PeerLost.exited(self.rank, lost or blamed, what)
+
+    def _last_words(self, connection: Connection) -> dict[str, Any] | None:
+        """The farewell among what a peer that has hung up sent before."""
+        try:
+            while (frame := connection.read()) is not None:
+                close_fds(frame.fds)
+                if frame.sequence == _GIVES_UP:
+                    return frame.value
+        except (LostConnection, PktError):
+            return None
+        return None
+
+    def _end_of(self, connection: Connection) -> str:
+        """How the other end of a closed connection ended. A dying process closes its files a little before it is gone."""
+        for _ in range(20):
+            if process_state(connection.pid) == "exited":
+                return f"(pid {connection.pid}) exited"
+            time.sleep(0.005)
+        return f"(pid {connection.pid}) closed its world"
 
     def _late(self, frames: Mapping[int, Frame], what: str) -> PktError:
         missing = [peer for peer in self.connections if peer not in frames]
@@ -208,8 +234,15 @@ class Transport:
 
     def _fail(self, error: PktError) -> PktError:
         """Tell the others why, close, and give the error back to be raised."""
-        lost = getattr(error, "lost", {})
-        farewell = pack(_GIVES_UP, {"lost": {str(r): text for r, text in lost.items()}, "why": str(error)[:2000]})
+        self.give_up(str(error), getattr(error, "lost", {}))
+        return error
+
+    def give_up(self, why: str, lost: Mapping[int, str] | None = None) -> None:
+        """Tell the others why this rank leaves before its time, and close. Idempotent."""
+        if self.closed:
+            return
+        ranks = {str(rank): text for rank, text in (lost or {}).items()}
+        farewell = pack(_GIVES_UP, {"lost": ranks, "why": why[:2000]})
         for connection in self.connections.values():
             if connection.unsent:
                 continue  # in the middle of a frame: it will see the end of file instead
@@ -219,4 +252,3 @@ class Transport:
             except (LostConnection, OSError):
                 continue  # it is the lost one
         self.close()
-        return error

@@ -163,6 +163,9 @@ class World:
         if error is None:
             self.close()
         elif not self._closed:
+            abandon = getattr(self._backend, "abandon", None)
+            if abandon is not None:
+                abandon(f"{type(error).__name__}: {error}")
             self._discard()  # the error on its way out says more than a guard word
 
     def _discard(self) -> None:

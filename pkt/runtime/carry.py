@@ -1,0 +1,105 @@
+"""Functions and kernels on their way to a worker process, also those defined in a script's main module or a notebook cell.
+
+cloudpickle carries functions by value where they cannot be imported. A Triton kernel needs more: Triton reads its source,
+so the text goes along and is put where `inspect` finds it, and the kernel is jitted again on the other side. Only ever used
+on a pipe between a process and its own child.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import linecache
+import pickle
+import socket
+import struct
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+import triton
+from triton.runtime.jit import JITFunction
+
+_LENGTH = struct.Struct("!Q")
+_OPTIONS = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline", "repr", "launch_metadata", "version")
+
+
+def _importable(kernel: JITFunction) -> bool:
+    """The kernel is an attribute of a module that another process can import."""
+    module, name = kernel.fn.__module__, kernel.fn.__qualname__
+    if module == "__main__" or "<" in name:
+        return False
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return False
+    return found is kernel
+
+
+def _import(module: str, qualname: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _jitted(fn: FunctionType, file: str, lines: list[str], options: dict[str, Any]) -> Any:
+    _remember(file, lines)
+    return triton.jit(fn, **options)
+
+
+def _remember(file: str, lines: list[str]) -> None:
+    if lines and file not in linecache.cache:
+        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, JITFunction):
+            if _importable(obj):
+                return _import, (obj.fn.__module__, obj.fn.__qualname__)
+            file = obj.fn.__code__.co_filename
+            given = {name: getattr(obj, name, None) for name in _OPTIONS}
+            options = {name: value for name, value in given.items() if value not in (None, [], ())}
+            options.pop("repr", None)  # Triton's default is a closure of its own
+            return _jitted, (obj.fn, file, linecache.getlines(file), options)
+        return super().reducer_override(obj)
+
+
+def dumps(value: Any) -> bytes:
+    """`value` with what it needs to be rebuilt elsewhere."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """The value again."""
+    return pickle.loads(data)
+
+
+def send(pipe: socket.socket, data: bytes) -> None:
+    """One message."""
+    pipe.sendall(_LENGTH.pack(len(data)))
+    pipe.sendall(data)
+
+
+def receive(pipe: socket.socket) -> bytes | None:
+    """The next message, or None when the other end has gone."""
+    head = _read(pipe, _LENGTH.size)
+    return None if head is None else _read(pipe, _LENGTH.unpack(head)[0])
+
+
+def _read(pipe: socket.socket, length: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < length:
+        try:
+            more = pipe.recv(min(length - len(data), 1 << 20))
+        except ConnectionResetError:
+            return None
+        if not more:
+            return None
+        data += more
+    return bytes(data)

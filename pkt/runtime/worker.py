@@ -1,0 +1,67 @@
+"""The process behind one rank of pkt.launch(device="cuda"): waits for jobs on a private pipe, runs them, stays warm.
+
+Started as `python -m pkt.runtime.worker FD`, not by fork (CUDA does not survive one) and not by multiprocessing's spawn
+(which runs the caller's main module again, and a notebook has none). What comes over the pipe was pickled by the parent
+that started us; nobody else has the other end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from pkt.errors import PeerLost, PktError, WaitTimeout
+from pkt.runtime.carry import dumps, loads, receive, send
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int) -> None:
+    """Serve jobs until the parent closes the pipe."""
+    # No orphans: a parent that is killed cannot close anything in an orderly way.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the interrupt and ends us
+    with socket.socket(fileno=fd) as pipe:
+        while (job := receive(pipe)) is not None:
+            send(pipe, dumps(_serve(loads(job))))
+
+
+def _serve(job: dict[str, Any]) -> dict[str, Any]:
+    """Run one job; the answer says what `fn` returned or how it failed."""
+    world = None
+    try:
+        opener = _named(job["opener"])
+        world = opener(job)
+        with world:
+            return {"result": dumps(loads(job["fn"])(world, *loads(job["args"])))}
+    except BaseException as error:
+        text = traceback.format_exc()
+        return {"error": _portable(error), "traceback": text, "lost": isinstance(error, PktError) and _only_a_victim(error)}
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _portable(error: BaseException) -> bytes | None:
+    try:
+        return dumps(error)
+    except Exception:  # an exception may hold anything, a socket say; its traceback is text and goes anyway
+        return None
+
+
+def _only_a_victim(error: PktError) -> bool:
+    return isinstance(error, (PeerLost, WaitTimeout))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -271,7 +271,7 @@ class Builder(InterpreterBuilder):
         op = ATOMICS[rmwOp]
         ty = val.dtype.scalar
         dtype = val.data.dtype
-        values = _like(val.data, ptr.data.shape)
+        values = _like(val.data, ptr.data.shape).reshape(-1)
         if rmwOp in _UNSIGNED or rmwOp in _SIGNED:
             view = np.dtype(f"{'u' if rmwOp in _UNSIGNED else ''}int{dtype.itemsize * 8}")
             inner = op
@@ -288,8 +288,8 @@ class Builder(InterpreterBuilder):
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
         dtype = val.data.dtype
-        expected = np.broadcast_to(cmp.data, ptr.data.shape)
-        values = _like(val.data, ptr.data.shape)
+        expected = _like(cmp.data, ptr.data.shape).reshape(-1)
+        values = _like(val.data, ptr.data.shape).reshape(-1)
         update = lambda now, where: np.where(now == expected[where], values[where], now)  # noqa: E731
         return handle(self.device.atomic(ptr.data, None, dtype, update, *_order(sem, scope)), val.dtype)
 
@@ -300,7 +300,7 @@ class Builder(InterpreterBuilder):
         return handle(old, ptr.get_element_ty())
 
     def create_atomic_store(self, ptr, val, mask, sem, scope):  # Triton 3.9
-        values = _like(val.data, ptr.data.shape)
+        values = _like(val.data, ptr.data.shape).reshape(-1)
         new = lambda now, where: values[where]  # noqa: E731
         self.device.atomic(ptr.data, _mask(mask, ptr.data.shape), val.data.dtype, new, *_order(sem, scope))
 

@@ -354,7 +354,7 @@ class Machine:
             return
         function = interpret(kernel)
         values = {n: bound[n] if fixed else argument(bound[n], special) for n, fixed, special in _parameters(kernel)}
-        local = self._register(bound.values(), host.rank, name)
+        local = self._register(bound, host.rank, name)
         host.launches += 1
         launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values))
         task = host.task
@@ -373,10 +373,10 @@ class Machine:
         task.clock[task.column] += 1
         task.time = launch.time
 
-    def _register(self, values: Any, rank: int, kernel: str) -> list[int]:
+    def _register(self, arguments: dict[str, Any], rank: int, kernel: str) -> list[int]:
         """The launch's local tensors become addressable; returns their bases, to be dropped when it has finished."""
         bases = []
-        for name, tensor in _tensors(values):
+        for name, tensor in (t for name, value in arguments.items() for t in _tensors([value], name)):
             storage = tensor.untyped_storage()
             base, nbytes = storage.data_ptr(), storage.nbytes()
             if nbytes == 0 or self.space.owner(base) is not None:
@@ -512,7 +512,7 @@ def _bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
     return dict(bound.arguments)
 
 
-def _tensors(values: Any, name: str = "argument") -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(values: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield name, value

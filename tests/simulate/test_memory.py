@@ -1,0 +1,400 @@
+"""Loads, stores, atomics and tensor descriptors of the simulator, on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import pkt
+from pkt.errors import OutOfBounds, RankFailed
+from pkt.simulate.memory import AddressSpace, Region, Scattered, Strided
+from tests.simulate.helpers import run, same
+
+NEWEST = hasattr(tl, "atomic_poll")  # Triton 3.9
+
+
+@triton.jit
+def masked(x, out, n, N: tl.constexpr):
+    o = tl.arange(0, N)
+    v = tl.load(x + o, mask=o < n, other=-1)
+    tl.store(out + o, v)
+    tl.store(out + N + o, tl.load(x + o, mask=o % 2 == 0, other=7.5))
+    tl.store(out + 2 * N + o, tl.load(x + o), mask=(o % 3 == 0) & (o < n))
+    if n > 100:
+        tl.store(out + 3 * N, tl.load(x + 10**6))
+    tl.store(out + 3 * N + o, tl.load(x + 10**6 + o, mask=o < 0, other=3))  # nothing is touched
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64], ids=str)
+def test_masks(dtype: torch.dtype) -> None:
+    x = torch.arange(1, 17).to(dtype)
+    out = torch.zeros(4, 16).to(dtype)
+    run(masked, (1,), x, out, 10, 16)
+    f, o = x.float(), torch.arange(16)
+    wanted = [
+        torch.where(o < 10, f, -1),
+        torch.where(o % 2 == 0, f, 7.5),
+        torch.where((o % 3 == 0) & (o < 10), f, 0),
+        torch.full((16,), 3.0),
+    ]
+    assert out.float().tolist() == torch.stack(wanted).tolist()
+
+
+@triton.jit
+def strided(x, out, rows, stride, M: tl.constexpr, N: tl.constexpr):
+    m, n = tl.arange(0, M), tl.arange(0, N)
+    at = x + m[:, None] * stride + n[None, :]
+    inside = (m < rows)[:, None] & (n < N - 1)[None, :]
+    tl.store(out + m[:, None] * N + n[None, :], tl.load(at, mask=inside, other=0))
+    tl.store(out + M * N + n[None, :] * M + m[:, None], tl.load(x + n[None, :] + m[:, None] * 0))  # a row, M times
+    tl.store(out + 2 * M * N + m, tl.load(x + (M - 1 - m) * stride))  # backwards
+
+
+def test_blocks_of_any_stride() -> None:
+    x, out = torch.arange(8 * 24).float().reshape(8, 24), torch.full((3, 8, 16), -1.0)
+    run(strided, (1,), x, out, 5, 24, 8, 16)
+    wanted = torch.zeros(8, 16)
+    wanted[:5, :15] = x[:5, :15]
+    same(out[0], wanted)
+    same(out[1].reshape(16, 8), x[0, :16, None].expand(16, 8).contiguous())
+    same(out[2].reshape(-1)[:8], x[:, 0].flip(0))
+
+
+@triton.jit
+def scalars(x, out):
+    v = tl.load(x + 3)
+    tl.store(out, v)
+    tl.store(out + 1, tl.load(x + v.to(tl.int32)) + 1)
+    p = (x + 2).to(tl.int64)
+    tl.store(out + 2, tl.load((p + 4).to(tl.pointer_type(tl.float32))))
+    tl.store(out + 3, 1.5)
+
+
+def test_scalars_and_pointers_as_integers() -> None:
+    x, out = torch.tensor([5.0, 6.0, 7.0, 1.0]), torch.empty(4)
+    run(scalars, (1,), x, out)
+    assert out.tolist() == [1.0, 7.0, 1.0, 1.5]
+
+
+# -- atomics ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def atomics(x, v, old, OP: tl.constexpr, N: tl.constexpr):
+    o = tl.arange(0, N)
+    value = tl.load(v + o)
+    at, inside = x + o // 2, o != 5
+    if OP == "add":
+        was = tl.atomic_add(at, value, mask=inside)
+    elif OP == "max":
+        was = tl.atomic_max(at, value, mask=inside)
+    elif OP == "min":
+        was = tl.atomic_min(at, value, mask=inside)
+    elif OP == "and":
+        was = tl.atomic_and(at, value, mask=inside)
+    elif OP == "or":
+        was = tl.atomic_or(at, value, mask=inside)
+    elif OP == "xor":
+        was = tl.atomic_xor(at, value, mask=inside)
+    else:
+        was = tl.atomic_xchg(at, value, mask=inside)
+    tl.store(old + o, was, mask=inside)
+
+
+INTEGERS = [torch.int32, torch.int64, torch.uint32, torch.uint64]
+CASES = [
+    *(("add", d) for d in (*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+    *((op, d) for op in ("max", "min") for d in (*INTEGERS, torch.float32, torch.float64)),
+    *((op, d) for op in ("and", "or", "xor") for d in INTEGERS),
+    *(("xchg", d) for d in (*INTEGERS, torch.float32, torch.float64)),
+]
+MEANING: dict[str, Any] = {
+    "add": lambda a, b: a + b,
+    "max": max,
+    "min": min,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "xchg": lambda a, b: b,
+}
+
+
+def as_dtype(values: list, dtype: torch.dtype) -> torch.Tensor:
+    """torch has few operations on unsigned integers: through the signed ones of the same bits."""
+    signed = {torch.uint32: torch.int32, torch.uint64: torch.int64}.get(dtype)
+    if signed is None:
+        return torch.tensor(values, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype)
+    half = 1 << (dtype.itemsize * 8 - 1)
+    return torch.tensor([(v + half) % (2 * half) - half for v in values], dtype=signed).view(dtype)
+
+
+@pytest.mark.parametrize(("op", "dtype"), CASES, ids=lambda p: str(p).removeprefix("torch."))
+def test_atomics(op: str, dtype: torch.dtype) -> None:
+    """Two neighbours of a block update one element, one after the other."""
+    unsigned = dtype in (torch.uint32, torch.uint64)
+    big = (1 << (dtype.itemsize * 8 - 1)) + 5 if unsigned else 12
+    start, values = [3, 10, 7, 3], [1, 2, big, 5, 4, 100, 6, 2]
+    if not unsigned:
+        start, values = [v - 8 for v in start], [v - 4 for v in values]
+    x, old = as_dtype(start, dtype), as_dtype([0] * 8, dtype)
+    run(atomics, (1,), x, as_dtype(values, dtype), old, op, 8)
+    state, was = list(start), [0] * 8
+    for i, v in enumerate(values):
+        if i != 5:
+            was[i] = state[i // 2]
+            state[i // 2] = MEANING[op](state[i // 2], v)
+    assert x.tolist() == as_dtype(state, dtype).tolist()
+    if not (op in ("max", "min") and dtype.is_floating_point):  # those are made of two integer atomics
+        assert old.tolist() == as_dtype(was, dtype).tolist()
+
+
+@triton.jit
+def atomics_of_a_tile(x, M: tl.constexpr, N: tl.constexpr):
+    m, n = tl.arange(0, M), tl.arange(0, N)
+    at = m[:, None] * N + n[None, :]
+    old = tl.atomic_add(x + at, at, mask=(m > 0)[:, None] & (n < N - 1)[None, :])
+    tl.store(x + M * N + at, old)
+    tl.atomic_cas(x + 2 * M * N + at, at % 3, at + 100)
+
+
+def test_atomics_of_a_tile() -> None:
+    x = torch.ones(3, 4, 8, dtype=torch.int32)
+    x[2] = 1
+    run(atomics_of_a_tile, (1,), x, 4, 8)
+    at = torch.arange(32, dtype=torch.int32).reshape(4, 8)
+    inside = (torch.arange(4) > 0)[:, None] & (torch.arange(8) < 7)[None, :]
+    same(x[0], torch.where(inside, at + 1, torch.tensor(1, dtype=torch.int32)))
+    assert (x[1][inside] == 1).all()
+    same(x[2], torch.where(at % 3 == 1, at + 100, torch.tensor(1, dtype=torch.int32)))
+
+
+@triton.jit
+def compare_and_swap(x, old, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(old + o, tl.atomic_cas(x + o, o, o + 100))
+    tl.store(old + N, tl.atomic_cas(x, 100, 7))
+    tl.store(old + N + 1, tl.atomic_cas(x, 100, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_compare_and_swap(dtype: torch.dtype) -> None:
+    x, old = torch.tensor([0, 9, 2, 9], dtype=dtype), torch.empty(6, dtype=dtype)
+    run(compare_and_swap, (1,), x, old, 4)
+    assert x.tolist() == [7, 9, 102, 9]
+    assert old.tolist() == [0, 9, 2, 9, 100, 7]
+
+
+@triton.jit
+def count(counter, tickets):
+    tl.store(tickets + tl.atomic_add(counter, 1), tl.program_id(0))
+
+
+def test_programs_draw_different_tickets() -> None:
+    for seed in range(5):
+        counter, tickets = torch.zeros(1, dtype=torch.int32), torch.full((40,), -1, dtype=torch.int32)
+        pkt.launch(lambda w: count[(40,)](counter, tickets), ranks=1, device="cpu", seed=seed)
+        assert sorted(tickets.tolist()) == list(range(40))
+
+
+@triton.jit
+def lock(guard, total, ROUNDS: tl.constexpr):
+    for _ in range(ROUNDS):
+        while tl.atomic_cas(guard, 0, 1, sem="acquire", scope="gpu") == 1:
+            pass
+        tl.store(total, tl.load(total) + 1)
+        tl.atomic_xchg(guard, 0, sem="release", scope="gpu")
+
+
+def test_a_lock_of_compare_and_swap() -> None:
+    for seed in range(6):
+        guard, total = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+        pkt.launch(lambda w: lock[(6,)](guard, total, 4), ranks=1, device="cpu", seed=seed)
+        assert total.item() == 24, f"seed {seed}"
+
+
+# Module level, because Triton reads the source of the whole function: names that 3.6 lacks may not be looked up.
+if NEWEST:
+
+    @triton.jit
+    def atomic_accesses(x, out):
+        tl.atomic_store(x, 5, sem="release", scope="sys")
+        tl.store(out, tl.atomic_load(x, sem="acquire", scope="sys"))
+        tl.atomic_poll(x, 5, sem="acquire", scope="sys")
+
+    def test_atomic_load_store_and_poll() -> None:
+        x, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        run(atomic_accesses, (1,), x, out)
+        assert [x.item(), out.item()] == [5, 5]
+
+
+# -- tensor descriptors ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def descriptor_copy(x, y, m, n, BM: tl.constexpr, BN: tl.constexpr):
+    src = tl.make_tensor_descriptor(x, [m, n], [n, 1], [BM, BN])
+    dst = tl.make_tensor_descriptor(y, [m, n], [n, 1], [BM, BN])
+    i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
+    dst.store([i, j], src.load([i, j]) + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_descriptors_clip_at_the_edge(dtype: torch.dtype) -> None:
+    x = torch.arange(20 * 24).remainder(100).reshape(20, 24).to(dtype)
+    y = torch.zeros(21, 24).to(dtype)
+    run(descriptor_copy, (2, 2), x, y, 20, 24, 16, 16)
+    same(y[:20], x + 1)
+    assert (y[20] == 0).all()
+
+
+@triton.jit
+def descriptor_edges(desc, out, PAD: tl.constexpr):
+    for k in tl.static_range(3):
+        i: tl.constexpr = (-4, 6, 100)[k]
+        block = desc.load([i, -4])
+        at = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        tl.store(out + 64 * k + at, block)
+
+
+@pytest.mark.parametrize("padding", ["zero", "nan"])
+def test_host_descriptors_fill_what_is_outside(padding: str) -> None:
+    x, out = torch.arange(64).float().reshape(8, 8), torch.empty(3, 8, 8)
+    desc = TensorDescriptor(x, list(x.shape), list(x.stride()), [8, 8], padding)
+    run(descriptor_edges, (1,), desc, out, padding)
+    wanted = torch.full((3, 8, 8), 0.0 if padding == "zero" else float("nan"))
+    wanted[0, 4:, 4:] = x[:4, :4]
+    wanted[1, :2, 4:] = x[6:, :4]
+    same(out, wanted)
+
+
+@triton.jit
+def descriptor_reduce(desc, low, high, N: tl.constexpr):
+    v = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    desc.atomic_add([0, 0], v.to(desc.dtype))
+    desc.atomic_add([N // 2, 0], v.to(desc.dtype))
+    low.atomic_min([0, 0], v.to(low.dtype))
+    high.atomic_max([0, 0], v.to(high.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32], ids=str)
+def test_descriptor_reductions(dtype: torch.dtype) -> None:
+    n = 8
+    x, v = torch.ones(n, n).to(dtype), torch.arange(n * n).reshape(n, n)
+    short = torch.int32 if dtype == torch.float32 else dtype  # TMA has no fp32 minimum
+    low, high = torch.full((n, n), 30).to(short), torch.full((n, n), 30).to(short)
+    run(descriptor_reduce, (1,), *(TensorDescriptor.from_tensor(t, [n, n]) for t in (x, low, high)), n)
+    wanted = 1 + v.double()
+    wanted[n // 2 :] += v[: n // 2]
+    same(x, wanted.to(dtype))
+    same(low, v.clamp(max=30).to(short))
+    same(high, v.clamp(min=30).to(short))
+
+
+@triton.jit
+def descriptor_gather(src, dst, rows, out, N: tl.constexpr):
+    at = tl.load(rows + tl.arange(0, N))
+    v = src.gather(at, 16)
+    tl.store(out + tl.arange(0, N)[:, None] * 16 + tl.arange(0, 16)[None, :], v)
+    dst.scatter(v, at, 0)
+
+
+def test_descriptor_gather_and_scatter() -> None:
+    x, y, out = torch.arange(16 * 32).float().reshape(16, 32), torch.zeros(16, 16), torch.empty(8, 16)
+    rows = torch.tensor([3, 1, 15, 0, 7, 8, 9, 4], dtype=torch.int32)
+    src, dst = TensorDescriptor.from_tensor(x, [1, 16]), TensorDescriptor.from_tensor(y, [1, 16])
+    run(descriptor_gather, (1,), src, dst, rows, out, 8)
+    same(out, x[rows.long(), 16:])
+    same(y[rows.long()], out)
+
+
+@triton.jit
+def descriptor_3d(desc, out):
+    v = desc.load([1, 0, 8])
+    tl.store(out + tl.arange(0, 32), tl.reshape(v, (32,)))
+
+
+def test_descriptors_of_three_dimensions() -> None:
+    x, out = torch.arange(3 * 4 * 16).float().reshape(3, 4, 16), torch.empty(4, 8)
+    run(descriptor_3d, (1,), TensorDescriptor.from_tensor(x, [1, 4, 8]), out)
+    same(out, x[1, :, 8:])
+
+
+@triton.jit
+def descriptor_unaligned(desc, out):
+    tl.store(out + tl.arange(0, 8), tl.reshape(desc.load([0, 1]), (8,)))
+
+
+def test_descriptor_offsets_are_multiples_of_16_bytes() -> None:
+    desc = TensorDescriptor.from_tensor(torch.zeros(8, 8), [1, 8])
+    with pytest.raises(RankFailed, match="offset 1 of the last dimension is not 16-byte aligned"):
+        run(descriptor_unaligned, (1,), desc, torch.empty(8))
+
+
+if not NEWEST:  # later releases have none
+
+    @triton.jit
+    def block_pointers(x, y, m, n, BM: tl.constexpr, BN: tl.constexpr):
+        p = tl.make_block_ptr(x, (m, n), (n, 1), (0, 0), (BM, BN), (1, 0))
+        q = tl.make_block_ptr(y, (m, n), (n, 1), (0, 0), (BM, BN), (1, 0))
+        for _ in range(0, n, BN):
+            tl.store(q, tl.load(p, boundary_check=(0, 1), padding_option="zero") + 1, boundary_check=(0, 1))
+            p, q = tl.advance(p, (0, BN)), tl.advance(q, (0, BN))
+
+    def test_block_pointers() -> None:
+        x, y = torch.arange(5 * 10).float().reshape(5, 10), torch.zeros(6, 10)
+        run(block_pointers, (1,), x, y, 5, 10, 8, 8)
+        same(y[:5], x + 1)
+        assert (y[5] == 0).all()
+
+
+# -- wrong addresses -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def far(x, at):
+    tl.store(x + at + tl.arange(0, 4), 1.0)
+
+
+@pytest.mark.parametrize("at", [6, -1, 10**12])
+def test_accesses_outside_a_local_tensor(at: int) -> None:
+    x = torch.zeros(8)
+    with pytest.raises(OutOfBounds, match=r"out of bounds: store of address 0x.* by rank 0 far program 0") as caught:
+        run(far, (1,), x, at)
+    assert "test_memory.py:" in str(caught.value)
+    if at == 6:
+        assert "nearest: x of rank 0" in str(caught.value)
+    assert (x == 0).all()
+
+
+# -- the address space itself ----------------------------------------------------------------------------------------
+
+
+def region(space: AddressSpace, rank: int, offset: int, nbytes: int, name: str) -> Region:
+    memory = space.slice(rank, offset, nbytes)
+    made = Region(space.window(rank) + offset, nbytes, memory, rank, name, "data", 4, (nbytes // 4,))
+    space.add(made)
+    return made
+
+
+def test_accesses_are_strided_where_they_can_be() -> None:
+    import numpy as np
+
+    space = AddressSpace(2, 1 << 20)
+    a, b = region(space, 0, 0, 4096, "a"), region(space, 1, 0, 4096, "b")
+    base = np.uint64(a.base)
+    tile = base + (np.arange(4)[:, None] * 256 + np.arange(16)[None, :] * 4).astype(np.uint64)
+    ((access, where),) = space.resolve(tile, None, 4)
+    assert isinstance(access, Strided)
+    assert where is ...
+    assert access.strides == (256, 4)
+    both = np.concatenate([tile, tile + np.uint64(space.stride)])
+    parts = space.resolve(both, None, 4)
+    assert [type(p) for p, _ in parts] == [Scattered, Scattered]
+    assert [p.region.name for p, _ in parts] == ["a", "b"]
+    assert b.element(b.base + 4 * 7) == "b[7]"
+    space.close()

@@ -8,8 +8,8 @@ own line numbers, so that a frame of the simulator points at the user's line.
 from __future__ import annotations
 
 import ast
-import gc
 import functools
+import gc
 import inspect
 import operator
 import textwrap
@@ -401,8 +401,8 @@ def _launch(kernel: Any, *args: Any, **named: Any) -> Any:
 @contextmanager
 def interpreting(launch: Callable | None = None) -> Iterator[None]:
     """While it lasts, calls of `tl` compute, calls of jit functions run their source, and `kernel[grid](...)` calls
-    `launch(kernel, *args, grid=..., warmup=..., **named)`. May be nested: the inner one only changes who launches, so an
-    outer one without a launch keeps `tl` patched over many runs."""
+    `launch(kernel, *args, grid=..., warmup=..., **named)`. May be nested: the inner one only changes who launches, so
+    an outer one without a launch keeps `tl` patched over many runs."""
     outermost = not _launchers
     patches, replaced = _Patches(), dict(interpret.replaced)
     _launchers.append(launch or _refuse)

@@ -376,7 +376,7 @@ class Machine:
     def _register(self, arguments: dict[str, Any], rank: int, kernel: str) -> list[int]:
         """The launch's local tensors become addressable; returns their bases, to be dropped when it has finished."""
         bases = []
-        for name, tensor in (t for name, value in arguments.items() for t in _tensors([value], name)):
+        for name, tensor in (t for key, value in arguments.items() for t in _tensors([value], key)):
             storage = tensor.untyped_storage()
             base, nbytes = storage.data_ptr(), storage.nbytes()
             if nbytes == 0 or self.space.owner(base) is not None:

@@ -197,7 +197,7 @@ def count(counter, tickets):
 def test_programs_draw_different_tickets() -> None:
     for seed in range(5):
         counter, tickets = torch.zeros(1, dtype=torch.int32), torch.full((40,), -1, dtype=torch.int32)
-        pkt.launch(lambda w: count[(40,)](counter, tickets), ranks=1, device="cpu", seed=seed)
+        pkt.launch(lambda w, *args: count[(40,)](*args), ranks=1, device="cpu", args=(counter, tickets), seed=seed)
         assert sorted(tickets.tolist()) == list(range(40))
 
 
@@ -213,7 +213,7 @@ def lock(guard, total, ROUNDS: tl.constexpr):
 def test_a_lock_of_compare_and_swap() -> None:
     for seed in range(6):
         guard, total = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
-        pkt.launch(lambda w: lock[(6,)](guard, total, 4), ranks=1, device="cpu", seed=seed)
+        pkt.launch(lambda w, *args: lock[(6,)](*args), ranks=1, device="cpu", args=(guard, total, 4), seed=seed)
         assert total.item() == 24, f"seed {seed}"
 
 

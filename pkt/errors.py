@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 E = TypeVar("E", bound="PktError")
 
-COMPARISON = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
+COMPARISON = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!=", "flip": "top bit unlike"}
 COMPARISON["flip"] = "the barrier round after"
 SHORT = {
     "bfloat16": "bf16",
@@ -138,6 +138,10 @@ class Access:
 # --------------------------------------------------------------------------------------------------- the tree
 class PktError(Exception):
     """Everything pkt raises."""
+
+    def add_note(self, note: str) -> None:
+        """As BaseException.add_note, which Python 3.10 does not have."""
+        self.__notes__: list[str] = [*getattr(self, "__notes__", ()), note]
 
     @classmethod
     def of(cls: type[E], message: str, **facts: Any) -> E:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 E = TypeVar("E", bound="PktError")
 
-COMPARISON = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!=", "flip": "top bit unlike"}
+COMPARISON = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
 COMPARISON["flip"] = "the barrier round after"
 SHORT = {
     "bfloat16": "bf16",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextvars
 import heapq
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,6 +172,7 @@ class Machine:
         self.hub = greenlet.getcurrent()
         saved, threads = torch.get_rng_state(), torch.get_num_threads()
         torch.set_num_threads(1)  # tiles are small: more threads wait for each other longer than they compute
+        outer = {name: vars(builder).get(name) for name in ("device", "pkt")}  # of a run that this one is inside of
         builder.device = builder.pkt = self.device
         try:
             with interpreting(self.launch):
@@ -181,6 +183,11 @@ class Machine:
                 finally:
                     self._end()
         finally:
+            for name, value in outer.items():
+                if value is None:
+                    delattr(builder, name)
+                else:
+                    setattr(builder, name, value)
             torch.set_rng_state(saved)
             torch.set_num_threads(threads)
         return [host.result for host in self.hosts]
@@ -288,8 +295,6 @@ class Machine:
         for task in [*self.ready, *(t for tasks in self.waiting.values() for t in tasks)]:
             if not task.greenlet.dead:
                 task.greenlet.throw(Stopped)
-        builder.__dict__.pop("device", None)
-        builder.__dict__.pop("pkt", None)
 
     # -- switching, called from inside a task -----------------------------------------------------------------------
 
@@ -500,13 +505,14 @@ class _Raw:
 
 def _parameters(kernel: Any) -> Iterator[tuple[str, bool, bool]]:
     """(name, is constexpr, is specialised) of every parameter."""
-    for p in kernel.params:
-        yield p.name, p.is_constexpr, not p.do_not_specialize
+    if hasattr(kernel, "params"):
+        yield from ((p.name, p.is_constexpr, not p.do_not_specialize) for p in kernel.params)
+    else:  # decorated under TRITON_INTERPRET=1, which keeps less
+        for name, p in inspect.signature(kernel.fn).parameters.items():
+            yield name, "constexpr" in str(p.annotation), True
 
 
 def _bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
-    import inspect
-
     bound = inspect.signature(kernel.fn).bind(*args, **named)
     bound.apply_defaults()
     return dict(bound.arguments)

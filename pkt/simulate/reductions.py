@@ -63,8 +63,8 @@ def reduce(input, axis, combine_fn, keep_dims=False, _semantic=None, _generator=
     else:
         types = [t.dtype for t in inputs]
         while (n := arrays[0].shape[at]) > 1:
-            pairs = [[_along(a, at, slice(i, n // 2 * 2, 2)) for a in arrays] for i in (0, 1)]
-            combined = _combine(combine_fn, *pairs, types)
+            left, right = ([_along(a, at, slice(i, n // 2 * 2, 2)) for a in arrays] for i in (0, 1))
+            combined = _combine(combine_fn, left, right, types)
             rest = [_along(a, at, slice(n // 2 * 2, n)) for a in arrays]
             arrays = [np.concatenate(parts, at) for parts in zip(combined, rest)]
         results = [_tensor(a.squeeze(at), ty) for a, ty in zip(arrays, types)]

@@ -404,12 +404,14 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
     `launch(kernel, *args, grid=..., warmup=..., **named)`. May be nested: the inner one only changes who launches, so
     an outer one without a launch keeps `tl` patched over many runs."""
     outermost = not _launchers
-    patches, replaced = _Patches(), dict(interpret.replaced)
+    patches, replaced, thresholds = _Patches(), dict(interpret.replaced), gc.get_threshold()
     _launchers.append(launch or _refuse)
     try:
         if outermost:
             _install(patches)
-            gc.freeze()  # torch and triton are a million objects that the collector need not look at again and again
+            # An operation makes a handful of objects and no cycle; torch and triton are a million that never go.
+            gc.freeze()
+            gc.set_threshold(100_000, *thresholds[1:])
         with np.errstate(all="ignore"):
             yield
     finally:
@@ -418,6 +420,7 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
         if outermost:
             interpret.functions.clear()
             gc.unfreeze()
+            gc.set_threshold(*thresholds)
         interpret.replaced = replaced
 
 

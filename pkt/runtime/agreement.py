@@ -1,10 +1,10 @@
 """Do the ranks make the same collective calls? The only place that decides when that is checked.
 
-A call is described by a `Request`. Where the backend keeps a journal that peers can read without waiting, a rank only writes
-the request down, with a digest of all its calls so far; every few calls it compares digests as far as all ranks have come,
-and `settle` waits for the rest. That is called before anything another rank can see (a launch, a peer view, a barrier).
-Without a journal the ranks exchange each request at once. Either way the first difference is raised, by name, on the ranks
-that see it, before the memory is used.
+A call is described by a `Request`. Where the backend keeps a journal that peers can read without waiting, a rank only
+writes the request down, with a digest of all its calls so far; every few calls it compares digests as far as all ranks
+have come, and `settle` waits for the rest. That is called before anything another rank can see (a launch, a peer view,
+a barrier). Without a journal the ranks exchange each request at once. Either way the first difference is raised, by
+name, on the ranks that see it, before the memory is used.
 """
 
 from __future__ import annotations

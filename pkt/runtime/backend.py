@@ -73,7 +73,8 @@ class Journal(Protocol):
 class Backend(Protocol):
     """One rank's side of the machine.
 
-    Two members are optional: `journal`, a Journal, and `abandon(why)`, called before close() when an error ends the world.
+    Two members are optional: `journal`, a Journal, and `abandon(why)`, called before close() when an error ends the
+    world.
     """
 
     rank: int

@@ -1,8 +1,9 @@
-"""Functions and kernels on their way to a worker process, also those defined in a script's main module or a notebook cell.
+"""Functions and kernels on their way to a worker process, also those defined in a script's main module or a notebook
+cell.
 
-cloudpickle carries functions by value where they cannot be imported. A Triton kernel needs more: Triton reads its source,
-so the text goes along and is put where `inspect` finds it, and the kernel is jitted again on the other side. Only ever used
-on a pipe between a process and its own child.
+cloudpickle carries functions by value where they cannot be imported. A Triton kernel needs more: Triton reads its
+source, so the text goes along and is put where `inspect` finds it, and the kernel is jitted again on the other side.
+Only ever used on a pipe between a process and its own child.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ import triton
 from triton.runtime.jit import JITFunction
 
 _LENGTH = struct.Struct("!Q")
-_OPTIONS = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline", "repr", "launch_metadata", "version")
+_OPTIONS = (
+    "do_not_specialize",
+    "do_not_specialize_on_alignment",
+    "debug",
+    "noinline",
+    "repr",
+    "launch_metadata",
+    "version",
+)
 
 
 def _importable(kernel: JITFunction) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pkt.errors import Closed, HeapFull, NotSymmetric, ShapeError, SignalIndexError, UseAfterFree
+from pkt.errors import Closed, HeapFull, NotSymmetric, PktError, ShapeError, SignalIndexError, UseAfterFree
 from pkt.runtime.agreement import Agreement, Request
 from pkt.runtime.backend import (
     GUARD_WORD,
@@ -112,7 +112,7 @@ class SymmetricHeap:
         block = Block(offset, nbytes, shape, dtype, name, kind, site)
         try:
             self._reserve(block)
-        except HeapFull:
+        except PktError:  # on every rank alike: the block is given back and nothing has happened
             self.ledger.free(offset)
             raise
         allocation = self.live[offset] = Allocation(self, block, number)

@@ -23,9 +23,9 @@ def launch(
     """Run `fn(world, *args)` on `ranks` ranks and return what each returned, in rank order.
 
     device "cuda" runs one process a GPU, "cpu" the simulator in this process; `fn` and its kernels are the
-    same. `heap` is as in pkt.init. On GPUs `timeout` and `multicast` are as there too, processes stay warm between calls, and what a
-    rank prints appears with its number; on the CPU further options go to the simulator (see pkt.simulate). A rank that raises
-    ends the run with RankFailed, which carries that rank's traceback.
+    same. `heap` is as in pkt.init. On GPUs `timeout` and `multicast` are as there too, processes stay warm between
+    calls, and what a rank prints appears with its number; on the CPU further options go to the simulator (see
+    pkt.simulate). A rank that raises ends the run with RankFailed, which carries that rank's traceback.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ShapeError.argument("pkt.launch", "ranks", ranks, "an integer from 1")

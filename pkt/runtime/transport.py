@@ -135,7 +135,7 @@ class Transport:
         def interest(connection: Connection) -> None:
             events = (select.POLLOUT if connection.unsent else 0) | (0 if connection.peer in frames else select.POLLIN)
             if state.get(connection.fileno()) != events:
-                poller.register(connection, events) if events else poller.unregister(connection)
+                poller.register(connection, events)  # with 0, a hang-up is still reported
                 state[connection.fileno()] = events
 
         for connection in ends.values():
@@ -149,9 +149,12 @@ class Transport:
             for fileno, event in poller.poll(min(left, 1.0) * 1e3):
                 connection = ends[fileno]
                 if connection.peer in frames and event & (select.POLLHUP | select.POLLERR):
-                    # It said what it had to, and left: perhaps at the end of its program. The next call will tell.
+                    # It said what it had to, and left: at the end of its program, or because it gave up this call.
                     poller.unregister(connection)
                     connection.discard()
+                    farewell = self._last_words(connection)
+                    if farewell is not None:
+                        raise PeerLost.exited(self.rank, self._blamed(connection, farewell), what)
                     continue
                 try:
                     if connection.peer not in frames and event & (select.POLLIN | select.POLLHUP | select.POLLERR):
@@ -169,12 +172,7 @@ class Transport:
             return
         frames[connection.peer] = frame
         if frame.sequence == _GIVES_UP:
-            lost = {int(rank): text for rank, text in frame.value["lost"].items()}
-            if lost:
-                raise PeerLost.exited(self.rank, lost, what)
-            raise PeerLost.exited(
-                self.rank, {connection.peer: f"(pid {connection.pid}) gave up: {frame.value['why']}"}, what
-            )
+            raise PeerLost.exited(self.rank, self._blamed(connection, frame.value), what)
         if frame.sequence != self.sequence or not isinstance(frame.value, list) or len(frame.value) != 2:
             raise TransportError.refused(
                 self.rank,
@@ -201,10 +199,14 @@ class Transport:
         for peer in list(lost):
             farewell = self._last_words(self.connections[peer])
             if farewell is not None:
-                said = {int(rank): text for rank, text in farewell["lost"].items()}
-                blamed |= said or {peer: f"(pid {self.connections[peer].pid}) gave up: {farewell['why']}"}
+                blamed |= self._blamed(self.connections[peer], farewell)
                 del lost[peer]
         return PeerLost.exited(self.rank, lost or blamed, what)
+
+    def _blamed(self, connection: Connection, farewell: Mapping[str, Any]) -> dict[int, str]:
+        """Which ranks a farewell says are lost; where none, the one that gave up, and why."""
+        lost = {int(rank): text for rank, text in farewell["lost"].items()}
+        return lost or {connection.peer: f"(pid {connection.pid}) gave up: {farewell['why']}"}
 
     def _last_words(self, connection: Connection) -> dict[str, Any] | None:
         """The farewell among what a peer that has hung up sent before."""
@@ -218,7 +220,8 @@ class Transport:
         return None
 
     def _end_of(self, connection: Connection) -> str:
-        """How the other end of a closed connection ended. A dying process closes its files a little before it is gone."""
+        """How the other end of a closed connection ended. A dying process closes its files a little before it is "
+        "gone."""
         for _ in range(20):
             if process_state(connection.pid) == "exited":
                 return f"(pid {connection.pid}) exited"

@@ -41,7 +41,11 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
             return {"result": dumps(loads(job["fn"])(world, *loads(job["args"])))}
     except BaseException as error:
         text = traceback.format_exc()
-        return {"error": _portable(error), "traceback": text, "lost": isinstance(error, PktError) and _only_a_victim(error)}
+        return {
+            "error": _portable(error),
+            "traceback": text,
+            "lost": isinstance(error, PktError) and _only_a_victim(error),
+        }
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

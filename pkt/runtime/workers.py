@@ -1,8 +1,8 @@
 """One warm process a rank, between calls of pkt.launch: started once, given jobs, ended with the caller.
 
-A rank's output appears with its number in front. The first real failure is raised with that rank's traceback; ranks that
-only lost their peer are mentioned after it. If a rank does not come back after another has failed, all are ended and new
-ones are started at the next call.
+A rank's output appears with its number in front. The first real failure is raised with that rank's traceback; ranks
+that only lost their peer are mentioned after it. If a rank does not come back after another has failed, all are ended
+and new ones are started at the next call.
 """
 
 from __future__ import annotations
@@ -76,7 +76,13 @@ class Workers:
         """`fn(world, *args)` on every rank, where `opener` ("module:function") makes the world from the job."""
         meeting = rendezvous.prepare()
         try:
-            shared = {"fn": dumps(fn), "args": dumps(tuple(args)), "opener": opener, "timeout": timeout, "size": self.size}
+            shared = {
+                "fn": dumps(fn),
+                "args": dumps(tuple(args)),
+                "opener": opener,
+                "timeout": timeout,
+                "size": self.size,
+            }
             for rank, pipe in enumerate(self._pipes):
                 job = {**shared, **facts, "rank": rank, "directory": meeting.directory, "token": meeting.token}
                 send(pipe, dumps(job))

@@ -1,0 +1,121 @@
+"""Ranks as forked processes: cheap enough to kill by the hundred. What a rank returns, raises or dies of comes back."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pkt.runtime.bootstrap import Place, open_world
+from pkt.runtime.rendezvous import Meeting, prepare
+from pkt.runtime.world import World
+
+from .fake_driver import FakeDriver
+
+STRIDE = 1 << 30
+HEAP = 1 << 20
+
+
+@dataclass
+class End:
+    """How one rank ended. `after`: seconds from the start."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    died: int = 0  # by this signal
+    after: float = 0.0
+
+
+def run(size: int, main: Callable[[int], Any], patience: float = 30.0) -> list[End]:
+    """main(rank) in `size` processes. Those that are not back after `patience` seconds are killed and are None's "
+    "value."""
+    start, pids, pipes = time.monotonic(), [], {}
+    for rank in range(size):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            _child(rank, main, writer)
+        os.close(writer)
+        pids.append(pid)
+        pipes[reader] = rank
+    ends = {rank: End(rank, error=TimeoutError(f"rank {rank} hangs")) for rank in range(size)}
+    data: dict[int, bytes] = dict.fromkeys(range(size), b"")
+    try:
+        while pipes and (left := start + patience - time.monotonic()) > 0:
+            for reader in select.select(list(pipes), [], [], left)[0]:
+                rank, more = pipes[reader], os.read(reader, 1 << 16)
+                data[rank] += more
+                if not more:
+                    os.close(reader)
+                    del pipes[reader]
+                    ends[rank] = _end(rank, data[rank], time.monotonic() - start)
+                    if ends[rank].died:
+                        _, status = os.waitpid(pids[rank], 0)
+                        ends[rank].died, pids[rank] = os.WTERMSIG(status), 0
+            if pipes and all(_stopped(pids[rank]) for rank in pipes.values()):
+                break  # only ranks that a test has stopped are left
+        for reader in pipes:
+            os.close(reader)
+    finally:
+        for pid in pids:
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    return [ends[rank] for rank in range(size)]
+
+
+def _child(rank: int, main: Callable[[int], Any], writer: int) -> None:
+    try:
+        answer = ("value", main(rank))
+    except BaseException as error:
+        answer = ("error", error)
+    try:
+        data = pickle.dumps(answer)
+    except Exception as error:
+        data = pickle.dumps(("error", RuntimeError(f"{answer[1]!r} cannot be sent: {error}")))
+    while data:
+        data = data[os.write(writer, data) :]
+    os.close(writer)
+    time.sleep(60)  # the parent ends us: no exit handlers of the test run here
+
+
+def _end(rank: int, data: bytes, after: float) -> End:
+    if not data:
+        return End(rank, died=signal.SIGKILL, after=after)
+    kind, content = pickle.loads(data)
+    return End(rank, after=after, **{kind: content})
+
+
+def _stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+def place(meeting: Meeting, rank: int, size: int) -> Place:
+    return Place(rank, size, meeting)
+
+
+def fake_world(meeting: Meeting, rank: int, size: int, timeout: float = 10.0, **driver: Any) -> World:
+    """This rank's world over a FakeDriver (`world.backend.driver`)."""
+    fake = FakeDriver(rank, **driver)
+    return open_world(Place(rank, size, meeting), rank, HEAP, timeout, driver=lambda rank: fake, stride=STRIDE)
+
+
+def in_worlds(size: int, main: Callable[[World], Any], timeout: float = 10.0, **options: Any) -> list[End]:
+    """main(world) on `size` forked ranks of one world."""
+    meeting = prepare()
+
+    def rank_main(rank: int) -> Any:
+        return main(fake_world(meeting, rank, size, timeout, **options))
+
+    try:
+        return run(size, rank_main)
+    finally:
+        meeting.remove()

@@ -1,0 +1,327 @@
+"""The rendezvous and the collective calls between processes: strangers, losses, deadlines."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
+from pkt.runtime import rendezvous
+from pkt.runtime.frames import pack
+from pkt.runtime.rendezvous import Meeting, connect, prepare
+from pkt.runtime.transport import Transport, process_state
+
+from . import forked
+
+
+@pytest.fixture
+def meeting():
+    place = prepare()
+    yield place
+    place.remove()
+    assert not os.path.exists(place.directory)
+
+
+def threads(size, main):
+    """main(rank) on threads; results or exceptions."""
+    results = [None] * size
+
+    def run(rank):
+        try:
+            results[rank] = main(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    running = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return results
+
+
+def transports(meeting, size, timeout=5.0):
+    found = threads(size, lambda rank: Transport(rank, size, connect(meeting, rank, size, timeout), timeout))
+    for transport in found:
+        if isinstance(transport, BaseException):
+            raise transport
+    return found
+
+
+@pytest.fixture
+def four(meeting):
+    before = len(os.listdir("/proc/self/fd"))
+    found = transports(meeting, 4)
+    yield found
+    for transport in found:
+        transport.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_values_in_rank_order_and_no_sockets_left(four, meeting):
+    got = threads(4, lambda rank: [four[rank].exchange({"from": rank, "call": i}, f"call {i}") for i in range(50)])
+    for values in got:
+        assert values == [[{"from": r, "call": i} for r in range(4)] for i in range(50)]
+    assert os.listdir(meeting.directory) == []
+
+
+def test_large_values_do_not_block_each_other(four):
+    got = threads(4, lambda rank: [len(v) for v in four[rank].exchange(str(rank) * (8 << 20), "large")])
+    assert got == [[8 << 20] * 4] * 4
+
+
+def test_every_rank_gets_its_descriptor(four):
+    def main(rank):
+        own = {peer: os.memfd_create(f"{rank}-{peer}") for peer in range(4) if peer != rank}
+        for peer, fd in own.items():
+            os.write(fd, f"{rank}->{peer}".encode())
+        _, received = four[rank].exchange_fds(None, {p: [fd] for p, fd in own.items()}, "fds")
+        said = {peer: os.pread(fds[0], 10, 0).decode() for peer, fds in received.items()}
+        for fd in [*own.values(), *(fd for fds in received.values() for fd in fds)]:
+            os.close(fd)
+        return said
+
+    assert threads(4, main) == [{p: f"{p}->{r}" for p in range(4) if p != r} for r in range(4)]
+
+
+def test_descriptors_where_none_belong(four):
+    def main(rank):
+        if rank != 2:
+            return four[rank].exchange(None, "plain")
+        fd = os.memfd_create("odd")
+        try:
+            return four[rank].exchange_fds(None, {0: [fd]}, "plain")
+        finally:
+            os.close(fd)
+
+    errors = threads(4, main)
+    assert isinstance(errors[0], TransportError)
+    assert "plain of rank 2: found 1 file descriptors, wanted none" in str(errors[0])
+
+
+def test_ranks_in_different_calls(four):
+    errors = threads(4, lambda rank: four[rank].exchange(None, "barrier()" if rank != 2 else "heap call #3"))
+    for error in errors:
+        assert isinstance(error, CollectiveMismatch)
+        assert "ranks 0, 1, 3: barrier(); rank 2: heap call #3" in str(error)
+
+
+def test_a_silent_peer_is_named_by_all_at_the_deadline(meeting):
+    found = transports(meeting, 3, timeout=0.5)
+    start = time.monotonic()
+    errors = threads(3, lambda rank: found[rank].exchange(None, "barrier()") if rank != 1 else time.sleep(1))
+    assert time.monotonic() - start < 2.5
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, (WaitTimeout, PeerLost))
+        assert "rank 1" in str(error)
+    found[1].close()
+
+
+def test_a_wrong_sequence_number(four):
+    four[1].connections[0].queue(pack(99, ["barrier()", None]))
+    errors = threads(
+        4, lambda rank: four[rank].exchange(None, "barrier()") if rank != 1 else four[1].connections[0].write()
+    )
+    assert isinstance(errors[0], TransportError)
+    assert "a message of rank 1: found call number 99, wanted call number 1" in str(errors[0])
+
+
+# ---------------------------------------------------------------------------------------------------------- strangers
+def dial(meeting, rank, said=b"", wait=False):
+    """A stranger's connection to `rank`'s socket."""
+    path = os.path.join(meeting.directory, str(rank))
+    sock = socket.socket(socket.AF_UNIX)
+    for _ in range(500):
+        try:
+            sock.connect(path)
+            break
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.005)
+    sock.settimeout(5)
+    challenge = sock.recv(rendezvous.NONCE)
+    if said:
+        sock.sendall(said)
+    return sock, challenge
+
+
+def answer(sock):
+    """What a stranger is told: nothing, if all is well."""
+    try:
+        return sock.recv(100)
+    except ConnectionResetError:  # closed with something of his unread
+        return b""
+
+
+def test_an_impostor_is_turned_away_and_holds_nobody_up(meeting):
+    strangers = []
+
+    def impostor():
+        hello = rendezvous._HELLO.pack(rendezvous.MAGIC, 1, b"n" * 16, b"p" * 32)
+        strangers.extend(dial(meeting, 0, said)[0] for said in (b"", b"PKT1 half of a hel", hello, b"x" * 500))
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+
+    def main(rank):
+        if rank == 1:
+            thread.join()  # the strangers were first
+        return connect(meeting, rank, 2, 5.0)
+
+    start = time.monotonic()
+    found = threads(2, main)
+    assert time.monotonic() - start < 3
+    assert [set(f) for f in found] == [{1}, {0}]
+    for connections in found:
+        for connection in connections.values():
+            connection.close()
+    refused = [answer(sock) for sock in strangers]
+    assert refused == [b""] * 4, "nobody was let in"
+    for sock in strangers:
+        sock.close()
+
+
+def test_what_a_stranger_recorded_is_of_no_use(meeting, monkeypatch):
+    recorded = []
+    pack_hello = rendezvous._HELLO.pack
+
+    class Recorder:
+        size, unpack = rendezvous._HELLO.size, staticmethod(rendezvous._HELLO.unpack)
+
+        @staticmethod
+        def pack(*fields):
+            recorded.append(pack_hello(*fields))
+            return recorded[-1]
+
+    monkeypatch.setattr(rendezvous, "_HELLO", Recorder)
+    for connections in threads(2, lambda rank: connect(meeting, rank, 2, 5.0)):
+        connections.popitem()[1].close()
+    assert len(recorded) == 1
+    outcome = []
+
+    def replay():
+        sock, _ = dial(meeting, 0, recorded[0])
+        outcome.append(answer(sock))
+        sock.close()
+
+    thread = threading.Thread(target=replay)
+    thread.start()
+    with pytest.raises(WaitTimeout, match=r"turned away: pid \d+ as rank 1 without the token") as caught:
+        connect(meeting, 0, 2, 0.7)
+    thread.join()
+    assert outcome == [b""]
+    assert "the rendezvous waits for rank 1 after 0.7 s" in str(caught.value)
+
+
+def test_a_server_without_the_token_learns_nothing_and_is_refused(meeting):
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(os.path.join(meeting.directory, "0"))
+    server.listen()
+
+    def serve():
+        caller, _ = server.accept()
+        caller.sendall(b"c" * rendezvous.NONCE)
+        caller.recv(1000)
+        caller.sendall(b"w" * 32)
+        caller.recv(1)
+        caller.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(TransportError, match="the socket of rank 0: found a wrong proof"):
+        connect(meeting, 1, 2, 2.0)
+    thread.join()
+    server.close()
+
+
+def test_a_directory_that_others_can_enter_is_refused(meeting):
+    os.chmod(meeting.directory, 0o755)
+    with pytest.raises(TransportError, match="found drwxr-xr-x of uid"):
+        connect(meeting, 0, 2, 1.0)
+    os.chmod(meeting.directory, 0o700)
+
+
+def test_another_token_is_another_world(meeting):
+    other = Meeting(meeting.directory, "00" * 32)
+    errors = threads(2, lambda rank: connect(meeting if rank == 0 else other, rank, 2, 0.7))
+    assert all(isinstance(error, PktError) for error in errors)
+
+
+# ------------------------------------------------------------------------------------------------------------- losses
+def test_process_states():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(30)
+        os._exit(0)
+    assert process_state(pid) == ""
+    os.kill(pid, signal.SIGSTOP)
+    while process_state(pid) != "stopped":
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    while process_state(pid) != "exited":
+        time.sleep(0.01)
+    os.waitpid(pid, 0)
+    assert process_state(pid) == "exited"
+    assert process_state(0) == ""
+
+
+DEADLINE = 1.0
+
+
+def lose(size, victim, step, how):
+    """A world in which `victim` gets `how` when it makes its collective call number `step`; the ranks' ends."""
+    place = prepare()
+    original = Transport.exchange_fds
+
+    def main(rank):
+        def counted(self, value, fds, what):
+            if rank == victim and self.sequence == step:
+                os.kill(os.getpid(), how)
+            return original(self, value, fds, what)
+
+        if rank == victim and step < 0:
+            os.kill(os.getpid(), how)
+        Transport.exchange_fds = counted
+        world = forked.fake_world(place, rank, size, DEADLINE)
+        for _ in range(50):
+            world.barrier()
+        world.close()
+        return world._backend.driver.leaks()
+
+    try:
+        return forked.run(size, main, patience=DEADLINE + 6)
+    finally:
+        place.remove()
+
+
+def check_survivors(ends, victim, how, what):
+    for end in ends:
+        if end.rank == victim:
+            assert end.died == signal.SIGKILL or how == signal.SIGSTOP
+            continue
+        assert isinstance(end.error, (PeerLost, WaitTimeout)), (what, end)
+        assert f"rank {victim}" in str(end.error), (what, end.error)
+        assert end.after < DEADLINE + 2, (what, end)
+        if isinstance(end.error, PeerLost):
+            assert end.error.lost.keys() == {victim}, (what, end.error)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("step", [-1, 0, 1, 2, 3, 4, 6, 8, 10, 30])
+def test_a_rank_lost_at_each_step_is_named(step, how):
+    victim = step % 3
+    check_survivors(lose(3, victim, step, how), victim, how, (step, how))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_100_losses_at_random(how):
+    import random
+
+    pick = random.Random(int(how))
+    for _ in range(100):
+        size = pick.randint(2, 5)
+        victim, step = pick.randrange(size), pick.randint(-1, 40)
+        check_survivors(lose(size, victim, step, how), victim, how, (size, victim, step))

@@ -60,7 +60,7 @@ def _targeting(arch: int) -> Iterator[None]:
 
 
 def device_world(
-    rank: int = 0, size: int = 4, stride: int = 1 << 38, multicast: bool = False, code: str | None = None
+    rank: int = 0, size: int = 4, stride: int = 1 << 38, multicast: bool = False, code: int | None = None
 ) -> DeviceWorld:
     """A `world` argument to compile with, of the given constants; the status page is an aligned pointer."""
     return DeviceWorld(
@@ -69,7 +69,7 @@ def device_world(
         stride=core.constexpr(stride),
         multicast=core.constexpr(multicast),
         status=Pointer("int32"),
-        code=core.constexpr(code or code_hash()),
+        code=core.constexpr(code_hash() if code is None else code),
     )
 
 

@@ -307,6 +307,21 @@ def cta_barrier(_semantic=None):
 
 
 @primitive
+def settle(args, _semantic=None):
+    """Make the types of nested tuples those of their values, in place.
+
+    Triton gives a function that takes a tuple in a tuple a type of the outer one without the constants of the inner
+    one; a loop copies what it uses by that type, and `world.size` is None in its body.
+    """
+    if isinstance(args, core.tuple):
+        for value in args.values:
+            if isinstance(value, core.tuple):
+                settle(value, _semantic=_semantic)
+        args.type = core.tuple_type([value.type for value in args.values], args.type.fields)
+    return None
+
+
+@primitive
 def mark(kind, _semantic=None):
     """A region of the simulator's timeline begins: "compute", "communicate" or "wait". Compiled to nothing."""
     machine = simulator(_semantic)

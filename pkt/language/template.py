@@ -19,10 +19,12 @@ def lcsc(
     epoch,
     num_comm_sms,
 ):
-    """Run `compute(task, args)` for num_tasks tasks and `communicate(task, args)` for num_comm_tasks, overlapped.
+    """Run `compute(task, *args)` for num_tasks tasks and `communicate(task, *args)` for num_comm_tasks, overlapped.
 
-    compute, communicate: @triton.jit functions of (task: int32, args); args: any tuple, passed through.
-    queue: scalar pointer to int32, zeroed once and used by this kernel alone: programs claim compute tasks there.
+    compute, communicate: @triton.jit functions of task (int32) and what is in args.
+    args: a tuple, written in this call: assigned to a variable before, its constants would become run-time values.
+    queue: scalar pointer to int32, zeroed once, where programs claim compute tasks; for launches with one num_tasks and one
+    grid only.
     epoch: `epoch(flags, world)` of this launch; num_comm_sms: programs that communicate, 0 <= num_comm_sms < grid.
 
     The programs below num_comm_sms communicate (the hardware starts low indices first, and who is waited for must not
@@ -31,21 +33,22 @@ def lcsc(
     A communicate task may wait for compute tasks; a compute task must not wait for communicate tasks of its own rank when
     num_comm_sms is 0. Launch one program an SM, all resident.
     """
+    ptx.settle(args)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     if pid < num_comm_sms:
         ptx.mark("communicate")
         for task in range(pid, num_comm_tasks, num_comm_sms):
-            communicate(task, args)
+            communicate(task, *args)
     ptx.mark("compute")
     # The queue only grows. A launch makes one claim for each task and a last one in each program, so this launch's first
     # claim is known; int32 wraps on both sides alike.
     first = (epoch - 1) * (num_tasks + programs)
     task = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu") - first
     while task < num_tasks:
-        compute(task, args)
+        compute(task, *args)
         task = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu") - first
     if num_comm_sms == 0:
         ptx.mark("communicate")
         for task in range(pid, num_comm_tasks, programs):
-            communicate(task, args)
+            communicate(task, *args)

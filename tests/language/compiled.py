@@ -130,14 +130,15 @@ def _value(definitions: dict[str, Instruction], name: str, thread: int) -> int |
         return values[0]
     if op == "setp" and instruction.op.split(".")[1] in ("eq", "lt"):
         return int(values[0] == values[1] if ".eq" in instruction.op else values[0] < values[1])
-    two = {
+    known = {
         "and": lambda x, y: x & y,
         "or": lambda x, y: x | y,
         "add": lambda x, y: x + y,
         "shl": lambda x, y: x << y,
         "shr": lambda x, y: x >> y,
+        "bfe": lambda x, first, n: x >> first & ((1 << n) - 1),
     }
-    return two[op](*values) if op in two else None
+    return known[op](*values) if op in known else None
 
 
 def count(kernel: Any, pattern: str) -> int:

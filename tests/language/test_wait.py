@@ -25,7 +25,7 @@ from .test_sync import barrier_kernel, wait_kernel
 SIZE, STRIDE, RANK = 3, 1 << 38, 2
 HEAP = 1 << 40  # rank 0's window
 STATUS = HEAP + RANK * STRIDE
-COUNTER = STATUS + STATUS_BYTES + 68
+COUNTER = STATUS + (5 << 32) + 68  # an offset of more than 32 bits
 GRID = (4, 3, 2)
 
 
@@ -130,7 +130,7 @@ def test_without_a_deadline_a_wait_does_not_expire():
 @pytest.mark.parametrize("seed", range(10))
 def test_an_expired_wait_writes_one_record_a_program_and_aborts_every_rank(seed):
     scene = Scene("gt", deadline=3000)
-    scene.memory.store(COUNTER, 2, 32)
+    scene.memory.store(COUNTER, 3, 32)  # as wanted, which is not more
     programs = [(3, 2, 1), (0, 0, 0), (1, 2, 0)]
     run([scene.thread(3, p) for p in programs for _ in range(5)], seed, scene.tick)
     records = scene.records()
@@ -139,7 +139,7 @@ def test_an_expired_wait_writes_one_record_a_program_and_aborts_every_rank(seed)
     for r in records:
         assert r["rank"] == RANK
         assert r["cmp"] & 255 == CMP_CODES["gt"]
-        assert (r["wanted"], r["found"]) == (3, 2)
+        assert (r["wanted"], r["found"]) == (3, 3)
         assert r["offset_low"] | r["offset_high"] << 32 == COUNTER - STATUS
         assert r["owner"] == r["program"] + 1
         assert r["site"] == site_hash(scene.name) != 0

@@ -348,6 +348,24 @@ def test_tuples_in_the_kernel() -> None:
     assert out.tolist() == [3.5, 6.5, 0.5]
 
 
+@triton.jit
+def builtins(out, n, N: tl.constexpr):
+    tl.store(out, min(n, 3) + max(n, 5, 1))
+    block = tl.zeros((max(N, 4),), tl.int32) + min(7, N)  # of constants: a constant
+    tl.store(out + 1, tl.sum(block))
+    assert n > 0, "n must be positive"
+    print("n is", n)
+
+
+def test_min_max_assert_and_print_of_python(capsys: pytest.CaptureFixture) -> None:
+    out = torch.empty(2, dtype=torch.int32)
+    run(builtins, (1,), out, 4, 2)
+    assert out.tolist() == [8, 8]
+    assert "n is:  [4]" in capsys.readouterr().out
+    with pytest.raises(RankFailed, match="n must be positive"):
+        run(builtins, (1,), out, -4, 2)
+
+
 # -- functions -------------------------------------------------------------------------------------------------------
 
 SCALE = tl.constexpr(3)

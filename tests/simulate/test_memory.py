@@ -23,14 +23,16 @@ def masked(x, out, n, N: tl.constexpr):
     o = tl.arange(0, N)
     v = tl.load(x + o, mask=o < n, other=-1)
     tl.store(out + o, v)
-    tl.store(out + N + o, tl.load(x + o, mask=o % 2 == 0, other=7.5))
+    tl.store(out + N + o, tl.load(x + o, mask=o % 2 == 0, other=o - 3))
     tl.store(out + 2 * N + o, tl.load(x + o), mask=(o % 3 == 0) & (o < n))
     if n > 100:
         tl.store(out + 3 * N, tl.load(x + 10**6))
     tl.store(out + 3 * N + o, tl.load(x + 10**6 + o, mask=o < 0, other=3))  # nothing is touched
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int32], ids=str
+)
 def test_masks(dtype: torch.dtype) -> None:
     x = torch.arange(1, 17).to(dtype)
     out = torch.zeros(4, 16).to(dtype)
@@ -38,7 +40,7 @@ def test_masks(dtype: torch.dtype) -> None:
     f, o = x.float(), torch.arange(16)
     wanted = [
         torch.where(o < 10, f, -1),
-        torch.where(o % 2 == 0, f, 7.5),
+        torch.where(o % 2 == 0, f, o - 3),
         torch.where((o % 3 == 0) & (o < 10), f, 0),
         torch.full((16,), 3.0),
     ]

@@ -1,0 +1,223 @@
+"""The source of device functions, rewritten so that Python means by it what Triton means.
+
+`code()` compiles a function's own lines with their own numbers, so that a frame of the simulator points at the user's
+line. What the rewritten code calls, and the Python builtins that mean something else in a kernel, are in `NAMES`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import operator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.compiler import code_generator
+from triton.language import core
+from triton.language.semantic import TritonSemantic
+from triton.runtime.interpreter import TensorHandle
+
+from pkt.simulate.builder import Builder, np_dtype
+
+
+class _Semantic(TritonSemantic):
+    def _has_native_tma(self) -> bool:
+        return True  # and there is no driver to ask
+
+
+builder = Builder()
+semantic: TritonSemantic = _Semantic(builder)
+
+# Triton 3.6 makes a tensor of a number that a helper returns; later it stays a constant.
+_RETURNS_TENSORS = not hasattr(code_generator.CodeGenerator, "decide_return_type")
+
+
+def _call(name: str, *arguments: ast.expr, at: ast.AST) -> Any:
+    return ast.copy_location(ast.Call(ast.Name(f"__pkt_{name}__", ast.Load()), list(arguments), []), at)
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Where Triton's meaning of a statement is not Python's.
+
+    `x = 3` makes a tensor of the number. `and` and `or` of run-time values evaluate every operand, because there is
+    nothing to branch on inside an expression; so does `not` of a block, element by element. A condition is a scalar.
+    The truth of a tensor is asked here only: `tl` itself takes every tensor for true, to tell it from None.
+    """
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        self.generic_visit(node)
+        node.value = _call("tensor", node.value, at=node)
+        return node
+
+    def visit_Return(self, node: ast.Return) -> ast.Return:
+        self.generic_visit(node)
+        if _RETURNS_TENSORS and node.value is not None:
+            node.value = _call("tensor", node.value, at=node)
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        self.generic_visit(node)
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        name = "and" if isinstance(node.op, ast.And) else "or"
+        return _call(name, *(ast.Lambda(nothing, value) for value in node.values), at=node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        return _call("not", node.operand, at=node) if isinstance(node.op, ast.Not) else node
+
+    def _condition(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.test = _call("true", node.test, at=node)
+        return node
+
+    visit_If = visit_While = visit_IfExp = _condition
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Expr:
+        self.generic_visit(node)
+        said = [node.msg] if node.msg is not None else []
+        return ast.copy_location(ast.Expr(_call("assert", node.test, *said, at=node)), node)
+
+
+def code(fn: FunctionType, lines: list[str], first: int) -> CodeType:
+    """The rewritten body of `fn`, whose source, decorators included, is `lines` from line `first` on."""
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list = []
+    definition.returns = None
+    # Defaults and annotations were evaluated when the user's module ran: taken from `fn`, not evaluated again.
+    arguments = definition.args
+    arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
+    for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+        a.annotation = None
+    _Rewriter().visit(definition)
+    ast.fix_missing_locations(tree)
+    ast.increment_lineno(tree, first - 1)
+    module = compile(tree, fn.__code__.co_filename, "exec")
+    return next(c for c in module.co_consts if inspect.iscode(c) and c.co_name == fn.__name__)
+
+
+# -- what rewritten code calls ----------------------------------------------------------------------------------------
+
+
+def to_tensor(value: Any) -> Any:
+    """A plain number as a tensor, in tuples too; anything else as it is."""
+    if type(value) is tl.tensor:
+        return value
+    if isinstance(value, (bool, int, float, core.constexpr)):
+        return semantic.to_tensor(value, False)
+    return same_tuple(value, map(to_tensor, value)) if isinstance(value, tuple) else value
+
+
+def same_tuple(like: tuple, values: Iterable[Any]) -> tuple:
+    """A tuple or named tuple of `values`, as `like` is."""
+    return type(like)(*values) if hasattr(like, "_fields") else tuple(values)
+
+
+def _both(*operands: Callable[[], Any]) -> Any:
+    """`and`: a false constant ends it, run-time values are all evaluated."""
+    return _combined(operands, False, "logical_and")
+
+
+def _either(*operands: Callable[[], Any]) -> Any:
+    return _combined(operands, True, "logical_or")
+
+
+def _combined(operands: Iterable[Callable[[], Any]], end: bool, method: str) -> Any:
+    values: list[Any] = []
+    value: Any = None
+    for operand in operands:
+        value = operand()
+        if isinstance(value, tl.tensor):
+            values.append(value)
+        elif bool(value) is end:
+            return value
+    if not values:
+        return value
+    out = values[-1]
+    for value in values[-2::-1]:
+        out = getattr(value, method)(out)
+    return out
+
+
+def _not(value: Any) -> Any:
+    return semantic.not_(value) if isinstance(value, tl.tensor) else not value
+
+
+def _true(value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    if type(value) is not tl.tensor:
+        return _true(value.condition) if hasattr(value, "condition") else bool(value)  # tl.condition of Triton 3.9
+    data = value.handle.data
+    if data.size != 1:
+        raise ValueError(f"a block of shape {tuple(data.shape)} has no truth value; use tl.where, or reduce it first")
+    return bool(data.reshape(-1)[0])
+
+
+def _assert(condition: Any, message: str = "") -> None:
+    held = condition.handle.data.all() if isinstance(condition, tl.tensor) else condition
+    assert held, message
+
+
+def range_of_tensors(start: Any, end: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
+    """`range` and `tl.range`: the index is a run-time integer, whose `//` and `%` are those of C."""
+    first, last = (0, start) if end is None else (start, end)
+    bounds = [first, last, 1 if step is None else step]
+    types = [v.dtype if isinstance(v, tl.tensor) else int_type(operator.index(v)) for v in bounds]
+    ty = functools.reduce(semantic.integer_promote_impl, types)
+    dtype = np_dtype(ty)
+    for i in range(*(operator.index(v) for v in bounds)):
+        yield tl.tensor(TensorHandle(np.array([i], dtype), ty), ty)
+
+
+def static_range(start: Any, end: Any = None, step: Any = None, **_: Any) -> range:
+    """`tl.static_range`: the index is a constant."""
+    bounds = (0, start, step) if end is None else (start, end, step)
+    if any(isinstance(v, tl.tensor) for v in bounds):
+        raise TypeError("tl.static_range takes constants; for a run-time number of rounds there is tl.range")
+    return range(*(operator.index(v) for v in (*bounds[:2], 1 if step is None else step)))
+
+
+def int_type(value: int) -> tl.dtype:
+    """The type of an integer that is an argument of a launch or a bound of a loop."""
+    if -(2**31) <= value < 2**31:
+        return tl.int32
+    if -(2**63) <= value < 2**63:
+        return tl.int64
+    if 0 <= value < 2**64:
+        return tl.uint64
+    raise OverflowError(f"the integer {value} does not fit 64 bits")
+
+
+def _extreme(of_constants: Callable, of_tensors: str) -> Callable:
+    def call(*values: Any, **named: Any) -> Any:
+        if any(isinstance(v, tl.tensor) for v in values):
+            return getattr(core, of_tensors)(*values, **named)
+        return of_constants(*(getattr(v, "value", v) for v in values))
+
+    return call
+
+
+NAMES: dict[str, Any] = {
+    "range": range_of_tensors,
+    "min": _extreme(builtins.min, "builtin_min"),
+    "max": _extreme(builtins.max, "builtin_max"),
+    "print": lambda *values: core.device_print(*values),
+}
+"""Python's names that mean something else in a kernel, where its module does not define them."""
+
+HELPERS: dict[str, Any] = {
+    "__pkt_tensor__": to_tensor,
+    "__pkt_and__": _both,
+    "__pkt_or__": _either,
+    "__pkt_not__": _not,
+    "__pkt_true__": _true,
+    "__pkt_assert__": _assert,
+}

@@ -76,21 +76,19 @@ def device_world(
 def compile_only(
     kernel: Any, *args: Any, arch: int = 90, grid: tuple[int, ...] = (1,), **kwargs: Any
 ) -> triton.compiler.CompiledKernel:
-    """Compile `kernel` for sm_`arch` through the ordinary JIT path, on any machine; returns what `kernel[grid]` would run.
+    """Compile `kernel` for sm_`arch` through the ordinary JIT path, on any machine; returns what a launch would run.
 
     kernel: a @triton.jit or @gluon.jit function; args, kwargs: as for a launch, where a string "*bf16" stands for an
-    aligned pointer to bf16 and `device_world()` for the world. `.asm` of the result has "ttir", "ttgir", "llir", "ptx" and
-    "cubin"; `.metadata.shared` the shared memory in bytes. The active driver is left as it was.
-    Raises LostSync when the compiler dropped a wait or a signal.
+    aligned pointer to bf16 and `device_world()` for the world. `.asm` of the result has "ttir", "ttgir", "llir",
+    "ptx" and "cubin"; `.metadata.shared` the shared memory in bytes. The active driver is left as it was. Raises
+    LostSync when the compiler dropped a wait or a signal.
     """
 
     def argument(x: Any) -> Any:
         return Pointer(x[1:]) if isinstance(x, str) and x.startswith("*") else x
 
     with _targeting(arch):
-        compiled = kernel.warmup(
-            *(argument(x) for x in args), grid=grid, **{k: argument(x) for k, x in kwargs.items()}
-        )
+        compiled = kernel.warmup(*(argument(x) for x in args), grid=grid, **{k: argument(x) for k, x in kwargs.items()})
     check_sync(compiled.asm, compiled.metadata.name)
     return compiled
 
@@ -105,10 +103,10 @@ def check_sync(asm: Mapping[str, str], kernel: str = "kernel") -> None:
 
     asm: stage -> text, as `CompiledKernel.asm`; Gluon has no "ttir", its "ttgir" is the source.
 
-    In `tl.range(warp_specialize=True)` Triton drops the assembly without a word on sm_90 (in the passes from TTIR to TTGIR)
-    and lets TMA loads pass it on sm_100; at other numbers of warps it keeps it. So a call in such a loop is an error
-    whatever became of it. From TTGIR to PTX only a call that is gone altogether is one: LLVM may merge the calls at the end
-    of two branches into one behind them, or unroll a loop and make more of it.
+    In `tl.range(warp_specialize=True)` Triton drops the assembly without a word on sm_90 (in the passes from TTIR to
+    TTGIR) and lets TMA loads pass it on sm_100; at other numbers of warps it keeps it. So a call in such a loop is an
+    error whatever became of it. From TTGIR to PTX only a call that is gone altogether is one: LLVM may merge the
+    calls at the end of two branches into one behind them, or unroll a loop and make more of it.
     """
     ttir, ttgir, ptx = (asm.get(stage, "") for stage in ("ttir", "ttgir", "ptx"))
     specialized = count_markers("\n".join(_specialized_loops(ttir)))
@@ -126,7 +124,7 @@ def _specialized_loops(ttir: str) -> Iterator[str]:
     lines = ttir.splitlines()
     for end, line in enumerate(lines):
         if re.match(r"\s*\} \{[^}]*tt\.warp_specialize", line):
-            indent = re.match(r"\s*", line).group()
+            indent = line[: len(line) - len(line.lstrip())]
             start = end - 1
             while start > 0 and not re.match(rf"{indent}(%\S+ = )?scf\.(for|while)\b", lines[start]):
                 start -= 1

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from . import address, ptx
 
+_ACQ_REL = tl.constexpr("acq_rel")
+
 
 @triton.jit
 def load(ptr, peer, world, mask=None, other=None):
@@ -55,19 +57,19 @@ def _before_release(sem: tl.constexpr):
 
 
 @triton.jit
-def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
     """`*ptr += value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.add`.
 
-    ptr: scalar or block of pointers, 32- or 64-bit integers or floats, fp16, bf16; sem: "relaxed", "acquire", "release",
-    "acq_rel". Scope is the system. A release covers the plain accesses of the whole program, not its TMA stores: those
-    are what `signal` is for. The other atomics are alike.
+    ptr: scalar or block of pointers, 32- or 64-bit integers or floats, fp16, bf16; sem: "relaxed", "acquire",
+    "release", "acq_rel". Scope is the system. A release covers the plain accesses of the whole program, not its TMA
+    stores: those are what `signal` is for. The other atomics are alike.
     """
     _before_release(sem)
     return tl.atomic_add(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
 
 
 @triton.jit
-def atomic_cas(ptr, expected, value, peer, world, sem: tl.constexpr = tl.constexpr("acq_rel")):
+def atomic_cas(ptr, expected, value, peer, world, sem: tl.constexpr = _ACQ_REL):
     """`value` into rank `peer`'s `*ptr` if that is `expected`; returns the old value. `atom.global.<sem>.sys.cas`.
     No mask, as `tl.atomic_cas`."""
     _before_release(sem)
@@ -75,42 +77,42 @@ def atomic_cas(ptr, expected, value, peer, world, sem: tl.constexpr = tl.constex
 
 
 @triton.jit
-def atomic_xchg(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+def atomic_xchg(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
     """`*ptr = value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.exch`."""
     _before_release(sem)
     return tl.atomic_xchg(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
 
 
 @triton.jit
-def atomic_and(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+def atomic_and(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
     """`*ptr &= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.and`."""
     _before_release(sem)
     return tl.atomic_and(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
 
 
 @triton.jit
-def atomic_or(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+def atomic_or(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
     """`*ptr |= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.or`."""
     _before_release(sem)
     return tl.atomic_or(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
 
 
 @triton.jit
-def atomic_xor(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+def atomic_xor(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
     """`*ptr ^= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.xor`."""
     _before_release(sem)
     return tl.atomic_xor(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
 
 
 @triton.jit
-def atomic_min(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+def atomic_min(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
     """`*ptr = min(*ptr, value)` on rank `peer`; returns the old value. `atom.global.<sem>.sys.min`."""
     _before_release(sem)
     return tl.atomic_min(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
 
 
 @triton.jit
-def atomic_max(ptr, value, peer, world, mask=None, sem: tl.constexpr = tl.constexpr("acq_rel")):
+def atomic_max(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
     """`*ptr = max(*ptr, value)` on rank `peer`; returns the old value. `atom.global.<sem>.sys.max`."""
     _before_release(sem)
     return tl.atomic_max(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")

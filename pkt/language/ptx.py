@@ -35,6 +35,8 @@ SIGNAL_MARKER = "// pkt.signal"
 
 POLLS_PER_CHECK = 1024
 """Polls between two looks at the abort word and the clock: about a millisecond, so a poll costs nothing more."""
+FIRST_CHECK = 64
+"""Polls before the first look, so that a kernel whose waits all leave because of an abort is soon at its end."""
 
 
 def _plain(x: Any) -> Any:
@@ -65,16 +67,14 @@ def primitive(fn: Callable) -> Callable:
 def simulator(semantic: Any) -> Any:
     """The simulator's side of the primitives, or None in compiled code."""
     machine = getattr(semantic.builder, "pkt", None)
-    if machine is None:
-        from triton.runtime.interpreter import InterpreterBuilder
+    if machine is None and type(semantic.builder).__module__ == "triton.runtime.interpreter":
+        from pkt.errors import Unsupported
 
-        if isinstance(semantic.builder, InterpreterBuilder):
-            from pkt.errors import Unsupported
-
-            raise Unsupported(
-                "pkt's device functions run in a compiled kernel or in pkt's simulator, not in Triton's interpreter and "
-                "not on the host: start the program with pkt.launch(fn, ranks=..., device='cpu')"
-            )
+        raise Unsupported.here(
+            "pkt's device functions",
+            "called on the host or in Triton's own interpreter",
+            "call them in a kernel, and run that on GPUs or with pkt.launch(fn, ranks=4, device='cpu')",
+        )
     return machine
 
 
@@ -131,7 +131,7 @@ _WAIT = """{{
 .reg .pred p, q, late;
 .reg .b32 d, n, a, last, code, prog, own, i;
 .reg .b64 now, since, limit, at, off;
-mov.b32 n, 0; mov.b64 since, 0; mov.b32 last, $2;
+mov.b32 n, {first_count}; mov.b64 since, 0; mov.b32 last, $2;
 $$PKT_POLL_${{:uid}}:
 ld.acquire.sys.global.b32 $0, [$1];
 {holds}
@@ -212,6 +212,7 @@ def wait(ptr, want, cmp, world, _semantic=None):
     text = _WAIT.format(
         marker=WAIT_MARKER,
         holds=_HOLDS[cmp],
+        first_count=POLLS_PER_CHECK - FIRST_CHECK,
         mask=POLLS_PER_CHECK - 1,
         code=CMP_CODES[cmp],
         aborted=CMP_ABORTED,
@@ -243,9 +244,7 @@ def load_acquire(ptr, _semantic=None):
     if bits not in (32, 64):
         raise ValueError(f"load_acquire reads 32 or 64 bits, not {ptr.dtype.element_ty}")
     register = "r" if bits == 32 else "l"
-    return _asm(
-        f"ld.acquire.sys.global.b{bits} $0, [$1];", f"={register},l", [ptr], ptr.dtype.element_ty, _semantic
-    )
+    return _asm(f"ld.acquire.sys.global.b{bits} $0, [$1];", f"={register},l", [ptr], ptr.dtype.element_ty, _semantic)
 
 
 @primitive
@@ -262,8 +261,8 @@ def fence(scope, _semantic=None):
 
 @primitive
 def proxy_fence(world, _semantic=None):
-    """What the program accesses later by TMA (and, where `world.multicast`, through the multicast window) is ordered after
-    what this thread has acquired: `fence.proxy.async.global`, `fence.proxy.alias`."""
+    """What the program accesses later by TMA (and, where `world.multicast`, through the multicast window) is ordered
+    after what this thread has acquired: `fence.proxy.async.global`, `fence.proxy.alias`."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.proxy_fence()
@@ -275,9 +274,10 @@ def proxy_fence(world, _semantic=None):
 
 @primitive
 def drain(world, _semantic=None):
-    """This thread's TMA stores have been performed, not only read from shared memory, and are, with its stores through the
-    multicast window, ordered before what it does next: `cp.async.bulk.wait_group 0` and the proxy fences. The part of a
-    signal that may be lost in compilation, so it carries the marker. world=None: as if `world.multicast`."""
+    """This thread's TMA stores have been performed, not only read from shared memory, and are, with its stores
+    through the multicast window, ordered before what it does next: `cp.async.bulk.wait_group 0` and the proxy fences.
+    The part of a signal that may be lost in compilation, so it carries the marker. world=None: as if
+    `world.multicast`."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.drain()
@@ -291,7 +291,7 @@ def drain(world, _semantic=None):
 
 
 def _proxy_fences(world: Any, semantic: Any) -> str:
-    # The async proxy is TMA's. Two virtual addresses of one memory, mine and the multicast window's, are two proxies too.
+    # The async proxy is TMA's; one memory at two virtual addresses, mine and the multicast window's, is two as well.
     fences = ["fence.proxy.async.global;"] if capability(semantic) >= 90 else []
     if world is None or _plain(world.multicast):
         fences.append("fence.proxy.alias;")
@@ -377,8 +377,8 @@ def _element(ptr: Any) -> Any:
 def multimem_can(ptr, what, op, world, _semantic=None):
     """Compile-time bool: whether these pointers may go through the switch. what: "load_reduce", "store", "reduce_add".
 
-    `world.multicast`; the ISA has the form; the last dimension is whole groups of 16 bytes; and, for an addition, there is
-    a group for each thread: of a smaller block several threads hold the same group, and each would add it.
+    `world.multicast`; the ISA has the form; the last dimension is whole groups of 16 bytes; and, for an addition,
+    there is a group for each thread: of a smaller block several threads hold the same group, and each would add it.
     """
     dtype = _element(ptr)
     groups = _num_groups(ptr)

@@ -1,7 +1,7 @@
 """OpenSHMEM names over pkt's functions. A PE is a rank; addresses are into my own heap, as everywhere in pkt.
 
-Called by all threads of a program; sizes are in bytes and multiples of the element size of the pointers. A `_nbi` call may
-return before the transfer is complete; here both forms do, for stores, until `quiet`, a signal or a barrier.
+Called by all threads of a program; sizes are in bytes and multiples of the element size of the pointers. A `_nbi`
+call may return before the transfer is complete; here both forms do, for stores, until `quiet`, a signal or a barrier.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ def putmem_signal_nbi(
 
 
 @triton.jit
-def putmem_signal(
-    dest, source, nbytes, sig_addr, signal, sig_op: tl.constexpr, pe, world, BLOCK: tl.constexpr = 4096
-):
+def putmem_signal(dest, source, nbytes, sig_addr, signal, sig_op: tl.constexpr, pe, world, BLOCK: tl.constexpr = 4096):
     """`putmem`, then the signal, which PE `pe` sees after the data."""
     _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
     sync.signal(sig_addr, pe, world, signal, sig_op)
@@ -112,8 +110,8 @@ def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, world):
 
 @triton.jit
 def sync_all(counters, world):
-    """All programs of all PEs; `counters`: two int32 of `pkt.signals`. OpenSHMEM's needs no memory of the caller's, this
-    one does. What was stored before is visible afterwards, which is more than OpenSHMEM promises."""
+    """All programs of all PEs; `counters`: two int32 of `pkt.signals`. OpenSHMEM's needs no memory of the caller's,
+    this one does. What was stored before is visible afterwards, which is more than OpenSHMEM promises."""
     sync.world_barrier(counters, world)
 
 
@@ -125,8 +123,8 @@ def barrier_all(counters, world):
 
 @triton.jit
 def broadcast(dest, source, nbytes, root, counter, world, BLOCK: tl.constexpr = 4096):
-    """PE `root`'s `source` into every PE's `dest`. Collective over the programs of this index on all PEs: each waits until
-    its part has arrived and the root until all have; `counter`: one int32 for each program index."""
+    """PE `root`'s `source` into every PE's `dest`. Collective over the programs of this index on all PEs: each waits
+    until its part has arrived and the root until all have; `counter`: one int32 for each program index."""
     if tl.cast(world.rank, tl.int32) == root:
         for i in tl.static_range(1, world.size + 1):
             _move(dest, source, nbytes, (world.rank + i) % world.size, world.rank, world, BLOCK)

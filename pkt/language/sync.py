@@ -1,8 +1,8 @@
 """Signals, waits, barriers and epochs.
 
 What a program did before `signal` (plain accesses, multimem and TMA stores, by any of its threads) is visible, to TMA
-loads too, to the program whose `wait` found the signal. Nothing else needs saying about memory order. Counters are int32
-in symmetric memory, compared so that they may wrap, and are never reset.
+loads too, to the program whose `wait` found the signal. Nothing else needs saying about memory order. Counters are
+int32 in symmetric memory, compared so that they may wrap, and are never reset.
 
 No call here belongs inside a K loop or a warp-specialised loop: the first stops being pipelined, the second loses the
 call (`pkt.language.inspect` makes that an error).
@@ -17,6 +17,8 @@ from . import address, ptx
 
 _TOP_BIT = tl.constexpr(1 << 31)
 _HEADER_WORDS = tl.constexpr(16)
+_ADD = tl.constexpr("add")
+_GE = tl.constexpr("ge")
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def _post(ptr, value, op: tl.constexpr, sem: tl.constexpr):
 
 
 @triton.jit
-def signal(ptr, peer, world, value=1, op: tl.constexpr = tl.constexpr("add")):
+def signal(ptr, peer, world, value=1, op: tl.constexpr = _ADD):
     """Publish what this program has done and add `value` to (op="set": write it into) rank `peer`'s counter.
 
     ptr: scalar pointer to int32 in my heap; peer: int; value: int32.
@@ -42,7 +44,7 @@ def signal(ptr, peer, world, value=1, op: tl.constexpr = tl.constexpr("add")):
 
 
 @triton.jit
-def signal_all(ptr, world, value=1, op: tl.constexpr = tl.constexpr("add")):
+def signal_all(ptr, world, value=1, op: tl.constexpr = _ADD):
     """`signal` to every rank, this one included: one `fence.acq_rel.sys`, then a relaxed atomic for each rank, half the
     time of a release to each. Peers in the order rank + 1, rank + 2, ..., so that ranks do not all send to rank 0."""
     ptx.drain(world)
@@ -65,14 +67,14 @@ def _uniform(found, want):
 
 
 @triton.jit
-def wait(ptr, at_least, world, cmp: tl.constexpr = tl.constexpr("ge")):
+def wait(ptr, at_least, world, cmp: tl.constexpr = _GE):
     """Until my counter `*ptr` is at least `at_least`; afterwards what its signallers published is visible, to TMA too.
 
     ptr: scalar pointer to int32 in my heap; at_least: int; cmp: "ge", "gt", "le", "lt", "eq", "ne": the sign of the
     32-bit difference, so counters may wrap. Returns the value found, int32, the same in every thread.
-    Spin on `ld.acquire.sys`, `fence.proxy.async.global`, `bar.sync`. When the counter stands still for longer than the
-    deadline in the status page, one record is written, every rank's wait leaves and the host raises WaitTimeout: the value
-    returned then does not satisfy the comparison, and what the program still computes is thrown away.
+    Spin on `ld.acquire.sys`, `fence.proxy.async.global`, `bar.sync`. When the counter stands still for longer than
+    the deadline in the status page, one record is written, every rank's wait leaves and the host raises WaitTimeout:
+    the value returned then does not satisfy the comparison, and what the program still computes is thrown away.
     """
     found = ptx.wait(ptr, at_least, cmp, world)
     ptx.cta_barrier()
@@ -80,7 +82,7 @@ def wait(ptr, at_least, world, cmp: tl.constexpr = tl.constexpr("ge")):
 
 
 @triton.jit
-def test(ptr, at_least, world, cmp: tl.constexpr = tl.constexpr("ge")):
+def test(ptr, at_least, world, cmp: tl.constexpr = _GE):  # noqa: PT028
     """Whether a `wait` with these arguments would return at once; if so what was published is visible, as after `wait`.
 
     Returns a bool, the same in every thread: one thread reads with `atom.add.acquire.sys` of 0 and tells the others.
@@ -111,8 +113,9 @@ def fence():
 
 @triton.jit
 def quiet():
-    """All stores of this program, TMA ones too, have been performed everywhere: what a plain or relaxed store made after
-    it is seen after them. `cp.async.bulk.wait_group 0`, `fence.proxy.async`, `fence.acq_rel.sys`, `bar.sync`."""
+    """All stores of this program, TMA ones too, have been performed everywhere: what a plain or relaxed store made
+    after it is seen after them. `cp.async.bulk.wait_group 0`, `fence.proxy.async`, `fence.acq_rel.sys`,
+    `bar.sync`."""
     ptx.drain(None)
     ptx.fence("sys")
     ptx.cta_barrier()
@@ -120,8 +123,8 @@ def quiet():
 
 @triton.jit
 def _share(first, n):
-    # A round of n arrivals adds 2^31: the first participant adds 2^31 - (n - 1), the others 1 each. So a round flips the
-    # counter's top bit exactly when it is complete, and nothing has to be reset or counted.
+    # A round of n arrivals adds 2^31: the first participant adds 2^31 - (n - 1), the others 1 each. So a round flips
+    # the counter's top bit exactly when it is complete, and nothing has to be reset or counted.
     return tl.where(first, tl.cast(_TOP_BIT, tl.uint32) - tl.cast(n - 1, tl.uint32), 1).to(tl.int32, bitcast=True)
 
 
@@ -162,8 +165,8 @@ def _is_first_program():
 
 @triton.jit
 def grid_barrier(ptr, world):
-    """All programs of this rank's launch, which must all be resident. One counter. System scope: what a program put into
-    another rank's memory counts as done too."""
+    """All programs of this rank's launch, which must all be resident. One counter. System scope: what a program put
+    into another rank's memory counts as done too."""
     ptx.drain(world)
     ptx.cta_barrier()
     before = tl.atomic_add(ptr, _share(_is_first_program(), _num_programs()), sem="release", scope="sys")
@@ -173,8 +176,8 @@ def grid_barrier(ptr, world):
 
 @triton.jit
 def world_barrier(ptr, world):
-    """All programs of all ranks. Two counters, `ptr` and `ptr + 1`: the last program to arrive on a rank arrives for the
-    rank. Grids may differ between ranks."""
+    """All programs of all ranks. Two counters, `ptr` and `ptr + 1`: the last program to arrive on a rank arrives for
+    the rank. Grids may differ between ranks."""
     ptx.drain(world)
     # Stable: this round cannot complete without me. Every thread reads it, so it must be before the barrier.
     round_bit = ptx.load_acquire(ptr + 1)
@@ -193,8 +196,8 @@ def epoch(flags, world):
 
     flags: pointer to the first of `pkt.signals`' counters. Call it exactly once in each program. `wait(flags + i,
     epoch * arrivals_per_launch, world)` is then right on every launch with nothing reset.
-    `atom.add.relaxed` on the 64-bit word 64 bytes before `flags`: epoch above, arrivals below; the last to arrive begins
-    the next epoch.
+    `atom.add.relaxed` on the 64-bit word 64 bytes before `flags`: epoch above, arrivals below; the last to arrive
+    begins the next epoch.
     """
     word = (flags - _HEADER_WORDS).to(tl.pointer_type(tl.int64))
     n = tl.cast(_num_programs(), tl.int64)

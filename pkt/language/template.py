@@ -23,15 +23,16 @@ def lcsc(
 
     compute, communicate: @triton.jit functions of task (int32) and what is in args.
     args: a tuple, written in this call: assigned to a variable before, its constants would become run-time values.
-    queue: scalar pointer to int32, zeroed once, where programs claim compute tasks; for launches with one num_tasks and one
-    grid only.
-    epoch: `epoch(flags, world)` of this launch; num_comm_sms: programs that communicate, 0 <= num_comm_sms < grid.
+    queue: scalar pointer to int32, zeroed once, where programs claim compute tasks; for launches with one num_tasks
+        and one grid only.
+    epoch: `epoch(flags, world)` of this launch.
+    num_comm_sms: programs that communicate, 0 <= num_comm_sms < grid.
 
     The programs below num_comm_sms communicate (the hardware starts low indices first, and who is waited for must not
-    wait for a place); each takes tasks index, index + num_comm_sms, ... and then joins the compute queue, so no SM idles.
-    With num_comm_sms = 0 every program communicates its share after the compute queue is empty: no overlap, no deadlock.
-    A communicate task may wait for compute tasks; a compute task must not wait for communicate tasks of its own rank when
-    num_comm_sms is 0. Launch one program an SM, all resident.
+    wait for a place); each takes tasks index, index + num_comm_sms, ... and then joins the compute queue, so no SM
+    idles. With num_comm_sms = 0 every program communicates its share after the compute queue is empty: no overlap, no
+    deadlock. A communicate task may wait for compute tasks; a compute task must not wait for communicate tasks of its
+    own rank when num_comm_sms is 0. Launch one program an SM, all resident.
     """
     ptx.settle(args)
     pid = tl.program_id(0)
@@ -41,8 +42,8 @@ def lcsc(
         for task in range(pid, num_comm_tasks, num_comm_sms):
             communicate(task, *args)
     ptx.mark("compute")
-    # The queue only grows. A launch makes one claim for each task and a last one in each program, so this launch's first
-    # claim is known; int32 wraps on both sides alike.
+    # The queue only grows. A launch makes one claim for each task and a last one in each program, so this launch's
+    # first claim is known; int32 wraps on both sides alike.
     first = (epoch - 1) * (num_tasks + programs)
     task = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu") - first
     while task < num_tasks:

@@ -1,4 +1,4 @@
-"""ParallelKittens' eight primitives on a parallel global layout: one array of the same shape (b, d, r, c) on every rank.
+"""ParallelKittens' eight primitives on a parallel global layout: an array of one shape (b, d, r, c) on every rank.
 
 Source of the set and its meaning: ParallelKittens, section 3.2.2 and appendix C. `coord` is (b, d, r, c); b and d count
 elements, r and c count tiles of the shape at hand (elements for the counters of `signal` and `wait`). Tiles at the edge
@@ -14,13 +14,15 @@ import triton.language as tl
 
 from . import address, multimem, sync
 
+_ADD = tl.constexpr("add")
+
 
 class Layout(NamedTuple):
     """A contiguous array (b, d, r, c) in the symmetric heap; `pkt.layout(x)` makes one from a symmetric tensor.
 
     ptr: pointer to this rank's copy, any element type; b, d, r, c: int32 sizes.
-    tma: constexpr bool: each row begins at a multiple of 16 bytes, so that TMA and multimem may be used; otherwise tiles
-        move through registers, an element at a time where they must.
+    tma: constexpr bool: each row begins at a multiple of 16 bytes, so that TMA and multimem may be used; otherwise
+        tiles move through registers, an element at a time where they must.
     """
 
     ptr: Any
@@ -83,9 +85,9 @@ def store_async(dst, tile, coord, world, peer=None):
     """Tile [R, C] into rank `peer`'s array, or into every rank's (peer=None).
 
     dst: Layout; tile: 2-D block, cast to the element type; coord: (b, d, r, c).
-    TMA: `cp.async.bulk.tensor.2d.global.shared::cta.bulk_group`. To every rank: `multimem.st` where `world.multicast`, else a
-    TMA store to each. A descriptor made here costs 13 `tensormap.replace` and a fence, hoisted where dst and coord[0:2] do
-    not change: for many tiles a loop prefer one descriptor made before it.
+    TMA: `cp.async.bulk.tensor.2d.global.shared::cta.bulk_group`. To every rank: `multimem.st` where
+    `world.multicast`, else a TMA store to each. A descriptor made here costs 13 `tensormap.replace` and a fence,
+    hoisted where dst and coord[0:2] do not change: for many tiles a loop prefer one descriptor made before it.
     """
     tile = tile.to(dst.ptr.dtype.element_ty)
     if peer is not None:
@@ -100,8 +102,9 @@ def store_async(dst, tile, coord, world, peer=None):
 
 @triton.jit
 def store_add_async(dst, tile, coord, world, peer=None):
-    """Tile [R, C] added to rank `peer`'s array, or to every rank's; each element atomically, in no fixed order, rounding at
-    every addition. TMA: `cp.reduce.async.bulk.tensor.2d...add`; to every rank `multimem.red` where `world.multicast`."""
+    """Tile [R, C] added to rank `peer`'s array, or to every rank's; each element atomically, in no fixed order,
+    rounding at every addition. TMA: `cp.reduce.async.bulk.tensor.2d...add`; to every rank `multimem.red` where
+    `world.multicast`."""
     tile = tile.to(dst.ptr.dtype.element_ty)
     if peer is not None:
         _add_to(dst, tile, coord, peer, world)
@@ -131,19 +134,19 @@ def reduce(
     world,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    op: tl.constexpr = tl.constexpr("add"),
+    op: tl.constexpr = _ADD,
 ):
-    """The tile at `src_coord` of every rank's `src`, reduced in the switch (or rank by rank, fp32 accumulation), into my own
-    `dst` at `dst_coord`. op: "add", "min", "max"."""
+    """The tile at `src_coord` of every rank's `src`, reduced in the switch (or rank by rank, fp32 accumulation), into
+    my own `dst` at `dst_coord`. op: "add", "min", "max"."""
     value = _load_reduce(src, src_coord, world, ROWS, COLS, op)
     ptrs, inside = _elements(dst, dst_coord, ROWS, COLS)
     tl.store(ptrs, value.to(dst.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def all_reduce(x, coord, world, ROWS: tl.constexpr, COLS: tl.constexpr, op: tl.constexpr = tl.constexpr("add")):
-    """The tile at `coord` of every rank's `x`, reduced and written back to every rank's `x`. One rank does this for a given
-    tile, after all have published theirs."""
+def all_reduce(x, coord, world, ROWS: tl.constexpr, COLS: tl.constexpr, op: tl.constexpr = _ADD):
+    """The tile at `coord` of every rank's `x`, reduced and written back to every rank's `x`. One rank does this for a
+    given tile, after all have published theirs."""
     value = _load_reduce(x, coord, world, ROWS, COLS, op)
     ptrs, inside = _elements(x, coord, ROWS, COLS)
     if x.tma:
@@ -178,5 +181,5 @@ def wait(bar, coord, at_least, world):
 
 @triton.jit
 def barrier(bar, coord, world):
-    """`pl.barrier` on the counter at element `coord`: the programs that call it with the same coordinate on all ranks."""
+    """`pl.barrier` on the counter at element `coord`, of the programs of all ranks that call it with this `coord`."""
     sync.barrier(_counter(bar, coord), world)

@@ -30,8 +30,9 @@ RECORD_WORDS = 16
 MAX_RECORDS = (STATUS_BYTES // 4 - STATUS_FIRST_RECORD) // RECORD_WORDS
 
 RECORD_FIELDS = ("rank", "program", "cmp", "wanted", "found", "offset_low", "offset_high", "epoch", "site", "owner")
-"""Words 0 to 9 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words; `epoch` is 0
-where the wait does not know it; `site` is `site_hash` of the kernel's name; `owner` is program + 1, and 0 in a slot that nobody has claimed."""
+"""Words 0 to 9 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words; `epoch`
+is 0 where the wait does not know it; `site` is `site_hash` of the kernel's name; `owner` is program + 1, and 0 in a
+slot that nobody has claimed."""
 
 CMP_CODES = {"ge": 0, "gt": 1, "le": 2, "lt": 3, "eq": 4, "ne": 5, "flip": 6}
 """Word `cmp` of a record, low byte. "flip": the counter's top bit differs from that of `wanted` (barriers)."""

@@ -64,8 +64,8 @@ _MEMORY = re.compile(r"(?:multimem|ld|st|red|atom)\.(?!param|shared)|fence|cp\.a
 
 
 def order(kernel: Any) -> list[str]:
-    """Global memory accesses, fences and barriers in order: "one:" before what one thread executes, "pkt.wait" for a wait,
-    atomics as "atomic.<semantics>.<scope>.<operation>". Broadcasts of an atomic's result are left out."""
+    """Global memory accesses, fences and barriers in order: "one:" before what one thread executes, "pkt.wait" for a
+    wait, atomics as "atomic.<semantics>.<scope>.<operation>". Broadcasts of an atomic's result are left out."""
     text = re.sub(r"// pkt\.wait(.*?)// end inline asm", "\n pkt.wait;\n", body(kernel), flags=re.S)
     all_of_them = parse(text)
     result = []
@@ -87,9 +87,9 @@ def _is_broadcast(all_of_them: list[Instruction], i: int) -> bool:
     store, to protect what was read there before)."""
     before = next((x for x in reversed(all_of_them[:i]) if not x.op.startswith(("mov", "add", "sub", "shl"))), None)
     after = next((x for x in all_of_them[i + 1 :] if not x.op.startswith(("mov", "add", "sub", "shl"))), None)
-    return bool(
-        before and before.op.startswith("st.shared") and after and after.op.startswith("ld.shared")
-    ) or bool(after and after.op.startswith("st.shared"))
+    return bool(before and before.op.startswith("st.shared") and after and after.op.startswith("ld.shared")) or bool(
+        after and after.op.startswith("st.shared")
+    )
 
 
 def threads(kernel: Any) -> int:
@@ -98,8 +98,8 @@ def threads(kernel: Any) -> int:
 
 
 def one_thread(all_of_them: list[Instruction], guard: str, threads: int) -> bool:
-    """Whether the predicate can hold in thread 0 alone. It is worked out from the thread's index; what else it depends on is
-    taken for true."""
+    """Whether the predicate can hold in thread 0 alone. It is worked out from the thread's index; what else it
+    depends on is taken for true."""
     if not guard or guard.startswith("!"):
         return False
     definitions: dict[str, Instruction] = {}

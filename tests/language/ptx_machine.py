@@ -1,4 +1,4 @@
-"""A few PTX instructions, executed: enough to run the assembly of a wait with several threads and programs, without a GPU."""
+"""A few PTX instructions, executed: enough to run the assembly of a wait, several threads of it, without a GPU."""
 
 from __future__ import annotations
 

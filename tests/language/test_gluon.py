@@ -1,6 +1,6 @@
-"""The same functions called from Gluon: its front end compiles @triton.jit helpers with its own semantic, on 3.6 and 3.9
-alike, so one definition serves both. What needs a block layout of its own (multimem, tiles) is Triton's alone; and the value
-that `wait` returns is each thread's own there."""
+"""The same functions called from Gluon: its front end compiles @triton.jit helpers with its own semantic, on 3.6 and
+3.9 alike, so one definition serves both. What needs a block layout of its own (multimem, tiles) is Triton's alone;
+and the value that `wait` returns is each thread's own there."""
 
 import pytest
 from triton.experimental import gluon

@@ -1,4 +1,5 @@
-"""The reading of PTX notices what it is there for: each way to break a synchronisation changes what the tests compare."""
+"""The reading of PTX notices what it is there for: each way to break a synchronisation changes what the tests
+compare."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""The in-switch forms: one instruction for 16 bytes, the ISA's operations and types, masks, and the loop without a switch."""
+"""The in-switch forms: one instruction for 16 bytes, the ISA's operations and types, masks, and the loop without a
+switch."""
 
 import re
 
@@ -226,7 +227,10 @@ def test_without_a_switch_each_is_a_loop_over_ranks(arch):
     # in fp32: 8 elements a thread, 3 additions each; sm_100 adds two at a time
     assert count(k, r"add(\.rn)?\.f32") + 2 * count(k, r"add(\.rn)?\.f32x2") == 3 * 8
     assert count(k, r"add(\.rn)?\.bf16|fma\.rn\.bf16") == 0
-    assert count(compiled(store_kernel, "*bf16", "*bf16", 1, NO_SWITCH, B=1024, MASK=False, arch=arch), r"st\.global\.v4") == 4
+    assert (
+        count(compiled(store_kernel, "*bf16", "*bf16", 1, NO_SWITCH, B=1024, MASK=False, arch=arch), r"st\.global\.v4")
+        == 4
+    )
     k = compiled(add_kernel, "*fp32", "*fp32", 1, NO_SWITCH, B=128, MASK=False, arch=arch)
     assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.f32") == 4
 

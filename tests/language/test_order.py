@@ -1,4 +1,5 @@
-"""Tile orders: each is a permutation of the tasks, and puts first or last what it says. Run by Triton's own interpreter."""
+"""Tile orders: each is a permutation of the tasks, and puts first or last what it says. Run by Triton's own
+interpreter."""
 
 import pytest
 import torch
@@ -35,7 +36,9 @@ def run(rank, size, num_m, num_n, group):
     return out.tolist()
 
 
-@pytest.mark.parametrize(("size", "num_m", "num_n", "group"), [(1, 3, 4, 2), (2, 6, 5, 4), (3, 7, 3, 2), (4, 8, 2, 3), (5, 5, 5, 8)])
+@pytest.mark.parametrize(
+    ("size", "num_m", "num_n", "group"), [(1, 3, 4, 2), (2, 6, 5, 4), (3, 7, 3, 2), (4, 8, 2, 3), (5, 5, 5, 8)]
+)
 def test_orders_are_permutations(size, num_m, num_n, group):
     n = num_m * num_n
     for rank in range(size):
@@ -49,7 +52,9 @@ def test_orders_are_permutations(size, num_m, num_n, group):
             assert [row[3] for row in table[-per:]] == list(range(rank * per, (rank + 1) * per))
             # my own first, then the first of each peer beginning with my neighbour
             assert [(row[4], row[5]) for row in table[:per]] == [(rank, i) for i in range(per)]
-            assert [row[4:6] for row in table[per : per + size - 1]] == [[(rank + 1 + k) % size, 0] for k in range(size - 1)]
+            assert [row[4:6] for row in table[per : per + size - 1]] == [
+                [(rank + 1 + k) % size, 0] for k in range(size - 1)
+            ]
         # a supergroup is walked column by column
         rows = min(group, num_m)
         assert [row[:2] for row in table[:rows]] == [[m, 0] for m in range(rows)]

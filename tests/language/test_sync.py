@@ -5,9 +5,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.language import ptx
-from pkt.language.inspect import check_sync, count_markers, device_world
-from pkt.language.world import CMP_CODES
+from pkt.language.inspect import count_markers, device_world
 
 from .compiled import ARCHS, compiled, count, order, reasons, waits
 

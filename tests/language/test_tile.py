@@ -1,4 +1,5 @@
-"""ParallelKittens' eight primitives: TMA for tiles to a peer, multimem for all ranks, registers where rows are not aligned."""
+"""ParallelKittens' eight primitives: TMA for tiles to a peer, multimem for all ranks, registers where rows are not
+aligned."""
 
 import pytest
 import triton
@@ -104,7 +105,10 @@ def test_a_tile_to_every_rank_through_the_switch(arch, add):
 def test_rows_that_tma_cannot_take_go_through_registers(arch, add):
     k = compiled(store_kernel, layout(c=4095, tma=False), "*bf16", SWITCH, 3, R=64, C=64, ALL=True, ADD=add, arch=arch)
     assert count(k, f"{STORE}|{ADD}|multimem") == 0
-    assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.noftz\.bf16" if add else r"st\.global\.b16") == 4 * 64 * 64 // 128
+    assert (
+        count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.noftz\.bf16" if add else r"st\.global\.b16")
+        == 4 * 64 * 64 // 128
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -34,8 +34,10 @@ class Scene:
 
     def __init__(self, cmp="ge", deadline=0):
         world = device_world(RANK, SIZE, STRIDE)
-        kernel = compiled(barrier_kernel, "*int32", world) if cmp == "flip" else compiled(
-            wait_kernel, "*int32", 7, world, cmp
+        kernel = (
+            compiled(barrier_kernel, "*int32", world)
+            if cmp == "flip"
+            else compiled(wait_kernel, "*int32", 7, world, cmp)
         )
         (self.text,) = blocks(body(kernel), "// pkt.wait")
         # look at the clock at every 4th poll, so that the machine need not make a million steps
@@ -99,7 +101,9 @@ def test_comparisons_hold_across_the_wrap(cmp, want, difference):
         assert thread.found() == (want + difference) & 0xFFFFFFFF
 
 
-@pytest.mark.parametrize(("before", "now", "flipped"), [(0, 3, False), (0, 2**31, True), (2**31 + 5, 2**31, False), (2**31, 0, True)])
+@pytest.mark.parametrize(
+    ("before", "now", "flipped"), [(0, 3, False), (0, 2**31, True), (2**31 + 5, 2**31, False), (2**31, 0, True)]
+)
 def test_a_barrier_waits_for_the_top_bit_to_change(before, now, flipped):
     scene = Scene("flip")
     scene.memory.store(COUNTER, now, 32)

@@ -30,9 +30,7 @@ def masked(x, out, n, N: tl.constexpr):
     tl.store(out + 3 * N + o, tl.load(x + 10**6 + o, mask=o < 0, other=3))  # nothing is touched
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int32], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32], ids=str)
 def test_masks(dtype: torch.dtype) -> None:
     x = torch.arange(1, 17).to(dtype)
     out = torch.zeros(4, 16).to(dtype)

@@ -117,11 +117,11 @@ class CudaDriver:
         return bytes(self._call("cuDeviceGetUuid", device).bytes).hex()
 
     def attribute(self, device: int, name: str) -> int:
-        kind = self._cuda.CUdevice_attribute[f"CU_DEVICE_ATTRIBUTE_{name}"]
+        kind = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self._call("cuDeviceGetAttribute", kind, device))
 
     def p2p(self, device: int, peer: int, name: str) -> int:
-        kind = self._cuda.CUdevice_P2PAttribute[f"CU_DEVICE_P2P_ATTRIBUTE_{name}"]
+        kind = getattr(self._cuda.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
         return int(self._call("cuDeviceGetP2PAttribute", kind, device, peer))
 
     # -- physical memory

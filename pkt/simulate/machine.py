@@ -142,7 +142,7 @@ class Machine:
         max_steps: int = 20_000_000,
     ) -> None:
         self.size, self.sms, self.multicast = ranks, sms, multicast
-        self.schedule = Schedule(seed, ranks)
+        self.schedule = Schedule(seed, ranks, by_time=trace)
         self.space = AddressSpace(ranks, stride)
         self.races, self.tracing, self.faults = races, trace, faults
         self.census = Census()

@@ -14,10 +14,15 @@ PATIENCE = 0.97  # how often an adversarial schedule prefers any other rank to i
 
 
 class Schedule:
-    """Decisions of one run; the same seed and ranks give the same run."""
+    """Decisions of one run; the same seed and ranks give the same run.
 
-    def __init__(self, seed: int, ranks: int) -> None:
+    by_time: in seed 0, the program that is earliest on the modelled clock runs next, and only until its next access: who
+    takes which task from a queue is then what the clock says, so that a timeline shows a plausible run.
+    """
+
+    def __init__(self, seed: int, ranks: int, by_time: bool = False) -> None:
         self.seed, self.ranks = seed, ranks
+        self.by_time = by_time and seed == 0
         self._random = random.Random(seed)
         self.policy = "in order" if seed == 0 else "adversarial" if seed % 3 == 0 else "random"
         self.victim = (seed // 3) % ranks if self.policy == "adversarial" else None
@@ -31,6 +36,8 @@ class Schedule:
 
     def pick(self, ready: Sequence[Any]) -> int:
         """Index of the task that runs next."""
+        if self.by_time:
+            return min(range(len(ready)), key=lambda i: ready[i].time)
         if self.seed == 0:
             return 0
         at = self._random.randrange(len(ready))
@@ -42,7 +49,7 @@ class Schedule:
 
     def interrupts(self) -> bool:
         """Whether another task runs before this access."""
-        return self._interrupts > 0 and self._random.random() < self._interrupts
+        return self.by_time or self._interrupts > 0 and self._random.random() < self._interrupts
 
     def commits(self) -> bool:
         """Whether some pending store becomes visible now."""

@@ -48,6 +48,7 @@ class Connection:
         sock.setblocking(False)
         self.sock, self.rank, self.peer, self.pid = sock, rank, peer, pid
         self._out: list[tuple[memoryview, list[int]]] = []
+        self._begun = False  # part of the first frame in _out has been sent
         self._head, self._text, self._fds = bytearray(), bytearray(), list[int]()
         self._wanted: tuple[int, int, int] | None = None  # sequence, bytes, descriptors of the frame being read
 
@@ -78,10 +79,12 @@ class Connection:
                 self._out[0] = (data[sent:], [])  # descriptors went with the first byte
             else:
                 self._out.pop(0)
+            self._begun = sent < len(data)
 
-    def discard(self) -> None:
-        """Nothing more will be sent."""
+    def discard(self) -> bool:
+        """Send nothing of what is queued; False if the other end has part of a frame and can make no sense of another."""
         self._out = []
+        return not self._begun
 
     # -- in
     def read(self) -> Frame | None:

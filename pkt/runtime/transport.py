@@ -201,7 +201,9 @@ class Transport:
             if farewell is not None:
                 blamed |= self._blamed(self.connections[peer], farewell)
                 del lost[peer]
-        return PeerLost.exited(self.rank, lost or blamed, what)
+        # A peer that lives and left without a word was cut off in the middle of one: it is not the cause either.
+        gone = {peer: text for peer, text in lost.items() if "closed its world" not in text}
+        return PeerLost.exited(self.rank, gone or blamed or lost, what)
 
     def _blamed(self, connection: Connection, farewell: Mapping[str, Any]) -> dict[int, str]:
         """Which ranks a farewell says are lost; where none, the one that gave up, and why."""
@@ -247,8 +249,8 @@ class Transport:
         ranks = {str(rank): text for rank, text in (lost or {}).items()}
         farewell = pack(_GIVES_UP, {"lost": ranks, "why": why[:2000]})
         for connection in self.connections.values():
-            if connection.unsent:
-                continue  # in the middle of a frame: it will see the end of file instead
+            if not connection.discard():
+                continue  # it will see the end of file instead
             connection.queue(farewell)
             try:
                 connection.write()

@@ -205,7 +205,9 @@ def wait(ptr, want, cmp, world, _semantic=None):
     that of `want`). Returns what this thread found, which may differ between threads: `sync.wait` makes it uniform.
     """
     if cmp not in CMP_CODES:
-        raise ValueError(f"cmp is one of {', '.join(c for c in CMP_CODES)}, not {cmp!r}")
+        raise ValueError(f"cmp is one of {', '.join(CMP_CODES)}, not {cmp!r}")
+    if not ptr.type.is_ptr() or _element(ptr).name not in ("int32", "uint32"):
+        raise ValueError(f"a counter is a scalar pointer to int32, not {ptr.type}")
     machine = simulator(_semantic)
     if machine is not None:
         return machine.wait(ptr, want, cmp, _plain(world.rank), world.status)

@@ -129,11 +129,12 @@ def _share(first, n):
 
 
 @triton.jit
-def _arrive_everywhere(ptr, world):
-    """One arrival of this rank at every rank's counter; returns my counter before it. The caller has drained."""
+def _arrive_everywhere(ptr, world, sem: tl.constexpr = tl.constexpr("relaxed")):
+    """One arrival of this rank at every rank's counter, `sem` at my own; returns my counter before it. The caller has
+    drained."""
     share = _share(tl.cast(world.rank, tl.int32) == 0, world.size)
     # My own first, and before the fence: a peer that has seen my arrival may already arrive for the next round here.
-    before = tl.atomic_add(ptr, share, sem="relaxed", scope="sys")
+    before = tl.atomic_add(ptr, share, sem=sem, scope="sys")
     ptx.fence("sys")
     for i in tl.static_range(1, world.size):
         tl.atomic_add(address.peer(ptr, (world.rank + i) % world.size, world), share, sem="relaxed", scope="sys")
@@ -185,7 +186,8 @@ def world_barrier(ptr, world):
     share = _share(_is_first_program(), _num_programs())
     before = tl.atomic_add(ptr, share, sem="acq_rel", scope="sys")
     if ((before + share) ^ before) < 0:
-        _arrive_everywhere(ptr + 1, world)
+        # A release at home too: my rank's other programs wait there for what this one has acquired from them.
+        _arrive_everywhere(ptr + 1, world, "release")
     ptx.wait(ptr + 1, round_bit, "flip", world)
     ptx.cta_barrier()
 

@@ -75,6 +75,42 @@ def atomic_block_kernel(x, y, n, world, B: tl.constexpr):
     tl.store(y + o, pl.atomic_add(x + o, 1, 3, world, mask=o < n, sem="relaxed"), mask=o < n)
 
 
+@triton.jit
+def pull_kernel(a, b, c, flags, K, world, B: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+    m = tl.arange(0, B)
+    for src in range(world.size):
+        pl.wait(flags + src, 1, world)
+        acc = tl.zeros((B, B), tl.float32)
+        if TMA:
+            left = tl.make_tensor_descriptor(pl.peer(a, src, world), [B, K], [K, 1], [B, BK])
+            right = tl.make_tensor_descriptor(b, [B, K], [K, 1], [B, BK])
+            for k in range(0, K, BK):
+                acc = tl.dot(left.load([0, k]), right.load([0, k]).T, acc)
+        else:
+            for k in range(0, K, BK):
+                offs = m[:, None] * K + k + tl.arange(0, BK)[None, :]
+                acc = tl.dot(pl.load(a + offs, src, world), tl.load(b + offs).T, acc)
+        tl.store(c + src * B * B + m[:, None] * B + m[None, :], acc.to(tl.bfloat16))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tma", [False, True])
+def test_a_loop_that_reads_a_peers_matrix_is_pipelined_like_a_local_one(arch, tma):
+    k = compiled(
+        pull_kernel, "*bf16", "*bf16", "*bf16", "*i32", 4096, device_world(2), B=128, BK=64, TMA=tma,
+        arch=arch, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    # two operands, each in the two prologue stages and the loop; for sm_100 one iteration is peeled
+    loads = 2 * (3 if arch == 90 else 4)
+    if tma:
+        assert count(k, r"cp\.async\.bulk\.tensor\.2d\.shared") == loads
+    else:
+        copies = [x for x in instructions(k) if x.op == "cp.async.cg.shared.global"]
+        assert len(copies) == loads * (128 * 64 * 2 // 16) // 256
+        assert all(", 0x10, " in x.operands + ", " for x in copies)
+        assert count(k, r"ld\.global") == 0
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8e4nv", "i32", "fp64"])

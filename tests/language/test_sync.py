@@ -128,6 +128,20 @@ def test_an_unknown_comparison_is_refused_by_name():
     assert "ge, gt, le, lt, eq, ne" in reasons(caught.value)
 
 
+@triton.jit
+def block_kernel(flags, world):
+    pl.wait(flags + tl.arange(0, 16), 1, world)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "args"), [(wait_kernel, ("*fp32", 7)), (wait_kernel, ("*i64", 7)), (block_kernel, ("*i32",))]
+)
+def test_a_counter_that_is_none_is_refused(kernel, args):
+    with pytest.raises(triton.CompilationError) as caught:
+        compiled(kernel, *args, device_world(), *(["ge"] if kernel is wait_kernel else []))
+    assert "scalar pointer to int32" in reasons(caught.value)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_multicast_worlds_order_the_other_virtual_address_too(arch):
     world = device_world(multicast=True)
@@ -162,9 +176,9 @@ def test_test_reads_once_in_one_thread(arch, cmp):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_barrier_arrives_here_first_then_fences_then_at_the_peers(arch, size):
-    k = compiled(barrier_kernel, "*int32", device_world(0, size), arch=arch)
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (1, 3), (2, 4), (0, 8)])
+def test_barrier_arrives_here_first_then_fences_then_at_the_peers(arch, rank, size):
+    k = compiled(barrier_kernel, "*int32", device_world(rank, size), arch=arch)
     one = "one:atomic.relaxed.sys.add.u32"
     assert order(k) == [*DRAIN, "bar.sync", one, "fence.acq_rel.sys"] + [one] * (size - 1) + ["pkt.wait", "bar.sync"]
     (block,) = waits(k)
@@ -185,7 +199,7 @@ def test_world_barrier_crosses_ranks_once_a_rank(arch):
     one = "one:atomic.relaxed.sys.add.u32"
     assert order(k) == (
         [*DRAIN, "ld.acquire.sys.global.b32", "bar.sync", "one:atomic.acq_rel.sys.add.u32"]
-        + [one, "fence.acq_rel.sys", one, one, one]
+        + ["one:atomic.release.sys.add.u32", "fence.acq_rel.sys", one, one, one]
         + ["pkt.wait", "bar.sync"]
     )
 

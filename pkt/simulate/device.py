@@ -272,7 +272,7 @@ class SimulatedDevice:
                     self._acquire(address, scope)
                 elif address in self.sync:
                     task.unacquired = self._joined(task.unacquired, self._visible(self.sync[address], scope))
-        if m.schedule.interrupts():
+        if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
             m.pause()
         return out.reshape(addresses.shape)
 
@@ -676,6 +676,10 @@ class SimulatedDevice:
             return
         updates = kind in ("atomic", "TMA reduce")
         shadow, touched = self._shadow(region), Touched(access)
+        if updates and region.kind == "signals":  # what counters are for; a plain access to one looks for these
+            record(shadow.updater, touched, int(task.clock[task.column]) << 32 | task.column << 16)
+            self.authors[int(task.clock[task.column]) << 32 | task.column << 16, region.base] = (kind, task, site())
+            return
         clock = m.clocks.fit(task.seen if is_async else task.clock)
         earlier = (shadow.writer, shadow.reader, shadow.other) + (() if updates else (shadow.updater,))
         for array in earlier:

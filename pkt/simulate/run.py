@@ -135,17 +135,17 @@ def execute(
     members: dict[int, World] = {}
 
     def body(rank: int) -> Any:
-        world = members[rank] = World(SimulatedRank(machine, rank, heap), heap)
-        result = fn(world, *args)
-        if not world.closed:
-            world.close()
-        return result
+        members[rank] = World(SimulatedRank(machine, rank, heap), heap)
+        return fn(members[rank], *args)
 
     error: Exception | None = None
     results = None
     with _ambient(machine, members):
         try:
             results = machine.run(body)
+            # Not as each returns: a rank that is done early may still be read and signalled.
+            for world in members.values():
+                world.close()
         except Exception as raised:
             error = raised
     findings = list(machine.findings)

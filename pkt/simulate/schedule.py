@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 PATIENCE = 0.97  # how often an adversarial schedule prefers any other rank to its victim
+LINGERING = 0.5  # how often a program with pending stores stops after an atomic
 
 
 class Schedule:
@@ -54,6 +55,10 @@ class Schedule:
     def commits(self) -> bool:
         """Whether some pending store becomes visible now."""
         return self._commits > 0 and self._random.random() < self._commits
+
+    def lingers(self) -> bool:
+        """Whether a program stops just after an atomic with stores still pending: when a missing order shows."""
+        return self._random.random() < LINGERING
 
     def choose(self, count: int) -> int:
         return self._random.randrange(count) if count > 1 else 0

@@ -1,0 +1,447 @@
+"""What pkt.language's signals, waits, barriers, fences and epochs mean in the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from pkt.errors import Deadlock
+from tests.simulate.helpers import failures, outcome
+
+SEEDS = (0, 1, 2, 3, 4, 6)
+
+
+def signed(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def launch(fn: Any, ranks: int = 3, seed: int = 0, **options: Any) -> list[Any]:
+    return pkt.launch(fn, ranks=ranks, device="cpu", seed=seed, heap=1 << 20, **options)
+
+
+# -- signal and wait -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def signals(flags, found, world):
+    right = (world.rank + 1) % world.size
+    pl.signal(flags, right, world)
+    pl.signal(flags + 1, right, world, value=5)
+    pl.signal(flags + 1, right, world, 2)
+    pl.signal(flags + 2, right, world, value=40 + world.rank, op="set")
+    pl.signal_all(flags + 3, world)
+    pl.signal_all(flags + 4, world, value=3)
+    pl.signal_all(flags + 5, world, value=9, op="set")
+    tl.store(found, pl.wait(flags, 1, world))
+    tl.store(found + 1, pl.wait(flags + 1, 7, world))
+    tl.store(found + 2, pl.wait(flags + 2, 40, world))
+    tl.store(found + 3, pl.wait(flags + 3, world.size, world))
+    tl.store(found + 4, pl.wait(flags + 4, 3 * world.size, world))
+    tl.store(found + 5, pl.wait(flags + 5, 0, world, cmp="ne"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_signals_add_and_set(ranks: int) -> None:
+    def main(world: Any) -> None:
+        flags, found = pkt.signals(6), torch.zeros(6, dtype=torch.int32)
+        signals[(1,)](flags, found, world.device)
+        world.barrier()
+        left = (world.rank - 1) % ranks
+        assert found.tolist() == [1, 7, 40 + left, ranks, 3 * ranks, 9]
+        assert flags.tolist() == found.tolist()
+
+    assert failures(main, ranks, SEEDS) == {}
+
+
+@triton.jit
+def publish(x, y, flags, world, N: tl.constexpr):
+    o = tl.arange(0, N)
+    right = (world.rank + 1) % world.size
+    pl.store(x + o, o + 10 * world.rank, right, world)
+    pl.signal(flags, right, world)
+    pl.wait(flags, 1, world)
+    tl.store(y + o, tl.load(x + o))
+
+
+@triton.jit
+def publish_all(x, y, flags, world, N: tl.constexpr):
+    o = tl.arange(0, N)
+    for r in range(world.size):
+        pl.store(x + world.rank * N + o, o + 10 * world.rank, r, world)
+    pl.signal_all(flags, world)
+    pl.wait(flags, world.size, world)
+    for r in range(world.size):
+        tl.store(y + r * N + o, tl.load(x + r * N + o))
+
+
+def test_what_was_stored_before_a_signal_is_there_after_the_wait() -> None:
+    def main(world: Any) -> None:
+        x, y, flags = pkt.empty(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), pkt.signals(1)
+        publish[(1,)](x, y, flags, world.device, 8)
+        assert y.tolist() == [i + 10 * ((world.rank - 1) % world.size) for i in range(8)]
+
+    def everyone(world: Any) -> None:
+        x, y = pkt.empty((world.size, 8), dtype=torch.int32), torch.zeros(world.size, 8, dtype=torch.int32)
+        flags = pkt.signals(1)
+        publish_all[(1,)](x, y, flags, world.device, 8)
+        assert y.tolist() == [[i + 10 * r for i in range(8)] for r in range(world.size)]
+
+    for fn in (main, everyone):
+        assert failures(fn, 3) == {}
+        assert failures(fn, 3, races=False) == {}
+
+
+@triton.jit
+def compare(flags, found, want, world, CMP: tl.constexpr):
+    tl.store(found, pl.test(flags, want, world, CMP).to(tl.int32))
+
+
+@triton.jit
+def wait_once(flags, want, world, CMP: tl.constexpr):
+    pl.wait(flags, want, world, CMP)
+
+
+HOLDS = {
+    "ge": lambda d: d >= 0,
+    "gt": lambda d: d > 0,
+    "le": lambda d: d <= 0,
+    "lt": lambda d: d < 0,
+    "eq": lambda d: d == 0,
+    "ne": lambda d: d != 0,
+}
+# around zero, and on both sides of where an int32 and a uint32 wrap
+VALUES = [(5, 5), (4, 5), (6, 5), (2**31 - 1, 2**31 + 2), (2**31 + 2, 2**31 - 1), (2**32 - 2, 1), (1, 2**32 - 2)]
+
+
+@pytest.mark.parametrize("cmp", HOLDS)
+def test_comparisons_across_the_wrap(cmp: str) -> None:
+    def main(world: Any) -> None:
+        flags, found = pkt.signals(1), torch.zeros(1, dtype=torch.int32)
+        for value, want in VALUES:
+            flags[0] = signed(value)
+            holds = HOLDS[cmp](signed(value - want))
+            compare[(1,)](flags, found, signed(want), world.device, cmp)
+            assert bool(found) is holds, (value, want)
+            if holds:
+                wait_once[(1,)](flags, signed(want), world.device, cmp)
+
+    launch(main, 1)
+
+    def never(world: Any, value: int, want: int) -> None:
+        flags = pkt.signals(1)
+        flags[0] = signed(value)
+        wait_once[(1,)](flags, signed(want), world.device, cmp)
+
+    for value, want in VALUES:
+        if not HOLDS[cmp](signed(value - want)):
+            error = outcome(never, 1, args=(value, want)).error
+            assert isinstance(error, Deadlock), (value, want)
+            sign = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}[cmp]
+            assert f"wanted {sign} {signed(want)}, found {signed(value)}" in str(error)
+
+
+@triton.jit
+def wrapping_handshake(flags, found, start, rounds, world):
+    """Counters that run through the wrap, one step a round."""
+    other = (world.rank + 1) % world.size
+    for i in range(rounds):
+        pl.signal(flags, other, world)
+        tl.store(found + i, pl.wait(flags, start + i + 1, world) - start)
+
+
+@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
+def test_counters_run_through_the_wrap(start: int) -> None:
+    def main(world: Any) -> None:
+        flags, found = pkt.signals(1), torch.zeros(6, dtype=torch.int32)
+        flags[0] = signed(start)
+        world.barrier()
+        wrapping_handshake[(1,)](flags, found, signed(start), 6, world.device)
+        for i, ahead in enumerate(found.tolist()):
+            assert ahead in (i + 1, i + 2)  # the other rank may be one round ahead
+        assert flags[0] == signed(start + 6)
+
+    assert failures(main, 2, SEEDS) == {}
+
+
+@triton.jit
+def poll(x, flags, out, world):
+    if world.rank == 0:
+        pl.store(x, 7, 1, world)
+        pl.signal(flags, 1, world)
+    else:
+        polls = 0
+        while not pl.test(flags, 1, world):
+            polls += 1
+        tl.store(out, tl.load(x))  # a test that holds makes visible what was published, as a wait does
+        tl.store(out + 1, polls)
+
+
+def test_test_does_not_wait() -> None:
+    seen = set()
+
+    def main(world: Any) -> None:
+        x, flags, out = pkt.zeros(1, dtype=torch.int32), pkt.signals(1), torch.zeros(2, dtype=torch.int32)
+        poll[(1,)](x, flags, out, world.device)
+        if world.rank == 1:
+            assert out[0] == 7
+            seen.add(out[1].item() > 0)
+
+    assert failures(main, 2) == {}
+    assert seen == {True, False}  # in some schedules it had to poll, in some not
+
+
+# -- barriers --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def barrier_rounds(x, bad, flags, rounds, world):
+    """In each round every program of an index writes its rank's cell everywhere and must then see all of them."""
+    pid = tl.program_id(0)
+    cells = x + pid * world.size
+    for i in range(rounds):
+        for r in range(world.size):
+            pl.store(cells + world.rank, i + 1, r, world)
+        pl.barrier(flags + pid, world)
+        for r in range(world.size):
+            if tl.load(cells + r) != i + 1:
+                tl.atomic_add(bad, 1)
+        pl.barrier(flags + pid, world)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_barrier_of_programs_with_one_index(ranks: int) -> None:
+    def main(world: Any) -> None:
+        x, flags = pkt.zeros((3, world.size), dtype=torch.int32), pkt.signals(3)
+        bad = torch.zeros(1, dtype=torch.int32)
+        for _ in range(2):  # five rounds each: the counter's top bit flips ten times
+            barrier_rounds[(3,)](x, bad, flags, 5, world.device)
+            assert bad.item() == 0
+            world.barrier()
+        assert (flags.plain() & 0x7FFFFFFF == 0).all()  # nothing but the top bit is left
+
+    assert failures(main, ranks, (0, 1, 2, 3)) == {}
+
+
+@triton.jit
+def grid_barrier_rounds(x, bad, flags, rounds, world):
+    pid, n = tl.program_id(0), tl.num_programs(0)
+    other = (world.rank + 1) % world.size
+    theirs = x + 8 * (world.rank + 1)
+    for i in range(rounds):
+        tl.store(x + pid, i + 1)
+        pl.store(theirs + pid, i + 1, other, world)
+        pl.grid_barrier(flags, world)
+        for p in range(n):
+            if tl.load(x + p) != i + 1:
+                tl.atomic_add(bad, 1)
+            if pl.load(theirs + p, other, world) != i + 1:
+                tl.atomic_add(bad, 1)
+        pl.grid_barrier(flags, world)
+
+
+def test_grid_barrier_of_one_ranks_programs() -> None:
+    def main(world: Any) -> None:
+        n = 3 + world.rank
+        x, flags = pkt.zeros((world.size + 1, 8), dtype=torch.int32), pkt.signals(1)
+        bad = torch.zeros(1, dtype=torch.int32)
+        for _ in range(2):
+            grid_barrier_rounds[(n,)](x, bad, flags, 3, world.device)
+        assert bad.item() == 0
+        assert flags[0] & 0x7FFFFFFF == 0
+
+    assert failures(main, 2, (0, 1, 2, 3)) == {}
+
+
+@triton.jit
+def world_barrier_rounds(x, bad, total, flags, first, rounds, world):
+    me = first + tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+    for i in range(rounds):
+        for r in range(world.size):
+            pl.store(x + me, i + 1, r, world)
+        pl.world_barrier(flags, world)
+        for p in range(total):
+            if tl.load(x + p) != i + 1:
+                tl.atomic_add(bad, 1)
+        pl.world_barrier(flags, world)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_world_barrier_of_all_programs(ranks: int) -> None:
+    """Grids differ between ranks: rank r has 2 * (r + 1) programs."""
+
+    def main(world: Any) -> None:
+        sizes = [2 * (r + 1) for r in range(world.size)]
+        x, flags = pkt.zeros(sum(sizes), dtype=torch.int32), pkt.signals(2)
+        bad = torch.zeros(1, dtype=torch.int32)
+        for _ in range(2):
+            world_barrier_rounds[(2, world.rank + 1)](
+                x, bad, sum(sizes), flags, sum(sizes[: world.rank]), 3, world.device
+            )
+        assert bad.item() == 0
+
+    assert failures(main, ranks, (0, 1, 2, 3)) == {}
+
+
+# -- fences ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def message(x, out, flag, world, FENCE: tl.constexpr):
+    """Message passing by hand: a relaxed flag, with a fence on both sides or not."""
+    o = tl.arange(0, 16)
+    if world.rank == 0:
+        pl.store(x + o, o + 1, 1, world)
+        if FENCE == "fence":
+            pl.fence()
+        elif FENCE == "quiet":
+            pl.quiet()
+        pl.atomic_xchg(flag, 1, 1, world, sem="relaxed")
+    else:
+        while pl.atomic_add(flag, 0, 1, world, sem="relaxed") != 1:
+            pass
+        if FENCE != "none":
+            pl.fence()
+        tl.store(out + o, tl.load(x + o))
+
+
+def message_main(world: Any, kind: str) -> None:
+    x, flag = pkt.zeros(16, dtype=torch.int32), pkt.zeros(1, dtype=torch.int32)
+    out = torch.zeros(16, dtype=torch.int32)
+    message[(1,)](x, out, flag, world.device, kind)
+    if world.rank == 1:
+        assert out.tolist() == list(range(1, 17)), "stale"
+
+
+@pytest.mark.parametrize("kind", ["fence", "quiet"])
+def test_fence_and_quiet_order_relaxed_flags(kind: str) -> None:
+    assert failures(message_main, 2, args=(kind,)) == {}
+    assert failures(message_main, 2, args=(kind,), races=False) == {}
+
+
+def test_without_a_fence_the_message_is_stale() -> None:
+    stale = failures(message_main, 2, args=("none",), races=False)
+    assert any("stale" in str(e) for e in stale.values())
+    raced = failures(message_main, 2, args=("none",))
+    assert any(isinstance(e, pkt.DataRace) for e in raced.values())
+
+
+@triton.jit
+def tiles_message(x, out, flag, world, QUIET: tl.constexpr):
+    """The same with a TMA store, which a fence does not wait for."""
+    if world.rank == 0:
+        desc = tl.make_tensor_descriptor(pl.peer(x, 1, world), [16, 16], [16, 1], [16, 16])
+        desc.store([0, 0], tl.full((16, 16), 3, tl.int32))
+        if QUIET:
+            pl.quiet()
+        else:
+            pl.fence()
+        pl.atomic_xchg(flag, 1, 1, world, sem="relaxed")
+    else:
+        while pl.atomic_add(flag, 0, 1, world, sem="relaxed") != 1:
+            pass
+        pl.fence()
+        o = tl.arange(0, 256)
+        tl.store(out + o, tl.load(x + o))
+
+
+def tiles_main(world: Any, quiet: bool) -> None:
+    x, flag = pkt.zeros((16, 16), dtype=torch.int32), pkt.zeros(1, dtype=torch.int32)
+    out = torch.zeros(256, dtype=torch.int32)
+    tiles_message[(1,)](x, out, flag, world.device, quiet)
+    if world.rank == 1:
+        assert (out == 3).all(), "stale"
+
+
+def test_quiet_waits_for_tma_stores_and_fence_does_not() -> None:
+    assert failures(tiles_main, 2, args=(True,)) == {}
+    assert failures(tiles_main, 2, args=(True,), races=False) == {}
+    stale = failures(tiles_main, 2, args=(False,), races=False)
+    assert any("stale" in str(e) for e in stale.values())
+
+
+# -- epochs ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def epochs(flags, seen, world):
+    pid = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+    e = pl.epoch(flags, world)
+    tl.store(seen + pid, e)
+    pl.signal(flags, (world.rank + 1) % world.size, world)
+
+
+@triton.jit
+def epoch_waits(x, bad, flags, world):
+    """All-to-all of one number a launch; resets nothing. A counter for each sender: the sum of two senders' signals would
+    not say which of them is one launch ahead."""
+    e = pl.epoch(flags, world)
+    parity = (e % 2 + 2) % 2 * world.size  # fast ranks write one launch ahead
+    for r in range(world.size):
+        pl.store(x + parity + world.rank, e, r, world)
+        pl.signal(flags + world.rank, r, world)
+    for r in range(world.size):
+        pl.wait(flags + r, e, world)
+        if tl.load(x + parity + r) != e:
+            tl.atomic_add(bad, 1)
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 2, 2**32 - 3])
+def test_epochs_count_launches(start: int) -> None:
+    """Whatever the grids are, and through the wrap of the 32-bit count."""
+
+    def main(world: Any) -> None:
+        flags, seen = pkt.signals(1), torch.zeros(12, dtype=torch.int32)
+        words = world.heap.words_of(flags._allocation)
+        words[1] = signed(start)  # the epochs so far, in the high half of the first 64 bits
+        world.barrier()
+        for i, grid in enumerate([(3,), (5, 2), (1,), (2, 3), (4,)]):
+            seen.fill_(-77)
+            epochs[grid](flags, seen, world.device)
+            n = grid[0] * (grid[1] if len(grid) > 1 else 1)
+            assert seen[:n].tolist() == [signed(start + i + 1)] * n
+        assert words[0] == 0
+        assert words[1] == signed(start + 5)
+
+    for seed in SEEDS:
+        assert outcome(main, 2, seed).error is None
+
+
+@pytest.mark.parametrize("start", [0, 2**32 - 3])
+def test_waits_by_epoch_need_no_reset(start: int) -> None:
+    def main(world: Any) -> None:
+        x, flags = pkt.zeros((2, world.size), dtype=torch.int32), pkt.signals(world.size)
+        bad = torch.zeros(1, dtype=torch.int32)
+        world.heap.words_of(flags._allocation)[1] = signed(start)
+        flags.fill_(signed(start))
+        world.barrier()
+        for _ in range(6):
+            epoch_waits[(1,)](x, bad, flags, world.device)
+        assert bad.item() == 0
+        world.barrier()
+        assert flags.tolist() == [signed(start + 6)] * world.size
+
+    assert failures(main, 3, range(12)) == {}
+
+
+@triton.jit
+def two_rounds_of_flags(a, b, seen, world):
+    tl.store(seen, pl.epoch(a, world))
+    tl.store(seen + 1, pl.epoch(b, world))
+
+
+def test_epochs_of_two_sets_of_counters_are_their_own() -> None:
+    def main(world: Any) -> None:
+        a, b, seen = pkt.signals(1), pkt.signals(1), torch.zeros(2, dtype=torch.int32)
+        other = torch.zeros(2, dtype=torch.int32)
+        two_rounds_of_flags[(1,)](a, b, seen, world.device)
+        two_rounds_of_flags[(1,)](b, pkt.signals(1), other, world.device)
+        assert seen.tolist() == [1, 1]
+        assert other.tolist() == [2, 1]
+
+    launch(main, 2)

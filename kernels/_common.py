@@ -16,7 +16,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """What reduces and multiplies; every one accumulates in fp32."""
 
 COPY_BYTES = 16384
-"""Bytes of a block that a program moves through registers at a time: with 8 warps the links are full from 16 programs."""
+"""Bytes of a block that a program moves through registers at a time: with 8 warps the links are full from 16
+programs."""
 
 
 def world_of(call: str, world: World | None, *tensors: Any) -> World:
@@ -54,7 +55,8 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] | None = None,
     peers: bool = False,
 ) -> torch.Tensor:
-    """`tensor`, contiguous, on this rank's device, of the shape and dtype asked for; symmetric if `peers` access it.
+    """`tensor`, contiguous, on this rank's device, of the shape and dtype asked for; symmetric if `peers`
+    access it.
 
     Raises NotSymmetric, ShapeError or DtypeError, naming `name` and `call`.
     """
@@ -85,9 +87,11 @@ def check_choice(call: str, name: str, found: Any, choices: tuple[str, ...], wor
 
 
 def check_agreed(call: str, world: World, **arguments: Any) -> None:
-    """Collective the first time a signature is seen: every rank called with the same one. Raises CollectiveMismatch.
+    """Collective the first time a signature is seen: every rank called with the same one. Raises
+    CollectiveMismatch.
 
-    Tensors count with shape, dtype and, if symmetric, their offset in the heap, because peers find them by arithmetic.
+    Tensors count with shape, dtype and, if symmetric, their offset in the heap, because peers find them by
+    arithmetic.
     """
     said = f"{call}({', '.join(f'{name}={_described(value, world)}' for name, value in arguments.items())})"
 

@@ -2,7 +2,9 @@
 
 push: each rank reads its shard once and stores it into every rank's `out`.
 pull: each rank loads every rank's `x` into its own `out`.
-Either way (W - 1) * n * itemsize bytes leave and enter each rank. Two barriers of the programs of one index on all ranks.
+
+Either way (W - 1) * n * itemsize bytes leave and enter each rank. Two barriers of the programs of one index on
+all ranks.
 """
 
 from __future__ import annotations
@@ -79,10 +81,10 @@ def all_gather(
 ) -> torch.Tensor:
     """The ranks' `x` one after the other along the first dimension, on every rank. Collective.
 
-    x: (m, ...) contiguous, the same shape and dtype on every rank. out: (size * m, ...) of x's dtype; a new tensor where
-    None. mode "push" needs a symmetric `out`, "pull" a symmetric `x`; None takes push where `out` is symmetric.
-    block: elements a program moves at a time, a power of two. Returns `out`, complete; `x` may be overwritten at once.
-    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    x: (m, ...) contiguous, the same shape and dtype on every rank. out: (size * m, ...) of x's dtype; a new
+    tensor where None. mode "push" needs a symmetric `out`, "pull" a symmetric `x`; None takes push where `out`
+    is symmetric. block: elements a program moves at a time, a power of two. Returns `out`, complete; `x` may be
+    overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     call = "all_gather"
     world = _common.world_of(call, world, x, out)

@@ -1,13 +1,14 @@
 """All-reduce: every rank ends with the sum over ranks of `x`, n elements.
 
-one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize bytes into each rank; the shortest path
-    for small messages.
-two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every rank's `out`:
-    2 * (W - 1) / W * n * itemsize bytes.
-multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each rank;
-    without multicast the same source loops over the ranks.
-All add in fp32 and round once; one_shot adds in the order 0, 1, ... on every rank, so all ranks hold the same bits in each
-form. Two barriers of the programs of one index on all ranks (one_shot in place: one more for each block of a program).
+one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize bytes into each rank; the
+    shortest path for small messages.
+two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every
+    rank's `out`: 2 * (W - 1) / W * n * itemsize bytes.
+multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
+    rank; without multicast the same source loops over the ranks.
+All add in fp32 and round once; one_shot adds in the order 0, 1, ... on every rank, so all ranks hold the same
+bits in each form. Two barriers of the programs of one index on all ranks (one_shot in place: one more for each
+block of a program).
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ def all_reduce(
 ) -> torch.Tensor:
     """The sum of the ranks' `x`, on every rank; in place where `out` is None. Collective.
 
-    x: symmetric, contiguous, bf16, fp16 or fp32. out: of x's shape and dtype, symmetric except for one_shot. mode: see the
-    module; None takes multimem where the world has multicast and the tensors are 16-byte aligned, else two_shot.
-    block: elements a program moves at a time, a power of two. Returns `out` (or x), complete; `x` may be overwritten at once.
-    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    x: symmetric, contiguous, bf16, fp16 or fp32. out: of x's shape and dtype, symmetric except for one_shot.
+    mode: see the module; None takes multimem where the world has multicast and the tensors are 16-byte aligned,
+    else two_shot. block: elements a program moves at a time, a power of two. Returns `out` (or x), complete;
+    `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     call = "all_reduce"
     world = _common.world_of(call, world, x, out)

@@ -1,7 +1,8 @@
 """Reduce-scatter along the first dimension: rank r ends with the sum over ranks of part r.
 
-Each rank loads its part from every rank and adds in fp32, in the order rank, rank + 1, ...: one pass, deterministic,
-(W - 1) * n / W * itemsize bytes into and out of each rank. Two barriers of the programs of one index on all ranks.
+Each rank loads its part from every rank and adds in fp32, in the order rank, rank + 1, ...: one pass,
+deterministic, (W - 1) * n / W * itemsize bytes into and out of each rank. Two barriers of the programs of one
+index on all ranks.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ def reduce_scatter(
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
-    """Part `rank` of the sum of the ranks' `x`, the parts being equal slices of the first dimension. Collective.
+    """Part `rank` of the sum of the ranks' `x`, the parts being equal slices of the first dimension.
+    Collective.
 
-    x: symmetric, (size * m, ...), contiguous, bf16, fp16 or fp32. out: (m, ...) of x's dtype; a new tensor where None.
-    block: elements a program moves at a time, a power of two. Sums in fp32 and rounds once; the same bits every time.
-    Returns `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    x: symmetric, (size * m, ...), contiguous, bf16, fp16 or fp32. out: (m, ...) of x's dtype; a new tensor
+    where None. block: elements a program moves at a time, a power of two. Sums in fp32 and rounds once; the
+    same bits every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError,
+    DtypeError, CollectiveMismatch.
     """
     call = "reduce_scatter"
     world = _common.world_of(call, world, x)

@@ -1,8 +1,8 @@
 """Small programs over the shipped kernels, for exploring schedules, breaking sync sites and dropping signals.
 
-Each case runs on every rank, launches its operator at least twice with different inputs and nothing reset between, reads
-and writes its tensors with kernels, so that the race detector sees who touches what, and asserts that the result is
-exact: the values are small integers. A schedule takes some ten milliseconds.
+Each case runs on every rank and launches its operator at least twice, with different inputs and nothing reset
+between. It reads and writes its tensors with kernels, so that the race detector sees who touches what, and
+asserts that the result is exact: the values are small integers. A schedule takes some ten milliseconds.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pkt
 import torch
 import triton
 import triton.language as tl
+
+import pkt
 from pkt.kernels.all_gather import all_gather
+from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.all_gather_matmul import reference as gather_reference
 from pkt.kernels.all_reduce import all_reduce
+from pkt.kernels.matmul_all_reduce import matmul_all_reduce
+from pkt.kernels.matmul_all_reduce import reference as reduce_reference
+from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from pkt.kernels.matmul_reduce_scatter import reference as scatter_reference
 from pkt.kernels.reduce_scatter import reduce_scatter
 
 LAUNCHES = 2
@@ -91,8 +98,7 @@ def seeds(world: Any, launch: int) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------ collectives
 @case(mode="push")
-@case(mode="pull")
-@case(ranks=3, mode="push")
+@case(ranks=3, mode="pull")
 def gather(world: Any, mode: str, n: int = 40) -> None:
     x, out = pkt.empty(n), pkt.empty(world.size * n)
     for launch in range(LAUNCHES):
@@ -101,7 +107,7 @@ def gather(world: Any, mode: str, n: int = 40) -> None:
         check(got, torch.cat([values((n,), s) for s in seeds(world, launch)]))
 
 
-@case()
+@case(ranks=3)
 def scatter(world: Any, n: int = 40) -> None:
     x = pkt.empty(world.size * n)
     for launch in range(LAUNCHES):
@@ -110,15 +116,73 @@ def scatter(world: Any, n: int = 40) -> None:
         check(reduce_scatter(x, block=16), total.chunk(world.size)[world.rank])
 
 
-@case(mode="one_shot")
-@case(mode="one_shot", in_place=True)
+@case(ranks=3, mode="one_shot")
+@case(ranks=2, mode="one_shot", in_place=True)
 @case(mode="two_shot")
-@case(mode="two_shot", in_place=True)
+@case(ranks=2, mode="two_shot", in_place=True)
 @case(mode="multimem")
-@case(mode="multimem", in_place=True, multicast=False)
-def reduce(world: Any, mode: str, in_place: bool = False, n: int = 74) -> None:
+@case(ranks=2, mode="multimem", in_place=True, multicast=False)
+def reduce(world: Any, mode: str, in_place: bool = False, n: int = 42) -> None:
     x, out = pkt.empty(n), pkt.empty(n)
     for launch in range(LAUNCHES):
         fill(x, seeds(world, launch)[world.rank])
         got = all_reduce(x, None if in_place else out, mode=mode, block=16)
         check(got, sum(values((n,), s) for s in seeds(world, launch)))
+
+
+# --------------------------------------------------------------------------------------------- fused products
+TILES = (16, 16, 16)
+
+
+def operand(shape: tuple[int, int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of this rank alone, of what `fill` writes."""
+    return values(shape, seed, dtype)
+
+
+@case(ranks=3, mode="push", shard="rows")
+@case(ranks=3, mode="push", shard="columns")
+@case(ranks=3, mode="pull", shard="rows")
+@case(ranks=3, mode="pull", shard="columns")
+@case(ranks=2, mode="push", shard="rows", N=13)  # rows that TMA cannot take
+@case(ranks=2, mode="pull", shard="columns", N=13)
+def gather_product(world: Any, mode: str, shard: Any, m: int = 12, k: int = 20, N: int = 24) -> None:
+    a = pkt.empty(m, k)
+    for launch in range(LAUNCHES):
+        everybody = seeds(world, launch)
+        fill(a, everybody[world.rank])
+        b = operand((k if shard == "rows" else world.size * k, N), launch)
+        got = all_gather_matmul(
+            a if mode == "pull" else a.plain().clone(), b,
+            shard=shard, mode=mode, num_comm_sms=1, chunk=16, tiles=TILES,
+        )  # fmt: skip
+        check(got, gather_reference([values((m, k), s) for s in everybody], b, shard))
+
+
+def parts(world: Any, launch: int, M: int, k: int, N: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each rank's (a, b) in a launch."""
+    return [(operand((M, k), s), operand((k, N), s + 1)) for s in seeds(world, launch)]
+
+
+@case(ranks=3, mode="add")
+@case(ranks=3, mode="inbox")
+@case(ranks=2, mode="add", N=13)
+def product_scatter(world: Any, mode: Any, m: int = 12, k: int = 16, N: int = 16) -> None:
+    for launch in range(LAUNCHES + 1):  # the third meets what the first left in its half of the buffer
+        operands = parts(world, launch, world.size * m, k, N)
+        got = matmul_reduce_scatter(*operands[world.rank], mode=mode, tiles=TILES)
+        check(got, scatter_reference(operands, world.rank))
+
+
+@case(ranks=3, num_comm_sms=1)
+@case(ranks=3, num_comm_sms=1, multicast=False)
+@case(ranks=2, num_comm_sms=0)
+@case(ranks=3, num_comm_sms=1, in_place=True)
+@case(ranks=2, num_comm_sms=1, N=13)
+def product_reduce(
+    world: Any, num_comm_sms: int, in_place: bool = False, M: int = 28, k: int = 16, N: int = 24
+) -> None:
+    out = pkt.empty(M, N) if in_place else None
+    for launch in range(LAUNCHES):
+        operands = parts(world, launch, M, k, N)
+        got = matmul_all_reduce(*operands[world.rank], out, num_comm_sms=num_comm_sms, tiles=TILES)
+        check(got, reduce_reference(operands))

@@ -1,0 +1,265 @@
+"""All-gather fused into a matrix product: C = A @ B, where rank r holds shard r of A and its own B.
+
+Sharded by rows, A is the shards below each other: C (size * m, N) = A (size * m, K) @ B (K, N). Sharded by
+columns, A is the shards beside each other: C (m, N) = A (m, size * k) @ B (size * k, N), the shape of the Three
+Taxes paper, whose Algorithms 1 to 3 these are (arXiv 2511.02168).
+
+pull: the product's loop loads each tile of A where it is, on its owner (Algorithm 1). Each element of a shard
+    crosses the links once for every column of tiles: cdiv(N, BLOCK_N) * (size - 1) * m * k * itemsize bytes
+    into each rank, less what L2 keeps. Two barriers of the programs of one index on all ranks.
+push: programs 0 .. num_comm_sms - 1 store this rank's shard into an inbox on every peer and signal each chunk
+    of a row block (Algorithm 2); the others compute, waiting row block by row block (Algorithm 3), their own
+    shard first, then the peers' in the order in which they arrive; a communicator that has finished computes
+    too. (size - 1) * m * k * itemsize bytes into and out of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.errors import ShapeError
+from pkt.runtime.factories import empty, signals
+from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from . import _common
+from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, store_tile, tile_pointers
+
+Shard = Literal["rows", "columns"]
+
+
+def reference(shards: Sequence[torch.Tensor], b: torch.Tensor, shard: Shard = "rows") -> torch.Tensor:
+    """C of a rank that holds `b`, in fp64."""
+    return torch.cat(tuple(shards), dim=0 if shard == "rows" else 1).double() @ b.double()
+
+
+# -------------------------------------------------------------------------------------------------------- pull
+@triton.jit
+def pull_kernel(
+    a_ptr,  # (m, k) on every rank; all ranks read it
+    b_ptr,  # (K, N) this rank's; K is k, or size * k if COLUMNS
+    out_ptr,  # (size * m, N), or (m, N) if COLUMNS; this rank's
+    bar_ptr,  # int32 (programs,) on every rank
+    m,
+    N,
+    k,
+    world,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    num_m = tl.cdiv(m, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    shards: tl.constexpr = 1 if COLUMNS else world.size
+    pl.barrier(bar_ptr + pid, world)  # publish: every rank's shard is complete
+    for t in range(pid, shards * num_m * num_n, tl.num_programs(0)):
+        # Own shard first, then rank + 1, ...: at any time each rank is read by one other.
+        first = t // (num_m * num_n)
+        i, j = pl.order.supergroup(t % (num_m * num_n), num_m, num_n, GROUP)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if COLUMNS:
+            for d in range(world.size):
+                source = (rank + d) % world.size
+                b = b_ptr + tl.cast(source, tl.int64) * k * N
+                a = pl.peer(a_ptr, source, world)
+                acc = accumulate(acc, a, b, i * BLOCK_M, j * BLOCK_N, m, N, k, k, N, TMA, BLOCK_K)
+            out = out_ptr
+        else:
+            source = (rank + first) % world.size
+            a = pl.peer(a_ptr, source, world)
+            acc = accumulate(acc, a, b_ptr, i * BLOCK_M, j * BLOCK_N, m, N, k, k, N, TMA, BLOCK_K)
+            out = out_ptr + tl.cast(source, tl.int64) * m * N
+        store_tile(out, acc, i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
+    pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
+
+
+# -------------------------------------------------------------------------------------------------------- push
+class Push(NamedTuple):
+    """What push_kernel works on. inbox is used in halves, by the parity of the launch: a peer that is a launch
+    ahead has everybody's signals of this one, but not everybody need have finished reading."""
+
+    a_ptr: Any  # (m, k) this rank's; only this rank reads it
+    b_ptr: Any  # (K, N) this rank's; K is k, or size * k if COLUMNS
+    out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS; this rank's
+    inbox_ptr: Any  # (2, size, m, ld) on every rank; rank r stores [:, r] of all the others
+    ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks that rank r has stored of its row block i
+    queue_ptr: Any  # int32, this rank's
+    m: Any
+    N: Any
+    k: Any
+    ld: Any
+    num_comm_sms: Any
+    COLUMNS: tl.constexpr
+    TMA: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    CHUNK: tl.constexpr  # columns of a shard that one signal stands for, a multiple of BLOCK_K
+    GROUP: tl.constexpr
+
+
+@triton.jit
+def _await_rows(p, source, i, epoch, world):
+    """Where row block i of shard `source` is, once it is there: (pointer to the shard, row stride)."""
+    a = p.a_ptr
+    lda = tl.cast(p.k, tl.int32)
+    if source != tl.cast(world.rank, tl.int32):
+        pl.wait(p.ready_ptr + source * tl.cdiv(p.m, p.BLOCK_M) + i, epoch * tl.cdiv(p.k, p.CHUNK), world)
+        slot = (epoch & 1) * world.size + source
+        a = p.inbox_ptr + tl.cast(slot, tl.int64) * p.m * p.ld
+        lda = tl.cast(p.ld, tl.int32)
+    return a, lda
+
+
+@triton.jit
+def _compute_rows(task, p, world, epoch):
+    num_n = tl.cdiv(p.N, p.BLOCK_N)
+    source, index = pl.order.peers_interleaved(task, tl.cdiv(p.m, p.BLOCK_M) * num_n, world)
+    i = index // num_n
+    j = index % num_n
+    a, lda = _await_rows(p, source, i, epoch, world)
+    acc = tl.zeros((p.BLOCK_M, p.BLOCK_N), tl.float32)
+    acc = accumulate(acc, a, p.b_ptr, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.k, lda, p.N, p.TMA, p.BLOCK_K)
+    out = p.out_ptr + tl.cast(source, tl.int64) * p.m * p.N
+    store_tile(out, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
+
+
+@triton.jit
+def _compute_columns(task, p, world, epoch):
+    num_m = tl.cdiv(p.m, p.BLOCK_M)
+    num_n = tl.cdiv(p.N, p.BLOCK_N)
+    i, j = pl.order.supergroup(task, num_m, num_n, p.GROUP)
+    acc = tl.zeros((p.BLOCK_M, p.BLOCK_N), tl.float32)
+    for d in range(world.size):  # own shard first
+        source = (tl.cast(world.rank, tl.int32) + d) % world.size
+        a, lda = _await_rows(p, source, i, epoch, world)
+        b = p.b_ptr + tl.cast(source, tl.int64) * p.k * p.N
+        acc = accumulate(acc, a, b, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.k, lda, p.N, p.TMA, p.BLOCK_K)
+    store_tile(p.out_ptr, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
+
+
+@triton.jit
+def _compute(task, p, world, epoch):
+    if p.COLUMNS:
+        _compute_columns(task, p, world, epoch)
+    else:
+        _compute_rows(task, p, world, epoch)
+
+
+@triton.jit
+def _push_chunk(task, p, world, epoch):
+    """Chunk `task` of my shard, row block by row block, to every peer: one load, then a store to each."""
+    chunks = tl.cdiv(p.k, p.CHUNK)
+    i = task // chunks
+    start = (task % chunks) * p.CHUNK
+    rank = tl.cast(world.rank, tl.int32)
+    slot = (epoch & 1) * world.size + rank
+    inbox = p.inbox_ptr + tl.cast(slot, tl.int64) * p.m * p.ld
+    for col in range(start, tl.minimum(start + p.CHUNK, p.k), p.BLOCK_K):
+        source, inside = tile_pointers(p.a_ptr, i * p.BLOCK_M, col, p.m, p.k, p.k, p.BLOCK_M, p.BLOCK_K)
+        target, _ = tile_pointers(inbox, i * p.BLOCK_M, col, p.m, p.k, p.ld, p.BLOCK_M, p.BLOCK_K)
+        tile = tl.load(source, mask=inside)
+        for d in tl.static_range(1, world.size):
+            pl.store(target, tile, (rank + d) % world.size, world, mask=inside)
+    for d in tl.static_range(1, world.size):
+        pl.signal(p.ready_ptr + rank * tl.cdiv(p.m, p.BLOCK_M) + i, (rank + d) % world.size, world)
+
+
+@triton.jit
+def push_kernel(p, world):
+    epoch = pl.epoch(p.ready_ptr, world)
+    num_m = tl.cdiv(p.m, p.BLOCK_M)
+    shards: tl.constexpr = 1 if p.COLUMNS else world.size
+    tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
+    chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
+    pl.lcsc(_compute, _push_chunk, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
+
+
+class _PushSpace(NamedTuple):
+    inbox: SymmetricTensor
+    counters: SymmetricTensor  # ready, then the queue
+
+
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    shard: Shard = "rows",
+    mode: Literal["push", "pull"] = "push",
+    num_comm_sms: int = 16,
+    chunk: int = 1024,
+    tiles: Tiles | tuple[int, ...] | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """The product of the gathered A with this rank's `b`. Collective.
+
+    a: this rank's shard (m, k), the same shape on every rank, symmetric if mode is "pull"; b: (k, N), or (size
+    * k, N) if shard is "columns"; bf16, fp16 or fp32, both contiguous. out: (size * m, N), or (m, N) if shard
+    is "columns", of a's dtype; a new tensor where None. mode: see the module. num_comm_sms: programs that push,
+    at least 1 and all but one of the grid at most; chunk: columns of a that one signal stands for, rounded up
+    to BLOCK_K. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...). Sums in fp32 and rounds once. Returns `out`, complete;
+    `a` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    """
+    call = "all_gather_matmul"
+    world = _common.world_of(call, world, a, b)
+    _common.check_choice(call, "mode", mode, ("push", "pull"), world)
+    _common.check_choice(call, "shard", shard, ("rows", "columns"), world)
+    check_operands(call, a, b, world, peers=mode == "pull")
+    tiles = check_tiles(call, tiles, a.dtype, world)
+    columns = shard == "columns"
+    (m, k), N, size = a.shape, b.shape[1], world.size
+    _common.check_tensor(call, "b", b, world, shape=(size * k if columns else k, N))
+    shape = (m if columns else size * m, N)
+    if out is None:
+        out = torch.empty(shape, dtype=a.dtype, device=world.torch_device)
+    _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
+    if num_comm_sms < 1 or chunk < 1:
+        found = f"{num_comm_sms} and {chunk}"
+        raise ShapeError.argument(call, "num_comm_sms and chunk", found, "at least 1", world.rank)
+    _common.check_agreed(
+        call, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=tiles,
+        num_comm_sms=num_comm_sms, chunk=chunk,
+    )  # fmt: skip
+    if m == 0 or N == 0 or k == 0:
+        return out.zero_()
+    tma = _common.aligned(a, b, out)
+    num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
+    tasks = (1 if columns else size) * num_m * num_n
+    if mode == "pull":
+        grid = (_common.num_programs(world, tasks),)
+        pull_kernel[grid](
+            a, b, out, _common.barrier_counters(world), m, N, k, world.device, columns, tma,
+            *tiles[:4], **tiles.launch_options(),
+        )  # fmt: skip
+        return out
+
+    chunk = triton.cdiv(min(chunk, k), tiles.block_k) * tiles.block_k
+    programs = _common.num_programs(world, tasks + num_comm_sms)
+    ld = padded(k, a.dtype)
+
+    def make() -> _PushSpace:
+        inbox = empty(2, size, m, ld, dtype=a.dtype, name="all_gather_matmul.inbox", world=world)
+        return _PushSpace(inbox, signals(size * num_m + 1, name="all_gather_matmul.ready", world=world))
+
+    space = world.workspace((call, m, k, a.dtype, tasks, programs, tiles, chunk), make)
+    args = Push(
+        a_ptr=a, b_ptr=b, out_ptr=out, inbox_ptr=space.inbox, ready_ptr=space.counters,
+        queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=ld, num_comm_sms=max(1, min(num_comm_sms, programs - 1)),
+        COLUMNS=tl.constexpr(columns), TMA=tl.constexpr(tma), BLOCK_M=tl.constexpr(tiles.block_m),
+        BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk),
+        GROUP=tl.constexpr(tiles.group),
+    )  # fmt: skip
+    push_kernel[(programs,)](args, world.device, **tiles.launch_options())
+    return out

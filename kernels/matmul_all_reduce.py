@@ -1,0 +1,164 @@
+"""Matrix product fused into an all-reduce: every rank ends with the sum over ranks of A_r @ B_r, (M, N).
+
+Rank r holds A_r (M, k) and B_r (k, N), a slice of K each. On the LCSC template: a compute task stores a tile of
+this rank's product into this rank's own symmetric matrix and signals the tile's owner, rank tile % size. A
+communicate task waits until all ranks have theirs, then reduces the tile over the ranks' matrices, writes the
+sum back into all of them, in the switch where there is one, and tells every rank. Programs 0 .. num_comm_sms -
+1 communicate and then join in computing.
+
+Bytes out of each rank: (1 + 1 / size) * M * N * itemsize in the switch, 2 * (size - 1) / size * M * N *
+itemsize without. A partial product is rounded to the dtype once, the sum is in fp32 and rounded once more, by
+one rank for all: with s = sum over ranks of |A_r| @ |B_r| and u the unit roundoff, off by at most about 2 * u *
+s; all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.errors import ShapeError
+from pkt.runtime.factories import empty, signals
+from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from . import _common
+from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, store_tile, tile_pointers
+
+
+def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """What every rank gets from the ranks' (a, b), in fp64."""
+    return torch.stack([a.double() @ b.double() for a, b in operands]).sum(0)
+
+
+class Work(NamedTuple):
+    """What the kernel works on."""
+
+    a_ptr: Any  # (M, k) this rank's
+    b_ptr: Any  # (k, N) this rank's
+    out_ptr: Any  # (M, N) this rank's; the sum itself unless COPY
+    sum_ptr: Any  # (M, ld) on every rank: first its own product, tile by tile, then the sum, stored by the tile's owner
+    ready_ptr: Any  # int32 (tiles,) on every rank: how many ranks have a tile that this one owns
+    done_ptr: Any  # int32, on every rank: tiles whose sum is there
+    queue_ptr: Any  # int32, this rank's
+    M: Any
+    N: Any
+    k: Any
+    ld: Any
+    num_comm_sms: Any
+    COPY: tl.constexpr
+    TMA: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    GROUP: tl.constexpr
+
+
+@triton.jit
+def _place(tile, w):
+    """(row, column) of a tile."""
+    i, j = pl.order.supergroup(tile, tl.cdiv(w.M, w.BLOCK_M), tl.cdiv(w.N, w.BLOCK_N), w.GROUP)
+    return i * w.BLOCK_M, j * w.BLOCK_N
+
+
+@triton.jit
+def _compute(tile, w, world, epoch):
+    row, col = _place(tile, w)
+    acc = tl.zeros((w.BLOCK_M, w.BLOCK_N), tl.float32)
+    acc = accumulate(acc, w.a_ptr, w.b_ptr, row, col, w.M, w.N, w.k, w.k, w.N, w.TMA, w.BLOCK_K)
+    store_tile(w.sum_ptr, acc, row, col, w.M, w.N, w.ld, True)
+    pl.signal(w.ready_ptr + tile, tile % world.size, world)
+
+
+@triton.jit
+def _communicate(task, w, world, epoch):
+    tile = task * world.size + tl.cast(world.rank, tl.int32)
+    row, col = _place(tile, w)
+    pl.wait(w.ready_ptr + tile, epoch * world.size, world)
+    # Up to ld: a row is whole runs of 16 bytes, and what the padding holds is nobody's business.
+    ptrs, inside = tile_pointers(w.sum_ptr, row, col, w.M, w.ld, w.ld, w.BLOCK_M, w.BLOCK_N)
+    total = pl.multimem_load_reduce(ptrs, world, mask=inside)
+    pl.multimem_store(ptrs, total, world, mask=inside)
+    pl.signal_all(w.done_ptr, world)
+
+
+@triton.jit
+def matmul_all_reduce_kernel(w, world):
+    epoch = pl.epoch(w.ready_ptr, world)
+    tiles = tl.cdiv(w.M, w.BLOCK_M) * tl.cdiv(w.N, w.BLOCK_N)
+    owned = (tiles - tl.cast(world.rank, tl.int32) + world.size - 1) // world.size
+    pl.lcsc(_compute, _communicate, (w, world, epoch), tiles, owned, w.queue_ptr, epoch, w.num_comm_sms)
+    # Every sum is here; and every owner has read my products, so the next launch may overwrite them.
+    pl.wait(w.done_ptr, epoch * tiles, world)
+    if w.COPY:
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            row, col = _place(tile, w)
+            ptrs, inside = tile_pointers(w.sum_ptr, row, col, w.M, w.N, w.ld, w.BLOCK_M, w.BLOCK_N)
+            store_tile(w.out_ptr, tl.load(ptrs, mask=inside), row, col, w.M, w.N, w.N, w.TMA)
+
+
+class _Space(NamedTuple):
+    sum: SymmetricTensor | None
+    counters: SymmetricTensor  # ready, then done, then the queue
+
+
+def matmul_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    num_comm_sms: int = 16,
+    tiles: Tiles | tuple[int, ...] | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """The sum over ranks of `a @ b`, on every rank. Collective.
+
+    a: (M, k), b: (k, N), contiguous, bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's
+    dtype. A symmetric `out` whose rows begin at multiples of 16 bytes is reduced in place; otherwise, and where
+    None, the sum is copied from a workspace. num_comm_sms: programs that communicate; 0: all of them, after
+    computing. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...). Returns `out`, complete. Raises ShapeError, DtypeError,
+    CollectiveMismatch.
+    """
+    call = "matmul_all_reduce"
+    world = _common.world_of(call, world, a, b, out)
+    check_operands(call, a, b, world)
+    tiles = check_tiles(call, tiles, a.dtype, world)
+    (M, k), N = a.shape, b.shape[1]
+    _common.check_tensor(call, "b", b, world, shape=(k, N))
+    in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
+    if out is None:
+        out = torch.empty((M, N), dtype=a.dtype, device=world.torch_device)
+    _common.check_tensor(call, "out", out, world, shape=(M, N), dtype=a.dtype, peers=in_place)
+    if num_comm_sms < 0:
+        raise ShapeError.argument(call, "num_comm_sms", num_comm_sms, "at least 0", world.rank)
+    _common.check_agreed(
+        call, world, M=M, N=N, dtype=a.dtype, out=out if in_place else None, num_comm_sms=num_comm_sms, tiles=tiles,
+    )  # fmt: skip
+    if M == 0 or N == 0:
+        return out
+    ld = N if in_place else padded(N, a.dtype)
+    total = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
+    programs = _common.num_programs(world, total + num_comm_sms)
+
+    def make() -> _Space:
+        counters = signals(total + 2, name="matmul_all_reduce.ready", world=world)
+        if in_place:
+            return _Space(None, counters)
+        return _Space(empty(M, ld, dtype=a.dtype, name="matmul_all_reduce.sum", world=world), counters)
+
+    space = world.workspace((call, M, N, a.dtype, programs, tiles[:2], in_place), make)
+    counters = space.counters
+    work = Work(
+        a_ptr=a, b_ptr=b, out_ptr=out, sum_ptr=out if in_place else space.sum, ready_ptr=counters,
+        done_ptr=counters[total:], queue_ptr=counters[total + 1 :], M=M, N=N, k=k, ld=ld,
+        num_comm_sms=min(num_comm_sms, programs - 1), COPY=tl.constexpr(not in_place),
+        TMA=tl.constexpr(_common.aligned(a, b, out)), BLOCK_M=tl.constexpr(tiles.block_m),
+        BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
+    )  # fmt: skip
+    matmul_all_reduce_kernel[(programs,)](work, world.device, **tiles.launch_options())
+    return out

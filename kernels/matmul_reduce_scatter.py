@@ -1,0 +1,193 @@
+"""Matrix product fused into a reduce-scatter: rank r ends with rows [r * m, (r + 1) * m) of the sum over ranks
+of A_r @ B_r.
+
+Rank r holds A_r (size * m, k) and B_r (k, N), a slice of K each. Tiles are computed in an order that ends with
+the rank's own rows. (size - 1) / size * M * N * itemsize bytes out of and into each rank, in two forms:
+
+add: each tile is added into its owner's accumulator by TMA, in the output's dtype: no inbox, but size roundings
+    in an order that differs from run to run. With s = sum over ranks of |A_r| @ |B_r| and u the unit roundoff
+    of the dtype, an element is off by at most about size * u * s (and the fp32 products' own error, k * 2^-24 *
+    s).
+inbox: each tile is stored into its owner's inbox, at this rank's place, and signalled; the owner adds the
+    places 0, 1, ... in fp32 and rounds once: the same bits every time, off by at most about 2 * u * s. size
+    times the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.errors import ShapeError
+from pkt.runtime.factories import empty, signals, zeros
+from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from . import _common
+from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, store_tile, tile_pointers
+
+
+def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int) -> torch.Tensor:
+    """What `rank` gets from the ranks' (a, b), in fp64."""
+    return torch.stack([a.double() @ b.double() for a, b in operands]).sum(0).chunk(len(operands))[rank]
+
+
+@triton.jit
+def _partial(
+    t, a_ptr, b_ptr, m, N, k, world, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Tile t of this rank's product, in fp32: (tile, owner, row in the owner's part, column). My own part comes
+    last."""
+    num_m = tl.cdiv(m, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    owner = (tl.cast(world.rank, tl.int32) + 1 + t // (num_m * num_n)) % world.size
+    i, j = pl.order.supergroup(t % (num_m * num_n), num_m, num_n, GROUP)
+    a = a_ptr + tl.cast(owner, tl.int64) * m * k
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = accumulate(acc, a, b_ptr, i * BLOCK_M, j * BLOCK_N, m, N, k, k, N, TMA, BLOCK_K)
+    return acc, owner, i * BLOCK_M, j * BLOCK_N
+
+
+@triton.jit
+def add_kernel(
+    a_ptr,  # (size * m, k) this rank's
+    b_ptr,  # (k, N) this rank's
+    out_ptr,  # (m, N) this rank's
+    sum_ptr,  # (2, m, ld) on every rank, zero between launches; all ranks add into one half, by the launch's parity
+    done_ptr,  # int32 (1,) on every rank: programs of all ranks whose additions have landed everywhere
+    m,
+    N,
+    k,
+    ld,
+    world,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = pl.epoch(done_ptr, world)
+    tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    half = sum_ptr + tl.cast(epoch & 1, tl.int64) * m * ld
+    for t in range(pid, world.size * tiles, programs):
+        acc, owner, row, col = _partial(t, a_ptr, b_ptr, m, N, k, world, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+        target = tl.make_tensor_descriptor(
+            pl.peer(half, owner, world), [m, N], [tl.cast(ld, tl.int64), 1], [BLOCK_M, BLOCK_N]
+        )
+        target.atomic_add([row, col], acc.to(sum_ptr.dtype.element_ty))
+    # publish: my additions have landed, and the other half of my sum is zero since the launch before
+    pl.signal_all(done_ptr, world)
+    pl.wait(done_ptr, epoch * programs * world.size, world)
+    for t in range(pid, tiles, programs):
+        i, j = pl.order.supergroup(t, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+        ptrs, inside = tile_pointers(half, i * BLOCK_M, j * BLOCK_N, m, N, ld, BLOCK_M, BLOCK_N)
+        store_tile(out_ptr, tl.load(ptrs, mask=inside), i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
+        tl.store(ptrs, tl.zeros((BLOCK_M, BLOCK_N), sum_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def inbox_kernel(
+    a_ptr,  # (size * m, k) this rank's
+    b_ptr,  # (k, N) this rank's
+    out_ptr,  # (m, N) this rank's
+    inbox_ptr,  # (2, size, m, ld) on every rank; rank r stores [:, r] of all; halves by the launch's parity
+    ready_ptr,  # int32 (size, tiles) on every rank; [r, t] is signalled by rank r when its tile t is in the inbox
+    m,
+    N,
+    k,
+    ld,
+    world,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    rank = tl.cast(world.rank, tl.int32)
+    epoch = pl.epoch(ready_ptr, world)
+    num_n = tl.cdiv(N, BLOCK_N)
+    tiles = tl.cdiv(m, BLOCK_M) * num_n
+    half = inbox_ptr + tl.cast(epoch & 1, tl.int64) * world.size * m * ld
+    mine = half + tl.cast(rank, tl.int64) * m * ld
+    for t in range(pid, world.size * tiles, programs):
+        acc, owner, row, col = _partial(t, a_ptr, b_ptr, m, N, k, world, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+        store_tile(pl.peer(mine, owner, world), acc, row, col, m, N, ld, True)
+        # A counter for each source: one for all would take a fast rank's next launch for a slow rank's this one.
+        pl.signal(ready_ptr + rank * tiles + row // BLOCK_M * num_n + col // BLOCK_N, owner, world)
+    for t in range(pid, tiles, programs):
+        i, j = pl.order.supergroup(t, tl.cdiv(m, BLOCK_M), num_n, GROUP)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for r in range(world.size):
+            pl.wait(ready_ptr + r * tiles + i * num_n + j, epoch, world)
+            part = half + tl.cast(r, tl.int64) * m * ld
+            ptrs, inside = tile_pointers(part, i * BLOCK_M, j * BLOCK_N, m, N, ld, BLOCK_M, BLOCK_N)
+            total += tl.load(ptrs, mask=inside, other=0).to(tl.float32)
+        store_tile(out_ptr, total, i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
+
+
+class _Space(NamedTuple):
+    buffer: SymmetricTensor  # the sum, or the inbox
+    counters: SymmetricTensor
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    mode: Literal["add", "inbox"] = "add",
+    tiles: Tiles | tuple[int, ...] | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
+
+    a: (size * m, k), b: (k, N), contiguous, bf16, fp16 or fp32; the same m and N on every rank. out: (m, N) of
+    a's dtype; a new tensor where None. mode: "add" is fast and rounds at every addition, "inbox" adds in fp32
+    in a fixed order; see the module. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...). Returns `out`, complete; nothing
+    of the call is read by a peer after it. Raises ShapeError, DtypeError, CollectiveMismatch.
+    """
+    call = "matmul_reduce_scatter"
+    world = _common.world_of(call, world, a, b)
+    _common.check_choice(call, "mode", mode, ("add", "inbox"), world)
+    check_operands(call, a, b, world)
+    tiles = check_tiles(call, tiles, a.dtype, world)
+    (M, k), N, size = a.shape, b.shape[1], world.size
+    if M % size:
+        wanted = f"a first dimension divisible by {size} ranks"
+        raise ShapeError.argument(call, "a", tuple(a.shape), wanted, world.rank)
+    _common.check_tensor(call, "b", b, world, shape=(k, N))
+    m = M // size
+    if out is None:
+        out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
+    _common.check_tensor(call, "out", out, world, shape=(m, N), dtype=a.dtype)
+    _common.check_agreed(call, world, M=M, N=N, dtype=a.dtype, mode=mode, tiles=tiles)
+    if m == 0 or N == 0:
+        return out
+    ld = padded(N, a.dtype)
+    owned = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
+    programs = _common.num_programs(world, size * owned)
+
+    def make() -> _Space:
+        if mode == "add":
+            buffer = zeros(2, m, ld, dtype=a.dtype, name="matmul_reduce_scatter.sum", world=world)
+            return _Space(buffer, signals(1, name="matmul_reduce_scatter.done", world=world))
+        buffer = empty(2, size, m, ld, dtype=a.dtype, name="matmul_reduce_scatter.inbox", world=world)
+        return _Space(buffer, signals(size * owned, name="matmul_reduce_scatter.ready", world=world))
+
+    space = world.workspace((call, m, N, a.dtype, programs, tiles[:2], mode), make)
+    kernel = add_kernel if mode == "add" else inbox_kernel
+    kernel[(programs,)](
+        a, b, out, space.buffer, space.counters, m, N, k, ld, world.device, _common.aligned(a, b, out),
+        *tiles[:4], **tiles.launch_options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,323 @@
+"""Litmus tests: small patterns of messages, each of which a wrong memory order would one day deliver stale.
+
+A message is a block of values that differ from those of every other round, written by one rank, published in the way
+the test is named for, and compared by the receiver, in the kernel, element by element. A launch runs many rounds in
+many programs, so ten million messages take a second or so on GPUs; in the simulator a few rounds under many schedules
+are enough, because the race detector sees a missing order whatever the values are.
+
+Boxes are reused every other round, so that what the receiver read before is still in its caches. Nothing is reset
+between launches: rounds are counted on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+
+STEP = tl.constexpr(1000003)  # between the values of two rounds
+
+
+class Counts(NamedTuple):
+    """What one rank received."""
+
+    messages: int
+    stale: int
+
+
+@triton.jit
+def _value(i, rank, pid, offs):
+    return i * STEP + rank * 8191 + pid * 131 + offs
+
+
+@triton.jit
+def _rows(ptr, n, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return tl.make_tensor_descriptor(ptr, [n * ROWS, COLS], [COLS, 1], [ROWS, COLS])
+
+
+# -- message passing between two ---------------------------------------------------------------------------------------
+@triton.jit
+def pairs_kernel(
+    box,  # int32 (programs, 2, ROWS, COLS) on every rank; program p of this rank receives in box p
+    flags,  # int32 (programs,) on every rank
+    stale_ptr,  # int32 (programs,) of this rank
+    first,
+    rounds,
+    world,
+    SEND: tl.constexpr,  # "store", "tma", "tma add", "atomic add"
+    RECEIVE: tl.constexpr,  # "load", "tma"
+    EARLY: tl.constexpr,  # signal before the data is written: wrong, so that the counting is tested too
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Program p has one partner, on another rank, and exchanges a message with it each round. That the partner has sent
+    round i + 1 says that it has read round i, so two boxes are enough."""
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    others: tl.constexpr = world.size - 1
+    distance = pid % others + 1
+    to = (rank + distance) % world.size
+    partner = pid // others * others + world.size - distance - 1
+    n = tl.num_programs(0) * 2
+    offs = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    theirs = _rows(pl.peer(box, to, world), n, ROWS, COLS)
+    mine = _rows(box, n, ROWS, COLS)
+    stale = 0
+    for i in range(first, first + rounds):
+        there, here = 2 * partner + (i & 1), 2 * pid + (i & 1)
+        value = _value(i, rank, pid, offs)
+        # a box holds the message of two rounds ago: adding the difference makes the new one
+        difference = tl.where(i < 2, value, 2 * STEP)
+        if EARLY:
+            pl.signal(flags + partner, to, world)
+        if SEND == "store":
+            pl.store(box + there * ROWS * COLS + offs, value, to, world)
+        elif SEND == "tma":
+            theirs.store([there * ROWS, 0], value)
+        elif SEND == "tma add":
+            theirs.atomic_add([there * ROWS, 0], difference)
+        else:
+            pl.atomic_add(box + there * ROWS * COLS + offs, difference, to, world, sem="relaxed")
+        if not EARLY:
+            pl.signal(flags + partner, to, world)
+        pl.wait(flags + pid, i + 1, world)
+        if RECEIVE == "tma":
+            found = mine.load([here * ROWS, 0])
+        else:
+            found = tl.load(box + here * ROWS * COLS + offs)
+        wrong = tl.sum(tl.sum((found != _value(i, to, partner, offs)).to(tl.int32), 1), 0)
+        stale += (wrong > 0).to(tl.int32)
+    tl.store(stale_ptr + pid, stale)
+
+
+def pairs(
+    world: Any, programs: int, rounds: int, launches: int = 2, *, send: str, receive: str, early: bool = False
+) -> Counts:
+    """Message passing: data, signal; wait, data."""
+    rows, cols = 8, 32
+    programs -= programs % (world.size - 1)
+    box, flags = pkt.zeros(programs, 2, rows, cols, dtype=torch.int32), pkt.signals(programs)
+
+    def launch(first: int, stale: torch.Tensor) -> None:
+        pairs_kernel[(programs,)](
+            box, flags, stale, first, rounds, world.device, send, receive, early, rows, cols,
+            launch_cooperative_grid=True,
+        )  # fmt: skip
+
+    return _count(world, launch, programs, rounds, launches, each=1)
+
+
+def _count(world: Any, launch: Callable, programs: int, rounds: int, launches: int, each: int) -> Counts:
+    """Run the launches; `each` messages a program and round."""
+    stale = torch.full((launches, programs), -1, dtype=torch.int32, device=world.torch_device)
+    for i in range(launches):
+        launch(i * rounds, stale[i])
+    world.synchronize()
+    world.barrier()
+    assert (stale >= 0).all(), "a program did not finish"
+    return Counts(programs * rounds * launches * each, int(stale.sum()))
+
+
+# -- from everybody to everybody ---------------------------------------------------------------------------------------
+@triton.jit
+def everybody_kernel(
+    box,  # int32 (2, size, programs, BLOCK) on every rank
+    flags,  # int32 (programs,) or (2,) on every rank
+    stale_ptr,  # int32 (programs,) of this rank
+    first,
+    rounds,
+    world,
+    SYNC: tl.constexpr,  # "signal_all", "barrier", "world_barrier"
+    BLOCK: tl.constexpr,
+):
+    """Store to all, synchronise, read what all have stored: with two ranks this is store buffering, where each must see
+    the other's store; behind a world barrier a program reads what another program index has stored."""
+    pid = tl.program_id(0)
+    n = tl.num_programs(0)
+    rank = tl.cast(world.rank, tl.int32)
+    offs = tl.arange(0, BLOCK)
+    stale = 0
+    for i in range(first, first + rounds):
+        half = box + (i & 1) * world.size * n * BLOCK
+        for d in tl.static_range(1, world.size + 1):
+            at = half + (rank * n + pid) * BLOCK + offs
+            pl.store(at, _value(i, rank, pid, offs), (rank + d) % world.size, world)
+        source = pid
+        if SYNC == "signal_all":
+            pl.signal_all(flags + pid, world)
+            pl.wait(flags + pid, (i + 1) * world.size, world)
+        elif SYNC == "barrier":
+            pl.barrier(flags + pid, world)
+        else:
+            pl.world_barrier(flags, world)
+            source = (pid + i % n) % n
+        for r in tl.static_range(world.size):
+            found = tl.load(half + (r * n + source) * BLOCK + offs)
+            wrong = tl.sum((found != _value(i, r, source, offs)).to(tl.int32), 0)
+            stale += (wrong > 0).to(tl.int32)
+    tl.store(stale_ptr + pid, stale)
+
+
+def everybody(world: Any, programs: int, rounds: int, launches: int = 2, *, sync: str) -> Counts:
+    """Store buffering and broadcast."""
+    block = 128
+    box = pkt.zeros(2, world.size, programs, block, dtype=torch.int32)
+    flags = pkt.signals(2 if sync == "world_barrier" else programs)
+
+    def launch(first: int, stale: torch.Tensor) -> None:
+        everybody_kernel[(programs,)](
+            box, flags, stale, first, rounds, world.device, sync, block, launch_cooperative_grid=True
+        )
+
+    return _count(world, launch, programs, rounds, launches, each=world.size)
+
+
+# -- store buffering decided by one atomic -----------------------------------------------------------------------------
+@triton.jit
+def tickets_kernel(
+    box,  # int32 (programs, SLOTS, BLOCK) on every rank; program p receives in box p
+    tickets,  # int32 (programs, SLOTS) on every rank; those of the lower rank of two partners count
+    bar,  # int32 (programs,) on every rank
+    stale_ptr,  # int32 (programs,) of this rank
+    seen_ptr,  # int32 (programs,) of this rank: rounds in which it came last
+    first,
+    rounds,  # a multiple of SLOTS
+    world,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Two partners each write to the other and then take a ticket, with acquire and release: who comes last must see
+    the other's message, and somebody comes last."""
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    others: tl.constexpr = world.size - 1
+    distance = pid % others + 1
+    to = (rank + distance) % world.size
+    partner = pid // others * others + world.size - distance - 1
+    home, keeper = tl.minimum(rank, to), tl.where(rank < to, pid, partner)
+    offs = tl.arange(0, BLOCK)
+    stale = 0
+    seen = 0
+    for i in range(first, first + rounds):
+        slot = i % SLOTS
+        pl.store(box + (partner * SLOTS + slot) * BLOCK + offs, _value(i, rank, pid, offs), to, world)
+        before = pl.atomic_add(tickets + keeper * SLOTS + slot, 1, home, world)
+        if (before & 1) == 1:
+            tl.debug_barrier()  # the atomic is one thread's, the loads are everyone's
+            found = tl.load(box + (pid * SLOTS + slot) * BLOCK + offs)
+            wrong = tl.sum((found != _value(i, to, partner, offs)).to(tl.int32), 0)
+            stale += (wrong > 0).to(tl.int32)
+            seen += 1
+        if slot == SLOTS - 1:
+            pl.barrier(bar + pid, world)  # before overwrite
+    tl.store(stale_ptr + pid, stale)
+    tl.store(seen_ptr + pid, seen)
+
+
+def tickets(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts:
+    """Store buffering with acquire-release atomics. Every pair and round has one message that must be seen."""
+    slots, block = 4, 128
+    rounds = max(slots, rounds - rounds % slots)
+    programs -= programs % (world.size - 1)
+    box, counters = pkt.zeros(programs, slots, block, dtype=torch.int32), pkt.zeros(programs, slots, dtype=torch.int32)
+    bar = pkt.signals(programs)
+    seen = torch.full((launches, programs), -1, dtype=torch.int32, device=world.torch_device)
+
+    def launch(first: int, stale: torch.Tensor) -> None:
+        tickets_kernel[(programs,)](
+            box, counters, bar, stale, seen[first // rounds], first, rounds, world.device, slots, block,
+            launch_cooperative_grid=True,
+        )  # fmt: skip
+
+    counts = _count(world, launch, programs, rounds, launches, each=1)
+    all_seen = sum(world.all_gather_object(int(seen.sum())))
+    assert all_seen == programs * rounds * launches * world.size // 2, "in each round one of two comes last"
+    return Counts(int(seen.sum()), counts.stale)
+
+
+# -- through a third ---------------------------------------------------------------------------------------------------
+@triton.jit
+def relay_kernel(
+    box,  # int32 (programs, BLOCK) on every rank
+    flags,  # int32 (2, programs) on every rank: told by the writer; told by the messenger
+    bar,  # int32 (programs,) on every rank
+    stale_ptr,  # int32 (programs,) of this rank
+    first,
+    rounds,
+    world,
+    BLOCK: tl.constexpr,
+):
+    """A writes to C and tells B, B tells C: C must see what A wrote, although A never told it. Every rank is A, B, C."""
+    pid = tl.program_id(0)
+    n = tl.num_programs(0)
+    rank = tl.cast(world.rank, tl.int32)
+    following, behind = (rank + 1) % world.size, (rank + 2) % world.size
+    writer = (rank + world.size - 2) % world.size
+    offs = tl.arange(0, BLOCK)
+    stale = 0
+    for i in range(first, first + rounds):
+        pl.store(box + pid * BLOCK + offs, _value(i, rank, pid, offs), behind, world)
+        pl.signal(flags + pid, following, world)
+        pl.wait(flags + pid, i + 1, world)
+        pl.signal(flags + n + pid, following, world)
+        pl.wait(flags + n + pid, i + 1, world)
+        found = tl.load(box + pid * BLOCK + offs)
+        wrong = tl.sum((found != _value(i, writer, pid, offs)).to(tl.int32), 0)
+        stale += (wrong > 0).to(tl.int32)
+        pl.barrier(bar + pid, world)  # before overwrite
+    tl.store(stale_ptr + pid, stale)
+
+
+def relay(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts:
+    """Causality over three ranks (of two ranks A is C)."""
+    block = 128
+    box, flags, bar = pkt.zeros(programs, block, dtype=torch.int32), pkt.signals(2 * programs), pkt.signals(programs)
+
+    def launch(first: int, stale: torch.Tensor) -> None:
+        relay_kernel[(programs,)](
+            box, flags, bar, stale, first, rounds, world.device, block, launch_cooperative_grid=True
+        )
+
+    return _count(world, launch, programs, rounds, launches, each=1)
+
+
+def _pairs(send: str, receive: str) -> Callable[..., Counts]:
+    def run(world: Any, programs: int, rounds: int) -> Counts:
+        return pairs(world, programs, rounds, send=send, receive=receive)
+
+    return run
+
+
+def _everybody(sync: str) -> Callable[..., Counts]:
+    def run(world: Any, programs: int, rounds: int) -> Counts:
+        return everybody(world, programs, rounds, sync=sync)
+
+    return run
+
+
+LITMUS: dict[str, Callable[..., Counts]] = {
+    "plain stores": _pairs("store", "load"),
+    "TMA stores": _pairs("tma", "load"),
+    "TMA reads after a wait": _pairs("store", "tma"),
+    "TMA both ways": _pairs("tma", "tma"),
+    "TMA reduce-add": _pairs("tma add", "load"),
+    "TMA reduce-add, TMA read": _pairs("tma add", "tma"),
+    "atomic adds": _pairs("atomic add", "load"),
+    "one fence for all": _everybody("signal_all"),
+    "store buffering, barrier": _everybody("barrier"),
+    "store buffering, world barrier": _everybody("world_barrier"),
+    "store buffering, tickets": tickets,
+    "through a third rank": relay,
+}
+"""What is tried -> fn(world, programs, rounds), which returns this rank's Counts."""
+
+
+def wrong_order(world: Any, programs: int, rounds: int) -> Counts:
+    """The signal before the data: must be found stale."""
+    return pairs(world, programs, rounds, send="store", receive="load", early=True)

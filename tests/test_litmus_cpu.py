@@ -1,0 +1,44 @@
+"""The litmus tests in the simulator: right in every schedule, wrong where a part of the synchronisation is missing."""
+
+from typing import Any
+
+import pytest
+
+import pkt
+from pkt.errors import DataRace
+from tests.cases_litmus import LITMUS, wrong_order
+
+PROGRAMS, ROUNDS = 3, 3
+
+
+def program(world: Any, name: str, rounds: int = ROUNDS) -> None:
+    found = LITMUS[name](world, PROGRAMS, rounds)
+    assert found.messages > 0 or name == "store buffering, tickets"  # one of two partners may come last each time
+    assert found.stale == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", LITMUS)
+def test_no_message_is_stale(name: str, ranks: int) -> None:
+    pkt.simulate(program, ranks=ranks, seeds=(0, 1, 3), args=(name,), heap="1MiB", multicast=False).check()
+
+
+@pytest.mark.parametrize("name", LITMUS)
+def test_each_part_of_the_synchronisation_is_needed(name: str) -> None:
+    report = pkt.simulate(
+        program, ranks=3, seeds=2, args=(name, 2), heap="1MiB", multicast=False, mutants=True, max_findings=1
+    )
+    assert report.mutants or name == "store buffering, tickets"
+    report.check()
+
+
+@pytest.mark.parametrize("races", [True, False])
+def test_a_signal_before_its_data_is_found(races: bool) -> None:
+    """By the race detector; and by the values alone, as a GPU would show it."""
+
+    def early(world: Any) -> None:
+        assert wrong_order(world, PROGRAMS, ROUNDS).stale == 0, "stale messages"
+
+    report = pkt.simulate(early, ranks=2, seeds=12, heap="1MiB", races=races, max_findings=1)
+    (found,) = report.findings
+    assert isinstance(found.failure, DataRace) if races else "stale messages" in str(found.failure)

@@ -9,6 +9,7 @@ of that group).
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import socket
@@ -30,6 +31,7 @@ from pkt.runtime.rendezvous import Meeting
 from pkt.runtime.transport import Transport
 from pkt.runtime.world import World
 
+_JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _worlds_of: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how many worlds each group has had in this process
 
 
@@ -44,21 +46,25 @@ class Place:
 
 def place(group: Any, timeout: float) -> Place:
     """This process's place: in `group`, in the default group, in torchrun's job, or alone."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise RankError.outside(dist.get_rank(), "pkt.init(group=)", "outside the group", dist.get_world_size())
     if group is not None and not isinstance(group, dist.ProcessGroup):  # a DeviceMesh; get_group refuses two dimensions
         group = group.get_group()
     if group is not None or (dist.is_available() and dist.is_initialized()):
         group = group or dist.group.WORLD
         rank, members = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
-        if rank < 0:
-            raise RankError.outside(dist.get_rank(), "pkt.init(group=)", "outside the group", len(members))
         from torch.distributed.distributed_c10d import _get_default_store
 
         return _place_by_store(_get_default_store(), (group.group_name, members), rank, len(members), timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        wait = datetime.timedelta(seconds=timeout)
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=wait)))
+        store, rank, size = _job_store(*(os.environ.get(name, "") for name in _JOB), timeout=timeout)
         return _place_by_store(store, ("env", tuple(range(size))), rank, size, timeout)
     return Place(0, 1, rendezvous.prepare())
+
+
+@functools.cache  # rank 0 may be the one that serves it: it must live as long as the process
+def _job_store(address: str, port: str, rank: str, size: str, timeout: float) -> tuple[Any, int, int]:
+    return next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout))))
 
 
 def _place_by_store(store: Any, group: tuple[str, tuple[int, ...]], rank: int, size: int, timeout: float) -> Place:

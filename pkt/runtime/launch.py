@@ -55,7 +55,9 @@ def records(words: Sequence[int]) -> list[dict[str, int]]:
 def kernel_name(site: int) -> str:
     """The kernel that `site_hash` gave `site` for, among those that are loaded; asked only when something went "
     "wrong."""
-    names = {o.__name__ for o in gc.get_objects() if isinstance(o, JITFunction)} if site else set()
+    # type(), because isinstance() asks objects that pretend to be something else, some of which warn when asked.
+    kernels = (o for o in gc.get_objects() if issubclass(type(o), JITFunction)) if site else ()
+    names = {kernel.__name__ for kernel in kernels}
     return next((name for name in sorted(names) if site_hash(name) == site), "a kernel")
 
 

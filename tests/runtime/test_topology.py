@@ -1,0 +1,97 @@
+"""What cannot work is refused before anything is made, with the pair at fault and the matrix of all pairs."""
+
+import random
+
+import pytest
+
+from pkt.errors import Unsupported
+from pkt.runtime.topology import OFF_SWITCHES, assemble, multicast_off, probe
+
+from .fake_driver import FakeDriver, FakeGpu
+
+
+def topology(gpus, hosts=None):
+    return assemble([probe(FakeDriver(r, gpus=gpus), r, (hosts or {}).get(r, "host")) for r in range(len(gpus))])
+
+
+def gpus(count, **attributes):
+    return [FakeGpu(f"uuid-{i}", attributes=dict(attributes)) for i in range(count)]
+
+
+def test_a_good_one_passes_and_prints():
+    found = topology(gpus(3))
+    found.check()
+    assert found.matrix().splitlines()[1].split() == ["rank", "0", "0", "FakeGPU", "-", "yes", "yes"]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_50_topologies(seed):
+    """One random pair without access or atomics: that pair is named, and the matrix has exactly that cell."""
+    pick = random.Random(seed)
+    count = pick.randint(2, 8)
+    some = gpus(count)
+    here, there = pick.sample(range(count), 2)
+    access = pick.random() < 0.5
+    some[here].peers = {there: (access, False)}
+    with pytest.raises(Unsupported) as caught:
+        topology(some).check()
+    what = "no native atomics" if access else "no peer access"
+    head, *matrix = str(caught.value).splitlines()
+    assert head.startswith(f"pkt.init: GPU {here} -> {there}: {what}: ")
+    cells = [line.replace("no access", "no").replace("no atomics", "no").split()[4:] for line in matrix[1:]]
+    assert [(a, b) for a, row in enumerate(cells) for b, cell in enumerate(row) if cell == "no"] == [(here, there)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: setattr(g[1], "uuid", "uuid-0"), "ranks 0 and 1 are on the same GPU"),
+        (lambda g: setattr(g[1], "name", "H100 MIG 1g.10gb"), "rank 1 is on a MIG slice"),
+        (
+            lambda g: g[1].attributes.update(COMPUTE_CAPABILITY_MAJOR=10),
+            "rank 0 is on a FakeGPU and rank 1 on a FakeGPU",
+        ),
+        (
+            lambda g: g[0].attributes.update(VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=0),
+            "rank 0's GPU .* has no virtual memory",
+        ),
+        (
+            lambda g: g[1].attributes.update(HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=0),
+            "rank 1's GPU .* has no POSIX",
+        ),
+        (lambda g: g[1].attributes.update(COOPERATIVE_LAUNCH=0), "rank 1's GPU .* has no cooperative launch"),
+    ],
+)
+def test_refusals(change, message):
+    some = gpus(2)
+    change(some)
+    with pytest.raises(Unsupported, match=message):
+        topology(some).check()
+
+
+def test_two_hosts():
+    with pytest.raises(Unsupported, match=r"rank 0 runs on host a and rank 1 on b: .*pkt\[nvshmem\]"):
+        topology(gpus(2), {0: "a", 1: "b"}).check()
+
+
+def test_gpus_that_a_process_does_not_see_are_not_refused():
+    alone = [[FakeGpu(f"uuid-{r}")] for r in range(2)]  # CUDA_VISIBLE_DEVICES=r in each process
+    found = assemble([probe(FakeDriver(r, gpus=alone[r]), 0, "host") for r in range(2)])
+    found.check()
+    assert "?" in found.matrix()
+
+
+def test_multicast_needs_every_gpu(monkeypatch):
+    for name in OFF_SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    some = gpus(3, MULTICAST_SUPPORTED=1)
+    assert topology(some).multicast
+    some[2].attributes["MULTICAST_SUPPORTED"] = 0
+    assert not topology(some).multicast
+
+
+def test_off_switches():
+    assert multicast_off({}) == ""
+    for name, value in OFF_SWITCHES.items():
+        assert multicast_off({name: value}) == f"{name}={value}"
+        assert multicast_off({name: "1" if value == "0" else "0"}) == ""

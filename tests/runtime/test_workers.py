@@ -1,0 +1,153 @@
+"""pkt.launch's processes: warm, labelled, the first failure raised, nobody left behind, cells of a notebook "
+"included."""
+
+import linecache
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import triton
+
+import pkt
+from pkt.errors import PeerLost, RankFailed
+from pkt.runtime.carry import dumps, loads
+from pkt.runtime.workers import Workers
+
+from .processes import OPENER
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers(2)
+    yield pool
+    pids = pool.pids
+    pool.close()
+    pool.close()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def run(workers, fn, *args, timeout=5.0, **facts):
+    return workers.run(fn, args, OPENER, timeout, heap=1 << 20, **facts)
+
+
+def test_results_warm_processes_and_labels(workers, capsys):
+    def main(world, add):
+        x = pkt.full((4,), world.rank + add)
+        print("hello")
+        print("problem", file=sys.stderr)
+        return x.peer(1 - world.rank).sum().item(), os.getpid()
+
+    first = run(workers, main, 10)
+    assert [value for value, _ in first] == [44, 40]
+    assert [pid for _, pid in first] == workers.pids
+    start = time.monotonic()
+    assert run(workers, main, 0) == [(4, first[0][1]), (0, first[1][1])]
+    assert time.monotonic() - start < 1.0
+    time.sleep(0.3)
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == sorted(["[rank 0] hello", "[rank 1] hello"] * 2)
+    assert sorted(err.splitlines()) == sorted(["[rank 0] problem", "[rank 1] problem"] * 2)
+
+
+def test_the_first_traceback_is_raised_and_the_next_call_works(workers):
+    def main(world):
+        if world.rank == 1:
+            raise LookupError("the cause")
+        world.barrier()
+
+    with pytest.raises(RankFailed) as caught:
+        run(workers, main)
+    error = caught.value
+    assert error.rank == 1
+    assert "LookupError: the cause" in error.traceback
+    assert isinstance(error.__cause__, LookupError)
+    assert "the other ranks: rank 0: pkt.errors.PeerLost: rank 0: rank 1 (pid" in str(error)
+    assert run(workers, lambda world: world.rank) == [0, 1]
+
+
+CELL = """
+import triton, triton.language as tl
+
+@triton.jit
+def add_one(x):
+    return x + 1
+
+@triton.jit(do_not_specialize=["n"])
+def kernel(p, n, BLOCK: tl.constexpr):
+    tl.store(p + n, add_one(tl.load(p)))
+
+def main(world):
+    import inspect
+    return type(kernel).__name__, inspect.getsource(add_one.fn), kernel.do_not_specialize, world.rank
+"""
+
+
+def test_functions_and_kernels_of_a_notebook_cell(workers):
+    linecache.cache["<cell 3>"] = (len(CELL), None, CELL.splitlines(True), "<cell 3>")
+    names = {"__name__": "__main__"}
+    exec(compile(CELL, "<cell 3>", "exec"), names)
+    results = run(workers, names["main"])
+    kind, source, options, _ = results[1]
+    assert kind == "JITFunction"
+    assert source == "@triton.jit\ndef add_one(x):\n    return x + 1\n"
+    assert options == ["n"]
+
+
+@triton.jit
+def importable(p):
+    pass
+
+
+def test_kernels_that_can_be_imported_are():
+    assert loads(dumps(importable)) is importable
+
+
+def test_a_result_that_cannot_be_sent(workers):
+    with pytest.raises(RankFailed, match="rank 0 raised"):
+        run(workers, lambda world: sys._getframe())
+
+
+def test_a_killed_worker_is_named_and_replaced():
+    pool = Workers(2)
+    try:
+
+        def main(world):
+            if world.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            world.barrier()
+
+        with pytest.raises(RankFailed, match=r"rank 0 raised:\n\nthe process \(pid \d+\) ended by signal 9") as caught:
+            run(pool, main)
+        assert isinstance(caught.value.__cause__, PeerLost)
+        assert not pool.alive
+    finally:
+        pool.kill()
+
+
+PARENT = """
+import sys, time
+from pkt.runtime.workers import Workers
+pool = Workers(2)
+print(*pool.pids, flush=True)
+time.sleep(60)
+"""
+
+
+def test_no_orphans_when_the_caller_is_killed():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 30  # a worker that is still importing sees the closed pipe when it is done
+    while time.monotonic() < deadline and any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        time.sleep(0.05)
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []

@@ -129,7 +129,7 @@ def _share(first, n):
 
 
 @triton.jit
-def _arrive_everywhere(ptr, world, sem: tl.constexpr = tl.constexpr("relaxed")):
+def _arrive_everywhere(ptr, world, sem: tl.constexpr):
     """One arrival of this rank at every rank's counter, `sem` at my own; returns my counter before it. The caller has
     drained."""
     share = _share(tl.cast(world.rank, tl.int32) == 0, world.size)
@@ -149,7 +149,7 @@ def barrier(ptr, world):
     """
     ptx.drain(world)
     ptx.cta_barrier()
-    before = _arrive_everywhere(ptr, world)
+    before = _arrive_everywhere(ptr, world, "relaxed")
     ptx.wait(ptr, before, "flip", world)
     ptx.cta_barrier()
 

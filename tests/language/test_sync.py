@@ -196,10 +196,13 @@ def test_grid_barrier(arch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_world_barrier_crosses_ranks_once_a_rank(arch):
     k = compiled(world_barrier_kernel, "*int32", device_world(0, 4), arch=arch)
-    one = "one:atomic.relaxed.sys.add.u32"
-    assert order(k) == (
+    one, at_home = "one:atomic.relaxed.sys.add.u32", "one:atomic.release.sys.add.u32"
+    found = order(k)
+    if found[found.index(at_home) - 1] == "bar.sync":  # Triton 3.9 puts one before every release
+        del found[found.index(at_home) - 1]
+    assert found == (
         [*DRAIN, "ld.acquire.sys.global.b32", "bar.sync", "one:atomic.acq_rel.sys.add.u32"]
-        + ["one:atomic.release.sys.add.u32", "fence.acq_rel.sys", one, one, one]
+        + [at_home, "fence.acq_rel.sys", one, one, one]
         + ["pkt.wait", "bar.sync"]
     )
 

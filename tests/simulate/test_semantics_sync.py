@@ -378,8 +378,8 @@ def epochs(flags, seen, world):
 
 @triton.jit
 def epoch_waits(x, bad, flags, world):
-    """All-to-all of one number a launch; resets nothing. A counter for each sender: the sum of two senders' signals would
-    not say which of them is one launch ahead."""
+    """All-to-all of one number a launch; resets nothing. A counter for each sender: the sum of two senders' signals
+    would not say which of them is one launch ahead."""
     e = pl.epoch(flags, world)
     parity = (e % 2 + 2) % 2 * world.size  # fast ranks write one launch ahead
     for r in range(world.size):

@@ -165,6 +165,10 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
         return shortcuts.atomic(name, slow, builder)
     if name in ("cast", "to"):
         return shortcuts.cast(slow)
+    if name == "arange":
+        return shortcuts.arange(slow)
+    if name in ("program_id", "num_programs"):
+        return shortcuts.of_grid(lambda: builder.grid_idx if name == "program_id" else builder.grid_dim)
     if name == "load" and owner in (tl, core):
         return shortcuts.load(slow, builder)
     if name == "store" and owner in (tl, core):

@@ -11,6 +11,7 @@ synchronisation. Other ranks go on meanwhile, so a fast rank's next launch can o
 from __future__ import annotations
 
 import contextvars
+import functools
 import heapq
 import inspect
 from collections.abc import Callable, Iterator
@@ -508,12 +509,15 @@ def _parameters(kernel: Any) -> Iterator[tuple[str, bool, bool]]:
     if hasattr(kernel, "params"):
         yield from ((p.name, p.is_constexpr, not p.do_not_specialize) for p in kernel.params)
     else:  # decorated under TRITON_INTERPRET=1, which keeps less
-        for name, p in inspect.signature(kernel.fn).parameters.items():
+        for name, p in _signature(kernel.fn).parameters.items():
             yield name, "constexpr" in str(p.annotation), True
 
 
+_signature = functools.lru_cache(maxsize=1024)(inspect.signature)
+
+
 def _bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
-    bound = inspect.signature(kernel.fn).bind(*args, **named)
+    bound = _signature(kernel.fn).bind(*args, **named)
     bound.apply_defaults()
     return dict(bound.arguments)
 

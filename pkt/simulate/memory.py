@@ -8,6 +8,7 @@ are handled as strided views; anything else element by element.
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import mmap
 from dataclasses import dataclass, field
@@ -118,6 +119,16 @@ class Unmapped(Exception):
 
     def __init__(self, address: int, region: Region | None = None) -> None:
         self.address, self.region = address, region
+
+
+@functools.lru_cache(maxsize=256)
+def _ramp(shape: tuple, strides: tuple) -> np.ndarray:
+    """Byte offsets of the elements of a block from its first."""
+    out: Any = np.uint64(0)
+    for axis, (n, s) in enumerate(zip(shape, strides)):
+        steps = np.arange(0, n * s, s, dtype=np.uint64) if s else np.zeros(n, np.uint64)
+        out = out + steps.reshape((n,) + (1,) * (len(shape) - 1 - axis))
+    return out
 
 
 class AddressSpace:
@@ -246,11 +257,7 @@ class AddressSpace:
         strides.reverse()
         if strides[-1] != itemsize or min(strides) < 0:
             return None
-        expected: Any = np.uint64(first)
-        for axis, (n, s) in enumerate(zip(shape, strides)):
-            ramp = np.arange(0, n * s, s, dtype=np.uint64) if s else np.zeros(n, np.uint64)
-            expected = expected + ramp.reshape((n,) + (1,) * (len(shape) - 1 - axis))
-        if not np.array_equal(expected, addresses):
+        if not np.array_equal(addresses - np.uint64(first), _ramp(shape, tuple(strides))):
             return None
         return self._strided(first, shape, tuple(strides), itemsize)
 

@@ -190,3 +190,27 @@ def store(slow: Callable, builder: Any) -> Callable:
         return builder._store(pointer.handle, value.handle, None if mask is None else mask.handle)
 
     return call
+
+
+def arange(slow: Callable) -> Callable:
+    ramps: dict[tuple[int, int], np.ndarray] = {}
+
+    def call(start: Any, end: Any, **named: Any) -> Any:
+        first, last = (v.value if type(v) is core.constexpr else v for v in (start, end))
+        ramp = ramps.get((first, last))
+        if ramp is None:  # `tl` checks the bounds once
+            ramp = ramps[first, last] = slow(first, last, **named).handle.data
+            ramp.flags.writeable = False
+        return tl.tensor(TensorHandle(ramp, tl.int32), block(tl.int32, ramp.shape))
+
+    return call
+
+
+def of_grid(sizes: Callable[[], tuple[int, int, int]]) -> Callable:
+    """`tl.program_id` and `tl.num_programs`: an axis of what `sizes()` gives now."""
+
+    def call(axis: Any = 0) -> Any:
+        at = axis.value if type(axis) is core.constexpr else axis
+        return tl.tensor(TensorHandle(np.array([sizes()[at]], np.int32), tl.int32), tl.int32)
+
+    return call

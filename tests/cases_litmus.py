@@ -253,7 +253,7 @@ def relay_kernel(
     world,
     BLOCK: tl.constexpr,
 ):
-    """A writes to C and tells B, B tells C: C must see what A wrote, although A told it nothing. Every rank is A, B, C."""
+    """A writes to C and tells B, B tells C: C must see what A wrote, although A never told it. Each is all three."""
     pid = tl.program_id(0)
     n = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int32)

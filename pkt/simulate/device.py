@@ -7,6 +7,7 @@ the schedule. TMA stores are pending in the async proxy, which a release does no
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -250,7 +251,7 @@ class SimulatedDevice:
                 access.region.waited.update(words)
         if at.call in SYNC and parts:
             access = parts[0][0]
-            access.region.signalled[access.first()] = str(at)
+            access.region.signalled[access.first()] = at
             event = self._signal(at, parts[0][0])
             if event == m.faults.drop:  # lost on its way: the sender goes on with what it would have found
                 for part, where in parts:
@@ -260,18 +261,18 @@ class SimulatedDevice:
             if event == m.faults.delay:
                 clock = self._release_clock(releases, scope)
                 m.late_signals.append(
-                    lambda: self._perform(task, parts, words, dtype, update, out.copy(), clock, scope)
+                    lambda: self._perform(task, at, parts, words, dtype, update, out.copy(), clock, scope)
                 )
                 return out.reshape(addresses.shape)
         clock = self._release_clock(releases, scope)
         for _ in range(copies):
-            self._perform(task, parts, words, dtype, update, out, clock, scope)
+            self._perform(task, at, parts, words, dtype, update, out, clock, scope)
         if m.races:
             for address in words:
                 if acquires:
                     self._acquire(address, scope)
                 elif address in self.sync:
-                    task.unacquired = self._joined(task.unacquired, self._visible(self.sync[address], scope))
+                    self._read_relaxed(self.sync[address], scope)
         if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
             m.pause()
         return out.reshape(addresses.shape)
@@ -335,9 +336,9 @@ class SimulatedDevice:
         if not m.races:
             return
         task.fence_clock = task.clock.copy()
-        if task.unacquired is not None:
-            task.clock = m.clocks.join(task.clock, task.unacquired)
-            task.unacquired = None
+        for clock in task.unacquired:
+            task.clock = m.clocks.join(task.clock, clock)
+        task.unacquired.clear()
         task.clock[task.column] += 1
 
     def proxy_fence(self) -> None:
@@ -533,7 +534,16 @@ class SimulatedDevice:
     # atomics
 
     def _perform(
-        self, task: Any, parts: list, words: list[int], dtype: Any, update: Any, out: Any, clock: Any, scope: str
+        self,
+        task: Any,
+        at: Site,
+        parts: list,
+        words: list[int],
+        dtype: Any,
+        update: Any,
+        out: Any,
+        clock: Any,
+        scope: str,
     ) -> None:
         m = self.m
         for access, where in parts:
@@ -562,7 +572,7 @@ class SimulatedDevice:
                     one.write(update(old[i : i + 1], flat[i : i + 1]))
             out[flat] = old
             if m.current is task:
-                self._track(access, "atomic", is_async=False)
+                self._track(access, "atomic", is_async=False, at=at)
                 self._moved(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1
@@ -588,8 +598,11 @@ class SimulatedDevice:
 
     def _signal(self, at: Site, access: Access) -> Signal:
         m, task = self.m, self.m.current
-        target = f"rank {access.region.rank}'s {access.region.element(access.first())}"
-        event = Signal(task.rank, task.launch.ordinal, task.index, task.signals, at, target)
+        region, address = access.region, access.first()
+        event = Signal(
+            task.rank, task.launch.ordinal, task.index, task.signals, at,
+            lambda: f"rank {region.rank}'s {region.element(address)}",
+        )  # fmt: skip
         task.signals += 1
         m.census.signals.append(event)
         return event
@@ -633,6 +646,14 @@ class SimulatedDevice:
             return self._joined(sync.system, own)
         return own if scope == "gpu" else None
 
+    def _read_relaxed(self, sync: _Sync, scope: str) -> None:
+        """Only a later fence makes use of what was read: the clocks are put by, and seldom joined."""
+        put_by = self.m.current.unacquired
+        visible = (sync.system if scope == "system" else None, sync.rank.get(self.m.current.rank))
+        put_by += [clock for clock in visible if clock is not None and scope != "cta"]
+        if len(put_by) > 64:
+            put_by[:] = [functools.reduce(self.m.clocks.join, put_by)]
+
     def _acquire(self, address: int, scope: str) -> None:
         sync = self.sync.get(address)
         if sync is not None:
@@ -668,7 +689,7 @@ class SimulatedDevice:
         record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
         self.authors[stamp, region.base] = (kind, task, site())
 
-    def _track(self, access: Access, kind: str, is_async: bool) -> None:
+    def _track(self, access: Access, kind: str, is_async: bool, at: Site | None = None) -> None:
         """A write, or an atomic update, which only other kinds of access can race with."""
         m, task = self.m, self.m.current
         region = access.region
@@ -678,7 +699,11 @@ class SimulatedDevice:
         shadow, touched = self._shadow(region), Touched(access)
         if updates and region.kind == "signals":  # what counters are for; a plain access to one looks for these
             record(shadow.updater, touched, int(task.clock[task.column]) << 32 | task.column << 16)
-            self.authors[int(task.clock[task.column]) << 32 | task.column << 16, region.base] = (kind, task, site())
+            self.authors[int(task.clock[task.column]) << 32 | task.column << 16, region.base] = (
+                kind,
+                task,
+                at or site(),
+            )
             return
         clock = m.clocks.fit(task.seen if is_async else task.clock)
         earlier = (shadow.writer, shadow.reader, shadow.other) + (() if updates else (shadow.updater,))

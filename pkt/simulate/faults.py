@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Change = Literal["remove", "relax", "no drain", "no proxy fence"]
 
@@ -56,7 +56,11 @@ class Signal:
     program: int
     n: int
     site: Site
-    target: str
+    counter: Any = field(compare=False, repr=False)  # () -> what it went to; only a message needs the words
+
+    @property
+    def target(self) -> str:
+        return self.counter()
 
     def __str__(self) -> str:
         sender = f"rank {self.rank} program {self.program} launch {self.launch}"

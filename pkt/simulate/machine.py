@@ -55,7 +55,7 @@ class Task:
         self.seen: Any = None  # what TMA loads of this program are ordered after
         self.async_clock = 0
         self.fence_clock: Any = None
-        self.unacquired: Any = None
+        self.unacquired: list[Any] = []
         self.pending: list[Any] = []
         self.blocked: Any = None
         self.polls = 0

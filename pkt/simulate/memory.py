@@ -36,7 +36,7 @@ class Region:
     keep: Any = None  # what must live as long as the region
     shadow: Any = None  # of the race detector
     waited: set[int] = field(default_factory=set)  # addresses that some program waited on or tested
-    signalled: dict[int, str] = field(default_factory=dict)  # address -> where it was signalled last
+    signalled: dict[int, Any] = field(default_factory=dict)  # address -> where it was signalled last
 
     @property
     def end(self) -> int:

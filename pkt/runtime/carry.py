@@ -14,10 +14,11 @@ import linecache
 import pickle
 import socket
 import struct
+import sys
 from types import FunctionType
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import triton
 from triton.runtime.jit import JITFunction
 
@@ -36,15 +37,18 @@ _OPTIONS = (
 def _importable(kernel: JITFunction) -> bool:
     """The kernel is an attribute of a module that another process can import."""
     module, name = kernel.fn.__module__, kernel.fn.__qualname__
-    if module == "__main__" or "<" in name:
+    if module == "__main__" or "<" in name or not _findable(module):
         return False
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return _import(module, name) is kernel
     except (ImportError, AttributeError):
         return False
-    return found is kernel
+
+
+def _findable(module: str) -> bool:
+    """Another process with our sys.path finds it; a module may be loaded under a name that nobody else knows."""
+    top = module.partition(".")[0]
+    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
 def _import(module: str, qualname: str) -> Any:
@@ -79,6 +83,9 @@ class _Pickler(cloudpickle.Pickler):
 
 def dumps(value: Any) -> bytes:
     """`value` with what it needs to be rebuilt elsewhere."""
+    module = getattr(value, "__module__", None)
+    if isinstance(module, str) and module in sys.modules and module != "__main__" and not _findable(module):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()

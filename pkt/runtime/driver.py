@@ -7,6 +7,7 @@ by `multicast.py` alone, and only after every rank has voted for them.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +95,8 @@ class CudaDriver:
 
         self.rank = rank
         self._cuda = driver
-        self._side: dict[int, torch.cuda.Stream] = {}
+        self._side: tuple[torch.cuda.Stream, torch.Tensor] | None = None
+        self._lock = threading.Lock()
         kinds = driver.CUmemAllocationHandleType
         self._fd = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._call("cuInit", 0)
@@ -185,12 +187,16 @@ class CudaDriver:
 
     def write_words(self, address: int, words: list[int], device: int) -> None:
         # A stream of its own: the current one may be full of kernels that spin until these words are there.
-        with torch.cuda.device(device):
-            side = self._side.setdefault(device, torch.cuda.Stream(device))
-            with torch.cuda.stream(side):
-                source = torch.tensor(words, dtype=torch.int32).pin_memory()
+        # Stream and pinned page are made at the first call, before any kernel runs; making them may wait for kernels.
+        with self._lock, torch.cuda.device(device):
+            if self._side is None:
+                self._side = torch.cuda.Stream(device), torch.empty(64, dtype=torch.int32, pin_memory=True)
+            stream, page = self._side
+            source = page[: len(words)]
+            source.copy_(torch.tensor(words, dtype=torch.int32))
+            with torch.cuda.stream(stream):
                 self.view(address, 4 * len(words), device).view(torch.int32).copy_(source, non_blocking=True)
-            side.synchronize()
+            stream.synchronize()
 
     # -- multicast
     def _multicast(self, devices: int, nbytes: int) -> Any:

@@ -100,16 +100,26 @@ def test_functions_and_kernels_of_a_notebook_cell(workers):
 
 
 @triton.jit
-def importable(p):
+def local_kernel(p):
     pass
 
 
+def helper(x):
+    return x + 1
+
+
 def test_kernels_that_can_be_imported_are():
-    assert loads(dumps(importable)) is importable
+    from pkt.language import wait  # any kernel of an installed module
+
+    assert loads(dumps(wait)) is wait
+
+
+def test_kernels_of_modules_that_a_worker_cannot_find_go_by_value(workers):
+    assert run(workers, lambda world: (local_kernel.fn.__name__, helper(3))) == [("local_kernel", 4)] * 2
 
 
 def test_a_result_that_cannot_be_sent(workers):
-    with pytest.raises(RankFailed, match="rank 0 raised"):
+    with pytest.raises(RankFailed, match="cannot pickle 'frame' object"):
         run(workers, lambda world: sys._getframe())
 
 

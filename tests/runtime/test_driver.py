@@ -1,0 +1,122 @@
+"""CudaDriver against the real bindings' types, with every call recorded instead of made: no GPU, no driver needed."""
+
+import pytest
+import torch
+from cuda.bindings import driver as bindings
+
+from pkt.errors import DriverError
+from pkt.runtime.driver import CudaDriver
+
+from .fake_driver import DEFAULTS
+
+
+class Recorded:
+    """cuda.bindings.driver whose functions answer (code, *answers[name]) and note what they were given."""
+
+    def __init__(self):
+        self.calls, self.answers, self.code = [], {}, bindings.CUresult.CUDA_SUCCESS
+
+    def __getattr__(self, name):
+        real = getattr(bindings, name)
+        if not name.startswith("cu"):
+            return real
+
+        def call(*args):
+            self.calls.append((name, args))
+            return (self.code, *self.answers.get(name, ()))
+
+        return call
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    import cuda.bindings
+
+    fake = Recorded()
+    monkeypatch.setattr(cuda.bindings, "driver", fake)
+    return fake
+
+
+def test_memory_is_pinned_on_the_device_and_can_be_exported(recorded):
+    recorded.answers = {
+        "cuMemCreate": (bindings.CUmemGenericAllocationHandle(77),),
+        "cuMemExportToShareableHandle": (5,),
+        "cuMemImportFromShareableHandle": (bindings.CUmemGenericAllocationHandle(78),),
+        "cuMemGetAllocationGranularity": (2 << 20,),
+        "cuMemAddressReserve": (bindings.CUdeviceptr(1 << 40),),
+    }
+    driver = CudaDriver(rank=1)
+    assert driver.granularity(3) == 2 << 20
+    assert (driver.create(3, 4 << 20), driver.export(77), driver.import_memory(5)) == (77, 5, 78)
+    assert driver.reserve(1 << 38, 2 << 20) == 1 << 40
+    driver.map(1 << 40, 4 << 20, 77)
+    driver.allow(1 << 40, 4 << 20, 3)
+    driver.unmap(1 << 40, 4 << 20)
+    driver.free(1 << 40, 1 << 38)
+    driver.release(77)
+    given = dict(recorded.calls)
+    size, kind, flags = given["cuMemCreate"]
+    assert (size, flags, kind.location.id) == (4 << 20, 0, 3)
+    assert kind.type == bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    assert kind.location.type == bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    fd = bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    assert kind.requestedHandleTypes == fd
+    assert given["cuMemExportToShareableHandle"] == (77, fd, 0)
+    assert given["cuMemImportFromShareableHandle"] == (5, fd)
+    assert given["cuMemMap"] == (1 << 40, 4 << 20, 0, 77, 0)
+    address, nbytes, (access,), count = given["cuMemSetAccess"]
+    assert (address, nbytes, count, access.location.id) == (1 << 40, 4 << 20, 1, 3)
+    assert access.flags == bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    assert given["cuMemAddressReserve"] == (1 << 38, 2 << 20, 0, 0)
+    assert given["cuMemAddressFree"] == (1 << 40, 1 << 38)
+    assert given["cuMemRelease"] == (77,)
+
+
+def test_every_attribute_that_is_asked_for_exists(recorded):
+    recorded.answers = {"cuDeviceGetAttribute": (1,), "cuDeviceGetP2PAttribute": (1,)}
+    driver = CudaDriver(rank=0)
+    for name in DEFAULTS:
+        assert driver.attribute(0, name) == 1
+    for name in ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED"):
+        assert driver.p2p(0, 1, name) == 1
+    assert recorded.calls[-1][1][1:] == (0, 1)
+
+
+def test_multicast_objects(recorded):
+    recorded.answers = {
+        "cuMulticastCreate": (bindings.CUmemGenericAllocationHandle(9),),
+        "cuMulticastGetGranularity": (2 << 20,),
+    }
+    driver = CudaDriver(rank=0)
+    assert driver.multicast_granularity(4, 1 << 30) == 2 << 20
+    assert driver.multicast_create(4, 1 << 30) == 9
+    driver.multicast_add(9, 2)
+    driver.multicast_bind(9, 1 << 21, 77, 4 << 20)
+    driver.multicast_unbind(9, 2, 1 << 21, 4 << 20)
+    given = dict(recorded.calls)
+    (prop,) = given["cuMulticastCreate"]
+    assert (prop.numDevices, prop.size, prop.flags) == (4, 1 << 30, 0)
+    assert prop.handleTypes == int(bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+    assert given["cuMulticastBindMem"] == (9, 1 << 21, 77, 0, 4 << 20, 0)
+    assert given["cuMulticastUnbind"] == (9, 2, 1 << 21, 4 << 20)
+
+
+def test_a_failure_names_rank_call_code_and_remedy(recorded):
+    driver = CudaDriver(rank=3)
+    recorded.code = bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(DriverError) as caught:
+        driver.create(0, 1 << 30)
+    assert str(caught.value) == (
+        "rank 3: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2): free memory on this GPU, or lower heap= or PKT_HEAP"
+    )
+    assert caught.value.code == 2
+
+
+@pytest.mark.gpu
+def test_a_view_is_the_memory_at_that_address():
+    source = torch.arange(64, dtype=torch.uint8, device="cuda")
+    view = CudaDriver(rank=0).view(source.data_ptr() + 16, 32, torch.cuda.current_device())
+    assert view.tolist() == list(range(16, 48))
+    assert view.untyped_storage().data_ptr() == source.data_ptr() + 16
+    view.zero_()
+    assert source[16:48].count_nonzero() == 0

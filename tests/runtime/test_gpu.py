@@ -1,0 +1,112 @@
+"""The same promises on real GPUs: pytest -m gpu tests/runtime. Multicast is never asked for here."""
+
+import time
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+from pkt.runtime.workers import warm
+
+pytestmark = pytest.mark.gpu
+
+
+def ranks():
+    return [n for n in (2, 3, 4) if n <= torch.cuda.device_count()] or [2]
+
+
+def gpus(fn, count, *args, **options):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    return pkt.launch(fn, count, "cuda", args, multicast=False, timeout=20, **options)
+
+
+@triton.jit
+def to_the_next(x_ptr, world, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    peer = (world.rank + 1) % world.size
+    value = tl.load(x_ptr + offs, mask=offs < n)
+    tl.store(x_ptr + n + tl.cast(peer - world.rank, tl.int64) * (world.stride // 4) + offs, value, mask=offs < n)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_memory_is_where_arithmetic_says(count):
+    def main(world):
+        n = 1 << 20
+        x = pkt.full((2, n), float(world.rank + 1))
+        to_the_next[(n // 1024,)](x, world.device, n, BLOCK=1024)
+        world.barrier()
+        before = (world.rank - 1) % world.size
+        assert x[1].eq(before + 1).all()
+        assert x[0].peer(before).eq(before + 1).all(), "host copies reach peers too"
+        assert world.num_sms == torch.cuda.get_device_properties(world.rank).multi_processor_count
+        return world.rank, world.multicast
+
+    assert gpus(main, count) == [(r, False) for r in range(count)]
+
+
+def test_the_heap_grows_beyond_a_gigabyte_and_views_cross_its_chunks():
+    def main(world):
+        x = pkt.empty(3 << 28, dtype=torch.int32)  # 3 GiB
+        x.fill_(world.rank)
+        world.barrier()
+        return x.peer((world.rank + 1) % world.size)[:: 1 << 26].unique().tolist()
+
+    assert gpus(main, 2, heap="4GiB") == [[1], [0]]
+
+
+def test_allocations_cost_little_and_do_not_wait():
+    def main(world):
+        torch.cuda._sleep(2_000_000_000)  # about a second: an allocation that synchronised would show
+        start = time.perf_counter()
+        live = [pkt.empty(1000) for _ in range(10_000)]
+        middle = time.perf_counter()
+        for x in live:
+            x.free()
+        return (middle - start) * 100, (time.perf_counter() - middle) * 100  # us each
+
+    for allocate, free in gpus(main, 2):
+        print(f"allocate {allocate:.1f} us, free {free:.1f} us")
+        assert allocate < 20
+        assert free < 20
+
+
+def test_a_world_opens_in_time_and_leaves_no_memory():
+    def main(world):
+        return time.time(), torch.cuda.mem_get_info()[0]
+
+    count = ranks()[-1]
+    gpus(main, count, heap="1GiB")
+    starts = time.time()
+    found = [gpus(main, count, heap="1GiB") for _ in range(5)]
+    print(f"a warm call with a 1 GiB heap on {count} ranks: {(time.time() - starts) / 5:.3f} s")
+    assert found[0][0][1] == found[-1][0][1], "free device memory inside the call stays the same"
+    assert time.time() - starts < 5 * 1.5
+    assert warm(count).alive
+
+
+@triton.jit
+def spin(flag_ptr, world, BLOCK: tl.constexpr):
+    while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0) & (
+        tl.atomic_add(world.status, 0, sem="acquire", scope="sys") == 0
+    ):
+        pass
+
+
+def test_the_abort_word_can_be_written_while_a_kernel_spins():
+    def main(world):
+        flags = pkt.signals(1)
+        if world.rank == 0:
+            spin[(1,)](flags, world.device, BLOCK=1)
+            start = time.perf_counter()
+            world.backend.driver.write_words(world.backend.base, [1], world.rank)
+            torch.cuda.synchronize()
+            took = time.perf_counter() - start
+            world.backend.driver.write_words(world.backend.base, [0], world.rank)
+        else:
+            took = 0.0
+        return took
+
+    assert max(gpus(main, 2)) < 0.5

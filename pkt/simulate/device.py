@@ -229,8 +229,11 @@ class SimulatedDevice:
         update: Any,
         sem: str,
         scope: str,
+        *,
+        reads: bool = False,
     ) -> np.ndarray:
-        """`update(old, where)` gives the new values of the flat positions `where`."""
+        """`update(old, where)` gives the new values of the flat positions `where`. reads: it only looks, so it is no
+        signal that could be lost."""
         m, task = self.m, self.m.current
         at = site()
         self._step(spin=True)
@@ -240,7 +243,7 @@ class SimulatedDevice:
         if at.call in SYNC:
             m.census.note(at, "remove", "relax")
             change = m.faults.change(at)
-            if change == "remove":
+            if change == "remove" and not reads:
                 return out.reshape(addresses.shape)
         releases = sem in ("release", "acquire_release") and change != "relax"
         acquires = sem in ("acquire", "acquire_release") and change != "relax"
@@ -249,7 +252,7 @@ class SimulatedDevice:
         if acquires:
             for access, _ in parts:
                 access.region.waited.update(words)
-        if at.call in SYNC and parts:
+        if at.call in SYNC and parts and not reads:
             access = parts[0][0]
             access.region.signalled[access.first()] = at
             event = self._signal(at, parts[0][0])
@@ -321,7 +324,7 @@ class SimulatedDevice:
         dtype = np.dtype(np.int32 if ptr.dtype.element_ty.primitive_bitwidth == 32 else np.int64)
         for address in addresses.reshape(-1):
             self.m.space.find(int(address)).waited.add(int(address))
-        old = self.atomic(addresses, None, dtype, lambda now, where: now, "acquire", "system")
+        old = self.atomic(addresses, None, dtype, lambda now, where: now, "acquire", "system", reads=True)
         ty = ptr.dtype.element_ty
         return tl.tensor(TensorHandle(old, ty), tl.block_type(ty, list(old.shape)) if ptr.shape else ty)
 

@@ -17,8 +17,8 @@ LINGERING = 0.5  # how often a program with pending stores stops after an atomic
 class Schedule:
     """Decisions of one run; the same seed and ranks give the same run.
 
-    by_time: in seed 0, the program that is earliest on the modelled clock runs next, and only until its next access: who
-    takes which task from a queue is then what the clock says, so that a timeline shows a plausible run.
+    by_time: in seed 0, the program that is earliest on the modelled clock runs next, and only until its next access:
+    who takes which task from a queue is then what the clock says, so that a timeline shows a plausible run.
     """
 
     def __init__(self, seed: int, ranks: int, by_time: bool = False) -> None:
@@ -50,7 +50,7 @@ class Schedule:
 
     def interrupts(self) -> bool:
         """Whether another task runs before this access."""
-        return self.by_time or self._interrupts > 0 and self._random.random() < self._interrupts
+        return self.by_time or (self._interrupts > 0 and self._random.random() < self._interrupts)
 
     def commits(self) -> bool:
         """Whether some pending store becomes visible now."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from pkt.errors import CollectiveMismatch, DtypeError, NotSymmetric, ShapeError
+from pkt.errors import CollectiveMismatch, DtypeError, NotSymmetric, ShapeError, Unsupported
 from pkt.runtime.factories import signals
 from pkt.runtime.tensor import SymmetricTensor, symmetric
 from pkt.runtime.world import World, current_world
@@ -83,7 +83,9 @@ def check_tensor(
 
 def check_choice(call: str, name: str, found: Any, choices: tuple[str, ...], world: World) -> None:
     if found not in choices:
-        raise ShapeError.argument(call, name, repr(found), " or ".join(map(repr, choices)), world.rank)
+        raise Unsupported.here(
+            f"rank {world.rank}: {call}", f"found {name} {found!r}", f"wanted {' or '.join(map(repr, choices))}"
+        )
 
 
 def check_agreed(call: str, world: World, **arguments: Any) -> None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common
@@ -88,7 +89,7 @@ def all_gather(
     """
     call = "all_gather"
     world = _common.world_of(call, world, x, out)
-    mode = mode or ("push" if isinstance(out, _common.SymmetricTensor) else "pull")
+    mode = mode or ("push" if isinstance(out, SymmetricTensor) else "pull")
     _common.check_choice(call, "mode", mode, ("push", "pull"), world)
     _common.check_tensor(call, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
     shape = (world.size * x.shape[0], *x.shape[1:]) if x.ndim else (world.size,)

@@ -1,8 +1,8 @@
 """All-gather fused into a matrix product: C = A @ B, where rank r holds shard r of A and its own B.
 
 Sharded by rows, A is the shards below each other: C (size * m, N) = A (size * m, K) @ B (K, N). Sharded by
-columns, A is the shards beside each other: C (m, N) = A (m, size * k) @ B (size * k, N), the shape of the Three
-Taxes paper, whose Algorithms 1 to 3 these are (arXiv 2511.02168).
+columns, A is the shards beside each other: C (m, N) = A (m, size * k) @ B (size * k, N). Algorithms 1 to 3 of
+Trifan et al., "Eliminating Multi-GPU Performance Taxes".
 
 pull: the product's loop loads each tile of A where it is, on its owner (Algorithm 1). Each element of a shard
     crosses the links once for every column of tiles: cdiv(N, BLOCK_N) * (size - 1) * m * k * itemsize bytes

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.errors import ShapeError
 from pkt.runtime.world import World
 
 from . import _common
@@ -128,7 +129,7 @@ def all_reduce(
     _common.check_tensor(call, "out", out, world, shape=tuple(x.shape), dtype=x.dtype, peers=mode != "one_shot")
     if mode == "multimem" and not even:
         wanted = "a multiple of 16 bytes: multimem moves runs of 16 bytes; two_shot does not need it"
-        raise _common.ShapeError.argument(call, "address of x or out", hex(x.data_ptr()), wanted, world.rank)
+        raise ShapeError.argument(call, "address of x or out", hex(x.data_ptr()), wanted, world.rank)
     in_place = out.data_ptr() == x.data_ptr()
     _common.check_agreed(call, world, x=x, out=in_place if mode == "one_shot" else out, mode=mode, block=block)
     n = x.numel()

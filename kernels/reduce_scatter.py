@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.errors import ShapeError
 from pkt.runtime.world import World
 
 from . import _common
@@ -72,7 +73,7 @@ def reduce_scatter(
     _common.check_tensor(call, "x", x, world, dtypes=_common.FLOATS, peers=True)
     if x.ndim == 0 or x.shape[0] % world.size:
         wanted = f"a first dimension divisible by {world.size} ranks"
-        raise _common.ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)
+        raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)
     shape = (x.shape[0] // world.size, *x.shape[1:])
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=world.torch_device)

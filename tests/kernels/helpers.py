@@ -1,0 +1,79 @@
+"""What the kernels' tests share: ranks, inputs, and bounds that follow from the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import pkt
+
+RANKS = (1, 2, 3, 4, 5, 8)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # unit roundoff
+TINY = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}  # half the least subnormal
+SEEDS = (0, 1, 2, 3, 6, 9)  # in order; random; random; adversarial against rank 1, 2, 3
+LAUNCHES = 3
+
+
+def on_ranks(
+    ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    seed: int = 0,
+    sms: int = 4,
+    multicast: bool = True,
+) -> list[Any]:
+    """`fn(world, *args)` on simulated ranks, with the race detector; what each returned."""
+    return pkt.launch(
+        fn, ranks, device="cpu", args=args, heap="64MiB", seed=seed, sms=sms, races=True, multicast=multicast
+    )
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, *seed: int) -> torch.Tensor:
+    """Standard normal, the same for the same seed on every rank."""
+    generator = torch.Generator().manual_seed(hash(seed) & 0x7FFFFFFF)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def inputs(world: Any, shape: Sequence[int], dtype: torch.dtype, launch: int) -> list[torch.Tensor]:
+    """The ranks' inputs of a launch."""
+    return [random(shape, dtype, launch, r) for r in range(world.size)]
+
+
+def operands(
+    world: Any, a: Sequence[int], b: Sequence[int], dtype: torch.dtype, launch: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The ranks' (a, b) of a launch."""
+    return [(random(a, dtype, launch, r, 0), random(b, dtype, launch, r, 1)) for r in range(world.size)]
+
+
+def assert_within(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor, *what: Any) -> None:
+    error = (found.double() - exact).abs()
+    worst = (error / bound.clamp_min(1e-300)).max().item() if error.numel() else 0.0
+    assert (error <= bound).all(), f"{what}: error {worst:.2f} times the bound, {error.max():.3g} at most"
+
+
+def sum_bound(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How far a sum of `parts` in fp32, rounded once to their dtype, may be from the exact sum.
+
+    Each of the additions is off by 2^-24 of a partial sum, which sum |part| bounds; the rounding by u of the result.
+    """
+    dtype = parts[0].dtype
+    exact = sum(p.double() for p in parts)
+    size = sum(p.double().abs() for p in parts)
+    fp32 = len(parts) * 2.0**-24 * size
+    return fp32 + UNIT[dtype] * (exact.abs() + fp32) + TINY[dtype]
+
+
+def product_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How far `a @ b`, with exact products summed in fp32, may be from the exact product before it is rounded:
+    one rounding of 2^-24 for each product and each sum over K, in any order."""
+    terms = a.shape[1] + 1
+    return 1.01 * terms * 2.0**-24 * (a.double().abs() @ b.double().abs())
+
+
+def rounded(exact: torch.Tensor, error: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`error` and one rounding of the result to `dtype`."""
+    return error + UNIT[dtype] * (exact.abs() + error) + TINY[dtype]

@@ -1,0 +1,152 @@
+"""All-gather: every rank has every shard, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.all_gather import DTYPES as COPIED
+from pkt.kernels.all_gather import all_gather, reference
+
+from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
+
+MODES = ("push", "pull")
+
+
+def gathers(world: Any, shape: tuple[int, ...], dtype: torch.dtype, mode: str, block: int = 16) -> None:
+    x = pkt.empty(shape, dtype=dtype)
+    out = pkt.empty((world.size * shape[0], *shape[1:]), dtype=dtype)
+    for launch in range(LAUNCHES):
+        shards = inputs(world, shape, dtype, launch)
+        x.copy_(shards[world.rank])
+        got = all_gather(x, out, mode=mode, block=block)
+        assert got is out
+        assert torch.equal(got.plain(), reference(shards)), (world.rank, launch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_equals_the_reference(ranks: int, dtype: torch.dtype, mode: str) -> None:
+    on_ranks(ranks, gathers, (13, 3), dtype, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(1,), (16,), (17,), (5, 1, 3), (64, 4), (333,)])
+def test_sizes_that_do_not_divide_the_blocks(shape: tuple[int, ...], mode: str) -> None:
+    on_ranks(3, gathers, shape, torch.bfloat16, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_schedule(seed: int, mode: str) -> None:
+    on_ranks(4, gathers, (40,), torch.float32, mode, seed=seed, sms=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_program_and_the_default_block(mode: str) -> None:
+    on_ranks(2, gathers, (100, 7), torch.float16, mode, None, sms=1)
+
+
+def test_any_element_type() -> None:
+    def run(world: Any) -> None:
+        for dtype in COPIED:
+            x = torch.arange(11, dtype=torch.int64).add(100 * world.rank % 100).to(dtype)
+            out = pkt.empty(11 * world.size, dtype=dtype)
+            assert torch.equal(all_gather(x, out).plain(), x.repeat(world.size))
+
+    on_ranks(2, run)
+
+
+def test_new_tensors_and_the_choice_of_mode() -> None:
+    def run(world: Any) -> None:
+        x = pkt.full((5,), world.rank, dtype=torch.float32)
+        expected = torch.arange(world.size, dtype=torch.float32).repeat_interleave(5)
+        pulled = pkt.all_gather(x)  # a new tensor of this rank's
+        assert type(pulled) is torch.Tensor
+        pushed = pkt.all_gather(x.plain().clone(), pkt.empty(5 * world.size))  # x need not be symmetric
+        assert torch.equal(pulled, expected)
+        assert torch.equal(pushed.plain(), expected)
+
+    on_ranks(3, run)
+
+
+def test_empty_shards() -> None:
+    on_ranks(2, lambda world: all_gather(pkt.empty(0, 4)).shape == (0, 4) or pytest.fail("shape"))
+
+
+def test_shapes_in_turn_share_nothing_that_matters() -> None:
+    def run(world: Any) -> None:
+        for shape in ((3,), (70,), (3,), (33, 2)):
+            gathers(world, shape, torch.float32, "push")
+            gathers(world, shape, torch.float32, "pull")
+
+    on_ranks(3, run, seed=3)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+def bad(error: type[Exception], match: str, call: Any) -> None:
+    with pytest.raises(error, match=match):
+        on_ranks(2, call)
+
+
+def test_a_pulled_tensor_must_be_symmetric() -> None:
+    bad(pkt.NotSymmetric, "all_gather: x must be a symmetric tensor", lambda w: all_gather(torch.ones(4)))
+
+
+def test_a_pushed_output_must_be_symmetric() -> None:
+    bad(
+        pkt.NotSymmetric,
+        "all_gather: out must be a symmetric tensor",
+        lambda w: all_gather(torch.ones(4), torch.ones(8), mode="push"),
+    )
+
+
+def test_shapes_and_dtypes_must_fit() -> None:
+    bad(pkt.ShapeError, r"out: found \(7,\), wanted \(8,\)", lambda w: all_gather(torch.ones(4), pkt.empty(7)))
+    bad(
+        pkt.DtypeError,
+        "out: found fp16, wanted float32",
+        lambda w: all_gather(torch.ones(4), pkt.empty(8, dtype=torch.float16)),
+    )
+    bad(pkt.ShapeError, "wanted a contiguous tensor", lambda w: all_gather(pkt.empty(4, 4).t()))
+    bad(pkt.DtypeError, "x: found complex64", lambda w: all_gather(pkt.empty(4, dtype=torch.complex64)))
+
+
+def test_an_unknown_mode() -> None:
+    bad(pkt.Unsupported, "wanted 'push' or 'pull'", lambda w: all_gather(pkt.empty(4), mode="send"))
+
+
+def test_ranks_that_disagree() -> None:
+    def shapes(world: Any) -> None:
+        x = pkt.empty(8)
+        all_gather(x[: 4 + world.rank])
+
+    bad(pkt.CollectiveMismatch, r"rank 0: all_gather\(x=\(4,\).*rank 1: all_gather\(x=\(5,\)", shapes)
+
+    def offsets(world: Any) -> None:
+        x = pkt.empty(8)
+        all_gather(x[world.rank :][:4])  # peers would read another part than is meant
+
+    bad(pkt.CollectiveMismatch, "heap offset", offsets)
+
+
+def test_a_freed_tensor() -> None:
+    def run(world: Any) -> None:
+        x = pkt.empty(8)
+        x.free()
+        all_gather(x)
+
+    bad(pkt.UseAfterFree, "all_gather uses 'x' after it was freed", run)
+
+
+def test_a_closed_world() -> None:
+    def run(world: Any) -> None:
+        x = pkt.empty(8)
+        world.close()
+        all_gather(x)
+
+    bad(pkt.Closed, "closed", run)

@@ -1,0 +1,125 @@
+"""All-reduce: every rank has the same sum, in fp32 and rounded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.all_reduce import all_reduce, reference
+
+from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
+
+MODES = ("one_shot", "two_shot", "multimem")
+
+
+def reduces(
+    world: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    mode: str | None,
+    in_place: bool = False,
+    block: int | None = 16,
+) -> torch.Tensor:
+    x, out = pkt.empty(shape, dtype=dtype), pkt.empty(shape, dtype=dtype)
+    for launch in range(LAUNCHES):
+        everybody = inputs(world, shape, dtype, launch)
+        x.copy_(everybody[world.rank])
+        got = all_reduce(x, None if in_place else out, mode=mode, block=block)
+        assert got is (x if in_place else out)
+        assert_within(got.plain(), reference(everybody), sum_bound(everybody), world.rank, launch)
+    return got.plain().clone()
+
+
+def same_on_all(results: list[torch.Tensor]) -> None:
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_equals_the_reference_and_all_ranks_agree(ranks: int, dtype: torch.dtype, mode: str) -> None:
+    same_on_all(on_ranks(ranks, reduces, (13, 3), dtype, mode, ranks % 2 == 0))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(1,), (16,), (17,), (5, 1, 3), (64, 4), (333,)])
+def test_sizes_that_do_not_divide_the_blocks(shape: tuple[int, ...], mode: str, in_place: bool) -> None:
+    same_on_all(on_ranks(3, reduces, shape, torch.bfloat16, mode, in_place, multicast=in_place))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("multicast", [False, True])
+def test_every_schedule_gives_the_same_bits(mode: str, in_place: bool, multicast: bool) -> None:
+    runs = [
+        on_ranks(4, reduces, (90,), torch.bfloat16, mode, in_place, seed=seed, sms=2, multicast=multicast)
+        for seed in SEEDS
+    ]
+    for run in runs:
+        assert all(torch.equal(r, runs[0][0]) for r in run)
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_one_program_and_the_default_block(mode: str | None) -> None:
+    on_ranks(2, lambda world: reduces(world, (100, 7), torch.float16, mode, block=None), sms=1)
+
+
+def test_one_shot_needs_no_symmetric_output() -> None:
+    def run(world: Any) -> None:
+        out = torch.empty(6)
+        assert all_reduce(pkt.ones(6), out, mode="one_shot") is out
+        assert torch.equal(out, torch.full((6,), float(world.size)))
+
+    on_ranks(3, run)
+
+
+def test_a_view_that_is_not_aligned() -> None:
+    def run(world: Any) -> None:
+        x = pkt.ones(64, dtype=torch.bfloat16)
+        all_reduce(x[3:40])  # two_shot: the switch could not take it
+        expected = torch.ones(64)
+        expected[3:40] = world.size
+        assert torch.equal(x.plain().float(), expected)
+
+    on_ranks(3, run)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+def bad(error: type[Exception], match: str, call: Any) -> None:
+    with pytest.raises(error, match=match):
+        on_ranks(2, call)
+
+
+def test_bad_arguments() -> None:
+    bad(pkt.NotSymmetric, "x must be a symmetric tensor", lambda w: all_reduce(torch.ones(4)))
+    for mode in ("two_shot", "multimem"):
+        bad(
+            pkt.NotSymmetric,
+            "out must be a symmetric tensor",
+            lambda w, mode=mode: all_reduce(pkt.ones(4), torch.ones(4), mode=mode),
+        )
+    bad(pkt.DtypeError, "x: found int64", lambda w: all_reduce(pkt.ones(4, dtype=torch.int64)))
+    bad(pkt.ShapeError, r"out: found \(5,\)", lambda w: all_reduce(pkt.ones(4), pkt.ones(5)))
+    bad(
+        pkt.DtypeError,
+        "out: found fp16, wanted float32",
+        lambda w: all_reduce(pkt.ones(4), pkt.ones(4, dtype=torch.float16)),
+    )
+    bad(pkt.Unsupported, "found mode 'ring'", lambda w: all_reduce(pkt.ones(4), mode="ring"))
+    bad(
+        pkt.ShapeError,
+        "multimem moves runs of 16 bytes",
+        lambda w: all_reduce(pkt.ones(9)[1:], mode="multimem"),
+    )
+
+
+def test_ranks_that_disagree() -> None:
+    bad(
+        pkt.CollectiveMismatch,
+        "mode='one_shot'.*mode='two_shot'",
+        lambda w: all_reduce(pkt.ones(4), mode="two_shot" if w.rank else "one_shot"),
+    )

@@ -163,6 +163,23 @@ def test_the_listener_raises_where_a_call_is_lost_and_calls_the_one_before(monke
     assert triton.knobs.compilation.listener is before
 
 
+def test_the_listener_reads_kernels_from_the_cache_too(monkeypatch):
+    hits = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **facts: hits.append(facts["cache_hit"]))
+    inspect.install_listener()
+    try:
+        checked = []
+        monkeypatch.setattr(inspect, "check_sync", lambda asm, kernel: checked.append(asm["ptx"]))
+        for _ in range(2):
+            branches_kernel.device_caches.clear()  # forget what this process compiled
+            compile_only(branches_kernel, "*i32", "*i32", device_world(0, 3))
+    finally:
+        inspect.remove_listener()
+    assert hits[-1] is True
+    assert len(checked) == 4  # by the listener and by compile_only, each time
+    assert all(count_markers(text)["wait"] for text in checked)
+
+
 def _strict(check):
     _strict.seen = 0
 

@@ -1,5 +1,6 @@
-"""Every Python block of the README and of docs/ runs, on the simulator where it needs ranks."""
+"""README and docs: every Python block runs, every output shown is what it prints, every public name is described."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -7,10 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from triton.language.core import constexpr
+
+import pkt
+import pkt.language as pl
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BESIDE = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
+DEVICE_PAGE, HOST_PAGE = ROOT / "docs" / "device-api.md", ROOT / "docs" / "host-api.md"
+MODULES = {"pl": pl, "pl.tile": pl.tile, "pl.shmem": pl.shmem, "pl.order": pl.order}
 
 
 def blocks(page: Path) -> str:
@@ -25,6 +34,22 @@ def blocks(page: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def normal(line: str) -> str:
+    """A line of output without what may differ from run to run: file and line, addresses, speed."""
+    line = re.sub(r"[\w-]+\.py:\d+", "file.py:N", line)
+    line = re.sub(r"\b0x[0-9a-f]{6,}", "0xADDRESS", line)
+    line = re.sub(r"\(\d+ a second\)", "(N a second)", line)
+    return re.sub(r"[\s━─]+", " ", line).strip()
+
+
+def not_printed(page: Path, printed: str) -> list[str]:
+    """Lines of the page's ```text blocks, and comments beside a print, that its program did not print."""
+    text, found = page.read_text(), {normal(line) for line in printed.splitlines()}
+    shown = [line for match in OUTPUT.finditer(text) for line in match.group(1).splitlines()]
+    shown += [beside for match in BLOCK.finditer(text) for beside in BESIDE.findall(match.group(1))]
+    return [line for line in shown if normal(line) not in found]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_run(page, tmp_path):
     program = tmp_path / f"{page.stem}.py"
@@ -33,7 +58,10 @@ def test_blocks_run(page, tmp_path):
     done = subprocess.run(
         [sys.executable, str(program)], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240
     )
-    assert done.returncode == 0, f"{page.name} (line numbers are the page's)\n{done.stdout}\n{done.stderr}"
+    said = f"{page.name} (line numbers are the page's)\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, said
+    missing = not_printed(page, done.stdout)
+    assert not missing, "\n".join(["the page shows, and its program does not print:", *missing, "", said])
 
 
 def test_blocks_keep_their_line_numbers(tmp_path):
@@ -42,8 +70,49 @@ def test_blocks_keep_their_line_numbers(tmp_path):
     assert blocks(page).splitlines() == ["", "", "", "x = 1", "", "", "", "", "", "", "", "y = x"]
 
 
+def test_an_output_that_was_not_printed_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```text\nrank 0: at ring.py:9, found 1\nrank 1: found 2\n```\n```python\nprint(x)  # 5\n```\n")
+    assert not_printed(page, "rank 0: at page.py:31, found 1\nrank 1:  found 3\n") == ["rank 1: found 2", "5"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def signature(fn) -> str:
+    """`ptr, value, peer, world, mask=None`: names and defaults, as the device page writes them."""
+    parts = []
+    for p in inspect.signature(getattr(fn, "fn", fn)).parameters.values():
+        default = p.default.value if isinstance(p.default, constexpr) else p.default
+        text = f'"{default}"' if isinstance(default, str) else repr(default)
+        parts.append(p.name if p.default is p.empty else f"{p.name}={text}")
+    return ", ".join(parts)
+
+
+def device_functions() -> dict[str, str]:
+    """Every device function a kernel may call, `pl.tile.wait`, and its signature."""
+    found = {}
+    for prefix, module in MODULES.items():
+        for name, value in vars(module).items():
+            defined_here = name in getattr(module, "__all__", ()) or getattr(value, "__module__", "") == module.__name__
+            alias = module is pl.shmem and name in ("remote_ptr", "fence", "quiet")
+            if hasattr(value, "fn") and not name.startswith("_") and (defined_here or alias):
+                found[f"{prefix}.{name}"] = signature(value)
+    return found
+
+
+def test_every_device_function_is_described_with_its_signature():
+    written = re.findall(r"`(pl(?:\.\w+)?\.\w+)\(([^`]*)\)`", DEVICE_PAGE.read_text())
+    missing = [f"{name}({args})" for name, args in device_functions().items() if (name, args) not in written]
+    assert not missing, f"{DEVICE_PAGE.name} lacks, or gives another signature for: {missing}"
+    assert len(device_functions()) > 50
+
+
+def test_every_public_name_of_the_host_is_described():
+    text = HOST_PAGE.read_text()
+    missing = [name for name in pkt.__all__ if not re.search(rf"`(?:pkt\.)?{name}\b", text)]
+    assert not missing, f"{HOST_PAGE.name} says nothing of {missing}"

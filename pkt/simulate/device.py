@@ -364,8 +364,9 @@ class SimulatedDevice:
         self._commit(task, lambda p: p.is_async)
         task.undrained = False
         if m.races:
-            task.clock[task.column + 1] = task.seen[task.column + 1] = task.async_clock
+            task.clock[task.column + 1] = task.async_clock
             task.async_clock += 1
+            self._order_async()  # its proxy fence works both ways
 
     def mark(self, kind: str) -> None:
         self.m.current.mark = kind

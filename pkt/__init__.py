@@ -35,6 +35,7 @@ from pkt.errors import (
     UseAfterFree,
     WaitTimeout,
 )
+from pkt.layouts import layout
 from pkt.runtime.factories import (
     arange,
     empty,
@@ -54,6 +55,7 @@ from pkt.runtime.factories import (
     zeros_like,
 )
 from pkt.runtime.launcher import launch
+from pkt.runtime.pool import mem_pool
 from pkt.runtime.tensor import SymmetricTensor, check_rank, check_signal_index, symmetric
 from pkt.runtime.world import World, current_world, init
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
@@ -61,6 +63,7 @@ from pkt.simulate.explore import simulate  # hides the package of that name, who
 __all__ = [
     "init",
     "launch",
+    "layout",
     "simulate",
     "current_world",
     "World",
@@ -81,6 +84,7 @@ __all__ = [
     "randn_like",
     "randint_like",
     "signals",
+    "mem_pool",
     "symmetric",
     "check_rank",
     "check_signal_index",

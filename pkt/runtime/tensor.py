@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -187,24 +187,27 @@ def _same_storage(result: torch.Tensor, source: SymmetricTensor) -> bool:
 
 
 # --------------------------------------------------------------------------- checks that kernel wrappers make
-T = TypeVar("T")
-
-
 def symmetric(
-    tensor: T,
+    tensor: Any,
     name: str,
     world: World,
     *,
     shape: tuple[int, ...] | None = None,
     dtype: torch.dtype | None = None,
     call: str = "",
-) -> T:
+) -> SymmetricTensor:
     """Check a wrapper's argument: `tensor` is a live symmetric tensor of `world`, of `shape` and `dtype`
     where given.
 
-    Returns it. Raises NotSymmetric, UseAfterFree, Closed, ShapeError or DtypeError, naming `name` and `call`.
+    Returns it; a tensor of the world's mem_pool comes back as a symmetric one over the same memory. Raises
+    NotSymmetric, UseAfterFree, Closed, ShapeError or DtypeError, naming `name` and `call`.
     """
     rank = world.rank
+    if isinstance(tensor, torch.Tensor) and not isinstance(tensor, SymmetricTensor):
+        from pkt.runtime.pool import adopt  # which needs this module
+
+        adopted = adopt(tensor, world)
+        tensor = tensor if adopted is None else adopted
     if not isinstance(tensor, SymmetricTensor):
         raise not_symmetric(rank, name, tensor, call)
     if tensor._allocation.heap.world is not world:

@@ -91,7 +91,8 @@ class Transport:
         said = {self.rank: what} | {peer: frame.value[0] for peer, frame in frames.items()}
         if len(set(said.values())) > 1:
             close_fds([fd for frame in frames.values() for fd in frame.fds])
-            raise self._fail(CollectiveMismatch.calls(said))
+            self.close()  # without a farewell: every rank has or gets the same frames, and finds the same
+            raise CollectiveMismatch.calls(said)
         values = [value if r == self.rank else frames[r].value[1] for r in range(self.size)]
         return values, {peer: frame.fds for peer, frame in frames.items()}
 

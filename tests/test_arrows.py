@@ -14,11 +14,12 @@ ARROWS = {
     "pkt.language": ({"pkt.errors"}, {"triton"}),
     # The one door from the host side to the simulator: pkt.launch(device="cpu") opens it when called.
     "pkt.runtime.launcher": ({"pkt.errors", "pkt.runtime", "pkt.simulate"}, {"torch"}),
-    "pkt.runtime": ({"pkt.errors", "pkt.language.world"}, {"torch", "triton", "cuda", "numpy"}),
+    "pkt.runtime": ({"pkt.errors", "pkt.language.world"}, {"torch", "triton", "cuda", "cloudpickle", "numpy"}),
     "pkt.simulate": (
         {"pkt.errors", "pkt.language", "pkt.runtime", "pkt.trace"},
         {"torch", "triton", "numpy", "greenlet", "rich", "typer"},
     ),
+    "pkt.layouts": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton"}),
     "pkt.trace": (
         {"pkt.errors", "pkt.language", "pkt.runtime"},
         {"numpy", "rich", "matplotlib", "torch", "triton"},

@@ -1,6 +1,6 @@
 """Device functions: `import pkt.language as pl`, then `pl.wait(...)` in a @triton.jit function."""
 
-from . import order, shmem, template, tile
+from . import inspect, order, shmem, template, tile
 from .address import multicast, peer
 from .memory import (
     atomic_add,
@@ -22,6 +22,9 @@ from .sync import barrier, epoch, fence, grid_barrier, quiet, signal, signal_all
 from .template import lcsc
 from .tile import Layout
 from .world import DeviceWorld, code_hash
+
+# A kernel that uses these names must not lose one of them in compilation: checked for every kernel from here on.
+inspect.install_listener()
 
 __all__ = [
     "DeviceWorld",
@@ -57,6 +60,7 @@ __all__ = [
     "multimem_reduce_add",
     "tile",
     "shmem",
+    "inspect",
     "order",
     "template",
     "lcsc",

@@ -806,7 +806,7 @@ def orders(world: Any, rows: int = 7, group: int = 3) -> None:
     per = n // world.size
     assert sorted(map(tuple, found[:, 4:].tolist())) == [(r, i) for r in range(world.size) for i in range(per)]
     assert found[0, 4] == rank
-    assert found[per, 4] == (rank + 1) % world.size
+    assert world.size == 1 or found[per, 4] == (rank + 1) % world.size
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def _rows(ptr, n, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 # -- message passing between two ---------------------------------------------------------------------------------------
-@triton.jit
+@triton.jit(do_not_specialize=["first", "rounds"])
 def pairs_kernel(
     box,  # int32 (programs, 2, ROWS, COLS) on every rank; program p of this rank receives in box p
     flags,  # int32 (programs,) on every rank
@@ -125,7 +125,7 @@ def _count(world: Any, launch: Callable, programs: int, rounds: int, launches: i
 
 
 # -- from everybody to everybody ---------------------------------------------------------------------------------------
-@triton.jit
+@triton.jit(do_not_specialize=["first", "rounds"])
 def everybody_kernel(
     box,  # int32 (2, size, programs, BLOCK) on every rank
     flags,  # int32 (programs,) or (2,) on every rank
@@ -179,7 +179,7 @@ def everybody(world: Any, programs: int, rounds: int, launches: int = 2, *, sync
 
 
 # -- store buffering decided by one atomic -----------------------------------------------------------------------------
-@triton.jit
+@triton.jit(do_not_specialize=["first", "rounds"])
 def tickets_kernel(
     box,  # int32 (programs, SLOTS, BLOCK) on every rank; program p receives in box p
     tickets,  # int32 (programs, SLOTS) on every rank; those of the lower rank of two partners count
@@ -242,7 +242,7 @@ def tickets(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts
 
 
 # -- through a third ---------------------------------------------------------------------------------------------------
-@triton.jit
+@triton.jit(do_not_specialize=["first", "rounds"])
 def relay_kernel(
     box,  # int32 (programs, BLOCK) on every rank
     flags,  # int32 (2, programs) on every rank: told by the writer; told by the messenger

@@ -1,0 +1,236 @@
+"""Programs that are launched many times: from a captured graph, eagerly, behind delays, on two streams.
+
+A step counter in device memory changes the input of every launch, and the kernels compare what they receive with it, so
+that nothing comes back to the host before the end. Where there is no GPU every launch is eager.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+
+BLOCK = 256
+
+
+@triton.jit
+def advance_kernel(step_ptr):
+    tl.store(step_ptr, tl.load(step_ptr) + 1)
+
+
+@triton.jit
+def _value(step, rank, offs):
+    return (step * 7919 + rank * 31 + offs) % 1021
+
+
+@triton.jit
+def exchange_kernel(
+    box,  # int32 (2, size, programs, BLOCK) on every rank
+    flags,  # int32 (programs,) on every rank
+    step_ptr,  # int32 of this rank
+    wrong_ptr,  # int32 of this rank
+    world,
+    BLOCK: tl.constexpr,
+):
+    """To all by epoch: the half of the box is the epoch's parity, the target of the wait its multiple."""
+    pid = tl.program_id(0)
+    n = tl.num_programs(0)
+    rank = tl.cast(world.rank, tl.int32)
+    offs = tl.arange(0, BLOCK)
+    epoch = pl.epoch(flags, world)
+    step = tl.load(step_ptr)
+    half = box + (epoch & 1) * world.size * n * BLOCK
+    for r in tl.static_range(world.size):
+        pl.store(half + (rank * n + pid) * BLOCK + offs, _value(step, rank, offs) + pid, r, world)
+    pl.signal_all(flags + pid, world)
+    pl.wait(flags + pid, epoch * world.size, world)
+    for r in tl.static_range(world.size):
+        found = tl.load(half + (r * n + pid) * BLOCK + offs)
+        wrong = tl.sum((found != _value(step, r, offs) + pid).to(tl.int32), 0)
+        tl.atomic_add(wrong_ptr, (wrong > 0).to(tl.int32), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def barrier_kernel(box, bar, step_ptr, wrong_ptr, world):
+    """A value to the next rank, and a world barrier on either side of reading it."""
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    step = tl.load(step_ptr)
+    pl.store(box + pid, step * 10 + rank, (world.rank + 1) % world.size, world)
+    pl.world_barrier(bar, world)
+    wrong = (tl.load(box + pid) != step * 10 + (rank + world.size - 1) % world.size).to(tl.int32)
+    tl.atomic_add(wrong_ptr, wrong, sem="relaxed", scope="gpu")
+    pl.world_barrier(bar, world)
+
+
+@triton.jit
+def fill_kernel(x_ptr, step_ptr, world, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = _value(tl.load(step_ptr), tl.cast(world.rank, tl.int32), offs)
+    tl.store(x_ptr + offs, x.to(x_ptr.dtype.element_ty))
+
+
+@triton.jit
+def check_kernel(x_ptr, n, step_ptr, wrong_ptr, world, SUM: tl.constexpr, BLOCK: tl.constexpr):
+    """x is every rank's values added up, or one rank's after the other."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    step = tl.load(step_ptr)
+    found = tl.load(x_ptr + offs).to(tl.int32)
+    if SUM:
+        wanted = tl.zeros((BLOCK,), tl.int32)
+        for r in tl.static_range(world.size):
+            wanted += _value(step, r, offs)
+    else:
+        wanted = _value(step, offs // n, offs % n)
+    wrong = tl.sum((found != wanted).to(tl.int32), 0)
+    tl.atomic_add(wrong_ptr, (wrong > 0).to(tl.int32), sem="relaxed", scope="gpu")
+
+
+class Program:
+    """What is launched again and again: `launch()` once; `wrong` and `step` tell at the end."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.step = torch.zeros(1, dtype=torch.int32, device=world.torch_device)
+        self.wrong = torch.zeros(1, dtype=torch.int32, device=world.torch_device)
+
+    def launch(self) -> None:
+        advance_kernel[(1,)](self.step)
+        self.work()
+
+    def work(self) -> None:
+        raise NotImplementedError
+
+    def check(self, launches: int) -> None:
+        """All launches took place and none received anything wrong."""
+        self.world.synchronize()
+        found = self.step.item(), self.wrong.item()
+        assert found == (launches, 0), f"rank {self.world.rank}: {found} launches and wrong results, not {launches, 0}"
+        self.world.barrier()
+
+
+class Exchange(Program):
+    """Epochs and signals."""
+
+    def __init__(self, world: Any, programs: int = 4) -> None:
+        super().__init__(world)
+        self.programs = programs
+        self.box, self.flags = (
+            pkt.zeros(2, world.size, programs, BLOCK, dtype=torch.int32),
+            pkt.signals(programs),
+        )
+
+    def work(self) -> None:
+        exchange_kernel[(self.programs,)](
+            self.box, self.flags, self.step, self.wrong, self.world.device, BLOCK, launch_cooperative_grid=True
+        )
+
+
+class Barriers(Program):
+    """World barriers."""
+
+    def __init__(self, world: Any, programs: int = 4) -> None:
+        super().__init__(world)
+        self.programs, self.box, self.bar = programs, pkt.zeros(programs, dtype=torch.int32), pkt.signals(2)
+
+    def work(self) -> None:
+        barrier_kernel[(self.programs,)](
+            self.box, self.bar, self.step, self.wrong, self.world.device, launch_cooperative_grid=True
+        )
+
+
+class Collectives(Program):
+    """Operators of pkt.kernels."""
+
+    def __init__(self, world: Any, blocks: int = 3) -> None:
+        super().__init__(world)
+        self.n = blocks * BLOCK
+        self.x, self.sum = pkt.empty(self.n), pkt.empty(self.n)
+        self.gathered = pkt.empty(world.size * self.n)
+        world.barrier()
+
+    def work(self) -> None:
+        device, blocks = self.world.device, self.n // BLOCK
+        fill_kernel[(blocks,)](self.x, self.step, device, BLOCK)
+        pkt.all_reduce(self.x, self.sum, mode="two_shot")
+        check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
+        pkt.all_gather(self.x, self.gathered, mode="push")
+        check_kernel[(blocks * self.world.size,)](self.gathered, self.n, self.step, self.wrong, device, False, BLOCK)
+        pkt.all_reduce(self.x, self.sum, mode="one_shot")
+        check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
+
+
+PROGRAMS: dict[str, type[Program]] = {"exchange": Exchange, "barriers": Barriers, "collectives": Collectives}
+
+
+def replays(world: Any, name: str, count: int, eager_every: int = 100) -> float:
+    """`count` replays of a captured launch, an eager one after every `eager_every`; microseconds of one replay."""
+    program = PROGRAMS[name](world)
+    program.launch()  # compiled
+    world.synchronize()
+    world.barrier()
+    replay: Callable[[], None] = program.launch
+    if world.torch_device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            program.launch()
+        replay = graph.replay
+    world.barrier()
+    start = time.perf_counter()
+    for i in range(count):
+        replay()
+        if i % eager_every == eager_every - 1:
+            program.launch()
+    world.synchronize()
+    taken = time.perf_counter() - start
+    program.check(1 + count + count // eager_every)
+    return taken / count * 1e6
+
+
+def skewed(world: Any, name: str, count: int) -> None:
+    """Each rank dawdles now and then, on its host and on its GPU."""
+    program, chance = PROGRAMS[name](world), random.Random(world.rank)
+    gpu = world.torch_device.type == "cuda"
+    for _ in range(count):
+        if gpu and chance.random() < 0.5:
+            torch.cuda._sleep(chance.randrange(1_000_000))  # clock ticks: up to half a millisecond
+        if gpu and chance.random() < 0.2:
+            time.sleep(chance.random() * 1e-3)
+        program.launch()
+    program.check(count)
+
+
+def two_streams(world: Any, count: int) -> None:
+    """Two programs with counters of their own, each on its stream, neither waiting for the other."""
+    programs = [Exchange(world, 8), Barriers(world, 8)]
+    if world.torch_device.type == "cuda":
+        streams = [torch.cuda.Stream(world.torch_device) for _ in programs]
+        chance = random.Random(world.rank)
+        torch.cuda.synchronize()
+        for _ in range(count):
+            for stream, program in zip(streams, programs):
+                with torch.cuda.stream(stream):
+                    if chance.random() < 0.3:
+                        torch.cuda._sleep(chance.randrange(200_000))
+                    program.launch()
+    else:
+        for _ in range(count):
+            for program in programs:
+                program.launch()
+    for program in programs:
+        program.check(count)
+
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    **{f"{name} replayed": lambda world, name=name: replays(world, name, 3, eager_every=2) for name in PROGRAMS},
+    "two streams": lambda world: two_streams(world, 3),
+}
+"""Small runs of each, for the simulator."""

@@ -1,0 +1,100 @@
+"""What the GPU tests share: a program on real ranks, and many programs in one world."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.errors import RankFailed
+
+HEAP = "256MiB"
+TIMEOUT = 30.0  # seconds that a rank may compile while its peers wait
+FOUND = torch.cuda.device_count()
+
+
+def on_ranks(*ranks: int) -> pytest.MarkDecorator:
+    """Parametrise `ranks`; a number with too few GPUs is skipped, with the reason."""
+    params = [
+        pytest.param(r, marks=pytest.mark.skipif(r > FOUND, reason=f"needs {r} GPUs, found {FOUND}")) for r in ranks
+    ]
+    return pytest.mark.parametrize("ranks", params)
+
+
+def scaled(name: str, count: int) -> int:
+    """How often: `count`, or what the environment variable PKT_TEST_<name> says, for shorter or longer runs."""
+    return int(float(os.environ.get(f"PKT_TEST_{name}", count)))
+
+
+def on_device(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` for a worker process: tensors made without device= are on its GPU, and the GPU has finished at the end."""
+
+    def run(world: Any, *args: Any) -> Any:
+        import triton
+
+        def allocate(size: int, alignment: int, stream: Any) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.int8, device=world.torch_device)
+
+        triton.set_allocator(allocate)  # for descriptors that kernels make
+        with world.torch_device:
+            result = fn(world, *args)
+        world.synchronize()
+        return result
+
+    return run
+
+
+def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    """`fn(world, *args)` on that many GPUs; each rank's result."""
+    return pkt.launch(on_device(fn), ranks=ranks, device="cuda", args=args, heap=HEAP, timeout=timeout)
+
+
+class Batch:
+    """Many programs, one after the other in one world for a number of ranks: a world costs more than most of them.
+
+    A program that fails ends its world; those behind it run in the next.
+    """
+
+    def __init__(self, programs: dict[str, Callable[[Any], None]]) -> None:
+        self.programs = programs
+        self.failures: dict[int, dict[str, BaseException]] = {}
+
+    def check(self, name: str, ranks: int) -> None:
+        """Raise what `name` failed with on that many ranks."""
+        if ranks not in self.failures:
+            self.failures[ranks] = self._run(ranks)
+        error = self.failures[ranks].get(name)
+        if error is not None:
+            raise error
+
+    def _run(self, ranks: int) -> dict[str, BaseException]:
+        failed: dict[str, BaseException] = {}
+        names = list(self.programs)
+        while names:
+            start = time.perf_counter()
+            try:
+                launch(one_after_the_other, ranks, [(name, self.programs[name]) for name in names])
+                print(f"{len(names)} programs on {ranks} ranks: {time.perf_counter() - start:.1f} s")
+                return failed
+            except RankFailed as error:
+                said = [name for name in re.findall(r"in program (\S+):", str(error)) if name in names]
+                culprit = said[-1] if said else names[0]
+                failed[culprit] = error
+                names = names[names.index(culprit) + 1 :]
+        return failed
+
+
+def one_after_the_other(world: Any, programs: Sequence[tuple[str, Callable[[Any], None]]]) -> None:
+    """Each program with its tensors, then the next; an error says which it was in."""
+    for name, fn in programs:
+        try:
+            fn(world)
+            world.synchronize()
+        except Exception as error:
+            raise RuntimeError(f"in program {name}: {type(error).__name__}: {error}") from error

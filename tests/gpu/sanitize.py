@@ -1,0 +1,39 @@
+"""One small run of every kernel, to be run under a checker of memory accesses:
+
+compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 python -m tests.gpu.sanitize [RANKS]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from tests.cases_language import CASES
+from tests.cases_litmus import LITMUS
+from tests.gpu import cases_graphs
+from tests.gpu.run import FOUND, launch, one_after_the_other
+from tests.kernels.cases import CASES as KERNELS
+
+SECONDS = 120.0  # a checked program is a hundred times slower
+
+
+def main(ranks: int) -> int:
+    """Every program once on that many GPUs, in one world."""
+    if ranks > FOUND:
+        print(f"needs {ranks} GPUs, found {FOUND}")
+        return 2
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else a tensor's neighbours are allocated too
+    programs = [(case.name, case.fn) for case in CASES]
+    programs += [(f"kernels.{case.name}", case.fn) for case in KERNELS if case.ranks == ranks]
+    if ranks > 1:
+        programs += [(f"litmus {name}", lambda world, fn=fn: fn(world, 6, 8)) for name, fn in LITMUS.items()]
+        programs += list(cases_graphs.CASES.items())
+    start = time.perf_counter()
+    launch(one_after_the_other, ranks, programs, timeout=SECONDS)
+    print(f"{len(programs)} programs on {ranks} ranks: {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else min(2, FOUND)))

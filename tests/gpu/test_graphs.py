@@ -1,0 +1,27 @@
+"""CUDA graphs with changing inputs and eager calls between, skewed ranks, two streams."""
+
+import pytest
+
+from tests.gpu.cases_graphs import PROGRAMS, replays, skewed, two_streams
+from tests.gpu.run import launch, on_ranks, scaled
+
+REPLAYS = scaled("REPLAYS", 10**4)
+LAUNCHES = scaled("LAUNCHES", 500)
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_replays_with_eager_calls_between(name: str, ranks: int) -> None:
+    taken = launch(replays, ranks, name, REPLAYS)
+    print(f"{name}, {ranks} ranks: {REPLAYS} replays, {max(taken):.1f} us each")
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_skewed_ranks(name: str, ranks: int) -> None:
+    launch(skewed, ranks, name, LAUNCHES)
+
+
+@on_ranks(2, 3, 4)
+def test_two_streams(ranks: int) -> None:
+    launch(two_streams, ranks, LAUNCHES)

@@ -1,0 +1,114 @@
+"""The operators of pkt.kernels on GPUs: the programs that the simulator explores, and sizes that fill a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from tests.gpu.run import Batch, launch, on_ranks
+from tests.kernels.cases import CASES
+
+BATCHES = {r: Batch({c.name: c.fn for c in CASES if c.ranks == r}) for r in sorted({c.ranks for c in CASES})}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(
+            c.name,
+            c.ranks,
+            marks=pytest.mark.skipif(c.ranks > torch.cuda.device_count(), reason=f"needs {c.ranks} GPUs"),
+        )
+        for c in CASES
+    ],
+)
+def test_case(name: str, ranks: int) -> None:
+    BATCHES[ranks].check(name, ranks)
+
+
+def integers(world: Any, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers, the same for the same seed on every rank, so that each knows what the others have."""
+    generator = torch.Generator(device=world.torch_device).manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator, device=world.torch_device).to(dtype)
+
+
+def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
+    """All forms of the collectives, thrice with other inputs."""
+    x, out, gathered = pkt.empty(n, dtype=dtype), pkt.empty(n, dtype=dtype), pkt.empty(world.size * n, dtype=dtype)
+    whole = pkt.empty(world.size * n, dtype=dtype)
+    for turn in range(3):
+        inputs = [integers(world, (n,), turn * world.size + r, dtype) for r in range(world.size)]
+        x.copy_(inputs[world.rank])
+        for mode in ("push", "pull"):
+            gathered.fill_(-99)
+            got = pkt.all_gather(x, gathered, mode=mode)
+            assert torch.equal(got.plain(), torch.cat(inputs)), mode
+        total = torch.stack([i.double() for i in inputs]).sum(0)
+        for mode in ("one_shot", "two_shot", "multimem"):
+            out.fill_(-99)
+            assert torch.equal(pkt.all_reduce(x, out, mode=mode).double(), total), mode
+        assert torch.equal(pkt.all_reduce(x).double(), total), "in place"
+        wholes = [integers(world, (world.size * n,), 77 + turn * world.size + r, dtype) for r in range(world.size)]
+        whole.copy_(wholes[world.rank])
+        mine = torch.stack([w.double() for w in wholes]).sum(0).chunk(world.size)[world.rank]
+        assert torch.equal(pkt.reduce_scatter(whole).double(), mine)
+        world.barrier()
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_collectives(dtype: torch.dtype, ranks: int) -> None:
+    launch(all_sizes, ranks, dtype)
+
+
+def all_sizes(world: Any, dtype: torch.dtype) -> None:
+    for n in (8, 1000, 65_544, 3_000_000):
+        collectives(world, n, dtype)
+
+
+def product_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def normal(world: Any, shape: tuple[int, int], seed: int) -> torch.Tensor:
+    generator = torch.Generator(device=world.torch_device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=world.torch_device).bfloat16()
+
+
+def products(world: Any, m: int, k: int, N: int) -> None:
+    """The fused products against the plain ones, twice with other inputs."""
+    from pkt.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+
+    for turn in range(2):
+        seeds = [turn * world.size + r for r in range(world.size)]
+        shards = [normal(world, (m, k), s) for s in seeds]
+        b = normal(world, (k, N), 99 + world.rank)
+        wanted = torch.cat(shards).float() @ b.float()
+        a = pkt.empty(m, k, dtype=torch.bfloat16)
+        a.copy_(shards[world.rank])
+        for mode in ("push", "pull"):
+            given = a if mode == "pull" else shards[world.rank]
+            error = product_error(pkt.all_gather_matmul(given, b, mode=mode), wanted)
+            assert error < 1e-2, (all_gather_matmul.__name__, mode, turn, error)
+        operands = [(normal(world, (world.size * m, k), s), normal(world, (k, N), s + 500)) for s in seeds]
+        total = sum(x.float() @ y.float() for x, y in operands)
+        for mode in ("add", "inbox"):
+            error = product_error(
+                pkt.matmul_reduce_scatter(*operands[world.rank], mode=mode), total.chunk(world.size)[world.rank]
+            )
+            assert error < 2e-2, (matmul_reduce_scatter.__name__, mode, turn, error)
+        error = product_error(pkt.matmul_all_reduce(*operands[world.rank]), total)
+        assert error < 2e-2, (matmul_all_reduce.__name__, turn, error)
+        world.barrier()
+
+
+@on_ranks(2, 3, 4)
+def test_fused_products(ranks: int) -> None:
+    launch(all_products, ranks)
+
+
+def all_products(world: Any) -> None:
+    for shape in ((512, 1024, 768), (136, 264, 520)):
+        products(world, *shape)

@@ -1,0 +1,43 @@
+"""Ten million messages of each litmus test, none stale. PKT_TEST_MESSAGES changes how many."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.cases_litmus import LITMUS, wrong_order
+from tests.gpu.run import launch, on_ranks, scaled
+
+MESSAGES = scaled("MESSAGES", 10**7)
+
+
+def enough(world: Any, name: str, messages: int) -> tuple[int, int, float]:
+    """(messages, stale, seconds) of this rank: the ranks together send at least `messages`."""
+    fn, programs = LITMUS[name], world.num_sms
+    fn(world, programs, 4)  # compiled; and its counters are another set's
+    world.barrier()
+    # one message a program, rank and round at least; a rank may see half of them, and three ranks use programs in pairs
+    rounds = -(-messages // ((programs - programs % 3) * world.size))
+    start = time.perf_counter()
+    found = fn(world, programs, rounds)
+    return found.messages, found.stale, time.perf_counter() - start
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("name", LITMUS)
+def test_no_message_is_stale(name: str, ranks: int) -> None:
+    results = launch(enough, ranks, name, MESSAGES)
+    messages, stale = sum(r[0] for r in results), sum(r[1] for r in results)
+    print(f"{name}, {ranks} ranks: {messages:.3g} messages, {stale} stale, {max(r[2] for r in results):.2f} s")
+    assert messages >= MESSAGES
+    assert stale == 0
+
+
+def early(world: Any) -> int:
+    return wrong_order(world, world.num_sms, 2000).stale
+
+
+@on_ranks(2, 4)
+def test_a_signal_before_its_data_is_counted(ranks: int) -> None:
+    """What counts nothing proves nothing."""
+    assert sum(launch(early, ranks)) > 0

@@ -1,0 +1,59 @@
+"""The simulator's tests of what pkt.language means, on GPUs: the same test functions, with the same kernels.
+
+Where such a test asks for many schedules, one run on real ranks takes their place; where it asks what the simulator
+finds in a wrong program, it ends as skipped.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.gpu import run
+
+MODULES = [importlib.import_module(f"tests.simulate.test_semantics_{part}") for part in ("memory", "sync", "tile")]
+
+# Wrong programs, in which some schedule must fail; and a test of the tests.
+NOT_HERE = {
+    "test_without_a_fence_the_message_is_stale",
+    "test_quiet_waits_for_tma_stores_and_fence_does_not",
+    "test_every_function_of_the_language_has_a_test_here",
+}
+
+for module in MODULES:
+    for name, value in vars(module).items():
+        if name.startswith("test_") and name not in NOT_HERE:
+            globals()[name] = value
+
+
+def launch(fn: Callable[..., Any], ranks: int = 3, seed: int = 0, **options: Any) -> list[Any]:
+    """In the place of a simulated launch."""
+    if ranks > run.FOUND:
+        pytest.skip(f"needs {ranks} GPUs, found {run.FOUND}")
+    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    if any(isinstance(value, (list, dict, set)) for value in cells):
+        pytest.skip("its ranks share a list, so they must be in one process")
+    return run.launch(fn, ranks, *options.get("args", ()))
+
+
+def failures(fn: Callable[..., Any], ranks: int = 2, seeds: Iterable[int] = (), **options: Any) -> dict[int, Exception]:
+    """In the place of many schedules."""
+    launch(fn, ranks, **options)
+    return {}
+
+
+def needs_simulator(*args: Any, **options: Any) -> NoReturn:
+    """In the place of what a GPU cannot tell."""
+    pytest.skip("the rest is about the simulator")
+
+
+@pytest.fixture(autouse=True)
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules' own names for the simulator stand for GPUs."""
+    for module in MODULES:
+        for name, instead in (("failures", failures), ("launch", launch), ("outcome", needs_simulator)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, instead)

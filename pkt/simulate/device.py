@@ -160,8 +160,8 @@ class SimulatedDevice:
         self.m = machine
         self.sync: dict[int, _Sync] = {}
         self.seen_races: set[tuple] = set()
-        # (stamp, region) -> who made an access with that stamp there, and the newest line of it
-        self.authors: dict[tuple[int, int], tuple[str, Any, Site]] = {}
+        # (stamp, region, role) -> who made an access with that stamp there, and the newest line of it
+        self.authors: dict[tuple[int, int, str], tuple[str, Any, Site]] = {}
 
     # -- what pkt.simulate.builder calls ----------------------------------------------------------------------------
 
@@ -685,13 +685,10 @@ class SimulatedDevice:
             for wait in task.waits:
                 m.census.note(wait, "no proxy fence")
         clock = m.clocks.fit(task.seen if is_async else task.clock)
-        for array in (shadow.writer, shadow.updater):
-            hit = unordered(touched.get(array), touched, clock)
-            if hit is not None:
-                self._report(kind, access, touched, hit)
+        self._look(kind, access, touched, clock, writer=shadow.writer, updater=shadow.updater)
         stamp = int(task.clock[task.column]) << 32 | task.column << 16
         record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
-        self.authors[stamp, region.base] = (kind, task, site())
+        self.authors[stamp, region.base, "reader"] = (kind, task, site())
 
     def _track(self, access: Access, kind: str, is_async: bool, at: Site | None = None) -> None:
         """A write, or an atomic update, which only other kinds of access can race with."""
@@ -701,27 +698,23 @@ class SimulatedDevice:
             return
         updates = kind in ("atomic", "TMA reduce")
         shadow, touched = self._shadow(region), Touched(access)
-        if updates and region.kind == "signals":  # what counters are for; a plain access to one looks for these
-            record(shadow.updater, touched, int(task.clock[task.column]) << 32 | task.column << 16)
-            self.authors[int(task.clock[task.column]) << 32 | task.column << 16, region.base] = (
-                kind,
-                task,
-                at or site(),
-            )
-            return
-        clock = m.clocks.fit(task.seen if is_async else task.clock)
-        earlier = (shadow.writer, shadow.reader, shadow.other) + (() if updates else (shadow.updater,))
-        for array in earlier:
+        role = "updater" if updates else "writer"
+        column = task.column + 1 if is_async else task.column
+        stamp = (task.async_clock if is_async else int(task.clock[task.column])) << 32 | column << 16
+        task.undrained = task.undrained or is_async
+        if not (updates and region.kind == "signals"):  # which is what counters are for
+            clock = m.clocks.fit(task.seen if is_async else task.clock)
+            earlier = {"writer": shadow.writer, "reader": shadow.reader, "reader_before": shadow.other}
+            self._look(kind, access, touched, clock, **earlier, **({} if updates else {"updater": shadow.updater}))
+        record(shadow.updater if updates else shadow.writer, touched, stamp)
+        self.authors[stamp, region.base, role] = (kind, task, at or site())
+
+    def _look(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, **earlier: np.ndarray) -> None:
+        """Report the first access of each role that is not ordered before this one."""
+        for role, array in earlier.items():
             hit = unordered(touched.get(array), touched, clock)
             if hit is not None:
-                self._report(kind, access, touched, hit)
-        if is_async:
-            task.undrained = True
-        column = task.column + 1 if is_async else task.column
-        now = task.async_clock if is_async else int(task.clock[task.column])
-        stamp = now << 32 | column << 16
-        record(shadow.updater if updates else shadow.writer, touched, stamp)
-        self.authors[stamp, region.base] = (kind, task, site())
+                self._report(kind, access, touched, hit, role.removesuffix("_before"))
 
     @staticmethod
     def _shadow(region: Region) -> Shadow:
@@ -729,7 +722,7 @@ class SimulatedDevice:
             region.shadow = Shadow(region.nbytes)
         return region.shadow
 
-    def _report(self, kind: str, access: Access, touched: Touched, hit: tuple[int, int]) -> None:
+    def _report(self, kind: str, access: Access, touched: Touched, hit: tuple[int, int], role: str) -> None:
         m, task = self.m, self.m.current
         position, stamp = hit
         region = access.region
@@ -740,7 +733,7 @@ class SimulatedDevice:
             return
         self.seen_races.add(key)
         tensor = f"rank {region.rank}'s {region.element(address)}"
-        first_kind, author, where = self.authors[stamp & ~FULL, region.base]
+        first_kind, author, where = self.authors[stamp & ~FULL, region.base, role]
         first = self._access(first_kind, tensor, author, where)
         error = errors.DataRace.between(first, self._access(kind, tensor, at=at))
         if task.satisfied_by is not None:

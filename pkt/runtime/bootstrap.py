@@ -90,12 +90,14 @@ def own_device() -> int:
     local = os.environ.get("LOCAL_RANK", "")
     if not torch.cuda.is_initialized() and local.isdigit() and int(local) < torch.cuda.device_count():
         torch.cuda.set_device(int(local))
+    torch.cuda.synchronize()  # the driver's calls need the context that torch makes at its first one
     return torch.cuda.current_device()
 
 
 def open_job(job: dict[str, Any]) -> World:
     """The world of one job of pkt.launch, in its worker process: rank r takes GPU r."""
     torch.cuda.set_device(job["rank"])
+    torch.cuda.synchronize()  # makes the context
     where = Place(job["rank"], job["size"], Meeting(job["directory"], job["token"]))
     return open_world(where, job["rank"], job["heap"], job["timeout"], multicast=job["multicast"])
 
@@ -126,6 +128,7 @@ def open_world(
             where.meeting.remove()
     try:
         world = World(backend, capacity)
+        backend.synchronize()  # the status page is zeroed on the current stream, the deadline written on another
         backend.attach(Watch(backend, world.heap, timeout))
         world.barrier()
         return world

@@ -26,6 +26,9 @@ from pkt.simulate.memory import Access, Region, Scattered, Strided, Unmapped
 from pkt.simulate.numerics import BITS, decode, encode
 from pkt.simulate.races import FULL, Shadow, Touched, record, record_read, unordered
 
+UNINTERRUPTED = 4096  # accesses of one program after which others run too, and after which it may count as stuck
+REPEATS = 64  # loads of one word that count as one poll of a spin
+
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
 _TRITON = os.path.dirname(os.path.abspath(tl.__file__))
@@ -166,8 +169,9 @@ class SimulatedDevice:
     # -- what pkt.simulate.builder calls ----------------------------------------------------------------------------
 
     def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray:
-        self._step(spin=volatile)
+        self._step(spin=volatile or (addresses.size == 1 and self._repeats(addresses)))
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")
+        self.m.current.polled = parts[0][0] if parts and addresses.size == 1 else None
         if len(parts) == 1 and parts[0][1] is ...:
             access = parts[0][0]
             assert isinstance(access, Strided)
@@ -239,6 +243,7 @@ class SimulatedDevice:
         self._step(spin=True)
         out = np.zeros(addresses.size, dtype)
         parts = self._resolve(addresses, mask, dtype.itemsize, "atomic")
+        task.polled = parts[0][0] if parts else None
         change = None
         if at.call in SYNC:
             m.census.note(at, "remove", "relax")
@@ -435,17 +440,24 @@ class SimulatedDevice:
             self._commit(task, lambda p: True)
 
     def spinning(self, task: Any) -> Waiting:
-        at = frame_of(task)
-        return Waiting(
-            task.rank, task.program, task.name, "a spin of its own", 0, 0, "ne", str(at), task.launch.ordinal
-        )
+        """What a program that polls by itself waits for, as far as can be known: another value than the one it finds."""
+        at, launch = frame_of(task), task.launch.ordinal
+        if task.polled is None:
+            return Waiting(task.rank, task.program, task.name, "a loop of its own", 0, 0, "ne", str(at), launch)
+        region, offset = task.polled.region, task.polled.first() - task.polled.region.base
+        size = min(task.polled.itemsize, 8)
+        found = int.from_bytes(region.memory[offset : offset + size].tobytes(), "little", signed=True)
+        counter = region.element(task.polled.first())
+        return Waiting(task.rank, task.program, task.name, counter, found, found, "ne", str(at), launch, region.rank)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _step(self, spin: bool = False) -> None:
         """Every access begins here: another program may run first; a spin lets it."""
         m, task = self.m, self.m.current
-        if spin:
+        task.accesses += 1
+        long = not task.accesses % UNINTERRUPTED
+        if spin or long:
             if task.progress == m.progress:
                 task.polls += 1
             else:
@@ -453,9 +465,16 @@ class SimulatedDevice:
             if task.polls > 1:
                 m.pause()
                 return
-        task.accesses += 1
-        if m.schedule.interrupts() or not task.accesses % 4096:
+        if long or m.schedule.interrupts():
             m.pause()
+
+    def _repeats(self, address: np.ndarray) -> bool:
+        """Whether a program loads one word again and again, as a spin on a plain load does."""
+        task, word = self.m.current, int(address.flat[0])
+        alone = task.last == (word, task.accesses)  # nothing else in between
+        task.last = word, task.accesses + 1
+        task.repeats = task.repeats + 1 if alone else 0
+        return alone and not task.repeats % REPEATS
 
     def _resolve(self, addresses: np.ndarray, mask: Any, itemsize: int, kind: str) -> list:
         try:

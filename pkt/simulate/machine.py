@@ -15,6 +15,7 @@ import functools
 import heapq
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import greenlet
@@ -39,7 +40,8 @@ class Task:
     __slots__ = (
         "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "seen", "async_clock",
         "fence_clock", "unacquired", "pending", "blocked", "polls", "progress", "time", "intervals", "mark", "signals",
-        "satisfied_by", "accesses", "waits", "undrained",
+        "satisfied_by", "accesses", "waits", "undrained", "last", "repeats",
+        "polled",
     )  # fmt: skip
 
     def __init__(self, rank: int, name: str, run: Callable[[], Any], parent: Any) -> None:
@@ -67,6 +69,9 @@ class Task:
         self.satisfied_by: str | None = None
         self.accesses = 0
         self.waits: set[Any] = set()  # sites of the waits so far
+        self.last: Any = None  # the word of the last load of one word, and the access that it was
+        self.repeats = 0
+        self.polled: Any = None  # the last access of one word, or of an atomic
         self.undrained = False  # TMA stores to the heap since the last drain
 
     @property
@@ -290,12 +295,11 @@ class Machine:
 
     def _end(self) -> None:
         self.ended = True
-        for host in self.hosts:
-            if host.task is not None and not host.task.greenlet.dead:
-                host.task.greenlet.throw(Stopped)
-        for task in [*self.ready, *(t for tasks in self.waiting.values() for t in tasks)]:
+        hosts = [host.task for host in self.hosts if host.task is not None]
+        for task in [*hosts, *self.ready, *(t for tasks in self.waiting.values() for t in tasks)]:
             if not task.greenlet.dead:
-                task.greenlet.throw(Stopped)
+                with suppress(Exception):  # of its `finally`: the run has ended for an earlier reason
+                    task.greenlet.throw(Stopped)
 
     # -- switching, called from inside a task -----------------------------------------------------------------------
 

@@ -440,7 +440,7 @@ class SimulatedDevice:
             self._commit(task, lambda p: True)
 
     def spinning(self, task: Any) -> Waiting:
-        """What a program that polls by itself waits for, as far as can be known: another value than the one it finds."""
+        """What a program that polls by itself waits for, as far as one can know: another value than it finds."""
         at, launch = frame_of(task), task.launch.ordinal
         if task.polled is None:
             return Waiting(task.rank, task.program, task.name, "a loop of its own", 0, 0, "ne", str(at), launch)

@@ -60,7 +60,6 @@ __all__ = [
     "multimem_reduce_add",
     "tile",
     "shmem",
-    "inspect",
     "order",
     "template",
     "lcsc",

@@ -78,7 +78,8 @@ def test_an_output_that_was_not_printed_is_found(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", prose):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -116,3 +117,10 @@ def test_every_public_name_of_the_host_is_described():
     text = HOST_PAGE.read_text()
     missing = [name for name in pkt.__all__ if not re.search(rf"`(?:pkt\.)?{name}\b", text)]
     assert not missing, f"{HOST_PAGE.name} says nothing of {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_tests_exist(page):
+    for path, name in re.findall(r"`(?:T )?(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+        assert (ROOT / path).is_file(), f"{page.name} names {path}"
+        assert f"def {name}(" in (ROOT / path).read_text() or not name, f"{page.name} names {path}::{name}"

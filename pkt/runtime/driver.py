@@ -15,6 +15,7 @@ import torch
 from pkt.errors import DriverError
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_storage_at = getattr(torch._C, "_construct_storage_from_data_pointer", None)  # private: newer torch may lack it
 _REMEDY = {
     2: "free memory on this GPU, or lower heap= or PKT_HEAP",
     100: "no CUDA device is visible (CUDA_VISIBLE_DEVICES, or the container's --gpus)",
@@ -176,11 +177,10 @@ class CudaDriver:
     # -- use
     def view(self, address: int, nbytes: int, device: int) -> torch.Tensor:
         where = torch.device("cuda", device)
-        make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
-        if make is None:
+        if _storage_at is None:
             return torch.as_tensor(_Array(address, nbytes), device=where)
-        # A tenth of the time, and an allocation of the heap makes one of these.
-        return torch.empty(0, dtype=torch.uint8, device=where).set_(make(address, where, nbytes))
+        # Takes a tenth of the time, and every allocation of the heap makes one of these.
+        return torch.empty(0, dtype=torch.uint8, device=where).set_(_storage_at(address, where, nbytes))
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)

@@ -169,8 +169,8 @@ class SymmetricHeap:
     def tensor(self, allocation: Allocation) -> torch.Tensor:
         """The block's elements in my window, as a plain contiguous tensor of the block's shape and dtype."""
         block, payload = allocation.block, self.payload(allocation)
-        elements = payload if math.prod(block.shape) else payload[:0]
-        return elements.view(block.dtype).view(block.shape)
+        elements = (payload if math.prod(block.shape) else payload[:0]).view(block.dtype)
+        return elements if len(block.shape) == 1 else elements.view(block.shape)
 
     def find(self, address: int) -> Allocation | None:
         """The live allocation of this rank that holds `address`."""

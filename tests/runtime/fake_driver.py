@@ -166,7 +166,8 @@ class FakeDriver:
         while at < address + nbytes:  # it may cross from one map to the next
             at = next((a + n for a, n in self.mapped.items() if a <= at < a + n), 0)
             assert at, "view of what is not mapped"
-        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+        storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def synchronize(self, device: int) -> None:
         self._count("synchronize")

@@ -274,7 +274,7 @@ def reach(x, at, peer, world, HOW: tl.constexpr):
 @pytest.mark.parametrize(("how", "kind"), [("load", "load"), ("store", "store"), ("atomic", "atomic")])
 def test_out_of_bounds_of_a_symmetric_tensor(how: str, kind: str) -> None:
     def main(world: Any) -> None:
-        before, weights = pkt.zeros(64), pkt.zeros(100)
+        _, weights = pkt.zeros(64), pkt.zeros(100)
         if world.rank == 0:
             reach[(1,)](weights, 99 if how == "store" else 100, 1, world.device, how)
 
@@ -358,7 +358,7 @@ def test_a_signal_beside_the_counters(at: int) -> None:
     """The words around the counters are guarded; further out there is no allocation, or another tensor."""
 
     def main(world: Any) -> None:
-        before, mailbox, after = pkt.zeros(64), pkt.signals(4), pkt.zeros(64)
+        _, mailbox, _ = pkt.zeros(64), pkt.signals(4), pkt.zeros(64)
         signal_at[(1,)](mailbox, at, world.device)
 
     error = outcome(main, 2).error

@@ -63,7 +63,7 @@ def compile_launches(fn: Callable[..., Any], ranks: int, arch: int = 90, **optio
 
 def programs() -> Iterator[tuple[str, Callable[[Any], Any], int, dict[str, Any]]]:
     """(name, fn, ranks, options) of everything that tests/gpu and benchmarks.link run."""
-    from benchmarks import link
+    from benchmarks import link_measure as link
     from tests import cases_language, cases_litmus
     from tests.gpu import cases_graphs
     from tests.kernels import cases as cases_kernels
@@ -75,7 +75,7 @@ def programs() -> Iterator[tuple[str, Callable[[Any], Any], int, dict[str, Any]]
             yield f"litmus {name} on {ranks}", lambda world, fn=fn: fn(world, 3, 4), ranks, {}
         for name, fn in cases_graphs.CASES.items():
             yield f"{name} on {ranks}", fn, ranks, {}
-        yield f"link on {ranks}", lambda world: link.measure(world, link.Plan.quick()), ranks, {}
+        yield f"link on {ranks}", lambda world: link.measure(world, link.Plan.simulated()), ranks, {}
     for kernel_case in cases_kernels.CASES:
         yield f"{kernel_case.name} on {kernel_case.ranks}", kernel_case.fn, kernel_case.ranks, {}
 

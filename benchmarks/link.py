@@ -1,0 +1,177 @@
+"""What the links between the GPUs of this host give, by mechanism: ParallelKittens' figures 2 and 3 and tables 1 and 2.
+
+    python -m benchmarks.link --ranks 4                     all of it, about two minutes on 4 GPUs
+    python -m benchmarks.link --ranks 2 --parts signals     one part
+    python -m benchmarks.link --ranks 4 --quick             each kernel once or twice, to see that it is right
+    python -m benchmarks.link --device cpu --quick          the same kernels in the simulator; nothing is timed
+
+Every transfer carries random numbers and is compared with what was sent, before it is timed and after. A figure is the
+median over the repeats of the slowest rank's time. Results: benchmarks/results/link.json and link.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pkt
+from benchmarks import _harness
+from benchmarks.link_measure import MIB, PARTS, Plan, Record, measure
+
+RAW, PRACTICAL = 478.0, 390.0
+"""GB/s out of an H200: 18 NVLinks of 26.56 GB/s; and the most that a mechanism has been seen to give (copy engine)."""
+
+BEST = {
+    "register store": 362.0,
+    "register load": 333.0,
+    "TMA store": 362.0,
+    "TMA load": 332.0,
+    "TMA reduce-add": 325.0,
+    "copy engine put": 392.0,
+    "copy engine get": 342.0,
+}
+"""GB/s to one peer of an H200, all ranks at once, as measured before pkt was there; a push must give 95% of it."""
+SHARE = 0.95
+
+LIMITS = {
+    "signal to rank 1": 1.1 * 1.47,
+    "world_barrier in a kernel, 1 program": 2.2,
+    "world_barrier as a graph's node": 6.0,
+}
+"""Microseconds that a latency may take on an H200."""
+OVERHEADS = {"pkt launch": "bare launch", "all_reduce": "bare launch of all_reduce's kernel"}
+OVERHEAD = 10.0
+"""Microseconds of the host that pkt may add to a bare launch."""
+
+
+def merged(ranks: list[list[Record]]) -> list[Record]:
+    """The ranks' records of the same figures as one: each repeat took as long as the slowest rank's."""
+    together = []
+    for records in zip(*ranks, strict=True):
+        first = records[0]
+        assert all((r.group, r.series, r.x) == (first.group, first.series, first.x) for r in records)
+        slowest = [max(us) for us in zip(*(r.us for r in records), strict=True)]
+        together.append(Record(first.group, first.series, first.x, slowest, first.nbytes, first.count))
+    return together
+
+
+def figures(record: Record) -> list[float]:
+    """GB/s of each repeat, or microseconds of one."""
+    if record.nbytes:
+        return [record.nbytes / us / 1e3 for us in record.us]
+    return [us / record.count for us in record.us]
+
+
+def rows(records: list[Record], held: bool) -> list[_harness.Row]:
+    """The best of each mechanism and the latencies first, with their limits if `held`; then every point."""
+    best: dict[str, tuple[str, list[float]]] = {}
+    points, latencies, host = [], [], {}
+    for record in records:
+        values = figures(record)
+        if not values:
+            continue
+        if record.nbytes:
+            what = f"{_size(record.x)}" if record.group.endswith("size") else f"{record.x:g} programs"
+            points.append(_harness.row(f"{record.group}: {record.series}, {what}", values, "GB/s"))
+            peers = "all peers" if record.group.startswith("all") else "one peer"
+            name = f"{record.series.partition(',')[0]}, {peers}"
+            if name not in best or statistics.median(values) > statistics.median(best[name][1]):
+                best[name] = (f"{record.series}, {what}", values)
+        elif record.group == "host":
+            host[record.series] = values
+            latencies.append(_harness.row(f"host: {record.series}", values, "us"))
+        else:
+            latencies.append(_harness.row(record.series, values, "us", LIMITS.get(record.series) if held else None))
+    top = []
+    for name, (where, values) in best.items():
+        known = BEST.get(name.removesuffix(", one peer")) if held else None
+        top.append(_harness.row(f"{name} ({where})", values, "GB/s", known and round(SHARE * known, 1), at_least=True))
+    for ours, bare in OVERHEADS.items():
+        if ours in host and bare in host:
+            added = [a - b for a, b in zip(host[ours], host[bare], strict=True)]
+            latencies.append(_harness.row(f"host: {ours} over {bare}", added, "us", OVERHEAD if held else None))
+    return [*top, *latencies, *points]
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / MIB:g} MiB" if nbytes >= MIB else f"{nbytes / 1024:g} KiB"
+
+
+def draw(records: list[Record], title: str, path: Path, limits: bool) -> None:
+    """Four panels: bandwidth by message size, by programs to one peer and to all, and the latencies."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if record.us:
+            lines[record.group][record.series].append((record.x, statistics.median(figures(record))))
+    figure, axes = plt.subplots(2, 2, figsize=(15, 10), layout="constrained")
+    panels = ("one peer, by message size", "one peer, by programs", "all peers, by programs")
+    for axis, group in zip(axes.flat, panels):
+        for series, found in lines[group].items():
+            if found == [found[0]] and group.endswith("programs"):
+                axis.axhline(found[0][1], linestyle=":", label=series)
+            else:
+                axis.plot(*zip(*sorted(found)), marker="o", markersize=3, label=series)
+        if limits:
+            for value, name in ((RAW, f"links, {RAW:g}"), (PRACTICAL, f"most seen, {PRACTICAL:g}")):
+                axis.axhline(value, color="black", linewidth=0.8, linestyle="--")
+                axis.annotate(name, (0.01, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+        axis.set(title=group, ylabel="GB/s out of each GPU", ylim=(0, None))
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("bytes of a message" if group.endswith("size") else "programs")
+        axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+    axis = axes.flat[3]
+    latencies = [(s, found[0][1]) for s, found in lines["latency"].items()]
+    bars = axis.barh([s for s, _ in latencies][::-1], [us for _, us in latencies][::-1])
+    axis.bar_label(bars, fmt="%.2f", fontsize=7)
+    axis.set(title="latency", xlabel="us")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="few sizes and repeats: to see that the kernels are right")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    given = parser.parse_args()
+    if given.device == "cpu":
+        ranks = pkt.launch(
+            measure, given.ranks, "cpu", args=(Plan.simulated(), given.parts), heap="8MiB", multicast=False
+        )
+        print(f"{len(ranks[0])} transfers and latencies of {given.ranks} simulated ranks were right; nothing is timed")
+        return 0
+    plan = Plan.quick() if given.quick else Plan()
+    records = merged(pkt.launch(measure, given.ranks, "cuda", args=(plan, given.parts), heap="4GiB"))
+    gpus = _harness.host()["gpus"]
+    held = not given.quick and all("H200" in name for name in gpus)
+    table = rows(records, held)
+    if given.quick:
+        _harness.show("link, quick: not for quoting", table)
+        return 0
+    facts: dict[str, Any] = {
+        "ranks": given.ranks,
+        "plan": vars(plan),
+        "limit_gb_s": {"raw": RAW, "practical": PRACTICAL},
+    }
+    if os.environ.get("PKT_COMMIT"):  # where the measured tree is a copy without its history
+        facts["commit"] = os.environ["PKT_COMMIT"]
+    path = _harness.write("link", table, **facts)
+    draw(records, f"{given.ranks} x {gpus[0]}", path.with_suffix(".png"), held)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

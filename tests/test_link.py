@@ -1,0 +1,89 @@
+"""benchmarks.link without a GPU: its kernels in the simulator, its arithmetic, and that a wrong transfer is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pkt
+from benchmarks import link
+from benchmarks.link_measure import PARTS, Bench, Plan, Record, measure
+from pkt.errors import RankFailed
+
+
+def simulated(fn: Any, ranks: int, *args: Any) -> list[Any]:
+    return pkt.launch(fn, ranks=ranks, device="cpu", args=args, heap="8MiB", multicast=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("part", PARTS)
+def test_every_kernel_is_right(part: str, ranks: int) -> None:
+    for records in simulated(measure, ranks, Plan.simulated(), [part]):
+        assert records
+        assert all(r.us == [] for r in records), "times of a simulation mean nothing"
+
+
+@pytest.mark.parametrize("arrives", ["before", "next", "all"])
+def test_a_wrong_element_is_noticed(arrives: str) -> None:
+    def main(world: Any) -> None:
+        bench, n = Bench(world, Plan.simulated()), 64
+        rows = [bench.values(r)[:n] for r in range(world.size)]
+        sent = {"before": rows[world.rank - 1], "next": rows[(world.rank + 1) % world.size], "all": None}[arrives]
+        whole = [r for row in rows for r in row.tolist()] if sent is None else sent.tolist()
+        bench.dst[: len(whole)] = bench.dst.plain().new_tensor(whole)
+        bench.verify(n, arrives, "right")
+        at = n * ((world.rank + 1) % world.size) if sent is None else 3
+        bench.dst[at] += 1
+        bench.verify(n, arrives, "wrong")
+
+    with pytest.raises(RankFailed, match="wrong: 1 of 64 elements differ from what was sent"):
+        simulated(main, 3)
+
+
+def test_the_slowest_rank_counts() -> None:
+    mine = [Record("g", "s", 4, [10.0, 20.0, 30.0], nbytes=10**6)]
+    theirs = [Record("g", "s", 4, [15.0, 5.0, 30.0], nbytes=10**6)]
+    (record,) = link.merged([mine, theirs])
+    assert record.us == [15.0, 20.0, 30.0]
+    assert statistics.median(link.figures(record)) == pytest.approx(50.0)  # 1 MB in 20 us
+    assert link.figures(Record("latency", "s", 0, [20.0], count=10)) == [2.0]
+    with pytest.raises(AssertionError):
+        link.merged([mine, [dataclasses.replace(theirs[0], x=8)]])
+
+
+def test_limits_hold_or_not() -> None:
+    def one(group: str, series: str, us: float, **of: Any) -> Record:
+        return Record(group, series, 8, [us, us], **of)
+
+    size = 10**9
+    records = [
+        one("one peer, by programs", "TMA store, 64x128, 1 stage", size / 340e3, nbytes=size),
+        one("one peer, by programs", "TMA store, 128x128, 3 stages", size / 350e3, nbytes=size),
+        one("one peer, by message size", "copy engine put", size / 370e3, nbytes=size),
+        one("latency", "signal to rank 1", 1.5 * 100, count=100),
+        one("latency", "world_barrier as a graph's node", 7.0 * 100, count=100),
+        one("host", "bare launch", 20.0 * 10, count=10),
+        one("host", "pkt launch", 29.0 * 10, count=10),
+    ]
+    held = {r.case: r.held for r in link.rows(records, held=True) if r.held is not None}
+    assert held == {
+        "TMA store, one peer (TMA store, 128x128, 3 stages, 8 programs)": True,
+        "copy engine put, one peer (copy engine put, 0.0078125 KiB)": False,
+        "signal to rank 1": True,
+        "world_barrier as a graph's node": False,
+        "host: pkt launch over bare launch": True,
+    }
+    assert all(r.held is None for r in link.rows(records, held=False))
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    groups = ("one peer, by message size", "one peer, by programs", "all peers, by programs")
+    records = [Record(g, "TMA store", x, [100.0], nbytes=x * 10**6) for g in groups for x in (1, 2, 4)]
+    records.append(Record("latency", "signal", 0, [2.0]))
+    link.draw(records, "a title", tmp_path / "link.png", limits=True)
+    assert (tmp_path / "link.png").stat().st_size > 10_000

@@ -19,6 +19,9 @@ COPY_BYTES = 16384
 """Bytes of a block that a program moves through registers at a time: with 8 warps the links are full from 16
 programs."""
 
+COPY_OPTIONS = {"num_warps": 8, "maxnreg": 255, "launch_cooperative_grid": True}
+"""How the kernels that only move and add are launched: one program an SM, so all the registers are its own."""
+
 
 def world_of(call: str, world: World | None, *tensors: Any) -> World:
     """`world`, or that of the first symmetric tensor, or the current one."""
@@ -82,6 +85,7 @@ def check_tensor(
 
 
 def check_choice(call: str, name: str, found: Any, choices: tuple[str, ...], world: World) -> None:
+    """Raise Unsupported unless `found` is one of `choices`."""
     if found not in choices:
         raise Unsupported.here(
             f"rank {world.rank}: {call}", f"found {name} {found!r}", f"wanted {' or '.join(map(repr, choices))}"

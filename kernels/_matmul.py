@@ -46,18 +46,20 @@ def accumulate(
         for k in range(0, K, BLOCK_K):
             acc = tl.dot(a.load([row, k]), b.load([k, col]), acc, input_precision="ieee")
     else:
-        rows = row + tl.arange(0, BLOCK_M)
-        cols = col + tl.arange(0, BLOCK_N)
+        # 64-bit bases, 32-bit offsets inside a tile: a register less for each element.
+        rows = tl.arange(0, BLOCK_M)
+        cols = tl.arange(0, BLOCK_N)
         ks = tl.arange(0, BLOCK_K)
-        a_ptrs = a_ptr + tl.cast(rows, tl.int64)[:, None] * lda + ks[None, :]
-        b_ptrs = b_ptr + tl.cast(ks, tl.int64)[:, None] * ldb + cols[None, :]
+        a_ptr += tl.cast(row, tl.int64) * lda
+        b_ptr += col
+        a_offs = rows[:, None] * lda + ks[None, :]
+        b_offs = ks[:, None] * ldb + cols[None, :]
         for k in range(0, K, BLOCK_K):
-            inside = k + ks < K
-            x = tl.load(a_ptrs, mask=(rows < M)[:, None] & inside[None, :], other=0)
-            y = tl.load(b_ptrs, mask=inside[:, None] & (cols < N)[None, :], other=0)
+            x = tl.load(a_ptr + a_offs, mask=(rows < M - row)[:, None] & (ks < K - k)[None, :], other=0)
+            y = tl.load(b_ptr + b_offs, mask=(ks < K - k)[:, None] & (cols < N - col)[None, :], other=0)
             acc = tl.dot(x, y, acc, input_precision="ieee")
-            a_ptrs += BLOCK_K
-            b_ptrs += tl.cast(ldb, tl.int64) * BLOCK_K
+            a_ptr += BLOCK_K
+            b_ptr += tl.cast(ldb, tl.int64) * BLOCK_K
     return acc
 
 
@@ -96,27 +98,41 @@ class Tiles(NamedTuple):
     group: int = 8
     num_warps: int = 8
     num_stages: int = 4
-    maxnreg: int | None = None
+    maxnreg: int = 255
 
     def launch_options(self) -> dict[str, int | bool]:
-        options: dict[str, int | bool] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.maxnreg is not None:
-            options["maxnreg"] = self.maxnreg
-        return options | {"launch_cooperative_grid": True}
+        """What kernel[grid](...) takes beside the arguments."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.maxnreg,
+            "launch_cooperative_grid": True,
+        }
 
 
-FP32_TILES = Tiles(64, 64, 16, num_stages=3, maxnreg=255)
-"""fp32 without tf32 has no tensor cores, so operands sit in registers: a small step along K, and leave for all
-of them (ptxas otherwise spills to fit a second program on the SM, which never comes)."""
+FP32_TILES = Tiles(64, 64, 16, num_stages=3)
+"""fp32 without tf32 has no tensor cores: operands sit in registers, so the step along K is small."""
+
+UNALIGNED_TILES = Tiles(64, 64, 32, num_stages=3)
+"""Where TMA cannot go, each element has an address and a mask in registers."""
 
 
-def tiles_for(dtype: torch.dtype) -> Tiles:
-    return FP32_TILES if dtype == torch.float32 else Tiles()
+def check_tiles(
+    call: str,
+    tiles: Tiles | tuple[int, ...] | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    world: World,
+) -> Tiles:
+    """`tiles`, or the default for the dtype and the rows of `a` and `b`, which is the same on every rank.
 
-
-def check_tiles(call: str, tiles: Tiles | tuple[int, ...] | None, dtype: torch.dtype, world: World) -> Tiles:
-    """`tiles`, or the default for `dtype`; blocks are powers of two from 16, for tensor cores."""
-    tiles = Tiles(*tiles) if tiles is not None else tiles_for(dtype)
+    maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
+    the SM, which never comes. Raises ShapeError unless the blocks are powers of two from 16, for tensor cores.
+    """
+    if tiles is None:
+        even = all(padded(t.shape[1], t.dtype) == t.shape[1] for t in (a, b))
+        return FP32_TILES if a.dtype == torch.float32 else Tiles() if even else UNALIGNED_TILES
+    tiles = Tiles(*tiles)
     for size in tiles[:3]:
         if size < 16 or size & (size - 1):
             raise ShapeError.argument(call, "tiles", tuple(tiles[:3]), "powers of two from 16", world.rank)

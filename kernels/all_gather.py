@@ -104,6 +104,6 @@ def all_gather(
     kernel = push_kernel if mode == "push" else pull_kernel
     kernel[grid](
         x, out, _common.barrier_counters(world), x.numel(), world.device, BLOCK,
-        num_warps=8, launch_cooperative_grid=True,
+        **_common.COPY_OPTIONS,
     )  # fmt: skip
     return out

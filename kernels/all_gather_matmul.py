@@ -217,7 +217,7 @@ def all_gather_matmul(
     _common.check_choice(call, "mode", mode, ("push", "pull"), world)
     _common.check_choice(call, "shard", shard, ("rows", "columns"), world)
     check_operands(call, a, b, world, peers=mode == "pull")
-    tiles = check_tiles(call, tiles, a.dtype, world)
+    tiles = check_tiles(call, tiles, a, b, world)
     columns = shard == "columns"
     (m, k), N, size = a.shape, b.shape[1], world.size
     _common.check_tensor(call, "b", b, world, shape=(size * k if columns else k, N))

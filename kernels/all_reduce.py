@@ -140,7 +140,7 @@ def all_reduce(
     tasks = blocks if mode == "one_shot" else triton.cdiv(blocks, world.size)
     grid = (_common.num_programs(world, tasks),)
     bar = _common.barrier_counters(world)
-    options = {"num_warps": 8, "launch_cooperative_grid": True}
+    options = _common.COPY_OPTIONS
     if mode == "one_shot":
         one_shot_kernel[grid](x, out, bar, n, world.device, in_place, BLOCK, **options)
     elif mode == "two_shot":

@@ -80,10 +80,12 @@ def _communicate(task, w, world, epoch):
     tile = task * world.size + tl.cast(world.rank, tl.int32)
     row, col = _place(tile, w)
     pl.wait(w.ready_ptr + tile, epoch * world.size, world)
-    # Up to ld: a row is whole runs of 16 bytes, and what the padding holds is nobody's business.
-    ptrs, inside = tile_pointers(w.sum_ptr, row, col, w.M, w.ld, w.ld, w.BLOCK_M, w.BLOCK_N)
-    total = pl.multimem_load_reduce(ptrs, world, mask=inside)
-    pl.multimem_store(ptrs, total, world, mask=inside)
+    ROWS: tl.constexpr = min(w.BLOCK_M, 32)  # at a time: without a switch a whole tile would not fit the registers
+    for piece in range(0, w.BLOCK_M, ROWS):
+        # Up to ld: a row is whole runs of 16 bytes, and what the padding holds is nobody's business.
+        ptrs, inside = tile_pointers(w.sum_ptr, row + piece, col, w.M, w.ld, w.ld, ROWS, w.BLOCK_N)
+        total = pl.multimem_load_reduce(ptrs, world, mask=inside)
+        pl.multimem_store(ptrs, total, world, mask=inside)
     pl.signal_all(w.done_ptr, world)
 
 
@@ -127,7 +129,7 @@ def matmul_all_reduce(
     call = "matmul_all_reduce"
     world = _common.world_of(call, world, a, b, out)
     check_operands(call, a, b, world)
-    tiles = check_tiles(call, tiles, a.dtype, world)
+    tiles = check_tiles(call, tiles, a, b, world)
     (M, k), N = a.shape, b.shape[1]
     _common.check_tensor(call, "b", b, world, shape=(k, N))
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)

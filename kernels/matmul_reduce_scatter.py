@@ -160,7 +160,7 @@ def matmul_reduce_scatter(
     world = _common.world_of(call, world, a, b)
     _common.check_choice(call, "mode", mode, ("add", "inbox"), world)
     check_operands(call, a, b, world)
-    tiles = check_tiles(call, tiles, a.dtype, world)
+    tiles = check_tiles(call, tiles, a, b, world)
     (M, k), N, size = a.shape, b.shape[1], world.size
     if M % size:
         wanted = f"a first dimension divisible by {size} ranks"

@@ -85,6 +85,6 @@ def reduce_scatter(
     grid = (_common.num_programs(world, triton.cdiv(out.numel(), BLOCK)),)
     reduce_scatter_kernel[grid](
         x, out, _common.barrier_counters(world), out.numel(), world.device, BLOCK,
-        num_warps=8, launch_cooperative_grid=True,
+        **_common.COPY_OPTIONS,
     )  # fmt: skip
     return out

@@ -1,0 +1,143 @@
+"""All-gather + matmul: pull and push, A sharded by rows and by columns, against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.all_gather_matmul import all_gather_matmul, reference
+
+from .helpers import (
+    DTYPES,
+    LAUNCHES,
+    RANKS,
+    SEEDS,
+    assert_within,
+    inputs,
+    on_ranks,
+    product_bound,
+    random,
+    rounded,
+)
+
+FORMS = [(mode, shard) for mode in ("pull", "push") for shard in ("rows", "columns")]
+forms = pytest.mark.parametrize(("mode", "shard"), FORMS)
+TMA, REGISTERS = (20, 24, 40), (7, 13, 21)  # (m, k, N) whose rows are, or are not, multiples of 16 bytes
+
+
+def multiplies(
+    world: Any, mode: Any, shard: Any, sizes: tuple[int, int, int], dtype: torch.dtype, **options: Any
+) -> torch.Tensor:
+    m, k, N = sizes
+    options = {"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16, 16)} | options
+    a = pkt.empty(m, k, dtype=dtype)
+    for launch in range(LAUNCHES):
+        shards = inputs(world, (m, k), dtype, launch)
+        b = random((k if shard == "rows" else world.size * k, N), dtype, launch, world.rank, 9)
+        a.copy_(shards[world.rank])
+        mine = a if mode == "pull" else shards[world.rank]
+        got = all_gather_matmul(mine, b, mode=mode, shard=shard, **options)
+        exact = reference(shards, b, shard)
+        whole = torch.cat(shards, dim=0 if shard == "rows" else 1)
+        bound = rounded(exact, product_bound(whole, b), dtype)
+        assert_within(got, exact, bound, world.rank, launch, sizes)
+    return got
+
+
+@forms
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_equals_the_reference(ranks: int, dtype: torch.dtype, mode: str, shard: str) -> None:
+    on_ranks(ranks, multiplies, mode, shard, REGISTERS if ranks >= 5 else TMA, dtype)
+
+
+@forms
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 24, 40), (16, 16, 16), (17, 8, 24), (33, 31, 5), REGISTERS], ids=str)
+def test_sizes_that_do_not_divide_the_tiles(sizes: tuple[int, int, int], mode: str, shard: str) -> None:
+    on_ranks(3, multiplies, mode, shard, sizes, torch.bfloat16)
+
+
+@forms
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_schedule(seed: int, mode: str, shard: str) -> None:
+    sizes = TMA if seed % 2 else REGISTERS
+    on_ranks(4, multiplies, mode, shard, sizes, torch.float16, seed=seed, multicast=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("shard", ["rows", "columns"])
+@pytest.mark.parametrize("sms", [1, 2, 5])
+@pytest.mark.parametrize("num_comm_sms", [1, 3, 16])
+def test_any_split_of_the_programs(num_comm_sms: int, sms: int, shard: str) -> None:
+    def run(world: Any) -> None:
+        multiplies(world, "push", shard, (40, 40, 24), torch.bfloat16, num_comm_sms=num_comm_sms, chunk=33)
+
+    on_ranks(2, run, sms=sms, seed=3)
+
+
+@forms
+def test_default_tiles_and_a_given_output(mode: str, shard: Any) -> None:
+    def run(world: Any) -> None:
+        a, b = pkt.ones(3, 8, dtype=torch.bfloat16), torch.ones(8 if shard == "rows" else 16, 8).bfloat16()
+        out = torch.empty(6 if shard == "rows" else 3, 8, dtype=torch.bfloat16)
+        assert pkt.all_gather_matmul(a, b, out, mode=mode, shard=shard) is out
+        assert (out == b.shape[0]).all()
+
+    on_ranks(2, run)
+
+
+def test_shapes_and_forms_in_turn() -> None:
+    def run(world: Any) -> None:
+        for mode, shard in (*FORMS, *FORMS):
+            multiplies(world, mode, shard, TMA, torch.bfloat16)
+            multiplies(world, mode, shard, REGISTERS, torch.bfloat16)
+
+    on_ranks(3, run, seed=3)
+
+
+def test_nothing_to_multiply() -> None:
+    def run(world: Any) -> None:
+        for m, k, N in ((0, 4, 4), (4, 0, 4), (4, 4, 0)):
+            got = all_gather_matmul(torch.ones(m, k), torch.ones(k, N))
+            assert torch.equal(got, torch.zeros(2 * m, N))
+
+    on_ranks(2, run)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+def bad(error: type[Exception], match: str, *shapes: tuple[int, ...], **options: Any) -> None:
+    def run(world: Any) -> None:
+        all_gather_matmul(*(torch.ones(shape) for shape in shapes), **options)
+
+    with pytest.raises(error, match=match):
+        on_ranks(2, run)
+
+
+def test_bad_arguments() -> None:
+    bad(pkt.NotSymmetric, "a must be a symmetric tensor", (4, 4), (4, 4), mode="pull")
+    bad(pkt.ShapeError, r"b: found \(5, 4\), wanted \(4, 4\)", (4, 4), (5, 4))
+    bad(pkt.ShapeError, r"b: found \(4, 4\), wanted \(8, 4\)", (4, 4), (4, 4), shard="columns")
+    bad(pkt.ShapeError, "a: found .*wanted 2 dimensions", (4,), (4, 4))
+    bad(pkt.ShapeError, r"out: found \(4, 4\), wanted \(8, 4\)", (4, 4), (4, 4), (4, 4))
+    bad(pkt.ShapeError, "tiles: found .*powers of two from 16", (4, 4), (4, 4), tiles=(8, 16, 16))
+    bad(pkt.ShapeError, "num_comm_sms and chunk: found 0", (4, 4), (4, 4), num_comm_sms=0)
+    bad(pkt.Unsupported, "wanted 'push' or 'pull'", (4, 4), (4, 4), mode="copy")
+    bad(pkt.Unsupported, "wanted 'rows' or 'columns'", (4, 4), (4, 4), shard="diagonal")
+
+
+def test_dtypes_must_agree() -> None:
+    def run(world: Any) -> None:
+        all_gather_matmul(torch.ones(4, 4).half(), torch.ones(4, 4))
+
+    with pytest.raises(pkt.DtypeError, match="b: found fp32, wanted float16"):
+        on_ranks(2, run)
+
+
+def test_ranks_that_disagree() -> None:
+    def run(world: Any) -> None:
+        all_gather_matmul(torch.ones(4, 4), torch.ones(4, 4 + world.rank))
+
+    with pytest.raises(pkt.CollectiveMismatch, match="N=4.*N=5"):
+        on_ranks(2, run)

@@ -1,0 +1,204 @@
+"""What the wrappers launch, compiled for sm_90 and sm_100 without a GPU: nothing lost, spilled or too big.
+
+The wrappers run in the simulator with its launch replaced by a recorder, so what is compiled is what would run:
+their default tiles, their arguments, their options.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+
+import pkt
+from pkt.kernels.all_gather import all_gather
+from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.all_reduce import all_reduce
+from pkt.kernels.matmul_all_reduce import matmul_all_reduce
+from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from pkt.kernels.reduce_scatter import reduce_scatter
+from pkt.language.inspect import Pointer, compile_only, count_markers, device_world
+from pkt.language.world import DeviceWorld
+from pkt.simulate.machine import Machine
+
+SHARED_LIMIT = 232448  # bytes of shared memory a program may have, sm_90 and sm_100
+ARCHS = (90, 100)
+RANK = 1  # the rank whose launch is compiled: Triton makes a constant of the integer 1, which is the harder case
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    args: tuple
+    options: dict[str, Any]
+
+
+def stand_in(argument: Any) -> Any:
+    """An argument of the recorded launch as `compile_only` takes it."""
+    if isinstance(argument, DeviceWorld):
+        return device_world(argument.rank, argument.size.value, multicast=argument.multicast.value)
+    if isinstance(argument, torch.Tensor):
+        return Pointer(NAMES[argument.dtype], 4096 + argument.data_ptr() % 16)
+    if isinstance(argument, tuple):
+        return type(argument)(*map(stand_in, argument))
+    return argument
+
+
+def launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch) -> Launch:
+    """The one kernel that `fn(world)` launches on rank RANK (0 where there is one rank)."""
+    found: dict[int, list[Launch]] = {r: [] for r in range(ranks)}
+
+    def record(machine: Any, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        found[machine.current.rank].append(Launch(kernel, tuple(map(stand_in, args)), options))
+
+    patch.setattr(Machine, "launch", record)
+    pkt.launch(fn, ranks, device="cpu", multicast=multicast, races=False)
+    (launch,) = found[min(RANK, ranks - 1)]
+    return launch
+
+
+def resources(compiled: Any, folder: Path) -> dict[str, int]:
+    """{"REG": n, "STACK": bytes, "LOCAL": bytes, ...} of the kernel's machine code; a register that does not fit
+    is spilled to the stack."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    usage = text[text.index("REG:") :]
+    return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", usage)}
+
+
+def compile_checked(launch: Launch, arch: int, folder: Path) -> Any:
+    """Compiled; every wait and signal is there (`compile_only` raises LostSync), no spill, shared memory fits."""
+    compiled = compile_only(launch.kernel, *launch.args, arch=arch, **launch.options)
+    usage = resources(compiled, folder)
+    assert usage["STACK"] == 0, usage
+    assert usage["LOCAL"] == 0, usage
+    assert compiled.metadata.shared <= SHARED_LIMIT
+    markers = count_markers(compiled.asm["ptx"])
+    alone = launch.args[-1].size.value == 1 if isinstance(launch.args[-1], DeviceWorld) else False
+    assert markers["wait"] >= 1
+    assert markers["signal"] >= 1 or alone
+    assert launch.options["launch_cooperative_grid"]
+    return compiled
+
+
+def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+N = 1 << 20
+COLLECTIVES = {
+    "all_gather push": lambda t: all_gather(tensor(N, dtype=t), pkt.empty(4 * N, dtype=t)),
+    "all_gather pull": lambda t: all_gather(pkt.empty(N, dtype=t)),
+    "reduce_scatter": lambda t: reduce_scatter(pkt.empty(4 * N, dtype=t)),
+    "all_reduce one_shot": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="one_shot"),
+    "all_reduce two_shot": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="two_shot"),
+    "all_reduce multimem": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="multimem"),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    multicast = name.endswith("multimem")
+    call = COLLECTIVES[name]
+    compiled = compile_checked(launched(lambda w: call(dtype), 4, multicast, monkeypatch), arch, tmp_path)
+    ptx = compiled.asm["ptx"]
+    assert ("multimem.ld_reduce" in ptx) == ("multimem.st" in ptx) == multicast
+    # peers are read or written 16 bytes a thread
+    wide = r"multimem\.ld_reduce\S*\.v4" if multicast else r"(ld|st)\.global\.v(2\.b64|4\.b32)"
+    assert re.search(wide, ptx), "no wide access"
+
+
+def pull(shard: Any, m: int, k: int, n: int) -> Callable[[torch.dtype], Any]:
+    rows = k if shard == "rows" else 4 * k
+    return lambda t: all_gather_matmul(pkt.empty(m, k, dtype=t), tensor(rows, n, dtype=t), mode="pull", shard=shard)
+
+
+def push(shard: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
+    rows = k if shard == "rows" else 4 * k
+    return lambda t: all_gather_matmul(tensor(m, k, dtype=t), tensor(rows, n, dtype=t), shard=shard, **options)
+
+
+def scatter(mode: Any, m: int, k: int, n: int) -> Callable[[torch.dtype], Any]:
+    return lambda t: matmul_reduce_scatter(tensor(4 * m, k, dtype=t), tensor(k, n, dtype=t), mode=mode)
+
+
+def reduce(in_place: bool, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
+    def call(t: torch.dtype) -> torch.Tensor:
+        out = pkt.empty(m, n, dtype=t) if in_place else None
+        return matmul_all_reduce(tensor(m, k, dtype=t), tensor(k, n, dtype=t), out, **options)
+
+    return call
+
+
+EVEN, RAGGED = (256, 512, 512), (250, 501, 509)  # (m, k, n): rows through TMA, or through registers
+FUSED = {
+    "all_gather_matmul pull rows": lambda s: pull("rows", *s),
+    "all_gather_matmul pull columns": lambda s: pull("columns", *s),
+    "all_gather_matmul push rows": lambda s: push("rows", *s),
+    "all_gather_matmul push columns": lambda s: push("columns", *s),
+    "matmul_reduce_scatter add": lambda s: scatter("add", *s),
+    "matmul_reduce_scatter inbox": lambda s: scatter("inbox", *s),
+    "matmul_all_reduce": lambda s: reduce(False, *s),
+    "matmul_all_reduce in place": lambda s: reduce(True, *s),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("sizes", [EVEN, RAGGED], ids=["tma", "registers"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_products(
+    name: str, sizes: tuple, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    call = FUSED[name](sizes)
+    multicast = name.endswith("in place") and sizes is EVEN
+    compiled = compile_checked(launched(lambda w: call(dtype), 4, multicast, monkeypatch), arch, tmp_path)
+    ptx = compiled.asm["ptx"]
+    if dtype == torch.bfloat16:
+        assert "wgmma.mma_async" in ptx if arch == 90 else "tcgen05.mma" in ptx
+    assert ("cp.async.bulk.tensor.2d.shared" in ptx) == (sizes is EVEN)
+    assert ("cp.reduce.async.bulk.tensor" in ptx) == name.endswith("add")
+    assert ("multimem.ld_reduce" in ptx) == multicast
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_other_rank_counts(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    call = FUSED[name]((8, 64, 64))
+    if ranks != 4 and "columns" in name:
+        call = {"pull": pull, "push": push}[name.split()[1]]("rows", 8, 64, 64)
+
+    compile_checked(launched(lambda w: call(torch.float16), ranks, False, monkeypatch), 90, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pull("rows", 1, 1, 1),
+        push("rows", 1, 1, 1, num_comm_sms=1),
+        push("columns", 1, 1, 1, num_comm_sms=1),
+        scatter("add", 1, 1, 1),
+        scatter("inbox", 1, 1, 1),
+        reduce(False, 1, 1, 1, num_comm_sms=1),
+        reduce(False, 64, 64, 64, num_comm_sms=0),
+    ],
+)
+def test_arguments_that_become_constants(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), 90, tmp_path)
+
+
+def test_a_spill_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launch = launched(lambda w: COLLECTIVES["reduce_scatter"](torch.float32), 4, False, monkeypatch)
+    starved = launch._replace(options=launch.options | {"maxnreg": 32})
+    with pytest.raises(AssertionError, match="STACK"):
+        compile_checked(starved, 90, tmp_path)

@@ -1,0 +1,133 @@
+"""Matmul + all-reduce on the LCSC template, against fp64; all ranks hold the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.matmul_all_reduce import matmul_all_reduce, reference
+
+from .helpers import (
+    DTYPES,
+    LAUNCHES,
+    RANKS,
+    SEEDS,
+    TINY,
+    UNIT,
+    assert_within,
+    on_ranks,
+    operands,
+    product_bound,
+    rounded,
+)
+
+TMA, REGISTERS = (20, 24, 40), (7, 13, 21)  # (M, k, N) whose rows are, or are not, multiples of 16 bytes
+
+
+def bound(ops: list[tuple[torch.Tensor, torch.Tensor]], exact: torch.Tensor) -> torch.Tensor:
+    """Each partial product is rounded to the dtype, their sum is in fp32 and rounded once more."""
+    dtype = ops[0][0].dtype
+    fp32 = sum(product_bound(a, b) for a, b in ops)
+    magnitude = sum(a.double().abs() @ b.double().abs() for a, b in ops)
+    partials = UNIT[dtype] * (magnitude + fp32) + len(ops) * TINY[dtype]
+    return rounded(exact, fp32 + partials + len(ops) * 2.0**-24 * magnitude, dtype)
+
+
+def multiplies(
+    world: Any, sizes: tuple[int, int, int], dtype: torch.dtype, in_place: bool = False, num_comm_sms: int = 1
+) -> torch.Tensor:
+    M, k, N = sizes
+    out = pkt.empty(M, N, dtype=dtype) if in_place else None
+    for launch in range(LAUNCHES):
+        ops = operands(world, (M, k), (k, N), dtype, launch)
+        got = matmul_all_reduce(*ops[world.rank], out, num_comm_sms=num_comm_sms, tiles=(16, 16, 16))
+        exact = reference(ops)
+        assert_within(got, exact, bound(ops, exact), world.rank, launch, sizes)
+    return got.clone()
+
+
+def same_on_all(results: list[torch.Tensor]) -> None:
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_equals_the_reference_and_all_ranks_agree(ranks: int, dtype: torch.dtype, in_place: bool) -> None:
+    sizes = REGISTERS if ranks >= 5 else TMA
+    same_on_all(on_ranks(ranks, multiplies, sizes, dtype, in_place, multicast=ranks % 2 == 0))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 24, 40), (16, 16, 16), (17, 8, 24), (33, 31, 5), REGISTERS], ids=str)
+def test_sizes_that_do_not_divide_the_tiles(sizes: tuple[int, int, int], in_place: bool) -> None:
+    same_on_all(on_ranks(3, multiplies, sizes, torch.bfloat16, in_place))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("multicast", [False, True])
+def test_every_schedule_gives_the_same_bits(multicast: bool, in_place: bool) -> None:
+    runs = [on_ranks(4, multiplies, TMA, torch.bfloat16, in_place, seed=seed, multicast=multicast) for seed in SEEDS]
+    for run in runs:
+        assert all(torch.equal(r, runs[0][0]) for r in run)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 5])
+@pytest.mark.parametrize("num_comm_sms", [0, 1, 3, 16])
+def test_any_split_of_the_programs(num_comm_sms: int, sms: int) -> None:
+    on_ranks(2, multiplies, (40, 16, 40), torch.float16, False, num_comm_sms, sms=sms, seed=3)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_default_tiles_and_a_given_output(in_place: bool) -> None:
+    def run(world: Any) -> None:
+        a, b = torch.ones(3, 8).bfloat16(), torch.ones(8, 8).bfloat16()
+        out = (pkt if in_place else torch).empty((3, 8), dtype=torch.bfloat16)
+        assert pkt.matmul_all_reduce(a, b, out) is out
+        assert (out == 16).all()
+
+    on_ranks(2, run)
+
+
+def test_shapes_in_turn() -> None:
+    def run(world: Any) -> None:
+        for sizes in (TMA, REGISTERS, TMA, REGISTERS):
+            multiplies(world, sizes, torch.bfloat16)
+
+    on_ranks(3, run, seed=3)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+def bad(error: type[Exception], match: str, *shapes: tuple[int, ...], **options: Any) -> None:
+    def run(world: Any) -> None:
+        matmul_all_reduce(*(torch.ones(shape) for shape in shapes), **options)
+
+    with pytest.raises(error, match=match):
+        on_ranks(2, run)
+
+
+def test_bad_arguments() -> None:
+    bad(pkt.ShapeError, r"b: found \(5, 4\), wanted \(4, 4\)", (4, 4), (5, 4))
+    bad(pkt.ShapeError, r"out: found \(4, 3\), wanted \(4, 4\)", (4, 4), (4, 4), (4, 3))
+    bad(pkt.ShapeError, "num_comm_sms: found -1, wanted at least 0", (4, 4), (4, 4), num_comm_sms=-1)
+    bad(pkt.ShapeError, "tiles: found", (4, 4), (4, 4), tiles=(16, 16, 8))
+
+
+def test_dtypes_must_agree() -> None:
+    def run(world: Any) -> None:
+        matmul_all_reduce(torch.ones(4, 4).half(), torch.ones(4, 4).bfloat16())
+
+    with pytest.raises(pkt.DtypeError, match="b: found bf16, wanted float16"):
+        on_ranks(2, run)
+
+
+def test_ranks_that_disagree() -> None:
+    def run(world: Any) -> None:
+        out = pkt.empty(4, 4)
+        matmul_all_reduce(torch.ones(4, 4), torch.ones(4, 4), out if world.rank else None)
+
+    with pytest.raises(pkt.CollectiveMismatch, match="out=None.*out="):
+        on_ranks(2, run)

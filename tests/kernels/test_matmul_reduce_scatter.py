@@ -1,0 +1,136 @@
+"""Matmul + reduce-scatter: reduce-add and inbox, against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter, reference
+
+from .helpers import (
+    DTYPES,
+    LAUNCHES,
+    RANKS,
+    SEEDS,
+    TINY,
+    UNIT,
+    assert_within,
+    on_ranks,
+    operands,
+    product_bound,
+    rounded,
+)
+
+MODES = ("add", "inbox")
+TMA, REGISTERS = (20, 24, 40), (7, 13, 21)  # (m, k, N) whose rows are, or are not, multiples of 16 bytes
+
+
+def bound(ops: list[tuple[torch.Tensor, torch.Tensor]], exact: torch.Tensor, mode: str) -> torch.Tensor:
+    """Each partial product is rounded to the dtype. "add" rounds at each addition, to u of a partial sum, which the
+    sum of the magnitudes bounds; "inbox" adds in fp32 and rounds once."""
+    dtype, size = ops[0][0].dtype, len(ops)
+    fp32 = sum(product_bound(a, b) for a, b in ops)
+    magnitude = sum(a.double().abs() @ b.double().abs() for a, b in ops)
+    partials = UNIT[dtype] * (magnitude + fp32) + size * TINY[dtype]
+    if mode == "add":
+        growth = (1 + UNIT[dtype]) ** size
+        return fp32 + partials + (size - 1) * (UNIT[dtype] * growth * (magnitude + fp32) + TINY[dtype])
+    return rounded(exact, fp32 + partials + size * 2.0**-24 * magnitude, dtype)
+
+
+def multiplies(
+    world: Any, mode: Any, sizes: tuple[int, int, int], dtype: torch.dtype, tiles: Any = (16, 16, 16)
+) -> torch.Tensor:
+    m, k, N = sizes
+    for launch in range(LAUNCHES):
+        ops = operands(world, (world.size * m, k), (k, N), dtype, launch)
+        got = matmul_reduce_scatter(*ops[world.rank], mode=mode, tiles=tiles)
+        exact = reference(ops, world.rank)
+        limit = bound(ops, torch.cat([reference(ops, r) for r in range(world.size)]), mode)
+        assert_within(got, exact, limit.chunk(world.size)[world.rank], world.rank, launch, sizes)
+    return got
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_equals_the_reference(ranks: int, dtype: torch.dtype, mode: str) -> None:
+    on_ranks(ranks, multiplies, mode, REGISTERS if ranks >= 5 else TMA, dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 24, 40), (16, 16, 16), (17, 8, 24), (33, 31, 5), REGISTERS], ids=str)
+def test_sizes_that_do_not_divide_the_tiles(sizes: tuple[int, int, int], mode: str) -> None:
+    on_ranks(3, multiplies, mode, sizes, torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_schedule_of_the_reduce_add(seed: int) -> None:
+    on_ranks(4, multiplies, "add", REGISTERS, torch.float16, seed=seed, sms=3, multicast=seed % 2 == 0)
+
+
+def test_every_schedule_of_the_inbox_gives_the_same_bits() -> None:
+    runs = [on_ranks(4, multiplies, "inbox", REGISTERS, torch.bfloat16, seed=seed, sms=3) for seed in SEEDS]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_program(mode: str) -> None:
+    on_ranks(2, multiplies, mode, TMA, torch.bfloat16, sms=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_default_tiles_and_a_given_output(mode: Any) -> None:
+    def run(world: Any) -> None:
+        a, b = torch.ones(6, 8).bfloat16(), torch.ones(8, 8).bfloat16()
+        out = torch.empty(3, 8, dtype=torch.bfloat16)
+        assert pkt.matmul_reduce_scatter(a, b, out, mode=mode) is out
+        assert (out == 16).all()
+
+    on_ranks(2, run)
+
+
+def test_shapes_and_forms_in_turn() -> None:
+    def run(world: Any) -> None:
+        for mode in (*MODES, *MODES):
+            multiplies(world, mode, TMA, torch.bfloat16)
+            multiplies(world, mode, REGISTERS, torch.bfloat16)
+
+    on_ranks(3, run, seed=3)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+def bad(error: type[Exception], match: str, *shapes: tuple[int, ...], **options: Any) -> None:
+    def run(world: Any) -> None:
+        matmul_reduce_scatter(*(torch.ones(shape) for shape in shapes), **options)
+
+    with pytest.raises(error, match=match):
+        on_ranks(2, run)
+
+
+def test_bad_arguments() -> None:
+    bad(pkt.ShapeError, "a: found .*divisible by 2 ranks", (5, 4), (4, 4))
+    bad(pkt.ShapeError, r"b: found \(5, 4\), wanted \(4, 4\)", (4, 4), (5, 4))
+    bad(pkt.ShapeError, r"out: found \(4, 4\), wanted \(2, 4\)", (4, 4), (4, 4), (4, 4))
+    bad(pkt.ShapeError, "tiles: found", (4, 4), (4, 4), tiles=(16, 48, 16))
+    bad(pkt.Unsupported, "wanted 'add' or 'inbox'", (4, 4), (4, 4), mode="ring")
+
+
+def test_dtypes_must_agree() -> None:
+    def run(world: Any) -> None:
+        matmul_reduce_scatter(torch.ones(4, 4, dtype=torch.float64), torch.ones(4, 4))
+
+    with pytest.raises(pkt.DtypeError, match="a: found fp64, wanted bfloat16 or float16 or float32"):
+        on_ranks(2, run)
+
+
+def test_ranks_that_disagree() -> None:
+    def run(world: Any) -> None:
+        matmul_reduce_scatter(torch.ones(4 + 2 * world.rank, 4), torch.ones(4, 4))
+
+    with pytest.raises(pkt.CollectiveMismatch, match="M=4.*M=6"):
+        on_ranks(2, run)

@@ -35,9 +35,8 @@ def blocks(page: Path) -> str:
 
 
 def normal(line: str) -> str:
-    """A line of output without what may differ from run to run: file and line, addresses, speed."""
+    """A line of output without what may differ: file and line, speed."""
     line = re.sub(r"[\w-]+\.py:\d+", "file.py:N", line)
-    line = re.sub(r"\b0x[0-9a-f]{6,}", "0xADDRESS", line)
     line = re.sub(r"\(\d+ a second\)", "(N a second)", line)
     return re.sub(r"[\s━─]+", " ", line).strip()
 

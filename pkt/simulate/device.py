@@ -495,10 +495,14 @@ class SimulatedDevice:
             tensor = f"rank {unmapped.region.rank}'s {unmapped.region.element(address)}"
             return errors.UseAfterFree.device(self._access(kind, tensor), unmapped.region.freed_at)
         if owner == space.size:
-            home = space.nearest(address - (space.size - self.rank) * space.stride)
-            tensor = f"the multicast window at {home.element(home.base + 0) if home else hex(address)}"
+            at_home = address - (space.size - self.rank) * space.stride
+            home = space.nearest(at_home)
+            tensor = f"the multicast window at {home.element(at_home) if home else f'byte {at_home}'}"
             return errors.MulticastAccess.plain(self._access(kind, tensor))
-        tensor = f"address {address:#x}" + (f" in rank {owner}'s heap" if owner is not None else ", in no rank's heap")
+        # No raw address: it differs from run to run, and the same finding should read the same.
+        tensor = "an address in no rank's heap"
+        if owner is not None:
+            tensor = f"byte {address - space.window(owner)} of rank {owner}'s heap"
         near = space.nearest(address)
         text = ""
         if near is not None and (owner is None or near.rank == owner):

@@ -28,7 +28,9 @@ class Schedule:
         self.policy = "in order" if seed == 0 else "adversarial" if seed % 3 == 0 else "random"
         self.victim = (seed // 3) % ranks if self.policy == "adversarial" else None
         self.late_stores = seed != 0
-        self._interrupts = 0.0 if seed == 0 else self._random.choice((0.0, 0.05, 0.3))
+        # A slow rank that runs in long stretches once it does would hide what happens between two of its steps.
+        rates = (0.1, 0.4) if self.victim is not None else (0.0, 0.05, 0.3)
+        self._interrupts = 0.0 if seed == 0 else self._random.choice(rates)
         self._commits = 0.0 if self.policy == "adversarial" else self._random.choice((0.02, 0.2, 0.6))
 
     def __str__(self) -> str:

@@ -266,14 +266,15 @@ def test_multimem_store_and_reduce_add(dtype: torch.dtype, multicast: bool) -> N
 
 @triton.jit
 def hand_made_multicast(x, world):
-    tl.store(pl.multicast(x, world), 1.0)
+    tl.store(pl.multicast(x + 3, world), 1.0)
 
 
 def test_a_plain_access_to_the_multicast_window_is_an_error() -> None:
     def main(world: Any) -> None:
-        hand_made_multicast[(1,)](pkt.zeros(4), world.device)
+        x = pkt.zeros(4)
+        hand_made_multicast[(1,)](x, world.device)
 
     failure = outcome(main, 2).failure
     assert isinstance(failure, pkt.MulticastAccess)
-    assert "plain access to the multicast window: store of" in str(failure)
+    assert "plain access to the multicast window: store of the multicast window at x[3] by rank" in str(failure)
     assert "hand_made_multicast program 0 at test_semantics_memory.py:" in str(failure)

@@ -1,0 +1,334 @@
+"""Replays, faults, mutants and lost signals, `pkt.simulate` and its command line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+import typer
+from typer.testing import CliRunner
+
+import pkt
+import pkt.language as pl
+from pkt.errors import DataRace, Deadlock, PeerLost
+from pkt.simulate.__main__ import main
+from pkt.simulate.explore import Report, simulate
+from pkt.simulate.faults import Faults, Loss, Mutant
+from pkt.simulate.machine import Machine
+from tests.simulate.helpers import failures, outcome
+from tests.simulate.test_races import gather_main, line_of, send_main, tile_in_main, tile_out_main
+
+# -- a right program with everything in it that can be broken --------------------------------------------------------
+
+
+@triton.jit
+def exchange(x, tiles, out, back, flags, world, N: tl.constexpr):
+    """Two messages to the right neighbour: one stored plainly and read by TMA, one stored by TMA and read plainly; then
+    a barrier, so that the next launch may overwrite them."""
+    o = tl.arange(0, N * N)
+    epoch = pl.epoch(flags, world)
+    right = (world.rank + 1) % world.size
+    pl.store(x + o, o * 0 + epoch, right, world)
+    pl.signal(flags, right, world)
+    desc = tl.make_tensor_descriptor(pl.peer(tiles, right, world), [N, N], [N, 1], [N, N])
+    desc.store([0, 0], tl.zeros((N, N), tl.int32) + epoch * 10)
+    pl.signal(flags + 1, right, world)
+    pl.wait(flags, epoch, world)
+    mine = tl.make_tensor_descriptor(x, [N, N], [N, 1], [N, N])
+    tl.store(out + o, mine.load([0, 0]).reshape((N * N,)))
+    pl.wait(flags + 1, epoch, world)
+    tl.store(back + o, tl.load(tiles + o))
+    pl.barrier(flags + 2, world)
+
+
+def exchange_main(world: Any, launches: int = 2) -> None:
+    n = 8
+    x, tiles = (pkt.zeros((n, n), dtype=torch.int32) for _ in range(2))
+    out, back = (torch.zeros(n * n, dtype=torch.int32) for _ in range(2))
+    mailbox = pkt.signals(3)
+    for i in range(launches):
+        exchange[(1,)](x, tiles, out, back, mailbox, world.device, n)
+        assert (out == i + 1).all(), "wrong values"
+        assert (back == 10 * (i + 1)).all(), "wrong tiles"
+
+
+def test_the_program_is_right() -> None:
+    assert failures(exchange_main, 2) == {}
+    assert failures(exchange_main, 2, races=False) == {}
+    assert failures(exchange_main, 3, range(20)) == {}
+
+
+# -- replay ----------------------------------------------------------------------------------------------------------
+
+
+def history(monkeypatch: pytest.MonkeyPatch, fn: Any, ranks: int, seed: int, args: tuple) -> tuple[list, list]:
+    """Which task ran after which, and every finding."""
+    steps: list[tuple] = []
+    switch = Machine._switch
+
+    def record(self: Machine, task: Any) -> None:
+        steps.append((task.rank, task.name, task.index, task.accesses))
+        switch(self, task)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Machine, "_switch", record)
+        found = outcome(fn, ranks, seed, args)
+    told = [str(found.error), *(str(f) + str(getattr(f, "__notes__", "")) for f in found.findings)]
+    return steps, [re.sub(r" at 0x\w+>", "", text) for text in told]  # of objects in pytest's assertions
+
+
+PROGRAMS = [(gather_main, 3, ("none",)), (send_main, 2, ("relaxed wait",)), (tile_out_main, 2, ("no drain",))]
+
+
+@pytest.mark.parametrize(("fn", "ranks", "args"), PROGRAMS, ids=lambda p: getattr(p, "__name__", str(p)))
+def test_a_seed_replays_exactly(monkeypatch: pytest.MonkeyPatch, fn: Any, ranks: int, args: tuple) -> None:
+    seen = set()
+    for seed in range(10):
+        first = history(monkeypatch, fn, ranks, seed, args)
+        assert history(monkeypatch, fn, ranks, seed, args) == first
+        seen.add(str(first[0]))
+    assert len(seen) >= 8  # and seeds differ
+
+
+def test_found_by_exploring_and_replayed_alone() -> None:
+    report = simulate(gather_main, 3, seeds=40, args=("none",), heap="1MiB")
+    assert report.findings
+    assert report.schedules == 40
+    for found in report.findings:
+        alone = simulate(gather_main, 3, seeds=[found.seed], args=("none",), heap="1MiB")
+        assert [str(f) for f in alone.findings] == [str(found)]
+        with pytest.raises(type(found.failure)) as raised:
+            pkt.launch(gather_main, ranks=3, device="cpu", args=("none",), seed=found.seed, heap="1MiB")
+        assert str(raised.value) == str(found.failure)
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def signals() -> list:
+    return outcome(exchange_main, 2).machine.census.signals
+
+
+def test_every_signal_is_counted() -> None:
+    """Two launches of two ranks: two signals each, and a barrier's arrival at either rank."""
+    found = signals()
+    assert len(found) == 2 * 2 * (2 + 2)
+    assert len(set(found)) == len(found)
+    text = str(found[0])
+    assert "signal 0 of rank 0 program 0 launch 1 to rank 1's mailbox[0]" in text
+    assert line_of(exchange, "pl.signal(flags, right") in text
+
+
+def test_every_dropped_signal_is_reported() -> None:
+    for signal in signals():
+        found = outcome(exchange_main, 2, faults=Faults(drop=signal))
+        assert isinstance(found.failure, Deadlock), signal
+        owner, counter = str(signal.target).split("'s ")
+        waits = {(f"rank {w.rank}", w.counter): (w.wanted, w.found) for w in found.failure.waits}
+        assert (owner, counter) in waits, signal
+        if counter != "mailbox[2]":  # that one is the barrier's
+            assert waits[owner, counter] == (signal.launch, signal.launch - 1)
+
+
+def test_a_duplicated_signal_is_found() -> None:
+    """A message too many lets a later wait go early: a race, wrong values or a barrier out of step."""
+    for signal in signals():
+        if signal.launch == 1:
+            faults = Faults(duplicate=signal)
+            assert any(outcome(exchange_main, 2, seed, (3,), faults=faults).failure for seed in range(60)), signal
+
+
+def test_a_delayed_signal_is_no_error() -> None:
+    for signal in signals():
+        for seed in (0, 1, 3):
+            assert outcome(exchange_main, 2, seed, faults=Faults(delay=signal)).failure is None, signal
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_stops_or_dies(dies: bool) -> None:
+    steps = outcome(exchange_main, 2).machine.steps
+    for step in range(steps):
+        for rank in (0, 1):
+            found = outcome(exchange_main, 2, faults=Faults(lose=Loss(rank, step, dies)))
+            if not found.machine.lost:
+                continue
+            assert isinstance(found.failure, PeerLost if dies else Deadlock), (rank, step)
+            notes = "".join(getattr(found.failure, "__notes__", ()))
+            if dies:
+                assert f"rank {rank} died at step {step}" in str(found.failure)
+            else:
+                assert f"rank {rank} stopped at step {step}" in notes
+
+
+def test_mutants_cover_every_call_and_all_are_caught() -> None:
+    report = simulate(
+        exchange_main, 2, seeds=20, args=(3,), heap="1MiB", mutants=True, lost_signals=True, lost_ranks=10
+    )
+    assert report.findings == []
+    assert [str(s) for s in report.survivors] == []
+    assert report.ok
+    assert report.check() is report
+    sites = {(m.site.line, m.change) for m in report.mutants}
+
+    def at(text: str) -> int:
+        return int(line_of(exchange, text).split(":")[1])
+
+    for text in (
+        "pl.signal(flags, right",
+        "pl.signal(flags + 1",
+        "pl.wait(flags, ep",
+        "pl.wait(flags + 1",
+        "pl.barrier(",
+    ):
+        assert (at(text), "remove") in sites, text
+        assert (at(text), "relax") in sites, text
+    assert (at("pl.signal(flags + 1"), "no drain") in sites
+    assert (at("pl.wait(flags, ep"), "no proxy fence") in sites
+    assert len(report.signals) == 24
+    assert report.losses
+    kinds = {found.kind for found in report.mutants.values() if found is not None}
+    assert {"Deadlock", "DataRace"} <= kinds
+    told = str(report)
+    assert f"{len(report.mutants)} caught, 0 not" in told
+    assert "24 caught, 0 not" in told
+
+
+def test_a_mutant_is_that_change_alone() -> None:
+    """Without the drain it is a TMA store that has not landed; without the proxy fence a TMA load too early."""
+    census = outcome(exchange_main, 2).machine.census
+    by_change: dict[str, list[Mutant]] = {}
+    for mutant in census.mutants():
+        by_change.setdefault(mutant.change, []).append(mutant)
+    for seed in range(3):
+        (drain,) = [m for m in by_change["no drain"] if m.site.call == "signal"]
+        race = outcome(exchange_main, 2, seed, faults=Faults(mutant=drain)).failure
+        assert isinstance(race, DataRace)
+        assert "TMA store" in {race.first.kind, race.second.kind}
+        proxy = by_change["no proxy fence"][0]
+        race = outcome(exchange_main, 2, seed, faults=Faults(mutant=proxy)).failure
+        assert isinstance(race, DataRace)
+        assert {race.first.kind, race.second.kind} == {"TMA load", "store"}
+
+
+def test_an_unused_wait_survives_and_is_named() -> None:
+    @triton.jit
+    def twice(flags, world):
+        pl.signal(flags, world.rank, world)
+        pl.wait(flags, 1, world)
+        pl.wait(flags, 1, world)
+
+    def main(world: Any) -> None:
+        twice[(1,)](pkt.signals(1), world.device)
+
+    report = simulate(main, 2, seeds=3, heap="1MiB", mutants=True)
+    assert not report.ok
+    assert report.findings == []
+    lines = {m.site.line for m in report.survivors}
+    assert lines
+    with pytest.raises(AssertionError, match=r"(?s)faults were not caught:\n  .*wait removed at test_explore.py:\d+"):
+        report.check()
+    assert "not caught: wait removed at test_explore.py:" in str(report)
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_without_findings() -> None:
+    report = simulate(exchange_main, 2, seeds=5, heap="1MiB")
+    assert isinstance(report, Report)
+    assert report.ok
+    assert (report.schedules, report.programs) == (5, 5 * 2 * 2)
+    assert report.seconds > 0
+    assert "no finding" in str(report)
+
+
+def test_a_report_names_the_seed() -> None:
+    report = simulate(gather_main, 3, seeds=40, args=("constant",), heap="1MiB", max_findings=2)
+    assert len(report.findings) == 2
+    first = report.findings[0]
+    assert f"DataRace in seed {first.seed}: data race: " in str(report)
+    with pytest.raises(DataRace) as raised:
+        report.check()
+    assert f"seed {first.seed} replays it" in raised.value.__notes__
+
+
+def test_seeds_may_be_chosen() -> None:
+    report = simulate(tile_in_main, 2, seeds=[3, 1], args=("raw",), heap="1MiB")
+    assert report.schedules == 2
+    assert {f.seed for f in report.findings} <= {1, 3}
+
+
+def test_launch_raises_what_it_finds_with_the_rest_as_notes() -> None:
+    with pytest.raises(DataRace):
+        pkt.launch(send_main, ranks=2, device="cpu", args=("no wait",), heap="1MiB")
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+FILE = """
+import torch, triton, triton.language as tl, pkt, pkt.language as pl
+
+@triton.jit
+def push(x, out, flags, world, WAIT: tl.constexpr):
+    other = (world.rank + 1) % world.size
+    pl.store(x, 1, other, world)
+    pl.signal(flags, other, world)
+    if WAIT:
+        pl.wait(flags, 1, world)
+    tl.store(out, tl.load(x))
+    pl.wait(flags, 1, world)
+
+def main(world):
+    run(world, True)
+
+def broken(world):
+    run(world, False)
+
+def run(world, wait):
+    x, out, flags = pkt.zeros(1), torch.zeros(1), pkt.signals(1)
+    push[(1,)](x, out, flags, world.device, wait)
+"""
+
+
+def command(*arguments: str) -> Any:
+    """The command in this process; a fresh one takes three seconds to import torch."""
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, [*arguments, "--ranks", "2", "--heap", "1MiB"])
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "push.py"
+    file.write_text(FILE)
+    good = command(str(file), "--seeds", "5")
+    assert good.exit_code == 0, good.output
+    assert "schedules on 2 ranks" in good.output
+    assert "no finding" in good.output
+    bad = command(f"{file}:broken", "--seeds", "5")
+    assert bad.exit_code == 1, bad.output
+    assert "DataRace in seed " in bad.output
+    assert "push.py:" in bad.output
+    seed = bad.output.split("DataRace in seed ")[1].split(":")[0]
+    again = command(f"{file}:broken", "--seed", seed)
+    assert again.exit_code == 1
+    assert f"DataRace in seed {seed}:" in again.output
+    missing = command(f"{file}:nothing")
+    assert missing.exit_code == 2
+    assert "it has" in missing.output
+    assert "broken" in missing.output
+
+
+def test_the_command_as_a_process(tmp_path: Path) -> None:
+    file = tmp_path / "push.py"
+    file.write_text(FILE)
+    command = [sys.executable, "-m", "pkt.simulate", f"{file}:broken", "--ranks", "2", "--seeds", "3", "--heap", "1MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "DataRace in seed " in done.stdout

@@ -302,12 +302,23 @@ class LostSync(PktError):
 
     @classmethod
     def compiled(cls, kernel: str, call: str, source: int, found: int) -> LostSync:
+        """Of `source` calls, `found` were left at a later stage of compilation."""
         return cls.of(
-            f"{kernel}: {source} {call} in the source, {found} in the PTX: Triton drops them inside "
-            "tl.range(warp_specialize=True); move the call out of that loop",
+            f"{kernel}: {source} {call} in the source, {found} in the PTX: Triton's passes dropped the rest; move the "
+            "call out of the inner loop, into the body of the kernel or its persistent loop",
             kernel=kernel,
             wanted=source,
             found=found,
+        )
+
+    @classmethod
+    def specialized(cls, kernel: str, call: str, count: int) -> LostSync:
+        """`count` calls stand in a warp-specialised loop, whether or not this compilation kept them."""
+        return cls.of(
+            f"{kernel}: {count} {call}{'s' * (count != 1)} inside tl.range(warp_specialize=True), where Triton drops "
+            "them or lets loads pass them, depending on num_warps and the GPU; move the call out of that loop",
+            kernel=kernel,
+            inside=count,
         )
 
 

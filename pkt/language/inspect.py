@@ -113,10 +113,12 @@ def check_sync(asm: Mapping[str, str], kernel: str = "kernel") -> None:
     source, middle, final = count_markers(ttir or ttgir), count_markers(ttgir or ttir), count_markers(ptx)
     for call in MARKERS.values():
         lost = middle[call] < source[call] or (ptx and source[call] and not final[call])
-        if lost or specialized[call]:
+        if specialized[call] or lost:
             from pkt.errors import LostSync
 
-            raise LostSync.compiled(kernel, call, source[call], final[call])
+            if specialized[call]:
+                raise LostSync.specialized(kernel, call, specialized[call])
+            raise LostSync.compiled(kernel, call, source[call], min(middle[call], final[call]) if ptx else middle[call])
 
 
 def _specialized_loops(ttir: str) -> Iterator[str]:

@@ -37,6 +37,8 @@ BUILT = {
     errors.MulticastAccess.plain(ACCESS): "plain access to the multicast window",
     errors.LostSignal.unread(0, "flags[1]", 4, 3, "rank 2"): "rank 0: flags[1] was signalled to 4 by rank 2",
     errors.LostSync.compiled("k", "wait", 2, 1): "k: 2 wait in the source, 1 in the PTX",
+    errors.LostSync.specialized("k", "wait", 1): "k: 1 wait inside tl.range(warp_specialize=True)",
+    errors.LostSync.specialized("k", "signal", 2): "k: 2 signals inside",
     errors.HeapFull.wanted(
         512 << 20, 600 << 20, 256 << 20
     ): "heap full: wanted 512 MiB, free 600 MiB, largest block 256 MiB; raise heap= or PKT_HEAP",

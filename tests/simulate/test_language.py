@@ -190,6 +190,39 @@ def test_histogram_drops_what_is_in_no_bin() -> None:
 
 
 @triton.jit
+def standard_library(x, out, ints, N: tl.constexpr):
+    o = tl.arange(0, N)
+    v = tl.load(x + o)
+    tl.store(out + o, tl.softmax(v))
+    tl.store(out + N + tl.arange(0, 4), tl.topk(v, 4))
+    tl.store(out + 2 * N + o, tl.maximum(v, 0.5, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 3 * N + o, tl.div_rn(v, 3.0))
+    tl.store(ints, tl.cdiv(N, 3))
+    tl.store(ints + 1, tl.xor_sum(o, 0))
+    tl.store(ints + 2, tl.sum((v > 0).to(tl.int32)))
+    i, j = tl.swizzle2d(tl.num_programs(0), tl.program_id(0) + 2, 4, 4, 2)
+    tl.store(ints + 3, i * 10 + j)
+    tl.assume(N > 0)
+    tl.store(ints + 4, tl.multiple_of(tl.max_contiguous(tl.load(ints), 1), 1) + 1)
+    tl.debug_barrier()
+
+
+def test_standard_library() -> None:
+    torch.manual_seed(3)
+    x, out, ints = torch.randn(16), torch.zeros(4, 16), torch.zeros(5, dtype=torch.int32)
+    x[3] = float("nan")
+    run(standard_library, (1,), x.nan_to_num(1.0), out, ints, 16)
+    y = x.nan_to_num(1.0)
+    torch.testing.assert_close(out[0], y.softmax(0))
+    same(out[1, :4], y.sort(descending=True).values[:4])
+    same(out[2], y.clamp(min=0.5))
+    same(out[3], y / 3)
+    assert ints.tolist() == [6, 0, int((y > 0).sum()), 3, 7]
+    run(standard_library, (1,), x, out, ints, 16)
+    assert out[2, 3].isnan()
+
+
+@triton.jit
 def random_numbers(out, seed, N: tl.constexpr):
     o = tl.arange(0, N)
     tl.store(out + o, tl.rand(seed, o))

@@ -1,0 +1,104 @@
+"""Matrix product + all-reduce, the sum over ranks of A (N, N / size) @ B (N / size, N) on every rank, in bf16.
+
+    python -m benchmarks.matmul_all_reduce                       4 GPUs
+    python -m benchmarks.matmul_all_reduce --device cpu --quick  in the simulator: results only
+
+2 * (size - 1) / size * N * N * 2 bytes leave each GPU where the switch does not add.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks._operators import Case, group_name, main
+from benchmarks.matmul_reduce_scatter import SMALL, SQUARE, WIDE, operands
+from pkt.kernels.matmul_all_reduce import matmul_all_reduce
+
+TITLE = "Matmul + all-reduce, N x N x N / size, bf16"
+SIZES = (4096, 8192, 16384)
+TARGETS = {"N = 4096": 0.75, "N = 8192": 0.85, "N = 16384": 0.95}
+BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "cuBLAS + torch two-shot")
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "pkt 8 SMs, 128x256": {"num_comm_sms": 8, "tiles": WIDE},
+    "pkt 16 SMs, 128x256": {"num_comm_sms": 16, "tiles": WIDE},
+    "pkt 32 SMs, 128x128": {"num_comm_sms": 32, "tiles": SQUARE},
+    "pkt after computing, 128x256": {"num_comm_sms": 0, "tiles": WIDE},
+}
+QUICK = {
+    "pkt 1 SM": {"num_comm_sms": 1, "tiles": SMALL},
+    "pkt after computing": {"num_comm_sms": 0, "tiles": SMALL},
+}
+
+
+def variants(device: str, quick: bool) -> list[str]:
+    if device == "cpu":
+        return list(QUICK)
+    return [*BASELINES, *PLAIN]
+
+
+def cases(quick: bool) -> dict[str, dict[str, Any]]:
+    return {f"N = {N}": {"N": N} for N in ((128,) if quick else SIZES)}
+
+
+def case(world: Any, N: int) -> Case:
+    device = world.torch_device
+    a, b = operands(world.rank, N, world.size, device)
+
+    def exact() -> torch.Tensor:
+        total = torch.zeros(N, N, device=device)
+        for rank in range(world.size):
+            x, y = operands(rank, N, world.size, device)
+            total.addmm_(x.float(), y.float())
+        return total
+
+    def out() -> torch.Tensor:
+        import pkt
+
+        return world.workspace("out", lambda: pkt.empty(N, N, dtype=a.dtype, world=world))
+
+    runs: dict[str, Any] = {
+        name: lambda options=options: matmul_all_reduce(a, b, out(), world=world, **options)
+        for name, options in (QUICK if device.type == "cpu" else PLAIN).items()
+    }
+    if device.type == "cuda":
+        runs |= _baselines(a, b)
+    return Case(
+        nbytes=2.0 * (world.size - 1) / world.size * N * N * 2.0,
+        flops=2.0 * N * N * (N // world.size),
+        variants=runs,
+        exact=exact,
+        scaled=a,
+        unchecked=frozenset({"cuBLAS alone"}),
+    )
+
+
+def _baselines(a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    product = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    symmetric: list[torch.Tensor] = []
+
+    def nccl() -> torch.Tensor:
+        torch.mm(a, b, out=product)
+        dist.all_reduce(product)
+        return product
+
+    def two_shot() -> torch.Tensor:
+        if not symmetric:
+            symmetric.append(torch_symmetric(product))
+        torch.mm(a, b, out=symmetric[0])
+        return torch.ops.symm_mem.two_shot_all_reduce_(symmetric[0], "sum", group_name())
+
+    return {
+        "cuBLAS alone": lambda: torch.mm(a, b, out=product),
+        "NCCL + cuBLAS": nccl,
+        "cuBLAS + torch two-shot": two_shot,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main("matmul_all_reduce", TITLE, TARGETS))

@@ -216,6 +216,8 @@ class Bench:
     def all_peers(self) -> None:
         """From each rank to all others, by programs, and by copy engines."""
         world, group = self.world, "all peers, by programs"
+        if world.size == 1:
+            return
         n = min(self.plan.nbytes, self.plan.most // world.size) // ITEM // 32768 * 32768
         assert n > 0, f"{world.size} ranks need at least {world.size * 64} KB to send to all"
         for p in self.plan.programs:

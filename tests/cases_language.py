@@ -62,7 +62,7 @@ def put_in(x: torch.Tensor, values: torch.Tensor, world: Any) -> None:
 def same(world: Any, found: torch.Tensor, wanted: Any) -> None:
     """Equal, when this rank's device is done."""
     world.synchronize()
-    wanted = torch.as_tensor(wanted)
+    wanted = torch.as_tensor(wanted).cpu()
     found = found.cpu().reshape(wanted.shape)
     assert torch.equal(found.double(), wanted.double()), f"rank {world.rank}: found {found}, wanted {wanted}"
     world.barrier()

@@ -17,14 +17,20 @@ from pkt.errors import RankFailed
 HEAP = "256MiB"
 TIMEOUT = 30.0  # seconds that a rank may compile while its peers wait
 FOUND = torch.cuda.device_count()
+MULTICAST = os.environ.get("PKT_TEST_MULTICAST") == "1"  # off: not every host's GPUs survive a multicast object
+RANKS = os.environ.get("PKT_TEST_RANKS", "1,2,3,4")
+
+
+def unless_possible(ranks: int) -> pytest.MarkDecorator:
+    """Skip, with the reason, where there are too few GPUs or PKT_TEST_RANKS leaves this number out."""
+    if ranks > FOUND:
+        return pytest.mark.skipif(True, reason=f"needs {ranks} GPUs, found {FOUND}")
+    return pytest.mark.skipif(str(ranks) not in RANKS.split(","), reason=f"PKT_TEST_RANKS is {RANKS}")
 
 
 def on_ranks(*ranks: int) -> pytest.MarkDecorator:
-    """Parametrise `ranks`; a number with too few GPUs is skipped, with the reason."""
-    params = [
-        pytest.param(r, marks=pytest.mark.skipif(r > FOUND, reason=f"needs {r} GPUs, found {FOUND}")) for r in ranks
-    ]
-    return pytest.mark.parametrize("ranks", params)
+    """Parametrise `ranks`; what is not possible here is skipped."""
+    return pytest.mark.parametrize("ranks", [pytest.param(r, marks=unless_possible(r)) for r in ranks])
 
 
 def scaled(name: str, count: int) -> int:
@@ -52,7 +58,9 @@ def on_device(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
     """`fn(world, *args)` on that many GPUs; each rank's result."""
-    return pkt.launch(on_device(fn), ranks=ranks, device="cuda", args=args, heap=HEAP, timeout=timeout)
+    return pkt.launch(
+        on_device(fn), ranks=ranks, device="cuda", args=args, heap=HEAP, timeout=timeout, multicast=MULTICAST
+    )
 
 
 class Batch:

@@ -28,7 +28,7 @@ def main(ranks: int) -> int:
     programs += [(f"kernels.{case.name}", case.fn) for case in KERNELS if case.ranks == ranks]
     if ranks > 1:
         programs += [(f"litmus {name}", lambda world, fn=fn: fn(world, 6, 8)) for name, fn in LITMUS.items()]
-        programs += list(cases_graphs.CASES.items())
+        programs.append(("two streams", lambda world: cases_graphs.two_streams(world, 3)))
     start = time.perf_counter()
     launch(one_after_the_other, ranks, programs, timeout=SECONDS)
     print(f"{len(programs)} programs on {ranks} ranks: {time.perf_counter() - start:.0f} s")

@@ -6,22 +6,14 @@ import pytest
 import torch
 
 import pkt
-from tests.gpu.run import Batch, launch, on_ranks
+from tests.gpu.run import Batch, launch, on_ranks, unless_possible
 from tests.kernels.cases import CASES
 
 BATCHES = {r: Batch({c.name: c.fn for c in CASES if c.ranks == r}) for r in sorted({c.ranks for c in CASES})}
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(
-            c.name,
-            c.ranks,
-            marks=pytest.mark.skipif(c.ranks > torch.cuda.device_count(), reason=f"needs {c.ranks} GPUs"),
-        )
-        for c in CASES
-    ],
+    ("name", "ranks"), [pytest.param(c.name, c.ranks, marks=unless_possible(c.ranks)) for c in CASES]
 )
 def test_case(name: str, ranks: int) -> None:
     BATCHES[ranks].check(name, ranks)

@@ -31,8 +31,9 @@ for module in MODULES:
 
 def launch(fn: Callable[..., Any], ranks: int = 3, seed: int = 0, **options: Any) -> list[Any]:
     """In the place of a simulated launch."""
-    if ranks > run.FOUND:
-        pytest.skip(f"needs {ranks} GPUs, found {run.FOUND}")
+    mark = run.unless_possible(ranks)
+    if mark.args[0]:
+        pytest.skip(mark.kwargs["reason"])
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     if any(isinstance(value, (list, dict, set)) for value in cells):
         pytest.skip("its ranks share a list, so they must be in one process")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._operators import Case, group_name, main
+from benchmarks._operators import Case, group_name, main, torch_symmetric
 from benchmarks.matmul_reduce_scatter import SMALL, SQUARE, WIDE, operands
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 

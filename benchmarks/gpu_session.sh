@@ -6,11 +6,13 @@
 #   BUDGET=240 RANKS=2 benchmarks/gpu_session.sh
 #
 # PKT_TEST_RANKS=2,4 leaves the tests of other numbers of ranks out.
-# Steps: about simulator quick language litmus kernels graphs timeouts link semantics sanitize
+# Steps: about simulator quick language litmus kernels graphs timeouts link semantics sanitize; and any module, as
+# benchmarks.collectives, with the arguments that ARGS holds.
 #
 # A step that outlasts its time is ended and the next one begins; one that would begin too late is left out. Results come
-# to $OUT (benchmarks/results where it is not set): log.txt, summary.txt, link.json, link.png. Works on a copy of the tree, so
-# nothing need be installed; packages that the machine lacks may lie in .gpu-site. Exit status 0 if every step was right.
+# to $OUT (benchmarks/results where it is not set): log.txt, summary.txt and the newest six files of figures. Works on a
+# copy of the tree, so nothing need be installed; packages that the machine lacks may lie in .gpu-site. Exit status 0 if
+# every step was right.
 
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -60,6 +62,7 @@ step() {
         compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
             "$PYTHON" -m tests.gpu.sanitize "$((RANKS < 2 ? RANKS : 2))"
         ;;
+    *.*) "$PYTHON" -m "$1" ${ARGS:-} ;;
     *)
         echo "no step is called $1"
         return 2
@@ -71,13 +74,13 @@ limit() { # seconds that a step may take
     case $1 in
     about) echo 30 ;;
     simulator) echo 60 ;;
-    link | kernels | language) echo 200 ;;
+    link | kernels | language | *.*) echo 200 ;;
     *) echo 150 ;;
     esac
 }
 
 export -f step gpu_tests
-export PYTHON RANKS
+export PYTHON RANKS ARGS=${ARGS:-}
 WORST=0
 for NAME in "${STEPS[@]}"; do
     LEFT=$((BUDGET - SECONDS))
@@ -96,7 +99,8 @@ for NAME in "${STEPS[@]}"; do
     tail -n "$([ $RC -eq 0 ] && echo 12 || echo 40)" "$STAGE/step.txt" | cut -c1-220
     echo "$NAME: status $RC, $((SECONDS - START)) s" | tee -a "$OUT/summary.txt"
     [ $RC -eq 0 ] || WORST=1
-    cp -f benchmarks/results/link.json benchmarks/results/link.png "$OUT" 2>/dev/null
+    find benchmarks/results -newer "$STAGE/site" -type f \( -name '*.json' -o -name '*.png' \) -size -16M -printf '%T@ %p\n' |
+        sort -rn | head -6 | cut -d' ' -f2- | xargs -r cp -f -t "$OUT"
 done
 tail -c 15000000 "$OUT/log.txt" >"$STAGE/log.txt" && cp "$STAGE/log.txt" "$OUT/log.txt"
 echo "--- summary"

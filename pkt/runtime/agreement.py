@@ -37,12 +37,9 @@ class Request(NamedTuple):
             what = f"frees #{self.number} {what}"
         return f"{what} at {self.site}"
 
-    def pack(self) -> str:
-        """One line; `unpack` is its inverse."""
-        return f"{self.op}\x1f{self.number}\x1f{self.shape}\x1f{self.dtype}\x1f{self.kind}\x1f{self.site[-200:]}"
-
     @classmethod
     def unpack(cls, packed: str) -> Request:
+        """What `Agreement.check` wrote down."""
         op, number, shape, dtype, kind, site = packed.split(_SEPARATOR)
         return cls(op, int(number), shape, dtype, kind, site)
 
@@ -57,9 +54,10 @@ class Agreement:
         self._digest = 0  # of all calls so far
         self._agreed = 0  # ordinal up to which all ranks are known to agree
 
-    def check(self, request: Request) -> None:
-        """This rank makes `request`; raises AllocationMismatch if a peer is known to have made another."""
-        packed = request.pack()
+    def check(self, op: str, number: int, shape: str, dtype: str, kind: str, site: str) -> None:
+        """This rank makes the call that `Request` describes; raises AllocationMismatch if a peer is known to have made
+        another. Every allocation passes here: the line is written without a Request."""
+        packed = f"{op}\x1f{number}\x1f{shape}\x1f{dtype}\x1f{kind}\x1f{site[-200:]}"
         self.ordinal += 1
         if self._journal is None:
             said = self.backend.exchange(packed, f"heap call #{self.ordinal}")

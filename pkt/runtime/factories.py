@@ -213,7 +213,8 @@ def signals(n: int, *, name: str | None = None, world: World | None = None) -> S
 
 
 def _shape(call: str, size: tuple[Any, ...]) -> tuple[int, ...]:
-    given = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list, Sequence)) else size
+    # An int first: to ask whether it is a Sequence costs as much as the rest.
+    given = size[0] if len(size) == 1 and type(size[0]) is not int and isinstance(size[0], Sequence) else size
     for extent in given:
         if type(extent) is not int or extent < 0:
             raise ShapeError.argument(call, "size", tuple(given), "integers that are not negative")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pkt.errors import Closed, HeapFull, NotSymmetric, PktError, ShapeError, SignalIndexError, UseAfterFree
-from pkt.runtime.agreement import Agreement, Request
+from pkt.runtime.agreement import Agreement
 from pkt.runtime.backend import (
     GUARD_WORD,
     SIGNAL_GUARD,
@@ -99,7 +99,7 @@ class SymmetricHeap:
         """
         self.check_open("allocation")
         number = self._allocations + 1
-        self.agreement.check(Request("allocate", number, str(shape), str(dtype)[6:], kind, site))
+        self.agreement.check("allocate", number, str(shape), str(dtype)[6:], kind, site)
         self._allocations = number
         payload = math.prod(shape) * dtype.itemsize
         nbytes = payload + (SIGNAL_HEADER + SIGNAL_GUARD if kind == "signals" else 0)
@@ -110,11 +110,12 @@ class SymmetricHeap:
         if offset is None:
             raise HeapFull.wanted(nbytes, self.ledger.free_bytes, self.ledger.largest, name, self.backend.rank)
         block = Block(offset, nbytes, shape, dtype, name, kind, site)
-        try:
-            self._reserve(block)
-        except PktError:  # on every rank alike: the block is given back and nothing has happened
-            self.ledger.free(offset)
-            raise
+        if offset + nbytes > self._reserved:
+            try:
+                self._reserve(offset + nbytes)
+            except PktError:  # on every rank alike: the block is given back and nothing has happened
+                self.ledger.free(offset)
+                raise
         allocation = self.live[offset] = Allocation(self, block, number)
         self.backend.allocated(block)
         if kind == "signals":
@@ -128,8 +129,7 @@ class SymmetricHeap:
         """Collective. Give `allocation` back; any later use of it raises, and its guard words are checked."""
         allocation.use("free()")
         block = allocation.block
-        request = Request("free", allocation.number, str(block.shape), str(block.dtype)[6:], block.kind, site)
-        self.agreement.check(request)
+        self.agreement.check("free", allocation.number, str(block.shape), str(block.dtype)[6:], block.kind, site)
         overwritten = self._overwritten(allocation, "free()")
         allocation.freed_at = site
         del self.live[block.offset]
@@ -168,8 +168,10 @@ class SymmetricHeap:
 
     def tensor(self, allocation: Allocation) -> torch.Tensor:
         """The block's elements in my window, as a plain contiguous tensor of the block's shape and dtype."""
-        block, payload = allocation.block, self.payload(allocation)
-        elements = (payload if math.prod(block.shape) else payload[:0]).view(block.dtype)
+        block, backend = allocation.block, self.backend
+        count = math.prod(block.shape)
+        memory = backend.view(backend.rank, block.start, count * block.dtype.itemsize or 1)
+        elements = (memory if count else memory[:0]).view(block.dtype)
         return elements if len(block.shape) == 1 else elements.view(block.shape)
 
     def find(self, address: int) -> Allocation | None:
@@ -204,13 +206,12 @@ class SymmetricHeap:
         count, word = block.shape[0], bad[0]
         return SignalIndexError.guard(self.backend.rank, call, block.name, word - first, count, int(words[word]))
 
-    def _reserve(self, block: Block) -> None:
-        """Physical memory behind `block`: the heap grows by doubling, and nothing moves."""
-        if block.end > self._reserved:
-            wanted = min(self.capacity, max(block.end, 2 * self._reserved))
-            self.agreement.settle()
-            self.backend.reserve(wanted)
-            self._reserved = wanted
+    def _reserve(self, nbytes: int) -> None:
+        """Physical memory behind [0, nbytes): the heap grows by doubling, and nothing moves."""
+        wanted = min(self.capacity, max(nbytes, 2 * self._reserved))
+        self.agreement.settle()
+        self.backend.reserve(wanted)
+        self._reserved = wanted
 
 
 def describe(tensor: object) -> str:

@@ -48,12 +48,15 @@ class Ledger:
     def allocate(self, nbytes: int) -> int | None:
         """Offset of the lowest hole that holds `nbytes`, or None; None changes nothing."""
         need = self.rounded(nbytes)
-        at = next((i for i, chunk in enumerate(self._chunks) if chunk.largest >= need), None)
-        if at is None:
+        for at, chunk in enumerate(self._chunks):  # noqa: B007
+            if chunk.largest >= need:
+                break
+        else:
             return None
-        chunk = self._chunks[at]
-        index = next(i for i, size in enumerate(chunk.sizes) if size >= need)
-        offset, size = chunk.offsets[index], chunk.sizes[index]
+        for index, size in enumerate(chunk.sizes):  # noqa: B007
+            if size >= need:
+                break
+        offset = chunk.offsets[index]
         if size == need:
             self._remove(at, index)
         else:  # the rest of the hole stays where it is in the order

@@ -145,9 +145,7 @@ def symmetric_over(plain: torch.Tensor, allocation: Allocation) -> SymmetricTens
     """`plain`, which lies in `allocation`, as a symmetric tensor."""
     tensor = plain.as_subclass(SymmetricTensor)
     dtype = plain.dtype
-    offset = (
-        plain.storage_offset() * dtype.itemsize
-    )  # from the start of the block's elements, as its storage begins there
+    offset = plain.storage_offset() * dtype.itemsize  # its storage begins with the block's elements
     address = allocation.heap.backend.base + allocation.block.start + offset
     tensor.__dict__.update(_allocation=allocation, _address=address, dtype=dtype)
     return tensor

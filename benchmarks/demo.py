@@ -15,13 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pkt
 import torch
+from rich.console import Console
+from rich.table import Table
+
+import pkt
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce, reference
 from pkt.simulate.faults import Faults, Mutant
 from pkt.simulate.run import Outcome, execute
-from rich.console import Console
-from rich.table import Table
 
 RANKS, SMS, COMM_SMS = 4, 8, 2
 SIZE, TILE = 512, 128  # of the run that is timed and drawn

@@ -27,8 +27,8 @@ STEPS=("$@")
 STAGE=$(mktemp -d)
 trap 'rm -rf "$STAGE"' EXIT
 mkdir -p "$OUT" "$STAGE/site/pkt_triton-0.dist-info"
-cp -r pkt kernels tests benchmarks pyproject.toml "$STAGE"
-cp -r kernels "$STAGE/pkt/kernels"
+cp -rp pkt kernels tests benchmarks pyproject.toml "$STAGE"
+cp -rp kernels "$STAGE/pkt/kernels"
 printf 'Metadata-Version: 2.1\nName: pkt-triton\nVersion: 0\n' >"$STAGE/site/pkt_triton-0.dist-info/METADATA"
 cd "$STAGE"
 

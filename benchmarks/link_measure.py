@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import pkt
+from benchmarks import link_gluon
 from benchmarks import link_kernels as kernels
 from pkt.kernels.all_reduce import all_reduce, one_shot_kernel
 
@@ -230,6 +231,12 @@ class Bench:
 
             self.transfer(group, "register store, 16 warps, 32 KB", p, n, registers, "all")
             self.transfer(group, "TMA store, 128x128, 2 stages", p, n, tma, "all")
+            if self.gpu and world.size <= 4 and link_gluon.AVAILABLE:
+
+                def gluon(p: int = p) -> None:
+                    link_gluon.push_all_kernel[(p,)](self.dst, self.src, n, world.device, 128, COLS, 4, num_warps=1)
+
+                self.transfer(group, "TMA store in Gluon, 128x128, 4 stages", p, n, gluon, "all")
         others = [(world.rank + i) % world.size for i in range(1, world.size)]
         at = slice(world.rank * n, (world.rank + 1) * n)
         targets, source = [self.dst.peer(r)[at] for r in others], self.src.plain()[:n]

@@ -13,17 +13,17 @@ import itertools
 import resource
 from typing import Any
 
-import pkt
-import pkt.language as pl
 import torch
 import triton
 import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from benchmarks import _harness
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.run import execute
-
-from benchmarks import _harness
 
 RANKS, SMS = 4, 8
 REPEATS = 7

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import pkt
-from benchmarks import link
+from benchmarks import link, link_gluon
 from benchmarks.link_measure import PARTS, Bench, Plan, Record, measure
 from pkt.errors import RankFailed
+from pkt.language.inspect import compile_only, device_world
 
 
 def simulated(fn: Any, ranks: int, *args: Any) -> list[Any]:
@@ -25,6 +26,15 @@ def test_every_kernel_is_right(part: str, ranks: int) -> None:
     for records in simulated(measure, ranks, Plan.simulated(), [part]):
         assert records
         assert all(r.us == [] for r in records), "times of a simulation mean nothing"
+
+
+@pytest.mark.skipif(not link_gluon.AVAILABLE, reason="Gluon's names are others in this Triton")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_gluon_kernel_stores_each_tile_to_every_peer(ranks: int) -> None:
+    world = device_world(1, ranks)
+    compiled = compile_only(link_gluon.push_all_kernel, "*bf16", "*bf16", 1 << 27, world, 128, 128, 4, num_warps=1)
+    stores = compiled.asm["ptx"].count("cp.async.bulk.tensor.2d.global.shared::cta")
+    assert stores == 2 * (ranks - 1)  # a tile of 256 bytes a row goes in two halves
 
 
 @pytest.mark.parametrize("arrives", ["before", "next", "all"])

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 import pkt.language as pl
 
-AVAILABLE = all(hasattr(tma, name) for name in ("async_copy_global_to_shared", "make_tensor_descriptor"))
+AVAILABLE = hasattr(gl, "thread_barrier") and hasattr(tma, "make_tensor_descriptor")
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +19,7 @@ COPY_BYTES = 16384
 """Bytes of a block that a program moves through registers at a time: with 8 warps the links are full from 16
 programs."""
 
-COPY_OPTIONS = {"num_warps": 8, "maxnreg": 255, "launch_cooperative_grid": True}
+COPY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
 """How the kernels that only move and add are launched: one program an SM, so all the registers are its own."""
 
 
@@ -93,30 +93,40 @@ def check_choice(call: str, name: str, found: Any, choices: tuple[str, ...], wor
 
 
 def check_agreed(call: str, world: World, **arguments: Any) -> None:
-    """Collective the first time a signature is seen: every rank called with the same one. Raises
-    CollectiveMismatch.
+    """Collective the first time a signature is seen: every rank called with the same one. Raises CollectiveMismatch.
 
-    Tensors count with shape, dtype and, if symmetric, their offset in the heap, because peers find them by
-    arithmetic.
+    Tensors count with shape, dtype and, if symmetric, their offset in the heap, because peers find them by arithmetic.
     """
-    said = f"{call}({', '.join(f'{name}={_described(value, world)}' for name, value in arguments.items())})"
+    signature = tuple(_signature(value, world) for value in arguments.values())
 
     def compare() -> bool:
-        everybody = world.all_gather_object(said)
+        said = ", ".join(f"{name}={_described(value)}" for name, value in zip(arguments, signature))
+        everybody = world.all_gather_object(f"{call}({said})")
         if len(set(everybody)) > 1:
             raise CollectiveMismatch.calls(dict(enumerate(everybody)))
         return True
 
-    world.workspace(("pkt.kernels", "agreed", said), compare)
+    world.workspace(("pkt.kernels", "agreed", call, signature), compare)
 
 
-def _described(value: Any, world: World) -> str:
+class _Tensor(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int | None  # in the heap, if symmetric
+
+
+def _signature(value: Any, world: World) -> Any:
     if not isinstance(value, torch.Tensor):
+        return value
+    offset = value.data_ptr() - world.backend.base if isinstance(value, SymmetricTensor) else None
+    return _Tensor(tuple(value.shape), value.dtype, offset)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, _Tensor):
         return repr(value)
-    where = ""
-    if isinstance(value, SymmetricTensor):
-        where = f" at heap offset {value.data_ptr() - world.backend.base}"
-    return f"{tuple(value.shape)} {_name(value.dtype)}{where}"
+    where = "" if value.offset is None else f" at heap offset {value.offset}"
+    return f"{value.shape} {_name(value.dtype)}{where}"
 
 
 def _name(dtype: torch.dtype) -> str:

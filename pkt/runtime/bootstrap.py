@@ -32,6 +32,9 @@ from pkt.runtime.transport import Transport
 from pkt.runtime.world import World
 
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+# Seconds that host code waits longer for a peer than its kernels do: a kernel's record says more than "did not come".
+HOST_GRACE = 1.0
+
 _worlds_of: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how many worlds each group has had in this process
 
 
@@ -130,6 +133,7 @@ def open_world(
         world = World(backend, capacity)
         backend.synchronize()  # the status page is zeroed on the current stream, the deadline written on another
         backend.attach(Watch(backend, world.heap, timeout))
+        transport.timeout = timeout + HOST_GRACE
         world.barrier()
         return world
     except BaseException:

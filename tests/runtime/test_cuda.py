@@ -370,7 +370,7 @@ def test_one_worlds_loss_does_not_break_the_next():
     def main(rank):
         world = forked.fake_world(meetings[0], rank, 2, 0.5)
         if rank == 1:
-            time.sleep(1.0)
+            time.sleep(1.0 + bootstrap.HOST_GRACE)  # past its peer's deadline
         with pytest.raises((WaitTimeout, PeerLost)):
             world.barrier()
         world.close()

@@ -206,8 +206,7 @@ def send(task, x, y, flags, out, epoch, world):
 @triton.jit
 def template(x, y, flags, out, queue, tasks, comm_sms, world):
     epoch = pl.epoch(flags, world)
-    args = (x, y, flags, out, epoch, world)
-    pl.template.lcsc(produce, send, args, tasks, tasks, queue, epoch, comm_sms)
+    pl.template.lcsc(produce, send, (x, y, flags, out, epoch, world), tasks, tasks, queue, epoch, comm_sms)
     pl.barrier(flags + 32 + tl.program_id(0), world)  # y is read before the next launch writes it
 
 

@@ -1,6 +1,7 @@
 """`make demo`: a fused GEMM + all-reduce on four simulated ranks, checked, searched for races, and broken on purpose.
 
-1. M = N = K = 512 in bf16 through the LCSC template: every rank multiplies its share of K while other programs of the same
+1. M = N = K = 512 in bf16 through the LCSC template: every rank multiplies its share of K while other programs of the
+same
    kernel reduce finished tiles; compared with an fp64 reference on every rank.
 2. 200 random schedules of a smaller one with the race detector on: none may find anything.
 3. The same kernel with one wait removed: the simulator finds it and says where.

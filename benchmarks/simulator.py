@@ -2,9 +2,9 @@
 
     python -m benchmarks.simulator
 
-Fused GEMM + all-reduce (bf16, 128 x 128 tiles, the LCSC template) with and without the race detector; programs a second
-of a push all-gather; schedules a second of a small kernel; the largest resident memory of it all. Times are of the whole
-run: making the world, filling the inputs, launching, and the fences of the detector.
+Fused GEMM + all-reduce (bf16, 128 x 128 tiles, the LCSC template) with and without the race detector; programs a
+second of a push all-gather; schedules a second of a small kernel; the largest resident memory of it all. Times are of
+the whole run: making the world, filling the inputs, launching, and the fences of the detector.
 """
 
 from __future__ import annotations

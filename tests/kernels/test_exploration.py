@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 
-import pkt
 import pytest
-from pkt.simulate.run import execute
 
+import pkt
+from pkt.simulate.run import execute
 from tests.kernels.cases import CASES, Case
 
 SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2000"))

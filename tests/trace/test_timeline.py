@@ -31,9 +31,7 @@ def test_summary_counts_over_the_span_of_all_ranks():
     first, second = Timeline(TWO_RANKS).summary()
     assert (first.rank, first.lanes) == (0, 2)
     assert (first.compute, first.communicate, first.wait) == pytest.approx((9 / 20, 3 / 20, 3 / 20))
-    assert first.overlap == pytest.approx(
-        2 / 3
-    )  # it communicates in 0-2 and 5-6, and lane 1 computes from 1 on
+    assert first.overlap == pytest.approx(2 / 3)  # it communicates in 0-2 and 5-6, and lane 1 computes from 1 on
     assert (second.compute, second.communicate, second.overlap) == (0.5, 0.0, None)
 
 

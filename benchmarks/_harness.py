@@ -47,9 +47,7 @@ class Row:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
-def row(
-    case: str, values: Iterable[float], unit: str, limit: float | None = None, at_least: bool = False
-) -> Row:
+def row(case: str, values: Iterable[float], unit: str, limit: float | None = None, at_least: bool = False) -> Row:
     """The row of several measurements of one figure."""
     values = list(values)
     return Row(case, statistics.median(values), unit, min(values), max(values), len(values), limit, at_least)

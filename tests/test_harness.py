@@ -12,9 +12,7 @@ def test_a_row_has_the_median_and_the_spread():
     assert (row.value, row.low, row.high, row.runs, row.held) == (2.0, 0.5, 100.0, 5, True)
 
 
-@pytest.mark.parametrize(
-    ("limit", "at_least", "held"), [(1.9, False, False), (1.9, True, True), (2.1, True, False)]
-)
+@pytest.mark.parametrize(("limit", "at_least", "held"), [(1.9, False, False), (1.9, True, True), (2.1, True, False)])
 def test_limits_hold_on_their_side(limit, at_least, held):
     assert _harness.row("case", [2.0], "s", limit, at_least).held is held
 

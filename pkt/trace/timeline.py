@@ -109,9 +109,7 @@ class Timeline:
         from rich.table import Table
 
         start, end = self.span_us
-        table = Table(
-            title=self.title or None, caption=f"{end - start:,.1f} {self.clock} from first start to last end"
-        )
+        table = Table(title=self.title or None, caption=f"{end - start:,.1f} {self.clock} from first start to last end")
         for column in ("rank", "lanes", *KINDS, "idle", "overlap"):
             table.add_column(column, justify="right")
         for row in self.summary():

@@ -100,13 +100,12 @@ class Tiles(NamedTuple):
     num_stages: int = 4
     maxnreg: int = 255
 
-    def launch_options(self) -> dict[str, int | bool]:
-        """What kernel[grid](...) takes beside the arguments."""
+    def launch_options(self) -> dict[str, int]:
+        """What a launch takes beside the arguments."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "maxnreg": self.maxnreg,
-            "launch_cooperative_grid": True,
         }
 
 

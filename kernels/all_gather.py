@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -102,8 +103,6 @@ def all_gather(
     BLOCK = _common.copy_block(x, block)
     grid = (_common.num_programs(world, triton.cdiv(x.numel(), BLOCK)),)
     kernel = push_kernel if mode == "push" else pull_kernel
-    kernel[grid](
-        x, out, _common.barrier_counters(world), x.numel(), world.device, BLOCK,
-        **_common.COPY_OPTIONS,
-    )  # fmt: skip
+    bar = _common.barrier_counters(world)
+    cooperative(world, kernel, grid, x, out, bar, x.numel(), world.device, BLOCK, **_common.COPY_OPTIONS)
     return out

@@ -25,6 +25,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
+from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -239,8 +240,8 @@ def all_gather_matmul(
     tasks = (1 if columns else size) * num_m * num_n
     if mode == "pull":
         grid = (_common.num_programs(world, tasks),)
-        pull_kernel[grid](
-            a, b, out, _common.barrier_counters(world), m, N, k, world.device, columns, tma,
+        cooperative(
+            world, pull_kernel, grid, a, b, out, _common.barrier_counters(world), m, N, k, world.device, columns, tma,
             *tiles[:4], **tiles.launch_options(),
         )  # fmt: skip
         return out
@@ -261,5 +262,5 @@ def all_gather_matmul(
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk),
         GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
-    push_kernel[(programs,)](args, world.device, **tiles.launch_options())
+    cooperative(world, push_kernel, (programs,), args, world.device, **tiles.launch_options())
     return out

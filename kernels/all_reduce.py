@@ -22,6 +22,7 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.errors import ShapeError
+from pkt.runtime.launch import cooperative
 from pkt.runtime.world import World
 
 from . import _common
@@ -142,9 +143,9 @@ def all_reduce(
     bar = _common.barrier_counters(world)
     options = _common.COPY_OPTIONS
     if mode == "one_shot":
-        one_shot_kernel[grid](x, out, bar, n, world.device, in_place, BLOCK, **options)
+        cooperative(world, one_shot_kernel, grid, x, out, bar, n, world.device, in_place, BLOCK, **options)
     elif mode == "two_shot":
-        two_shot_kernel[grid](x, out, bar, n, world.device, BLOCK, **options)
+        cooperative(world, two_shot_kernel, grid, x, out, bar, n, world.device, BLOCK, **options)
     else:
-        multimem_kernel[grid](x, out, bar, n, world.device, BLOCK, **options)
+        cooperative(world, multimem_kernel, grid, x, out, bar, n, world.device, BLOCK, **options)
     return out

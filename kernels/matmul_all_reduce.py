@@ -24,6 +24,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
+from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -162,5 +163,5 @@ def matmul_all_reduce(
         TMA=tl.constexpr(_common.aligned(a, b, out)), BLOCK_M=tl.constexpr(tiles.block_m),
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
-    matmul_all_reduce_kernel[(programs,)](work, world.device, **tiles.launch_options())
+    cooperative(world, matmul_all_reduce_kernel, (programs,), work, world.device, **tiles.launch_options())
     return out

@@ -25,6 +25,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals, zeros
+from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -186,8 +187,9 @@ def matmul_reduce_scatter(
 
     space = world.workspace((call, m, N, a.dtype, programs, tiles[:2], mode), make)
     kernel = add_kernel if mode == "add" else inbox_kernel
-    kernel[(programs,)](
-        a, b, out, space.buffer, space.counters, m, N, k, ld, world.device, _common.aligned(a, b, out),
+    cooperative(
+        world, kernel, (programs,), a, b, out, space.buffer, space.counters, m, N, k, ld, world.device,
+        _common.aligned(a, b, out),
         *tiles[:4], **tiles.launch_options(),
     )  # fmt: skip
     return out

@@ -15,6 +15,7 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.errors import ShapeError
+from pkt.runtime.launch import cooperative
 from pkt.runtime.world import World
 
 from . import _common
@@ -83,8 +84,6 @@ def reduce_scatter(
         return out
     BLOCK = _common.copy_block(out, block)
     grid = (_common.num_programs(world, triton.cdiv(out.numel(), BLOCK)),)
-    reduce_scatter_kernel[grid](
-        x, out, _common.barrier_counters(world), out.numel(), world.device, BLOCK,
-        **_common.COPY_OPTIONS,
-    )  # fmt: skip
+    bar, n = _common.barrier_counters(world), out.numel()
+    cooperative(world, reduce_scatter_kernel, grid, x, out, bar, n, world.device, BLOCK, **_common.COPY_OPTIONS)
     return out

@@ -143,8 +143,7 @@ class CudaBackend:
         self.driver.release(handle)
 
     def _map(self, peer: int, offset: int, size: int, source: int, undo: ExitStack) -> None:
-        """Map `source` (my handle, or a peer's descriptor) into `peer`'s window; the map alone keeps the peer's "
-        "memory."""
+        """Map `source` (my handle, or a peer's descriptor) into `peer`'s window; the map alone keeps the memory."""
         driver, address = self.driver, self._windows + peer * self.stride + offset
         handle = source if peer == self.rank else driver.import_memory(source)
         try:

@@ -53,8 +53,7 @@ def records(words: Sequence[int]) -> list[dict[str, int]]:
 
 
 def kernel_name(site: int) -> str:
-    """The kernel that `site_hash` gave `site` for, among those that are loaded; asked only when something went "
-    "wrong."""
+    """The kernel that `site_hash` gave `site` for, among those loaded; asked only when something went wrong."""
     # type(), because isinstance() asks objects that pretend to be something else, some of which warn when asked.
     kernels = (o for o in gc.get_objects() if issubclass(type(o), JITFunction)) if site else ()
     names = {kernel.__name__ for kernel in kernels}
@@ -136,11 +135,13 @@ class Watch:
 
 
 def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """kernel[grid](*args, **options), refused with GridTooLarge unless all its programs are resident at once.
+    """kernel[grid](*args, **options) behind the world's last call; GridTooLarge unless all its programs are resident.
 
-    For kernels whose programs wait for each other. The driver's own check costs nothing; the numbers are found on
-    refusal.
+    For kernels whose programs wait for each other or for peers; every operator of pkt.kernels is launched here. For
+    streams see pkt.runtime.streams. The driver's own check of the grid costs nothing; the numbers are found on refusal.
     """
+    if world.streams is not None:
+        world.streams.follow()
     try:
         return kernel[grid](*args, launch_cooperative_grid=True, **options)
     except RuntimeError as error:

@@ -51,8 +51,8 @@ class SegmentAllocator:
         return address
 
     def free(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
-        """torch gives a segment back when it likes, at another time on each rank: it stays the pool's until the "
-        "world ends."""
+        """torch gives a segment back when it likes, at another time on each rank: it stays the pool's until the world
+        ends."""
 
 
 def adopt(tensor: torch.Tensor, world: World) -> SymmetricTensor | None:

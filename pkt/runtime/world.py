@@ -12,6 +12,7 @@ from pkt.errors import Closed, ShapeError, Unsupported, size_text
 from pkt.runtime import wire
 from pkt.runtime.backend import Backend
 from pkt.runtime.heap import SymmetricHeap, heap_bytes
+from pkt.runtime.streams import OneInFlight
 
 if TYPE_CHECKING:
     from pkt.language.world import DeviceWorld
@@ -54,6 +55,7 @@ class World:
         self._heap.world = self
         self.rank, self.size = backend.rank, backend.size
         self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
+        self.streams = OneInFlight(backend.torch_device) if backend.torch_device.type == "cuda" else None
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""

@@ -140,7 +140,7 @@ def test_a_grid_that_cannot_be_resident(monkeypatch):
             return "compiled"
 
     class FakeWorld:
-        rank, num_sms = 2, 132
+        rank, num_sms, streams = 2, 132, None
 
     monkeypatch.setattr(launch, "resident_per_sm", lambda compiled: {"compiled": 1}[compiled])
     with pytest.raises(GridTooLarge, match=r"rank 2: persistent: grid 264 > 132 resident programs \(132 SMs x 1\)"):

@@ -208,22 +208,18 @@ def skewed(world: Any, name: str, count: int) -> None:
     program.check(count)
 
 
-def two_streams(world: Any, count: int) -> None:
-    """Two programs with counters of their own, each on its stream, neither waiting for the other."""
-    programs = [Exchange(world, 8), Barriers(world, 8)]
-    if world.torch_device.type == "cuda":
-        streams = [torch.cuda.Stream(world.torch_device) for _ in programs]
-        chance = random.Random(world.rank)
-        torch.cuda.synchronize()
-        for _ in range(count):
-            for stream, program in zip(streams, programs):
-                with torch.cuda.stream(stream):
-                    if chance.random() < 0.3:
-                        torch.cuda._sleep(chance.randrange(200_000))
-                    program.launch()
-    else:
-        for _ in range(count):
-            for program in programs:
+def two_streams(world: Any, count: int, operators: bool = False) -> None:
+    """Two programs, each on its stream: with counters of their own, neither waiting for the other; or of operators,
+    which share theirs and are kept in order."""
+    programs = [Collectives(world), Collectives(world, 5)] if operators else [Exchange(world, 8), Barriers(world, 8)]
+    gpu, chance = world.torch_device.type == "cuda", random.Random(world.rank)
+    world.synchronize()
+    streams = [torch.cuda.Stream(world.torch_device) if gpu else None for _ in programs]
+    for _ in range(count):
+        for stream, program in zip(streams, programs):
+            with torch.cuda.stream(stream):  # None changes nothing
+                if gpu and chance.random() < 0.3:
+                    torch.cuda._sleep(chance.randrange(200_000))
                 program.launch()
     for program in programs:
         program.check(count)
@@ -232,5 +228,6 @@ def two_streams(world: Any, count: int) -> None:
 CASES: dict[str, Callable[[Any], Any]] = {
     **{f"{name} replayed": lambda world, name=name: replays(world, name, 3, eager_every=2) for name in PROGRAMS},
     "two streams": lambda world: two_streams(world, 3),
+    "operators on two streams": lambda world: two_streams(world, 3, operators=True),
 }
 """Small runs of each, for the simulator."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import WaitTimeout
+from pkt.errors import GridTooLarge, WaitTimeout
 from pkt.language.world import STATUS_ABORT, STATUS_DEADLINE, STATUS_FIRST_RECORD, STATUS_RECORDS
 
 PROGRAMS = 4
@@ -107,11 +108,16 @@ def wide_kernel(flags, world):
     pl.grid_barrier(flags, world)
 
 
-def too_wide(world: Any) -> None:
-    """One program more than fit: 32 warps a program are two on an SM."""
-    from pkt.runtime.launch import cooperative
+def too_wide(world: Any) -> int:
+    """As many programs as fit, then one more; returns how many fit on an SM."""
+    from pkt.runtime.launch import cooperative, resident_per_sm
 
-    flags = pkt.signals(1)
-    cooperative(world, wide_kernel, (2 * world.num_sms,), flags, world.device, num_warps=32)
+    flags, device = pkt.signals(1), world.device
+    compiled = wide_kernel.warmup(flags, device, grid=(1,), num_warps=32, launch_cooperative_grid=True)
+    most = resident_per_sm(compiled) * world.num_sms
+    cooperative(world, wide_kernel, (most,), flags, device, num_warps=32)
     world.synchronize()
-    cooperative(world, wide_kernel, (2 * world.num_sms + 1,), flags, world.device, num_warps=32)
+    with pytest.raises(GridTooLarge, match=str(most + 1)):
+        cooperative(world, wide_kernel, (most + 1,), flags, device, num_warps=32)
+    world.synchronize()  # nothing was launched
+    return most // world.num_sms

@@ -23,5 +23,6 @@ def test_skewed_ranks(name: str, ranks: int) -> None:
 
 
 @on_ranks(2, 3, 4)
-def test_two_streams(ranks: int) -> None:
-    launch(two_streams, ranks, LAUNCHES)
+@pytest.mark.parametrize("operators", [False, True])
+def test_two_streams(operators: bool, ranks: int) -> None:
+    launch(two_streams, ranks, LAUNCHES, operators)

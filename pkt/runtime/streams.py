@@ -40,6 +40,8 @@ class OneInFlight:
     def _change(self) -> None:
         here = self._cuda.current_stream(self._device)
         capturing = self._capturing(here)
+        if self._captured is not None and not self._capturing(self._captured):
+            self._captured = None  # that capture has ended
         for before in (self._eager, self._captured):
             # Work outside a capture cannot be waited for inside, nor the reverse; what is captured runs later, and
             # torch.cuda.graph waits for everything before it begins.
@@ -48,7 +50,7 @@ class OneInFlight:
         if capturing:
             self._last, self._captured = -1, here
         else:
-            self._last, self._eager, self._captured = here.cuda_stream, here, None
+            self._last, self._eager = here.cuda_stream, here
 
     def _capturing(self, stream: Any) -> bool:
         if not stream.cuda_stream:  # the legacy stream cannot be captured, and may not even be asked during a capture

@@ -1,0 +1,239 @@
+"""Two streams, one world: its operators run one after the other, in the order of the calls, on every stream."""
+
+import ast
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import pkt
+from pkt.runtime import launch
+from pkt.runtime.streams import OneInFlight
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+
+
+class Stream:
+    """What has surely happened before whatever is put on it next: numbers of calls."""
+
+    def __init__(self, number):
+        self.cuda_stream = number
+        self.before = set()
+        self.capture = None
+
+    def wait_stream(self, other):
+        # What CUDA refuses: cudaErrorStreamCaptureIsolation, cudaErrorStreamCaptureMerge.
+        assert other.capture == self.capture, "an edge from one graph to another, or in or out of one"
+        Cuda.waits += 1
+        self.before |= other.before
+
+
+class Cuda:
+    """As much of torch.cuda as OneInFlight asks for. `asked` counts the questions beyond which stream is current."""
+
+    waits = asked = 0
+
+    def __init__(self, streams=4):
+        self.streams = [Stream(16 * i) for i in range(streams)]
+        self.now = self.streams[0]
+        Cuda.waits = 0
+
+    def current_stream(self, device):
+        assert device == 3
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def is_current_stream_capturing(self):
+        self.asked += 1
+        assert self.now.cuda_stream, "cudaErrorStreamCaptureImplicit"
+        return self.now.capture is not None
+
+
+def guard(cuda):
+    return OneInFlight(torch.device("cuda", 3), cuda)
+
+
+def test_one_stream_costs_a_comparison():
+    cuda = Cuda()
+    order = guard(cuda)
+    order.follow()
+    asked = cuda.asked
+    for _ in range(100):
+        order.follow()
+    assert (cuda.asked, Cuda.waits) == (asked, 0)
+
+
+def test_another_stream_waits_for_the_last_and_only_once():
+    cuda = Cuda()
+    order = guard(cuda)
+    order.follow()
+    cuda.now = cuda.streams[1]
+    order.follow()
+    order.follow()
+    assert Cuda.waits == 1
+
+
+# ("use", stream), ("begin", stream): capture into a graph, ("fork", stream): that stream joins it, ("end", 0)
+STEPS = st.lists(st.tuples(st.sampled_from(["use", "use", "use", "begin", "fork", "end"]), st.integers(0, 3)))
+
+
+@settings(max_examples=500)
+@given(STEPS)
+@example([("use", 1), ("begin", 1), ("fork", 2), ("use", 2), ("use", 1)])
+def test_every_call_comes_after_the_one_before_in_its_graph_or_outside(steps):
+    """Whatever streams are used and captured: no two calls are free to run at once, no edge is one CUDA refuses."""
+    cuda = Cuda()
+    order = guard(cuda)
+    graphs, calls, graph, apart = 0, {None: set()}, None, set()
+    for number, (step, index) in enumerate(steps):
+        stream = cuda.streams[index]
+        if step in ("begin", "fork") and not stream.cuda_stream:
+            continue  # the legacy stream cannot be captured
+        if step == "begin" and graph is None:
+            graphs += 1
+            graph = graphs
+            calls[graph], apart = set(), set()
+            for other in cuda.streams:  # torch synchronises the device before it captures
+                other.before |= calls[None]
+            root, stream.capture, stream.outside = stream, graph, stream.before
+            stream.before = set()
+        elif step == "fork" and graph is not None and stream.capture is None and stream not in apart:
+            stream.capture, stream.outside, stream.before = graph, stream.before, set(root.before)
+        elif step == "end" and graph is not None:
+            for other in cuda.streams:
+                if other.capture is not None:
+                    other.capture, other.before = None, other.outside
+            graph = None
+        elif step == "use":
+            cuda.now = stream
+            order.follow()
+            assert calls[stream.capture] <= stream.before
+            stream.before.add(number)
+            calls[stream.capture].add(number)
+            if graph is not None and stream.capture is None:
+                apart.add(stream)  # called beside the capture, then drawn into it: the one thing that is not ordered
+
+
+def test_cooperative_orders_before_it_launches():
+    said = []
+
+    class Streams:
+        def follow(self):
+            said.append("order")
+
+    class World:
+        streams = Streams()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: said.append((grid, args, options))
+
+    launch.cooperative(World, Kernel(), (5,), 1, num_warps=8)
+    assert said == ["order", ((5,), (1,), {"num_warps": 8, "launch_cooperative_grid": True})]
+    World.streams = None  # a world on the CPU
+    launch.cooperative(World, Kernel(), (5,), 1)
+    assert len(said) == 3
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_every_operator_launches_through_cooperative(path):
+    """None with kernel[grid](...): it would neither be ordered nor refused."""
+    tree = ast.parse(path.read_text())
+    jitted = {
+        f.name for f in tree.body if isinstance(f, ast.FunctionDef) and "jit" in map(_last_name, f.decorator_list)
+    }
+    wrappers = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name not in jitted]
+    calls = [node for f in wrappers for node in ast.walk(f) if isinstance(node, ast.Call)]
+    assert not [ast.unparse(c) for c in calls if isinstance(c.func, ast.Subscript)]
+    assert not jitted or any(_last_name(c.func) == "cooperative" for c in calls), "launches nothing?"
+
+
+def _last_name(node):
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+# ------------------------------------------------------------------------------------------------------------ on GPUs
+def two_streams(world, rounds, size):
+    """Operators on two streams in turn with nothing in between; each stream's own data. Results of every round."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    xs = [pkt.zeros(n, name=f"x{i}") for i, n in enumerate((size, 3 * size + 1))]
+    sums = [torch.zeros(rounds, 2, device=world.torch_device) for _ in xs]
+    for s in streams:
+        s.wait_stream(torch.cuda.current_stream())
+    for i in range(rounds):
+        for j, (stream, x) in enumerate(zip(streams, xs)):
+            with torch.cuda.stream(stream):
+                x.fill_(i + j + world.rank)
+                if j == i % 2:
+                    torch.cuda._sleep(20_000 * (1 + (i + world.rank) % 3))  # ranks and streams drift apart
+                pkt.all_reduce(x, mode=("one_shot", "two_shot")[i % 3 == 0])
+                sums[j][i, 0], sums[j][i, 1] = x.min(), x.max()
+    world.synchronize()
+    ranks = sum(range(world.size))
+    for j, found in enumerate(sums):
+        wanted = torch.arange(rounds, device=found.device) * world.size + j * world.size + ranks
+        assert found[:, 0].eq(wanted).all(), f"stream {j}: too small from round {found[:, 0].ne(wanted).nonzero()[0]}"
+        assert found[:, 1].eq(wanted).all(), f"stream {j}: too large from round {found[:, 1].ne(wanted).nonzero()[0]}"
+    return rounds
+
+
+def captured_fork(world, replays):
+    """A graph that forks: two operators on two streams of one capture, replayed."""
+    x, y = pkt.zeros(5000, name="x"), pkt.zeros(70_000, name="y")
+    for tensor in (x, y):
+        pkt.all_reduce(tensor)  # compiled and agreed
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        x.fill_(world.rank + 1)
+        pkt.all_reduce(x)
+        with torch.cuda.stream(side):
+            y.fill_(world.rank + 2)
+            pkt.all_reduce(y)
+        main.wait_stream(side)
+    for i in range(replays):
+        graph.replay()
+        if i % 3 == 0:
+            pkt.all_reduce(y.fill_(1))
+            assert y.eq(world.size).all()
+    world.synchronize()
+    total = sum(range(world.size)) + world.size
+    graph.replay()
+    return bool(x.eq(total).all()), bool(y.eq(total + world.size).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_two_streams_on_gpus(count):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    for size in (1000, 1 << 20):
+        assert pkt.launch(two_streams, count, "cuda", (300, size), multicast=False, timeout=20) == [300] * count
+    assert pkt.launch(captured_fork, count, "cuda", (1000,), multicast=False, timeout=20) == [(True, True)] * count
+
+
+@pytest.mark.gpu
+def test_what_the_order_costs_on_gpus():
+    def main(world):
+        import time
+
+        follow, rounds = world.streams.follow, 100_000
+        follow()
+        start = time.perf_counter()
+        for _ in range(rounds):
+            follow()
+        return (time.perf_counter() - start) / rounds * 1e6
+
+    (us,) = pkt.launch(main, 1, "cuda", multicast=False, timeout=20)
+    print(f"order of streams: {us:.2f} us a launch")
+    assert us < 2

@@ -275,17 +275,17 @@ def proxy_fence(world, _semantic=None):
 
 
 @primitive
-def drain(world, _semantic=None):
+def drain(world, pending=0, _semantic=None):
     """This thread's TMA stores have been performed, not only read from shared memory, and are, with its stores
     through the multicast window, ordered before what it does next: `cp.async.bulk.wait_group 0` and the proxy fences.
     The part of a signal that may be lost in compilation, so it carries the marker. world=None: as if
-    `world.multicast`."""
+    `world.multicast`. pending: newest TMA stores (commit groups) of this thread that need not have been performed."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.drain()
     lines = [SIGNAL_MARKER]
     if capability(_semantic) >= 90:
-        lines.append("cp.async.bulk.wait_group 0;")
+        lines.append(f"cp.async.bulk.wait_group {pending};")
     lines.append(_proxy_fences(world, _semantic))
     lines.append("mov.b32 $0, 0;")
     _asm("\n".join(line for line in lines if line), "=r", [], core.int32, _semantic)
@@ -305,6 +305,15 @@ def cta_barrier(_semantic=None):
     """`bar.sync` of the program's threads; in a Gluon partition, of the partition's. `tl.debug_barrier` under a name
     that Gluon's module has too."""
     core.debug_barrier(_semantic=_semantic)
+    return None
+
+
+@primitive
+def pause(nanoseconds, _semantic=None):
+    """`nanosleep`: this thread does nothing for about so long, int32; not a synchronisation. Nothing when simulated."""
+    if simulator(_semantic) is None:
+        time = core.cast(_semantic.to_tensor(nanoseconds), core.int32, _semantic=_semantic)
+        _asm("nanosleep.u32 $1; mov.b32 $0, 0;", "=r,r", [time], core.int32, _semantic)
     return None
 
 

@@ -1,0 +1,186 @@
+"""What the Gluon forms of the fused matmuls share: a product in specialised warps, with the tiles' way out left open.
+
+A program has a loader warp, eight consumer warps (two warpgroups), a storer warp and, where an operator needs it, a
+communicator warp, all running at once. Loader and consumers share a ring of STAGES slots of BLOCK_K columns of A and
+BLOCK_K rows of B. At the end of a tile the ring lends two slots more: each takes half of the finished tile, which the
+storer sends where it belongs and then gives the slot back. So the tensor cores have all of shared memory for loading,
+and no buffer is kept for a tile that is ready only once in a while.
+
+Written for Triton 3.6 (`check`): later versions renamed parts of Gluon.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from pkt.errors import ShapeError, Unsupported
+from pkt.runtime.world import World
+
+from . import _common
+
+MAX_PEERS = 7
+"""Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
+CONSUMER_WARPS = 8
+SHARED = 232448
+"""Bytes of shared memory that a program may have on sm_90."""
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@builtin
+def tma_reduce_add(desc, coord, src, _semantic=None):
+    """The block in shared memory is added to memory, element by element, in the dtype of both: `cp.reduce.async.bulk`.
+
+    Completes as a TMA store does. Gluon 3.6 has the operation but no name for it.
+    """
+    from triton._C.libtriton import ir
+
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+# -------------------------------------------------------------------------------------------------------- device
+@gluon.jit
+def first_tile():
+    """Where a program begins to count tiles: the first ids get one tile less, where there are not enough for all."""
+    return gl.num_programs(0) - 1 - gl.program_id(0)
+
+
+@gluon.jit
+def grouped(t, num_m, num_n, GROUP: gl.constexpr):
+    """`pkt.language.order.supergroup`."""
+    tiles = GROUP * num_n
+    first = (t // tiles) * GROUP
+    rows = gl.minimum(num_m - first, GROUP)
+    return first + (t % tiles) % rows, (t % tiles) // rows
+
+
+@gluon.jit
+def acquire(it, empty, STAGES: gl.constexpr):
+    """The slot that step `it` of the ring fills next, once it is free."""
+    slot = it % STAGES
+    mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
+    return slot
+
+
+@gluon.jit
+def half(b_ring, slot, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """A slot's part for B, seen as the half of a tile that it was lent for."""
+    return b_ring.index(slot)._reinterpret(b_ring.dtype, [BLOCK_M, BLOCK_N // 2], LAYOUT)
+
+
+@gluon.jit
+def store_half(
+    part, it, b_ring, full, LAYOUT: gl.constexpr, ADD: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Put half a tile, fp32, into the slot lent at step `it`; with ADD add to it what the loader has put there."""
+    slot = it % STAGES
+    mbarrier.wait(full.index(slot), (it // STAGES) & 1)
+    where = half(b_ring, slot, BLOCK_M, BLOCK_N, LAYOUT)
+    if ADD:
+        part += where.load(part.type.layout).to(gl.float32)
+    where.store(part.to(b_ring.dtype))
+
+
+@gluon.jit
+def consume(
+    it, steps, a_ring, b_ring, full, empty,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The product of `steps` slots of the ring from step `it` on: its two halves of columns, fp32. One product is in
+    flight while the next begins; a slot is free when the one after it has begun."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+    for k in range(steps):
+        slot = it % STAGES
+        mbarrier.wait(full.index(slot), (it // STAGES) & 1)
+        acc = warpgroup_mma(a_ring.index(slot), b_ring.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        if k > 0:
+            mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
+        it += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
+    HALF: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N // 2, 16]
+    )
+    left, right = acc.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute(0, 2, 1).split()
+    return gl.convert_layout(left, HALF), gl.convert_layout(right, HALF)
+
+
+@gluon.jit
+def hand_over(j, ready, taken):
+    """Tell the storer that the halves of this program's j-th tile are in their slots."""
+    fence_async_shared()
+    # Not before it has seen the tile before: a barrier's phase is one bit.
+    mbarrier.wait(taken, (j & 1) ^ 1)
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def take_over(j, ready, taken):
+    """The storer's side of `hand_over`."""
+    mbarrier.wait(ready, j & 1)
+    mbarrier.arrive(taken, count=1)
+
+
+# -------------------------------------------------------------------------------------------------------- host
+class GluonTiles(NamedTuple):
+    """Tile of the output, step along K, slots of the ring, and rows of tiles that share L2."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    stages: int = 4
+    group: int = 8
+
+
+def check(call: str, world: World, *tensors: torch.Tensor) -> None:
+    """This form can run here: Unsupported says why not."""
+    if torch.device(world.torch_device).type != "cuda":
+        raise Unsupported.here(
+            f"{call}(schedule='gluon')", "found the simulator", "wanted a GPU: Gluon is compiled only"
+        )
+    if world.size - 1 > MAX_PEERS:
+        raise Unsupported.here(
+            f"{call}(schedule='gluon')", f"found {world.size} ranks", f"wanted at most {MAX_PEERS + 1}"
+        )
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise Unsupported.here(f"{call}(schedule='gluon')", f"found {tensor.dtype}", "wanted bfloat16 or float16")
+    if not _common.aligned(*tensors):
+        wanted = "rows that begin at multiples of 16 bytes, as TMA needs; the plain schedules take any"
+        raise ShapeError.argument(call, "operands", [tuple(t.shape) for t in tensors], wanted, world.rank)
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version != (3, 6):
+        raise Unsupported.here(f"{call}(schedule='gluon')", f"found Triton {triton.__version__}", "wanted Triton 3.6")
+
+
+def layout(dtype: torch.dtype, *block: int) -> Any:
+    """The shared layout of a TMA block."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])
+
+
+def descriptor(
+    tensor: torch.Tensor, block: tuple[int, ...], shape: tuple[int, ...] | None = None, inner: int = 0
+) -> TensorDescriptor:
+    """A TMA descriptor of `tensor` (contiguous); `shape`: fewer columns than it has, which are cut; `inner`: columns of
+    the swizzled rows in shared memory, the block's own where 0."""
+    swizzle = layout(tensor.dtype, *block) if not inner else layout(tensor.dtype, *block[:-1], inner)
+    return TensorDescriptor(tensor, list(shape or tensor.shape), list(tensor.stride()), list(block), swizzle)

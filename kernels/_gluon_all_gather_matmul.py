@@ -1,0 +1,412 @@
+"""All-gather + matmul in one Gluon kernel: A is pushed by a warp of its own, beside the tensor cores.
+
+As push in all_gather_matmul, with three differences. The pushing is done by one warp of each of the first `num_comm`
+programs, through small buffers of its own, by TMA: one load, then a store to each peer; no SM is given away. A row
+block is signalled in chunks of CHUNK columns, and the loader waits chunk by chunk, so a tile begins when its first
+columns are here. And the order of pushing follows the order of computing: push_rows row blocks at a time, chunk by
+chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+import pkt.language as pl
+from pkt.errors import ShapeError
+from pkt.language import ptx
+from pkt.runtime.factories import empty, signals
+from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from . import _common
+from ._gluon import (
+    CONSUMER_WARPS,
+    MAX_PEERS,
+    SHARED,
+    GluonTiles,
+    acquire,
+    check,
+    consume,
+    descriptor,
+    first_tile,
+    grouped,
+    hand_over,
+    layout,
+    store_half,
+    take_over,
+)
+
+CALL = "all_gather_matmul"
+
+
+# -------------------------------------------------------------------------------------------------------- order
+@gluon.jit
+def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr, push_rows):
+    """Tile t: (source, row block, column). The own shard first; then, push_rows row blocks of every peer at a time, in
+    the order in which they are pushed, column by column."""
+    own = t < num_m * num_n
+    own_i, own_j = grouped(gl.minimum(t, num_m * num_n - 1), num_m, num_n, GROUP)
+    others: gl.constexpr = max(SIZE - 1, 1)
+    q = gl.maximum(t - num_m * num_n, 0)
+    tiles = others * num_n * push_rows
+    first = (q // tiles) * push_rows
+    cells = gl.minimum(num_m - first, push_rows) * others
+    cell = (q % tiles) % cells
+    source = gl.where(own, rank, (rank + 1 + cell % others) % SIZE)
+    i = gl.where(own, own_i, first + cell // others)
+    j = gl.where(own, own_j, (q % tiles) // cells)
+    return source, i, j, own
+
+
+@gluon.jit
+def _task(t, num_m, num_tasks_k, PER_CHUNK: gl.constexpr, UNITS_M: gl.constexpr, push_rows):
+    """Task t of pushing: (row block, rows within it in units, column in tasks). push_rows row blocks at a time; of
+    those chunk by chunk; of a chunk row by row."""
+    first = (t // (push_rows * UNITS_M * num_tasks_k)) * push_rows
+    rows = gl.minimum(num_m - first, push_rows) * UNITS_M
+    t = t % (push_rows * UNITS_M * num_tasks_k)
+    chunk = t // (rows * PER_CHUNK)
+    t = t % (rows * PER_CHUNK)
+    width = gl.minimum(num_tasks_k - chunk * PER_CHUNK, PER_CHUNK)
+    row = t // width
+    return first + row // UNITS_M, row % UNITS_M, chunk * PER_CHUNK + t % width
+
+
+# ------------------------------------------------------------------------------------------------------- warps
+@gluon.jit
+def _load(
+    a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    UNITS_M: gl.constexpr, TASK: gl.constexpr, CHUNK: gl.constexpr, push_rows,
+):  # fmt: skip
+    num_m = gl.cdiv(m, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    chunks = gl.cdiv(K, CHUNK)
+    rank = gl.cast(world.rank, gl.int32)
+    it = 0
+    for t in range(first_tile(), world.size * num_m * num_n, gl.num_programs(0)):
+        source, i, j, own = _tile(t, rank, num_m, num_n, world.size, GROUP, push_rows)
+        row = (((epoch & 1) * world.size + source) * num_m + i) * BLOCK_M
+        for chunk in range(chunks):
+            start = chunk * CHUNK
+            end = gl.minimum(start + CHUNK, K)
+            if not own:
+                arrivals = gl.cdiv(end - start, TASK) * UNITS_M
+                pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch * arrivals, world)
+            for k in range(start, end, BLOCK_K):
+                slot = acquire(it, empty, STAGES)
+                mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+                if own:
+                    tma.async_copy_global_to_shared(a, [i * BLOCK_M, k], full.index(slot), a_ring.index(slot))
+                else:
+                    tma.async_copy_global_to_shared(inbox, [row, k], full.index(slot), a_ring.index(slot))
+                tma.async_copy_global_to_shared(b, [k, j * BLOCK_N], full.index(slot), b_ring.index(slot))
+                it += 1
+        for _h in gl.static_range(2):  # lent for the finished tile
+            slot = acquire(it, empty, STAGES)
+            mbarrier.arrive(full.index(slot), count=1)
+            it += 1
+
+
+@gluon.jit
+def _compute(
+    a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, SIZE: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    tiles = SIZE * gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+    steps = gl.cdiv(K, BLOCK_K)
+    it = 0
+    j = 0
+    for _t in range(first_tile(), tiles, gl.num_programs(0)):
+        left, right = consume(it, steps, a_ring, b_ring, full, empty, BLOCK_M, BLOCK_N, STAGES, WARPS)
+        it += steps
+        store_half(left, it, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
+        store_half(right, it + 1, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
+        hand_over(j, tile_ready, tile_taken)
+        it += 2
+        j += 1
+
+
+@gluon.jit
+def _store(
+    c, b_ring, empty, tile_ready, tile_taken, m, N, K, rank, SIZE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    push_rows,
+):  # fmt: skip
+    num_m = gl.cdiv(m, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    steps = gl.cdiv(K, BLOCK_K)
+    it = 0
+    n = 0
+    for t in range(first_tile(), SIZE * num_m * num_n, gl.num_programs(0)):
+        source, i, j, _own = _tile(t, gl.cast(rank, gl.int32), num_m, num_n, SIZE, GROUP, push_rows)
+        it += steps
+        take_over(n, tile_ready, tile_taken)
+        for h in gl.static_range(2):
+            # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
+            part = b_ring.index((it + h) % STAGES)._reinterpret(b_ring.dtype, [1, BLOCK_M, BLOCK_N // 2], c.layout)
+            tma.async_copy_shared_to_global(c, [source, i * BLOCK_M, j * BLOCK_N + h * (BLOCK_N // 2)], part)
+        tma.store_wait(0)
+        for h in gl.static_range(2):
+            mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
+        it += 2
+        n += 1
+
+
+@gluon.jit
+def _push_unit(u, first, num_comm, row0, d1, d2, d3, d4, d5, d6, d7, buffers, num_m, num_tasks_k, SIZE: gl.constexpr,
+    BLOCK_M: gl.constexpr, UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr,
+    PER_CHUNK: gl.constexpr, push_rows,
+):  # fmt: skip
+    """Unit u of this program, from its buffer to every peer."""
+    i, sub, task_k = _task(first + (u // UNITS) * num_comm, num_m, num_tasks_k, PER_CHUNK, BLOCK_M // UNIT_M, push_rows)
+    row = row0 + i * BLOCK_M + sub * UNIT_M
+    col = (task_k * UNITS + u % UNITS) * UNIT_K
+    unit = buffers.index(u % BUFFERS)
+    tma.async_copy_shared_to_global(d1, [row, col], unit)
+    if SIZE > 2:
+        tma.async_copy_shared_to_global(d2, [row, col], unit)
+    if SIZE > 3:
+        tma.async_copy_shared_to_global(d3, [row, col], unit)
+    if SIZE > 4:
+        tma.async_copy_shared_to_global(d4, [row, col], unit)
+    if SIZE > 5:
+        tma.async_copy_shared_to_global(d5, [row, col], unit)
+    if SIZE > 6:
+        tma.async_copy_shared_to_global(d6, [row, col], unit)
+    if SIZE > 7:
+        tma.async_copy_shared_to_global(d7, [row, col], unit)
+
+
+@gluon.jit
+def _load_unit(u, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
+    BLOCK_M: gl.constexpr, UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr,
+    PER_CHUNK: gl.constexpr, push_rows,
+):  # fmt: skip
+    """Unit u of this program, if there is one, from this rank's shard into its buffer."""
+    if u < mine:
+        task = first + (u // UNITS) * num_comm
+        i, sub, task_k = _task(task, num_m, num_tasks_k, PER_CHUNK, BLOCK_M // UNIT_M, push_rows)
+        row = i * BLOCK_M + sub * UNIT_M
+        col = (task_k * UNITS + u % UNITS) * UNIT_K
+        mbarrier.expect(bars.index(u % BUFFERS), UNIT_M * UNIT_K * 2)
+        tma.async_copy_global_to_shared(x, [row, col], bars.index(u % BUFFERS), buffers.index(u % BUFFERS))
+
+
+@gluon.jit
+def _push(
+    x, d1, d2, d3, d4, d5, d6, d7, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
+    BLOCK_M: gl.constexpr, UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr,
+    LAG: gl.constexpr, CHUNK: gl.constexpr, push_rows,
+):  # fmt: skip
+    """The communicator. A task is UNITS units side by side, signalled together, LAG units after its last one."""
+    SIZE: gl.constexpr = world.size
+    PEERS: gl.constexpr = SIZE - 1
+    PER_CHUNK: gl.constexpr = CHUNK // (UNITS * UNIT_K)
+    UNITS_M: gl.constexpr = BLOCK_M // UNIT_M
+    num_m = gl.cdiv(m, BLOCK_M)
+    num_tasks_k = gl.cdiv(K, UNITS * UNIT_K)
+    chunks = gl.cdiv(K, CHUNK)
+    rank = gl.cast(world.rank, gl.int32)
+    first = gl.program_id(0)
+    mine = gl.maximum(gl.cdiv(num_m * UNITS_M * num_tasks_k - first, num_comm), 0) * UNITS
+    mine = gl.where(first < num_comm, mine, 0)
+    row0 = ((epoch & 1) * SIZE + rank) * num_m * BLOCK_M
+    for u in gl.static_range(BUFFERS - 1):
+        _load_unit(u, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
+                   BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, PER_CHUNK, push_rows)  # fmt: skip
+    for u in range(gl.where(mine > 0, mine + LAG, 0)):
+        if u < mine:
+            mbarrier.wait(bars.index(u % BUFFERS), (u // BUFFERS) & 1)
+            _push_unit(u, first, num_comm, row0, d1, d2, d3, d4, d5, d6, d7, buffers, num_m, num_tasks_k, SIZE,
+                       BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, PER_CHUNK, push_rows)  # fmt: skip
+            tma.store_wait(PEERS)  # the buffer of the unit before has been read
+            _load_unit(u + BUFFERS - 1, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
+                       BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, PER_CHUNK, push_rows)  # fmt: skip
+        done = u - LAG
+        if done >= 0:
+            if done % UNITS == UNITS - 1:
+                if u < mine:
+                    ptx.drain(world, LAG * PEERS)
+                else:
+                    ptx.drain(world)
+                ptx.cta_barrier()
+                ptx.fence("sys")
+                i, _sub, task_k = _task(
+                    first + (done // UNITS) * num_comm, num_m, num_tasks_k, PER_CHUNK, UNITS_M, push_rows
+                )
+                counter = ready_ptr + (rank * num_m + i) * chunks + task_k // PER_CHUNK
+                for d in gl.static_range(1, SIZE):
+                    gl.atomic_add(pl.peer(counter, (rank + d) % SIZE, world), 1, sem="relaxed", scope="sys")
+        if nap > 0:
+            ptx.pause(nap)
+    tma.store_wait(0)
+
+
+# ------------------------------------------------------------------------------------------------------ kernel
+@gluon.jit(do_not_specialize=["num_comm", "nap", "push_rows"])
+def gluon_push_kernel(
+    a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
+    x,  # the same, in units
+    inbox,  # (2 * size * padded m, K) this rank's, blocks of BLOCK_M x BLOCK_K; halves by the parity of the launch
+    b,  # (K, N) this rank's
+    c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M x BLOCK_N / 2
+    d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, ..., in units; those past size - 1 are not used
+    ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts what rank r has pushed of each chunk
+    m,
+    N,
+    K,
+    num_comm,  # programs whose communicator pushes
+    nap,  # nanoseconds that it rests after each unit
+    push_rows,  # row blocks that are pushed, and computed, together
+    world,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr, LAG: gl.constexpr,
+    CHUNK: gl.constexpr, HALF: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    epoch = pl.epoch(ready_ptr, world)
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
+    buffers = gl.allocate_shared_memory(x.dtype, [BUFFERS, UNIT_M, UNIT_K], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    bars = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    tile_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tile_taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    for s in gl.static_range(BUFFERS):
+        mbarrier.init(bars.index(s), count=1)
+    mbarrier.init(tile_ready, count=1)
+    mbarrier.init(tile_taken, count=1)
+    UNITS_M: gl.constexpr = BLOCK_M // UNIT_M
+    TASK: gl.constexpr = UNITS * UNIT_K
+    if world.size > 1:
+        gl.warp_specialize(
+            [
+                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, world.size, HALF,
+                            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world,
+                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, push_rows)),
+                (_store, (c, b_ring, empty, tile_ready, tile_taken, m, N, K, world.rank, world.size,
+                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
+                (_push, (x, d1, d2, d3, d4, d5, d6, d7, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
+                         BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, LAG, CHUNK, push_rows)),
+            ],
+            [1, 1, 1],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, world.size, HALF,
+                            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world,
+                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, push_rows)),
+                (_store, (c, b_ring, empty, tile_ready, tile_taken, m, N, K, world.rank, world.size,
+                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
+            ],
+            [1, 1],
+            [REGISTERS, REGISTERS],
+        )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- host
+class PushPlan(NamedTuple):
+    """How A is pushed. unit_m x unit_k: what one TMA operation moves; units: of them side by side that are signalled
+    together; buffers: of a unit's size, in shared memory; lag: units begun before one is waited for; chunk: columns
+    that a tile waits for at a time; push_rows: row blocks pushed at a time, chunk by chunk; num_comm: programs that
+    push; nap: nanoseconds of rest after each unit, so that pushing leaves the loads of the product their way."""
+
+    num_comm: int = 132
+    unit_m: int = 64
+    unit_k: int = 64
+    units: int = 1
+    buffers: int = 2
+    lag: int = 1
+    chunk: int = 512
+    push_rows: int = 0
+    nap: int = 0
+    registers: int = 72
+
+
+class _Space(NamedTuple):
+    inbox: SymmetricTensor
+    ready: SymmetricTensor
+
+
+def check_plan(plan: PushPlan, tiles: GluonTiles, world: World) -> None:
+    """ShapeError where the parts do not fit together, or into shared memory."""
+    task = plan.units * plan.unit_k
+    used = 2 * tiles.stages * tiles.block_k * (tiles.block_m + tiles.block_n)
+    used += 2 * plan.buffers * plan.unit_m * plan.unit_k + 512
+    wrong = (
+        "unit_m that divides block_m" if tiles.block_m % plan.unit_m
+        else f"a chunk of whole tasks and steps, multiples of {task} and {tiles.block_k}"
+        if plan.chunk % task or plan.chunk % tiles.block_k
+        else "at least 2 buffers" if plan.buffers < 2
+        else "num_comm, lag at least 1" if min(plan.num_comm, plan.lag) < 1
+        else f"at most {SHARED} bytes of shared memory, not {used}" if used > SHARED
+        else "blocks of 128 x 256 or 128 x 128, steps of 64" if tiles[:3] not in ((128, 256, 64), (128, 128, 64))
+        else ""
+    )  # fmt: skip
+    if wrong:
+        raise ShapeError.argument(CALL, "plan", (plan, tiles), wrong, world.rank)
+
+
+def gluon_push(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    world: World,
+    plan: PushPlan | None = None,
+    tiles: GluonTiles | None = None,
+) -> torch.Tensor:
+    """`out` (size * m, N) = the gathered `a` (m, K) @ `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of
+    the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. Raises Unsupported,
+    ShapeError."""
+    tiles, plan = tiles or GluonTiles(), plan or PushPlan()
+    check(CALL, world, a, b, out)
+    (m, K), N, size = a.shape, b.shape[1], world.size
+    num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
+    programs = _common.num_programs(world, world.num_sms)
+    if not plan.push_rows:  # as many row blocks as the programs compute at a time
+        plan = plan._replace(push_rows=triton.cdiv(programs, num_n * max(size - 1, 1)))
+    plan = plan._replace(push_rows=min(plan.push_rows, num_m), num_comm=min(plan.num_comm, programs))
+    check_plan(plan, tiles, world)
+    rows, chunks = num_m * tiles.block_m, triton.cdiv(K, plan.chunk)
+
+    def make() -> _Space:
+        inbox = empty(2 * size * rows, K, dtype=a.dtype, name=f"{CALL}.gluon.inbox", world=world)
+        return _Space(inbox, signals(size * num_m * chunks, name=f"{CALL}.gluon.ready", world=world))
+
+    space = world.workspace((CALL, "gluon", m, N, K, a.dtype, programs, plan, tiles), make)
+    unit = (plan.unit_m, plan.unit_k)
+
+    def peers() -> list:
+        targets = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
+        described = [descriptor(target, unit) for target in targets]
+        unused = descriptor(space.inbox.plain(), unit)
+        return described + [unused] * (MAX_PEERS - len(described))
+
+    targets = world.workspace((CALL, "gluon targets", space.inbox.data_ptr(), unit), peers)
+    gluon_push_kernel[(programs,)](
+        descriptor(a, (tiles.block_m, tiles.block_k)),
+        descriptor(a, unit),
+        descriptor(space.inbox.plain(), (tiles.block_m, tiles.block_k)),
+        descriptor(b, (tiles.block_k, tiles.block_n)),
+        descriptor(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2)),
+        *targets, space.ready, m, N, K, plan.num_comm, plan.nap, plan.push_rows, world.device,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP=tiles.group,
+        UNIT_M=plan.unit_m, UNIT_K=plan.unit_k, UNITS=plan.units, BUFFERS=plan.buffers, LAG=plan.lag, CHUNK=plan.chunk,
+        HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=plan.registers,
+        num_warps=CONSUMER_WARPS, launch_cooperative_grid=True,
+    )  # fmt: skip
+    return out

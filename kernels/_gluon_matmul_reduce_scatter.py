@@ -1,0 +1,274 @@
+"""Matmul + reduce-scatter in one Gluon kernel: partial sums travel from rank to rank in a chain, tile by tile.
+
+A tile of rank o's part is stored into o's memory by rank o - 1, added to there by o - 2, ..., o + 1, each when the one
+before has said that its part has landed, and finished by o: it loads the sum into the slots lent for its own tile, adds
+its own product in fp32 and stores the result. All ranks work on the part of rank + 1 first, then of rank + 2, ..., and
+on their own last, so what a rank waits for was begun a whole part earlier.
+
+So nothing has to be zeroed, nothing is copied at the end, and the additions have an order: the same bits every time.
+They round to the dtype at every rank: off by at most about size * u * s, in the words of matmul_reduce_scatter.
+(size - 1) / size * M * N * itemsize bytes out of each rank, by TMA from a warp of its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+import pkt.language as pl
+from pkt.errors import ShapeError
+from pkt.language import ptx
+from pkt.runtime.factories import empty, signals
+from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from . import _common
+from ._gluon import (
+    CONSUMER_WARPS,
+    MAX_PEERS,
+    SHARED,
+    GluonTiles,
+    acquire,
+    check,
+    consume,
+    descriptor,
+    first_tile,
+    grouped,
+    half,
+    hand_over,
+    layout,
+    store_half,
+    take_over,
+    tma_reduce_add,
+)
+
+CALL = "matmul_reduce_scatter"
+
+
+@gluon.jit
+def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr):
+    """Tile t: (phase, owner, row block, column). Phase p is the part of rank + 1 + p; the last is my own."""
+    phase = t // (num_m * num_n)
+    i, j = grouped(t % (num_m * num_n), num_m, num_n, GROUP)
+    return phase, (rank + 1 + phase) % SIZE, i, j
+
+
+# ------------------------------------------------------------------------------------------------------- warps
+@gluon.jit
+def _load(
+    a, b, total, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    num_m = gl.cdiv(m, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    rank = gl.cast(world.rank, gl.int32)
+    it = 0
+    for t in range(first_tile(), world.size * num_m * num_n, gl.num_programs(0)):
+        phase, owner, i, j = _tile(t, rank, num_m, num_n, world.size, GROUP)
+        row = owner * m + i * BLOCK_M
+        for k in range(0, K, BLOCK_K):
+            slot = acquire(it, empty, STAGES)
+            mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_ring.index(slot))
+            tma.async_copy_global_to_shared(b, [k, j * BLOCK_N], full.index(slot), b_ring.index(slot))
+            it += 1
+        finish = (phase == world.size - 1) & (world.size > 1)
+        if finish:  # what the others have added up
+            pl.wait(ready_ptr + (rank * num_m + i) * num_n + j, epoch, world)
+        for h in gl.static_range(2):  # lent for the finished tile
+            slot = acquire(it, empty, STAGES)
+            if finish:
+                where = half(b_ring, slot, BLOCK_M, BLOCK_N, HALF)
+                at = ((epoch & 1) * num_m + i) * BLOCK_M
+                mbarrier.expect(full.index(slot), BLOCK_M * BLOCK_N)
+                tma.async_copy_global_to_shared(total, [at, j * BLOCK_N + h * (BLOCK_N // 2)], full.index(slot), where)
+            else:
+                mbarrier.arrive(full.index(slot), count=1)
+            it += 1
+
+
+@gluon.jit
+def _compute(
+    a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, SIZE: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    tiles = gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+    steps = gl.cdiv(K, BLOCK_K)
+    it = 0
+    j = 0
+    for t in range(first_tile(), SIZE * tiles, gl.num_programs(0)):
+        left, right = consume(it, steps, a_ring, b_ring, full, empty, BLOCK_M, BLOCK_N, STAGES, WARPS)
+        it += steps
+        if (t >= (SIZE - 1) * tiles) & (SIZE > 1):
+            store_half(left, it, b_ring, full, HALF, True, BLOCK_M, BLOCK_N, STAGES)
+            store_half(right, it + 1, b_ring, full, HALF, True, BLOCK_M, BLOCK_N, STAGES)
+        else:
+            store_half(left, it, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
+            store_half(right, it + 1, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
+        hand_over(j, tile_ready, tile_taken)
+        it += 2
+        j += 1
+
+
+@gluon.jit
+def _send(d1, d2, d3, d4, d5, d6, d7, phase, row, col, part, SIZE: gl.constexpr):
+    """Half a tile to its owner: the first in the chain stores, the others add."""
+    if phase == 0:
+        tma.async_copy_shared_to_global(d1, [row, col], part)
+    if SIZE > 2:
+        if phase == 1:
+            tma_reduce_add(d2, [row, col], part)
+    if SIZE > 3:
+        if phase == 2:
+            tma_reduce_add(d3, [row, col], part)
+    if SIZE > 4:
+        if phase == 3:
+            tma_reduce_add(d4, [row, col], part)
+    if SIZE > 5:
+        if phase == 4:
+            tma_reduce_add(d5, [row, col], part)
+    if SIZE > 6:
+        if phase == 5:
+            tma_reduce_add(d6, [row, col], part)
+    if SIZE > 7:
+        if phase == 6:
+            tma_reduce_add(d7, [row, col], part)
+
+
+@gluon.jit
+def _store(
+    out, d1, d2, d3, d4, d5, d6, d7, b_ring, empty, tile_ready, tile_taken, ready_ptr, m, N, K, epoch, world,
+    HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    num_m = gl.cdiv(m, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    steps = gl.cdiv(K, BLOCK_K)
+    rank = gl.cast(world.rank, gl.int32)
+    it = 0
+    n = 0
+    for t in range(first_tile(), world.size * num_m * num_n, gl.num_programs(0)):
+        phase, owner, i, j = _tile(t, rank, num_m, num_n, world.size, GROUP)
+        counter = ready_ptr + (owner * num_m + i) * num_n + j
+        row = ((epoch & 1) * num_m + i) * BLOCK_M
+        mine = phase == world.size - 1
+        it += steps
+        take_over(n, tile_ready, tile_taken)
+        if (phase > 0) & (not mine):
+            pl.wait(counter, epoch, world)  # before adding: what the rank before me put there has landed
+        for h in gl.static_range(2):
+            col = j * BLOCK_N + h * (BLOCK_N // 2)
+            part = half(b_ring, (it + h) % STAGES, BLOCK_M, BLOCK_N, HALF)
+            if mine:
+                tma.async_copy_shared_to_global(out, [i * BLOCK_M, col], part)
+            elif world.size > 1:
+                _send(d1, d2, d3, d4, d5, d6, d7, phase, row, col, part, world.size)
+        tma.store_wait(0)
+        for h in gl.static_range(2):
+            mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
+        if not mine:
+            # publish: to the next in the chain, who is at last the owner
+            ptx.drain(world)
+            ptx.cta_barrier()
+            ptx.fence("sys")
+            next_rank = (rank + world.size - 1) % world.size
+            gl.atomic_add(pl.peer(counter, next_rank, world), 1, sem="relaxed", scope="sys")
+        it += 2
+        n += 1
+
+
+# ------------------------------------------------------------------------------------------------------ kernel
+@gluon.jit
+def gluon_chain_kernel(
+    a,  # (size * m, K) this rank's, blocks of BLOCK_M x BLOCK_K
+    b,  # (K, N) this rank's, blocks of BLOCK_K x BLOCK_N
+    total,  # (2 * padded m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2; halves by the parity of the launch
+    out,  # (m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2
+    d1, d2, d3, d4, d5, d6, d7,  # the totals of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
+    ready_ptr,  # int32 (size, tiles) on every rank; rank + 1 signals [o, t] when its part of tile t is in o's total
+    m,
+    N,
+    K,
+    world,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    HALF: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    epoch = pl.epoch(ready_ptr, world)
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tile_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tile_taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    mbarrier.init(tile_ready, count=1)
+    mbarrier.init(tile_taken, count=1)
+    gl.warp_specialize(
+        [
+            (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, world.size, HALF,
+                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (_load, (a, b, total, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world, HALF,
+                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+            (_store, (out, d1, d2, d3, d4, d5, d6, d7, b_ring, empty, tile_ready, tile_taken, ready_ptr, m, N, K, epoch,
+                      world, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+        ],
+        [1, 1],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- host
+class _Space(NamedTuple):
+    total: SymmetricTensor
+    ready: SymmetricTensor
+
+
+def gluon_chain(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, world: World, tiles: GluonTiles | None = None
+) -> torch.Tensor:
+    """`out` (m, N) = my rows of the sum over ranks of `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose
+    checks of the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. Raises
+    Unsupported, ShapeError."""
+    tiles = tiles or GluonTiles()
+    check(CALL, world, a, b, out)
+    (M, K), N, size = a.shape, b.shape[1], world.size
+    m = M // size
+    if tiles[:3] not in ((128, 256, 64), (128, 128, 64)):
+        wanted = "blocks of 128 x 256 or 128 x 128, steps of 64"
+        raise ShapeError.argument(CALL, "tiles", tuple(tiles), wanted, world.rank)
+    used = 2 * tiles.stages * tiles.block_k * (tiles.block_m + tiles.block_n) + 512
+    if used > SHARED or tiles.stages < 3:
+        wanted = f"at least 3 stages in {SHARED} bytes of shared memory"
+        raise ShapeError.argument(CALL, "tiles", tuple(tiles), wanted, world.rank)
+    num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
+    programs = _common.num_programs(world, size * num_m * num_n)
+
+    def make() -> _Space:
+        total = empty(2 * num_m * tiles.block_m, N, dtype=a.dtype, name=f"{CALL}.gluon.total", world=world)
+        return _Space(total, signals(size * num_m * num_n, name=f"{CALL}.gluon.ready", world=world))
+
+    space = world.workspace((CALL, "gluon", m, N, a.dtype, programs, tiles[:2]), make)
+    part = (tiles.block_m, tiles.block_n // 2)
+
+    def owners() -> list:
+        described = [descriptor(space.total.peer((world.rank + d) % size), part) for d in range(1, size)]
+        return described + [descriptor(space.total.plain(), part)] * (MAX_PEERS + 1 - len(described))
+
+    targets = world.workspace((CALL, "gluon owners", space.total.data_ptr(), part), owners)
+    gluon_chain_kernel[(programs,)](
+        descriptor(a, (tiles.block_m, tiles.block_k)),
+        descriptor(b, (tiles.block_k, tiles.block_n)),
+        targets[-1],
+        descriptor(out, part),
+        *targets[:-1], space.ready, m, N, K, world.device,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP=tiles.group,
+        HALF=layout(a.dtype, *part), REGISTERS=72, num_warps=CONSUMER_WARPS, launch_cooperative_grid=True,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,338 @@
+"""Runs Gluon kernels without a GPU or a compiler: their own source, as Python, one greenlet a partition of warps.
+
+Triton's interpreter does not know Gluon. Here the functions of a module are given other meanings of `gl`, `tma`,
+`mbarrier`, `pl` and `ptx`, and run as they stand: ranks, programs and partitions take turns in an order drawn from a
+seed. A TMA operation reads and writes at times of its own, at any moment between its issue and what waits for it; a
+product of the tensor cores reads its operands when it is waited for. So a slot used again too early, a signal before the
+data, a phase missed, or a launch that runs into the one before give a wrong result or a deadlock.
+
+Values are fp32 throughout. Not modelled: layouts, widths, proxies and fences; those are looked for in the PTX.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+from triton.runtime.jit import JITFunction
+
+
+class Stuck(AssertionError):
+    """Nothing can go on."""
+
+
+class Tile:
+    """A block of values, or an accumulator with products under way."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+        self.type = SimpleNamespace(layout="registers")
+        self.products: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def to(self, dtype: Any) -> Tile:
+        return Tile(self.data.copy())
+
+    def reshape(self, shape: list[int]) -> Tile:
+        return Tile(self.data.reshape(shape))
+
+    def permute(self, *order: int) -> Tile:
+        return Tile(self.data.transpose(order))
+
+    def split(self) -> tuple[Tile, Tile]:
+        return Tile(self.data[..., 0].copy()), Tile(self.data[..., 1].copy())
+
+    def __iadd__(self, other: Tile) -> Tile:
+        self.data = self.data + other.data
+        return self
+
+
+class Shared:
+    """Shared memory, poisoned."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+        self.dtype = "dtype"
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.data[i])
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        view = self.data.reshape(shape)
+        assert np.shares_memory(view, self.data)
+        return Shared(view)
+
+    def load(self, layout: Any) -> Tile:
+        return Tile(self.data.copy())
+
+    def store(self, tile: Tile) -> None:
+        assert tile.data.shape == self.data.shape
+        self.data[...] = tile.data
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes are here."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.phase = self.bytes = 0
+
+    def index(self, i: int) -> Barrier:  # one of one
+        return self
+
+    def step(self) -> None:
+        assert self.pending >= 0, "more arrivals than a phase has"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+
+
+class Barriers(list):
+    def index(self, i: int) -> Barrier:
+        return self[i]
+
+
+class Descriptor:
+    """A tensor in memory, and the block that a TMA operation moves: what lies outside is cut, or read as zero."""
+
+    def __init__(self, data: np.ndarray, *block: int) -> None:
+        self.data, self.block = data, block
+        self.dtype = self.layout = "of the block"
+
+    def _inside(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        assert all(x >= 0 for x in at)
+        memory, block = [], []
+        for x, size, extent in zip(at, self.block, self.data.shape):
+            n = max(0, min(size, extent - x))
+            memory.append(slice(x, x + n))
+            block.append(slice(0, n))
+        return tuple(memory), tuple(block)
+
+    def read(self, at: list[int]) -> np.ndarray:
+        memory, block = self._inside(at)
+        found = np.zeros(self.block, np.float32)
+        found[block] = self.data[memory]
+        return found
+
+    def write(self, at: list[int], values: np.ndarray, add: bool) -> None:
+        memory, block = self._inside(at)
+        if add:
+            self.data[memory] += values.reshape(self.block)[block]
+        else:
+            self.data[memory] = values.reshape(self.block)[block]
+
+
+class Pointer:
+    """Into the counters of a rank."""
+
+    def __init__(self, counters: list[np.ndarray], rank: int, offset: int = 0) -> None:
+        self.counters, self.rank, self.offset = counters, rank, offset
+
+    def __add__(self, n: int) -> Pointer:
+        return Pointer(self.counters, self.rank, self.offset + int(n))
+
+
+class Warps:
+    """A partition: where it runs and what it has under way."""
+
+    def __init__(self, machine: Machine, rank: int, program: int, run: Callable[[], Any]) -> None:
+        self.rank, self.program = rank, program
+        self.ready: Callable[[], bool] | None = None
+        self.stores: list[dict[str, bool]] = []  # commit groups, oldest first
+        self.name = ""
+        self.greenlet = greenlet(run, machine.hub)
+        self.greenlet.warps = self
+
+
+class Machine:
+    """`size` ranks with `programs` programs each. `run(launches)`: launches[rank][e]() starts launch e of a rank."""
+
+    def __init__(self, size: int, programs: int, seed: int) -> None:
+        self.size, self.programs, self.random = size, programs, random.Random(seed)
+        self.warps: list[Warps] = []
+        self.asynchronous: list[Callable[[], bool]] = []  # each returns whether it is done
+        self.hub = getcurrent()
+        self.slowness = self.random.choice((0.3, 0.8, 0.99))  # of what is asynchronous
+
+    # ---------------------------------------------------------------------------------------------- scheduling
+    def here(self) -> Warps:
+        return getcurrent().warps
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        warps = self.here()
+        if not ready() or self.random.random() < 0.3:
+            warps.ready = ready
+            self.hub.switch()
+
+    def start(self, rank: int, program: int, run: Callable[[], Any]) -> Warps:
+        warps = Warps(self, rank, program, run)
+        warps.name = getattr(run, "__name__", "")
+        self.warps.append(warps)
+        return warps
+
+    def run(self, launches: list[list[Callable[[int], Any]]]) -> None:
+        """Each launch of a rank is called with the program's index, in every program, when the one before has ended."""
+        next_launch = [0] * self.size
+        while True:
+            for rank in range(self.size):
+                if next_launch[rank] < len(launches[rank]) and not any(w.rank == rank for w in self.warps):
+                    body = launches[rank][next_launch[rank]]
+                    next_launch[rank] += 1
+                    for program in range(self.programs):
+                        self.start(rank, program, lambda body=body, program=program: body(program))
+            able = [w for w in self.warps if w.ready is None or w.ready()]
+            if not able and not self.asynchronous:
+                if not self.warps:
+                    return
+                where = sorted({(w.rank, w.program, w.name) for w in self.warps})
+                raise Stuck(f"{len(where)} partitions wait: {where[:12]}")
+            if able and (not self.asynchronous or self.random.random() < self.slowness):
+                warps = self.random.choice(able)
+                warps.ready = None
+                warps.greenlet.switch()
+                if warps.greenlet.dead:
+                    self.warps.remove(warps)
+            else:
+                operation = self.random.choice(self.asynchronous)
+                if operation():
+                    self.asynchronous.remove(operation)
+
+    # ------------------------------------------------------------------------------------------- the other meanings
+    def meanings(self) -> dict[str, Any]:
+        def static_assert(condition: bool, *why: str) -> None:
+            assert condition, why
+
+        def specialise(functions: list, warps: list[int], registers: list[int]) -> None:
+            parent = self.here()
+            children = [
+                self.start(parent.rank, parent.program, lambda f=f, args=args: f(*args)) for f, args in functions
+            ]
+            for child, (f, _) in zip(children, functions):
+                child.name = f.__name__
+            self.until(lambda: all(child.greenlet.dead for child in children))
+
+        gl = SimpleNamespace(
+            constexpr=int, int32=int, int64="barriers", float32=float, static_assert=static_assert,
+            program_id=lambda axis: self.here().program, num_programs=lambda axis: self.programs,
+            cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max, where=lambda c, a, b: a if c else b,
+            cast=lambda x, dtype: int(x), static_range=range, zeros=lambda shape, *_: Tile(np.zeros(shape, np.float32)),
+            NVMMADistributedLayout=lambda **_: None, convert_layout=lambda tile, layout: tile,
+            allocate_shared_memory=self._allocate, atomic_add=self._atomic_add, warp_specialize=specialise,
+        )  # fmt: skip
+        tma = SimpleNamespace(
+            async_copy_global_to_shared=self._load,
+            async_copy_shared_to_global=lambda d, at, part: self._store(d, at, part, False),
+            store_wait=lambda pendings: self._wait_group("read", pendings),
+        )
+        mbarrier = SimpleNamespace(
+            init=self._init, expect=self._expect, arrive=self._arrive, wait=self._wait, MBarrierLayout=lambda: None
+        )
+        pl = SimpleNamespace(
+            wait=lambda p, wanted, world: self.until(lambda: int(p.counters[p.rank][p.offset]) >= wanted),
+            peer=lambda p, rank, world: Pointer(p.counters, rank, p.offset),
+            epoch=lambda flags, world: world.launch,
+        )
+        ptx = SimpleNamespace(
+            drain=lambda world, pending=0: self._wait_group("done", pending), cta_barrier=lambda: None,
+            fence=lambda scope: None, pause=lambda ns: None,
+        )  # fmt: skip
+        return {
+            "gl": gl, "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx, "fence_async_shared": lambda: None,
+            "warpgroup_mma": self._mma, "warpgroup_mma_wait": self._mma_wait,
+            "tma_reduce_add": lambda d, at, part: self._store(d, at, part, True),
+        }  # fmt: skip
+
+    def _allocate(self, dtype: Any, shape: list[int], layout: Any) -> Any:
+        if dtype == "barriers":
+            return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
+        return Shared(np.full(shape, np.nan, np.float32))
+
+    def _atomic_add(self, p: Pointer, value: int, sem: str, scope: str) -> None:
+        assert scope == "sys"
+        p.counters[p.rank][p.offset] += value
+
+    def _init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    def _expect(self, barrier: Barrier, nbytes: int, pred: bool = True) -> None:
+        if pred:
+            barrier.bytes += nbytes
+            barrier.pending -= 1
+            barrier.step()
+
+    def _arrive(self, barrier: Barrier, count: int) -> None:
+        barrier.pending -= count
+        barrier.step()
+
+    def _wait(self, barrier: Barrier, parity: int) -> None:
+        self.until(lambda: barrier.phase & 1 != parity)
+
+    def _load(self, d: Descriptor, at: list[int], barrier: Barrier, into: Shared, pred: bool = True) -> None:
+        if not pred:
+            return
+        at = [int(x) for x in at]
+        into.data[...] = np.nan  # it may be written from now on
+
+        def land() -> bool:
+            found = d.read(at)
+            into.data[...] = found
+            barrier.bytes -= found.size * 2
+            barrier.step()
+            return True
+
+        self.asynchronous.append(land)
+
+    def _store(self, d: Descriptor, at: list[int], part: Shared, add: bool) -> None:
+        at = [int(x) for x in at]
+        group: dict[str, Any] = {"read": False, "done": False}
+        self.here().stores.append(group)
+
+        def proceed() -> bool:
+            if not group["read"]:
+                group["values"] = part.data.copy()
+                group["read"] = True
+                return False
+            d.write(at, group["values"], add)
+            group["done"] = True
+            return True
+
+        self.asynchronous.append(proceed)
+
+    def _wait_group(self, what: str, pending: int) -> None:
+        stores = self.here().stores
+        until = len(stores) - pending  # those issued before this call, and not the newest
+        self.until(lambda: all(group[what] for group in stores[: max(until, 0)]))
+
+    def _mma(self, a: Shared, b: Shared, acc: Tile, is_async: bool) -> Tile:
+        acc.products.append((a.data, b.data))
+        return acc
+
+    def _mma_wait(self, outstanding: int, deps: tuple[Tile, ...]) -> Tile:
+        (acc,) = deps
+        self.until(lambda: True)
+        while len(acc.products) > outstanding:
+            a, b = acc.products.pop(0)
+            acc.data = acc.data + a @ b
+        return acc
+
+
+def as_python(modules: list[ModuleType], machine: Machine) -> dict[str, Callable]:
+    """The jitted functions of `modules`, which may import from each other, as Python functions with those meanings."""
+    shared: dict[str, Any] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if not isinstance(value, JITFunction):
+                shared.setdefault(name, value)
+    shared |= machine.meanings()
+    for module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction):
+                # One name for one function: no two of these modules use a name for different ones.
+                key = f"{module.__name__}.{name}"
+                function = FunctionType(value.fn.__code__, shared, name, value.fn.__defaults__)
+                shared[key] = function
+                if value.fn.__module__ == module.__name__ or name not in shared:
+                    shared[name] = function
+    return shared

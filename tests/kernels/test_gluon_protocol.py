@@ -1,0 +1,145 @@
+"""The Gluon kernels' own source under many orders of events: results, deadlocks, launches that overlap."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from .gluon_machine import Descriptor, Machine, Pointer, Stuck, as_python
+
+gluon = pytest.importorskip("pkt.kernels._gluon")
+from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
+from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
+
+BM, BN, BK = 8, 8, 4  # (BN // 2) * BM = BK * BN: half a tile fits where a step of B was
+
+
+def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
+def run_push(size, m, N, K, programs, seed, launches=3, broken=None, **plan):
+    plan = {"UNIT_M": 4, "UNIT_K": 2, "UNITS": 1, "BUFFERS": 2, "LAG": 1, "CHUNK": 8, "GROUP": 2, "STAGES": 3} | plan
+    push_rows, num_comm = plan.pop("push_rows", 1), plan.pop("num_comm", programs)
+    machine = Machine(size, programs, seed)
+    functions = as_python([gluon, push], machine)
+    if broken:
+        broken(functions)
+    rng = np.random.default_rng(seed)
+    num_m, chunks = -(-m // BM), -(-K // plan["CHUNK"])
+    inbox = [np.full((2 * size * num_m * BM, K), np.nan, np.float32) for _ in range(size)]
+    counters = [np.zeros(size * num_m * chunks, np.int64) for _ in range(size)]
+    per_rank, checks = [], []
+    a = [[integers(rng, m, K) for _ in range(launches)] for _ in range(size)]
+    for rank in range(size):
+        bodies = []
+        for e in range(launches):
+            b, c = integers(rng, K, N), np.full((size, m, N), np.nan, np.float32)
+            world = SimpleNamespace(rank=rank, size=size, launch=e + 1)
+            peers = [Descriptor(inbox[(rank + d) % size], plan["UNIT_M"], plan["UNIT_K"]) for d in range(1, size)]
+            arguments = (
+                Descriptor(a[rank][e], BM, BK), Descriptor(a[rank][e], plan["UNIT_M"], plan["UNIT_K"]),
+                Descriptor(inbox[rank], BM, BK), Descriptor(b, BK, BN), Descriptor(c, 1, BM, BN // 2),
+                *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), m, N, K, num_comm, 0, push_rows, world,
+                BM, BN, BK,
+            )  # fmt: skip
+            options = {**plan, "HALF": None, "REGISTERS": 72, "num_warps": 8}
+            bodies.append(lambda p, x=arguments, o=options: functions["gluon_push_kernel"](*x, **o))
+            checks.append((c, b, e))
+        per_rank.append(bodies)
+    machine.run(per_rank)
+    for c, b, e in checks:
+        exact = np.concatenate([a[r][e] for r in range(size)]) @ b
+        np.testing.assert_array_equal(c.reshape(size * m, N), exact)
+
+
+def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3):
+    machine = Machine(size, programs, seed)
+    functions = as_python([gluon, chain], machine)
+    if broken:
+        broken(functions)
+    rng = np.random.default_rng(seed)
+    num_m, num_n = -(-m // BM), -(-N // BN)
+    totals = [np.full((2 * num_m * BM, N), np.nan, np.float32) for _ in range(size)]
+    counters = [np.zeros(size * num_m * num_n, np.int64) for _ in range(size)]
+    a = [[integers(rng, size * m, K) for _ in range(launches)] for _ in range(size)]
+    b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
+    per_rank, checks = [], []
+    for rank in range(size):
+        bodies = []
+        for e in range(launches):
+            out = np.full((m, N), np.nan, np.float32)
+            part = (BM, BN // 2)
+            owners = [Descriptor(totals[(rank + d) % size], *part) for d in range(1, size)]
+            arguments = (
+                Descriptor(a[rank][e], BM, BK), Descriptor(b[rank][e], BK, BN), Descriptor(totals[rank], *part),
+                Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank), m, N, K,
+                SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
+            )  # fmt: skip
+            options = {"STAGES": stages, "GROUP": 2, "HALF": None, "REGISTERS": 72, "num_warps": 8}
+            bodies.append(lambda p, x=arguments, o=options: functions["gluon_chain_kernel"](*x, **o))
+            checks.append((out, rank, e))
+        per_rank.append(bodies)
+    machine.run(per_rank)
+    for out, rank, e in checks:
+        exact = sum(a[r][e] @ b[r][e] for r in range(size))[rank * m : (rank + 1) * m]
+        np.testing.assert_array_equal(out, exact)
+
+
+SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]
+PLANS = [
+    {},
+    {"UNITS": 2, "BUFFERS": 3, "LAG": 2},
+    {"push_rows": 2, "num_comm": 1, "BUFFERS": 4, "LAG": 3},
+    {"UNIT_M": 8, "UNIT_K": 4, "CHUNK": 16, "STAGES": 4, "push_rows": 2},
+]
+
+
+@pytest.mark.parametrize("plan", range(len(PLANS)))
+@pytest.mark.parametrize(("size", "m", "N", "K"), SIZES)
+def test_push(plan, size, m, N, K):
+    for seed in range(3):
+        run_push(size, m, N, K, 2 + seed, seed, **PLANS[plan])
+
+
+def test_push_on_eight_ranks():
+    run_push(8, 8, 8, 8, 2, 0, launches=2)
+
+
+@pytest.mark.parametrize(("size", "m", "N", "K"), SIZES)
+@pytest.mark.parametrize("stages", [3, 4])
+def test_chain(size, m, N, K, stages):
+    for seed in range(4):
+        run_chain(size, m, N, K, 1 + seed, seed, stages=stages)
+
+
+def test_chain_on_eight_ranks():
+    run_chain(8, 8, 8, 8, 2, 0, launches=2)
+
+
+def without(name, *path):
+    """A fault: the function or attribute does nothing."""
+
+    def broken(functions):
+        if path:
+            setattr(functions[name], path[0], lambda *args, **kwargs: None)
+        else:
+            functions[name] = lambda *args, **kwargs: None
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [without("pl", "wait"), without("ptx", "drain"), without("tma", "store_wait"), without("mbarrier", "wait")],
+    ids=["wait", "drain", "store_wait", "mbarrier.wait"],
+)
+@pytest.mark.parametrize("run", [run_push, run_chain])
+def test_what_is_left_out_is_found(run, broken):
+    found = 0
+    for seed in range(6):
+        try:
+            run(3, 16, 16, 16, 2, seed, broken=broken)
+        except (AssertionError, Stuck):
+            found += 1
+    assert found

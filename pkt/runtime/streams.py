@@ -50,6 +50,8 @@ class OneInFlight:
         if capturing:
             self._last, self._captured = -1, here
         else:
+            if self._captured is None and self._eager is not None and self._capturing(self._eager):
+                self._captured = self._eager  # drawn into a capture after its last call outside, unnoticed
             self._last, self._eager = here.cuda_stream, here
 
     def _capturing(self, stream: Any) -> bool:

@@ -88,6 +88,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["use", "use", "use", "begin", "fork"
 @settings(max_examples=500)
 @given(STEPS)
 @example([("use", 1), ("begin", 1), ("fork", 2), ("use", 2), ("use", 1)])
+@example([("use", 1), ("begin", 3), ("fork", 1), ("use", 1), ("use", 0), ("use", 3)])
 def test_every_call_comes_after_the_one_before_in_its_graph_or_outside(steps):
     """Whatever streams are used and captured: no two calls are free to run at once, no edge is one CUDA refuses."""
     cuda = Cuda()

@@ -96,7 +96,9 @@ for NAME in "${STEPS[@]}"; do
     RC=$?
     cat "$STAGE/step.txt" >>"$OUT/log.txt"
     # What is printed is short; the log has everything.
-    tail -n "$([ $RC -eq 0 ] && echo 12 || echo 40)" "$STAGE/step.txt" | cut -c1-220
+    SHOWN=12
+    [ $RC -ne 0 ] || [ "$NAME" = link ] && SHOWN=45
+    tail -n $SHOWN "$STAGE/step.txt" | cut -c1-160
     echo "$NAME: status $RC, $((SECONDS - START)) s" | tee -a "$OUT/summary.txt"
     [ $RC -eq 0 ] || WORST=1
     find benchmarks/results -newer "$STAGE/site" -type f \( -name '*.json' -o -name '*.png' \) -size -16M -printf '%T@ %p\n' |

@@ -70,8 +70,8 @@ def figures(record: Record) -> list[float]:
     return [us / record.count for us in record.us]
 
 
-def rows(records: list[Record], held: bool, ranks: int = 4) -> list[_harness.Row]:
-    """The best of each mechanism and the latencies first, with their limits if `held`; then every point."""
+def rows(records: list[Record], held: bool, ranks: int = 4) -> tuple[list[_harness.Row], list[_harness.Row]]:
+    """The best of each mechanism and the latencies, with their limits if `held`; and every point of the curves."""
     best: dict[str, tuple[str, list[float]]] = {}
     points, latencies, host = [], [], {}
     for record in records:
@@ -99,7 +99,7 @@ def rows(records: list[Record], held: bool, ranks: int = 4) -> list[_harness.Row
         if ours in host and bare in host:
             added = [a - b for a, b in zip(host[ours], host[bare], strict=True)]
             latencies.append(_harness.row(f"host: {ours} over {bare}", added, "us", OVERHEAD if held else None))
-    return [*top, *latencies, *points]
+    return [*top, *latencies], points
 
 
 def _size(nbytes: float) -> str:
@@ -162,7 +162,7 @@ def main() -> int:
     records = merged(pkt.launch(measure, given.ranks, "cuda", args=(plan, given.parts), heap="4GiB", multicast=False))
     gpus = _harness.host()["gpus"]
     held = not given.quick and all("H200" in name for name in gpus)
-    table = rows(records, held, given.ranks)
+    table, points = rows(records, held, given.ranks)
     if given.quick:
         _harness.show("link, quick: not for quoting", table)
         return 0

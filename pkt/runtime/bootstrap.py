@@ -26,7 +26,7 @@ from pkt.runtime import rendezvous
 from pkt.runtime.cuda import STRIDE, CudaBackend
 from pkt.runtime.driver import CudaDriver, Driver
 from pkt.runtime.heap import heap_bytes
-from pkt.runtime.launch import Watch
+from pkt.runtime.launch import Watch, provide_scratch
 from pkt.runtime.rendezvous import Meeting
 from pkt.runtime.transport import Transport
 from pkt.runtime.world import World
@@ -133,6 +133,7 @@ def open_world(
         world = World(backend, capacity)
         backend.synchronize()  # the status page is zeroed on the current stream, the deadline written on another
         backend.attach(Watch(backend, world.heap, timeout))
+        provide_scratch()
         transport.timeout = timeout + HOST_GRACE
         world.barrier()
         return world

@@ -15,6 +15,9 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+import triton
+from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
 
 from pkt.errors import GridTooLarge, PeerLost, Waiting, WaitTimeout
@@ -114,8 +117,6 @@ class Watch:
             self._thread.join(timeout=5)
 
     def _page(self, rank: int) -> list[int]:
-        import torch
-
         return self.backend.view(rank, 0, STATUS_BYTES).view(torch.int32).tolist()
 
     def _gone(self) -> dict[int, str]:
@@ -134,6 +135,20 @@ class Watch:
                 return
 
 
+def _scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.int8, device="cuda")  # on the launch's stream; torch aligns to 512 bytes
+
+
+def provide_scratch() -> None:
+    """Let Triton take memory from torch for the descriptors that kernels make, unless the user has said otherwise.
+
+    Without, such a kernel cannot be launched. Triton keeps this by thread, and by cell of a notebook: once is not enough.
+    """
+    kept = getattr(_allocation, "_allocator", None)  # private to Triton: where it is gone, nobody is asked
+    if kept is None or isinstance(kept.get(), _allocation.NullAllocator):
+        triton.set_allocator(_scratch)
+
+
 def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """kernel[grid](*args, **options) behind the world's last call; GridTooLarge unless all its programs are resident.
 
@@ -142,6 +157,7 @@ def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **
     """
     if world.streams is not None:
         world.streams.follow()
+        provide_scratch()
     try:
         return kernel[grid](*args, launch_cooperative_grid=True, **options)
     except RuntimeError as error:

@@ -1,5 +1,6 @@
 """The status page in words, the deadline, and the watchdog that ends a spin when a peer dies."""
 
+import contextvars
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ import time
 import pytest
 import torch
 import triton
+from triton.runtime import _allocation
 
 import pkt
 from pkt.errors import GridTooLarge, PeerLost, WaitTimeout
@@ -145,3 +147,23 @@ def test_a_grid_that_cannot_be_resident(monkeypatch):
     monkeypatch.setattr(launch, "resident_per_sm", lambda compiled: {"compiled": 1}[compiled])
     with pytest.raises(GridTooLarge, match=r"rank 2: persistent: grid 264 > 132 resident programs \(132 SMs x 1\)"):
         launch.cooperative(FakeWorld, Kernel(), (132, 2), "x", BLOCK=4)
+
+
+def test_kernels_that_make_descriptors_get_memory_in_every_thread(monkeypatch):
+    """Triton keeps the allocator in a context variable; a user's own stays."""
+    seen = []
+
+    def in_new_context():
+        launch.provide_scratch()
+        seen.append(_allocation._allocator.get())
+        triton.set_allocator(print)
+        launch.provide_scratch()
+        seen.append(_allocation._allocator.get())
+
+    for _ in range(2):
+        contextvars.Context().run(in_new_context)
+    assert seen == [launch._scratch, print] * 2
+    monkeypatch.delattr(_allocation, "_allocator")
+    monkeypatch.setattr(triton, "set_allocator", seen.append)
+    launch.provide_scratch()
+    assert seen[-1] is launch._scratch

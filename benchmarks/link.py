@@ -169,7 +169,8 @@ def main() -> int:
     facts: dict[str, Any] = {
         "ranks": given.ranks,
         "plan": vars(plan),
-        "limit_gb_s": {"raw": RAW, "practical": PRACTICAL},
+        "limits_gb_s": {"raw": RAW, "practical": PRACTICAL},
+        "points": [asdict(point) for point in points],
     }
     if os.environ.get("PKT_COMMIT"):  # where the measured tree is a copy without its history
         facts["commit"] = os.environ["PKT_COMMIT"]

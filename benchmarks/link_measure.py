@@ -393,11 +393,6 @@ PARTS: dict[str, Callable[[Bench], None]] = {
 
 def measure(world: pkt.World, plan: Plan, parts: Iterable[str] = tuple(PARTS)) -> list[Record]:
     """Run the parts on this rank; its records."""
-    if world.torch_device.type == "cuda":
-        import triton
-
-        # for the descriptors that kernels make
-        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     bench = Bench(world, plan)
     world.barrier()
     for part in parts:

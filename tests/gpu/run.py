@@ -42,12 +42,6 @@ def on_device(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` for a worker process: tensors made without device= are on its GPU, and the GPU has finished at the end."""
 
     def run(world: Any, *args: Any) -> Any:
-        import triton
-
-        def allocate(size: int, alignment: int, stream: Any) -> torch.Tensor:
-            return torch.empty(size, dtype=torch.int8, device=world.torch_device)
-
-        triton.set_allocator(allocate)  # for descriptors that kernels make
         with world.torch_device:
             result = fn(world, *args)
         world.synchronize()

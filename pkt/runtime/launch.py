@@ -142,7 +142,7 @@ def _scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
 def provide_scratch() -> None:
     """Let Triton take memory from torch for the descriptors that kernels make, unless the user has said otherwise.
 
-    Without, such a kernel cannot be launched. Triton keeps this by thread, and by cell of a notebook: once is not enough.
+    Without, such a kernel cannot be launched. Triton keeps this by thread and by notebook cell: once is not enough.
     """
     kept = getattr(_allocation, "_allocator", None)  # private to Triton: where it is gone, nobody is asked
     if kept is None or isinstance(kept.get(), _allocation.NullAllocator):

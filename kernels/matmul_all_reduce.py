@@ -149,10 +149,10 @@ def matmul_all_reduce(
     programs = _common.num_programs(world, total + num_comm_sms)
 
     def make() -> _Space:
-        counters = signals(total + 2, name="matmul_all_reduce.ready", world=world)
-        if in_place:
-            return _Space(None, counters)
-        return _Space(empty(M, ld, dtype=a.dtype, name="matmul_all_reduce.sum", world=world), counters)
+        buffer = None
+        if not in_place:
+            buffer = empty(M, ld, dtype=a.dtype, name="matmul_all_reduce.sum", world=world)
+        return _Space(buffer, signals(total + 2, name="matmul_all_reduce.ready", world=world))
 
     space = world.workspace((call, M, N, a.dtype, programs, tiles[:2], in_place), make)
     counters = space.counters

@@ -3,8 +3,8 @@
 Triton's interpreter does not know Gluon. Here the functions of a module are given other meanings of `gl`, `tma`,
 `mbarrier`, `pl` and `ptx`, and run as they stand: ranks, programs and partitions take turns in an order drawn from a
 seed. A TMA operation reads and writes at times of its own, at any moment between its issue and what waits for it; a
-product of the tensor cores reads its operands when it is waited for. So a slot used again too early, a signal before the
-data, a phase missed, or a launch that runs into the one before give a wrong result or a deadlock.
+product of the tensor cores reads its operands when it is waited for. So a slot used again too early, a signal before
+the data, a phase missed, or a launch that runs into the one before give a wrong result or a deadlock.
 
 Values are fp32 throughout. Not modelled: layouts, widths, proxies and fences; those are looked for in the PTX.
 """

@@ -14,6 +14,7 @@ from triton.language.math import exp2 as imported_exp2
 
 import pkt
 from pkt.errors import RankFailed
+from pkt.simulate.interpreter import interpret
 from tests.simulate import other_module
 from tests.simulate.helpers import run, same
 
@@ -450,6 +451,7 @@ def test_closures_of_each_rank() -> None:
 
         out = torch.empty(1)
         kernel[(1,)](out)
+        assert interpret.functions[id(kernel)][0] is kernel  # which keeps the id from being given to another
         return out.item()
 
     assert pkt.launch(main, ranks=4, device="cpu") == [1.0, 11.0, 21.0, 31.0]

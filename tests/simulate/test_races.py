@@ -335,6 +335,28 @@ def test_a_write_after_several_reads(readers: int) -> None:
     assert race.second.kind in ("load", "store")
 
 
+@pytest.mark.parametrize("awaited", [0, 1])
+def test_a_reader_behind_the_last_one_is_remembered(awaited: int) -> None:
+    """In the plain order two ranks read one after the other; the writer waits for one of them, whichever came last."""
+
+    @triton.jit
+    def read_both(x, out, flags, awaited, world):
+        if world.rank < 2:
+            tl.store(out, pl.load(x, 2, world))
+            pl.signal(flags + world.rank, 2, world)
+        else:
+            pl.wait(flags + awaited, 1, world)
+            tl.store(x, 2.0)
+            pl.wait(flags + 1 - awaited, 1, world)
+
+    def main(world: Any) -> None:
+        x, out, flags = pkt.ones(4), torch.zeros(1), pkt.signals(2)
+        read_both[(1,)](x, out, flags, awaited, world.device)
+
+    race = raced(main, 3, seeds=[0])
+    assert (race.first.rank, race.first.kind, race.second.kind) == (1 - awaited, "load", "store")
+
+
 def test_atomics_do_not_race_with_each_other_but_with_stores() -> None:
     @triton.jit
     def update(x, world, STORE: tl.constexpr):

@@ -326,7 +326,7 @@ def test_fence_and_quiet_order_relaxed_flags(kind: str) -> None:
 
 def test_without_a_fence_the_message_is_stale() -> None:
     stale = failures(message_main, 2, args=("none",), races=False)
-    assert any("stale" in str(e) for e in stale.values())
+    assert sum("stale" in str(e) for e in stale.values()) >= 6  # of 50: not only by luck
     raced = failures(message_main, 2, args=("none",))
     assert any(isinstance(e, pkt.DataRace) for e in raced.values())
 
@@ -362,7 +362,7 @@ def test_quiet_waits_for_tma_stores_and_fence_does_not() -> None:
     assert failures(tiles_main, 2, args=(True,)) == {}
     assert failures(tiles_main, 2, args=(True,), races=False) == {}
     stale = failures(tiles_main, 2, args=(False,), races=False)
-    assert any("stale" in str(e) for e in stale.values())
+    assert sum("stale" in str(e) for e in stale.values()) >= 6
 
 
 # -- epochs ----------------------------------------------------------------------------------------------------------

@@ -343,10 +343,10 @@ class SimulatedDevice:
         self._commit(task, lambda p: not p.is_async)
         if not m.races:
             return
-        task.fence_clock = task.clock.copy()
         for clock in task.unacquired:
             task.clock = m.clocks.join(task.clock, clock)
         task.unacquired.clear()
+        task.fence_clock = task.clock.copy()  # with what was just acquired: the same fence passes it on
         task.clock[task.column] += 1
 
     def proxy_fence(self) -> None:

@@ -523,6 +523,35 @@ def test_order_is_transitive() -> None:
     right(main, 3)
 
 
+def test_one_fence_acquires_and_releases() -> None:
+    """The same chain by relaxed atomics: the fence in the middle takes over what 0 published and passes it on to 2."""
+
+    @triton.jit
+    def fenced_chain(x, out, flag, world, MIDDLE: tl.constexpr):
+        if world.rank == 0:
+            pl.store(x, 9, 2, world)
+            pl.fence()
+            pl.atomic_xchg(flag, 1, 1, world, sem="relaxed")
+        else:
+            while pl.atomic_or(flag, 0, world.rank, world, sem="relaxed") != 1:
+                pass
+            if world.rank == 1:
+                if MIDDLE:
+                    pl.fence()
+                pl.atomic_xchg(flag, 1, 2, world, sem="relaxed")
+            else:
+                pl.fence()
+                tl.store(out, tl.load(x))
+
+    def main(world: Any, middle: bool) -> None:
+        x, out, flag = pkt.zeros(1), torch.zeros(1), pkt.zeros(1, dtype=torch.int32)
+        fenced_chain[(1,)](x, out, flag, world.device, middle)
+        assert world.rank != 2 or out.item() == 9
+
+    right(main, 3, args=(True,), seeds=range(20))
+    raced(main, 3, args=(False,))
+
+
 def test_host_barriers_order_launches_of_different_ranks() -> None:
     @triton.jit
     def put(x, world):

@@ -45,9 +45,10 @@ BOUND = 1e-2  # greatest ||out - exact|| / ||exact|| in bf16; a tile that is wro
 SCALES = (1.0, -2.0, -2.0, 1.0, 4.0)  # of the inputs, launch by launch; both halves of a double buffer are met
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 ENVIRONMENT = OFF | {"PKT_DISABLE_MULTICAST": "1"}
-WAIT_SECONDS = 30  # that a counter may stand still; the ranks compile a variant's first launch each for itself
+GIVE_UP = 4  # Gluon variants of a benchmark that end their jobs before the rest of them is left out
+WAIT_SECONDS = 20  # that a counter may stand still; the ranks compile a variant's first launch each for itself
 Device = Literal["cuda", "cpu"]
-HEAP = {"cuda": "24GiB", "cpu": "256MiB"}
+HEAP = {"cuda": "60GiB", "cpu": "256MiB"}
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Settings:
 
     repeats: int = 20
     warmup: int = 3
-    seconds: float = 60.0  # that a variant may take, compilation included
+    seconds: float = 45.0  # that a variant may take, compilation included
     flush: int = 256 << 20  # bytes written to empty L2
     end: float = float("inf")  # time.time() after which no variant is begun
 
@@ -120,6 +121,8 @@ def _measured(world: Any, case: Case, name: str, exact: list, settings: Settings
         raise  # the device is not fit for another launch: end the job
     except (PktError, RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as failure:
         problem = f"{type(failure).__name__}: {failure}"
+        if cuda:
+            torch.cuda.synchronize()  # raises where the context is lost
     problems = world.all_gather_object(problem)
     if any(problems):
         return {"failed": next(p for p in problems if p)[:600]}
@@ -253,16 +256,20 @@ def normal(shape: tuple[int, ...], seed: int, device: torch.device, scale: float
 
 # ------------------------------------------------------------------------------------------------------------- the run
 def run(
-    module: str, device: Device, ranks: int, quick: bool, settings: Settings, only: str = ""
+    module: str, device: Device, ranks: int, quick: bool, settings: Settings, only: str = "", sizes: str = ""
 ) -> list[dict[str, Any]]:
     """All cases of a benchmark; rows as of `job`. A variant that ended its job is not tried again at other sizes."""
     benchmark = importlib.import_module(module)
     rows: list[dict[str, Any]] = []
     given_up: dict[str, str] = {}
     for label, arguments in benchmark.cases(quick).items():
+        if sizes and not any(word in label for word in sizes.split(",")):
+            continue
         names = [n for n in benchmark.variants(device, quick) if not only or any(w in n for w in only.split(","))]
         rows += [{"case": label, "variant": n, "failed": given_up[n], "skipped": True} for n in names if n in given_up]
         names = [n for n in names if n not in given_up]
+        if sum("gluon" in n for n in given_up) >= GIVE_UP:
+            names = [n for n in names if "gluon" not in n]
         while names:
             done, failure = _one_job(module, device, ranks, label, arguments, names, settings)
             if failure and len(done) < len(names):
@@ -273,6 +280,8 @@ def run(
                     print(_line(row), flush=True)
             rows += done
             names = names[len(done) :]
+            if sum("gluon" in n for n in given_up) >= GIVE_UP:  # no time to find out one by one that none of them runs
+                names = [n for n in names if "gluon" not in n]
     return rows
 
 
@@ -420,6 +429,7 @@ def picture(title: str, rows: list[dict[str, Any]], path: Path) -> None:
 def main(name: str, title: str, targets: dict[str, float] | None = None, argv: Iterable[str] | None = None) -> int:
     """The command line of a benchmark module `benchmarks.<name>`. Returns 1 if something of pkt failed or was wrong."""
     parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--sizes", default="", help="words; a case whose label has none of them is left out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the simulator, results only")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="small sizes, few variants")
@@ -431,7 +441,9 @@ def main(name: str, title: str, targets: dict[str, float] | None = None, argv: I
     os.environ.update(ENVIRONMENT)
     start = time.perf_counter()
     settings = Settings(repeats=options.repeats, end=time.time() + options.seconds)
-    rows = run(f"benchmarks.{name}", options.device, options.ranks, options.quick, settings, options.only)
+    rows = run(
+        f"benchmarks.{name}", options.device, options.ranks, options.quick, settings, options.only, options.sizes
+    )
     limits(rows)
     text = markdown(f"{title}, {options.ranks} ranks", rows)
     print(text)

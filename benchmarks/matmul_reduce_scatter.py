@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks._operators import Case, group_name, main, normal
+from pkt.kernels._gluon import GluonTiles
+from pkt.kernels._gluon_matmul_reduce_scatter import gluon_chain
 from pkt.kernels._matmul import Tiles
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -30,6 +32,16 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt inbox, 128x256": {"mode": "inbox", "tiles": WIDE},
     "pkt inbox, 128x128": {"mode": "inbox", "tiles": SQUARE},
 }
+GLUON: dict[str, dict[str, Any]] = {
+    "pkt gluon chain": {},
+    "(gluon, nothing sent)": {"leave_out": "links"},
+    "(gluon, nothing sent, 128x128)": {"leave_out": "links", "tiles": GluonTiles(128, 128, 64, 6)},
+    "pkt gluon chain, groups of 4": {"tiles": GluonTiles(group=4)},
+    "pkt gluon chain, groups of 16": {"tiles": GluonTiles(group=16)},
+    "pkt gluon chain, 128x128": {"tiles": GluonTiles(128, 128, 64, 6)},
+    "pkt gluon chain, 128x128, groups of 16": {"tiles": GluonTiles(128, 128, 64, 6, 16)},
+    "pkt gluon chain, 3 slots": {"tiles": GluonTiles(stages=3)},
+}
 QUICK = {
     "pkt add": {"mode": "add", "tiles": SMALL},
     "pkt inbox": {"mode": "inbox", "tiles": SMALL},
@@ -39,7 +51,7 @@ QUICK = {
 def variants(device: str, quick: bool) -> list[str]:
     if device == "cpu":
         return list(QUICK)
-    return [*BASELINES, *PLAIN]
+    return [*BASELINES, *GLUON, *PLAIN]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -68,13 +80,14 @@ def case(world: Any, N: int) -> Case:
     }
     if device.type == "cuda":
         runs |= _baselines(a, b, out)
+        runs |= {name: lambda o=options: gluon_chain(a, b, out, world, **o) for name, options in GLUON.items()}
     return Case(
         nbytes=(world.size - 1) * m * N * 2.0,
         flops=2.0 * N * N * (N // world.size),
         variants=runs,
         exact=exact,
         scaled=a,
-        unchecked=frozenset({"cuBLAS alone"}),
+        unchecked=frozenset({"cuBLAS alone", *(name for name in GLUON if name.startswith("("))}),
     )
 
 

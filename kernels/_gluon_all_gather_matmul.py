@@ -83,7 +83,7 @@ def _task(t, num_m, num_tasks_k, PER_CHUNK: gl.constexpr, UNITS_M: gl.constexpr,
 def _load(
     a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    UNITS_M: gl.constexpr, TASK: gl.constexpr, CHUNK: gl.constexpr, push_rows,
+    UNITS_M: gl.constexpr, TASK: gl.constexpr, CHUNK: gl.constexpr, LEAVE_OUT: gl.constexpr, push_rows,
 ):  # fmt: skip
     num_m = gl.cdiv(m, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
@@ -96,9 +96,10 @@ def _load(
         for chunk in range(chunks):
             start = chunk * CHUNK
             end = gl.minimum(start + CHUNK, K)
-            if not own:
-                arrivals = gl.cdiv(end - start, TASK) * UNITS_M
-                pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch * arrivals, world)
+            if LEAVE_OUT != "wait":
+                if not own:
+                    arrivals = gl.cdiv(end - start, TASK) * UNITS_M
+                    pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch * arrivals, world)
             for k in range(start, end, BLOCK_K):
                 slot = acquire(it, empty, STAGES)
                 mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
@@ -250,7 +251,7 @@ def _push(
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
-@gluon.jit(do_not_specialize=["num_comm", "nap", "push_rows"])
+@gluon.jit(do_not_specialize=["num_comm", "nap", "push_rows", "rows"])
 def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
     x,  # the same, in units
@@ -265,10 +266,13 @@ def gluon_push_kernel(
     num_comm,  # programs whose communicator pushes
     nap,  # nanoseconds that it rests after each unit
     push_rows,  # row blocks that are pushed, and computed, together
+    rows,  # m; 0 where, for measurements, nothing is computed
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr, LAG: gl.constexpr,
-    CHUNK: gl.constexpr, HALF: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    CHUNK: gl.constexpr, HALF: gl.constexpr, REGISTERS: gl.constexpr,
+    LEAVE_OUT: gl.constexpr,  # for measurements: "wait" is left out, "" nothing
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     epoch = pl.epoch(ready_ptr, world)
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
@@ -291,11 +295,11 @@ def gluon_push_kernel(
     if world.size > 1:
         gl.warp_specialize(
             [
-                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, world.size, HALF,
+                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, rows, N, K, world.size, HALF,
                             BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world,
-                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, push_rows)),
-                (_store, (c, b_ring, empty, tile_ready, tile_taken, m, N, K, world.rank, world.size,
+                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, rows, N, K, epoch, world,
+                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
+                (_store, (c, b_ring, empty, tile_ready, tile_taken, rows, N, K, world.rank, world.size,
                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
                 (_push, (x, d1, d2, d3, d4, d5, d6, d7, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
                          BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, LAG, CHUNK, push_rows)),
@@ -306,11 +310,11 @@ def gluon_push_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, world.size, HALF,
+                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, rows, N, K, world.size, HALF,
                             BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world,
-                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, push_rows)),
-                (_store, (c, b_ring, empty, tile_ready, tile_taken, m, N, K, world.rank, world.size,
+                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, rows, N, K, epoch, world,
+                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
+                (_store, (c, b_ring, empty, tile_ready, tile_taken, rows, N, K, world.rank, world.size,
                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
             ],
             [1, 1],
@@ -368,10 +372,12 @@ def gluon_push(
     world: World,
     plan: PushPlan | None = None,
     tiles: GluonTiles | None = None,
+    leave_out: str = "",
 ) -> torch.Tensor:
     """`out` (size * m, N) = the gathered `a` (m, K) @ `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of
-    the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. Raises Unsupported,
-    ShapeError."""
+    the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out: for
+    measurements, "wait" or "product", or "push" for both waiting and pushing; the result is then nobody's. Raises
+    Unsupported, ShapeError."""
     tiles, plan = tiles or GluonTiles(), plan or PushPlan()
     check(CALL, world, a, b, out)
     (m, K), N, size = a.shape, b.shape[1], world.size
@@ -387,7 +393,13 @@ def gluon_push(
         inbox = empty(2 * size * rows, K, dtype=a.dtype, name=f"{CALL}.gluon.inbox", world=world)
         return _Space(inbox, signals(size * num_m * chunks, name=f"{CALL}.gluon.ready", world=world))
 
-    space = world.workspace((CALL, "gluon", m, N, K, a.dtype, programs, plan, tiles), make)
+    # What the counters count; so plans that differ otherwise share one workspace and its launches.
+    counted = (m, K, a.dtype, tiles.block_m, plan.unit_m, plan.units * plan.unit_k, plan.chunk, programs)
+    space = world.workspace((CALL, "gluon", *counted), make)
+    ready, num_comm = space.ready, plan.num_comm
+    if leave_out:  # counters of its own, which may fall behind
+        ready = world.workspace((CALL, leave_out, *counted), lambda: signals(space.ready.numel(), world=world))
+        num_comm = 0 if leave_out == "push" else num_comm
     unit = (plan.unit_m, plan.unit_k)
 
     def peers() -> list:
@@ -403,10 +415,12 @@ def gluon_push(
         descriptor(space.inbox.plain(), (tiles.block_m, tiles.block_k)),
         descriptor(b, (tiles.block_k, tiles.block_n)),
         descriptor(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2)),
-        *targets, space.ready, m, N, K, plan.num_comm, plan.nap, plan.push_rows, world.device,
+        *targets, ready, m, N, K, num_comm, plan.nap, plan.push_rows,
+        0 if leave_out == "product" else m, world.device,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP=tiles.group,
         UNIT_M=plan.unit_m, UNIT_K=plan.unit_k, UNITS=plan.units, BUFFERS=plan.buffers, LAG=plan.lag, CHUNK=plan.chunk,
         HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=plan.registers,
+        LEAVE_OUT="wait" if leave_out in ("wait", "push") or size == 1 else "",
         num_warps=CONSUMER_WARPS, launch_cooperative_grid=True,
     )  # fmt: skip
     return out

@@ -63,6 +63,7 @@ def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr):
 def _load(
     a, b, total, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world, HALF: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
     num_m = gl.cdiv(m, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
@@ -78,8 +79,9 @@ def _load(
             tma.async_copy_global_to_shared(b, [k, j * BLOCK_N], full.index(slot), b_ring.index(slot))
             it += 1
         finish = (phase == world.size - 1) & (world.size > 1)
-        if finish:  # what the others have added up
-            pl.wait(ready_ptr + (rank * num_m + i) * num_n + j, epoch, world)
+        if LEAVE_OUT != "links":
+            if finish:  # what the others have added up
+                pl.wait(ready_ptr + (rank * num_m + i) * num_n + j, epoch, world)
         for h in gl.static_range(2):  # lent for the finished tile
             slot = acquire(it, empty, STAGES)
             if finish:
@@ -144,7 +146,7 @@ def _send(d1, d2, d3, d4, d5, d6, d7, phase, row, col, part, SIZE: gl.constexpr)
 def _store(
     out, d1, d2, d3, d4, d5, d6, d7, b_ring, empty, tile_ready, tile_taken, ready_ptr, m, N, K, epoch, world,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
     num_m = gl.cdiv(m, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
@@ -159,8 +161,9 @@ def _store(
         mine = phase == world.size - 1
         it += steps
         take_over(n, tile_ready, tile_taken)
-        if (phase > 0) & (not mine):
-            pl.wait(counter, epoch, world)  # before adding: what the rank before me put there has landed
+        if LEAVE_OUT != "links":
+            if (phase > 0) & (not mine):
+                pl.wait(counter, epoch, world)  # before adding: what the rank before me put there has landed
         for h in gl.static_range(2):
             col = j * BLOCK_N + h * (BLOCK_N // 2)
             part = half(b_ring, (it + h) % STAGES, BLOCK_M, BLOCK_N, HALF)
@@ -171,7 +174,7 @@ def _store(
         tma.store_wait(0)
         for h in gl.static_range(2):
             mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
-        if not mine:
+        if (not mine) & (LEAVE_OUT != "links"):
             # publish: to the next in the chain, who is at last the owner
             ptx.drain(world)
             ptx.cta_barrier()
@@ -196,7 +199,9 @@ def gluon_chain_kernel(
     K,
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    HALF: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    HALF: gl.constexpr, REGISTERS: gl.constexpr,
+    LEAVE_OUT: gl.constexpr,  # for measurements: "links" leaves out waits and signals, "" nothing
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     epoch = pl.epoch(ready_ptr, world)
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
@@ -215,9 +220,10 @@ def gluon_chain_kernel(
             (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, world.size, HALF,
                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
             (_load, (a, b, total, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world, HALF,
-                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
             (_store, (out, d1, d2, d3, d4, d5, d6, d7, b_ring, empty, tile_ready, tile_taken, ready_ptr, m, N, K, epoch,
-                      world, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+                      world, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP,
+                      LEAVE_OUT)),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],
@@ -231,11 +237,17 @@ class _Space(NamedTuple):
 
 
 def gluon_chain(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, world: World, tiles: GluonTiles | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    world: World,
+    tiles: GluonTiles | None = None,
+    leave_out: str = "",
 ) -> torch.Tensor:
     """`out` (m, N) = my rows of the sum over ranks of `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose
-    checks of the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. Raises
-    Unsupported, ShapeError."""
+    checks of the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out:
+    for measurements, "links": everything stays on this rank, and the result is nobody's. Raises Unsupported,
+    ShapeError."""
     tiles = tiles or GluonTiles()
     check(CALL, world, a, b, out)
     (M, K), N, size = a.shape, b.shape[1], world.size
@@ -261,14 +273,20 @@ def gluon_chain(
         described = [descriptor(space.total.peer((world.rank + d) % size), part) for d in range(1, size)]
         return described + [descriptor(space.total.plain(), part)] * (MAX_PEERS + 1 - len(described))
 
+    ready = space.ready
+    if leave_out:  # counters of its own, which fall behind
+        key = (CALL, leave_out, m, N, a.dtype, programs, tiles[:2])
+        ready = world.workspace(key, lambda: signals(space.ready.numel(), world=world))
     targets = world.workspace((CALL, "gluon owners", space.total.data_ptr(), part), owners)
+    sent_to = [targets[-1]] * MAX_PEERS if leave_out else targets[:-1]
     gluon_chain_kernel[(programs,)](
         descriptor(a, (tiles.block_m, tiles.block_k)),
         descriptor(b, (tiles.block_k, tiles.block_n)),
         targets[-1],
         descriptor(out, part),
-        *targets[:-1], space.ready, m, N, K, world.device,
+        *sent_to, ready, m, N, K, world.device,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP=tiles.group,
-        HALF=layout(a.dtype, *part), REGISTERS=72, num_warps=CONSUMER_WARPS, launch_cooperative_grid=True,
+        HALF=layout(a.dtype, *part), REGISTERS=72, LEAVE_OUT=leave_out,
+        num_warps=CONSUMER_WARPS, launch_cooperative_grid=True,
     )  # fmt: skip
     return out

@@ -40,10 +40,10 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, **plan):
             arguments = (
                 Descriptor(a[rank][e], BM, BK), Descriptor(a[rank][e], plan["UNIT_M"], plan["UNIT_K"]),
                 Descriptor(inbox[rank], BM, BK), Descriptor(b, BK, BN), Descriptor(c, 1, BM, BN // 2),
-                *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), m, N, K, num_comm, 0, push_rows, world,
+                *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), m, N, K, num_comm, 0, push_rows, m, world,
                 BM, BN, BK,
             )  # fmt: skip
-            options = {**plan, "HALF": None, "REGISTERS": 72, "num_warps": 8}
+            options = {**plan, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8}
             bodies.append(lambda p, x=arguments, o=options: functions["gluon_push_kernel"](*x, **o))
             checks.append((c, b, e))
         per_rank.append(bodies)
@@ -76,7 +76,7 @@ def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3):
                 Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank), m, N, K,
                 SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
             )  # fmt: skip
-            options = {"STAGES": stages, "GROUP": 2, "HALF": None, "REGISTERS": 72, "num_warps": 8}
+            options = {"STAGES": stages, "GROUP": 2, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8}
             bodies.append(lambda p, x=arguments, o=options: functions["gluon_chain_kernel"](*x, **o))
             checks.append((out, rank, e))
         per_rank.append(bodies)
@@ -100,6 +100,14 @@ PLANS = [
 def test_push(plan, size, m, N, K):
     for seed in range(3):
         run_push(size, m, N, K, 2 + seed, seed, **PLANS[plan])
+
+
+@pytest.mark.parametrize("stages", [3, 4, 6])
+def test_a_short_inner_dimension(stages):
+    """Fewer steps than slots: the ring comes round more than once before a tile is out."""
+    for seed in range(4):
+        run_push(2, 16, 32, 4, 2, seed, STAGES=stages)
+        run_chain(3, 16, 32, 3, 2, seed, stages=stages)
 
 
 def test_push_on_eight_ranks():

@@ -1,0 +1,96 @@
+"""All benchmarks of the operators one after the other, in the same warm processes, after a check of the Gluon forms.
+
+    python -m benchmarks.operators --out FOLDER --seconds 420
+
+Each benchmark has a share of the seconds and begins no variant after its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pkt
+from benchmarks import _operators
+from benchmarks._operators import distance, normal
+from pkt.kernels._gluon import GluonTiles
+from pkt.kernels._gluon_all_gather_matmul import PushPlan, gluon_push
+from pkt.kernels._gluon_matmul_reduce_scatter import gluon_chain
+
+SHARES = {"all_gather_matmul": 0.46, "matmul_reduce_scatter": 0.27, "matmul_all_reduce": 0.12, "collectives": 0.15}
+SHAPES = ((512, 512, 512), (128, 256, 64), (96, 264, 200), (333, 1032, 1544), (16, 128, 4096))  # m, N, K
+
+
+def check(world: Any) -> list[str]:
+    """The Gluon forms on small and ragged shapes against fp32, three launches each; a line for each."""
+    _operators.prepare(world)
+    lines = []
+    for m, N, K in SHAPES:
+        device, size = world.torch_device, world.size
+        b, rows = normal((K, N), 100 + world.rank, device), normal((size * m, K), world.rank, device)
+        for tiles in (GluonTiles(), GluonTiles(128, 128, 64, 6)):
+            plan = PushPlan() if tiles.block_n == 256 else PushPlan(5, units=2, buffers=3, lag=2, chunk=256)
+            worst = [0.0, 0.0]
+            for launch in range(3):
+                shards = [normal((m, K), 10 * launch + r, device) for r in range(size)]
+                out = torch.full((size * m, N), float("nan"), dtype=torch.bfloat16, device=device)
+                gluon_push(shards[world.rank], b, out, world, plan, tiles)
+                worst[0] = max(worst[0], distance(out, torch.cat(shards).float() @ b.float(), 1.0))
+                scale = float((-2) ** launch)
+                part = torch.full((m, N), float("nan"), dtype=torch.bfloat16, device=device)
+                gluon_chain(rows * scale, b, part, world, tiles)
+                exact = torch.zeros(m, N, device=device)
+                for r in range(size):
+                    theirs = normal((size * m, K), r, device)[world.rank * m : (world.rank + 1) * m]
+                    exact += theirs.float() @ normal((K, N), 100 + r, device).float()
+                worst[1] = max(worst[1], distance(part, exact, scale))
+            world.barrier()
+            right = "right" if max(worst) < _operators.BOUND else "WRONG"
+            lines.append(f"{right}: m {m}, N {N}, K {K}, {tiles[:2]}: push {worst[0]:.1e}, chain {worst[1]:.1e}")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--out", type=Path, default=_operators.RESULTS)
+    parser.add_argument("--sizes", default="")
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    os.environ.update(_operators.ENVIRONMENT)
+    end = time.monotonic() + options.seconds
+    try:
+        start = time.perf_counter()
+        from benchmarks.operators import check as importable  # not as a part of __main__
+
+        answers = pkt.launch(importable, options.ranks, "cuda", heap="2GiB", timeout=20, multicast=False)
+        for rank, lines in enumerate(answers):
+            shown = lines if rank == 0 else [line for line in lines if not line.startswith("right")]
+            print(*(f"rank {rank}: {line}" for line in shown), sep="\n", flush=True)
+        print(f"check: {time.perf_counter() - start:.0f} s", flush=True)
+    except Exception:  # whatever it was, the benchmarks say more: they record a failure and go on
+        traceback.print_exc()
+        _operators.warm(options.ranks).kill()
+    result = 0
+    left = dict(SHARES)
+    for name in SHARES:
+        seconds = (end - time.monotonic()) * left[name] / sum(left.values())
+        del left[name]
+        module = importlib.import_module(f"benchmarks.{name}")
+        arguments = ["--ranks", str(options.ranks), "--seconds", str(seconds), "--out", str(options.out)]
+        arguments += ["--sizes", options.sizes, "--only", options.only]
+        result |= _operators.main(name, module.TITLE, module.TARGETS, arguments)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

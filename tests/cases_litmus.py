@@ -183,7 +183,7 @@ def everybody(world: Any, programs: int, rounds: int, launches: int = 2, *, sync
 def tickets_kernel(
     box,  # int32 (programs, SLOTS, BLOCK) on every rank; program p receives in box p
     tickets,  # int32 (programs, SLOTS) on every rank; those of the lower rank of two partners count
-    bar,  # int32 (programs,) on every rank
+    bar,  # int32 (2,) on every rank
     stale_ptr,  # int32 (programs,) of this rank
     seen_ptr,  # int32 (programs,) of this rank: rounds in which it came last
     first,
@@ -215,7 +215,7 @@ def tickets_kernel(
             stale += (wrong > 0).to(tl.int32)
             seen += 1
         if slot == SLOTS - 1:
-            pl.barrier(bar + pid, world)  # before overwrite
+            pl.world_barrier(bar, world)  # before overwrite; a partner has another index, so all programs meet
     tl.store(stale_ptr + pid, stale)
     tl.store(seen_ptr + pid, seen)
 
@@ -226,7 +226,7 @@ def tickets(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts
     rounds = max(slots, rounds - rounds % slots)
     programs -= programs % (world.size - 1)
     box, counters = pkt.zeros(programs, slots, block, dtype=torch.int32), pkt.zeros(programs, slots, dtype=torch.int32)
-    bar = pkt.signals(programs)
+    bar = pkt.signals(2)
     seen = torch.full((launches, programs), -1, dtype=torch.int32, device=world.torch_device)
 
     def launch(first: int, stale: torch.Tensor) -> None:

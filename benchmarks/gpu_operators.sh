@@ -7,13 +7,16 @@ out=${OUT:-benchmarks/results}
 seconds=${1:-400}
 [ $# -gt 0 ] && shift
 mkdir -p "$out"
+python3 -c 'import greenlet' 2>/dev/null || PYTHONPATH=$PWD/.gpu-site${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python3 -c 'import pkt.kernels' 2>/dev/null || ln -sfn ../kernels pkt/kernels
-export PYTHONPATH=$PWD:$PWD/.gpu-site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 # no multicast object, ever
 export PKT_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 nvidia-smi --query-gpu=index,name,clocks.sm,temperature.gpu,power.draw --format=csv,noheader
 timeout -k 5 $((seconds + 60)) python3 -m benchmarks.operators --seconds "$seconds" --out "$out" "$@" 2>&1 | tee "$out/operators.log"
 code=$?
 nvidia-smi --query-gpu=index,clocks.sm,temperature.gpu,power.draw --format=csv,noheader
-cat "$out"/*.md
+if [ -n "${OUT:-}" ]; then # few files come back from a lent machine
+    cd "$out" && cat -- *.md && tar -czf tables.tgz --remove-files -- *.md *.png
+fi
 exit $code

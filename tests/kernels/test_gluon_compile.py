@@ -1,0 +1,208 @@
+"""The Gluon kernels as the wrappers launch them, compiled for sm_90: resources, instructions, order. Without a GPU."""
+
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+
+from pkt.errors import PktError
+from pkt.language.inspect import compile_only, count_markers, device_world
+
+gluon = pytest.importorskip("pkt.kernels._gluon")
+from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
+from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
+from pkt.kernels._gluon import SHARED, GluonTiles  # noqa: E402
+from pkt.kernels._gluon_all_gather_matmul import PushPlan  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="written for Triton 3.6")
+NARROW = GluonTiles(128, 128, 64, 6)
+
+
+class Symmetric:
+    """Stands for a symmetric tensor."""
+
+    def __init__(self, *shape, dtype, **_):
+        self.tensor = torch.empty(*shape, dtype=dtype)
+        self.dtype = dtype
+
+    def peer(self, rank):
+        return self.tensor
+
+    def plain(self):
+        return self.tensor
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)
+
+
+class Compiled:
+    """Stands for a kernel: a launch compiles it."""
+
+    def __init__(self, kernel, kernels):
+        self.kernel, self.kernels = kernel, kernels
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            args = ("*i32" if isinstance(a, Symmetric) else a for a in args)
+            self.kernels.append((compile_only(self.kernel, *args, grid=grid, **options), grid, options))
+
+        return launch
+
+
+class World(SimpleNamespace):
+    """Stands for a world."""
+
+    def all_gather_object(self, value):
+        return [value] * self.size
+
+    def workspace(self, key, make):
+        if key not in self.spaces:
+            self.spaces[key] = make()
+        return self.spaces[key]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """`launched(rank, size)`: a world whose kernels are compiled, not launched; `.kernels`: what came of it."""
+    kernels: list = []
+    for module, name in ((push, "gluon_push_kernel"), (chain, "gluon_chain_kernel")):
+        monkeypatch.setattr(module, "empty", Symmetric)
+        monkeypatch.setattr(module, "signals", lambda n, **_: Symmetric(n, dtype=torch.int32))
+        monkeypatch.setattr(module, name, Compiled(getattr(module, name), kernels))
+    cuda = torch.device("cuda")
+    return lambda rank=0, size=4: World(
+        rank=rank,
+        size=size,
+        device=device_world(rank, size),
+        torch_device=cuda,
+        num_sms=132,
+        spaces={},
+        kernels=kernels,
+    )
+
+
+def product(world, m, N, K, dtype=torch.bfloat16, **options):
+    a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
+    push.gluon_push(a, b, out, world, **options)
+    return world.kernels[-1]
+
+
+def scatter(world, m, N, K, dtype=torch.bfloat16, **options):
+    a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
+    chain.gluon_chain(a, b, out, world, **options)
+    return world.kernels[-1]
+
+
+def tool(name, kernel, tmp_path, *flags):
+    program = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    return subprocess.run([program, *flags, path], capture_output=True, text=True, check=True).stdout
+
+
+def assert_fits(kernel, grid, tmp_path):
+    """One program an SM, nothing spilled, no stack; consumers may have the registers they ask for."""
+    assert grid[0] <= 132
+    assert kernel.metadata.shared <= SHARED
+    assert kernel.metadata.num_warps == 12
+    usage = tool("cuobjdump", kernel, tmp_path, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert found, usage
+    registers, stack, shared, local = map(int, found.groups())
+    assert registers * 12 * 32 <= 65536
+    assert (stack, local) == (0, 0)
+    assert kernel.metadata.shared + shared <= SHARED
+    assert "st.local" not in kernel.asm["ptx"]
+
+
+PLANS = [
+    (PushPlan(), None),
+    (PushPlan(32, units=2, lag=2), None),
+    (PushPlan(16, unit_m=128, units=2, buffers=4, lag=2), GluonTiles(stages=3)),
+    (PushPlan(132), NARROW),
+]
+
+
+@pytest.mark.parametrize(("plan", "tiles"), PLANS)
+def test_push_fits(launched, tmp_path, plan, tiles):
+    kernel, grid, options = product(launched(2), 1024, 1024, 4096, plan=plan, tiles=tiles)
+    assert grid == (132,)
+    assert options["launch_cooperative_grid"]
+    assert_fits(kernel, grid, tmp_path)
+    sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
+    width = (tiles or GluonTiles()).block_n
+    assert len(re.findall(rf"HGMMA\.64x{width}x16\.F32\.BF16", sass)) == 4
+    assert len(re.findall(r"UTMASTG\.2D", sass)) == 3 * (1 if plan.unit_k == 64 else 2)
+    assert len(re.findall(r"UTMASTG\.3D", sass)) == width // 64
+    assert count_markers(kernel.asm["ptx"])["wait"] == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_push_on_any_number_of_ranks(launched, tmp_path, size, rank):
+    if rank < size:
+        kernel, grid, _ = product(launched(rank, size), 333, 1032, 1544)
+        assert_fits(kernel, grid, tmp_path)
+        assert len(re.findall(r"atom\.global\.sys\.relaxed|red\.global\.sys\.relaxed", kernel.asm["ptx"])) == size - 1
+
+
+@pytest.mark.parametrize("tiles", [None, NARROW, GluonTiles(stages=3)])
+def test_chain_fits(launched, tmp_path, tiles):
+    kernel, grid, _ = scatter(launched(), 1024, 4096, 1024, tiles=tiles)
+    assert_fits(kernel, grid, tmp_path)
+    sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
+    assert "UTMAREDG.2D.ADD" in sass
+    assert count_markers(kernel.asm["ptx"]) == {"wait": 2, "signal": 1}
+    text = kernel.asm["ptx"]
+    add = re.findall(r"cp\.reduce\.async\.bulk\.tensor\.2d\.global\.shared::cta\.(\w+)\.", text)
+    assert set(add) == {"add"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_chain_on_any_number_of_ranks(launched, tmp_path, size):
+    kernel, grid, _ = scatter(launched(size - 1, size), 333, 1032, 1544)
+    assert_fits(kernel, grid, tmp_path)
+
+
+def test_fp16(launched, tmp_path):
+    for call in (product, scatter):
+        kernel, grid, _ = call(launched(), 512, 512, 512, torch.float16)
+        assert_fits(kernel, grid, tmp_path)
+        assert "f32.f16.f16" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("call", [product, scatter])
+def test_data_land_before_the_signal(launched, call):
+    """wait_group, proxy fence, (barrier of the warp,) system fence, then the relaxed atomic of one thread."""
+    kernel, _, _ = call(launched(), 1024, 1024, 1024)
+    text = re.sub(r"\s+", " ", kernel.asm["ptx"])
+    before = text[: re.search(r"(atom|red)\.global\.sys\.relaxed", text).start()]  # type: ignore[union-attr]
+    order = ["cp.async.bulk.wait_group ", "fence.proxy.async.global", "fence.acq_rel.sys"]
+    places = [before.rfind(word) for word in order]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert "st.global" not in before[places[-1] :]
+
+
+def test_what_does_not_fit_is_refused_before_a_launch(launched):
+    world = launched()
+    for options in (
+        {"plan": PushPlan(buffers=8)},
+        {"plan": PushPlan(buffers=1)},
+        {"plan": PushPlan(units=3)},
+        {"plan": PushPlan(unit_m=96)},
+        {"tiles": GluonTiles(64, 256, 64)},
+    ):
+        with pytest.raises(PktError, match="wanted"):
+            product(world, 512, 512, 512, **options)
+    with pytest.raises(PktError, match="16 bytes"):
+        product(world, 512, 513, 512)
+    with pytest.raises(PktError, match="bfloat16 or float16"):
+        scatter(world, 512, 512, 512, torch.float32)
+    with pytest.raises(PktError, match="shared memory"):
+        scatter(world, 512, 512, 512, tiles=GluonTiles(stages=5))
+    assert not world.kernels

@@ -19,6 +19,8 @@ ARROWS = {
         {"pkt.errors", "pkt.language", "pkt.runtime", "pkt.trace"},
         {"torch", "triton", "numpy", "greenlet", "rich", "typer"},
     ),
+    "pkt.doctor": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton", "cuda", "rich"}),
+    "pkt.cli": ({"pkt", "pkt.doctor", "pkt.simulate"}, {"typer", "rich"}),
     "pkt.layouts": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton"}),
     "pkt.trace": (
         {"pkt.errors", "pkt.language", "pkt.runtime"},

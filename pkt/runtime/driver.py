@@ -32,9 +32,15 @@ class Driver(Protocol):
     rank: int
 
     # -- what is there
+    def version(self) -> int:
+        """The newest CUDA that the driver knows: 13010 is 13.1."""
+
     def device_count(self) -> int: ...
     def name(self, device: int) -> str: ...
     def uuid(self, device: int) -> str: ...
+    def memory(self, device: int) -> int:
+        """Bytes of the GPU's memory, free or not."""
+
     def attribute(self, device: int, name: str) -> int:
         """A CU_DEVICE_ATTRIBUTE by its name without the prefix, such as "MULTIPROCESSOR_COUNT"."""
 
@@ -110,6 +116,9 @@ class CudaDriver:
         return result[0] if len(result) == 1 else tuple(result)
 
     # -- what is there
+    def version(self) -> int:
+        return int(self._call("cuDriverGetVersion"))
+
     def device_count(self) -> int:
         return int(self._call("cuDeviceGetCount"))
 
@@ -118,6 +127,9 @@ class CudaDriver:
 
     def uuid(self, device: int) -> str:
         return bytes(self._call("cuDeviceGetUuid", device).bytes).hex()
+
+    def memory(self, device: int) -> int:
+        return int(self._call("cuDeviceTotalMem", device))
 
     def attribute(self, device: int, name: str) -> int:
         kind = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")

@@ -84,6 +84,12 @@ class FakeDriver:
         return ", ".join(f"{len(what)} {name}" for name, what in held.items() if what)
 
     # -- what is there
+    def version(self) -> int:
+        return 13010
+
+    def memory(self, device: int) -> int:
+        return 140 << 30
+
     def device_count(self) -> int:
         return len(self.gpus)
 

@@ -1,0 +1,383 @@
+"""What this machine can do, and what is missing: `pkt doctor`.
+
+examine() asks the software and the driver and changes nothing: attributes are read, no context, no memory and no
+multicast object is made. measure() then opens a world on all GPUs, without multicast, and moves data between them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import pkt.language as pl
+from pkt.errors import PktError, Unsupported, size_text
+from pkt.runtime.driver import CudaDriver, Driver
+from pkt.runtime.factories import empty
+from pkt.runtime.heap import heap_bytes
+from pkt.runtime.launcher import launch
+from pkt.runtime.topology import Topology, assemble, multicast_off, probe
+from pkt.runtime.transport import timeout_seconds
+
+if TYPE_CHECKING:
+    from pkt.runtime.world import World
+
+OLDEST_TRITON = (3, 6)
+PACKAGES = {  # distribution -> what it is for, or "" where pkt cannot do without it
+    "pkt-triton": "",
+    "torch": "",
+    "triton": "",
+    "cuda-bindings": "",
+    "nvshmem4py-cu13": "ranks on several hosts: pip install pkt-triton[nvshmem]",
+    "matplotlib": "pictures of timelines: pip install pkt-triton[plot]",
+}
+NVLINKS = 18  # most that a GPU has
+NBYTES = 128 << 20  # that each rank sends to the next
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is missing or wrong. `fatal`: pkt does not run on GPUs with it."""
+
+    what: str
+    remedy: str
+    fatal: bool = True
+
+
+@dataclass
+class Report:
+    """What was found. Lists are by GPU, in the order in which pkt.launch gives them to ranks."""
+
+    software: list[tuple[str, str]] = field(default_factory=list)
+    settings: list[tuple[str, str]] = field(default_factory=list)
+    topology: Topology | None = None
+    memory: list[int] = field(default_factory=list)
+    nvlinks: list[int | None] = field(default_factory=list)
+    multicast: list[bool] = field(default_factory=list)  # supported, from the attribute
+    problems: list[Problem] = field(default_factory=list)
+    ranks: int = 0  # GPUs 0 .. ranks - 1 can work together
+    speeds: dict[str, list[float]] = field(default_factory=dict)  # mechanism -> GB/s out of each rank
+    seconds: float | None = None  # that a world on all `ranks` GPUs took, start to end
+
+    @property
+    def ok(self) -> bool:
+        """pkt runs on GPUs here."""
+        return self.ranks > 0 and not any(problem.fatal for problem in self.problems)
+
+    @property
+    def status(self) -> int:
+        """What `pkt doctor` exits with."""
+        return 0 if self.ok else 1
+
+
+# ------------------------------------------------------------------------------------------------- asking, no more
+def nvlinks(uuid: str) -> int | None:
+    """NVLinks of a GPU that are up; None where NVML cannot say."""
+    groups = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])
+    handle = _nvml("device_get_handle_by_uuid", "GPU-" + "-".join(groups))
+    if handle is None:
+        return None
+    # A link that a GPU does not have is an error of NVML too.
+    states = [_nvml("device_get_nvlink_state", handle, link) for link in range(NVLINKS)]
+    return sum(int(state) == 1 for state in states if state is not None)
+
+
+def _nvml(call: str, *args: Any) -> Any:
+    """What NVML answers, or None: it tells of things that are only shown, so none of its many errors is one here."""
+    try:
+        from cuda.bindings import nvml
+
+        nvml.init_v2()
+        return getattr(nvml, call)(*args)
+    except Exception:
+        return None
+
+
+def examine(
+    driver: Callable[[int], Driver] = CudaDriver,
+    torch_gpus: Callable[[], int] = torch.cuda.device_count,
+    torch_cuda: str | None = torch.version.cuda,
+    links: Callable[[str], int | None] = nvlinks,
+) -> Report:
+    """Everything but the measurement. The arguments are where it is asked, for tests."""
+    report = Report()
+    _software(report, torch_cuda)
+    _settings(report)
+    try:
+        calls = driver(0)
+        version = calls.version()
+        release = _nvml("system_get_driver_version") or "NVIDIA driver"
+        report.software.append(("driver", f"{release}, CUDA {version // 1000}.{version % 1000 // 10}"))
+        count = calls.device_count()
+    except (PktError, ImportError, RuntimeError, OSError) as error:  # no driver, no GPU, no bindings: which one it says
+        remedy = "on a machine with NVIDIA GPUs: install the driver, or start the container with --gpus all"
+        report.problems.append(Problem(f"no GPU can be asked: {str(error).strip().splitlines()[0]}", remedy))
+        return report
+    if not count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hint = f"CUDA_VISIBLE_DEVICES is {visible!r}" if visible is not None else "start the container with --gpus all?"
+        report.problems.append(Problem("the driver shows no GPU", hint))
+        return report
+    _gpus(report, calls, count, links)
+    seen = torch_gpus()
+    if torch_cuda is not None and seen < count:
+        found = f"torch sees {seen} of {count} GPUs"
+        remedy = f"torch is built for CUDA {torch_cuda}: update the driver, or install a torch for an older CUDA"
+        report.problems.append(Problem(found, remedy, fatal=seen == 0))
+        report.ranks = min(report.ranks, seen)
+    return report
+
+
+def _software(report: Report, torch_cuda: str | None) -> None:
+    missing = report.problems.append
+    for name, use in PACKAGES.items():
+        found = _version(name)
+        report.software.append((name, found or (f"not installed ({use})" if use else "not installed")))
+        if not found and name == "cuda-bindings":
+            missing(Problem("cuda-bindings is not installed", "pip install cuda-python"))
+    report.software.append(("CUDA of torch", torch_cuda or "none"))
+    if torch_cuda is None:
+        remedy = 'install one built for CUDA: see "Get started" on pytorch.org'
+        missing(Problem(f"torch {torch.__version__} was built without CUDA", remedy))
+    if _numbers(triton.__version__) < OLDEST_TRITON:
+        wanted = ".".join(map(str, OLDEST_TRITON))
+        missing(Problem(f"triton {triton.__version__} is too old", f"pip install 'triton>={wanted}'"))
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    report.software.append(("C compiler", compiler or "none"))
+    if not compiler:
+        missing(Problem("no C compiler, which Triton needs to launch a kernel", "apt install gcc, or set CC"))
+
+
+def _settings(report: Report) -> None:
+    for name, meaning, unit, read in (
+        ("PKT_HEAP", "most memory of a rank's heap", "", lambda: size_text(heap_bytes(None))),
+        ("PKT_TIMEOUT", "longest wait for a peer", " s", lambda: f"{timeout_seconds():g}"),
+    ):
+        try:
+            text = read() + unit
+        except (PktError, ValueError):
+            text = f"{os.environ.get(name)!r} is not understood"
+            report.problems.append(Problem(f"{name}: {text}", f"unset {name}"))
+        report.settings.append((f"{meaning} ({name})", text))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        report.settings.append(("GPUs let through (CUDA_VISIBLE_DEVICES)", visible or "none"))
+
+
+def _gpus(report: Report, driver: Driver, count: int, links: Callable[[str], int | None]) -> None:
+    host = socket.gethostname()
+    topology = assemble([probe(driver, device, host) for device in range(count)])
+    report.topology = topology
+    report.memory = [driver.memory(device) for device in range(count)]
+    report.nvlinks = [links(gpu.uuid) for gpu in topology.gpus]
+    report.multicast = [bool(driver.attribute(device, "MULTICAST_SUPPORTED")) for device in range(count)]
+    for ranks in range(count, 0, -1):
+        part = Topology(topology.gpus[:ranks], tuple(row[:ranks] for row in topology.links[:ranks]))
+        try:
+            part.check()
+        except Unsupported as error:
+            why = str(error).splitlines()[0].removeprefix("pkt.init: ")
+            continue
+        report.ranks = ranks
+        break
+    if report.ranks < count:
+        what = f"not all {count} GPUs can work together" if report.ranks else "no GPU here can run pkt"
+        report.problems.append(Problem(what, why, fatal=not report.ranks))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed, run from its source" if distribution == "pkt-triton" else ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    head = version.split("+")[0].split(".")[:2]
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in head)
+
+
+# ----------------------------------------------------------------------------------------------------- a real world
+@triton.jit
+def push_registers_kernel(dst, src, n, world, BLOCK: tl.constexpr):
+    """My src into the next rank's dst; n elements, a multiple of BLOCK."""
+    for block in range(tl.program_id(0), n // BLOCK, tl.num_programs(0)):
+        offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        pl.put(dst + offs, src + offs, (world.rank + 1) % world.size, world)
+
+
+@triton.jit
+def push_tma_kernel(dst, src, n, world, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The same through TMA; n is a multiple of ROWS * COLS."""
+    there = pl.peer(dst, (world.rank + 1) % world.size, world)
+    source = tl.make_tensor_descriptor(src, [n // COLS, COLS], [COLS, 1], [ROWS, COLS])
+    target = tl.make_tensor_descriptor(there, [n // COLS, COLS], [COLS, 1], [ROWS, COLS])
+    for tile in tl.range(tl.program_id(0), n // (ROWS * COLS), tl.num_programs(0), num_stages=3):
+        target.store([tile * ROWS, 0], source.load([tile * ROWS, 0]))
+    pl.quiet()
+
+
+def trial(world: World, nbytes: int, repeats: int = 10) -> dict[str, float]:
+    """Send `nbytes`, a multiple of 32 KiB, from every rank to the next at once, by each mechanism; check what arrives.
+
+    Returns GB/s out of this rank by mechanism, the median of `repeats`; 0 where there is nothing to time it with.
+    Raises RuntimeError if something else arrived than was sent.
+    """
+    n, on_gpu, rank, size = nbytes // 2, world.torch_device.type == "cuda", world.rank, world.size
+    src, dst = (empty(n, dtype=torch.bfloat16, name=name, world=world) for name in ("src", "dst"))
+    index = torch.arange(n, device=world.torch_device)
+    src.copy_((index + 131 * rank) % 251)  # whole numbers below 256: exact in bf16
+    came = ((index + 131 * ((rank - 1) % size)) % 251).bfloat16()
+    there = dst.peer((rank + 1) % size)
+    mechanisms: dict[str, Callable[[], Any]] = {
+        "copy engine": lambda: there.copy_(src.plain()),
+        "registers": lambda: push_registers_kernel[(world.num_sms,)](dst, src, n, world.device, 4096, num_warps=8),
+        "TMA": lambda: push_tma_kernel[(world.num_sms,)](dst, src, n, world.device, 128, 128, num_warps=4),
+    }
+    speeds = {}
+    for name, send in mechanisms.items():
+        dst.fill_(-1)
+        world.barrier()
+        send()
+        world.barrier()
+        if not torch.equal(dst.plain(), came):
+            wrong = int(dst.plain().ne(came).sum())
+            raise RuntimeError(f"rank {rank}: {name}: {wrong} of {n} elements differ from what rank {rank - 1} sent")
+        speeds[name] = nbytes / _seconds(send, repeats) / 1e9 if on_gpu else 0.0
+        world.barrier()
+    return speeds
+
+
+def _seconds(send: Callable[[], Any], repeats: int) -> float:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        send()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) / 1e3
+
+
+def measure(report: Report, run: Callable[..., list[Any]] = launch) -> None:
+    """Open a world on the GPUs that can work together and try it; what goes wrong is a fatal problem of `report`."""
+    start = time.perf_counter()
+    try:
+        # Never multicast: it is not needed here, and a failed attempt may disturb others on shared GPUs.
+        found = run(trial, report.ranks, "cuda", (NBYTES,), heap=2 * NBYTES + (16 << 20), multicast=False)
+    except Exception as error:  # whatever it is, it is what the user came to see
+        report.problems.append(Problem(f"a world on {report.ranks} GPUs failed", f"{type(error).__name__}: {error}"))
+        return
+    report.seconds = time.perf_counter() - start
+    if report.ranks > 1:
+        report.speeds = {name: [speeds[name] for speeds in found] for name in found[0]}
+
+
+# ------------------------------------------------------------------------------------------------------ as tables
+def show(report: Report, console: Console) -> None:
+    """Print the report."""
+    console.print(_table("Software", ("", "found"), report.software))
+    if report.topology is not None:
+        console.print(_gpu_table(report, report.topology))
+        if len(report.topology.gpus) > 1:
+            console.print(_link_table(report.topology))
+        console.print(_table("Multicast", ("", ""), _multicast(report)))
+    console.print(_table("Settings", ("", ""), report.settings))
+    if report.speeds:
+        console.print(_speed_table(report))
+    for problem in report.problems:
+        colour = "red" if problem.fatal else "yellow"
+        console.print(Text(f"{'missing' if problem.fatal else 'note'}: {problem.what}", style=colour))
+        console.print(Text(f"    {problem.remedy}"))
+    console.print(Text(verdict(report), style="bold"))
+
+
+def verdict(report: Report) -> str:
+    """The last line: whether pkt runs on GPUs here, and on how many."""
+    if not report.ok:
+        return (
+            "pkt does not run on GPUs here. In the simulator it does, kernels and all:\n"
+            '    pkt.launch(fn, ranks=4, device="cpu")      or      pkt simulate file.py'
+        )
+    tried = f" (tried, in {report.seconds:.1f} s)" if report.seconds is not None else ""
+    if report.ranks == 1:
+        return f"pkt runs on GPU 0 here{tried}, where one rank has nobody to communicate with."
+    return f"pkt runs on {report.ranks} GPUs here{tried}: pkt.launch(fn, ranks={report.ranks})"
+
+
+def _multicast(report: Report) -> list[tuple[str, str]]:
+    without = [str(gpu) for gpu, has in enumerate(report.multicast) if not has]
+    supported = "yes" if not without else "no" if len(without) == len(report.multicast) else f"not by GPU {without[0]}"
+    off = multicast_off()
+    if off:
+        used = f"no: switched off by {off}; kernels loop over the peers instead"
+    elif without:
+        used = "no: not supported; kernels loop over the peers instead"
+    elif report.ranks < 2:
+        used = "no: it takes two GPUs"
+    else:
+        used = "if all ranks can make the object, which pkt.init finds out; it is not tried here"
+    return [("supported", supported), ("used", used)]
+
+
+def _gpu_table(report: Report, topology: Topology) -> Table:
+    rows = []
+    for index, gpu in enumerate(topology.gpus):
+        lacks = [
+            name
+            for name, has in (
+                ("virtual memory", gpu.virtual_memory),
+                ("POSIX handles", gpu.posix_fds),
+                ("cooperative launch", gpu.cooperative_launch),
+            )
+            if not has
+        ]
+        up = report.nvlinks[index]
+        rows.append(
+            (
+                str(gpu.device), gpu.name, "{}.{}".format(*gpu.capability), str(gpu.num_sms),
+                size_text(report.memory[index]), "?" if up is None else str(up),
+                "yes" if gpu.fabric_handles else "no", ", ".join(lacks) or "nothing",
+            )
+        )  # fmt: skip
+    head = ("GPU", "model", "capability", "SMs", "memory", "NVLinks up", "fabric handles", "lacks")
+    return _table("GPUs", head, rows)
+
+
+def _link_table(topology: Topology) -> Table:
+    count = len(topology.gpus)
+    rows = [(f"GPU {a}", *(_link_word(topology, a, b) for b in range(count))) for a in range(count)]
+    return _table("Peer access, with native atomics", ("", *(f"-> {b}" for b in range(count))), rows)
+
+
+def _link_word(topology: Topology, a: int, b: int) -> str:
+    link = topology.links[a][b]
+    return "-" if a == b else "no access" if not link.access else "yes" if link.atomics else "no atomics"
+
+
+def _speed_table(report: Report) -> Table:
+    rows = [(name, *(f"{speed:.0f}" for speed in speeds)) for name, speeds in report.speeds.items()]
+    head = ("GB/s", *(f"{r} -> {(r + 1) % report.ranks}" for r in range(report.ranks)))
+    return _table(f"Each rank sending {size_text(NBYTES)}", head, rows)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=any(head))
+    for name in head:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

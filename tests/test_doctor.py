@@ -1,0 +1,305 @@
+"""`pkt doctor`: what it says of many machines, what it exits with, and that it touches nothing."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import pkt
+from pkt import cli, doctor
+from pkt.errors import DriverError, RankFailed
+from pkt.runtime.topology import OFF_SWITCHES
+from tests.runtime.fake_driver import FakeDriver, FakeGpu
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def a_plain_environment(monkeypatch):
+    for name in (*OFF_SWITCHES, "PKT_HEAP", "PKT_TIMEOUT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def gpus(count, **attributes):
+    return [FakeGpu(f"{i:032x}", attributes=dict(attributes)) for i in range(count)]
+
+
+def examine(some, seen=None, cuda="13.0", drivers=None):
+    """The report on a machine with these GPUs."""
+
+    def driver(rank):
+        made = FakeDriver(rank, gpus=some)
+        made.gpus = some  # FakeDriver takes an empty list for its default
+        (drivers if drivers is not None else []).append(made)
+        return made
+
+    return doctor.examine(driver, lambda: len(some) if seen is None else seen, cuda, lambda uuid: 18)
+
+
+def text(report):
+    console = Console(width=120)
+    with console.capture() as captured:
+        doctor.show(report, console)
+    return captured.get()
+
+
+def row(page, start):
+    """The cells of the table row that begins with `start`."""
+    (line,) = [line for line in page.splitlines() if re.match(rf"│ {re.escape(start)} +│", line)]
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_four_good_gpus():
+    report = examine(gpus(4))
+    assert (report.status, report.ranks) == (0, 4)
+    assert not report.problems
+    page = text(report)
+    assert row(page, "0") == ["0", "FakeGPU", "9.0", "132", "140 GiB", "18", "no", "nothing"]
+    assert row(page, "GPU 2") == ["GPU 2", "yes", "yes", "-", "yes"]
+    assert row(page, "driver")[1].endswith("CUDA 13.1")
+    assert row(page, "torch")[1] == torch.__version__
+    assert row(page, "most memory of a rank's heap (PKT_HEAP)")[1] == "1 GiB"
+    assert page.rstrip().endswith("pkt runs on 4 GPUs here: pkt.launch(fn, ranks=4)")
+
+
+def test_a_single_gpu_is_enough():
+    report = examine(gpus(1))
+    assert (report.status, report.ranks) == (0, 1)
+    assert "Peer access" not in text(report)
+
+
+@pytest.mark.parametrize(
+    ("access", "word", "why"),
+    [((False, False), "no access", "GPU 1 -> 3: no peer access"), ((True, False), "no atomics", "no native atomics")],
+)
+def test_a_pair_that_cannot_leaves_the_others(access, word, why):
+    some = gpus(4)
+    some[1].peers = {3: access}
+    report = examine(some)
+    assert (report.status, report.ranks) == (0, 3)
+    page = text(report)
+    assert row(page, "GPU 1")[4] == word
+    assert "note: not all 4 GPUs can work together" in page
+    assert why in page
+    assert "pkt runs on 3 GPUs here" in page
+
+
+@pytest.mark.parametrize(
+    ("change", "why", "lacks"),
+    [
+        ({"VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 0}, "no virtual memory", "virtual memory"),
+        ({"HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": 0}, "no POSIX", "POSIX handles"),
+        ({"COOPERATIVE_LAUNCH": 0}, "no cooperative launch", "cooperative launch"),
+    ],
+)
+def test_gpus_that_lack_something(change, why, lacks):
+    report = examine(gpus(2, **change))
+    assert (report.status, report.ranks) == (1, 0)
+    page = text(report)
+    assert row(page, "1")[-1] == lacks
+    assert "missing: no GPU here can run pkt" in page
+    assert why in page
+    assert 'pkt.launch(fn, ranks=4, device="cpu")' in page
+
+
+def test_a_mig_slice():
+    some = gpus(1)
+    some[0].name = "H100 MIG 1g.10gb"
+    report = examine(some)
+    assert report.status == 1
+    assert "turn MIG off" in text(report)
+
+
+def test_torch_without_cuda_or_with_another_one():
+    report = examine(gpus(2), cuda=None)
+    assert report.status == 1
+    assert f"torch {torch.__version__} was built without CUDA" in text(report)
+    report = examine(gpus(2), seen=0)
+    assert report.status == 1
+    assert "torch sees 0 of 2 GPUs" in text(report)
+    report = examine(gpus(4), seen=2)
+    assert (report.status, report.ranks) == (0, 2)
+
+
+def test_no_driver_no_bindings_no_gpu(monkeypatch):
+    def fails(error):
+        def driver(rank):
+            raise error
+
+        return driver
+
+    for error in (
+        DriverError.failed(0, "cuInit", 100, "CUDA_ERROR_NO_DEVICE"),
+        ImportError("No module named 'cuda.bindings'"),
+        RuntimeError("libcuda.so.1 cannot be found\nhere or there"),
+    ):
+        report = doctor.examine(fails(error), lambda: 0, "13.0")
+        page = text(report)
+        assert report.status == 1
+        assert f"missing: no GPU can be asked: {str(error).splitlines()[0]}" in " ".join(page.split())
+        assert "GPUs\n" not in page
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    report = examine([])
+    assert report.status == 1
+    assert "CUDA_VISIBLE_DEVICES is ''" in text(report)
+
+
+def test_what_software_is_missing(monkeypatch):
+    before = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: "" if name == "cuda-bindings" else before(name))
+    assert "pip install cuda-python" in text(examine(gpus(1)))
+    monkeypatch.setattr(doctor, "_version", before)
+    monkeypatch.setattr(doctor.triton, "__version__", "3.5.1+git")
+    report = examine(gpus(1))
+    assert report.status == 1
+    assert "triton 3.5.1+git is too old" in text(report)
+    monkeypatch.setattr(doctor.triton, "__version__", "3.10.0")
+    assert examine(gpus(1)).status == 0
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert "no C compiler" in text(examine(gpus(1)))
+
+
+def test_settings_that_are_not_understood(monkeypatch):
+    monkeypatch.setenv("PKT_HEAP", "8GiB")
+    monkeypatch.setenv("PKT_TIMEOUT", "5")
+    page = text(examine(gpus(1)))
+    assert row(page, "most memory of a rank's heap (PKT_HEAP)")[1] == "8 GiB"
+    assert row(page, "longest wait for a peer (PKT_TIMEOUT)")[1] == "5 s"
+    monkeypatch.setenv("PKT_HEAP", "much")
+    monkeypatch.setenv("PKT_TIMEOUT", "soon")
+    report = examine(gpus(1))
+    assert report.status == 1
+    assert [p.what for p in report.problems] == [
+        "PKT_HEAP: 'much' is not understood", "PKT_TIMEOUT: 'soon' is not understood"
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- multicast
+def test_multicast_in_words(monkeypatch):
+    some = gpus(3, MULTICAST_SUPPORTED=1)
+    page = text(examine(some))
+    assert row(page, "supported")[1] == "yes"
+    assert "it is not tried here" in row(page, "used")[1]
+    some[2].attributes["MULTICAST_SUPPORTED"] = 0
+    page = text(examine(some))
+    assert row(page, "supported")[1] == "not by GPU 2"
+    assert row(page, "used")[1].startswith("no: not supported")
+    assert row(text(examine(gpus(2))), "supported")[1] == "no"
+    assert row(text(examine(gpus(1, MULTICAST_SUPPORTED=1))), "used")[1] == "no: it takes two GPUs"
+    for name, value in OFF_SWITCHES.items():
+        with monkeypatch.context() as here:
+            here.setenv(name, value)
+            page = text(examine(gpus(2, MULTICAST_SUPPORTED=1)))
+        assert row(page, "supported")[1] == "yes"
+        assert row(page, "used")[1].startswith(f"no: switched off by {name}={value}")
+
+
+def test_nothing_is_made():
+    drivers = []
+    examine(gpus(4, MULTICAST_SUPPORTED=1), drivers=drivers)
+    (driver,) = drivers
+    assert not driver.leaks()
+    assert set(driver.calls) == {"attribute"}, "more than questions"
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+def test_the_trial_sends_and_checks_in_the_simulator():
+    found = pkt.launch(doctor.trial, 3, "cpu", (2 * 128 * 128 * 4,), sms=4, races=False)
+    assert found == [{"copy engine": 0.0, "registers": 0.0, "TMA": 0.0}] * 3
+
+
+def test_the_trial_notices_what_did_not_arrive(monkeypatch):
+    def lost(*args, **options):
+        pass
+
+    monkeypatch.setattr(doctor, "push_tma_kernel", {(4,): lost})
+    with pytest.raises(RankFailed, match=r"TMA: 65536 of 65536 elements differ from what rank"):
+        pkt.launch(doctor.trial, 2, "cpu", (2 * 128 * 128 * 4,), sms=4, races=False)
+
+
+def test_measuring_never_asks_for_multicast_and_shows_its_figures():
+    asked = []
+
+    def run(fn, ranks, device, args, **options):
+        asked.append((fn, ranks, device, options["multicast"]))
+        assert options["heap"] >= 2 * args[0]
+        return [{"copy engine": 390.4 + r, "TMA": 361.0} for r in range(ranks)]
+
+    report = examine(gpus(3, MULTICAST_SUPPORTED=1))
+    doctor.measure(report, run)
+    assert asked == [(doctor.trial, 3, "cuda", False)]
+    page = text(report)
+    assert row(page, "copy engine") == ["copy engine", "390", "391", "392"]
+    assert "2 -> 0" in page
+    assert re.search(r"pkt runs on 3 GPUs here \(tried, in \d+\.\d s\)", page)
+
+
+def test_a_world_that_fails_is_fatal():
+    def run(*args, **options):
+        raise RankFailed.raised(2, "Traceback ...\nDriverError: cuMemMap failed")
+
+    report = examine(gpus(4))
+    assert report.status == 0
+    doctor.measure(report, run)
+    assert report.status == 1
+    page = text(report)
+    assert "missing: a world on 4 GPUs failed" in page
+    assert "cuMemMap failed" in page
+    assert "does not run on GPUs here" in page
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+def command(*args, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "pkt.cli", *args], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_on_a_machine_without_a_gpu():
+    done = command("doctor")
+    assert done.returncode == 1, done.stderr
+    assert "pkt does not run on GPUs here" in done.stdout
+    assert "pkt simulate file.py" in done.stdout
+    assert not done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_simulate_is_the_same_as_python_m_pkt_simulate(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pkt\n\n\ndef main(world):\n    x = pkt.ones(4)\n    assert x.sum() == 4\n\n\n"
+        "def wrong(world):\n    assert world.rank != 1\n"
+    )
+    done = command("simulate", str(program), "--ranks", "2", "--seeds", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert command("simulate", f"{program}:wrong", "--ranks", "2", "--seeds", "2").returncode == 1
+
+
+def test_the_entry_point_and_the_help():
+    scripts = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]\n")[2].splitlines()[0]
+    name, target = scripts.replace('"', "").split(" = ")
+    module, _, attribute = target.partition(":")
+    assert (name, getattr(importlib.import_module(module), attribute)) == ("pkt", cli.app)
+    done = command("--help")
+    assert done.returncode == 0
+    assert {"doctor", "simulate"} <= set(done.stdout.split())
+
+
+@pytest.mark.gpu
+def test_on_gpus():
+    done = command("doctor")
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"pkt runs on .*\(tried", done.stdout)
+    if torch.cuda.device_count() > 1:
+        speeds = [float(v) for name in ("copy engine", "registers", "TMA") for v in row(done.stdout, name)[1:]]
+        assert min(speeds) > 10, "GB/s"

@@ -20,7 +20,7 @@ ARROWS = {
         {"torch", "triton", "numpy", "greenlet", "rich", "typer"},
     ),
     "pkt.doctor": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton", "cuda", "rich"}),
-    "pkt.cli": ({"pkt", "pkt.doctor", "pkt.simulate"}, {"typer", "rich"}),
+    "pkt.cli": ({"pkt.doctor", "pkt.simulate"}, {"typer", "rich"}),
     "pkt.layouts": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton"}),
     "pkt.trace": (
         {"pkt.errors", "pkt.language", "pkt.runtime"},

@@ -14,6 +14,7 @@ from rich.console import Console
 import pkt
 from pkt import cli, doctor
 from pkt.errors import DriverError, RankFailed
+from pkt.language.inspect import compile_only, device_world
 from pkt.runtime.topology import OFF_SWITCHES
 from tests.runtime.fake_driver import FakeDriver, FakeGpu
 
@@ -222,6 +223,18 @@ def test_the_trial_notices_what_did_not_arrive(monkeypatch):
     monkeypatch.setattr(doctor, "push_tma_kernel", {(4,): lost})
     with pytest.raises(RankFailed, match=r"TMA: 65536 of 65536 elements differ from what rank"):
         pkt.launch(doctor.trial, 2, "cpu", (2 * 128 * 128 * 4,), sms=4, races=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])  # Triton makes a constant of the integer 1
+@pytest.mark.parametrize("arch", [90, 100])
+def test_the_kernels_compile(arch, rank):
+    world, n = device_world(rank, 4), doctor.NBYTES // 2
+    args = ("*bf16", "*bf16", n, world)
+    registers = compile_only(doctor.push_registers_kernel, *args, 4096, arch=arch, num_warps=8)
+    assert re.search(r"st\.global\.v(2\.b64|4\.b32)", registers.asm["ptx"]), "no stores of 16 bytes"
+    tma = compile_only(doctor.push_tma_kernel, *args, 128, 128, arch=arch, num_warps=4)
+    assert "cp.async.bulk.tensor.2d.global" in tma.asm["ptx"]
+    assert tma.metadata.shared <= 227 << 10
 
 
 def test_measuring_never_asks_for_multicast_and_shows_its_figures():

@@ -21,6 +21,7 @@ import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.language import ptx
 from pkt.runtime.factories import empty, signals
+from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -274,6 +275,7 @@ def gluon_push_kernel(
     LEAVE_OUT: gl.constexpr,  # for measurements: "wait" is left out, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
+    """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
@@ -409,7 +411,8 @@ def gluon_push(
         return described + [unused] * (MAX_PEERS - len(described))
 
     targets = world.workspace((CALL, "gluon targets", space.inbox.data_ptr(), unit), peers)
-    gluon_push_kernel[(programs,)](
+    cooperative(
+        world, gluon_push_kernel, (programs,),
         descriptor(a, (tiles.block_m, tiles.block_k)),
         descriptor(a, unit),
         descriptor(space.inbox.plain(), (tiles.block_m, tiles.block_k)),
@@ -421,6 +424,6 @@ def gluon_push(
         UNIT_M=plan.unit_m, UNIT_K=plan.unit_k, UNITS=plan.units, BUFFERS=plan.buffers, LAG=plan.lag, CHUNK=plan.chunk,
         HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=plan.registers,
         LEAVE_OUT="wait" if leave_out in ("wait", "push") or size == 1 else "",
-        num_warps=CONSUMER_WARPS, launch_cooperative_grid=True,
+        num_warps=CONSUMER_WARPS,
     )  # fmt: skip
     return out

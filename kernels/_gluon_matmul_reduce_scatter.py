@@ -24,6 +24,7 @@ import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.language import ptx
 from pkt.runtime.factories import empty, signals
+from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -203,6 +204,7 @@ def gluon_chain_kernel(
     LEAVE_OUT: gl.constexpr,  # for measurements: "links" leaves out waits and signals, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
+    """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
@@ -279,7 +281,8 @@ def gluon_chain(
         ready = world.workspace(key, lambda: signals(space.ready.numel(), world=world))
     targets = world.workspace((CALL, "gluon owners", space.total.data_ptr(), part), owners)
     sent_to = [targets[-1]] * MAX_PEERS if leave_out else targets[:-1]
-    gluon_chain_kernel[(programs,)](
+    cooperative(
+        world, gluon_chain_kernel, (programs,),
         descriptor(a, (tiles.block_m, tiles.block_k)),
         descriptor(b, (tiles.block_k, tiles.block_n)),
         targets[-1],
@@ -287,6 +290,6 @@ def gluon_chain(
         *sent_to, ready, m, N, K, world.device,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP=tiles.group,
         HALF=layout(a.dtype, *part), REGISTERS=72, LEAVE_OUT=leave_out,
-        num_warps=CONSUMER_WARPS, launch_cooperative_grid=True,
+        num_warps=CONSUMER_WARPS,
     )  # fmt: skip
     return out

@@ -79,6 +79,7 @@ def launched(monkeypatch):
         size=size,
         device=device_world(rank, size),
         torch_device=cuda,
+        streams=None,
         num_sms=132,
         spaces={},
         kernels=kernels,

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import contextvars
 from pathlib import Path
 
 import pytest
@@ -137,14 +138,15 @@ def test_cooperative_orders_before_it_launches():
         def __getitem__(self, grid):
             return lambda *args, **options: said.append((grid, args, options))
 
-    launch.cooperative(World, Kernel(), (5,), 1, num_warps=8)
+    # In a context of its own, because it gives Triton an allocator, which tests behind it should not find.
+    contextvars.copy_context().run(launch.cooperative, World, Kernel(), (5,), 1, num_warps=8)
     assert said == ["order", ((5,), (1,), {"num_warps": 8, "launch_cooperative_grid": True})]
     World.streams = None  # a world on the CPU
     launch.cooperative(World, Kernel(), (5,), 1)
     assert len(said) == 3
 
 
-@pytest.mark.parametrize("path", sorted(KERNELS.glob("[a-z]*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(KERNELS.glob("*.py")), ids=lambda path: path.stem)
 def test_every_operator_launches_through_cooperative(path):
     """None with kernel[grid](...): it would neither be ordered nor refused."""
     tree = ast.parse(path.read_text())
@@ -154,7 +156,8 @@ def test_every_operator_launches_through_cooperative(path):
     wrappers = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name not in jitted]
     calls = [node for f in wrappers for node in ast.walk(f) if isinstance(node, ast.Call)]
     assert not [ast.unparse(c) for c in calls if isinstance(c.func, ast.Subscript)]
-    assert not jitted or any(_last_name(c.func) == "cooperative" for c in calls), "launches nothing?"
+    if path.name[0] != "_":
+        assert any(_last_name(c.func) == "cooperative" for c in calls), "launches nothing?"
 
 
 def _last_name(node):

@@ -87,6 +87,22 @@ def test_a_world_opens_in_time_and_leaves_no_memory():
     assert warm(count).alive
 
 
+def test_what_a_warm_call_is_made_of():
+    """Prints what a world costs by the size of its heap: whether keeping worlds between calls would be worth it."""
+    count, seconds = ranks()[-1], {}
+    for heap in ("16MiB", "256MiB", "1GiB", "1GiB"):  # a heap takes at most 1 GiB at once
+        gpus(lambda world: None, count, heap=heap)
+        calls = []
+        for _ in range(10):
+            start = time.time()
+            began = gpus(lambda world: time.time(), count, heap=heap)
+            calls.append((max(began) - start, time.time() - max(began)))
+        seconds[heap] = min(sum(call) for call in calls)
+        opens, closes = (1e3 * min(call[i] for call in calls) for i in (0, 1))
+        print(f"{count} ranks, {heap}: {opens:.1f} ms until the function runs, {closes:.1f} ms after it")
+    assert seconds["1GiB"] < 0.5
+
+
 @triton.jit
 def spin(flag_ptr, world, BLOCK: tl.constexpr):
     while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0) & (

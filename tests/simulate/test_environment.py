@@ -24,6 +24,7 @@ import pkt
 import pkt.language as pl
 from pkt.errors import Deadlock, RankFailed
 from pkt.runtime import world as worlds
+from pkt.simulate.source import builder
 
 SCRIPT = """
 import triton
@@ -245,6 +246,7 @@ def test_everything_is_put_back(fn: Any, error: type | None) -> None:
     after = state()
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     assert not changed
+    assert not {"device", "pkt"} & vars(builder).keys()  # the machine, with all its memory
 
 
 def test_the_snapshot_sees_what_is_patched() -> None:

@@ -272,7 +272,7 @@ def loops(out, n, N: tl.constexpr):
     tl.store(out + 4, total)
     for i in range(n - n):
         total = 0
-    tl.store(out + 5, total if n > 5 else -1)
+    tl.store(out + 5, (total if n > 5 else -1) + (1 if n > 50 else 0))
     for i in range(n):
         if i < 2:
             total += 1

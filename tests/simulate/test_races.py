@@ -335,23 +335,26 @@ def test_a_write_after_several_reads(readers: int) -> None:
     assert race.second.kind in ("load", "store")
 
 
+@pytest.mark.parametrize("sizes", [(4, 4), (16, 32), (32, 16)])
 @pytest.mark.parametrize("awaited", [0, 1])
-def test_a_reader_behind_the_last_one_is_remembered(awaited: int) -> None:
+def test_a_reader_behind_the_last_one_is_remembered(awaited: int, sizes: tuple[int, int]) -> None:
     """In the plain order two ranks read one after the other; the writer waits for one of them, whichever came last."""
 
     @triton.jit
-    def read_both(x, out, flags, awaited, world):
+    def read_both(x, out, flags, awaited, size, world, N: tl.constexpr):
+        o = tl.arange(0, N)
         if world.rank < 2:
-            tl.store(out, pl.load(x, 2, world))
+            tl.store(out + o, pl.load(x + o, 2, world, mask=o < size))
             pl.signal(flags + world.rank, 2, world)
         else:
             pl.wait(flags + awaited, 1, world)
-            tl.store(x, 2.0)
+            tl.store(x + o, 2.0)
             pl.wait(flags + 1 - awaited, 1, world)
 
     def main(world: Any) -> None:
-        x, out, flags = pkt.ones(4), torch.zeros(1), pkt.signals(2)
-        read_both[(1,)](x, out, flags, awaited, world.device)
+        x, out, flags = pkt.ones(32), torch.zeros(32), pkt.signals(2)
+        size = (*sizes, 0)[world.rank]
+        read_both[(1,)](x, out, flags, awaited, size, world.device, 32)
 
     race = raced(main, 3, seeds=[0])
     assert (race.first.rank, race.first.kind, race.second.kind) == (1 - awaited, "load", "store")
@@ -408,6 +411,31 @@ def tile_out_main(world: Any, how: str) -> None:
 @pytest.mark.parametrize("how", ["store", "reduce"])
 def test_a_signal_waits_for_tma_stores(how: str) -> None:
     right(tile_out_main, args=(how,))
+
+
+def test_the_end_of_a_launch_waits_for_tma_stores() -> None:
+    @triton.jit
+    def fill(x, world):
+        desc = tl.make_tensor_descriptor(pl.peer(x, 0, world), [16, 16], [16, 1], [16, 16])
+        if world.rank == 0:
+            desc.store([0, 0], tl.full((16, 16), 7, tl.int32))
+
+    @triton.jit
+    def read(x, out, world):
+        o = tl.arange(0, 256)
+        tl.store(out + o, pl.load(x + o, 0, world))
+
+    def main(world: Any) -> None:
+        x, out = pkt.zeros((16, 16), dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
+        fill[(1,)](x, world.device)
+        if world.rank == 0:
+            read[(1,)](x, out, world.device)
+            assert (out == 7).all()
+        world.barrier()
+        read[(1,)](x, out, world.device)
+        assert (out == 7).all()
+
+    right(main)
 
 
 def test_a_raw_release_does_not_wait_for_tma_stores() -> None:

@@ -180,14 +180,19 @@ def world_barrier(ptr, world):
     """All programs of all ranks. Two counters, `ptr` and `ptr + 1`: the last program to arrive on a rank arrives for
     the rank. Grids may differ between ranks."""
     ptx.drain(world)
-    # Stable: this round cannot complete without me. Every thread reads it, so it must be before the barrier.
-    round_bit = ptx.load_acquire(ptr + 1)
-    ptx.cta_barrier()
-    share = _share(_is_first_program(), _num_programs())
-    before = tl.atomic_add(ptr, share, sem="acq_rel", scope="sys")
-    if ((before + share) ^ before) < 0:
-        # A release at home too: my rank's other programs wait there for what this one has acquired from them.
-        _arrive_everywhere(ptr + 1, world, "release")
+    if _num_programs() == 1:  # nobody to wait for at home
+        ptx.cta_barrier()
+        round_bit = _arrive_everywhere(ptr + 1, world, "relaxed")
+    else:
+        # Stable: this round cannot complete without me. Every thread reads it, so it must be before the barrier.
+        round_bit = ptx.load_acquire(ptr + 1)
+        ptx.cta_barrier()
+        share = _share(_is_first_program(), _num_programs())
+        # Of this GPU only: what the others here have done goes on to the peers with the last one's fence.
+        before = tl.atomic_add(ptr, share, sem="acq_rel", scope="gpu")
+        if ((before + share) ^ before) < 0:
+            # A release at home too: my rank's other programs wait there for what this one has acquired from them.
+            _arrive_everywhere(ptr + 1, world, "release")
     ptx.wait(ptr + 1, round_bit, "flip", world)
     ptx.cta_barrier()
 

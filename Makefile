@@ -53,7 +53,7 @@ $(STAMP): pyproject.toml
 test: $(STAMP)
 	$(PY) -m pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
-NEWEST_TESTS ?= $(wildcard tests/language tests/simulate tests/kernels)
+NEWEST_TESTS ?= tests/language tests/simulate
 newest: .newest/.installed
 	PYTHONPATH=.newest $(PY) -c 'import triton; print("Triton", triton.__version__)'
 	PYTHONPATH=.newest $(PY) -m pytest -n $(JOBS) -m "not gpu" $(NEWEST_TESTS) $(ARGS)

@@ -239,7 +239,7 @@ def trial(world: World, nbytes: int, repeats: int = 10) -> dict[str, float]:
     """
     n, on_gpu, rank, size = nbytes // 2, world.torch_device.type == "cuda", world.rank, world.size
     src, dst = (empty(n, dtype=torch.bfloat16, name=name, world=world) for name in ("src", "dst"))
-    index = torch.arange(n, device=world.torch_device)
+    index = torch.arange(n, dtype=torch.int32, device=world.torch_device)
     src.copy_((index + 131 * rank) % 251)  # whole numbers below 256: exact in bf16
     came = ((index + 131 * ((rank - 1) % size)) % 251).bfloat16()
     there = dst.peer((rank + 1) % size)

@@ -90,7 +90,7 @@ def test_a_world_opens_in_time_and_leaves_no_memory():
 def test_what_a_warm_call_is_made_of():
     """Prints what a world costs by the size of its heap: whether keeping worlds between calls would be worth it."""
     count, seconds = ranks()[-1], {}
-    for heap in ("16MiB", "256MiB", "1GiB", "1GiB"):  # a heap takes at most 1 GiB at once
+    for heap in ("16MiB", "256MiB", "1GiB"):  # a heap takes at most 1 GiB at once
         gpus(lambda world: None, count, heap=heap)
         calls = []
         for _ in range(10):

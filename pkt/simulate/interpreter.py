@@ -11,7 +11,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -50,10 +50,7 @@ class _Interpreted:
                 (jit.raw_src, jit.starting_line_number) if hasattr(jit, "raw_src") else inspect.getsourcelines(fn)
             )
             code = self.code[fn] = source.code(fn, lines, first)
-        scope = {**source.NAMES, **fn.__globals__}
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
-            with suppress(ValueError):  # assigned later than the kernel was defined, and not yet
-                scope[name] = cell.cell_contents
+        scope = {**source.NAMES, **source.captured(fn)}
         for name, value in scope.items():  # `from triton.language import load`
             if id(value) in self.replaced:
                 scope[name] = self.replaced[id(value)]

@@ -13,11 +13,13 @@ import inspect
 import operator
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton import knobs
 from triton.compiler import code_generator
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -47,8 +49,17 @@ class _Rewriter(ast.NodeTransformer):
 
     `x = 3` makes a tensor of the number. `and` and `or` of run-time values evaluate every operand, because there is
     nothing to branch on inside an expression; so does `not` of a block, element by element. A condition is a scalar.
-    The truth of a tensor is asked here only: `tl` itself takes every tensor for true, to tell it from None.
+    The truth of a tensor is asked here only: `tl` itself takes every tensor for true, to tell it from None. A plain
+    number of the module is refused where it is used, as in compiling: only constexpr globals are in a kernel's key.
     """
+
+    def __init__(self, plain: set[str]) -> None:
+        self.plain = plain  # names of module or closure that hold plain numbers or strings
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.plain:
+            return node
+        return _call("plain", ast.Constant(node.id), node, at=node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         self.generic_visit(node)
@@ -84,6 +95,18 @@ class _Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.Expr(_call("assert", node.test, *said, at=node)), node)
 
 
+_PLAIN = (bool, int, float, str)
+
+
+def captured(fn: FunctionType) -> dict[str, Any]:
+    """What a function can see outside itself."""
+    scope = dict(fn.__globals__)
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
+        with suppress(ValueError):  # assigned later than the function was defined, and not yet
+            scope[name] = cell.cell_contents
+    return scope
+
+
 def code(fn: FunctionType, lines: list[str], first: int) -> CodeType:
     """The rewritten body of `fn`, whose source, decorators included, is `lines` from line `first` on."""
     tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -96,7 +119,9 @@ def code(fn: FunctionType, lines: list[str], first: int) -> CodeType:
     arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
     for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
         a.annotation = None
-    _Rewriter().visit(definition)
+    scope = captured(fn)
+    plain = {n for n in {*fn.__code__.co_names, *fn.__code__.co_freevars} if type(scope.get(n)) in _PLAIN}
+    _Rewriter(plain - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}).visit(definition)
     ast.fix_missing_locations(tree)
     ast.increment_lineno(tree, first - 1)
     module = compile(tree, fn.__code__.co_filename, "exec")
@@ -166,6 +191,15 @@ def _assert(condition: Any, message: str = "") -> None:
     assert held, message
 
 
+def _plain(name: str, value: Any) -> Any:
+    if type(value) not in _PLAIN or knobs.compilation.allow_non_constexpr_globals:
+        return value
+    raise NameError(
+        f"a kernel cannot use the global variable {name} = {value!r}: make it a constexpr "
+        f"({name} = tl.constexpr({value!r})) or an argument"
+    )
+
+
 def range_of_tensors(start: Any, end: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
     """`range` and `tl.range`: the index is a run-time integer, whose `//` and `%` are those of C."""
     first, last = (0, start) if end is None else (start, end)
@@ -220,4 +254,5 @@ HELPERS: dict[str, Any] = {
     "__pkt_not__": _not,
     "__pkt_true__": _true,
     "__pkt_assert__": _assert,
+    "__pkt_plain__": _plain,
 }

@@ -457,6 +457,28 @@ def test_closures_of_each_rank() -> None:
     assert pkt.launch(main, ranks=4, device="cpu") == [1.0, 11.0, 21.0, 31.0]
 
 
+WIDTH = 4  # a plain number
+
+
+@triton.jit
+def uses_a_plain_global(out, USE: tl.constexpr):
+    WIDTH_HERE = 3
+    tl.store(out, WIDTH_HERE)
+    if USE:
+        tl.store(out, WIDTH)
+
+
+def test_plain_globals_are_refused_where_they_are_used() -> None:
+    out = torch.zeros(1)
+    run(uses_a_plain_global, (1,), out, False)
+    with pytest.raises(RankFailed, match=r"cannot use the global variable WIDTH = 4: make it a constexpr"):
+        run(uses_a_plain_global, (1,), out, True)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.allow_non_constexpr_globals = True
+        run(uses_a_plain_global, (1,), out, True)
+    assert out.item() == 4
+
+
 @triton.jit
 def program_ids(out, X: tl.constexpr, Y: tl.constexpr):
     x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -7,10 +7,7 @@ the schedule. TMA stores are pending in the async proxy, which a release does no
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-import sys
 from typing import Any
 
 import numpy as np
@@ -21,19 +18,14 @@ from pkt import errors
 from pkt.errors import Waiting
 from pkt.simulate import cost
 from pkt.simulate.builder import Tile, np_dtype
+from pkt.simulate.detector import Detector, accessed
 from pkt.simulate.faults import SYNC, Signal, Site
-from pkt.simulate.memory import Access, Region, Scattered, Strided, Unmapped
+from pkt.simulate.memory import Access, Pending, Region, Scattered, Strided, Unmapped
 from pkt.simulate.numerics import BITS, decode, encode
-from pkt.simulate.races import FULL, Shadow, Touched, record, record_read, unordered
+from pkt.simulate.sites import site, site_of
 
 UNINTERRUPTED = 4096  # accesses of one program after which others run too, and after which it may count as stuck
 REPEATS = 64  # loads of one word that count as one poll of a spin
-
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
-_TRITON = os.path.dirname(os.path.abspath(tl.__file__))
-_TRITON = os.path.dirname(_TRITON)
-_INSIDE: dict[str, int] = {}  # file -> 0 the user's, 1 pkt.language, 2 pkt.simulate or triton
 
 _ALL = {1: np.arange(1)}  # flat positions of a whole block, for the commonest size
 
@@ -51,42 +43,6 @@ _COMPARE: dict[str, Any] = {
 def _signed(value: int) -> int:
     """The low 32 bits as a signed number."""
     return (value + 2**31) % 2**32 - 2**31
-
-
-def _kind_of_file(file: str) -> int:
-    known = _INSIDE.get(file)
-    if known is None:
-        path = os.path.abspath(file)
-        known = 1 if path.startswith(_LANGUAGE) else 2 if path.startswith((_HERE, _TRITON)) else 0
-        _INSIDE[file] = known
-    return known
-
-
-def site() -> Site:
-    """The user's line that runs now, and the outermost pkt.language function between it and here."""
-    frame: Any = sys._getframe(1)
-    call = ""
-    while frame is not None:
-        kind = _kind_of_file(frame.f_code.co_filename)
-        if kind == 0:
-            return Site(frame.f_code.co_filename, frame.f_lineno, call)
-        if kind == 1:
-            call = frame.f_code.co_name
-        frame = frame.f_back
-    return Site("?", 0, call)
-
-
-def frame_of(task: Any) -> Site:
-    """Where a task that is not running stands."""
-    frame, call = task.greenlet.gr_frame, ""
-    while frame is not None:
-        kind = _kind_of_file(frame.f_code.co_filename)
-        if kind == 0:
-            return Site(frame.f_code.co_filename, frame.f_lineno, call)
-        if kind == 1:
-            call = frame.f_code.co_name
-        frame = frame.f_back
-    return Site("?", 0, call)
 
 
 class Blocked:
@@ -122,49 +78,12 @@ class Blocked:
         )
 
 
-class _Sync:
-    """Clocks released at one address: by anybody at system scope, and by each rank at any scope."""
-
-    __slots__ = ("system", "rank", "time", "launch")
-
-    def __init__(self) -> None:
-        self.system: Any = None
-        self.rank: dict[int, Any] = {}
-        self.time = 0.0
-        self.launch: dict[int, int] = {}  # releasing rank -> its newest launch that released here
-
-
-class Pending:
-    """A store that its program has made and nobody else sees yet."""
-
-    __slots__ = ("access", "values", "low", "high", "is_async")
-
-    def __init__(self, access: Access, values: np.ndarray, is_async: bool) -> None:
-        self.access, self.values, self.is_async = access, values, is_async
-        self.low, self.high = access.span()
-
-    def overlaps(self, other: Access) -> bool:
-        if self.access.region is not other.region:
-            return False
-        low, high = other.span()
-        return low < self.high and self.low < high
-
-    def commit(self) -> None:
-        if isinstance(self.access, Strided):
-            self.access.view(self.values.dtype)[...] = self.values
-        else:
-            self.access.write(self.values)
-
-
 class SimulatedDevice:
     """See the module. One for the machine; `machine.current` says which program calls."""
 
     def __init__(self, machine: Any) -> None:
         self.m = machine
-        self.sync: dict[int, _Sync] = {}
-        self.seen_races: set[tuple] = set()
-        # (stamp, region, role) -> who made an access with that stamp there, and the newest line of it
-        self.authors: dict[tuple[int, int, str], tuple[str, Any, Site]] = {}
+        self.detector = Detector(machine)
 
     # -- what pkt.simulate.builder calls ----------------------------------------------------------------------------
 
@@ -216,7 +135,7 @@ class SimulatedDevice:
         if access is None:
             return
         self._own_stores(access)
-        self._track(access, "TMA reduce", is_async=True)
+        self.detector.write(access, "TMA reduce", is_async=True)
         view = access.view(tile.dtype)
         view[...] = op(view, values[tile.inside])
         self._moved(access)
@@ -267,20 +186,20 @@ class SimulatedDevice:
                 return out.reshape(addresses.shape)
             copies = 2 if event == m.faults.duplicate else 1
             if event == m.faults.delay:
-                clock = self._release_clock(releases, scope)
+                clock = self._release(releases)
                 m.late_signals.append(
                     lambda: self._perform(task, at, parts, words, dtype, update, out.copy(), clock, scope)
                 )
                 return out.reshape(addresses.shape)
-        clock = self._release_clock(releases, scope)
+        clock = self._release(releases)
         for _ in range(copies):
             self._perform(task, at, parts, words, dtype, update, out, clock, scope)
         if m.races:
             for address in words:
                 if acquires:
-                    self._acquire(address, scope)
-                elif address in self.sync:
-                    self._read_relaxed(self.sync[address], scope)
+                    self.detector.acquire(address, scope)
+                elif address in self.detector.sync:
+                    self.detector.read_relaxed(self.detector.sync[address], scope)
         if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
             m.pause()
         return out.reshape(addresses.shape)
@@ -309,19 +228,19 @@ class SimulatedDevice:
             while not blocked.holds():
                 m.waiting.setdefault(address, []).append(task)
                 m.block(blocked)
-            sync = self.sync.get(address)
+            sync = self.detector.sync.get(address)
             if sync is not None:
                 task.time = max(task.time, sync.time)
                 if stale and m.races and region.kind == "signals":
-                    self._note_stale(task, blocked, sync)
+                    self.detector.note_stale(task, blocked, sync)
             if task.time > start:
                 self._interval("wait", start, task.time)
             if change != "relax" and m.races:
-                self._acquire(address, "system")
+                self.detector.acquire(address, "system")
                 if at.call in SYNC:
                     task.waits.add(at)
                 if change != "no proxy fence":
-                    self._order_async()
+                    self.detector.order_async()
         return _int32(blocked.found())
 
     def load_acquire(self, ptr: Any) -> tl.tensor:
@@ -341,23 +260,11 @@ class SimulatedDevice:
         if m.faults.change(at) is not None and m.faults.change(at) != "no drain":
             return
         self._commit(task, lambda p: not p.is_async)
-        if not m.races:
-            return
-        for clock in task.unacquired:
-            task.clock = m.clocks.join(task.clock, clock)
-        task.unacquired.clear()
-        task.fence_clock = task.clock.copy()  # with what was just acquired: the same fence passes it on
-        task.clock[task.column] += 1
+        self.detector.fence()
 
     def proxy_fence(self) -> None:
-        if self.m.races and self.m.faults.change(site()) not in ("no proxy fence", "remove"):
-            self._order_async()
-
-    def _order_async(self) -> None:
-        """TMA loads issued from now on see what the program has seen and done until now."""
-        task = self.m.current
-        task.seen = task.clock.copy()
-        task.clock[task.column] += 1
+        if self.m.faults.change(site()) not in ("no proxy fence", "remove"):
+            self.detector.order_async()
 
     def drain(self) -> None:
         m, task = self.m, self.m.current
@@ -368,10 +275,7 @@ class SimulatedDevice:
             return
         self._commit(task, lambda p: p.is_async)
         task.undrained = False
-        if m.races:
-            task.clock[task.column + 1] = task.async_clock
-            task.async_clock += 1
-            self._order_async()  # its proxy fence works both ways
+        self.detector.drained()
 
     def mark(self, kind: str) -> None:
         self.m.current.mark = kind
@@ -441,7 +345,7 @@ class SimulatedDevice:
 
     def spinning(self, task: Any) -> Waiting:
         """What a program that polls by itself waits for, as far as one can know: another value than it finds."""
-        at, launch = frame_of(task), task.launch.ordinal
+        at, launch = site_of(task), task.launch.ordinal
         if task.polled is None:
             return Waiting(task.rank, task.program, task.name, "a loop of its own", 0, 0, "ne", str(at), launch)
         region, offset = task.polled.region, task.polled.first() - task.polled.region.base
@@ -493,12 +397,12 @@ class SimulatedDevice:
         owner = space.owner(address)
         if unmapped.region is not None:
             tensor = f"rank {unmapped.region.rank}'s {unmapped.region.element(address)}"
-            return errors.UseAfterFree.device(self._access(kind, tensor), unmapped.region.freed_at)
+            return errors.UseAfterFree.device(accessed(self.m.current, kind, tensor, site()), unmapped.region.freed_at)
         if owner == space.size:
             at_home = address - (space.size - self.rank) * space.stride
             home = space.nearest(at_home)
             tensor = f"the multicast window at {home.element(at_home) if home else f'byte {at_home}'}"
-            return errors.MulticastAccess.plain(self._access(kind, tensor))
+            return errors.MulticastAccess.plain(accessed(self.m.current, kind, tensor, site()))
         # No raw address: it differs from run to run, and the same finding should read the same.
         tensor = "an address in no rank's heap"
         if owner is not None:
@@ -507,18 +411,14 @@ class SimulatedDevice:
         text = ""
         if near is not None and (owner is None or near.rank == owner):
             text = f"{near.name} of rank {near.rank}, which ends {address - near.end + 1} bytes before"
-        return errors.OutOfBounds.outside(self._access(kind, tensor), text)
-
-    def _access(self, kind: str, tensor: str, task: Any = None, at: Site | None = None) -> errors.Access:
-        task = task or self.m.current
-        return errors.Access(task.rank, task.program, task.name, kind, tensor, str(at or site()))
+        return errors.OutOfBounds.outside(accessed(self.m.current, kind, tensor, site()), text)
 
     # stores
 
     def _write(self, access: Access, values: np.ndarray, kind: str, is_async: bool) -> None:
         m, task = self.m, self.m.current
         self._own_stores(access)
-        self._track(access, kind, is_async)
+        self.detector.write(access, kind, is_async)
         self._moved(access)
         if not m.schedule.late_stores or access.region.kind == "local":
             Pending(access, values, is_async).commit()
@@ -560,6 +460,12 @@ class SimulatedDevice:
 
     # atomics
 
+    def _release(self, releases: bool) -> Any:
+        """The clock that an atomic publishes; a release makes the program's plain stores visible first."""
+        if releases:
+            self._commit(self.m.current, lambda p: not p.is_async)
+        return self.detector.released(releases)
+
     def _perform(
         self,
         task: Any,
@@ -599,13 +505,13 @@ class SimulatedDevice:
                     one.write(update(old[i : i + 1], flat[i : i + 1]))
             out[flat] = old
             if m.current is task:
-                self._track(access, "atomic", is_async=False, at=at)
+                self.detector.write(access, "atomic", is_async=False, at=at)
                 self._moved(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1
         for address in words:
             if clock is not None:
-                self._publish(address, clock, task, scope)
+                self.detector.publish(address, clock, task, scope)
             m.wake(address)
 
     @staticmethod
@@ -634,141 +540,10 @@ class SimulatedDevice:
         m.census.signals.append(event)
         return event
 
-    # clocks
-
-    def _release_clock(self, releases: bool, scope: str) -> Any:
-        """What this atomic publishes: everything so far if it releases, everything before the last fence otherwise."""
-        m, task = self.m, self.m.current
-        if releases:
-            self._commit(task, lambda p: not p.is_async)
-        if not m.races:
-            return None
-        if not releases:
-            return task.fence_clock
-        clock = task.clock.copy()
-        task.clock[task.column] += 1
-        return clock
-
-    def _publish(self, address: int, clock: Any, task: Any, scope: str) -> None:
-        sync = self.sync.get(address)
-        if sync is None:
-            sync = self.sync[address] = _Sync()
-        join = self._joined
-        if scope == "system":
-            sync.system = join(sync.system, clock)
-        if scope != "cta":
-            sync.rank[task.rank] = join(sync.rank.get(task.rank), clock)
-        sync.time = max(
-            sync.time, task.time + (cost.SIGNAL_US if self._remote(address, task) else cost.LOCAL_SIGNAL_US)
-        )
-        sync.launch[task.rank] = task.launch.ordinal
-
-    def _remote(self, address: int, task: Any) -> bool:
-        return self.m.space.owner(address) not in (task.rank, None)
-
-    def _visible(self, sync: _Sync, scope: str) -> Any:
-        """Clocks that an acquire of the current program at `scope` synchronises with."""
-        own = sync.rank.get(self.m.current.rank)
-        if scope == "system":
-            return self._joined(sync.system, own)
-        return own if scope == "gpu" else None
-
-    def _read_relaxed(self, sync: _Sync, scope: str) -> None:
-        """Only a later fence makes use of what was read: the clocks are put by, and seldom joined."""
-        put_by = self.m.current.unacquired
-        visible = (sync.system if scope == "system" else None, sync.rank.get(self.m.current.rank))
-        put_by += [clock for clock in visible if clock is not None and scope != "cta"]
-        if len(put_by) > 64:
-            put_by[:] = [functools.reduce(self.m.clocks.join, put_by)]
-
-    def _acquire(self, address: int, scope: str) -> None:
-        sync = self.sync.get(address)
-        if sync is not None:
-            task = self.m.current
-            visible = self._visible(sync, scope)
-            if visible is not None:
-                task.clock = self.m.clocks.join(task.clock, visible)
-
-    def _joined(self, a: Any, b: Any) -> Any:
-        if a is None or b is None:
-            return b if a is None else a
-        return self.m.clocks.join(a, b)
-
-    # races
-
     def _before_read(self, access: Access, kind: str, is_async: bool = False) -> None:
         self._own_stores(access)
-        m, task = self.m, self.m.current
         self._moved(access)
-        region = access.region
-        if not m.races or region.kind == "local":
-            return
-        shadow, touched = self._shadow(region), Touched(access)
-        if is_async:
-            for wait in task.waits:
-                m.census.note(wait, "no proxy fence")
-        clock = m.clocks.fit(task.seen if is_async else task.clock)
-        self._look(kind, access, touched, clock, writer=shadow.writer, updater=shadow.updater)
-        stamp = int(task.clock[task.column]) << 32 | task.column << 16
-        record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
-        self.authors[stamp, region.base, "reader"] = (kind, task, site())
-
-    def _track(self, access: Access, kind: str, is_async: bool, at: Site | None = None) -> None:
-        """A write, or an atomic update, which only other kinds of access can race with."""
-        m, task = self.m, self.m.current
-        region = access.region
-        if not m.races or region.kind == "local":
-            return
-        updates = kind in ("atomic", "TMA reduce")
-        shadow, touched = self._shadow(region), Touched(access)
-        role = "updater" if updates else "writer"
-        column = task.column + 1 if is_async else task.column
-        stamp = (task.async_clock if is_async else int(task.clock[task.column])) << 32 | column << 16
-        task.undrained = task.undrained or is_async
-        if not (updates and region.kind == "signals"):  # which is what counters are for
-            clock = m.clocks.fit(task.seen if is_async else task.clock)
-            earlier = {"writer": shadow.writer, "reader": shadow.reader, "reader_before": shadow.other}
-            self._look(kind, access, touched, clock, **earlier, **({} if updates else {"updater": shadow.updater}))
-        record(shadow.updater if updates else shadow.writer, touched, stamp)
-        self.authors[stamp, region.base, role] = (kind, task, at or site())
-
-    def _look(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, **earlier: np.ndarray) -> None:
-        """Report the first access of each role that is not ordered before this one."""
-        for role, array in earlier.items():
-            hit = unordered(touched.get(array), touched, clock)
-            if hit is not None:
-                self._report(kind, access, touched, hit, role.removesuffix("_before"))
-
-    @staticmethod
-    def _shadow(region: Region) -> Shadow:
-        if region.shadow is None:
-            region.shadow = Shadow(region.nbytes)
-        return region.shadow
-
-    def _report(self, kind: str, access: Access, touched: Touched, hit: tuple[int, int], role: str) -> None:
-        m, task = self.m, self.m.current
-        position, stamp = hit
-        region = access.region
-        address = region.base + max(touched.offset(position), access.span()[0])
-        at = site()
-        key = (region.name, at, kind)
-        if key in self.seen_races:
-            return
-        self.seen_races.add(key)
-        tensor = f"rank {region.rank}'s {region.element(address)}"
-        first_kind, author, where = self.authors[stamp & ~FULL, region.base, role]
-        first = self._access(first_kind, tensor, author, where)
-        error = errors.DataRace.between(first, self._access(kind, tensor, at=at))
-        if task.satisfied_by is not None:
-            error.add_note(task.satisfied_by)
-        m.findings.append(error)
-
-    def _note_stale(self, task: Any, blocked: Blocked, sync: _Sync) -> None:
-        """The wait passed at once, and every signal behind it is of an earlier launch: right only if meant so. Said
-        together with a race, if one follows."""
-        newest = max(sync.launch.values(), default=0)
-        if newest < task.launch.ordinal:
-            task.satisfied_by = str(errors.StaleFlag.found(blocked.waiting(), newest))
+        self.detector.read(access, kind, is_async)
 
     # timeline
 
@@ -802,7 +577,9 @@ class SimulatedDevice:
         owner = space.owner(int(addresses.reshape(-1)[0]))
         if owner != space.size:
             near = f"address {int(addresses.reshape(-1)[0]):#x}, which is not in the multicast window"
-            raise errors.OutOfBounds.outside(self._access("multimem access", near), "use multicast(ptr, world)")
+            raise errors.OutOfBounds.outside(
+                accessed(self.m.current, "multimem access", near, site()), "use multicast(ptr, world)"
+            )
         return [addresses - np.uint64((space.size - r) * space.stride) for r in range(space.size)]
 
 

@@ -114,6 +114,28 @@ class Scattered:
 Access = Strided | Scattered
 
 
+class Pending:
+    """A store that its program has made and nobody else sees yet."""
+
+    __slots__ = ("access", "values", "low", "high", "is_async")
+
+    def __init__(self, access: Access, values: np.ndarray, is_async: bool) -> None:
+        self.access, self.values, self.is_async = access, values, is_async
+        self.low, self.high = access.span()
+
+    def overlaps(self, other: Access) -> bool:
+        if self.access.region is not other.region:
+            return False
+        low, high = other.span()
+        return low < self.high and self.low < high
+
+    def commit(self) -> None:
+        if isinstance(self.access, Strided):
+            self.access.view(self.values.dtype)[...] = self.values
+        else:
+            self.access.write(self.values)
+
+
 class Unmapped(Exception):
     """An address that no live region holds; the machine turns it into an error with names."""
 

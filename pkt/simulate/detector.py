@@ -1,0 +1,204 @@
+"""What orders one access before another, followed while the programs run; what is not ordered is a race.
+
+The arithmetic of clocks and shadows is in `races`; here it is applied to programs: what each has released and
+acquired, and at which line it touched what. Off unless the machine looks for races.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from pkt import errors
+from pkt.simulate import cost
+from pkt.simulate.faults import Site
+from pkt.simulate.memory import Access, Region
+from pkt.simulate.races import FULL, Shadow, Touched, record, record_read, unordered
+from pkt.simulate.sites import site
+
+
+class Sync:
+    """Clocks released at one address: by anybody at system scope, and by each rank at any scope."""
+
+    __slots__ = ("system", "rank", "time", "launch")
+
+    def __init__(self) -> None:
+        self.system: Any = None
+        self.rank: dict[int, Any] = {}
+        self.time = 0.0
+        self.launch: dict[int, int] = {}  # releasing rank -> its newest launch that released here
+
+
+def accessed(task: Any, kind: str, tensor: str, at: Site) -> errors.Access:
+    """An access of `task` as an error names it."""
+    return errors.Access(task.rank, task.program, task.name, kind, tensor, str(at))
+
+
+class Detector:
+    """One for the machine; `machine.current` says which program acts."""
+
+    def __init__(self, machine: Any) -> None:
+        self.m = machine
+        self.sync: dict[int, Sync] = {}
+        self.reported: set[tuple] = set()
+        # (stamp, region, role) -> who made an access with that stamp there, and the newest line of it
+        self.authors: dict[tuple[int, int, str], tuple[str, Any, Site]] = {}
+
+    # -- what is published and taken over ---------------------------------------------------------------------------
+
+    def released(self, releases: bool) -> Any:
+        """What an atomic of the current program publishes: everything so far if it releases, else everything before its
+        last fence; None if nothing, or if nobody asks."""
+        m, task = self.m, self.m.current
+        if not m.races:
+            return None
+        if not releases:
+            return task.fence_clock
+        clock = task.clock.copy()
+        task.clock[task.column] += 1
+        return clock
+
+    def publish(self, address: int, clock: Any, task: Any, scope: str) -> None:
+        sync = self.sync.get(address)
+        if sync is None:
+            sync = self.sync[address] = Sync()
+        join = self._joined
+        if scope == "system":
+            sync.system = join(sync.system, clock)
+        if scope != "cta":
+            sync.rank[task.rank] = join(sync.rank.get(task.rank), clock)
+        sync.time = max(
+            sync.time,
+            task.time
+            + (cost.SIGNAL_US if self.m.space.owner(address) not in (task.rank, None) else cost.LOCAL_SIGNAL_US),
+        )
+        sync.launch[task.rank] = task.launch.ordinal
+
+    def _visible(self, sync: Sync, scope: str) -> Any:
+        """Clocks that an acquire of the current program at `scope` synchronises with."""
+        own = sync.rank.get(self.m.current.rank)
+        if scope == "system":
+            return self._joined(sync.system, own)
+        return own if scope == "gpu" else None
+
+    def read_relaxed(self, sync: Sync, scope: str) -> None:
+        """Only a later fence makes use of what was read: the clocks are put by, and seldom joined."""
+        put_by = self.m.current.unacquired
+        visible = (sync.system if scope == "system" else None, sync.rank.get(self.m.current.rank))
+        put_by += [clock for clock in visible if clock is not None and scope != "cta"]
+        if len(put_by) > 64:
+            put_by[:] = [functools.reduce(self.m.clocks.join, put_by)]
+
+    def acquire(self, address: int, scope: str) -> None:
+        sync = self.sync.get(address)
+        if sync is not None:
+            task = self.m.current
+            visible = self._visible(sync, scope)
+            if visible is not None:
+                task.clock = self.m.clocks.join(task.clock, visible)
+
+    def _joined(self, a: Any, b: Any) -> Any:
+        if a is None or b is None:
+            return b if a is None else a
+        return self.m.clocks.join(a, b)
+
+    def fence(self) -> None:
+        """What earlier relaxed atomics read is acquired; later ones publish all before the fence, that included."""
+        task = self.m.current
+        if self.m.races:
+            task.clock = functools.reduce(self.m.clocks.join, task.unacquired, task.clock)
+            task.unacquired.clear()
+            task.fence_clock = task.clock.copy()
+            task.clock[task.column] += 1
+
+    def drained(self) -> None:
+        """The program's TMA stores are as its own now. The proxy fence that goes with it works both ways."""
+        task = self.m.current
+        if self.m.races:
+            task.clock[task.column + 1] = task.async_clock
+            task.async_clock += 1
+            self.order_async()
+
+    def order_async(self) -> None:
+        """TMA loads issued from now on see what the program has seen and done until now."""
+        task = self.m.current
+        if self.m.races:
+            task.seen = task.clock.copy()
+            task.clock[task.column] += 1
+
+    # -- accesses ---------------------------------------------------------------------------------------------------
+
+    def read(self, access: Access, kind: str, is_async: bool = False) -> None:
+        """The current program reads; `is_async` by TMA."""
+        m, task = self.m, self.m.current
+        region = access.region
+        if not m.races or region.kind == "local":
+            return
+        shadow, touched = self._shadow(region), Touched(access)
+        if is_async:
+            for wait in task.waits:
+                m.census.note(wait, "no proxy fence")
+        clock = m.clocks.fit(task.seen if is_async else task.clock)
+        self._look(kind, access, touched, clock, writer=shadow.writer, updater=shadow.updater)
+        stamp = int(task.clock[task.column]) << 32 | task.column << 16
+        record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
+        self.authors[stamp, region.base, "reader"] = (kind, task, site())
+
+    def write(self, access: Access, kind: str, is_async: bool, at: Site | None = None) -> None:
+        """A write, or an atomic update, which only other kinds of access can race with."""
+        m, task = self.m, self.m.current
+        region = access.region
+        if not m.races or region.kind == "local":
+            return
+        updates = kind in ("atomic", "TMA reduce")
+        shadow, touched = self._shadow(region), Touched(access)
+        role = "updater" if updates else "writer"
+        column = task.column + 1 if is_async else task.column
+        stamp = (task.async_clock if is_async else int(task.clock[task.column])) << 32 | column << 16
+        task.undrained = task.undrained or is_async
+        if not (updates and region.kind == "signals"):  # which is what counters are for
+            clock = m.clocks.fit(task.seen if is_async else task.clock)
+            earlier = {"writer": shadow.writer, "reader": shadow.reader, "reader_before": shadow.other}
+            self._look(kind, access, touched, clock, **earlier, **({} if updates else {"updater": shadow.updater}))
+        record(shadow.updater if updates else shadow.writer, touched, stamp)
+        self.authors[stamp, region.base, role] = (kind, task, at or site())
+
+    def _look(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, **earlier: np.ndarray) -> None:
+        """Report the first access of each role that is not ordered before this one."""
+        for role, array in earlier.items():
+            hit = unordered(touched.get(array), touched, clock)
+            if hit is not None:
+                self._report(kind, access, touched, hit, role.removesuffix("_before"))
+
+    @staticmethod
+    def _shadow(region: Region) -> Shadow:
+        if region.shadow is None:
+            region.shadow = Shadow(region.nbytes)
+        return region.shadow
+
+    def _report(self, kind: str, access: Access, touched: Touched, hit: tuple[int, int], role: str) -> None:
+        m, task = self.m, self.m.current
+        position, stamp = hit
+        region = access.region
+        address = region.base + max(touched.offset(position), access.span()[0])
+        at = site()
+        key = (region.name, at, kind)
+        if key in self.reported:
+            return
+        self.reported.add(key)
+        tensor = f"rank {region.rank}'s {region.element(address)}"
+        first_kind, author, where = self.authors[stamp & ~FULL, region.base, role]
+        first = accessed(author, first_kind, tensor, where)
+        error = errors.DataRace.between(first, accessed(task, kind, tensor, at))
+        if task.satisfied_by is not None:
+            error.add_note(task.satisfied_by)
+        m.findings.append(error)
+
+    def note_stale(self, task: Any, blocked: Any, sync: Sync) -> None:
+        """The wait passed at once, and every signal behind it is of an earlier launch: right only if meant so. Said
+        together with a race, if one follows."""
+        newest = max(sync.launch.values(), default=0)
+        if newest < task.launch.ordinal:
+            task.satisfied_by = str(errors.StaleFlag.found(blocked.waiting(), newest))

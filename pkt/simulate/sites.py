@@ -1,0 +1,49 @@
+"""Where a program stands: the user's line, and which function of pkt.language it is in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import triton
+
+from pkt.simulate.faults import Site
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
+_TRITON = os.path.dirname(os.path.abspath(triton.__file__))
+_USER, _PKT, _MACHINERY = range(3)
+_kinds: dict[str, int] = {}
+
+
+def _kind(file: str) -> int:
+    known = _kinds.get(file)
+    if known is None:
+        path = os.path.abspath(file)
+        known = _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith((_HERE, _TRITON)) else _USER
+        _kinds[file] = known
+    return known
+
+
+def _outward(frame: Any) -> Site:
+    """The first frame of the user's on the way out, and the outermost function of pkt.language before it."""
+    call = ""
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == _USER:
+            return Site(frame.f_code.co_filename, frame.f_lineno, call)
+        if kind == _PKT:
+            call = frame.f_code.co_name
+        frame = frame.f_back
+    return Site("?", 0, call)
+
+
+def site() -> Site:
+    """Where the program that runs now stands."""
+    return _outward(sys._getframe(1))
+
+
+def site_of(task: Any) -> Site:
+    """Where a task that is not running stands."""
+    return _outward(task.greenlet.gr_frame)

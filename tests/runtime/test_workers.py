@@ -55,6 +55,17 @@ def test_results_warm_processes_and_labels(workers, capsys):
     assert sorted(err.splitlines()) == sorted(["[rank 0] problem", "[rank 1] problem"] * 2)
 
 
+def test_full_passes_of_the_garbage_collector_leave_out_what_stays(workers):
+    def main(world):
+        import gc
+
+        return gc.get_freeze_count(), len(gc.get_objects())
+
+    frozen, others = run(workers, main)[0]
+    assert frozen > 10 * others
+    assert run(workers, main)[0][0] <= frozen, "once, not at every call: what a call leaves behind must be found"
+
+
 def test_the_first_traceback_is_raised_and_the_next_call_works(workers):
     def main(world):
         if world.rank == 1:

@@ -74,7 +74,7 @@ def test_modules_and_operators_are_documented():
             if isinstance(node, (ast.FunctionDef, ast.ClassDef))
             and not node.name.startswith("_")
             # A kernel says what its arguments are beside each of them; what it computes stands in the module's header.
-            and not any(ast.unparse(d).startswith("triton.jit") for d in node.decorator_list)
+            and not any(ast.unparse(d).partition("(")[0] in ("triton.jit", "gluon.jit") for d in node.decorator_list)
         ]
         nodes = [tree, *public] if path.parent.name == "kernels" else [tree]
         bare += [f"{path.relative_to(ROOT)} {getattr(n, 'name', '')}" for n in nodes if not ast.get_docstring(n)]

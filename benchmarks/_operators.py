@@ -380,8 +380,8 @@ def record(name: str, rows: list[dict[str, Any]], ranks: int, targets: dict[str,
     return {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "commit": _commit(),
+        "command": os.environ.get("PKT_COMMAND") or " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "commit": os.environ.get("PKT_COMMIT") or _commit(),  # a measured copy may lack its history
         "host": _host(),
         "ranks": ranks,
         "rows": report,

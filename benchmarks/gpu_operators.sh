@@ -10,6 +10,9 @@ mkdir -p "$out"
 python3 -c 'import greenlet' 2>/dev/null || PYTHONPATH=$PWD/.gpu-site${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python3 -c 'import pkt.kernels' 2>/dev/null || ln -sfn ../kernels pkt/kernels
+# Results name what was measured, not the machine: the commit of a copy without its history, and this command.
+[ -f .gpu-site/COMMIT ] && PKT_COMMIT=$(cat .gpu-site/COMMIT) && export PKT_COMMIT
+export PKT_COMMAND="bash benchmarks/gpu_operators.sh $seconds${*:+ $*}"
 # no multicast object, ever
 export PKT_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 nvidia-smi --query-gpu=index,name,clocks.sm,temperature.gpu,power.draw --format=csv,noheader

@@ -28,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,6 +209,7 @@ def gate(world: Any) -> None:
 def prepare(world: Any) -> None:
     """Allocator for descriptors that kernels make; a process group for the baselines, kept between jobs."""
     import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symm_mem  # its import registers the fused operators
     import triton
 
     for name, value in ENVIRONMENT.items():
@@ -225,17 +227,16 @@ def prepare(world: Any) -> None:
             "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size,
             device_id=world.torch_device,
         )  # fmt: skip
+        with contextlib.suppress(AttributeError), warnings.catch_warnings():  # newer versions need no such call
+            warnings.simplefilter("ignore", FutureWarning)
+            symm_mem.enable_symm_mem_for_group(group_name())
 
 
-def group_name() -> str:
+def group_name() -> Any:
     """The process group's name, as torch.ops.symm_mem wants it."""
     import torch.distributed as dist
-    import torch.distributed._symmetric_memory as symm_mem
 
-    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    with contextlib.suppress(AttributeError):
-        symm_mem.enable_symm_mem_for_group(name)
-    return name
+    return dist.group.WORLD.group_name  # type: ignore[union-attr]
 
 
 def torch_symmetric(like: torch.Tensor) -> torch.Tensor:

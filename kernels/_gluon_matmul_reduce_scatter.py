@@ -175,13 +175,14 @@ def _store(
         tma.store_wait(0)
         for h in gl.static_range(2):
             mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
-        if (not mine) & (LEAVE_OUT != "links"):
-            # publish: to the next in the chain, who is at last the owner
-            ptx.drain(world)
-            ptx.cta_barrier()
-            ptx.fence("sys")
-            next_rank = (rank + world.size - 1) % world.size
-            gl.atomic_add(pl.peer(counter, next_rank, world), 1, sem="relaxed", scope="sys")
+        if LEAVE_OUT != "links":
+            if not mine:
+                # publish: to the next in the chain, who is at last the owner
+                ptx.drain(world)
+                ptx.cta_barrier()
+                ptx.fence("sys")
+                next_rank = (rank + world.size - 1) % world.size
+                gl.atomic_add(pl.peer(counter, next_rank, world), 1, sem="relaxed", scope="sys")
         it += 2
         n += 1
 

@@ -163,6 +163,15 @@ def test_chain_fits(launched, tmp_path, tiles):
     assert set(add) == {"add"}
 
 
+@pytest.mark.parametrize("tiles", [None, NARROW])
+def test_chain_without_links(launched, tmp_path, tiles):
+    """What the benchmark leaves out is left out of the source, so no sync of it can get lost."""
+    kernel, grid, _ = scatter(launched(), 1024, 4096, 1024, tiles=tiles, leave_out="links")
+    assert_fits(kernel, grid, tmp_path)
+    assert count_markers(kernel.asm["ptx"]) == {"wait": 0, "signal": 0}
+    assert count_markers(kernel.asm["ttgir"]) == {"wait": 0, "signal": 0}
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_chain_on_any_number_of_ranks(launched, tmp_path, size):
     kernel, grid, _ = scatter(launched(size - 1, size), 333, 1032, 1544)

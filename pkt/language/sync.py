@@ -15,7 +15,6 @@ import triton.language as tl
 
 from . import address, ptx
 
-_TOP_BIT = tl.constexpr(1 << 31)
 _HEADER_WORDS = tl.constexpr(16)
 _ADD = tl.constexpr("add")
 _GE = tl.constexpr("ge")
@@ -124,8 +123,8 @@ def quiet():
 @triton.jit
 def _share(first, n):
     # A round of n arrivals adds 2^31: the first participant adds 2^31 - (n - 1), the others 1 each. So a round flips
-    # the counter's top bit exactly when it is complete, and nothing has to be reset or counted.
-    return tl.where(first, tl.cast(_TOP_BIT, tl.uint32) - tl.cast(n - 1, tl.uint32), 1).to(tl.int32, bitcast=True)
+    # the counter's top bit exactly when it is complete, and nothing has to be reset or counted. In int32, which wraps.
+    return tl.where(first, tl.cast(0x7FFFFFFF, tl.int32) - tl.cast(n, tl.int32) + 2, 1)
 
 
 @triton.jit

@@ -343,6 +343,24 @@ class PushPlan(NamedTuple):
     registers: int = 72
 
 
+def push_plan(N: int, size: int) -> PushPlan:
+    """The plan for `b` of N columns, by the products for each element pushed. Where the links are the limit, all
+    programs push; where the tensor cores are, pushing takes memory's bandwidth from them, so few do.
+
+    4 x H200, C (S, S / 4) = A (S, S) @ B (S, S / 4), ms, from benchmarks/results/all_gather_matmul.json:
+
+    | S (N = S / 4)        | 4096   | 8192   | 16384 | 32768 |
+    |----------------------|-------:|-------:|------:|------:|
+    | 132, chunks of 256   | 0.1061 | 0.4390 | 3.727 | 38.66 |
+    | 132, chunks of 512   | 0.1091 | 0.4397 | 3.698 | 36.13 |
+    | 32                   | 0.1942 | 0.7193 | 3.130 | 26.11 |
+    | 32, 2 units a signal | 0.1420 | 0.5260 | 3.052 | 25.89 |
+    """
+    if 3 * N * size < 4 * 4096 * (size - 1):
+        return PushPlan(132, chunk=256)
+    return PushPlan(32, units=2, lag=2)
+
+
 class _Space(NamedTuple):
     inbox: SymmetricTensor
     ready: SymmetricTensor

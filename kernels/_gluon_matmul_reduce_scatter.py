@@ -234,6 +234,23 @@ def gluon_chain_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
+def chain_tiles(m: int, N: int) -> GluonTiles:
+    """The tiles for a part of m x N; not by k, in which ranks may differ.
+
+    4 x H200, A (S, S / 4) @ B (S / 4, S), parts of S / 4 x S, ms, from benchmarks/results/matmul_reduce_scatter.json:
+
+    | S                | 4096   | 8192   | 16384 | 32768 |
+    |------------------|-------:|-------:|------:|------:|
+    | 128x256, 4 slots | 0.1117 | 0.5193 | 3.086 | 26.93 |
+    | 128x256, 3 slots | 0.1130 | 0.5278 | 3.142 | 26.53 |
+    | 128x128, 6 slots | 0.1127 | 0.4953 | 3.682 | 31.26 |
+    """
+    elements = m * N
+    if 1 << 23 <= elements < 1 << 25:
+        return GluonTiles(128, 128, 64, 6)
+    return GluonTiles(stages=3 if elements >= 1 << 28 else 4)
+
+
 class _Space(NamedTuple):
     total: SymmetricTensor
     ready: SymmetricTensor

@@ -29,7 +29,7 @@ from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common
+from . import _common, _forms
 from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, store_tile, tile_pointers
 
 Shard = Literal["rows", "columns"]
@@ -198,9 +198,9 @@ def all_gather_matmul(
     out: torch.Tensor | None = None,
     *,
     shard: Shard = "rows",
-    mode: Literal["push", "pull"] = "push",
-    num_comm_sms: int = 16,
-    chunk: int = 1024,
+    mode: Literal["push", "pull", "gluon"] | None = None,
+    num_comm_sms: int | None = None,
+    chunk: int | None = None,
     tiles: Tiles | tuple[int, ...] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -208,14 +208,19 @@ def all_gather_matmul(
 
     a: this rank's shard (m, k), the same shape on every rank, symmetric if mode is "pull"; b: (k, N), or (size
     * k, N) if shard is "columns"; bf16, fp16 or fp32, both contiguous. out: (size * m, N), or (m, N) if shard
-    is "columns", of a's dtype; a new tensor where None. mode: see the module. num_comm_sms: programs that push,
-    at least 1 and all but one of the grid at most; chunk: columns of a that one signal stands for, rounded up
-    to BLOCK_K. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...). Sums in fp32 and rounds once. Returns `out`, complete;
-    `a` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    is "columns", of a's dtype; a new tensor where None. mode: see the module; "gluon" is push in the specialised warps
+    of _gluon_all_gather_matmul: bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton
+    3.6. None: "gluon" where that can run and nothing below is given, else "push". num_comm_sms: programs that push, at
+    least 1 and all but one of the grid at most, 16 if None; chunk: columns of a that one signal stands for, rounded up
+    to BLOCK_K, 1024 if None. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...). "gluon" takes none of these. Sums in fp32 and
+    rounds once. Returns `out`, complete; `a` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
+    CollectiveMismatch, Unsupported.
     """
     call = "all_gather_matmul"
     world = _common.world_of(call, world, a, b)
-    _common.check_choice(call, "mode", mode, ("push", "pull"), world)
+    if mode is not None:
+        _common.check_choice(call, "mode", mode, ("push", "pull", "gluon"), world)
+    plain = any(given is not None for given in (num_comm_sms, chunk, tiles))
     _common.check_choice(call, "shard", shard, ("rows", "columns"), world)
     check_operands(call, a, b, world, peers=mode == "pull")
     tiles = check_tiles(call, tiles, a, b, world)
@@ -226,6 +231,15 @@ def all_gather_matmul(
     if out is None:
         out = torch.empty(shape, dtype=a.dtype, device=world.torch_device)
     _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
+    if mode == "gluon" and (plain or shard == "columns"):
+        wanted = 'shard "rows", and neither num_comm_sms nor chunk nor tiles: its plan follows from the shapes'
+        raise ShapeError.argument(call, "mode", "gluon", wanted, world.rank)
+    chosen = mode is None and not plain and shard == "rows"
+    if _forms.gluon(call, "gluon", mode == "gluon", chosen, world, a.dtype, k, N):
+        mode = "gluon"
+    mode = mode or "push"
+    num_comm_sms = 16 if num_comm_sms is None else num_comm_sms
+    chunk = 1024 if chunk is None else chunk
     if num_comm_sms < 1 or chunk < 1:
         found = f"{num_comm_sms} and {chunk}"
         raise ShapeError.argument(call, "num_comm_sms and chunk", found, "at least 1", world.rank)
@@ -235,6 +249,12 @@ def all_gather_matmul(
     )  # fmt: skip
     if m == 0 or N == 0 or k == 0:
         return out.zero_()
+    if mode == "gluon":
+        from ._gluon_all_gather_matmul import gluon_push, push_plan
+
+        result = _forms.operand(out)
+        gluon_push(_forms.operand(a), _forms.operand(b), result, world, push_plan(N, size))
+        return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
     tma = _common.aligned(a, b, out)
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     tasks = (1 if columns else size) * num_m * num_n

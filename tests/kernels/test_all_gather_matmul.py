@@ -123,7 +123,9 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, r"out: found \(4, 4\), wanted \(8, 4\)", (4, 4), (4, 4), (4, 4))
     bad(pkt.ShapeError, "tiles: found .*powers of two from 16", (4, 4), (4, 4), tiles=(8, 16, 16))
     bad(pkt.ShapeError, "num_comm_sms and chunk: found 0", (4, 4), (4, 4), num_comm_sms=0)
-    bad(pkt.Unsupported, "wanted 'push' or 'pull'", (4, 4), (4, 4), mode="copy")
+    bad(pkt.Unsupported, "wanted 'push' or 'pull' or 'gluon'", (4, 4), (4, 4), mode="copy")
+    bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="gluon")
+    bad(pkt.ShapeError, "neither num_comm_sms nor chunk nor tiles", (4, 4), (4, 4), mode="gluon", chunk=64)
     bad(pkt.Unsupported, "wanted 'rows' or 'columns'", (4, 4), (4, 4), shard="diagonal")
 
 

@@ -9,14 +9,18 @@ import pytest
 import torch
 import triton
 
-from pkt.errors import PktError
+from pkt.errors import PktError, ShapeError, Unsupported
 from pkt.language.inspect import compile_only, count_markers, device_world
 
 gluon = pytest.importorskip("pkt.kernels._gluon")
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
+from pkt.kernels import _common  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
 from pkt.kernels._gluon import SHARED, GluonTiles  # noqa: E402
-from pkt.kernels._gluon_all_gather_matmul import PushPlan  # noqa: E402
+from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan  # noqa: E402
+from pkt.kernels._gluon_matmul_reduce_scatter import chain_tiles  # noqa: E402
+from pkt.kernels.all_gather_matmul import all_gather_matmul  # noqa: E402
+from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="written for Triton 3.6")
 NARROW = GluonTiles(128, 128, 64, 6)
@@ -216,3 +220,121 @@ def test_what_does_not_fit_is_refused_before_a_launch(launched):
     with pytest.raises(PktError, match="shared memory"):
         scatter(world, 512, 512, 512, tiles=GluonTiles(stages=5))
     assert not world.kernels
+
+
+# -------------------------------------------------------------------------------------------------- the operators
+@pytest.fixture
+def operators(launched, monkeypatch):
+    """As `launched`, on what passes for an H200: CPU tensors are taken for the GPU's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(_common, "check_tensor", lambda call, name, tensor, world, **_: tensor)
+    return launched
+
+
+def gather_call(world, m, N, K, dtype=torch.bfloat16, **options):
+    a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
+    assert all_gather_matmul(a, b, out, world=world, **options) is out
+
+
+def scatter_call(world, m, N, K, dtype=torch.bfloat16, **options):
+    a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
+    assert matmul_reduce_scatter(a, b, out, world=world, **options) is out
+
+
+SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (1, 8, 8)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize(("call", "name"), [(gather_call, "gluon_push_kernel"), (scatter_call, "gluon_chain_kernel")])
+def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
+    world = operators(1, size)
+    call(world, *shape)
+    ((kernel, grid, _),) = world.kernels
+    assert kernel.metadata.name == name
+    assert_fits(kernel, grid, tmp_path)
+
+
+def test_every_plan_and_all_tiles_that_are_chosen_compile(operators, tmp_path):
+    """The four sizes that were measured."""
+    for side, plan, tiles in (
+        (4096, PushPlan(132, chunk=256), GluonTiles()),
+        (8192, PushPlan(132, chunk=256), NARROW),
+        (16384, PushPlan(32, units=2, lag=2), GluonTiles()),
+        (32768, PushPlan(32, units=2, lag=2), GluonTiles(stages=3)),
+    ):
+        assert push_plan(side // 4, 4) == plan
+        assert chain_tiles(side // 4, side) == tiles
+    assert push_plan(2560, 2) == PushPlan(132, chunk=256)  # two ranks: the same bytes for more products
+    assert push_plan(2816, 2) == PushPlan(32, units=2, lag=2)
+    for plan in (push_plan(1024, 4), push_plan(8192, 4)):
+        assert_fits(*product(operators(), 512, 512, 512, plan=plan)[:2], tmp_path)
+    for side in (4096, 8192, 32768):
+        assert_fits(*scatter(operators(), 512, 512, 512, tiles=chain_tiles(side // 4, side))[:2], tmp_path)
+
+
+def test_ranks_may_differ_in_where_operands_begin_and_in_k(operators, tmp_path):
+    """What only one rank sees must not change its form: the operand is copied, or padded, instead."""
+    for k, begin in ((64, 1), (61, 0), (0, 0)):
+        world = operators()
+        a = torch.empty(4 * 128 * k + 1, dtype=torch.bfloat16)[begin:][: 4 * 128 * k].view(512, k)
+        out = torch.zeros(128 * 64 + 1, dtype=torch.bfloat16)[1:].view(128, 64)
+        assert matmul_reduce_scatter(a, torch.empty(k, 64, dtype=torch.bfloat16), out, world=world) is out
+        kernel, grid, _ = world.kernels[-1]
+        assert kernel.metadata.name == "gluon_chain_kernel"
+        assert_fits(kernel, grid, tmp_path)
+
+
+@pytest.mark.parametrize("call", [gather_call, scatter_call])
+def test_what_asks_for_another_form_gets_it(operators, call, monkeypatch):
+    mode = "gluon" if call is gather_call else "chain"
+    world = operators()
+    with pytest.raises(ShapeError, match="tiles"):
+        call(world, 512, 512, 512, mode=mode, tiles=(128, 128, 64))
+    with pytest.raises(Unsupported, match="float32, not bfloat16 or float16"):
+        call(world, 512, 512, 512, torch.float32, mode=mode)
+    with pytest.raises(Unsupported, match="not multiples of 16 bytes"):
+        call(world, 512, 509, 512, mode=mode)
+    with pytest.raises(Unsupported, match="1 ranks, not 2 to 8"):
+        call(operators(0, 1), 512, 512, 512, mode=mode)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    with pytest.raises(Unsupported, match="rank 0 has sm_100, not sm_90"):
+        call(operators(), 512, 512, 512, mode=mode)
+    assert not world.kernels
+
+
+class Agreed(Exception):
+    """Raised where the ranks would agree: the form is chosen by then, and nothing launched."""
+
+
+@pytest.mark.parametrize("call", [gather_call, scatter_call])
+def test_elsewhere_the_plain_form_is_the_default(operators, call, monkeypatch):
+    def agreed(call, world, *, mode, **_):
+        raise Agreed(mode)
+
+    def chosen(world, *shape, **options):
+        with pytest.raises(Agreed) as found:
+            call(world, *shape, **options)
+        return str(found.value)
+
+    monkeypatch.setattr(_common, "check_agreed", agreed)
+    special, plain = ("gluon", "push") if call is gather_call else ("chain", "add")
+    assert chosen(operators(), 512, 512, 512) == special
+    assert chosen(operators(), 512, 512, 512, torch.float16) == special
+    assert chosen(operators(), 512, 512, 512, mode=plain) == plain
+    assert chosen(operators(), 512, 512, 512, torch.float32) == plain
+    assert chosen(operators(), 512, 509, 512) == plain
+    assert chosen(operators(), 512, 512, 512, tiles=(128, 128, 64)) == plain
+    assert chosen(operators(0, 1), 512, 512, 512) == plain
+    assert chosen(operators(0, 9), 512, 512, 512) == plain
+    if call is gather_call:
+        assert chosen(operators(), 512, 512, 509) == plain
+        assert chosen(operators(), 512, 512, 512, num_comm_sms=16) == plain
+        assert chosen(operators(), 512, 512, 512, chunk=1024) == plain
+        assert chosen(operators(), 512, 512, 512, shard="columns") == plain
+    for version in ("3.5.1", "3.9.0"):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton, "__version__", version)
+            assert chosen(operators(), 512, 512, 512) == plain
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert chosen(operators(), 512, 512, 512) == plain

@@ -1,0 +1,63 @@
+"""Where the Gluon form of an operator can run: the same answer on every rank, for a rank alone would wait for ever."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from pkt.errors import Unsupported
+from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from . import _common
+
+MAX_RANKS = 8
+"""Ranks that a Gluon kernel has TMA descriptors for; `_gluon.MAX_PEERS` are the others."""
+
+
+def missing(world: World) -> str:
+    """What this rank lacks for the Gluon forms, in words; "" if nothing."""
+    if torch.device(world.torch_device).type != "cuda":
+        return "the simulator, and Gluon is compiled only"
+    if not 1 < world.size <= MAX_RANKS:
+        return f"{world.size} ranks, not 2 to {MAX_RANKS}"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version != (3, 6):
+        return f"Triton {triton.__version__}, not 3.6"
+    major, minor = torch.cuda.get_device_capability(world.torch_device)
+    return "" if (major, minor) == (9, 0) else f"sm_{major}{minor}, not sm_90"
+
+
+def missing_anywhere(world: World) -> str:
+    """What a rank lacks. On GPUs collective the first time."""
+    if torch.device(world.torch_device).type != "cuda":
+        return missing(world)
+
+    def ask() -> str:
+        answers = world.all_gather_object(missing(world))
+        return next((f"rank {rank} has {text}" for rank, text in enumerate(answers) if text), "")
+
+    return world.workspace(("pkt.kernels", "gluon missing"), ask)
+
+
+def gluon(call: str, mode: str, asked: bool, chosen: bool, world: World, dtype: torch.dtype, *columns: int) -> bool:
+    """Whether this call takes its Gluon form: where it is `asked` for by its name, `mode`, and where it can run and the
+    caller has left the choice open (`chosen`). columns: row lengths of operands, alike on all ranks, which TMA wants to
+    be multiples of 16 bytes. Raises Unsupported where it is asked for and cannot run."""
+    if not asked and not chosen:
+        return False
+    unfit = missing_anywhere(world)
+    if not unfit and dtype not in (torch.bfloat16, torch.float16):
+        unfit = f"{dtype}, not bfloat16 or float16"
+    if not unfit and any(n * dtype.itemsize % 16 for n in columns):
+        unfit = f"rows of {' and '.join(map(str, columns))} elements, not multiples of 16 bytes"
+    if unfit and asked:
+        raise Unsupported.here(f"rank {world.rank}: {call}(mode={mode!r})", f"found {unfit}", "mode=None runs anywhere")
+    return not unfit
+
+
+def operand(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` for a TMA descriptor: where it begins elsewhere than at a multiple of 16 bytes, a copy. No reason to
+    choose another form, because the peers' tensors may begin elsewhere."""
+    plain = tensor.plain() if isinstance(tensor, SymmetricTensor) else tensor
+    return plain if _common.aligned(plain) else plain.clone()

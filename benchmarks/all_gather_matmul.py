@@ -27,6 +27,7 @@ WIDE, SQUARE = Tiles(128, 256, 64, 8, 8, 3), Tiles(128, 128, 64, 8, 8, 4)
 SMALL = Tiles(32, 32, 32, 2, 4, 2)  # for the simulator
 
 PLAIN: dict[str, dict[str, Any]] = {
+    "pkt default": {},
     "pkt push, 8 SMs, 128x256": {"num_comm_sms": 8, "tiles": WIDE},
     "pkt push, 16 SMs, 128x256": {"num_comm_sms": 16, "tiles": WIDE},
     "pkt push, 16 SMs, 128x128": {"num_comm_sms": 16, "tiles": SQUARE},
@@ -70,7 +71,7 @@ QUICK = {
 def variants(device: str, quick: bool) -> list[str]:
     if device == "cpu":
         return list(QUICK)
-    return [*BASELINES, *GLUON, *PLAIN]
+    return [*BASELINES, "pkt default", *GLUON, *(name for name in PLAIN if name != "pkt default")]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:

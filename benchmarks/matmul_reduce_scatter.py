@@ -27,6 +27,7 @@ WIDE, SQUARE = Tiles(128, 256, 64, 8, 8, 3), Tiles(128, 128, 64, 8, 8, 4)
 SMALL = Tiles(32, 32, 32, 2, 4, 2)  # for the simulator
 
 PLAIN: dict[str, dict[str, Any]] = {
+    "pkt default": {},
     "pkt add, 128x256": {"mode": "add", "tiles": WIDE},
     "pkt add, 128x128": {"mode": "add", "tiles": SQUARE},
     "pkt inbox, 128x256": {"mode": "inbox", "tiles": WIDE},
@@ -51,7 +52,7 @@ QUICK = {
 def variants(device: str, quick: bool) -> list[str]:
     if device == "cpu":
         return list(QUICK)
-    return [*BASELINES, *GLUON, *PLAIN]
+    return [*BASELINES, "pkt default", *GLUON, *(name for name in PLAIN if name != "pkt default")]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:

@@ -104,3 +104,78 @@ def test_fused_products(ranks: int) -> None:
 def all_products(world: Any) -> None:
     for shape in ((512, 1024, 768), (136, 264, 520)):
         products(world, *shape)
+
+
+def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
+    """What is chosen where nothing is asked for, thrice with other inputs in the same tensors: a result of an earlier
+    launch, or inputs of one, are then wrong. Rows of `m` may be few, ragged or many."""
+    from pkt.kernels import _forms
+
+    size, device = world.size, world.torch_device
+    for name, columns in (("gluon", (K, N)), ("chain", (N,))):  # else this would test the plain forms twice
+        possible = not _forms.missing(world) and not any(c * dtype.itemsize % 16 for c in columns)
+        assert _forms.gluon("test", name, False, True, world, dtype, *columns) == possible
+    a, b = torch.empty(m, K, dtype=dtype, device=device), torch.empty(K, N, dtype=dtype, device=device)
+    rows = torch.empty(size * m, K, dtype=dtype, device=device)
+    whole, part = torch.empty(size * m, N, dtype=dtype, device=device), torch.empty(m, N, dtype=dtype, device=device)
+    for turn in range(3):
+        seeds = [1000 * turn + r for r in range(size)]
+        shards = [normal(world, (m, K), s).to(dtype) for s in seeds]
+        a.copy_(shards[world.rank])
+        b.copy_(normal(world, (K, N), 99 + seeds[world.rank]))
+        whole.fill_(float("nan"))
+        pkt.all_gather_matmul(a, b, whole)
+        a.fill_(float("nan"))  # may be overwritten at once
+        error = product_error(whole, torch.cat(shards).float() @ b.float())
+        assert error < 1e-2, ("all_gather_matmul", m, K, N, turn, error)
+        operands = [
+            (normal(world, (size * m, K), s).to(dtype), normal(world, (K, N), s + 500).to(dtype)) for s in seeds
+        ]
+        rows.copy_(operands[world.rank][0])
+        b.copy_(operands[world.rank][1])
+        part.fill_(float("nan"))
+        pkt.matmul_reduce_scatter(rows, b, part)
+        rows.fill_(float("nan"))
+        total = sum(x.float() @ y.float() for x, y in operands).chunk(size)[world.rank]
+        error = product_error(part, total)
+        assert error < 1e-2, ("matmul_reduce_scatter", m, K, N, turn, error)
+        bits = part.clone()
+        rows.copy_(operands[world.rank][0])
+        pkt.matmul_reduce_scatter(rows, b, part)
+        assert torch.equal(part, bits) or _forms.missing(world), "the chain adds in one order"
+    world.barrier()
+
+
+def all_defaults(world: Any, dtype: torch.dtype) -> None:
+    for shape in ((512, 1024, 768), (1, 64, 128), (333, 1544, 1032), (136, 264, 520), (96, 200, 333), (64, 512, 6144)):
+        defaults(world, *shape, dtype)
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_default_forms(dtype: torch.dtype, ranks: int) -> None:
+    launch(all_defaults, ranks, dtype)
+
+
+def parts_of_tensors(world: Any) -> None:
+    """Operands that begin where TMA cannot, on one rank alone; and a k that is another on each rank."""
+    size, device, m, N = world.size, world.torch_device, 130, 264
+    shards = [normal(world, (m, 72), r) for r in range(size)]
+    b = normal(world, (72, N), 9)
+    begin = int(world.rank == 0)
+    a = torch.empty(m * 72 + 1, dtype=torch.bfloat16, device=device)[begin:][: m * 72].view(m, 72)
+    out = torch.empty(size * m * N + 1, dtype=torch.bfloat16, device=device)[begin:][: size * m * N].view(size * m, N)
+    for _ in range(2):
+        a.copy_(shards[world.rank])
+        assert product_error(pkt.all_gather_matmul(a, b, out), torch.cat(shards).float() @ b.float()) < 1e-2
+    ks = [61 + 8 * r if r else 64 for r in range(size)]
+    operands = [(normal(world, (size * m, k), r), normal(world, (k, N), 50 + r)) for r, k in enumerate(ks)]
+    total = sum(x.float() @ y.float() for x, y in operands).chunk(size)[world.rank]
+    for _ in range(2):
+        assert product_error(pkt.matmul_reduce_scatter(*operands[world.rank]), total) < 1e-2
+    world.barrier()
+
+
+@on_ranks(2, 4)
+def test_ranks_whose_operands_differ_take_one_form(ranks: int) -> None:
+    launch(parts_of_tensors, ranks)

@@ -128,8 +128,8 @@ def push(shard: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.
     return lambda t: all_gather_matmul(tensor(m, k, dtype=t), tensor(rows, n, dtype=t), shard=shard, **options)
 
 
-def scatter(mode: Any, m: int, k: int, n: int) -> Callable[[torch.dtype], Any]:
-    return lambda t: matmul_reduce_scatter(tensor(4 * m, k, dtype=t), tensor(k, n, dtype=t), mode=mode)
+def scatter(mode: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
+    return lambda t: matmul_reduce_scatter(tensor(4 * m, k, dtype=t), tensor(k, n, dtype=t), mode=mode, **options)
 
 
 def reduce(in_place: bool, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
@@ -169,6 +169,28 @@ def test_fused_products(
     assert ("cp.async.bulk.tensor.2d.shared" in ptx) == (sizes is EVEN)
     assert ("cp.reduce.async.bulk.tensor" in ptx) == name.endswith("add")
     assert ("multimem.ld_reduce" in ptx) == multicast
+
+
+WIDE, SQUARE = (128, 256, 64, 8, 8, 3), (128, 128, 64, 8, 8, 4)
+MEASURED: dict[str, Callable[[Any], Callable[[torch.dtype], Any]]] = {
+    "push": lambda tiles: push("rows", 1024, 4096, 1024, tiles=tiles),
+    "pull": lambda tiles: (
+        lambda t: all_gather_matmul(
+            pkt.empty(1024, 4096, dtype=t), tensor(4096, 1024, dtype=t), mode="pull", tiles=tiles
+        )
+    ),
+    "add": lambda tiles: scatter("add", 1024, 1024, 4096, tiles=tiles),
+    "inbox": lambda tiles: scatter("inbox", 1024, 1024, 4096, tiles=tiles),
+    "all-reduce": lambda tiles: reduce(False, 4096, 1024, 4096, tiles=tiles, num_comm_sms=16),
+}
+
+
+@pytest.mark.parametrize("tiles", [WIDE, SQUARE], ids=str)
+@pytest.mark.parametrize("name", MEASURED)
+def test_tiles_that_are_measured(name: str, tiles: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The benchmarks' tiles and sizes, on 4 ranks."""
+    call = MEASURED[name](tiles)
+    compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), 90, tmp_path)
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -13,8 +13,8 @@ from pkt.errors import PktError, ShapeError, Unsupported
 from pkt.language.inspect import compile_only, count_markers, device_world
 
 gluon = pytest.importorskip("pkt.kernels._gluon")
-from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _common  # noqa: E402
+from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
 from pkt.kernels._gluon import SHARED, GluonTiles  # noqa: E402
 from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan  # noqa: E402

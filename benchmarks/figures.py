@@ -2,9 +2,12 @@
 
     python -m benchmarks.figures
 
-A page marks the place with a comment that names the file, and one that ends it:
+A page marks the place with a comment that names the file, and one that ends it; the files of several operators, in one
+comment, become one table:
 
     <!-- benchmarks/results/simulator.json -->
+    <!-- end -->
+    <!-- benchmarks/results/all_gather_matmul.json benchmarks/results/matmul_reduce_scatter.json -->
     <!-- end -->
 
 What stands between them is written by this program, and tests/test_readme_figures.py fails where it differs.
@@ -20,14 +23,23 @@ from typing import Any
 from benchmarks._harness import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PLACE = re.compile(r"(<!-- (benchmarks/results/\w+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(
+    r"(<!-- (benchmarks/results/\w+\.json(?: benchmarks/results/\w+\.json)*) -->\n).*?(<!-- end -->)", re.DOTALL
+)
+OPERATORS = {
+    "all_gather_matmul": "all-gather + GEMM",
+    "matmul_reduce_scatter": "GEMM + reduce-scatter",
+    "matmul_all_reduce": "GEMM + all-reduce",
+}
+BASELINE = "NCCL + cuBLAS"
 
 
 def filled(page: str) -> str:
     """`page` with the figures of the results files that it names, as they are now."""
 
     def table_for(match: re.Match[str]) -> str:
-        return match[1] + table(json.loads((ROOT / match[2]).read_text())) + match[3]
+        records = [json.loads((ROOT / name).read_text()) for name in match[2].split()]
+        return match[1] + (table(records[0]) if len(records) == 1 else together(records)) + match[3]
 
     return PLACE.sub(table_for, page)
 
@@ -37,9 +49,26 @@ def table(record: dict[str, Any]) -> str:
     lines = [f"| {title(record)} | measured | limit |", "|---|--:|--:|"]
     for row in record["rows"]:
         if row["limit"] is not None:
-            limit = f"{'≥' if row['at_least'] else '≤'} {number(row['limit'])} {row['unit']}"
-            missed = "" if row["held"] else ", missed"
-            lines.append(f"| {row['case']} | {number(row['value'])} {row['unit']}{missed} | {limit} |")
+            sign, unit, missed = "≥" if row["at_least"] else "≤", row["unit"], "" if row["held"] else ", missed"
+            # a ratio has no unit, and 1.05 is not 1.1
+            value, limit = (number(x) + f" {unit}" if unit else f"{x:.2f}" for x in (row["value"], row["limit"]))
+            lines.append(f"| {row['case']} | {value}{missed} | {sign} {limit} |")
+    return "\n".join(lines) + "\n"
+
+
+def together(records: list[dict[str, Any]]) -> str:
+    """Milliseconds of operators, a row each: pkt's fastest right variant, and in brackets the baseline."""
+    (on,) = {title(record) for record in records}
+    cases = list(dict.fromkeys(row["case"] for record in records for row in record["measured"] if "ms" in row))
+    lines = [f"| ms ({BASELINE}), {on} | " + " | ".join(cases) + " |", "|---|" + "--:|" * len(cases)]
+    for record in records:
+        cells = []
+        for case in cases:
+            rows = [r for r in record["measured"] if r["case"] == case and r.get("error") is not None and "ms" in r]
+            ours = [r["ms"] for r in rows if r["variant"].startswith("pkt")]
+            base = [r["ms"] for r in rows if r["variant"] == BASELINE]
+            cells.append(f"{min(ours):.3g} ({base[0]:.3g})" if ours and base else "")
+        lines.append(f"| {OPERATORS[record['benchmark']]} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

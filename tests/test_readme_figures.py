@@ -33,3 +33,28 @@ def test_the_first_forty_lines_say_what_it_is_and_run():
 
 def test_numbers_are_short():
     assert [figures.number(x) for x in (0.4214, 1.374, 24.23, 100, 1234.5)] == ["0.42", "1.4", "24.2", "100", "1,234"]
+
+
+def test_a_ratio_keeps_two_places_and_a_time_its_unit():
+    row = {"case": "N", "value": 0.932, "unit": "", "limit": 1.05, "at_least": True, "held": False}
+    host = {"gpus": [], "cores": 2}
+    text = figures.table({"host": host, "ranks": 4, "date": "2026-11-21", "rows": [row]})
+    assert "| N | 0.93, missed | ≥ 1.05 |" in text
+    row |= {"value": 0.4, "unit": "s", "limit": 0.5, "at_least": False, "held": True}
+    assert "| N | 0.4 s | ≤ 0.5 s |" in figures.table({"host": host, "ranks": 4, "date": "2026-11-21", "rows": [row]})
+
+
+def test_operators_side_by_side():
+    """The fastest right variant of pkt, and the baseline of the same size; where there is none, nothing."""
+
+    def row(case, variant, ms, error=1e-3):
+        return {"case": case, "variant": variant, "ms": ms, "error": error}
+
+    rows = [row("N = 1", "NCCL + cuBLAS", 0.4), row("N = 1", "pkt a", 0.3), row("N = 1", "pkt b", 0.2)]
+    rows += [row("N = 1", "(pkt part)", 0.1, None), row("N = 1", "cuBLAS alone", 0.1, None), row("N = 2", "pkt a", 1.0)]
+    record = {"benchmark": "matmul_all_reduce", "host": {"gpus": ["GPU"] * 2, "cores": 1}, "ranks": 2, "date": "D"}
+    assert figures.together([record | {"measured": rows}]).splitlines() == [
+        "| ms (NCCL + cuBLAS), 2 ranks on 2 GPU, D | N = 1 | N = 2 |",
+        "|---|--:|--:|",
+        "| GEMM + all-reduce | 0.2 (0.4) |  |",
+    ]

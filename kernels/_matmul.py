@@ -20,10 +20,26 @@ from . import _common
 
 # ------------------------------------------------------------------------------------------------------ device
 @triton.jit
+def stack(ptr, count, rows, cols, ld, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """`count` matrices (rows, cols) of row stride ld, one behind the other, for `accumulate` and `store_tile`.
+
+    With TMA a descriptor of (1, ROWS, COLS) boxes, which stop at the end of a matrix. It takes a microsecond to make:
+    once in a program where that is possible. Otherwise `ptr` itself.
+    """
+    if TMA:
+        ld = tl.cast(ld, tl.int64)
+        return tl.make_tensor_descriptor(ptr, [count, rows, cols], [rows * ld, ld, 1], [1, ROWS, COLS])
+    else:
+        return ptr
+
+
+@triton.jit
 def accumulate(
     acc,  # fp32 (BLOCK_M, BLOCK_N)
-    a_ptr,  # (M, K), row stride lda
-    b_ptr,  # (K, N), row stride ldb
+    a,  # stack of (M, K), boxes of BLOCK_M x BLOCK_K; its matrix a_index is A
+    a_index,
+    b,  # stack of (K, N), boxes of BLOCK_K x BLOCK_N; its matrix b_index is B
+    b_index,
     row,
     col,
     M,
@@ -41,17 +57,17 @@ def accumulate(
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     if TMA:
-        a = tl.make_tensor_descriptor(a_ptr, [M, K], [tl.cast(lda, tl.int64), 1], [BLOCK_M, BLOCK_K])
-        b = tl.make_tensor_descriptor(b_ptr, [K, N], [tl.cast(ldb, tl.int64), 1], [BLOCK_K, BLOCK_N])
         for k in range(0, K, BLOCK_K):
-            acc = tl.dot(a.load([row, k]), b.load([k, col]), acc, input_precision="ieee")
+            x = tl.reshape(a.load([a_index, row, k]), (BLOCK_M, BLOCK_K))
+            y = tl.reshape(b.load([b_index, k, col]), (BLOCK_K, BLOCK_N))
+            acc = tl.dot(x, y, acc, input_precision="ieee")
     else:
         # 64-bit bases, 32-bit offsets inside a tile: a register less for each element.
         rows = tl.arange(0, BLOCK_M)
         cols = tl.arange(0, BLOCK_N)
         ks = tl.arange(0, BLOCK_K)
-        a_ptr += tl.cast(row, tl.int64) * lda
-        b_ptr += col
+        a_ptr = a + (tl.cast(a_index, tl.int64) * M + row) * lda
+        b_ptr = b + tl.cast(b_index, tl.int64) * K * ldb + col
         a_offs = rows[:, None] * lda + ks[None, :]
         b_offs = ks[:, None] * ldb + cols[None, :]
         for k in range(0, K, BLOCK_K):
@@ -64,19 +80,18 @@ def accumulate(
 
 
 @triton.jit
-def store_tile(ptr, tile, row, col, M, N, ld, TMA: tl.constexpr):
-    """`tile`, cast, to (row, col) of the (M, N) matrix at `ptr`, row stride ld; what lies outside is cut.
+def store_tile(dst, index, tile, row, col, M, N, ld, TMA: tl.constexpr):
+    """`tile`, cast, to (row, col) of matrix `index` of the stack `dst` of (M, N), row stride ld; the outside is cut.
 
     With TMA the data has landed after the next `pl.signal`, `signal_all`, `barrier` or `quiet`.
     """
     ROWS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = tile.shape[1]
-    tile = tile.to(ptr.dtype.element_ty)
     if TMA:
-        tl.make_tensor_descriptor(ptr, [M, N], [tl.cast(ld, tl.int64), 1], [ROWS, COLS]).store([row, col], tile)
+        dst.store([index, row, col], tl.reshape(tile.to(dst.dtype), (1, ROWS, COLS)))
     else:
-        ptrs, inside = tile_pointers(ptr, row, col, M, N, ld, ROWS, COLS)
-        tl.store(ptrs, tile, mask=inside)
+        ptrs, inside = tile_pointers(dst + tl.cast(index, tl.int64) * M * ld, row, col, M, N, ld, ROWS, COLS)
+        tl.store(ptrs, tile.to(dst.dtype.element_ty), mask=inside)
 
 
 @triton.jit

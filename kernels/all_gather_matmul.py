@@ -30,7 +30,7 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common, _forms
-from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, store_tile, tile_pointers
+from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, stack, store_tile, tile_pointers
 
 Shard = Literal["rows", "columns"]
 
@@ -63,25 +63,26 @@ def pull_kernel(
     num_m = tl.cdiv(m, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     shards: tl.constexpr = 1 if COLUMNS else world.size
+    b = stack(b_ptr, world.size if COLUMNS else 1, k, N, N, BLOCK_K, BLOCK_N, TMA)
+    out = stack(out_ptr, shards, m, N, N, BLOCK_M, BLOCK_N, TMA)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's shard is complete
     for t in range(pid, shards * num_m * num_n, tl.num_programs(0)):
         # Own shard first, then rank + 1, ...: at any time each rank is read by one other.
-        first = t // (num_m * num_n)
+        source = (rank + t // (num_m * num_n)) % world.size
         i, j = pl.order.supergroup(t % (num_m * num_n), num_m, num_n, GROUP)
+        row = i * BLOCK_M
+        col = j * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if COLUMNS:
             for d in range(world.size):
                 source = (rank + d) % world.size
-                b = b_ptr + tl.cast(source, tl.int64) * k * N
-                a = pl.peer(a_ptr, source, world)
-                acc = accumulate(acc, a, b, i * BLOCK_M, j * BLOCK_N, m, N, k, k, N, TMA, BLOCK_K)
-            out = out_ptr
+                a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
+                acc = accumulate(acc, a, 0, b, source, row, col, m, N, k, k, N, TMA, BLOCK_K)
+            store_tile(out, 0, acc, row, col, m, N, N, TMA)
         else:
-            source = (rank + first) % world.size
-            a = pl.peer(a_ptr, source, world)
-            acc = accumulate(acc, a, b_ptr, i * BLOCK_M, j * BLOCK_N, m, N, k, k, N, TMA, BLOCK_K)
-            out = out_ptr + tl.cast(source, tl.int64) * m * N
-        store_tile(out, acc, i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
+            a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
+            acc = accumulate(acc, a, 0, b, 0, row, col, m, N, k, k, N, TMA, BLOCK_K)
+            store_tile(out, source, acc, row, col, m, N, N, TMA)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
 
 
@@ -111,55 +112,41 @@ class Push(NamedTuple):
 
 
 @triton.jit
-def _await_rows(p, source, i, epoch, world):
-    """Where row block i of shard `source` is, once it is there: (pointer to the shard, row stride)."""
-    a = p.a_ptr
+def _add_shard(acc, source, b_index, i, col, p, world, epoch, b):
+    """acc + row block i of shard `source`, once it is here, times matrix b_index of b."""
+    a_ptr = p.a_ptr
     lda = tl.cast(p.k, tl.int32)
     if source != tl.cast(world.rank, tl.int32):
         pl.wait(p.ready_ptr + source * tl.cdiv(p.m, p.BLOCK_M) + i, epoch * tl.cdiv(p.k, p.CHUNK), world)
         slot = (epoch & 1) * world.size + source
-        a = p.inbox_ptr + tl.cast(slot, tl.int64) * p.m * p.ld
+        a_ptr = p.inbox_ptr + tl.cast(slot, tl.int64) * p.m * p.ld
         lda = tl.cast(p.ld, tl.int32)
-    return a, lda
+    # Made for each shard, because a loop over mine beside one over the inbox would need shared memory of its own.
+    a = stack(a_ptr, 1, p.m, p.k, lda, p.BLOCK_M, p.BLOCK_K, p.TMA)
+    return accumulate(acc, a, 0, b, b_index, i * p.BLOCK_M, col, p.m, p.N, p.k, lda, p.N, p.TMA, p.BLOCK_K)
 
 
 @triton.jit
-def _compute_rows(task, p, world, epoch):
-    num_n = tl.cdiv(p.N, p.BLOCK_N)
-    source, index = pl.order.peers_interleaved(task, tl.cdiv(p.m, p.BLOCK_M) * num_n, world)
-    i = index // num_n
-    j = index % num_n
-    a, lda = _await_rows(p, source, i, epoch, world)
-    acc = tl.zeros((p.BLOCK_M, p.BLOCK_N), tl.float32)
-    acc = accumulate(acc, a, p.b_ptr, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.k, lda, p.N, p.TMA, p.BLOCK_K)
-    out = p.out_ptr + tl.cast(source, tl.int64) * p.m * p.N
-    store_tile(out, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
-
-
-@triton.jit
-def _compute_columns(task, p, world, epoch):
+def _compute(task, p, world, epoch, b, out):
     num_m = tl.cdiv(p.m, p.BLOCK_M)
     num_n = tl.cdiv(p.N, p.BLOCK_N)
-    i, j = pl.order.supergroup(task, num_m, num_n, p.GROUP)
     acc = tl.zeros((p.BLOCK_M, p.BLOCK_N), tl.float32)
-    for d in range(world.size):  # own shard first
-        source = (tl.cast(world.rank, tl.int32) + d) % world.size
-        a, lda = _await_rows(p, source, i, epoch, world)
-        b = p.b_ptr + tl.cast(source, tl.int64) * p.k * p.N
-        acc = accumulate(acc, a, b, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.k, lda, p.N, p.TMA, p.BLOCK_K)
-    store_tile(p.out_ptr, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
-
-
-@triton.jit
-def _compute(task, p, world, epoch):
     if p.COLUMNS:
-        _compute_columns(task, p, world, epoch)
+        i, j = pl.order.supergroup(task, num_m, num_n, p.GROUP)
+        for d in range(world.size):  # own shard first
+            source = (tl.cast(world.rank, tl.int32) + d) % world.size
+            acc = _add_shard(acc, source, source, i, j * p.BLOCK_N, p, world, epoch, b)
+        store_tile(out, 0, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
     else:
-        _compute_rows(task, p, world, epoch)
+        source, index = pl.order.peers_interleaved(task, num_m * num_n, world)
+        i = index // num_n
+        j = index % num_n
+        acc = _add_shard(acc, source, 0, i, j * p.BLOCK_N, p, world, epoch, b)
+        store_tile(out, source, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
 
 
 @triton.jit
-def _push_chunk(task, p, world, epoch):
+def _push_chunk(task, p, world, epoch, b, out):
     """Chunk `task` of my shard, row block by row block, to every peer: one load, then a store to each."""
     chunks = tl.cdiv(p.k, p.CHUNK)
     i = task // chunks
@@ -184,7 +171,9 @@ def push_kernel(p, world):
     shards: tl.constexpr = 1 if p.COLUMNS else world.size
     tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
     chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
-    pl.lcsc(_compute, _push_chunk, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
+    b = stack(p.b_ptr, world.size if p.COLUMNS else 1, p.k, p.N, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA)
+    out = stack(p.out_ptr, shards, p.m, p.N, p.N, p.BLOCK_M, p.BLOCK_N, p.TMA)
+    pl.lcsc(_compute, _push_chunk, (p, world, epoch, b, out), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
 
 
 class _PushSpace(NamedTuple):

@@ -29,7 +29,7 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common
-from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, store_tile, tile_pointers
+from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, stack, store_tile, tile_pointers
 
 
 def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -68,16 +68,16 @@ def _place(tile, w):
 
 
 @triton.jit
-def _compute(tile, w, world, epoch):
+def _compute(tile, w, world, epoch, a, b, mine):
     row, col = _place(tile, w)
     acc = tl.zeros((w.BLOCK_M, w.BLOCK_N), tl.float32)
-    acc = accumulate(acc, w.a_ptr, w.b_ptr, row, col, w.M, w.N, w.k, w.k, w.N, w.TMA, w.BLOCK_K)
-    store_tile(w.sum_ptr, acc, row, col, w.M, w.N, w.ld, True)
+    acc = accumulate(acc, a, 0, b, 0, row, col, w.M, w.N, w.k, w.k, w.N, w.TMA, w.BLOCK_K)
+    store_tile(mine, 0, acc, row, col, w.M, w.N, w.ld, True)
     pl.signal(w.ready_ptr + tile, tile % world.size, world)
 
 
 @triton.jit
-def _communicate(task, w, world, epoch):
+def _communicate(task, w, world, epoch, a, b, mine):
     tile = task * world.size + tl.cast(world.rank, tl.int32)
     row, col = _place(tile, w)
     pl.wait(w.ready_ptr + tile, epoch * world.size, world)
@@ -95,14 +95,20 @@ def matmul_all_reduce_kernel(w, world):
     epoch = pl.epoch(w.ready_ptr, world)
     tiles = tl.cdiv(w.M, w.BLOCK_M) * tl.cdiv(w.N, w.BLOCK_N)
     owned = (tiles - tl.cast(world.rank, tl.int32) + world.size - 1) // world.size
-    pl.lcsc(_compute, _communicate, (w, world, epoch), tiles, owned, w.queue_ptr, epoch, w.num_comm_sms)
+    a = stack(w.a_ptr, 1, w.M, w.k, w.k, w.BLOCK_M, w.BLOCK_K, w.TMA)
+    b = stack(w.b_ptr, 1, w.k, w.N, w.N, w.BLOCK_K, w.BLOCK_N, w.TMA)
+    mine = stack(w.sum_ptr, 1, w.M, w.N, w.ld, w.BLOCK_M, w.BLOCK_N, True)
+    pl.lcsc(
+        _compute, _communicate, (w, world, epoch, a, b, mine), tiles, owned, w.queue_ptr, epoch, w.num_comm_sms
+    )  # fmt: skip
     # Every sum is here; and every owner has read my products, so the next launch may overwrite them.
     pl.wait(w.done_ptr, epoch * tiles, world)
     if w.COPY:
+        out = stack(w.out_ptr, 1, w.M, w.N, w.N, w.BLOCK_M, w.BLOCK_N, w.TMA)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             row, col = _place(tile, w)
             ptrs, inside = tile_pointers(w.sum_ptr, row, col, w.M, w.N, w.ld, w.BLOCK_M, w.BLOCK_N)
-            store_tile(w.out_ptr, tl.load(ptrs, mask=inside), row, col, w.M, w.N, w.N, w.TMA)
+            store_tile(out, 0, tl.load(ptrs, mask=inside), row, col, w.M, w.N, w.N, w.TMA)
 
 
 class _Space(NamedTuple):

@@ -30,7 +30,7 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common, _forms
-from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, store_tile, tile_pointers
+from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, stack, store_tile, tile_pointers
 
 
 def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int) 
 
 @triton.jit
 def _partial(
-    t, a_ptr, b_ptr, m, N, k, world, TMA: tl.constexpr,
+    t, a, b, m, N, k, world, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Tile t of this rank's product, in fp32: (tile, owner, row in the owner's part, column). My own part comes
@@ -49,9 +49,8 @@ def _partial(
     num_n = tl.cdiv(N, BLOCK_N)
     owner = (tl.cast(world.rank, tl.int32) + 1 + t // (num_m * num_n)) % world.size
     i, j = pl.order.supergroup(t % (num_m * num_n), num_m, num_n, GROUP)
-    a = a_ptr + tl.cast(owner, tl.int64) * m * k
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = accumulate(acc, a, b_ptr, i * BLOCK_M, j * BLOCK_N, m, N, k, k, N, TMA, BLOCK_K)
+    acc = accumulate(acc, a, owner, b, 0, i * BLOCK_M, j * BLOCK_N, m, N, k, k, N, TMA, BLOCK_K)
     return acc, owner, i * BLOCK_M, j * BLOCK_N
 
 
@@ -76,10 +75,13 @@ def add_kernel(
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = pl.epoch(done_ptr, world)
+    a = stack(a_ptr, world.size, m, k, k, BLOCK_M, BLOCK_K, TMA)
+    b = stack(b_ptr, 1, k, N, N, BLOCK_K, BLOCK_N, TMA)
+    out = stack(out_ptr, 1, m, N, N, BLOCK_M, BLOCK_N, TMA)
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     half = sum_ptr + tl.cast(epoch & 1, tl.int64) * m * ld
     for t in range(pid, world.size * tiles, programs):
-        acc, owner, row, col = _partial(t, a_ptr, b_ptr, m, N, k, world, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+        acc, owner, row, col = _partial(t, a, b, m, N, k, world, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
         target = tl.make_tensor_descriptor(
             pl.peer(half, owner, world), [m, N], [tl.cast(ld, tl.int64), 1], [BLOCK_M, BLOCK_N]
         )
@@ -90,7 +92,7 @@ def add_kernel(
     for t in range(pid, tiles, programs):
         i, j = pl.order.supergroup(t, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
         ptrs, inside = tile_pointers(half, i * BLOCK_M, j * BLOCK_N, m, N, ld, BLOCK_M, BLOCK_N)
-        store_tile(out_ptr, tl.load(ptrs, mask=inside), i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
+        store_tile(out, 0, tl.load(ptrs, mask=inside), i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
         tl.store(ptrs, tl.zeros((BLOCK_M, BLOCK_N), sum_ptr.dtype.element_ty), mask=inside)
 
 
@@ -116,13 +118,17 @@ def inbox_kernel(
     programs = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int32)
     epoch = pl.epoch(ready_ptr, world)
+    a = stack(a_ptr, world.size, m, k, k, BLOCK_M, BLOCK_K, TMA)
+    b = stack(b_ptr, 1, k, N, N, BLOCK_K, BLOCK_N, TMA)
+    out = stack(out_ptr, 1, m, N, N, BLOCK_M, BLOCK_N, TMA)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = tl.cdiv(m, BLOCK_M) * num_n
     half = inbox_ptr + tl.cast(epoch & 1, tl.int64) * world.size * m * ld
     mine = half + tl.cast(rank, tl.int64) * m * ld
     for t in range(pid, world.size * tiles, programs):
-        acc, owner, row, col = _partial(t, a_ptr, b_ptr, m, N, k, world, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
-        store_tile(pl.peer(mine, owner, world), acc, row, col, m, N, ld, True)
+        acc, owner, row, col = _partial(t, a, b, m, N, k, world, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+        target = stack(pl.peer(mine, owner, world), 1, m, N, ld, BLOCK_M, BLOCK_N, True)
+        store_tile(target, 0, acc, row, col, m, N, ld, True)
         # A counter for each source: one for all would take a fast rank's next launch for a slow rank's this one.
         pl.signal(ready_ptr + rank * tiles + row // BLOCK_M * num_n + col // BLOCK_N, owner, world)
     for t in range(pid, tiles, programs):
@@ -133,7 +139,7 @@ def inbox_kernel(
             part = half + tl.cast(r, tl.int64) * m * ld
             ptrs, inside = tile_pointers(part, i * BLOCK_M, j * BLOCK_N, m, N, ld, BLOCK_M, BLOCK_N)
             total += tl.load(ptrs, mask=inside, other=0).to(tl.float32)
-        store_tile(out_ptr, total, i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
+        store_tile(out, 0, total, i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
 
 
 class _Space(NamedTuple):

@@ -166,7 +166,7 @@ def test_fused_products(
     ptx = compiled.asm["ptx"]
     if dtype == torch.bfloat16:
         assert "wgmma.mma_async" in ptx if arch == 90 else "tcgen05.mma" in ptx
-    assert ("cp.async.bulk.tensor.2d.shared" in ptx) == (sizes is EVEN)
+    assert ("cp.async.bulk.tensor.3d.shared" in ptx) == (sizes is EVEN)
     assert ("cp.reduce.async.bulk.tensor" in ptx) == name.endswith("add")
     assert ("multimem.ld_reduce" in ptx) == multicast
 

@@ -163,3 +163,13 @@ def padded(columns: int, dtype: torch.dtype) -> int:
     """Row length, in elements, of a buffer of pkt's own: a multiple of 16 bytes, as TMA and multimem need."""
     run = 16 // dtype.itemsize
     return triton.cdiv(columns, run) * run
+
+
+def whole_runs(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`a` (M, k) and `b` (k, N) with zeros behind k up to a multiple of 16 bytes of a row of a, as TMA needs: ranks may
+    differ in k, and must not differ in tiles for it."""
+    k = a.shape[1]
+    missing = padded(max(k, 1), a.dtype) - k
+    if not missing:
+        return a, b
+    return torch.nn.functional.pad(a, (0, missing)), torch.nn.functional.pad(b, (0, 0, 0, missing))

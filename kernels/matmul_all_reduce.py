@@ -29,7 +29,17 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common
-from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, stack, store_tile, tile_pointers
+from ._matmul import (
+    Tiles,
+    accumulate,
+    check_operands,
+    check_tiles,
+    padded,
+    stack,
+    store_tile,
+    tile_pointers,
+    whole_runs,
+)
 
 
 def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -136,9 +146,11 @@ def matmul_all_reduce(
     call = "matmul_all_reduce"
     world = _common.world_of(call, world, a, b, out)
     check_operands(call, a, b, world)
-    tiles = check_tiles(call, tiles, a, b, world)
     (M, k), N = a.shape, b.shape[1]
     _common.check_tensor(call, "b", b, world, shape=(k, N))
+    a, b = whole_runs(a, b)
+    k = a.shape[1]
+    tiles = check_tiles(call, tiles, a, b, world)
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is None:
         out = torch.empty((M, N), dtype=a.dtype, device=world.torch_device)

@@ -30,7 +30,17 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common, _forms
-from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, stack, store_tile, tile_pointers
+from ._matmul import (
+    Tiles,
+    accumulate,
+    check_operands,
+    check_tiles,
+    padded,
+    stack,
+    store_tile,
+    tile_pointers,
+    whole_runs,
+)
 
 
 def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int) -> torch.Tensor:
@@ -172,12 +182,14 @@ def matmul_reduce_scatter(
         _common.check_choice(call, "mode", mode, ("add", "inbox", "chain"), world)
     plain = tiles is not None
     check_operands(call, a, b, world)
-    tiles = check_tiles(call, tiles, a, b, world)
     (M, k), N, size = a.shape, b.shape[1], world.size
     if M % size:
         wanted = f"a first dimension divisible by {size} ranks"
         raise ShapeError.argument(call, "a", tuple(a.shape), wanted, world.rank)
     _common.check_tensor(call, "b", b, world, shape=(k, N))
+    a, b = whole_runs(a, b)
+    k = a.shape[1]
+    tiles = check_tiles(call, tiles, a, b, world)
     m = M // size
     if out is None:
         out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
@@ -194,10 +206,6 @@ def matmul_reduce_scatter(
     if mode == "chain":
         from ._gluon_matmul_reduce_scatter import chain_tiles, gluon_chain
 
-        missing = padded(max(k, 1), a.dtype) - k  # of a row of a, for TMA
-        if missing:
-            a = torch.nn.functional.pad(a, (0, missing))
-            b = torch.nn.functional.pad(b, (0, 0, 0, missing))
         result = _forms.operand(out)
         gluon_chain(_forms.operand(a), _forms.operand(b), result, world, chain_tiles(m, N))
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)

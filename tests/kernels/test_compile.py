@@ -118,14 +118,18 @@ def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pyte
     assert re.search(wide, ptx), "no wide access"
 
 
-def pull(shard: Any, m: int, k: int, n: int) -> Callable[[torch.dtype], Any]:
+def pull(shard: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
     rows = k if shard == "rows" else 4 * k
-    return lambda t: all_gather_matmul(pkt.empty(m, k, dtype=t), tensor(rows, n, dtype=t), mode="pull", shard=shard)
+    return lambda t: all_gather_matmul(
+        pkt.empty(m, k, dtype=t), tensor(rows, n, dtype=t), mode="pull", shard=shard, **options
+    )
 
 
 def push(shard: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
     rows = k if shard == "rows" else 4 * k
-    return lambda t: all_gather_matmul(tensor(m, k, dtype=t), tensor(rows, n, dtype=t), shard=shard, **options)
+    return lambda t: all_gather_matmul(
+        tensor(m, k, dtype=t), tensor(rows, n, dtype=t), mode="push", shard=shard, **options
+    )
 
 
 def scatter(mode: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
@@ -142,14 +146,14 @@ def reduce(in_place: bool, m: int, k: int, n: int, **options: Any) -> Callable[[
 
 EVEN, RAGGED = (256, 512, 512), (250, 501, 509)  # (m, k, n): rows through TMA, or through registers
 FUSED = {
-    "all_gather_matmul pull rows": lambda s: pull("rows", *s),
-    "all_gather_matmul pull columns": lambda s: pull("columns", *s),
-    "all_gather_matmul push rows": lambda s: push("rows", *s),
-    "all_gather_matmul push columns": lambda s: push("columns", *s),
-    "matmul_reduce_scatter add": lambda s: scatter("add", *s),
-    "matmul_reduce_scatter inbox": lambda s: scatter("inbox", *s),
-    "matmul_all_reduce": lambda s: reduce(False, *s),
-    "matmul_all_reduce in place": lambda s: reduce(True, *s),
+    "all_gather_matmul pull rows": lambda s, **o: pull("rows", *s, **o),
+    "all_gather_matmul pull columns": lambda s, **o: pull("columns", *s, **o),
+    "all_gather_matmul push rows": lambda s, **o: push("rows", *s, **o),
+    "all_gather_matmul push columns": lambda s, **o: push("columns", *s, **o),
+    "matmul_reduce_scatter add": lambda s, **o: scatter("add", *s, **o),
+    "matmul_reduce_scatter inbox": lambda s, **o: scatter("inbox", *s, **o),
+    "matmul_all_reduce": lambda s, **o: reduce(False, *s, **o),
+    "matmul_all_reduce in place": lambda s, **o: reduce(True, *s, **o),
 }
 
 
@@ -190,6 +194,12 @@ MEASURED: dict[str, Callable[[Any], Callable[[torch.dtype], Any]]] = {
 def test_tiles_that_are_measured(name: str, tiles: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The benchmarks' tiles and sizes, on 4 ranks."""
     call = MEASURED[name](tiles)
+    compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), 90, tmp_path)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_widest_tile(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    call = FUSED[name](EVEN, tiles=(128, 256, 64, 8, 8, 3))  # faster than the default for the largest products
     compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), 90, tmp_path)
 
 

@@ -45,16 +45,18 @@ def test_a_ratio_keeps_two_places_and_a_time_its_unit():
 
 
 def test_operators_side_by_side():
-    """The fastest right variant of pkt, and the baseline of the same size; where there is none, nothing."""
+    """What pkt chooses, or its fastest right variant, and the baselines of the same size; where none is, nothing."""
 
     def row(case, variant, ms, error=1e-3):
         return {"case": case, "variant": variant, "ms": ms, "error": error}
 
     rows = [row("N = 1", "NCCL + cuBLAS", 0.4), row("N = 1", "pkt a", 0.3), row("N = 1", "pkt b", 0.2)]
     rows += [row("N = 1", "(pkt part)", 0.1, None), row("N = 1", "cuBLAS alone", 0.1, None), row("N = 2", "pkt a", 1.0)]
+    rows += [row("N = 3", "pkt a", 1.0), row("N = 3", "pkt default", 1.1)]
+    rows += [row("N = 3", "NCCL + cuBLAS", 3.0), row("N = 3", "torch symm_mem fused", 2.0)]
     record = {"benchmark": "matmul_all_reduce", "host": {"gpus": ["GPU"] * 2, "cores": 1}, "ranks": 2, "date": "D"}
     assert figures.together([record | {"measured": rows}]).splitlines() == [
-        "| ms (NCCL + cuBLAS), 2 ranks on 2 GPU, D | N = 1 | N = 2 |",
-        "|---|--:|--:|",
-        "| GEMM + all-reduce | 0.2 (0.4) |  |",
+        "| ms (NCCL + cuBLAS; torch fused), 2 ranks on 2 GPU, D | N = 1 | N = 2 | N = 3 |",
+        "|---|--:|--:|--:|",
+        "| GEMM + all-reduce | 0.2 (0.4) |  | 1.1 (3; 2) |",
     ]

@@ -19,7 +19,7 @@ nvidia-smi --query-gpu=index,name,clocks.sm,temperature.gpu,power.draw --format=
 timeout -k 5 $((seconds + 60)) python3 -m benchmarks.operators --seconds "$seconds" --out "$out" "$@" 2>&1 | tee "$out/operators.log"
 code=$?
 nvidia-smi --query-gpu=index,clocks.sm,temperature.gpu,power.draw --format=csv,noheader
-if [ -n "${OUT:-}" ]; then # few files come back from a lent machine
+if [ -n "${OUT:-}" ]; then # few files, where files are brought back
     cd "$out" && cat -- *.md && tar -czf tables.tgz --remove-files -- *.md *.png
 fi
 exit $code

@@ -1,9 +1,9 @@
 #!/bin/bash
 # Check and time pkt on the GPUs of this machine, with one command and within BUDGET seconds:
 #
-#   benchmarks/gpu_session.sh                      every step, on as many ranks as there are GPUs
-#   benchmarks/gpu_session.sh quick language link  some steps, in this order
-#   BUDGET=240 RANKS=2 benchmarks/gpu_session.sh
+#   benchmarks/gpu_checks.sh                      every step, on as many ranks as there are GPUs
+#   benchmarks/gpu_checks.sh quick language link  some steps, in this order
+#   BUDGET=240 RANKS=2 benchmarks/gpu_checks.sh
 #
 # PKT_TEST_RANKS=2,4 leaves the tests of other numbers of ranks out.
 # Steps: about simulator quick language litmus kernels graphs timeouts link semantics sanitize; and any module, as

@@ -1,7 +1,7 @@
 """The seam between the host side and what lies below it.
 
 Everything above (World, SymmetricHeap, SymmetricTensor) is written once against `Backend`. There are two
-implementations: `pkt.simulate.machine.SimulatedRank` (N ranks in one process, on the CPU) and
+implementations: `pkt.simulate.run.SimulatedRank` (N ranks in one process, on the CPU) and
 `pkt.runtime.cuda.CudaBackend` (one process a GPU). One Backend object is one rank's side; calls marked
 collective are made by every rank, in the same order.
 

@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 
 GRANULE = 16  # bytes one entry of the race detector's shadow stands for
+# Linux's value, which Python names from 3.13 on. Without it every window counts as promised memory, whole: a machine of
+# many ranks is refused, and so is any fork while a few machines wait for the garbage collector.
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @dataclass(eq=False)
@@ -158,9 +161,8 @@ class AddressSpace:
 
     def __init__(self, size: int, stride: int) -> None:
         self.size, self.stride = size, stride
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._map = mmap.mmap(-1, stride * (size + 1) + GRANULE * 256, flags=flags)
-        self._bytes = np.frombuffer(self._map, np.uint8)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._bytes = np.frombuffer(mmap.mmap(-1, stride * (size + 1) + GRANULE * 256, flags=flags), np.uint8)
         start = self._bytes.ctypes.data
         self.base = -(-start // 4096) * 4096
         self._skip = self.base - start
@@ -170,6 +172,7 @@ class AddressSpace:
         self._last: Region | None = None
 
     def close(self) -> None:
+        """Lets go of the memory; it is unmapped with the last tensor over it."""
         self._regions, self._starts, self._last = [], [], None
         self._bytes = np.empty(0, np.uint8)
 

@@ -151,6 +151,7 @@ def execute(
     findings = list(machine.findings)
     if error is None:
         findings += _unread(machine)
+    machine.space.close()
     return Outcome(machine, results, error, findings)
 
 

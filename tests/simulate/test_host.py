@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,3 +394,41 @@ def test_results_are_the_ranks_own_objects() -> None:
     found = launch(main, 3)
     assert [f["rank"] for f in found] == [0, 1, 2]
     assert [f["values"].tolist() for f in found] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def address_space() -> int:
+    """Bytes of address space that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+def test_a_heap_beyond_the_machines_memory_promises_none_of_it() -> None:
+    """Nothing is set aside for a window before it is written: neither the windows nor a fork beside them is refused."""
+
+    def main(world: Any) -> bool:
+        if world.rank == 0:
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+        return True
+
+    assert launch(main, 4, heap=1 << 42) == [True] * 4
+
+
+def test_a_run_that_is_over_holds_no_memory() -> None:
+    def main(world: Any) -> float:
+        return pkt.full((4,), float(world.rank), dtype=torch.float32)[0].item()
+
+    gc.disable()
+    try:
+        before = address_space()
+        for _ in range(3):
+            assert launch(main, 4, heap=1 << 34) == [0.0, 1.0, 2.0, 3.0]
+        assert address_space() - before < 1 << 34
+    finally:
+        gc.enable()
+
+
+def test_a_returned_tensor_keeps_its_memory() -> None:
+    found = launch(lambda world: pkt.full((4,), float(world.rank), dtype=torch.float32).plain(), 4)
+    assert [r.tolist() for r in found] == [[float(rank)] * 4 for rank in range(4)]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import pytest
+import torch
+from torch.utils._pytree import tree_map_only
 
 from tests.gpu import run
 
@@ -37,7 +39,14 @@ def launch(fn: Callable[..., Any], ranks: int = 3, seed: int = 0, **options: Any
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     if any(isinstance(value, (list, dict, set)) for value in cells):
         pytest.skip("its ranks share a list, so they must be in one process")
-    return run.launch(fn, ranks, *options.get("args", ()))
+    if options.get("multicast") and not run.MULTICAST:
+        pytest.skip("multicast is off here: PKT_TEST_MULTICAST=1")
+
+    def main(world: Any, *args: Any) -> Any:
+        # The test compares the ranks' tensors with each other, on the CPU.
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, fn(world, *args))
+
+    return run.launch(main, ranks, *options.get("args", ()))
 
 
 def failures(fn: Callable[..., Any], ranks: int = 2, seeds: Iterable[int] = (), **options: Any) -> dict[int, Exception]:

@@ -35,20 +35,22 @@ def addresses(x, out, world):
     tl.store(out + world.size + 1 + tl.arange(0, 4), block.to(tl.int64))
 
 
+@pytest.mark.parametrize("multicast", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64], ids=str)
-def test_peer_and_multicast_addresses(dtype: torch.dtype) -> None:
+def test_peer_and_multicast_addresses(dtype: torch.dtype, multicast: bool) -> None:
     def main(world: Any) -> None:
         x, out = pkt.zeros(16, dtype=dtype), torch.empty(world.size + 5, dtype=torch.int64)
         addresses[(1,)](x, out, world.device)
         assert out[: world.size].tolist() == [x.peer(r)[5:].data_ptr() for r in range(world.size)]
-        assert x.multicast is not None
-        assert out[world.size] == x.multicast[5:].data_ptr()
+        assert (x.multicast is not None) == multicast
+        if x.multicast is not None:
+            assert out[world.size] == x.multicast[5:].data_ptr()
         assert out[world.size + 1 :].tolist() == [x.peer(1)[i:].data_ptr() for i in range(4)]
         assert x.peer(world.rank).data_ptr() == x.data_ptr()
         with pytest.raises(RankError):
             x.peer(world.size)
 
-    launch(main)
+    launch(main, multicast=multicast)
 
 
 # -- loads, stores and copies ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,8 @@ import triton
 
 from pkt.errors import CollectiveMismatch, DtypeError, NotSymmetric, ShapeError, Unsupported
 from pkt.runtime.factories import signals
-from pkt.runtime.tensor import SymmetricTensor, symmetric
+from pkt.runtime.pool import has_pool
+from pkt.runtime.tensor import SymmetricTensor, facts, symmetric
 from pkt.runtime.world import World, current_world
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,6 +45,27 @@ def barrier_counters(world: World) -> SymmetricTensor:
     """A counter for each program index, for `pl.barrier`; shared by all operators, which leave it balanced."""
     sms = num_programs(world, world.num_sms)
     return world.workspace(("pkt.kernels", "barrier"), lambda: signals(sms, name="kernels.barrier", world=world))
+
+
+Launch = Callable[..., torch.Tensor]
+"""What is left of an operator once its arguments are known to be good: launch(*tensors) -> the result. It keeps none of
+the tensors that it was made with."""
+
+
+def planned(plan: Callable[..., Launch], world: World, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
+    """plan(world, *tensors, *settings)(*tensors), where the plan is made once for tensors of the same facts.
+
+    Checks, workspaces and the choice of a grid cost a hundred microseconds, as much as a small operator: they are
+    plan's, and belong to the world. Raises what `plan` raises, each time.
+    """
+    key = (plan, settings, *map(facts, tensors))
+    if has_pool(world):  # a plain tensor may be symmetric there, by its address
+        key += tuple(t.data_ptr() for t in tensors if isinstance(t, torch.Tensor))
+    plans = world.plans
+    launch = plans.get(key)
+    if launch is None:
+        launch = plans[key] = plan(world, *tensors, *settings)
+    return launch(*tensors)
 
 
 # ------------------------------------------------------------------------------------------------------ checks

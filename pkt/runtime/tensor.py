@@ -35,6 +35,24 @@ _ALWAYS = frozenset(
 )
 
 
+# What changes where a tensor lies or how, in place; what is remembered of it is then read anew.
+_RESHAPING = frozenset(
+    {
+        "__set__",
+        "as_strided_",
+        "resize_",
+        "resize_as_",
+        "set_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+    }
+)
+
+
 class _Once:
     """A non-data descriptor: an entry of the same name in the instance's __dict__ wins over it."""
 
@@ -51,6 +69,7 @@ class SymmetricTensor(torch.Tensor):
 
     _allocation: Allocation
     _address: int
+    _facts: tuple[Any, ...] | None
 
     # Triton reads dtype and data_ptr of every argument at every launch: a look-up in the instance costs a
     # tenth of a getter that goes through __torch_function__.
@@ -138,7 +157,10 @@ class SymmetricTensor(torch.Tensor):
             for source in sources:
                 source._allocation.use(getattr(func, "__name__", "a torch function"))
         with torch._C.DisableTorchFunctionSubclass():
-            return _wrap(func(*args, **kwargs), sources)
+            result = func(*args, **kwargs)
+            if getattr(func, "__name__", "") in _RESHAPING and args and isinstance(args[0], SymmetricTensor):
+                _remember(args[0])
+            return _wrap(result, sources)
 
 
 def symmetric_over(plain: torch.Tensor, allocation: Allocation) -> SymmetricTensor:
@@ -147,7 +169,40 @@ def symmetric_over(plain: torch.Tensor, allocation: Allocation) -> SymmetricTens
     dtype = plain.dtype
     offset = plain.storage_offset() * dtype.itemsize  # its storage begins with the block's elements
     address = allocation.heap.backend.base + allocation.block.start + offset
-    tensor.__dict__.update(_allocation=allocation, _address=address, dtype=dtype)
+    tensor.__dict__.update(_allocation=allocation, _address=address, dtype=dtype, _facts=None)
+    return tensor
+
+
+def _remember(tensor: SymmetricTensor) -> None:
+    """`tensor` was reshaped in place."""
+    block, plain = tensor._allocation.block, tensor.as_subclass(torch.Tensor)
+    address = tensor._allocation.heap.backend.base + block.start
+    inside = plain.data_ptr() - address
+    if not 0 <= inside <= block.end - block.start:
+        raise NotSymmetric.argument(
+            tensor._allocation.heap.backend.rank, block.name, "memory outside its allocation", "a change in place"
+        )
+    tensor.__dict__.update(_address=address + inside, dtype=plain.dtype, _facts=None)
+
+
+def facts(tensor: Any) -> Any:
+    """All that a check or a plan of a launch may depend on, hashable: tensors of equal facts pass the same checks.
+
+    For a plain tensor shape, strides, dtype, device and how its address is aligned; for a symmetric one its address and
+    heap as well, because peers find it by arithmetic. What is no tensor stands for itself. Raises UseAfterFree, Closed.
+    """
+    if isinstance(tensor, SymmetricTensor):
+        allocation = tensor._allocation
+        if allocation.freed_at or allocation.heap.closed:
+            allocation.use("an operator")
+        known = tensor._facts
+        if known is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                known = (tensor.shape, tensor.stride(), tensor.dtype, tensor._address, id(allocation))
+            tensor._facts = known
+        return known
+    if isinstance(tensor, torch.Tensor):
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
     return tensor
 
 

@@ -51,6 +51,7 @@ class World:
         self._closed = False
         self._device: DeviceWorld | None = None
         self._workspaces: dict[Hashable, Any] = {}
+        self._plans: dict[Hashable, Any] = {}
         self._heap = SymmetricHeap(backend, heap_bytes(heap))
         self._heap.world = self
         self.rank, self.size = backend.rank, backend.size
@@ -134,6 +135,12 @@ class World:
             self._workspaces[key] = make()
         return self._workspaces[key]
 
+    @property
+    def plans(self) -> dict[Hashable, Any]:
+        """What operators have found out about their arguments, by those; this rank's own. Closed after close()."""
+        self._check("an operator")
+        return self._plans
+
     def check(self) -> None:
         """Raise SignalIndexError if a guard word around this rank's signals was overwritten."""
         self._check("check()")
@@ -174,6 +181,7 @@ class World:
         self._closed = True
         self._heap.close()
         self._workspaces.clear()
+        self._plans.clear()
         self._device = None
         _open[:] = [world for world in _open if world is not self]
         self._backend.close()

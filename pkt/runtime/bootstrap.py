@@ -8,6 +8,7 @@ of that group).
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -15,7 +16,6 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,13 +38,14 @@ HOST_GRACE = 1.0
 _worlds_of: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how many worlds each group has had in this process
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Place:
     """One process's place in a world that is about to be."""
 
     rank: int
     size: int
     meeting: Meeting
+    group: Any = None  # torch's process group of the same ranks, where the world is made from one
 
 
 def place(group: Any, timeout: float) -> Place:
@@ -58,7 +59,9 @@ def place(group: Any, timeout: float) -> Place:
         rank, members = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
         from torch.distributed.distributed_c10d import _get_default_store
 
-        return _place_by_store(_get_default_store(), (group.group_name, members), rank, len(members), timeout)
+        key = (group.group_name, members)
+        found = _place_by_store(_get_default_store(), key, rank, len(members), timeout)
+        return dataclasses.replace(found, group=group)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, size = _job_store(*(os.environ.get(name, "") for name in _JOB), timeout=timeout)
         return _place_by_store(store, ("env", tuple(range(size))), rank, size, timeout)
@@ -130,7 +133,7 @@ def open_world(
         if where.rank == 0:
             where.meeting.remove()
     try:
-        world = World(backend, capacity)
+        world = World(backend, capacity, where.group)
         backend.synchronize()  # the status page is zeroed on the current stream, the deadline written on another
         backend.attach(Watch(backend, world.heap, timeout))
         provide_scratch()

@@ -45,9 +45,10 @@ class World:
     A context manager; `close()` may be called twice; every other use after it raises Closed.
     """
 
-    def __init__(self, backend: Backend, heap: int | str | None = None) -> None:
-        """Collective: `heap` bytes (see pkt.init) of symmetric memory on `backend`."""
-        self._backend = backend
+    def __init__(self, backend: Backend, heap: int | str | None = None, group: Any = None) -> None:
+        """Collective: `heap` bytes (see pkt.init) of symmetric memory on `backend`. group: torch's process group of the
+        same ranks, if there is one."""
+        self._backend, self.group = backend, group
         self._closed = False
         self._device: DeviceWorld | None = None
         self._workspaces: dict[Hashable, Any] = {}

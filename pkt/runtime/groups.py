@@ -1,0 +1,55 @@
+"""The torch.distributed group of a world's ranks: for what is handed to NCCL rather than to pkt's own kernels."""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from pkt.errors import Unsupported
+
+if TYPE_CHECKING:
+    from pkt.runtime.world import World
+
+
+def process_group(world: World) -> dist.ProcessGroup:
+    """The group of exactly this world's ranks, in their order. Collective the first time.
+
+    The group that the world was made from; else torch's default group; else a default group that is made here, over
+    NCCL where the world is on GPUs, over gloo otherwise, and which lives as long as the process. Raises Unsupported in
+    the simulator, whose ranks share a process, and where the default group has other ranks.
+    """
+    return world.workspace("pkt.process_group", lambda: world.group or _default(world))
+
+
+def _default(world: World) -> dist.ProcessGroup:
+    call = f"rank {world.rank}: torch's process group of a world"
+    if getattr(world.backend, "transport", None) is None:
+        raise Unsupported.here(call, "found the simulator, whose ranks share a process", "pkt's own forms run there")
+    if not dist.is_available():
+        raise Unsupported.here(call, "found a torch without torch.distributed", "pkt's own forms do without")
+    if not dist.is_initialized():
+        _initialise(world)
+    group = dist.group.WORLD
+    assert group is not None
+    places = world.all_gather_object([dist.get_rank(), dist.get_world_size()])
+    if places != [[rank, world.size] for rank in range(world.size)]:
+        found = f"found ranks {[rank for rank, _ in places]} of {places[0][1]} in torch's default group"
+        raise Unsupported.here(call, found, "make the world from a group of its own ranks: pkt.init(group=...)")
+    return group
+
+
+def _initialise(world: World) -> None:
+    """A default group over a store that rank 0 serves on a port of the system's choice."""
+    cuda = world.torch_device.type == "cuda"
+    timeout = datetime.timedelta(seconds=world.backend.transport.timeout)  # type: ignore[attr-defined]
+    store = None
+    if world.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world.size, is_master=True, wait_for_workers=False, timeout=timeout)
+    port: int = world.broadcast(store.port if store else 0)
+    store = store or dist.TCPStore("127.0.0.1", port, world.size, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout,
+        device_id=world.torch_device if cuda else None,
+    )  # fmt: skip

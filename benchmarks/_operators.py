@@ -29,12 +29,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 import pkt
 from benchmarks._harness import RESULTS, _commit
@@ -263,27 +265,52 @@ def run(
     benchmark = importlib.import_module(module)
     rows: list[dict[str, Any]] = []
     given_up: dict[str, str] = {}
-    for label, arguments in benchmark.cases(quick).items():
-        if sizes and not any(word in label for word in sizes.split(",")):
-            continue
-        names = [n for n in benchmark.variants(device, quick) if not only or any(w in n for w in only.split(","))]
-        rows += [{"case": label, "variant": n, "failed": given_up[n], "skipped": True} for n in names if n in given_up]
-        names = [n for n in names if n not in given_up]
-        if sum("gluon" in n for n in given_up) >= GIVE_UP:
-            names = [n for n in names if "gluon" not in n]
-        while names:
-            done, failure = _one_job(module, device, ranks, label, arguments, names, settings)
-            if failure and len(done) < len(names):
-                given_up[names[len(done)]] = f"ended its job at {label}"
-                done.append({"case": label, "variant": names[len(done)], "failed": failure})
-            for row in done:
-                if not row.get("skipped"):
-                    print(_line(row), flush=True)
-            rows += done
-            names = names[len(done) :]
-            if sum("gluon" in n for n in given_up) >= GIVE_UP:  # no time to find out one by one that none of them runs
-                names = [n for n in names if "gluon" not in n]
+    chosen = {
+        label: arguments
+        for label, arguments in benchmark.cases(quick).items()
+        if not sizes or any(word in label for word in sizes.split(","))
+    }
+    names = [n for n in benchmark.variants(device, quick) if not only or any(w in n for w in only.split(","))]
+    with progress(module.rpartition(".")[2], len(chosen) * len(names)) as advance:
+        for label, arguments in chosen.items():
+            for row in _case(module, device, ranks, label, arguments, names, given_up, settings):
+                rows.append(row)
+                advance(f"{label}, {row['variant']}")
     return rows
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal, nothing elsewhere; call what it gives with each step's name when the step is done."""
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, advance=1, description=f"{title}: {done}")
+
+
+def _case(
+    module: str, device: Device, ranks: int, label: str, arguments: dict, names: list[str], given_up: dict[str, str],
+    settings: Settings,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The rows of one case. `given_up`: variant -> why it is not tried again; added to."""
+    yield from ({"case": label, "variant": n, "failed": given_up[n], "skipped": True} for n in names if n in given_up)
+    names = _hopeful([n for n in names if n not in given_up], given_up)
+    while names:
+        done, failure = _one_job(module, device, ranks, label, arguments, names, settings)
+        if failure and len(done) < len(names):
+            given_up[names[len(done)]] = f"ended its job at {label}"
+            done.append({"case": label, "variant": names[len(done)], "failed": failure})
+        for row in done:
+            if not row.get("skipped"):
+                print(_line(row), flush=True)
+            yield row
+        names = _hopeful(names[len(done) :], given_up)
+
+
+def _hopeful(names: list[str], given_up: dict[str, str]) -> list[str]:
+    """No time to find out one by one that no Gluon form runs here."""
+    enough = sum("gluon" in name for name in given_up) >= GIVE_UP
+    return [name for name in names if "gluon" not in name] if enough else names
 
 
 def _one_job(
@@ -296,7 +323,7 @@ def _one_job(
         journal = Path(folder, "journal")
         called = (module, label, arguments, names, settings, str(journal) if cuda else "")
         try:
-            return pkt.launch(job, ranks, device, called, heap=HEAP[device], multicast=False, **options)[0], ""
+            return pkt.launch(job, ranks, device, called, heap=HEAP[device], multicast=not cuda, **options)[0], ""
         except (PktError, OSError, EOFError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
         print("\n".join(lines[-25:]), file=sys.stderr, flush=True)

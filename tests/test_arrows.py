@@ -20,6 +20,7 @@ ARROWS = {
         {"torch", "triton", "numpy", "greenlet", "rich", "typer"},
     ),
     "pkt.doctor": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton", "cuda", "rich"}),
+    "pkt.bench": (set(), set()),
     "pkt.cli": ({"pkt.doctor", "pkt.simulate"}, {"typer", "rich"}),
     "pkt.layouts": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton"}),
     "pkt.trace": (

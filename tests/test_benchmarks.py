@@ -1,0 +1,88 @@
+"""The operators' benchmarks in the simulator: every variant gives the right result; and the command that runs one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _operators
+from pkt import bench
+
+OPERATORS = [
+    "all_gather_matmul", "all_gather_matmul_variants", "matmul_reduce_scatter", "matmul_all_reduce", "collectives",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_variant_is_right_in_the_simulator(name: str, capsys: pytest.CaptureFixture) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    rows = _operators.run(f"benchmarks.{name}", "cpu", 4, True, _operators.Settings())
+    assert [row["variant"] for row in rows] == module.variants("cpu", True) * len(module.cases(True))
+    tried = [row for row in rows if not row.get("skipped")]  # a variant need not be there in every case
+    assert {row["variant"] for row in tried} == set(module.variants("cpu", True))
+    assert [row["failed"] for row in tried if row.get("failed")] == []
+    assert all(row["error"] <= _operators.BOUND for row in tried)
+    assert "right" in capsys.readouterr().out
+
+
+def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    from benchmarks import matmul_reduce_scatter as module
+
+    right = module.case
+
+    def wrong(world, **arguments):
+        case = right(world, **arguments)
+        name = next(iter(case.variants))
+        run = case.variants[name]
+        case.variants[name] = lambda: run() * 1.1
+        return case
+
+    monkeypatch.setattr(module, "case", wrong)
+    assert _operators.main("matmul_reduce_scatter", "title", argv=["--device", "cpu", "--quick"]) == 1
+    assert "FAILED wrong: error 0.1" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------ python -m pkt.bench
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    program = 'import sys\nif __name__ == "__main__":\n    print("ran", __name__, sys.argv[1:])\n    sys.exit(%s)\n'
+    (folder / "all_gather_matmul.py").write_text(program % 3)
+    (folder / "quiet.py").write_text(program % "")
+    (folder / "_shared.py").write_text(program % 0)
+    (folder / "module.py").write_text("x = 1\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+def test_bench_runs_a_benchmark_by_its_short_name(checkout: Path, capsys: pytest.CaptureFixture) -> None:
+    assert bench.main(["ag_gemm", "--ranks", "2"], checkout) == 3
+    assert bench.main(["quiet"], checkout) == 0
+    assert capsys.readouterr().out == "ran __main__ ['--ranks', '2']\nran __main__ []\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["module"], ["_shared"]], ids=str)
+def test_bench_names_what_there_is(arguments: list[str], checkout: Path, capsys: pytest.CaptureFixture) -> None:
+    assert bench.main(arguments, checkout) == 2
+    said = capsys.readouterr().out
+    assert "ag_gemm" in said
+    assert "quiet" in said
+    assert "module" not in said
+
+
+def test_bench_without_a_checkout_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert bench.main(["ag_gemm"], tmp_path) == 2
+    assert "come with a checkout" in capsys.readouterr().out
+
+
+def test_every_short_name_has_a_benchmark() -> None:
+    found = bench.names(Path(bench.__file__).resolve().parents[1] / "benchmarks")
+    assert set(bench.SHORT.values()) <= set(found)

@@ -3,7 +3,7 @@
 import pytest
 
 import pkt
-from tests.gpu.cases_graphs import CASES, PROGRAMS, skewed
+from tests.gpu.cases_graphs import CASES, PROGRAMS, back_to_back, skewed
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -16,3 +16,18 @@ def test_many_launches(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_skewed(name: str) -> None:
     pkt.simulate(skewed, ranks=2, seeds=(4, 6), args=(name, 4), heap="1MiB", multicast=False).check()
+
+
+def test_a_result_of_the_launch_before_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(PROGRAMS["all_gather_matmul"]):
+        """Hands out what the launch before it made."""
+
+        before = None
+
+        def operator(self):
+            late, self.before = self.before, super().operator().clone()
+            return self.before if late is None else late
+
+    monkeypatch.setitem(PROGRAMS, "late", Late)
+    with pytest.raises(pkt.RankFailed, match=r"\(4, [1-9]\d*\) launches and wrong results, not \(4, 0\)"):
+        pkt.launch(back_to_back, ranks=2, device="cpu", args=("late", 3), heap="1MiB")

@@ -94,6 +94,28 @@ def check_kernel(x_ptr, n, step_ptr, wrong_ptr, world, SUM: tl.constexpr, BLOCK:
     tl.atomic_add(wrong_ptr, (wrong > 0).to(tl.int32), sem="relaxed", scope="gpu")
 
 
+@triton.jit
+def _factor(step):
+    """Another power of two, and sign, than at the last steps: what is read of an earlier launch is not a copy."""
+    return tl.exp2((step % 5).to(tl.float32)) * (1 - 2 * (step % 2)).to(tl.float32)
+
+
+@triton.jit
+def scale_kernel(x_ptr, n, step_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0).to(tl.float32)
+    tl.store(y_ptr + offs, (x * _factor(tl.load(step_ptr))).to(y_ptr.dtype.element_ty), mask=offs < n)
+
+
+@triton.jit
+def check_scaled_kernel(exact_ptr, n, step_ptr, found_ptr, wrong_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wanted = tl.load(exact_ptr + offs, mask=offs < n, other=0) * _factor(tl.load(step_ptr))
+    found = tl.load(found_ptr + offs, mask=offs < n, other=0).to(tl.float32)
+    wrong = tl.sum((found != wanted).to(tl.int32), 0)
+    tl.atomic_add(wrong_ptr, (wrong > 0).to(tl.int32), sem="relaxed", scope="gpu")
+
+
 class Program:
     """What is launched again and again: `launch()` once; `wrong` and `step` tell at the end."""
 
@@ -168,7 +190,98 @@ class Collectives(Program):
         check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
 
 
-PROGRAMS: dict[str, type[Program]] = {"exchange": Exchange, "barriers": Barriers, "collectives": Collectives}
+class Product(Program):
+    """A fused operator on integers that bf16 holds exactly, the results too."""
+
+    m, n, k = 80, 136, 24  # ragged, rows at multiples of 16 bytes: whatever form the operator chooses
+
+    def operands(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rank `rank`'s, of -1, 0 and 1."""
+        device, rows = self.world.torch_device, self.rows()
+        a = torch.arange(rows * self.k, device=device).mul(7).add(rank).remainder(3).sub(1)
+        b = torch.arange(self.k * self.n, device=device).mul(5).add(2 * rank).remainder(3).sub(1)
+        return a.reshape(rows, self.k).bfloat16(), b.reshape(self.k, self.n).bfloat16()
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self.a0, self.b = self.operands(world.rank)
+        self.a = torch.empty_like(self.a0)
+        self.exact = self.result([[t.float() for t in self.operands(rank)] for rank in range(world.size)])
+        world.barrier()
+
+    def work(self) -> None:
+        n = self.a.numel()
+        scale_kernel[(triton.cdiv(n, BLOCK),)](self.a0, n, self.step, self.a, BLOCK)
+        out = self.operator()
+        n = out.numel()
+        check_scaled_kernel[(triton.cdiv(n, BLOCK),)](self.exact, n, self.step, out, self.wrong, BLOCK)
+
+    def rows(self) -> int:
+        return self.m
+
+    def result(self, operands: list) -> torch.Tensor:
+        raise NotImplementedError
+
+    def operator(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Gather(Product):
+    """all_gather_matmul."""
+
+    def result(self, operands: list) -> torch.Tensor:
+        return torch.cat([a for a, _ in operands]) @ operands[self.world.rank][1]
+
+    def operator(self) -> torch.Tensor:
+        return pkt.all_gather_matmul(self.a, self.b, world=self.world)
+
+
+class Reduce(Product):
+    """matmul_all_reduce."""
+
+    def result(self, operands: list) -> torch.Tensor:
+        return torch.stack([a @ b for a, b in operands]).sum(0)
+
+    def operator(self) -> torch.Tensor:
+        return pkt.matmul_all_reduce(self.a, self.b, world=self.world)
+
+
+class Scatter(Reduce):
+    """matmul_reduce_scatter."""
+
+    def rows(self) -> int:
+        return self.m * self.world.size
+
+    def result(self, operands: list) -> torch.Tensor:
+        return super().result(operands).chunk(self.world.size)[self.world.rank].contiguous()
+
+    def operator(self) -> torch.Tensor:
+        return pkt.matmul_reduce_scatter(self.a, self.b, world=self.world)
+
+
+PROGRAMS: dict[str, type[Program]] = {
+    "exchange": Exchange,
+    "barriers": Barriers,
+    "collectives": Collectives,
+    "all_gather_matmul": Gather,
+    "matmul_reduce_scatter": Scatter,
+    "matmul_all_reduce": Reduce,
+}
+
+
+def back_to_back(world: Any, name: str, count: int) -> float:
+    """`count` launches with nothing between them but, now and then, a rank that straggles; microseconds of one."""
+    program, chance = PROGRAMS[name](world), random.Random(world.rank)
+    program.launch()  # compiled
+    world.synchronize()
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        if world.torch_device.type == "cuda" and chance.random() < 1 / 64:
+            torch.cuda._sleep(chance.randrange(400_000))  # clock ticks: up to a fifth of a millisecond
+        program.launch()
+    program.check(1 + count)
+    return (time.perf_counter() - start) / count * 1e6
 
 
 def replays(world: Any, name: str, count: int, eager_every: int = 100) -> float:
@@ -227,6 +340,7 @@ def two_streams(world: Any, count: int, operators: bool = False) -> None:
 
 CASES: dict[str, Callable[[Any], Any]] = {
     **{f"{name} replayed": lambda world, name=name: replays(world, name, 3, eager_every=2) for name in PROGRAMS},
+    **{f"{name} back to back": lambda world, name=name: back_to_back(world, name, 3) for name in PROGRAMS},
     "two streams": lambda world: two_streams(world, 3),
     "operators on two streams": lambda world: two_streams(world, 3, operators=True),
 }

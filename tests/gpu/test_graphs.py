@@ -2,11 +2,12 @@
 
 import pytest
 
-from tests.gpu.cases_graphs import PROGRAMS, replays, skewed, two_streams
+from tests.gpu.cases_graphs import PROGRAMS, back_to_back, replays, skewed, two_streams
 from tests.gpu.run import launch, on_ranks, scaled
 
 REPLAYS = scaled("REPLAYS", 10**4)
 LAUNCHES = scaled("LAUNCHES", 500)
+BACK_TO_BACK = scaled("BACK_TO_BACK", 10**5)
 
 
 @on_ranks(2, 3, 4)
@@ -14,6 +15,13 @@ LAUNCHES = scaled("LAUNCHES", 500)
 def test_replays_with_eager_calls_between(name: str, ranks: int) -> None:
     taken = launch(replays, ranks, name, REPLAYS)
     print(f"{name}, {ranks} ranks: {REPLAYS} replays, {max(taken):.1f} us each")
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_back_to_back_with_stragglers(name: str, ranks: int) -> None:
+    taken = launch(back_to_back, ranks, name, BACK_TO_BACK)
+    print(f"{name}, {ranks} ranks: {BACK_TO_BACK} launches back to back, {max(taken):.1f} us each")
 
 
 @on_ranks(2, 3, 4)

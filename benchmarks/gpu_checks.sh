@@ -6,7 +6,7 @@
 #   BUDGET=240 RANKS=2 benchmarks/gpu_checks.sh
 #
 # PKT_TEST_RANKS=2,4 leaves the tests of other numbers of ranks out.
-# Steps: about simulator quick language litmus kernels graphs timeouts link semantics sanitize; and any module, as
+# Steps: about simulator quick language litmus kernels graphs timeouts lost link semantics sanitize; and any module, as
 # benchmarks.collectives, with the arguments that ARGS holds.
 #
 # A step that outlasts its time is ended and the next one begins; one that would begin too late is left out. Results come
@@ -21,7 +21,7 @@ PYTHON=${PYTHON:-python3}
 BUDGET=${BUDGET:-520}
 OUT=${OUT:-$HERE/benchmarks/results}
 STEPS=("$@")
-[ $# -gt 0 ] || STEPS=(about simulator quick language litmus kernels graphs timeouts link semantics sanitize)
+[ $# -gt 0 ] || STEPS=(about simulator quick language litmus kernels graphs timeouts lost link semantics sanitize)
 
 # kernels/ is installed as pkt.kernels; in the copy it simply lies there.
 STAGE=$(mktemp -d)
@@ -57,7 +57,7 @@ step() {
     simulator) "$PYTHON" -m benchmarks.link --device cpu --quick ;;
     quick) "$PYTHON" -m benchmarks.link --quick --ranks "$RANKS" ;;
     link) "$PYTHON" -m benchmarks.link --ranks "$RANKS" ;;
-    language | litmus | kernels | graphs | timeouts | semantics) gpu_tests "$1" ;;
+    language | litmus | kernels | graphs | timeouts | lost | semantics) gpu_tests "$1" ;;
     sanitize)
         compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
             "$PYTHON" -m tests.gpu.sanitize "$((RANKS < 2 ? RANKS : 2))"

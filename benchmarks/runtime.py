@@ -1,0 +1,199 @@
+"""What pkt costs the host: opening a world, allocating, and an operator beside the bare launch of its kernel.
+
+    python -m benchmarks.runtime --ranks 4       on GPUs
+    python -m benchmarks.runtime --device cpu    the operators' own host code on a simulated rank, without any launch
+
+A figure is the slowest rank's. An operator's overhead is its time less that of `kernel[grid](...)` with the arguments
+that it launched its kernel with, launched as it does; queued, not waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import pkt
+from benchmarks import _harness
+
+INIT, HEAP_CALL, OVERHEAD = 1.5, 20.0, 10.0  # s; us for an allocation or a free; us that an operator may add
+CALLS = 200  # of an operator, between two waits for the device
+REPEATS = 20
+TENSORS = 10_000
+
+
+def operators(world: pkt.World) -> dict[str, Callable[[], Any]]:
+    """Calls of each operator on small tensors, and on symmetric ones where it takes them."""
+    device, dtype, size = world.torch_device, torch.bfloat16, world.size
+    x, y = pkt.ones(4096, dtype=dtype, name="x"), pkt.ones(4096, dtype=dtype, name="y")
+    shards = pkt.ones(size * 4096, dtype=dtype, name="shards")
+    a, rows, b = (torch.ones(m, 128, dtype=dtype, device=device) for m in (128, 128 * size, 128))
+    tall, flat = (torch.empty(m, 128, dtype=dtype, device=device) for m in (128 * size, 128))
+    total = pkt.empty(128, 128, dtype=dtype, name="total")
+    world.barrier()
+    return {
+        "all_reduce": lambda: pkt.all_reduce(x, y),
+        "all_gather": lambda: pkt.all_gather(x, shards),
+        "reduce_scatter": lambda: pkt.reduce_scatter(shards),
+        "all_gather_matmul": lambda: pkt.all_gather_matmul(a, b, tall, world=world),
+        "matmul_reduce_scatter": lambda: pkt.matmul_reduce_scatter(rows, b, flat, world=world),
+        "matmul_all_reduce": lambda: pkt.matmul_all_reduce(a, b, total),
+    }
+
+
+class Recorder:
+    """In the place of `cooperative`: keeps what would be launched, and launches nothing."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, Any, Any, Any]] = []
+
+    def __call__(self, world: Any, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        self.launches.append((kernel, grid, args, options))
+
+
+def per_call(call: Callable[[], Any], settle: Callable[[], Any]) -> list[float]:
+    """Microseconds of each repeat."""
+    call()
+    settle()
+    taken = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        taken.append((time.perf_counter() - start) / CALLS * 1e6)
+        settle()
+    return taken
+
+
+def of_operators(world: pkt.World) -> dict[str, list[float]]:
+    """Microseconds of host time, by figure."""
+    found = {}
+    gpu = world.torch_device.type == "cuda"
+    for name, call in operators(world).items():
+        call()  # compiled, and its plan made
+        world.synchronize()
+        world.barrier()
+        recorder = Recorder()
+        with _in_place_of_launches(recorder):
+            call()
+            launches = list(recorder.launches)
+            if not gpu:
+                found[f"{name}, without its launch"] = per_call(call, recorder.launches.clear)
+        if gpu:
+
+            def bare(launches: list = launches) -> None:
+                for kernel, grid, args, options in launches:
+                    kernel[grid](*args, launch_cooperative_grid=True, **options)
+
+            ours, theirs = per_call(call, world.synchronize), per_call(bare, world.synchronize)
+            found[name] = ours
+            found[f"{name} over its bare launch"] = [a - b for a, b in zip(ours, theirs)]
+        world.barrier()
+    return found
+
+
+@contextlib.contextmanager
+def _in_place_of_launches(recorder: Recorder) -> Iterator[None]:
+    """`cooperative` of every module of pkt.kernels that is loaded."""
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("pkt.kernels.") and hasattr(module, "cooperative"):
+                stack.enter_context(mock.patch.object(module, "cooperative", recorder))
+        yield
+
+
+def of_the_heap(world: pkt.World) -> dict[str, list[float]]:
+    """Microseconds of an allocation and of a free, while the GPU is busy: one that waited for it would show."""
+    found: dict[str, list[float]] = {"allocation": [], "free": []}
+    for _ in range(5):
+        world.barrier()
+        if world.torch_device.type == "cuda":
+            torch.cuda._sleep(2_000_000_000)  # clock ticks, about a second
+        start = time.perf_counter()
+        live = [pkt.empty(1000) for _ in range(TENSORS)]
+        middle = time.perf_counter()
+        for tensor in live:
+            tensor.free()
+        end = time.perf_counter()
+        found["allocation"].append((middle - start) / TENSORS * 1e6)
+        found["free"].append((end - middle) / TENSORS * 1e6)
+    return found
+
+
+PROGRAM = """
+import time
+import torch, pkt
+start = time.perf_counter()
+world = pkt.init("1GiB", multicast=False)
+print(time.perf_counter() - start)
+world.close()
+"""
+
+
+def of_init(ranks: int) -> list[float]:
+    """Seconds of pkt.init() in fresh processes, CUDA's own start included; the slowest rank of each try."""
+    taken = []
+    for attempt in range(3):
+        job = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(29400 + os.getpid() % 500 + attempt),
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True,
+                env={**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=120)[0] for process in processes]
+        taken.append(max(float(text.split()[-1]) for text in said))
+    return taken
+
+
+def measure(world: pkt.World) -> dict[str, list[float]]:
+    """All figures of a rank but init's."""
+    found = of_operators(world)
+    return found | of_the_heap(world) if world.torch_device.type == "cuda" else found
+
+
+def rows(ranks: list[dict[str, list[float]]]) -> list[_harness.Row]:
+    """The slowest rank's figures with their limits."""
+    limits = {"allocation": HEAP_CALL, "free": HEAP_CALL}
+    found = []
+    for name in ranks[0]:
+        slowest = [max(values) for values in zip(*(rank[name] for rank in ranks))]
+        limit = OVERHEAD if "launch" in name else limits.get(name)
+        found.append(_harness.row(name, slowest, "us", limit))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    given = parser.parse_args()
+    gpu = given.device == "cuda"
+    ranks = given.ranks if gpu else 1  # simulated ranks take turns in one thread: more of them cost a call nothing
+    from benchmarks.runtime import measure as importable  # not as a part of __main__
+
+    table = rows(pkt.launch(importable, ranks, given.device, heap="2GiB", multicast=False))
+    if gpu:
+        table.append(_harness.row("pkt.init, 1 GiB heap, fresh processes", of_init(ranks), "s", INIT))
+    facts: dict[str, Any] = {"ranks": ranks}
+    if os.environ.get("PKT_COMMIT"):  # where the measured tree is a copy without its history
+        facts["commit"] = os.environ["PKT_COMMIT"]
+    _harness.write("runtime" if gpu else "runtime_cpu", table, **facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -107,6 +107,23 @@ def check_tensor(
     return tensor
 
 
+def check_apart(call: str, x: torch.Tensor, out: torch.Tensor, world: World, own: int | None = None) -> None:
+    """Raise ShapeError if `out` and `x` share memory, of which peers would then read what is already overwritten;
+    except where the smaller of the two is place `own` of the larger one, cut in parts of its size."""
+    small, large = sorted((x, out), key=lambda t: t.nbytes)
+    start = small.data_ptr() - large.data_ptr()
+    if -small.nbytes < start < large.nbytes and (own is None or start != own * small.nbytes):
+        wanted = "memory of its own" + ("" if own is None else ", or this rank's part")
+        found = f"a tensor {out.data_ptr() - x.data_ptr()} bytes from x"
+        raise ShapeError.argument(call, "out", found, wanted, world.rank)
+
+
+def check_block(call: str, block: int | None, world: World) -> None:
+    """Raise ShapeError unless `block` is None or a power of two."""
+    if block is not None and (block < 1 or block & (block - 1)):
+        raise ShapeError.argument(call, "block", block, "a power of two", world.rank)
+
+
 def check_choice(call: str, name: str, found: Any, choices: tuple[str, ...], world: World) -> None:
     """Raise Unsupported unless `found` is one of `choices`."""
     if found not in choices:
@@ -130,6 +147,11 @@ def check_agreed(call: str, world: World, **arguments: Any) -> None:
         return True
 
     world.workspace(("pkt.kernels", "agreed", call, signature), compare)
+
+
+def anywhere(tensor: Any) -> Any:
+    """`tensor` for `check_agreed` where only its own rank accesses it: its place in the heap does not count."""
+    return tensor.plain() if isinstance(tensor, SymmetricTensor) else tensor
 
 
 class _Tensor(NamedTuple):

@@ -1,56 +1,78 @@
-"""Reduce-scatter along the first dimension: rank r ends with the sum over ranks of part r.
+"""Reduce-scatter along any dimension: rank r ends with part r of the sum, minimum or maximum over ranks.
 
-Each rank loads its part from every rank and adds in fp32, in the order rank, rank + 1, ...: one pass,
-deterministic, (W - 1) * n / W * itemsize bytes into and out of each rank. Two barriers of the programs of one
-index on all ranks.
+Each rank loads its part from every rank, run by run where it lies (see _runs), and reduces in fp32, in the order rank,
+rank + 1, ...: one pass, deterministic, (W - 1) * n / W * itemsize bytes into and out of each rank. Two barriers of the
+programs of one index on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.errors import ShapeError
 from pkt.runtime.launch import cooperative
 from pkt.runtime.world import World
 
-from . import _common
+from . import _common, _runs
+
+Op = Literal["sum", "min", "max"]
+OPS = ("sum", "min", "max")
 
 
-def reference(inputs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
+    """The ranks' `x` reduced, in fp64; a NaN of any rank is a NaN."""
+    stacked = torch.stack([x.double() for x in inputs])
+    return {"sum": stacked.sum, "min": stacked.amin, "max": stacked.amax}[op](0)
+
+
+def reference(inputs: Sequence[torch.Tensor], rank: int, dim: int = 0, op: Op = "sum") -> torch.Tensor:
     """What `rank` gets from the ranks' `x`, in fp64."""
-    return torch.stack([x.double() for x in inputs]).sum(0).chunk(len(inputs))[rank]
+    return reduced(inputs, op).chunk(len(inputs), dim)[rank]
 
 
 @triton.jit
-def sum_over_ranks(ptrs, mask, world, FIRST):
-    """The elements at `ptrs` on all ranks, added in fp32 in the order FIRST, FIRST + 1, ... (mod size)."""
+def combine(acc, x, OP: tl.constexpr):
+    """One more rank's elements. Minimum and maximum keep a NaN, as torch's do."""
+    if OP == "sum":
+        return acc + x
+    elif OP == "min":
+        return tl.minimum(acc, x, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        tl.static_assert(OP == "max", 'op is "sum", "min" or "max"')
+        return tl.maximum(acc, x, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def over_ranks(ptrs, mask, world, FIRST, OP: tl.constexpr):
+    """The elements at `ptrs` on all ranks, reduced in fp32 in the order FIRST, FIRST + 1, ... (mod size)."""
     acc = pl.load(ptrs, FIRST, world, mask=mask, other=0).to(tl.float32)
     for i in tl.static_range(1, world.size):
-        acc += pl.load(ptrs, (FIRST + i) % world.size, world, mask=mask, other=0).to(tl.float32)
+        x = pl.load(ptrs, (FIRST + i) % world.size, world, mask=mask, other=0).to(tl.float32)
+        acc = combine(acc, x, OP)
     return acc
 
 
 @triton.jit
 def reduce_scatter_kernel(
-    x_ptr,  # (size, n) on every rank; rank r reads row r of all of them
-    out_ptr,  # (n,) this rank's
+    x_ptr,  # (rows, size, run) on every rank; rank r reads [:, r] of all of them
+    out_ptr,  # (rows, run) this rank's
     bar_ptr,  # int32 (programs,) on every rank
-    n,
+    part,  # Runs
     world,
-    BLOCK: tl.constexpr,
+    OP: tl.constexpr,
 ):
     pid = tl.program_id(0)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's x is complete
-    part = x_ptr + tl.cast(world.rank, tl.int64) * n
-    for block in range(pid, tl.cdiv(n, BLOCK), tl.num_programs(0)):
-        offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        total = sum_over_ranks(part + offs, offs < n, world, world.rank)
-        tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=offs < n)
+    for t in range(pid, _runs.num_tiles(part), tl.num_programs(0)):
+        row, col, inside = _runs.tile(t, part)
+        mine = x_ptr + _runs.within(row, col, part, world.rank, world.size, 1)
+        total = over_ranks(mine, inside, world, world.rank, OP)
+        tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read its part of my x
 
 
@@ -58,32 +80,36 @@ def reduce_scatter(
     x: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    dim: int = 0,
+    op: Op = "sum",
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
-    """Part `rank` of the sum of the ranks' `x`, the parts being equal slices of the first dimension.
-    Collective.
+    """Part `rank` of the ranks' `x`, reduced; the parts are equal slices of dimension `dim`. Collective.
 
-    x: symmetric, (size * m, ...), contiguous, bf16, fp16 or fp32. out: (m, ...) of x's dtype; a new tensor
-    where None. block: elements a program moves at a time, a power of two. Sums in fp32 and rounds once; the
-    same bits every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError,
-    DtypeError, CollectiveMismatch.
+    x: symmetric, its dimension `dim` a multiple of size, contiguous, bf16, fp16 or fp32. out: x's shape with that
+    dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of `x`
+    where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of any
+    rank is a NaN. block: elements a program moves at a time, a power of two. The same bits every time. Returns `out`;
+    `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     call = "reduce_scatter"
     world = _common.world_of(call, world, x)
+    _common.check_choice(call, "op", op, OPS, world)
+    _common.check_block(call, block, world)
     _common.check_tensor(call, "x", x, world, dtypes=_common.FLOATS, peers=True)
-    if x.ndim == 0 or x.shape[0] % world.size:
-        wanted = f"a first dimension divisible by {world.size} ranks"
-        raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)
-    shape = (x.shape[0] // world.size, *x.shape[1:])
+    dim = _runs.axis(call, "dim", dim, x.shape, world)
+    shape = _runs.share(call, "x", dim, x.shape, world)
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=world.torch_device)
     _common.check_tensor(call, "out", out, world, shape=shape, dtype=x.dtype)
-    _common.check_agreed(call, world, x=x, block=block)
+    rows, run = _runs.around(shape, dim)
+    _common.check_apart(call, x, out, world, own=world.rank if rows == 1 else None)
+    _common.check_agreed(call, world, x=x, dim=dim, op=op, block=block)
     if out.numel() == 0:
         return out
-    BLOCK = _common.copy_block(out, block)
-    grid = (_common.num_programs(world, triton.cdiv(out.numel(), BLOCK)),)
-    bar, n = _common.barrier_counters(world), out.numel()
-    cooperative(world, reduce_scatter_kernel, grid, x, out, bar, n, world.device, BLOCK, **_common.COPY_OPTIONS)
+    part, tiles = _runs.runs(rows, run, x.dtype, block)
+    grid = (_common.num_programs(world, tiles),)
+    bar = _common.barrier_counters(world)
+    cooperative(world, reduce_scatter_kernel, grid, x, out, bar, part, world.device, op, **_common.COPY_OPTIONS)
     return out

@@ -117,6 +117,8 @@ __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "all_to_all",
+    "broadcast",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter",

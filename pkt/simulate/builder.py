@@ -161,6 +161,13 @@ class Builder(InterpreterBuilder):
     def get_all_ones_value(self, type):
         return handle(np.array([True] if type == tl.int1 else [-1]).astype(np_dtype(type)), type)
 
+    def create_minnumf(self, lhs, rhs):
+        """What `tl.minimum` is unless it is told to keep a NaN: the other operand."""
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_maxnumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, np.fmax)
+
     def create_clampf(self, arg, lo, hi, propagate_nans):
         ty = arg.dtype.scalar
         if ty in BITS:

@@ -20,6 +20,9 @@ from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_gather_matmul import reference as gather_reference
 from pkt.kernels.all_reduce import all_reduce
+from pkt.kernels.all_to_all import all_to_all
+from pkt.kernels.all_to_all import reference as exchange_reference
+from pkt.kernels.broadcast import broadcast
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_all_reduce import reference as reduce_reference
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
@@ -98,22 +101,43 @@ def seeds(world: Any, launch: int) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------ collectives
 @case(mode="push")
-@case(ranks=3, mode="pull")
-def gather(world: Any, mode: str, n: int = 40) -> None:
-    x, out = pkt.empty(n), pkt.empty(world.size * n)
+@case(ranks=3, mode="pull", dim=1)
+def gather(world: Any, mode: str, dim: int = 0, rows: int = 4, cols: int = 10) -> None:
+    x, out = pkt.empty(rows, cols), pkt.empty(rows * world.size ** (1 - dim), cols * world.size**dim)
     for launch in range(LAUNCHES):
         fill(x, seeds(world, launch)[world.rank])
-        got = all_gather(x, out, mode=mode, block=16)
-        check(got, torch.cat([values((n,), s) for s in seeds(world, launch)]))
+        got = all_gather(x, out, dim=dim, mode=mode, block=16)
+        check(got, torch.cat([values((rows, cols), s) for s in seeds(world, launch)], dim))
+
+
+@case(ranks=3, dim=1)
+def scatter(world: Any, dim: int, rows: int = 4, cols: int = 10) -> None:
+    shape = (rows, world.size * cols)
+    x = pkt.empty(shape)
+    for launch in range(LAUNCHES):
+        fill(x, seeds(world, launch)[world.rank])
+        total = sum(values(shape, s) for s in seeds(world, launch))
+        check(reduce_scatter(x, dim=dim, block=16), total.chunk(world.size, dim)[world.rank])
+
+
+@case(ranks=3, mode="push")
+@case(ranks=3, mode="pull")
+def exchange(world: Any, mode: str, rows: int = 3, cols: int = 5) -> None:
+    shape, turned = (rows, world.size * cols), (world.size * rows, cols)
+    x, out = pkt.empty(shape), pkt.empty(turned)
+    for launch in range(LAUNCHES):
+        fill(x, seeds(world, launch)[world.rank])
+        got = all_to_all(x, out, scatter=1, gather=0, mode=mode, block=16)
+        check(got, exchange_reference([values(shape, s) for s in seeds(world, launch)], world.rank, 1, 0))
 
 
 @case(ranks=3)
-def scatter(world: Any, n: int = 40) -> None:
-    x = pkt.empty(world.size * n)
-    for launch in range(LAUNCHES):
+def spread(world: Any, n: int = 40) -> None:
+    x = pkt.empty(n)
+    for launch in range(LAUNCHES + 1):
         fill(x, seeds(world, launch)[world.rank])
-        total = sum(values((world.size * n,), s) for s in seeds(world, launch))
-        check(reduce_scatter(x, block=16), total.chunk(world.size)[world.rank])
+        root = int(launch > 0)  # the first call with a root compares the ranks' arguments, which orders them
+        check(broadcast(x, root, block=16), values((n,), seeds(world, launch)[root]))
 
 
 @case(ranks=3, mode="one_shot")

@@ -16,15 +16,17 @@ from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
 MODES = ("push", "pull")
 
 
-def gathers(world: Any, shape: tuple[int, ...], dtype: torch.dtype, mode: str, block: int = 16) -> None:
+def gathers(
+    world: Any, shape: tuple[int, ...], dtype: torch.dtype, mode: str, block: int | None = 16, dim: int = 0
+) -> None:
     x = pkt.empty(shape, dtype=dtype)
-    out = pkt.empty((world.size * shape[0], *shape[1:]), dtype=dtype)
+    out = pkt.empty(reference([torch.empty(shape)] * world.size, dim).shape, dtype=dtype)
     for launch in range(LAUNCHES):
         shards = inputs(world, shape, dtype, launch)
         x.copy_(shards[world.rank])
-        got = all_gather(x, out, mode=mode, block=block)
+        got = all_gather(x, out, dim=dim, mode=mode, block=block)
         assert got is out
-        assert torch.equal(got.plain(), reference(shards)), (world.rank, launch)
+        assert torch.equal(got.plain(), reference(shards, dim)), (world.rank, launch)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -38,6 +40,32 @@ def test_equals_the_reference(ranks: int, dtype: torch.dtype, mode: str) -> None
 @pytest.mark.parametrize("shape", [(1,), (16,), (17,), (5, 1, 3), (64, 4), (333,)])
 def test_sizes_that_do_not_divide_the_blocks(shape: tuple[int, ...], mode: str) -> None:
     on_ranks(3, gathers, shape, torch.bfloat16, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dim", [1, 2, -1])
+def test_along_any_dimension(dim: int, ranks: int, mode: str) -> None:
+    on_ranks(ranks, gathers, (3, 5, 7, 2), torch.float16, mode, 16, dim)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (70, 1), (5, 33), (3, 16), (9, 100)])
+def test_runs_of_any_length(shape: tuple[int, ...], mode: str) -> None:
+    on_ranks(3, gathers, shape, torch.bfloat16, mode, 32, 1)
+    on_ranks(2, gathers, shape, torch.bfloat16, mode, None, 1)
+
+
+def test_in_place() -> None:
+    def run(world: Any) -> None:
+        out = pkt.empty(world.size * 5, 3)
+        for launch in range(LAUNCHES):
+            shards = inputs(world, (5, 3), torch.float32, launch)
+            out.chunk(world.size)[world.rank].copy_(shards[world.rank])
+            all_gather(out.chunk(world.size)[world.rank], out)
+            assert torch.equal(out.plain(), reference(shards))
+
+    on_ranks(3, run, seed=2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -114,6 +142,40 @@ def test_shapes_and_dtypes_must_fit() -> None:
     )
     bad(pkt.ShapeError, "wanted a contiguous tensor", lambda w: all_gather(pkt.empty(4, 4).t()))
     bad(pkt.DtypeError, "x: found complex64", lambda w: all_gather(pkt.empty(4, dtype=torch.complex64)))
+
+
+def test_dimensions_and_blocks() -> None:
+    bad(
+        pkt.ShapeError,
+        r"dim: found 2, wanted an axis from -2 to 1 of \(4, 3\)",
+        lambda w: all_gather(pkt.empty(4, 3), dim=2),
+    )
+    bad(
+        pkt.ShapeError,
+        r"out: found \(8, 3\), wanted \(4, 6\)",
+        lambda w: all_gather(pkt.empty(4, 3), pkt.empty(8, 3), dim=1),
+    )
+    bad(pkt.ShapeError, "block: found 24, wanted a power of two", lambda w: all_gather(pkt.empty(4), block=24))
+
+
+def test_memory_that_is_shared_in_part() -> None:
+    def beside(world: Any) -> None:
+        out = pkt.empty(world.size * 4)
+        all_gather(out[4 * (1 - world.rank) :][:4], out)  # the other rank's place
+
+    bad(pkt.ShapeError, "out: found a tensor .* bytes from x, wanted memory of its own, or this rank's part", beside)
+
+    def pulled(world: Any) -> None:
+        out = pkt.empty(world.size * 4)
+        all_gather(out[:4], out, mode="pull")
+
+    bad(pkt.ShapeError, "wanted memory of its own$", pulled)
+
+    def columns(world: Any) -> None:
+        out = pkt.empty(4, world.size * 4)
+        all_gather(out.view(-1)[:16].view(4, 4), out, dim=1)  # not a place of the result
+
+    bad(pkt.ShapeError, "wanted memory of its own$", columns)
 
 
 def test_an_unknown_mode() -> None:

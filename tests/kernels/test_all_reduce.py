@@ -9,6 +9,7 @@ import torch
 
 import pkt
 from pkt.kernels.all_reduce import all_reduce, reference
+from pkt.kernels.reduce_scatter import Op
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
@@ -22,14 +23,17 @@ def reduces(
     mode: str | None,
     in_place: bool = False,
     block: int | None = 16,
+    op: Op = "sum",
 ) -> torch.Tensor:
     x, out = pkt.empty(shape, dtype=dtype), pkt.empty(shape, dtype=dtype)
     for launch in range(LAUNCHES):
         everybody = inputs(world, shape, dtype, launch)
         x.copy_(everybody[world.rank])
-        got = all_reduce(x, None if in_place else out, mode=mode, block=block)
+        got = all_reduce(x, None if in_place else out, op=op, mode=mode, block=block)
         assert got is (x if in_place else out)
-        assert_within(got.plain(), reference(everybody), sum_bound(everybody), world.rank, launch)
+        exact = reference(everybody, op)
+        bound = sum_bound(everybody) if op == "sum" else torch.zeros_like(exact)
+        assert_within(got.plain(), exact, bound, world.rank, launch)
     return got.plain().clone()
 
 
@@ -66,6 +70,29 @@ def test_every_schedule_gives_the_same_bits(mode: str, in_place: bool, multicast
 @pytest.mark.parametrize("mode", [None, *MODES])
 def test_one_program_and_the_default_block(mode: str | None) -> None:
     on_ranks(2, lambda world: reduces(world, (100, 7), torch.float16, mode, block=None), sms=1)
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_least_and_greatest(op: Op, dtype: torch.dtype, mode: str | None, multicast: bool) -> None:
+    if mode == "multimem" and dtype == torch.float32:
+        pytest.skip("refused: test_bad_arguments")
+    same_on_all(on_ranks(3, reduces, (13, 3), dtype, mode, multicast, 16, op, multicast=multicast))
+
+
+@pytest.mark.parametrize("mode", [None, "one_shot", "two_shot"])
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+def test_a_nan_of_any_rank_is_a_nan(op: Op, mode: Any) -> None:
+    def run(world: Any) -> None:
+        x = pkt.full((4,), float(world.rank), dtype=torch.bfloat16)
+        x[world.rank] = float("nan")
+        got = all_reduce(x, pkt.empty(4, dtype=torch.bfloat16), op=op, mode=mode)
+        assert got[:3].isnan().all()
+        assert got[3] == {"sum": 3, "min": 0, "max": 2}[op]
+
+    on_ranks(3, run)
 
 
 def test_one_shot_needs_no_symmetric_output() -> None:
@@ -109,12 +136,27 @@ def test_bad_arguments() -> None:
         "out: found fp16, wanted float32",
         lambda w: all_reduce(pkt.ones(4), pkt.ones(4, dtype=torch.float16)),
     )
+    bad(
+        pkt.Unsupported,
+        "found op 'min' of float32 with mode 'multimem': the switch has it for 16-bit floats only",
+        lambda w: all_reduce(pkt.ones(4), op="min", mode="multimem"),
+    )
+    bad(pkt.Unsupported, "found op 'product'", lambda w: all_reduce(pkt.ones(4), op="product"))
+    bad(pkt.ShapeError, "block: found 5, wanted a power of two", lambda w: all_reduce(pkt.ones(4), block=5))
     bad(pkt.Unsupported, "found mode 'ring'", lambda w: all_reduce(pkt.ones(4), mode="ring"))
     bad(
         pkt.ShapeError,
         "multimem moves runs of 16 bytes",
         lambda w: all_reduce(pkt.ones(9)[1:], mode="multimem"),
     )
+
+
+def test_an_output_in_the_way() -> None:
+    def run(world: Any) -> None:
+        x = pkt.ones(8)
+        all_reduce(x[:6], x[2:])
+
+    bad(pkt.ShapeError, "out: found a tensor 8 bytes from x, wanted memory of its own$", run)
 
 
 def test_ranks_that_disagree() -> None:

@@ -20,6 +20,8 @@ import pkt
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_reduce import all_reduce
+from pkt.kernels.all_to_all import all_to_all
+from pkt.kernels.broadcast import broadcast
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.kernels.reduce_scatter import reduce_scatter
@@ -97,8 +99,19 @@ N = 1 << 20
 COLLECTIVES = {
     "all_gather push": lambda t: all_gather(tensor(N, dtype=t), pkt.empty(4 * N, dtype=t)),
     "all_gather pull": lambda t: all_gather(pkt.empty(N, dtype=t)),
+    "all_gather push of columns": lambda t: all_gather(
+        tensor(512, 2056, dtype=t), pkt.empty(512, 8224, dtype=t), dim=1
+    ),
+    "all_gather pull of columns": lambda t: all_gather(pkt.empty(512, 2056, dtype=t), dim=1),
     "reduce_scatter": lambda t: reduce_scatter(pkt.empty(4 * N, dtype=t)),
+    "reduce_scatter max of columns": lambda t: reduce_scatter(pkt.empty(512, 8224, dtype=t), dim=1, op="max"),
+    "all_to_all push of heads": lambda t: all_to_all(
+        tensor(1, 512, 16, 24, dtype=t), pkt.empty(1, 2048, 4, 24, dtype=t), scatter=2, gather=1
+    ),
+    "all_to_all pull of tokens": lambda t: all_to_all(pkt.empty(1, 2048, 4, 24, dtype=t), scatter=1, gather=2),
+    "broadcast": lambda t: broadcast(pkt.empty(N, dtype=t), 2),
     "all_reduce one_shot": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="one_shot"),
+    "all_reduce one_shot min": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="one_shot", op="min"),
     "all_reduce two_shot": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="two_shot"),
     "all_reduce multimem": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="multimem"),
 }
@@ -116,6 +129,9 @@ def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pyte
     # peers are read or written 16 bytes a thread
     wide = r"multimem\.ld_reduce\S*\.v4" if multicast else r"(ld|st)\.global\.v(2\.b64|4\.b32)"
     assert re.search(wide, ptx), "no wide access"
+    least = set(re.findall(r"\b(?:min|max)\.(\S*?)b?f(?:16|32)", ptx))
+    assert least == ({"NaN."} if {"min", "max"} & set(name.split()) else set())  # which keeps a NaN
+    assert not re.search(r"(ld|st)\.global\.(b|u)(8|16)\b", ptx), "an element at a time"
 
 
 def pull(shard: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:

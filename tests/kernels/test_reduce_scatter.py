@@ -8,21 +8,28 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.reduce_scatter import reduce_scatter, reference
+from pkt.kernels.reduce_scatter import Op, reduce_scatter, reference
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
 
-def scatters(world: Any, part: tuple[int, ...], dtype: torch.dtype, block: int | None = 16) -> torch.Tensor:
-    shape = (world.size * part[0], *part[1:])
+def scatters(
+    world: Any, part: tuple[int, ...], dtype: torch.dtype, block: int | None = 16, dim: int = 0, op: Op = "sum"
+) -> torch.Tensor:
+    shape = reference_shape(part, dim, world.size)
     x = pkt.empty(shape, dtype=dtype)
     for launch in range(LAUNCHES):
         everybody = inputs(world, shape, dtype, launch)
         x.copy_(everybody[world.rank])
-        got = reduce_scatter(x, block=block)
-        bound = sum_bound(everybody).chunk(world.size)[world.rank]
-        assert_within(got, reference(everybody, world.rank), bound, world.rank, launch)
+        got = reduce_scatter(x, dim=dim, op=op, block=block)
+        exact = reference(everybody, world.rank, dim, op)
+        bound = sum_bound(everybody).chunk(world.size, dim)[world.rank] if op == "sum" else torch.zeros_like(exact)
+        assert_within(got, exact, bound, world.rank, launch)
     return got
+
+
+def reference_shape(part: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return tuple(torch.cat([torch.empty(part)] * size, dim).shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,6 +41,49 @@ def test_equals_the_reference(ranks: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("part", [(1,), (16,), (17,), (5, 1, 3), (64, 4), (333,)])
 def test_sizes_that_do_not_divide_the_blocks(part: tuple[int, ...]) -> None:
     on_ranks(3, scatters, part, torch.bfloat16)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dim", [1, 2, -1])
+def test_along_any_dimension(dim: int, ranks: int) -> None:
+    on_ranks(ranks, scatters, (3, 5, 7, 2), torch.float16, 16, dim)
+
+
+@pytest.mark.parametrize("part", [(1, 1), (1, 40), (70, 1), (5, 33), (3, 16), (9, 100)])
+def test_runs_of_any_length(part: tuple[int, ...]) -> None:
+    on_ranks(3, scatters, part, torch.bfloat16, 32, 1)
+    on_ranks(2, scatters, part, torch.bfloat16, None, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_least_and_greatest(op: Op, dtype: torch.dtype) -> None:
+    on_ranks(3, scatters, (13, 3), dtype, 16, 1, op)
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+def test_a_nan_of_any_rank_is_a_nan(op: Op) -> None:
+    def run(world: Any) -> None:
+        x = pkt.full((world.size * 4,), float(world.rank))
+        x[world.rank :: 4] = float("nan")  # element i of each part: of rank i, for i < 3
+        got = reduce_scatter(x, op=op)
+        assert got[:3].isnan().all()
+        assert got[3] == {"sum": 3, "min": 0, "max": 2}[op]
+
+    on_ranks(3, run)
+
+
+def test_in_place() -> None:
+    def run(world: Any) -> None:
+        x = pkt.empty(world.size * 5, 3)
+        for launch in range(LAUNCHES):
+            everybody = inputs(world, (world.size * 5, 3), torch.float32, launch)
+            x.copy_(everybody[world.rank])
+            got = reduce_scatter(x, x.chunk(world.size)[world.rank])
+            bound = sum_bound(everybody).chunk(world.size)[world.rank]
+            assert_within(got.plain(), reference(everybody, world.rank), bound, world.rank, launch)
+
+    on_ranks(3, run, seed=2)
 
 
 def test_every_schedule_gives_the_same_bits() -> None:
@@ -74,8 +124,23 @@ def test_bad_arguments() -> None:
         "x: found int32, wanted bfloat16 or float16 or float32",
         lambda w: reduce_scatter(pkt.ones(4, dtype=torch.int32)),
     )
+    bad(pkt.ShapeError, "dimension 1 divisible by 2 ranks", lambda w: reduce_scatter(pkt.ones(4, 3), dim=1))
+    bad(pkt.ShapeError, "dim: found -2, wanted an axis", lambda w: reduce_scatter(pkt.ones(4), dim=-2))
+    bad(
+        pkt.Unsupported,
+        "found op 'mean': wanted 'sum' or 'min' or 'max'",
+        lambda w: reduce_scatter(pkt.ones(4), op="mean"),
+    )
     bad(pkt.ShapeError, r"out: found \(3,\)", lambda w: reduce_scatter(pkt.ones(4), torch.ones(3)))
     bad(pkt.DtypeError, "out: found fp16", lambda w: reduce_scatter(pkt.ones(4), torch.ones(2).half()))
+
+
+def test_an_output_in_the_way() -> None:
+    def run(world: Any) -> None:
+        x = pkt.ones(4)
+        reduce_scatter(x, x[1:3])  # a peer reads there
+
+    bad(pkt.ShapeError, "out: found a tensor 4 bytes from x", run)
 
 
 def test_ranks_that_disagree() -> None:

@@ -1,0 +1,111 @@
+"""All-to-all: every rank sends each rank another part of `x`, and keeps what the ranks sent in the layout of the whole.
+
+Axis `scatter` of x is split among the ranks, and what they sent is put together along axis `gather`. 0 and 0 is the
+plain all-to-all. For attention with the sequence sharded (Ulysses) x is (B, S, H, D): scatter=2, gather=1 goes from
+my part of the sequence, all heads, to all of the sequence, my heads; scatter=1, gather=2 goes back.
+
+push: each rank stores its parts into the ranks' `out`. pull: each rank loads its parts from the ranks' `x`.
+
+Either way one pass with no staging: (W - 1) / W * n * itemsize bytes leave and enter each rank, each run (see _runs)
+straight to its place. One kernel, because a part is a matrix of runs on both sides and only the strides between its
+rows differ. Programs that work at the same time have different peers. Two barriers of the programs of one index on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.runtime.launch import cooperative
+from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from . import _common, _runs
+from .all_gather import DTYPES
+
+
+def reference(inputs: Sequence[torch.Tensor], rank: int, scatter: int = 0, gather: int = 0) -> torch.Tensor:
+    """What `rank` gets from the ranks' `x`."""
+    return torch.cat([x.chunk(len(inputs), scatter)[rank] for x in inputs], gather)
+
+
+@triton.jit
+def all_to_all_kernel(
+    x_ptr,  # (rows / together_x, size, together_x, run) on every rank; [:, r] is for rank r
+    out_ptr,  # (rows / together_out, size, together_out, run) on every rank; [:, r] is from rank r
+    bar_ptr,  # int32 (programs,) on every rank
+    part,  # Runs
+    together_x,
+    together_out,
+    world,
+    PUSH: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    pl.barrier(bar_ptr + pid, world)  # publish: every rank's x is complete, and its `out` free
+    for t in range(pid, _runs.num_tiles(part) * world.size, tl.num_programs(0)):
+        peer = (rank + 1 + t % world.size) % world.size
+        source, target = (rank, peer) if PUSH else (peer, rank)
+        row, col, inside = _runs.tile(t // world.size, part)
+        sent = x_ptr + _runs.within(row, col, part, target, world.size, together_x)
+        got = out_ptr + _runs.within(row, col, part, source, world.size, together_out)
+        pl.copy(got, sent, target, source, world, mask=inside)
+    pl.barrier(bar_ptr + pid, world)  # publish: this program's tiles are there; before overwrite: and read
+
+
+def all_to_all(
+    x: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    scatter: int = 0,
+    gather: int = 0,
+    mode: Literal["push", "pull"] | None = None,
+    block: int | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """Part `rank` along axis `scatter` of the ranks' `x`, one after the other along axis `gather`. Collective.
+
+    x: contiguous, of any number of dimensions, its axis `scatter` a multiple of size; the same shape and dtype on every
+    rank. out: x's shape with axis `scatter` divided by size and then axis `gather` times size, contiguous, of x's
+    dtype, apart from x; a new tensor where None. mode "push" needs a symmetric `out`, "pull" a symmetric `x`; None
+    takes push where `out` is symmetric. block: elements a program moves at a time, a power of two. Returns `out`,
+    complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    """
+    call = "all_to_all"
+    world = _common.world_of(call, world, x, out)
+    mode = mode or ("push" if isinstance(out, SymmetricTensor) else "pull")
+    _common.check_choice(call, "mode", mode, ("push", "pull"), world)
+    _common.check_block(call, block, world)
+    _common.check_tensor(call, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
+    scatter = _runs.axis(call, "scatter", scatter, x.shape, world)
+    gather = _runs.axis(call, "gather", gather, x.shape, world)
+    sent = _runs.share(call, "x", scatter, x.shape, world)
+    shape = (*sent[:gather], world.size * sent[gather], *sent[gather + 1 :])
+    if out is None and mode == "pull":
+        out = torch.empty(shape, dtype=x.dtype, device=world.torch_device)
+    out = _common.check_tensor(call, "out", out, world, shape=shape, dtype=x.dtype, peers=mode == "push")
+    _common.check_apart(call, x, out, world)
+    pulled, pushed = (x, None) if mode == "pull" else (_common.anywhere(x), out)
+    _common.check_agreed(call, world, x=pulled, out=pushed, scatter=scatter, gather=gather, mode=mode, block=block)
+    if x.numel() == 0:
+        return out
+    # The part's share of the later axis and all behind it is a run in both tensors. The tensor that is cut at the
+    # earlier axis has a part's runs from there on in a row.
+    rows, run = _runs.around(sent, max(scatter, gather))
+    together = math.prod(sent[min(scatter, gather) : max(scatter, gather)])
+    together_x, together_out = (together, 1) if scatter < gather else (1, together)
+    part, tiles = _runs.runs(rows, run, x.dtype, block)
+    grid = (_common.num_programs(world, tiles * world.size),)
+    bar = _common.barrier_counters(world)
+    cooperative(
+        world, all_to_all_kernel, grid, x, out, bar, part, together_x, together_out, world.device, mode == "push",
+        **_common.COPY_OPTIONS,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,72 @@
+"""Broadcast: every rank's `x` becomes root's, n elements.
+
+Tile t belongs to one rank other than root, which loads it from root and stores it into all ranks but root. So root
+sends each element once, n * itemsize bytes, and no other rank more than (W - 2) / (W - 1) of that: for large messages
+no schedule sends less from root, and a small one has a single step. Two barriers of the programs of one index on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.runtime.launch import cooperative
+from pkt.runtime.tensor import check_rank
+from pkt.runtime.world import World
+
+from . import _common, _runs
+from .all_gather import DTYPES
+
+
+def reference(inputs: Sequence[torch.Tensor], root: int = 0) -> torch.Tensor:
+    """What every rank gets from the ranks' `x`."""
+    return inputs[root]
+
+
+@triton.jit
+def broadcast_kernel(
+    x_ptr,  # (n,) on every rank; root's is read, the others' are stored into, by the tiles' owners
+    bar_ptr,  # int32 (programs,) on every rank
+    x_runs,  # Runs of all of x
+    root,
+    world,
+):
+    pid = tl.program_id(0)
+    others: tl.constexpr = world.size - 1
+    turn = (tl.cast(world.rank, tl.int32) - root + others) % world.size  # of root's successor 0, of root the last
+    pl.barrier(bar_ptr + pid, world)  # publish: root's x is complete, and the others' free
+    if turn < others:
+        for t in range(turn + others * pid, _runs.num_tiles(x_runs), others * tl.num_programs(0)):
+            row, col, inside = _runs.tile(t, x_runs)
+            place = x_ptr + _runs.whole(row, col, x_runs)
+            x = pl.load(place, root, world, mask=inside)
+            for i in tl.static_range(others):
+                pl.store(place, x, (root + 1 + (turn + i) % others) % world.size, world, mask=inside)
+    pl.barrier(bar_ptr + pid, world)  # publish: this program's tiles are there on every rank
+
+
+def broadcast(x: torch.Tensor, root: int = 0, *, block: int | None = None, world: World | None = None) -> torch.Tensor:
+    """Root's `x` into every rank's `x`, in place. Collective.
+
+    x: symmetric, contiguous, the same shape and dtype on every rank. root: the rank whose x it is. block: elements a
+    program moves at a time, a power of two. Returns `x`, complete; it may be overwritten at once. Raises NotSymmetric,
+    RankError, ShapeError, DtypeError, CollectiveMismatch.
+    """
+    call = "broadcast"
+    world = _common.world_of(call, world, x)
+    root = check_rank(root, world, call)
+    _common.check_block(call, block, world)
+    _common.check_tensor(call, "x", x, world, dtypes=DTYPES, peers=True)
+    _common.check_agreed(call, world, x=x, root=root, block=block)
+    if x.numel() == 0 or world.size == 1:
+        return x
+    x_runs, tiles = _runs.runs(1, x.numel(), x.dtype, block)
+    grid = (_common.num_programs(world, triton.cdiv(tiles, world.size - 1)),)
+    bar = _common.barrier_counters(world)
+    cooperative(world, broadcast_kernel, grid, x, bar, x_runs, root, world.device, **_common.COPY_OPTIONS)
+    return x

@@ -1,0 +1,83 @@
+"""Broadcast: every rank's tensor becomes root's, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.all_gather import DTYPES as COPIED
+from pkt.kernels.broadcast import broadcast, reference
+
+from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
+
+
+def broadcasts(world: Any, shape: tuple[int, ...], dtype: torch.dtype, block: int | None = 16) -> None:
+    x = pkt.empty(shape, dtype=dtype)
+    for launch in range(LAUNCHES + world.size):
+        everybody = inputs(world, shape, dtype, launch)
+        root = (launch + 1) % world.size
+        x.copy_(everybody[world.rank])
+        assert broadcast(x, root, block=block) is x
+        assert torch.equal(x.plain(), reference(everybody, root)), (world.rank, launch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_equals_the_reference_from_every_root(ranks: int, dtype: torch.dtype) -> None:
+    on_ranks(ranks, broadcasts, (13, 3), dtype)
+
+
+@pytest.mark.parametrize("shape", [(1,), (16,), (17,), (5, 1, 3), (64, 4), (333,)])
+def test_sizes_that_do_not_divide_the_blocks(shape: tuple[int, ...]) -> None:
+    on_ranks(3, broadcasts, shape, torch.bfloat16)
+    on_ranks(2, broadcasts, shape, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_schedule(seed: int) -> None:
+    on_ranks(4, broadcasts, (40,), torch.float32, seed=seed, sms=2)
+
+
+def test_any_element_type() -> None:
+    def run(world: Any) -> None:
+        for dtype in COPIED:
+            x = pkt.full((11,), world.rank, dtype=dtype)
+            assert torch.equal(broadcast(x, 1).plain(), torch.ones(11, dtype=dtype))
+
+    on_ranks(2, run)
+
+
+def test_part_of_a_tensor() -> None:
+    def run(world: Any) -> None:
+        x = pkt.full((40,), float(world.rank))
+        broadcast(x[3:20], 2)
+        expected = torch.full((40,), float(world.rank))
+        expected[3:20] = 2
+        assert torch.equal(x.plain(), expected)
+
+    on_ranks(3, run)
+
+
+def test_nothing_to_send() -> None:
+    on_ranks(2, lambda world: broadcast(pkt.empty(0, 4)).shape == (0, 4) or pytest.fail("shape"))
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+def bad(error: type[Exception], match: str, call: Any) -> None:
+    with pytest.raises(error, match=match):
+        on_ranks(2, call)
+
+
+def test_bad_arguments() -> None:
+    bad(pkt.NotSymmetric, "broadcast: x must be a symmetric tensor", lambda w: broadcast(torch.ones(4)))
+    bad(pkt.RankError, "broadcast: found rank 2, wanted an integer from 0 to 1", lambda w: broadcast(pkt.ones(4), 2))
+    bad(pkt.DtypeError, "x: found complex64", lambda w: broadcast(pkt.empty(4, dtype=torch.complex64)))
+    bad(pkt.ShapeError, "wanted a contiguous tensor", lambda w: broadcast(pkt.ones(4, 4).t()))
+    bad(pkt.ShapeError, "block: found 0, wanted a power of two", lambda w: broadcast(pkt.ones(4), block=0))
+
+
+def test_ranks_that_disagree() -> None:
+    bad(pkt.CollectiveMismatch, "root=0.*root=1", lambda w: broadcast(pkt.ones(4), w.rank))

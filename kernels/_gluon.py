@@ -11,7 +11,7 @@ Written for Triton 3.6 (`check`): later versions renamed parts of Gluon.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,10 +30,13 @@ from pkt.errors import ShapeError, Unsupported
 from pkt.runtime.world import World
 
 from . import _common
+from ._matmul import Tiles
 
 MAX_PEERS = 7
 """Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
 CONSUMER_WARPS = 8
+REGISTERS = 72
+"""A thread of the other warps."""
 SHARED = 232448
 """Bytes of shared memory that a program may have on sm_90."""
 
@@ -141,14 +144,30 @@ def take_over(j, ready, taken):
 
 
 # -------------------------------------------------------------------------------------------------------- host
-class GluonTiles(NamedTuple):
-    """Tile of the output, step along K, slots of the ring, and rows of tiles that share L2."""
+TILES = Tiles(128, 256, 64)
+"""Where nothing else was found faster: `num_stages` slots of the ring."""
 
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    stages: int = 4
-    group: int = 8
+BLOCKS = ((128, 256, 64), (128, 128, 64))
+
+
+def ring_bytes(tiles: Tiles) -> int:
+    """Shared memory of the ring and the barriers."""
+    return 2 * tiles.num_stages * tiles.block_k * (tiles.block_m + tiles.block_n) + 512
+
+
+def check_tiles(call: str, tiles: Tiles, world: World) -> None:
+    """ShapeError unless the Gluon forms can take `tiles`."""
+    used = ring_bytes(tiles)
+    wanted = (
+        f"blocks of {' or '.join(map(str, BLOCKS))}" if tiles[:3] not in BLOCKS
+        else f"{CONSUMER_WARPS} warps and their registers, as it is by default"
+        if (tiles.num_warps, tiles.maxnreg) != (CONSUMER_WARPS, Tiles().maxnreg)
+        else "group at least 1" if tiles.group < 1
+        else f"at least 3 stages in {SHARED} bytes of shared memory" if tiles.num_stages < 3 or used > SHARED
+        else ""
+    )  # fmt: skip
+    if wanted:
+        raise ShapeError.argument(call, "tiles", tuple(tiles), wanted, world.rank)
 
 
 def check(call: str, world: World, *tensors: torch.Tensor) -> None:

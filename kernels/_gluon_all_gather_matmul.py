@@ -9,7 +9,8 @@ chunk.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,19 +30,23 @@ from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
     MAX_PEERS,
+    REGISTERS,
     SHARED,
-    GluonTiles,
+    TILES,
     acquire,
     check,
+    check_tiles,
     consume,
     descriptor,
     first_tile,
     grouped,
     hand_over,
     layout,
+    ring_bytes,
     store_half,
     take_over,
 )
+from ._matmul import Tiles
 
 CALL = "all_gather_matmul"
 
@@ -326,12 +331,9 @@ def gluon_push_kernel(
 
 # -------------------------------------------------------------------------------------------------------- host
 class PushPlan(NamedTuple):
-    """How A is pushed. unit_m x unit_k: what one TMA operation moves; units: of them side by side that are signalled
-    together; buffers: of a unit's size, in shared memory; lag: units begun before one is waited for; chunk: columns
-    that a tile waits for at a time; push_rows: row blocks pushed at a time, chunk by chunk; num_comm: programs that
-    push; nap: nanoseconds of rest after each unit, so that pushing leaves the loads of the product their way."""
+    """How A is pushed, as the keywords of all_gather_matmul say it; `unit` is there the five from unit_m to lag."""
 
-    num_comm: int = 132
+    num_comm_sms: int = 132
     unit_m: int = 64
     unit_k: int = 64
     units: int = 1
@@ -340,7 +342,6 @@ class PushPlan(NamedTuple):
     chunk: int = 512
     push_rows: int = 0
     nap: int = 0
-    registers: int = 72
 
 
 def push_plan(N: int, size: int) -> PushPlan:
@@ -366,23 +367,39 @@ class _Space(NamedTuple):
     ready: SymmetricTensor
 
 
-def check_plan(plan: PushPlan, tiles: GluonTiles, world: World) -> None:
-    """ShapeError where the parts do not fit together, or into shared memory."""
-    task = plan.units * plan.unit_k
-    used = 2 * tiles.stages * tiles.block_k * (tiles.block_m + tiles.block_n)
-    used += 2 * plan.buffers * plan.unit_m * plan.unit_k + 512
-    wrong = (
-        "unit_m that divides block_m" if tiles.block_m % plan.unit_m
-        else f"a chunk of whole tasks and steps, multiples of {task} and {tiles.block_k}"
-        if plan.chunk % task or plan.chunk % tiles.block_k
-        else "at least 2 buffers" if plan.buffers < 2
-        else "num_comm, lag at least 1" if min(plan.num_comm, plan.lag) < 1
-        else f"at most {SHARED} bytes of shared memory, not {used}" if used > SHARED
-        else "blocks of 128 x 256 or 128 x 128, steps of 64" if tiles[:3] not in ((128, 256, 64), (128, 128, 64))
-        else ""
-    )  # fmt: skip
-    if wrong:
-        raise ShapeError.argument(CALL, "plan", (plan, tiles), wrong, world.rank)
+def settings(
+    N: int, world: World, tiles: Tiles | None, *, unit: Sequence[int] = (), **given: int
+) -> tuple[PushPlan, Tiles]:
+    """The plan and the tiles for `b` of N columns: what is given, in the words of all_gather_matmul, else what follows
+    from the shapes. Raises ShapeError where the parts do not fit together, or into shared memory."""
+    if len(unit) > 5:
+        raise ShapeError.argument(CALL, "unit", tuple(unit), "at most five numbers", world.rank)
+    plan = push_plan(N, world.size)._replace(**given, **dict(zip(PushPlan._fields[1:], unit)))
+    tiles = tiles or TILES
+    check_tiles(CALL, tiles, world)
+    check_plan(plan, tiles, world)
+    return plan, tiles
+
+
+def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
+    """ShapeError where the parts do not fit together, or into shared memory beside the ring."""
+    unit, task = plan[1:6], plan.units * plan.unit_k
+    used = ring_bytes(tiles) + 2 * plan.buffers * plan.unit_m * plan.unit_k
+
+    def need(holds: bool, name: str, found: Any, wanted: str) -> None:
+        if not holds:
+            raise ShapeError.argument(CALL, name, found, wanted, world.rank)
+
+    need(plan.num_comm_sms >= 1, "num_comm_sms", plan.num_comm_sms, "at least 1")
+    need(plan.push_rows >= 0, "push_rows", plan.push_rows, "at least 0")
+    need(plan.nap >= 0, "nap", plan.nap, "nanoseconds, at least 0")
+    need(plan.unit_m in (32, 64, 128) and plan.unit_k in (64, 128), "unit", unit,
+         "32, 64 or 128 rows of 64 or 128 columns")  # fmt: skip
+    need(plan.units >= 1 and plan.lag >= 1, "unit", unit, "units and lag at least 1")
+    need(plan.buffers >= 2 and used <= SHARED, "unit", unit,
+         f"at least 2 buffers that fit beside the ring, {used} bytes, into {SHARED} of shared memory")  # fmt: skip
+    need(plan.chunk > 0 and plan.chunk % task == 0 and plan.chunk % tiles.block_k == 0, "chunk", plan.chunk,
+         f"a multiple of {task}, UNITS * UNIT_K, and of BLOCK_K, {tiles.block_k}")  # fmt: skip
 
 
 def gluon_push(
@@ -391,22 +408,23 @@ def gluon_push(
     out: torch.Tensor,
     world: World,
     plan: PushPlan | None = None,
-    tiles: GluonTiles | None = None,
+    tiles: Tiles | None = None,
     leave_out: str = "",
 ) -> torch.Tensor:
     """`out` (size * m, N) = the gathered `a` (m, K) @ `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of
     the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out: for
     measurements, "wait" or "product", or "push" for both waiting and pushing; the result is then nobody's. Raises
     Unsupported, ShapeError."""
-    tiles, plan = tiles or GluonTiles(), plan or PushPlan()
+    tiles, plan = tiles or TILES, plan or PushPlan()
     check(CALL, world, a, b, out)
+    check_tiles(CALL, tiles, world)
+    check_plan(plan, tiles, world)
     (m, K), N, size = a.shape, b.shape[1], world.size
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, world.num_sms)
     if not plan.push_rows:  # as many row blocks as the programs compute at a time
         plan = plan._replace(push_rows=triton.cdiv(programs, num_n * max(size - 1, 1)))
-    plan = plan._replace(push_rows=min(plan.push_rows, num_m), num_comm=min(plan.num_comm, programs))
-    check_plan(plan, tiles, world)
+    plan = plan._replace(push_rows=min(plan.push_rows, num_m), num_comm_sms=min(plan.num_comm_sms, programs))
     rows, chunks = num_m * tiles.block_m, triton.cdiv(K, plan.chunk)
 
     def make() -> _Space:
@@ -416,7 +434,7 @@ def gluon_push(
     # What the counters count; so plans that differ otherwise share one workspace and its launches.
     counted = (m, K, a.dtype, tiles.block_m, plan.unit_m, plan.units * plan.unit_k, plan.chunk, programs)
     space = world.workspace((CALL, "gluon", *counted), make)
-    ready, num_comm = space.ready, plan.num_comm
+    ready, num_comm = space.ready, plan.num_comm_sms
     if leave_out:  # counters of its own, which may fall behind
         ready = world.workspace((CALL, leave_out, *counted), lambda: signals(space.ready.numel(), world=world))
         num_comm = 0 if leave_out == "push" else num_comm
@@ -438,9 +456,9 @@ def gluon_push(
         descriptor(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2)),
         *targets, ready, m, N, K, num_comm, plan.nap, plan.push_rows,
         0 if leave_out == "product" else m, world.device,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP=tiles.group,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
         UNIT_M=plan.unit_m, UNIT_K=plan.unit_k, UNITS=plan.units, BUFFERS=plan.buffers, LAG=plan.lag, CHUNK=plan.chunk,
-        HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=plan.registers,
+        HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=REGISTERS,
         LEAVE_OUT="wait" if leave_out in ("wait", "push") or size == 1 else "",
         num_warps=CONSUMER_WARPS,
     )  # fmt: skip

@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 import pkt.language as pl
-from pkt.errors import ShapeError
 from pkt.language import ptx
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative
@@ -32,10 +31,11 @@ from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
     MAX_PEERS,
-    SHARED,
-    GluonTiles,
+    REGISTERS,
+    TILES,
     acquire,
     check,
+    check_tiles,
     consume,
     descriptor,
     first_tile,
@@ -47,6 +47,7 @@ from ._gluon import (
     take_over,
     tma_reduce_add,
 )
+from ._matmul import Tiles
 
 CALL = "matmul_reduce_scatter"
 
@@ -234,7 +235,7 @@ def gluon_chain_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-def chain_tiles(m: int, N: int) -> GluonTiles:
+def chain_tiles(m: int, N: int) -> Tiles:
     """The tiles for a part of m x N; not by k, in which ranks may differ.
 
     4 x H200, A (S, S / 4) @ B (S / 4, S), parts of S / 4 x S, ms, from benchmarks/results/matmul_reduce_scatter.json:
@@ -247,8 +248,15 @@ def chain_tiles(m: int, N: int) -> GluonTiles:
     """
     elements = m * N
     if 1 << 23 <= elements < 1 << 25:
-        return GluonTiles(128, 128, 64, 6)
-    return GluonTiles(stages=3 if elements >= 1 << 28 else 4)
+        return Tiles(128, 128, 64, num_stages=6)
+    return TILES._replace(num_stages=3 if elements >= 1 << 28 else 4)
+
+
+def settings(m: int, N: int, world: World, tiles: Tiles | None) -> Tiles:
+    """`tiles`, or what follows from a part of m x N. Raises ShapeError."""
+    tiles = tiles or chain_tiles(m, N)
+    check_tiles(CALL, tiles, world)
+    return tiles
 
 
 class _Space(NamedTuple):
@@ -261,24 +269,18 @@ def gluon_chain(
     b: torch.Tensor,
     out: torch.Tensor,
     world: World,
-    tiles: GluonTiles | None = None,
+    tiles: Tiles | None = None,
     leave_out: str = "",
 ) -> torch.Tensor:
     """`out` (m, N) = my rows of the sum over ranks of `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose
     checks of the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out:
     for measurements, "links": everything stays on this rank, and the result is nobody's. Raises Unsupported,
     ShapeError."""
-    tiles = tiles or GluonTiles()
+    tiles = tiles or TILES
     check(CALL, world, a, b, out)
+    check_tiles(CALL, tiles, world)
     (M, K), N, size = a.shape, b.shape[1], world.size
     m = M // size
-    if tiles[:3] not in ((128, 256, 64), (128, 128, 64)):
-        wanted = "blocks of 128 x 256 or 128 x 128, steps of 64"
-        raise ShapeError.argument(CALL, "tiles", tuple(tiles), wanted, world.rank)
-    used = 2 * tiles.stages * tiles.block_k * (tiles.block_m + tiles.block_n) + 512
-    if used > SHARED or tiles.stages < 3:
-        wanted = f"at least 3 stages in {SHARED} bytes of shared memory"
-        raise ShapeError.argument(CALL, "tiles", tuple(tiles), wanted, world.rank)
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, size * num_m * num_n)
 
@@ -306,8 +308,8 @@ def gluon_chain(
         targets[-1],
         descriptor(out, part),
         *sent_to, ready, m, N, K, world.device,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP=tiles.group,
-        HALF=layout(a.dtype, *part), REGISTERS=72, LEAVE_OUT=leave_out,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
+        HALF=layout(a.dtype, *part), REGISTERS=REGISTERS, LEAVE_OUT=leave_out,
         num_warps=CONSUMER_WARPS,
     )  # fmt: skip
     return out

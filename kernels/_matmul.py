@@ -6,6 +6,7 @@ N, K.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -131,26 +132,31 @@ UNALIGNED_TILES = Tiles(64, 64, 32, num_stages=3)
 """Where TMA cannot go, each element has an address and a mask in registers."""
 
 
-def check_tiles(
-    call: str,
-    tiles: Tiles | tuple[int, ...] | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    world: World,
-) -> Tiles:
-    """`tiles`, or the default for the dtype and the rows of `a` and `b`, which is the same on every rank.
+def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles | None:
+    """`tiles`, with the defaults for what is left out. Raises ShapeError unless the blocks are powers of two from 16,
+    for tensor cores, and the rest can be compiled."""
+    if tiles is None:
+        return None
+    powers = [size >= 16 and not size & (size - 1) for size in tiles[:3]]
+    if len(tiles) < 3 or not all(powers):
+        raise ShapeError.argument(call, "tiles", tuple(tiles[:3]), "three blocks, powers of two from 16", world.rank)
+    if len(tiles) > len(Tiles._fields):
+        raise ShapeError.argument(call, "tiles", tuple(tiles), f"at most {', '.join(Tiles._fields)}", world.rank)
+    full = Tiles(*tiles)
+    if full.num_warps not in (1, 2, 4, 8, 16) or min(full) < 1 or full.maxnreg > 255:
+        wanted = "num_warps a power of two up to 16, maxnreg up to 255, everything from 1"
+        raise ShapeError.argument(call, "tiles", tuple(full), wanted, world.rank)
+    return full
+
+
+def default_tiles(a: torch.Tensor, b: torch.Tensor) -> Tiles:
+    """Tiles for the dtype and the rows of `a` and `b`, which are the same on every rank.
 
     maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
-    the SM, which never comes. Raises ShapeError unless the blocks are powers of two from 16, for tensor cores.
+    the SM, which never comes.
     """
-    if tiles is None:
-        even = all(padded(t.shape[1], t.dtype) == t.shape[1] for t in (a, b))
-        return FP32_TILES if a.dtype == torch.float32 else Tiles() if even else UNALIGNED_TILES
-    tiles = Tiles(*tiles)
-    for size in tiles[:3]:
-        if size < 16 or size & (size - 1):
-            raise ShapeError.argument(call, "tiles", tuple(tiles[:3]), "powers of two from 16", world.rank)
-    return tiles
+    even = all(padded(t.shape[1], t.dtype) == t.shape[1] for t in (a, b))
+    return FP32_TILES if a.dtype == torch.float32 else Tiles() if even else UNALIGNED_TILES
 
 
 def check_operands(call: str, a: torch.Tensor, b: torch.Tensor, world: World, *, peers: bool = False) -> None:

@@ -30,7 +30,16 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common, _forms
-from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, stack, store_tile, tile_pointers
+from ._matmul import (
+    accumulate,
+    check_operands,
+    check_tiles,
+    default_tiles,
+    padded,
+    stack,
+    store_tile,
+    tile_pointers,
+)
 
 Shard = Literal["rows", "columns"]
 
@@ -176,9 +185,20 @@ def push_kernel(p, world):
     pl.lcsc(_compute, _push_chunk, (p, world, epoch, b, out), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
 
 
+# -------------------------------------------------------------------------------------------------------- host
 class _PushSpace(NamedTuple):
     inbox: SymmetricTensor
     counters: SymmetricTensor  # ready, then the queue
+
+
+def _check_tuned(given: dict[str, Any], mode: str, world: World) -> dict[str, Any]:
+    """What a plain mode takes beside its tiles: as given, else the default. Raises ShapeError."""
+    taken = {"num_comm_sms": 16, "chunk": 1024} if mode == "push" else {}
+    for name, value in given.items():
+        wanted = "at least 1" if name in taken else f'none with mode "{mode}"'
+        if name not in taken or value < 1:
+            raise ShapeError.argument("all_gather_matmul", name, value, wanted, world.rank)
+    return taken | given
 
 
 def all_gather_matmul(
@@ -190,59 +210,76 @@ def all_gather_matmul(
     mode: Literal["push", "pull", "gluon"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
-    tiles: Tiles | tuple[int, ...] | None = None,
+    tiles: Sequence[int] | None = None,
+    unit: Sequence[int] | None = None,
+    push_rows: int | None = None,
+    nap: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
 
     a: this rank's shard (m, k), the same shape on every rank, symmetric if mode is "pull"; b: (k, N), or (size
     * k, N) if shard is "columns"; bf16, fp16 or fp32, both contiguous. out: (size * m, N), or (m, N) if shard
-    is "columns", of a's dtype; a new tensor where None. mode: see the module; "gluon" is push in the specialised warps
-    of _gluon_all_gather_matmul: bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton
-    3.6. None: "gluon" where that can run and nothing below is given, else "push". num_comm_sms: programs that push, at
-    least 1 and all but one of the grid at most, 16 if None; chunk: columns of a that one signal stands for, rounded up
-    to BLOCK_K, 1024 if None. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...). "gluon" takes none of these. Sums in fp32 and
-    rounds once. Returns `out`, complete; `a` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
-    CollectiveMismatch, Unsupported.
+    is "columns", of a's dtype; a new tensor where None. Sums in fp32 and rounds once. Returns `out`, complete; `a` may
+    be overwritten at once.
+
+    mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
+    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "gluon" where that can run and nothing
+    below is given, else "push". The rest is the same on every rank, and follows from mode and shapes where None:
+
+    num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None.
+    chunk: columns of a that a tile waits for at a time; "push": one signal stands for, rounded up to BLOCK_K, 1024 if
+        None; "gluon": a multiple of BLOCK_K and of UNITS * UNIT_K.
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;
+        those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
+        NUM_STAGES slots of its ring.
+    unit: "gluon" only: (UNIT_M, UNIT_K, UNITS, BUFFERS, LAG), or the first of these: what one TMA operation moves, rows
+        32, 64 or 128 and columns 64 or 128; how many of them, side by side, a signal stands for; buffers in shared
+        memory, at least 2; how many are begun before one is waited for.
+    push_rows: "gluon" only: row blocks pushed, and computed, together; 0: as many as the programs compute at a time.
+    nap: "gluon" only: nanoseconds of rest after each unit, so that pushing leaves the loads of the product their way.
+
+    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     call = "all_gather_matmul"
     world = _common.world_of(call, world, a, b)
     if mode is not None:
         _common.check_choice(call, "mode", mode, ("push", "pull", "gluon"), world)
-    plain = any(given is not None for given in (num_comm_sms, chunk, tiles))
+    given = {"num_comm_sms": num_comm_sms, "chunk": chunk, "unit": unit, "push_rows": push_rows, "nap": nap}
+    tuned: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     _common.check_choice(call, "shard", shard, ("rows", "columns"), world)
     check_operands(call, a, b, world, peers=mode == "pull")
-    tiles = check_tiles(call, tiles, a, b, world)
+    tiles = check_tiles(call, tiles, world)
+    chosen = mode is None and tiles is None and not tuned
     columns = shard == "columns"
     (m, k), N, size = a.shape, b.shape[1], world.size
     _common.check_tensor(call, "b", b, world, shape=(size * k if columns else k, N))
     shape = (m if columns else size * m, N)
-    if out is None:
-        out = torch.empty(shape, dtype=a.dtype, device=world.torch_device)
-    _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
-    if mode == "gluon" and (plain or shard == "columns"):
-        wanted = 'shard "rows", and neither num_comm_sms nor chunk nor tiles: its plan follows from the shapes'
-        raise ShapeError.argument(call, "mode", "gluon", wanted, world.rank)
-    chosen = mode is None and not plain and shard == "rows"
-    if _forms.gluon(call, "gluon", mode == "gluon", chosen, world, a.dtype, k, N):
+    if out is not None:
+        _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
+    if mode == "gluon" and columns:
+        raise ShapeError.argument(call, "shard", "columns", 'shard "rows" with mode "gluon"', world.rank)
+    if _forms.gluon(call, "gluon", mode == "gluon", chosen and not columns, world, a.dtype, k, N):
+        from ._gluon_all_gather_matmul import gluon_push, settings
+
         mode = "gluon"
-    mode = mode or "push"
-    num_comm_sms = 16 if num_comm_sms is None else num_comm_sms
-    chunk = 1024 if chunk is None else chunk
-    if num_comm_sms < 1 or chunk < 1:
-        found = f"{num_comm_sms} and {chunk}"
-        raise ShapeError.argument(call, "num_comm_sms and chunk", found, "at least 1", world.rank)
+        plan, tiles = settings(N, world, tiles, **tuned)
+        tuned = plan._asdict()
+    else:
+        mode = mode or "push"
+        tiles = tiles or default_tiles(a, b)
+        tuned = _check_tuned(tuned, mode, world)
     _common.check_agreed(
         call, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=tiles,
-        num_comm_sms=num_comm_sms, chunk=chunk,
+        **tuned,
     )  # fmt: skip
+    if out is None:
+        out = torch.empty(shape, dtype=a.dtype, device=world.torch_device)
     if m == 0 or N == 0 or k == 0:
         return out.zero_()
     if mode == "gluon":
-        from ._gluon_all_gather_matmul import gluon_push, push_plan
-
         result = _forms.operand(out)
-        gluon_push(_forms.operand(a), _forms.operand(b), result, world, push_plan(N, size))
+        gluon_push(_forms.operand(a), _forms.operand(b), result, world, plan, tiles)
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
     tma = _common.aligned(a, b, out)
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
@@ -255,7 +292,8 @@ def all_gather_matmul(
         )  # fmt: skip
         return out
 
-    chunk = triton.cdiv(min(chunk, k), tiles.block_k) * tiles.block_k
+    chunk = triton.cdiv(min(tuned["chunk"], k), tiles.block_k) * tiles.block_k
+    num_comm_sms = tuned["num_comm_sms"]
     programs = _common.num_programs(world, tasks + num_comm_sms)
     ld = padded(k, a.dtype)
 

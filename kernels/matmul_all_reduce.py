@@ -30,10 +30,10 @@ from pkt.runtime.world import World
 
 from . import _common
 from ._matmul import (
-    Tiles,
     accumulate,
     check_operands,
     check_tiles,
+    default_tiles,
     padded,
     stack,
     store_tile,
@@ -132,7 +132,7 @@ def matmul_all_reduce(
     out: torch.Tensor | None = None,
     *,
     num_comm_sms: int = 16,
-    tiles: Tiles | tuple[int, ...] | None = None,
+    tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of `a @ b`, on every rank. Collective.
@@ -140,7 +140,8 @@ def matmul_all_reduce(
     a: (M, k), b: (k, N), contiguous, bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's
     dtype. A symmetric `out` whose rows begin at multiples of 16 bytes is reduced in place; otherwise, and where
     None, the sum is copied from a workspace. num_comm_sms: programs that communicate; 0: all of them, after
-    computing. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...). Returns `out`, complete. Raises ShapeError, DtypeError,
+    computing. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul, from
+    the shapes where None. Both the same on every rank. Returns `out`, complete. Raises ShapeError, DtypeError,
     CollectiveMismatch.
     """
     call = "matmul_all_reduce"
@@ -150,7 +151,7 @@ def matmul_all_reduce(
     _common.check_tensor(call, "b", b, world, shape=(k, N))
     a, b = whole_runs(a, b)
     k = a.shape[1]
-    tiles = check_tiles(call, tiles, a, b, world)
+    tiles = check_tiles(call, tiles, world) or default_tiles(a, b)
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is None:
         out = torch.empty((M, N), dtype=a.dtype, device=world.torch_device)

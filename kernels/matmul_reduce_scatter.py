@@ -31,10 +31,10 @@ from pkt.runtime.world import World
 
 from . import _common, _forms
 from ._matmul import (
-    Tiles,
     accumulate,
     check_operands,
     check_tiles,
+    default_tiles,
     padded,
     stack,
     store_tile,
@@ -163,7 +163,7 @@ def matmul_reduce_scatter(
     out: torch.Tensor | None = None,
     *,
     mode: Literal["add", "inbox", "chain"] | None = None,
-    tiles: Tiles | tuple[int, ...] | None = None,
+    tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
@@ -172,15 +172,15 @@ def matmul_reduce_scatter(
     a's dtype; a new tensor where None. mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a
     fixed order; see the module. "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but
     in a fixed order: bf16 or fp16, rows of b at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "chain"
-    where that can run and no tiles are given, else "add". tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...), not for "chain".
-    Returns `out`, complete; nothing of the call is read by a peer after it. Raises ShapeError, DtypeError,
-    CollectiveMismatch, Unsupported.
+    where that can run and no tiles are given, else "add". tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS,
+    NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8,
+    3 to 6); the same on every rank; from the shapes where None. Returns `out`, complete; nothing of the call is read by
+    a peer after it. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     call = "matmul_reduce_scatter"
     world = _common.world_of(call, world, a, b)
     if mode is not None:
         _common.check_choice(call, "mode", mode, ("add", "inbox", "chain"), world)
-    plain = tiles is not None
     check_operands(call, a, b, world)
     (M, k), N, size = a.shape, b.shape[1], world.size
     if M % size:
@@ -189,25 +189,24 @@ def matmul_reduce_scatter(
     _common.check_tensor(call, "b", b, world, shape=(k, N))
     a, b = whole_runs(a, b)
     k = a.shape[1]
-    tiles = check_tiles(call, tiles, a, b, world)
+    tiles = check_tiles(call, tiles, world)
     m = M // size
     if out is None:
         out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
     _common.check_tensor(call, "out", out, world, shape=(m, N), dtype=a.dtype)
-    if mode == "chain" and plain:
-        raise ShapeError.argument(call, "mode", "chain", "no tiles: they follow from the shapes", world.rank)
     # Not by k, in which ranks may differ.
-    if _forms.gluon(call, "chain", mode == "chain", mode is None and not plain, world, a.dtype, N):
-        mode = "chain"
-    mode = mode or "add"
+    if _forms.gluon(call, "chain", mode == "chain", mode is None and tiles is None, world, a.dtype, N):
+        from ._gluon_matmul_reduce_scatter import gluon_chain, settings
+
+        mode, tiles = "chain", settings(m, N, world, tiles)
+    else:
+        mode, tiles = mode or "add", tiles or default_tiles(a, b)
     _common.check_agreed(call, world, M=M, N=N, dtype=a.dtype, mode=mode, tiles=tiles)
     if m == 0 or N == 0:
         return out
     if mode == "chain":
-        from ._gluon_matmul_reduce_scatter import chain_tiles, gluon_chain
-
         result = _forms.operand(out)
-        gluon_chain(_forms.operand(a), _forms.operand(b), result, world, chain_tiles(m, N))
+        gluon_chain(_forms.operand(a), _forms.operand(b), result, world, tiles)
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
     ld = padded(N, a.dtype)
     owned = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)

@@ -32,7 +32,7 @@ def multiplies(
     world: Any, mode: Any, shard: Any, sizes: tuple[int, int, int], dtype: torch.dtype, **options: Any
 ) -> torch.Tensor:
     m, k, N = sizes
-    options = {"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16, 16)} | options
+    options = {"tiles": (16, 16, 16)} | ({"num_comm_sms": 1, "chunk": 16} if mode == "push" else {}) | options
     a = pkt.empty(m, k, dtype=dtype)
     for launch in range(LAUNCHES):
         shards = inputs(world, (m, k), dtype, launch)
@@ -122,11 +122,25 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, "a: found .*wanted 2 dimensions", (4,), (4, 4))
     bad(pkt.ShapeError, r"out: found \(4, 4\), wanted \(8, 4\)", (4, 4), (4, 4), (4, 4))
     bad(pkt.ShapeError, "tiles: found .*powers of two from 16", (4, 4), (4, 4), tiles=(8, 16, 16))
-    bad(pkt.ShapeError, "num_comm_sms and chunk: found 0", (4, 4), (4, 4), num_comm_sms=0)
+    bad(pkt.ShapeError, "num_comm_sms: found 0, wanted at least 1", (4, 4), (4, 4), num_comm_sms=0)
+    bad(pkt.ShapeError, "chunk: found 0, wanted at least 1", (4, 4), (4, 4), chunk=0)
+    bad(pkt.ShapeError, "tiles: found .*num_warps a power of two", (4, 4), (4, 4), tiles=(16, 16, 16, 1, 3))
+    bad(pkt.ShapeError, "tiles: found .*three blocks", (4, 4), (4, 4), tiles=(16, 16))
+    bad(pkt.ShapeError, "tiles: found .*at most", (4, 4), (4, 4), tiles=(16,) * 8)
+    bad(pkt.ShapeError, 'nap: found 9, wanted none with mode "push"', (4, 4), (4, 4), nap=9)
+    bad(pkt.ShapeError, 'unit: found .*none with mode "push"', (4, 4), (4, 4), mode="push", unit=(64, 64))
     bad(pkt.Unsupported, "wanted 'push' or 'pull' or 'gluon'", (4, 4), (4, 4), mode="copy")
     bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="gluon")
-    bad(pkt.ShapeError, "neither num_comm_sms nor chunk nor tiles", (4, 4), (4, 4), mode="gluon", chunk=64)
+    bad(pkt.ShapeError, 'shard "rows" with mode "gluon"', (4, 4), (8, 4), mode="gluon", shard="columns")
     bad(pkt.Unsupported, "wanted 'rows' or 'columns'", (4, 4), (4, 4), shard="diagonal")
+
+
+def test_pull_pushes_nothing() -> None:
+    def run(world: Any) -> None:
+        all_gather_matmul(pkt.ones(4, 4), torch.ones(4, 4), mode="pull", num_comm_sms=1)
+
+    with pytest.raises(pkt.ShapeError, match='num_comm_sms: found 1, wanted none with mode "pull"'):
+        on_ranks(2, run)
 
 
 def test_dtypes_must_agree() -> None:

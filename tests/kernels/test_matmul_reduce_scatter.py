@@ -119,7 +119,6 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, "tiles: found", (4, 4), (4, 4), tiles=(16, 48, 16))
     bad(pkt.Unsupported, "wanted 'add' or 'inbox' or 'chain'", (4, 4), (4, 4), mode="ring")
     bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="chain")
-    bad(pkt.ShapeError, "no tiles: they follow", (4, 4), (4, 4), mode="chain", tiles=(16, 16, 16))
 
 
 def test_dtypes_must_agree() -> None:

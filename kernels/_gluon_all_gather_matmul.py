@@ -29,22 +29,25 @@ from pkt.runtime.world import World
 from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
-    MAX_PEERS,
     REGISTERS,
     SHARED,
     TILES,
-    acquire,
     check,
     check_tiles,
     consume,
     descriptor,
     first_tile,
     grouped,
-    hand_over,
     layout,
+    lend_halves,
+    load_step,
+    open_barriers,
+    open_ring,
+    peer_descriptors,
+    release_halves,
     ring_bytes,
-    store_half,
     take_over,
+    to_peers,
 )
 from ._matmul import Tiles
 
@@ -87,7 +90,7 @@ def _task(t, num_m, num_tasks_k, PER_CHUNK: gl.constexpr, UNITS_M: gl.constexpr,
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
 def _load(
-    a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world,
+    a, inbox, b, ring, ready_ptr, m, N, K, epoch, world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     UNITS_M: gl.constexpr, TASK: gl.constexpr, CHUNK: gl.constexpr, LEAVE_OUT: gl.constexpr, push_rows,
 ):  # fmt: skip
@@ -107,88 +110,39 @@ def _load(
                     arrivals = gl.cdiv(end - start, TASK) * UNITS_M
                     pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch * arrivals, world)
             for k in range(start, end, BLOCK_K):
-                slot = acquire(it, empty, STAGES)
-                mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
                 if own:
-                    tma.async_copy_global_to_shared(a, [i * BLOCK_M, k], full.index(slot), a_ring.index(slot))
+                    load_step(it, a, i * BLOCK_M, b, j * BLOCK_N, k, ring, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
                 else:
-                    tma.async_copy_global_to_shared(inbox, [row, k], full.index(slot), a_ring.index(slot))
-                tma.async_copy_global_to_shared(b, [k, j * BLOCK_N], full.index(slot), b_ring.index(slot))
+                    load_step(it, inbox, row, b, j * BLOCK_N, k, ring, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
                 it += 1
-        for _h in gl.static_range(2):  # lent for the finished tile
-            slot = acquire(it, empty, STAGES)
-            mbarrier.arrive(full.index(slot), count=1)
-            it += 1
-
-
-@gluon.jit
-def _compute(
-    a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, SIZE: gl.constexpr, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    tiles = SIZE * gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    steps = gl.cdiv(K, BLOCK_K)
-    it = 0
-    j = 0
-    for _t in range(first_tile(), tiles, gl.num_programs(0)):
-        left, right = consume(it, steps, a_ring, b_ring, full, empty, BLOCK_M, BLOCK_N, STAGES, WARPS)
-        it += steps
-        store_half(left, it, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-        store_half(right, it + 1, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-        hand_over(j, tile_ready, tile_taken)
+        lend_halves(it, ring, STAGES)
         it += 2
-        j += 1
 
 
 @gluon.jit
 def _store(
-    c, b_ring, empty, tile_ready, tile_taken, m, N, K, rank, SIZE: gl.constexpr,
+    c, ring, m, N, K, rank, SIZE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     push_rows,
 ):  # fmt: skip
     num_m = gl.cdiv(m, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)
+    _, b_ring, _, _, _, _ = ring
     it = 0
     n = 0
     for t in range(first_tile(), SIZE * num_m * num_n, gl.num_programs(0)):
         source, i, j, _own = _tile(t, gl.cast(rank, gl.int32), num_m, num_n, SIZE, GROUP, push_rows)
         it += steps
-        take_over(n, tile_ready, tile_taken)
+        take_over(n, ring)
         for h in gl.static_range(2):
             # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
             part = b_ring.index((it + h) % STAGES)._reinterpret(b_ring.dtype, [1, BLOCK_M, BLOCK_N // 2], c.layout)
             tma.async_copy_shared_to_global(c, [source, i * BLOCK_M, j * BLOCK_N + h * (BLOCK_N // 2)], part)
         tma.store_wait(0)
-        for h in gl.static_range(2):
-            mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
+        release_halves(it, ring, STAGES)
         it += 2
         n += 1
-
-
-@gluon.jit
-def _push_unit(u, first, num_comm, row0, d1, d2, d3, d4, d5, d6, d7, buffers, num_m, num_tasks_k, SIZE: gl.constexpr,
-    BLOCK_M: gl.constexpr, UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr,
-    PER_CHUNK: gl.constexpr, push_rows,
-):  # fmt: skip
-    """Unit u of this program, from its buffer to every peer."""
-    i, sub, task_k = _task(first + (u // UNITS) * num_comm, num_m, num_tasks_k, PER_CHUNK, BLOCK_M // UNIT_M, push_rows)
-    row = row0 + i * BLOCK_M + sub * UNIT_M
-    col = (task_k * UNITS + u % UNITS) * UNIT_K
-    unit = buffers.index(u % BUFFERS)
-    tma.async_copy_shared_to_global(d1, [row, col], unit)
-    if SIZE > 2:
-        tma.async_copy_shared_to_global(d2, [row, col], unit)
-    if SIZE > 3:
-        tma.async_copy_shared_to_global(d3, [row, col], unit)
-    if SIZE > 4:
-        tma.async_copy_shared_to_global(d4, [row, col], unit)
-    if SIZE > 5:
-        tma.async_copy_shared_to_global(d5, [row, col], unit)
-    if SIZE > 6:
-        tma.async_copy_shared_to_global(d6, [row, col], unit)
-    if SIZE > 7:
-        tma.async_copy_shared_to_global(d7, [row, col], unit)
 
 
 @gluon.jit
@@ -208,7 +162,7 @@ def _load_unit(u, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
 
 @gluon.jit
 def _push(
-    x, d1, d2, d3, d4, d5, d6, d7, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
+    x, peers, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
     BLOCK_M: gl.constexpr, UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr,
     LAG: gl.constexpr, CHUNK: gl.constexpr, push_rows,
 ):  # fmt: skip
@@ -231,8 +185,9 @@ def _push(
     for u in range(gl.where(mine > 0, mine + LAG, 0)):
         if u < mine:
             mbarrier.wait(bars.index(u % BUFFERS), (u // BUFFERS) & 1)
-            _push_unit(u, first, num_comm, row0, d1, d2, d3, d4, d5, d6, d7, buffers, num_m, num_tasks_k, SIZE,
-                       BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, PER_CHUNK, push_rows)  # fmt: skip
+            i, sub, task_k = _task(first + (u // UNITS) * num_comm, num_m, num_tasks_k, PER_CHUNK, UNITS_M, push_rows)
+            at = [row0 + i * BLOCK_M + sub * UNIT_M, (task_k * UNITS + u % UNITS) * UNIT_K]
+            to_peers(peers, at, buffers.index(u % BUFFERS), SIZE)
             tma.store_wait(PEERS)  # the buffer of the unit before has been read
             _load_unit(u + BUFFERS - 1, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
                        BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, PER_CHUNK, push_rows)  # fmt: skip
@@ -282,33 +237,21 @@ def gluon_push_kernel(
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
-    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
+    ring = open_ring(a, b, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     buffers = gl.allocate_shared_memory(x.dtype, [BUFFERS, UNIT_M, UNIT_K], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    bars = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    tile_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tile_taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
-    for s in gl.static_range(BUFFERS):
-        mbarrier.init(bars.index(s), count=1)
-    mbarrier.init(tile_ready, count=1)
-    mbarrier.init(tile_taken, count=1)
+    bars = open_barriers(BUFFERS)
     UNITS_M: gl.constexpr = BLOCK_M // UNIT_M
     TASK: gl.constexpr = UNITS * UNIT_K
+    tiles = world.size * gl.cdiv(rows, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     if world.size > 1:
         gl.warp_specialize(
             [
-                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, rows, N, K, world.size, HALF,
-                            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, rows, N, K, epoch, world,
+                (consume, (ring, tiles, tiles, K, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world,
                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
-                (_store, (c, b_ring, empty, tile_ready, tile_taken, rows, N, K, world.rank, world.size,
+                (_store, (c, ring, rows, N, K, world.rank, world.size,
                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
-                (_push, (x, d1, d2, d3, d4, d5, d6, d7, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
+                (_push, (x, (d1, d2, d3, d4, d5, d6, d7), buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
                          BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, LAG, CHUNK, push_rows)),
             ],
             [1, 1, 1],
@@ -317,11 +260,10 @@ def gluon_push_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, rows, N, K, world.size, HALF,
-                            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, rows, N, K, epoch, world,
+                (consume, (ring, tiles, tiles, K, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world,
                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
-                (_store, (c, b_ring, empty, tile_ready, tile_taken, rows, N, K, world.rank, world.size,
+                (_store, (c, ring, rows, N, K, world.rank, world.size,
                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
             ],
             [1, 1],
@@ -441,10 +383,8 @@ def gluon_push(
     unit = (plan.unit_m, plan.unit_k)
 
     def peers() -> list:
-        targets = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
-        described = [descriptor(target, unit) for target in targets]
-        unused = descriptor(space.inbox.plain(), unit)
-        return described + [unused] * (MAX_PEERS - len(described))
+        inboxes = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
+        return peer_descriptors(inboxes, space.inbox.plain(), unit)
 
     targets = world.workspace((CALL, "gluon targets", space.inbox.data_ptr(), unit), peers)
     cooperative(

@@ -18,10 +18,9 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 import pkt.language as pl
-from pkt.language import ptx
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
@@ -33,7 +32,6 @@ from ._gluon import (
     MAX_PEERS,
     REGISTERS,
     TILES,
-    acquire,
     check,
     check_tiles,
     consume,
@@ -41,11 +39,16 @@ from ._gluon import (
     first_tile,
     grouped,
     half,
-    hand_over,
     layout,
-    store_half,
+    lend_halves,
+    lend_sum,
+    load_step,
+    open_ring,
+    pass_on,
+    peer_descriptors,
+    publish,
+    release_halves,
     take_over,
-    tma_reduce_add,
 )
 from ._matmul import Tiles
 
@@ -63,7 +66,7 @@ def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr):
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
 def _load(
-    a, b, total, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world, HALF: gl.constexpr,
+    a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -75,78 +78,21 @@ def _load(
         phase, owner, i, j = _tile(t, rank, num_m, num_n, world.size, GROUP)
         row = owner * m + i * BLOCK_M
         for k in range(0, K, BLOCK_K):
-            slot = acquire(it, empty, STAGES)
-            mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-            tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_ring.index(slot))
-            tma.async_copy_global_to_shared(b, [k, j * BLOCK_N], full.index(slot), b_ring.index(slot))
+            load_step(it, a, row, b, j * BLOCK_N, k, ring, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
             it += 1
-        finish = (phase == world.size - 1) & (world.size > 1)
-        if LEAVE_OUT != "links":
-            if finish:  # what the others have added up
+        if (phase == world.size - 1) & (world.size > 1):
+            if LEAVE_OUT != "links":  # what the others have added up
                 pl.wait(ready_ptr + (rank * num_m + i) * num_n + j, epoch, world)
-        for h in gl.static_range(2):  # lent for the finished tile
-            slot = acquire(it, empty, STAGES)
-            if finish:
-                where = half(b_ring, slot, BLOCK_M, BLOCK_N, HALF)
-                at = ((epoch & 1) * num_m + i) * BLOCK_M
-                mbarrier.expect(full.index(slot), BLOCK_M * BLOCK_N)
-                tma.async_copy_global_to_shared(total, [at, j * BLOCK_N + h * (BLOCK_N // 2)], full.index(slot), where)
-            else:
-                mbarrier.arrive(full.index(slot), count=1)
-            it += 1
-
-
-@gluon.jit
-def _compute(
-    a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, SIZE: gl.constexpr, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    tiles = gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    steps = gl.cdiv(K, BLOCK_K)
-    it = 0
-    j = 0
-    for t in range(first_tile(), SIZE * tiles, gl.num_programs(0)):
-        left, right = consume(it, steps, a_ring, b_ring, full, empty, BLOCK_M, BLOCK_N, STAGES, WARPS)
-        it += steps
-        if (t >= (SIZE - 1) * tiles) & (SIZE > 1):
-            store_half(left, it, b_ring, full, HALF, True, BLOCK_M, BLOCK_N, STAGES)
-            store_half(right, it + 1, b_ring, full, HALF, True, BLOCK_M, BLOCK_N, STAGES)
+            at = ((epoch & 1) * num_m + i) * BLOCK_M
+            lend_sum(it, total, at, j * BLOCK_N, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
         else:
-            store_half(left, it, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-            store_half(right, it + 1, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-        hand_over(j, tile_ready, tile_taken)
+            lend_halves(it, ring, STAGES)
         it += 2
-        j += 1
-
-
-@gluon.jit
-def _send(d1, d2, d3, d4, d5, d6, d7, phase, row, col, part, SIZE: gl.constexpr):
-    """Half a tile to its owner: the first in the chain stores, the others add."""
-    if phase == 0:
-        tma.async_copy_shared_to_global(d1, [row, col], part)
-    if SIZE > 2:
-        if phase == 1:
-            tma_reduce_add(d2, [row, col], part)
-    if SIZE > 3:
-        if phase == 2:
-            tma_reduce_add(d3, [row, col], part)
-    if SIZE > 4:
-        if phase == 3:
-            tma_reduce_add(d4, [row, col], part)
-    if SIZE > 5:
-        if phase == 4:
-            tma_reduce_add(d5, [row, col], part)
-    if SIZE > 6:
-        if phase == 5:
-            tma_reduce_add(d6, [row, col], part)
-    if SIZE > 7:
-        if phase == 6:
-            tma_reduce_add(d7, [row, col], part)
 
 
 @gluon.jit
 def _store(
-    out, d1, d2, d3, d4, d5, d6, d7, b_ring, empty, tile_ready, tile_taken, ready_ptr, m, N, K, epoch, world,
+    out, peers, ring, ready_ptr, m, N, K, epoch, world,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -162,26 +108,23 @@ def _store(
         row = ((epoch & 1) * num_m + i) * BLOCK_M
         mine = phase == world.size - 1
         it += steps
-        take_over(n, tile_ready, tile_taken)
+        take_over(n, ring)
         if LEAVE_OUT != "links":
             if (phase > 0) & (not mine):
                 pl.wait(counter, epoch, world)  # before adding: what the rank before me put there has landed
         for h in gl.static_range(2):
             col = j * BLOCK_N + h * (BLOCK_N // 2)
-            part = half(b_ring, (it + h) % STAGES, BLOCK_M, BLOCK_N, HALF)
+            part = half(it + h, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
             if mine:
                 tma.async_copy_shared_to_global(out, [i * BLOCK_M, col], part)
-            elif world.size > 1:
-                _send(d1, d2, d3, d4, d5, d6, d7, phase, row, col, part, world.size)
+            else:
+                pass_on(peers, phase, [row, col], part, world.size)
         tma.store_wait(0)
-        for h in gl.static_range(2):
-            mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
+        release_halves(it, ring, STAGES)
         if LEAVE_OUT != "links":
             if not mine:
                 # publish: to the next in the chain, who is at last the owner
-                ptx.drain(world)
-                ptx.cta_barrier()
-                ptx.fence("sys")
+                publish(world)
                 next_rank = (rank + world.size - 1) % world.size
                 gl.atomic_add(pl.peer(counter, next_rank, world), 1, sem="relaxed", scope="sys")
         it += 2
@@ -208,26 +151,17 @@ def gluon_chain_kernel(
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
-    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tile_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tile_taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
-    mbarrier.init(tile_ready, count=1)
-    mbarrier.init(tile_taken, count=1)
+    ring = open_ring(a, b, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    part = gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+    tiles = world.size * part
+    mine = tiles - part if world.size > 1 else tiles  # to my own part, the last, is added what the others have
     gl.warp_specialize(
         [
-            (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, world.size, HALF,
-                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-            (_load, (a, b, total, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world, HALF,
+            (consume, (ring, tiles, mine, K, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (_load, (a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
-            (_store, (out, d1, d2, d3, d4, d5, d6, d7, b_ring, empty, tile_ready, tile_taken, ready_ptr, m, N, K, epoch,
-                      world, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP,
-                      LEAVE_OUT)),
+            (_store, (out, (d1, d2, d3, d4, d5, d6, d7), ring, ready_ptr, m, N, K, epoch, world, HALF,
+                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],
@@ -292,20 +226,21 @@ def gluon_chain(
     part = (tiles.block_m, tiles.block_n // 2)
 
     def owners() -> list:
-        described = [descriptor(space.total.peer((world.rank + d) % size), part) for d in range(1, size)]
-        return described + [descriptor(space.total.plain(), part)] * (MAX_PEERS + 1 - len(described))
+        totals = [space.total.peer((world.rank + d) % size) for d in range(1, size)]
+        return peer_descriptors(totals, space.total.plain(), part)
 
     ready = space.ready
     if leave_out:  # counters of its own, which fall behind
         key = (CALL, leave_out, m, N, a.dtype, programs, tiles[:2])
         ready = world.workspace(key, lambda: signals(space.ready.numel(), world=world))
     targets = world.workspace((CALL, "gluon owners", space.total.data_ptr(), part), owners)
-    sent_to = [targets[-1]] * MAX_PEERS if leave_out else targets[:-1]
+    total = descriptor(space.total.plain(), part)
+    sent_to = [total] * MAX_PEERS if leave_out else targets
     cooperative(
         world, gluon_chain_kernel, (programs,),
         descriptor(a, (tiles.block_m, tiles.block_k)),
         descriptor(b, (tiles.block_k, tiles.block_n)),
-        targets[-1],
+        total,
         descriptor(out, part),
         *sent_to, ready, m, N, K, world.device,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,

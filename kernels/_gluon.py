@@ -75,11 +75,17 @@ def grouped(t, num_m, num_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def open_ring(a, b, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+def open_ring(
+    a, b, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """The ring of a program, empty: slots for A and for B, a barrier each for their being full and empty, and those of
-    `hand_over`."""
+    `hand_over`. TRANSPOSED, here and below: B lies in memory, and in the slots, as (N, K)."""
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
+    if TRANSPOSED:
+        b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
+    else:
+        b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
     full = open_barriers(STAGES)
     empty = open_barriers(STAGES)
     return a_ring, b_ring, full, empty, open_barriers(1), open_barriers(1)
@@ -113,7 +119,7 @@ def release_halves(it, ring, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_step(
-    it, a, row, b, col, k, ring,
+    it, a, row, b, col, k, ring, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the slot of step `it` with A from (row, k) and B from (k, col)."""
@@ -121,7 +127,10 @@ def load_step(
     slot = acquire(it, ring, STAGES)
     mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
     tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_ring.index(slot))
-    tma.async_copy_global_to_shared(b, [k, col], full.index(slot), b_ring.index(slot))
+    if TRANSPOSED:
+        tma.async_copy_global_to_shared(b, [col, k], full.index(slot), b_ring.index(slot))
+    else:
+        tma.async_copy_global_to_shared(b, [k, col], full.index(slot), b_ring.index(slot))
 
 
 @gluon.jit
@@ -169,7 +178,10 @@ def store_half(
 
 
 @gluon.jit
-def multiply(it, steps, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr):
+def multiply(
+    it, steps, ring, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     """The product of `steps` slots of the ring from step `it` on: its two halves of columns, fp32. One product is in
     flight while the next begins; a slot is free when the one after it has begun."""
     a_ring, b_ring, full, empty, _, _ = ring
@@ -180,7 +192,10 @@ def multiply(it, steps, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAG
     for k in range(steps):
         slot = it % STAGES
         mbarrier.wait(full.index(slot), (it // STAGES) & 1)
-        acc = warpgroup_mma(a_ring.index(slot), b_ring.index(slot), acc, is_async=True)
+        y = b_ring.index(slot)
+        if TRANSPOSED:
+            y = y.permute([1, 0])
+        acc = warpgroup_mma(a_ring.index(slot), y, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         if k > 0:
             mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
@@ -196,7 +211,7 @@ def multiply(it, steps, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAG
 
 @gluon.jit
 def consume(
-    ring, tiles, mine, K, HALF: gl.constexpr,
+    ring, tiles, mine, K, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers, for this program's share of `tiles`. To those from tile `mine` on they add what the loader has put
@@ -205,7 +220,7 @@ def consume(
     it = 0
     j = 0
     for t in range(first_tile(), tiles, gl.num_programs(0)):
-        left, right = multiply(it, steps, ring, BLOCK_M, BLOCK_N, STAGES, WARPS)
+        left, right = multiply(it, steps, ring, TRANSPOSED, BLOCK_M, BLOCK_N, STAGES, WARPS)
         it += steps
         if t >= mine:
             store_half(left, it, ring, HALF, True, BLOCK_M, BLOCK_N, STAGES)
@@ -308,6 +323,11 @@ def check(call: str, world: World, *tensors: torch.Tensor) -> None:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version != (3, 6):
         raise Unsupported.here(f"{call}(schedule='gluon')", f"found Triton {triton.__version__}", "wanted Triton 3.6")
+
+
+def weights_descriptor(b: torch.Tensor, transposed: bool, tiles: Tiles) -> TensorDescriptor:
+    """The TMA descriptor of B, that is stored (K, N), or (N, K) if `transposed`."""
+    return descriptor(b, (tiles.block_n, tiles.block_k) if transposed else (tiles.block_k, tiles.block_n))
 
 
 def peer_descriptors(tensors: Sequence[torch.Tensor], unused: torch.Tensor, block: tuple[int, ...]) -> list:

@@ -48,8 +48,9 @@ from ._gluon import (
     ring_bytes,
     take_over,
     to_peers,
+    weights_descriptor,
 )
-from ._matmul import Tiles
+from ._matmul import Tiles, stored
 
 CALL = "all_gather_matmul"
 
@@ -90,7 +91,7 @@ def _task(t, num_m, num_tasks_k, PER_CHUNK: gl.constexpr, UNITS_M: gl.constexpr,
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
 def _load(
-    a, inbox, b, ring, ready_ptr, m, N, K, epoch, world,
+    a, inbox, b, ring, ready_ptr, m, N, K, epoch, world, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     UNITS_M: gl.constexpr, TASK: gl.constexpr, CHUNK: gl.constexpr, LEAVE_OUT: gl.constexpr, push_rows,
 ):  # fmt: skip
@@ -111,9 +112,11 @@ def _load(
                     pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch * arrivals, world)
             for k in range(start, end, BLOCK_K):
                 if own:
-                    load_step(it, a, i * BLOCK_M, b, j * BLOCK_N, k, ring, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+                    load_step(
+                        it, a, i * BLOCK_M, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+                    )
                 else:
-                    load_step(it, inbox, row, b, j * BLOCK_N, k, ring, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+                    load_step(it, inbox, row, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
                 it += 1
         lend_halves(it, ring, STAGES)
         it += 2
@@ -217,7 +220,7 @@ def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
     x,  # the same, in units
     inbox,  # (2 * size * padded m, K) this rank's, blocks of BLOCK_M x BLOCK_K; halves by the parity of the launch
-    b,  # (K, N) this rank's
+    b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M x BLOCK_N / 2
     d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, ..., in units; those past size - 1 are not used
     ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts what rank r has pushed of each chunk
@@ -231,13 +234,13 @@ def gluon_push_kernel(
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr, LAG: gl.constexpr,
-    CHUNK: gl.constexpr, HALF: gl.constexpr, REGISTERS: gl.constexpr,
+    CHUNK: gl.constexpr, HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
     LEAVE_OUT: gl.constexpr,  # for measurements: "wait" is left out, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
-    ring = open_ring(a, b, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     buffers = gl.allocate_shared_memory(x.dtype, [BUFFERS, UNIT_M, UNIT_K], x.layout)
     bars = open_barriers(BUFFERS)
     UNITS_M: gl.constexpr = BLOCK_M // UNIT_M
@@ -246,8 +249,8 @@ def gluon_push_kernel(
     if world.size > 1:
         gl.warp_specialize(
             [
-                (consume, (ring, tiles, tiles, K, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world,
+                (consume, (ring, tiles, tiles, K, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world, TRANSPOSED,
                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
                 (_store, (c, ring, rows, N, K, world.rank, world.size,
                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
@@ -260,8 +263,8 @@ def gluon_push_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (ring, tiles, tiles, K, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world,
+                (consume, (ring, tiles, tiles, K, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world, TRANSPOSED,
                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
                 (_store, (c, ring, rows, N, K, world.rank, world.size,
                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
@@ -358,7 +361,8 @@ def gluon_push(
     measurements, "wait" or "product", or "push" for both waiting and pushing; the result is then nobody's. Raises
     Unsupported, ShapeError."""
     tiles, plan = tiles or TILES, plan or PushPlan()
-    check(CALL, world, a, b, out)
+    rows_b, transposed = stored(b)
+    check(CALL, world, a, rows_b, out)
     check_tiles(CALL, tiles, world)
     check_plan(plan, tiles, world)
     (m, K), N, size = a.shape, b.shape[1], world.size
@@ -392,13 +396,13 @@ def gluon_push(
         descriptor(a, (tiles.block_m, tiles.block_k)),
         descriptor(a, unit),
         descriptor(space.inbox.plain(), (tiles.block_m, tiles.block_k)),
-        descriptor(b, (tiles.block_k, tiles.block_n)),
+        weights_descriptor(rows_b, transposed, tiles),
         descriptor(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2)),
         *targets, ready, m, N, K, num_comm, plan.nap, plan.push_rows,
         0 if leave_out == "product" else m, world.device,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
         UNIT_M=plan.unit_m, UNIT_K=plan.unit_k, UNITS=plan.units, BUFFERS=plan.buffers, LAG=plan.lag, CHUNK=plan.chunk,
-        HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=REGISTERS,
+        HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=REGISTERS, TRANSPOSED=transposed,
         LEAVE_OUT="wait" if leave_out in ("wait", "push") or size == 1 else "",
         num_warps=CONSUMER_WARPS,
     )  # fmt: skip

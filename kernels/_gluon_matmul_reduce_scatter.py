@@ -49,8 +49,9 @@ from ._gluon import (
     publish,
     release_halves,
     take_over,
+    weights_descriptor,
 )
-from ._matmul import Tiles
+from ._matmul import Tiles, stored
 
 CALL = "matmul_reduce_scatter"
 
@@ -66,7 +67,7 @@ def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr):
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
 def _load(
-    a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF: gl.constexpr,
+    a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -78,7 +79,7 @@ def _load(
         phase, owner, i, j = _tile(t, rank, num_m, num_n, world.size, GROUP)
         row = owner * m + i * BLOCK_M
         for k in range(0, K, BLOCK_K):
-            load_step(it, a, row, b, j * BLOCK_N, k, ring, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+            load_step(it, a, row, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
             it += 1
         if (phase == world.size - 1) & (world.size > 1):
             if LEAVE_OUT != "links":  # what the others have added up
@@ -135,7 +136,7 @@ def _store(
 @gluon.jit
 def gluon_chain_kernel(
     a,  # (size * m, K) this rank's, blocks of BLOCK_M x BLOCK_K
-    b,  # (K, N) this rank's, blocks of BLOCK_K x BLOCK_N
+    b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     total,  # (2 * padded m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2; halves by the parity of the launch
     out,  # (m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2
     d1, d2, d3, d4, d5, d6, d7,  # the totals of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
@@ -145,20 +146,20 @@ def gluon_chain_kernel(
     K,
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    HALF: gl.constexpr, REGISTERS: gl.constexpr,
+    HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
     LEAVE_OUT: gl.constexpr,  # for measurements: "links" leaves out waits and signals, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
-    ring = open_ring(a, b, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     part = gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     tiles = world.size * part
     mine = tiles - part if world.size > 1 else tiles  # to my own part, the last, is added what the others have
     gl.warp_specialize(
         [
-            (consume, (ring, tiles, mine, K, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-            (_load, (a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF,
+            (consume, (ring, tiles, mine, K, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (_load, (a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
             (_store, (out, (d1, d2, d3, d4, d5, d6, d7), ring, ready_ptr, m, N, K, epoch, world, HALF,
                       BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
@@ -211,7 +212,8 @@ def gluon_chain(
     for measurements, "links": everything stays on this rank, and the result is nobody's. Raises Unsupported,
     ShapeError."""
     tiles = tiles or TILES
-    check(CALL, world, a, b, out)
+    rows_b, transposed = stored(b)
+    check(CALL, world, a, rows_b, out)
     check_tiles(CALL, tiles, world)
     (M, K), N, size = a.shape, b.shape[1], world.size
     m = M // size
@@ -239,12 +241,12 @@ def gluon_chain(
     cooperative(
         world, gluon_chain_kernel, (programs,),
         descriptor(a, (tiles.block_m, tiles.block_k)),
-        descriptor(b, (tiles.block_k, tiles.block_n)),
+        weights_descriptor(rows_b, transposed, tiles),
         total,
         descriptor(out, part),
         *sent_to, ready, m, N, K, world.device,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
-        HALF=layout(a.dtype, *part), REGISTERS=REGISTERS, LEAVE_OUT=leave_out,
+        HALF=layout(a.dtype, *part), REGISTERS=REGISTERS, TRANSPOSED=transposed, LEAVE_OUT=leave_out,
         num_warps=CONSUMER_WARPS,
     )  # fmt: skip
     return out

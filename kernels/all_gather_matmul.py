@@ -38,7 +38,9 @@ from ._matmul import (
     padded,
     stack,
     store_tile,
+    stored,
     tile_pointers,
+    weights,
 )
 
 Shard = Literal["rows", "columns"]
@@ -53,7 +55,7 @@ def reference(shards: Sequence[torch.Tensor], b: torch.Tensor, shard: Shard = "r
 @triton.jit
 def pull_kernel(
     a_ptr,  # (m, k) on every rank; all ranks read it
-    b_ptr,  # (K, N) this rank's; K is k, or size * k if COLUMNS
+    b_ptr,  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
     out_ptr,  # (size * m, N), or (m, N) if COLUMNS; this rank's
     bar_ptr,  # int32 (programs,) on every rank
     m,
@@ -62,6 +64,7 @@ def pull_kernel(
     world,
     COLUMNS: tl.constexpr,
     TMA: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -72,7 +75,8 @@ def pull_kernel(
     num_m = tl.cdiv(m, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     shards: tl.constexpr = 1 if COLUMNS else world.size
-    b = stack(b_ptr, world.size if COLUMNS else 1, k, N, N, BLOCK_K, BLOCK_N, TMA)
+    b_shards: tl.constexpr = world.size if COLUMNS else 1
+    b = weights(b_ptr, b_shards, k, N, BLOCK_K, BLOCK_N, TMA, TRANSPOSED)
     out = stack(out_ptr, shards, m, N, N, BLOCK_M, BLOCK_N, TMA)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's shard is complete
     for t in range(pid, shards * num_m * num_n, tl.num_programs(0)):
@@ -86,11 +90,11 @@ def pull_kernel(
             for d in range(world.size):
                 source = (rank + d) % world.size
                 a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
-                acc = accumulate(acc, a, 0, b, source, row, col, m, N, k, k, N, TMA, BLOCK_K)
+                acc = accumulate(acc, a, 0, b, source, b_shards, row, col, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
             store_tile(out, 0, acc, row, col, m, N, N, TMA)
         else:
             a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
-            acc = accumulate(acc, a, 0, b, 0, row, col, m, N, k, k, N, TMA, BLOCK_K)
+            acc = accumulate(acc, a, 0, b, 0, b_shards, row, col, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
             store_tile(out, source, acc, row, col, m, N, N, TMA)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
 
@@ -101,7 +105,7 @@ class Push(NamedTuple):
     ahead has everybody's signals of this one, but not everybody need have finished reading."""
 
     a_ptr: Any  # (m, k) this rank's; only this rank reads it
-    b_ptr: Any  # (K, N) this rank's; K is k, or size * k if COLUMNS
+    b_ptr: Any  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
     out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS; this rank's
     inbox_ptr: Any  # (2, size, m, ld) on every rank; rank r stores [:, r] of all the others
     ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks that rank r has stored of its row block i
@@ -113,6 +117,7 @@ class Push(NamedTuple):
     num_comm_sms: Any
     COLUMNS: tl.constexpr
     TMA: tl.constexpr
+    TRANSPOSED: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr
@@ -132,7 +137,10 @@ def _add_shard(acc, source, b_index, i, col, p, world, epoch, b):
         lda = tl.cast(p.ld, tl.int32)
     # Made for each shard, because a loop over mine beside one over the inbox would need shared memory of its own.
     a = stack(a_ptr, 1, p.m, p.k, lda, p.BLOCK_M, p.BLOCK_K, p.TMA)
-    return accumulate(acc, a, 0, b, b_index, i * p.BLOCK_M, col, p.m, p.N, p.k, lda, p.N, p.TMA, p.BLOCK_K)
+    shards: tl.constexpr = world.size if p.COLUMNS else 1
+    return accumulate(
+        acc, a, 0, b, b_index, shards, i * p.BLOCK_M, col, p.m, p.N, p.k, lda, p.TMA, p.TRANSPOSED, p.BLOCK_K
+    )
 
 
 @triton.jit
@@ -180,7 +188,7 @@ def push_kernel(p, world):
     shards: tl.constexpr = 1 if p.COLUMNS else world.size
     tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
     chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
-    b = stack(p.b_ptr, world.size if p.COLUMNS else 1, p.k, p.N, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA)
+    b = weights(p.b_ptr, world.size if p.COLUMNS else 1, p.k, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA, p.TRANSPOSED)
     out = stack(p.out_ptr, shards, p.m, p.N, p.N, p.BLOCK_M, p.BLOCK_N, p.TMA)
     pl.lcsc(_compute, _push_chunk, (p, world, epoch, b, out), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
 
@@ -219,7 +227,8 @@ def all_gather_matmul(
     """The product of the gathered A with this rank's `b`. Collective.
 
     a: this rank's shard (m, k), the same shape on every rank, symmetric if mode is "pull"; b: (k, N), or (size
-    * k, N) if shard is "columns"; bf16, fp16 or fp32, both contiguous. out: (size * m, N), or (m, N) if shard
+    * k, N) if shard is "columns"; bf16, fp16 or fp32; a contiguous, b contiguous or the transposed view of a contiguous
+    tensor, as w.t() of nn.Linear's weight. out: (size * m, N), or (m, N) if shard
     is "columns", of a's dtype; a new tensor where None. Sums in fp32 and rounds once. Returns `out`, complete; `a` may
     be overwritten at once.
 
@@ -248,12 +257,11 @@ def all_gather_matmul(
     given = {"num_comm_sms": num_comm_sms, "chunk": chunk, "unit": unit, "push_rows": push_rows, "nap": nap}
     tuned: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     _common.check_choice(call, "shard", shard, ("rows", "columns"), world)
-    check_operands(call, a, b, world, peers=mode == "pull")
     tiles = check_tiles(call, tiles, world)
     chosen = mode is None and tiles is None and not tuned
     columns = shard == "columns"
+    check_operands(call, a, b, world, shards=world.size if columns else 1, peers=mode == "pull")
     (m, k), N, size = a.shape, b.shape[1], world.size
-    _common.check_tensor(call, "b", b, world, shape=(size * k if columns else k, N))
     shape = (m if columns else size * m, N)
     if out is not None:
         _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
@@ -281,6 +289,7 @@ def all_gather_matmul(
         result = _forms.operand(out)
         gluon_push(_forms.operand(a), _forms.operand(b), result, world, plan, tiles)
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
+    b, transposed = stored(b)
     tma = _common.aligned(a, b, out)
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     tasks = (1 if columns else size) * num_m * num_n
@@ -288,7 +297,7 @@ def all_gather_matmul(
         grid = (_common.num_programs(world, tasks),)
         cooperative(
             world, pull_kernel, grid, a, b, out, _common.barrier_counters(world), m, N, k, world.device, columns, tma,
-            *tiles[:4], **tiles.launch_options(),
+            transposed, *tiles[:4], **tiles.launch_options(),
         )  # fmt: skip
         return out
 
@@ -305,9 +314,9 @@ def all_gather_matmul(
     args = Push(
         a_ptr=a, b_ptr=b, out_ptr=out, inbox_ptr=space.inbox, ready_ptr=space.counters,
         queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=ld, num_comm_sms=max(1, min(num_comm_sms, programs - 1)),
-        COLUMNS=tl.constexpr(columns), TMA=tl.constexpr(tma), BLOCK_M=tl.constexpr(tiles.block_m),
-        BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk),
-        GROUP=tl.constexpr(tiles.group),
+        COLUMNS=tl.constexpr(columns), TMA=tl.constexpr(tma), TRANSPOSED=tl.constexpr(transposed),
+        BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k),
+        CHUNK=tl.constexpr(chunk), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     cooperative(world, push_kernel, (programs,), args, world.device, **tiles.launch_options())
     return out

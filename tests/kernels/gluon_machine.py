@@ -65,6 +65,9 @@ class Shared:
         assert np.shares_memory(view, self.data)
         return Shared(view)
 
+    def permute(self, order: list[int]) -> Shared:
+        return Shared(self.data.transpose(order))
+
     def load(self, layout: Any) -> Tile:
         return Tile(self.data.copy())
 

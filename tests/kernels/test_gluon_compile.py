@@ -92,15 +92,19 @@ def launched(monkeypatch):
     )
 
 
-def product(world, m, N, K, dtype=torch.bfloat16, **options):
+def lying(b, transposed):
+    return b.t().contiguous().t() if transposed else b
+
+
+def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
-    push.gluon_push(a, b, out, world, **options)
+    push.gluon_push(a, lying(b, transposed), out, world, **options)
     return world.kernels[-1][:3]
 
 
-def scatter(world, m, N, K, dtype=torch.bfloat16, **options):
+def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
-    chain.gluon_chain(a, b, out, world, **options)
+    chain.gluon_chain(a, lying(b, transposed), out, world, **options)
     return world.kernels[-1][:3]
 
 
@@ -184,6 +188,19 @@ def test_chain_on_any_number_of_ranks(launched, tmp_path, size):
     assert_fits(kernel, grid, tmp_path)
 
 
+@pytest.mark.parametrize("call", [product, scatter])
+@pytest.mark.parametrize("tiles", [TILES, NARROW])
+def test_transposed_weights(launched, tmp_path, call, tiles):
+    kernel, grid, _ = call(launched(2), 1024, 1024, 1024, tiles=tiles, transposed=True)
+    assert_fits(kernel, grid, tmp_path)
+    sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
+    assert len(re.findall(rf"HGMMA\.64x{tiles.block_n}x16\.F32\.BF16", sass)) == 4
+    # the bit before the last: B lies with its columns one behind the other, as it does not here
+    row_major = call(launched(2), 1024, 1024, 1024, tiles=tiles)[0]
+    transposes = [set(re.findall(r"wgmma\.mma_async[^;]*, (\d), (\d);", k.asm["ptx"])) for k in (kernel, row_major)]
+    assert transposes == [{("0", "0")}, {("0", "1")}]
+
+
 def test_fp16(launched, tmp_path):
     for call in (product, scatter):
         kernel, grid, _ = call(launched(), 512, 512, 512, torch.float16)
@@ -233,14 +250,28 @@ def operators(launched, monkeypatch):
     return launched
 
 
-def gather_call(world, m, N, K, dtype=torch.bfloat16, **options):
-    a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
-    assert all_gather_matmul(a, b, out, world=world, **options) is out
+def test_transposed_weights_through_the_operators(operators, tmp_path):
+    """Where k is padded, too."""
+    for call in (gather_call, scatter_call):
+        world = operators()
+        call(world, 333, 1032, 1544, transposed=True)
+        kernel, grid, options, _ = world.kernels[-1]
+        assert options["TRANSPOSED"]
+        assert_fits(kernel, grid, tmp_path)
+    world = operators()
+    scatter_call(world, 128, 64, 61, transposed=True)
+    assert world.kernels[-1][2]["TRANSPOSED"]
 
 
-def scatter_call(world, m, N, K, dtype=torch.bfloat16, **options):
+def gather_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+    rows = world.size * K if options.get("shard") == "columns" else K
+    a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (rows, N), (world.size * m, N)))
+    assert all_gather_matmul(a, lying(b, transposed), out, world=world, **options) is out
+
+
+def scatter_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
-    assert matmul_reduce_scatter(a, b, out, world=world, **options) is out
+    assert matmul_reduce_scatter(a, lying(b, transposed), out, world=world, **options) is out
 
 
 SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (1, 8, 8)]

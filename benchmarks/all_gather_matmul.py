@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks._operators import Case, group_name, main, normal
-from pkt.kernels._gluon import GluonTiles
+from pkt.kernels._gluon import TILES
 from pkt.kernels._gluon_all_gather_matmul import PushPlan, gluon_push
 from pkt.kernels._matmul import Tiles
 from pkt.kernels.all_gather_matmul import all_gather_matmul
@@ -33,34 +33,40 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt push, 16 SMs, 128x128": {"num_comm_sms": 16, "tiles": SQUARE},
     "pkt pull, 128x256": {"mode": "pull", "tiles": WIDE},
 }
-DEEP = GluonTiles(stages=3)  # leaves 80 KB for the communicator's buffers
-GLUON: dict[str, dict[str, Any]] = {
-    # what one part takes, the others left out; the first launch of the next one has filled the inbox they read
-    "pkt gluon, 132 x 64x64": {},
+DEEP = TILES._replace(num_stages=3)  # leaves 80 KB for the communicator's buffers
+
+
+def gluon(
+    num_comm_sms: int, chunk: int = 512, unit: tuple[int, ...] = (64, 64, 1, 2, 1), **more: Any
+) -> dict[str, Any]:
+    return {"mode": "gluon", "num_comm_sms": num_comm_sms, "chunk": chunk, "unit": unit} | more
+
+
+# what one part takes, the others left out; the first launch of "pkt gluon" has filled the inbox they read
+PARTS: dict[str, dict[str, Any]] = {
     "(gluon, product alone)": {"leave_out": "push"},
     "(gluon, product alone, 3 slots)": {"leave_out": "push", "tiles": DEEP},
-    "(gluon, product alone, groups of 16)": {"leave_out": "push", "tiles": GluonTiles(group=16)},
+    "(gluon, product alone, groups of 16)": {"leave_out": "push", "tiles": TILES._replace(group=16)},
     "(gluon, push alone, 132)": {"leave_out": "product"},
     "(gluon, push alone, 32)": {"leave_out": "product", "plan": PushPlan(32)},
     "(gluon, both, no waits)": {"leave_out": "wait"},
-    "pkt gluon, 64 x 64x64": {"plan": PushPlan(64)},
-    "pkt gluon, 32 x 64x64": {"plan": PushPlan(32)},
-    "pkt gluon, 16 x 64x64": {"plan": PushPlan(16)},
-    "pkt gluon, 8 x 64x64": {"plan": PushPlan(8)},
-    "pkt gluon, 132, rest 2 us": {"plan": PushPlan(132, nap=2000)},
-    "pkt gluon, 132, rest 8 us": {"plan": PushPlan(132, nap=8000)},
-    "pkt gluon, 132, chunks of 1024": {"plan": PushPlan(132, chunk=1024)},
-    "pkt gluon, 132, chunks of 256": {"plan": PushPlan(132, chunk=256)},
-    "pkt gluon, 132, rows one by one": {"plan": PushPlan(132, push_rows=1)},
-    "pkt gluon, 32, 2 units a signal": {"plan": PushPlan(32, units=2, lag=2)},
-    "pkt gluon, 16, 128x64 x 4, 3 slots": {
-        "plan": PushPlan(16, unit_m=128, units=2, buffers=4, lag=2), "tiles": DEEP,
-    },
-    "pkt gluon, 8, 128x64 x 4, 3 slots": {
-        "plan": PushPlan(8, unit_m=128, units=2, buffers=4, lag=2), "tiles": DEEP,
-    },
-    "pkt gluon, 132, 128x128 tiles": {"plan": PushPlan(132), "tiles": GluonTiles(128, 128, 64, 6)},
-}  # fmt: skip
+}
+GLUON: dict[str, dict[str, Any]] = {
+    "pkt gluon, 132 x 64x64": gluon(132),
+    "pkt gluon, 64 x 64x64": gluon(64),
+    "pkt gluon, 32 x 64x64": gluon(32),
+    "pkt gluon, 16 x 64x64": gluon(16),
+    "pkt gluon, 8 x 64x64": gluon(8),
+    "pkt gluon, 132, rest 2 us": gluon(132, nap=2000),
+    "pkt gluon, 132, rest 8 us": gluon(132, nap=8000),
+    "pkt gluon, 132, chunks of 1024": gluon(132, 1024),
+    "pkt gluon, 132, chunks of 256": gluon(132, 256),
+    "pkt gluon, 132, rows one by one": gluon(132, push_rows=1),
+    "pkt gluon, 32, 2 units a signal": gluon(32, unit=(64, 64, 2, 2, 2)),
+    "pkt gluon, 16, 128x64 x 4, 3 slots": gluon(16, unit=(128, 64, 2, 4, 2), tiles=DEEP),
+    "pkt gluon, 8, 128x64 x 4, 3 slots": gluon(8, unit=(128, 64, 2, 4, 2), tiles=DEEP),
+    "pkt gluon, 132, 128x128 tiles": gluon(132, tiles=Tiles(128, 128, 64, num_stages=6)),
+}
 QUICK = {
     "pkt push, 1 SM": {"num_comm_sms": 1, "tiles": SMALL, "chunk": 64},
     "pkt push, 3 SMs": {"num_comm_sms": 3, "tiles": SMALL, "chunk": 32},
@@ -71,7 +77,15 @@ QUICK = {
 def variants(device: str, quick: bool) -> list[str]:
     if device == "cpu":
         return list(QUICK)
-    return [*BASELINES, "pkt default", *GLUON, *(name for name in PLAIN if name != "pkt default")]
+    first = "pkt gluon, 132 x 64x64"
+    return [
+        *BASELINES,
+        "pkt default",
+        first,
+        *PARTS,
+        *(n for n in GLUON if n != first),
+        *(name for name in PLAIN if name != "pkt default"),
+    ]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -88,21 +102,21 @@ def case(world: Any, N: int) -> Case:
         rows = [normal((m, N), r, device).float() @ b.float() for r in range(world.size)]
         return torch.cat(rows)
 
-    for name, options in (QUICK if device.type == "cpu" else PLAIN).items():
+    for name, options in (QUICK if device.type == "cpu" else PLAIN | GLUON).items():
         if options.get("mode") == "pull":
             runs[name] = _pull(world, a, b, out, options)
         else:
             runs[name] = lambda options=options: all_gather_matmul(a, b, out, world=world, **options)
     if device.type == "cuda":
         runs |= _baselines(world, a, b, out)
-        runs |= _gluon(world, a, b, out)
+        runs |= {name: lambda o=options: gluon_push(a, b, out, world, **o) for name, options in PARTS.items()}
     return Case(
         nbytes=(world.size - 1) * m * N * 2.0,
         flops=2.0 * N * n * N,
         variants=runs,
         exact=exact,
         scaled=a,
-        unchecked=frozenset({"cuBLAS alone", *(name for name in GLUON if name.startswith("("))}),
+        unchecked=frozenset({"cuBLAS alone", *PARTS}),
     )
 
 
@@ -115,10 +129,6 @@ def _pull(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, optio
         return all_gather_matmul(shard, b, out, world=world, **options)
 
     return run
-
-
-def _gluon(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
-    return {name: lambda options=options: gluon_push(a, b, out, world, **options) for name, options in GLUON.items()}
 
 
 def _baselines(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:

@@ -21,9 +21,10 @@ import torch
 import pkt
 from benchmarks import _operators
 from benchmarks._operators import distance, normal
-from pkt.kernels._gluon import GluonTiles
-from pkt.kernels._gluon_all_gather_matmul import PushPlan, gluon_push
-from pkt.kernels._gluon_matmul_reduce_scatter import gluon_chain
+from pkt.kernels._gluon import TILES
+from pkt.kernels._matmul import Tiles
+from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.runtime import workers
 
 SHARES = {"all_gather_matmul": 0.46, "matmul_reduce_scatter": 0.27, "matmul_all_reduce": 0.12, "collectives": 0.15}
@@ -37,17 +38,19 @@ def check(world: Any) -> list[str]:
     for m, N, K in SHAPES:
         device, size = world.torch_device, world.size
         b, rows = normal((K, N), 100 + world.rank, device), normal((size * m, K), world.rank, device)
-        for tiles in (GluonTiles(), GluonTiles(128, 128, 64, 6)):
-            plan = PushPlan() if tiles.block_n == 256 else PushPlan(5, units=2, buffers=3, lag=2, chunk=256)
+        for tiles in (TILES, Tiles(128, 128, 64, num_stages=6)):
+            plan: dict[str, Any] = {"num_comm_sms": 132, "chunk": 512, "unit": (64, 64, 1, 2, 1)}
+            if tiles.block_n == 128:
+                plan = {"num_comm_sms": 5, "chunk": 256, "unit": (64, 64, 2, 3, 2)}
             worst = [0.0, 0.0]
             for launch in range(3):
                 shards = [normal((m, K), 10 * launch + r, device) for r in range(size)]
                 out = torch.full((size * m, N), float("nan"), dtype=torch.bfloat16, device=device)
-                gluon_push(shards[world.rank], b, out, world, plan, tiles)
+                all_gather_matmul(shards[world.rank], b, out, mode="gluon", tiles=tiles, **plan)
                 worst[0] = max(worst[0], distance(out, torch.cat(shards).float() @ b.float(), 1.0))
                 scale = float((-2) ** launch)
                 part = torch.full((m, N), float("nan"), dtype=torch.bfloat16, device=device)
-                gluon_chain(rows * scale, b, part, world, tiles)
+                matmul_reduce_scatter(rows * scale, b, part, mode="chain", tiles=tiles)
                 exact = torch.zeros(m, N, device=device)
                 for r in range(size):
                     theirs = normal((size * m, K), r, device)[world.rank * m : (world.rank + 1) * m]

@@ -10,6 +10,7 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common
+from ._matmul import stored
 
 MAX_RANKS = 8
 """Ranks that a Gluon kernel has TMA descriptors for; `_gluon.MAX_PEERS` are the others."""
@@ -57,7 +58,7 @@ def gluon(call: str, mode: str, asked: bool, chosen: bool, world: World, dtype: 
 
 
 def operand(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` for a TMA descriptor: where it begins elsewhere than at a multiple of 16 bytes, a copy. No reason to
-    choose another form, because the peers' tensors may begin elsewhere."""
+    """`tensor` for a TMA descriptor: where it begins elsewhere than at a multiple of 16 bytes, a copy that lies as it
+    does. No reason to choose another form, because the peers' tensors may begin elsewhere."""
     plain = tensor.plain() if isinstance(tensor, SymmetricTensor) else tensor
-    return plain if _common.aligned(plain) else plain.clone()
+    return plain if _common.aligned(stored(plain)[0]) else plain.clone()

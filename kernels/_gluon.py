@@ -11,7 +11,8 @@ Written for Triton 3.6 (`check`): later versions renamed parts of Gluon.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -21,19 +22,24 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pkt.errors import ShapeError, Unsupported
+from pkt.language import ptx
 from pkt.runtime.world import World
 
 from . import _common
+from ._matmul import Tiles
 
 MAX_PEERS = 7
 """Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
 CONSUMER_WARPS = 8
+REGISTERS = 72
+"""A thread of the other warps."""
 SHARED = 232448
 """Bytes of shared memory that a program may have on sm_90."""
 
@@ -69,40 +75,116 @@ def grouped(t, num_m, num_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def acquire(it, empty, STAGES: gl.constexpr):
+def open_ring(
+    a, b, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The ring of a program, empty: slots for A and for B, a barrier each for their being full and empty, and those of
+    `hand_over`. TRANSPOSED, here and below: B lies in memory, and in the slots, as (N, K)."""
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
+    if TRANSPOSED:
+        b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
+    else:
+        b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
+    full = open_barriers(STAGES)
+    empty = open_barriers(STAGES)
+    return a_ring, b_ring, full, empty, open_barriers(1), open_barriers(1)
+
+
+@gluon.jit
+def open_barriers(COUNT: gl.constexpr):
+    """`COUNT` barriers for one arrival each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
+
+
+@gluon.jit
+def acquire(it, ring, STAGES: gl.constexpr):
     """The slot that step `it` of the ring fills next, once it is free."""
+    _, _, _, empty, _, _ = ring
     slot = it % STAGES
     mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
     return slot
 
 
 @gluon.jit
-def half(b_ring, slot, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """A slot's part for B, seen as the half of a tile that it was lent for."""
-    return b_ring.index(slot)._reinterpret(b_ring.dtype, [BLOCK_M, BLOCK_N // 2], LAYOUT)
+def release_halves(it, ring, STAGES: gl.constexpr):
+    """The two slots lent at step `it` are free again."""
+    _, _, _, empty, _, _ = ring
+    for h in gl.static_range(2):
+        mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
+
+
+@gluon.jit
+def load_step(
+    it, a, row, b, col, k, ring, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the slot of step `it` with A from (row, k) and B from (k, col)."""
+    a_ring, b_ring, full, _, _, _ = ring
+    slot = acquire(it, ring, STAGES)
+    mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+    tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_ring.index(slot))
+    if TRANSPOSED:
+        tma.async_copy_global_to_shared(b, [col, k], full.index(slot), b_ring.index(slot))
+    else:
+        tma.async_copy_global_to_shared(b, [k, col], full.index(slot), b_ring.index(slot))
+
+
+@gluon.jit
+def lend_halves(it, ring, STAGES: gl.constexpr):
+    """Lend the slots of steps `it` and `it` + 1, empty, for the halves of a finished tile."""
+    _, _, full, _, _, _ = ring
+    for h in gl.static_range(2):
+        slot = acquire(it + h, ring, STAGES)
+        mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def lend_sum(
+    it, total, row, col, ring,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """As `lend_halves`, with the tile of `total` at (row, col) in them."""
+    _, _, full, _, _, _ = ring
+    for h in gl.static_range(2):
+        slot = acquire(it + h, ring, STAGES)
+        mbarrier.expect(full.index(slot), BLOCK_M * BLOCK_N)
+        where = half(it + h, ring, BLOCK_M, BLOCK_N, STAGES, LAYOUT)
+        tma.async_copy_global_to_shared(total, [row, col + h * (BLOCK_N // 2)], full.index(slot), where)
+
+
+@gluon.jit
+def half(it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
+    """A slot's part for B, seen as the half of a tile that it was lent for at step `it`."""
+    _, b_ring, _, _, _, _ = ring
+    return b_ring.index(it % STAGES)._reinterpret(b_ring.dtype, [BLOCK_M, BLOCK_N // 2], LAYOUT)
 
 
 @gluon.jit
 def store_half(
-    part, it, b_ring, full, LAYOUT: gl.constexpr, ADD: gl.constexpr,
+    part, it, ring, LAYOUT: gl.constexpr, ADD: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Put half a tile, fp32, into the slot lent at step `it`; with ADD add to it what the loader has put there."""
-    slot = it % STAGES
-    mbarrier.wait(full.index(slot), (it // STAGES) & 1)
-    where = half(b_ring, slot, BLOCK_M, BLOCK_N, LAYOUT)
+    _, b_ring, full, _, _, _ = ring
+    mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
+    where = half(it, ring, BLOCK_M, BLOCK_N, STAGES, LAYOUT)
     if ADD:
         part += where.load(part.type.layout).to(gl.float32)
     where.store(part.to(b_ring.dtype))
 
 
 @gluon.jit
-def consume(
-    it, steps, a_ring, b_ring, full, empty,
+def multiply(
+    it, steps, ring, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The product of `steps` slots of the ring from step `it` on: its two halves of columns, fp32. One product is in
     flight while the next begins; a slot is free when the one after it has begun."""
+    a_ring, b_ring, full, empty, _, _ = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -110,7 +192,10 @@ def consume(
     for k in range(steps):
         slot = it % STAGES
         mbarrier.wait(full.index(slot), (it // STAGES) & 1)
-        acc = warpgroup_mma(a_ring.index(slot), b_ring.index(slot), acc, is_async=True)
+        y = b_ring.index(slot)
+        if TRANSPOSED:
+            y = y.permute([1, 0])
+        acc = warpgroup_mma(a_ring.index(slot), y, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         if k > 0:
             mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
@@ -125,30 +210,98 @@ def consume(
 
 
 @gluon.jit
-def hand_over(j, ready, taken):
-    """Tell the storer that the halves of this program's j-th tile are in their slots."""
-    fence_async_shared()
-    # Not before it has seen the tile before: a barrier's phase is one bit.
-    mbarrier.wait(taken, (j & 1) ^ 1)
-    mbarrier.arrive(ready, count=1)
+def consume(
+    ring, tiles, mine, K, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The consumers, for this program's share of `tiles`. To those from tile `mine` on they add what the loader has put
+    into the slots that it lends."""
+    steps = gl.cdiv(K, BLOCK_K)
+    it = 0
+    j = 0
+    for t in range(first_tile(), tiles, gl.num_programs(0)):
+        left, right = multiply(it, steps, ring, TRANSPOSED, BLOCK_M, BLOCK_N, STAGES, WARPS)
+        it += steps
+        if t >= mine:
+            store_half(left, it, ring, HALF, True, BLOCK_M, BLOCK_N, STAGES)
+            store_half(right, it + 1, ring, HALF, True, BLOCK_M, BLOCK_N, STAGES)
+        else:
+            store_half(left, it, ring, HALF, False, BLOCK_M, BLOCK_N, STAGES)
+            store_half(right, it + 1, ring, HALF, False, BLOCK_M, BLOCK_N, STAGES)
+        hand_over(j, ring)
+        it += 2
+        j += 1
 
 
 @gluon.jit
-def take_over(j, ready, taken):
+def hand_over(j, ring):
+    """Tell the storer that the halves of this program's j-th tile are in their slots."""
+    _, _, _, _, ready, taken = ring
+    fence_async_shared()
+    # Not before it has seen the tile before: a barrier's phase is one bit.
+    mbarrier.wait(taken.index(0), (j & 1) ^ 1)
+    mbarrier.arrive(ready.index(0), count=1)
+
+
+@gluon.jit
+def take_over(j, ring):
     """The storer's side of `hand_over`."""
-    mbarrier.wait(ready, j & 1)
-    mbarrier.arrive(taken, count=1)
+    _, _, _, _, ready, taken = ring
+    mbarrier.wait(ready.index(0), j & 1)
+    mbarrier.arrive(taken.index(0), count=1)
+
+
+@gluon.jit
+def publish(world):
+    """Before a relaxed signal: what this warp has stored by TMA has landed, for all ranks."""
+    ptx.drain(world)
+    ptx.cta_barrier()
+    ptx.fence("sys")
+
+
+@gluon.jit
+def to_peers(peers, at, part, SIZE: gl.constexpr):
+    """A block to the same place on every other rank."""
+    for d in gl.static_range(SIZE - 1):
+        tma.async_copy_shared_to_global(peers[d], at, part)
+
+
+@gluon.jit
+def pass_on(peers, phase, at, part, SIZE: gl.constexpr):
+    """Half a tile into its owner's sum: the first in the chain stores, the others add."""
+    for p in gl.static_range(SIZE - 1):
+        if phase == p:
+            if p == 0:
+                tma.async_copy_shared_to_global(peers[p], at, part)
+            else:
+                tma_reduce_add(peers[p], at, part)
 
 
 # -------------------------------------------------------------------------------------------------------- host
-class GluonTiles(NamedTuple):
-    """Tile of the output, step along K, slots of the ring, and rows of tiles that share L2."""
+TILES = Tiles(128, 256, 64)
+"""Where nothing else was found faster: `num_stages` slots of the ring."""
 
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    stages: int = 4
-    group: int = 8
+BLOCKS = ((128, 256, 64), (128, 128, 64))
+
+
+def ring_bytes(tiles: Tiles) -> int:
+    """Shared memory of the ring and the barriers."""
+    return 2 * tiles.num_stages * tiles.block_k * (tiles.block_m + tiles.block_n) + 512
+
+
+def check_tiles(call: str, tiles: Tiles, world: World) -> None:
+    """ShapeError unless the Gluon forms can take `tiles`."""
+    used = ring_bytes(tiles)
+    wanted = (
+        f"blocks of {' or '.join(map(str, BLOCKS))}" if tiles[:3] not in BLOCKS
+        else f"{CONSUMER_WARPS} warps and their registers, as it is by default"
+        if (tiles.num_warps, tiles.maxnreg) != (CONSUMER_WARPS, Tiles().maxnreg)
+        else "group at least 1" if tiles.group < 1
+        else f"at least 3 stages in {SHARED} bytes of shared memory" if tiles.num_stages < 3 or used > SHARED
+        else ""
+    )  # fmt: skip
+    if wanted:
+        raise ShapeError.argument(call, "tiles", tuple(tiles), wanted, world.rank)
 
 
 def check(call: str, world: World, *tensors: torch.Tensor) -> None:
@@ -170,6 +323,17 @@ def check(call: str, world: World, *tensors: torch.Tensor) -> None:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version != (3, 6):
         raise Unsupported.here(f"{call}(schedule='gluon')", f"found Triton {triton.__version__}", "wanted Triton 3.6")
+
+
+def weights_descriptor(b: torch.Tensor, transposed: bool, tiles: Tiles) -> TensorDescriptor:
+    """The TMA descriptor of B, that is stored (K, N), or (N, K) if `transposed`."""
+    return descriptor(b, (tiles.block_n, tiles.block_k) if transposed else (tiles.block_k, tiles.block_n))
+
+
+def peer_descriptors(tensors: Sequence[torch.Tensor], unused: torch.Tensor, block: tuple[int, ...]) -> list:
+    """Descriptors for the MAX_PEERS that a kernel takes: of `tensors`, and of `unused` where there are fewer."""
+    described = [descriptor(tensor, block) for tensor in tensors]
+    return described + [descriptor(unused, block)] * (MAX_PEERS - len(described))
 
 
 def layout(dtype: torch.dtype, *block: int) -> Any:

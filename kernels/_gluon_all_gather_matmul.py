@@ -9,7 +9,8 @@ chunk.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,20 +29,28 @@ from pkt.runtime.world import World
 from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
-    MAX_PEERS,
+    REGISTERS,
     SHARED,
-    GluonTiles,
-    acquire,
+    TILES,
     check,
+    check_tiles,
     consume,
     descriptor,
     first_tile,
     grouped,
-    hand_over,
     layout,
-    store_half,
+    lend_halves,
+    load_step,
+    open_barriers,
+    open_ring,
+    peer_descriptors,
+    release_halves,
+    ring_bytes,
     take_over,
+    to_peers,
+    weights_descriptor,
 )
+from ._matmul import Tiles, stored
 
 CALL = "all_gather_matmul"
 
@@ -82,7 +91,7 @@ def _task(t, num_m, num_tasks_k, PER_CHUNK: gl.constexpr, UNITS_M: gl.constexpr,
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
 def _load(
-    a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world,
+    a, inbox, b, ring, ready_ptr, m, N, K, epoch, world, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     UNITS_M: gl.constexpr, TASK: gl.constexpr, CHUNK: gl.constexpr, LEAVE_OUT: gl.constexpr, push_rows,
 ):  # fmt: skip
@@ -102,88 +111,41 @@ def _load(
                     arrivals = gl.cdiv(end - start, TASK) * UNITS_M
                     pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch * arrivals, world)
             for k in range(start, end, BLOCK_K):
-                slot = acquire(it, empty, STAGES)
-                mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
                 if own:
-                    tma.async_copy_global_to_shared(a, [i * BLOCK_M, k], full.index(slot), a_ring.index(slot))
+                    load_step(
+                        it, a, i * BLOCK_M, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+                    )
                 else:
-                    tma.async_copy_global_to_shared(inbox, [row, k], full.index(slot), a_ring.index(slot))
-                tma.async_copy_global_to_shared(b, [k, j * BLOCK_N], full.index(slot), b_ring.index(slot))
+                    load_step(it, inbox, row, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
                 it += 1
-        for _h in gl.static_range(2):  # lent for the finished tile
-            slot = acquire(it, empty, STAGES)
-            mbarrier.arrive(full.index(slot), count=1)
-            it += 1
-
-
-@gluon.jit
-def _compute(
-    a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, SIZE: gl.constexpr, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    tiles = SIZE * gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    steps = gl.cdiv(K, BLOCK_K)
-    it = 0
-    j = 0
-    for _t in range(first_tile(), tiles, gl.num_programs(0)):
-        left, right = consume(it, steps, a_ring, b_ring, full, empty, BLOCK_M, BLOCK_N, STAGES, WARPS)
-        it += steps
-        store_half(left, it, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-        store_half(right, it + 1, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-        hand_over(j, tile_ready, tile_taken)
+        lend_halves(it, ring, STAGES)
         it += 2
-        j += 1
 
 
 @gluon.jit
 def _store(
-    c, b_ring, empty, tile_ready, tile_taken, m, N, K, rank, SIZE: gl.constexpr,
+    c, ring, m, N, K, rank, SIZE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     push_rows,
 ):  # fmt: skip
     num_m = gl.cdiv(m, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)
+    _, b_ring, _, _, _, _ = ring
     it = 0
     n = 0
     for t in range(first_tile(), SIZE * num_m * num_n, gl.num_programs(0)):
         source, i, j, _own = _tile(t, gl.cast(rank, gl.int32), num_m, num_n, SIZE, GROUP, push_rows)
         it += steps
-        take_over(n, tile_ready, tile_taken)
+        take_over(n, ring)
         for h in gl.static_range(2):
             # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
             part = b_ring.index((it + h) % STAGES)._reinterpret(b_ring.dtype, [1, BLOCK_M, BLOCK_N // 2], c.layout)
             tma.async_copy_shared_to_global(c, [source, i * BLOCK_M, j * BLOCK_N + h * (BLOCK_N // 2)], part)
         tma.store_wait(0)
-        for h in gl.static_range(2):
-            mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
+        release_halves(it, ring, STAGES)
         it += 2
         n += 1
-
-
-@gluon.jit
-def _push_unit(u, first, num_comm, row0, d1, d2, d3, d4, d5, d6, d7, buffers, num_m, num_tasks_k, SIZE: gl.constexpr,
-    BLOCK_M: gl.constexpr, UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr,
-    PER_CHUNK: gl.constexpr, push_rows,
-):  # fmt: skip
-    """Unit u of this program, from its buffer to every peer."""
-    i, sub, task_k = _task(first + (u // UNITS) * num_comm, num_m, num_tasks_k, PER_CHUNK, BLOCK_M // UNIT_M, push_rows)
-    row = row0 + i * BLOCK_M + sub * UNIT_M
-    col = (task_k * UNITS + u % UNITS) * UNIT_K
-    unit = buffers.index(u % BUFFERS)
-    tma.async_copy_shared_to_global(d1, [row, col], unit)
-    if SIZE > 2:
-        tma.async_copy_shared_to_global(d2, [row, col], unit)
-    if SIZE > 3:
-        tma.async_copy_shared_to_global(d3, [row, col], unit)
-    if SIZE > 4:
-        tma.async_copy_shared_to_global(d4, [row, col], unit)
-    if SIZE > 5:
-        tma.async_copy_shared_to_global(d5, [row, col], unit)
-    if SIZE > 6:
-        tma.async_copy_shared_to_global(d6, [row, col], unit)
-    if SIZE > 7:
-        tma.async_copy_shared_to_global(d7, [row, col], unit)
 
 
 @gluon.jit
@@ -203,7 +165,7 @@ def _load_unit(u, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
 
 @gluon.jit
 def _push(
-    x, d1, d2, d3, d4, d5, d6, d7, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
+    x, peers, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
     BLOCK_M: gl.constexpr, UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr,
     LAG: gl.constexpr, CHUNK: gl.constexpr, push_rows,
 ):  # fmt: skip
@@ -226,8 +188,9 @@ def _push(
     for u in range(gl.where(mine > 0, mine + LAG, 0)):
         if u < mine:
             mbarrier.wait(bars.index(u % BUFFERS), (u // BUFFERS) & 1)
-            _push_unit(u, first, num_comm, row0, d1, d2, d3, d4, d5, d6, d7, buffers, num_m, num_tasks_k, SIZE,
-                       BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, PER_CHUNK, push_rows)  # fmt: skip
+            i, sub, task_k = _task(first + (u // UNITS) * num_comm, num_m, num_tasks_k, PER_CHUNK, UNITS_M, push_rows)
+            at = [row0 + i * BLOCK_M + sub * UNIT_M, (task_k * UNITS + u % UNITS) * UNIT_K]
+            to_peers(peers, at, buffers.index(u % BUFFERS), SIZE)
             tma.store_wait(PEERS)  # the buffer of the unit before has been read
             _load_unit(u + BUFFERS - 1, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
                        BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, PER_CHUNK, push_rows)  # fmt: skip
@@ -257,7 +220,7 @@ def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
     x,  # the same, in units
     inbox,  # (2 * size * padded m, K) this rank's, blocks of BLOCK_M x BLOCK_K; halves by the parity of the launch
-    b,  # (K, N) this rank's
+    b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M x BLOCK_N / 2
     d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, ..., in units; those past size - 1 are not used
     ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts what rank r has pushed of each chunk
@@ -271,39 +234,27 @@ def gluon_push_kernel(
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr, LAG: gl.constexpr,
-    CHUNK: gl.constexpr, HALF: gl.constexpr, REGISTERS: gl.constexpr,
+    CHUNK: gl.constexpr, HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
     LEAVE_OUT: gl.constexpr,  # for measurements: "wait" is left out, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
-    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
+    ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     buffers = gl.allocate_shared_memory(x.dtype, [BUFFERS, UNIT_M, UNIT_K], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    bars = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    tile_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tile_taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
-    for s in gl.static_range(BUFFERS):
-        mbarrier.init(bars.index(s), count=1)
-    mbarrier.init(tile_ready, count=1)
-    mbarrier.init(tile_taken, count=1)
+    bars = open_barriers(BUFFERS)
     UNITS_M: gl.constexpr = BLOCK_M // UNIT_M
     TASK: gl.constexpr = UNITS * UNIT_K
+    tiles = world.size * gl.cdiv(rows, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     if world.size > 1:
         gl.warp_specialize(
             [
-                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, rows, N, K, world.size, HALF,
-                            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, rows, N, K, epoch, world,
+                (consume, (ring, tiles, tiles, K, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world, TRANSPOSED,
                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
-                (_store, (c, b_ring, empty, tile_ready, tile_taken, rows, N, K, world.rank, world.size,
+                (_store, (c, ring, rows, N, K, world.rank, world.size,
                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
-                (_push, (x, d1, d2, d3, d4, d5, d6, d7, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
+                (_push, (x, (d1, d2, d3, d4, d5, d6, d7), buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
                          BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, LAG, CHUNK, push_rows)),
             ],
             [1, 1, 1],
@@ -312,11 +263,10 @@ def gluon_push_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, rows, N, K, world.size, HALF,
-                            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, a_ring, b_ring, full, empty, ready_ptr, rows, N, K, epoch, world,
+                (consume, (ring, tiles, tiles, K, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world, TRANSPOSED,
                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
-                (_store, (c, b_ring, empty, tile_ready, tile_taken, rows, N, K, world.rank, world.size,
+                (_store, (c, ring, rows, N, K, world.rank, world.size,
                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
             ],
             [1, 1],
@@ -326,12 +276,9 @@ def gluon_push_kernel(
 
 # -------------------------------------------------------------------------------------------------------- host
 class PushPlan(NamedTuple):
-    """How A is pushed. unit_m x unit_k: what one TMA operation moves; units: of them side by side that are signalled
-    together; buffers: of a unit's size, in shared memory; lag: units begun before one is waited for; chunk: columns
-    that a tile waits for at a time; push_rows: row blocks pushed at a time, chunk by chunk; num_comm: programs that
-    push; nap: nanoseconds of rest after each unit, so that pushing leaves the loads of the product their way."""
+    """How A is pushed, as the keywords of all_gather_matmul say it; `unit` is there the five from unit_m to lag."""
 
-    num_comm: int = 132
+    num_comm_sms: int = 132
     unit_m: int = 64
     unit_k: int = 64
     units: int = 1
@@ -340,7 +287,6 @@ class PushPlan(NamedTuple):
     chunk: int = 512
     push_rows: int = 0
     nap: int = 0
-    registers: int = 72
 
 
 def push_plan(N: int, size: int) -> PushPlan:
@@ -366,23 +312,39 @@ class _Space(NamedTuple):
     ready: SymmetricTensor
 
 
-def check_plan(plan: PushPlan, tiles: GluonTiles, world: World) -> None:
-    """ShapeError where the parts do not fit together, or into shared memory."""
-    task = plan.units * plan.unit_k
-    used = 2 * tiles.stages * tiles.block_k * (tiles.block_m + tiles.block_n)
-    used += 2 * plan.buffers * plan.unit_m * plan.unit_k + 512
-    wrong = (
-        "unit_m that divides block_m" if tiles.block_m % plan.unit_m
-        else f"a chunk of whole tasks and steps, multiples of {task} and {tiles.block_k}"
-        if plan.chunk % task or plan.chunk % tiles.block_k
-        else "at least 2 buffers" if plan.buffers < 2
-        else "num_comm, lag at least 1" if min(plan.num_comm, plan.lag) < 1
-        else f"at most {SHARED} bytes of shared memory, not {used}" if used > SHARED
-        else "blocks of 128 x 256 or 128 x 128, steps of 64" if tiles[:3] not in ((128, 256, 64), (128, 128, 64))
-        else ""
-    )  # fmt: skip
-    if wrong:
-        raise ShapeError.argument(CALL, "plan", (plan, tiles), wrong, world.rank)
+def settings(
+    N: int, world: World, tiles: Tiles | None, *, unit: Sequence[int] = (), **given: int
+) -> tuple[PushPlan, Tiles]:
+    """The plan and the tiles for `b` of N columns: what is given, in the words of all_gather_matmul, else what follows
+    from the shapes. Raises ShapeError where the parts do not fit together, or into shared memory."""
+    if len(unit) > 5:
+        raise ShapeError.argument(CALL, "unit", tuple(unit), "at most five numbers", world.rank)
+    plan = push_plan(N, world.size)._replace(**given, **dict(zip(PushPlan._fields[1:], unit)))
+    tiles = tiles or TILES
+    check_tiles(CALL, tiles, world)
+    check_plan(plan, tiles, world)
+    return plan, tiles
+
+
+def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
+    """ShapeError where the parts do not fit together, or into shared memory beside the ring."""
+    unit, task = plan[1:6], plan.units * plan.unit_k
+    used = ring_bytes(tiles) + 2 * plan.buffers * plan.unit_m * plan.unit_k
+
+    def need(holds: bool, name: str, found: Any, wanted: str) -> None:
+        if not holds:
+            raise ShapeError.argument(CALL, name, found, wanted, world.rank)
+
+    need(plan.num_comm_sms >= 1, "num_comm_sms", plan.num_comm_sms, "at least 1")
+    need(plan.push_rows >= 0, "push_rows", plan.push_rows, "at least 0")
+    need(plan.nap >= 0, "nap", plan.nap, "nanoseconds, at least 0")
+    need(plan.unit_m in (32, 64, 128) and plan.unit_k in (64, 128), "unit", unit,
+         "32, 64 or 128 rows of 64 or 128 columns")  # fmt: skip
+    need(plan.units >= 1 and plan.lag >= 1, "unit", unit, "units and lag at least 1")
+    need(plan.buffers >= 2 and used <= SHARED, "unit", unit,
+         f"at least 2 buffers that fit beside the ring, {used} bytes, into {SHARED} of shared memory")  # fmt: skip
+    need(plan.chunk > 0 and plan.chunk % task == 0 and plan.chunk % tiles.block_k == 0, "chunk", plan.chunk,
+         f"a multiple of {task}, UNITS * UNIT_K, and of BLOCK_K, {tiles.block_k}")  # fmt: skip
 
 
 def gluon_push(
@@ -391,22 +353,24 @@ def gluon_push(
     out: torch.Tensor,
     world: World,
     plan: PushPlan | None = None,
-    tiles: GluonTiles | None = None,
+    tiles: Tiles | None = None,
     leave_out: str = "",
 ) -> torch.Tensor:
     """`out` (size * m, N) = the gathered `a` (m, K) @ `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of
     the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out: for
     measurements, "wait" or "product", or "push" for both waiting and pushing; the result is then nobody's. Raises
     Unsupported, ShapeError."""
-    tiles, plan = tiles or GluonTiles(), plan or PushPlan()
-    check(CALL, world, a, b, out)
+    tiles, plan = tiles or TILES, plan or PushPlan()
+    rows_b, transposed = stored(b)
+    check(CALL, world, a, rows_b, out)
+    check_tiles(CALL, tiles, world)
+    check_plan(plan, tiles, world)
     (m, K), N, size = a.shape, b.shape[1], world.size
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, world.num_sms)
     if not plan.push_rows:  # as many row blocks as the programs compute at a time
         plan = plan._replace(push_rows=triton.cdiv(programs, num_n * max(size - 1, 1)))
-    plan = plan._replace(push_rows=min(plan.push_rows, num_m), num_comm=min(plan.num_comm, programs))
-    check_plan(plan, tiles, world)
+    plan = plan._replace(push_rows=min(plan.push_rows, num_m), num_comm_sms=min(plan.num_comm_sms, programs))
     rows, chunks = num_m * tiles.block_m, triton.cdiv(K, plan.chunk)
 
     def make() -> _Space:
@@ -416,17 +380,15 @@ def gluon_push(
     # What the counters count; so plans that differ otherwise share one workspace and its launches.
     counted = (m, K, a.dtype, tiles.block_m, plan.unit_m, plan.units * plan.unit_k, plan.chunk, programs)
     space = world.workspace((CALL, "gluon", *counted), make)
-    ready, num_comm = space.ready, plan.num_comm
+    ready, num_comm = space.ready, plan.num_comm_sms
     if leave_out:  # counters of its own, which may fall behind
         ready = world.workspace((CALL, leave_out, *counted), lambda: signals(space.ready.numel(), world=world))
         num_comm = 0 if leave_out == "push" else num_comm
     unit = (plan.unit_m, plan.unit_k)
 
     def peers() -> list:
-        targets = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
-        described = [descriptor(target, unit) for target in targets]
-        unused = descriptor(space.inbox.plain(), unit)
-        return described + [unused] * (MAX_PEERS - len(described))
+        inboxes = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
+        return peer_descriptors(inboxes, space.inbox.plain(), unit)
 
     targets = world.workspace((CALL, "gluon targets", space.inbox.data_ptr(), unit), peers)
     cooperative(
@@ -434,13 +396,13 @@ def gluon_push(
         descriptor(a, (tiles.block_m, tiles.block_k)),
         descriptor(a, unit),
         descriptor(space.inbox.plain(), (tiles.block_m, tiles.block_k)),
-        descriptor(b, (tiles.block_k, tiles.block_n)),
+        weights_descriptor(rows_b, transposed, tiles),
         descriptor(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2)),
         *targets, ready, m, N, K, num_comm, plan.nap, plan.push_rows,
         0 if leave_out == "product" else m, world.device,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP=tiles.group,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
         UNIT_M=plan.unit_m, UNIT_K=plan.unit_k, UNITS=plan.units, BUFFERS=plan.buffers, LAG=plan.lag, CHUNK=plan.chunk,
-        HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=plan.registers,
+        HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=REGISTERS, TRANSPOSED=transposed,
         LEAVE_OUT="wait" if leave_out in ("wait", "push") or size == 1 else "",
         num_warps=CONSUMER_WARPS,
     )  # fmt: skip

@@ -18,11 +18,9 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 import pkt.language as pl
-from pkt.errors import ShapeError
-from pkt.language import ptx
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
@@ -32,21 +30,28 @@ from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
     MAX_PEERS,
-    SHARED,
-    GluonTiles,
-    acquire,
+    REGISTERS,
+    TILES,
     check,
+    check_tiles,
     consume,
     descriptor,
     first_tile,
     grouped,
     half,
-    hand_over,
     layout,
-    store_half,
+    lend_halves,
+    lend_sum,
+    load_step,
+    open_ring,
+    pass_on,
+    peer_descriptors,
+    publish,
+    release_halves,
     take_over,
-    tma_reduce_add,
+    weights_descriptor,
 )
+from ._matmul import Tiles, stored
 
 CALL = "matmul_reduce_scatter"
 
@@ -62,7 +67,7 @@ def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr):
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
 def _load(
-    a, b, total, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world, HALF: gl.constexpr,
+    a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -74,78 +79,21 @@ def _load(
         phase, owner, i, j = _tile(t, rank, num_m, num_n, world.size, GROUP)
         row = owner * m + i * BLOCK_M
         for k in range(0, K, BLOCK_K):
-            slot = acquire(it, empty, STAGES)
-            mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-            tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_ring.index(slot))
-            tma.async_copy_global_to_shared(b, [k, j * BLOCK_N], full.index(slot), b_ring.index(slot))
+            load_step(it, a, row, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
             it += 1
-        finish = (phase == world.size - 1) & (world.size > 1)
-        if LEAVE_OUT != "links":
-            if finish:  # what the others have added up
+        if (phase == world.size - 1) & (world.size > 1):
+            if LEAVE_OUT != "links":  # what the others have added up
                 pl.wait(ready_ptr + (rank * num_m + i) * num_n + j, epoch, world)
-        for h in gl.static_range(2):  # lent for the finished tile
-            slot = acquire(it, empty, STAGES)
-            if finish:
-                where = half(b_ring, slot, BLOCK_M, BLOCK_N, HALF)
-                at = ((epoch & 1) * num_m + i) * BLOCK_M
-                mbarrier.expect(full.index(slot), BLOCK_M * BLOCK_N)
-                tma.async_copy_global_to_shared(total, [at, j * BLOCK_N + h * (BLOCK_N // 2)], full.index(slot), where)
-            else:
-                mbarrier.arrive(full.index(slot), count=1)
-            it += 1
-
-
-@gluon.jit
-def _compute(
-    a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, SIZE: gl.constexpr, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    tiles = gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    steps = gl.cdiv(K, BLOCK_K)
-    it = 0
-    j = 0
-    for t in range(first_tile(), SIZE * tiles, gl.num_programs(0)):
-        left, right = consume(it, steps, a_ring, b_ring, full, empty, BLOCK_M, BLOCK_N, STAGES, WARPS)
-        it += steps
-        if (t >= (SIZE - 1) * tiles) & (SIZE > 1):
-            store_half(left, it, b_ring, full, HALF, True, BLOCK_M, BLOCK_N, STAGES)
-            store_half(right, it + 1, b_ring, full, HALF, True, BLOCK_M, BLOCK_N, STAGES)
+            at = ((epoch & 1) * num_m + i) * BLOCK_M
+            lend_sum(it, total, at, j * BLOCK_N, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
         else:
-            store_half(left, it, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-            store_half(right, it + 1, b_ring, full, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-        hand_over(j, tile_ready, tile_taken)
+            lend_halves(it, ring, STAGES)
         it += 2
-        j += 1
-
-
-@gluon.jit
-def _send(d1, d2, d3, d4, d5, d6, d7, phase, row, col, part, SIZE: gl.constexpr):
-    """Half a tile to its owner: the first in the chain stores, the others add."""
-    if phase == 0:
-        tma.async_copy_shared_to_global(d1, [row, col], part)
-    if SIZE > 2:
-        if phase == 1:
-            tma_reduce_add(d2, [row, col], part)
-    if SIZE > 3:
-        if phase == 2:
-            tma_reduce_add(d3, [row, col], part)
-    if SIZE > 4:
-        if phase == 3:
-            tma_reduce_add(d4, [row, col], part)
-    if SIZE > 5:
-        if phase == 4:
-            tma_reduce_add(d5, [row, col], part)
-    if SIZE > 6:
-        if phase == 5:
-            tma_reduce_add(d6, [row, col], part)
-    if SIZE > 7:
-        if phase == 6:
-            tma_reduce_add(d7, [row, col], part)
 
 
 @gluon.jit
 def _store(
-    out, d1, d2, d3, d4, d5, d6, d7, b_ring, empty, tile_ready, tile_taken, ready_ptr, m, N, K, epoch, world,
+    out, peers, ring, ready_ptr, m, N, K, epoch, world,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -161,26 +109,23 @@ def _store(
         row = ((epoch & 1) * num_m + i) * BLOCK_M
         mine = phase == world.size - 1
         it += steps
-        take_over(n, tile_ready, tile_taken)
+        take_over(n, ring)
         if LEAVE_OUT != "links":
             if (phase > 0) & (not mine):
                 pl.wait(counter, epoch, world)  # before adding: what the rank before me put there has landed
         for h in gl.static_range(2):
             col = j * BLOCK_N + h * (BLOCK_N // 2)
-            part = half(b_ring, (it + h) % STAGES, BLOCK_M, BLOCK_N, HALF)
+            part = half(it + h, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
             if mine:
                 tma.async_copy_shared_to_global(out, [i * BLOCK_M, col], part)
-            elif world.size > 1:
-                _send(d1, d2, d3, d4, d5, d6, d7, phase, row, col, part, world.size)
+            else:
+                pass_on(peers, phase, [row, col], part, world.size)
         tma.store_wait(0)
-        for h in gl.static_range(2):
-            mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
+        release_halves(it, ring, STAGES)
         if LEAVE_OUT != "links":
             if not mine:
                 # publish: to the next in the chain, who is at last the owner
-                ptx.drain(world)
-                ptx.cta_barrier()
-                ptx.fence("sys")
+                publish(world)
                 next_rank = (rank + world.size - 1) % world.size
                 gl.atomic_add(pl.peer(counter, next_rank, world), 1, sem="relaxed", scope="sys")
         it += 2
@@ -191,7 +136,7 @@ def _store(
 @gluon.jit
 def gluon_chain_kernel(
     a,  # (size * m, K) this rank's, blocks of BLOCK_M x BLOCK_K
-    b,  # (K, N) this rank's, blocks of BLOCK_K x BLOCK_N
+    b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     total,  # (2 * padded m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2; halves by the parity of the launch
     out,  # (m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2
     d1, d2, d3, d4, d5, d6, d7,  # the totals of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
@@ -201,32 +146,23 @@ def gluon_chain_kernel(
     K,
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    HALF: gl.constexpr, REGISTERS: gl.constexpr,
+    HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
     LEAVE_OUT: gl.constexpr,  # for measurements: "links" leaves out waits and signals, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
-    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tile_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tile_taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
-    mbarrier.init(tile_ready, count=1)
-    mbarrier.init(tile_taken, count=1)
+    ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    part = gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+    tiles = world.size * part
+    mine = tiles - part if world.size > 1 else tiles  # to my own part, the last, is added what the others have
     gl.warp_specialize(
         [
-            (_compute, (a_ring, b_ring, full, empty, tile_ready, tile_taken, m, N, K, world.size, HALF,
-                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-            (_load, (a, b, total, a_ring, b_ring, full, empty, ready_ptr, m, N, K, epoch, world, HALF,
+            (consume, (ring, tiles, mine, K, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (_load, (a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
-            (_store, (out, d1, d2, d3, d4, d5, d6, d7, b_ring, empty, tile_ready, tile_taken, ready_ptr, m, N, K, epoch,
-                      world, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP,
-                      LEAVE_OUT)),
+            (_store, (out, (d1, d2, d3, d4, d5, d6, d7), ring, ready_ptr, m, N, K, epoch, world, HALF,
+                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],
@@ -234,7 +170,7 @@ def gluon_chain_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-def chain_tiles(m: int, N: int) -> GluonTiles:
+def chain_tiles(m: int, N: int) -> Tiles:
     """The tiles for a part of m x N; not by k, in which ranks may differ.
 
     4 x H200, A (S, S / 4) @ B (S / 4, S), parts of S / 4 x S, ms, from benchmarks/results/matmul_reduce_scatter.json:
@@ -247,8 +183,15 @@ def chain_tiles(m: int, N: int) -> GluonTiles:
     """
     elements = m * N
     if 1 << 23 <= elements < 1 << 25:
-        return GluonTiles(128, 128, 64, 6)
-    return GluonTiles(stages=3 if elements >= 1 << 28 else 4)
+        return Tiles(128, 128, 64, num_stages=6)
+    return TILES._replace(num_stages=3 if elements >= 1 << 28 else 4)
+
+
+def settings(m: int, N: int, world: World, tiles: Tiles | None) -> Tiles:
+    """`tiles`, or what follows from a part of m x N. Raises ShapeError."""
+    tiles = tiles or chain_tiles(m, N)
+    check_tiles(CALL, tiles, world)
+    return tiles
 
 
 class _Space(NamedTuple):
@@ -261,24 +204,19 @@ def gluon_chain(
     b: torch.Tensor,
     out: torch.Tensor,
     world: World,
-    tiles: GluonTiles | None = None,
+    tiles: Tiles | None = None,
     leave_out: str = "",
 ) -> torch.Tensor:
     """`out` (m, N) = my rows of the sum over ranks of `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose
     checks of the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out:
     for measurements, "links": everything stays on this rank, and the result is nobody's. Raises Unsupported,
     ShapeError."""
-    tiles = tiles or GluonTiles()
-    check(CALL, world, a, b, out)
+    tiles = tiles or TILES
+    rows_b, transposed = stored(b)
+    check(CALL, world, a, rows_b, out)
+    check_tiles(CALL, tiles, world)
     (M, K), N, size = a.shape, b.shape[1], world.size
     m = M // size
-    if tiles[:3] not in ((128, 256, 64), (128, 128, 64)):
-        wanted = "blocks of 128 x 256 or 128 x 128, steps of 64"
-        raise ShapeError.argument(CALL, "tiles", tuple(tiles), wanted, world.rank)
-    used = 2 * tiles.stages * tiles.block_k * (tiles.block_m + tiles.block_n) + 512
-    if used > SHARED or tiles.stages < 3:
-        wanted = f"at least 3 stages in {SHARED} bytes of shared memory"
-        raise ShapeError.argument(CALL, "tiles", tuple(tiles), wanted, world.rank)
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, size * num_m * num_n)
 
@@ -290,24 +228,25 @@ def gluon_chain(
     part = (tiles.block_m, tiles.block_n // 2)
 
     def owners() -> list:
-        described = [descriptor(space.total.peer((world.rank + d) % size), part) for d in range(1, size)]
-        return described + [descriptor(space.total.plain(), part)] * (MAX_PEERS + 1 - len(described))
+        totals = [space.total.peer((world.rank + d) % size) for d in range(1, size)]
+        return peer_descriptors(totals, space.total.plain(), part)
 
     ready = space.ready
     if leave_out:  # counters of its own, which fall behind
         key = (CALL, leave_out, m, N, a.dtype, programs, tiles[:2])
         ready = world.workspace(key, lambda: signals(space.ready.numel(), world=world))
     targets = world.workspace((CALL, "gluon owners", space.total.data_ptr(), part), owners)
-    sent_to = [targets[-1]] * MAX_PEERS if leave_out else targets[:-1]
+    total = descriptor(space.total.plain(), part)
+    sent_to = [total] * MAX_PEERS if leave_out else targets
     cooperative(
         world, gluon_chain_kernel, (programs,),
         descriptor(a, (tiles.block_m, tiles.block_k)),
-        descriptor(b, (tiles.block_k, tiles.block_n)),
-        targets[-1],
+        weights_descriptor(rows_b, transposed, tiles),
+        total,
         descriptor(out, part),
         *sent_to, ready, m, N, K, world.device,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP=tiles.group,
-        HALF=layout(a.dtype, *part), REGISTERS=72, LEAVE_OUT=leave_out,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
+        HALF=layout(a.dtype, *part), REGISTERS=REGISTERS, TRANSPOSED=transposed, LEAVE_OUT=leave_out,
         num_warps=CONSUMER_WARPS,
     )  # fmt: skip
     return out

@@ -6,6 +6,7 @@ N, K.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,20 +35,33 @@ def stack(ptr, count, rows, cols, ld, ROWS: tl.constexpr, COLS: tl.constexpr, TM
 
 
 @triton.jit
+def weights(
+    ptr, count, k, N, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """B as `count` matrices (k, N), one below the other, for `accumulate`. TRANSPOSED: `ptr` is (N, count * k)."""
+    if TMA and TRANSPOSED:
+        ld = tl.cast(k, tl.int64) * count
+        return tl.make_tensor_descriptor(ptr, [count, N, k], [tl.cast(k, tl.int64), ld, 1], [1, BLOCK_N, BLOCK_K])
+    else:
+        return stack(ptr, count, k, N, N, BLOCK_K, BLOCK_N, TMA)
+
+
+@triton.jit
 def accumulate(
     acc,  # fp32 (BLOCK_M, BLOCK_N)
     a,  # stack of (M, K), boxes of BLOCK_M x BLOCK_K; its matrix a_index is A
     a_index,
-    b,  # stack of (K, N), boxes of BLOCK_K x BLOCK_N; its matrix b_index is B
+    b,  # `weights` of (K, N), `shards` of them, boxes of BLOCK_K x BLOCK_N; its matrix b_index is B
     b_index,
+    shards,
     row,
     col,
     M,
     N,
     K,
     lda,
-    ldb,
     TMA: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """acc + A[row : row + BLOCK_M] @ B[:, col : col + BLOCK_N]; what lies outside is zero.
@@ -59,7 +73,10 @@ def accumulate(
     if TMA:
         for k in range(0, K, BLOCK_K):
             x = tl.reshape(a.load([a_index, row, k]), (BLOCK_M, BLOCK_K))
-            y = tl.reshape(b.load([b_index, k, col]), (BLOCK_K, BLOCK_N))
+            if TRANSPOSED:
+                y = tl.trans(tl.reshape(b.load([b_index, col, k]), (BLOCK_N, BLOCK_K)))
+            else:
+                y = tl.reshape(b.load([b_index, k, col]), (BLOCK_K, BLOCK_N))
             acc = tl.dot(x, y, acc, input_precision="ieee")
     else:
         # 64-bit bases, 32-bit offsets inside a tile: a register less for each element.
@@ -67,15 +84,21 @@ def accumulate(
         cols = tl.arange(0, BLOCK_N)
         ks = tl.arange(0, BLOCK_K)
         a_ptr = a + (tl.cast(a_index, tl.int64) * M + row) * lda
-        b_ptr = b + tl.cast(b_index, tl.int64) * K * ldb + col
         a_offs = rows[:, None] * lda + ks[None, :]
-        b_offs = ks[:, None] * ldb + cols[None, :]
+        if TRANSPOSED:
+            b_ptr = b + tl.cast(col, tl.int64) * shards * K + b_index * K
+            b_offs = ks[:, None] + cols[None, :] * (shards * K)
+            step = tl.cast(BLOCK_K, tl.int64)
+        else:
+            b_ptr = b + tl.cast(b_index, tl.int64) * K * N + col
+            b_offs = ks[:, None] * N + cols[None, :]
+            step = tl.cast(N, tl.int64) * BLOCK_K
         for k in range(0, K, BLOCK_K):
             x = tl.load(a_ptr + a_offs, mask=(rows < M - row)[:, None] & (ks < K - k)[None, :], other=0)
             y = tl.load(b_ptr + b_offs, mask=(ks < K - k)[:, None] & (cols < N - col)[None, :], other=0)
             acc = tl.dot(x, y, acc, input_precision="ieee")
             a_ptr += BLOCK_K
-            b_ptr += tl.cast(ldb, tl.int64) * BLOCK_K
+            b_ptr += step
     return acc
 
 
@@ -131,32 +154,49 @@ UNALIGNED_TILES = Tiles(64, 64, 32, num_stages=3)
 """Where TMA cannot go, each element has an address and a mask in registers."""
 
 
-def check_tiles(
-    call: str,
-    tiles: Tiles | tuple[int, ...] | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    world: World,
-) -> Tiles:
-    """`tiles`, or the default for the dtype and the rows of `a` and `b`, which is the same on every rank.
+def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles | None:
+    """`tiles`, with the defaults for what is left out. Raises ShapeError unless the blocks are powers of two from 16,
+    for tensor cores, and the rest can be compiled."""
+    if tiles is None:
+        return None
+    powers = [size >= 16 and not size & (size - 1) for size in tiles[:3]]
+    if len(tiles) < 3 or not all(powers):
+        raise ShapeError.argument(call, "tiles", tuple(tiles[:3]), "three blocks, powers of two from 16", world.rank)
+    if len(tiles) > len(Tiles._fields):
+        raise ShapeError.argument(call, "tiles", tuple(tiles), f"at most {', '.join(Tiles._fields)}", world.rank)
+    full = Tiles(*tiles)
+    if full.num_warps not in (1, 2, 4, 8, 16) or min(full) < 1 or full.maxnreg > 255:
+        wanted = "num_warps a power of two up to 16, maxnreg up to 255, everything from 1"
+        raise ShapeError.argument(call, "tiles", tuple(full), wanted, world.rank)
+    return full
+
+
+def default_tiles(a: torch.Tensor, b: torch.Tensor) -> Tiles:
+    """Tiles for the dtype and the rows of `a` and `b`, which are the same on every rank.
 
     maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
-    the SM, which never comes. Raises ShapeError unless the blocks are powers of two from 16, for tensor cores.
+    the SM, which never comes.
     """
-    if tiles is None:
-        even = all(padded(t.shape[1], t.dtype) == t.shape[1] for t in (a, b))
-        return FP32_TILES if a.dtype == torch.float32 else Tiles() if even else UNALIGNED_TILES
-    tiles = Tiles(*tiles)
-    for size in tiles[:3]:
-        if size < 16 or size & (size - 1):
-            raise ShapeError.argument(call, "tiles", tuple(tiles[:3]), "powers of two from 16", world.rank)
-    return tiles
+    even = all(padded(t.shape[1], t.dtype) == t.shape[1] for t in (a, b))
+    return FP32_TILES if a.dtype == torch.float32 else Tiles() if even else UNALIGNED_TILES
 
 
-def check_operands(call: str, a: torch.Tensor, b: torch.Tensor, world: World, *, peers: bool = False) -> None:
-    """`a` and `b` are contiguous matrices of one floating dtype on this rank; `a` symmetric if `peers` read it."""
+def check_operands(
+    call: str, a: torch.Tensor, b: torch.Tensor, world: World, *, shards: int = 1, peers: bool = False
+) -> None:
+    """`a` (M, k) and `b` (shards * k, N) are matrices of one floating dtype on this rank; `a` contiguous, and symmetric
+    if `peers` read it; `b` as `stored` takes it. Raises NotSymmetric, ShapeError, DtypeError."""
     _common.check_tensor(call, "a", a, world, ndim=2, dtypes=_common.FLOATS, peers=peers)
-    _common.check_tensor(call, "b", b, world, ndim=2, dtype=a.dtype)
+    _common.check_tensor(call, "b", stored(b)[0], world, ndim=2, dtype=a.dtype)
+    wanted = (shards * a.shape[1], b.shape[1])
+    if tuple(b.shape) != wanted:
+        raise ShapeError.argument(call, "b", tuple(b.shape), str(wanted), world.rank)
+
+
+def stored(b: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """`b` (k, N) as it lies in memory, and whether that is transposed: what `b` is a view of, contiguous (N, k)."""
+    transposed = isinstance(b, torch.Tensor) and b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()
+    return (b.t(), True) if transposed else (b, False)
 
 
 def padded(columns: int, dtype: torch.dtype) -> int:
@@ -172,4 +212,10 @@ def whole_runs(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     missing = padded(max(k, 1), a.dtype) - k
     if not missing:
         return a, b
-    return torch.nn.functional.pad(a, (0, missing)), torch.nn.functional.pad(b, (0, 0, 0, missing))
+    rows, transposed = stored(b)
+    b = (
+        torch.nn.functional.pad(rows, (0, missing)).t()
+        if transposed
+        else torch.nn.functional.pad(b, (0, 0, 0, missing))
+    )
+    return torch.nn.functional.pad(a, (0, missing)), b

@@ -30,7 +30,18 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common, _forms
-from ._matmul import Tiles, accumulate, check_operands, check_tiles, padded, stack, store_tile, tile_pointers
+from ._matmul import (
+    accumulate,
+    check_operands,
+    check_tiles,
+    default_tiles,
+    padded,
+    stack,
+    store_tile,
+    stored,
+    tile_pointers,
+    weights,
+)
 
 Shard = Literal["rows", "columns"]
 
@@ -44,7 +55,7 @@ def reference(shards: Sequence[torch.Tensor], b: torch.Tensor, shard: Shard = "r
 @triton.jit
 def pull_kernel(
     a_ptr,  # (m, k) on every rank; all ranks read it
-    b_ptr,  # (K, N) this rank's; K is k, or size * k if COLUMNS
+    b_ptr,  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
     out_ptr,  # (size * m, N), or (m, N) if COLUMNS; this rank's
     bar_ptr,  # int32 (programs,) on every rank
     m,
@@ -53,6 +64,7 @@ def pull_kernel(
     world,
     COLUMNS: tl.constexpr,
     TMA: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -63,7 +75,8 @@ def pull_kernel(
     num_m = tl.cdiv(m, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     shards: tl.constexpr = 1 if COLUMNS else world.size
-    b = stack(b_ptr, world.size if COLUMNS else 1, k, N, N, BLOCK_K, BLOCK_N, TMA)
+    b_shards: tl.constexpr = world.size if COLUMNS else 1
+    b = weights(b_ptr, b_shards, k, N, BLOCK_K, BLOCK_N, TMA, TRANSPOSED)
     out = stack(out_ptr, shards, m, N, N, BLOCK_M, BLOCK_N, TMA)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's shard is complete
     for t in range(pid, shards * num_m * num_n, tl.num_programs(0)):
@@ -77,11 +90,11 @@ def pull_kernel(
             for d in range(world.size):
                 source = (rank + d) % world.size
                 a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
-                acc = accumulate(acc, a, 0, b, source, row, col, m, N, k, k, N, TMA, BLOCK_K)
+                acc = accumulate(acc, a, 0, b, source, b_shards, row, col, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
             store_tile(out, 0, acc, row, col, m, N, N, TMA)
         else:
             a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
-            acc = accumulate(acc, a, 0, b, 0, row, col, m, N, k, k, N, TMA, BLOCK_K)
+            acc = accumulate(acc, a, 0, b, 0, b_shards, row, col, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
             store_tile(out, source, acc, row, col, m, N, N, TMA)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
 
@@ -92,7 +105,7 @@ class Push(NamedTuple):
     ahead has everybody's signals of this one, but not everybody need have finished reading."""
 
     a_ptr: Any  # (m, k) this rank's; only this rank reads it
-    b_ptr: Any  # (K, N) this rank's; K is k, or size * k if COLUMNS
+    b_ptr: Any  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
     out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS; this rank's
     inbox_ptr: Any  # (2, size, m, ld) on every rank; rank r stores [:, r] of all the others
     ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks that rank r has stored of its row block i
@@ -104,6 +117,7 @@ class Push(NamedTuple):
     num_comm_sms: Any
     COLUMNS: tl.constexpr
     TMA: tl.constexpr
+    TRANSPOSED: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr
@@ -123,7 +137,10 @@ def _add_shard(acc, source, b_index, i, col, p, world, epoch, b):
         lda = tl.cast(p.ld, tl.int32)
     # Made for each shard, because a loop over mine beside one over the inbox would need shared memory of its own.
     a = stack(a_ptr, 1, p.m, p.k, lda, p.BLOCK_M, p.BLOCK_K, p.TMA)
-    return accumulate(acc, a, 0, b, b_index, i * p.BLOCK_M, col, p.m, p.N, p.k, lda, p.N, p.TMA, p.BLOCK_K)
+    shards: tl.constexpr = world.size if p.COLUMNS else 1
+    return accumulate(
+        acc, a, 0, b, b_index, shards, i * p.BLOCK_M, col, p.m, p.N, p.k, lda, p.TMA, p.TRANSPOSED, p.BLOCK_K
+    )
 
 
 @triton.jit
@@ -171,14 +188,25 @@ def push_kernel(p, world):
     shards: tl.constexpr = 1 if p.COLUMNS else world.size
     tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
     chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
-    b = stack(p.b_ptr, world.size if p.COLUMNS else 1, p.k, p.N, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA)
+    b = weights(p.b_ptr, world.size if p.COLUMNS else 1, p.k, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA, p.TRANSPOSED)
     out = stack(p.out_ptr, shards, p.m, p.N, p.N, p.BLOCK_M, p.BLOCK_N, p.TMA)
     pl.lcsc(_compute, _push_chunk, (p, world, epoch, b, out), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
 
 
+# -------------------------------------------------------------------------------------------------------- host
 class _PushSpace(NamedTuple):
     inbox: SymmetricTensor
     counters: SymmetricTensor  # ready, then the queue
+
+
+def _check_tuned(given: dict[str, Any], mode: str, world: World) -> dict[str, Any]:
+    """What a plain mode takes beside its tiles: as given, else the default. Raises ShapeError."""
+    taken = {"num_comm_sms": 16, "chunk": 1024} if mode == "push" else {}
+    for name, value in given.items():
+        wanted = "at least 1" if name in taken else f'none with mode "{mode}"'
+        if name not in taken or value < 1:
+            raise ShapeError.argument("all_gather_matmul", name, value, wanted, world.rank)
+    return taken | given
 
 
 def all_gather_matmul(
@@ -190,60 +218,78 @@ def all_gather_matmul(
     mode: Literal["push", "pull", "gluon"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
-    tiles: Tiles | tuple[int, ...] | None = None,
+    tiles: Sequence[int] | None = None,
+    unit: Sequence[int] | None = None,
+    push_rows: int | None = None,
+    nap: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
 
     a: this rank's shard (m, k), the same shape on every rank, symmetric if mode is "pull"; b: (k, N), or (size
-    * k, N) if shard is "columns"; bf16, fp16 or fp32, both contiguous. out: (size * m, N), or (m, N) if shard
-    is "columns", of a's dtype; a new tensor where None. mode: see the module; "gluon" is push in the specialised warps
-    of _gluon_all_gather_matmul: bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton
-    3.6. None: "gluon" where that can run and nothing below is given, else "push". num_comm_sms: programs that push, at
-    least 1 and all but one of the grid at most, 16 if None; chunk: columns of a that one signal stands for, rounded up
-    to BLOCK_K, 1024 if None. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...). "gluon" takes none of these. Sums in fp32 and
-    rounds once. Returns `out`, complete; `a` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
-    CollectiveMismatch, Unsupported.
+    * k, N) if shard is "columns"; bf16, fp16 or fp32; a contiguous, b contiguous or the transposed view of a contiguous
+    tensor, as w.t() of nn.Linear's weight. out: (size * m, N), or (m, N) if shard
+    is "columns", of a's dtype; a new tensor where None. Sums in fp32 and rounds once. Returns `out`, complete; `a` may
+    be overwritten at once.
+
+    mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
+    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "gluon" where that can run and nothing
+    below is given, else "push". The rest is the same on every rank, and follows from mode and shapes where None:
+
+    num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None.
+    chunk: columns of a that a tile waits for at a time; "push": one signal stands for, rounded up to BLOCK_K, 1024 if
+        None; "gluon": a multiple of BLOCK_K and of UNITS * UNIT_K.
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;
+        those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
+        NUM_STAGES slots of its ring.
+    unit: "gluon" only: (UNIT_M, UNIT_K, UNITS, BUFFERS, LAG), or the first of these: what one TMA operation moves, rows
+        32, 64 or 128 and columns 64 or 128; how many of them, side by side, a signal stands for; buffers in shared
+        memory, at least 2; how many are begun before one is waited for.
+    push_rows: "gluon" only: row blocks pushed, and computed, together; 0: as many as the programs compute at a time.
+    nap: "gluon" only: nanoseconds of rest after each unit, so that pushing leaves the loads of the product their way.
+
+    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     call = "all_gather_matmul"
     world = _common.world_of(call, world, a, b)
     if mode is not None:
         _common.check_choice(call, "mode", mode, ("push", "pull", "gluon"), world)
-    plain = any(given is not None for given in (num_comm_sms, chunk, tiles))
+    given = {"num_comm_sms": num_comm_sms, "chunk": chunk, "unit": unit, "push_rows": push_rows, "nap": nap}
+    tuned: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     _common.check_choice(call, "shard", shard, ("rows", "columns"), world)
-    check_operands(call, a, b, world, peers=mode == "pull")
-    tiles = check_tiles(call, tiles, a, b, world)
+    tiles = check_tiles(call, tiles, world)
+    chosen = mode is None and tiles is None and not tuned
     columns = shard == "columns"
+    check_operands(call, a, b, world, shards=world.size if columns else 1, peers=mode == "pull")
     (m, k), N, size = a.shape, b.shape[1], world.size
-    _common.check_tensor(call, "b", b, world, shape=(size * k if columns else k, N))
     shape = (m if columns else size * m, N)
-    if out is None:
-        out = torch.empty(shape, dtype=a.dtype, device=world.torch_device)
-    _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
-    if mode == "gluon" and (plain or shard == "columns"):
-        wanted = 'shard "rows", and neither num_comm_sms nor chunk nor tiles: its plan follows from the shapes'
-        raise ShapeError.argument(call, "mode", "gluon", wanted, world.rank)
-    chosen = mode is None and not plain and shard == "rows"
-    if _forms.gluon(call, "gluon", mode == "gluon", chosen, world, a.dtype, k, N):
+    if out is not None:
+        _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
+    if mode == "gluon" and columns:
+        raise ShapeError.argument(call, "shard", "columns", 'shard "rows" with mode "gluon"', world.rank)
+    if _forms.gluon(call, "gluon", mode == "gluon", chosen and not columns, world, a.dtype, k, N):
+        from ._gluon_all_gather_matmul import gluon_push, settings
+
         mode = "gluon"
-    mode = mode or "push"
-    num_comm_sms = 16 if num_comm_sms is None else num_comm_sms
-    chunk = 1024 if chunk is None else chunk
-    if num_comm_sms < 1 or chunk < 1:
-        found = f"{num_comm_sms} and {chunk}"
-        raise ShapeError.argument(call, "num_comm_sms and chunk", found, "at least 1", world.rank)
+        plan, tiles = settings(N, world, tiles, **tuned)
+        tuned = plan._asdict()
+    else:
+        mode = mode or "push"
+        tiles = tiles or default_tiles(a, b)
+        tuned = _check_tuned(tuned, mode, world)
     _common.check_agreed(
         call, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=tiles,
-        num_comm_sms=num_comm_sms, chunk=chunk,
+        **tuned,
     )  # fmt: skip
+    if out is None:
+        out = torch.empty(shape, dtype=a.dtype, device=world.torch_device)
     if m == 0 or N == 0 or k == 0:
         return out.zero_()
     if mode == "gluon":
-        from ._gluon_all_gather_matmul import gluon_push, push_plan
-
         result = _forms.operand(out)
-        gluon_push(_forms.operand(a), _forms.operand(b), result, world, push_plan(N, size))
+        gluon_push(_forms.operand(a), _forms.operand(b), result, world, plan, tiles)
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
+    b, transposed = stored(b)
     tma = _common.aligned(a, b, out)
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     tasks = (1 if columns else size) * num_m * num_n
@@ -251,11 +297,12 @@ def all_gather_matmul(
         grid = (_common.num_programs(world, tasks),)
         cooperative(
             world, pull_kernel, grid, a, b, out, _common.barrier_counters(world), m, N, k, world.device, columns, tma,
-            *tiles[:4], **tiles.launch_options(),
+            transposed, *tiles[:4], **tiles.launch_options(),
         )  # fmt: skip
         return out
 
-    chunk = triton.cdiv(min(chunk, k), tiles.block_k) * tiles.block_k
+    chunk = triton.cdiv(min(tuned["chunk"], k), tiles.block_k) * tiles.block_k
+    num_comm_sms = tuned["num_comm_sms"]
     programs = _common.num_programs(world, tasks + num_comm_sms)
     ld = padded(k, a.dtype)
 
@@ -267,9 +314,9 @@ def all_gather_matmul(
     args = Push(
         a_ptr=a, b_ptr=b, out_ptr=out, inbox_ptr=space.inbox, ready_ptr=space.counters,
         queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=ld, num_comm_sms=max(1, min(num_comm_sms, programs - 1)),
-        COLUMNS=tl.constexpr(columns), TMA=tl.constexpr(tma), BLOCK_M=tl.constexpr(tiles.block_m),
-        BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk),
-        GROUP=tl.constexpr(tiles.group),
+        COLUMNS=tl.constexpr(columns), TMA=tl.constexpr(tma), TRANSPOSED=tl.constexpr(transposed),
+        BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k),
+        CHUNK=tl.constexpr(chunk), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     cooperative(world, push_kernel, (programs,), args, world.device, **tiles.launch_options())
     return out

@@ -30,14 +30,16 @@ from pkt.runtime.world import World
 
 from . import _common
 from ._matmul import (
-    Tiles,
     accumulate,
     check_operands,
     check_tiles,
+    default_tiles,
     padded,
     stack,
     store_tile,
+    stored,
     tile_pointers,
+    weights,
     whole_runs,
 )
 
@@ -51,7 +53,7 @@ class Work(NamedTuple):
     """What the kernel works on."""
 
     a_ptr: Any  # (M, k) this rank's
-    b_ptr: Any  # (k, N) this rank's
+    b_ptr: Any  # (k, N), or (N, k) if TRANSPOSED, this rank's
     out_ptr: Any  # (M, N) this rank's; the sum itself unless COPY
     sum_ptr: Any  # (M, ld) on every rank: first its own product, tile by tile, then the sum, stored by the tile's owner
     ready_ptr: Any  # int32 (tiles,) on every rank: how many ranks have a tile that this one owns
@@ -64,6 +66,7 @@ class Work(NamedTuple):
     num_comm_sms: Any
     COPY: tl.constexpr
     TMA: tl.constexpr
+    TRANSPOSED: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr
@@ -81,7 +84,7 @@ def _place(tile, w):
 def _compute(tile, w, world, epoch, a, b, mine):
     row, col = _place(tile, w)
     acc = tl.zeros((w.BLOCK_M, w.BLOCK_N), tl.float32)
-    acc = accumulate(acc, a, 0, b, 0, row, col, w.M, w.N, w.k, w.k, w.N, w.TMA, w.BLOCK_K)
+    acc = accumulate(acc, a, 0, b, 0, 1, row, col, w.M, w.N, w.k, w.k, w.TMA, w.TRANSPOSED, w.BLOCK_K)
     store_tile(mine, 0, acc, row, col, w.M, w.N, w.ld, True)
     pl.signal(w.ready_ptr + tile, tile % world.size, world)
 
@@ -106,7 +109,7 @@ def matmul_all_reduce_kernel(w, world):
     tiles = tl.cdiv(w.M, w.BLOCK_M) * tl.cdiv(w.N, w.BLOCK_N)
     owned = (tiles - tl.cast(world.rank, tl.int32) + world.size - 1) // world.size
     a = stack(w.a_ptr, 1, w.M, w.k, w.k, w.BLOCK_M, w.BLOCK_K, w.TMA)
-    b = stack(w.b_ptr, 1, w.k, w.N, w.N, w.BLOCK_K, w.BLOCK_N, w.TMA)
+    b = weights(w.b_ptr, 1, w.k, w.N, w.BLOCK_K, w.BLOCK_N, w.TMA, w.TRANSPOSED)
     mine = stack(w.sum_ptr, 1, w.M, w.N, w.ld, w.BLOCK_M, w.BLOCK_N, True)
     pl.lcsc(
         _compute, _communicate, (w, world, epoch, a, b, mine), tiles, owned, w.queue_ptr, epoch, w.num_comm_sms
@@ -132,25 +135,26 @@ def matmul_all_reduce(
     out: torch.Tensor | None = None,
     *,
     num_comm_sms: int = 16,
-    tiles: Tiles | tuple[int, ...] | None = None,
+    tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of `a @ b`, on every rank. Collective.
 
-    a: (M, k), b: (k, N), contiguous, bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's
+    a: (M, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of
+    nn.Linear's weight; bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's
     dtype. A symmetric `out` whose rows begin at multiples of 16 bytes is reduced in place; otherwise, and where
     None, the sum is copied from a workspace. num_comm_sms: programs that communicate; 0: all of them, after
-    computing. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...). Returns `out`, complete. Raises ShapeError, DtypeError,
+    computing. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul, from
+    the shapes where None. Both the same on every rank. Returns `out`, complete. Raises ShapeError, DtypeError,
     CollectiveMismatch.
     """
     call = "matmul_all_reduce"
     world = _common.world_of(call, world, a, b, out)
     check_operands(call, a, b, world)
     (M, k), N = a.shape, b.shape[1]
-    _common.check_tensor(call, "b", b, world, shape=(k, N))
     a, b = whole_runs(a, b)
     k = a.shape[1]
-    tiles = check_tiles(call, tiles, a, b, world)
+    tiles = check_tiles(call, tiles, world) or default_tiles(a, b)
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is None:
         out = torch.empty((M, N), dtype=a.dtype, device=world.torch_device)
@@ -174,11 +178,13 @@ def matmul_all_reduce(
 
     space = world.workspace((call, M, N, a.dtype, programs, tiles[:2], in_place), make)
     counters = space.counters
+    b, transposed = stored(b)
     work = Work(
         a_ptr=a, b_ptr=b, out_ptr=out, sum_ptr=out if in_place else space.sum, ready_ptr=counters,
         done_ptr=counters[total:], queue_ptr=counters[total + 1 :], M=M, N=N, k=k, ld=ld,
         num_comm_sms=min(num_comm_sms, programs - 1), COPY=tl.constexpr(not in_place),
-        TMA=tl.constexpr(_common.aligned(a, b, out)), BLOCK_M=tl.constexpr(tiles.block_m),
+        TMA=tl.constexpr(_common.aligned(a, b, out)), TRANSPOSED=tl.constexpr(transposed),
+        BLOCK_M=tl.constexpr(tiles.block_m),
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     cooperative(world, matmul_all_reduce_kernel, (programs,), work, world.device, **tiles.launch_options())

@@ -31,14 +31,16 @@ from pkt.runtime.world import World
 
 from . import _common, _forms
 from ._matmul import (
-    Tiles,
     accumulate,
     check_operands,
     check_tiles,
+    default_tiles,
     padded,
     stack,
     store_tile,
+    stored,
     tile_pointers,
+    weights,
     whole_runs,
 )
 
@@ -50,7 +52,7 @@ def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int) 
 
 @triton.jit
 def _partial(
-    t, a, b, m, N, k, world, TMA: tl.constexpr,
+    t, a, b, m, N, k, world, TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Tile t of this rank's product, in fp32: (tile, owner, row in the owner's part, column). My own part comes
@@ -60,14 +62,14 @@ def _partial(
     owner = (tl.cast(world.rank, tl.int32) + 1 + t // (num_m * num_n)) % world.size
     i, j = pl.order.supergroup(t % (num_m * num_n), num_m, num_n, GROUP)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = accumulate(acc, a, owner, b, 0, i * BLOCK_M, j * BLOCK_N, m, N, k, k, N, TMA, BLOCK_K)
+    acc = accumulate(acc, a, owner, b, 0, 1, i * BLOCK_M, j * BLOCK_N, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
     return acc, owner, i * BLOCK_M, j * BLOCK_N
 
 
 @triton.jit
 def add_kernel(
     a_ptr,  # (size * m, k) this rank's
-    b_ptr,  # (k, N) this rank's
+    b_ptr,  # (k, N), or (N, k) if TRANSPOSED, this rank's
     out_ptr,  # (m, N) this rank's
     sum_ptr,  # (2, m, ld) on every rank, zero between launches; all ranks add into one half, by the launch's parity
     done_ptr,  # int32 (1,) on every rank: programs of all ranks whose additions have landed everywhere
@@ -77,6 +79,7 @@ def add_kernel(
     ld,
     world,
     TMA: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -86,12 +89,12 @@ def add_kernel(
     programs = tl.num_programs(0)
     epoch = pl.epoch(done_ptr, world)
     a = stack(a_ptr, world.size, m, k, k, BLOCK_M, BLOCK_K, TMA)
-    b = stack(b_ptr, 1, k, N, N, BLOCK_K, BLOCK_N, TMA)
+    b = weights(b_ptr, 1, k, N, BLOCK_K, BLOCK_N, TMA, TRANSPOSED)
     out = stack(out_ptr, 1, m, N, N, BLOCK_M, BLOCK_N, TMA)
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     half = sum_ptr + tl.cast(epoch & 1, tl.int64) * m * ld
     for t in range(pid, world.size * tiles, programs):
-        acc, owner, row, col = _partial(t, a, b, m, N, k, world, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+        acc, owner, row, col = _partial(t, a, b, m, N, k, world, TMA, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
         target = tl.make_tensor_descriptor(
             pl.peer(half, owner, world), [m, N], [tl.cast(ld, tl.int64), 1], [BLOCK_M, BLOCK_N]
         )
@@ -109,7 +112,7 @@ def add_kernel(
 @triton.jit
 def inbox_kernel(
     a_ptr,  # (size * m, k) this rank's
-    b_ptr,  # (k, N) this rank's
+    b_ptr,  # (k, N), or (N, k) if TRANSPOSED, this rank's
     out_ptr,  # (m, N) this rank's
     inbox_ptr,  # (2, size, m, ld) on every rank; rank r stores [:, r] of all; halves by the launch's parity
     ready_ptr,  # int32 (size, tiles) on every rank; [r, t] is signalled by rank r when its tile t is in the inbox
@@ -119,6 +122,7 @@ def inbox_kernel(
     ld,
     world,
     TMA: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -129,14 +133,14 @@ def inbox_kernel(
     rank = tl.cast(world.rank, tl.int32)
     epoch = pl.epoch(ready_ptr, world)
     a = stack(a_ptr, world.size, m, k, k, BLOCK_M, BLOCK_K, TMA)
-    b = stack(b_ptr, 1, k, N, N, BLOCK_K, BLOCK_N, TMA)
+    b = weights(b_ptr, 1, k, N, BLOCK_K, BLOCK_N, TMA, TRANSPOSED)
     out = stack(out_ptr, 1, m, N, N, BLOCK_M, BLOCK_N, TMA)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = tl.cdiv(m, BLOCK_M) * num_n
     half = inbox_ptr + tl.cast(epoch & 1, tl.int64) * world.size * m * ld
     mine = half + tl.cast(rank, tl.int64) * m * ld
     for t in range(pid, world.size * tiles, programs):
-        acc, owner, row, col = _partial(t, a, b, m, N, k, world, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+        acc, owner, row, col = _partial(t, a, b, m, N, k, world, TMA, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
         target = stack(pl.peer(mine, owner, world), 1, m, N, ld, BLOCK_M, BLOCK_N, True)
         store_tile(target, 0, acc, row, col, m, N, ld, True)
         # A counter for each source: one for all would take a fast rank's next launch for a slow rank's this one.
@@ -163,52 +167,52 @@ def matmul_reduce_scatter(
     out: torch.Tensor | None = None,
     *,
     mode: Literal["add", "inbox", "chain"] | None = None,
-    tiles: Tiles | tuple[int, ...] | None = None,
+    tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
 
-    a: (size * m, k), b: (k, N), contiguous, bf16, fp16 or fp32; the same m and N on every rank. out: (m, N) of
+    a: (size * m, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of
+    nn.Linear's weight; bf16, fp16 or fp32; the same m and N on every rank. out: (m, N) of
     a's dtype; a new tensor where None. mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a
     fixed order; see the module. "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but
     in a fixed order: bf16 or fp16, rows of b at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "chain"
-    where that can run and no tiles are given, else "add". tiles: (BLOCK_M, BLOCK_N, BLOCK_K, ...), not for "chain".
-    Returns `out`, complete; nothing of the call is read by a peer after it. Raises ShapeError, DtypeError,
-    CollectiveMismatch, Unsupported.
+    where that can run and no tiles are given, else "add". tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS,
+    NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8,
+    3 to 6); the same on every rank; from the shapes where None. Returns `out`, complete; nothing of the call is read by
+    a peer after it. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     call = "matmul_reduce_scatter"
     world = _common.world_of(call, world, a, b)
     if mode is not None:
         _common.check_choice(call, "mode", mode, ("add", "inbox", "chain"), world)
-    plain = tiles is not None
     check_operands(call, a, b, world)
     (M, k), N, size = a.shape, b.shape[1], world.size
     if M % size:
         wanted = f"a first dimension divisible by {size} ranks"
         raise ShapeError.argument(call, "a", tuple(a.shape), wanted, world.rank)
-    _common.check_tensor(call, "b", b, world, shape=(k, N))
     a, b = whole_runs(a, b)
     k = a.shape[1]
-    tiles = check_tiles(call, tiles, a, b, world)
+    tiles = check_tiles(call, tiles, world)
     m = M // size
     if out is None:
         out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
     _common.check_tensor(call, "out", out, world, shape=(m, N), dtype=a.dtype)
-    if mode == "chain" and plain:
-        raise ShapeError.argument(call, "mode", "chain", "no tiles: they follow from the shapes", world.rank)
     # Not by k, in which ranks may differ.
-    if _forms.gluon(call, "chain", mode == "chain", mode is None and not plain, world, a.dtype, N):
-        mode = "chain"
-    mode = mode or "add"
+    if _forms.gluon(call, "chain", mode == "chain", mode is None and tiles is None, world, a.dtype, N):
+        from ._gluon_matmul_reduce_scatter import gluon_chain, settings
+
+        mode, tiles = "chain", settings(m, N, world, tiles)
+    else:
+        mode, tiles = mode or "add", tiles or default_tiles(a, b)
     _common.check_agreed(call, world, M=M, N=N, dtype=a.dtype, mode=mode, tiles=tiles)
     if m == 0 or N == 0:
         return out
     if mode == "chain":
-        from ._gluon_matmul_reduce_scatter import chain_tiles, gluon_chain
-
         result = _forms.operand(out)
-        gluon_chain(_forms.operand(a), _forms.operand(b), result, world, chain_tiles(m, N))
+        gluon_chain(_forms.operand(a), _forms.operand(b), result, world, tiles)
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
+    b, transposed = stored(b)
     ld = padded(N, a.dtype)
     owned = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, size * owned)
@@ -224,7 +228,6 @@ def matmul_reduce_scatter(
     kernel = add_kernel if mode == "add" else inbox_kernel
     cooperative(
         world, kernel, (programs,), a, b, out, space.buffer, space.counters, m, N, k, ld, world.device,
-        _common.aligned(a, b, out),
-        *tiles[:4], **tiles.launch_options(),
+        _common.aligned(a, b, out), transposed, *tiles[:4], **tiles.launch_options(),
     )  # fmt: skip
     return out

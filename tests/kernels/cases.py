@@ -177,7 +177,7 @@ def gather_product(world: Any, mode: str, shard: Any, m: int = 12, k: int = 20, 
         b = operand((k if shard == "rows" else world.size * k, N), launch)
         got = all_gather_matmul(
             a if mode == "pull" else a.plain().clone(), b,
-            shard=shard, mode=mode, num_comm_sms=1, chunk=16, tiles=TILES,
+            shard=shard, mode=mode, tiles=TILES, **({"num_comm_sms": 1, "chunk": 16} if mode == "push" else {}),
         )  # fmt: skip
         check(got, gather_reference([values((m, k), s) for s in everybody], b, shard))
 

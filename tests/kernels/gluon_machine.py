@@ -65,6 +65,9 @@ class Shared:
         assert np.shares_memory(view, self.data)
         return Shared(view)
 
+    def permute(self, order: list[int]) -> Shared:
+        return Shared(self.data.transpose(order))
+
     def load(self, layout: Any) -> Tile:
         return Tile(self.data.copy())
 
@@ -78,9 +81,6 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.pending = self.phase = self.bytes = 0
-
-    def index(self, i: int) -> Barrier:  # one of one
-        return self
 
     def step(self) -> None:
         assert self.pending >= 0, "more arrivals than a phase has"
@@ -246,7 +246,7 @@ class Machine:
 
     def _allocate(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         if dtype == "barriers":
-            return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
+            return Barriers(Barrier() for _ in range(shape[0]))
         return Shared(np.full(shape, np.nan, np.float32))
 
     def _atomic_add(self, p: Pointer, value: int, sem: str, scope: str) -> None:

@@ -49,6 +49,11 @@ def operands(
     return [(random(a, dtype, launch, r, 0), random(b, dtype, launch, r, 1)) for r in range(world.size)]
 
 
+def as_weight(b: torch.Tensor) -> torch.Tensor:
+    """`b` as the transposed view of a contiguous tensor."""
+    return b.t().contiguous().t()
+
+
 def assert_within(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor, *what: Any) -> None:
     error = (found.double() - exact).abs()
     worst = (error / bound.clamp_min(1e-300)).max().item() if error.numel() else 0.0

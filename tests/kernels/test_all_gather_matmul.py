@@ -15,6 +15,7 @@ from .helpers import (
     LAUNCHES,
     RANKS,
     SEEDS,
+    as_weight,
     assert_within,
     inputs,
     on_ranks,
@@ -29,17 +30,23 @@ TMA, REGISTERS = (20, 24, 40), (7, 13, 21)  # (m, k, N) whose rows are, or are n
 
 
 def multiplies(
-    world: Any, mode: Any, shard: Any, sizes: tuple[int, int, int], dtype: torch.dtype, **options: Any
+    world: Any,
+    mode: Any,
+    shard: Any,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    stored: Any = torch.Tensor.contiguous,
+    **options: Any,
 ) -> torch.Tensor:
     m, k, N = sizes
-    options = {"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16, 16)} | options
+    options = {"tiles": (16, 16, 16)} | ({"num_comm_sms": 1, "chunk": 16} if mode == "push" else {}) | options
     a = pkt.empty(m, k, dtype=dtype)
     for launch in range(LAUNCHES):
         shards = inputs(world, (m, k), dtype, launch)
         b = random((k if shard == "rows" else world.size * k, N), dtype, launch, world.rank, 9)
         a.copy_(shards[world.rank])
         mine = a if mode == "pull" else shards[world.rank]
-        got = all_gather_matmul(mine, b, mode=mode, shard=shard, **options)
+        got = all_gather_matmul(mine, stored(b), mode=mode, shard=shard, **options)
         exact = reference(shards, b, shard)
         whole = torch.cat(shards, dim=0 if shard == "rows" else 1)
         bound = rounded(exact, product_bound(whole, b), dtype)
@@ -58,6 +65,13 @@ def test_equals_the_reference(ranks: int, dtype: torch.dtype, mode: str, shard: 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 24, 40), (16, 16, 16), (17, 8, 24), (33, 31, 5), REGISTERS], ids=str)
 def test_sizes_that_do_not_divide_the_tiles(sizes: tuple[int, int, int], mode: str, shard: str) -> None:
     on_ranks(3, multiplies, mode, shard, sizes, torch.bfloat16)
+
+
+@forms
+@pytest.mark.parametrize("sizes", [TMA, REGISTERS, (17, 8, 24), (1, 16, 8)], ids=str)
+def test_transposed_weights(sizes: tuple[int, int, int], mode: str, shard: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        on_ranks(3, multiplies, mode, shard, sizes, dtype, as_weight)
 
 
 @forms
@@ -122,11 +136,33 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, "a: found .*wanted 2 dimensions", (4,), (4, 4))
     bad(pkt.ShapeError, r"out: found \(4, 4\), wanted \(8, 4\)", (4, 4), (4, 4), (4, 4))
     bad(pkt.ShapeError, "tiles: found .*powers of two from 16", (4, 4), (4, 4), tiles=(8, 16, 16))
-    bad(pkt.ShapeError, "num_comm_sms and chunk: found 0", (4, 4), (4, 4), num_comm_sms=0)
+    bad(pkt.ShapeError, "num_comm_sms: found 0, wanted at least 1", (4, 4), (4, 4), num_comm_sms=0)
+    bad(pkt.ShapeError, "chunk: found 0, wanted at least 1", (4, 4), (4, 4), chunk=0)
+    bad(pkt.ShapeError, "tiles: found .*num_warps a power of two", (4, 4), (4, 4), tiles=(16, 16, 16, 1, 3))
+    bad(pkt.ShapeError, "tiles: found .*three blocks", (4, 4), (4, 4), tiles=(16, 16))
+    bad(pkt.ShapeError, "tiles: found .*at most", (4, 4), (4, 4), tiles=(16,) * 8)
+    bad(pkt.ShapeError, 'nap: found 9, wanted none with mode "push"', (4, 4), (4, 4), nap=9)
+    bad(pkt.ShapeError, 'unit: found .*none with mode "push"', (4, 4), (4, 4), mode="push", unit=(64, 64))
     bad(pkt.Unsupported, "wanted 'push' or 'pull' or 'gluon'", (4, 4), (4, 4), mode="copy")
     bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="gluon")
-    bad(pkt.ShapeError, "neither num_comm_sms nor chunk nor tiles", (4, 4), (4, 4), mode="gluon", chunk=64)
+    bad(pkt.ShapeError, 'shard "rows" with mode "gluon"', (4, 4), (8, 4), mode="gluon", shard="columns")
     bad(pkt.Unsupported, "wanted 'rows' or 'columns'", (4, 4), (4, 4), shard="diagonal")
+
+
+def test_weights_that_are_neither_way_contiguous() -> None:
+    def run(world: Any) -> None:
+        all_gather_matmul(torch.ones(4, 4), torch.ones(8, 8)[::2, ::2])
+
+    with pytest.raises(pkt.ShapeError, match="b: found .*strides.*b.contiguous"):
+        on_ranks(2, run)
+
+
+def test_pull_pushes_nothing() -> None:
+    def run(world: Any) -> None:
+        all_gather_matmul(pkt.ones(4, 4), torch.ones(4, 4), mode="pull", num_comm_sms=1)
+
+    with pytest.raises(pkt.ShapeError, match='num_comm_sms: found 1, wanted none with mode "pull"'):
+        on_ranks(2, run)
 
 
 def test_dtypes_must_agree() -> None:

@@ -95,6 +95,10 @@ def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+def weight(k: int, n: int, dtype: torch.dtype, transposed: bool = False) -> torch.Tensor:
+    return tensor(n, k, dtype=dtype).t() if transposed else tensor(k, n, dtype=dtype)
+
+
 N = 1 << 20
 COLLECTIVES = {
     "all_gather push": lambda t: all_gather(tensor(N, dtype=t), pkt.empty(4 * N, dtype=t)),
@@ -134,28 +138,32 @@ def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pyte
     assert not re.search(r"(ld|st)\.global\.(b|u)(8|16)\b", ptx), "an element at a time"
 
 
-def pull(shard: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
+def pull(shard: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any) -> Callable[[torch.dtype], Any]:
     rows = k if shard == "rows" else 4 * k
     return lambda t: all_gather_matmul(
-        pkt.empty(m, k, dtype=t), tensor(rows, n, dtype=t), mode="pull", shard=shard, **options
+        pkt.empty(m, k, dtype=t), weight(rows, n, t, transposed), mode="pull", shard=shard, **options
     )
 
 
-def push(shard: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
+def push(shard: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any) -> Callable[[torch.dtype], Any]:
     rows = k if shard == "rows" else 4 * k
     return lambda t: all_gather_matmul(
-        tensor(m, k, dtype=t), tensor(rows, n, dtype=t), mode="push", shard=shard, **options
+        tensor(m, k, dtype=t), weight(rows, n, t, transposed), mode="push", shard=shard, **options
     )
 
 
-def scatter(mode: Any, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
-    return lambda t: matmul_reduce_scatter(tensor(4 * m, k, dtype=t), tensor(k, n, dtype=t), mode=mode, **options)
+def scatter(
+    mode: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any
+) -> Callable[[torch.dtype], Any]:
+    return lambda t: matmul_reduce_scatter(tensor(4 * m, k, dtype=t), weight(k, n, t, transposed), mode=mode, **options)
 
 
-def reduce(in_place: bool, m: int, k: int, n: int, **options: Any) -> Callable[[torch.dtype], Any]:
+def reduce(
+    in_place: bool, m: int, k: int, n: int, transposed: bool = False, **options: Any
+) -> Callable[[torch.dtype], Any]:
     def call(t: torch.dtype) -> torch.Tensor:
         out = pkt.empty(m, n, dtype=t) if in_place else None
-        return matmul_all_reduce(tensor(m, k, dtype=t), tensor(k, n, dtype=t), out, **options)
+        return matmul_all_reduce(tensor(m, k, dtype=t), weight(k, n, t, transposed), out, **options)
 
     return call
 
@@ -189,6 +197,27 @@ def test_fused_products(
     assert ("cp.async.bulk.tensor.3d.shared" in ptx) == (sizes is EVEN)
     assert ("cp.reduce.async.bulk.tensor" in ptx) == name.endswith("add")
     assert ("multimem.ld_reduce" in ptx) == multicast
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", [name for name in FUSED if not name.endswith("in place")])
+def test_transposed_weights(name: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loaded by TMA as they lie, and multiplied as they lie, in shared memory: nothing is transposed in registers."""
+    call = FUSED[name](EVEN, transposed=True)
+    compiled = compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), arch, tmp_path)
+    ptx = compiled.asm["ptx"]
+    assert "cp.async.bulk.tensor.3d.shared" in ptx
+    assert "wgmma.mma_async" in ptx if arch == 90 else "tcgen05.mma" in ptx
+    assert "ldmatrix" not in ptx
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("name", [name for name in FUSED if not name.endswith("in place")])
+def test_transposed_weights_in_registers(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    call = FUSED[name](RAGGED if dtype == torch.bfloat16 else EVEN, transposed=True)
+    compile_checked(launched(lambda w: call(dtype), 4, False, monkeypatch), 90, tmp_path)
 
 
 WIDE, SQUARE = (128, 256, 64, 8, 8, 3), (128, 128, 64, 8, 8, 4)

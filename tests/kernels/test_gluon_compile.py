@@ -16,14 +16,15 @@ gluon = pytest.importorskip("pkt.kernels._gluon")
 from pkt.kernels import _common  # noqa: E402
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
-from pkt.kernels._gluon import SHARED, GluonTiles  # noqa: E402
+from pkt.kernels._gluon import SHARED, TILES  # noqa: E402
 from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan  # noqa: E402
 from pkt.kernels._gluon_matmul_reduce_scatter import chain_tiles  # noqa: E402
+from pkt.kernels._matmul import Tiles  # noqa: E402
 from pkt.kernels.all_gather_matmul import all_gather_matmul  # noqa: E402
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="written for Triton 3.6")
-NARROW = GluonTiles(128, 128, 64, 6)
+NARROW = Tiles(128, 128, 64, num_stages=6)
 
 
 class Symmetric:
@@ -52,7 +53,8 @@ class Compiled:
     def __getitem__(self, grid):
         def launch(*args, **options):
             args = ("*i32" if isinstance(a, Symmetric) else a for a in args)
-            self.kernels.append((compile_only(self.kernel, *args, grid=grid, **options), grid, options))
+            args = tuple(args)
+            self.kernels.append((compile_only(self.kernel, *args, grid=grid, **options), grid, options, args))
 
         return launch
 
@@ -90,16 +92,20 @@ def launched(monkeypatch):
     )
 
 
-def product(world, m, N, K, dtype=torch.bfloat16, **options):
+def lying(b, transposed):
+    return b.t().contiguous().t() if transposed else b
+
+
+def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
-    push.gluon_push(a, b, out, world, **options)
-    return world.kernels[-1]
+    push.gluon_push(a, lying(b, transposed), out, world, **options)
+    return world.kernels[-1][:3]
 
 
-def scatter(world, m, N, K, dtype=torch.bfloat16, **options):
+def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
-    chain.gluon_chain(a, b, out, world, **options)
-    return world.kernels[-1]
+    chain.gluon_chain(a, lying(b, transposed), out, world, **options)
+    return world.kernels[-1][:3]
 
 
 def tool(name, kernel, tmp_path, *flags):
@@ -127,7 +133,7 @@ def assert_fits(kernel, grid, tmp_path):
 PLANS = [
     (PushPlan(), None),
     (PushPlan(32, units=2, lag=2), None),
-    (PushPlan(16, unit_m=128, units=2, buffers=4, lag=2), GluonTiles(stages=3)),
+    (PushPlan(16, unit_m=128, units=2, buffers=4, lag=2), TILES._replace(num_stages=3)),
     (PushPlan(132), NARROW),
 ]
 
@@ -139,7 +145,7 @@ def test_push_fits(launched, tmp_path, plan, tiles):
     assert options["launch_cooperative_grid"]
     assert_fits(kernel, grid, tmp_path)
     sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
-    width = (tiles or GluonTiles()).block_n
+    width = (tiles or TILES).block_n
     assert len(re.findall(rf"HGMMA\.64x{width}x16\.F32\.BF16", sass)) == 4
     assert len(re.findall(r"UTMASTG\.2D", sass)) == 3 * (1 if plan.unit_k == 64 else 2)
     assert len(re.findall(r"UTMASTG\.3D", sass)) == width // 64
@@ -155,7 +161,7 @@ def test_push_on_any_number_of_ranks(launched, tmp_path, size, rank):
         assert len(re.findall(r"atom\.global\.sys\.relaxed|red\.global\.sys\.relaxed", kernel.asm["ptx"])) == size - 1
 
 
-@pytest.mark.parametrize("tiles", [None, NARROW, GluonTiles(stages=3)])
+@pytest.mark.parametrize("tiles", [None, NARROW, TILES._replace(num_stages=3)])
 def test_chain_fits(launched, tmp_path, tiles):
     kernel, grid, _ = scatter(launched(), 1024, 4096, 1024, tiles=tiles)
     assert_fits(kernel, grid, tmp_path)
@@ -180,6 +186,19 @@ def test_chain_without_links(launched, tmp_path, tiles):
 def test_chain_on_any_number_of_ranks(launched, tmp_path, size):
     kernel, grid, _ = scatter(launched(size - 1, size), 333, 1032, 1544)
     assert_fits(kernel, grid, tmp_path)
+
+
+@pytest.mark.parametrize("call", [product, scatter])
+@pytest.mark.parametrize("tiles", [TILES, NARROW])
+def test_transposed_weights(launched, tmp_path, call, tiles):
+    kernel, grid, _ = call(launched(2), 1024, 1024, 1024, tiles=tiles, transposed=True)
+    assert_fits(kernel, grid, tmp_path)
+    sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
+    assert len(re.findall(rf"HGMMA\.64x{tiles.block_n}x16\.F32\.BF16", sass)) == 4
+    # the bit before the last: B lies with its columns one behind the other, as it does not here
+    row_major = call(launched(2), 1024, 1024, 1024, tiles=tiles)[0]
+    transposes = [set(re.findall(r"wgmma\.mma_async[^;]*, (\d), (\d);", k.asm["ptx"])) for k in (kernel, row_major)]
+    assert transposes == [{("0", "0")}, {("0", "1")}]
 
 
 def test_fp16(launched, tmp_path):
@@ -209,7 +228,7 @@ def test_what_does_not_fit_is_refused_before_a_launch(launched):
         {"plan": PushPlan(buffers=1)},
         {"plan": PushPlan(units=3)},
         {"plan": PushPlan(unit_m=96)},
-        {"tiles": GluonTiles(64, 256, 64)},
+        {"tiles": Tiles(64, 256, 64)},
     ):
         with pytest.raises(PktError, match="wanted"):
             product(world, 512, 512, 512, **options)
@@ -218,7 +237,7 @@ def test_what_does_not_fit_is_refused_before_a_launch(launched):
     with pytest.raises(PktError, match="bfloat16 or float16"):
         scatter(world, 512, 512, 512, torch.float32)
     with pytest.raises(PktError, match="shared memory"):
-        scatter(world, 512, 512, 512, tiles=GluonTiles(stages=5))
+        scatter(world, 512, 512, 512, tiles=TILES._replace(num_stages=5))
     assert not world.kernels
 
 
@@ -231,14 +250,28 @@ def operators(launched, monkeypatch):
     return launched
 
 
-def gather_call(world, m, N, K, dtype=torch.bfloat16, **options):
-    a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
-    assert all_gather_matmul(a, b, out, world=world, **options) is out
+def test_transposed_weights_through_the_operators(operators, tmp_path):
+    """Where k is padded, too."""
+    for call in (gather_call, scatter_call):
+        world = operators()
+        call(world, 333, 1032, 1544, transposed=True)
+        kernel, grid, options, _ = world.kernels[-1]
+        assert options["TRANSPOSED"]
+        assert_fits(kernel, grid, tmp_path)
+    world = operators()
+    scatter_call(world, 128, 64, 61, transposed=True)
+    assert world.kernels[-1][2]["TRANSPOSED"]
 
 
-def scatter_call(world, m, N, K, dtype=torch.bfloat16, **options):
+def gather_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+    rows = world.size * K if options.get("shard") == "columns" else K
+    a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (rows, N), (world.size * m, N)))
+    assert all_gather_matmul(a, lying(b, transposed), out, world=world, **options) is out
+
+
+def scatter_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
-    assert matmul_reduce_scatter(a, b, out, world=world, **options) is out
+    assert matmul_reduce_scatter(a, lying(b, transposed), out, world=world, **options) is out
 
 
 SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (1, 8, 8)]
@@ -250,7 +283,7 @@ SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (1, 8, 8)]
 def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
     world = operators(1, size)
     call(world, *shape)
-    ((kernel, grid, _),) = world.kernels
+    ((kernel, grid, *_),) = world.kernels
     assert kernel.metadata.name == name
     assert_fits(kernel, grid, tmp_path)
 
@@ -258,10 +291,10 @@ def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
 def test_every_plan_and_all_tiles_that_are_chosen_compile(operators, tmp_path):
     """The four sizes that were measured."""
     for side, plan, tiles in (
-        (4096, PushPlan(132, chunk=256), GluonTiles()),
+        (4096, PushPlan(132, chunk=256), TILES),
         (8192, PushPlan(132, chunk=256), NARROW),
-        (16384, PushPlan(32, units=2, lag=2), GluonTiles()),
-        (32768, PushPlan(32, units=2, lag=2), GluonTiles(stages=3)),
+        (16384, PushPlan(32, units=2, lag=2), TILES),
+        (32768, PushPlan(32, units=2, lag=2), TILES._replace(num_stages=3)),
     ):
         assert push_plan(side // 4, 4) == plan
         assert chain_tiles(side // 4, side) == tiles
@@ -280,7 +313,7 @@ def test_ranks_may_differ_in_where_operands_begin_and_in_k(operators, tmp_path):
         a = torch.empty(4 * 128 * k + 1, dtype=torch.bfloat16)[begin:][: 4 * 128 * k].view(512, k)
         out = torch.zeros(128 * 64 + 1, dtype=torch.bfloat16)[1:].view(128, 64)
         assert matmul_reduce_scatter(a, torch.empty(k, 64, dtype=torch.bfloat16), out, world=world) is out
-        kernel, grid, _ = world.kernels[-1]
+        kernel, grid, *_ = world.kernels[-1]
         assert kernel.metadata.name == "gluon_chain_kernel"
         assert_fits(kernel, grid, tmp_path)
 
@@ -289,8 +322,6 @@ def test_ranks_may_differ_in_where_operands_begin_and_in_k(operators, tmp_path):
 def test_what_asks_for_another_form_gets_it(operators, call, monkeypatch):
     mode = "gluon" if call is gather_call else "chain"
     world = operators()
-    with pytest.raises(ShapeError, match="tiles"):
-        call(world, 512, 512, 512, mode=mode, tiles=(128, 128, 64))
     with pytest.raises(Unsupported, match="float32, not bfloat16 or float16"):
         call(world, 512, 512, 512, torch.float32, mode=mode)
     with pytest.raises(Unsupported, match="not multiples of 16 bytes"):
@@ -301,6 +332,47 @@ def test_what_asks_for_another_form_gets_it(operators, call, monkeypatch):
     with pytest.raises(Unsupported, match="rank 0 has sm_100, not sm_90"):
         call(operators(), 512, 512, 512, mode=mode)
     assert not world.kernels
+
+
+def test_the_keywords_reach_it(operators, tmp_path):
+    """As a tuner says them: numbers, and lists of numbers."""
+    world = operators()
+    world.num_sms = 100
+    gather_call(
+        world, 1024, 1024, 4096, mode="gluon", num_comm_sms=32, chunk=512, tiles=[128, 128, 64, 4, 8, 5],
+        unit=[32, 128, 2, 3, 2], push_rows=3, nap=500,
+    )  # fmt: skip
+    scatter_call(world, 1024, 1024, 4096, mode="chain", tiles=[128, 128, 64, 4, 8, 5])
+    for kernel, grid, options, _ in world.kernels:
+        assert_fits(kernel, grid, tmp_path)
+        assert [options[name] for name in ("BLOCK_N", "GROUP", "STAGES")] == [128, 4, 5]
+    options = world.kernels[0][2]
+    assert [options[n] for n in ("UNIT_M", "UNIT_K", "UNITS", "BUFFERS", "LAG", "CHUNK")] == [32, 128, 2, 3, 2, 512]
+    assert world.kernels[0][3][-5:-1] == (32, 500, 3, 1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"tiles": (64, 256, 64)}, "tiles"),
+        ({"tiles": (128, 256, 64, 8, 4, 4)}, "tiles"),
+        ({"tiles": (128, 256, 64, 8, 8, 5)}, "tiles"),
+        ({"num_comm_sms": 0}, "num_comm_sms"),
+        ({"chunk": 288}, "chunk"),
+        ({"unit": (96, 64)}, "unit"),
+        ({"unit": (64, 64, 1, 8)}, "unit"),
+        ({"unit": (64, 64, 0)}, "unit"),
+        ({"unit": (64, 64, 1, 2, 1, 1)}, "unit"),
+        ({"push_rows": -1}, "push_rows"),
+        ({"nap": -1}, "nap"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(operators, options, name):
+    world = operators()
+    with pytest.raises(ShapeError, match=f"{name}: found"):
+        gather_call(world, 512, 512, 512, mode="gluon", **options)
+    assert not world.kernels
+    assert not any("all_gather_matmul" in key for key in world.spaces)
 
 
 class Agreed(Exception):

@@ -18,7 +18,11 @@ def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-3, 4, shape).astype(np.float32)
 
 
-def run_push(size, m, N, K, programs, seed, launches=3, broken=None, **plan):
+def weights(b: np.ndarray, transposed: bool) -> Descriptor:
+    return Descriptor(b.T, BN, BK) if transposed else Descriptor(b, BK, BN)
+
+
+def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=False, **plan):
     plan = {"UNIT_M": 4, "UNIT_K": 2, "UNITS": 1, "BUFFERS": 2, "LAG": 1, "CHUNK": 8, "GROUP": 2, "STAGES": 3} | plan
     push_rows, num_comm = plan.pop("push_rows", 1), plan.pop("num_comm", programs)
     machine = Machine(size, programs, seed)
@@ -39,11 +43,11 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, **plan):
             peers = [Descriptor(inbox[(rank + d) % size], plan["UNIT_M"], plan["UNIT_K"]) for d in range(1, size)]
             arguments = (
                 Descriptor(a[rank][e], BM, BK), Descriptor(a[rank][e], plan["UNIT_M"], plan["UNIT_K"]),
-                Descriptor(inbox[rank], BM, BK), Descriptor(b, BK, BN), Descriptor(c, 1, BM, BN // 2),
+                Descriptor(inbox[rank], BM, BK), weights(b, transposed), Descriptor(c, 1, BM, BN // 2),
                 *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), m, N, K, num_comm, 0, push_rows, m, world,
                 BM, BN, BK,
             )  # fmt: skip
-            options = {**plan, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8}
+            options = {**plan, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8, "TRANSPOSED": transposed}
             bodies.append(lambda p, x=arguments, o=options: functions["gluon_push_kernel"](*x, **o))
             checks.append((c, b, e))
         per_rank.append(bodies)
@@ -53,7 +57,7 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, **plan):
         np.testing.assert_array_equal(c.reshape(size * m, N), exact)
 
 
-def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3):
+def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, transposed=False):
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, chain], machine)
     if broken:
@@ -72,11 +76,19 @@ def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3):
             part = (BM, BN // 2)
             owners = [Descriptor(totals[(rank + d) % size], *part) for d in range(1, size)]
             arguments = (
-                Descriptor(a[rank][e], BM, BK), Descriptor(b[rank][e], BK, BN), Descriptor(totals[rank], *part),
+                Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(totals[rank], *part),
                 Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank), m, N, K,
                 SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
             )  # fmt: skip
-            options = {"STAGES": stages, "GROUP": 2, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8}
+            options = {
+                "STAGES": stages,
+                "GROUP": 2,
+                "HALF": None,
+                "REGISTERS": 72,
+                "LEAVE_OUT": "",
+                "num_warps": 8,
+                "TRANSPOSED": transposed,
+            }
             bodies.append(lambda p, x=arguments, o=options: functions["gluon_chain_kernel"](*x, **o))
             checks.append((out, rank, e))
         per_rank.append(bodies)
@@ -108,6 +120,12 @@ def test_a_short_inner_dimension(stages):
     for seed in range(4):
         run_push(2, 16, 32, 4, 2, seed, STAGES=stages)
         run_chain(3, 16, 32, 3, 2, seed, stages=stages)
+
+
+def test_transposed_weights():
+    for seed in range(3):
+        run_push(3, 13, 10, 18, 2, seed, transposed=True)
+        run_chain(3, 13, 10, 18, 2, seed, transposed=True)
 
 
 def test_push_on_eight_ranks():

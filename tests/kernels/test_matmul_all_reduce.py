@@ -17,6 +17,7 @@ from .helpers import (
     SEEDS,
     TINY,
     UNIT,
+    as_weight,
     assert_within,
     on_ranks,
     operands,
@@ -37,13 +38,19 @@ def bound(ops: list[tuple[torch.Tensor, torch.Tensor]], exact: torch.Tensor) -> 
 
 
 def multiplies(
-    world: Any, sizes: tuple[int, int, int], dtype: torch.dtype, in_place: bool = False, num_comm_sms: int = 1
+    world: Any,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    in_place: bool = False,
+    num_comm_sms: int = 1,
+    stored: Any = torch.Tensor.contiguous,
 ) -> torch.Tensor:
     M, k, N = sizes
     out = pkt.empty(M, N, dtype=dtype) if in_place else None
     for launch in range(LAUNCHES):
         ops = operands(world, (M, k), (k, N), dtype, launch)
-        got = matmul_all_reduce(*ops[world.rank], out, num_comm_sms=num_comm_sms, tiles=(16, 16, 16))
+        a, b = ops[world.rank]
+        got = matmul_all_reduce(a, stored(b), out, num_comm_sms=num_comm_sms, tiles=(16, 16, 16))
         exact = reference(ops)
         assert_within(got, exact, bound(ops, exact), world.rank, launch, sizes)
     return got.clone()
@@ -65,6 +72,12 @@ def test_equals_the_reference_and_all_ranks_agree(ranks: int, dtype: torch.dtype
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 24, 40), (16, 16, 16), (17, 8, 24), (33, 31, 5), REGISTERS], ids=str)
 def test_sizes_that_do_not_divide_the_tiles(sizes: tuple[int, int, int], in_place: bool) -> None:
     same_on_all(on_ranks(3, multiplies, sizes, torch.bfloat16, in_place))
+
+
+@pytest.mark.parametrize("sizes", [TMA, REGISTERS, (17, 8, 24), (1, 16, 8)], ids=str)
+def test_transposed_weights(sizes: tuple[int, int, int]) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        on_ranks(3, multiplies, sizes, dtype, False, 1, as_weight)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

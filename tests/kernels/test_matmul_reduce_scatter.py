@@ -17,6 +17,7 @@ from .helpers import (
     SEEDS,
     TINY,
     UNIT,
+    as_weight,
     assert_within,
     on_ranks,
     operands,
@@ -42,12 +43,13 @@ def bound(ops: list[tuple[torch.Tensor, torch.Tensor]], exact: torch.Tensor, mod
 
 
 def multiplies(
-    world: Any, mode: Any, sizes: tuple[int, int, int], dtype: torch.dtype, tiles: Any = (16, 16, 16)
+    world: Any, mode: Any, sizes: tuple[int, int, int], dtype: torch.dtype, stored: Any = torch.Tensor.contiguous
 ) -> torch.Tensor:
     m, k, N = sizes
     for launch in range(LAUNCHES):
         ops = operands(world, (world.size * m, k), (k, N), dtype, launch)
-        got = matmul_reduce_scatter(*ops[world.rank], mode=mode, tiles=tiles)
+        a, b = ops[world.rank]
+        got = matmul_reduce_scatter(a, stored(b), mode=mode, tiles=(16, 16, 16))
         exact = reference(ops, world.rank)
         limit = bound(ops, torch.cat([reference(ops, r) for r in range(world.size)]), mode)
         assert_within(got, exact, limit.chunk(world.size)[world.rank], world.rank, launch, sizes)
@@ -65,6 +67,13 @@ def test_equals_the_reference(ranks: int, dtype: torch.dtype, mode: str) -> None
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 24, 40), (16, 16, 16), (17, 8, 24), (33, 31, 5), REGISTERS], ids=str)
 def test_sizes_that_do_not_divide_the_tiles(sizes: tuple[int, int, int], mode: str) -> None:
     on_ranks(3, multiplies, mode, sizes, torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [TMA, REGISTERS, (17, 8, 24), (1, 16, 8)], ids=str)
+def test_transposed_weights(sizes: tuple[int, int, int], mode: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        on_ranks(3, multiplies, mode, sizes, dtype, as_weight)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -119,7 +128,6 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, "tiles: found", (4, 4), (4, 4), tiles=(16, 48, 16))
     bad(pkt.Unsupported, "wanted 'add' or 'inbox' or 'chain'", (4, 4), (4, 4), mode="ring")
     bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="chain")
-    bad(pkt.ShapeError, "no tiles: they follow", (4, 4), (4, 4), mode="chain", tiles=(16, 16, 16))
 
 
 def test_dtypes_must_agree() -> None:

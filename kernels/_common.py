@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,6 @@ import triton
 
 from pkt.errors import CollectiveMismatch, DtypeError, NotSymmetric, ShapeError, Unsupported
 from pkt.runtime.factories import signals
-from pkt.runtime.pool import has_pool
 from pkt.runtime.tensor import SymmetricTensor, facts, symmetric
 from pkt.runtime.world import World, current_world
 
@@ -52,20 +52,28 @@ Launch = Callable[..., torch.Tensor]
 the tensors that it was made with."""
 
 
-def planned(plan: Callable[..., Launch], world: World, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
+def planned(
+    call: str, plan: Callable[..., Launch], world: World, tensors: tuple[Any, ...], settings: tuple[Any, ...]
+) -> torch.Tensor:
     """plan(world, *tensors, *settings)(*tensors), where the plan is made once for tensors of the same facts.
 
     Checks, workspaces and the choice of a grid cost a hundred microseconds, as much as a small operator: they are
     plan's, and belong to the world. Raises what `plan` raises, each time.
     """
-    key = (plan, settings, *map(facts, tensors))
-    if has_pool(world):  # a plain tensor may be symmetric there, by its address
-        key += tuple(t.data_ptr() for t in tensors if isinstance(t, torch.Tensor))
+    key = (plan, settings, *[facts(tensor, world, call) for tensor in tensors])
     plans = world.plans
-    launch = plans.get(key)
+    try:
+        launch = plans.get(key)
+    except TypeError:  # a list among the settings, say: nothing to look up
+        return plan(world, *tensors, *settings)(*tensors)
     if launch is None:
         launch = plans[key] = plan(world, *tensors, *settings)
     return launch(*tensors)
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype, world: World) -> Callable[[], torch.Tensor]:
+    """Makes new tensors for results."""
+    return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=world.torch_device)
 
 
 # ------------------------------------------------------------------------------------------------------ checks

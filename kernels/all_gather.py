@@ -23,6 +23,8 @@ from pkt.runtime.world import World
 
 from . import _common, _runs
 
+CALL = "all_gather"
+
 DTYPES = (
     *_common.FLOATS, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
@@ -88,27 +90,38 @@ def all_gather(
     program moves at a time, a power of two. Returns `out`, complete; `x` may be overwritten at once. Raises
     NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
-    call = "all_gather"
-    world = _common.world_of(call, world, x, out)
+    world = _common.world_of(CALL, world, x, out)
+    return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block))
+
+
+def _plan(
+    world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, mode: str | None, block: int | None
+) -> _common.Launch:
     mode = mode or ("push" if isinstance(out, SymmetricTensor) else "pull")
-    _common.check_choice(call, "mode", mode, ("push", "pull"), world)
-    _common.check_block(call, block, world)
-    _common.check_tensor(call, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
-    dim = _runs.axis(call, "dim", dim, x.shape, world)
+    _common.check_choice(CALL, "mode", mode, ("push", "pull"), world)
+    _common.check_block(CALL, block, world)
+    _common.check_tensor(CALL, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
+    dim = _runs.axis(CALL, "dim", dim, x.shape, world)
     shape = (*x.shape[:dim], world.size * x.shape[dim], *x.shape[dim + 1 :]) if x.ndim else (world.size,)
+    fresh = _common.fresh(shape, x.dtype, world)
     if out is None and mode == "pull":
-        out = torch.empty(shape, dtype=x.dtype, device=world.torch_device)
-    out = _common.check_tensor(call, "out", out, world, shape=shape, dtype=x.dtype, peers=mode == "push")
+        out = fresh()
+    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=mode == "push")
     rows, run = _runs.around(x.shape, dim)
-    _common.check_apart(call, x, out, world, own=world.rank if rows == 1 and mode == "push" else None)
+    _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 and mode == "push" else None)
     # Peers find what is pushed or pulled by arithmetic; where the other tensor is, is each rank's own business.
     pulled, pushed = (x, None) if mode == "pull" else (_common.anywhere(x), out)
-    _common.check_agreed(call, world, x=pulled, out=pushed, dim=dim, mode=mode, block=block)
+    _common.check_agreed(CALL, world, x=pulled, out=pushed, dim=dim, mode=mode, block=block)
     if x.numel() == 0:
-        return out
+        return lambda x, out: fresh() if out is None else out
     shard, tiles = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, tiles),)
     kernel = push_kernel if mode == "push" else pull_kernel
     bar = _common.barrier_counters(world)
-    cooperative(world, kernel, grid, x, out, bar, shard, world.device, **_common.COPY_OPTIONS)
-    return out
+
+    def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        out = fresh() if out is None else out
+        cooperative(world, kernel, grid, x, out, bar, shard, world.device, **_common.COPY_OPTIONS)
+        return out
+
+    return launch

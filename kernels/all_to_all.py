@@ -30,6 +30,8 @@ from pkt.runtime.world import World
 from . import _common, _runs
 from .all_gather import DTYPES
 
+CALL = "all_to_all"
+
 
 def reference(inputs: Sequence[torch.Tensor], rank: int, scatter: int = 0, gather: int = 0) -> torch.Tensor:
     """What `rank` gets from the ranks' `x`."""
@@ -78,24 +80,31 @@ def all_to_all(
     takes push where `out` is symmetric. block: elements a program moves at a time, a power of two. Returns `out`,
     complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
-    call = "all_to_all"
-    world = _common.world_of(call, world, x, out)
+    world = _common.world_of(CALL, world, x, out)
+    return _common.planned(CALL, _plan, world, (x, out), (scatter, gather, mode, block))
+
+
+def _plan(
+    world: World, x: torch.Tensor, out: torch.Tensor | None, scatter: int, gather: int, mode: str | None,
+    block: int | None,
+) -> _common.Launch:  # fmt: skip
     mode = mode or ("push" if isinstance(out, SymmetricTensor) else "pull")
-    _common.check_choice(call, "mode", mode, ("push", "pull"), world)
-    _common.check_block(call, block, world)
-    _common.check_tensor(call, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
-    scatter = _runs.axis(call, "scatter", scatter, x.shape, world)
-    gather = _runs.axis(call, "gather", gather, x.shape, world)
-    sent = _runs.share(call, "x", scatter, x.shape, world)
+    _common.check_choice(CALL, "mode", mode, ("push", "pull"), world)
+    _common.check_block(CALL, block, world)
+    _common.check_tensor(CALL, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
+    scatter = _runs.axis(CALL, "scatter", scatter, x.shape, world)
+    gather = _runs.axis(CALL, "gather", gather, x.shape, world)
+    sent = _runs.share(CALL, "x", scatter, x.shape, world)
     shape = (*sent[:gather], world.size * sent[gather], *sent[gather + 1 :])
+    fresh = _common.fresh(shape, x.dtype, world)
     if out is None and mode == "pull":
-        out = torch.empty(shape, dtype=x.dtype, device=world.torch_device)
-    out = _common.check_tensor(call, "out", out, world, shape=shape, dtype=x.dtype, peers=mode == "push")
-    _common.check_apart(call, x, out, world)
+        out = fresh()
+    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=mode == "push")
+    _common.check_apart(CALL, x, out, world)
     pulled, pushed = (x, None) if mode == "pull" else (_common.anywhere(x), out)
-    _common.check_agreed(call, world, x=pulled, out=pushed, scatter=scatter, gather=gather, mode=mode, block=block)
+    _common.check_agreed(CALL, world, x=pulled, out=pushed, scatter=scatter, gather=gather, mode=mode, block=block)
     if x.numel() == 0:
-        return out
+        return lambda x, out: fresh() if out is None else out
     # The part's share of the later axis and all behind it is a run in both tensors. The tensor that is cut at the
     # earlier axis has a part's runs from there on in a row.
     rows, run = _runs.around(sent, max(scatter, gather))
@@ -103,9 +112,14 @@ def all_to_all(
     together_x, together_out = (together, 1) if scatter < gather else (1, together)
     part, tiles = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, tiles * world.size),)
-    bar = _common.barrier_counters(world)
-    cooperative(
-        world, all_to_all_kernel, grid, x, out, bar, part, together_x, together_out, world.device, mode == "push",
-        **_common.COPY_OPTIONS,
-    )  # fmt: skip
-    return out
+    bar, push = _common.barrier_counters(world), mode == "push"
+
+    def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        out = fresh() if out is None else out
+        cooperative(
+            world, all_to_all_kernel, grid, x, out, bar, part, together_x, together_out, world.device, push,
+            **_common.COPY_OPTIONS,
+        )  # fmt: skip
+        return out
+
+    return launch

@@ -22,6 +22,8 @@ from pkt.runtime.world import World
 from . import _common, _runs
 from .all_gather import DTYPES
 
+CALL = "broadcast"
+
 
 def reference(inputs: Sequence[torch.Tensor], root: int = 0) -> torch.Tensor:
     """What every rank gets from the ranks' `x`."""
@@ -57,16 +59,23 @@ def broadcast(x: torch.Tensor, root: int = 0, *, block: int | None = None, world
     program moves at a time, a power of two. Returns `x`, complete; it may be overwritten at once. Raises NotSymmetric,
     RankError, ShapeError, DtypeError, CollectiveMismatch.
     """
-    call = "broadcast"
-    world = _common.world_of(call, world, x)
-    root = check_rank(root, world, call)
-    _common.check_block(call, block, world)
-    _common.check_tensor(call, "x", x, world, dtypes=DTYPES, peers=True)
-    _common.check_agreed(call, world, x=x, root=root, block=block)
+    world = _common.world_of(CALL, world, x)
+    return _common.planned(CALL, _plan, world, (x,), (root, block))
+
+
+def _plan(world: World, x: torch.Tensor, root: int, block: int | None) -> _common.Launch:
+    root = check_rank(root, world, CALL)
+    _common.check_block(CALL, block, world)
+    _common.check_tensor(CALL, "x", x, world, dtypes=DTYPES, peers=True)
+    _common.check_agreed(CALL, world, x=x, root=root, block=block)
     if x.numel() == 0 or world.size == 1:
-        return x
+        return lambda x: x
     x_runs, tiles = _runs.runs(1, x.numel(), x.dtype, block)
     grid = (_common.num_programs(world, triton.cdiv(tiles, world.size - 1)),)
     bar = _common.barrier_counters(world)
-    cooperative(world, broadcast_kernel, grid, x, bar, x_runs, root, world.device, **_common.COPY_OPTIONS)
-    return x
+
+    def launch(x: torch.Tensor) -> torch.Tensor:
+        cooperative(world, broadcast_kernel, grid, x, bar, x_runs, root, world.device, **_common.COPY_OPTIONS)
+        return x
+
+    return launch

@@ -20,6 +20,8 @@ from pkt.runtime.world import World
 
 from . import _common, _runs
 
+CALL = "reduce_scatter"
+
 Op = Literal["sum", "min", "max"]
 OPS = ("sum", "min", "max")
 
@@ -93,23 +95,34 @@ def reduce_scatter(
     rank is a NaN. block: elements a program moves at a time, a power of two. The same bits every time. Returns `out`;
     `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
-    call = "reduce_scatter"
-    world = _common.world_of(call, world, x)
-    _common.check_choice(call, "op", op, OPS, world)
-    _common.check_block(call, block, world)
-    _common.check_tensor(call, "x", x, world, dtypes=_common.FLOATS, peers=True)
-    dim = _runs.axis(call, "dim", dim, x.shape, world)
-    shape = _runs.share(call, "x", dim, x.shape, world)
+    world = _common.world_of(CALL, world, x)
+    return _common.planned(CALL, _plan, world, (x, out), (dim, op, block))
+
+
+def _plan(
+    world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, op: Op, block: int | None
+) -> _common.Launch:
+    _common.check_choice(CALL, "op", op, OPS, world)
+    _common.check_block(CALL, block, world)
+    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=True)
+    dim = _runs.axis(CALL, "dim", dim, x.shape, world)
+    shape = _runs.share(CALL, "x", dim, x.shape, world)
+    fresh = _common.fresh(shape, x.dtype, world)
     if out is None:
-        out = torch.empty(shape, dtype=x.dtype, device=world.torch_device)
-    _common.check_tensor(call, "out", out, world, shape=shape, dtype=x.dtype)
+        out = fresh()
+    _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype)
     rows, run = _runs.around(shape, dim)
-    _common.check_apart(call, x, out, world, own=world.rank if rows == 1 else None)
-    _common.check_agreed(call, world, x=x, dim=dim, op=op, block=block)
+    _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 else None)
+    _common.check_agreed(CALL, world, x=x, dim=dim, op=op, block=block)
     if out.numel() == 0:
-        return out
+        return lambda x, out: fresh() if out is None else out
     part, tiles = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, tiles),)
     bar = _common.barrier_counters(world)
-    cooperative(world, reduce_scatter_kernel, grid, x, out, bar, part, world.device, op, **_common.COPY_OPTIONS)
-    return out
+
+    def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        out = fresh() if out is None else out
+        cooperative(world, reduce_scatter_kernel, grid, x, out, bar, part, world.device, op, **_common.COPY_OPTIONS)
+        return out
+
+    return launch

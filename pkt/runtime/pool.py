@@ -55,11 +55,6 @@ class SegmentAllocator:
         ends."""
 
 
-def has_pool(world: World) -> bool:
-    """mem_pool() was called for this world."""
-    return _KEY in world._workspaces
-
-
 def adopt(tensor: torch.Tensor, world: World) -> SymmetricTensor | None:
     """`tensor`, if it lies in a segment of the world's pool, as a symmetric tensor over the same memory; else None.
 

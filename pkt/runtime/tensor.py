@@ -185,16 +185,17 @@ def _remember(tensor: SymmetricTensor) -> None:
     tensor.__dict__.update(_address=address + inside, dtype=plain.dtype, _facts=None)
 
 
-def facts(tensor: Any) -> Any:
+def facts(tensor: Any, world: World, call: str) -> Any:
     """All that a check or a plan of a launch may depend on, hashable: tensors of equal facts pass the same checks.
 
-    For a plain tensor shape, strides, dtype, device and how its address is aligned; for a symmetric one its address and
-    heap as well, because peers find it by arithmetic. What is no tensor stands for itself. Raises UseAfterFree, Closed.
+    For a plain tensor shape, strides, dtype, device and how its address is aligned. For a symmetric one, and for a
+    plain one that lies in the heap, the address itself: peers find it by arithmetic, and it may overlap another. What
+    is no tensor stands for itself. Raises UseAfterFree, Closed.
     """
     if isinstance(tensor, SymmetricTensor):
         allocation = tensor._allocation
         if allocation.freed_at or allocation.heap.closed:
-            allocation.use("an operator")
+            allocation.use(call)
         known = tensor._facts
         if known is None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -202,7 +203,9 @@ def facts(tensor: Any) -> Any:
             tensor._facts = known
         return known
     if isinstance(tensor, torch.Tensor):
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
+        address, heap = tensor.data_ptr(), world._heap
+        inside = 0 <= address - heap.backend.base < heap.capacity
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address if inside else address & 15
     return tensor
 
 

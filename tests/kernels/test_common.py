@@ -12,6 +12,7 @@ import torch
 import pkt
 from pkt.errors import Closed, ShapeError, UseAfterFree
 from pkt.kernels import _common
+from pkt.runtime.tensor import facts
 
 
 def plan(world: Any, x: torch.Tensor, out: torch.Tensor | None, factor: int) -> _common.Launch:
@@ -35,7 +36,7 @@ def test_a_plan_is_made_once_for_tensors_alike() -> None:
     def main(world: Any) -> Any:
         for values in ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0]):
             x = torch.tensor(values)
-            assert _common.planned(plan, world, (x, None), (2,)).tolist() == [2 * v for v in values]
+            assert _common.planned("scaled", plan, world, (x, None), (2,)).tolist() == [2 * v for v in values]
         return world.workspace("calls", list)
 
     assert on_one_rank(main) == [((2,), 2)]
@@ -48,6 +49,7 @@ DIFFERENT = {
     "strides": lambda x: (torch.zeros(8)[::2], 2),
     "alignment": lambda x: (torch.zeros(5)[1:], 2),
     "symmetric": lambda x: (pkt.zeros(4, dtype=torch.float32, name="y"), 2),
+    "in the heap": lambda x: (pkt.zeros(4, dtype=torch.float32, name="y").plain(), 2),
 }
 
 
@@ -55,9 +57,9 @@ DIFFERENT = {
 def test_tensors_that_differ_have_plans_of_their_own(what: str) -> None:
     def main(world: Any) -> int:
         x = torch.zeros(4)
-        _common.planned(plan, world, (x, None), (2,))
+        _common.planned("scaled", plan, world, (x, None), (2,))
         other, factor = DIFFERENT[what](x)
-        _common.planned(plan, world, (other, None), (factor,))
+        _common.planned("scaled", plan, world, (other, None), (factor,))
         return len(world.workspace("calls", list))
 
     assert on_one_rank(main) == 2
@@ -67,7 +69,7 @@ def test_symmetric_tensors_at_other_addresses_have_plans_of_their_own() -> None:
     def main(world: Any) -> int:
         x, y = (pkt.zeros(4, dtype=torch.float32, name=name) for name in "xy")
         for tensor in (x, y, x, y, y[0:], y[1:]):
-            _common.planned(plan, world, (tensor, None), (2,))
+            _common.planned("scaled", plan, world, (tensor, None), (2,))
         return len(world.workspace("calls", list))
 
     assert on_one_rank(main) == 3
@@ -77,7 +79,7 @@ def test_a_plan_that_raises_is_not_kept() -> None:
     def main(world: Any) -> int:
         for _ in range(2):
             with pytest.raises(ShapeError, match="1 dimension"):
-                _common.planned(plan, world, (torch.zeros(2, 2), None), (2,))
+                _common.planned("scaled", plan, world, (torch.zeros(2, 2), None), (2,))
         return len(world.workspace("calls", list))
 
     assert on_one_rank(main) == 2
@@ -86,30 +88,40 @@ def test_a_plan_that_raises_is_not_kept() -> None:
 def test_a_tensor_reshaped_in_place_is_another() -> None:
     def main(world: Any) -> None:
         x = pkt.zeros(2, 3, dtype=torch.float32)
-        facts = _common.facts(x)
+        before = facts(x, world, "test")
         x.t_()
-        assert _common.facts(x) != facts
-        assert _common.facts(x) == _common.facts(x.t().t())
+        assert facts(x, world, "test") != before
+        assert facts(x, world, "test") == facts(x.t().t(), world, "test")
         x.t_()
-        assert _common.facts(x) == facts
+        assert facts(x, world, "test") == before
         x.as_strided_((2,), (1,), 3)
         assert x.data_ptr() == x.plain().data_ptr()
 
     on_one_rank(main)
 
 
+def test_settings_that_cannot_be_looked_up_are_checked_each_time() -> None:
+    def main(world: Any) -> int:
+        for _ in range(2):
+            with pytest.raises(TypeError, match="not dict"):
+                _common.planned("scaled", plan, world, (torch.zeros(4), None), ({},))
+        return len(world.workspace("calls", list))
+
+    assert on_one_rank(main) == 2
+
+
 def test_no_plan_after_free_or_close() -> None:
     def main(world: Any) -> Any:
         x = pkt.zeros(4, dtype=torch.float32)
-        _common.planned(plan, world, (x, None), (2,))
+        _common.planned("scaled", plan, world, (x, None), (2,))
         x.free()
         with pytest.raises(UseAfterFree):
-            _common.planned(plan, world, (x, None), (2,))
+            _common.planned("scaled", plan, world, (x, None), (2,))
         y = torch.zeros(4)
-        _common.planned(plan, world, (y, None), (2,))
+        _common.planned("scaled", plan, world, (y, None), (2,))
         world.close()
         with pytest.raises(Closed):
-            _common.planned(plan, world, (y, None), (2,))
+            _common.planned("scaled", plan, world, (y, None), (2,))
 
     on_one_rank(main)
 
@@ -118,7 +130,7 @@ def test_plans_keep_no_tensor_alive() -> None:
     def main(world: Any) -> Any:
         x = torch.zeros(4)
         alive = weakref.ref(x)
-        _common.planned(plan, world, (x, None), (2,))
+        _common.planned("scaled", plan, world, (x, None), (2,))
         del x
         gc.collect()
         return alive() is None

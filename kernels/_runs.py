@@ -56,9 +56,9 @@ def tile(t, part):
     """Tile t: its runs [ROWS, 1] and the elements in them [1, COLS], int64, and the mask of those that are there."""
     run = part.units * part.UNIT
     across = tl.cdiv(run, part.COLS)
-    row = tl.cast(t // across, tl.int64) * part.ROWS + tl.arange(0, part.ROWS)
-    col = tl.cast(t % across, tl.int64) * part.COLS + tl.arange(0, part.COLS)
-    return row[:, None], col[None, :], (row < part.rows)[:, None] & (col < run)[None, :]
+    row = (tl.cast(t // across, tl.int64) * part.ROWS + tl.arange(0, part.ROWS))[:, None]
+    col = (tl.cast(t % across, tl.int64) * part.COLS + tl.arange(0, part.COLS))[None, :]
+    return row, col, (row < part.rows) & (col < run)
 
 
 @triton.jit
@@ -68,9 +68,14 @@ def whole(row, col, part):
 
 
 @triton.jit
-def within(row, col, part, index, size, together):
-    """Where an element of part `index` is in a tensor of `size` parts, each of which has `together` runs in a row
-    before the next part's turn: (rows / together, size, together, run)."""
+def within(row, col, part, index, size):
+    """Where an element of part `index` is in a tensor of `size` parts, whose runs take turns: (rows, size, run)."""
+    return (row * size + tl.cast(index, tl.int64)) * (part.units * part.UNIT) + col
+
+
+@triton.jit
+def within_turns(row, col, part, index, size, together):
+    """As `within`, where a turn is of `together` runs: (rows / together, size, together, run)."""
     turn = (row // together) * size + tl.cast(index, tl.int64)
     return (turn * together + row % together) * (part.units * part.UNIT) + col
 

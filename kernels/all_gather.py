@@ -48,7 +48,7 @@ def push_kernel(
     for t in range(pid, _runs.num_tiles(shard), tl.num_programs(0)):
         row, col, inside = _runs.tile(t, shard)
         x = tl.load(x_ptr + _runs.whole(row, col, shard), mask=inside)
-        place = out_ptr + _runs.within(row, col, shard, world.rank, world.size, 1)
+        place = out_ptr + _runs.within(row, col, shard, world.rank, world.size)
         for i in tl.static_range(1, world.size + 1):
             pl.store(place, x, (world.rank + i) % world.size, world, mask=inside)
     pl.barrier(bar_ptr + pid, world)  # publish: this program's tiles are there on every rank
@@ -69,7 +69,7 @@ def pull_kernel(
         for i in tl.static_range(1, world.size + 1):
             peer = (world.rank + i) % world.size
             x = pl.load(x_ptr + _runs.whole(row, col, shard), peer, world, mask=inside)
-            tl.store(out_ptr + _runs.within(row, col, shard, peer, world.size, 1), x, mask=inside)
+            tl.store(out_ptr + _runs.within(row, col, shard, peer, world.size), x, mask=inside)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
 
 

@@ -56,8 +56,8 @@ def all_to_all_kernel(
         peer = (rank + 1 + t % world.size) % world.size
         source, target = (rank, peer) if PUSH else (peer, rank)
         row, col, inside = _runs.tile(t // world.size, part)
-        sent = x_ptr + _runs.within(row, col, part, target, world.size, together_x)
-        got = out_ptr + _runs.within(row, col, part, source, world.size, together_out)
+        sent = x_ptr + _runs.within_turns(row, col, part, target, world.size, together_x)
+        got = out_ptr + _runs.within_turns(row, col, part, source, world.size, together_out)
         pl.copy(got, sent, target, source, world, mask=inside)
     pl.barrier(bar_ptr + pid, world)  # publish: this program's tiles are there; before overwrite: and read
 

@@ -72,7 +72,7 @@ def reduce_scatter_kernel(
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's x is complete
     for t in range(pid, _runs.num_tiles(part), tl.num_programs(0)):
         row, col, inside = _runs.tile(t, part)
-        mine = x_ptr + _runs.within(row, col, part, world.rank, world.size, 1)
+        mine = x_ptr + _runs.within(row, col, part, world.rank, world.size)
         total = over_ranks(mine, inside, world, world.rank, OP)
         tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read its part of my x

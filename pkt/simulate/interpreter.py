@@ -158,6 +158,8 @@ def _method(jit: JITFunction) -> Callable:
 def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
     if owner is tl.tensor and name in shortcuts.OPERATORS:
         return shortcuts.binary(name, slow)
+    if owner is tl.tensor and name == "__getitem__":
+        return shortcuts.getitem(slow)
     if name in shortcuts.ATOMICS and owner in (tl, core):
         return shortcuts.atomic(name, slow, builder)
     if name in ("cast", "to"):

@@ -37,6 +37,30 @@ def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
     self.shape, self.numel = known
 
 
+def made(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
+    """The tensor of `data`, of elements `ty`: what the two constructors make, in a third of their time."""
+    handle = _new_handle(TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, ty, {}
+    tensor = _new_tensor(tl.tensor)
+    tensor.handle = handle
+    tensor.dtype = ty
+    if scalar:
+        tensor.type = ty
+        tensor.shape, tensor.numel = _shapes[()]
+    else:
+        shape = data.shape
+        tensor.type = block(ty, shape)
+        known = _shapes.get(shape)
+        if known is None:
+            tensor_init(tensor, handle, tensor.type)
+        else:
+            tensor.shape, tensor.numel = known
+    return tensor
+
+
+_new_handle, _new_tensor = TensorHandle.__new__, tl.tensor.__new__
+
+
 def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
     """The block type of `shape` elements of `ty`."""
     key = (ty.name, shape)
@@ -107,9 +131,27 @@ def binary(name: str, slow: Callable) -> Callable:
         if compares:
             ty = tl.int1
         scalar = not self.shape and not (is_tensor and other.shape)
-        return tl.tensor(TensorHandle(out, ty), ty if scalar else block(ty, out.shape))
+        return made(out, ty, scalar)
 
     return call
+
+
+def getitem(slow: Callable) -> Callable:
+    """`x[None, :]` and `x[:, None]` of a vector."""
+
+    def call(self: tl.tensor, slices: Any) -> Any:
+        if len(self.shape) == 1 and type(slices) in (tuple, core.tuple) and len(slices) == 2:
+            first, second = slices
+            if first is None and second == _EVERY:
+                return made(self.handle.data[None, :], self.dtype, False)
+            if second is None and first == _EVERY:
+                return made(self.handle.data[:, None], self.dtype, False)
+        return slow(self, slices)
+
+    return call
+
+
+_EVERY = slice(None)
 
 
 _WIDTH: dict[str, Any] = {"int32": np.int32, "int64": np.int64}
@@ -125,9 +167,9 @@ def cast(slow: Callable) -> Callable:
                     return input
                 if input.dtype.name in INTEGERS:
                     data = input.handle.data.astype(_WIDTH[dtype.name])
-                    return tl.tensor(TensorHandle(data, dtype), block(dtype, data.shape) if input.shape else dtype)
+                    return made(data, dtype, not input.shape)
             elif type(input) is int and -_LIMIT[dtype.name] <= input < _LIMIT[dtype.name]:
-                return tl.tensor(TensorHandle(np.array([input], _WIDTH[dtype.name]), dtype), dtype)
+                return made(np.array([input], _WIDTH[dtype.name]), dtype, True)
         return slow(input, dtype, *args, **named)
 
     return call
@@ -147,7 +189,7 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
         if mask is None and plain and sem in sems and scope in scopes:
             ty = pointer.dtype.element_ty
             if type(val) is int:
-                val = tl.tensor(TensorHandle(np.array([val], _WIDTH[ty.name]), ty), ty)
+                val = made(np.array([val], _WIDTH[ty.name]), ty, True)
             if type(val) is tl.tensor and val.dtype.name == ty.name and not val.shape:
                 handle = builder.create_atomic_rmw(op, pointer.handle, val.handle, None, sems[sem], scopes[scope])
                 return tl.tensor(handle, ty)
@@ -201,7 +243,7 @@ def arange(slow: Callable) -> Callable:
         if ramp is None:  # `tl` checks the bounds once
             ramp = ramps[first, last] = slow(first, last, **named).handle.data
             ramp.flags.writeable = False
-        return tl.tensor(TensorHandle(ramp, tl.int32), block(tl.int32, ramp.shape))
+        return made(ramp, tl.int32, False)
 
     return call
 
@@ -211,6 +253,6 @@ def of_grid(sizes: Callable[[], tuple[int, int, int]]) -> Callable:
 
     def call(axis: Any = 0) -> Any:
         at = axis.value if type(axis) is core.constexpr else axis
-        return tl.tensor(TensorHandle(np.array([sizes()[at]], np.int32), tl.int32), tl.int32)
+        return made(np.array([sizes()[at]], np.int32), tl.int32, True)
 
     return call

@@ -1,102 +1,167 @@
-"""All-reduce, all-gather and reduce-scatter alone, in bf16, beside NCCL and torch's symmetric memory.
+"""The collectives alone, in bf16, beside NCCL and torch's symmetric memory.
 
     python -m benchmarks.collectives                       4 GPUs
     python -m benchmarks.collectives --device cpu --quick  in the simulator: results only
 
 Bytes that leave each GPU at least: all-reduce of n bytes 2 * (size - 1) / size * n; all-gather of a shard of n bytes
-and reduce-scatter to one (size - 1) * n. A short message has no limit here but a signal's flight, 1.5 us one way.
+and reduce-scatter to one (size - 1) * n; all-to-all of n bytes (size - 1) / size * n; broadcast of n bytes n. A short
+message has no limit here but a signal's flight, 1.5 us one way.
+
+"columns" is along the last dimension, with the result in the original layout: NCCL needs a transposed copy. "heads" is
+the all-to-all of Ulysses, (1, S / size, 128, 128) to (1, S, 128 / size, 128). "captured" is one replay of a CUDA graph.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks._operators import Case, group_name, main, normal, torch_symmetric
+from benchmarks._operators import LINK, Case, captured, group_name, main, normal, torch_symmetric
 from pkt.kernels.all_gather import all_gather
+from pkt.kernels.all_gather import reference as gathered
 from pkt.kernels.all_reduce import all_reduce
+from pkt.kernels.all_to_all import all_to_all
+from pkt.kernels.all_to_all import reference as exchanged
+from pkt.kernels.broadcast import broadcast
 from pkt.kernels.reduce_scatter import reduce_scatter
 
 TITLE = "Collectives, bf16"
 MESSAGES = {"16 KiB": 1 << 14, "128 KiB": 1 << 17, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "256 MiB": 1 << 28}
 SQUARES = (8192, 32768)  # N x N gathered, or scattered
-TARGETS = {"all-gather 8192 x 8192": 0.85, "reduce-scatter 8192 x 8192": 0.85}
-KINDS = ("all-reduce", "all-gather", "reduce-scatter")
-BASELINES = ("NCCL", "torch one-shot", "torch two-shot")
+SEQUENCES = {"16k": 1 << 14, "64k": 1 << 16, "256k": 1 << 18}
+SMALL = 1 << 20  # bytes up to which low-latency is tried
+TARGETS = {
+    **{
+        f"all-reduce {name}": 1.5 * MESSAGES[name] / LINK / seconds  # on 4 ranks
+        for name, seconds in (("16 KiB", 7e-6), ("1 MiB", 16e-6), ("256 MiB", 1.10e-3))
+    },
+    **{
+        f"{kind}{columns} {N} x {N}": rate / LINK
+        for kind in ("all-gather", "reduce-scatter")
+        for columns in ("", " columns")
+        for N, rate in zip(SQUARES, (330e9, 350e9))
+    },
+    **{f"all-to-all heads S = {s}": rate / LINK for s, rate in zip(SEQUENCES, (300e9, 360e9, 365e9))},
+}
+BASELINES = ("NCCL", "NCCL, captured", "torch one-shot", "torch two-shot", "torch symm_mem")
 OURS: dict[str, dict[str, dict[str, Any]]] = {
     "all-reduce": {
+        "pkt low-latency": {"mode": "low_latency"},
         "pkt one-shot": {"mode": "one_shot"},
         "pkt one-shot, blocks of 1024": {"mode": "one_shot", "block": 1024},
         "pkt two-shot": {"mode": "two_shot"},
         "pkt two-shot, blocks of 2048": {"mode": "two_shot", "block": 2048},
+        "pkt default, captured": {},
     },
     "all-gather": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}},
     "reduce-scatter": {"pkt pull": {}, "pkt pull, blocks of 4096": {"block": 4096}},
+    "all-to-all": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}},
+    "broadcast": {"pkt pass on": {}, "pkt pass on, blocks of 4096": {"block": 4096}},
 }
+Run = Callable[[], torch.Tensor]
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    ours = list(dict.fromkeys(name for kind in KINDS for name in OURS[kind]))
+    ours = list(dict.fromkeys(name for options in OURS.values() for name in options))
     return ours if device == "cpu" else [*BASELINES, *ours]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
-    if quick:
-        return {f"{kind} 8 KiB": {"kind": kind, "nbytes": 8192} for kind in KINDS}
-    messages = {f"all-reduce {name}": {"kind": "all-reduce", "nbytes": n} for name, n in MESSAGES.items()}
-    return messages | {f"{kind} {N} x {N}": {"kind": kind, "nbytes": 2 * N * N} for N in SQUARES for kind in KINDS[1:]}
+    messages, squares, sequences = ({"8 KiB": 8192}, (64,), {"32": 32}) if quick else (MESSAGES, SQUARES, SEQUENCES)
+    found: dict[str, dict[str, Any]] = {
+        f"all-reduce {name}": {"kind": "all-reduce", "shape": [n // 2]} for name, n in messages.items()
+    }
+    for N in squares:
+        for kind in ("all-gather", "reduce-scatter"):
+            found[f"{kind} {N} x {N}"] = {"kind": kind, "shape": [N, N], "dim": 0}
+            found[f"{kind} columns {N} x {N}"] = {"kind": kind, "shape": [N, N], "dim": 1}
+    found |= {
+        f"all-to-all heads S = {s}": {"kind": "all-to-all", "shape": [1, n, 128, 128]} for s, n in sequences.items()
+    }
+    return found | {f"broadcast {name}": {"kind": "broadcast", "shape": [n // 2]} for name, n in messages.items()}
 
 
-def case(world: Any, kind: str, nbytes: int) -> Case:
+def case(world: Any, kind: str, shape: list[int], dim: int = 0) -> Case:
+    """shape: with no axis divided among the ranks; axes that will be are cut to a multiple of size. dim: that of
+    all-gather and reduce-scatter."""
     import pkt
 
     size, device = world.size, world.torch_device
-    whole = nbytes // 2 // size * size  # elements of the larger side
-    n = whole if kind != "all-gather" else whole // size
-    x = pkt.empty(n, dtype=torch.bfloat16, world=world)
-    x.copy_(normal((n,), world.rank, device))
-    out = pkt.empty(whole if kind != "reduce-scatter" else whole // size, dtype=torch.bfloat16, world=world)
+    split = {"all-to-all": (1, 2), "all-reduce": (), "broadcast": ()}.get(kind, (dim,))
+    whole = [n // size * size if axis in split else n for axis, n in enumerate(shape)]
+
+    def shared(axis: int) -> list[int]:
+        return [n // size if a == axis else n for a, n in enumerate(whole)]
+
+    given = {"all-gather": shared(dim), "all-to-all": shared(1)}.get(kind, whole)
+    result = {"reduce-scatter": shared(dim), "all-to-all": shared(2)}.get(kind, whole)
+    x = pkt.empty(given, dtype=torch.bfloat16, world=world)
+    x.copy_(normal(tuple(given), world.rank, device))
+    out = x if kind == "broadcast" else pkt.empty(result, dtype=torch.bfloat16, world=world)
     world.barrier()
 
     def exact() -> torch.Tensor:
-        inputs = (normal((n,), r, device) for r in range(size))
+        inputs = (normal(tuple(given), r, device) for r in range(size))
         if kind == "all-gather":
-            return torch.cat(list(inputs)).float()
-        total = torch.zeros(n, device=device)
+            return gathered(list(inputs), dim).float()
+        if kind == "all-to-all":
+            return exchanged(list(inputs), world.rank, 2, 1).float()
+        if kind == "broadcast":
+            return next(inputs).float()
+        total = torch.zeros(given, device=device)
         for one in inputs:
             total += one
-        return total if kind == "all-reduce" else total.chunk(size)[world.rank]
+        return total if kind == "all-reduce" else total.chunk(size, dim)[world.rank].contiguous()
 
-    call = {"all-reduce": all_reduce, "all-gather": all_gather, "reduce-scatter": reduce_scatter}[kind]
-    runs: dict[str, Any] = {
-        name: lambda options=options: call(x, out, world=world, **options) for name, options in OURS[kind].items()
+    calls: dict[str, Callable[..., torch.Tensor]] = {
+        "all-reduce": lambda **options: all_reduce(x, out, world=world, **options),
+        "all-gather": lambda **options: all_gather(x, out, dim=dim, world=world, **options),
+        "reduce-scatter": lambda **options: reduce_scatter(x, out, dim=dim, world=world, **options),
+        "all-to-all": lambda **options: all_to_all(x, out, scatter=2, gather=1, world=world, **options),
+        "broadcast": lambda **options: broadcast(x, 0, world=world, **options),
     }
+    runs: dict[str, Run] = {name: partial(calls[kind], **options) for name, options in OURS[kind].items()}
     if device.type == "cuda":
-        runs |= _baselines(kind, x, out)
-    factor = {"all-reduce": 2.0 * (size - 1) / size, "all-gather": size - 1.0, "reduce-scatter": size - 1.0}[kind]
-    shard = nbytes if kind == "all-reduce" else nbytes / size
-    return Case(nbytes=factor * shard, variants=runs, exact=exact, scaled=x)
+        runs |= _baselines(kind, x, out, dim, size)
+    runs = {name: captured(run) if name.endswith("captured") else run for name, run in runs.items()}
+    sent = {"all-reduce": 2.0 * (size - 1) / size, "broadcast": 1.0, "all-gather": size - 1.0}.get(
+        kind, (size - 1) / size
+    )
+    # Root's alone: elsewhere what a lost broadcast leaves must not be right.
+    scaled = x if kind != "broadcast" or world.rank == 0 else torch.zeros(1, device=device)
+    too_large = {"pkt low-latency": "more than is worth trying"} if x.nbytes > SMALL else {}
+    return Case(nbytes=sent * x.nbytes, variants=runs, exact=exact, scaled=scaled, skipped=too_large)
 
 
-def _baselines(kind: str, x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
+def _baselines(kind: str, x: torch.Tensor, out: torch.Tensor, dim: int, size: int) -> dict[str, Run]:
     import torch.distributed as dist
 
     plain, result = x.plain(), out.plain()  # type: ignore[attr-defined]
+    if kind == "broadcast":
+        return {"NCCL": lambda: _after(result, dist.broadcast(result, 0))}
+    if kind == "all-to-all":
+        staged, parts = torch.empty_like(plain), plain.view(plain.shape[1], size, -1).movedim(1, 0)
 
-    def nccl() -> torch.Tensor:
-        if kind == "all-gather":
-            dist.all_gather_into_tensor(result, plain)
-        elif kind == "reduce-scatter":
-            dist.reduce_scatter_tensor(result, plain)
-        else:
-            result.copy_(plain)
-            dist.all_reduce(result)
-        return result
+        def exchange() -> torch.Tensor:
+            staged.view(parts.shape).copy_(parts)
+            return _after(result, dist.all_to_all_single(result.view(-1), staged.view(-1)))
 
-    if kind != "all-reduce":
-        return {"NCCL": nccl}
+        return {"NCCL": exchange}
+    if kind == "all-gather" and dim == 0:
+        return {"NCCL": lambda: _after(result, dist.all_gather_into_tensor(result, plain))}
+    if kind == "all-gather":
+        shards = torch.empty(size, *plain.shape, dtype=plain.dtype, device=plain.device)
+
+        def gather() -> torch.Tensor:
+            dist.all_gather_into_tensor(shards.view(-1, plain.shape[1]), plain)
+            result.view(plain.shape[0], size, plain.shape[1]).copy_(shards.movedim(0, 1))
+            return result
+
+        return {"NCCL": gather}
     symmetric: list[torch.Tensor] = []
 
     def torch_input() -> torch.Tensor:
@@ -104,11 +169,36 @@ def _baselines(kind: str, x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
             symmetric.append(torch_symmetric(plain))
         return symmetric[0].copy_(plain)
 
+    if kind == "reduce-scatter":
+        turned = torch.empty(size, *result.shape, dtype=plain.dtype, device=plain.device) if dim else plain
+
+        def scatter() -> torch.Tensor:
+            if dim:
+                turned.copy_(plain.view(plain.shape[0], size, -1).movedim(1, 0))
+            return _after(result, dist.reduce_scatter_tensor(result, turned.view(size * result.shape[0], -1)))
+
+        return {
+            "NCCL": scatter,
+            "torch symm_mem": lambda: torch.ops.symm_mem.reduce_scatter_out(
+                torch_input(), group_name(), dim == 1, result
+            ),
+        }
+
+    def reduce() -> torch.Tensor:
+        result.copy_(plain)
+        return _after(result, dist.all_reduce(result))
+
     return {
-        "NCCL": nccl,
+        "NCCL": reduce,
+        "NCCL, captured": reduce,
         "torch one-shot": lambda: torch.ops.symm_mem.one_shot_all_reduce(torch_input(), "sum", group_name()),
         "torch two-shot": lambda: torch.ops.symm_mem.two_shot_all_reduce_(torch_input(), "sum", group_name()),
     }
+
+
+def _after(result: torch.Tensor, work: Any) -> torch.Tensor:
+    """`result`, once the call that gave `work` has been made."""
+    return result
 
 
 if __name__ == "__main__":

@@ -358,7 +358,7 @@ class Bench:
 
         def bare_operator() -> None:
             one_shot_kernel[(1,)](
-                bare_x, bare_y, counters, n, device, False, n, num_warps=8, launch_cooperative_grid=True
+                bare_x, bare_y, counters, n, device, "sum", False, n, num_warps=8, launch_cooperative_grid=True
             )
 
         for series, launch in (

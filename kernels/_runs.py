@@ -29,36 +29,32 @@ class Runs(NamedTuple):
 
     rows: int  # runs
     units: int  # in a run, of UNIT elements
+    across: int  # tiles side by side
+    tiles: int
     UNIT: tl.constexpr
     ROWS: tl.constexpr
     COLS: tl.constexpr
 
 
-def runs(rows: int, run: int, dtype: torch.dtype, block: int | None) -> tuple[Runs, int]:
-    """A part of `rows` runs of `run` elements in tiles of `block` elements or COPY_BYTES, and how many tiles."""
+def runs(rows: int, run: int, dtype: torch.dtype, block: int | None) -> Runs:
+    """A part of `rows` runs of `run` elements, in tiles of `block` elements or COPY_BYTES."""
     elements = block or _common.COPY_BYTES // dtype.itemsize
     cols = min(elements, triton.next_power_of_2(run))
     while cols > LINE and 8 * triton.cdiv(run, cols) * cols > 9 * run:  # a ninth of the lanes would idle
         cols //= 2
     height = min(elements // cols, triton.next_power_of_2(rows))
     unit = 16 // dtype.itemsize if run * dtype.itemsize % 16 == 0 else 1
-    part = Runs(rows, run // unit, tl.constexpr(unit), tl.constexpr(height), tl.constexpr(cols))
-    return part, triton.cdiv(rows, height) * triton.cdiv(run, cols)
-
-
-@triton.jit
-def num_tiles(part):
-    return tl.cdiv(part.rows, part.ROWS) * tl.cdiv(part.units * part.UNIT, part.COLS)
+    across = triton.cdiv(run, cols)
+    tiles = triton.cdiv(rows, height) * across
+    return Runs(rows, run // unit, across, tiles, tl.constexpr(unit), tl.constexpr(height), tl.constexpr(cols))
 
 
 @triton.jit
 def tile(t, part):
     """Tile t: its runs [ROWS, 1] and the elements in them [1, COLS], int64, and the mask of those that are there."""
-    run = part.units * part.UNIT
-    across = tl.cdiv(run, part.COLS)
-    row = (tl.cast(t // across, tl.int64) * part.ROWS + tl.arange(0, part.ROWS))[:, None]
-    col = (tl.cast(t % across, tl.int64) * part.COLS + tl.arange(0, part.COLS))[None, :]
-    return row, col, (row < part.rows) & (col < run)
+    row = tl.cast(t // part.across, tl.int64) * part.ROWS + tl.arange(0, part.ROWS)[:, None]
+    col = tl.cast(t % part.across, tl.int64) * part.COLS + tl.arange(0, part.COLS)[None, :]
+    return row, col, (row < part.rows) & (col < part.units * part.UNIT)
 
 
 @triton.jit
@@ -68,15 +64,16 @@ def whole(row, col, part):
 
 
 @triton.jit
-def within(row, col, part, index, size):
-    """Where an element of part `index` is in a tensor of `size` parts, whose runs take turns: (rows, size, run)."""
-    return (row * size + tl.cast(index, tl.int64)) * (part.units * part.UNIT) + col
+def beside(row, col, part, index, size):
+    """Where an element of part `index` is in a tensor of `size` parts that take turns run by run: (rows, size, run)."""
+    return (row * size + index) * (part.units * part.UNIT) + col
 
 
 @triton.jit
-def within_turns(row, col, part, index, size, together):
-    """As `within`, where a turn is of `together` runs: (rows / together, size, together, run)."""
-    turn = (row // together) * size + tl.cast(index, tl.int64)
+def stacked(row, col, part, index, size, together):
+    """The same where each part has `together` runs in a row before the next part's turn: (rows / together, size,
+    together, run)."""
+    turn = row // together * size + index
     return (turn * together + row % together) * (part.units * part.UNIT) + col
 
 

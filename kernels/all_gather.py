@@ -45,10 +45,10 @@ def push_kernel(
 ):
     pid = tl.program_id(0)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank is done with what it had in `out`
-    for t in range(pid, _runs.num_tiles(shard), tl.num_programs(0)):
+    for t in range(pid, shard.tiles, tl.num_programs(0)):
         row, col, inside = _runs.tile(t, shard)
         x = tl.load(x_ptr + _runs.whole(row, col, shard), mask=inside)
-        place = out_ptr + _runs.within(row, col, shard, world.rank, world.size)
+        place = out_ptr + _runs.beside(row, col, shard, world.rank, world.size)
         for i in tl.static_range(1, world.size + 1):
             pl.store(place, x, (world.rank + i) % world.size, world, mask=inside)
     pl.barrier(bar_ptr + pid, world)  # publish: this program's tiles are there on every rank
@@ -64,12 +64,12 @@ def pull_kernel(
 ):
     pid = tl.program_id(0)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's shard is complete
-    for t in range(pid, _runs.num_tiles(shard), tl.num_programs(0)):
+    for t in range(pid, shard.tiles, tl.num_programs(0)):
         row, col, inside = _runs.tile(t, shard)
         for i in tl.static_range(1, world.size + 1):
             peer = (world.rank + i) % world.size
             x = pl.load(x_ptr + _runs.whole(row, col, shard), peer, world, mask=inside)
-            tl.store(out_ptr + _runs.within(row, col, shard, peer, world.size), x, mask=inside)
+            tl.store(out_ptr + _runs.beside(row, col, shard, peer, world.size), x, mask=inside)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
 
 
@@ -114,8 +114,8 @@ def _plan(
     _common.check_agreed(CALL, world, x=pulled, out=pushed, dim=dim, mode=mode, block=block)
     if x.numel() == 0:
         return lambda x, out: fresh() if out is None else out
-    shard, tiles = _runs.runs(rows, run, x.dtype, block)
-    grid = (_common.num_programs(world, tiles),)
+    shard = _runs.runs(rows, run, x.dtype, block)
+    grid = (_common.num_programs(world, shard.tiles),)
     kernel = push_kernel if mode == "push" else pull_kernel
     bar = _common.barrier_counters(world)
 

@@ -52,12 +52,12 @@ def all_to_all_kernel(
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's x is complete, and its `out` free
-    for t in range(pid, _runs.num_tiles(part) * world.size, tl.num_programs(0)):
+    for t in range(pid, part.tiles * world.size, tl.num_programs(0)):
         peer = (rank + 1 + t % world.size) % world.size
         source, target = (rank, peer) if PUSH else (peer, rank)
         row, col, inside = _runs.tile(t // world.size, part)
-        sent = x_ptr + _runs.within_turns(row, col, part, target, world.size, together_x)
-        got = out_ptr + _runs.within_turns(row, col, part, source, world.size, together_out)
+        sent = x_ptr + _runs.stacked(row, col, part, target, world.size, together_x)
+        got = out_ptr + _runs.stacked(row, col, part, source, world.size, together_out)
         pl.copy(got, sent, target, source, world, mask=inside)
     pl.barrier(bar_ptr + pid, world)  # publish: this program's tiles are there; before overwrite: and read
 
@@ -110,8 +110,8 @@ def _plan(
     rows, run = _runs.around(sent, max(scatter, gather))
     together = math.prod(sent[min(scatter, gather) : max(scatter, gather)])
     together_x, together_out = (together, 1) if scatter < gather else (1, together)
-    part, tiles = _runs.runs(rows, run, x.dtype, block)
-    grid = (_common.num_programs(world, tiles * world.size),)
+    part = _runs.runs(rows, run, x.dtype, block)
+    grid = (_common.num_programs(world, part.tiles * world.size),)
     bar, push = _common.barrier_counters(world), mode == "push"
 
     def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -43,7 +43,7 @@ def broadcast_kernel(
     turn = (tl.cast(world.rank, tl.int32) - root + others) % world.size  # of root's successor 0, of root the last
     pl.barrier(bar_ptr + pid, world)  # publish: root's x is complete, and the others' free
     if turn < others:
-        for t in range(turn + others * pid, _runs.num_tiles(x_runs), others * tl.num_programs(0)):
+        for t in range(turn + others * pid, x_runs.tiles, others * tl.num_programs(0)):
             row, col, inside = _runs.tile(t, x_runs)
             place = x_ptr + _runs.whole(row, col, x_runs)
             x = pl.load(place, root, world, mask=inside)
@@ -70,8 +70,8 @@ def _plan(world: World, x: torch.Tensor, root: int, block: int | None) -> _commo
     _common.check_agreed(CALL, world, x=x, root=root, block=block)
     if x.numel() == 0 or world.size == 1:
         return lambda x: x
-    x_runs, tiles = _runs.runs(1, x.numel(), x.dtype, block)
-    grid = (_common.num_programs(world, triton.cdiv(tiles, world.size - 1)),)
+    x_runs = _runs.runs(1, x.numel(), x.dtype, block)
+    grid = (_common.num_programs(world, triton.cdiv(x_runs.tiles, world.size - 1)),)
     bar = _common.barrier_counters(world)
 
     def launch(x: torch.Tensor) -> torch.Tensor:

@@ -70,9 +70,9 @@ def reduce_scatter_kernel(
 ):
     pid = tl.program_id(0)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's x is complete
-    for t in range(pid, _runs.num_tiles(part), tl.num_programs(0)):
+    for t in range(pid, part.tiles, tl.num_programs(0)):
         row, col, inside = _runs.tile(t, part)
-        mine = x_ptr + _runs.within(row, col, part, world.rank, world.size)
+        mine = x_ptr + _runs.beside(row, col, part, world.rank, world.size)
         total = over_ranks(mine, inside, world, world.rank, OP)
         tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read its part of my x
@@ -116,8 +116,8 @@ def _plan(
     _common.check_agreed(CALL, world, x=x, dim=dim, op=op, block=block)
     if out.numel() == 0:
         return lambda x, out: fresh() if out is None else out
-    part, tiles = _runs.runs(rows, run, x.dtype, block)
-    grid = (_common.num_programs(world, tiles),)
+    part = _runs.runs(rows, run, x.dtype, block)
+    grid = (_common.num_programs(world, part.tiles),)
     bar = _common.barrier_counters(world)
 
     def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

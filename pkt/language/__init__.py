@@ -2,6 +2,7 @@
 
 from . import inspect, order, shmem, template, tile
 from .address import multicast, peer
+from .flagged import put_flagged, take_flagged
 from .memory import (
     atomic_add,
     atomic_and,
@@ -55,6 +56,8 @@ __all__ = [
     "fence",
     "quiet",
     "epoch",
+    "put_flagged",
+    "take_flagged",
     "multimem_load_reduce",
     "multimem_store",
     "multimem_reduce_add",

@@ -122,18 +122,20 @@ _HOLDS = {
     "flip": "xor.b32 d, $0, $2; setp.lt.s32 p, d, 0;",
 }
 
-# $0 found; $1 counter; $2 wanted; $3 status page; $4 rank. The fast path is the acquire load, the comparison and the
-# branch. The rest runs every POLLS_PER_CHECK polls: leave when aborted; restart the clock when the counter moved; when
-# the deadline has passed write one record a program and raise the abort word of every rank. Threads of one program
-# agree on the record's writer by compare-and-swap on the slot's owner word. No trap: a trap loses the CUDA context.
-_WAIT = """{{
+# $0 the result; $1 counter or word; $2 wanted; $3 status page; $4 rank; {found} what is compared, which {poll} loads.
+# The fast path is that load, the comparison and the branch. The rest runs every POLLS_PER_CHECK polls: leave when
+# aborted; restart the clock when the counter moved; when the deadline has passed write one record a program and raise
+# the abort word of every rank. Threads of one program agree on the record's writer by compare-and-swap on the slot's
+# owner word. No trap: a trap loses the CUDA context.
+_SPIN = """{{
 {marker}
 .reg .pred p, q, late;
 .reg .b32 d, n, a, last, code, prog, own, i;
 .reg .b64 now, since, limit, at, off;
+{before}
 mov.b32 n, {first_count}; mov.b64 since, 0; mov.b32 last, $2;
 $$PKT_POLL_${{:uid}}:
-ld.acquire.sys.global.b32 $0, [$1];
+{poll}
 {holds}
 @p bra $$PKT_DONE_${{:uid}};
 add.u32 n, n, 1;
@@ -147,8 +149,8 @@ setp.eq.s32 late, a, 0;
 @!late bra $$PKT_LEAVE_${{:uid}};
 mov.u64 now, %globaltimer;
 setp.eq.u64 q, since, 0;
-setp.ne.or.u32 q, $0, last, q;
-mov.b32 last, $0;
+setp.ne.or.u32 q, {found}, last, q;
+mov.b32 last, {found};
 @q mov.b64 since, now;
 ld.relaxed.sys.global.b64 limit, [$3 + {deadline}];
 setp.eq.s64 q, limit, 0;
@@ -177,7 +179,7 @@ st.relaxed.sys.global.b32 [at], $4;
 st.relaxed.sys.global.b32 [at + 4], prog;
 st.relaxed.sys.global.b32 [at + 8], code;
 st.relaxed.sys.global.b32 [at + 12], $2;
-st.relaxed.sys.global.b32 [at + 16], $0;
+st.relaxed.sys.global.b32 [at + 16], {found};
 mov.b64 {{a, d}}, off;
 st.relaxed.sys.global.b32 [at + 20], a;
 st.relaxed.sys.global.b32 [at + 24], d;
@@ -193,7 +195,7 @@ add.u32 i, i, 1; add.s64 at, at, {stride};
 setp.lt.u32 q, i, {size};
 @q bra $$PKT_RAISE_${{:uid}};
 $$PKT_DONE_${{:uid}}:
-{proxy}
+{after}
 }}"""
 
 
@@ -211,9 +213,19 @@ def wait(ptr, want, cmp, world, _semantic=None):
     machine = simulator(_semantic)
     if machine is not None:
         return machine.wait(ptr, want, cmp, _plain(world.rank), world.status)
-    text = _WAIT.format(
+    text = _spin("ld.acquire.sys.global.b32 $0, [$1];", "$0", cmp, world, after=_proxy_fences(world, _semantic))
+    # "=&r": the result is written while the inputs are still needed.
+    return _asm(text, "=&r,l,r,l,r", [ptr, *_spin_arguments(want, world, _semantic)], core.int32, _semantic)
+
+
+def _spin(poll: str, found: str, cmp: str, world: Any, before: str = "", after: str = "") -> str:
+    """`_SPIN` around the load `poll` of `found`, with `before` in front of it and `after` behind its end."""
+    return _SPIN.format(
         marker=WAIT_MARKER,
-        holds=_HOLDS[cmp],
+        before=before,
+        poll=poll,
+        found=found,
+        holds=_HOLDS[cmp].replace("$0", found),
         first_count=POLLS_PER_CHECK - FIRST_CHECK,
         mask=POLLS_PER_CHECK - 1,
         code=CMP_CODES[cmp],
@@ -228,12 +240,15 @@ def wait(ptr, want, cmp, world, _semantic=None):
         site=site_hash(_kernel_name()),
         stride=_plain(world.stride),
         size=_plain(world.size),
-        proxy=_proxy_fences(world, _semantic),
+        after=after,
     )
-    want = core.cast(_semantic.to_tensor(want), core.int32, _semantic=_semantic)
-    rank = core.cast(_semantic.to_tensor(_plain(world.rank)), core.int32, _semantic=_semantic)
-    # "=&r": the result is written while the inputs are still needed.
-    return _asm(text, "=&r,l,r,l,r", [ptr, want, world.status, rank], core.int32, _semantic)
+
+
+def _spin_arguments(want: Any, world: Any, semantic: Any) -> list:
+    """$2, $3 and $4 of `_SPIN`."""
+    want = core.cast(semantic.to_tensor(want), core.int32, _semantic=semantic)
+    rank = core.cast(semantic.to_tensor(_plain(world.rank)), core.int32, _semantic=semantic)
+    return [want, world.status, rank]
 
 
 @primitive
@@ -341,6 +356,65 @@ def mark(kind, _semantic=None):
     if kind not in ("compute", "communicate", "wait"):
         raise ValueError(f'kind is "compute", "communicate" or "wait", not {kind!r}')
     return None
+
+
+# ------------------------------------------------------------------------------------------------- flagged words
+def _word_pointers(ptr: Any, call: str, semantic: Any) -> Any:
+    """As pointers to int32: Triton refuses two pointer types, these and the status page's, in one assembly."""
+    if not ptr.type.scalar.is_ptr() or _element(ptr).name not in ("int64", "uint64"):
+        raise ValueError(f"{call} takes pointers to int64, not {ptr.type}")
+    return core.cast(ptr, core.pointer_type(core.int32), bitcast=True, _semantic=semantic)
+
+
+@primitive
+def put_flagged(ptr, value, flag, mask, _semantic=None):
+    """`st.relaxed.sys.global.b64` of `value` in the low and `flag` in the high half of each word, one store a word.
+
+    ptr: scalar or block of pointers to int64; value: int32 of that shape; flag: int32 scalar; mask: bool block or None.
+    """
+    machine = simulator(_semantic)
+    if machine is not None:
+        return machine.put_flagged(ptr, value, flag, mask)
+    at = _word_pointers(ptr, "put_flagged", _semantic)
+    value = core.cast(_semantic.to_tensor(value), core.int32, _semantic=_semantic)
+    flag = core.cast(_semantic.to_tensor(flag), core.int32, _semantic=_semantic)
+    guard = _int_mask(mask, _semantic)
+    text = [
+        f"{{ {SIGNAL_MARKER}",
+        ".reg .pred p; .reg .b64 word;",
+        "setp.ne.b32 p, $4, 0;" if guard else "",
+        "mov.b64 word, {$2, $3};",
+        f"{'@p ' if guard else ''}st.relaxed.sys.global.b64 [$1], word;",
+        "mov.b32 $0, 0; }",
+    ]
+    constraints = "=r,l,r,r" + ",r" * len(guard)
+    _asm("\n".join(line for line in text if line), constraints, [at, value, flag, *guard], core.int32, _semantic)
+    return None
+
+
+@primitive
+def take_flagged(ptr, flag, mask, world, _semantic=None):
+    """Spin with `ld.relaxed.sys.global.b64` on each word until its high half is `flag`; returns the low halves, int32,
+    0 where masked. ptr, mask: as for `put_flagged`. Leaves at the deadline as `wait` does, with whatever it found."""
+    machine = simulator(_semantic)
+    if machine is not None:
+        return machine.take_flagged(ptr, flag, mask)
+    at = _word_pointers(ptr, "take_flagged", _semantic)
+    guard = _int_mask(mask, _semantic)
+    before = [".reg .b32 flag; .reg .b64 word;"]
+    if guard:
+        before += ["mov.b32 $0, 0;", "setp.eq.b32 q, $5, 0;", "@q bra $$PKT_DONE_${:uid};"]
+    poll = "ld.relaxed.sys.global.b64 word, [$1];\nmov.b64 {$0, flag}, word;"
+    text = _spin(poll, "flag", "eq", world, before="\n".join(before))
+    constraints = "=&r,l,r,l,r" + ",r" * len(guard)
+    return _asm(text, constraints, [at, *_spin_arguments(flag, world, _semantic), *guard], core.int32, _semantic)
+
+
+def _int_mask(mask: Any, semantic: Any) -> list:
+    """The mask as int32 in a list, or an empty list."""
+    if mask is None:
+        return []
+    return [core.cast(semantic.to_tensor(mask), core.int32, _semantic=semantic)]
 
 
 # ----------------------------------------------------------------------------------------------------- multimem

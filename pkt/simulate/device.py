@@ -7,6 +7,7 @@ the schedule. TMA stores are pending in the async proxy, which a release does no
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -242,6 +243,64 @@ class SimulatedDevice:
                 if change != "no proxy fence":
                     self.detector.order_async()
         return _int32(blocked.found())
+
+    def put_flagged(self, ptr: Any, value: Any, flag: Any, mask: Any) -> None:
+        """Words that may become visible late and in any order, as plain stores do, but each one whole."""
+        m, task = self.m, self.m.current
+        at = site()
+        self._step()
+        parts = self._resolve(ptr.handle.data, _mask_of(mask, ptr), 8, "put_flagged")
+        if at.call in SYNC:
+            m.census.note(at, "remove")
+        if m.faults.change(at) == "remove" or not parts:
+            return
+        event = self._signal(at, parts[0][0])
+        if event == m.faults.drop:
+            return
+        low = np.broadcast_to(value.handle.data, ptr.handle.data.shape).astype(np.uint32).astype(np.uint64)
+        words = low | np.uint64((_scalar(flag) & 0xFFFFFFFF) << 32)
+        for access, where in parts:
+            data = words if where is ... else words.reshape(-1)[where]
+            if event == m.faults.delay:
+                self.detector.write(access, "atomic", is_async=False)
+                m.late_signals.append(functools.partial(self._arrive, Pending(access, data.copy(), False)))
+            else:
+                self._write(access, data, "atomic", is_async=False)
+            self.detector.publish(access.first(), None, task, "system")  # no clock: only the time of arrival
+
+    def _arrive(self, late: Pending) -> None:
+        late.commit()
+        self._changed(late.access)
+
+    def take_flagged(self, ptr: Any, flag: Any, mask: Any) -> tl.tensor:
+        m, task = self.m, self.m.current
+        at = site()
+        self._step()
+        if at.call in SYNC:
+            m.census.note(at, "remove")
+        compare = m.faults.change(at) != "remove"
+        wanted = _signed(_scalar(flag))
+        out = np.zeros(ptr.handle.data.size, np.int32)
+        for access, where in self._resolve(ptr.handle.data, _mask_of(mask, ptr), 8, "take_flagged"):
+            self._own_stores(access)
+            while compare:
+                missing = np.flatnonzero(_found(access) >> 32 != wanted & 0xFFFFFFFF)
+                if not missing.size:
+                    break
+                word = int(_words(access)[missing[0]])
+                m.waiting.setdefault(word + 4, []).append(task)
+                m.block(Blocked(self, task, access.region, word + 4, wanted, "eq", at))
+            sync = self.detector.sync.get(access.first())
+            if sync is not None and sync.time > task.time:
+                self._interval("wait", task.time, sync.time)
+                task.time = sync.time
+            self.detector.write(access, "atomic", is_async=False)  # which races with plain accesses, not with puts
+            self._moved(access)
+            out[where] = _found(access).astype(np.uint32).view(np.int32)
+        shape = ptr.handle.data.shape
+        return tl.tensor(
+            TensorHandle(out.reshape(shape), tl.int32), tl.block_type(tl.int32, list(shape)) if ptr.shape else tl.int32
+        )
 
     def load_acquire(self, ptr: Any) -> tl.tensor:
         addresses = ptr.handle.data
@@ -581,6 +640,17 @@ class SimulatedDevice:
                 accessed(self.m.current, "multimem access", near, site()), "use multicast(ptr, world)"
             )
         return [addresses - np.uint64((space.size - r) * space.stride) for r in range(space.size)]
+
+
+def _words(access: Access) -> np.ndarray:
+    """The addresses of an access' elements."""
+    return access.region.base + (_offsets(access) if isinstance(access, Strided) else access.offsets)
+
+
+def _found(access: Access) -> np.ndarray:
+    """The 64-bit words of an access, flat."""
+    words = access.view(np.dtype(np.uint64)) if isinstance(access, Strided) else access.read(np.dtype(np.uint64))
+    return words.reshape(-1)
 
 
 def _offsets(access: Strided) -> np.ndarray:

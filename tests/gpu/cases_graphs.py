@@ -186,8 +186,9 @@ class Collectives(Program):
         check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
         pkt.all_gather(self.x, self.gathered, mode="push")
         check_kernel[(blocks * self.world.size,)](self.gathered, self.n, self.step, self.wrong, device, False, BLOCK)
-        pkt.all_reduce(self.x, self.sum, mode="one_shot")
-        check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
+        for mode in ("one_shot", "low_latency"):
+            pkt.all_reduce(self.x, self.sum, mode=mode)
+            check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
 
 
 class Product(Program):

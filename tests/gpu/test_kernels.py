@@ -37,15 +37,50 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
             got = pkt.all_gather(x, gathered, mode=mode)
             assert torch.equal(got.plain(), torch.cat(inputs)), mode
         total = torch.stack([i.double() for i in inputs]).sum(0)
-        for mode in ("one_shot", "two_shot", "multimem"):
+        for mode in ("low_latency", "one_shot", "two_shot", "multimem"):
+            if mode == "low_latency" and n > 1 << 20:
+                continue  # slots of gigabytes
             out.fill_(-99)
             assert torch.equal(pkt.all_reduce(x, out, mode=mode).double(), total), mode
+        most = torch.stack(inputs).amax(0)
+        for mode in ("one_shot", "two_shot"):
+            assert torch.equal(pkt.all_reduce(x, out, op="max", mode=mode).plain(), most), mode
         assert torch.equal(pkt.all_reduce(x).double(), total), "in place"
         wholes = [integers(world, (world.size * n,), 77 + turn * world.size + r, dtype) for r in range(world.size)]
         whole.copy_(wholes[world.rank])
         mine = torch.stack([w.double() for w in wholes]).sum(0).chunk(world.size)[world.rank]
         assert torch.equal(pkt.reduce_scatter(whole).double(), mine)
+        x.copy_(inputs[world.rank])
+        root = turn % world.size
+        assert torch.equal(pkt.broadcast(x, root).plain(), inputs[root])
         world.barrier()
+
+
+def layouts(world: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Along every dimension, in the original layout; all pairs of axes of the all-to-all."""
+    size, mine = world.size, world.rank
+    for turn, dim in enumerate(range(4)):
+        shards = [integers(world, shape, 9 * turn + r, dtype) for r in range(size)]
+        x, whole = pkt.empty(shape, dtype=dtype), pkt.empty(torch.cat(shards, dim).shape, dtype=dtype)
+        x.copy_(shards[mine])
+        for mode in ("push", "pull"):
+            whole.fill_(-99)
+            assert torch.equal(pkt.all_gather(x, whole, dim=dim, mode=mode).plain(), torch.cat(shards, dim)), (
+                dim,
+                mode,
+            )
+        wholes = [integers(world, tuple(whole.shape), 99 + 9 * turn + r, dtype) for r in range(size)]
+        whole.copy_(wholes[mine])
+        total = torch.stack([w.double() for w in wholes]).sum(0).chunk(size, dim)[mine]
+        assert torch.equal(pkt.reduce_scatter(whole, dim=dim).double(), total), dim
+        for gather in range(4):
+            wanted = torch.cat([w.chunk(size, dim)[mine] for w in wholes], gather)
+            out = pkt.empty(wanted.shape, dtype=dtype)
+            assert torch.equal(pkt.all_to_all(whole, out, scatter=dim, gather=gather).plain(), wanted), (dim, gather)
+            assert torch.equal(pkt.all_to_all(whole, scatter=dim, gather=gather), wanted), (dim, gather)
+            world.barrier()
+            out.free()
+        x.free(), whole.free()
 
 
 @on_ranks(2, 3, 4)
@@ -57,6 +92,17 @@ def test_collectives(dtype: torch.dtype, ranks: int) -> None:
 def all_sizes(world: Any, dtype: torch.dtype) -> None:
     for n in (8, 1000, 65_544, 3_000_000):
         collectives(world, n, dtype)
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_layouts(dtype: torch.dtype, ranks: int) -> None:
+    launch(all_layouts, ranks, dtype)
+
+
+def all_layouts(world: Any, dtype: torch.dtype) -> None:
+    for shape in ((1, 5, 3, 7), (2, 48, 8, 64), (1, 333, 12, 120)):
+        layouts(world, shape, dtype)
 
 
 def product_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

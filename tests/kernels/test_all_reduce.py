@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_reduce import all_reduce, reference
+from pkt.kernels.all_reduce import LOW_LATENCY_BYTES, MODES, all_reduce, reference
 from pkt.kernels.reduce_scatter import Op
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
-
-MODES = ("one_shot", "two_shot", "multimem")
 
 
 def reduces(
@@ -82,7 +81,7 @@ def test_least_and_greatest(op: Op, dtype: torch.dtype, mode: str | None, multic
     same_on_all(on_ranks(3, reduces, (13, 3), dtype, mode, multicast, 16, op, multicast=multicast))
 
 
-@pytest.mark.parametrize("mode", [None, "one_shot", "two_shot"])
+@pytest.mark.parametrize("mode", [None, "low_latency", "one_shot", "two_shot"])
 @pytest.mark.parametrize("op", ["sum", "min", "max"])
 def test_a_nan_of_any_rank_is_a_nan(op: Op, mode: Any) -> None:
     def run(world: Any) -> None:
@@ -95,13 +94,50 @@ def test_a_nan_of_any_rank_is_a_nan(op: Op, mode: Any) -> None:
     on_ranks(3, run)
 
 
-def test_one_shot_needs_no_symmetric_output() -> None:
+def test_one_shot_needs_no_symmetric_output_and_low_latency_no_symmetric_tensor() -> None:
     def run(world: Any) -> None:
         out = torch.empty(6)
         assert all_reduce(pkt.ones(6), out, mode="one_shot") is out
         assert torch.equal(out, torch.full((6,), float(world.size)))
+        assert all_reduce(torch.ones(6), out, mode="low_latency") is out
+        assert torch.equal(out, torch.full((6,), float(world.size)))
+        assert all_reduce(out, mode="low_latency") is out
+        assert torch.equal(out, torch.full((6,), float(world.size**2)))
 
     on_ranks(3, run)
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(all_reduce.__module__)
+    launched = []
+    monkeypatch.setattr(module, "cooperative", lambda world, kernel, *args, **options: launched.append(kernel))
+
+    def run(world: Any) -> None:
+        few = pkt.empty(LOW_LATENCY_BYTES // 2, dtype=torch.bfloat16)
+        more = pkt.empty(LOW_LATENCY_BYTES // 2 + 2, dtype=torch.bfloat16)
+        in_switch = module.multimem_kernel if multicast else module.two_shot_kernel
+        for wanted, call in {
+            module.low_latency_kernel: lambda: all_reduce(few),
+            module.one_shot_kernel: lambda: all_reduce(more, torch.empty_like(more.plain())),
+            in_switch: lambda: all_reduce(more),
+        }.items():
+            call()
+            assert launched.pop() is wanted
+        for call in (lambda: all_reduce(more, op="max"), lambda: all_reduce(more[1:])):
+            call()
+            assert launched.pop() is module.two_shot_kernel
+
+    on_ranks(1, run, multicast=multicast)
+
+
+def test_sizes_and_types_in_turn() -> None:
+    def run(world: Any) -> None:
+        for n in (6, 70, 6, 1, 70):
+            reduces(world, (n,), torch.bfloat16, "low_latency")
+            reduces(world, (n // 2 + 1,), torch.float32, "low_latency", block=64)
+
+    on_ranks(3, run, seed=3)
 
 
 def test_a_view_that_is_not_aligned() -> None:

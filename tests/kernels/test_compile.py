@@ -32,7 +32,7 @@ from pkt.simulate.machine import Machine
 SHARED_LIMIT = 232448  # bytes of shared memory a program may have, sm_90 and sm_100
 ARCHS = (90, 100)
 RANK = 1  # the rank whose launch is compiled: Triton makes a constant of the integer 1, which is the harder case
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 
 
 class Launch(NamedTuple):
@@ -136,6 +136,21 @@ def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pyte
     least = set(re.findall(r"\b(?:min|max)\.(\S*?)b?f(?:16|32)", ptx))
     assert least == ({"NaN."} if {"min", "max"} & set(name.split()) else set())  # which keeps a NaN
     assert not re.search(r"(ld|st)\.global\.(b|u)(8|16)\b", ptx), "an element at a time"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("n", [1, 1 << 14])
+def test_low_latency(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launch = launched(lambda w: all_reduce(tensor(n, dtype=dtype), mode="low_latency", op="max"), 4, False, monkeypatch)
+    ptx = compile_checked(launch, arch, tmp_path).asm["ptx"]
+    # a word a thread to each rank and from each
+    assert len(re.findall(r"st\.relaxed\.sys\.global\.b64", ptx)) == 4
+    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b64 word", ptx)) == 4
+    assert set(re.findall(r"\b(?:min|max)\.(\S*?)b?f(?:16|32)", ptx)) == {"NaN."}
+    # neither barrier between ranks nor fence; the atomics at gpu scope are the launch counter's
+    outside = re.sub(r"// pkt\.wait.*?// end inline asm", "", ptx, flags=re.S)
+    assert not re.search(r"fence|(atom|red)\S*\.sys", outside)
 
 
 def pull(shard: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any) -> Callable[[torch.dtype], Any]:

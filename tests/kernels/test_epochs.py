@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.all_reduce import all_reduce
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -38,6 +39,12 @@ def product_reduce(world: Any, launch: int, num_comm_sms: int) -> None:
     assert torch.equal(got, sum(a @ b for a, b in operands)), launch
 
 
+def reduce_words(world: Any, launch: int, n: int) -> None:
+    everybody = [values((n,), s) for s in seeds(world, launch)]
+    got = all_reduce(everybody[world.rank], mode="low_latency", block=16)
+    assert torch.equal(got, sum(values((n,), s) for s in seeds(world, launch))), launch
+
+
 def set_launches(world: Any, launches: int) -> None:
     """After one launch: the operators' counters and launch numbers as `launches` launches leave them.
 
@@ -60,6 +67,7 @@ def set_launches(world: Any, launches: int) -> None:
 @pytest.mark.parametrize(
     ("operator", "form"),
     [
+        (reduce_words, 20),
         (product_push, "rows"),
         (product_push, "columns"),
         (product_scatter, "add"),

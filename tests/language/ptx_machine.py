@@ -74,6 +74,9 @@ class Thread:
             whole = self.value(operands[1], 64)
             low, high = (x.strip() for x in operands[0].strip("{} ").split(","))
             self.registers[low], self.registers[high] = whole & 0xFFFFFFFF, whole >> 32
+        elif kind == "mov" and operands[1].startswith("{"):
+            low, high = (self.value(x.strip(), 32) for x in operands[1].strip("{} ").split(","))
+            self.registers[operands[0]] = low | high << 32
         elif kind == "mov":
             self.registers[operands[0]] = self.value(operands[1], bits)
         elif kind == "ld":

@@ -125,6 +125,26 @@ def test_arithmetic_rounds_every_result(dtype: torch.dtype) -> None:
 
 
 @triton.jit
+def extremes(a, b, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    x, y = tl.load(a + o), tl.load(b + o)
+    tl.store(out + o, tl.minimum(x, y))
+    tl.store(out + N + o, tl.maximum(x, y))
+    tl.store(out + 2 * N + o, tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 3 * N + o, tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_nan_is_dropped_unless_it_is_to_be_kept(dtype: torch.dtype) -> None:
+    nan = float("nan")
+    a, b = torch.tensor([1, nan, 3, nan], dtype=dtype), torch.tensor([2, 2, nan, nan], dtype=dtype)
+    out = torch.empty(4, 4, dtype=dtype)
+    run(extremes, (1,), a, b, out, 4)
+    for found, right in zip(out, (torch.fmin(a, b), torch.fmax(a, b), torch.minimum(a, b), torch.maximum(a, b))):
+        same(found, right)
+
+
+@triton.jit
 def divide(a, b, out, N: tl.constexpr):
     o = tl.arange(0, N)
     q = tl.load(a + o) / tl.load(b + o)

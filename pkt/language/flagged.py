@@ -1,0 +1,38 @@
+"""Data that carries its own flag: half of a word is data, the other half says which launch it belongs to.
+
+A word is stored and loaded whole (one 64-bit access), so who finds the flag has the data: there is neither a barrier
+nor a fence, and a message costs one flight. In return half of what is moved is flags. NCCL calls the protocol LL.
+
+The flag is to be another one whenever a word is used again. `pl.epoch` counts launches, so it is one; the rest is that
+nobody puts into a word before what is there has been taken. With two halves used in turn, by the launch's parity, that
+holds if every rank takes something from every other in each launch. Who puts in launch e + 1 has ended launch e, so has
+what every rank put in launch e; so every rank had ended launch e - 1, and taken what was put for it into this half.
+"""
+
+from __future__ import annotations
+
+import triton
+
+from . import address, ptx
+
+
+@triton.jit
+def put_flagged(ptr, value, flag, peer, world, mask=None):
+    """`value` with `flag` into rank `peer`'s words.
+
+    ptr: scalar or block of pointers to int64 in my heap, at multiples of 8 bytes; value: int32 of that shape (bitcast
+    what is no int32); flag: int32 scalar, never twice the same for a word in a row. `st.relaxed.sys.global.b64`, one
+    a word. No order: it publishes nothing but itself.
+    """
+    ptx.put_flagged(address.peer(ptr, peer, world), value, flag, mask)
+
+
+@triton.jit
+def take_flagged(ptr, flag, world, mask=None):
+    """The data of my words, once each has `flag`; int32, of ptr's shape, 0 where the mask is false.
+
+    Spin on `ld.relaxed.sys.global.b64`, each thread on its own words one after the other, with the deadline and the
+    record of `wait`. No order: what else the putter did is not visible by this. Where the result is used in another
+    layout Triton may take it twice, which finds the same; a word a thread avoids that.
+    """
+    return ptx.take_flagged(ptr, flag, mask, world)

@@ -7,7 +7,7 @@ N, K.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -100,6 +100,32 @@ def accumulate(
             a_ptr += BLOCK_K
             b_ptr += step
     return acc
+
+
+@triton.jit
+def finish(x, bias_ptr, col, N, EPILOGUE: tl.constexpr):
+    """`x`, the columns from `col` on of a finished product of N columns, plus the bias where there is one, through the
+    epilogue, in fp32. `x` itself where there is neither."""
+    if bias_ptr is None and EPILOGUE == "none":
+        return x
+    else:
+        x = x.to(tl.float32)
+        if bias_ptr is not None:
+            cols = col + tl.arange(0, x.shape[1])
+            x += tl.load(bias_ptr + cols, mask=cols < N, other=0).to(tl.float32)[None, :]
+        return activate(x, EPILOGUE)
+
+
+@triton.jit
+def activate(x, EPILOGUE: tl.constexpr):
+    """The epilogue of `x`, fp32. What is not a number stays so."""
+    if EPILOGUE == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    elif EPILOGUE == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif EPILOGUE == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    return x
 
 
 @triton.jit
@@ -197,6 +223,27 @@ def stored(b: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """`b` (k, N) as it lies in memory, and whether that is transposed: what `b` is a view of, contiguous (N, k)."""
     transposed = isinstance(b, torch.Tensor) and b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()
     return (b.t(), True) if transposed else (b, False)
+
+
+Epilogue = Literal["none", "relu", "gelu", "silu"]
+EPILOGUES: tuple[Epilogue, ...] = ("none", "relu", "gelu", "silu")
+
+
+def check_epilogue(
+    call: str, bias: torch.Tensor | None, epilogue: str, N: int, dtype: torch.dtype, world: World
+) -> None:
+    """`bias` (N,) of the operands' dtype, or None; an `epilogue` that there is. Raises ShapeError, DtypeError,
+    Unsupported."""
+    _common.check_choice(call, "epilogue", epilogue, EPILOGUES, world)
+    if bias is not None:
+        _common.check_tensor(call, "bias", bias, world, shape=(N,), dtype=dtype)
+
+
+def finished(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue) -> torch.Tensor:
+    """`finish` in torch, in x's dtype. gelu is the exact form with erf, as torch's is by default."""
+    x = x if bias is None else x + bias.to(x.dtype)
+    functional = torch.nn.functional
+    return {"none": lambda x: x, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}[epilogue](x)
 
 
 def padded(columns: int, dtype: torch.dtype) -> int:

@@ -30,10 +30,14 @@ from pkt.runtime.world import World
 
 from . import _common
 from ._matmul import (
+    Epilogue,
     accumulate,
+    check_epilogue,
     check_operands,
     check_tiles,
     default_tiles,
+    finish,
+    finished,
     padded,
     stack,
     store_tile,
@@ -44,9 +48,13 @@ from ._matmul import (
 )
 
 
-def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def reference(
+    operands: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
+) -> torch.Tensor:
     """What every rank gets from the ranks' (a, b), in fp64."""
-    return torch.stack([a.double() @ b.double() for a, b in operands]).sum(0)
+    return finished(torch.stack([a.double() @ b.double() for a, b in operands]).sum(0), bias, epilogue)
 
 
 class Work(NamedTuple):
@@ -54,6 +62,7 @@ class Work(NamedTuple):
 
     a_ptr: Any  # (M, k) this rank's
     b_ptr: Any  # (k, N), or (N, k) if TRANSPOSED, this rank's
+    bias_ptr: Any  # (N,) this rank's, or None
     out_ptr: Any  # (M, N) this rank's; the sum itself unless COPY
     sum_ptr: Any  # (M, ld) on every rank: first its own product, tile by tile, then the sum, stored by the tile's owner
     ready_ptr: Any  # int32 (tiles,) on every rank: how many ranks have a tile that this one owns
@@ -67,6 +76,7 @@ class Work(NamedTuple):
     COPY: tl.constexpr
     TMA: tl.constexpr
     TRANSPOSED: tl.constexpr
+    EPILOGUE: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr
@@ -98,8 +108,8 @@ def _communicate(task, w, world, epoch, a, b, mine):
     for piece in range(0, w.BLOCK_M, ROWS):
         # Up to ld: a row is whole runs of 16 bytes, and what the padding holds is nobody's business.
         ptrs, inside = tile_pointers(w.sum_ptr, row + piece, col, w.M, w.ld, w.ld, ROWS, w.BLOCK_N)
-        total = pl.multimem_load_reduce(ptrs, world, mask=inside)
-        pl.multimem_store(ptrs, total, world, mask=inside)
+        total = finish(pl.multimem_load_reduce(ptrs, world, mask=inside), w.bias_ptr, col, w.N, w.EPILOGUE)
+        pl.multimem_store(ptrs, total.to(w.sum_ptr.dtype.element_ty), world, mask=inside)
     pl.signal_all(w.done_ptr, world)
 
 
@@ -134,6 +144,8 @@ def matmul_all_reduce(
     b: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
     num_comm_sms: int = 16,
     tiles: Sequence[int] | None = None,
     world: World | None = None,
@@ -143,7 +155,9 @@ def matmul_all_reduce(
     a: (M, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of
     nn.Linear's weight; bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's
     dtype. A symmetric `out` whose rows begin at multiples of 16 bytes is reduced in place; otherwise, and where
-    None, the sum is copied from a workspace. num_comm_sms: programs that communicate; 0: all of them, after
+    None, the sum is copied from a workspace. bias: (N,) of a's dtype, alike on all ranks, epilogue: "none", "relu",
+    "gelu" (exact, with erf, as torch's by default) or "silu": applied once, in fp32, to the rounded sum, and rounded
+    again. num_comm_sms: programs that communicate; 0: all of them, after
     computing. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul, from
     the shapes where None. Both the same on every rank. Returns `out`, complete. Raises ShapeError, DtypeError,
     CollectiveMismatch.
@@ -155,6 +169,7 @@ def matmul_all_reduce(
     a, b = whole_runs(a, b)
     k = a.shape[1]
     tiles = check_tiles(call, tiles, world) or default_tiles(a, b)
+    check_epilogue(call, bias, epilogue, N, a.dtype, world)
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is None:
         out = torch.empty((M, N), dtype=a.dtype, device=world.torch_device)
@@ -163,6 +178,7 @@ def matmul_all_reduce(
         raise ShapeError.argument(call, "num_comm_sms", num_comm_sms, "at least 0", world.rank)
     _common.check_agreed(
         call, world, M=M, N=N, dtype=a.dtype, out=out if in_place else None, num_comm_sms=num_comm_sms, tiles=tiles,
+        bias=bias is not None, epilogue=epilogue,
     )  # fmt: skip
     if M == 0 or N == 0:
         return out
@@ -180,11 +196,11 @@ def matmul_all_reduce(
     counters = space.counters
     b, transposed = stored(b)
     work = Work(
-        a_ptr=a, b_ptr=b, out_ptr=out, sum_ptr=out if in_place else space.sum, ready_ptr=counters,
+        a_ptr=a, b_ptr=b, bias_ptr=bias, out_ptr=out, sum_ptr=out if in_place else space.sum, ready_ptr=counters,
         done_ptr=counters[total:], queue_ptr=counters[total + 1 :], M=M, N=N, k=k, ld=ld,
         num_comm_sms=min(num_comm_sms, programs - 1), COPY=tl.constexpr(not in_place),
         TMA=tl.constexpr(_common.aligned(a, b, out)), TRANSPOSED=tl.constexpr(transposed),
-        BLOCK_M=tl.constexpr(tiles.block_m),
+        EPILOGUE=tl.constexpr(epilogue),         BLOCK_M=tl.constexpr(tiles.block_m),
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     cooperative(world, matmul_all_reduce_kernel, (programs,), work, world.device, **tiles.launch_options())

@@ -122,32 +122,54 @@ def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pyte
     assert re.search(wide, ptx), "no wide access"
 
 
-def pull(shard: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any) -> Callable[[torch.dtype], Any]:
+def with_bias(wanted: bool, n: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {"bias": tensor(n, dtype=dtype)} if wanted else {}
+
+
+def pull(
+    shard: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
+) -> Callable[[torch.dtype], Any]:
     rows = k if shard == "rows" else 4 * k
     return lambda t: all_gather_matmul(
-        pkt.empty(m, k, dtype=t), weight(rows, n, t, transposed), mode="pull", shard=shard, **options
+        pkt.empty(m, k, dtype=t),
+        weight(rows, n, t, transposed),
+        mode="pull",
+        shard=shard,
+        **with_bias(bias, n, t),
+        **options,
     )
 
 
-def push(shard: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any) -> Callable[[torch.dtype], Any]:
+def push(
+    shard: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
+) -> Callable[[torch.dtype], Any]:
     rows = k if shard == "rows" else 4 * k
     return lambda t: all_gather_matmul(
-        tensor(m, k, dtype=t), weight(rows, n, t, transposed), mode="push", shard=shard, **options
+        tensor(m, k, dtype=t),
+        weight(rows, n, t, transposed),
+        mode="push",
+        shard=shard,
+        **with_bias(bias, n, t),
+        **options,
     )
 
 
 def scatter(
-    mode: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any
+    mode: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
 ) -> Callable[[torch.dtype], Any]:
-    return lambda t: matmul_reduce_scatter(tensor(4 * m, k, dtype=t), weight(k, n, t, transposed), mode=mode, **options)
+    return lambda t: matmul_reduce_scatter(
+        tensor(4 * m, k, dtype=t), weight(k, n, t, transposed), mode=mode, **with_bias(bias, n, t), **options
+    )
 
 
 def reduce(
-    in_place: bool, m: int, k: int, n: int, transposed: bool = False, **options: Any
+    in_place: bool, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
 ) -> Callable[[torch.dtype], Any]:
     def call(t: torch.dtype) -> torch.Tensor:
         out = pkt.empty(m, n, dtype=t) if in_place else None
-        return matmul_all_reduce(tensor(m, k, dtype=t), weight(k, n, t, transposed), out, **options)
+        return matmul_all_reduce(
+            tensor(m, k, dtype=t), weight(k, n, t, transposed), out, **with_bias(bias, n, t), **options
+        )
 
     return call
 
@@ -193,6 +215,22 @@ def test_transposed_weights(name: str, arch: int, monkeypatch: pytest.MonkeyPatc
     assert "cp.async.bulk.tensor.3d.shared" in ptx
     assert "wgmma.mma_async" in ptx if arch == 90 else "tcgen05.mma" in ptx
     assert "ldmatrix" not in ptx
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("name", FUSED)
+def test_bias_and_epilogue(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """gelu needs the most registers; with tiles of 128 x 256 some more than there are, at a tile's end."""
+    call = FUSED[name](EVEN, bias=True, epilogue="gelu")
+    compile_checked(launched(lambda w: call(dtype), 4, False, monkeypatch), 90, tmp_path)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("epilogue", ["relu", "gelu", "silu"])
+def test_each_epilogue(epilogue: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    call = scatter("add", *EVEN, bias=True, epilogue=epilogue)
+    compiled = compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), arch, tmp_path)
+    assert ("ex2.approx" in compiled.asm["ptx"]) == (epilogue != "relu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)

@@ -92,19 +92,23 @@ def launched(monkeypatch):
     )
 
 
+def with_bias(wanted, N, dtype):
+    return {"bias": torch.empty(N, dtype=dtype)} if wanted else {}
+
+
 def lying(b, transposed):
     return b.t().contiguous().t() if transposed else b
 
 
-def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
-    push.gluon_push(a, lying(b, transposed), out, world, **options)
+    push.gluon_push(a, lying(b, transposed), out, world, **with_bias(bias, N, dtype), **options)
     return world.kernels[-1][:3]
 
 
-def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
-    chain.gluon_chain(a, lying(b, transposed), out, world, **options)
+    chain.gluon_chain(a, lying(b, transposed), out, world, **with_bias(bias, N, dtype), **options)
     return world.kernels[-1][:3]
 
 
@@ -201,6 +205,25 @@ def test_transposed_weights(launched, tmp_path, call, tiles):
     assert transposes == [{("0", "0")}, {("0", "1")}]
 
 
+@pytest.mark.parametrize("call", [product, scatter])
+@pytest.mark.parametrize("tiles", [TILES, NARROW])
+@pytest.mark.parametrize("epilogue", ["none", "relu", "gelu", "silu"])
+def test_bias_and_epilogue(launched, tmp_path, call, tiles, epilogue):
+    kernel, grid, _ = call(launched(2), 1024, 1024, 1024, tiles=tiles, bias=True, epilogue=epilogue)
+    assert_fits(kernel, grid, tmp_path)
+    assert ("ex2.approx" in kernel.asm["ptx"]) == (epilogue in ("gelu", "silu"))
+
+
+def test_bias_and_epilogue_through_the_operators(operators, tmp_path):
+    for call in (gather_call, scatter_call):
+        world = operators()
+        call(world, 333, 1032, 1544, bias=True, epilogue="silu")
+        kernel, grid, options, args = world.kernels[-1]
+        assert options["EPILOGUE"] == "silu"
+        assert any(isinstance(a, torch.Tensor) and a.shape == (1032,) for a in args)
+        assert_fits(kernel, grid, tmp_path)
+
+
 def test_fp16(launched, tmp_path):
     for call in (product, scatter):
         kernel, grid, _ = call(launched(), 512, 512, 512, torch.float16)
@@ -263,15 +286,17 @@ def test_transposed_weights_through_the_operators(operators, tmp_path):
     assert world.kernels[-1][2]["TRANSPOSED"]
 
 
-def gather_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+def gather_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     rows = world.size * K if options.get("shard") == "columns" else K
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (rows, N), (world.size * m, N)))
-    assert all_gather_matmul(a, lying(b, transposed), out, world=world, **options) is out
+    assert all_gather_matmul(a, lying(b, transposed), out, world=world, **with_bias(bias, N, dtype), **options) is out
 
 
-def scatter_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+def scatter_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
-    assert matmul_reduce_scatter(a, lying(b, transposed), out, world=world, **options) is out
+    assert (
+        matmul_reduce_scatter(a, lying(b, transposed), out, world=world, **with_bias(bias, N, dtype), **options) is out
+    )
 
 
 SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (1, 8, 8)]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from .gluon_machine import Descriptor, Machine, Pointer, Stuck, as_python
+from .gluon_machine import Descriptor, Machine, Pointer, Stuck, Vector, as_python
 
 gluon = pytest.importorskip("pkt.kernels._gluon")
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
@@ -22,7 +22,17 @@ def weights(b: np.ndarray, transposed: bool) -> Descriptor:
     return Descriptor(b.T, BN, BK) if transposed else Descriptor(b, BK, BN)
 
 
-def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=False, **plan):
+def bias(N: int, finish: bool) -> Vector | None:
+    return Vector(np.arange(N, dtype=np.float32) - N // 2) if finish else None
+
+
+def finished(exact: np.ndarray) -> np.ndarray:
+    """With that bias, and relu."""
+    n = exact.shape[1]
+    return np.maximum(exact + np.arange(n) - n // 2, 0)
+
+
+def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=False, finish=False, **plan):
     plan = {"UNIT_M": 4, "UNIT_K": 2, "UNITS": 1, "BUFFERS": 2, "LAG": 1, "CHUNK": 8, "GROUP": 2, "STAGES": 3} | plan
     push_rows, num_comm = plan.pop("push_rows", 1), plan.pop("num_comm", programs)
     machine = Machine(size, programs, seed)
@@ -44,20 +54,22 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=
             arguments = (
                 Descriptor(a[rank][e], BM, BK), Descriptor(a[rank][e], plan["UNIT_M"], plan["UNIT_K"]),
                 Descriptor(inbox[rank], BM, BK), weights(b, transposed), Descriptor(c, 1, BM, BN // 2),
-                *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), m, N, K, num_comm, 0, push_rows, m, world,
+                *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), bias(N, finish),
+                m, N, K, num_comm, 0, push_rows, m, world,
                 BM, BN, BK,
             )  # fmt: skip
             options = {**plan, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8, "TRANSPOSED": transposed}
+            options["EPILOGUE"] = "relu" if finish else "none"
             bodies.append(lambda p, x=arguments, o=options: functions["gluon_push_kernel"](*x, **o))
             checks.append((c, b, e))
         per_rank.append(bodies)
     machine.run(per_rank)
     for c, b, e in checks:
         exact = np.concatenate([a[r][e] for r in range(size)]) @ b
-        np.testing.assert_array_equal(c.reshape(size * m, N), exact)
+        np.testing.assert_array_equal(c.reshape(size * m, N), finished(exact) if finish else exact)
 
 
-def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, transposed=False):
+def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, transposed=False, finish=False):
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, chain], machine)
     if broken:
@@ -77,7 +89,8 @@ def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, 
             owners = [Descriptor(totals[(rank + d) % size], *part) for d in range(1, size)]
             arguments = (
                 Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(totals[rank], *part),
-                Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank), m, N, K,
+                Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
+                bias(N, finish), m, N, K,
                 SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
             )  # fmt: skip
             options = {
@@ -89,13 +102,14 @@ def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, 
                 "num_warps": 8,
                 "TRANSPOSED": transposed,
             }
+            options["EPILOGUE"] = "relu" if finish else "none"
             bodies.append(lambda p, x=arguments, o=options: functions["gluon_chain_kernel"](*x, **o))
             checks.append((out, rank, e))
         per_rank.append(bodies)
     machine.run(per_rank)
     for out, rank, e in checks:
         exact = sum(a[r][e] @ b[r][e] for r in range(size))[rank * m : (rank + 1) * m]
-        np.testing.assert_array_equal(out, exact)
+        np.testing.assert_array_equal(out, finished(exact) if finish else exact)
 
 
 SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]
@@ -126,6 +140,14 @@ def test_transposed_weights():
     for seed in range(3):
         run_push(3, 13, 10, 18, 2, seed, transposed=True)
         run_chain(3, 13, 10, 18, 2, seed, transposed=True)
+
+
+def test_bias_and_epilogue():
+    """Once, by who finishes a tile, each half of it with its own columns of the bias."""
+    for seed in range(3):
+        for size in (1, 3):
+            run_push(size, 13, 10, 18, 2, seed, finish=True)
+            run_chain(size, 13, 10, 18, 2, seed, finish=True)
 
 
 def test_push_on_eight_ranks():

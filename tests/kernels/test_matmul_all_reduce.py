@@ -12,6 +12,7 @@ from pkt.kernels.matmul_all_reduce import matmul_all_reduce, reference
 
 from .helpers import (
     DTYPES,
+    FINISHES,
     LAUNCHES,
     RANKS,
     SEEDS,
@@ -19,9 +20,11 @@ from .helpers import (
     UNIT,
     as_weight,
     assert_within,
+    finished_bound,
     on_ranks,
     operands,
     product_bound,
+    random,
     rounded,
 )
 
@@ -78,6 +81,28 @@ def test_sizes_that_do_not_divide_the_tiles(sizes: tuple[int, int, int], in_plac
 def test_transposed_weights(sizes: tuple[int, int, int]) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         on_ranks(3, multiplies, sizes, dtype, False, 1, as_weight)
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+@pytest.mark.parametrize("sizes", [TMA, REGISTERS], ids=str)
+@pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), FINISHES)
+def test_bias_and_epilogue(
+    epilogue: Any, with_bias: bool, dtype: torch.dtype, sizes: tuple[int, int, int], multicast: bool
+) -> None:
+    """Once, whatever the number of ranks."""
+
+    def run(world: Any) -> torch.Tensor:
+        M, k, N = sizes
+        ops = operands(world, (M, k), (k, N), dtype, 0)
+        bias = random((N,), dtype, 1) if with_bias else None
+        out = pkt.empty(M, N, dtype=dtype) if multicast else None
+        got = matmul_all_reduce(*ops[world.rank], out, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
+        whole = reference(ops)
+        limit = finished_bound(whole, bound(ops, whole), bias, epilogue, dtype)
+        assert_within(got, reference(ops, bias, epilogue), limit, world.rank, epilogue)
+        return got.clone()
+
+    same_on_all(on_ranks(3, run, multicast=multicast))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -12,6 +12,7 @@ from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter, reference
 
 from .helpers import (
     DTYPES,
+    FINISHES,
     LAUNCHES,
     RANKS,
     SEEDS,
@@ -19,9 +20,11 @@ from .helpers import (
     UNIT,
     as_weight,
     assert_within,
+    finished_bound,
     on_ranks,
     operands,
     product_bound,
+    random,
     rounded,
 )
 
@@ -74,6 +77,27 @@ def test_sizes_that_do_not_divide_the_tiles(sizes: tuple[int, int, int], mode: s
 def test_transposed_weights(sizes: tuple[int, int, int], mode: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         on_ranks(3, multiplies, mode, sizes, dtype, as_weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [TMA, REGISTERS], ids=str)
+@pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), FINISHES)
+def test_bias_and_epilogue(
+    epilogue: Any, with_bias: bool, dtype: torch.dtype, sizes: tuple[int, int, int], mode: Any
+) -> None:
+    """Once, whatever the number of ranks."""
+
+    def run(world: Any) -> None:
+        m, k, N = sizes
+        ops = operands(world, (world.size * m, k), (k, N), dtype, 0)
+        bias = random((N,), dtype, 1) if with_bias else None
+        got = matmul_reduce_scatter(*ops[world.rank], mode=mode, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
+        whole = torch.cat([reference(ops, r) for r in range(world.size)])
+        bound_of_all = finished_bound(whole, bound(ops, whole, mode), bias, epilogue, dtype)
+        limit = bound_of_all.chunk(world.size)[world.rank]
+        assert_within(got, reference(ops, world.rank, bias, epilogue), limit, world.rank, epilogue)
+
+    on_ranks(3, run)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

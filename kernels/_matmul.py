@@ -179,6 +179,12 @@ FP32_TILES = Tiles(64, 32, 16, num_stages=3)
 UNALIGNED_TILES = Tiles(64, 64, 32, num_stages=3)
 """Where TMA cannot go, each element has an address and a mask in registers."""
 
+FEW_ROWS = 64
+"""Of a product: so many or fewer are bound by the bytes of the weights, not by the tensor cores."""
+
+FEW_ROWS_TILES = Tiles(64, 64, 128, num_warps=4, num_stages=6)
+"""16 KB of weights a stage, and enough tiles for all SMs where N is some thousands."""
+
 
 def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles | None:
     """`tiles`, with the defaults for what is left out. Raises ShapeError unless the blocks are powers of two from 16,
@@ -197,14 +203,18 @@ def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles |
     return full
 
 
-def default_tiles(a: torch.Tensor, b: torch.Tensor) -> Tiles:
-    """Tiles for the dtype and the rows of `a` and `b`, which are the same on every rank.
+def default_tiles(m: int, a: torch.Tensor, b: torch.Tensor) -> Tiles:
+    """Tiles for m rows of output, or of each part of it, and the dtype and the rows of `a` and `b`: the same on every
+    rank. No higher than m needs, from 16, the least that tensor cores take. Reasoned, not measured.
 
     maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
     the SM, which never comes.
     """
     even = all(padded(t.shape[1], t.dtype) == t.shape[1] for t in (a, b))
-    return FP32_TILES if a.dtype == torch.float32 else Tiles() if even else UNALIGNED_TILES
+    tiles = FP32_TILES if a.dtype == torch.float32 else UNALIGNED_TILES
+    if even and a.dtype != torch.float32:
+        tiles = FEW_ROWS_TILES if m <= FEW_ROWS else Tiles()
+    return tiles._replace(block_m=min(tiles.block_m, max(16, triton.next_power_of_2(m))))
 
 
 def check_operands(

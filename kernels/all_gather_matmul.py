@@ -31,6 +31,7 @@ from pkt.runtime.world import World
 
 from . import _common, _forms
 from ._matmul import (
+    FEW_ROWS,
     Epilogue,
     accumulate,
     check_epilogue,
@@ -253,8 +254,9 @@ def all_gather_matmul(
     Returns `out`, complete; `a` may be overwritten at once.
 
     mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
-    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "gluon" where that can run and nothing
-    below is given, else "push". The rest is the same on every rank, and follows from mode and shapes where None:
+    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "gluon" where that can run, m is more
+    than 64 (its tiles have 128 rows) and nothing below is given, else "push". The rest is the same on every rank, and
+    follows from mode and shapes where None:
 
     num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None.
     chunk: columns of a that a tile waits for at a time; "push": one signal stands for, rounded up to BLOCK_K, 1024 if
@@ -288,7 +290,7 @@ def all_gather_matmul(
         _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
     if mode == "gluon" and columns:
         raise ShapeError.argument(call, "shard", "columns", 'shard "rows" with mode "gluon"', world.rank)
-    if _forms.gluon(call, "gluon", mode == "gluon", chosen and not columns, world, a.dtype, k, N):
+    if _forms.gluon(call, "gluon", mode == "gluon", chosen and not columns and m > FEW_ROWS, world, a.dtype, k, N):
         from ._gluon_all_gather_matmul import gluon_push, settings
 
         mode = "gluon"
@@ -296,7 +298,7 @@ def all_gather_matmul(
         tuned = plan._asdict()
     else:
         mode = mode or "push"
-        tiles = tiles or default_tiles(a, b)
+        tiles = tiles or default_tiles(m, a, b)
         tuned = _check_tuned(tuned, mode, world)
     _common.check_agreed(
         call, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=tiles,

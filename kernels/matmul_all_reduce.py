@@ -168,7 +168,7 @@ def matmul_all_reduce(
     (M, k), N = a.shape, b.shape[1]
     a, b = whole_runs(a, b)
     k = a.shape[1]
-    tiles = check_tiles(call, tiles, world) or default_tiles(a, b)
+    tiles = check_tiles(call, tiles, world) or default_tiles(M, a, b)
     check_epilogue(call, bias, epilogue, N, a.dtype, world)
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is None:

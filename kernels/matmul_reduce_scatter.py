@@ -31,6 +31,7 @@ from pkt.runtime.world import World
 
 from . import _common, _forms
 from ._matmul import (
+    FEW_ROWS,
     Epilogue,
     accumulate,
     check_epilogue,
@@ -197,10 +198,11 @@ def matmul_reduce_scatter(
     to a sum that is rounded already. mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a
     fixed order; see the module. "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but
     in a fixed order: bf16 or fp16, rows of b at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "chain"
-    where that can run and no tiles are given, else "add". tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS,
-    NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8,
-    3 to 6); the same on every rank; from the shapes where None. Returns `out`, complete; nothing of the call is read by
-    a peer after it. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    where that can run, m is more than 64 (its tiles have 128 rows) and no tiles are given, else "add". tiles: (BLOCK_M,
+    BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128, 256, 64, GROUP, 8,
+    3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6); the same on every rank; from the shapes where None. Returns `out`,
+    complete; nothing of the call is read by a peer after it. Raises ShapeError, DtypeError, CollectiveMismatch,
+    Unsupported.
     """
     call = "matmul_reduce_scatter"
     world = _common.world_of(call, world, a, b)
@@ -220,12 +222,12 @@ def matmul_reduce_scatter(
         out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
     _common.check_tensor(call, "out", out, world, shape=(m, N), dtype=a.dtype)
     # Not by k, in which ranks may differ.
-    if _forms.gluon(call, "chain", mode == "chain", mode is None and tiles is None, world, a.dtype, N):
+    if _forms.gluon(call, "chain", mode == "chain", mode is None and tiles is None and m > FEW_ROWS, world, a.dtype, N):
         from ._gluon_matmul_reduce_scatter import gluon_chain, settings
 
         mode, tiles = "chain", settings(m, N, world, tiles)
     else:
-        mode, tiles = mode or "add", tiles or default_tiles(a, b)
+        mode, tiles = mode or "add", tiles or default_tiles(m, a, b)
     _common.check_agreed(
         call, world, M=M, N=N, dtype=a.dtype, mode=mode, tiles=tiles, bias=bias is not None, epilogue=epilogue
     )

@@ -125,6 +125,17 @@ def test_default_tiles_and_a_given_output(mode: str, shard: Any) -> None:
     on_ranks(2, run)
 
 
+@forms
+@pytest.mark.parametrize("m", [1, 16, 40, 128])
+def test_default_tiles_follow_the_rows(m: int, mode: str, shard: str) -> None:
+    def run(world: Any) -> None:
+        multiplies(world, mode, shard, (m, 144, 72), torch.bfloat16, tiles=None)
+        if mode == "push":
+            multiplies(world, mode, shard, (m, 144, 72), torch.bfloat16, tiles=None, num_comm_sms=None, chunk=None)
+
+    on_ranks(2, run)
+
+
 def test_shapes_and_forms_in_turn() -> None:
     def run(world: Any) -> None:
         for mode, shard in (*FORMS, *FORMS):

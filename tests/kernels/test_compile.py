@@ -296,6 +296,35 @@ def test_arguments_that_become_constants(call: Any, monkeypatch: pytest.MonkeyPa
     compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), 90, tmp_path)
 
 
+DECODE = {  # four ranks of K = 8192, N = 28672, as in Three Taxes; and the way back
+    "pull": lambda m, **o: pull("columns", m, 2048, 7168, **o),
+    "push": lambda m, **o: push("columns", m, 2048, 7168, **o),
+    "add": lambda m, **o: scatter("add", m, 7168, 8192, **o),
+    "all-reduce": lambda m, **o: reduce(False, m, 7168, 8192, **o),
+}
+
+
+@pytest.mark.parametrize(("m", "block_m"), [(1, 16), (16, 16), (40, 64), (1024, 128)])
+@pytest.mark.parametrize("name", DECODE)
+def test_decode(name: str, m: int, block_m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tiles no higher than the rows that there are, on the tensor cores."""
+    call = DECODE[name](m)
+    launch = launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch)
+    ptx = compile_checked(launch, 90, tmp_path).asm["ptx"]
+    assert ("wgmma" in ptx) == (block_m >= 64)
+    assert ("mma.sync" in ptx) == (block_m < 64)
+    if hasattr(launch.args[0], "BLOCK_M"):
+        assert launch.args[0].BLOCK_M.value == block_m
+    assert launch.options["num_warps"] == (8 if block_m == 128 else 4)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", DECODE)
+def test_decode_of_a_layer(name: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    call = DECODE[name](16, transposed=True, bias=True, epilogue="gelu")
+    compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), arch, tmp_path)
+
+
 def test_a_spill_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launch = launched(lambda w: COLLECTIVES["reduce_scatter"](torch.float32), 4, False, monkeypatch)
     starved = launch._replace(options=launch.options | {"maxnreg": 32})

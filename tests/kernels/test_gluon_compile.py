@@ -299,7 +299,7 @@ def scatter_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=Fa
     )
 
 
-SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (1, 8, 8)]
+SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (65, 8, 8)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -420,6 +420,9 @@ def test_elsewhere_the_plain_form_is_the_default(operators, call, monkeypatch):
     assert chosen(operators(), 512, 512, 512, torch.float16) == special
     assert chosen(operators(), 512, 512, 512, mode=plain) == plain
     assert chosen(operators(), 512, 512, 512, torch.float32) == plain
+    assert chosen(operators(), 65, 512, 512) == special
+    assert chosen(operators(), 64, 512, 512) == plain  # half of its tiles' rows would be empty
+    assert chosen(operators(), 64, 512, 512, mode=special) == special
     assert chosen(operators(), 512, 509, 512) == plain
     assert chosen(operators(), 512, 512, 512, tiles=(128, 128, 64)) == plain
     assert chosen(operators(0, 1), 512, 512, 512) == plain

@@ -47,13 +47,14 @@ def multiplies(
     in_place: bool = False,
     num_comm_sms: int = 1,
     stored: Any = torch.Tensor.contiguous,
+    tiles: Any = (16, 16, 16),
 ) -> torch.Tensor:
     M, k, N = sizes
     out = pkt.empty(M, N, dtype=dtype) if in_place else None
     for launch in range(LAUNCHES):
         ops = operands(world, (M, k), (k, N), dtype, launch)
         a, b = ops[world.rank]
-        got = matmul_all_reduce(a, stored(b), out, num_comm_sms=num_comm_sms, tiles=(16, 16, 16))
+        got = matmul_all_reduce(a, stored(b), out, num_comm_sms=num_comm_sms, tiles=tiles)
         exact = reference(ops)
         assert_within(got, exact, bound(ops, exact), world.rank, launch, sizes)
     return got.clone()
@@ -128,6 +129,11 @@ def test_default_tiles_and_a_given_output(in_place: bool) -> None:
         assert (out == 16).all()
 
     on_ranks(2, run)
+
+
+@pytest.mark.parametrize("M", [1, 16, 40, 128])
+def test_default_tiles_follow_the_rows(M: int) -> None:
+    same_on_all(on_ranks(2, multiplies, (M, 144, 72), torch.bfloat16, False, 1, torch.Tensor.contiguous, None))
 
 
 def test_shapes_in_turn() -> None:

@@ -46,13 +46,18 @@ def bound(ops: list[tuple[torch.Tensor, torch.Tensor]], exact: torch.Tensor, mod
 
 
 def multiplies(
-    world: Any, mode: Any, sizes: tuple[int, int, int], dtype: torch.dtype, stored: Any = torch.Tensor.contiguous
+    world: Any,
+    mode: Any,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    stored: Any = torch.Tensor.contiguous,
+    tiles: Any = (16, 16, 16),
 ) -> torch.Tensor:
     m, k, N = sizes
     for launch in range(LAUNCHES):
         ops = operands(world, (world.size * m, k), (k, N), dtype, launch)
         a, b = ops[world.rank]
-        got = matmul_reduce_scatter(a, stored(b), mode=mode, tiles=(16, 16, 16))
+        got = matmul_reduce_scatter(a, stored(b), mode=mode, tiles=tiles)
         exact = reference(ops, world.rank)
         limit = bound(ops, torch.cat([reference(ops, r) for r in range(world.size)]), mode)
         assert_within(got, exact, limit.chunk(world.size)[world.rank], world.rank, launch, sizes)
@@ -125,6 +130,12 @@ def test_default_tiles_and_a_given_output(mode: Any) -> None:
         assert (out == 16).all()
 
     on_ranks(2, run)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("m", [1, 16, 40, 128])
+def test_default_tiles_follow_the_rows(m: int, mode: str) -> None:
+    on_ranks(2, multiplies, mode, (m, 144, 72), torch.bfloat16, torch.Tensor.contiguous, None)
 
 
 def test_shapes_and_forms_in_turn() -> None:

@@ -1,9 +1,10 @@
-"""All-gather + matrix product, C (N, N / size) = A (N, N) @ B (N, N / size), A sharded by rows, in bf16.
+"""All-gather + matrix product, C (N, N / size) = A (N, N) @ B (N, N / size), A sharded by rows, in bf16; and
+C (M, N / size) = A (M, K) @ B (K, N / size), A sharded by columns, as in decoding: K = 8192, N = 28672 of Three Taxes.
 
     python -m benchmarks.all_gather_matmul                       4 GPUs; benchmarks/results/all_gather_matmul.json
     python -m benchmarks.all_gather_matmul --device cpu --quick  the same variants in the simulator: results only
 
-(size - 1) / size * N * N * 2 bytes leave each GPU at least.
+(size - 1) / size * |A| * 2 bytes leave each GPU at least.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pkt.kernels.all_gather_matmul import all_gather_matmul
 
 TITLE = "All-gather + matmul, N x N / size x N, bf16"
 SIZES = (4096, 8192, 16384, 32768)
+ROWS, INNER, OUTER = (1, 16, 128, 1024), 8192, 28672
 TARGETS = {"N = 4096": 0.78, "N = 8192": 0.92, "N = 16384": 0.98, "N = 32768": 0.97}
 BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "torch symm_mem fused")
 WIDE, SQUARE = Tiles(128, 256, 64, 8, 8, 3), Tiles(128, 128, 64, 8, 8, 4)
@@ -67,6 +69,15 @@ GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon, 8, 128x64 x 4, 3 slots": gluon(8, unit=(128, 64, 2, 4, 2), tiles=DEEP),
     "pkt gluon, 132, 128x128 tiles": gluon(132, tiles=Tiles(128, 128, 64, num_stages=6)),
 }
+COLUMNS: dict[str, dict[str, Any]] = {
+    "pkt default": {},
+    "pkt pull": {"mode": "pull"},
+    "pkt push, 4 SMs": {"num_comm_sms": 4},
+    "pkt push, 16 SMs, chunks of 256": {"num_comm_sms": 16, "chunk": 256},
+    "pkt push, 16x128 tiles": {"tiles": Tiles(16, 128, 128, 8, 4, 4)},
+    "pkt push, 64x128 tiles": {"tiles": Tiles(64, 128, 128, 8, 4, 4)},
+    "pkt pull, 16x128 tiles": {"mode": "pull", "tiles": Tiles(16, 128, 128, 8, 4, 4)},
+}
 QUICK = {
     "pkt push, 1 SM": {"num_comm_sms": 1, "tiles": SMALL, "chunk": 64},
     "pkt push, 3 SMs": {"num_comm_sms": 3, "tiles": SMALL, "chunk": 32},
@@ -84,15 +95,53 @@ def variants(device: str, quick: bool) -> list[str]:
         first,
         *PARTS,
         *(n for n in GLUON if n != first),
-        *(name for name in PLAIN if name != "pkt default"),
+        *dict.fromkeys(n for n in (*PLAIN, *COLUMNS) if n != "pkt default"),
     ]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
-    return {f"N = {N}": {"N": N} for N in ((128,) if quick else SIZES)}
+    if quick:
+        return {"N = 128": {"N": 128}, "M = 3": {"N": 96, "M": 3, "K": 128}}
+    return {f"N = {N}": {"N": N} for N in SIZES} | {f"M = {M}": {"N": OUTER, "M": M, "K": INNER} for M in ROWS}
 
 
-def case(world: Any, N: int) -> Case:
+def case(world: Any, N: int, M: int = 0, K: int = 0) -> Case:
+    return _rows(world, N) if not M else _columns(world, M, N, K)
+
+
+def _columns(world: Any, M: int, N: int, K: int) -> Case:
+    k, device = K // world.size, world.torch_device
+    a, b = normal((M, k), world.rank, device), normal((K, N // world.size), 100 + world.rank, device)
+    out = torch.empty(M, N // world.size, dtype=a.dtype, device=device)
+
+    def exact() -> torch.Tensor:
+        return torch.cat([normal((M, k), r, device) for r in range(world.size)], dim=1).float() @ b.float()
+
+    runs: dict[str, Any] = {}
+    for name, options in (QUICK if device.type == "cpu" else COLUMNS).items():
+        runs[name] = _run(world, a, b, out, {"shard": "columns"} | options)
+    if device.type == "cuda":
+        import torch.distributed as dist
+
+        parts = torch.empty(world.size, M, k, dtype=a.dtype, device=device)
+        gathered = torch.cat([normal((M, k), r, device) for r in range(world.size)], dim=1)
+
+        def nccl() -> torch.Tensor:
+            dist.all_gather_into_tensor(parts, a)
+            return torch.mm(parts.transpose(0, 1).reshape(M, K), b, out=out)
+
+        runs |= {"cuBLAS alone": lambda: torch.mm(gathered, b, out=out), "NCCL + cuBLAS": nccl}
+    return Case(
+        nbytes=(world.size - 1) * M * k * 2.0,
+        flops=2.0 * M * K * (N // world.size),
+        variants=runs,
+        exact=exact,
+        scaled=a,
+        unchecked=frozenset({"cuBLAS alone"}),
+    )
+
+
+def _rows(world: Any, N: int) -> Case:
     m, n, device = N // world.size, N // world.size, world.torch_device
     a, b = normal((m, N), world.rank, device), normal((N, n), 100 + world.rank, device)
     out = torch.empty(N, n, dtype=a.dtype, device=device)
@@ -103,10 +152,7 @@ def case(world: Any, N: int) -> Case:
         return torch.cat(rows)
 
     for name, options in (QUICK if device.type == "cpu" else PLAIN | GLUON).items():
-        if options.get("mode") == "pull":
-            runs[name] = _pull(world, a, b, out, options)
-        else:
-            runs[name] = lambda options=options: all_gather_matmul(a, b, out, world=world, **options)
+        runs[name] = _run(world, a, b, out, options)
     if device.type == "cuda":
         runs |= _baselines(world, a, b, out)
         runs |= {name: lambda o=options: gluon_push(a, b, out, world, **o) for name, options in PARTS.items()}
@@ -120,8 +166,11 @@ def case(world: Any, N: int) -> Case:
     )
 
 
-def _pull(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, options: dict[str, Any]) -> Any:
+def _run(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, options: dict[str, Any]) -> Any:
     import pkt
+
+    if options.get("mode") != "pull":
+        return lambda: all_gather_matmul(a, b, out, world=world, **options)
 
     def run() -> torch.Tensor:
         shard = world.workspace("shard", lambda: pkt.empty(*a.shape, dtype=a.dtype, world=world))

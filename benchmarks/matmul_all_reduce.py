@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks._operators import Case, group_name, main, torch_symmetric
-from benchmarks.matmul_reduce_scatter import SMALL, SQUARE, WIDE, operands
+from benchmarks.matmul_reduce_scatter import NARROW, SMALL, SQUARE, WIDE, operands
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 
 TITLE = "Matmul + all-reduce, N x N x N / size, bf16"
@@ -28,6 +28,13 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt 32 SMs, 128x128": {"num_comm_sms": 32, "tiles": SQUARE},
     "pkt after computing, 128x256": {"num_comm_sms": 0, "tiles": WIDE},
 }
+GLUON: dict[str, dict[str, Any]] = {
+    "pkt gluon chain": {"mode": "chain"},
+    "pkt gluon chain, 1 round": {"mode": "chain", "rounds": 1},
+    "pkt gluon chain, 2 rounds": {"mode": "chain", "rounds": 2},
+    "pkt gluon chain, 4 rounds": {"mode": "chain", "rounds": 4},
+    "pkt gluon chain, 128x128": {"mode": "chain", "tiles": NARROW},
+}
 QUICK = {
     "pkt 1 SM": {"num_comm_sms": 1, "tiles": SMALL},
     "pkt after computing": {"num_comm_sms": 0, "tiles": SMALL},
@@ -37,7 +44,7 @@ QUICK = {
 def variants(device: str, quick: bool) -> list[str]:
     if device == "cpu":
         return list(QUICK)
-    return [*BASELINES, *PLAIN]
+    return [*BASELINES, *PLAIN, *GLUON]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -62,7 +69,7 @@ def case(world: Any, N: int) -> Case:
 
     runs: dict[str, Any] = {
         name: lambda options=options: matmul_all_reduce(a, b, out(), world=world, **options)
-        for name, options in (QUICK if device.type == "cpu" else PLAIN).items()
+        for name, options in (QUICK if device.type == "cpu" else PLAIN | GLUON).items()
     }
     if device.type == "cuda":
         runs |= _baselines(a, b)

@@ -24,6 +24,7 @@ from benchmarks._operators import distance, normal
 from pkt.kernels._gluon import TILES
 from pkt.kernels._matmul import Tiles
 from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.runtime import workers
 
@@ -42,7 +43,7 @@ def check(world: Any) -> list[str]:
             plan: dict[str, Any] = {"num_comm_sms": 132, "chunk": 512, "unit": (64, 64, 1, 2, 1)}
             if tiles.block_n == 128:
                 plan = {"num_comm_sms": 5, "chunk": 256, "unit": (64, 64, 2, 3, 2)}
-            worst = [0.0, 0.0]
+            worst = [0.0, 0.0, 0.0]
             for launch in range(3):
                 shards = [normal((m, K), 10 * launch + r, device) for r in range(size)]
                 out = torch.full((size * m, N), float("nan"), dtype=torch.bfloat16, device=device)
@@ -56,9 +57,15 @@ def check(world: Any) -> list[str]:
                     theirs = normal((size * m, K), r, device)[world.rank * m : (world.rank + 1) * m]
                     exact += theirs.float() @ normal((K, N), 100 + r, device).float()
                 worst[1] = max(worst[1], distance(part, exact, scale))
+                whole = matmul_all_reduce(rows * scale, b, mode="chain", tiles=tiles, rounds=1 + launch % 2)
+                mine = whole[world.rank * m : (world.rank + 1) * m]
+                worst[2] = max(worst[2], distance(mine, exact, scale))
             world.barrier()
             right = "right" if max(worst) < _operators.BOUND else "WRONG"
-            lines.append(f"{right}: m {m}, N {N}, K {K}, {tiles[:2]}: push {worst[0]:.1e}, chain {worst[1]:.1e}")
+            lines.append(
+                f"{right}: m {m}, N {N}, K {K}, {tiles[:2]}: push {worst[0]:.1e}, chain {worst[1]:.1e}, "
+                f"all-reduce {worst[2]:.1e}"
+            )
     return lines
 
 

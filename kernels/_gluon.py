@@ -33,7 +33,7 @@ from pkt.language import ptx
 from pkt.runtime.world import World
 
 from . import _common
-from ._matmul import Tiles
+from ._matmul import Tiles, activate
 
 MAX_PEERS = 7
 """Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
@@ -165,15 +165,21 @@ def half(it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.cons
 
 @gluon.jit
 def store_half(
-    part, it, ring, LAYOUT: gl.constexpr, ADD: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    part, it, ring, bias, col, N, LAYOUT: gl.constexpr, ADD: gl.constexpr, FINISH: gl.constexpr,
+    EPILOGUE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Put half a tile, fp32, into the slot lent at step `it`; with ADD add to it what the loader has put there."""
+    """Put half a tile, fp32, whose first column is `col`, into the slot lent at step `it`. With ADD what the loader has
+    put there is added; with FINISH bias and epilogue applied."""
     _, b_ring, full, _, _, _ = ring
     mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
     where = half(it, ring, BLOCK_M, BLOCK_N, STAGES, LAYOUT)
     if ADD:
         part += where.load(part.type.layout).to(gl.float32)
+    if FINISH:
+        if bias is not None:
+            cols = col + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, part.type.layout))
+            part += gl.load(bias + cols, mask=cols < N, other=0).to(gl.float32)[None, :]
+        part = activate(part, EPILOGUE)
     where.store(part.to(b_ring.dtype))
 
 
@@ -211,26 +217,36 @@ def multiply(
 
 @gluon.jit
 def consume(
-    ring, tiles, mine, K, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    ring, tiles, where, bias, N, K, PLACE: gl.constexpr, ADD: gl.constexpr, EPILOGUE: gl.constexpr,
+    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumers, for this program's share of `tiles`. To those from tile `mine` on they add what the loader has put
-    into the slots that it lends."""
+    """The consumers, for this program's share of `tiles`. PLACE(t, *where): whether tile t is mine to finish, and its
+    column of tiles. With ADD a tile is mine after the other ranks', and what the loader has put into the slots that it
+    lends is added; the others go out as they are. Without, all are mine, and nothing is added."""
     steps = gl.cdiv(K, BLOCK_K)
     it = 0
-    j = 0
+    n = 0
     for t in range(first_tile(), tiles, gl.num_programs(0)):
         left, right = multiply(it, steps, ring, TRANSPOSED, BLOCK_M, BLOCK_N, STAGES, WARPS)
         it += steps
-        if t >= mine:
-            store_half(left, it, ring, HALF, True, BLOCK_M, BLOCK_N, STAGES)
-            store_half(right, it + 1, ring, HALF, True, BLOCK_M, BLOCK_N, STAGES)
+        mine, j = PLACE(t, *where)
+        col = j * BLOCK_N
+        if ADD:
+            if mine:
+                store_half(left, it, ring, bias, col, N, HALF, True, True, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
+                col += BLOCK_N // 2
+                store_half(right, it + 1, ring, bias, col, N, HALF, True, True, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
+            else:
+                store_half(left, it, ring, bias, col, N, HALF, False, False, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
+                store_half(right, it + 1, ring, bias, col, N, HALF, False, False, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
         else:
-            store_half(left, it, ring, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-            store_half(right, it + 1, ring, HALF, False, BLOCK_M, BLOCK_N, STAGES)
-        hand_over(j, ring)
+            store_half(left, it, ring, bias, col, N, HALF, False, True, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
+            col += BLOCK_N // 2
+            store_half(right, it + 1, ring, bias, col, N, HALF, False, True, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
+        hand_over(n, ring)
         it += 2
-        j += 1
+        n += 1
 
 
 @gluon.jit

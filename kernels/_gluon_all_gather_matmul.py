@@ -50,7 +50,7 @@ from ._gluon import (
     to_peers,
     weights_descriptor,
 )
-from ._matmul import Tiles, stored
+from ._matmul import Epilogue, Tiles, stored
 
 CALL = "all_gather_matmul"
 
@@ -72,6 +72,13 @@ def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr, push_r
     i = gl.where(own, own_i, first + cell // others)
     j = gl.where(own, own_j, (q % tiles) // cells)
     return source, i, j, own
+
+
+@gluon.jit
+def _place(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr, push_rows):
+    """For `consume`: every tile is mine."""
+    _, _, j, _ = _tile(t, rank, num_m, num_n, SIZE, GROUP, push_rows)
+    return True, j
 
 
 @gluon.jit
@@ -224,6 +231,7 @@ def gluon_push_kernel(
     c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M x BLOCK_N / 2
     d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, ..., in units; those past size - 1 are not used
     ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts what rank r has pushed of each chunk
+    bias,  # (N,) this rank's, or None
     m,
     N,
     K,
@@ -235,6 +243,7 @@ def gluon_push_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr, LAG: gl.constexpr,
     CHUNK: gl.constexpr, HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
+    EPILOGUE: gl.constexpr,
     LEAVE_OUT: gl.constexpr,  # for measurements: "wait" is left out, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -245,11 +254,16 @@ def gluon_push_kernel(
     bars = open_barriers(BUFFERS)
     UNITS_M: gl.constexpr = BLOCK_M // UNIT_M
     TASK: gl.constexpr = UNITS * UNIT_K
-    tiles = world.size * gl.cdiv(rows, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+    num_m = gl.cdiv(rows, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    tiles = world.size * num_m * num_n
+    where = (gl.cast(world.rank, gl.int32), num_m, num_n, world.size, GROUP, push_rows)
+    PLACE: gl.constexpr = _place
     if world.size > 1:
         gl.warp_specialize(
             [
-                (consume, (ring, tiles, tiles, K, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (consume, (ring, tiles, where, bias, N, K, PLACE, False, EPILOGUE, HALF, TRANSPOSED,
+                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
                 (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world, TRANSPOSED,
                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
                 (_store, (c, ring, rows, N, K, world.rank, world.size,
@@ -263,7 +277,8 @@ def gluon_push_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (ring, tiles, tiles, K, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+                (consume, (ring, tiles, where, bias, N, K, PLACE, False, EPILOGUE, HALF, TRANSPOSED,
+                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
                 (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world, TRANSPOSED,
                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
                 (_store, (c, ring, rows, N, K, world.rank, world.size,
@@ -354,6 +369,8 @@ def gluon_push(
     world: World,
     plan: PushPlan | None = None,
     tiles: Tiles | None = None,
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
     leave_out: str = "",
 ) -> torch.Tensor:
     """`out` (size * m, N) = the gathered `a` (m, K) @ `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of
@@ -398,12 +415,12 @@ def gluon_push(
         descriptor(space.inbox.plain(), (tiles.block_m, tiles.block_k)),
         weights_descriptor(rows_b, transposed, tiles),
         descriptor(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2)),
-        *targets, ready, m, N, K, num_comm, plan.nap, plan.push_rows,
+        *targets, ready, bias, m, N, K, num_comm, plan.nap, plan.push_rows,
         0 if leave_out == "product" else m, world.device,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
         UNIT_M=plan.unit_m, UNIT_K=plan.unit_k, UNITS=plan.units, BUFFERS=plan.buffers, LAG=plan.lag, CHUNK=plan.chunk,
         HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=REGISTERS, TRANSPOSED=transposed,
-        LEAVE_OUT="wait" if leave_out in ("wait", "push") or size == 1 else "",
+        EPILOGUE=epilogue, LEAVE_OUT="wait" if leave_out in ("wait", "push") or size == 1 else "",
         num_warps=CONSUMER_WARPS,
     )  # fmt: skip
     return out

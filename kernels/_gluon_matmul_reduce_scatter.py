@@ -51,7 +51,7 @@ from ._gluon import (
     take_over,
     weights_descriptor,
 )
-from ._matmul import Tiles, stored
+from ._matmul import Epilogue, Tiles, stored
 
 CALL = "matmul_reduce_scatter"
 
@@ -62,6 +62,13 @@ def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr):
     phase = t // (num_m * num_n)
     i, j = grouped(t % (num_m * num_n), num_m, num_n, GROUP)
     return phase, (rank + 1 + phase) % SIZE, i, j
+
+
+@gluon.jit
+def _place(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr):
+    """For `consume`: the tiles of my own part, the last, are mine."""
+    phase, _, _, j = _tile(t, rank, num_m, num_n, SIZE, GROUP)
+    return phase == SIZE - 1, j
 
 
 # ------------------------------------------------------------------------------------------------------- warps
@@ -141,24 +148,29 @@ def gluon_chain_kernel(
     out,  # (m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2
     d1, d2, d3, d4, d5, d6, d7,  # the totals of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
     ready_ptr,  # int32 (size, tiles) on every rank; rank + 1 signals [o, t] when its part of tile t is in o's total
+    bias,  # (N,) this rank's, or None
     m,
     N,
     K,
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
+    EPILOGUE: gl.constexpr,
     LEAVE_OUT: gl.constexpr,  # for measurements: "links" leaves out waits and signals, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
-    part = gl.cdiv(m, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    tiles = world.size * part
-    mine = tiles - part if world.size > 1 else tiles  # to my own part, the last, is added what the others have
+    num_m = gl.cdiv(m, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    tiles = world.size * num_m * num_n
+    where = (gl.cast(world.rank, gl.int32), num_m, num_n, world.size, GROUP)
+    PLACE: gl.constexpr = _place
     gl.warp_specialize(
         [
-            (consume, (ring, tiles, mine, K, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (consume, (ring, tiles, where, bias, N, K, PLACE, world.size > 1, EPILOGUE, HALF, TRANSPOSED,
+                       BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
             (_load, (a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
             (_store, (out, (d1, d2, d3, d4, d5, d6, d7), ring, ready_ptr, m, N, K, epoch, world, HALF,
@@ -205,6 +217,8 @@ def gluon_chain(
     out: torch.Tensor,
     world: World,
     tiles: Tiles | None = None,
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
     leave_out: str = "",
 ) -> torch.Tensor:
     """`out` (m, N) = my rows of the sum over ranks of `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose
@@ -244,9 +258,9 @@ def gluon_chain(
         weights_descriptor(rows_b, transposed, tiles),
         total,
         descriptor(out, part),
-        *sent_to, ready, m, N, K, world.device,
+        *sent_to, ready, bias, m, N, K, world.device,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
-        HALF=layout(a.dtype, *part), REGISTERS=REGISTERS, TRANSPOSED=transposed, LEAVE_OUT=leave_out,
+        HALF=layout(a.dtype, *part), REGISTERS=REGISTERS, TRANSPOSED=transposed, EPILOGUE=epilogue, LEAVE_OUT=leave_out,
         num_warps=CONSUMER_WARPS,
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ N, K.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -103,6 +103,32 @@ def accumulate(
 
 
 @triton.jit
+def finish(x, bias_ptr, col, N, EPILOGUE: tl.constexpr):
+    """`x`, the columns from `col` on of a finished product of N columns, plus the bias where there is one, through the
+    epilogue, in fp32. `x` itself where there is neither."""
+    if bias_ptr is None and EPILOGUE == "none":
+        return x
+    else:
+        x = x.to(tl.float32)
+        if bias_ptr is not None:
+            cols = col + tl.arange(0, x.shape[1])
+            x += tl.load(bias_ptr + cols, mask=cols < N, other=0).to(tl.float32)[None, :]
+        return activate(x, EPILOGUE)
+
+
+@triton.jit
+def activate(x, EPILOGUE: tl.constexpr):
+    """The epilogue of `x`, fp32. What is not a number stays so."""
+    if EPILOGUE == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    elif EPILOGUE == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif EPILOGUE == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
 def store_tile(dst, index, tile, row, col, M, N, ld, TMA: tl.constexpr):
     """`tile`, cast, to (row, col) of matrix `index` of the stack `dst` of (M, N), row stride ld; the outside is cut.
 
@@ -153,6 +179,12 @@ FP32_TILES = Tiles(64, 32, 16, num_stages=3)
 UNALIGNED_TILES = Tiles(64, 64, 32, num_stages=3)
 """Where TMA cannot go, each element has an address and a mask in registers."""
 
+FEW_ROWS = 64
+"""Of a product: so many or fewer are bound by the bytes of the weights, not by the tensor cores."""
+
+FEW_ROWS_TILES = Tiles(64, 64, 128, num_warps=4, num_stages=6)
+"""16 KB of weights a stage, and enough tiles for all SMs where N is some thousands."""
+
 
 def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles | None:
     """`tiles`, with the defaults for what is left out. Raises ShapeError unless the blocks are powers of two from 16,
@@ -171,14 +203,18 @@ def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles |
     return full
 
 
-def default_tiles(a: torch.Tensor, b: torch.Tensor) -> Tiles:
-    """Tiles for the dtype and the rows of `a` and `b`, which are the same on every rank.
+def default_tiles(m: int, a: torch.Tensor, b: torch.Tensor) -> Tiles:
+    """Tiles for m rows of output, or of each part of it, and the dtype and the rows of `a` and `b`: the same on every
+    rank. No higher than m needs, from 16, the least that tensor cores take. Reasoned, not measured.
 
     maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
     the SM, which never comes.
     """
     even = all(padded(t.shape[1], t.dtype) == t.shape[1] for t in (a, b))
-    return FP32_TILES if a.dtype == torch.float32 else Tiles() if even else UNALIGNED_TILES
+    tiles = FP32_TILES if a.dtype == torch.float32 else UNALIGNED_TILES
+    if even and a.dtype != torch.float32:
+        tiles = FEW_ROWS_TILES if m <= FEW_ROWS else Tiles()
+    return tiles._replace(block_m=min(tiles.block_m, max(16, triton.next_power_of_2(m))))
 
 
 def check_operands(
@@ -197,6 +233,27 @@ def stored(b: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """`b` (k, N) as it lies in memory, and whether that is transposed: what `b` is a view of, contiguous (N, k)."""
     transposed = isinstance(b, torch.Tensor) and b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()
     return (b.t(), True) if transposed else (b, False)
+
+
+Epilogue = Literal["none", "relu", "gelu", "silu"]
+EPILOGUES: tuple[Epilogue, ...] = ("none", "relu", "gelu", "silu")
+
+
+def check_epilogue(
+    call: str, bias: torch.Tensor | None, epilogue: str, N: int, dtype: torch.dtype, world: World
+) -> None:
+    """`bias` (N,) of the operands' dtype, or None; an `epilogue` that there is. Raises ShapeError, DtypeError,
+    Unsupported."""
+    _common.check_choice(call, "epilogue", epilogue, EPILOGUES, world)
+    if bias is not None:
+        _common.check_tensor(call, "bias", bias, world, shape=(N,), dtype=dtype)
+
+
+def finished(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue) -> torch.Tensor:
+    """`finish` in torch, in x's dtype. gelu is the exact form with erf, as torch's is by default."""
+    x = x if bias is None else x + bias.to(x.dtype)
+    functional = torch.nn.functional
+    return {"none": lambda x: x, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}[epilogue](x)
 
 
 def padded(columns: int, dtype: torch.dtype) -> int:

@@ -31,10 +31,15 @@ from pkt.runtime.world import World
 
 from . import _common, _forms
 from ._matmul import (
+    FEW_ROWS,
+    Epilogue,
     accumulate,
+    check_epilogue,
     check_operands,
     check_tiles,
     default_tiles,
+    finish,
+    finished,
     padded,
     stack,
     store_tile,
@@ -46,9 +51,16 @@ from ._matmul import (
 Shard = Literal["rows", "columns"]
 
 
-def reference(shards: Sequence[torch.Tensor], b: torch.Tensor, shard: Shard = "rows") -> torch.Tensor:
+def reference(
+    shards: Sequence[torch.Tensor],
+    b: torch.Tensor,
+    shard: Shard = "rows",
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
+) -> torch.Tensor:
     """C of a rank that holds `b`, in fp64."""
-    return torch.cat(tuple(shards), dim=0 if shard == "rows" else 1).double() @ b.double()
+    product = torch.cat(tuple(shards), dim=0 if shard == "rows" else 1).double() @ b.double()
+    return finished(product, bias, epilogue)
 
 
 # -------------------------------------------------------------------------------------------------------- pull
@@ -56,6 +68,7 @@ def reference(shards: Sequence[torch.Tensor], b: torch.Tensor, shard: Shard = "r
 def pull_kernel(
     a_ptr,  # (m, k) on every rank; all ranks read it
     b_ptr,  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
+    bias_ptr,  # (N,) this rank's, or None
     out_ptr,  # (size * m, N), or (m, N) if COLUMNS; this rank's
     bar_ptr,  # int32 (programs,) on every rank
     m,
@@ -65,6 +78,7 @@ def pull_kernel(
     COLUMNS: tl.constexpr,
     TMA: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -91,11 +105,11 @@ def pull_kernel(
                 source = (rank + d) % world.size
                 a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
                 acc = accumulate(acc, a, 0, b, source, b_shards, row, col, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
-            store_tile(out, 0, acc, row, col, m, N, N, TMA)
+            store_tile(out, 0, finish(acc, bias_ptr, col, N, EPILOGUE), row, col, m, N, N, TMA)
         else:
             a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
             acc = accumulate(acc, a, 0, b, 0, b_shards, row, col, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
-            store_tile(out, source, acc, row, col, m, N, N, TMA)
+            store_tile(out, source, finish(acc, bias_ptr, col, N, EPILOGUE), row, col, m, N, N, TMA)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
 
 
@@ -106,6 +120,7 @@ class Push(NamedTuple):
 
     a_ptr: Any  # (m, k) this rank's; only this rank reads it
     b_ptr: Any  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
+    bias_ptr: Any  # (N,) this rank's, or None
     out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS; this rank's
     inbox_ptr: Any  # (2, size, m, ld) on every rank; rank r stores [:, r] of all the others
     ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks that rank r has stored of its row block i
@@ -118,6 +133,7 @@ class Push(NamedTuple):
     COLUMNS: tl.constexpr
     TMA: tl.constexpr
     TRANSPOSED: tl.constexpr
+    EPILOGUE: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr
@@ -153,12 +169,14 @@ def _compute(task, p, world, epoch, b, out):
         for d in range(world.size):  # own shard first
             source = (tl.cast(world.rank, tl.int32) + d) % world.size
             acc = _add_shard(acc, source, source, i, j * p.BLOCK_N, p, world, epoch, b)
+        acc = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
         store_tile(out, 0, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
     else:
         source, index = pl.order.peers_interleaved(task, num_m * num_n, world)
         i = index // num_n
         j = index % num_n
         acc = _add_shard(acc, source, 0, i, j * p.BLOCK_N, p, world, epoch, b)
+        acc = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
         store_tile(out, source, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
 
 
@@ -214,6 +232,8 @@ def all_gather_matmul(
     b: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
     shard: Shard = "rows",
     mode: Literal["push", "pull", "gluon"] | None = None,
     num_comm_sms: int | None = None,
@@ -229,12 +249,14 @@ def all_gather_matmul(
     a: this rank's shard (m, k), the same shape on every rank, symmetric if mode is "pull"; b: (k, N), or (size
     * k, N) if shard is "columns"; bf16, fp16 or fp32; a contiguous, b contiguous or the transposed view of a contiguous
     tensor, as w.t() of nn.Linear's weight. out: (size * m, N), or (m, N) if shard
-    is "columns", of a's dtype; a new tensor where None. Sums in fp32 and rounds once. Returns `out`, complete; `a` may
-    be overwritten at once.
+    is "columns", of a's dtype; a new tensor where None. bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu",
+    "gelu" (exact, with erf, as torch's by default) or "silu", of the sum and the bias. All in fp32, rounded once.
+    Returns `out`, complete; `a` may be overwritten at once.
 
     mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
-    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "gluon" where that can run and nothing
-    below is given, else "push". The rest is the same on every rank, and follows from mode and shapes where None:
+    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "gluon" where that can run, m is more
+    than 64 (its tiles have 128 rows) and nothing below is given, else "push". The rest is the same on every rank, and
+    follows from mode and shapes where None:
 
     num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None.
     chunk: columns of a that a tile waits for at a time; "push": one signal stands for, rounded up to BLOCK_K, 1024 if
@@ -262,12 +284,13 @@ def all_gather_matmul(
     columns = shard == "columns"
     check_operands(call, a, b, world, shards=world.size if columns else 1, peers=mode == "pull")
     (m, k), N, size = a.shape, b.shape[1], world.size
+    check_epilogue(call, bias, epilogue, N, a.dtype, world)
     shape = (m if columns else size * m, N)
     if out is not None:
         _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
     if mode == "gluon" and columns:
         raise ShapeError.argument(call, "shard", "columns", 'shard "rows" with mode "gluon"', world.rank)
-    if _forms.gluon(call, "gluon", mode == "gluon", chosen and not columns, world, a.dtype, k, N):
+    if _forms.gluon(call, "gluon", mode == "gluon", chosen and not columns and m > FEW_ROWS, world, a.dtype, k, N):
         from ._gluon_all_gather_matmul import gluon_push, settings
 
         mode = "gluon"
@@ -275,19 +298,19 @@ def all_gather_matmul(
         tuned = plan._asdict()
     else:
         mode = mode or "push"
-        tiles = tiles or default_tiles(a, b)
+        tiles = tiles or default_tiles(m, a, b)
         tuned = _check_tuned(tuned, mode, world)
     _common.check_agreed(
         call, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=tiles,
-        **tuned,
+        bias=bias is not None, epilogue=epilogue, **tuned,
     )  # fmt: skip
     if out is None:
         out = torch.empty(shape, dtype=a.dtype, device=world.torch_device)
     if m == 0 or N == 0 or k == 0:
-        return out.zero_()
+        return out.copy_(finished(torch.zeros_like(out), bias, epilogue))
     if mode == "gluon":
         result = _forms.operand(out)
-        gluon_push(_forms.operand(a), _forms.operand(b), result, world, plan, tiles)
+        gluon_push(_forms.operand(a), _forms.operand(b), result, world, plan, tiles, bias, epilogue)
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
     b, transposed = stored(b)
     tma = _common.aligned(a, b, out)
@@ -296,8 +319,8 @@ def all_gather_matmul(
     if mode == "pull":
         grid = (_common.num_programs(world, tasks),)
         cooperative(
-            world, pull_kernel, grid, a, b, out, _common.barrier_counters(world), m, N, k, world.device, columns, tma,
-            transposed, *tiles[:4], **tiles.launch_options(),
+            world, pull_kernel, grid, a, b, bias, out, _common.barrier_counters(world), m, N, k, world.device,
+            columns, tma, transposed, epilogue, *tiles[:4], **tiles.launch_options(),
         )  # fmt: skip
         return out
 
@@ -312,11 +335,11 @@ def all_gather_matmul(
 
     space = world.workspace((call, m, k, a.dtype, tasks, programs, tiles, chunk), make)
     args = Push(
-        a_ptr=a, b_ptr=b, out_ptr=out, inbox_ptr=space.inbox, ready_ptr=space.counters,
+        a_ptr=a, b_ptr=b, bias_ptr=bias, out_ptr=out, inbox_ptr=space.inbox, ready_ptr=space.counters,
         queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=ld, num_comm_sms=max(1, min(num_comm_sms, programs - 1)),
         COLUMNS=tl.constexpr(columns), TMA=tl.constexpr(tma), TRANSPOSED=tl.constexpr(transposed),
-        BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k),
-        CHUNK=tl.constexpr(chunk), GROUP=tl.constexpr(tiles.group),
+        EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n),
+        BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     cooperative(world, push_kernel, (programs,), args, world.device, **tiles.launch_options())
     return out

@@ -6,6 +6,8 @@ communicate task waits until all ranks have theirs, then reduces the tile over t
 sum back into all of them, in the switch where there is one, and tells every rank. Programs 0 .. num_comm_sms -
 1 communicate and then join in computing.
 
+"chain", in Gluon, is in _gluon_matmul_all_reduce.
+
 Bytes out of each rank: (1 + 1 / size) * M * N * itemsize in the switch, 2 * (size - 1) / size * M * N *
 itemsize without. A partial product is rounded to the dtype once, the sum is in fp32 and rounded once more, by
 one rank for all: with s = sum over ranks of |A_r| @ |B_r| and u the unit roundoff, off by at most about 2 * u *
@@ -15,7 +17,7 @@ s; all ranks hold the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -28,12 +30,16 @@ from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common
+from . import _common, _forms
 from ._matmul import (
+    Epilogue,
     accumulate,
+    check_epilogue,
     check_operands,
     check_tiles,
     default_tiles,
+    finish,
+    finished,
     padded,
     stack,
     store_tile,
@@ -44,9 +50,13 @@ from ._matmul import (
 )
 
 
-def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def reference(
+    operands: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
+) -> torch.Tensor:
     """What every rank gets from the ranks' (a, b), in fp64."""
-    return torch.stack([a.double() @ b.double() for a, b in operands]).sum(0)
+    return finished(torch.stack([a.double() @ b.double() for a, b in operands]).sum(0), bias, epilogue)
 
 
 class Work(NamedTuple):
@@ -54,6 +64,7 @@ class Work(NamedTuple):
 
     a_ptr: Any  # (M, k) this rank's
     b_ptr: Any  # (k, N), or (N, k) if TRANSPOSED, this rank's
+    bias_ptr: Any  # (N,) this rank's, or None
     out_ptr: Any  # (M, N) this rank's; the sum itself unless COPY
     sum_ptr: Any  # (M, ld) on every rank: first its own product, tile by tile, then the sum, stored by the tile's owner
     ready_ptr: Any  # int32 (tiles,) on every rank: how many ranks have a tile that this one owns
@@ -67,6 +78,7 @@ class Work(NamedTuple):
     COPY: tl.constexpr
     TMA: tl.constexpr
     TRANSPOSED: tl.constexpr
+    EPILOGUE: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr
@@ -98,8 +110,8 @@ def _communicate(task, w, world, epoch, a, b, mine):
     for piece in range(0, w.BLOCK_M, ROWS):
         # Up to ld: a row is whole runs of 16 bytes, and what the padding holds is nobody's business.
         ptrs, inside = tile_pointers(w.sum_ptr, row + piece, col, w.M, w.ld, w.ld, ROWS, w.BLOCK_N)
-        total = pl.multimem_load_reduce(ptrs, world, mask=inside)
-        pl.multimem_store(ptrs, total, world, mask=inside)
+        total = finish(pl.multimem_load_reduce(ptrs, world, mask=inside), w.bias_ptr, col, w.N, w.EPILOGUE)
+        pl.multimem_store(ptrs, total.to(w.sum_ptr.dtype.element_ty), world, mask=inside)
     pl.signal_all(w.done_ptr, world)
 
 
@@ -124,6 +136,12 @@ def matmul_all_reduce_kernel(w, world):
             store_tile(out, 0, tl.load(ptrs, mask=inside), row, col, w.M, w.N, w.N, w.TMA)
 
 
+def _result(M: int, N: int, dtype: torch.dtype, world: World) -> SymmetricTensor:
+    """Where peers store the finished tiles of an output that they cannot reach."""
+    name = "matmul_all_reduce.result"
+    return world.workspace((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
+
+
 class _Space(NamedTuple):
     sum: SymmetricTensor | None
     counters: SymmetricTensor  # ready, then done, then the queue
@@ -134,38 +152,75 @@ def matmul_all_reduce(
     b: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
-    num_comm_sms: int = 16,
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
+    mode: Literal["lcsc", "chain"] | None = None,
+    num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
+    rounds: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of `a @ b`, on every rank. Collective.
 
-    a: (M, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of
-    nn.Linear's weight; bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's
-    dtype. A symmetric `out` whose rows begin at multiples of 16 bytes is reduced in place; otherwise, and where
-    None, the sum is copied from a workspace. num_comm_sms: programs that communicate; 0: all of them, after
-    computing. tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul, from
-    the shapes where None. Both the same on every rank. Returns `out`, complete. Raises ShapeError, DtypeError,
-    CollectiveMismatch.
+    a: (M, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's
+    weight; bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's dtype. A symmetric `out` whose rows
+    begin at multiples of 16 bytes is reduced in place; otherwise, and where None, the sum is copied from a workspace.
+    bias: (N,) of a's dtype, alike on all ranks, epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by
+    default) or "silu": applied once, in fp32, to the sum, by the tile's owner; in mode "lcsc" to a sum that is rounded
+    already. Returns `out`, complete.
+
+    mode: "lcsc", see the module; "chain", the Gluon form of _gluon_matmul_all_reduce, which rounds at every rank, in a
+    fixed order, and needs no switch: bf16 or fp16, rows of out at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton
+    3.6. None: "lcsc", because "chain" has not been measured. The rest is the same on every rank, and follows from mode
+    and shapes where None:
+
+    num_comm_sms: "lcsc" only: programs that communicate, 16 if None; 0: all of them, after computing.
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128,
+        256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
+    rounds: "chain" only: how many times the ranks share out tiles and finish them, at least 1: more of them spread the
+        stores of finished tiles over the launch, fewer leave a chain more time.
+
+    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     call = "matmul_all_reduce"
     world = _common.world_of(call, world, a, b, out)
+    if mode is not None:
+        _common.check_choice(call, "mode", mode, ("lcsc", "chain"), world)
     check_operands(call, a, b, world)
     (M, k), N = a.shape, b.shape[1]
+    check_epilogue(call, bias, epilogue, N, a.dtype, world)
+    in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
+    if out is not None:
+        _common.check_tensor(call, "out", out, world, shape=(M, N), dtype=a.dtype, peers=in_place)
+    tiles = check_tiles(call, tiles, world)
     a, b = whole_runs(a, b)
     k = a.shape[1]
-    tiles = check_tiles(call, tiles, world) or default_tiles(a, b)
-    in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
+    refused = ("num_comm_sms", num_comm_sms) if mode == "chain" else ("rounds", rounds)
+    if refused[1] is not None:
+        raise ShapeError.argument(call, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
+    tuned: dict[str, Any] = {}
+    if _forms.gluon(call, "chain", mode == "chain", False, world, a.dtype, N):
+        from ._gluon_matmul_all_reduce import gluon_two_shot, settings
+
+        tiles, tuned["rounds"] = settings(M, N, world, tiles, rounds)
+    else:
+        mode, tiles = "lcsc", tiles or default_tiles(M, a, b)
+        tuned["num_comm_sms"] = 16 if num_comm_sms is None else num_comm_sms
+        if tuned["num_comm_sms"] < 0:
+            raise ShapeError.argument(call, "num_comm_sms", num_comm_sms, "at least 0", world.rank)
+    _common.check_agreed(
+        call, world, M=M, N=N, dtype=a.dtype, out=out if in_place else None, mode=mode, tiles=tiles,
+        **tuned, bias=bias is not None, epilogue=epilogue,
+    )  # fmt: skip
     if out is None:
         out = torch.empty((M, N), dtype=a.dtype, device=world.torch_device)
-    _common.check_tensor(call, "out", out, world, shape=(M, N), dtype=a.dtype, peers=in_place)
-    if num_comm_sms < 0:
-        raise ShapeError.argument(call, "num_comm_sms", num_comm_sms, "at least 0", world.rank)
-    _common.check_agreed(
-        call, world, M=M, N=N, dtype=a.dtype, out=out if in_place else None, num_comm_sms=num_comm_sms, tiles=tiles,
-    )  # fmt: skip
     if M == 0 or N == 0:
         return out
+    if mode == "chain":
+        result = out if in_place else _result(M, N, a.dtype, world)
+        gluon_two_shot(_forms.operand(a), _forms.operand(b), result, world, tiles, tuned["rounds"], bias, epilogue)
+        return out if in_place else out.copy_(result.plain())
+    num_comm_sms = tuned["num_comm_sms"]
     ld = N if in_place else padded(N, a.dtype)
     total = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, total + num_comm_sms)
@@ -180,11 +235,11 @@ def matmul_all_reduce(
     counters = space.counters
     b, transposed = stored(b)
     work = Work(
-        a_ptr=a, b_ptr=b, out_ptr=out, sum_ptr=out if in_place else space.sum, ready_ptr=counters,
+        a_ptr=a, b_ptr=b, bias_ptr=bias, out_ptr=out, sum_ptr=out if in_place else space.sum, ready_ptr=counters,
         done_ptr=counters[total:], queue_ptr=counters[total + 1 :], M=M, N=N, k=k, ld=ld,
         num_comm_sms=min(num_comm_sms, programs - 1), COPY=tl.constexpr(not in_place),
         TMA=tl.constexpr(_common.aligned(a, b, out)), TRANSPOSED=tl.constexpr(transposed),
-        BLOCK_M=tl.constexpr(tiles.block_m),
+        EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m),
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     cooperative(world, matmul_all_reduce_kernel, (programs,), work, world.device, **tiles.launch_options())

@@ -31,10 +31,15 @@ from pkt.runtime.world import World
 
 from . import _common, _forms
 from ._matmul import (
+    FEW_ROWS,
+    Epilogue,
     accumulate,
+    check_epilogue,
     check_operands,
     check_tiles,
     default_tiles,
+    finish,
+    finished,
     padded,
     stack,
     store_tile,
@@ -45,9 +50,15 @@ from ._matmul import (
 )
 
 
-def reference(operands: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int) -> torch.Tensor:
+def reference(
+    operands: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    rank: int,
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
+) -> torch.Tensor:
     """What `rank` gets from the ranks' (a, b), in fp64."""
-    return torch.stack([a.double() @ b.double() for a, b in operands]).sum(0).chunk(len(operands))[rank]
+    total = torch.stack([a.double() @ b.double() for a, b in operands]).sum(0)
+    return finished(total.chunk(len(operands))[rank], bias, epilogue)
 
 
 @triton.jit
@@ -70,6 +81,7 @@ def _partial(
 def add_kernel(
     a_ptr,  # (size * m, k) this rank's
     b_ptr,  # (k, N), or (N, k) if TRANSPOSED, this rank's
+    bias_ptr,  # (N,) this rank's, or None
     out_ptr,  # (m, N) this rank's
     sum_ptr,  # (2, m, ld) on every rank, zero between launches; all ranks add into one half, by the launch's parity
     done_ptr,  # int32 (1,) on every rank: programs of all ranks whose additions have landed everywhere
@@ -80,6 +92,7 @@ def add_kernel(
     world,
     TMA: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -105,7 +118,8 @@ def add_kernel(
     for t in range(pid, tiles, programs):
         i, j = pl.order.supergroup(t, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
         ptrs, inside = tile_pointers(half, i * BLOCK_M, j * BLOCK_N, m, N, ld, BLOCK_M, BLOCK_N)
-        store_tile(out, 0, tl.load(ptrs, mask=inside), i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
+        total = finish(tl.load(ptrs, mask=inside), bias_ptr, j * BLOCK_N, N, EPILOGUE)
+        store_tile(out, 0, total, i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
         tl.store(ptrs, tl.zeros((BLOCK_M, BLOCK_N), sum_ptr.dtype.element_ty), mask=inside)
 
 
@@ -113,6 +127,7 @@ def add_kernel(
 def inbox_kernel(
     a_ptr,  # (size * m, k) this rank's
     b_ptr,  # (k, N), or (N, k) if TRANSPOSED, this rank's
+    bias_ptr,  # (N,) this rank's, or None
     out_ptr,  # (m, N) this rank's
     inbox_ptr,  # (2, size, m, ld) on every rank; rank r stores [:, r] of all; halves by the launch's parity
     ready_ptr,  # int32 (size, tiles) on every rank; [r, t] is signalled by rank r when its tile t is in the inbox
@@ -123,6 +138,7 @@ def inbox_kernel(
     world,
     TMA: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -153,6 +169,7 @@ def inbox_kernel(
             part = half + tl.cast(r, tl.int64) * m * ld
             ptrs, inside = tile_pointers(part, i * BLOCK_M, j * BLOCK_N, m, N, ld, BLOCK_M, BLOCK_N)
             total += tl.load(ptrs, mask=inside, other=0).to(tl.float32)
+        total = finish(total, bias_ptr, j * BLOCK_N, N, EPILOGUE)
         store_tile(out, 0, total, i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
 
 
@@ -166,6 +183,8 @@ def matmul_reduce_scatter(
     b: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = "none",
     mode: Literal["add", "inbox", "chain"] | None = None,
     tiles: Sequence[int] | None = None,
     world: World | None = None,
@@ -174,13 +193,16 @@ def matmul_reduce_scatter(
 
     a: (size * m, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of
     nn.Linear's weight; bf16, fp16 or fp32; the same m and N on every rank. out: (m, N) of
-    a's dtype; a new tensor where None. mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a
+    a's dtype; a new tensor where None. bias: (N,) of a's dtype, epilogue: "none", "relu", "gelu" (exact, with erf, as
+    torch's by default) or "silu": applied once, in fp32, to the sum, by its owner, with the owner's bias; in mode "add"
+    to a sum that is rounded already. mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a
     fixed order; see the module. "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but
     in a fixed order: bf16 or fp16, rows of b at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "chain"
-    where that can run and no tiles are given, else "add". tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS,
-    NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8,
-    3 to 6); the same on every rank; from the shapes where None. Returns `out`, complete; nothing of the call is read by
-    a peer after it. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    where that can run, m is more than 64 (its tiles have 128 rows) and no tiles are given, else "add". tiles: (BLOCK_M,
+    BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128, 256, 64, GROUP, 8,
+    3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6); the same on every rank; from the shapes where None. Returns `out`,
+    complete; nothing of the call is read by a peer after it. Raises ShapeError, DtypeError, CollectiveMismatch,
+    Unsupported.
     """
     call = "matmul_reduce_scatter"
     world = _common.world_of(call, world, a, b)
@@ -195,22 +217,25 @@ def matmul_reduce_scatter(
     k = a.shape[1]
     tiles = check_tiles(call, tiles, world)
     m = M // size
+    check_epilogue(call, bias, epilogue, N, a.dtype, world)
     if out is None:
         out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
     _common.check_tensor(call, "out", out, world, shape=(m, N), dtype=a.dtype)
     # Not by k, in which ranks may differ.
-    if _forms.gluon(call, "chain", mode == "chain", mode is None and tiles is None, world, a.dtype, N):
+    if _forms.gluon(call, "chain", mode == "chain", mode is None and tiles is None and m > FEW_ROWS, world, a.dtype, N):
         from ._gluon_matmul_reduce_scatter import gluon_chain, settings
 
         mode, tiles = "chain", settings(m, N, world, tiles)
     else:
-        mode, tiles = mode or "add", tiles or default_tiles(a, b)
-    _common.check_agreed(call, world, M=M, N=N, dtype=a.dtype, mode=mode, tiles=tiles)
+        mode, tiles = mode or "add", tiles or default_tiles(m, a, b)
+    _common.check_agreed(
+        call, world, M=M, N=N, dtype=a.dtype, mode=mode, tiles=tiles, bias=bias is not None, epilogue=epilogue
+    )
     if m == 0 or N == 0:
         return out
     if mode == "chain":
         result = _forms.operand(out)
-        gluon_chain(_forms.operand(a), _forms.operand(b), result, world, tiles)
+        gluon_chain(_forms.operand(a), _forms.operand(b), result, world, tiles, bias, epilogue)
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
     b, transposed = stored(b)
     ld = padded(N, a.dtype)
@@ -227,7 +252,7 @@ def matmul_reduce_scatter(
     space = world.workspace((call, m, N, a.dtype, programs, tiles[:2], mode), make)
     kernel = add_kernel if mode == "add" else inbox_kernel
     cooperative(
-        world, kernel, (programs,), a, b, out, space.buffer, space.counters, m, N, k, ld, world.device,
-        _common.aligned(a, b, out), transposed, *tiles[:4], **tiles.launch_options(),
+        world, kernel, (programs,), a, b, bias, out, space.buffer, space.counters, m, N, k, ld, world.device,
+        _common.aligned(a, b, out), transposed, epilogue, *tiles[:4], **tiles.launch_options(),
     )  # fmt: skip
     return out

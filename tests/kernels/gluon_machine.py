@@ -45,6 +45,12 @@ class Tile:
     def split(self) -> tuple[Tile, Tile]:
         return Tile(self.data[..., 0].copy()), Tile(self.data[..., 1].copy())
 
+    def __getitem__(self, index: tuple) -> Tile:
+        return Tile(self.data[index])
+
+    def __lt__(self, bound: float) -> np.ndarray:
+        return self.data < bound
+
     def __iadd__(self, other: Tile) -> Tile:
         self.data = self.data + other.data
         return self
@@ -134,6 +140,28 @@ class Pointer:
         return Pointer(self.counters, self.rank, self.offset + int(n))
 
 
+class Vector:
+    """A tensor in memory that is read element by element."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    def __add__(self, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.data, offsets
+
+
+def _load(pointers: tuple[np.ndarray, np.ndarray], mask: np.ndarray, other: float) -> Tile:
+    data, offsets = pointers
+    assert (offsets[mask] < len(data)).all()
+    return Tile(np.where(mask, data[np.where(mask, offsets, 0)], other))
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    if isinstance(condition, np.ndarray):
+        return Tile(np.where(condition, getattr(x, "data", x), getattr(y, "data", y)))
+    return x if condition else y
+
+
 class Warps:
     """A partition: where it runs and what it has under way."""
 
@@ -216,9 +244,11 @@ class Machine:
         gl = SimpleNamespace(
             constexpr=int, int32=int, int64="barriers", float32=float, static_assert=static_assert,
             program_id=lambda axis: self.here().program, num_programs=lambda axis: self.programs,
-            cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max, where=lambda c, a, b: a if c else b,
-            cast=lambda x, dtype: int(x), static_range=range, zeros=lambda shape, *_: Tile(np.zeros(shape, np.float32)),
+            cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max, where=_where,
+            cast=lambda x, dtype: int(x), static_range=range,
+            zeros=lambda shape, *_: Tile(np.zeros(shape, np.float32)),
             NVMMADistributedLayout=lambda **_: None, convert_layout=lambda tile, layout: tile,
+            SliceLayout=lambda *_: None, arange=lambda begin, end, layout: np.arange(begin, end), load=_load,
             allocate_shared_memory=self._allocate, atomic_add=self._atomic_add, warp_specialize=specialise,
         )  # fmt: skip
         tma = SimpleNamespace(
@@ -239,7 +269,8 @@ class Machine:
             fence=lambda scope: None, pause=lambda ns: None,
         )  # fmt: skip
         return {
-            "gl": gl, "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx, "fence_async_shared": lambda: None,
+            "gl": gl, "tl": SimpleNamespace(where=_where), "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,
+            "fence_async_shared": lambda: None,
             "warpgroup_mma": self._mma, "warpgroup_mma_wait": self._mma_wait,
             "tma_reduce_add": lambda d, at, part: self._store(d, at, part, True),
         }  # fmt: skip

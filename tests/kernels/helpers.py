@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import pkt
+from pkt.kernels._matmul import finished
 
 RANKS = (1, 2, 3, 4, 5, 8)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -15,6 +16,13 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-2
 TINY = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}  # half the least subnormal
 SEEDS = (0, 1, 2, 3, 6, 9)  # in order; random; random; adversarial against rank 1, 2, 3
 LAUNCHES = 3
+FINISHES = [  # (epilogue, whether there is a bias, dtype)
+    ("none", True, torch.bfloat16),
+    ("relu", True, torch.float16),
+    ("gelu", True, torch.bfloat16),
+    ("gelu", True, torch.float32),
+    ("silu", False, torch.float32),
+]
 
 
 def on_ranks(
@@ -77,6 +85,21 @@ def product_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     one rounding of 2^-24 for each product and each sum over K, in any order."""
     terms = a.shape[1] + 1
     return 1.01 * terms * 2.0**-24 * (a.double().abs() @ b.double().abs())
+
+
+SLOPE = {"none": 1.0, "relu": 1.0, "gelu": 1.13, "silu": 1.1}  # the steepest of each epilogue
+
+
+def finished_bound(
+    exact: torch.Tensor, error: torch.Tensor, bias: torch.Tensor | None, epilogue: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    """How far bias, epilogue and one rounding to `dtype` of a sum that is off by `error` may be from those of the exact
+    sum. The addition rounds once. In gelu the factor 1 + erf and in silu the divisor 1 + exp are off by some 2^-22 of
+    1, which x is multiplied by: less than 2^-20 |x| altogether."""
+    x = exact if bias is None else exact + bias.double()
+    size = x.abs() + error
+    error = SLOPE[epilogue] * (error + 2.0**-24 * size) + (2.0**-20 * size if epilogue in ("gelu", "silu") else 0)
+    return rounded(finished(x, None, epilogue), error, dtype)
 
 
 def rounded(exact: torch.Tensor, error: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,11 +12,13 @@ from pkt.kernels.all_gather_matmul import all_gather_matmul, reference
 
 from .helpers import (
     DTYPES,
+    FINISHES,
     LAUNCHES,
     RANKS,
     SEEDS,
     as_weight,
     assert_within,
+    finished_bound,
     inputs,
     on_ranks,
     product_bound,
@@ -75,6 +77,27 @@ def test_transposed_weights(sizes: tuple[int, int, int], mode: str, shard: str) 
 
 
 @forms
+@pytest.mark.parametrize("sizes", [TMA, REGISTERS], ids=str)
+@pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), FINISHES)
+def test_bias_and_epilogue(
+    epilogue: Any, with_bias: bool, dtype: torch.dtype, sizes: tuple[int, int, int], mode: Any, shard: Any
+) -> None:
+    def run(world: Any) -> None:
+        m, k, N = sizes
+        shards = inputs(world, (m, k), dtype, 0)
+        b = random((k if shard == "rows" else world.size * k, N), dtype, world.rank)
+        bias = random((N,), dtype, world.rank, 1) if with_bias else None
+        a = pkt.empty(m, k, dtype=dtype)
+        a.copy_(shards[world.rank])
+        got = all_gather_matmul(a, b, mode=mode, shard=shard, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
+        whole = torch.cat(shards, dim=0 if shard == "rows" else 1)
+        bound = finished_bound(reference(shards, b, shard), product_bound(whole, b), bias, epilogue, dtype)
+        assert_within(got, reference(shards, b, shard, bias, epilogue), bound, world.rank, epilogue)
+
+    on_ranks(3, run)
+
+
+@forms
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_schedule(seed: int, mode: str, shard: str) -> None:
     sizes = TMA if seed % 2 else REGISTERS
@@ -102,6 +125,17 @@ def test_default_tiles_and_a_given_output(mode: str, shard: Any) -> None:
     on_ranks(2, run)
 
 
+@forms
+@pytest.mark.parametrize("m", [1, 16, 40, 128])
+def test_default_tiles_follow_the_rows(m: int, mode: str, shard: str) -> None:
+    def run(world: Any) -> None:
+        multiplies(world, mode, shard, (m, 144, 72), torch.bfloat16, tiles=None)
+        if mode == "push":
+            multiplies(world, mode, shard, (m, 144, 72), torch.bfloat16, tiles=None, num_comm_sms=None, chunk=None)
+
+    on_ranks(2, run)
+
+
 def test_shapes_and_forms_in_turn() -> None:
     def run(world: Any) -> None:
         for mode, shard in (*FORMS, *FORMS):
@@ -116,6 +150,8 @@ def test_nothing_to_multiply() -> None:
         for m, k, N in ((0, 4, 4), (4, 0, 4), (4, 4, 0)):
             got = all_gather_matmul(torch.ones(m, k), torch.ones(k, N))
             assert torch.equal(got, torch.zeros(2 * m, N))
+        got = all_gather_matmul(torch.ones(4, 0), torch.ones(0, 4), bias=-torch.ones(4), epilogue="silu")
+        assert torch.equal(got, torch.nn.functional.silu(-torch.ones(8, 4)))
 
     on_ranks(2, run)
 
@@ -146,6 +182,9 @@ def test_bad_arguments() -> None:
     bad(pkt.Unsupported, "wanted 'push' or 'pull' or 'gluon'", (4, 4), (4, 4), mode="copy")
     bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="gluon")
     bad(pkt.ShapeError, 'shard "rows" with mode "gluon"', (4, 4), (8, 4), mode="gluon", shard="columns")
+    bad(pkt.ShapeError, r"bias: found \(3,\), wanted \(4,\)", (4, 4), (4, 4), bias=torch.ones(3))
+    bad(pkt.DtypeError, "bias: found fp16, wanted float32", (4, 4), (4, 4), bias=torch.ones(4).half())
+    bad(pkt.Unsupported, "found epilogue 'tanh': wanted 'none' or 'relu'", (4, 4), (4, 4), epilogue="tanh")
     bad(pkt.Unsupported, "wanted 'rows' or 'columns'", (4, 4), (4, 4), shard="diagonal")
 
 

@@ -153,32 +153,54 @@ def test_low_latency(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.
     assert not re.search(r"fence|(atom|red)\S*\.sys", outside)
 
 
-def pull(shard: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any) -> Callable[[torch.dtype], Any]:
+def with_bias(wanted: bool, n: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {"bias": tensor(n, dtype=dtype)} if wanted else {}
+
+
+def pull(
+    shard: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
+) -> Callable[[torch.dtype], Any]:
     rows = k if shard == "rows" else 4 * k
     return lambda t: all_gather_matmul(
-        pkt.empty(m, k, dtype=t), weight(rows, n, t, transposed), mode="pull", shard=shard, **options
+        pkt.empty(m, k, dtype=t),
+        weight(rows, n, t, transposed),
+        mode="pull",
+        shard=shard,
+        **with_bias(bias, n, t),
+        **options,
     )
 
 
-def push(shard: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any) -> Callable[[torch.dtype], Any]:
+def push(
+    shard: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
+) -> Callable[[torch.dtype], Any]:
     rows = k if shard == "rows" else 4 * k
     return lambda t: all_gather_matmul(
-        tensor(m, k, dtype=t), weight(rows, n, t, transposed), mode="push", shard=shard, **options
+        tensor(m, k, dtype=t),
+        weight(rows, n, t, transposed),
+        mode="push",
+        shard=shard,
+        **with_bias(bias, n, t),
+        **options,
     )
 
 
 def scatter(
-    mode: Any, m: int, k: int, n: int, transposed: bool = False, **options: Any
+    mode: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
 ) -> Callable[[torch.dtype], Any]:
-    return lambda t: matmul_reduce_scatter(tensor(4 * m, k, dtype=t), weight(k, n, t, transposed), mode=mode, **options)
+    return lambda t: matmul_reduce_scatter(
+        tensor(4 * m, k, dtype=t), weight(k, n, t, transposed), mode=mode, **with_bias(bias, n, t), **options
+    )
 
 
 def reduce(
-    in_place: bool, m: int, k: int, n: int, transposed: bool = False, **options: Any
+    in_place: bool, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
 ) -> Callable[[torch.dtype], Any]:
     def call(t: torch.dtype) -> torch.Tensor:
         out = pkt.empty(m, n, dtype=t) if in_place else None
-        return matmul_all_reduce(tensor(m, k, dtype=t), weight(k, n, t, transposed), out, **options)
+        return matmul_all_reduce(
+            tensor(m, k, dtype=t), weight(k, n, t, transposed), out, **with_bias(bias, n, t), **options
+        )
 
     return call
 
@@ -224,6 +246,22 @@ def test_transposed_weights(name: str, arch: int, monkeypatch: pytest.MonkeyPatc
     assert "cp.async.bulk.tensor.3d.shared" in ptx
     assert "wgmma.mma_async" in ptx if arch == 90 else "tcgen05.mma" in ptx
     assert "ldmatrix" not in ptx
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("name", FUSED)
+def test_bias_and_epilogue(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """gelu needs the most registers; with tiles of 128 x 256 some more than there are, at a tile's end."""
+    call = FUSED[name](EVEN, bias=True, epilogue="gelu")
+    compile_checked(launched(lambda w: call(dtype), 4, False, monkeypatch), 90, tmp_path)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("epilogue", ["relu", "gelu", "silu"])
+def test_each_epilogue(epilogue: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    call = scatter("add", *EVEN, bias=True, epilogue=epilogue)
+    compiled = compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), arch, tmp_path)
+    assert ("ex2.approx" in compiled.asm["ptx"]) == (epilogue != "relu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
@@ -287,6 +325,35 @@ def test_other_rank_counts(name: str, ranks: int, monkeypatch: pytest.MonkeyPatc
 )
 def test_arguments_that_become_constants(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), 90, tmp_path)
+
+
+DECODE = {  # four ranks of K = 8192, N = 28672, as in Three Taxes; and the way back
+    "pull": lambda m, **o: pull("columns", m, 2048, 7168, **o),
+    "push": lambda m, **o: push("columns", m, 2048, 7168, **o),
+    "add": lambda m, **o: scatter("add", m, 7168, 8192, **o),
+    "all-reduce": lambda m, **o: reduce(False, m, 7168, 8192, **o),
+}
+
+
+@pytest.mark.parametrize(("m", "block_m"), [(1, 16), (16, 16), (40, 64), (1024, 128)])
+@pytest.mark.parametrize("name", DECODE)
+def test_decode(name: str, m: int, block_m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tiles no higher than the rows that there are, on the tensor cores."""
+    call = DECODE[name](m)
+    launch = launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch)
+    ptx = compile_checked(launch, 90, tmp_path).asm["ptx"]
+    assert ("wgmma" in ptx) == (block_m >= 64)
+    assert ("mma.sync" in ptx) == (block_m < 64)
+    if hasattr(launch.args[0], "BLOCK_M"):
+        assert launch.args[0].BLOCK_M.value == block_m
+    assert launch.options["num_warps"] == (8 if block_m == 128 else 4)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", DECODE)
+def test_decode_of_a_layer(name: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    call = DECODE[name](16, transposed=True, bias=True, epilogue="gelu")
+    compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), arch, tmp_path)
 
 
 def test_a_spill_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +16,14 @@ from pkt.language.inspect import compile_only, count_markers, device_world
 gluon = pytest.importorskip("pkt.kernels._gluon")
 from pkt.kernels import _common  # noqa: E402
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
+from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
 from pkt.kernels._gluon import SHARED, TILES  # noqa: E402
 from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan  # noqa: E402
 from pkt.kernels._gluon_matmul_reduce_scatter import chain_tiles  # noqa: E402
 from pkt.kernels._matmul import Tiles  # noqa: E402
 from pkt.kernels.all_gather_matmul import all_gather_matmul  # noqa: E402
+from pkt.kernels.matmul_all_reduce import matmul_all_reduce  # noqa: E402
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="written for Triton 3.6")
@@ -75,7 +78,8 @@ class World(SimpleNamespace):
 def launched(monkeypatch):
     """`launched(rank, size)`: a world whose kernels are compiled, not launched; `.kernels`: what came of it."""
     kernels: list = []
-    for module, name in ((push, "gluon_push_kernel"), (chain, "gluon_chain_kernel")):
+    modules = {push: "gluon_push_kernel", chain: "gluon_chain_kernel", two_shot: "gluon_two_shot_kernel"}
+    for module, name in modules.items():
         monkeypatch.setattr(module, "empty", Symmetric)
         monkeypatch.setattr(module, "signals", lambda n, **_: Symmetric(n, dtype=torch.int32))
         monkeypatch.setattr(module, name, Compiled(getattr(module, name), kernels))
@@ -92,19 +96,31 @@ def launched(monkeypatch):
     )
 
 
+def with_bias(wanted, N, dtype):
+    return {"bias": torch.empty(N, dtype=dtype)} if wanted else {}
+
+
 def lying(b, transposed):
     return b.t().contiguous().t() if transposed else b
 
 
-def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
-    push.gluon_push(a, lying(b, transposed), out, world, **options)
+    push.gluon_push(a, lying(b, transposed), out, world, **with_bias(bias, N, dtype), **options)
     return world.kernels[-1][:3]
 
 
-def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
-    chain.gluon_chain(a, lying(b, transposed), out, world, **options)
+    chain.gluon_chain(a, lying(b, transposed), out, world, **with_bias(bias, N, dtype), **options)
+    return world.kernels[-1][:3]
+
+
+def reduce(world, M, N, K, dtype=torch.bfloat16, transposed=False, bias=False, tiles=None, rounds=None, **options):
+    a, b = torch.empty(M, K, dtype=dtype), torch.empty(K, N, dtype=dtype)
+    chosen = two_shot.settings(M, N, world, tiles, rounds)
+    out = Symmetric(M, N, dtype=dtype)
+    two_shot.gluon_two_shot(a, lying(b, transposed), out, world, *chosen, **with_bias(bias, N, dtype), **options)
     return world.kernels[-1][:3]
 
 
@@ -188,7 +204,7 @@ def test_chain_on_any_number_of_ranks(launched, tmp_path, size):
     assert_fits(kernel, grid, tmp_path)
 
 
-@pytest.mark.parametrize("call", [product, scatter])
+@pytest.mark.parametrize("call", [product, scatter, reduce])
 @pytest.mark.parametrize("tiles", [TILES, NARROW])
 def test_transposed_weights(launched, tmp_path, call, tiles):
     kernel, grid, _ = call(launched(2), 1024, 1024, 1024, tiles=tiles, transposed=True)
@@ -201,24 +217,88 @@ def test_transposed_weights(launched, tmp_path, call, tiles):
     assert transposes == [{("0", "0")}, {("0", "1")}]
 
 
+@pytest.mark.parametrize("call", [product, scatter, reduce])
+@pytest.mark.parametrize("tiles", [TILES, NARROW])
+@pytest.mark.parametrize("epilogue", ["none", "relu", "gelu", "silu"])
+def test_bias_and_epilogue(launched, tmp_path, call, tiles, epilogue):
+    kernel, grid, _ = call(launched(2), 1024, 1024, 1024, tiles=tiles, bias=True, epilogue=epilogue)
+    assert_fits(kernel, grid, tmp_path)
+    assert ("ex2.approx" in kernel.asm["ptx"]) == (epilogue in ("gelu", "silu"))
+
+
+def test_bias_and_epilogue_through_the_operators(operators, tmp_path):
+    for call in (gather_call, scatter_call, reduce_call):
+        world = operators()
+        call(world, 333, 1032, 1544, bias=True, epilogue="silu")
+        kernel, grid, options, args = world.kernels[-1]
+        assert options["EPILOGUE"] == "silu"
+        assert any(isinstance(a, torch.Tensor) and a.shape == (1032,) for a in args)
+        assert_fits(kernel, grid, tmp_path)
+
+
+@pytest.mark.parametrize("tiles", [None, NARROW, TILES._replace(num_stages=3)])
+def test_two_shot_fits(launched, tmp_path, tiles):
+    kernel, grid, options = reduce(launched(2), 4096, 4096, 1024, tiles=tiles)
+    assert grid == (132,)
+    assert options["launch_cooperative_grid"]
+    assert_fits(kernel, grid, tmp_path)
+    sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
+    blocks = (tiles or TILES).block_n // 128  # a store of 64 columns each, for each half
+    assert len(re.findall(r"UTMAREDG\.2D\.ADD", sass)) == 2 * 2 * blocks
+    assert len(re.findall(r"UTMASTG\.2D", sass)) == 2 * (1 + 4) * blocks
+    assert count_markers(kernel.asm["ptx"])["wait"] == 3
+    assert len(re.findall(r"atom\.global\.sys\.relaxed|red\.global\.sys\.relaxed", kernel.asm["ptx"])) == 1 + 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_two_shot_on_any_number_of_ranks(launched, tmp_path, size):
+    kernel, grid, _ = reduce(launched(size - 1, size), 333, 1032, 1544)
+    assert_fits(kernel, grid, tmp_path)
+
+
+def test_rounds_leave_every_program_a_tile_of_each_part(launched):
+    world = launched()
+    found = [two_shot.settings(side, side, world, TILES, None)[1] for side in (1024, 4096, 8192, 16384, 32768)]
+    assert found == [1, 1, 3, 8, 8]
+    assert two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
+
+
 def test_fp16(launched, tmp_path):
-    for call in (product, scatter):
+    for call in (product, scatter, reduce):
         kernel, grid, _ = call(launched(), 512, 512, 512, torch.float16)
         assert_fits(kernel, grid, tmp_path)
         assert "f32.f16.f16" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("call", [product, scatter])
-def test_data_land_before_the_signal(launched, call):
+def comes_after(lines, i, words):
+    """Whether on every way to line i the last of `words` is met, before it the one before, ..., with no store after."""
+    while words:
+        i -= 1
+        line = lines[i]
+        if words[-1] in line:
+            words = words[:-1]
+        elif "st.global" in line or "cp.async.bulk.tensor" in line:
+            return False
+        elif line.startswith("$L"):
+            label = line.split(":")[0]
+            ways = [n for n, other in enumerate(lines) if re.search(rf"bra(\.uni)?\s+{re.escape(label)};", other)]
+            ways += [] if re.match(r"(bra\.uni|ret)", lines[i - 1]) else [i]
+            return bool(ways) and all(comes_after(lines, n, words) for n in ways)
+    return True
+
+
+@pytest.mark.parametrize(("call", "signals"), [(product, 3), (scatter, 1), (reduce, 5)])
+def test_data_land_before_the_signal(launched, call, signals):
     """wait_group, proxy fence, (barrier of the warp,) system fence, then the relaxed atomic of one thread."""
     kernel, _, _ = call(launched(), 1024, 1024, 1024)
-    text = re.sub(r"\s+", " ", kernel.asm["ptx"])
-    before = text[: re.search(r"(atom|red)\.global\.sys\.relaxed", text).start()]  # type: ignore[union-attr]
+    lines = [line.strip() for line in kernel.asm["ptx"].splitlines()]
+    lines = [line for line in lines if line and not re.match(r"//|\.loc", line)]
+    relaxed = [n for n, line in enumerate(lines) if re.search(r"(atom|red)\.global\.sys\.relaxed", line)]
+    assert len(relaxed) == signals
     order = ["cp.async.bulk.wait_group ", "fence.proxy.async.global", "fence.acq_rel.sys"]
-    places = [before.rfind(word) for word in order]
-    assert -1 not in places
-    assert places == sorted(places)
-    assert "st.global" not in before[places[-1] :]
+    for n in relaxed:
+        assert comes_after(lines, n, order)
+        assert not comes_after(lines, n, order[::-1])
 
 
 def test_what_does_not_fit_is_refused_before_a_launch(launched):
@@ -245,6 +325,7 @@ def test_what_does_not_fit_is_refused_before_a_launch(launched):
 @pytest.fixture
 def operators(launched, monkeypatch):
     """As `launched`, on what passes for an H200: CPU tensors are taken for the GPU's."""
+    monkeypatch.setattr(sys.modules[matmul_all_reduce.__module__], "empty", Symmetric)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(_common, "check_tensor", lambda call, name, tensor, world, **_: tensor)
     return launched
@@ -252,7 +333,7 @@ def operators(launched, monkeypatch):
 
 def test_transposed_weights_through_the_operators(operators, tmp_path):
     """Where k is padded, too."""
-    for call in (gather_call, scatter_call):
+    for call in (gather_call, scatter_call, reduce_call):
         world = operators()
         call(world, 333, 1032, 1544, transposed=True)
         kernel, grid, options, _ = world.kernels[-1]
@@ -263,18 +344,27 @@ def test_transposed_weights_through_the_operators(operators, tmp_path):
     assert world.kernels[-1][2]["TRANSPOSED"]
 
 
-def gather_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+def gather_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     rows = world.size * K if options.get("shard") == "columns" else K
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (rows, N), (world.size * m, N)))
-    assert all_gather_matmul(a, lying(b, transposed), out, world=world, **options) is out
+    assert all_gather_matmul(a, lying(b, transposed), out, world=world, **with_bias(bias, N, dtype), **options) is out
 
 
-def scatter_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, **options):
+def scatter_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
-    assert matmul_reduce_scatter(a, lying(b, transposed), out, world=world, **options) is out
+    assert (
+        matmul_reduce_scatter(a, lying(b, transposed), out, world=world, **with_bias(bias, N, dtype), **options) is out
+    )
 
 
-SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (1, 8, 8)]
+def reduce_call(world, M, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
+    a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((M, K), (K, N), (M, N)))
+    options = {"mode": "chain"} | options
+    bias = with_bias(bias, N, dtype)
+    assert matmul_all_reduce(a, lying(b, transposed), out, world=world, **bias, **options) is out
+
+
+SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (65, 8, 8)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -375,6 +465,28 @@ def test_what_does_not_fit_together_is_refused(operators, options, name):
     assert not any("all_gather_matmul" in key for key in world.spaces)
 
 
+def test_the_two_shot_is_reached_by_name(operators, tmp_path):
+    world = operators()
+    reduce_call(world, 2048, 2048, 512, tiles=[128, 128, 64, 4, 8, 5], rounds=3)
+    reduce_call(world, 1, 8, 5)
+    (first, second) = world.kernels
+    assert first[2]["STAGES"] == 5
+    assert first[3][-2] == 3
+    assert second[3][-2] == 1
+    for kernel, grid, *_ in world.kernels:
+        assert kernel.metadata.name == "gluon_two_shot_kernel"
+        assert_fits(kernel, grid, tmp_path)
+    wrong = ({"rounds": 0}, {"num_comm_sms": 4}, {"rounds": 1, "mode": "lcsc"}, {"tiles": (64, 64, 64)})
+    for options, name in zip(wrong, ("rounds", "num_comm_sms", "rounds", "tiles")):
+        with pytest.raises(ShapeError, match=f"{name}: found"):
+            reduce_call(world, 512, 512, 512, **options)
+    with pytest.raises(Unsupported, match="float32, not bfloat16 or float16"):
+        reduce_call(world, 512, 512, 512, torch.float32)
+    with pytest.raises(Unsupported, match="not multiples of 16 bytes"):
+        reduce_call(world, 512, 509, 512)
+    assert len(world.kernels) == 2
+
+
 class Agreed(Exception):
     """Raised where the ranks would agree: the form is chosen by then, and nothing launched."""
 
@@ -395,6 +507,9 @@ def test_elsewhere_the_plain_form_is_the_default(operators, call, monkeypatch):
     assert chosen(operators(), 512, 512, 512, torch.float16) == special
     assert chosen(operators(), 512, 512, 512, mode=plain) == plain
     assert chosen(operators(), 512, 512, 512, torch.float32) == plain
+    assert chosen(operators(), 65, 512, 512) == special
+    assert chosen(operators(), 64, 512, 512) == plain  # half of its tiles' rows would be empty
+    assert chosen(operators(), 64, 512, 512, mode=special) == special
     assert chosen(operators(), 512, 509, 512) == plain
     assert chosen(operators(), 512, 512, 512, tiles=(128, 128, 64)) == plain
     assert chosen(operators(0, 1), 512, 512, 512) == plain

@@ -1,14 +1,17 @@
 """The Gluon kernels' own source under many orders of events: results, deadlocks, launches that overlap."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from triton import cdiv
 
-from .gluon_machine import Descriptor, Machine, Pointer, Stuck, as_python
+from .gluon_machine import Descriptor, Machine, Pointer, Stuck, Vector, as_python
 
 gluon = pytest.importorskip("pkt.kernels._gluon")
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
+from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
 
 BM, BN, BK = 8, 8, 4  # (BN // 2) * BM = BK * BN: half a tile fits where a step of B was
@@ -22,7 +25,17 @@ def weights(b: np.ndarray, transposed: bool) -> Descriptor:
     return Descriptor(b.T, BN, BK) if transposed else Descriptor(b, BK, BN)
 
 
-def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=False, **plan):
+def bias(N: int, finish: bool) -> Vector | None:
+    return Vector(np.arange(N, dtype=np.float32) - N // 2) if finish else None
+
+
+def finished(exact: np.ndarray) -> np.ndarray:
+    """With that bias, and relu."""
+    n = exact.shape[1]
+    return np.maximum(exact + np.arange(n) - n // 2, 0)
+
+
+def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=False, finish=False, **plan):
     plan = {"UNIT_M": 4, "UNIT_K": 2, "UNITS": 1, "BUFFERS": 2, "LAG": 1, "CHUNK": 8, "GROUP": 2, "STAGES": 3} | plan
     push_rows, num_comm = plan.pop("push_rows", 1), plan.pop("num_comm", programs)
     machine = Machine(size, programs, seed)
@@ -44,20 +57,22 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=
             arguments = (
                 Descriptor(a[rank][e], BM, BK), Descriptor(a[rank][e], plan["UNIT_M"], plan["UNIT_K"]),
                 Descriptor(inbox[rank], BM, BK), weights(b, transposed), Descriptor(c, 1, BM, BN // 2),
-                *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), m, N, K, num_comm, 0, push_rows, m, world,
+                *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), bias(N, finish),
+                m, N, K, num_comm, 0, push_rows, m, world,
                 BM, BN, BK,
             )  # fmt: skip
             options = {**plan, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8, "TRANSPOSED": transposed}
+            options["EPILOGUE"] = "relu" if finish else "none"
             bodies.append(lambda p, x=arguments, o=options: functions["gluon_push_kernel"](*x, **o))
             checks.append((c, b, e))
         per_rank.append(bodies)
     machine.run(per_rank)
     for c, b, e in checks:
         exact = np.concatenate([a[r][e] for r in range(size)]) @ b
-        np.testing.assert_array_equal(c.reshape(size * m, N), exact)
+        np.testing.assert_array_equal(c.reshape(size * m, N), finished(exact) if finish else exact)
 
 
-def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, transposed=False):
+def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, transposed=False, finish=False):
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, chain], machine)
     if broken:
@@ -77,7 +92,8 @@ def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, 
             owners = [Descriptor(totals[(rank + d) % size], *part) for d in range(1, size)]
             arguments = (
                 Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(totals[rank], *part),
-                Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank), m, N, K,
+                Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
+                bias(N, finish), m, N, K,
                 SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
             )  # fmt: skip
             options = {
@@ -89,13 +105,56 @@ def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, 
                 "num_warps": 8,
                 "TRANSPOSED": transposed,
             }
+            options["EPILOGUE"] = "relu" if finish else "none"
             bodies.append(lambda p, x=arguments, o=options: functions["gluon_chain_kernel"](*x, **o))
             checks.append((out, rank, e))
         per_rank.append(bodies)
     machine.run(per_rank)
     for out, rank, e in checks:
         exact = sum(a[r][e] @ b[r][e] for r in range(size))[rank * m : (rank + 1) * m]
-        np.testing.assert_array_equal(out, exact)
+        np.testing.assert_array_equal(out, finished(exact) if finish else exact)
+
+
+def run_two_shot(size, M, N, K, programs, seed, launches=3, broken=None, rounds=2, transposed=False, finish=False):
+    """Each rank has one output for all launches: what is in it when the next launch begins there is looked at."""
+    machine = Machine(size, programs, seed)
+    functions = as_python([gluon, two_shot], machine)
+    if broken:
+        broken(functions)
+    rng = np.random.default_rng(seed)
+    tiles, part = cdiv(M, BM) * cdiv(N, BN), (BM, BN // 2)
+    rounds = min(rounds, tiles)
+    places = rounds * cdiv(cdiv(tiles, rounds), size)
+    totals = [np.full((places * BM, BN), np.nan, np.float32) for _ in range(size)]
+    outs = [np.full((M, N), np.nan, np.float32) for _ in range(size)]
+    counters = [np.zeros(tiles + 1, np.int64) for _ in range(size)]
+    a = [[integers(rng, M, K) for _ in range(launches)] for _ in range(size)]
+    b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
+    found: list[list[np.ndarray]] = [[] for _ in range(size)]
+    options = {"STAGES": 3, "GROUP": 2, "HALF": None, "REGISTERS": 72, "TRANSPOSED": transposed, "num_warps": 8}
+    options["EPILOGUE"] = "relu" if finish else "none"
+
+    def launch(rank, e):
+        sums, results = ([Descriptor(x[(rank + d) % size], *part) for d in range(size)] for x in (totals, outs))
+        unused = [None] * (8 - size)
+        arguments = (
+            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), sums[0], results[0],
+            *sums[1:], *unused, *results[1:], *unused, Pointer(counters, rank), bias(N, finish), M, N, K, rounds,
+            SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
+        )  # fmt: skip
+
+        def body(program):
+            if len(found[rank]) < e:
+                found[rank].append(outs[rank].copy())
+            functions["gluon_two_shot_kernel"](*arguments, **options)
+
+        return body
+
+    machine.run([[launch(rank, e) for e in range(launches)] for rank in range(size)])
+    for rank in range(size):
+        for e, out in enumerate([*found[rank], outs[rank]]):
+            exact = sum(a[r][e] @ b[r][e] for r in range(size))
+            np.testing.assert_array_equal(out, finished(exact) if finish else exact)
 
 
 SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]
@@ -126,6 +185,16 @@ def test_transposed_weights():
     for seed in range(3):
         run_push(3, 13, 10, 18, 2, seed, transposed=True)
         run_chain(3, 13, 10, 18, 2, seed, transposed=True)
+        run_two_shot(3, 29, 10, 18, 2, seed, transposed=True)
+
+
+def test_bias_and_epilogue():
+    """Once, by who finishes a tile, each half of it with its own columns of the bias."""
+    for seed in range(3):
+        for size in (1, 3):
+            run_push(size, 13, 10, 18, 2, seed, finish=True)
+            run_chain(size, 13, 10, 18, 2, seed, finish=True)
+            run_two_shot(size, 29, 10, 18, 2, seed, finish=True)
 
 
 def test_push_on_eight_ranks():
@@ -137,6 +206,48 @@ def test_push_on_eight_ranks():
 def test_chain(size, m, N, K, stages):
     for seed in range(4):
         run_chain(size, m, N, K, 1 + seed, seed, stages=stages)
+
+
+@pytest.mark.parametrize(("size", "M", "N", "K"), [*SIZES, (3, 8, 8, 20), (4, 40, 24, 12), (2, 57, 33, 7)])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_two_shot(size, M, N, K, rounds):
+    """Also with fewer tiles than ranks."""
+    for seed in range(4):
+        run_two_shot(size, M, N, K, 1 + seed, seed, rounds=rounds)
+
+
+def test_two_shot_on_eight_ranks():
+    run_two_shot(8, 24, 24, 8, 2, 0, launches=2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 7), (16, 9)], ids=str)
+def test_every_tile_has_one_owner_and_a_place(size, shape):
+    """Every rank works on every tile once, in as many phases as there are ranks, the owner last; no two tiles of an
+    owner share a place, and there are as many places as are made."""
+    functions = as_python([gluon, two_shot], Machine(size, 1, 0))
+    tiles = shape[0] * shape[1]
+    for rounds in {1, min(2, tiles), min(3, tiles), tiles}:
+        owned: dict[int, list] = {rank: [] for rank in range(size)}
+        phases: dict[int, dict[int, int]] = {}
+        for rank in range(size):
+            for t in range(tiles):
+                phase, index, place, i, j = functions["_tile"](t, rank, *shape, rounds, size, 2)
+                assert 0 <= i < shape[0]
+                assert 0 <= j < shape[1]
+                phases.setdefault(index, {})[rank] = phase
+                if phase == size - 1:
+                    owned[rank].append((index, place, (i, j)))
+        assert sorted(phases) == list(range(tiles))
+        for by_rank in phases.values():
+            (owner,) = (rank for rank, phase in by_rank.items() if phase == size - 1)
+            assert [by_rank[(owner - 1 - p) % size] for p in range(size)] == list(range(size))
+        everything = [tile for tiles_of in owned.values() for tile in tiles_of]
+        assert len({cell for _, _, cell in everything}) == tiles
+        for tiles_of in owned.values():
+            places = [place for _, place, _ in tiles_of]
+            assert len(set(places)) == len(places)
+            assert max(places, default=0) < rounds * cdiv(cdiv(tiles, rounds), size)
 
 
 def test_chain_on_eight_ranks():
@@ -160,12 +271,59 @@ def without(name, *path):
     [without("pl", "wait"), without("ptx", "drain"), without("tma", "store_wait"), without("mbarrier", "wait")],
     ids=["wait", "drain", "store_wait", "mbarrier.wait"],
 )
-@pytest.mark.parametrize("run", [run_push, run_chain])
+@pytest.mark.parametrize("run", [run_push, run_chain, run_two_shot])
 def test_what_is_left_out_is_found(run, broken):
     found = 0
     for seed in range(6):
         try:
             run(3, 16, 16, 16, 2, seed, broken=broken)
+        except (AssertionError, Stuck):
+            found += 1
+    assert found
+
+
+def skipping(name, attribute, line, seen):
+    """A fault: the call of `name.attribute` in that line does nothing. `seen`: the lines that call it."""
+
+    def broken(functions):
+        whole = getattr(functions[name], attribute)
+
+        def call(*args, **kwargs):
+            caller = sys._getframe(1)
+            here = (caller.f_code.co_filename, caller.f_code.co_name, caller.f_lineno)
+            seen.add(here)
+            return None if here == line else whole(*args, **kwargs)
+
+        setattr(functions[name], attribute, call)
+
+    return broken
+
+
+@pytest.mark.parametrize(("name", "attribute", "places"), [("pl", "wait", 3), ("gl", "atomic_add", 2)])
+def test_each_wait_and_each_signal_of_the_two_shot_is_needed(name, attribute, places):
+    lines: set = set()
+    run_two_shot(3, 16, 16, 16, 2, 0, broken=skipping(name, attribute, None, lines))
+    assert len(lines) == places
+    for line in lines:
+        found = 0
+        for seed in range(12):
+            try:
+                run_two_shot(3, 32, 16, 16, 2, seed, broken=skipping(name, attribute, line, set()))
+            except (AssertionError, Stuck):
+                found += 1
+        assert found, line
+
+
+def test_a_signal_before_the_data_is_found():
+    """As long as the stores are only waited for somewhere else."""
+
+    def broken(functions):
+        functions["publish"] = lambda world: None
+
+    found = 0
+    for seed in range(12):
+        try:
+            run_two_shot(3, 32, 16, 16, 2, seed, broken=broken)
         except (AssertionError, Stuck):
             found += 1
     assert found

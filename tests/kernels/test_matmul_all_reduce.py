@@ -12,6 +12,7 @@ from pkt.kernels.matmul_all_reduce import matmul_all_reduce, reference
 
 from .helpers import (
     DTYPES,
+    FINISHES,
     LAUNCHES,
     RANKS,
     SEEDS,
@@ -19,9 +20,11 @@ from .helpers import (
     UNIT,
     as_weight,
     assert_within,
+    finished_bound,
     on_ranks,
     operands,
     product_bound,
+    random,
     rounded,
 )
 
@@ -44,13 +47,14 @@ def multiplies(
     in_place: bool = False,
     num_comm_sms: int = 1,
     stored: Any = torch.Tensor.contiguous,
+    tiles: Any = (16, 16, 16),
 ) -> torch.Tensor:
     M, k, N = sizes
     out = pkt.empty(M, N, dtype=dtype) if in_place else None
     for launch in range(LAUNCHES):
         ops = operands(world, (M, k), (k, N), dtype, launch)
         a, b = ops[world.rank]
-        got = matmul_all_reduce(a, stored(b), out, num_comm_sms=num_comm_sms, tiles=(16, 16, 16))
+        got = matmul_all_reduce(a, stored(b), out, num_comm_sms=num_comm_sms, tiles=tiles)
         exact = reference(ops)
         assert_within(got, exact, bound(ops, exact), world.rank, launch, sizes)
     return got.clone()
@@ -80,6 +84,28 @@ def test_transposed_weights(sizes: tuple[int, int, int]) -> None:
         on_ranks(3, multiplies, sizes, dtype, False, 1, as_weight)
 
 
+@pytest.mark.parametrize("multicast", [False, True])
+@pytest.mark.parametrize("sizes", [TMA, REGISTERS], ids=str)
+@pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), FINISHES)
+def test_bias_and_epilogue(
+    epilogue: Any, with_bias: bool, dtype: torch.dtype, sizes: tuple[int, int, int], multicast: bool
+) -> None:
+    """Once, whatever the number of ranks."""
+
+    def run(world: Any) -> torch.Tensor:
+        M, k, N = sizes
+        ops = operands(world, (M, k), (k, N), dtype, 0)
+        bias = random((N,), dtype, 1) if with_bias else None
+        out = pkt.empty(M, N, dtype=dtype) if multicast else None
+        got = matmul_all_reduce(*ops[world.rank], out, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
+        whole = reference(ops)
+        limit = finished_bound(whole, bound(ops, whole), bias, epilogue, dtype)
+        assert_within(got, reference(ops, bias, epilogue), limit, world.rank, epilogue)
+        return got.clone()
+
+    same_on_all(on_ranks(3, run, multicast=multicast))
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("multicast", [False, True])
 def test_every_schedule_gives_the_same_bits(multicast: bool, in_place: bool) -> None:
@@ -105,6 +131,11 @@ def test_default_tiles_and_a_given_output(in_place: bool) -> None:
     on_ranks(2, run)
 
 
+@pytest.mark.parametrize("M", [1, 16, 40, 128])
+def test_default_tiles_follow_the_rows(M: int) -> None:
+    same_on_all(on_ranks(2, multiplies, (M, 144, 72), torch.bfloat16, False, 1, torch.Tensor.contiguous, None))
+
+
 def test_shapes_in_turn() -> None:
     def run(world: Any) -> None:
         for sizes in (TMA, REGISTERS, TMA, REGISTERS):
@@ -127,6 +158,18 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, r"out: found \(4, 3\), wanted \(4, 4\)", (4, 4), (4, 4), (4, 3))
     bad(pkt.ShapeError, "num_comm_sms: found -1, wanted at least 0", (4, 4), (4, 4), num_comm_sms=-1)
     bad(pkt.ShapeError, "tiles: found", (4, 4), (4, 4), tiles=(16, 16, 8))
+    bad(pkt.ShapeError, r"bias: found \(3,\), wanted \(4,\)", (4, 4), (4, 4), bias=torch.ones(3))
+    bad(pkt.ShapeError, 'rounds: found 2, wanted none with mode "lcsc"', (4, 4), (4, 4), rounds=2)
+    bad(
+        pkt.ShapeError,
+        'num_comm_sms: found 2, wanted none with mode "chain"',
+        (4, 4),
+        (4, 4),
+        mode="chain",
+        num_comm_sms=2,
+    )
+    bad(pkt.Unsupported, "wanted 'lcsc' or 'chain'", (4, 4), (4, 4), mode="ring")
+    bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="chain")
 
 
 def test_dtypes_must_agree() -> None:

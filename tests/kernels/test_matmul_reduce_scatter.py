@@ -12,6 +12,7 @@ from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter, reference
 
 from .helpers import (
     DTYPES,
+    FINISHES,
     LAUNCHES,
     RANKS,
     SEEDS,
@@ -19,9 +20,11 @@ from .helpers import (
     UNIT,
     as_weight,
     assert_within,
+    finished_bound,
     on_ranks,
     operands,
     product_bound,
+    random,
     rounded,
 )
 
@@ -43,13 +46,18 @@ def bound(ops: list[tuple[torch.Tensor, torch.Tensor]], exact: torch.Tensor, mod
 
 
 def multiplies(
-    world: Any, mode: Any, sizes: tuple[int, int, int], dtype: torch.dtype, stored: Any = torch.Tensor.contiguous
+    world: Any,
+    mode: Any,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    stored: Any = torch.Tensor.contiguous,
+    tiles: Any = (16, 16, 16),
 ) -> torch.Tensor:
     m, k, N = sizes
     for launch in range(LAUNCHES):
         ops = operands(world, (world.size * m, k), (k, N), dtype, launch)
         a, b = ops[world.rank]
-        got = matmul_reduce_scatter(a, stored(b), mode=mode, tiles=(16, 16, 16))
+        got = matmul_reduce_scatter(a, stored(b), mode=mode, tiles=tiles)
         exact = reference(ops, world.rank)
         limit = bound(ops, torch.cat([reference(ops, r) for r in range(world.size)]), mode)
         assert_within(got, exact, limit.chunk(world.size)[world.rank], world.rank, launch, sizes)
@@ -74,6 +82,27 @@ def test_sizes_that_do_not_divide_the_tiles(sizes: tuple[int, int, int], mode: s
 def test_transposed_weights(sizes: tuple[int, int, int], mode: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         on_ranks(3, multiplies, mode, sizes, dtype, as_weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [TMA, REGISTERS], ids=str)
+@pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), FINISHES)
+def test_bias_and_epilogue(
+    epilogue: Any, with_bias: bool, dtype: torch.dtype, sizes: tuple[int, int, int], mode: Any
+) -> None:
+    """Once, whatever the number of ranks."""
+
+    def run(world: Any) -> None:
+        m, k, N = sizes
+        ops = operands(world, (world.size * m, k), (k, N), dtype, 0)
+        bias = random((N,), dtype, 1) if with_bias else None
+        got = matmul_reduce_scatter(*ops[world.rank], mode=mode, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
+        whole = torch.cat([reference(ops, r) for r in range(world.size)])
+        bound_of_all = finished_bound(whole, bound(ops, whole, mode), bias, epilogue, dtype)
+        limit = bound_of_all.chunk(world.size)[world.rank]
+        assert_within(got, reference(ops, world.rank, bias, epilogue), limit, world.rank, epilogue)
+
+    on_ranks(3, run)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -103,6 +132,12 @@ def test_default_tiles_and_a_given_output(mode: Any) -> None:
     on_ranks(2, run)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("m", [1, 16, 40, 128])
+def test_default_tiles_follow_the_rows(m: int, mode: str) -> None:
+    on_ranks(2, multiplies, mode, (m, 144, 72), torch.bfloat16, torch.Tensor.contiguous, None)
+
+
 def test_shapes_and_forms_in_turn() -> None:
     def run(world: Any) -> None:
         for mode in (*MODES, *MODES):
@@ -126,6 +161,7 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, r"b: found \(5, 4\), wanted \(4, 4\)", (4, 4), (5, 4))
     bad(pkt.ShapeError, r"out: found \(4, 4\), wanted \(2, 4\)", (4, 4), (4, 4), (4, 4))
     bad(pkt.ShapeError, "tiles: found", (4, 4), (4, 4), tiles=(16, 48, 16))
+    bad(pkt.ShapeError, r"bias: found \(3,\), wanted \(4,\)", (4, 4), (4, 4), bias=torch.ones(3))
     bad(pkt.Unsupported, "wanted 'add' or 'inbox' or 'chain'", (4, 4), (4, 4), mode="ring")
     bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="chain")
 

@@ -154,11 +154,14 @@ class _State:
         """Those that compile on every rank."""
         if not self.timer.threads:
             return list(batch)
-        configs = [self.candidates[i].config for i in batch]
+        # The ranks of a host share Triton's cache: each begins with another part, and finds the rest there.
+        world = self.votes.world
+        mine = sorted(batch, key=lambda i: ((i - world.rank) % world.size, i))
+        configs = [self.candidates[i].config for i in mine]
 
         def alone() -> dict[str, str]:  # JSON's keys are text
             failures = self.work.compile(configs, self.timer.threads)
-            return {str(batch[n]): why for n, why in failures.items()}
+            return {str(mine[n]): why for n, why in failures.items()}
 
         values, failed = self.votes.step(alone)
         for i in batch:

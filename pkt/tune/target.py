@@ -141,7 +141,8 @@ class Call:
                     failures[i] = reason(error)
         for i, kernel in compiled.items():
             try:
-                kernel.result()
+                if hasattr(kernel, "result"):  # else it was compiled before
+                    kernel.result()
             except Exception as error:
                 failures[i] = reason(error)
         return failures

@@ -190,7 +190,7 @@ def test_tensors_count_with_shape_and_dtype():
 
 
 def test_buckets_share_a_choice_also_where_ranks_differ():
-    tuned = counting(key=["m", "k"], bucket={"m": lambda m: triton.next_power_of_2(m)})
+    tuned = counting(key=["m", "k"], bucket={"m": triton.next_power_of_2})
 
     def main(world):
         tuned(100 + world.rank, 1)
@@ -199,6 +199,17 @@ def test_buckets_share_a_choice_also_where_ranks_differ():
 
     in_threads(3, main)
     assert list(tuned.searches) == ["m=128, k=1", "m=256, k=1"]
+
+
+def test_a_rank_that_met_a_size_before_does_not_leave_the_others_alone():
+    tuned = counting(key=["m"], bucket={"m": triton.next_power_of_2})
+
+    def main(world):
+        tuned(100, 1)
+        world.backend.exchange = None
+        return tuned(100 + world.rank, 1)
+
+    assert in_threads(2, main) == [3, 3]
 
 
 def test_a_case_that_differs_between_ranks_is_an_error_on_all():

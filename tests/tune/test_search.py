@@ -213,8 +213,8 @@ def test_what_does_not_compile_on_one_rank_is_dropped_on_all():
         def __init__(self, world):
             self.world, self.ran, self.batches = world, [], []
 
-        def compile(self, configs, threads):
-            assert threads == 4
+        def compile(self, configs, threads, begin):
+            assert (threads, begin) == (4, self.world.rank / 2)
             self.batches.append([c["n"] for c in configs])
             return {i: "out of registers" for i, c in enumerate(configs) if c["n"] % 3 == 0 and self.world.rank == 1}
 
@@ -231,11 +231,9 @@ def test_what_does_not_compile_on_one_rank_is_dropped_on_all():
         return found.best, work.ran, work.batches, [c.dropped for c in found.candidates]
 
     first, second = in_threads(2, main)
-    # Each rank begins with its own part: the other one's is in Triton's cache by then.
-    assert first[2] == [[0, 2, 4, 6, 1, 3, 5, 7], [8, 10, 9], [11]]
-    assert second[2] == [[1, 3, 5, 7, 0, 2, 4, 6], [9, 8, 10], [11]]
+    assert first == second
+    assert first[2] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11]]
     best, ran, _, dropped = first
-    assert second == (best, ran, second[2], dropped)
     assert best == Config(n=1)
     assert ran == [1, 2, 4, 5, 7, 8, 10, 11]
     assert dropped[0] == "rank 1: out of registers"

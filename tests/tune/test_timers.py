@@ -10,6 +10,8 @@ from triton.backends.compiler import GPUTarget
 
 from pkt.errors import Unsupported
 from pkt.tune import RecordedTimer, _gate, timer_of
+from pkt.tune.autotune import autotune
+from pkt.tune.compiling import _Later
 from pkt.tune.config import Config
 from pkt.tune.target import Call, Target
 from pkt.tune.timers import CudaTimer
@@ -91,13 +93,68 @@ def double_kernel(x_ptr, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) * 2, mask=offs < n)
 
 
+def call_of(fn, args, grid=None):
+    return Call(Target(fn, "tune"), "double", grid, args, {}, None, ())
+
+
 def test_candidates_are_compiled_together_and_none_runs(monkeypatch):
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    call = Call(Target(double_kernel, "tune"), "double", (1,), (torch.zeros(10), 10), {}, None, ())
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())  # a launch would ask it for more
+    call = call_of(double_kernel, (torch.zeros(10), 10), (1,))
     configs = [Config(BLOCK=16, num_warps=4), Config(BLOCK=128, num_warps=4), Config(BLOCK=24), Config(BLOCK=16, x=1)]
     for _ in range(2):  # compiled, and found compiled
-        failures = call.compile(configs, threads=2)
+        failures = call.compile(configs, 2, 0.5)
         assert sorted(failures) == [1, 2, 3]
         assert "too wide" in failures[1]
         assert "power of 2" in failures[2]
         assert "x" in failures[3]
+
+
+def test_what_a_function_would_launch_is_compiled_too(monkeypatch):
+    """All of it, in the order of the configs; what its host code says to nothing computed is no failure."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    called = []
+
+    def twice(x, block, wide):
+        called.append(block)
+        double_kernel[(1,)](x, 10, block)
+        double_kernel[(1,)](x, 11, wide, num_warps=8)
+        assert x[0] == 4
+
+    call = call_of(twice, (torch.ones(10),))
+    configs = [Config(block=32, wide=64), Config(block=32, wide=128), Config(block=24, wide=64)]
+    failures = call.compile(configs, 2, 0.0)
+    assert called == [32, 32, 24]
+    assert sorted(failures) == [1, 2]
+    assert "too wide" in failures[1]
+    assert triton.runtime.jit.JITFunction.run.__module__ == "triton.runtime.jit", "launches launch again"
+
+
+def test_autotuned_kernels_inside_are_compiled_and_choose_later(monkeypatch):
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    theirs = [triton.Config({"BLOCK": block}) for block in (16, 24)]
+    triton_tuned = triton.autotune(theirs, key=["n"], do_bench=None)(double_kernel)
+    ours = autotune([{"BLOCK": 16}, {"BLOCK": 128}], key=["n"], timer=None)(double_kernel)
+    x = torch.ones(10)
+
+    def inside(kernel):
+        (triton_tuned, ours)[kernel][(1,)](x, 10)
+
+    def main(world):
+        return call_of(inside, ()).compile([Config(kernel=0), Config(kernel=1)], 2, 0.0)
+
+    (failures,) = in_threads(1, main)
+    assert list(failures) == [0]
+    assert "power of 2" in failures[0], "the second of Triton's"
+    assert triton_tuned.cache == {}
+    assert ours.searches == {}
+
+
+def test_each_rank_begins_elsewhere():
+    def order(begin):
+        later, done = _Later(), []
+        for n in range(5):
+            later.submit(done.append, n)
+        later.run(1, begin)
+        return done
+
+    assert [order(rank / 3) for rank in range(3)] == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 0], [3, 4, 0, 1, 2]]

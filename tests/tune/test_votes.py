@@ -158,8 +158,9 @@ def test_a_world_whose_waits_were_cut_short_is_not_tuned_on():
             world.backend.synchronize = aborted
             aborted()
 
-        with pytest.raises(WaitTimeout, match=f"rank {world.rank}: who waits"):
-            tune(hang, configs=candidates(8), timer=Rough)
+        with pytest.raises(WaitTimeout, match=f"rank {world.rank}: who waits") as caught:
+            tune(hang, configs=candidates(8), model=lambda c, key: c["n"], timer=Rough)
+        assert caught.value.__notes__ == [f"rank {world.rank} was tuning hang: the first run of Config(n=0)"]
 
     in_threads(2, main)
 

@@ -1,6 +1,7 @@
 """@pkt.autotune in the simulator and on threads: cases, buckets, graphs, and what is refused."""
 
 import importlib
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -331,3 +332,33 @@ def test_do_bench_of_what_fails_on_one_rank_is_infinite_on_all(monkeypatch):
 
     with pytest.warns(UserWarning, match="a config is left out: rank 1: RuntimeError: no"):
         assert in_threads(2, main) == [([float("inf")] * 2, float("inf"))] * 2
+
+
+def test_tritons_autotuner_chooses_the_same_on_every_rank(monkeypatch):
+    """By its own times rank 0 would take BLOCK=8 and rank 1 BLOCK=16; over both BLOCK=32 is the fastest."""
+    seconds = {8: (1.0, 9.0), 16: (9.0, 1.0), 32: (2.0, 2.0)}
+    ran = threading.local()
+
+    class Last(Rough):
+        def times(self, config, run, repeats):
+            run()
+            return [seconds[ran.block][self.world.rank]] * repeats
+
+        def first(self, config, run):
+            run()
+
+    def launch(self, *args, grid, warmup, **named):
+        ran.block = named["BLOCK"]
+
+    monkeypatch.setattr(bench, "timer_of", Last)
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", launch)
+
+    def main(world):
+        configs = [triton.Config({"BLOCK": block}) for block in seconds]
+        kernel = triton.autotune(configs, key=["n"], do_bench=pkt.tune.do_bench)(
+            scale_kernel
+        )  # each process has its own
+        kernel[(1,)](torch.zeros(4), 4, 2.0)
+        return kernel.best_config.kwargs
+
+    assert in_threads(2, main) == [{"BLOCK": 32}] * 2

@@ -1,6 +1,8 @@
 """Which candidates are measured, how often, and which one wins: ties, noise, failures, votes."""
 
+import io
 import math
+import sys
 from collections import Counter
 
 import pytest
@@ -95,6 +97,27 @@ def test_a_time_is_the_median_over_repeats_of_the_maximum_over_ranks():
     assert {c.config["n"]: c.times[:3] for c in first.candidates} == {0: (3.0, 3.0, 8.0), 1: (2.0, 9.0, 2.0)}
     assert [c.time for c in sorted(first.candidates, key=lambda c: c.config["n"])] == [3.0, 2.0]
     assert first.best == Config(n=1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_any_number_of_ranks(size):
+    found, _ = searched(size, 9, seconds=lambda n: 1.0 + 0.1 * n, noise=0.02, slow=(size - 1,))
+    assert found.best == Config(n=0)
+
+
+def test_a_person_at_a_terminal_sees_how_far_it_is(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    searched(2, 8, seconds=lambda n: 1e-3 * (1 + n))
+    assert "tuning anything" in screen.getvalue()
+    assert "best 1,000.0 µs" in screen.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    searched(2, 8)
+    assert not sys.stderr.getvalue(), "a file stays clean"
 
 
 # ------------------------------------------------------------------------------------------------------------ the order

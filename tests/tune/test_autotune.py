@@ -12,6 +12,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.errors import CollectiveMismatch, NoCandidate, ShapeError, Unsupported
+from pkt.runtime.carry import dumps, loads
 from pkt.simulate import cost
 from pkt.tune import bench
 from pkt.tune.autotune import autotune, capturing
@@ -149,6 +150,19 @@ def test_exploring_schedules_runs_what_was_chosen():
 
     assert pkt.simulate(main, ranks=2, seeds=5).ok
     assert len(tuned.searches) == 1
+
+
+def test_it_goes_to_workers_as_functions_do():
+    """What pkt.launch on GPUs sends to its processes, with a case that is known here and not there."""
+    tuned = pkt.autotune(pkt.space(BLOCK=[8, 64]), key=["n"], bucket={"n": lambda n: n})(scale_kernel)
+
+    def main(world):
+        x = torch.ones(64)
+        tuned[grid](x, 64, 2.0)
+        return list(tuned.searches)
+
+    assert pkt.launch(main, 1, device="cpu", sms=4) == [["n=64, dtypes=fp32"]]
+    assert pkt.launch(loads(dumps(main)), 2, device="cpu", sms=4) == [["n=64, dtypes=fp32"]] * 2
 
 
 # --------------------------------------------------------------------------------------------------------------- cases

@@ -348,6 +348,39 @@ class AllocationMismatch(CollectiveMismatch):
         )
 
 
+class CandidateMismatch(CollectiveMismatch):
+    """The ranks were given different configs to tune."""
+
+    @classmethod
+    def differs(cls, what: str, said: Mapping[int, str]) -> CandidateMismatch:
+        """`said`: how many configs each rank was given, and the first that differs from rank 0's."""
+        return cls.of(
+            f"tuning {what}: the ranks have different candidates: {ranks_text(said)}: give every rank the same configs "
+            "in the same order, and a prune= and a model= that do not depend on the rank",
+            said=dict(said),
+        )
+
+
+class NoCandidate(PktError, ValueError):
+    """There is no config to choose: a space is empty, or every candidate was dropped."""
+
+    @classmethod
+    def empty(cls, call: str, found: str) -> NoCandidate:
+        return cls.of(f"{call}: {found}: give at least one config")
+
+    @classmethod
+    def left(cls, what: str, dropped: Mapping[str, str]) -> NoCandidate:
+        """`dropped`: config -> why it was dropped."""
+        rows = [f"  {config}: {why}" for config, why in dropped.items()]
+        more = f"\n  ... and {len(rows) - 8} more" if len(rows) > 8 else ""
+        return cls.of(
+            f"tuning {what}: every candidate was dropped; each failed, or gave a wrong result, on some rank:\n"
+            + "\n".join(rows[:8])
+            + more,
+            dropped=dict(dropped),
+        )
+
+
 class HeapFull(PktError, MemoryError):
     """The symmetric heap has no hole large enough. Raised on all ranks, and nothing is lost."""
 

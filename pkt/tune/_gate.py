@@ -6,5 +6,5 @@ import pkt.language as pl
 
 
 @triton.jit
-def gate_kernel(counters, world):
+def gate_kernel(counters, world):  # type: ignore[no-untyped-def]
     pl.world_barrier(counters, world)

@@ -9,6 +9,7 @@ from typing import Any as _Any
 
 from pkt.errors import (
     AllocationMismatch,
+    CandidateMismatch,
     Closed,
     CollectiveMismatch,
     DataRace,
@@ -20,6 +21,7 @@ from pkt.errors import (
     LostSignal,
     LostSync,
     MulticastAccess,
+    NoCandidate,
     NotSymmetric,
     OutOfBounds,
     PeerLost,
@@ -59,12 +61,17 @@ from pkt.runtime.pool import mem_pool
 from pkt.runtime.tensor import SymmetricTensor, check_rank, check_signal_index, symmetric
 from pkt.runtime.world import World, current_world, init
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
+from pkt.tune.autotune import autotune
+from pkt.tune.config import Config, space
 
 __all__ = [
     "init",
     "launch",
     "layout",
     "simulate",
+    "autotune",
+    "Config",
+    "space",
     "current_world",
     "World",
     "SymmetricTensor",
@@ -102,6 +109,8 @@ __all__ = [
     "LostSync",
     "CollectiveMismatch",
     "AllocationMismatch",
+    "CandidateMismatch",
+    "NoCandidate",
     "HeapFull",
     "NotSymmetric",
     "RankError",

@@ -73,8 +73,8 @@ class Journal(Protocol):
 class Backend(Protocol):
     """One rank's side of the machine.
 
-    Two members are optional: `journal`, a Journal, and `abandon(why)`, called before close() when an error ends the
-    world.
+    Three members are optional: `journal`, a Journal; `abandon(why)`, called before close() when an error ends the
+    world; and `timed(run)`, collective, of a backend whose clock is a model: what `run()` returns, and its seconds.
     """
 
     rank: int

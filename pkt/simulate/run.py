@@ -69,6 +69,10 @@ class SimulatedRank:
     def synchronize(self) -> None:
         """A launch returns when its grid has finished: nothing is left to wait for."""
 
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        result, microseconds = self.machine.timed(run)
+        return result, 1e-6 * microseconds
+
     def close(self) -> None:
         for region in self._regions.values():
             region.freed_at = "world.close()"

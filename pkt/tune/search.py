@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from pkt.errors import NoCandidate, ranks_text
+from pkt.runtime.world import World
+from pkt.tune._progress import progress
 from pkt.tune.config import Config
+from pkt.tune.timers import Timer
+from pkt.tune.votes import Interrupts, Votes
+
+MOST = 0.12  # share of the candidates that is measured at most,
+LEAST = 8  # but so many at least
+REPEATS = 3  # of every candidate that is measured; those that stay get twice as many each round,
+MOST_REPEATS = 24  # up to so many
+CLOSE = 0.005  # relative difference of two times that is not worth another repeat
 
 Model = Callable[[Config, Mapping[str, Any]], "float | None"]
 """Predicted seconds of a config for a key; None where nothing can be said."""
@@ -46,3 +59,163 @@ class Search:
     best: Config | None
     seconds: float
     interrupted: bool = False
+
+
+class Work(Protocol):
+    """What is tuned, with the arguments of one case."""
+
+    what: str
+
+    def compile(self, configs: Sequence[Config], threads: int) -> dict[int, str]:
+        """Compile all, run none: the index of each that cannot be, and why."""
+
+    def run(self, config: Config) -> Any:
+        """Launch once."""
+
+    def verify(self, config: Config, result: Any) -> None:
+        """Raise if the `result` of `run` is wrong."""
+
+    restores: bool  # whether `restore` has anything to do
+
+    def restore(self) -> None:
+        """Give the arguments the values that they had before the first run."""
+
+
+def slots(count: int, most: float) -> int:
+    """How many of `count` candidates are measured at most, where `most` is the share that may be."""
+    return min(count, max(LEAST, int(most * count)))
+
+
+def search(
+    world: World,
+    timer: Timer,
+    work: Work,
+    key: Mapping[str, Any],
+    order: Sequence[tuple[Config, float | None]],
+    most: float = MOST,
+) -> Search:
+    """Collective: the fastest of the candidates, by successive halving.
+
+    order: the same on every rank, with predicted seconds. The first ones that compile and run everywhere, as many as
+    `slots` says, are measured REPEATS times. Of these the faster half stays, less those whose fastest repeat is slower
+    than the best one's slowest, and has its repeats doubled, until one is left, or what is left is within CLOSE of the
+    best, or has MOST_REPEATS. A time is the median over repeats of the maximum over ranks; of equal ones the first in
+    order is taken. Raises NoCandidate if every one was dropped.
+    """
+    start = time.perf_counter()
+    with Interrupts() as interrupts, progress(work.what, slots(len(order), most), world.rank == 0) as advance:
+        votes = Votes(world, work.what, interrupts)
+        state = _State([Candidate(config, predicted) for config, predicted in order], votes, timer, work)
+        state.admit(slots(len(order), most), advance)
+        state.halve()
+    best = state.ranked()
+    if work.restores:
+        work.restore()
+    # What every rank has found alike is still rank 0's to say.
+    decision: tuple[int, float] = (best[0] if best else -1, time.perf_counter() - start)
+    chosen, seconds = world.broadcast(decision)
+    found = tuple(state.candidates)
+    if chosen < 0 and not votes.stopped:
+        raise NoCandidate.left(work.what, {repr(c.config): c.dropped for c in found if c.dropped})
+    config = found[chosen].config if chosen >= 0 else None
+    return Search(work.what, dict(key), found, config, seconds, votes.stopped)
+
+
+class _State:
+    """The candidates so far. All ranks hold the same after each step, because they take every step together."""
+
+    def __init__(self, candidates: list[Candidate], votes: Votes, timer: Timer, work: Work) -> None:
+        self.candidates, self.votes, self.timer, self.work = candidates, votes, timer, work
+
+    def ranked(self) -> list[int]:
+        """Those measured and not dropped, the fastest first."""
+        measured = [(c.time, i) for i, c in enumerate(self.candidates) if c.time is not None and not c.dropped]
+        return [i for _, i in sorted(measured)]
+
+    def admit(self, count: int, advance: Callable[[float | None], None]) -> None:
+        """Measure the first `count` that compile and run."""
+        admitted = begin = 0
+        while admitted < count and begin < len(self.candidates):
+            batch = range(begin, min(len(self.candidates), begin + count - admitted))
+            begin = batch.stop
+            for i in self.compiled(batch):
+                if not self.votes.stopped and self.runs(i) and not self.votes.stopped and self.measure(i, REPEATS):
+                    admitted += 1
+                    advance(self.candidates[self.ranked()[0]].time)
+            if self.votes.stopped:
+                return
+
+    def compiled(self, batch: range) -> list[int]:
+        """Those that compile on every rank."""
+        if not self.timer.threads:
+            return list(batch)
+        configs = [self.candidates[i].config for i in batch]
+
+        def alone() -> dict[str, str]:  # JSON's keys are text
+            failures = self.work.compile(configs, self.timer.threads)
+            return {str(batch[n]): why for n, why in failures.items()}
+
+        values, failed = self.votes.step(alone)
+        for i in batch:
+            reasons = {rank: said[str(i)] for rank, said in enumerate(values) if said and str(i) in said}
+            if failed or reasons:
+                self.drop(i, failed or ranks_text(reasons))
+        return [i for i in batch if not self.candidates[i].dropped]
+
+    def runs(self, i: int) -> bool:
+        """Whether candidate `i` runs, and is right, on every rank."""
+        work, config = self.work, self.candidates[i].config
+
+        def alone() -> None:
+            work.verify(config, self.timer.first(config, lambda: work.run(config)))
+
+        failed = ""
+        if work.restores:  # and nobody runs before every rank has
+            _, failed = self.votes.step(work.restore)
+        if not failed:
+            _, failed = self.votes.step(alone)
+        if failed:
+            self.drop(i, failed)
+        return not failed
+
+    def measure(self, i: int, repeats: int) -> bool:
+        """`repeats` more times of candidate `i`."""
+        candidate = self.candidates[i]
+        config = candidate.config
+        values, failed = self.votes.step(lambda: self.timer.times(config, lambda: self.work.run(config), repeats))
+        if not failed:
+            failed = ranks_text({r: _odd(times, repeats) for r, times in enumerate(values) if _odd(times, repeats)})
+        if failed:
+            self.drop(i, failed)
+            return False
+        slowest = tuple(max(times) for times in zip(*values))
+        self.candidates[i] = replace(candidate, times=candidate.times + slowest)
+        return True
+
+    def halve(self) -> None:
+        """Look at the best ones again, and again, until it is clear which is fastest."""
+        left = self.ranked()
+        while len(left) > 1 and not self.votes.stopped:
+            times = [self.candidates[i].times for i in left[: max(2, math.ceil(len(left) / 2))]]
+            rivals = [i for i, some in zip(left, times) if min(some) <= max(times[0])]
+            far = [i for i in rivals if self.median(i) > self.median(left[0]) * (1 + CLOSE)]
+            repeats = len(times[0])
+            if not far or repeats >= MOST_REPEATS:
+                return
+            for i in rivals:
+                if not self.votes.stopped:
+                    self.measure(i, repeats)
+            left = [i for i in self.ranked() if i in rivals]
+
+    def median(self, i: int) -> float:
+        return statistics.median(self.candidates[i].times)
+
+    def drop(self, i: int, why: str) -> None:
+        self.candidates[i] = replace(self.candidates[i], dropped=why)
+
+
+def _odd(times: Any, repeats: int) -> str:
+    """What is wrong with a rank's times, or ""."""
+    if len(times) != repeats:
+        return f"gave {len(times)} times, wanted {repeats}"
+    return next((f"took {t} s" for t in times if not 0 < t < math.inf), "")

@@ -1,0 +1,141 @@
+"""@pkt.autotune: a kernel or a function that chooses its own config, once a case, on all ranks alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pkt.errors import ShapeError, Unsupported
+from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.world import World, current_world
+from pkt.tune.config import Config, configs_of
+from pkt.tune.search import MOST, Model, Search
+from pkt.tune.target import Call, Check, Target, key_of
+from pkt.tune.timers import Timer, timer_of
+from pkt.tune.tuner import Bucket, Plan, Prune, known, tuned
+from pkt.tune.votes import case_text
+
+
+def autotune(
+    configs: Iterable[Any],
+    key: Sequence[str] = (),
+    *,
+    bucket: Bucket | None = None,
+    prune: Prune | None = None,
+    model: Model | None = None,
+    check: Check | None = None,
+    restore: Sequence[str] = (),
+    most: float = MOST,
+    timer: Callable[[World], Timer] = timer_of,
+) -> Callable[[Any], Autotuned]:
+    """Decorate a `@triton.jit` kernel or a Python function with the configs it may run with.
+
+        @pkt.autotune(configs=pkt.space(num_comm_sms=range(2, 66, 2), BLOCK_M=[64, 128]), key=["M", "N", "K"])
+        @triton.jit
+        def kernel(...): ...
+
+        kernel[grid](...)  # without the settings; grid may be a function of them
+
+    The first call of a case, by every rank, looks up what earlier runs found, else searches as pkt.tune.tune does,
+    whose arguments these are; later ones look into a dict. A case is the arguments that `key` names (of tensors shape
+    and dtype), after `bucket`, and the dtypes of all tensors. While a CUDA graph is captured only a known case may be
+    called; another one raises Unsupported.
+    """
+    found = configs_of("pkt.autotune", configs)
+    plan = Plan(found, tuple(key), bucket or {}, prune, model, check, tuple(restore), most, timer)
+    return lambda fn: Autotuned(fn, plan)
+
+
+class Autotuned:
+    """What pkt.autotune makes: called as what it decorates is, without the settings."""
+
+    def __init__(self, fn: Any, plan: Plan) -> None:
+        """Raises ShapeError if the plan names what is no parameter."""
+        self.target = Target(fn, f"pkt.autotune of {getattr(fn, '__name__', fn)}")
+        for name, names in (("key", plan.key), ("bucket", plan.bucket), ("restore", plan.restore)):
+            self.target.check_names(name, names)
+        self.fn, self.plan = fn, plan
+        self.searches: dict[str, Search] = {}
+        """The searches of this process: case -> what was found."""
+        names = list(self.target.parameters)
+        self._places = [(name, names.index(name)) for name in plan.key]
+        functools.update_wrapper(self, self.target.python)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        if not self.target.is_kernel:
+            raise ShapeError.argument(self.target.call, "grid", repr(grid), "none: it is a function, call it without")
+        return functools.partial(self._run, grid)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.target.is_kernel:
+            raise ShapeError.argument(self.target.call, "grid", "none", f"a grid: {self.target.name}[grid](...)")
+        return self._run(None, *args, **named)
+
+    def _run(self, grid: Any, /, *args: Any, **named: Any) -> Any:
+        world = self._world(args, named)
+        chosen: dict[Any, Config] = world.workspace(("tune.autotune", self), dict)
+        case = self._case(args, named)
+        config = chosen.get(case)
+        if config is None:
+            config = chosen[case] = self._choose(world, chosen, grid, args, named)
+        if config.pre_hook is not None:
+            config.pre_hook({**self.target.arguments(args, named), **config})
+        fn = self.fn if grid is None else self.fn[grid]
+        return fn(*args, **named, **config)
+
+    def _world(self, args: Sequence[Any], named: Mapping[str, Any]) -> World:
+        """As Target.world, on every call."""
+        world = None
+        for value in (*args, *named.values()):
+            if isinstance(value, World):
+                return value
+            if world is None and isinstance(value, SymmetricTensor):
+                world = value.world
+        return world or current_world(self.target.call)
+
+    def _case(self, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What tells calls apart, before `bucket` and in the form that is quickest to make."""
+        values = []
+        for name, place in self._places:
+            value = args[place] if place < len(args) else named.get(name)
+            values.append((value.shape, value.dtype) if isinstance(value, torch.Tensor) else value)
+        return (*values, *(v.dtype for v in (*args, *named.values()) if isinstance(v, torch.Tensor)))
+
+    def _choose(
+        self, world: World, chosen: dict[Any, Config], grid: Any, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> Config:
+        """Collective unless the case, after `bucket`, is known."""
+        plan, call = self.plan, self.target.call
+        if len(plan.configs) == 1:
+            return plan.configs[0]
+        key = key_of(call, plan.key, self.target.arguments(args, named), plan.bucket)
+        case = case_text(key)
+        if case in chosen:
+            return chosen[case]
+        if capturing(world):
+            found = f"the case {case} is not known yet, and a CUDA graph is being captured"
+            raise Unsupported.here(f"rank {world.rank}: {call}", found, "call it once before the capture")
+        given = sorted(set(plan.configs[0]) & set(named))
+        if given:
+            wanted = "no value: it is a setting of the configs"
+            raise ShapeError.argument(call, given[0], repr(named[given[0]]), wanted, world.rank)
+        job = Call(self.target, self.target.name, grid, args, named, plan.check, plan.restore)
+        config = known(job, world, key, plan)
+        if config is None:
+            search = self.searches[case] = tuned(job, world, key, plan)
+            config = search.best
+            if config is None:  # interrupted before there was anything to keep
+                raise KeyboardInterrupt
+        chosen[case] = config
+        return config
+
+
+def capturing(world: World) -> bool:
+    """Whether the current stream records a CUDA graph."""
+    if world.torch_device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    # The legacy stream cannot be captured, and may not even be asked during a capture.
+    return bool(torch.cuda.current_stream().cuda_stream) and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,44 @@
+"""do_bench for Triton's own autotuner: the same time on every rank."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pkt.runtime.world import current_world
+from pkt.tune.config import Config
+from pkt.tune.timers import timer_of
+from pkt.tune.votes import Interrupts, Votes
+
+REPEATS = 10
+
+
+def do_bench(kernel_call: Callable[[], Any], quantiles: Sequence[float] | None = None) -> Any:
+    """Milliseconds of `kernel_call()`, the same on every rank; pass it to @triton.autotune as do_bench=. Collective.
+
+    The median, or a list of the `quantiles`, over a fixed number of repeats, which all ranks start together, of the
+    maximum over ranks. Infinite on every rank, with a warning that says why, if it fails on one: Triton then takes
+    another config. Triton asks each rank apart which configs there are: give all the same. Raises Unsupported where
+    there is no world.
+    """
+    world = current_world("pkt.tune.do_bench")
+    timer, config = timer_of(world), Config()
+    with Interrupts() as interrupts:
+        votes = Votes(world, "by Triton's autotuner", interrupts)
+        times: list[list[float]] = []
+        _, failed = votes.step(lambda: timer.first(config, kernel_call) and None)
+        if not failed:
+            times, failed = votes.step(lambda: timer.times(config, kernel_call, REPEATS))
+    if votes.stopped:
+        raise KeyboardInterrupt
+    if failed:
+        if world.rank == 0:
+            warnings.warn(f"pkt.tune.do_bench: a config is left out: {failed}", stacklevel=2)
+        return math.inf if quantiles is None else [math.inf] * len(quantiles)
+    slowest = [1e3 * max(some) for some in zip(*times)]
+    found = np.quantile(slowest, 0.5 if quantiles is None else quantiles)
+    return float(found) if quantiles is None else found.tolist()

@@ -1,0 +1,148 @@
+"""What earlier runs found, in JSON files that several jobs may share.
+
+A file an operator or kernel, under PKT_TUNE_CACHE or the user's cache directory: {"format": 1, "choices": {case:
+choice}}, where a case is everything that a choice depends on, as text. Only rank 0 reads and writes. A writer holds a
+lock, reads what is there, adds its choice and replaces the file, so readers need no lock and two writers lose nothing.
+A file that is not ours is left as it is, with one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from pkt.runtime.world import World
+from pkt.tune.config import Config
+
+FORMAT = 1
+
+_simulated: dict[
+    str, dict[str, Any]
+] = {}  # choices made on a modelled clock: of this process, they are no measurements
+_warned: set[str] = set()
+
+
+def folder() -> Path:
+    """Where the files are."""
+    given = os.environ.get("PKT_TUNE_CACHE")
+    if given:
+        return Path(given).expanduser()
+    import platformdirs
+
+    return platformdirs.user_cache_path("pkt") / "tune"
+
+
+def case(world: World, source: str, key: Mapping[str, Any]) -> str:
+    """All that a choice depends on: the source of what is tuned ("" for an operator of pkt), the key, the ranks, what
+    they run on, and the versions."""
+    facts = {"source": source, "key": dict(key), "ranks": world.size, **machine(world), **_versions()}
+    return json.dumps(facts, sort_keys=True)
+
+
+def machine(world: World) -> dict[str, Any]:
+    """{"gpu": "NVIDIA H200", "sms": 132, "topology": "peer"}; topology is "multicast" where the world has it. The gpu
+    of a simulated rank is "simulated"."""
+    topology = getattr(world.backend, "topology", None)
+    gpu = topology.gpus[world.rank].name if topology is not None else "simulated"
+    return {"gpu": gpu, "sms": world.num_sms, "topology": "multicast" if world.multicast else "peer"}
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {"pkt": importlib.metadata.version("pkt-triton"), "torch": torch.__version__, "triton": triton.__version__}
+
+
+def load(world: World, what: str, text: str) -> Config | None:
+    """The choice for the case `text`, or None."""
+    if _modelled(world):
+        choice = _simulated.get(what, {}).get(text)
+    else:
+        choice = (_read(_path(what)) or {}).get(text)
+    return None if choice is None else Config.of(choice["config"])
+
+
+def store(world: World, what: str, text: str, config: Config, seconds: float) -> None:
+    """Keep a choice and its time for the case `text`. What keeps it from being written is a warning, not an error."""
+    choice = {"config": dict(config.settings), "seconds": seconds}
+    if _modelled(world):
+        _simulated.setdefault(what, {})[text] = choice
+        return
+    path = _path(what)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            choices = _read(path)
+            if choices is not None:
+                _replace(path, {"format": FORMAT, "choices": {**choices, text: choice}})
+    except OSError as error:
+        _warn(path, f"cannot be written ({error}): what was tuned is forgotten when this process ends")
+
+
+def _modelled(world: World) -> bool:
+    return hasattr(world.backend, "timed")
+
+
+def _path(what: str) -> Path:
+    name = re.sub(r"\W", "_", what)
+    if name != what:  # two names may come to the same
+        name += "-" + hashlib.sha256(what.encode()).hexdigest()[:8]
+    return folder() / f"{name}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The choices of a file, {} where there is none; None, with one warning, if it is not ours."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _warn(path, f"cannot be read ({error}): it is ignored; remove it to tune into a new one")
+        return None
+    choices = content.get("choices") if isinstance(content, dict) and content.get("format") == FORMAT else None
+    if not isinstance(choices, dict) or not all(_is_choice(choice) for choice in choices.values()):
+        _warn(path, f"holds no choices in format {FORMAT}: it is ignored; remove it to tune into a new one")
+        return None
+    return choices
+
+
+def _is_choice(choice: Any) -> bool:
+    config = choice.get("config") if isinstance(choice, dict) else None
+    kept = (str, int, float, list, type(None))  # bool is an int
+    return isinstance(config, dict) and all(isinstance(value, kept) for value in config.values())
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One writer at a time. The lock goes with the process that holds it."""
+    with open(f"{path}.lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    """Readers see the old file or the new one, whole. Under the lock."""
+    fresh = Path(f"{path}.new")
+    with open(fresh, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def _warn(path: Path, what: str) -> None:
+    if str(path) not in _warned:
+        _warned.add(str(path))
+        warnings.warn(f"pkt.tune: {path} {what}", stacklevel=2)

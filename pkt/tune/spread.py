@@ -1,0 +1,55 @@
+"""In which order candidates are tried: the model's, or, where there is none, evenly spread over the space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pkt.tune.config import Config
+
+SEED = 1
+
+
+def by_model(
+    configs: Sequence[Config], predict: Callable[[Config, Mapping[str, Any]], float | None], key: Mapping[str, Any]
+) -> list[tuple[int, float | None]]:
+    """(index, predicted seconds), the fastest first; those of which the model says nothing last, in their order."""
+    predicted = [(i, predict(config, key)) for i, config in enumerate(configs)]
+    return sorted(predicted, key=lambda pair: float("inf") if pair[1] is None else pair[1])
+
+
+def spread(configs: Sequence[Config], count: int, seed: int = SEED) -> list[int]:
+    """Indices: the first `count` are far from each other in every setting, the others follow in their order.
+
+    Each pick is the config that is left nearest to the next point of Roberts's R sequence (2018), the generalised
+    golden ratio's, which covers a box of any dimension evenly however far it is followed.
+    """
+    places = _places(configs)
+    count = min(count, len(configs))
+    dimensions = places.shape[1]
+    ratio = 2.0
+    for _ in range(64):  # the root of x ** (d + 1) = x + 1
+        ratio = (1 + ratio) ** (1 / (dimensions + 1))
+    steps = ratio ** -np.arange(1, dimensions + 1)
+    start = np.random.default_rng(seed).random(dimensions)
+    picked: list[int] = []
+    left = np.ones(len(configs), bool)
+    for n in range(count):
+        distance = np.square(places - (start + n * steps) % 1).sum(1)
+        at = int(np.where(left, distance, np.inf).argmin())
+        left[at] = False
+        picked.append(at)
+    return [*picked, *np.flatnonzero(left).tolist()]
+
+
+def _places(configs: Sequence[Config]) -> np.ndarray:
+    """Each config as a point of the unit box, (configs, settings): where its value stands among those of a setting."""
+    names = list(dict.fromkeys(name for config in configs for name in config)) or [""]
+    places = np.zeros((len(configs), len(names)))
+    for column, name in enumerate(names):
+        values = list(dict.fromkeys(repr(config.settings.get(name)) for config in configs))
+        at = {value: (i + 0.5) / len(values) for i, value in enumerate(values)}
+        places[:, column] = [at[repr(config.settings.get(name))] for config in configs]
+    return places

@@ -1,0 +1,161 @@
+"""What can be tuned: a Triton kernel, or a Python function that launches some. Its arguments, key and source."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction, KernelInterface
+
+from pkt.errors import DtypeError, ShapeError, dtype_text
+from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.world import World, current_world
+from pkt.tune.config import Config
+from pkt.tune.votes import reason
+
+Check = Callable[[Mapping[str, Any], Any], bool]
+"""Whether the arguments, by name, and what was returned (None by a kernel) are right after a run."""
+
+
+class Target:
+    """A kernel or a function, looked at once."""
+
+    def __init__(self, fn: Any, call: str) -> None:
+        """Raises ShapeError if `fn` is neither. call: whose arguments an error message speaks of."""
+        self.fn, self.call = fn, call
+        self.is_kernel = isinstance(fn, KernelInterface)
+        inner = fn
+        while not inspect.isroutine(inner) and hasattr(inner, "fn"):  # JITFunction, and what decorators put around it
+            inner = inner.fn
+        if not callable(inner):
+            raise ShapeError.argument(call, "the first argument", f"{fn!r}", "a @triton.jit kernel or a function")
+        self.python: Callable[..., Any] = inner
+        self.name: str = getattr(inner, "__name__", type(inner).__name__)
+        self.signature = inspect.signature(inner)
+        self.parameters = self.signature.parameters
+        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+
+    def check_names(self, name: str, names: Iterable[str]) -> None:
+        """Raises ShapeError for one that is no parameter."""
+        for found in names:
+            if found not in self.parameters:
+                wanted = f"parameters of {self.name}: {', '.join(self.parameters)}"
+                raise ShapeError.argument(self.call, name, repr(found), wanted)
+
+    def arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, defaults among them, without launch options."""
+        mine = {name: value for name, value in named.items() if self._takes_any or name in self.parameters}
+        bound = self.signature.bind_partial(*args, **mine)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def world(self, arguments: Mapping[str, Any]) -> World:
+        """The world of a call: that given as an argument, that of the first symmetric tensor, or the current one."""
+        for value in arguments.values():
+            if isinstance(value, World):
+                return value
+        for value in arguments.values():
+            if isinstance(value, SymmetricTensor):
+                return value.world
+        return current_world(self.call)
+
+    def source(self, simulated: bool) -> str:
+        """A hash of the text of what is tuned; of a kernel with all that it calls, as Triton has it."""
+        if isinstance(self.fn, JITFunction) and not simulated:  # whose hash is not to be had while `tl` computes
+            return self.fn.cache_key
+        return _hash_of_text(self.python)
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_of_text(python: Callable[..., Any]) -> str:
+    try:
+        text = inspect.getsource(python)
+    except (OSError, TypeError):  # typed in, or made by a program
+        text = f"{python.__module__}.{getattr(python, '__qualname__', python)}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def key_of(
+    call: str, names: Sequence[str], arguments: Mapping[str, Any], bucket: Mapping[str, Callable[[Any], Any]]
+) -> dict[str, Any]:
+    """The case: the named arguments, after `bucket`, tensors as (*shape, dtype); and under "dtypes" those of all
+    tensors, in the order of the parameters."""
+    for name in names:
+        if name not in arguments:
+            raise ShapeError.argument(call, f"key {name!r}", "no value", "an argument of the call")
+    key = {name: _plain(call, name, arguments[name]) for name in names}
+    for name, whole in bucket.items():
+        key[name] = _plain(call, name, whole(key[name]))
+    dtypes = [dtype_text(value.dtype) for value in arguments.values() if isinstance(value, torch.Tensor)]
+    return key | ({"dtypes": ", ".join(dtypes)} if dtypes else {})
+
+
+def _plain(call: str, name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (*value.shape, dtype_text(value.dtype))
+    if isinstance(value, torch.dtype):
+        return dtype_text(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(call, name, part) for part in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise DtypeError.argument(call, f"key {name!r}", type(value).__name__, "a tensor, dtype, number, str or tuple")
+
+
+class Call:
+    """One call of a target, to be made with any config: what pkt.tune.search works on."""
+
+    def __init__(
+        self,
+        target: Target,
+        what: str,
+        grid: Any,
+        args: Sequence[Any],
+        named: Mapping[str, Any],
+        check: Check | None,
+        restore: Sequence[str],
+    ) -> None:
+        self.target, self.what, self.grid, self.args, self.named = target, what, grid, args, named
+        self.arguments = target.arguments(args, named)
+        self._check = check
+        self._saved = {name: self.arguments[name].clone() for name in restore}
+        self.restores = bool(restore)
+
+    def compile(self, configs: Sequence[Config], threads: int) -> dict[int, str]:
+        """A function's kernels are compiled in its first run: what it launches is known to it alone."""
+        if not isinstance(self.target.fn, JITFunction):
+            return {}
+        failures: dict[int, str] = {}
+        compiled: dict[int, Any] = {}
+        with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
+            for i, config in enumerate(configs):
+                try:
+                    compiled[i] = self.target.fn.warmup(*self.args, grid=self.grid, **self.named, **config)
+                except Exception as error:
+                    failures[i] = reason(error)
+        for i, kernel in compiled.items():
+            try:
+                kernel.result()
+            except Exception as error:
+                failures[i] = reason(error)
+        return failures
+
+    def run(self, config: Config) -> Any:
+        if config.pre_hook is not None:
+            config.pre_hook({**self.arguments, **config})
+        fn = self.target.fn[self.grid] if self.target.is_kernel else self.target.fn
+        return fn(*self.args, **self.named, **config)
+
+    def verify(self, config: Config, result: Any) -> None:
+        if self._check is not None and not self._check(self.arguments, result):
+            raise ShapeError.of("the check found a wrong result")
+
+    def restore(self) -> None:
+        for name, saved in self._saved.items():
+            self.arguments[name].copy_(saved)

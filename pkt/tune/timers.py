@@ -1,0 +1,107 @@
+"""How a candidate's time is taken: on GPUs, on the simulator's modelled clock, or read from a record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from pkt.errors import Unsupported
+from pkt.runtime.factories import signals
+from pkt.runtime.world import World
+from pkt.tune.config import Config
+
+FLUSH = 256 << 20  # bytes written to empty L2
+
+
+class Timer(Protocol):
+    """One rank's side of taking times. Made with the world: a class whose only argument that is a World will do."""
+
+    threads: int  # candidates that are compiled at a time before any runs; 0 where nothing is compiled
+
+    def first(self, config: Config, run: Callable[[], Any]) -> Any:
+        """What `run()` returns, its work done. The ranks come here together."""
+
+    def times(self, config: Config, run: Callable[[], Any], repeats: int) -> list[float]:
+        """Seconds on this rank of each of `repeats` runs, which all ranks start together. After `first`."""
+
+
+class CudaTimer:
+    """By events. Everything is queued behind a sleep, so the host's launches do not count; each repeat empties L2 and
+    meets all ranks in a barrier kernel before it starts."""
+
+    threads = 8
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._enqueue = 0.0
+
+    def first(self, config: Config, run: Callable[[], Any]) -> Any:
+        """A second run after it says how long the host takes to queue one."""
+        result = run()
+        self.world.synchronize()
+        start = time.perf_counter()
+        run()
+        self._enqueue = time.perf_counter() - start
+        self.world.synchronize()
+        return result
+
+    def times(self, config: Config, run: Callable[[], Any], repeats: int) -> list[float]:
+        from pkt.tune._gate import gate_kernel
+
+        world, device = self.world, self.world.torch_device
+        flush = world.workspace("tune.flush", lambda: torch.empty(FLUSH, dtype=torch.uint8, device=device))
+        counters = world.workspace("tune.gate", lambda: signals(2, name="tune.gate", world=world))
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        torch.cuda._sleep(int(min(0.6, 0.001 + 1.5 * self._enqueue * repeats) * 2e9))
+        for begin, end in events:
+            flush.zero_()
+            gate_kernel[(1,)](counters, world.device, num_warps=1)
+            begin.record()
+            run()
+            end.record()
+        world.synchronize()
+        return [1e-3 * begin.elapsed_time(end) for begin, end in events]
+
+
+class ClockTimer:
+    """On the simulator's modelled clock, which is the same in every repeat: a candidate runs once."""
+
+    threads = 0
+
+    def __init__(self, world: World) -> None:
+        self._timed: Callable[[Callable[[], Any]], tuple[Any, float]] = world.backend.timed  # type: ignore[attr-defined]
+        self._seconds: dict[Config, float] = {}
+
+    def first(self, config: Config, run: Callable[[], Any]) -> Any:
+        result, self._seconds[config] = self._timed(run)
+        return result
+
+    def times(self, config: Config, run: Callable[[], Any], repeats: int) -> list[float]:
+        return [self._seconds[config]] * repeats
+
+
+class RecordedTimer:
+    """Seconds that somebody else knows: measured earlier, or modelled. Nothing runs."""
+
+    threads = 0
+
+    def __init__(self, seconds: Mapping[Config, float] | Callable[[Config], float]) -> None:
+        self._seconds = seconds if callable(seconds) else seconds.__getitem__
+
+    def first(self, config: Config, run: Callable[[], Any]) -> Any:
+        return None
+
+    def times(self, config: Config, run: Callable[[], Any], repeats: int) -> list[float]:
+        return [self._seconds(config)] * repeats
+
+
+def timer_of(world: World) -> Timer:
+    """The timer of what the world runs on."""
+    if hasattr(world.backend, "timed"):
+        return ClockTimer(world)
+    if world.torch_device.type == "cuda":
+        return CudaTimer(world)
+    raise Unsupported.here("pkt.tune", f"found a world on {world.torch_device}", "give a timer=")

@@ -1,0 +1,150 @@
+"""tune(), which searches, and choice(), which looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pkt.runtime.world import World
+from pkt.tune import cache
+from pkt.tune.config import Config, configs_of
+from pkt.tune.search import MOST, Model, Search, search, slots
+from pkt.tune.spread import by_model, spread
+from pkt.tune.target import Call, Check, Target, key_of
+from pkt.tune.timers import Timer, timer_of
+from pkt.tune.votes import settle
+
+Prune = Callable[[Sequence[Config], Mapping[str, Any]], Iterable[Config]]
+"""Which of the configs are candidates for the arguments of a call, by name; the same on every rank."""
+Bucket = Mapping[str, Callable[[Any], Any]]
+"""Name in a key -> function of its value that gives the one it is remembered by."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What is searched, and how; `tune` says what each is. by_name: the choice does not depend on a source."""
+
+    configs: Sequence[Config]
+    key: Sequence[str] = ()
+    bucket: Bucket = field(default_factory=dict)
+    prune: Prune | None = None
+    model: Model | None = None
+    check: Check | None = None
+    restore: Sequence[str] = ()
+    most: float = MOST
+    timer: Callable[[World], Timer] = timer_of
+    by_name: bool = False
+
+    def candidates(self, call: Call) -> Sequence[Config]:
+        """The configs that are left for a call."""
+        if self.prune is None:
+            return self.configs
+        return configs_of(call.target.call, self.prune(self.configs, call.arguments))
+
+    def case(self, call: Call, world: World, key: Mapping[str, Any]) -> str:
+        """What a choice is remembered by."""
+        simulated = world.torch_device.type == "cpu"
+        return cache.case(world, "" if self.by_name else call.target.source(simulated), key)
+
+
+def tune(
+    what: Any,
+    *args: Any,
+    configs: Iterable[Any],
+    key: Sequence[str] | Mapping[str, Any] = (),
+    grid: Any = None,
+    name: str = "",
+    bucket: Bucket | None = None,
+    prune: Prune | None = None,
+    model: Model | None = None,
+    check: Check | None = None,
+    restore: Sequence[str] = (),
+    most: float = MOST,
+    timer: Callable[[World], Timer] = timer_of,
+    **named: Any,
+) -> Search:
+    """Search for the fastest config of `what(*args, **named)`, and remember it for this machine. Collective.
+
+    what: a `@triton.jit` kernel, launched on `grid` (which may be a function of the settings, as in Triton), or a
+        Python function; a config's settings are passed by keyword.
+    configs: pkt.Config, mappings of settings or triton.Config, the same on every rank.
+    key: names of the arguments that make this case (of tensors shape and dtype count), or the case itself.
+    name: under what pkt.tune.choice finds the result; without it, only the same source does.
+    bucket: name in key -> function of its value that gives the one it is remembered by.
+    prune: which configs are candidates, given the arguments by name.
+    model: predicts the seconds of a config for a key: the first by it are measured; without it some that are evenly
+        spread.
+    check: given the arguments by name and what was returned, whether they are right; a config that is not is dropped.
+    restore: names of tensors that a run changes; they get their values back.
+    most: share of the candidates that is measured at most; 8 are in any case.
+    timer: given the world, how times are taken; the world's own where not given.
+
+    The ranks measure in lock-step: what fails or is wrong on one is dropped on all, with the reason; Ctrl-C on one ends
+    the search on all, with the best so far. The world is a World among the arguments, that of a symmetric tensor among
+    them, or the current one. Raises CandidateMismatch, CollectiveMismatch, NoCandidate, ShapeError, DtypeError.
+    """
+    target = Target(what, "pkt.tune.tune")
+    target.check_names("restore", restore)
+    arguments = target.arguments(args, named)
+    names = () if isinstance(key, Mapping) else tuple(key)
+    case = key if isinstance(key, Mapping) else key_of(target.call, names, arguments, bucket or {})
+    plan = Plan(
+        configs_of(target.call, configs), names, bucket or {}, prune, model, check, restore, most, timer, bool(name)
+    )
+    call = Call(target, name or target.name, grid, args, named, check, restore)
+    return tuned(call, target.world(arguments), case, plan)
+
+
+def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> Search:
+    """Collective: search, and remember what was found unless it was cut short."""
+
+    def order(candidates: Sequence[Config]) -> list[tuple[int, float | None]]:
+        if plan.model is not None:
+            return by_model(candidates, plan.model, key)
+        return [(i, None) for i in spread(candidates, slots(len(candidates), plan.most))]
+
+    candidates, said = settle(world, call.what, key, lambda: plan.candidates(call), order)
+    ordered = [(candidates[i], predicted) for i, predicted in said]
+    found = search(world, plan.timer(world), call, key, ordered, plan.most)
+    if world.rank == 0 and found.best is not None and not found.interrupted:
+        time = next(c.time for c in found.candidates if c.config == found.best)
+        assert time is not None
+        cache.store(world, call.what, plan.case(call, world, key), found.best, time)
+    return found
+
+
+def known(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> Config | None:
+    """Collective: what rank 0 remembers of this case, if it is still a candidate."""
+
+    def offer(candidates: Sequence[Config]) -> int | None:
+        kept = cache.load(world, call.what, plan.case(call, world, key))
+        return candidates.index(kept) if kept in candidates else None
+
+    candidates, at = settle(world, call.what, key, lambda: plan.candidates(call), offer)
+    return None if at is None else candidates[at]
+
+
+def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
+    """The config for the operator `what` in the case `key`: what was tuned here under that name, else what pkt's tables
+    have for the nearest shape, else None. Collective the first time that a world asks; then a look into a dict."""
+    choices: dict[Any, Config | None] = world.workspace("tune.choices", dict)
+    asked = (what, *key.items())
+    if asked not in choices:
+
+        def offer(_: Sequence[Config]) -> dict[str, Any] | None:
+            found = cache.load(world, what, cache.case(world, "", key)) or _tabled(what, key, world)
+            return None if found is None else dict(found.settings)
+
+        _, settings = settle(world, what, key, tuple, offer)
+        choices[asked] = None if settings is None else Config(**settings)
+    return choices[asked]
+
+
+def _tabled(what: str, key: Mapping[str, Any], world: World) -> Config | None:
+    try:
+        from pkt.tune.tables import nearest  # type: ignore[import-not-found]
+    except ModuleNotFoundError:  # until there are tables
+        return None
+    found = nearest(what, key, cache.machine(world)["gpu"], world.size)
+    return None if found is None else Config.of(found)

@@ -1,0 +1,149 @@
+"""The steps that all ranks take together: what one rank finds out, all ranks know before the next step.
+
+Nothing here looks at a clock, and no rank decides alone: a step is what a rank does by itself, and then one exchange of
+what came of it. What fails on one rank has failed on all, and Ctrl-C on one rank is known to all after the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from pkt.errors import CandidateMismatch, CollectiveMismatch, PktError, RankFailed, ranks_text
+from pkt.runtime import wire
+from pkt.runtime.world import World
+from pkt.tune.config import Config
+
+_REASON = 300  # characters of a reason that are kept
+
+
+class Interrupts:
+    """Ctrl-C while it lasts: noted in `asked`, not raised; asked for again, it is raised at once.
+
+    Simulated ranks share a thread, so several may last at a time: the first one takes the signal, the last one gives it
+    back. Where somebody else takes care of Ctrl-C (not the main thread, or it is ignored), nothing is changed.
+    """
+
+    _lasting: list[Interrupts] = []
+    _before: Any = None
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Interrupts:
+        main = threading.current_thread() is threading.main_thread()
+        if not self._lasting and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            Interrupts._before = signal.signal(signal.SIGINT, _note)
+        self._lasting.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lasting.remove(self)
+        if not self._lasting and Interrupts._before is not None:
+            signal.signal(signal.SIGINT, Interrupts._before)
+            Interrupts._before = None
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    again = all(one.asked for one in Interrupts._lasting)
+    for one in Interrupts._lasting:
+        one.asked = True
+    if again:
+        raise KeyboardInterrupt
+
+
+class Votes:
+    """One rank's side of the steps of a search. `stopped`: some rank was asked to stop, by Ctrl-C."""
+
+    def __init__(self, world: World, what: str, interrupts: Interrupts) -> None:
+        self.world, self.interrupts = world, interrupts
+        self.stopped = False
+        self._call = f"tuning {what}"
+
+    def step(self, alone: Callable[[], Any]) -> tuple[list[Any], str]:
+        """Collective: every rank's `alone()`, JSON values in rank order, and "" or why it failed, naming ranks.
+
+        An exception on any rank is a failure on all, except where the world itself was lost, which is raised.
+        """
+        value, failed, error = None, "", None
+        try:
+            value = alone()
+        except KeyboardInterrupt:  # where the signal is not ours to take
+            self.interrupts.asked = True
+            failed = "interrupted"
+        except Exception as raised:
+            failed, error = reason(raised), raised
+            self.world.synchronize()  # raises again if waits were cut short: such a world is of no more use
+        try:
+            said = self.world.backend.exchange([value, failed, self.interrupts.asked], self._call)
+        except PktError as lost:
+            raise lost from error
+        self.stopped = self.stopped or any(asked for _, _, asked in said)
+        return [v for v, _, _ in said], ranks_text({r: f for r, (_, f, _) in enumerate(said) if f})
+
+
+def settle(
+    world: World,
+    what: str,
+    key: Mapping[str, Any],
+    candidates: Callable[[], Sequence[Config]],
+    offer: Callable[[Sequence[Config]], Any],
+) -> tuple[Sequence[Config], Any]:
+    """Collective: this rank's candidates, which are those of every rank, and what rank 0 offers.
+
+    offer: called on rank 0 with the candidates; what it returns pkt.runtime.wire carries. Raises CollectiveMismatch if
+    the ranks tune different things, CandidateMismatch if they have different candidates in any order, and on all ranks
+    what `candidates` or `offer` raised on one.
+    """
+    mine: Sequence[Config] = ()
+    said: dict[str, Any] = {"case": f"tune {what} for {case_text(key)}"}
+    error: Exception | None = None
+    try:
+        mine = candidates()
+        said["digest"] = hashlib.sha256("\n".join(c.text for c in mine).encode()).hexdigest()
+        if world.rank == 0:
+            said["offer"] = wire.encode(offer(mine), "tune")
+    except Exception as raised:
+        error, said["failed"] = raised, traceback.format_exc()
+    everybody = world.backend.exchange(said, "tune")
+    if error is not None:
+        raise error
+    for rank, other in enumerate(everybody):
+        if "failed" in other:
+            raise RankFailed.raised(rank, other["failed"])
+    cases = {rank: other["case"] for rank, other in enumerate(everybody)}
+    if len(set(cases.values())) > 1:
+        raise CollectiveMismatch.calls(cases)
+    if len({other["digest"] for other in everybody}) > 1:
+        _name_difference(world, what, mine)
+    return mine, wire.decode(everybody[0]["offer"])
+
+
+def _name_difference(world: World, what: str, mine: Sequence[Config]) -> None:
+    """Collective: raise CandidateMismatch with the first difference of each rank from rank 0."""
+    first = world.broadcast([config.text for config in mine])
+    at = next((i for i, (a, b) in enumerate(zip(first, mine)) if a != b.text), min(len(first), len(mine)))
+    places = [place for place in world.all_gather_object(at if at < max(len(first), len(mine)) else -1) if place >= 0]
+    shown = min(places)
+    text = repr(mine[shown]) if shown < len(mine) else "none"
+    said = world.all_gather_object(f"{len(mine)} configs, number {shown} is {text}")
+    raise CandidateMismatch.differs(what, dict(enumerate(said)))
+
+
+def case_text(key: Mapping[str, Any]) -> str:
+    """`m=8192, dtype=bf16`."""
+    return ", ".join(f"{name}={value}" for name, value in key.items()) or "every case"
+
+
+def reason(error: BaseException) -> str:
+    """An exception as a line."""
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return (f"{name}: {text}" if text else name)[:_REASON]

@@ -49,7 +49,7 @@ def settings(operator: str, variant: str) -> dict[str, Any] | None:
 def key(operator: str, N: int, size: int) -> dict[str, Any]:
     """The product that a rank computes, in the benchmark's case N."""
     shape = {"M": N, "N": N // size, "K": N} if operator == "all_gather_matmul" else {"M": N, "N": N, "K": N // size}
-    return {**shape, "dtype": "bfloat16", "size": size}
+    return {**shape, "dtype": "bf16", "size": size}
 
 
 def operator_table(operator: str) -> dict[str, Any]:

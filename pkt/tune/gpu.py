@@ -91,7 +91,7 @@ _DEPTH = math.log2(1.5)
 @functools.cache
 def link_curves() -> Mapping[str, Any]:
     """pkt/tune/tables/link.json, which names its source: mechanism -> points (programs or bytes, GB/s)."""
-    return json.loads(files("pkt.tune").joinpath("tables", "link.json").read_text(encoding="utf-8"))
+    return json.loads(files("pkt.tune.tables").joinpath("link.json").read_text(encoding="utf-8"))
 
 
 def interpolated(points: Sequence[Sequence[float]], x: float) -> float:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pkt.errors import dtype_text
 from pkt.tune.config import Config
 from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
@@ -32,7 +33,7 @@ TASK = 3.4e-6
 """Seconds from a pushed task's first load to its signal, beside the time on the links."""
 DEFAULT_TILES = (128, 128, 64)
 DEFAULT_UNIT = (64, 64, 1)
-ITEMSIZE = {"bfloat16": 2, "float16": 2}
+ITEMSIZE = {"bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class _Case:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], key: Mapping[str, Any]) -> _Case | None:
-        itemsize = ITEMSIZE.get(str(key.get("dtype")).removeprefix("torch."))
+        itemsize = ITEMSIZE.get(dtype_text(key.get("dtype")))
         shape = [key.get(name, 0) for name in ("M", "N", "K", "size")]
         if itemsize is None or min(shape) < 1:
             return None

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pkt.errors import Unsupported
+from pkt.errors import Unsupported, dtype_text
 from pkt.tune.config import Config, space
 from pkt.tune.gpu import H200, Gpu
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 ACCUMULATORS = 128
 """fp32 accumulators of a thread; with more of them the operands spill."""
@@ -29,11 +29,11 @@ def operator_space(what: str, key: Mapping[str, Any], gpu: Gpu = H200, gluon: bo
     them. gpu: whose SMs and shared memory count. gluon: whether the Gluon forms run there; they are left out where the
     case does not suit them. Raises Unsupported for an operator or dtype that has no space.
     """
-    dtype = str(key.get("dtype")).removeprefix("torch.")
+    dtype = dtype_text(key.get("dtype"))
     for name, found, known in (("operator", what, _SPACES), ("dtype", dtype, ITEMSIZE)):
         if found not in known:
             raise Unsupported.here("pkt tune", f"found {name} {found!r}", f"wanted {' or '.join(map(repr, known))}")
-    gluon = gluon and dtype != "float32" and key["size"] in GLUON_RANKS
+    gluon = gluon and dtype != "fp32" and key["size"] in GLUON_RANKS
     return _SPACES[what](key, ITEMSIZE[dtype], gpu, gluon)
 
 

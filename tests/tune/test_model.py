@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkt.tune import table
+from pkt.tune import tables
 from pkt.tune.config import Config
 from pkt.tune.gpu import H200, interpolated, link_curves, link_rate
 from pkt.tune.model import MODELS, Estimate, error, estimate, overlapped, tile_seconds, waves
@@ -123,7 +123,7 @@ def test_links_fill_up(mechanism):
 @pytest.mark.parametrize("what", MODELS)
 def test_the_model_s_error_and_its_ranking(what):
     median, worst, loss = HELD[what]
-    searches = table.measured(what)
+    searches = tables.measured(what)
     assert len(searches) >= 3
     found = error(c for search in searches for c in search.candidates)
     assert found.count == sum(len(search.candidates) for search in searches)
@@ -138,7 +138,7 @@ def test_a_wrong_model_would_be_noticed():
     """What the ranking test holds, by the same measurements and a model that says the opposite."""
     for what in MODELS:
         losses = []
-        for search in table.measured(what):
+        for search in tables.measured(what):
             ranked = sorted(search.candidates, key=lambda c: -c.predicted)
             losses.append(min(c.time for c in ranked[:3]) / min(c.time for c in ranked) - 1)
         assert max(losses) > 10 * max(HELD[what][2], 0.01)

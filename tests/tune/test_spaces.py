@@ -8,7 +8,7 @@ import torch
 
 import pkt
 from pkt.errors import Unsupported
-from pkt.tune import table
+from pkt.tune import tables
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 from pkt.tune.spaces import operator_space
@@ -74,7 +74,7 @@ def test_gluon_where_it_can_run():
 @pytest.mark.parametrize("what", MODELS)
 def test_the_best_measured_are_in_the_space_or_next_to_it(what):
     """Of the settings that the measured best of each size has, the space has those that matter."""
-    for search in table.measured(what):
+    for search in tables.measured(what):
         found = operator_space(what, search.key)
         same = [
             config
@@ -96,7 +96,7 @@ def test_the_model_says_something_of_every_candidate(what):
 def test_what_has_no_space():
     with pytest.raises(Unsupported, match=r"found operator 'ring_attention'.*'all_gather_matmul' or"):
         operator_space("ring_attention", key(1, 1, 1))
-    with pytest.raises(Unsupported, match=r"found dtype 'float64'.*'bfloat16'"):
+    with pytest.raises(Unsupported, match=r"found dtype 'fp64'.*'bf16'"):
         operator_space("matmul_all_reduce", key(1, 1, 1, "float64"))
 
 

@@ -1,4 +1,4 @@
-"""Tuned tables: what was measured on H200, shipped with pkt, and a good config for a shape that was not.
+"""Tables: what was measured on H200, shipped with pkt, and a good config for a shape that was not.
 
 pkt/tune/tables/<operator>.json is written by benchmarks/tuned.py from benchmarks/results/, which each file names with
 its commit and date: for every measured case all right settings, as keywords of the operator, with their times.
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from pkt.errors import dtype_text
 from pkt.tune.config import Config
 from pkt.tune.model import MODELS
 from pkt.tune.search import Candidate, Search
@@ -49,7 +50,7 @@ def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | 
     """
     if min(key.get(axis, 0) for axis in AXES) < 1:
         return None
-    table, dtype = _table(what), str(key.get("dtype")).removeprefix("torch.")
+    table, dtype = _table(what), dtype_text(key.get("dtype"))
     near = []
     for entry in table.get("entries", ()):
         there = entry["key"]
@@ -70,5 +71,5 @@ def source(what: str) -> Mapping[str, Any]:
 
 @functools.cache
 def _table(what: str) -> dict[str, Any]:
-    path = files("pkt.tune").joinpath("tables", f"{what}.json")
+    path = files(__name__).joinpath(f"{what}.json")
     return json.loads(path.read_text(encoding="utf-8")) if what in MODELS and path.is_file() else {}

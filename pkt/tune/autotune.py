@@ -112,9 +112,9 @@ class Autotuned:
         if len(plan.configs) == 1:
             return plan.configs[0]
         key = key_of(call, plan.key, self.target.arguments(args, named), plan.bucket)
-        case = case_text(key)
-        if case in chosen:
-            return chosen[case]
+        case, whole = case_text(key), ("key", *key.items())
+        if whole in chosen:
+            return chosen[whole]
         if capturing(world):
             found = f"the case {case} is not known yet, and a CUDA graph is being captured"
             raise Unsupported.here(f"rank {world.rank}: {call}", found, "call it once before the capture")
@@ -129,7 +129,7 @@ class Autotuned:
             config = search.best
             if config is None:  # interrupted before there was anything to keep
                 raise KeyboardInterrupt
-        chosen[case] = config
+        chosen[whole] = config
         return config
 
 

@@ -44,6 +44,11 @@ class Candidate:
         """Median of the times, in seconds."""
         return statistics.median(self.times) if self.times else None
 
+    @property
+    def scatter(self) -> float:
+        """From the least of the times to the greatest, in seconds."""
+        return max(self.times) - min(self.times)
+
 
 @dataclass(frozen=True)
 class Search:
@@ -97,10 +102,10 @@ def search(
     """Collective: the fastest of the candidates, by successive halving.
 
     order: the same on every rank, with predicted seconds. The first ones that compile and run everywhere, as many as
-    `slots` says, are measured REPEATS times. Of these the faster half stays, less those whose fastest repeat is slower
-    than the best one's slowest, and has its repeats doubled, until one is left, or what is left is within CLOSE of the
-    best, or has MOST_REPEATS. A time is the median over repeats of the maximum over ranks; of equal ones the first in
-    order is taken. Raises NoCandidate if every one was dropped.
+    `slots` says, are measured REPEATS times. Of these the faster half stays, less those that are further behind the
+    best than the times of both scatter, and has its repeats doubled, until one is left, or what is left is within CLOSE
+    of the best, or has MOST_REPEATS. A time is the median over repeats of the maximum over ranks; of equal ones the
+    first in order is taken. Raises NoCandidate if every one was dropped.
     """
     start = time.perf_counter()
     with Interrupts() as interrupts, progress(work.what, slots(len(order), most), world.rank == 0) as advance:
@@ -196,10 +201,11 @@ class _State:
         """Look at the best ones again, and again, until it is clear which is fastest."""
         left = self.ranked()
         while len(left) > 1 and not self.votes.stopped:
-            times = [self.candidates[i].times for i in left[: max(2, math.ceil(len(left) / 2))]]
-            rivals = [i for i, some in zip(left, times) if min(some) <= max(times[0])]
-            far = [i for i in rivals if self.median(i) > self.median(left[0]) * (1 + CLOSE)]
-            repeats = len(times[0])
+            best, time = self.candidates[left[0]], self.median(left[0])
+            half = left[: max(2, math.ceil(len(left) / 2))]
+            rivals = [i for i in half if self.median(i) - time <= self.candidates[i].scatter + best.scatter]
+            far = any(self.median(i) > time * (1 + CLOSE) for i in rivals)
+            repeats = len(best.times)
             if not far or repeats >= MOST_REPEATS:
                 return
             for i in rivals:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from pkt.tune.config import Config
 
-SEED = 1
+SEED = 0  # torch's scrambling covers some axes badly for others: seed 1 leaves half of the second one out
 
 
 def by_model(
@@ -23,22 +24,15 @@ def by_model(
 def spread(configs: Sequence[Config], count: int, seed: int = SEED) -> list[int]:
     """Indices: the first `count` are far from each other in every setting, the others follow in their order.
 
-    Each pick is the config that is left nearest to the next point of Roberts's R sequence (2018), the generalised
-    golden ratio's, which covers a box of any dimension evenly however far it is followed.
+    Each pick is the config, of those that are left, nearest to the next point of a scrambled Sobol sequence.
     """
     places = _places(configs)
     count = min(count, len(configs))
-    dimensions = places.shape[1]
-    ratio = 2.0
-    for _ in range(64):  # the root of x ** (d + 1) = x + 1
-        ratio = (1 + ratio) ** (1 / (dimensions + 1))
-    steps = ratio ** -np.arange(1, dimensions + 1)
-    start = np.random.default_rng(seed).random(dimensions)
+    points = torch.quasirandom.SobolEngine(places.shape[1], scramble=True, seed=seed).draw(count).double().numpy()
     picked: list[int] = []
     left = np.ones(len(configs), bool)
-    for n in range(count):
-        distance = np.square(places - (start + n * steps) % 1).sum(1)
-        at = int(np.where(left, distance, np.inf).argmin())
+    for point in points:
+        at = int(np.where(left, np.square(places - point).sum(1), np.inf).argmin())
         left[at] = False
         picked.append(at)
     return [*picked, *np.flatnonzero(left).tolist()]

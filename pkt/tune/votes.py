@@ -75,8 +75,10 @@ class Votes:
         value, failed, error = None, "", None
         try:
             value = alone()
-        except KeyboardInterrupt:  # where the signal is not ours to take
-            self.interrupts.asked = True
+        except KeyboardInterrupt:
+            if self.interrupts.asked:
+                raise
+            self.interrupts.asked = True  # where the signal was not ours to take
             failed = "interrupted"
         except Exception as raised:
             failed, error = reason(raised), raised

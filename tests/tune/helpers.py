@@ -1,0 +1,55 @@
+"""A timer that can do all that a real one can: be noisy, slow on one rank, fail, hang up and lie."""
+
+import random
+from dataclasses import dataclass, field
+
+from pkt.tune.config import Config
+from pkt.tune.timers import RecordedTimer
+
+
+def candidates(count):
+    """Config(n=0), Config(n=1), ..."""
+    return [Config(n=n) for n in range(count)]
+
+
+def anything(n):
+    """What is tuned where only the timer matters."""
+
+
+@dataclass
+class Rough(RecordedTimer):
+    """`seconds(n)` for Config(n=n), times 1 + noise, later on the ranks in `slow`; what `fails` maps (rank, n) to is
+    raised in `where`, once per call. Counts what it was asked for."""
+
+    world: object
+    seconds: object = lambda n: 1e-3
+    noise: float = 0.0
+    seed: int = 0
+    slow: tuple = ()
+    fails: dict = field(default_factory=dict)
+    where: str = "first"
+    then: object = None  # called with (rank, n) before each of `times`
+
+    def __post_init__(self):
+        super().__init__(lambda config: self.seconds(config["n"]))
+        self.random = random.Random(f"{self.seed} {self.world.rank}")
+        self.asked = []  # (n, repeats)
+
+    threads = 0
+
+    def first(self, config, run):
+        self._fail("first", config["n"])
+        return run()
+
+    def times(self, config, run, repeats):
+        n = config["n"]
+        self.asked.append((n, repeats))
+        if self.then:
+            self.then(self.world.rank, n)
+        self._fail("times", n)
+        late = 1.5 if self.world.rank in self.slow else 1.0
+        return [t * late * (1 + self.noise * self.random.random()) for t in super().times(config, run, repeats)]
+
+    def _fail(self, where, n):
+        if where == self.where and (self.world.rank, n) in self.fails:
+            raise self.fails[self.world.rank, n]

@@ -1,0 +1,201 @@
+"""What is kept between runs: by what, by whom, and what happens to files that others write or break."""
+
+import json
+import os
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from pkt.tune import autotune, cache, choice, tune
+from pkt.tune.config import Config
+from tests.runtime.conftest import run as in_threads
+from tests.runtime.forked import in_worlds
+from tests.runtime.forked import run as in_processes
+
+from .helpers import Rough, anything, candidates
+
+
+def tuned(size=1, key=None, name="op", best=2, **options):
+    """Tune `name` on threads so that Config(n=best) is chosen."""
+
+    def main(world):
+        return tune(
+            anything, configs=candidates(4), key=key or {}, name=name,
+            timer=lambda w: Rough(w, lambda n: 1.0 + abs(n - best)), **options,
+        )  # fmt: skip
+
+    return in_threads(size, main)[0]
+
+
+def looked_up(size=1, key=None, name="op"):
+    return in_threads(size, lambda world: choice(name, key or {}, world))
+
+
+def content(folder, name="op"):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------------------- what is kept
+def test_a_choice_is_found_again(own_cache):
+    tuned(key={"m": 64, "shape": (1, 2)})
+    assert looked_up(key={"m": 64, "shape": (1, 2)}) == [Config(n=2)]
+    assert looked_up(key={"shape": (1, 2), "m": 64}) == [Config(n=2)], "the order of a key says nothing"
+    (choice_kept,) = content(own_cache)["choices"].values()
+    assert choice_kept == {"config": {"n": 2}, "seconds": 1.0}
+
+
+@pytest.mark.parametrize("change", ["key", "name", "size", "gpu", "versions"])
+def test_any_other_case_is_another_choice(change, monkeypatch):
+    tuned(key={"m": 64})
+    machine = cache.machine
+    if change == "gpu":
+        monkeypatch.setattr(cache, "machine", lambda world: {**machine(world), "gpu": "another"})
+    if change == "versions":
+        monkeypatch.setattr(cache, "_versions", lambda: {"pkt": "next"})
+    size = 2 if change == "size" else 1
+    found = looked_up(size, {"m": 65 if change == "key" else 64}, "other" if change == "name" else "op")
+    assert found == [None] * size
+
+
+def test_two_cases_live_in_one_file(own_cache):
+    tuned(key={"m": 1}, best=1)
+    tuned(key={"m": 2}, best=2)
+    tuned(key={"m": 1}, best=3)
+    assert len(content(own_cache)["choices"]) == 2
+    assert looked_up(key={"m": 1}) == [Config(n=3)]
+    assert looked_up(key={"m": 2}) == [Config(n=2)]
+
+
+def test_a_source_that_changed_is_another_case(own_cache):
+    def first(n):
+        return n
+
+    def second(n):
+        return n + 0
+
+    second.__name__ = "first"
+    for fn in (first, second, first):
+        in_threads(1, lambda world, fn=fn: tune(fn, configs=candidates(3), timer=Rough))
+    assert len(content(own_cache, "first")["choices"]) == 2
+
+
+def test_a_second_look_is_no_collective():
+    def main(world):
+        found = [choice("op", {"m": 1}, world)]
+        world.backend.exchange = None
+        found.append(choice("op", {"m": 1}, world))
+        with pytest.raises(TypeError):  # another case is
+            choice("op", {"m": 2}, world)
+        return found
+
+    tuned(2, key={"m": 1})
+    assert in_threads(2, main) == [[Config(n=2)] * 2] * 2
+
+
+def test_rank_0_reads_for_all(tmp_path):
+    """Each rank has a cache of its own with another choice in it; rank 1 has none."""
+
+    def main(world):
+        os.environ["PKT_TUNE_CACHE"] = str(tmp_path / str(world.rank))
+        with world:
+            if world.rank != 1:
+                cache.store(world, "op", cache.case(world, "", {}), Config(n=world.rank), 1.0)
+            return choice("op", {}, world)
+
+    assert [end.value for end in in_worlds(3, main)] == [Config(n=0)] * 3
+
+
+def test_names_that_are_no_file_names(own_cache):
+    tuned(name="a/b c")
+    tuned(name="a_b/c", best=1)
+    assert looked_up(name="a/b c") == [Config(n=2)]
+    assert looked_up(name="a_b/c") == [Config(n=1)]
+    assert all(path.parent == own_cache for path in own_cache.rglob("*.json"))
+
+
+def test_without_the_variable_it_is_the_users_cache(monkeypatch, tmp_path):
+    import platformdirs
+
+    monkeypatch.delenv("PKT_TUNE_CACHE")
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    tuned()
+    assert content(tmp_path / "pkt" / "tune")["format"] == cache.FORMAT
+
+
+# -------------------------------------------------------------------------------------------------- files of others
+BROKEN = {
+    "cut off": '{"format": 1, "choi',
+    "empty": "",
+    "bytes": b"\xff\xfe\x00",
+    "a list": "[1, 2]",
+    "somebody else's": '{"name": "thing", "version": 2}',
+    "of a later format": '{"format": 2, "choices": {}}',
+    "choices that are none": '{"format": 1, "choices": {"case": {"config": [1]}}}',
+    "values that are none": '{"format": 1, "choices": {"case": {"config": {"n": {"x": 1}}}}}',
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_file_that_is_not_ours_is_ignored_with_one_warning(text, own_cache):
+    own_cache.mkdir()
+    path = own_cache / "op.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    before = path.read_bytes()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert looked_up(2) == [None, None]
+        assert tuned(2).best == Config(n=2)
+        assert looked_up(2) == [None, None]
+    said = [str(w.message) for w in caught if "pkt.tune" in str(w.message)]
+    assert len(said) == 1
+    assert str(path) in said[0]
+    assert "remove it" in said[0]
+    assert path.read_bytes() == before, "it may be somebody's"
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PKT_TUNE_CACHE", str(tmp_path / "file" / "x"))
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert tuned(2).best == Config(n=2)
+
+
+def test_a_choice_that_is_no_candidate_any_more_is_searched_again():
+    def once(count):
+        fn = autotune(candidates(count), timer=lambda w: Rough(w, lambda n: 9.0 - n))(lambda world, n: n)
+        return in_threads(2, fn)
+
+    assert once(8) == [7, 7]
+    assert once(4) == [3, 3]
+
+
+# ------------------------------------------------------------------------------------------------------------- races
+def test_jobs_that_write_at_once_lose_nothing(own_cache):
+    """8 processes, 40 choices each into one file; a reader meanwhile finds it whole."""
+
+    measured = SimpleNamespace(backend=None)
+
+    def job(number):
+        path = cache._path("op")
+        for i in range(40):
+            if number == 0:
+                assert cache._read(path) is not None
+                continue
+            cache.store(measured, "op", f"{number} {i}", Config(n=i), 1.0)
+        return "done"
+
+    ends = in_processes(8, job)
+    assert [end.value for end in ends] == ["done"] * 8, [end.error for end in ends]
+    kept = content(own_cache)["choices"]
+    assert set(kept) == {f"{number} {i}" for number in range(1, 8) for i in range(40)}
+
+
+def test_a_writer_that_died_is_in_nobodys_way(own_cache):
+    """It leaves its lock, which goes with it, and half of a new file."""
+    own_cache.mkdir()
+    (own_cache / "op.json.lock").touch()
+    (own_cache / "op.json.new").write_text('{"format": 1, "cho')
+    tuned()
+    assert looked_up() == [Config(n=2)]
+    assert not (own_cache / "op.json.new").exists()

@@ -1,0 +1,327 @@
+"""Which candidates are measured, how often, and which one wins: ties, noise, failures, votes."""
+
+import math
+from collections import Counter
+
+import pytest
+
+from pkt.errors import CandidateMismatch, CollectiveMismatch, NoCandidate, RankFailed, WaitTimeout
+from pkt.tune import RecordedTimer, tune
+from pkt.tune import search as rules
+from pkt.tune.config import Config, space
+from tests.runtime.conftest import run as in_threads
+
+from .helpers import Rough, anything, candidates
+
+
+def searched(size, count=8, configs=None, options=None, **rough):
+    """Every rank's Search, and its timer's list of what it was asked for."""
+
+    def main(world):
+        timers = []
+
+        def timer(world):
+            timers.append(Rough(world, **rough))
+            return timers[0]
+
+        found = tune(anything, configs=configs or candidates(count), timer=timer, **(options or {}))
+        return found, timers[0].asked
+
+    results = in_threads(size, main)
+    assert all(found == results[0][0] for found, _ in results), "the ranks disagree"
+    assert all(asked == results[0][1] for _, asked in results), "the ranks measured different things"
+    return results[0]
+
+
+# -------------------------------------------------------------------------------------------------- how many, how often
+@pytest.mark.parametrize(
+    ("count", "most", "measured"), [(1, 0.12, 1), (8, 0.12, 8), (50, 0.12, 8), (100, 0.12, 12), (100, 1.0, 100)]
+)
+def test_the_budget_is_a_share_of_the_space_and_at_least_eight(count, most, measured):
+    found, asked = searched(1, count, seconds=lambda n: 1.0 + n, options={"most": most})
+    assert len({n for n, _ in asked}) == measured
+    assert sum(bool(c.times) for c in found.candidates) == measured
+    assert len(found.candidates) == count
+
+
+def test_a_clear_winner_is_not_measured_again():
+    found, asked = searched(2, 100, seconds=lambda n: 1.0 + abs(n - 40), options={"most": 1.0})
+    assert found.best == Config(n=40)
+    assert asked == [(c.config["n"], rules.REPEATS) for c in found.candidates]
+
+
+def test_noise_is_met_with_repeats_of_ever_fewer():
+    """All within 10% of noise: after each round at most half of the candidates are measured again, twice as often."""
+    found, asked = searched(2, 16, seconds=lambda n: 1.0 + 0.01 * n, noise=0.1, seed=3, options={"most": 1.0})
+    rounds = Counter(repeats for _, repeats in asked[16:])
+    assert rounds[3] <= 8
+    assert rounds[6] <= 4
+    assert rounds[12] <= 2
+    assert max(len(c.times) for c in found.candidates) <= rules.MOST_REPEATS
+    assert len(asked) > 16, "nothing was looked at again"
+    assert found.best["n"] <= 3
+
+
+def test_two_that_overlap_are_measured_to_the_end():
+    found, asked = searched(1, 2, seconds=lambda n: 1.0 + 0.05 * n, noise=0.2, seed=1)
+    assert [repeats for _, repeats in asked] == [3, 3, 3, 3, 6, 6, 12, 12]
+    assert [len(c.times) for c in found.candidates] == [24, 24]
+
+
+def test_what_is_too_close_to_matter_is_not_measured_again():
+    _, asked = searched(1, 8, seconds=lambda n: 1.0 + 0.0001 * n, noise=0.001)
+    assert len(asked) == 8
+
+
+def test_of_equal_times_the_first_in_order_wins():
+    found, _ = searched(3, 8, seconds=lambda n: 1.0)
+    assert found.best == found.candidates[0].config
+
+
+def test_a_time_is_the_median_over_repeats_of_the_maximum_over_ranks():
+    """Candidate 0 is fast but for rank 1, where it is slow; candidate 1 is the same everywhere."""
+
+    class OneSlow(Rough):
+        def times(self, config, run, repeats):
+            super().times(config, run, repeats)
+            slow, fast = ([2.0, 9.0, 2.0], [2.0, 2.0, 2.0]) if config["n"] else ([3.0, 3.0, 8.0], [1.0, 1.0, 1.0])
+            return ((slow if self.world.rank else fast) * 8)[:repeats]
+
+    def main(world):
+        return tune(anything, configs=candidates(2), timer=OneSlow)
+
+    first, second = in_threads(2, main)
+    assert first == second
+    assert {c.config["n"]: c.times[:3] for c in first.candidates} == {0: (3.0, 3.0, 8.0), 1: (2.0, 9.0, 2.0)}
+    assert [c.time for c in sorted(first.candidates, key=lambda c: c.config["n"])] == [3.0, 2.0]
+    assert first.best == Config(n=1)
+
+
+# ------------------------------------------------------------------------------------------------------------ the order
+def test_the_model_says_what_is_measured():
+    def model(config, key):
+        return None if config["n"] == 0 else abs(config["n"] - key["near"])
+
+    found, asked = searched(
+        2, 100, seconds=lambda n: 1.0 + n, options={"most": 0.1, "model": model, "key": {"near": 50}}
+    )
+    assert {n for n, _ in asked} == {46, 47, 48, 49, 50, 51, 52, 53, 54, 45}
+    assert found.best == Config(n=45)
+    assert found.candidates[0].predicted == 0
+    assert found.candidates[-1] == rules.Candidate(Config(n=0))
+
+
+def test_rank_0_alone_asks_the_model():
+    def main(world):
+        def model(config, key):
+            assert world.rank == 0
+            return config["n"] % 4
+
+        return tune(anything, configs=candidates(8), model=model, timer=Rough)
+
+    found = in_threads(3, main)
+    assert found[0] == found[1] == found[2]
+
+
+def test_without_a_model_the_order_is_spread_and_fixed():
+    configs = space(a=range(10), b=range(10))
+
+    def main(world):
+        return tune(anything_of_two, configs=configs, timer=lambda w: RecordedTimer(lambda config: 1.0))
+
+    found = in_threads(1, main)[0]
+    measured = [c.config for c in found.candidates if c.times]
+    assert len(measured) == 12
+    assert [c.config for c in in_threads(1, main)[0].candidates] == [c.config for c in found.candidates]
+    assert sorted({(c["a"] // 5, c["b"] // 5) for c in measured}) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({c["a"] for c in measured}) > 6
+    assert len({c["b"] for c in measured}) > 6
+
+
+def anything_of_two(a, b):
+    """As `anything`, with two settings."""
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+@pytest.mark.parametrize("where", ["first", "times"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no such luck"), WaitTimeout.of("rank 1: it took too long")], ids=["fails", "times out"]
+)
+def test_what_fails_on_one_rank_is_dropped_on_all(where, error):
+    found, _ = searched(3, seconds=lambda n: 1.0 + n, where=where, fails={(1, 0): error})
+    dropped = {c.config["n"]: c.dropped for c in found.candidates if c.dropped}
+    assert dropped == {0: f"rank 1: {type(error).__name__}: {error}"}
+    assert found.best == Config(n=1)
+
+
+def test_reasons_of_several_ranks_are_kept():
+    fails = {(0, 2): ValueError("a"), (2, 2): ValueError("a"), (1, 2): KeyError("b")}
+    found, _ = searched(3, seconds=lambda n: 3.0 - n, count=3, fails=fails)
+    assert {c.dropped for c in found.candidates} == {"", "ranks 0, 2: ValueError: a; rank 1: KeyError: 'b'"}
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, 0.0, -1.0])
+def test_times_that_are_none_drop_a_candidate(time):
+    found, _ = searched(2, seconds=lambda n: 1.0 if n else time)
+    assert [c.config["n"] for c in found.candidates if c.dropped] == [0]
+    assert next(c.dropped for c in found.candidates if c.dropped) == f"ranks 0, 1: took {time} s"
+
+
+def test_a_wrong_result_on_one_rank_is_dropped_on_all():
+    def main(world):
+        def square(x, n):
+            return x * n + (world.rank == 1 and n == 3)
+
+        return tune(
+            square, 2, configs=candidates(8), timer=lambda w: Rough(w, lambda n: 9.0 - n),
+            check=lambda arguments, result: result % arguments["x"] == 0,
+        )  # fmt: skip
+
+    found = in_threads(3, main)
+    assert found[0] == found[1] == found[2]
+    dropped = {c.config["n"]: c.dropped for c in found[0].candidates if c.dropped}
+    assert list(dropped) == [3]
+    assert dropped[3].startswith("rank 1: ")
+    assert "wrong result" in dropped[3]
+    assert found[0].best == Config(n=7)
+
+
+def test_others_take_the_place_of_those_that_fail():
+    """The budget counts what was measured."""
+    fails = {(0, n): RuntimeError("no") for n in range(0, 100, 2)}
+    found, asked = searched(1, 100, seconds=lambda n: 1.0 + n, fails=fails)
+    assert len({n for n, _ in asked}) == 12
+    assert all(n % 2 for n, _ in asked)
+
+
+def test_nothing_left_is_an_error_on_every_rank():
+    def main(world):
+        fails = {(1, n): RuntimeError(f"no {n}") for n in range(8)}
+        with pytest.raises(NoCandidate, match=r"tuning anything: every candidate.*\n.*Config\(n=\d\): rank 1: .* no"):
+            tune(anything, configs=candidates(8), timer=lambda w: Rough(w, fails=fails))
+        return world.all_gather_object("still here")
+
+    in_threads(2, main)
+
+
+def test_what_does_not_compile_on_one_rank_is_dropped_on_all():
+    """Before anything runs, and not one by one."""
+
+    class Compiling:
+        what, restores = "kernel", False
+
+        def __init__(self, world):
+            self.world, self.ran, self.batches = world, [], []
+
+        def compile(self, configs, threads):
+            assert threads == 4
+            self.batches.append(len(configs))
+            return {i: "out of registers" for i, c in enumerate(configs) if c["n"] % 3 == 0 and self.world.rank == 1}
+
+        def run(self, config):
+            self.ran.append(config["n"])
+
+        def verify(self, config, result):
+            pass
+
+    def main(world):
+        work, timer = Compiling(world), Rough(world, lambda n: 1.0 + n)
+        timer.threads = 4
+        found = rules.search(world, timer, work, {}, [(c, None) for c in candidates(12)], most=0.5)
+        return found.best, work.ran, work.batches, [c.dropped for c in found.candidates]
+
+    first, second = in_threads(2, main)
+    assert first == second
+    best, ran, batches, dropped = first
+    assert best == Config(n=1)
+    assert ran == [1, 2, 4, 5, 7, 8, 10, 11]
+    assert batches == [8, 3, 1]
+    assert dropped[0] == "rank 1: out of registers"
+    assert dropped[1] == ""
+
+
+# ------------------------------------------------------------------------------------------------------ different lists
+def test_different_lists_are_an_error_on_every_rank():
+    def main(world):
+        configs = candidates(8)
+        if world.rank == 2:
+            configs[5] = Config(n=77)
+        with pytest.raises(CandidateMismatch) as caught:
+            tune(anything, configs=configs, timer=Rough)
+        return str(caught.value)
+
+    said = in_threads(3, main)
+    assert said[0] == said[1] == said[2]
+    assert "ranks 0, 1: 8 configs, number 5 is Config(n=5); rank 2: 8 configs, number 5 is Config(n=77)" in said[0]
+
+
+def test_a_list_that_ends_sooner_is_different_too():
+    def main(world):
+        with pytest.raises(
+            CandidateMismatch, match=r"rank 0: 3 configs, number 3 is none; rank 1: 4 configs, number 3 is"
+        ):
+            tune(anything, configs=candidates(3 + world.rank), timer=Rough)
+
+    in_threads(2, main)
+
+
+def test_different_cases_are_an_error_on_every_rank():
+    def main(world):
+        with pytest.raises(CollectiveMismatch, match="rank 0: tune anything for m=0; rank 1: tune anything for m=1"):
+            tune(anything, configs=candidates(3), key={"m": world.rank}, timer=Rough)
+
+    in_threads(2, main)
+
+
+def test_pruning_that_raises_on_one_rank_is_an_error_on_every_rank():
+    def main(world):
+        def prune(configs, arguments):
+            if world.rank == 1:
+                raise ZeroDivisionError("in prune")
+            return configs[: arguments["x"]]
+
+        with pytest.raises(ZeroDivisionError if world.rank == 1 else RankFailed, match="in prune"):
+            tune(lambda x, n: None, 3, configs=candidates(8), prune=prune, timer=Rough)
+
+    in_threads(2, main)
+
+
+def test_pruning_leaves_the_candidates():
+    def main(world):
+        def prune(configs, arguments):
+            return [c for c in configs if c["n"] % arguments["x"] == 0]
+
+        return tune(lambda x, n: None, 3, configs=candidates(8), prune=prune, timer=Rough)
+
+    assert sorted(c.config["n"] for c in in_threads(2, main)[0].candidates) == [0, 3, 6]
+
+
+def test_a_model_that_raises_is_an_error_on_every_rank():
+    def main(world):
+        def model(config, key):
+            raise ZeroDivisionError("in model")
+
+        with pytest.raises(RankFailed if world.rank else ZeroDivisionError, match="in model"):
+            tune(anything, configs=candidates(8), model=model, timer=Rough)
+
+    in_threads(2, main)
+
+
+# -------------------------------------------------------------------------------------------------------------- restore
+def test_what_a_run_changes_gets_its_value_back():
+    import torch
+
+    def main(world):
+        x = torch.full((3,), 5.0)
+        seen = []
+
+        def add(x, n):
+            seen.append(x[0].item())
+            x += 1
+
+        tune(add, x, configs=candidates(4), restore=["x"], timer=Rough)
+        return seen, x.tolist()
+
+    for seen, x in in_threads(2, main):
+        assert seen == [5.0] * 4
+        assert x == [5.0] * 3

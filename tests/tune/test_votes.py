@@ -1,0 +1,175 @@
+"""Ranks that are processes: Ctrl-C on one of them, ranks that leave, worlds beside each other."""
+
+import os
+import signal
+import threading
+from functools import partial
+
+import pytest
+
+from pkt.errors import PeerLost
+from pkt.runtime.rendezvous import prepare
+from pkt.tune import choice, tune
+from pkt.tune.autotune import autotune
+from pkt.tune.config import Config
+from pkt.tune.votes import Interrupts
+from tests.runtime.forked import fake_world, in_worlds
+from tests.runtime.forked import run as in_processes
+
+from .helpers import Rough, anything, candidates
+
+
+def press(rank, n, times=1):
+    """Ctrl-C on `rank` while it measures candidate `n`."""
+
+    def then(here, measured):
+        if (here, measured) == (rank, n):
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return then
+
+
+def main_thread(main):
+    """As a script has it: Ctrl-C raises KeyboardInterrupt."""
+
+    def with_handler(world):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with world:
+            return main(world)
+
+    return with_handler
+
+
+def values(ends):
+    errors = [end.error for end in ends if end.error]
+    assert not errors, errors
+    return [end.value for end in ends]
+
+
+# ------------------------------------------------------------------------------------------------------------ Ctrl-C
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_interrupt_on_one_rank_keeps_the_best_so_far_on_all(rank):
+    def main(world):
+        rough = partial(Rough, seconds=lambda n: 9.0 - n, then=press(rank, 3))
+        found = tune(anything, configs=candidates(8), model=lambda c, key: c["n"], name="op", timer=rough)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "given back"
+        return found, choice("op", {}, world)
+
+    found = values(in_worlds(3, main_thread(main)))
+    assert found[0] == found[1] == found[2]
+    search, kept = found[0]
+    assert search.interrupted
+    assert search.best == Config(n=3), "which was measured to its end"
+    assert [bool(c.times) for c in search.candidates] == [True] * 4 + [False] * 4
+    assert kept is None, "the next run searches again"
+
+
+def test_autotune_goes_on_with_the_best_so_far():
+    def main(world):
+        rough = partial(Rough, seconds=lambda n: 9.0 - n, then=press(1, 4))
+        fn = autotune(candidates(8), model=lambda c, key: c["n"], timer=rough)(lambda n: n)
+        return fn(), fn()
+
+    assert values(in_worlds(2, main_thread(main))) == [(4, 4)] * 2
+
+
+def test_an_interrupt_before_anything_is_known_ends_all_ranks():
+    def main(world):
+        def pressed(n):
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            autotune(candidates(8), timer=Rough)(pressed)()
+        return world.all_gather_object("still here")
+
+    assert values(in_worlds(2, main_thread(main))) == [["still here"] * 2] * 2
+
+
+def test_pressed_again_it_is_raised_at_once():
+    class Hanging(Rough):
+        def first(self, config, run):
+            if self.world.rank == 0:
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGINT)
+                threading.Event().wait(20)
+
+    def main(world):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(PeerLost if world.rank else KeyboardInterrupt), world:
+            tune(anything, configs=candidates(8), timer=Hanging)
+
+    ends = in_worlds(2, main)
+    values(ends)
+    assert max(end.after for end in ends) < 10
+
+
+def test_where_somebody_else_minds_the_signal_it_stays_theirs():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_interrupts_that_last_together_share_the_signal():
+    """As simulated ranks do, in any order of leaving."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        first, second = Interrupts(), Interrupts()
+        with first:
+            second.__enter__()
+            os.kill(os.getpid(), signal.SIGINT)
+        assert first.asked
+        assert second.asked
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        second.__exit__(None, None, None)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# -------------------------------------------------------------------------------------------------------- leaving
+def test_a_rank_that_dies_is_named_and_nobody_hangs():
+    def main(world):
+        def die(rank, n):
+            if rank == 1 and n == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with world, pytest.raises(PeerLost, match="rank 1"):
+            tune(anything, configs=candidates(8), timer=partial(Rough, then=die))
+
+    ends = in_worlds(3, main)
+    assert ends[1].died == signal.SIGKILL
+    assert [end.error for end in ends if end.rank != 1] == [None, None]
+
+
+# ------------------------------------------------------------------------------------------------------- subgroups
+def test_worlds_over_subgroups_tune_by_themselves():
+    """4 processes in one world and in two of two ranks, where other configs are fast, in other numbers."""
+    whole, halves = prepare(), [prepare(), prepare()]
+
+    def main(process):
+        everyone = fake_world(whole, process, 4)
+        half = process // 2
+        with everyone:
+            with fake_world(halves[half], process % 2, 2) as mine:
+                count = 4 + 4 * half
+                rough = partial(Rough, seconds=lambda n: 1.0 + abs(n - 3 * half), slow=(half,))
+                alone = tune(anything, configs=candidates(count), key={"half": half}, timer=rough)
+                assert mine.size == 2
+            together = tune(anything, configs=candidates(8), timer=partial(Rough, seconds=lambda n: 9.0 - n))
+        return alone, together
+
+    try:
+        found = values(in_processes(4, main))
+    finally:
+        for meeting in (whole, *halves):
+            meeting.remove()
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert [found[0][0].best["n"], found[2][0].best["n"]] == [0, 3]
+    assert [len(found[0][0].candidates), len(found[2][0].candidates)] == [4, 8]
+    assert {together.best["n"] for _, together in found} == {7}

@@ -14,9 +14,12 @@ from pkt.tune.config import Config
 from pkt.tune.model import error
 from pkt.tune.search import Candidate, Search
 
+SHOWN = 24
+"""Rows of the table at most."""
+
 
 def explain(search: Search) -> Group:
-    """A search as a table for rich.print: those measured, the fastest first, then why the others were dropped.
+    """A search as a table for rich.print: the fastest of those measured, then why the others were dropped.
 
     Columns: place by time, place by the model, the settings in which candidates differ, predicted and median time in
     ms, the prediction over the median, and the spread of the repeats, (greatest - least) / median. Below it: what all
@@ -28,21 +31,24 @@ def explain(search: Search) -> Group:
     measured = sorted((c for c in search.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
     case = ", ".join(f"{name}={value}" for name, value in search.key.items())
     table = Table(title=f"{search.what}: {case}", title_justify="left")
-    for name in ("#", "by model", "predicted, ms", "measured, ms", "off", "spread"):
+    # Without a model there is nothing to set beside what was measured.
+    names = ["#", "by model", "predicted, ms", "measured, ms", "off", "spread"]
+    shown = [name for name in names if by_model or name not in ("by model", "predicted, ms", "off")]
+    for name in shown:
         table.add_column(name, justify="right")
     table.add_column("settings", overflow="fold")
-    for at, c in enumerate(measured, 1):
+    for at, c in enumerate(measured[:SHOWN], 1):
         assert c.time is not None
-        table.add_row(
-            str(at),
-            str(place.get(c.config, "")),
-            "" if c.predicted is None else milliseconds(c.predicted),
-            milliseconds(c.time),
-            "" if c.predicted is None else _percent(c.predicted / c.time - 1),
-            f"{(max(c.times) - min(c.times)) / c.time:.0%}" if len(c.times) > 1 else "",
-            text_of(c.config, varied),
-            style="bold" if c.config == search.best else None,
-        )
+        cells = {
+            "#": str(at),
+            "by model": str(place.get(c.config, "")),
+            "predicted, ms": "" if c.predicted is None else milliseconds(c.predicted),
+            "measured, ms": milliseconds(c.time),
+            "off": "" if c.predicted is None else _percent(c.predicted / c.time - 1),
+            "spread": f"{(max(c.times) - min(c.times)) / c.time:.0%}" if len(c.times) > 1 else "",
+        }
+        style = "bold" if c.config == search.best else None
+        table.add_row(*(cells[name] for name in shown), text_of(c.config, varied), style=style)
     return Group(table, *(Text(line) for line in _lines(search, measured, by_model, varied, common)))
 
 
@@ -52,6 +58,8 @@ def _lines(
     """What stands below the table."""
     count = f"{len(measured)} of {len(search.candidates)} measured"
     lines = [f"{count} in {search.seconds:.1f} s" if search.seconds else count]
+    if len(measured) > SHOWN:
+        lines.append(f"shown: the first {SHOWN}; the slowest took {milliseconds(measured[-1].time or 0.0)} ms")
     if search.interrupted:
         lines[0] += ", then interrupted: the best so far"
     if common:

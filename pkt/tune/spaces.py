@@ -8,12 +8,14 @@ operand and moves it once for every column of tiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pkt.errors import Unsupported, dtype_text
 from pkt.tune.config import Config, space
 from pkt.tune.gpu import H200, Gpu
+from pkt.tune.search import Model
+from pkt.tune.spread import spread
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -76,6 +78,18 @@ _SPACES: Mapping[str, Callable[[Mapping[str, Any], int, Gpu, bool], list[Config]
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
 }
+
+
+def thinned(configs: Sequence[Config], model: Model, key: Mapping[str, Any], alike: int) -> list[Config]:
+    """At most `alike` of the configs of which the model predicts the same time, far from each other in every setting.
+
+    A model cannot tell apart what it does not know of; the first by it would be neighbours that differ in nothing else.
+    """
+    same: dict[float | None, list[Config]] = {}
+    for config in configs:
+        same.setdefault(model(config, key), []).append(config)
+    picked = (range(len(group)) if len(group) <= alike else spread(group, alike)[:alike] for group in same.values())
+    return [group[i] for group, places in zip(same.values(), picked) for i in places]
 
 
 # --------------------------------------------------------------------------------------------------------------- tiles

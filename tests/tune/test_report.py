@@ -67,10 +67,17 @@ def test_what_stands_below():
 def test_without_a_model_and_interrupted():
     some = (Candidate(Config(x=1), None, (1e-3,)), Candidate(Config(x=2)))
     text = printed(Search("kernel", {}, some, Config(x=1), 0.0, interrupted=True))
-    assert cells(text) == [["1", "", "", "1", "", "", "x=1"]]
+    assert cells(text) == [["1", "1", "", "x=1"]]
     assert "1 of 2 measured, then interrupted: the best so far" in text.splitlines()
     assert "1 not measured" in text.splitlines()
     assert "model" not in text.split("settings")[1]
+
+
+def test_a_long_search_is_cut_short():
+    some = tuple(Candidate(Config(x=n), None, (n * 1e-3,)) for n in range(1, 31))
+    text = printed(Search("kernel", {}, some, Config(x=1), 0.0))
+    assert [row[0] for row in cells(text)] == [str(n) for n in range(1, 25)]
+    assert "shown: the first 24; the slowest took 30 ms" in text.splitlines()
 
 
 def test_a_search_that_found_nothing():

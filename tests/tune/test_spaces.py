@@ -1,6 +1,7 @@
 """The operators' spaces: not too few, not too many, and nothing in them that cannot run."""
 
 import inspect
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from pkt.errors import Unsupported
 from pkt.tune import tables
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
-from pkt.tune.spaces import operator_space
+from pkt.tune.spaces import operator_space, thinned
 
 GLUON_ONLY = {"unit", "push_rows", "nap"}
 SHAPES = [(512, 512, 512), (4096, 1024, 4096), (32768, 8192, 32768), (1000, 1000, 1000), (3000, 520, 7000)]
@@ -124,3 +125,17 @@ def test_candidates_run(what):
     found = operator_space(what, key(rows, 48, 32, "float16", size=2), replace(H200, sms=8), gluon=False)
     picked = found[:: max(1, len(found) // 6)]
     assert pkt.launch(multiply, ranks=2, device="cpu", args=(what, picked), sms=8) == [len(picked)] * 2
+
+
+def test_thinned_keeps_some_of_what_the_model_cannot_tell_apart():
+    case = key(8192, 2048, 8192)
+    found, model = operator_space("all_gather_matmul", case), MODELS["all_gather_matmul"]
+    kept = thinned(found, model, case, 3)
+    everything, some = (Counter(model(config, case) for config in configs) for configs in (found, kept))
+    assert set(everything) == set(some)
+    assert all(some[seconds] == min(3, everything[seconds]) for seconds in everything)
+    assert max(everything.values()) > 6
+    # not three neighbours: they differ in what the model does not see
+    first = min(everything, key=lambda seconds: (-everything[seconds], seconds))
+    alike = [config for config in kept if model(config, case) == first]
+    assert {config["push_rows"] for config in alike} == {0, 1}

@@ -69,6 +69,15 @@ def source(what: str) -> Mapping[str, Any]:
     return _table(what).get("source", {})
 
 
+def entry(search: Search) -> dict[str, Any]:
+    """A search as it stands in a table: the case, and each candidate that was measured and right, the fastest first."""
+    measured = sorted((c for c in search.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
+    rows = [
+        {"settings": dict(c.config), "seconds": c.time, "low": min(c.times), "high": max(c.times)} for c in measured
+    ]
+    return {"key": dict(search.key), "measured": rows}
+
+
 @functools.cache
 def _table(what: str) -> dict[str, Any]:
     path = files(__name__).joinpath(f"{what}.json")

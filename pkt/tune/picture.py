@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,7 @@ def draw(searches: Sequence[Search], setting: str = "num_comm_sms", title: str =
     so that sizes can be compared; the legend has that one's time, and a dot is where it is. Raises Unsupported if no
     candidate with `setting` has a time, ImportError without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise ImportError("the picture needs matplotlib: pip install 'pkt-triton[plot]'") from e
-
-    figure = Figure(figsize=(8.0, 4.5), dpi=160, facecolor="white", layout="constrained")
+    figure = _figure()
     axes = figure.add_subplot()
     ticks: set[float] = set()
     for at, search in enumerate(searches):
@@ -59,6 +55,22 @@ def draw(searches: Sequence[Search], setting: str = "num_comm_sms", title: str =
     return figure
 
 
+def _figure() -> Figure:
+    """An empty one, which a notebook shows where it is the value of a cell."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ImportError("the picture needs matplotlib: pip install 'pkt-triton[plot]'") from e
+
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    return Picture(figsize=(8.0, 4.5), dpi=120, facecolor="white", layout="constrained")
+
+
 def _line(search: Search, setting: str, seconds: Callable[[Candidate], float | None]) -> dict[Any, float]:
     """Value of `setting` -> the least seconds of a candidate with it, in the order of the values."""
     least: dict[Any, float] = {}
@@ -74,9 +86,11 @@ def _points(line: dict[Any, float], least: float) -> tuple[list[Any], list[float
 
 
 def _size(search: Search) -> str:
-    """`8192 x 2048 x 8192`, or whatever the key of the search has."""
-    shape = [str(search.key[name]) for name in ("M", "N", "K") if name in search.key]
-    return " x ".join(shape) or ", ".join(f"{k}={v}" for k, v in search.key.items()) or search.what
+    """`8192 x 2048 x 8192`, or whatever of it the key of the search has, or all that it has."""
+    shape = {name: search.key[name] for name in ("M", "N", "K") if name in search.key}
+    if len(shape) == 3:
+        return " x ".join(map(str, shape.values()))
+    return ", ".join(f"{name}={value}" for name, value in (shape or search.key).items()) or search.what
 
 
 def _style(axes: Any, setting: str, title: str) -> None:

@@ -30,7 +30,7 @@ def explain(search: Search) -> Group:
     place = {c.config: at for at, c in enumerate(by_model, 1)}
     measured = sorted((c for c in search.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
     case = ", ".join(f"{name}={value}" for name, value in search.key.items())
-    table = Table(title=f"{search.what}: {case}", title_justify="left")
+    table = Table()
     # Without a model there is nothing to set beside what was measured.
     names = ["#", "by model", "predicted, ms", "measured, ms", "off", "spread"]
     shown = [name for name in names if by_model or name not in ("by model", "predicted, ms", "off")]
@@ -49,7 +49,11 @@ def explain(search: Search) -> Group:
         }
         style = "bold" if c.config == search.best else None
         table.add_row(*(cells[name] for name in shown), text_of(c.config, varied), style=style)
-    return Group(table, *(Text(line) for line in _lines(search, measured, by_model, varied, common)))
+    return Group(
+        Text(f"{search.what}: {case}", style="bold"),
+        table,
+        *(Text(line) for line in _lines(search, measured, by_model, varied, common)),
+    )
 
 
 def _lines(

@@ -11,6 +11,7 @@ import torch
 from pkt.errors import ShapeError, Unsupported
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
+from pkt.tune.compiling import only_compiling
 from pkt.tune.config import Config, configs_of
 from pkt.tune.search import MOST, Model, Search
 from pkt.tune.target import Call, Check, Target, key_of
@@ -79,7 +80,9 @@ class Autotuned:
         chosen: dict[Any, Config] = world.workspace(("tune.autotune", self), dict)
         case = self._case(args, named)
         config = chosen.get(case)
-        if config is None:
+        if config is None and only_compiling():  # inside something else that is tuned, which is about to run
+            config = self.plan.configs[0]
+        elif config is None:
             config = chosen[case] = self._choose(world, chosen, grid, args, named)
         if config.pre_hook is not None:
             config.pre_hook({**self.target.arguments(args, named), **config})

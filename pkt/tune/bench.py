@@ -30,9 +30,9 @@ def do_bench(kernel_call: Callable[[], Any], quantiles: Sequence[float] | None =
     with Interrupts() as interrupts:
         votes = Votes(world, "by Triton's autotuner", interrupts)
         times: list[list[float]] = []
-        _, failed = votes.step(lambda: timer.first(config, kernel_call) and None)
+        _, failed = votes.step(lambda: timer.first(config, kernel_call) and None, "the first run")
         if not failed:
-            times, failed = votes.step(lambda: timer.times(config, kernel_call, REPEATS))
+            times, failed = votes.step(lambda: timer.times(config, kernel_call, REPEATS), "measuring")
     if votes.stopped:
         raise KeyboardInterrupt
     if failed:

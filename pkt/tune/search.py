@@ -71,8 +71,8 @@ class Work(Protocol):
 
     what: str
 
-    def compile(self, configs: Sequence[Config], threads: int) -> dict[int, str]:
-        """Compile all, run none: the index of each that cannot be, and why."""
+    def compile(self, configs: Sequence[Config], threads: int, begin: float) -> dict[int, str]:
+        """Compile all, launch none: the index of each that cannot be, and why. begin: where in the list to begin."""
 
     def run(self, config: Config) -> Any:
         """Launch once."""
@@ -155,12 +155,13 @@ class _State:
         if not self.timer.threads:
             return list(batch)
         configs = [self.candidates[i].config for i in batch]
+        world = self.votes.world
 
         def alone() -> dict[str, str]:  # JSON's keys are text
-            failures = self.work.compile(configs, self.timer.threads)
+            failures = self.work.compile(configs, self.timer.threads, world.rank / world.size)
             return {str(batch[n]): why for n, why in failures.items()}
 
-        values, failed = self.votes.step(alone)
+        values, failed = self.votes.step(alone, "compiling")
         for i in batch:
             reasons = {rank: said[str(i)] for rank, said in enumerate(values) if said and str(i) in said}
             if failed or reasons:
@@ -176,9 +177,9 @@ class _State:
 
         failed = ""
         if work.restores:  # and nobody runs before every rank has
-            _, failed = self.votes.step(work.restore)
+            _, failed = self.votes.step(work.restore, "restore")
         if not failed:
-            _, failed = self.votes.step(alone)
+            _, failed = self.votes.step(alone, f"the first run of {config}")
         if failed:
             self.drop(i, failed)
         return not failed
@@ -187,7 +188,9 @@ class _State:
         """`repeats` more times of candidate `i`."""
         candidate = self.candidates[i]
         config = candidate.config
-        values, failed = self.votes.step(lambda: self.timer.times(config, lambda: self.work.run(config), repeats))
+        values, failed = self.votes.step(
+            lambda: self.timer.times(config, lambda: self.work.run(config), repeats), f"measuring {config}"
+        )
         if not failed:
             failed = ranks_text({r: _odd(times, repeats) for r, times in enumerate(values) if _odd(times, repeats)})
         if failed:

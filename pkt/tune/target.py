@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-import triton
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from pkt.errors import DtypeError, ShapeError, dtype_text
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
+from pkt.tune.compiling import compile_all
 from pkt.tune.config import Config
-from pkt.tune.votes import reason
 
 Check = Callable[[Mapping[str, Any], Any], bool]
 """Whether the arguments, by name, and what was returned (None by a kernel) are right after a run."""
@@ -72,7 +70,7 @@ class Target:
         return _hash_of_text(self.python)
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def _hash_of_text(python: Callable[..., Any]) -> str:
     try:
         text = inspect.getsource(python)
@@ -89,11 +87,16 @@ def key_of(
     for name in names:
         if name not in arguments:
             raise ShapeError.argument(call, f"key {name!r}", "no value", "an argument of the call")
-    key = {name: _plain(call, name, arguments[name]) for name in names}
+    key = plain_key(call, {name: arguments[name] for name in names})
     for name, whole in bucket.items():
         key[name] = _plain(call, name, whole(key[name]))
     dtypes = [dtype_text(value.dtype) for value in arguments.values() if isinstance(value, torch.Tensor)]
     return key | ({"dtypes": ", ".join(dtypes)} if dtypes else {})
+
+
+def plain_key(call: str, key: Mapping[str, Any]) -> dict[str, Any]:
+    """A key as it is sent and kept: tensors as (*shape, dtype), dtypes by their short names."""
+    return {name: _plain(call, name, value) for name, value in key.items()}
 
 
 def _plain(call: str, name: str, value: Any) -> Any:
@@ -127,24 +130,9 @@ class Call:
         self._saved = {name: self.arguments[name].clone() for name in restore}
         self.restores = bool(restore)
 
-    def compile(self, configs: Sequence[Config], threads: int) -> dict[int, str]:
-        """A function's kernels are compiled in its first run: what it launches is known to it alone."""
-        if not isinstance(self.target.fn, JITFunction):
-            return {}
-        failures: dict[int, str] = {}
-        compiled: dict[int, Any] = {}
-        with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
-            for i, config in enumerate(configs):
-                try:
-                    compiled[i] = self.target.fn.warmup(*self.args, grid=self.grid, **self.named, **config)
-                except Exception as error:
-                    failures[i] = reason(error)
-        for i, kernel in compiled.items():
-            try:
-                kernel.result()
-            except Exception as error:
-                failures[i] = reason(error)
-        return failures
+    def compile(self, configs: Sequence[Config], threads: int, begin: float) -> dict[int, str]:
+        """As pkt.tune.search.Work says; collective where the call is."""
+        return compile_all([partial(self.run, config) for config in configs], threads, begin)
 
     def run(self, config: Config) -> Any:
         if config.pre_hook is not None:

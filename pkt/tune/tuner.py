@@ -11,7 +11,7 @@ from pkt.tune import cache
 from pkt.tune.config import Config, configs_of
 from pkt.tune.search import MOST, Model, Search, search, slots
 from pkt.tune.spread import by_model, spread
-from pkt.tune.target import Call, Check, Target, key_of
+from pkt.tune.target import Call, Check, Target, key_of, plain_key
 from pkt.tune.timers import Timer, timer_of
 from pkt.tune.votes import settle
 
@@ -88,7 +88,10 @@ def tune(
     target.check_names("restore", restore)
     arguments = target.arguments(args, named)
     names = () if isinstance(key, Mapping) else tuple(key)
-    case = key if isinstance(key, Mapping) else key_of(target.call, names, arguments, bucket or {})
+    if isinstance(key, Mapping):
+        case = plain_key(target.call, key)
+    else:
+        case = key_of(target.call, names, arguments, bucket or {})
     plan = Plan(
         configs_of(target.call, configs), names, bucket or {}, prune, model, check, restore, most, timer, bool(name)
     )
@@ -131,12 +134,13 @@ def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
     choices: dict[Any, Config | None] = world.workspace("tune.choices", dict)
     asked = (what, *key.items())
     if asked not in choices:
+        case = plain_key("pkt.tune.choice", key)
 
         def offer(_: Sequence[Config]) -> dict[str, Any] | None:
-            found = cache.load(world, what, cache.case(world, "", key)) or _tabled(what, key, world)
+            found = cache.load(world, what, cache.case(world, "", case)) or _tabled(what, case, world)
             return None if found is None else dict(found.settings)
 
-        _, settings = settle(world, what, key, tuple, offer)
+        _, settings = settle(world, what, case, tuple, offer)
         choices[asked] = None if settings is None else Config(**settings)
     return choices[asked]
 

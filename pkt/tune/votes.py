@@ -67,25 +67,27 @@ class Votes:
         self.stopped = False
         self._call = f"tuning {what}"
 
-    def step(self, alone: Callable[[], Any]) -> tuple[list[Any], str]:
+    def step(self, alone: Callable[[], Any], doing: str) -> tuple[list[Any], str]:
         """Collective: every rank's `alone()`, JSON values in rank order, and "" or why it failed, naming ranks.
 
-        An exception on any rank is a failure on all, except where the world itself was lost, which is raised.
+        An exception on any rank is a failure on all, except where the world itself was lost: that is raised, with a
+        note of what this rank was `doing`.
         """
         value, failed, error = None, "", None
         try:
-            value = alone()
-        except KeyboardInterrupt:
-            if self.interrupts.asked:
-                raise
-            self.interrupts.asked = True  # where the signal was not ours to take
-            failed = "interrupted"
-        except Exception as raised:
-            failed, error = reason(raised), raised
-            self.world.synchronize()  # raises again if waits were cut short: such a world is of no more use
-        try:
+            try:
+                value = alone()
+            except KeyboardInterrupt:
+                if self.interrupts.asked:
+                    raise
+                self.interrupts.asked = True  # where the signal was not ours to take
+                failed = "interrupted"
+            except Exception as raised:
+                failed, error = reason(raised), raised
+                self.world.synchronize()  # raises again if waits were cut short: such a world is of no more use
             said = self.world.backend.exchange([value, failed, self.interrupts.asked], self._call)
         except PktError as lost:
+            lost.add_note(f"rank {self.world.rank} was {self._call}: {doing}")
             raise lost from error
         self.stopped = self.stopped or any(asked for _, _, asked in said)
         return [v for v, _, _ in said], ranks_text({r: f for r, (_, f, _) in enumerate(said) if f})

@@ -213,9 +213,9 @@ def test_what_does_not_compile_on_one_rank_is_dropped_on_all():
         def __init__(self, world):
             self.world, self.ran, self.batches = world, [], []
 
-        def compile(self, configs, threads):
-            assert threads == 4
-            self.batches.append(len(configs))
+        def compile(self, configs, threads, begin):
+            assert (threads, begin) == (4, self.world.rank / 2)
+            self.batches.append([c["n"] for c in configs])
             return {i: "out of registers" for i, c in enumerate(configs) if c["n"] % 3 == 0 and self.world.rank == 1}
 
         def run(self, config):
@@ -232,10 +232,10 @@ def test_what_does_not_compile_on_one_rank_is_dropped_on_all():
 
     first, second = in_threads(2, main)
     assert first == second
-    best, ran, batches, dropped = first
+    assert first[2] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11]]
+    best, ran, _, dropped = first
     assert best == Config(n=1)
     assert ran == [1, 2, 4, 5, 7, 8, 10, 11]
-    assert batches == [8, 3, 1]
     assert dropped[0] == "rank 1: out of registers"
     assert dropped[1] == ""
 

@@ -7,12 +7,13 @@ from functools import partial
 
 import pytest
 
-from pkt.errors import PeerLost
+from pkt.errors import PeerLost, WaitTimeout
 from pkt.runtime.rendezvous import prepare
 from pkt.tune import choice, tune
 from pkt.tune.autotune import autotune
 from pkt.tune.config import Config
 from pkt.tune.votes import Interrupts
+from tests.runtime.conftest import run as in_threads
 from tests.runtime.forked import fake_world, in_worlds
 from tests.runtime.forked import run as in_processes
 
@@ -144,6 +145,24 @@ def test_a_rank_that_dies_is_named_and_nobody_hangs():
     ends = in_worlds(3, main)
     assert ends[1].died == signal.SIGKILL
     assert [end.error for end in ends if end.rank != 1] == [None, None]
+
+
+def test_a_world_whose_waits_were_cut_short_is_not_tuned_on():
+    """Its kernels would all fail: the error that says who waited for what is worth more."""
+
+    def main(world):
+        def aborted():
+            raise WaitTimeout.of(f"rank {world.rank}: who waits for what")
+
+        def hang(n):
+            world.backend.synchronize = aborted
+            aborted()
+
+        with pytest.raises(WaitTimeout, match=f"rank {world.rank}: who waits") as caught:
+            tune(hang, configs=candidates(8), model=lambda c, key: c["n"], timer=Rough)
+        assert caught.value.__notes__ == [f"rank {world.rank} was tuning hang: the first run of Config(n=0)"]
+
+    in_threads(2, main)
 
 
 # ------------------------------------------------------------------------------------------------------- subgroups

@@ -1,0 +1,112 @@
+"""Compiling what a call would launch, without launching it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+import triton
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+from pkt.tune.votes import reason
+
+
+def compile_all(calls: Sequence[Callable[[], Any]], threads: int, begin: float) -> dict[int, str]:
+    """Make every call with launches that only compile, in order, then compile in `threads`: the index of each call of
+    which a kernel could not be compiled, and why.
+
+    begin: where in the list of kernels to begin, from 0 to 1. The ranks of a host share Triton's cache, so each begins
+    elsewhere and finds there what others have done. What a call itself raises is not a failure: with nothing computed
+    its host code may see anything, and its first run will tell.
+    """
+    launched: list[_Launched] = []
+    later = _Later()
+    with triton.AsyncCompileMode(later, ignore_errors=True):
+        for call in calls:
+            with _compiling() as found, contextlib.suppress(Exception):
+                call()
+            launched.append(found)
+        later.run(threads, begin)
+    return {i: why for i, found in enumerate(launched) if (why := found.failure())}
+
+
+class _Launched:
+    """What a call would have launched: kernels that are compiled, or will be; and why one could not even be begun."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Any] = []
+        self.refused = ""
+
+    def failure(self) -> str:
+        try:
+            for kernel in self.kernels:
+                if hasattr(kernel, "result"):  # else it was compiled before
+                    kernel.result()
+        except Exception as error:
+            return reason(error)
+        return self.refused
+
+
+_threads: set[int] = set()  # whose launches only compile
+
+
+def only_compiling() -> bool:
+    """Whether launches of this thread compute nothing now, so that no time can be taken."""
+    return threading.get_ident() in _threads
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[_Launched]:
+    """While it lasts, this thread's launches only compile, and Triton's own autotuner compiles all its configs."""
+    launch, tune, thread, found = JITFunction.run, Autotuner.run, threading.get_ident(), _Launched()
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        if not only_compiling():
+            return launch(self, *args, grid=grid, warmup=warmup, **named)
+        try:
+            found.kernels.append(launch(self, *args, grid=grid, warmup=True, **named))
+        except Exception as error:
+            found.refused = reason(error)
+            raise
+        return found.kernels[-1]
+
+    def autotuned(self: Autotuner, *args: Any, warmup: bool = False, **named: Any) -> Any:
+        return self.warmup(*args, **named) if only_compiling() else tune(self, *args, warmup=warmup, **named)
+
+    JITFunction.run, Autotuner.run = run, autotuned
+    _threads.add(thread)
+    try:
+        yield found
+    finally:
+        JITFunction.run, Autotuner.run = launch, tune
+        _threads.discard(thread)
+
+
+class _Later(Executor):
+    """Takes tasks down, and runs them when told to."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[Future, Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **named: Any) -> Future:
+        future: Future = Future()
+        self.tasks.append((future, lambda: fn(*args, **named)))
+        return future
+
+    def run(self, threads: int, begin: float) -> None:
+        """All of them, those from `begin` on first."""
+        at = int(begin * len(self.tasks))
+        with ThreadPoolExecutor(threads) as pool:
+            for future, task in (*self.tasks[at:], *self.tasks[:at]):
+                pool.submit(_complete, future, task)
+
+
+def _complete(future: Future, task: Callable[[], Any]) -> None:
+    try:
+        future.set_result(task())
+    except BaseException as error:
+        future.set_exception(error)

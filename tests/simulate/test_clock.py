@@ -1,0 +1,70 @@
+"""`timed`: how long a launch takes on the modelled clock, which the tuner reads."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from pkt.simulate import cost
+
+BLOCK = tl.constexpr(4096)
+BLOCK_SECONDS = 1e-6 * 2 * 4 * BLOCK.value / cost.LOCAL_BYTES_PER_US  # load and store of one
+
+
+@triton.jit
+def queue_kernel(x_ptr, queue_ptr, tasks):
+    task = tl.atomic_add(queue_ptr, 1)
+    while task < tasks:
+        offs = task * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x_ptr + offs, tl.load(x_ptr + offs) + 1)
+        task = tl.atomic_add(queue_ptr, 1)
+
+
+def test_who_takes_what_from_a_queue_is_what_the_clock_says():
+    """12 equal tasks for 4 programs: in the order of the schedule the first program would take them all."""
+
+    def main(world):
+        x, queue = torch.zeros(12 * BLOCK.value), torch.zeros(1, dtype=torch.int32)
+        result, seconds = world.backend.timed(lambda: queue_kernel[(4,)](x, queue, 12) or "result")
+        assert result == "result"
+        assert x.unique().tolist() == [1.0]
+        return seconds
+
+    first, second = pkt.launch(main, 2, device="cpu", sms=4)
+    assert first == second
+    assert 3 * BLOCK_SECONDS < first - 1e-6 * cost.LAUNCH_US < 4 * BLOCK_SECONDS
+
+
+@triton.jit
+def meet_kernel(flags, world):
+    pl.world_barrier(flags, world)
+
+
+def test_ranks_begin_together():
+    """Rank 0 was busy before: rank 1's time does not count the wait for it."""
+
+    def main(world):
+        flags = pkt.signals(2)
+        x, queue = torch.zeros(64 * BLOCK.value), torch.zeros(1, dtype=torch.int32)
+        if world.rank == 0:
+            queue_kernel[(1,)](x, queue, 64)
+        return world.backend.timed(lambda: meet_kernel[(1,)](flags, world.device))[1]
+
+    first, second = pkt.launch(main, 2, device="cpu", sms=4)
+    assert second == pytest.approx(first, rel=0.2)
+    assert second < 4 * BLOCK_SECONDS + 1e-6 * (cost.LAUNCH_US + 4 * cost.SIGNAL_US)
+
+
+def test_the_schedule_is_its_own_again_after_it():
+    def main(world):
+        schedule = world.backend.machine.schedule
+        inside = []
+        world.backend.timed(lambda: inside.append(schedule.by_time))
+        world.barrier()
+        return inside, schedule.by_time
+
+    assert pkt.launch(main, 2, device="cpu") == [([True], False)] * 2
+    assert pkt.launch(main, 2, device="cpu", trace=True) == [([True], True)] * 2
+    assert pkt.launch(main, 2, device="cpu", seed=7) == [([False], False)] * 2, "an explored schedule stays what it is"

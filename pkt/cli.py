@@ -1,4 +1,4 @@
-"""The command `pkt`: doctor, simulate."""
+"""The command `pkt`: doctor, simulate, tune."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from pkt.doctor import examine, measure, show
 from pkt.simulate.__main__ import main as simulate
+from pkt.tune.command import main as tune
 
 app = typer.Typer(
     help="ParallelKittens for Triton.",
@@ -19,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("simulate")(simulate)
+app.command("tune")(tune)
 
 
 @app.command()

@@ -1,0 +1,301 @@
+"""What a config will take, before anything is measured: the cost model of ParallelKittens.
+
+    T = launch + max(compute, memory, communication) + exposed + sync        (Sul et al., section 3.1.1)
+
+compute: whole tiles in whole waves: n tiles on p SMs take ceil(n / p) times a tile's time, and communicators that have
+    finished join. memory: what memory moves at least. communication: bytes over what the mechanism reaches from so many
+    programs, from the measured curves of benchmarks/link.py. exposed: what nothing can hide: the last tile after the
+    last arrival, the first before there is anything to send, and what compute and communication take from each other
+    where the same programs do both. sync: signals and barriers.
+
+A model ranks candidates, so that few are measured; it does not replace measuring. `error` says how far it is off.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pkt.errors import dtype_text
+from pkt.tune.config import Config
+from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
+from pkt.tune.search import Candidate, Model
+
+# Fitted to benchmarks/results/*.json of 4 x H200, as gpu.py says of some of its figures; all else is counted.
+PLAIN_TILE = 3e-6
+"""Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
+PUSHING = 0.41
+"""The share of an SM's loads from L2 that pushing from every SM takes."""
+TASK = 3.4e-6
+"""Seconds from a pushed task's first load to its signal, beside the time on the links."""
+DEFAULT_TILES = (128, 128, 64)
+DEFAULT_UNIT = (64, 64, 1)
+ITEMSIZE = {"bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The parts of a predicted time, in seconds."""
+
+    launch: float
+    compute: float
+    memory: float = 0.0
+    communication: float = 0.0
+    exposed: float = 0.0
+    sync: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.launch + max(self.compute, self.memory, self.communication) + self.exposed + self.sync
+
+
+# ---------------------------------------------------------------------------------------------------- building blocks
+def tile_seconds(
+    block_m: int, block_n: int, K: int, *, itemsize: int = 2, pushing: float = 0.0, gpu: Gpu = H200
+) -> float:
+    """A tile's loop over K on one SM: the tensor cores' time and that of the loads from L2, of which the greater
+    counts, and the less a little. pushing: the share of those loads that something else takes."""
+    cores = 2 * block_m * block_n * K / (gpu.flops / gpu.sms)
+    loads = (block_m + block_n) * K * itemsize / (gpu.l2 * (1 - pushing))
+    return float((cores**4 + loads**4) ** 0.25)
+
+
+def waves(tasks: int, task_seconds: float, sms: int, num_comm_sms: int = 0, until: float = 0.0) -> float:
+    """Seconds of `tasks` alike, taken from a queue by `sms` programs, of which num_comm_sms come `until` seconds late.
+
+    Without them: ceil(tasks / sms) waves.
+    """
+    late = min(num_comm_sms, sms)
+
+    def done(t: float) -> int:
+        count = (sms - late) * math.floor(t / task_seconds + 1e-9)
+        return count + late * math.floor(max(0.0, t - until) / task_seconds + 1e-9)
+
+    def first(start: float) -> float:
+        """The least start + n tasks by which all are done."""
+        low, high = 0, tasks
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if done(start + middle * task_seconds) >= tasks else (middle + 1, high)
+        return start + low * task_seconds
+
+    if tasks <= 0:
+        return 0.0
+    return first(until) if late == sms else min(first(0.0), first(until)) if late else first(0.0)
+
+
+def overlapped(
+    *,
+    tasks: int,
+    task_seconds: float,
+    comm_bytes: float = 0.0,
+    comm_rate: float = math.inf,
+    num_comm_sms: int | None = None,
+    around: float = 0.0,
+    memory_bytes: float = 0.0,
+    exposed: float = 0.0,
+    sync: float = 0.0,
+    interference: float = 1.0,
+    gpu: Gpu = H200,
+) -> Estimate:
+    """A kernel that computes `tasks` tiles and moves comm_bytes out of this GPU; also one of your own.
+
+    task_seconds: of a tile, for example `tile_seconds`. comm_rate: bytes a second, for example `link_rate`.
+    num_comm_sms: programs that only communicate and then join in computing; 0: all of them, after computing; None: the
+    programs that compute communicate in passing. around: seconds of computing before the first byte can leave and after
+    the last has come. exposed, sync: seconds more of that. interference: in passing, how much of what the two would
+    take from each other as independent users of one memory, hypot(compute, communication) - max(...), is lost.
+    """
+    communication = comm_bytes / comm_rate
+    compute = waves(tasks, task_seconds, gpu.sms, num_comm_sms or 0, communication)
+    compute *= interpolated(gpu.slow, compute) if compute else 1.0
+    longer = max(compute, communication)
+    if num_comm_sms == 0:
+        exposed += min(compute, communication)
+    elif communication:
+        exposed += max(0.0, communication + around - longer)
+    if num_comm_sms is None:
+        exposed += interference * (math.hypot(compute, communication) - longer)
+    return Estimate(gpu.launch, compute, memory_bytes / gpu.memory, communication, exposed, sync)
+
+
+# ---------------------------------------------------------------------------------------------------------- operators
+@dataclass(frozen=True)
+class _Case:
+    """The product (M, K) @ (K, N) that each rank computes, and the tiles it is cut into."""
+
+    M: int
+    N: int
+    K: int
+    size: int
+    itemsize: int
+    block_m: int
+    block_n: int
+    block_k: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], key: Mapping[str, Any]) -> _Case | None:
+        itemsize = ITEMSIZE.get(dtype_text(key.get("dtype")))
+        shape = [key.get(name, 0) for name in ("M", "N", "K", "size")]
+        if itemsize is None or min(shape) < 1:
+            return None
+        block_m, block_n, block_k = tuple(config.get("tiles") or DEFAULT_TILES)[:3]
+        M, N, K, size = shape
+        return cls(M, N, K, size, itemsize, block_m, block_n, block_k)
+
+    @property
+    def tiles_n(self) -> int:
+        return math.ceil(self.N / self.block_n)
+
+    def tiles(self, M: int) -> int:
+        return math.ceil(M / self.block_m) * self.tiles_n
+
+    @property
+    def memory_bytes(self) -> float:
+        """Operands and result, once each."""
+        return float(self.itemsize * (self.M * self.K + self.K * self.N + self.M * self.N))
+
+    def seconds(self, gluon: bool, gpu: Gpu, pushing: float = 0.0) -> float:
+        """Of a tile."""
+        steps = math.ceil(self.K / self.block_k) * self.block_k
+        loop = tile_seconds(self.block_m, self.block_n, steps, itemsize=self.itemsize, pushing=pushing, gpu=gpu)
+        return loop if gluon else loop + PLAIN_TILE
+
+
+def estimate(what: str, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu = H200) -> Estimate | None:
+    """The parts of the time of operator `what` for a key: M, N, K of the product (M, K) @ (K, N) that each rank
+    computes (for all_gather_matmul M counts the gathered rows), dtype, and size, the number of ranks. None where
+    nothing was measured that could say: another dtype than bf16 and fp16, another operator."""
+    case = _Case.of(config, key)
+    parts = _PARTS.get(what)
+    return None if case is None or parts is None else parts(case, config, gpu)
+
+
+def all_gather_matmul(config: Config, key: Mapping[str, Any]) -> float | None:
+    """Predicted seconds on H200 of pkt.all_gather_matmul with these keywords; see `estimate`."""
+    return _total("all_gather_matmul", config, key)
+
+
+def matmul_reduce_scatter(config: Config, key: Mapping[str, Any]) -> float | None:
+    """Predicted seconds on H200 of pkt.matmul_reduce_scatter with these keywords; see `estimate`."""
+    return _total("matmul_reduce_scatter", config, key)
+
+
+def matmul_all_reduce(config: Config, key: Mapping[str, Any]) -> float | None:
+    """Predicted seconds on H200 of pkt.matmul_all_reduce with these keywords; see `estimate`."""
+    return _total("matmul_all_reduce", config, key)
+
+
+MODELS: Mapping[str, Model] = {
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce,
+}
+
+
+def _total(what: str, config: Mapping[str, Any], key: Mapping[str, Any]) -> float | None:
+    found = estimate(what, config, key)
+    return None if found is None else found.total
+
+
+def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
+    mode = config.get("mode") or "push"
+    m = math.ceil(case.M / case.size)
+    sent = (case.size - 1) * m * case.K * case.itemsize
+    tasks = case.size * case.tiles(m)
+    if mode == "pull":  # a shard crosses the links once for every column of tiles
+        return overlapped(
+            tasks=tasks, task_seconds=case.seconds(False, gpu), comm_bytes=sent * case.tiles_n,
+            comm_rate=link_rate("TMA load", gpu.sms), memory_bytes=case.memory_bytes, sync=2 * gpu.barrier, gpu=gpu,
+        )  # fmt: skip
+    if (
+        mode == "gluon"
+    ):  # by a warp beside the tensor cores: no SM is given away, and a tile begins with its first chunk
+        pushers = min(config.get("num_comm_sms") or gpu.sms, gpu.sms)
+        one = case.seconds(True, gpu, pushing=PUSHING * pushers / gpu.sms if sent else 0.0)
+        return overlapped(
+            tasks=tasks, task_seconds=one, comm_bytes=sent, comm_rate=_push_rate(case, config, pushers, gpu),
+            around=one * min(1.0, (config.get("chunk") or 512) / case.K), memory_bytes=case.memory_bytes,
+            sync=2 * gpu.signal, interference=0.0, gpu=gpu,
+        )  # fmt: skip
+    comm_sms = config.get("num_comm_sms") or 16
+    one = case.seconds(False, gpu)
+    block = case.block_m * case.block_k * case.itemsize
+    return overlapped(
+        tasks=tasks, task_seconds=one, comm_bytes=sent, comm_rate=link_rate("register store", comm_sms, block, "all"),
+        num_comm_sms=comm_sms if sent else None, around=one, memory_bytes=case.memory_bytes, sync=2 * gpu.signal,
+        gpu=gpu,
+    )  # fmt: skip
+
+
+def _push_rate(case: _Case, config: Mapping[str, Any], pushers: int, gpu: Gpu) -> float:
+    """Bytes a second that leave by the Gluon form's tasks: each is drained and signalled, and on the links it waits for
+    those of the other programs."""
+    given = tuple(config.get("unit") or ())
+    unit_m, unit_k, units = (*given, *DEFAULT_UNIT[len(given) :])[:3]
+    nbytes = max(case.size - 1, 1) * unit_m * unit_k * units * case.itemsize
+    seconds = TASK + pushers * nbytes / gpu.link + units * (config.get("nap") or 0) * 1e-9
+    return min(pushers * nbytes / seconds, link_rate("TMA store", pushers, peers="all"))
+
+
+def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
+    mode = config.get("mode") or "add"
+    m = math.ceil(case.M / case.size)
+    part = m * case.N * case.itemsize
+    tasks = case.size * case.tiles(m)
+    gluon = mode == "chain"
+    one = case.seconds(gluon, gpu)
+    if gluon:  # nothing to send before the first tile, and the last one is finished here
+        rate, around, exposed, sync = link_rate("TMA reduce-add", gpu.sms), 2 * one, 0.0, 2 * gpu.signal
+    elif mode == "add":  # the sum is read, written out and zeroed
+        rate, around, exposed, sync = link_rate("TMA reduce-add", gpu.sms), one, 3 * part / gpu.memory, gpu.barrier
+    else:  # a tile is drained and signalled before the next one begins; the inbox is read, the sum written
+        rate, around, exposed = link_rate("TMA store", gpu.sms), one, (case.size + 1) * part / gpu.memory
+        sync = 2 * gpu.signal * math.ceil(tasks / gpu.sms)
+    return overlapped(
+        tasks=tasks, task_seconds=one, comm_bytes=(case.size - 1) * part, comm_rate=rate, around=around,
+        memory_bytes=case.memory_bytes, exposed=exposed, sync=sync, gpu=gpu,
+    )  # fmt: skip
+
+
+def _matmul_all_reduce(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
+    comm_sms = config.get("num_comm_sms", 16)
+    tasks, one = case.tiles(case.M), case.seconds(False, gpu)
+    sent = (case.size - 1) / case.size * case.M * case.N * case.itemsize  # once loaded by owners, once stored by them
+    # 32 rows of a tile at a time: loaded from every peer, then stored to every peer.
+    piece, movers = min(case.block_m, 32) * case.block_n * case.itemsize, comm_sms or gpu.sms
+    rate = 2 / (1 / link_rate("register load", movers, piece) + 1 / link_rate("register store", movers, piece))
+    return overlapped(
+        tasks=tasks, task_seconds=one, comm_bytes=2 * sent, comm_rate=rate, num_comm_sms=comm_sms, around=one,
+        memory_bytes=case.memory_bytes, sync=3 * gpu.signal, gpu=gpu,
+    )  # fmt: skip
+
+
+_PARTS = {
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- error
+@dataclass(frozen=True)
+class Error:
+    """How far predictions are off: |predicted / measured - 1| over `count` candidates that have both."""
+
+    median: float
+    worst: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"median {self.median:.0%}, worst {self.worst:.0%} of {self.count}"
+
+
+def error(candidates: Iterable[Candidate]) -> Error | None:
+    """The model's error over the candidates that were predicted and measured; None if there is none."""
+    pairs = [(c.predicted, c.time) for c in candidates]
+    off = [abs(predicted / time - 1) for predicted, time in pairs if predicted is not None and time]
+    return Error(statistics.median(off), max(off), len(off)) if off else None

@@ -1,0 +1,167 @@
+"""The settings worth trying for each operator: spaces of keywords that it accepts for a case.
+
+Left out are settings that cannot run or cannot win: what does not fit shared memory or registers, blocks larger than
+the operand, steps of K below what one TMA row holds; of all_gather_matmul the form "pull", which wants a symmetric
+operand and moves it once for every column of tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pkt.errors import Unsupported, dtype_text
+from pkt.tune.config import Config, space
+from pkt.tune.gpu import H200, Gpu
+from pkt.tune.search import Model
+from pkt.tune.spread import spread
+
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+ACCUMULATORS = 128
+"""fp32 accumulators of a thread; with more of them the operands spill."""
+GLUON_RANKS = range(2, 9)
+
+
+def operator_space(what: str, key: Mapping[str, Any], gpu: Gpu = H200, gluon: bool = True) -> list[Config]:
+    """The candidates of operator `what` for a case, 100 to 2,000 of them where M, N and K are at least 512.
+
+    key: M, N, K of the product that each rank computes, dtype and size, the number of ranks, as `model.estimate` has
+    them. gpu: whose SMs and shared memory count. gluon: whether the Gluon forms run there; they are left out where the
+    case does not suit them. Raises Unsupported for an operator or dtype that has no space.
+    """
+    dtype = dtype_text(key.get("dtype"))
+    for name, found, known in (("operator", what, _SPACES), ("dtype", dtype, ITEMSIZE)):
+        if found not in known:
+            raise Unsupported.here("pkt tune", f"found {name} {found!r}", f"wanted {' or '.join(map(repr, known))}")
+    gluon = gluon and dtype != "fp32" and key["size"] in GLUON_RANKS
+    return _SPACES[what](key, ITEMSIZE[dtype], gpu, gluon)
+
+
+def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
+    m, N, K = math.ceil(key["M"] / key["size"]), key["N"], key["K"]
+    found = space(  # its tiles come in the order of arrival: no groups
+        mode="push",
+        num_comm_sms=_below(gpu.sms),
+        chunk=sorted({_up(min(chunk, K), 64) for chunk in (512, 2048)}),
+        tiles=_tiles(m, N, K, itemsize, gpu, groups=(8,)),
+    )
+    if gluon and _whole_rows(N, itemsize) and _whole_rows(K, itemsize):
+        found += space(
+            where=_buffers_fit(gpu),
+            mode="gluon",
+            num_comm_sms=[n for n in (8, 16, 32, 64, 96) if n < gpu.sms] + [gpu.sms],
+            chunk=[256, 512, 1024],
+            unit=[(64, 64, 1, 2, 1), (64, 64, 2, 2, 2), (64, 64, 2, 4, 2), (128, 64, 1, 2, 1), (128, 64, 2, 4, 2)],
+            push_rows=[0, 1],
+            tiles=_gluon_tiles(gpu, groups=(8,)),
+        )
+    return found
+
+
+def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
+    m, N, K = math.ceil(key["M"] / key["size"]), key["N"], key["K"]
+    found = space(mode=["add", "inbox"], tiles=_tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16)))
+    if gluon and _whole_rows(N, itemsize):
+        found += space(mode="chain", tiles=_gluon_tiles(gpu, groups=(4, 8, 16, 32)))
+    return found
+
+
+def _matmul_all_reduce(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
+    tiles = _tiles(key["M"], key["N"], key["K"], itemsize, gpu, groups=(8, 16))
+    return space(num_comm_sms=[0, *_below(gpu.sms)], tiles=tiles)  # 0: after computing
+
+
+_SPACES: Mapping[str, Callable[[Mapping[str, Any], int, Gpu, bool], list[Config]]] = {
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
+}
+
+
+def thinned(configs: Sequence[Config], model: Model, key: Mapping[str, Any], alike: int) -> list[Config]:
+    """At most `alike` of the configs of which the model predicts the same time, far from each other in every setting.
+
+    A model cannot tell apart what it does not know of; the first by it would be neighbours that differ in nothing else.
+    """
+    same: dict[float | None, list[Config]] = {}
+    for config in configs:
+        same.setdefault(model(config, key), []).append(config)
+    picked = (range(len(group)) if len(group) <= alike else spread(group, alike)[:alike] for group in same.values())
+    return [group[i] for group, places in zip(same.values(), picked) for i in places]
+
+
+# --------------------------------------------------------------------------------------------------------------- tiles
+def _tiles(M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES) of the plain kernels."""
+    # fp32 has no tensor cores here, and rows that TMA cannot take have an address for each element: operands or
+    # addresses sit in registers.
+    registers = itemsize == 4 or not _whole_rows(N, itemsize) or not _whole_rows(K, itemsize)
+    most, step = (64, 32 if itemsize == 2 else 16) if registers else (256, 64)
+
+    def fits(c: Config) -> bool:
+        ring = c["num_stages"] * c["block_k"] * (c["block_m"] + c["block_n"]) * itemsize
+        return ring + c["block_m"] * c["block_n"] * itemsize <= gpu.shared  # the result is staged beside it
+
+    def in_registers(c: Config) -> bool:
+        return c["block_m"] * c["block_n"] <= ACCUMULATORS * 32 * c["num_warps"]
+
+    found = space(
+        where=[fits, in_registers],
+        block_m=_blocks(M, min(most, 128)),
+        block_n=_blocks(N, most),
+        block_k=_blocks(K, step)[-1],
+        group=groups,
+        num_warps=[4, 8],
+        num_stages=[3, 4, 5],
+    )
+    return [tuple(c.values()) for c in found]
+
+
+def _gluon_tiles(gpu: Gpu, groups: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Those that the warp-specialised forms have, with every number of slots that fits."""
+    found = space(
+        where=lambda c: _ring(c.values()) <= gpu.shared,
+        block_m=128,
+        block_n=[128, 256],
+        block_k=64,
+        group=groups,
+        num_warps=8,
+        num_stages=[3, 4, 5, 6],
+    )
+    return [tuple(c.values()) for c in found]
+
+
+def _ring(tiles: Any) -> int:
+    """Bytes of the Gluon forms' ring and its barriers."""
+    block_m, block_n, block_k, _, _, stages = tiles
+    return 2 * stages * block_k * (block_m + block_n) + 512
+
+
+def _buffers_fit(gpu: Gpu) -> Callable[[Config], bool]:
+    def fit(c: Config) -> bool:
+        unit_m, unit_k, _, buffers, _ = c["unit"]
+        return _ring(c["tiles"]) + 2 * buffers * unit_m * unit_k <= gpu.shared
+
+    return fit
+
+
+def _blocks(length: int, most: int) -> list[int]:
+    """The three largest powers of two, from 16 to `most`, of which `length` is worth one."""
+    largest = max(16, min(most, 1 << (max(length, 1) - 1).bit_length()))
+    return [block for block in (largest // 4, largest // 2, largest) if block >= 16]
+
+
+def _below(sms: int) -> list[int]:
+    """Programs that may communicate where at least one must be left to compute."""
+    return [n for n in COMM_SMS if n < sms]
+
+
+def _whole_rows(length: int, itemsize: int) -> bool:
+    """Whether rows of so many elements begin at multiples of 16 bytes, as TMA needs."""
+    return length * itemsize % 16 == 0
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,84 @@
+"""Tables: what was measured on H200, shipped with pkt, and a good config for a shape that was not.
+
+pkt/tune/tables/<operator>.json is written by benchmarks/tuned.py from benchmarks/results/, which each file names with
+its commit and date: for every measured case all right settings, as keywords of the operator, with their times.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from pkt.errors import dtype_text
+from pkt.tune.config import Config
+from pkt.tune.model import MODELS
+from pkt.tune.search import Candidate, Search
+
+FARTHEST = 4.0
+"""Doublings and halvings of M, N and K together by which a shape may differ from a measured one, see `nearest`."""
+
+AXES = ("M", "N", "K")
+
+
+def measured(what: str) -> tuple[Search, ...]:
+    """The table of operator `what` as searches, a case each: every candidate with its least, median and greatest time
+    for its times, and predicted by the model. () where pkt ships no table."""
+    table, model = _table(what), MODELS.get(what)
+    searches = []
+    for entry in table.get("entries", ()):
+        key = {**entry["key"], "gpu": table["gpu"]}
+        candidates = []
+        for row in entry["measured"]:
+            config = Config(**row["settings"])
+            predicted = model(config, key) if model else None
+            candidates.append(Candidate(config, predicted, (row["low"], row["seconds"], row["high"])))
+        searches.append(Search(what, key, tuple(candidates), candidates[0].config, 0.0))
+    return tuple(searches)
+
+
+def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | None:
+    """The fastest config that was measured for the nearest shape, or None.
+
+    key: M, N, K of the product that each rank computes, and dtype, as `model.estimate` has them. gpu: as torch names
+    it. size: the number of ranks. Only cases of the same operator, GPU, dtype and size count. The distance of two
+    shapes is |log2 M/M'| + |log2 N/N'| + |log2 K/K'|: the doublings from one to the other. The least counts; of
+    several that of the smaller product, then of the smaller M, N, K in this order. None where it is more than FARTHEST.
+    """
+    if min(key.get(axis, 0) for axis in AXES) < 1:
+        return None
+    table, dtype = _table(what), dtype_text(key.get("dtype"))
+    near = []
+    for entry in table.get("entries", ()):
+        there = entry["key"]
+        if gpu == table["gpu"] and dtype == there["dtype"] and size == there["size"]:
+            shape = tuple(there[axis] for axis in AXES)
+            distance = round(sum(abs(math.log2(key[axis] / there[axis])) for axis in AXES), 9)
+            near.append(((distance, math.prod(shape), shape), entry["measured"][0]["settings"]))
+    if not near:
+        return None
+    (distance, *_), settings = min(near, key=lambda pair: pair[0])
+    return Config(**settings) if distance <= FARTHEST else None
+
+
+def source(what: str) -> Mapping[str, Any]:
+    """Results file, commit, date and versions behind the table of operator `what`; empty where there is none."""
+    return _table(what).get("source", {})
+
+
+def entry(search: Search) -> dict[str, Any]:
+    """A search as it stands in a table: the case, and each candidate that was measured and right, the fastest first."""
+    measured = sorted((c for c in search.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
+    rows = [
+        {"settings": dict(c.config), "seconds": c.time, "low": min(c.times), "high": max(c.times)} for c in measured
+    ]
+    return {"key": dict(search.key), "measured": rows}
+
+
+@functools.cache
+def _table(what: str) -> dict[str, Any]:
+    path = files(__name__).joinpath(f"{what}.json")
+    return json.loads(path.read_text(encoding="utf-8")) if what in MODELS and path.is_file() else {}

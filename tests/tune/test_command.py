@@ -1,0 +1,205 @@
+"""`pkt tune`: what it searches, writes and says, and how it ends; in the simulator, or with searches made up."""
+
+import importlib
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import pkt
+from pkt.cli import app
+from pkt.errors import HeapFull
+from pkt.tune import choice, command, tables
+from pkt.tune.command import Layer, search_layer
+from pkt.tune.config import Config
+
+
+def run(*arguments):
+    done = CliRunner().invoke(app, ["tune", *map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """No launch: each layer's search is one that ships, and the layers that were asked for."""
+    asked = []
+
+    def searched(layer, ranks, device):
+        asked.append((layer, ranks, device))
+        return tables.measured(layer.what)[0], "NVIDIA H200"
+
+    monkeypatch.setattr(command, "_searched", searched)
+    return asked
+
+
+# ---------------------------------------------------------------------------------------------------- in the simulator
+def test_a_search_in_the_simulator(tmp_path):
+    arguments = ("gemm_ar", "--device", "cpu", "--ranks", 2, "--m", 64, "--n", 48, "--k", 64, "--out", tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "matmul_all_reduce: M=64, N=48, K=32, dtype=bf16, size=2" in done.output
+    assert (tmp_path / "matmul_all_reduce.png").stat().st_size > 10_000
+    table = json.loads((tmp_path / "matmul_all_reduce.json").read_text())
+    assert (table["operator"], table["gpu"]) == ("matmul_all_reduce", "simulated")
+    (entry,) = table["entries"]
+    assert entry["key"] == Layer("matmul_all_reduce", 64, 48, 64).key(2)
+    times = [row["seconds"] for row in entry["measured"]]
+    assert len(times) >= 8
+    assert times == sorted(times)
+    # and it is remembered: a world of the same kind finds it by name
+    best = Config(**entry["measured"][0]["settings"])
+    assert pkt.launch(lambda world: choice("matmul_all_reduce", entry["key"], world), 2, "cpu", sms=8) == [best] * 2
+
+
+@pytest.mark.parametrize("what", command.NAMES.values())
+def test_every_operator_is_searched_and_right(what):
+    layer = Layer(what, 48, 32, 32, "fp16")
+    search, gpu = pkt.launch(search_layer, 2, "cpu", (layer,), sms=8)[0]
+    assert gpu == "simulated"
+    assert search.what == what
+    assert search.best is not None
+    assert not [c.dropped for c in search.candidates if c.dropped]
+
+
+def test_a_candidate_that_gives_a_wrong_result_is_dropped(monkeypatch):
+    module = importlib.import_module("pkt.kernels.matmul_all_reduce")
+    right = module.matmul_all_reduce
+
+    def sometimes_wrong(a, b, out=None, *, num_comm_sms, tiles, world):
+        result = right(a, b, out, num_comm_sms=num_comm_sms, tiles=tiles, world=world)
+        if num_comm_sms == 2 and world.rank == 1:
+            result[0, 0] += 100
+        return result
+
+    monkeypatch.setattr(module, "matmul_all_reduce", sometimes_wrong)
+    search, _ = pkt.launch(search_layer, 2, "cpu", (Layer("matmul_all_reduce", 32, 32, 32),), sms=8)[0]
+    dropped = {c.config["num_comm_sms"] for c in search.candidates if c.dropped}
+    assert dropped == {2}
+    assert all("rank 1" in c.dropped and "wrong" in c.dropped for c in search.candidates if c.dropped)
+    assert search.best["num_comm_sms"] != 2
+
+
+# ------------------------------------------------------------------------------------------------- what is searched for
+def test_sizes_are_those_of_the_whole_product():
+    assert Layer("all_gather_matmul", 8192, 8192, 8192).key(4) == {
+        "M": 8192, "N": 2048, "K": 8192, "dtype": "bf16", "size": 4,
+    }  # fmt: skip
+    for what in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        found = Layer(what, 8192, 4096, 1024, "fp16").key(2)
+        assert found == {"M": 8192, "N": 4096, "K": 512, "dtype": "fp16", "size": 2}
+    for what in tables.MODELS:  # the tables' cases are those of the benchmarks
+        for search in tables.measured(what):
+            N = search.key["M"]
+            assert {**Layer(what, N, N, N).key(4), "gpu": "NVIDIA H200"} == search.key
+
+
+def test_all_is_every_operator_at_its_benchmark_s_sizes(made_up, tmp_path):
+    done = run("--all", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    sizes = {what: [layer.m for layer, _, _ in made_up if layer.what == what] for what in command.NAMES.values()}
+    large = [4096, 8192, 16384, 32768]
+    assert list(sizes.values()) == [large, large, large[:3]]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "all_gather_matmul.json", "all_gather_matmul.png", "matmul_reduce_scatter.json", "matmul_all_reduce.json",
+        "matmul_all_reduce.png",
+    }  # fmt: skip
+
+
+def test_names_short_and_full(made_up, tmp_path):
+    for name in ("ag_gemm", "all_gather_matmul"):
+        run(name, "--m", 8, "--n", 16, "--k", 4, "--ranks", 2, "--dtype", "fp16", "--out", tmp_path)
+    assert made_up == [(Layer("all_gather_matmul", 8, 16, 4, "fp16"), 2, "cuda")] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "wanted an operator"),
+        (("ag_gemm", "--all"), "wanted an operator"),
+        (("ring",), "found operator 'ring'"),
+        (("ag_gemm", "--m", 8), "go together"),
+        (("--all", "--m", 8, "--n", 8, "--k", 8), "go together"),
+        (("ag_gemm", "--dtype", "fp8"), "found --dtype 'fp8'"),
+        (("ag_gemm", "--device", "tpu"), "found --device 'tpu'"),
+    ],
+)
+def test_what_the_command_line_cannot_mean(made_up, arguments, said):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
+    assert made_up == []
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "said"),
+    [
+        ("ag_gemm", (9, 8, 8), "m: found 9, wanted at least 1 and divisible by 4 ranks"),
+        ("ag_gemm", (8, 9, 8), "n: found 9, wanted at least 1 and divisible by 4 ranks"),
+        ("gemm_rs", (8, 8, 9), "k: found 9, wanted at least 1 and divisible by 4 ranks"),
+        ("gemm_ar", (9, 9, 9), "k: found 9, wanted at least 1 and divisible by 4 ranks"),
+        ("gemm_ar", (-1, 8, 8), "m: found -1, wanted at least 1"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_before_any_launch(made_up, tmp_path, name, sizes, said):
+    m, n, k = sizes
+    done = run(name, "--m", m, "--n", n, "--k", k, "--out", tmp_path / "none")
+    assert done.exit_code == 1
+    assert said in done.output
+    assert made_up == []
+    assert not (tmp_path / "none").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ the end
+def test_without_gpus_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    done = run("ag_gemm", "--ranks", 4, "--out", tmp_path / "none")
+    assert done.exit_code == 1
+    assert "all_gather_matmul on 4 ranks: found 1 GPUs: --device cpu searches on the simulator's clock" in done.output
+    assert not (tmp_path / "none").exists()
+
+
+def test_ctrl_c_keeps_what_was_found(monkeypatch, tmp_path):
+    search = replace(tables.measured("matmul_all_reduce")[1], interrupted=True)
+    monkeypatch.setattr(command, "_searched", lambda *_: (search, "NVIDIA H200"))
+    done = run("gemm_ar", "--out", tmp_path)
+    assert done.exit_code == 130
+    assert "then interrupted: the best so far" in done.output
+    assert len(json.loads((tmp_path / "matmul_all_reduce.json").read_text())["entries"]) == 1
+
+
+def test_what_was_found_before_a_failure_is_kept(made_up, monkeypatch, tmp_path):
+    searched = command._searched
+
+    def fail_second(layer, ranks, device):
+        if layer.m == 8192:
+            raise HeapFull.wanted(10, 5, 5)
+        return searched(layer, ranks, device)
+
+    monkeypatch.setattr(command, "_searched", fail_second)
+    done = run("gemm_rs", "--out", tmp_path)
+    assert done.exit_code == 1
+    assert str(HeapFull.wanted(10, 5, 5)) in done.output
+    assert len(json.loads((tmp_path / "matmul_reduce_scatter.json").read_text())["entries"]) == 1
+
+
+def test_without_matplotlib_there_is_no_picture(made_up, monkeypatch, tmp_path):
+    def missing(*_, **__):
+        raise ImportError("the picture needs matplotlib")
+
+    monkeypatch.setattr(command, "draw", missing)
+    done = run("ag_gemm", "--out", tmp_path)
+    assert done.exit_code == 0
+    assert "no picture: the picture needs matplotlib" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["all_gather_matmul.json"]
+
+
+def test_what_is_written_has_the_form_of_what_ships(made_up, tmp_path):
+    run("ag_gemm", "--m", 4096, "--n", 4096, "--k", 4096, "--out", tmp_path)
+    ours = json.loads((tmp_path / "all_gather_matmul.json").read_text())
+    shipped = json.loads((tables.files("pkt.tune.tables") / "all_gather_matmul.json").read_text())
+    assert set(ours) == set(shipped)
+    for row, there in zip(ours["entries"][0]["measured"], shipped["entries"][0]["measured"], strict=True):
+        assert row == {name: there[name] for name in row}

@@ -1,0 +1,141 @@
+"""The operators' spaces: not too few, not too many, and nothing in them that cannot run."""
+
+import inspect
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import pkt
+from pkt.errors import Unsupported
+from pkt.tune import tables
+from pkt.tune.gpu import H200
+from pkt.tune.model import MODELS
+from pkt.tune.spaces import operator_space, thinned
+
+GLUON_ONLY = {"unit", "push_rows", "nap"}
+SHAPES = [(512, 512, 512), (4096, 1024, 4096), (32768, 8192, 32768), (1000, 1000, 1000), (3000, 520, 7000)]
+
+
+def key(M, N, K, dtype="bfloat16", size=4):
+    return {"M": M, "N": N, "K": K, "dtype": dtype, "size": size}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_100_to_2000_candidates(what):
+    names = set(inspect.signature(getattr(pkt, what)).parameters) | GLUON_ONLY
+    for shape in SHAPES:
+        for size in (1, 2, 4, 8):
+            found = operator_space(what, key(*shape, size=size))
+            assert 100 <= len(found) <= 2000, (shape, size, len(found))
+            assert len(set(found)) == len(found)
+            assert all(set(config) <= names for config in found)
+
+
+@pytest.mark.parametrize("what", MODELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_tile_fits(what, dtype):
+    itemsize = {"bfloat16": 2, "float32": 4}[dtype]
+    for config in operator_space(what, key(8192, 8192, 2048, dtype)):
+        block_m, block_n, block_k, group, warps, stages = config["tiles"]
+        assert min(block_m, block_n, block_k) >= 16
+        assert block_m * block_n / (32 * warps) <= 128
+        assert stages * block_k * (block_m + block_n) * itemsize <= H200.shared
+        if "unit" in config:
+            unit_m, unit_k, units, buffers, lag = config["unit"]
+            ring = 2 * stages * block_k * (block_m + block_n) + 512
+            assert ring + 2 * buffers * unit_m * unit_k <= H200.shared
+            assert block_m % unit_m == config["chunk"] % (units * unit_k) == config["chunk"] % block_k == 0
+
+
+def test_the_shared_memory_of_the_gpu_counts():
+    small = replace(H200, shared=160_000, sms=8)
+    for what in MODELS:
+        some, all_ = operator_space(what, key(8192, 8192, 2048), small), operator_space(what, key(8192, 8192, 2048))
+        assert 0 < len(some) < len(all_)
+        assert max(c.get("num_comm_sms", 0) for c in some) <= 8
+        assert all(c["tiles"][5] * c["tiles"][2] * sum(c["tiles"][:2]) * 2 <= small.shared for c in some)
+
+
+def modes(what, **changed):
+    found = operator_space(what, {**key(4096, 1024, 4096), **{k: v for k, v in changed.items() if k != "gluon"}},
+                           gluon=changed.get("gluon", True))  # fmt: skip
+    return {config["mode"] for config in found}
+
+
+def test_gluon_where_it_can_run():
+    for what, form, row in (("all_gather_matmul", "gluon", "N"), ("matmul_reduce_scatter", "chain", "N"),
+                            ("all_gather_matmul", "gluon", "K")):  # fmt: skip
+        assert form in modes(what)
+        for changed in ({"gluon": False}, {"dtype": "float32"}, {"size": 1}, {"size": 9}, {row: 1001}):
+            assert form not in modes(what, **changed), changed
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_the_best_measured_are_in_the_space_or_next_to_it(what):
+    """Of the settings that the measured best of each size has, the space has those that matter."""
+    for search in tables.measured(what):
+        found = operator_space(what, search.key)
+        same = [
+            config
+            for config in found
+            if config["tiles"][:3] == search.best["tiles"][:3]
+            and all(config.get(name) == search.best.get(name) for name in ("mode", "num_comm_sms", "chunk", "unit"))
+        ]
+        assert same, (search.key, search.best)
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_the_model_says_something_of_every_candidate(what):
+    case = key(8192, 8192, 2048)
+    times = [MODELS[what](config, case) for config in operator_space(what, case)]
+    assert all(0 < seconds < 1 for seconds in times)
+    assert max(times) > 1.5 * min(times)
+
+
+def test_what_has_no_space():
+    with pytest.raises(Unsupported, match=r"found operator 'ring_attention'.*'all_gather_matmul' or"):
+        operator_space("ring_attention", key(1, 1, 1))
+    with pytest.raises(Unsupported, match=r"found dtype 'fp64'.*'bf16'"):
+        operator_space("matmul_all_reduce", key(1, 1, 1, "float64"))
+
+
+def multiply(world, what, picked):
+    """Every config of `picked` gives the product, on this rank."""
+    torch.manual_seed(world.rank)
+    a, b = torch.randn(64, 32, dtype=torch.float16), torch.randn(32, 48, dtype=torch.float16)
+    everybody = [(x.double(), y.double()) for x, y in world.all_gather_object((a, b))]
+    if what == "all_gather_matmul":
+        exact = torch.cat([x for x, _ in everybody]) @ b.double()
+    else:
+        exact = sum(x @ y for x, y in everybody)
+        if what == "matmul_reduce_scatter":
+            exact = exact.chunk(world.size)[world.rank]
+    for config in picked:
+        got = getattr(pkt, what)(a, b, **config).double()
+        assert (got - exact).abs().max() < 0.1, config
+    return len(picked)
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_candidates_run(what):
+    """In the simulator, where there are 8 SMs: some from the whole length of the space."""
+    rows = 128 if what == "all_gather_matmul" else 64
+    found = operator_space(what, key(rows, 48, 32, "float16", size=2), replace(H200, sms=8), gluon=False)
+    picked = found[:: max(1, len(found) // 6)]
+    assert pkt.launch(multiply, ranks=2, device="cpu", args=(what, picked), sms=8) == [len(picked)] * 2
+
+
+def test_thinned_keeps_some_of_what_the_model_cannot_tell_apart():
+    case = key(8192, 2048, 8192)
+    found, model = operator_space("all_gather_matmul", case), MODELS["all_gather_matmul"]
+    kept = thinned(found, model, case, 3)
+    everything, some = (Counter(model(config, case) for config in configs) for configs in (found, kept))
+    assert set(everything) == set(some)
+    assert all(some[seconds] == min(3, everything[seconds]) for seconds in everything)
+    assert max(everything.values()) > 6
+    # not three neighbours: they differ in what the model does not see
+    first = min(everything, key=lambda seconds: (-everything[seconds], seconds))
+    alike = [config for config in kept if model(config, case) == first]
+    assert {config["push_rows"] for config in alike} == {0, 1}

@@ -1,0 +1,98 @@
+"""The tables that ship with pkt: derived, never written by hand; and the rule of the nearest shape."""
+
+import inspect
+import json
+import math
+
+import pytest
+
+import pkt
+from benchmarks import tuned
+from pkt.tune import tables
+from pkt.tune.gpu import H200
+from pkt.tune.model import MODELS
+
+GLUON_ONLY = {"unit", "push_rows", "nap"}
+
+
+@pytest.fixture(scope="module")
+def written():
+    return tuned.tables()
+
+
+def test_tables_are_what_the_results_say(written):
+    assert {path.name for path in written} == {path.name for path in tuned.TABLES.glob("*.json")}
+    for path, content in written.items():
+        assert path.read_text() == content, f"{path.name} is stale: python -m benchmarks.tuned"
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
+    assert set(tables.source(what)) == {"file", "commit", "date", "versions"}
+    record = json.loads((tuned.ROOT / tables.source(what)["file"]).read_text())
+    assert record["commit"] == tables.source(what)["commit"]
+    names = set(inspect.signature(getattr(pkt, what)).parameters) | GLUON_ONLY
+    searches = tables.measured(what)
+    assert [search.key["M"] for search in searches] == [4096, 8192, 16384, 32768][: len(searches)]
+    for search in searches:
+        assert search.key["gpu"] == H200.name
+        assert search.key["size"] == 4
+        assert search.best == min(search.candidates, key=lambda c: c.time).config
+        for candidate in search.candidates:
+            assert set(candidate.config) <= names
+            low, median, high = candidate.times
+            assert low <= candidate.time == median <= high
+
+
+def test_every_right_variant_of_pkt_is_in_the_table():
+    for what in MODELS:
+        record = json.loads((tuned.RESULTS / f"{what}.json").read_text())
+        timed = [r["variant"] for r in record["measured"] if r["variant"].startswith("pkt ") and "ms" in r]
+        rows = [row["variant"] for entry in tuned.operator_table(what)["entries"] for row in entry["measured"]]
+        assert sorted(rows) == sorted(v for v in timed if v != "pkt default")
+
+
+# -------------------------------------------------------------------------------------------------- the nearest shape
+def key(M, N, K, dtype="bfloat16"):
+    return {"M": M, "N": N, "K": K, "dtype": dtype}
+
+
+def config_of(what, M):
+    return next(search.best for search in tables.measured(what) if search.key["M"] == M)
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_a_measured_shape_gets_its_own_config(what):
+    for search in tables.measured(what):
+        assert tables.nearest(what, search.key, H200.name, 4) == search.best
+
+
+def test_the_nearest_in_doublings():
+    nearest = [tables.nearest("all_gather_matmul", key(M, 2048, 8192), H200.name, 4) for M in (8192, 6000, 11000)]
+    assert nearest == [config_of("all_gather_matmul", 8192)] * 3
+    close = tables.nearest("all_gather_matmul", key(15000, 4096, 15000), H200.name, 4)
+    assert close == config_of("all_gather_matmul", 16384) != nearest[0]
+
+
+def test_a_tie_goes_to_the_smaller_product():
+    half_way = 2**12.5  # between 4096 and 8192 on each axis
+    tie = {"M": half_way, "N": half_way / 4, "K": half_way, "dtype": "torch.bfloat16"}
+    distances = [
+        sum(abs(math.log2(tie[axis] / search.key[axis])) for axis in tables.AXES)
+        for search in tables.measured("all_gather_matmul")[:2]
+    ]
+    assert distances[0] == pytest.approx(distances[1], abs=1e-9)
+    assert tables.nearest("all_gather_matmul", tie, H200.name, 4) == config_of("all_gather_matmul", 4096)
+
+
+def test_too_far_and_other_cases_have_none():
+    M = 4096 / 2**tables.FARTHEST
+    assert tables.nearest("matmul_all_reduce", key(M, 4096, 1024), H200.name, 4) == config_of("matmul_all_reduce", 4096)
+    assert tables.nearest("matmul_all_reduce", key(M - 1, 4096, 1024), H200.name, 4) is None
+    same = key(4096, 4096, 1024)
+    assert tables.nearest("matmul_all_reduce", same, H200.name, 4) is not None
+    assert tables.nearest("matmul_all_reduce", same, H200.name, 8) is None
+    assert tables.nearest("matmul_all_reduce", same, "NVIDIA B200", 4) is None
+    assert tables.nearest("matmul_all_reduce", {**same, "dtype": "float32"}, H200.name, 4) is None
+    assert tables.nearest("matmul_all_reduce", {**same, "K": 0}, H200.name, 4) is None
+    assert tables.nearest("all_to_all", same, H200.name, 4) is None

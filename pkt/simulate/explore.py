@@ -6,16 +6,15 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from pkt.runtime.heap import heap_bytes
 from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.run import Outcome, execute
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 TRIES = 24  # schedules in which a mutant or a lost signal may show itself
 SHOWN = 5  # different findings a report prints in full
@@ -78,6 +77,8 @@ class Report:
         return self
 
     def table(self) -> Table:
+        from rich.table import Table  # rich takes longer to import than all of this package: only where it is used
+
         table = Table(show_header=True, header_style="bold", title_justify="left")
         table.add_column("what")
         table.add_column("runs", justify="right")
@@ -101,6 +102,8 @@ class Report:
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(width=110, color_system=None)
         with console.capture() as out:
             console.print(self.table())
@@ -204,6 +207,8 @@ class _bar:
     """A progress bar over several loops, or none."""
 
     def __init__(self, shown: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self.progress = Progress(*columns, transient=True) if shown else None
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton import knobs
-from triton.compiler import code_generator
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import TensorHandle
@@ -36,8 +35,13 @@ class _Semantic(TritonSemantic):
 builder = Builder()
 semantic: TritonSemantic = _Semantic(builder)
 
-# Triton 3.6 makes a tensor of a number that a helper returns; later it stays a constant.
-_RETURNS_TENSORS = not hasattr(code_generator.CodeGenerator, "decide_return_type")
+
+@functools.cache
+def _returns_tensors() -> bool:
+    """Triton 3.6 makes a tensor of a number that a helper returns; later it stays a constant."""
+    from triton.compiler import code_generator  # with half of Triton behind it: not when pkt is imported
+
+    return not hasattr(code_generator.CodeGenerator, "decide_return_type")
 
 
 def _call(name: str, *arguments: ast.expr, at: ast.AST) -> Any:
@@ -68,7 +72,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
         self.generic_visit(node)
-        if _RETURNS_TENSORS and node.value is not None:
+        if _returns_tensors() and node.value is not None:
             node.value = _call("tensor", node.value, at=node)
         return node
 

@@ -156,8 +156,10 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
     """What is chosen where nothing is asked for, thrice with other inputs in the same tensors: a result of an earlier
     launch, or inputs of one, are then wrong. Rows of `m` may be few, ragged or many."""
     from pkt.kernels import _forms
+    from pkt.kernels._matmul import FEW_ROWS
 
     size, device = world.size, world.torch_device
+    few = m <= FEW_ROWS  # then the plain forms are chosen
     for name, columns in (("gluon", (K, N)), ("chain", (N,))):  # else this would test the plain forms twice
         possible = not _forms.missing(world) and not any(c * dtype.itemsize % 16 for c in columns)
         assert _forms.gluon("test", name, False, True, world, dtype, *columns) == possible
@@ -188,7 +190,7 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
         bits = part.clone()
         rows.copy_(operands[world.rank][0])
         pkt.matmul_reduce_scatter(rows, b, part)
-        chain = _forms.gluon("test", "chain", False, True, world, dtype, N)
+        chain = _forms.gluon("test", "chain", False, not few, world, dtype, N)
         assert torch.equal(part, bits) or not chain, "the chain adds in one order"
     world.barrier()
 
@@ -202,6 +204,48 @@ def all_defaults(world: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_default_forms(dtype: torch.dtype, ranks: int) -> None:
     launch(all_defaults, ranks, dtype)
+
+
+def layers(world: Any, m: int, K: int, N: int) -> None:
+    """Weights as a Linear holds them, bias and epilogue, in all forms that can run, against torch."""
+    from pkt.kernels import _forms
+    from pkt.kernels._matmul import finished
+
+    size = world.size
+    gluon = _forms.gluon("test", "gluon", False, True, world, torch.bfloat16, K, N)
+    shards = [normal(world, (m, K), r) for r in range(size)]
+    weights = [normal(world, (N, K), 50 + r).t() for r in range(size)]
+    bias = normal(world, (1, N), 7)[0]
+    operands = [(normal(world, (size * m, K), 90 + r), w) for r, w in enumerate(weights)]
+    a = pkt.empty(m, K, dtype=torch.bfloat16)
+    a.copy_(shards[world.rank])
+    product = torch.cat(shards).float() @ weights[world.rank].float()
+    total = sum(x.float() @ w.float() for x, w in operands)
+    out = pkt.empty(size * m, N, dtype=torch.bfloat16)
+    for epilogue in ("none", "relu", "gelu", "silu"):
+        options = {"bias": bias, "epilogue": epilogue}
+        for mode in ("push", "pull", *(["gluon"] if gluon else [])):
+            got = pkt.all_gather_matmul(a, weights[world.rank], mode=mode, **options)
+            assert product_error(got, finished(product, bias, epilogue)) < 1e-2, (mode, epilogue, m, K, N)
+        wanted = finished(total, bias, epilogue)
+        for mode in ("add", "inbox", *(["chain"] if gluon else [])):
+            got = pkt.matmul_reduce_scatter(*operands[world.rank], mode=mode, **options)
+            assert product_error(got, wanted.chunk(size)[world.rank]) < 2e-2, (mode, epilogue, m, K, N)
+        for mode in ("lcsc", *(["chain"] if gluon else [])):
+            for given in (None, out):
+                got = pkt.matmul_all_reduce(*operands[world.rank], given, mode=mode, **options)
+                assert product_error(got, wanted) < 2e-2, (mode, epilogue, m, K, N)
+    world.barrier()
+
+
+def all_layers(world: Any) -> None:
+    for shape in ((1, 264, 520), (96, 200, 328), (512, 1024, 768), (333, 1544, 1032)):
+        layers(world, *shape)
+
+
+@on_ranks(2, 3, 4)
+def test_layers(ranks: int) -> None:
+    launch(all_layers, ranks)
 
 
 def parts_of_tensors(world: Any) -> None:

@@ -204,8 +204,7 @@ def test_chain_on_any_number_of_ranks(launched, tmp_path, size):
     assert_fits(kernel, grid, tmp_path)
 
 
-@pytest.mark.parametrize("call", [product, scatter, reduce])
-@pytest.mark.parametrize("tiles", [TILES, NARROW])
+@pytest.mark.parametrize(("call", "tiles"), [(product, TILES), (scatter, NARROW), (reduce, TILES)])
 def test_transposed_weights(launched, tmp_path, call, tiles):
     kernel, grid, _ = call(launched(2), 1024, 1024, 1024, tiles=tiles, transposed=True)
     assert_fits(kernel, grid, tmp_path)
@@ -218,20 +217,20 @@ def test_transposed_weights(launched, tmp_path, call, tiles):
 
 
 @pytest.mark.parametrize("call", [product, scatter, reduce])
-@pytest.mark.parametrize("tiles", [TILES, NARROW])
-@pytest.mark.parametrize("epilogue", ["none", "relu", "gelu", "silu"])
+@pytest.mark.parametrize(("tiles", "epilogue"), [(TILES, "gelu"), (NARROW, "silu")])
 def test_bias_and_epilogue(launched, tmp_path, call, tiles, epilogue):
     kernel, grid, _ = call(launched(2), 1024, 1024, 1024, tiles=tiles, bias=True, epilogue=epilogue)
     assert_fits(kernel, grid, tmp_path)
-    assert ("ex2.approx" in kernel.asm["ptx"]) == (epilogue in ("gelu", "silu"))
+    assert "ex2.approx" in kernel.asm["ptx"]
 
 
 def test_bias_and_epilogue_through_the_operators(operators, tmp_path):
     for call in (gather_call, scatter_call, reduce_call):
         world = operators()
-        call(world, 333, 1032, 1544, bias=True, epilogue="silu")
+        call(world, 333, 1032, 1544, bias=True, epilogue="relu")
         kernel, grid, options, args = world.kernels[-1]
-        assert options["EPILOGUE"] == "silu"
+        assert options["EPILOGUE"] == "relu"
+        assert "ex2.approx" not in kernel.asm["ptx"]
         assert any(isinstance(a, torch.Tensor) and a.shape == (1032,) for a in args)
         assert_fits(kernel, grid, tmp_path)
 

@@ -118,12 +118,13 @@ def check_tensor(
 def check_apart(call: str, x: torch.Tensor, out: torch.Tensor, world: World, own: int | None = None) -> None:
     """Raise ShapeError if `out` and `x` share memory, of which peers would then read what is already overwritten;
     except where the smaller of the two is place `own` of the larger one, cut in parts of its size."""
-    small, large = sorted((x, out), key=lambda t: t.nbytes)
-    start = small.data_ptr() - large.data_ptr()
-    if -small.nbytes < start < large.nbytes and (own is None or start != own * small.nbytes):
+    start = out.data_ptr() - x.data_ptr()
+    if start >= x.nbytes if start >= 0 else -start >= out.nbytes:
+        return
+    place = start if out.nbytes < x.nbytes else -start  # of the smaller one in the larger one
+    if own is None or place != own * min(x.nbytes, out.nbytes):
         wanted = "memory of its own" + ("" if own is None else ", or this rank's part")
-        found = f"a tensor {out.data_ptr() - x.data_ptr()} bytes from x"
-        raise ShapeError.argument(call, "out", found, wanted, world.rank)
+        raise ShapeError.argument(call, "out", f"a tensor {start} bytes from x", wanted, world.rank)
 
 
 def check_block(call: str, block: int | None, world: World) -> None:

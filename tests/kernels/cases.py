@@ -121,7 +121,7 @@ def scatter(world: Any, dim: int, rows: int = 4, cols: int = 10) -> None:
 
 
 @case(ranks=3, mode="push")
-@case(ranks=3, mode="pull")
+@case(ranks=2, mode="pull")
 def exchange(world: Any, mode: str, rows: int = 3, cols: int = 5) -> None:
     shape, turned = (rows, world.size * cols), (world.size * rows, cols)
     x, out = pkt.empty(shape), pkt.empty(turned)

@@ -44,9 +44,9 @@ def test_sizes_that_do_not_divide_the_blocks(shape: tuple[int, ...], mode: str) 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dim", [1, 2, -1])
+@pytest.mark.parametrize("dim", [1, -1])
 def test_along_any_dimension(dim: int, ranks: int, mode: str) -> None:
-    on_ranks(ranks, gathers, (3, 5, 7, 2), torch.float16, mode, 16, dim)
+    on_ranks(ranks, gathers, (2, 3, 5, 2), torch.float16, mode, 16, dim)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,6 +14,8 @@ from pkt.kernels.reduce_scatter import Op
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
+FORMS = [(mode, True) for mode in MODES] + [("multimem", False)]  # with a switch or not
+
 
 def reduces(
     world: Any,
@@ -55,8 +57,7 @@ def test_sizes_that_do_not_divide_the_blocks(shape: tuple[int, ...], mode: str, 
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("multicast", [False, True])
+@pytest.mark.parametrize(("mode", "multicast"), FORMS)
 def test_every_schedule_gives_the_same_bits(mode: str, in_place: bool, multicast: bool) -> None:
     runs = [
         on_ranks(4, reduces, (90,), torch.bfloat16, mode, in_place, seed=seed, sms=2, multicast=multicast)
@@ -71,8 +72,7 @@ def test_one_program_and_the_default_block(mode: str | None) -> None:
     on_ranks(2, lambda world: reduces(world, (100, 7), torch.float16, mode, block=None), sms=1)
 
 
-@pytest.mark.parametrize("multicast", [False, True])
-@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize(("mode", "multicast"), [(None, True), *FORMS])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_least_and_greatest(op: Op, dtype: torch.dtype, mode: str | None, multicast: bool) -> None:

@@ -121,9 +121,13 @@ COLLECTIVES = {
 }
 
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+COPIES = ("push of", "pull of", "broadcast")  # what these do does not depend on the type
+TYPED = [(name, t) for name in COLLECTIVES for t in FLOATS[: 1 if any(c in name for c in COPIES) else 3]]
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(("name", "dtype"), TYPED, ids=lambda x: NAMES.get(x, x))
 def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     multicast = name.endswith("multimem")
     call = COLLECTIVES[name]
@@ -138,9 +142,23 @@ def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pyte
     assert not re.search(r"(ld|st)\.global\.(b|u)(8|16)\b", ptx), "an element at a time"
 
 
+UNEVEN = {
+    "all_gather": lambda t: all_gather(tensor(512, 1001, dtype=t), pkt.empty(512, 4004, dtype=t), dim=1),
+    "reduce_scatter": lambda t: reduce_scatter(pkt.empty(512, 4004, dtype=t), dim=1),
+    "all_to_all": lambda t: all_to_all(
+        tensor(1, 99, 12, 3, dtype=t), pkt.empty(1, 396, 3, 3, dtype=t), scatter=2, gather=1
+    ),
+}
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
-@pytest.mark.parametrize("n", [1, 1 << 14])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_runs_that_are_not_whole(name: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compile_checked(launched(lambda w: UNEVEN[name](torch.bfloat16), 4, False, monkeypatch), arch, tmp_path)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.bfloat16), *((1 << 14, t) for t in FLOATS)])
 def test_low_latency(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launch = launched(lambda w: all_reduce(tensor(n, dtype=dtype), mode="low_latency", op="max"), 4, False, monkeypatch)
     ptx = compile_checked(launch, arch, tmp_path).asm["ptx"]

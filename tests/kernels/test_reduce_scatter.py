@@ -44,9 +44,9 @@ def test_sizes_that_do_not_divide_the_blocks(part: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dim", [1, 2, -1])
+@pytest.mark.parametrize("dim", [1, -1])
 def test_along_any_dimension(dim: int, ranks: int) -> None:
-    on_ranks(ranks, scatters, (3, 5, 7, 2), torch.float16, 16, dim)
+    on_ranks(ranks, scatters, (2, 3, 5, 2), torch.float16, 16, dim)
 
 
 @pytest.mark.parametrize("part", [(1, 1), (1, 40), (70, 1), (5, 33), (3, 16), (9, 100)])

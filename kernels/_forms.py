@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 import triton
 
-from pkt.errors import Unsupported
+from pkt.errors import ShapeError, Unsupported
+from pkt.runtime.groups import process_group
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -57,8 +60,26 @@ def gluon(call: str, mode: str, asked: bool, chosen: bool, world: World, dtype: 
     return not unfit
 
 
-def operand(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` for a TMA descriptor: where it begins elsewhere than at a multiple of 16 bytes, a copy that lies as it
-    does. No reason to choose another form, because the peers' tensors may begin elsewhere."""
-    plain = tensor.plain() if isinstance(tensor, SymmetricTensor) else tensor
-    return plain if _common.aligned(stored(plain)[0]) else plain.clone()
+def check_nccl(call: str, given: Mapping[str, object], world: World) -> None:
+    """Mode "nccl" can run here, and no setting of pkt's own forms is given. Collective the first time. Raises
+    ShapeError, Unsupported."""
+    for name, value in given.items():
+        raise ShapeError.argument(call, name, value, 'none with mode "nccl"', world.rank)
+    process_group(world)
+
+
+def fitting(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes tensors of the same facts as this one fit for a TMA descriptor: where it begins elsewhere than at a
+    multiple of 16 bytes, a copy that lies as it does. No reason to choose another form, because the peers' tensors may
+    begin elsewhere."""
+    symmetric = isinstance(tensor, SymmetricTensor)
+    plain = tensor.plain() if symmetric else tensor
+    copied = not _common.aligned(stored(plain)[0])
+    if not symmetric and not copied:
+        return lambda tensor: tensor
+
+    def fit(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.plain() if symmetric else tensor
+        return plain.clone() if copied else plain
+
+    return fit

@@ -11,7 +11,8 @@ Written for Triton 3.6 (`check`): later versions renamed parts of Gluon.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from pkt.language import ptx
 from pkt.runtime.world import World
 
 from . import _common
-from ._matmul import Tiles, activate
+from ._matmul import Tiles, activate, stored
 
 MAX_PEERS = 7
 """Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
@@ -341,9 +342,27 @@ def check(call: str, world: World, *tensors: torch.Tensor) -> None:
         raise Unsupported.here(f"{call}(schedule='gluon')", f"found Triton {triton.__version__}", "wanted Triton 3.6")
 
 
-def weights_descriptor(b: torch.Tensor, transposed: bool, tiles: Tiles) -> TensorDescriptor:
-    """The TMA descriptor of B, that is stored (K, N), or (N, K) if `transposed`."""
-    return descriptor(b, (tiles.block_n, tiles.block_k) if transposed else (tiles.block_k, tiles.block_n))
+Describe = Callable[[torch.Tensor], TensorDescriptor]
+
+
+def describing(tensor: torch.Tensor, block: tuple[int, ...]) -> Describe:
+    """What makes TMA descriptors of tensors of the same facts as this one: what they have in common is checked once.
+    Only the address is then read from a tensor."""
+    common = {**vars(descriptor(tensor, block)), "base": None}
+
+    def describe(tensor: torch.Tensor) -> TensorDescriptor:
+        made = TensorDescriptor.__new__(TensorDescriptor)
+        made.__dict__.update(common)
+        made.base = tensor
+        return made
+
+    return describe
+
+
+def describing_weights(b: torch.Tensor, tiles: Tiles) -> Describe:
+    """The same of `b` (K, N), which is stored so, or (N, K)."""
+    rows, transposed = stored(b)
+    return describing(rows, (tiles.block_n, tiles.block_k) if transposed else (tiles.block_k, tiles.block_n))
 
 
 def peer_descriptors(tensors: Sequence[torch.Tensor], unused: torch.Tensor, block: tuple[int, ...]) -> list:
@@ -352,6 +371,7 @@ def peer_descriptors(tensors: Sequence[torch.Tensor], unused: torch.Tensor, bloc
     return described + [descriptor(unused, block)] * (MAX_PEERS - len(described))
 
 
+@functools.cache
 def layout(dtype: torch.dtype, *block: int) -> Any:
     """The shared layout of a TMA block."""
     return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])

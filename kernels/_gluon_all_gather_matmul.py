@@ -35,6 +35,8 @@ from ._gluon import (
     check,
     check_tiles,
     consume,
+    describing,
+    describing_weights,
     descriptor,
     first_tile,
     grouped,
@@ -48,7 +50,6 @@ from ._gluon import (
     ring_bytes,
     take_over,
     to_peers,
-    weights_descriptor,
 )
 from ._matmul import Epilogue, Tiles, stored
 
@@ -362,27 +363,25 @@ def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
          f"a multiple of {task}, UNITS * UNIT_K, and of BLOCK_K, {tiles.block_k}")  # fmt: skip
 
 
-def gluon_push(
+def push_launch(
+    world: World,
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    world: World,
-    plan: PushPlan | None = None,
-    tiles: Tiles | None = None,
-    bias: torch.Tensor | None = None,
+    plan: PushPlan,
+    tiles: Tiles,
     epilogue: Epilogue = "none",
     leave_out: str = "",
-) -> torch.Tensor:
-    """`out` (size * m, N) = the gathered `a` (m, K) @ `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of
-    the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out: for
-    measurements, "wait" or "product", or "push" for both waiting and pushing; the result is then nobody's. Raises
-    Unsupported, ShapeError."""
-    tiles, plan = tiles or TILES, plan or PushPlan()
+) -> _common.Launch:
+    """launch(a, b, out, bias), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
+    `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of the operands come before. bf16 or fp16, rows at
+    multiples of 16 bytes, on sm_90. Collective. leave_out: for measurements, "wait" or "product", or "push" for both
+    waiting and pushing; the result is then nobody's. Raises Unsupported, ShapeError."""
     rows_b, transposed = stored(b)
     check(CALL, world, a, rows_b, out)
     check_tiles(CALL, tiles, world)
     check_plan(plan, tiles, world)
-    (m, K), N, size = a.shape, b.shape[1], world.size
+    (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, world.num_sms)
     if not plan.push_rows:  # as many row blocks as the programs compute at a time
@@ -391,36 +390,38 @@ def gluon_push(
     rows, chunks = num_m * tiles.block_m, triton.cdiv(K, plan.chunk)
 
     def make() -> _Space:
-        inbox = empty(2 * size * rows, K, dtype=a.dtype, name=f"{CALL}.gluon.inbox", world=world)
+        inbox = empty(2 * size * rows, K, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
         return _Space(inbox, signals(size * num_m * chunks, name=f"{CALL}.gluon.ready", world=world))
 
     # What the counters count; so plans that differ otherwise share one workspace and its launches.
-    counted = (m, K, a.dtype, tiles.block_m, plan.unit_m, plan.units * plan.unit_k, plan.chunk, programs)
+    counted = (m, K, dtype, tiles.block_m, plan.unit_m, plan.units * plan.unit_k, plan.chunk, programs)
     space = world.workspace((CALL, "gluon", *counted), make)
     ready, num_comm = space.ready, plan.num_comm_sms
     if leave_out:  # counters of its own, which may fall behind
         ready = world.workspace((CALL, leave_out, *counted), lambda: signals(space.ready.numel(), world=world))
         num_comm = 0 if leave_out == "push" else num_comm
-    unit = (plan.unit_m, plan.unit_k)
+    block, unit = (tiles.block_m, tiles.block_k), (plan.unit_m, plan.unit_k)
+    inboxes = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
+    inbox = descriptor(space.inbox.plain(), block)
+    targets = peer_descriptors(inboxes, space.inbox.plain(), unit)
+    numbers = (m, N, K, num_comm, plan.nap, plan.push_rows, 0 if leave_out == "product" else m)
+    constants = {
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
+        "GROUP": tiles.group, "UNIT_M": plan.unit_m, "UNIT_K": plan.unit_k, "UNITS": plan.units,
+        "BUFFERS": plan.buffers, "LAG": plan.lag, "CHUNK": plan.chunk,
+        "HALF": layout(dtype, tiles.block_m, tiles.block_n // 2), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
+        "EPILOGUE": epilogue, "LEAVE_OUT": "wait" if leave_out in ("wait", "push") or size == 1 else "",
+        "num_warps": CONSUMER_WARPS,
+    }  # fmt: skip
+    tiles_of_a, units_of_a = describing(a, block), describing(a, unit)
+    tiles_of_b = describing_weights(b, tiles)
+    tiles_of_out = describing(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2))
 
-    def peers() -> list:
-        inboxes = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
-        return peer_descriptors(inboxes, space.inbox.plain(), unit)
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        cooperative(
+            world, gluon_push_kernel, (programs,), tiles_of_a(a), units_of_a(a), inbox, tiles_of_b(b),
+            tiles_of_out(out), *targets, ready, bias, *numbers, world.device, **constants,
+        )  # fmt: skip
+        return out
 
-    targets = world.workspace((CALL, "gluon targets", space.inbox.data_ptr(), unit), peers)
-    cooperative(
-        world, gluon_push_kernel, (programs,),
-        descriptor(a, (tiles.block_m, tiles.block_k)),
-        descriptor(a, unit),
-        descriptor(space.inbox.plain(), (tiles.block_m, tiles.block_k)),
-        weights_descriptor(rows_b, transposed, tiles),
-        descriptor(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2)),
-        *targets, ready, bias, m, N, K, num_comm, plan.nap, plan.push_rows,
-        0 if leave_out == "product" else m, world.device,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
-        UNIT_M=plan.unit_m, UNIT_K=plan.unit_k, UNITS=plan.units, BUFFERS=plan.buffers, LAG=plan.lag, CHUNK=plan.chunk,
-        HALF=layout(a.dtype, tiles.block_m, tiles.block_n // 2), REGISTERS=REGISTERS, TRANSPOSED=transposed,
-        EPILOGUE=epilogue, LEAVE_OUT="wait" if leave_out in ("wait", "push") or size == 1 else "",
-        num_warps=CONSUMER_WARPS,
-    )  # fmt: skip
-    return out
+    return launch

@@ -40,6 +40,8 @@ from ._gluon import (
     check,
     check_tiles,
     consume,
+    describing,
+    describing_weights,
     descriptor,
     first_tile,
     grouped,
@@ -55,7 +57,6 @@ from ._gluon import (
     release_halves,
     take_over,
     to_peers,
-    weights_descriptor,
 )
 from ._gluon_matmul_reduce_scatter import chain_tiles
 from ._matmul import Epilogue, Tiles, stored
@@ -212,53 +213,53 @@ class _Space(NamedTuple):
     ready: SymmetricTensor
 
 
-def gluon_two_shot(
+def two_shot_launch(
+    world: World,
     a: torch.Tensor,
     b: torch.Tensor,
     out: SymmetricTensor,
-    world: World,
     tiles: Tiles,
     rounds: int,
-    bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-) -> SymmetricTensor:
-    """`out` (M, N), symmetric = the sum over ranks of `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of
-    the operands come before, with what `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90.
-    Collective. Raises Unsupported, ShapeError."""
+) -> _common.Launch:
+    """launch(a, b, bias) -> `out`, plain, for tensors of the same facts as these. `out` (M, N) = the sum over ranks of
+    `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of the operands come before, with what `settings`
+    returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. Raises Unsupported, ShapeError."""
     rows_b, transposed = stored(b)
-    mine = out.plain()
-    check(CALL, world, a, rows_b, mine)
-    (M, K), N, size = a.shape, b.shape[1], world.size
+    check(CALL, world, a, rows_b, out.plain())
+    (M, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     count = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, count)
     places = rounds * triton.cdiv(triton.cdiv(count, rounds), size)
 
     def make() -> _Space:
         rows = places * tiles.block_m
-        total = empty(rows, tiles.block_n, dtype=a.dtype, name=f"{CALL}.gluon.total", world=world)
+        total = empty(rows, tiles.block_n, dtype=dtype, name=f"{CALL}.gluon.total", world=world)
         return _Space(total, signals(count + 1, name=f"{CALL}.gluon.ready", world=world))
 
-    space = world.workspace((CALL, "gluon", M, N, a.dtype, programs, tiles[:2], rounds), make)
-    part = (tiles.block_m, tiles.block_n // 2)
+    space = world.workspace((CALL, "gluon", M, N, dtype, programs, tiles[:2], rounds), make)
+    block, part = (tiles.block_m, tiles.block_k), (tiles.block_m, tiles.block_n // 2)
 
     def described(tensor: SymmetricTensor) -> list:
         theirs = [tensor.peer((world.rank + d) % size) for d in range(1, size)]
         own = tensor.plain()
         return [descriptor(own, part), *peer_descriptors(theirs, own, part)]
 
-    def of(tensor: SymmetricTensor) -> list:
-        key = (CALL, "gluon targets", tensor.data_ptr(), tuple(tensor.shape), a.dtype, part)
-        return world.workspace(key, lambda: described(tensor))
+    total, *sums = described(space.total)
+    result, *outs = described(out)
+    constants = {
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
+        "GROUP": tiles.group, "HALF": layout(dtype, *part), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
+        "EPILOGUE": epilogue, "num_warps": CONSUMER_WARPS,
+    }  # fmt: skip
+    here = out.plain()
+    tiles_of_a, tiles_of_b = describing(a, block), describing_weights(b, tiles)
 
-    total, *sums = of(space.total)
-    result, *outs = of(out)
-    cooperative(
-        world, gluon_two_shot_kernel, (programs,),
-        descriptor(a, (tiles.block_m, tiles.block_k)),
-        weights_descriptor(rows_b, transposed, tiles),
-        total, result, *sums, *outs, space.ready, bias, M, N, K, rounds, world.device,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
-        HALF=layout(a.dtype, *part), REGISTERS=REGISTERS, TRANSPOSED=transposed, EPILOGUE=epilogue,
-        num_warps=CONSUMER_WARPS,
-    )  # fmt: skip
-    return out
+    def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        cooperative(
+            world, gluon_two_shot_kernel, (programs,), tiles_of_a(a), tiles_of_b(b), total, result,
+            *sums, *outs, space.ready, bias, M, N, K, rounds, world.device, **constants,
+        )  # fmt: skip
+        return here
+
+    return launch

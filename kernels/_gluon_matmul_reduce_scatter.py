@@ -35,6 +35,8 @@ from ._gluon import (
     check,
     check_tiles,
     consume,
+    describing,
+    describing_weights,
     descriptor,
     first_tile,
     grouped,
@@ -49,7 +51,6 @@ from ._gluon import (
     publish,
     release_halves,
     take_over,
-    weights_descriptor,
 )
 from ._matmul import Epilogue, Tiles, stored
 
@@ -211,56 +212,52 @@ class _Space(NamedTuple):
     ready: SymmetricTensor
 
 
-def gluon_chain(
+def chain_launch(
+    world: World,
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    world: World,
-    tiles: Tiles | None = None,
-    bias: torch.Tensor | None = None,
+    tiles: Tiles,
     epilogue: Epilogue = "none",
     leave_out: str = "",
-) -> torch.Tensor:
-    """`out` (m, N) = my rows of the sum over ranks of `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose
-    checks of the operands come before. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out:
-    for measurements, "links": everything stays on this rank, and the result is nobody's. Raises Unsupported,
-    ShapeError."""
-    tiles = tiles or TILES
+) -> _common.Launch:
+    """launch(a, b, out, bias), for tensors of the same facts as these: `out` (m, N) = my rows of the sum over ranks of
+    `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose checks of the operands come before. bf16 or fp16,
+    rows at multiples of 16 bytes, on sm_90. Collective. leave_out: for measurements, "links": everything stays on this
+    rank, and the result is nobody's. Raises Unsupported, ShapeError."""
     rows_b, transposed = stored(b)
     check(CALL, world, a, rows_b, out)
     check_tiles(CALL, tiles, world)
-    (M, K), N, size = a.shape, b.shape[1], world.size
+    (M, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     m = M // size
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, size * num_m * num_n)
 
     def make() -> _Space:
-        total = empty(2 * num_m * tiles.block_m, N, dtype=a.dtype, name=f"{CALL}.gluon.total", world=world)
+        total = empty(2 * num_m * tiles.block_m, N, dtype=dtype, name=f"{CALL}.gluon.total", world=world)
         return _Space(total, signals(size * num_m * num_n, name=f"{CALL}.gluon.ready", world=world))
 
-    space = world.workspace((CALL, "gluon", m, N, a.dtype, programs, tiles[:2]), make)
-    part = (tiles.block_m, tiles.block_n // 2)
-
-    def owners() -> list:
-        totals = [space.total.peer((world.rank + d) % size) for d in range(1, size)]
-        return peer_descriptors(totals, space.total.plain(), part)
-
+    space = world.workspace((CALL, "gluon", m, N, dtype, programs, tiles[:2]), make)
     ready = space.ready
     if leave_out:  # counters of its own, which fall behind
-        key = (CALL, leave_out, m, N, a.dtype, programs, tiles[:2])
+        key = (CALL, leave_out, m, N, dtype, programs, tiles[:2])
         ready = world.workspace(key, lambda: signals(space.ready.numel(), world=world))
-    targets = world.workspace((CALL, "gluon owners", space.total.data_ptr(), part), owners)
+    block, part = (tiles.block_m, tiles.block_k), (tiles.block_m, tiles.block_n // 2)
     total = descriptor(space.total.plain(), part)
-    sent_to = [total] * MAX_PEERS if leave_out else targets
-    cooperative(
-        world, gluon_chain_kernel, (programs,),
-        descriptor(a, (tiles.block_m, tiles.block_k)),
-        weights_descriptor(rows_b, transposed, tiles),
-        total,
-        descriptor(out, part),
-        *sent_to, ready, bias, m, N, K, world.device,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.num_stages, GROUP=tiles.group,
-        HALF=layout(a.dtype, *part), REGISTERS=REGISTERS, TRANSPOSED=transposed, EPILOGUE=epilogue, LEAVE_OUT=leave_out,
-        num_warps=CONSUMER_WARPS,
-    )  # fmt: skip
-    return out
+    totals = [space.total.peer((world.rank + d) % size) for d in range(1, size)]
+    targets = [total] * MAX_PEERS if leave_out else peer_descriptors(totals, space.total.plain(), part)
+    constants = {
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
+        "GROUP": tiles.group, "HALF": layout(dtype, *part), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
+        "EPILOGUE": epilogue, "LEAVE_OUT": leave_out, "num_warps": CONSUMER_WARPS,
+    }  # fmt: skip
+    tiles_of_a, tiles_of_b, parts_of_out = describing(a, block), describing_weights(b, tiles), describing(out, part)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        cooperative(
+            world, gluon_chain_kernel, (programs,), tiles_of_a(a), tiles_of_b(b), total, parts_of_out(out), *targets,
+            ready, bias, m, N, K, world.device, **constants,
+        )  # fmt: skip
+        return out
+
+    return launch

@@ -6,7 +6,7 @@ N, K.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -262,17 +262,16 @@ def padded(columns: int, dtype: torch.dtype) -> int:
     return triton.cdiv(columns, run) * run
 
 
-def whole_runs(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`a` (M, k) and `b` (k, N) with zeros behind k up to a multiple of 16 bytes of a row of a, as TMA needs: ranks may
-    differ in k, and must not differ in tiles for it."""
-    k = a.shape[1]
-    missing = padded(max(k, 1), a.dtype) - k
+def whole_runs(a: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """What gives `a` (M, k) and `b` (k, N) with zeros behind k up to a multiple of 16 bytes of a row of a, as TMA
+    needs: ranks may differ in k, and must not differ in tiles for it."""
+    missing = padded(max(a.shape[1], 1), a.dtype) - a.shape[1]
     if not missing:
-        return a, b
-    rows, transposed = stored(b)
-    b = (
-        torch.nn.functional.pad(rows, (0, missing)).t()
-        if transposed
-        else torch.nn.functional.pad(b, (0, 0, 0, missing))
-    )
-    return torch.nn.functional.pad(a, (0, missing)), b
+        return lambda a, b: (a, b)
+    pad = torch.nn.functional.pad
+
+    def padded_out(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, transposed = stored(b)
+        return pad(a, (0, missing)), pad(rows, (0, missing)).t() if transposed else pad(b, (0, 0, 0, missing))
+
+    return padded_out

@@ -33,6 +33,7 @@ from . import _common, _forms
 from ._matmul import (
     FEW_ROWS,
     Epilogue,
+    Tiles,
     accumulate,
     check_epilogue,
     check_operands,
@@ -48,7 +49,10 @@ from ._matmul import (
     weights,
 )
 
+CALL = "all_gather_matmul"
 Shard = Literal["rows", "columns"]
+Mode = Literal["push", "pull", "gluon", "nccl"]
+MODES = ("push", "pull", "gluon", "nccl")
 
 
 def reference(
@@ -223,7 +227,7 @@ def _check_tuned(given: dict[str, Any], mode: str, world: World) -> dict[str, An
     for name, value in given.items():
         wanted = "at least 1" if name in taken else f'none with mode "{mode}"'
         if name not in taken or value < 1:
-            raise ShapeError.argument("all_gather_matmul", name, value, wanted, world.rank)
+            raise ShapeError.argument(CALL, name, value, wanted, world.rank)
     return taken | given
 
 
@@ -235,7 +239,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
     shard: Shard = "rows",
-    mode: Literal["push", "pull", "gluon"] | None = None,
+    mode: Mode | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -272,74 +276,148 @@ def all_gather_matmul(
 
     Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
-    call = "all_gather_matmul"
-    world = _common.world_of(call, world, a, b)
+    world = _common.world_of(CALL, world, a, b)
+    settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, unit, push_rows, nap)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings)
+
+
+def _plan(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
+    epilogue: Epilogue, shard: Shard, mode: Mode | None, num_comm_sms: int | None, chunk: int | None,
+    tiles: Sequence[int] | None, unit: Sequence[int] | None, push_rows: int | None, nap: int | None,
+) -> _common.Launch:  # fmt: skip
+    """Checks, and the form and its settings."""
     if mode is not None:
-        _common.check_choice(call, "mode", mode, ("push", "pull", "gluon"), world)
-    given = {"num_comm_sms": num_comm_sms, "chunk": chunk, "unit": unit, "push_rows": push_rows, "nap": nap}
+        _common.check_choice(CALL, "mode", mode, MODES, world)
+    given = {
+        "num_comm_sms": num_comm_sms, "chunk": chunk, "tiles": tiles, "unit": unit, "push_rows": push_rows, "nap": nap,
+    }  # fmt: skip
     tuned: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    _common.check_choice(call, "shard", shard, ("rows", "columns"), world)
-    tiles = check_tiles(call, tiles, world)
-    chosen = mode is None and tiles is None and not tuned
+    _common.check_choice(CALL, "shard", shard, ("rows", "columns"), world)
     columns = shard == "columns"
-    check_operands(call, a, b, world, shards=world.size if columns else 1, peers=mode == "pull")
+    check_operands(CALL, a, b, world, shards=world.size if columns else 1, peers=mode == "pull")
     (m, k), N, size = a.shape, b.shape[1], world.size
-    check_epilogue(call, bias, epilogue, N, a.dtype, world)
+    check_epilogue(CALL, bias, epilogue, N, a.dtype, world)
     shape = (m if columns else size * m, N)
     if out is not None:
-        _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
+        _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=a.dtype)
     if mode == "gluon" and columns:
-        raise ShapeError.argument(call, "shard", "columns", 'shard "rows" with mode "gluon"', world.rank)
-    if _forms.gluon(call, "gluon", mode == "gluon", chosen and not columns and m > FEW_ROWS, world, a.dtype, k, N):
-        from ._gluon_all_gather_matmul import gluon_push, settings
+        raise ShapeError.argument(CALL, "shard", "columns", 'shard "rows" with mode "gluon"', world.rank)
+    plan = None
+    chosen = mode is None and not tuned and not columns and m > FEW_ROWS
+    wanted = check_tiles(CALL, tuned.pop("tiles", None), world)
+    if mode == "nccl":
+        _forms.check_nccl(CALL, tuned | ({} if wanted is None else {"tiles": wanted}), world)
+    elif _forms.gluon(CALL, "gluon", mode == "gluon", chosen, world, a.dtype, k, N):
+        from ._gluon_all_gather_matmul import settings
 
         mode = "gluon"
-        plan, tiles = settings(N, world, tiles, **tuned)
+        plan, wanted = settings(N, world, wanted, **tuned)
         tuned = plan._asdict()
     else:
         mode = mode or "push"
-        tiles = tiles or default_tiles(m, a, b)
+        wanted = wanted or default_tiles(m, a, b)
         tuned = _check_tuned(tuned, mode, world)
     _common.check_agreed(
-        call, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=tiles,
+        CALL, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=wanted,
         bias=bias is not None, epilogue=epilogue, **tuned,
     )  # fmt: skip
-    if out is None:
-        out = torch.empty(shape, dtype=a.dtype, device=world.torch_device)
+    fresh = _common.fresh(shape, a.dtype, world)
+    result = fresh() if out is None else out
     if m == 0 or N == 0 or k == 0:
-        return out.copy_(finished(torch.zeros_like(out), bias, epilogue))
-    if mode == "gluon":
-        result = _forms.operand(out)
-        gluon_push(_forms.operand(a), _forms.operand(b), result, world, plan, tiles, bias, epilogue)
+
+        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return out.copy_(finished(torch.zeros_like(out), bias, epilogue))
+
+    elif mode == "nccl":
+        launch = _nccl_launch(world, columns, epilogue)
+    elif plan is not None and wanted is not None:
+        launch = _gluon_launch(world, a, b, result, plan, wanted, epilogue)
+    elif mode == "pull":
+        launch = _pull_launch(world, a, b, result, columns, wanted, epilogue)
+    else:
+        launch = _push_launch(world, a, b, result, columns, tuned["num_comm_sms"], tuned["chunk"], wanted, epilogue)
+    if out is not None:
+        return launch
+    return lambda a, b, out, bias: launch(a, b, fresh(), bias)
+
+
+def _nccl_launch(world: World, columns: bool, epilogue: Epilogue) -> _common.Launch:
+    from . import _nccl
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        _nccl.all_gather_matmul(a, b, out, world, columns)
+        return out if bias is None and epilogue == "none" else out.copy_(finished(out, bias, epilogue))
+
+    return launch
+
+
+def _gluon_launch(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plan: Any, tiles: Tiles, epilogue: Epilogue
+) -> _common.Launch:
+    from ._gluon_all_gather_matmul import push_launch
+
+    fit_a, fit_b, fit_out = map(_forms.fitting, (a, b, out))
+    push = push_launch(world, fit_a(a), fit_b(b), fit_out(out), plan, tiles, epilogue)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result = push(fit_a(a), fit_b(b), fit_out(out), bias)
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
-    b, transposed = stored(b)
-    tma = _common.aligned(a, b, out)
-    num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
-    tasks = (1 if columns else size) * num_m * num_n
-    if mode == "pull":
-        grid = (_common.num_programs(world, tasks),)
+
+    return launch
+
+
+def _pull_launch(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, columns: bool, tiles: Tiles, epilogue: Epilogue
+) -> _common.Launch:
+    (m, k), N = a.shape, b.shape[1]
+    rows, transposed = stored(b)
+    tasks = (1 if columns else world.size) * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
+    grid = (_common.num_programs(world, tasks),)
+    bar = _common.barrier_counters(world)
+    constants = (columns, _common.aligned(a, rows, out), transposed, epilogue, *tiles[:4])
+    options = tiles.launch_options()
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = b.t() if transposed else b
         cooperative(
-            world, pull_kernel, grid, a, b, bias, out, _common.barrier_counters(world), m, N, k, world.device,
-            columns, tma, transposed, epilogue, *tiles[:4], **tiles.launch_options(),
+            world, pull_kernel, grid, a, rows, bias, out, bar, m, N, k, world.device, *constants, **options
         )  # fmt: skip
         return out
 
-    chunk = triton.cdiv(min(tuned["chunk"], k), tiles.block_k) * tiles.block_k
-    num_comm_sms = tuned["num_comm_sms"]
+    return launch
+
+
+def _push_launch(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, columns: bool, num_comm_sms: int, chunk: int,
+    tiles: Tiles, epilogue: Epilogue,
+) -> _common.Launch:  # fmt: skip
+    (m, k), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
+    rows, transposed = stored(b)
+    num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
+    tasks = (1 if columns else size) * num_m * num_n
+    chunk = triton.cdiv(min(chunk, k), tiles.block_k) * tiles.block_k
     programs = _common.num_programs(world, tasks + num_comm_sms)
-    ld = padded(k, a.dtype)
+    ld = padded(k, dtype)
 
     def make() -> _PushSpace:
-        inbox = empty(2, size, m, ld, dtype=a.dtype, name="all_gather_matmul.inbox", world=world)
+        inbox = empty(2, size, m, ld, dtype=dtype, name="all_gather_matmul.inbox", world=world)
         return _PushSpace(inbox, signals(size * num_m + 1, name="all_gather_matmul.ready", world=world))
 
-    space = world.workspace((call, m, k, a.dtype, tasks, programs, tiles, chunk), make)
+    space = world.workspace((CALL, m, k, dtype, tasks, programs, tiles, chunk), make)
     args = Push(
-        a_ptr=a, b_ptr=b, bias_ptr=bias, out_ptr=out, inbox_ptr=space.inbox, ready_ptr=space.counters,
+        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, inbox_ptr=space.inbox, ready_ptr=space.counters,
         queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=ld, num_comm_sms=max(1, min(num_comm_sms, programs - 1)),
-        COLUMNS=tl.constexpr(columns), TMA=tl.constexpr(tma), TRANSPOSED=tl.constexpr(transposed),
-        EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n),
-        BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk), GROUP=tl.constexpr(tiles.group),
+        COLUMNS=tl.constexpr(columns), TMA=tl.constexpr(_common.aligned(a, rows, out)),
+        TRANSPOSED=tl.constexpr(transposed), EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m),
+        BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk),
+        GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
-    cooperative(world, push_kernel, (programs,), args, world.device, **tiles.launch_options())
-    return out
+    options = tiles.launch_options()
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        these = args._replace(a_ptr=a, b_ptr=b.t() if transposed else b, bias_ptr=bias, out_ptr=out)
+        cooperative(world, push_kernel, (programs,), these, world.device, **options)
+        return out
+
+    return launch

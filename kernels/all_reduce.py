@@ -33,6 +33,7 @@ from pkt.runtime.world import World
 from . import _common
 from .reduce_scatter import OPS, Op, combine, over_ranks, reduced
 
+CALL = "all_reduce"
 Mode = Literal["low_latency", "one_shot", "two_shot", "multimem"]
 MODES = ("low_latency", "one_shot", "two_shot", "multimem")
 
@@ -203,49 +204,52 @@ def all_reduce(
     elements a program moves at a time, a power of two. Returns `out` (or x), complete; `x` may be overwritten at once.
     Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
-    call = "all_reduce"
-    world = _common.world_of(call, world, x, out)
-    out = x if out is None else out
-    _common.check_choice(call, "op", op, OPS, world)
-    _common.check_choice(call, "mode", mode, (*MODES, None), world)
-    _common.check_block(call, block, world)
-    _common.check_tensor(call, "x", x, world, dtypes=_common.FLOATS, peers=mode != "low_latency")
+    world = _common.world_of(CALL, world, x, out)
+    return _common.planned(CALL, _plan, world, (x, x if out is None else out), (op, mode, block))
+
+
+def _plan(
+    world: World, x: torch.Tensor, out: torch.Tensor, op: Op, mode: Mode | None, block: int | None
+) -> _common.Launch:
+    _common.check_choice(CALL, "op", op, OPS, world)
+    _common.check_choice(CALL, "mode", mode, (*MODES, None), world)
+    _common.check_block(CALL, block, world)
+    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode != "low_latency")
     even = x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     mode = mode or _chosen(x, out, op, world, even)
     both = mode in ("two_shot", "multimem")  # peers store into `out`
-    _common.check_tensor(call, "out", out, world, shape=tuple(x.shape), dtype=x.dtype, peers=both)
+    _common.check_tensor(CALL, "out", out, world, shape=tuple(x.shape), dtype=x.dtype, peers=both)
     if mode == "multimem" and not even:
         wanted = "a multiple of 16 bytes: multimem moves runs of 16 bytes; two_shot does not need it"
-        raise ShapeError.argument(call, "address of x or out", hex(x.data_ptr()), wanted, world.rank)
+        raise ShapeError.argument(CALL, "address of x or out", hex(x.data_ptr()), wanted, world.rank)
     if mode == "multimem" and op != "sum" and x.dtype == torch.float32:
-        found, remedy = f"{call}: found op {op!r} of float32 with mode 'multimem'", "take two_shot or one_shot"
+        found, remedy = f"{CALL}: found op {op!r} of float32 with mode 'multimem'", "take two_shot or one_shot"
         raise Unsupported.here(f"rank {world.rank}", found, f"the switch has it for 16-bit floats only: {remedy}")
     in_place = out.data_ptr() == x.data_ptr()
     if not in_place:
-        _common.check_apart(call, x, out, world)
+        _common.check_apart(CALL, x, out, world)
     _common.check_agreed(
-        call, world, x=_common.anywhere(x) if mode == "low_latency" else x,
+        CALL, world, x=_common.anywhere(x) if mode == "low_latency" else x,
         out=out if both else in_place if mode == "one_shot" else None, op=op, mode=mode, block=block,
     )  # fmt: skip
     n = x.numel()
     if n == 0:
-        return out
+        return lambda x, out: out
     if mode == "low_latency":
-        _low_latency(x, out, op, block, world)
-        return out
+        return _low_latency(x, op, block, world)
     BLOCK = _common.copy_block(x, block)
     blocks = triton.cdiv(n, BLOCK)
     tasks = blocks if mode == "one_shot" else triton.cdiv(blocks, world.size)
     grid = (_common.num_programs(world, tasks),)
     bar = _common.barrier_counters(world)
-    options = _common.COPY_OPTIONS
-    if mode == "one_shot":
-        cooperative(world, one_shot_kernel, grid, x, out, bar, n, world.device, op, in_place, BLOCK, **options)
-    elif mode == "two_shot":
-        cooperative(world, two_shot_kernel, grid, x, out, bar, n, world.device, op, BLOCK, **options)
-    else:
-        cooperative(world, multimem_kernel, grid, x, out, bar, n, world.device, op, BLOCK, **options)
-    return out
+    kernel = {"one_shot": one_shot_kernel, "two_shot": two_shot_kernel, "multimem": multimem_kernel}[mode]
+    constants = (op, in_place, BLOCK) if mode == "one_shot" else (op, BLOCK)
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        cooperative(world, kernel, grid, x, out, bar, n, world.device, *constants, **_common.COPY_OPTIONS)
+        return out
+
+    return launch
 
 
 def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool) -> Mode:
@@ -262,7 +266,7 @@ class _Space(NamedTuple):
     counters: SymmetricTensor
 
 
-def _low_latency(x: torch.Tensor, out: torch.Tensor, op: Op, block: int | None, world: World) -> None:
+def _low_latency(x: torch.Tensor, op: Op, block: int | None, world: World) -> _common.Launch:
     n, per = x.numel(), 4 // x.element_size()
     words = triton.cdiv(n, per)
 
@@ -276,7 +280,13 @@ def _low_latency(x: torch.Tensor, out: torch.Tensor, op: Op, block: int | None, 
     space = world.workspace(("all_reduce", "low_latency", words), make)
     BLOCK = (block and max(block // per, 1)) or min(LOW_LATENCY_WORDS, triton.next_power_of_2(words))
     grid = (_common.num_programs(world, triton.cdiv(words, BLOCK)),)
-    cooperative(
-        world, low_latency_kernel, grid, x, out, space.slots, space.counters, n, words, world.device, op, BLOCK,
-        num_warps=max(1, min(BLOCK // 32, 8)),
-    )  # fmt: skip
+    warps = max(1, min(BLOCK // 32, 8))
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        cooperative(
+            world, low_latency_kernel, grid, x, out, space.slots, space.counters, n, words, world.device, op, BLOCK,
+            num_warps=warps,
+        )  # fmt: skip
+        return out
+
+    return launch

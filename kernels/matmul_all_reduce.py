@@ -33,6 +33,7 @@ from pkt.runtime.world import World
 from . import _common, _forms
 from ._matmul import (
     Epilogue,
+    Tiles,
     accumulate,
     check_epilogue,
     check_operands,
@@ -48,6 +49,10 @@ from ._matmul import (
     weights,
     whole_runs,
 )
+
+CALL = "matmul_all_reduce"
+Mode = Literal["lcsc", "chain", "nccl"]
+MODES = ("lcsc", "chain", "nccl")
 
 
 def reference(
@@ -136,12 +141,6 @@ def matmul_all_reduce_kernel(w, world):
             store_tile(out, 0, tl.load(ptrs, mask=inside), row, col, w.M, w.N, w.N, w.TMA)
 
 
-def _result(M: int, N: int, dtype: torch.dtype, world: World) -> SymmetricTensor:
-    """Where peers store the finished tiles of an output that they cannot reach."""
-    name = "matmul_all_reduce.result"
-    return world.workspace((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
-
-
 class _Space(NamedTuple):
     sum: SymmetricTensor | None
     counters: SymmetricTensor  # ready, then done, then the queue
@@ -154,7 +153,7 @@ def matmul_all_reduce(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Literal["lcsc", "chain"] | None = None,
+    mode: Mode | None = None,
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
     rounds: int | None = None,
@@ -182,65 +181,127 @@ def matmul_all_reduce(
 
     Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
-    call = "matmul_all_reduce"
-    world = _common.world_of(call, world, a, b, out)
+    world = _common.world_of(CALL, world, a, b, out)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, rounds))
+
+
+def _plan(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
+    epilogue: Epilogue, mode: Mode | None, num_comm_sms: int | None, tiles: Sequence[int] | None, rounds: int | None,
+) -> _common.Launch:  # fmt: skip
+    """Checks, and the form and its settings."""
     if mode is not None:
-        _common.check_choice(call, "mode", mode, ("lcsc", "chain"), world)
-    check_operands(call, a, b, world)
-    (M, k), N = a.shape, b.shape[1]
-    check_epilogue(call, bias, epilogue, N, a.dtype, world)
-    in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
+        _common.check_choice(CALL, "mode", mode, MODES, world)
+    check_operands(CALL, a, b, world)
+    M, N, dtype = a.shape[0], b.shape[1], a.dtype
+    check_epilogue(CALL, bias, epilogue, N, dtype, world)
+    in_place = mode != "nccl" and isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is not None:
-        _common.check_tensor(call, "out", out, world, shape=(M, N), dtype=a.dtype, peers=in_place)
-    tiles = check_tiles(call, tiles, world)
-    a, b = whole_runs(a, b)
-    k = a.shape[1]
+        _common.check_tensor(CALL, "out", out, world, shape=(M, N), dtype=dtype, peers=in_place)
+    chosen = check_tiles(CALL, tiles, world)
+    fit = whole_runs(a)
+    a, b = fit(a, b)
     refused = ("num_comm_sms", num_comm_sms) if mode == "chain" else ("rounds", rounds)
     if refused[1] is not None:
-        raise ShapeError.argument(call, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
+        raise ShapeError.argument(CALL, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
     tuned: dict[str, Any] = {}
-    if _forms.gluon(call, "chain", mode == "chain", False, world, a.dtype, N):
-        from ._gluon_matmul_all_reduce import gluon_two_shot, settings
+    if mode == "nccl":
+        given = {"num_comm_sms": num_comm_sms, "tiles": chosen}
+        _forms.check_nccl(CALL, {name: value for name, value in given.items() if value is not None}, world)
+    elif _forms.gluon(CALL, "chain", mode == "chain", False, world, dtype, N):
+        from ._gluon_matmul_all_reduce import settings
 
-        tiles, tuned["rounds"] = settings(M, N, world, tiles, rounds)
+        chosen, tuned["rounds"] = settings(M, N, world, chosen, rounds)
     else:
-        mode, tiles = "lcsc", tiles or default_tiles(M, a, b)
+        mode, chosen = "lcsc", chosen or default_tiles(M, a, b)
         tuned["num_comm_sms"] = 16 if num_comm_sms is None else num_comm_sms
         if tuned["num_comm_sms"] < 0:
-            raise ShapeError.argument(call, "num_comm_sms", num_comm_sms, "at least 0", world.rank)
+            raise ShapeError.argument(CALL, "num_comm_sms", num_comm_sms, "at least 0", world.rank)
     _common.check_agreed(
-        call, world, M=M, N=N, dtype=a.dtype, out=out if in_place else None, mode=mode, tiles=tiles,
+        CALL, world, M=M, N=N, dtype=dtype, out=out if in_place else None, mode=mode, tiles=chosen,
         **tuned, bias=bias is not None, epilogue=epilogue,
     )  # fmt: skip
-    if out is None:
-        out = torch.empty((M, N), dtype=a.dtype, device=world.torch_device)
+    fresh = _common.fresh((M, N), dtype, world)
     if M == 0 or N == 0:
-        return out
-    if mode == "chain":
-        result = out if in_place else _result(M, N, a.dtype, world)
-        gluon_two_shot(_forms.operand(a), _forms.operand(b), result, world, tiles, tuned["rounds"], bias, epilogue)
-        return out if in_place else out.copy_(result.plain())
-    num_comm_sms = tuned["num_comm_sms"]
-    ld = N if in_place else padded(N, a.dtype)
+        return lambda a, b, out, bias: fresh() if out is None else out
+    result = fresh() if out is None else out
+    if mode == "nccl" or chosen is None:
+        launch = _nccl_launch(world, epilogue)
+    elif mode == "chain":
+        launch = _chain_launch(world, a, b, result, in_place, chosen, tuned["rounds"], epilogue)
+    else:
+        launch = _lcsc_launch(world, a, b, result, in_place, tuned["num_comm_sms"], chosen, epilogue)
+
+    def whole(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        return launch(*fit(a, b), fresh() if out is None else out, bias)
+
+    return whole
+
+
+def _nccl_launch(world: World, epilogue: Epilogue) -> _common.Launch:
+    from . import _nccl
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        _nccl.matmul_all_reduce(a, b, out, world)
+        return out if bias is None and epilogue == "none" else out.copy_(finished(out, bias, epilogue))
+
+    return launch
+
+
+def _chain_launch(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, in_place: bool, tiles: Tiles, rounds: int,
+    epilogue: Epilogue,
+) -> _common.Launch:  # fmt: skip
+    from ._gluon_matmul_all_reduce import two_shot_launch
+
+    (M, N), dtype, name = out.shape, out.dtype, "matmul_all_reduce.result"
+    if isinstance(out, SymmetricTensor) and in_place:
+        result = out
+    else:  # where peers store the finished tiles of an output that they cannot reach
+        result = world.workspace((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
+    fit_a, fit_b = map(_forms.fitting, (a, b))
+    two_shot = two_shot_launch(world, fit_a(a), fit_b(b), result, tiles, rounds, epilogue)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found = two_shot(fit_a(a), fit_b(b), bias)
+        return out if in_place else out.copy_(found)
+
+    return launch
+
+
+def _lcsc_launch(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, in_place: bool, num_comm_sms: int, tiles: Tiles,
+    epilogue: Epilogue,
+) -> _common.Launch:  # fmt: skip
+    (M, k), N, dtype = a.shape, b.shape[1], a.dtype
+    rows, transposed = stored(b)
+    ld = N if in_place else padded(N, dtype)
     total = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, total + num_comm_sms)
 
     def make() -> _Space:
         buffer = None
         if not in_place:
-            buffer = empty(M, ld, dtype=a.dtype, name="matmul_all_reduce.sum", world=world)
+            buffer = empty(M, ld, dtype=dtype, name="matmul_all_reduce.sum", world=world)
         return _Space(buffer, signals(total + 2, name="matmul_all_reduce.ready", world=world))
 
-    space = world.workspace((call, M, N, a.dtype, programs, tiles[:2], in_place), make)
+    space = world.workspace((CALL, M, N, dtype, programs, tiles[:2], in_place), make)
     counters = space.counters
-    b, transposed = stored(b)
     work = Work(
-        a_ptr=a, b_ptr=b, bias_ptr=bias, out_ptr=out, sum_ptr=out if in_place else space.sum, ready_ptr=counters,
+        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, sum_ptr=space.sum, ready_ptr=counters,
         done_ptr=counters[total:], queue_ptr=counters[total + 1 :], M=M, N=N, k=k, ld=ld,
         num_comm_sms=min(num_comm_sms, programs - 1), COPY=tl.constexpr(not in_place),
-        TMA=tl.constexpr(_common.aligned(a, b, out)), TRANSPOSED=tl.constexpr(transposed),
+        TMA=tl.constexpr(_common.aligned(a, rows, out)), TRANSPOSED=tl.constexpr(transposed),
         EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m),
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
-    cooperative(world, matmul_all_reduce_kernel, (programs,), work, world.device, **tiles.launch_options())
-    return out
+    options = tiles.launch_options()
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        these = work._replace(a_ptr=a, b_ptr=b.t() if transposed else b, bias_ptr=bias, out_ptr=out)
+        if in_place:
+            these = these._replace(sum_ptr=out)
+        cooperative(world, matmul_all_reduce_kernel, (programs,), these, world.device, **options)
+        return out
+
+    return launch

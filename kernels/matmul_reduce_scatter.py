@@ -33,6 +33,7 @@ from . import _common, _forms
 from ._matmul import (
     FEW_ROWS,
     Epilogue,
+    Tiles,
     accumulate,
     check_epilogue,
     check_operands,
@@ -48,6 +49,10 @@ from ._matmul import (
     weights,
     whole_runs,
 )
+
+CALL = "matmul_reduce_scatter"
+Mode = Literal["add", "inbox", "chain", "nccl"]
+MODES = ("add", "inbox", "chain", "nccl")
 
 
 def reference(
@@ -185,7 +190,7 @@ def matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Literal["add", "inbox", "chain"] | None = None,
+    mode: Mode | None = None,
     tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -204,55 +209,109 @@ def matmul_reduce_scatter(
     complete; nothing of the call is read by a peer after it. Raises ShapeError, DtypeError, CollectiveMismatch,
     Unsupported.
     """
-    call = "matmul_reduce_scatter"
-    world = _common.world_of(call, world, a, b)
+    world = _common.world_of(CALL, world, a, b)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles))
+
+
+def _plan(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
+    epilogue: Epilogue, mode: Mode | None, tiles: Sequence[int] | None,
+) -> _common.Launch:  # fmt: skip
+    """Checks, and the form and its settings."""
     if mode is not None:
-        _common.check_choice(call, "mode", mode, ("add", "inbox", "chain"), world)
-    check_operands(call, a, b, world)
-    (M, k), N, size = a.shape, b.shape[1], world.size
+        _common.check_choice(CALL, "mode", mode, MODES, world)
+    check_operands(CALL, a, b, world)
+    M, N, size = a.shape[0], b.shape[1], world.size
     if M % size:
         wanted = f"a first dimension divisible by {size} ranks"
-        raise ShapeError.argument(call, "a", tuple(a.shape), wanted, world.rank)
-    a, b = whole_runs(a, b)
-    k = a.shape[1]
-    tiles = check_tiles(call, tiles, world)
-    m = M // size
-    check_epilogue(call, bias, epilogue, N, a.dtype, world)
-    if out is None:
-        out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
-    _common.check_tensor(call, "out", out, world, shape=(m, N), dtype=a.dtype)
-    # Not by k, in which ranks may differ.
-    if _forms.gluon(call, "chain", mode == "chain", mode is None and tiles is None and m > FEW_ROWS, world, a.dtype, N):
-        from ._gluon_matmul_reduce_scatter import gluon_chain, settings
+        raise ShapeError.argument(CALL, "a", tuple(a.shape), wanted, world.rank)
+    m, dtype = M // size, a.dtype
+    fit = whole_runs(a)
+    a, b = fit(a, b)
+    chosen = check_tiles(CALL, tiles, world)
+    check_epilogue(CALL, bias, epilogue, N, dtype, world)
+    fresh = _common.fresh((m, N), dtype, world)
+    result = fresh() if out is None else out
+    _common.check_tensor(CALL, "out", result, world, shape=(m, N), dtype=dtype)
+    left = mode is None and chosen is None and m > FEW_ROWS  # not by k, in which ranks may differ
+    if mode == "nccl":
+        _forms.check_nccl(CALL, {} if chosen is None else {"tiles": chosen}, world)
+    elif _forms.gluon(CALL, "chain", mode == "chain", left, world, dtype, N):
+        from ._gluon_matmul_reduce_scatter import settings
 
-        mode, tiles = "chain", settings(m, N, world, tiles)
+        mode, chosen = "chain", settings(m, N, world, chosen)
     else:
-        mode, tiles = mode or "add", tiles or default_tiles(m, a, b)
+        mode, chosen = mode or "add", chosen or default_tiles(m, a, b)
     _common.check_agreed(
-        call, world, M=M, N=N, dtype=a.dtype, mode=mode, tiles=tiles, bias=bias is not None, epilogue=epilogue
+        CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, bias=bias is not None, epilogue=epilogue
     )
     if m == 0 or N == 0:
-        return out
-    if mode == "chain":
-        result = _forms.operand(out)
-        gluon_chain(_forms.operand(a), _forms.operand(b), result, world, tiles, bias, epilogue)
+        return lambda a, b, out, bias: fresh() if out is None else out
+    if mode == "nccl" or chosen is None:
+        launch = _nccl_launch(world, epilogue)
+    elif mode == "chain":
+        launch = _chain_launch(world, a, b, result, chosen, epilogue)
+    else:
+        launch = _plain_launch(world, a, b, result, mode, chosen, epilogue)
+
+    def whole(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        return launch(*fit(a, b), fresh() if out is None else out, bias)
+
+    return whole
+
+
+def _nccl_launch(world: World, epilogue: Epilogue) -> _common.Launch:
+    from . import _nccl
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        _nccl.matmul_reduce_scatter(a, b, out, world)
+        return out if bias is None and epilogue == "none" else out.copy_(finished(out, bias, epilogue))
+
+    return launch
+
+
+def _chain_launch(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiles: Tiles, epilogue: Epilogue
+) -> _common.Launch:
+    from ._gluon_matmul_reduce_scatter import chain_launch
+
+    fit_a, fit_b, fit_out = map(_forms.fitting, (a, b, out))
+    chain = chain_launch(world, fit_a(a), fit_b(b), fit_out(out), tiles, epilogue)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result = chain(fit_a(a), fit_b(b), fit_out(out), bias)
         return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
-    b, transposed = stored(b)
-    ld = padded(N, a.dtype)
+
+    return launch
+
+
+def _plain_launch(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, mode: Mode, tiles: Tiles, epilogue: Epilogue
+) -> _common.Launch:
+    (M, k), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
+    m = M // size
+    rows, transposed = stored(b)
+    ld = padded(N, dtype)
     owned = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, size * owned)
 
     def make() -> _Space:
         if mode == "add":
-            buffer = zeros(2, m, ld, dtype=a.dtype, name="matmul_reduce_scatter.sum", world=world)
+            buffer = zeros(2, m, ld, dtype=dtype, name="matmul_reduce_scatter.sum", world=world)
             return _Space(buffer, signals(1, name="matmul_reduce_scatter.done", world=world))
-        buffer = empty(2, size, m, ld, dtype=a.dtype, name="matmul_reduce_scatter.inbox", world=world)
+        buffer = empty(2, size, m, ld, dtype=dtype, name="matmul_reduce_scatter.inbox", world=world)
         return _Space(buffer, signals(size * owned, name="matmul_reduce_scatter.ready", world=world))
 
-    space = world.workspace((call, m, N, a.dtype, programs, tiles[:2], mode), make)
+    space = world.workspace((CALL, m, N, dtype, programs, tiles[:2], mode), make)
     kernel = add_kernel if mode == "add" else inbox_kernel
-    cooperative(
-        world, kernel, (programs,), a, b, bias, out, space.buffer, space.counters, m, N, k, ld, world.device,
-        _common.aligned(a, b, out), transposed, epilogue, *tiles[:4], **tiles.launch_options(),
-    )  # fmt: skip
-    return out
+    constants = (_common.aligned(a, rows, out), transposed, epilogue, *tiles[:4])
+    options = tiles.launch_options()
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        cooperative(
+            world, kernel, (programs,), a, b.t() if transposed else b, bias, out, space.buffer, space.counters, m, N,
+            k, ld, world.device, *constants, **options,
+        )  # fmt: skip
+        return out
+
+    return launch

@@ -92,27 +92,31 @@ def launched(monkeypatch):
         streams=None,
         num_sms=132,
         spaces={},
+        plans={},
         kernels=kernels,
+        _heap=SimpleNamespace(backend=SimpleNamespace(base=0), capacity=0),
     )
 
 
-def with_bias(wanted, N, dtype):
-    return {"bias": torch.empty(N, dtype=dtype)} if wanted else {}
+def bias_of(wanted, N, dtype):
+    return torch.empty(N, dtype=dtype) if wanted else None
 
 
 def lying(b, transposed):
     return b.t().contiguous().t() if transposed else b
 
 
-def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
+def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, plan=None, tiles=None, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
-    push.gluon_push(a, lying(b, transposed), out, world, **with_bias(bias, N, dtype), **options)
+    b, plan, tiles = lying(b, transposed), plan or PushPlan(), tiles or TILES
+    push.push_launch(world, a, b, out, plan, tiles, **options)(a, b, out, bias_of(bias, N, dtype))
     return world.kernels[-1][:3]
 
 
-def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
+def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, tiles=None, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
-    chain.gluon_chain(a, lying(b, transposed), out, world, **with_bias(bias, N, dtype), **options)
+    b = lying(b, transposed)
+    chain.chain_launch(world, a, b, out, tiles or TILES, **options)(a, b, out, bias_of(bias, N, dtype))
     return world.kernels[-1][:3]
 
 
@@ -120,7 +124,8 @@ def reduce(world, M, N, K, dtype=torch.bfloat16, transposed=False, bias=False, t
     a, b = torch.empty(M, K, dtype=dtype), torch.empty(K, N, dtype=dtype)
     chosen = two_shot.settings(M, N, world, tiles, rounds)
     out = Symmetric(M, N, dtype=dtype)
-    two_shot.gluon_two_shot(a, lying(b, transposed), out, world, *chosen, **with_bias(bias, N, dtype), **options)
+    b = lying(b, transposed)
+    two_shot.two_shot_launch(world, a, b, out, *chosen, **options)(a, b, bias_of(bias, N, dtype))
     return world.kernels[-1][:3]
 
 
@@ -346,21 +351,20 @@ def test_transposed_weights_through_the_operators(operators, tmp_path):
 def gather_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     rows = world.size * K if options.get("shard") == "columns" else K
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (rows, N), (world.size * m, N)))
-    assert all_gather_matmul(a, lying(b, transposed), out, world=world, **with_bias(bias, N, dtype), **options) is out
+    assert all_gather_matmul(a, lying(b, transposed), out, world=world, bias=bias_of(bias, N, dtype), **options) is out
 
 
 def scatter_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
     assert (
-        matmul_reduce_scatter(a, lying(b, transposed), out, world=world, **with_bias(bias, N, dtype), **options) is out
+        matmul_reduce_scatter(a, lying(b, transposed), out, world=world, bias=bias_of(bias, N, dtype), **options) is out
     )
 
 
 def reduce_call(world, M, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((M, K), (K, N), (M, N)))
     options = {"mode": "chain"} | options
-    bias = with_bias(bias, N, dtype)
-    assert matmul_all_reduce(a, lying(b, transposed), out, world=world, **bias, **options) is out
+    assert matmul_all_reduce(a, lying(b, transposed), out, world=world, bias=bias_of(bias, N, dtype), **options) is out
 
 
 SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (65, 8, 8)]

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pkt.errors import NoCandidate, ranks_text
+from pkt.runtime.interrupts import Interrupts
 from pkt.runtime.world import World
 from pkt.tune._progress import progress
 from pkt.tune.config import Config
 from pkt.tune.timers import Timer
-from pkt.tune.votes import Interrupts, Votes
+from pkt.tune.votes import Votes
 
 MOST = 0.12  # share of the candidates that is measured at most,
 LEAST = 8  # but so many at least
@@ -140,15 +141,13 @@ class _State:
     def admit(self, count: int, advance: Callable[[float | None], None]) -> None:
         """Measure the first `count` that compile and run."""
         admitted = begin = 0
-        while admitted < count and begin < len(self.candidates):
+        while admitted < count and begin < len(self.candidates) and not self.votes.stopped:
             batch = range(begin, min(len(self.candidates), begin + count - admitted))
             begin = batch.stop
             for i in self.compiled(batch):
                 if not self.votes.stopped and self.runs(i) and not self.votes.stopped and self.measure(i, REPEATS):
                     admitted += 1
                     advance(self.candidates[self.ranked()[0]].time)
-            if self.votes.stopped:
-                return
 
     def compiled(self, batch: range) -> list[int]:
         """Those that compile on every rank."""

@@ -200,7 +200,7 @@ def _timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, 
 
 def gate(world: Any) -> None:
     """All ranks' streams meet here."""
-    from benchmarks._gate import gate_kernel
+    from pkt.tune._gate import gate_kernel
 
     counters = world.workspace("benchmarks.gate", lambda: pkt.signals(2, name="benchmarks.gate", world=world))
     gate_kernel[(1,)](counters, world.device, num_warps=1)

@@ -63,6 +63,7 @@ class Autotuned:
         """The searches of this process: case -> what was found."""
         names = list(self.target.parameters)
         self._places = [(name, names.index(name)) for name in plan.key]
+        self._memory = ("tune.autotune", self)
         functools.update_wrapper(self, self.target.python)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
@@ -76,9 +77,8 @@ class Autotuned:
         return self._run(None, *args, **named)
 
     def _run(self, grid: Any, /, *args: Any, **named: Any) -> Any:
-        world = self._world(args, named)
-        chosen: dict[Any, Config] = world.workspace(("tune.autotune", self), dict)
-        case = self._case(args, named)
+        world, case = self._case(args, named)
+        chosen: dict[Any, Config] = world.workspace(self._memory, dict)
         config = chosen.get(case)
         if config is None and only_compiling():  # inside something else that is tuned, which is about to run
             config = self.plan.configs[0]
@@ -87,25 +87,24 @@ class Autotuned:
         if config.pre_hook is not None:
             config.pre_hook({**self.target.arguments(args, named), **config})
         fn = self.fn if grid is None else self.fn[grid]
-        return fn(*args, **named, **config)
+        return fn(*args, **named, **config.settings)
 
-    def _world(self, args: Sequence[Any], named: Mapping[str, Any]) -> World:
-        """As Target.world, on every call."""
-        world = None
-        for value in (*args, *named.values()):
-            if isinstance(value, World):
-                return value
-            if world is None and isinstance(value, SymmetricTensor):
-                world = value.world
-        return world or current_world(self.target.call)
-
-    def _case(self, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What tells calls apart, before `bucket` and in the form that is quickest to make."""
-        values = []
+    def _case(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[World, tuple[Any, ...]]:
+        """The world of a call, as Target.world finds it, and what tells the call from others, before `bucket` and in
+        the form that is quickest to make: every call passes here."""
+        world: World | None = None
+        case: list[Any] = []
+        for value in (*args, *named.values()) if named else args:
+            if isinstance(value, torch.Tensor):
+                case.append(value.dtype)
+                if world is None and isinstance(value, SymmetricTensor):
+                    world = value.world
+            elif isinstance(value, World):
+                world = value
         for name, place in self._places:
             value = args[place] if place < len(args) else named.get(name)
-            values.append((value.shape, value.dtype) if isinstance(value, torch.Tensor) else value)
-        return (*values, *(v.dtype for v in (*args, *named.values()) if isinstance(v, torch.Tensor)))
+            case.append(value.shape if isinstance(value, torch.Tensor) else value)
+        return world or current_world(self.target.call), tuple(case)
 
     def _choose(
         self, world: World, chosen: dict[Any, Config], grid: Any, args: Sequence[Any], named: Mapping[str, Any]

@@ -227,4 +227,4 @@ def _odd(times: Any, repeats: int) -> str:
     """What is wrong with a rank's times, or ""."""
     if len(times) != repeats:
         return f"gave {len(times)} times, wanted {repeats}"
-    return next((f"took {t} s" for t in times if not 0 < t < math.inf), "")
+    return next((f"took {t} s" for t in times if not 0 <= t < math.inf), "")

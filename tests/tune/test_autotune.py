@@ -1,6 +1,7 @@
 """@pkt.autotune in the simulator and on threads: cases, buckets, graphs, and what is refused."""
 
 import importlib
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.errors import CollectiveMismatch, NoCandidate, ShapeError, Unsupported
+from pkt.runtime.carry import dumps, loads
 from pkt.simulate import cost
 from pkt.tune import bench
 from pkt.tune.autotune import autotune, capturing
@@ -148,6 +150,19 @@ def test_exploring_schedules_runs_what_was_chosen():
 
     assert pkt.simulate(main, ranks=2, seeds=5).ok
     assert len(tuned.searches) == 1
+
+
+def test_it_goes_to_workers_as_functions_do():
+    """What pkt.launch on GPUs sends to its processes, with a case that is known here and not there."""
+    tuned = pkt.autotune(pkt.space(BLOCK=[8, 64]), key=["n"], bucket={"n": lambda n: n})(scale_kernel)
+
+    def main(world):
+        x = torch.ones(64)
+        tuned[grid](x, 64, 2.0)
+        return list(tuned.searches)
+
+    assert pkt.launch(main, 1, device="cpu", sms=4) == [["n=64, dtypes=fp32"]]
+    assert pkt.launch(loads(dumps(main)), 2, device="cpu", sms=4) == [["n=64, dtypes=fp32"]] * 2
 
 
 # --------------------------------------------------------------------------------------------------------------- cases
@@ -331,3 +346,33 @@ def test_do_bench_of_what_fails_on_one_rank_is_infinite_on_all(monkeypatch):
 
     with pytest.warns(UserWarning, match="a config is left out: rank 1: RuntimeError: no"):
         assert in_threads(2, main) == [([float("inf")] * 2, float("inf"))] * 2
+
+
+def test_tritons_autotuner_chooses_the_same_on_every_rank(monkeypatch):
+    """By its own times rank 0 would take BLOCK=8 and rank 1 BLOCK=16; over both BLOCK=32 is the fastest."""
+    seconds = {8: (1.0, 9.0), 16: (9.0, 1.0), 32: (2.0, 2.0)}
+    ran = threading.local()
+
+    class Last(Rough):
+        def times(self, config, run, repeats):
+            run()
+            return [seconds[ran.block][self.world.rank]] * repeats
+
+        def first(self, config, run):
+            run()
+
+    def launch(self, *args, grid, warmup, **named):
+        ran.block = named["BLOCK"]
+
+    monkeypatch.setattr(bench, "timer_of", Last)
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", launch)
+
+    def main(world):
+        configs = [triton.Config({"BLOCK": block}) for block in seconds]
+        kernel = triton.autotune(configs, key=["n"], do_bench=pkt.tune.do_bench)(
+            scale_kernel
+        )  # each process has its own
+        kernel[(1,)](torch.zeros(4), 4, 2.0)
+        return kernel.best_config.kwargs
+
+    assert in_threads(2, main) == [{"BLOCK": 32}] * 2

@@ -1,6 +1,8 @@
 """Which candidates are measured, how often, and which one wins: ties, noise, failures, votes."""
 
+import io
 import math
+import sys
 from collections import Counter
 
 import pytest
@@ -97,6 +99,27 @@ def test_a_time_is_the_median_over_repeats_of_the_maximum_over_ranks():
     assert first.best == Config(n=1)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_any_number_of_ranks(size):
+    found, _ = searched(size, 9, seconds=lambda n: 1.0 + 0.1 * n, noise=0.02, slow=(size - 1,))
+    assert found.best == Config(n=0)
+
+
+def test_a_person_at_a_terminal_sees_how_far_it_is(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    searched(2, 8, seconds=lambda n: 1e-3 * (1 + n))
+    assert "tuning anything" in screen.getvalue()
+    assert "best 1,000.0 µs" in screen.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    searched(2, 8)
+    assert not sys.stderr.getvalue(), "a file stays clean"
+
+
 # ------------------------------------------------------------------------------------------------------------ the order
 def test_the_model_says_what_is_measured():
     def model(config, key):
@@ -160,7 +183,7 @@ def test_reasons_of_several_ranks_are_kept():
     assert {c.dropped for c in found.candidates} == {"", "ranks 0, 2: ValueError: a; rank 1: KeyError: 'b'"}
 
 
-@pytest.mark.parametrize("time", [math.nan, math.inf, 0.0, -1.0])
+@pytest.mark.parametrize("time", [math.nan, math.inf, -1.0])
 def test_times_that_are_none_drop_a_candidate(time):
     found, _ = searched(2, seconds=lambda n: 1.0 if n else time)
     assert [c.config["n"] for c in found.candidates if c.dropped] == [0]

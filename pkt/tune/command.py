@@ -38,7 +38,7 @@ ALIKE = 3
 """Candidates of one predicted time that are tried."""
 SIMULATED_SIZES = (64, 128)
 SIMULATED_SMS = 8
-HEAP = {"cuda": "48GiB", "cpu": "64MiB"}
+HEAP = {"cuda": "60GiB", "cpu": "64MiB"}
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 """Greatest ||result - exact|| / ||exact||: roundings stay far below, a tile that is wrong or late is far above."""
 
@@ -73,10 +73,12 @@ def search_layer(world: World, layer: Layer) -> tuple[Search, str]:
     """Search for `layer` on the ranks of `world`, and remember the choice; also the name of the GPU. Collective."""
     key, dtype = layer.key(world.size), DTYPES[layer.dtype]
     cuda = world.torch_device.type == "cuda"
-    gpu = replace(H200, sms=world.num_sms)
+    shared = H200.shared
     if cuda:
         properties = torch.cuda.get_device_properties(world.torch_device)
-        gpu = replace(gpu, shared=properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+        shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    everybody = world.all_gather_object((world.num_sms, shared))  # what fits on every rank: all have one space
+    gpu = replace(H200, sms=min(sms for sms, _ in everybody), shared=min(nbytes for _, nbytes in everybody))
     unfit = importlib.import_module("pkt.kernels._forms").missing_anywhere(world)
     configs, most = operator_space(layer.what, key, gpu, gluon=not unfit), MOST
     model = MODELS[layer.what] if cuda and dtype != torch.float32 else None

@@ -211,9 +211,7 @@ def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
             tasks=tasks, task_seconds=case.seconds(False, gpu), comm_bytes=sent * case.tiles_n,
             comm_rate=link_rate("TMA load", gpu.sms), memory_bytes=case.memory_bytes, sync=2 * gpu.barrier, gpu=gpu,
         )  # fmt: skip
-    if (
-        mode == "gluon"
-    ):  # by a warp beside the tensor cores: no SM is given away, and a tile begins with its first chunk
+    if mode == "gluon":  # by a warp beside the tensor cores: no SM is given away; a tile begins with its first chunk
         pushers = min(config.get("num_comm_sms") or gpu.sms, gpu.sms)
         one = case.seconds(True, gpu, pushing=PUSHING * pushers / gpu.sms if sent else 0.0)
         return overlapped(

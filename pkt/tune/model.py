@@ -168,7 +168,8 @@ class _Case:
 def estimate(what: str, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu = H200) -> Estimate | None:
     """The parts of the time of operator `what` for a key: M, N, K of the product (M, K) @ (K, N) that each rank
     computes (for all_gather_matmul M counts the gathered rows), dtype, and size, the number of ranks. None where
-    nothing was measured that could say: another dtype than bf16 and fp16, another operator."""
+    nothing was measured that could say: another dtype than bf16 and fp16, another operator. A config without a mode is
+    one of the plain form, without tiles one of 128 x 128 x 64."""
     case = _Case.of(config, key)
     parts = _PARTS.get(what)
     return None if case is None or parts is None else parts(case, config, gpu)

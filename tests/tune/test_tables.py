@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import statistics
 
 import pytest
 
@@ -96,3 +97,18 @@ def test_too_far_and_other_cases_have_none():
     assert tables.nearest("matmul_all_reduce", {**same, "dtype": "float32"}, H200.name, 4) is None
     assert tables.nearest("matmul_all_reduce", {**same, "K": 0}, H200.name, 4) is None
     assert tables.nearest("all_to_all", same, H200.name, 4) is None
+
+
+def test_what_a_config_from_a_whole_size_away_costs():
+    """Why FARTHEST is less than a size: each case asked for with itself left out."""
+    losses = []
+    for what in MODELS:
+        searches = tables.measured(what)
+        for search in searches:
+            others = [other for other in searches if other is not search]
+            near = min(others, key=lambda other: (abs(math.log2(other.key["M"] / search.key["M"])), other.key["M"]))
+            times = {c.config: c.time for c in search.candidates}
+            losses.append(times[near.best] / min(times.values()) - 1)
+    assert len(losses) == 11
+    assert 0.01 < statistics.median(losses) < 0.02
+    assert 0.25 < max(losses) < 0.295

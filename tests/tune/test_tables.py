@@ -9,7 +9,7 @@ import pytest
 
 import pkt
 from benchmarks import tuned
-from pkt.tune import tables
+from pkt.tune import cache, choice, tables
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 
@@ -112,3 +112,18 @@ def test_what_a_config_from_a_whole_size_away_costs():
     assert len(losses) == 11
     assert 0.01 < statistics.median(losses) < 0.02
     assert 0.25 < max(losses) < 0.295
+
+
+def test_a_choice_that_was_not_tuned_is_that_of_the_nearest_shape(monkeypatch):
+    """On four ranks that say they are H200, and on those that do not."""
+    near = {**key(5000, 1200, 4000), "size": 4}
+
+    def main(world):
+        return choice("all_gather_matmul", near, world)
+
+    assert pkt.launch(main, ranks=4, device="cpu") == [None] * 4
+    machine = cache.machine
+    monkeypatch.setattr(cache, "machine", lambda world: {**machine(world), "gpu": H200.name})
+    best = config_of("all_gather_matmul", 4096)
+    assert pkt.launch(main, ranks=4, device="cpu") == [best] * 4
+    assert pkt.launch(main, ranks=2, device="cpu") == [None] * 2

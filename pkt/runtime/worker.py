@@ -17,6 +17,7 @@ import traceback
 from typing import Any
 
 from pkt.errors import PeerLost, PktError, WaitTimeout
+from pkt.runtime import interrupts
 from pkt.runtime.carry import dumps, loads, receive, send
 
 PR_SET_PDEATHSIG = 1
@@ -26,7 +27,8 @@ def main(fd: int) -> None:
     """Serve jobs until the parent closes the pipe."""
     # No orphans: a parent that is killed cannot close anything in an orderly way.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the interrupt and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the interrupt and ends us, or passes it on
+    interrupts.passed_on = True
     with socket.socket(fileno=fd) as pipe:
         while (job := receive(pipe)) is not None:
             send(pipe, dumps(_serve(loads(job))))

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from pkt.errors import PeerLost, RankFailed
-from pkt.runtime import rendezvous
+from pkt.runtime import interrupts, rendezvous
 from pkt.runtime.carry import dumps, loads, receive, send
 
 GRACE = 2.0  # seconds that the other ranks have to come back, beyond the deadline, once one has failed
@@ -53,6 +54,7 @@ class Workers:
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env=variables,
+                start_new_session=True,  # a terminal's Ctrl-C comes to us alone
             )
         self._pipes.append(mine)
         self._processes.append(process)
@@ -99,10 +101,17 @@ class Workers:
         """Every rank's answer, in rank order, each with the time it came."""
         answers: dict[int, dict[str, Any]] = {}
         last: float | None = None
+        interrupted = False
         while len(answers) < self.size:
             left = None if last is None else max(0.0, last - time.monotonic())
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
-            ready, _, _ = select.select(list(waiting), [], [], left)
+            try:
+                ready, _, _ = select.select(list(waiting), [], [], left)
+            except KeyboardInterrupt:
+                if interrupted or not self._pass_on():
+                    raise
+                interrupted = True
+                continue
             if not ready:  # a rank has failed, and these did not come back in time
                 for rank in waiting.values():
                     text = f"did not come back within {timeout + GRACE:.0f} s of that and was ended"
@@ -118,6 +127,13 @@ class Workers:
         if not self.alive:
             self.kill()
         return [answers[rank] for rank in range(self.size)]
+
+    def _pass_on(self) -> bool:
+        """Pass Ctrl-C on to the workers that are in the middle of what can be cut short; False if none is."""
+        minding = [process for process in self._processes if interrupts.minded(process.pid)]
+        for process in minding:
+            process.send_signal(signal.SIGINT)
+        return bool(minding)
 
     def _died(self, rank: int) -> dict[str, Any]:
         with contextlib.suppress(subprocess.TimeoutExpired):

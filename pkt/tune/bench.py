@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from pkt.runtime.interrupts import Interrupts
 from pkt.runtime.world import current_world
 from pkt.tune.config import Config
 from pkt.tune.timers import timer_of
-from pkt.tune.votes import Interrupts, Votes
+from pkt.tune.votes import Votes
 
 REPEATS = 10
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pkt.errors import NoCandidate, ranks_text
+from pkt.runtime.interrupts import Interrupts
 from pkt.runtime.world import World
 from pkt.tune._progress import progress
 from pkt.tune.config import Config
 from pkt.tune.timers import Timer
-from pkt.tune.votes import Interrupts, Votes
+from pkt.tune.votes import Votes
 
 MOST = 0.12  # share of the candidates that is measured at most,
 LEAST = 8  # but so many at least

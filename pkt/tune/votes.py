@@ -7,56 +7,17 @@ what came of it. What fails on one rank has failed on all, and Ctrl-C on one ran
 from __future__ import annotations
 
 import hashlib
-import signal
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, TracebackType
 from typing import Any
 
 from pkt.errors import CandidateMismatch, CollectiveMismatch, PktError, RankFailed, ranks_text
 from pkt.runtime import wire
+from pkt.runtime.interrupts import Interrupts
 from pkt.runtime.world import World
 from pkt.tune.config import Config
 
 _REASON = 300  # characters of a reason that are kept
-
-
-class Interrupts:
-    """Ctrl-C while it lasts: noted in `asked`, not raised; asked for again, it is raised at once.
-
-    Simulated ranks share a thread, so several may last at a time: the first one takes the signal, the last one gives it
-    back. Where somebody else takes care of Ctrl-C (not the main thread, or it is ignored), nothing is changed.
-    """
-
-    _lasting: list[Interrupts] = []
-    _before: Any = None
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __enter__(self) -> Interrupts:
-        main = threading.current_thread() is threading.main_thread()
-        if not self._lasting and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            Interrupts._before = signal.signal(signal.SIGINT, _note)
-        self._lasting.append(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lasting.remove(self)
-        if not self._lasting and Interrupts._before is not None:
-            signal.signal(signal.SIGINT, Interrupts._before)
-            Interrupts._before = None
-
-
-def _note(number: int, frame: FrameType | None) -> None:
-    again = all(one.asked for one in Interrupts._lasting)
-    for one in Interrupts._lasting:
-        one.asked = True
-    if again:
-        raise KeyboardInterrupt
 
 
 class Votes:

@@ -1,0 +1,94 @@
+"""Ctrl-C while pkt.launch's processes search: it comes to their parent, which passes it on."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from pkt.runtime import interrupts
+from pkt.runtime.workers import Workers
+from pkt.tune import tune
+from pkt.tune.config import Config
+from tests.runtime.processes import OPENER
+from tests.tune.helpers import Rough, anything, candidates
+
+
+@pytest.fixture
+def workers():
+    """As in a script: Ctrl-C raises KeyboardInterrupt here."""
+    pool = Workers(2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield pool
+    signal.signal(signal.SIGINT, before)
+    pool.close()
+
+
+def run(workers, fn):
+    return workers.run(fn, (), OPENER, 5.0, heap=1 << 20)
+
+
+def pressed(rank, n):
+    """Ctrl-C at the terminal while candidate 3 is measured."""
+    if (rank, n) == (0, 3):
+        os.kill(os.getppid(), signal.SIGINT)
+        end = time.monotonic() + 10
+        while not interrupts.Interrupts._lasting[0].asked and time.monotonic() < end:
+            time.sleep(0.005)
+
+
+def test_a_search_keeps_its_best_and_the_processes_stay(workers):
+    def main(world):
+        rough = partial(Rough, seconds=lambda n: 9.0 - n, then=pressed)
+        found = tune(anything, configs=candidates(8), model=lambda config, key: config["n"], timer=rough)
+        return found, os.getpid(), signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+    (found, *_), (other, *_) = results = run(workers, main)
+    assert found == other
+    assert found.interrupted
+    assert found.best == Config(n=3)
+    assert [pid for _, pid, _ in results] == workers.pids
+    assert [ignored for *_, ignored in results] == [True, True], "between searches"
+
+
+def test_anything_else_ends_with_them(workers):
+    def main(world):
+        if world.rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(20)
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(workers, main)
+    assert time.monotonic() - start < 10
+    assert not workers.alive
+
+
+def test_pressed_twice_it_is_the_end(workers):
+    def main(world):
+        def then(rank, n):
+            if rank == 0:
+                for _ in range(2):
+                    time.sleep(0.5)  # what is pressed once more, not twice at once
+                    os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(20)
+
+        tune(anything, configs=candidates(8), timer=partial(Rough, then=then))
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(workers, main)
+    assert time.monotonic() - start < 10
+    assert not workers.alive
+
+
+def test_who_minds_is_known():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert not interrupts.minded(os.getpid())
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert interrupts.minded(os.getpid())
+        assert not interrupts.minded(-1)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -21,6 +21,8 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 ACCUMULATORS = 128
 """fp32 accumulators of a thread; with more of them the operands spill."""
+BARRIERS = 512
+"""Bytes of shared memory beside a ring of operands, at most."""
 GLUON_RANKS = range(2, 9)
 
 
@@ -51,7 +53,7 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
         found += space(
             where=_buffers_fit(gpu),
             mode="gluon",
-            num_comm_sms=[n for n in (8, 16, 32, 64, 96) if n < gpu.sms] + [gpu.sms],
+            num_comm_sms=[n for n in (8, 16, 32, 64) if n < gpu.sms] + [gpu.sms],
             chunk=[256, 512, 1024],
             unit=[(64, 64, 1, 2, 1), (64, 64, 2, 2, 2), (64, 64, 2, 4, 2), (128, 64, 1, 2, 1), (128, 64, 2, 4, 2)],
             push_rows=[0, 1],
@@ -102,7 +104,7 @@ def _tiles(M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, .
 
     def fits(c: Config) -> bool:
         ring = c["num_stages"] * c["block_k"] * (c["block_m"] + c["block_n"]) * itemsize
-        return ring + c["block_m"] * c["block_n"] * itemsize <= gpu.shared  # the result is staged beside it
+        return ring + BARRIERS <= gpu.shared  # where the result is staged afterwards
 
     def in_registers(c: Config) -> bool:
         return c["block_m"] * c["block_n"] <= ACCUMULATORS * 32 * c["num_warps"]
@@ -136,7 +138,7 @@ def _gluon_tiles(gpu: Gpu, groups: tuple[int, ...]) -> list[tuple[Any, ...]]:
 def _ring(tiles: Any) -> int:
     """Bytes of the Gluon forms' ring and its barriers."""
     block_m, block_n, block_k, _, _, stages = tiles
-    return 2 * stages * block_k * (block_m + block_n) + 512
+    return 2 * stages * block_k * (block_m + block_n) + BARRIERS
 
 
 def _buffers_fit(gpu: Gpu) -> Callable[[Config], bool]:

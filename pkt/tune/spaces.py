@@ -64,7 +64,7 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
 
 def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
     m, N, K = math.ceil(key["M"] / key["size"]), key["N"], key["K"]
-    found = space(mode=["add", "inbox"], tiles=_tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16)))
+    found = space(mode=["add", "inbox"], tiles=_tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16), staged=True))
     if gluon and _whole_rows(N, itemsize):
         found += space(mode="chain", tiles=_gluon_tiles(gpu, groups=(4, 8, 16, 32)))
     return found
@@ -95,8 +95,11 @@ def thinned(configs: Sequence[Config], model: Model, key: Mapping[str, Any], ali
 
 
 # --------------------------------------------------------------------------------------------------------------- tiles
-def _tiles(M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES) of the plain kernels."""
+def _tiles(
+    M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, ...], staged: bool = False
+) -> list[tuple[Any, ...]]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES) of the plain kernels. staged: the result waits in
+    shared memory of its own, because it is still on its way when the next tile begins; else in that of the ring."""
     # fp32 has no tensor cores here, and rows that TMA cannot take have an address for each element: operands or
     # addresses sit in registers.
     registers = itemsize == 4 or not _whole_rows(N, itemsize) or not _whole_rows(K, itemsize)
@@ -104,7 +107,8 @@ def _tiles(M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, .
 
     def fits(c: Config) -> bool:
         ring = c["num_stages"] * c["block_k"] * (c["block_m"] + c["block_n"]) * itemsize
-        return ring + BARRIERS <= gpu.shared  # where the result is staged afterwards
+        result = c["block_m"] * c["block_n"] * itemsize if staged else 0
+        return ring + result + BARRIERS <= gpu.shared
 
     def in_registers(c: Config) -> bool:
         return c["block_m"] * c["block_n"] <= ACCUMULATORS * 32 * c["num_warps"]

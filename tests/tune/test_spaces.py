@@ -142,15 +142,24 @@ def test_thinned_keeps_some_of_what_the_model_cannot_tell_apart():
     assert {config["push_rows"] for config in alike} == {0, 1}
 
 
-@pytest.mark.parametrize("of", ["shared", "registers"])
-@pytest.mark.parametrize(("what", "mode"), [("all_gather_matmul", "push"), ("matmul_all_reduce", None)])
+@pytest.mark.parametrize(
+    ("what", "mode", "of"),
+    [
+        ("all_gather_matmul", "push", "shared"),
+        ("matmul_reduce_scatter", "add", "shared"),
+        ("matmul_reduce_scatter", "inbox", "shared"),
+        ("matmul_all_reduce", None, "registers"),
+    ],
+)
 def test_the_largest_tiles_compile_without_spills(what, mode, of, monkeypatch, tmp_path):
     """For sm_90: those with the most operands in shared memory, and the most accumulators a thread."""
     found = [config for config in operator_space(what, key(8192, 8192, 8192)) if config.get("mode") == mode]
 
     def most(config):
         block_m, block_n, block_k, _, warps, stages = config["tiles"]
-        return (stages * block_k * (block_m + block_n), 0) if of == "shared" else (block_m * block_n / warps, stages)
+        ring, result = stages * block_k * (block_m + block_n), block_m * block_n
+        staged = result if what == "matmul_reduce_scatter" else 0
+        return (ring + staged, 0) if of == "shared" else (result / warps, stages)
 
     config = max(found, key=most)
 

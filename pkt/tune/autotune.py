@@ -125,9 +125,9 @@ class Autotuned:
             wanted = "no value: it is a setting of the configs"
             raise ShapeError.argument(call, given[0], repr(named[given[0]]), wanted, world.rank)
         job = Call(self.target, self.target.name, grid, args, named, plan.check, plan.restore)
-        config = known(job, world, key, plan)
+        candidates, config = known(job, world, key, plan)
         if config is None:
-            search = self.searches[case] = tuned(job, world, key, plan)
+            search = self.searches[case] = tuned(job, world, key, plan, lambda: candidates)
             config = search.best
             if config is None:  # interrupted before there was anything to keep
                 raise KeyboardInterrupt

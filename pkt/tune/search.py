@@ -141,15 +141,13 @@ class _State:
     def admit(self, count: int, advance: Callable[[float | None], None]) -> None:
         """Measure the first `count` that compile and run."""
         admitted = begin = 0
-        while admitted < count and begin < len(self.candidates):
+        while admitted < count and begin < len(self.candidates) and not self.votes.stopped:
             batch = range(begin, min(len(self.candidates), begin + count - admitted))
             begin = batch.stop
             for i in self.compiled(batch):
                 if not self.votes.stopped and self.runs(i) and not self.votes.stopped and self.measure(i, REPEATS):
                     admitted += 1
                     advance(self.candidates[self.ranked()[0]].time)
-            if self.votes.stopped:
-                return
 
     def compiled(self, batch: range) -> list[int]:
         """Those that compile on every rank."""

@@ -96,18 +96,18 @@ def tune(
         configs_of(target.call, configs), names, bucket or {}, prune, model, check, restore, most, timer, bool(name)
     )
     call = Call(target, name or target.name, grid, args, named, check, restore)
-    return tuned(call, target.world(arguments), case, plan)
+    return tuned(call, target.world(arguments), case, plan, lambda: plan.candidates(call))
 
 
-def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> Search:
-    """Collective: search, and remember what was found unless it was cut short."""
+def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Callable[[], Sequence[Config]]) -> Search:
+    """Collective: search among the candidates `of`, and remember what was found unless it was cut short."""
 
     def order(candidates: Sequence[Config]) -> list[tuple[int, float | None]]:
         if plan.model is not None:
             return by_model(candidates, plan.model, key)
         return [(i, None) for i in spread(candidates, slots(len(candidates), plan.most))]
 
-    candidates, said = settle(world, call.what, key, lambda: plan.candidates(call), order)
+    candidates, said = settle(world, call.what, key, of, order)
     ordered = [(candidates[i], predicted) for i, predicted in said]
     found = search(world, plan.timer(world), call, key, ordered, plan.most)
     if world.rank == 0 and found.best is not None and not found.interrupted:
@@ -117,15 +117,17 @@ def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> Searc
     return found
 
 
-def known(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> Config | None:
-    """Collective: what rank 0 remembers of this case, if it is still a candidate."""
+def known(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> tuple[Sequence[Config], Config | None]:
+    """Collective: the candidates, and which of them rank 0 remembers as the best of this case, or is the only one."""
 
     def offer(candidates: Sequence[Config]) -> int | None:
+        if len(candidates) == 1:
+            return 0
         kept = cache.load(world, call.what, plan.case(call, world, key))
         return candidates.index(kept) if kept in candidates else None
 
     candidates, at = settle(world, call.what, key, lambda: plan.candidates(call), offer)
-    return None if at is None else candidates[at]
+    return candidates, None if at is None else candidates[at]
 
 
 def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:

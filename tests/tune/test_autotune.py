@@ -247,6 +247,19 @@ def test_one_config_needs_no_search():
     assert in_threads(2, main) == [5, 5]
 
 
+def test_pruning_is_asked_once_and_may_leave_one():
+    asked = []
+
+    def prune(configs, arguments):
+        asked.append(arguments["m"])
+        return [c for c in configs if c["n"] < arguments["m"]]
+
+    tuned = counting(key=["m"], prune=prune)
+    assert in_threads(1, lambda world: [tuned(m, 1) for m in (1, 3, 1, 3)]) == [[0, 2, 0, 2]]
+    assert asked == [1, 3]
+    assert list(tuned.searches) == ["m=3"], "one needs no search"
+
+
 # ------------------------------------------------------------------------------------------------------- CUDA graphs
 def test_a_capture_needs_a_known_case(monkeypatch):
 

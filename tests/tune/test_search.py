@@ -227,25 +227,28 @@ def test_nothing_left_is_an_error_on_every_rank():
     in_threads(2, main)
 
 
+class Compiling:
+    """Work of which every third config cannot be compiled on rank 1."""
+
+    what, restores = "kernel", False
+
+    def __init__(self, world):
+        self.world, self.ran, self.batches = world, [], []
+
+    def compile(self, configs, threads, begin):
+        assert (threads, begin) == (4, self.world.rank / 2)
+        self.batches.append([c["n"] for c in configs])
+        return {i: "out of registers" for i, c in enumerate(configs) if c["n"] % 3 == 0 and self.world.rank == 1}
+
+    def run(self, config):
+        self.ran.append(config["n"])
+
+    def verify(self, config, result):
+        pass
+
+
 def test_what_does_not_compile_on_one_rank_is_dropped_on_all():
     """Before anything runs, and not one by one."""
-
-    class Compiling:
-        what, restores = "kernel", False
-
-        def __init__(self, world):
-            self.world, self.ran, self.batches = world, [], []
-
-        def compile(self, configs, threads, begin):
-            assert (threads, begin) == (4, self.world.rank / 2)
-            self.batches.append([c["n"] for c in configs])
-            return {i: "out of registers" for i, c in enumerate(configs) if c["n"] % 3 == 0 and self.world.rank == 1}
-
-        def run(self, config):
-            self.ran.append(config["n"])
-
-        def verify(self, config, result):
-            pass
 
     def main(world):
         work, timer = Compiling(world), Rough(world, lambda n: 1.0 + n)
@@ -261,6 +264,20 @@ def test_what_does_not_compile_on_one_rank_is_dropped_on_all():
     assert ran == [1, 2, 4, 5, 7, 8, 10, 11]
     assert dropped[0] == "rank 1: out of registers"
     assert dropped[1] == ""
+
+
+def test_nothing_more_is_compiled_after_an_interrupt():
+    def main(world):
+        class Interrupted(Compiling):
+            def run(self, config):
+                raise KeyboardInterrupt
+
+        work, timer = Interrupted(world), Rough(world)
+        timer.threads = 4
+        found = rules.search(world, timer, work, {}, [(c, None) for c in candidates(20)])
+        return found.best, found.interrupted, len(work.batches)
+
+    assert in_threads(2, main) == [(None, True, 1)] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ different lists

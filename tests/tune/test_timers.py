@@ -1,5 +1,6 @@
 """How times are taken, and what is compiled before: without a GPU, by what is asked of torch.cuda and Triton."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from pkt.errors import Unsupported
 from pkt.tune import RecordedTimer, _gate, timer_of
 from pkt.tune.autotune import autotune
-from pkt.tune.compiling import _Later
+from pkt.tune.compiling import _Later, compile_all
 from pkt.tune.config import Config
 from pkt.tune.target import Call, Target
 from pkt.tune.timers import CudaTimer
@@ -135,7 +136,7 @@ def test_autotuned_kernels_inside_are_compiled_and_choose_later(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     theirs = [triton.Config({"BLOCK": block}) for block in (16, 24)]
     triton_tuned = triton.autotune(theirs, key=["n"], do_bench=None)(double_kernel)
-    ours = autotune([{"BLOCK": 16}, {"BLOCK": 128}], key=["n"], timer=None)(double_kernel)
+    ours = autotune([{"BLOCK": 128}, {"BLOCK": 16}], key=["n"], timer=None)(double_kernel)
     x = torch.ones(10)
 
     def inside(kernel):
@@ -145,10 +146,26 @@ def test_autotuned_kernels_inside_are_compiled_and_choose_later(monkeypatch):
         return call_of(inside, ()).compile([Config(kernel=0), Config(kernel=1)], 2, 0.0)
 
     (failures,) = in_threads(1, main)
-    assert list(failures) == [0]
     assert "power of 2" in failures[0], "the second of Triton's"
+    assert "too wide" in failures[1], "the first of ours"
     assert triton_tuned.cache == {}
     assert ours.searches == {}
+
+
+def test_other_threads_launch_meanwhile(monkeypatch):
+    launched = []
+    monkeypatch.setattr(
+        triton.runtime.jit.JITFunction, "run", lambda self, *args, warmup, **named: launched.append(warmup)
+    )
+
+    def from_a_thread():
+        thread = threading.Thread(target=lambda: double_kernel[(1,)](None, 0))
+        thread.start()
+        thread.join()
+        double_kernel[(1,)](None, 0)
+
+    compile_all([from_a_thread], 1, 0.0)
+    assert launched == [False, True]
 
 
 def test_each_rank_begins_elsewhere():

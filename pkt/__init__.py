@@ -1,10 +1,11 @@
 """ParallelKittens for Triton: the public names.
 
-Device code is `import pkt.language as pl`; operators (`pkt.all_gather_matmul`, ...) are loaded when first
+Device code is `import pkt.language as pl`; operators (`pkt.all_gather_matmul`, ...) and the tuner are loaded when first
 used.
 """
 
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 from pkt.errors import (
@@ -61,8 +62,10 @@ from pkt.runtime.pool import mem_pool
 from pkt.runtime.tensor import SymmetricTensor, check_rank, check_signal_index, symmetric
 from pkt.runtime.world import World, current_world, init
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
-from pkt.tune.autotune import autotune
-from pkt.tune.config import Config, space
+
+if TYPE_CHECKING:
+    from pkt.tune.autotune import autotune
+    from pkt.tune.config import Config, space
 
 __all__ = [
     "init",
@@ -131,16 +134,18 @@ __all__ = [
     "reduce_scatter",
 ]
 
-_OPERATORS = __all__[__all__.index("all_gather") :]  # each in a file of pkt.kernels of the same name
+_LAZY = {name: f"pkt.kernels.{name}" for name in __all__[__all__.index("all_gather") :]}
+_LAZY |= {"autotune": "pkt.tune.autotune", "Config": "pkt.tune.config", "space": "pkt.tune.config"}
 
 
 def __getattr__(name: str) -> _Any:
-    if name not in _OPERATORS:
+    if name == "tune":
+        return _import_module("pkt.tune")
+    if name not in _LAZY:
         raise AttributeError(f"module 'pkt' has no attribute {name!r}")
-    operator = getattr(_import_module(f"pkt.kernels.{name}"), name)
-    globals()[name] = operator
-    return operator
+    value = globals()[name] = getattr(_import_module(_LAZY[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OPERATORS})
+    return sorted({*globals(), *_LAZY, "tune"})

@@ -37,8 +37,10 @@ MEASURED = 24
 ALIKE = 3
 """Candidates of one predicted time that are tried."""
 SIMULATED_SIZES = (64, 128)
+SIMULATED_MOST = 256**3
+"""m * n * k: some seconds a search."""
 SIMULATED_SMS = 8
-HEAP = {"cuda": "48GiB", "cpu": "64MiB"}
+HEAP = {"cuda": "60GiB", "cpu": "64MiB"}
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 """Greatest ||result - exact|| / ||exact||: roundings stay far below, a tile that is wrong or late is far above."""
 
@@ -73,10 +75,12 @@ def search_layer(world: World, layer: Layer) -> tuple[Search, str]:
     """Search for `layer` on the ranks of `world`, and remember the choice; also the name of the GPU. Collective."""
     key, dtype = layer.key(world.size), DTYPES[layer.dtype]
     cuda = world.torch_device.type == "cuda"
-    gpu = replace(H200, sms=world.num_sms)
+    shared = H200.shared
     if cuda:
         properties = torch.cuda.get_device_properties(world.torch_device)
-        gpu = replace(gpu, shared=properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+        shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    everybody = world.all_gather_object((world.num_sms, shared))  # what fits on every rank: all have one space
+    gpu = replace(H200, sms=min(sms for sms, _ in everybody), shared=min(nbytes for _, nbytes in everybody))
     unfit = importlib.import_module("pkt.kernels._forms").missing_anywhere(world)
     configs, most = operator_space(layer.what, key, gpu, gluon=not unfit), MOST
     model = MODELS[layer.what] if cuda and dtype != torch.float32 else None
@@ -134,15 +138,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def main(
     operator: Annotated[str, typer.Argument(help="ag_gemm, gemm_rs or gemm_ar, or the operator's full name")] = "",
     ranks: Annotated[int, typer.Option(help="GPUs, or simulated ranks")] = 4,
-    m: Annotated[int, typer.Option(help="rows of the whole product")] = 0,
-    n: Annotated[int, typer.Option(help="columns of the whole product")] = 0,
-    k: Annotated[int, typer.Option(help="what is summed over, on all ranks")] = 0,
+    m: Annotated[int, typer.Option(help="rows of the whole product", show_default=False)] = 0,
+    n: Annotated[int, typer.Option(help="columns of the whole product", show_default=False)] = 0,
+    k: Annotated[int, typer.Option(help="what is summed over, on all ranks", show_default=False)] = 0,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     every: Annotated[bool, typer.Option("--all", help="every operator, at its benchmark's sizes")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the simulator, small, on a modelled clock")] = "cuda",
     out: Annotated[Path, typer.Option(help="folder for the table and the picture of each operator")] = Path("tuned"),
 ) -> None:
-    """Search for the fastest settings of an operator on this machine; later calls use them.
+    """Search for the fastest settings of an operator on this machine, and remember them for pkt.tune.choice.
 
     Without --m, --n and --k all sizes of the operator's benchmark. Exit status 1 if a search could not be made, 130
     after Ctrl-C, which keeps the best so far.
@@ -185,6 +189,11 @@ def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, devi
     if m or n or k:
         if every or not (m and n and k):
             raise typer.BadParameter("--m, --n and --k go together, with one operator")
+        if device == "cpu" and m * n * k > SIMULATED_MOST:
+            raise typer.BadParameter(
+                f"found --m {m} --n {n} --k {k}, wanted m * n * k up to {SIMULATED_MOST} with --device cpu: "
+                "the simulator computes every candidate"
+            )
         return [Layer(whats[0], m, n, k, dtype)]
     return [Layer(what, N, N, N, dtype) for what in whats for N in _sizes(what, device)]
 

@@ -48,7 +48,7 @@ H200 = Gpu(
     memory=4.2e12,
     link=390e9,
     signal=1.4e-6,
-    barrier=3.6e-6,
+    barrier=3.5e-6,
     launch=9e-6,
     shared=232_448,
 )

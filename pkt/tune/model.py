@@ -168,7 +168,8 @@ class _Case:
 def estimate(what: str, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu = H200) -> Estimate | None:
     """The parts of the time of operator `what` for a key: M, N, K of the product (M, K) @ (K, N) that each rank
     computes (for all_gather_matmul M counts the gathered rows), dtype, and size, the number of ranks. None where
-    nothing was measured that could say: another dtype than bf16 and fp16, another operator."""
+    nothing was measured that could say: another dtype than bf16 and fp16, another operator. A config without a mode is
+    one of the plain form, without tiles one of 128 x 128 x 64."""
     case = _Case.of(config, key)
     parts = _PARTS.get(what)
     return None if case is None or parts is None else parts(case, config, gpu)
@@ -211,9 +212,7 @@ def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
             tasks=tasks, task_seconds=case.seconds(False, gpu), comm_bytes=sent * case.tiles_n,
             comm_rate=link_rate("TMA load", gpu.sms), memory_bytes=case.memory_bytes, sync=2 * gpu.barrier, gpu=gpu,
         )  # fmt: skip
-    if (
-        mode == "gluon"
-    ):  # by a warp beside the tensor cores: no SM is given away, and a tile begins with its first chunk
+    if mode == "gluon":  # by a warp beside the tensor cores: no SM is given away; a tile begins with its first chunk
         pushers = min(config.get("num_comm_sms") or gpu.sms, gpu.sms)
         one = case.seconds(True, gpu, pushing=PUSHING * pushers / gpu.sms if sent else 0.0)
         return overlapped(

@@ -21,6 +21,8 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 ACCUMULATORS = 128
 """fp32 accumulators of a thread; with more of them the operands spill."""
+BARRIERS = 512
+"""Bytes of shared memory beside a ring of operands, at most."""
 GLUON_RANKS = range(2, 9)
 
 
@@ -51,7 +53,7 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
         found += space(
             where=_buffers_fit(gpu),
             mode="gluon",
-            num_comm_sms=[n for n in (8, 16, 32, 64, 96) if n < gpu.sms] + [gpu.sms],
+            num_comm_sms=[n for n in (8, 16, 32, 64) if n < gpu.sms] + [gpu.sms],
             chunk=[256, 512, 1024],
             unit=[(64, 64, 1, 2, 1), (64, 64, 2, 2, 2), (64, 64, 2, 4, 2), (128, 64, 1, 2, 1), (128, 64, 2, 4, 2)],
             push_rows=[0, 1],
@@ -62,7 +64,7 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
 
 def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
     m, N, K = math.ceil(key["M"] / key["size"]), key["N"], key["K"]
-    found = space(mode=["add", "inbox"], tiles=_tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16)))
+    found = space(mode=["add", "inbox"], tiles=_tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16), staged=True))
     if gluon and _whole_rows(N, itemsize):
         found += space(mode="chain", tiles=_gluon_tiles(gpu, groups=(4, 8, 16, 32)))
     return found
@@ -93,8 +95,11 @@ def thinned(configs: Sequence[Config], model: Model, key: Mapping[str, Any], ali
 
 
 # --------------------------------------------------------------------------------------------------------------- tiles
-def _tiles(M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES) of the plain kernels."""
+def _tiles(
+    M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, ...], staged: bool = False
+) -> list[tuple[Any, ...]]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES) of the plain kernels. staged: the result waits in
+    shared memory of its own, because it is still on its way when the next tile begins; else in that of the ring."""
     # fp32 has no tensor cores here, and rows that TMA cannot take have an address for each element: operands or
     # addresses sit in registers.
     registers = itemsize == 4 or not _whole_rows(N, itemsize) or not _whole_rows(K, itemsize)
@@ -102,7 +107,8 @@ def _tiles(M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, .
 
     def fits(c: Config) -> bool:
         ring = c["num_stages"] * c["block_k"] * (c["block_m"] + c["block_n"]) * itemsize
-        return ring + c["block_m"] * c["block_n"] * itemsize <= gpu.shared  # the result is staged beside it
+        result = c["block_m"] * c["block_n"] * itemsize if staged else 0
+        return ring + result + BARRIERS <= gpu.shared
 
     def in_registers(c: Config) -> bool:
         return c["block_m"] * c["block_n"] <= ACCUMULATORS * 32 * c["num_warps"]
@@ -136,7 +142,7 @@ def _gluon_tiles(gpu: Gpu, groups: tuple[int, ...]) -> list[tuple[Any, ...]]:
 def _ring(tiles: Any) -> int:
     """Bytes of the Gluon forms' ring and its barriers."""
     block_m, block_n, block_k, _, _, stages = tiles
-    return 2 * stages * block_k * (block_m + block_n) + 512
+    return 2 * stages * block_k * (block_m + block_n) + BARRIERS
 
 
 def _buffers_fit(gpu: Gpu) -> Callable[[Config], bool]:

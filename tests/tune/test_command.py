@@ -124,6 +124,7 @@ def test_names_short_and_full(made_up, tmp_path):
         (("--all", "--m", 8, "--n", 8, "--k", 8), "go together"),
         (("ag_gemm", "--dtype", "fp8"), "found --dtype 'fp8'"),
         (("ag_gemm", "--device", "tpu"), "found --device 'tpu'"),
+        (("ag_gemm", "--device", "cpu", "--m", 8192, "--n", 8192, "--k", 8192), "up to 16777216 with --device cpu"),
     ],
 )
 def test_what_the_command_line_cannot_mean(made_up, arguments, said):

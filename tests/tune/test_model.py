@@ -2,12 +2,14 @@
 
 import heapq
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkt.tune import tables
+import pkt
+from pkt.tune import RecordedTimer, tables, tune
 from pkt.tune.config import Config
 from pkt.tune.gpu import H200, interpolated, link_curves, link_rate
 from pkt.tune.model import MODELS, Estimate, error, estimate, overlapped, tile_seconds, waves
@@ -188,3 +190,28 @@ def test_of_what_was_never_measured_nothing_is_said(what):
     assert MODELS[what](config, {**product(4096), "M": 0}) is None
     assert MODELS[what](config, {"N": 1}) is None
     assert estimate("all_to_all", config, product(4096)) is None
+
+
+# ----------------------------------------------------------------------------------------------------------- the search
+def recorded(times, world):
+    return RecordedTimer(times)
+
+
+def replayed(world, what):
+    """A search of each case with the measured times: how far what it chose is from the best, and what it measured."""
+    found = []
+    for case in tables.measured(what):
+        times = {c.config: c.time for c in case.candidates}
+        shuffled = sorted(times, key=lambda config: config.text)
+        timer = partial(recorded, times)
+        search = tune(lambda **_: None, configs=shuffled, key=case.key, model=MODELS[what], timer=timer)
+        found.append((times[search.best] / min(times.values()) - 1, sum(bool(c.times) for c in search.candidates)))
+    return found
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_a_search_that_the_model_leads_finds_what_was_the_fastest(what):
+    """Eight are measured, of up to eighteen, on whatever the results files say."""
+    for loss, count in pkt.launch(replayed, ranks=2, device="cpu", args=(what,))[0]:
+        assert loss <= 0.01
+        assert count <= 8

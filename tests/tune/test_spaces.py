@@ -13,6 +13,7 @@ from pkt.tune import tables
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 from pkt.tune.spaces import operator_space, thinned
+from tests.kernels.test_compile import compile_checked, launched
 
 GLUON_ONLY = {"unit", "push_rows", "nap"}
 SHAPES = [(512, 512, 512), (4096, 1024, 4096), (32768, 8192, 32768), (1000, 1000, 1000), (3000, 520, 7000)]
@@ -139,3 +140,32 @@ def test_thinned_keeps_some_of_what_the_model_cannot_tell_apart():
     first = min(everything, key=lambda seconds: (-everything[seconds], seconds))
     alike = [config for config in kept if model(config, case) == first]
     assert {config["push_rows"] for config in alike} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("what", "mode", "of"),
+    [
+        ("all_gather_matmul", "push", "shared"),
+        ("matmul_reduce_scatter", "add", "shared"),
+        ("matmul_reduce_scatter", "inbox", "shared"),
+        ("matmul_all_reduce", None, "registers"),
+    ],
+)
+def test_the_largest_tiles_compile_without_spills(what, mode, of, monkeypatch, tmp_path):
+    """For sm_90: those with the most operands in shared memory, and the most accumulators a thread."""
+    found = [config for config in operator_space(what, key(8192, 8192, 8192)) if config.get("mode") == mode]
+
+    def most(config):
+        block_m, block_n, block_k, _, warps, stages = config["tiles"]
+        ring, result = stages * block_k * (block_m + block_n), block_m * block_n
+        staged = result if what == "matmul_reduce_scatter" else 0
+        return (ring + staged, 0) if of == "shared" else (result / warps, stages)
+
+    config = max(found, key=most)
+
+    def launch(world):
+        rows = 2048 if what == "all_gather_matmul" else 8192
+        a, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 8192), (8192, 8192)))
+        getattr(pkt, what)(a, b, **config)
+
+    compile_checked(launched(launch, 4, False, monkeypatch), 90, tmp_path)

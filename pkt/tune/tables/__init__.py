@@ -18,8 +18,9 @@ from pkt.tune.config import Config
 from pkt.tune.model import MODELS
 from pkt.tune.search import Candidate, Search
 
-FARTHEST = 4.0
-"""Doublings and halvings of M, N and K together by which a shape may differ from a measured one, see `nearest`."""
+FARTHEST = 1.5
+"""Doublings and halvings of M, N and K together by which a shape may differ from a measured one, see `nearest`: as far
+as half-way between two measured sizes. A whole size away the best config was up to 29 % slower than the best there."""
 
 AXES = ("M", "N", "K")
 

@@ -199,7 +199,7 @@ def matmul_all_reduce(
     if refused[1] is not None:
         raise ShapeError.argument(call, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
     tuned: dict[str, Any] = {}
-    if _forms.gluon(call, "chain", mode == "chain", False, world, a.dtype, N):
+    if _forms.gluon(call, "chain", mode == "chain", False, world, a.dtype, M, N):
         from ._gluon_matmul_all_reduce import gluon_two_shot, settings
 
         tiles, tuned["rounds"] = settings(M, N, world, tiles, rounds)

@@ -238,6 +238,7 @@ def gluon_two_shot(
         total = empty(rows, tiles.block_n, dtype=a.dtype, name=f"{CALL}.gluon.total", world=world)
         return _Space(total, signals(count + 1, name=f"{CALL}.gluon.ready", world=world))
 
+    # With the rounds, because they say who owns a tile, and so which of its counters count.
     space = world.workspace((CALL, "gluon", M, N, a.dtype, programs, tiles[:2], rounds), make)
     part = (tiles.block_m, tiles.block_n // 2)
 

@@ -297,7 +297,7 @@ def all_gather_matmul(
         tuned = plan._asdict()
     else:
         mode = mode or "push"
-        tiles = tiles or default_tiles(m, a, b)
+        tiles = tiles or default_tiles(m, a.dtype, k, N)
         tuned = _check_tuned(tuned, mode, world)
     _common.check_agreed(
         call, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=tiles,

@@ -187,14 +187,12 @@ def matmul_all_reduce(
     if mode is not None:
         _common.check_choice(call, "mode", mode, ("lcsc", "chain"), world)
     check_operands(call, a, b, world)
-    (M, k), N = a.shape, b.shape[1]
+    M, N = a.shape[0], b.shape[1]
     check_epilogue(call, bias, epilogue, N, a.dtype, world)
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is not None:
         _common.check_tensor(call, "out", out, world, shape=(M, N), dtype=a.dtype, peers=in_place)
     tiles = check_tiles(call, tiles, world)
-    a, b = whole_runs(a, b)
-    k = a.shape[1]
     refused = ("num_comm_sms", num_comm_sms) if mode == "chain" else ("rounds", rounds)
     if refused[1] is not None:
         raise ShapeError.argument(call, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
@@ -204,7 +202,7 @@ def matmul_all_reduce(
 
         tiles, tuned["rounds"] = settings(M, N, world, tiles, rounds)
     else:
-        mode, tiles = "lcsc", tiles or default_tiles(M, a, b)
+        mode, tiles = "lcsc", tiles or default_tiles(M, a.dtype, N)
         tuned["num_comm_sms"] = 16 if num_comm_sms is None else num_comm_sms
         if tuned["num_comm_sms"] < 0:
             raise ShapeError.argument(call, "num_comm_sms", num_comm_sms, "at least 0", world.rank)
@@ -216,6 +214,8 @@ def matmul_all_reduce(
         out = torch.empty((M, N), dtype=a.dtype, device=world.torch_device)
     if M == 0 or N == 0:
         return out
+    a, b = whole_runs(a, b)
+    k = a.shape[1]
     if mode == "chain":
         result = out if in_place else _result(M, N, a.dtype, world)
         gluon_two_shot(_forms.operand(a), _forms.operand(b), result, world, tiles, tuned["rounds"], bias, epilogue)

@@ -211,30 +211,31 @@ def matmul_reduce_scatter(
     if mode is not None:
         _common.check_choice(call, "mode", mode, ("add", "inbox", "chain"), world)
     check_operands(call, a, b, world)
-    (M, k), N, size = a.shape, b.shape[1], world.size
+    M, N, size = a.shape[0], b.shape[1], world.size
     if M % size:
         wanted = f"a first dimension divisible by {size} ranks"
         raise ShapeError.argument(call, "a", tuple(a.shape), wanted, world.rank)
-    a, b = whole_runs(a, b)
-    k = a.shape[1]
     tiles = check_tiles(call, tiles, world)
     m = M // size
     check_epilogue(call, bias, epilogue, N, a.dtype, world)
-    if out is None:
-        out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
-    _common.check_tensor(call, "out", out, world, shape=(m, N), dtype=a.dtype)
+    if out is not None:
+        _common.check_tensor(call, "out", out, world, shape=(m, N), dtype=a.dtype)
     # Not by k, in which ranks may differ.
     if _forms.gluon(call, "chain", mode == "chain", mode is None and tiles is None, world, a.dtype, m, N):
         from ._gluon_matmul_reduce_scatter import gluon_chain, settings
 
         mode, tiles = "chain", settings(m, N, world, tiles)
     else:
-        mode, tiles = mode or "add", tiles or default_tiles(m, a, b)
+        mode, tiles = mode or "add", tiles or default_tiles(m, a.dtype, N)
     _common.check_agreed(
         call, world, M=M, N=N, dtype=a.dtype, mode=mode, tiles=tiles, bias=bias is not None, epilogue=epilogue
     )
+    if out is None:
+        out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
     if m == 0 or N == 0:
         return out
+    a, b = whole_runs(a, b)
+    k = a.shape[1]
     if mode == "chain":
         result = _forms.operand(out)
         gluon_chain(_forms.operand(a), _forms.operand(b), result, world, tiles, bias, epilogue)

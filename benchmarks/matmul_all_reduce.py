@@ -1,9 +1,10 @@
-"""Matrix product + all-reduce, the sum over ranks of A (N, N / size) @ B (N / size, N) on every rank, in bf16.
+"""Matrix product + all-reduce, the sum over ranks of A (N, N / size) @ B (N / size, N) on every rank, in bf16; and of
+A (M, K / size) @ B (K / size, N), as in decoding: K = 28672, N = 8192.
 
     python -m benchmarks.matmul_all_reduce                       4 GPUs
     python -m benchmarks.matmul_all_reduce --device cpu --quick  in the simulator: results only
 
-2 * (size - 1) / size * N * N * 2 bytes leave each GPU where the switch does not add.
+2 * (size - 1) / size * |C| * 2 bytes leave each GPU where the switch does not add.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from typing import Any
 
 import torch
 
-from benchmarks._operators import Case, group_name, main, torch_symmetric
-from benchmarks.matmul_reduce_scatter import NARROW, SMALL, SQUARE, WIDE, operands
+from benchmarks._operators import Case, group_name, main, normal, torch_symmetric
+from benchmarks.matmul_reduce_scatter import NARROW, SMALL, SQUARE, WIDE
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 
 TITLE = "Matmul + all-reduce, N x N x N / size, bf16"
 SIZES = (4096, 8192, 16384)
+ROWS, INNER, OUTER = (1, 16, 128, 1024), 28672, 8192
 TARGETS = {"N = 4096": 0.75, "N = 8192": 0.85, "N = 16384": 0.95}
 BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "cuBLAS + torch two-shot")
 
 PLAIN: dict[str, dict[str, Any]] = {
+    "pkt default": {},
     "pkt 8 SMs, 128x256": {"num_comm_sms": 8, "tiles": WIDE},
     "pkt 16 SMs, 128x256": {"num_comm_sms": 16, "tiles": WIDE},
     "pkt 32 SMs, 128x128": {"num_comm_sms": 32, "tiles": SQUARE},
@@ -48,24 +51,31 @@ def variants(device: str, quick: bool) -> list[str]:
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
-    return {f"N = {N}": {"N": N} for N in ((128,) if quick else SIZES)}
+    if quick:
+        return {"N = 128": {"N": 128}, "M = 3": {"N": 96, "M": 3, "K": 128}}
+    return {f"N = {N}": {"N": N} for N in SIZES} | {f"M = {M}": {"N": OUTER, "M": M, "K": INNER} for M in ROWS}
 
 
-def case(world: Any, N: int) -> Case:
-    device = world.torch_device
-    a, b = operands(world.rank, N, world.size, device)
+def operands(rank: int, M: int, k: int, N: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return normal((M, k), rank, device), normal((k, N), 100 + rank, device)
+
+
+def case(world: Any, N: int, M: int = 0, K: int = 0) -> Case:
+    """M, K: N where 0."""
+    M, k, device = M or N, (K or N) // world.size, world.torch_device
+    a, b = operands(world.rank, M, k, N, device)
 
     def exact() -> torch.Tensor:
-        total = torch.zeros(N, N, device=device)
+        total = torch.zeros(M, N, device=device)
         for rank in range(world.size):
-            x, y = operands(rank, N, world.size, device)
+            x, y = operands(rank, M, k, N, device)
             total.addmm_(x.float(), y.float())
         return total
 
     def out() -> torch.Tensor:
         import pkt
 
-        return world.workspace("out", lambda: pkt.empty(N, N, dtype=a.dtype, world=world))
+        return world.workspace("out", lambda: pkt.empty(M, N, dtype=a.dtype, world=world))
 
     runs: dict[str, Any] = {
         name: lambda options=options: matmul_all_reduce(a, b, out(), world=world, **options)
@@ -74,8 +84,8 @@ def case(world: Any, N: int) -> Case:
     if device.type == "cuda":
         runs |= _baselines(a, b)
     return Case(
-        nbytes=2.0 * (world.size - 1) / world.size * N * N * 2.0,
-        flops=2.0 * N * N * (N // world.size),
+        nbytes=2.0 * (world.size - 1) / world.size * M * N * 2.0,
+        flops=2.0 * M * N * k,
         variants=runs,
         exact=exact,
         scaled=a,

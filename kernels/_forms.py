@@ -13,7 +13,7 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common
-from ._matmul import stored
+from ._matmul import FEW_ROWS, stored
 
 MAX_RANKS = 8
 """Ranks that a Gluon kernel has TMA descriptors for; `_gluon.MAX_PEERS` are the others."""
@@ -44,10 +44,13 @@ def missing_anywhere(world: World) -> str:
     return world.workspace(("pkt.kernels", "gluon missing"), ask)
 
 
-def gluon(call: str, mode: str, asked: bool, chosen: bool, world: World, dtype: torch.dtype, *columns: int) -> bool:
-    """Whether this call takes its Gluon form: where it is `asked` for by its name, `mode`, and where it can run and the
-    caller has left the choice open (`chosen`). columns: row lengths of operands, alike on all ranks, which TMA wants to
-    be multiples of 16 bytes. Raises Unsupported where it is asked for and cannot run."""
+def gluon(
+    call: str, mode: str, asked: bool, chosen: bool, world: World, dtype: torch.dtype, rows: int, *columns: int
+) -> bool:
+    """Whether this call takes its Gluon form: where it is `asked` for by its name, `mode`, and where it can run, the
+    caller has left the choice open (`chosen`) and the product has `rows` enough for its tiles. columns: row lengths of
+    operands, alike on all ranks, which TMA wants to be multiples of 16 bytes. Raises Unsupported where it is asked for
+    and cannot run."""
     if not asked and not chosen:
         return False
     unfit = missing_anywhere(world)
@@ -57,7 +60,8 @@ def gluon(call: str, mode: str, asked: bool, chosen: bool, world: World, dtype: 
         unfit = f"rows of {' and '.join(map(str, columns))} elements, not multiples of 16 bytes"
     if unfit and asked:
         raise Unsupported.here(f"rank {world.rank}: {call}(mode={mode!r})", f"found {unfit}", "mode=None runs anywhere")
-    return not unfit
+    # Not before the ranks have met in `missing_anywhere`: that they agree on the rows is only found out later.
+    return not unfit and (asked or rows > FEW_ROWS)
 
 
 def check_nccl(call: str, given: Mapping[str, object], world: World) -> None:

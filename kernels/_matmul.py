@@ -203,16 +203,16 @@ def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles |
     return full
 
 
-def default_tiles(m: int, a: torch.Tensor, b: torch.Tensor) -> Tiles:
-    """Tiles for m rows of output, or of each part of it, and the dtype and the rows of `a` and `b`: the same on every
+def default_tiles(m: int, dtype: torch.dtype, *columns: int) -> Tiles:
+    """Tiles for m rows of output, or of each part of it, and operands whose rows are `columns` long: the same on every
     rank. No higher than m needs, from 16, the least that tensor cores take. Reasoned, not measured.
 
     maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
     the SM, which never comes.
     """
-    even = all(padded(t.shape[1], t.dtype) == t.shape[1] for t in (a, b))
-    tiles = FP32_TILES if a.dtype == torch.float32 else UNALIGNED_TILES
-    if even and a.dtype != torch.float32:
+    even = all(padded(n, dtype) == n for n in columns)
+    tiles = FP32_TILES if dtype == torch.float32 else UNALIGNED_TILES
+    if even and dtype != torch.float32:
         tiles = FEW_ROWS_TILES if m <= FEW_ROWS else Tiles()
     return tiles._replace(block_m=min(tiles.block_m, max(16, triton.next_power_of_2(m))))
 

@@ -31,7 +31,6 @@ from pkt.runtime.world import World
 
 from . import _common, _forms
 from ._matmul import (
-    FEW_ROWS,
     Epilogue,
     Tiles,
     accumulate,
@@ -250,12 +249,12 @@ def all_gather_matmul(
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
 
-    a: this rank's shard (m, k), the same shape on every rank, symmetric if mode is "pull"; b: (k, N), or (size
-    * k, N) if shard is "columns"; bf16, fp16 or fp32; a contiguous, b contiguous or the transposed view of a contiguous
-    tensor, as w.t() of nn.Linear's weight. out: (size * m, N), or (m, N) if shard
-    is "columns", of a's dtype; a new tensor where None. bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu",
-    "gelu" (exact, with erf, as torch's by default) or "silu", of the sum and the bias. All in fp32, rounded once.
-    Returns `out`, complete; `a` may be overwritten at once.
+    a: this rank's shard (m, k), the same shape on every rank, contiguous, symmetric if mode is "pull"; b: (k, N),
+    or (size * k, N) if shard is "columns", contiguous or the transposed view of a contiguous tensor, as w.t() of
+    nn.Linear's weight; both bf16, fp16 or fp32. out: (size * m, N), or (m, N) if shard is "columns", of a's dtype;
+    a new tensor where None. bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu", "gelu" (exact, with
+    erf, as torch's by default) or "silu", of the sum and the bias. All in fp32, rounded once. Returns `out`,
+    complete; `a` may be overwritten at once.
 
     mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
     "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "gluon" where that can run, m is more
@@ -263,8 +262,8 @@ def all_gather_matmul(
     follows from mode and shapes where None:
 
     num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None.
-    chunk: columns of a that a tile waits for at a time; "push": one signal stands for, rounded up to BLOCK_K, 1024 if
-        None; "gluon": a multiple of BLOCK_K and of UNITS * UNIT_K.
+    chunk: "push": columns of a that one signal stands for, rounded up to BLOCK_K, 1024 if None; "gluon": columns of a
+        that a tile waits for at a time, a multiple of BLOCK_K and of UNITS * UNIT_K.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
         NUM_STAGES slots of its ring.

@@ -31,7 +31,6 @@ from pkt.runtime.world import World
 
 from . import _common, _forms
 from ._matmul import (
-    FEW_ROWS,
     Epilogue,
     Tiles,
     accumulate,
@@ -197,17 +196,20 @@ def matmul_reduce_scatter(
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
 
     a: (size * m, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of
-    nn.Linear's weight; bf16, fp16 or fp32; the same m and N on every rank. out: (m, N) of
-    a's dtype; a new tensor where None. bias: (N,) of a's dtype, epilogue: "none", "relu", "gelu" (exact, with erf, as
-    torch's by default) or "silu": applied once, in fp32, to the sum, by its owner, with the owner's bias; in mode "add"
-    to a sum that is rounded already. mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a
-    fixed order; see the module. "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but
-    in a fixed order: bf16 or fp16, rows of b at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "chain"
-    where that can run, m is more than 64 (its tiles have 128 rows) and no tiles are given, else "add". tiles: (BLOCK_M,
-    BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128, 256, 64, GROUP, 8,
-    3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6); the same on every rank; from the shapes where None. Returns `out`,
-    complete; nothing of the call is read by a peer after it. Raises ShapeError, DtypeError, CollectiveMismatch,
-    Unsupported.
+    nn.Linear's weight; bf16, fp16 or fp32; the same m and N on every rank. out: (m, N) of a's dtype; a new tensor where
+    None. bias: (N,) of a's dtype, epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or "silu":
+    applied once, in fp32, to the sum, by its owner, with the owner's bias; in mode "add" to a sum that is rounded
+    already. Returns `out`, complete; nothing of the call is read by a peer after it.
+
+    mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a fixed order; see the module.
+    "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but in a fixed order: bf16 or
+    fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "chain" where that can run, m is more
+    than 64 (its tiles have 128 rows) and no tiles are given, else "add".
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128,
+        256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
+        None.
+
+    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     world = _common.world_of(CALL, world, a, b)
     return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles))
@@ -245,6 +247,8 @@ def _plan(
     _common.check_agreed(
         CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, bias=bias is not None, epilogue=epilogue
     )
+    if out is None:
+        out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
     if m == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out
     if mode == "nccl" or chosen is None:

@@ -159,10 +159,9 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
     from pkt.kernels._matmul import FEW_ROWS
 
     size, device = world.size, world.torch_device
-    few = m <= FEW_ROWS  # then the plain forms are chosen
     for name, columns in (("gluon", (K, N)), ("chain", (N,))):  # else this would test the plain forms twice
-        possible = not _forms.missing(world) and not any(c * dtype.itemsize % 16 for c in columns)
-        assert _forms.gluon("test", name, False, True, world, dtype, *columns) == possible
+        possible = m > FEW_ROWS and not _forms.missing(world) and not any(c * dtype.itemsize % 16 for c in columns)
+        assert _forms.gluon("test", name, False, True, world, dtype, m, *columns) == possible
     a, b = torch.empty(m, K, dtype=dtype, device=device), torch.empty(K, N, dtype=dtype, device=device)
     rows = torch.empty(size * m, K, dtype=dtype, device=device)
     whole, part = torch.empty(size * m, N, dtype=dtype, device=device), torch.empty(m, N, dtype=dtype, device=device)
@@ -190,7 +189,7 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
         bits = part.clone()
         rows.copy_(operands[world.rank][0])
         pkt.matmul_reduce_scatter(rows, b, part)
-        chain = _forms.gluon("test", "chain", False, not few, world, dtype, N)
+        chain = _forms.gluon("test", "chain", False, True, world, dtype, m, N)
         assert torch.equal(part, bits) or not chain, "the chain adds in one order"
     world.barrier()
 
@@ -209,10 +208,10 @@ def test_default_forms(dtype: torch.dtype, ranks: int) -> None:
 def layers(world: Any, m: int, K: int, N: int) -> None:
     """Weights as a Linear holds them, bias and epilogue, in all forms that can run, against torch."""
     from pkt.kernels import _forms
-    from pkt.kernels._matmul import finished
+    from pkt.kernels._matmul import FEW_ROWS, finished
 
     size = world.size
-    gluon = _forms.gluon("test", "gluon", False, True, world, torch.bfloat16, K, N)
+    gluon = _forms.gluon("test", "gluon", False, True, world, torch.bfloat16, FEW_ROWS + 1, K, N)
     shards = [normal(world, (m, K), r) for r in range(size)]
     weights = [normal(world, (N, K), 50 + r).t() for r in range(size)]
     bias = normal(world, (1, N), 7)[0]

@@ -145,6 +145,17 @@ def test_shapes_and_forms_in_turn() -> None:
     on_ranks(3, run, seed=3)
 
 
+def test_settings_that_count_alike_share_an_inbox() -> None:
+    """So that a search among settings does not fill the heap."""
+
+    def run(world: Any) -> int:
+        for group, stages in ((1, 2), (8, 2), (8, 4)):
+            multiplies(world, "push", "rows", TMA, torch.bfloat16, tiles=(16, 16, 16, group, 4, stages))
+        return sum(hasattr(space, "inbox") for space in world._workspaces.values())
+
+    assert on_ranks(2, run) == [1, 1]
+
+
 def test_nothing_to_multiply() -> None:
     def run(world: Any) -> None:
         for m, k, N in ((0, 4, 4), (4, 0, 4), (4, 4, 0)):

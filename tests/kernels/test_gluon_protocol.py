@@ -299,19 +299,29 @@ def skipping(name, attribute, line, seen):
     return broken
 
 
-@pytest.mark.parametrize(("name", "attribute", "places"), [("pl", "wait", 3), ("gl", "atomic_add", 2)])
-def test_each_wait_and_each_signal_of_the_two_shot_is_needed(name, attribute, places):
+@pytest.mark.parametrize(
+    ("run", "name", "attribute", "places"),
+    [
+        (run_push, "pl", "wait", 1),
+        (run_push, "gl", "atomic_add", 1),
+        (run_chain, "pl", "wait", 2),
+        (run_chain, "gl", "atomic_add", 1),
+        (run_two_shot, "pl", "wait", 3),
+        (run_two_shot, "gl", "atomic_add", 2),
+    ],
+)
+def test_each_wait_and_each_signal_is_needed(run, name, attribute, places):
     lines: set = set()
-    run_two_shot(3, 16, 16, 16, 2, 0, broken=skipping(name, attribute, None, lines))
+    run(3, 16, 16, 16, 2, 0, broken=skipping(name, attribute, None, lines))
     assert len(lines) == places
     for line in lines:
-        found = 0
         for seed in range(12):
             try:
-                run_two_shot(3, 32, 16, 16, 2, seed, broken=skipping(name, attribute, line, set()))
+                run(3, 32, 16, 16, 2, seed, launches=2, broken=skipping(name, attribute, line, set()))
             except (AssertionError, Stuck):
-                found += 1
-        assert found, line
+                break
+        else:
+            raise AssertionError(f"nothing wrong without {line}")
 
 
 def test_a_signal_before_the_data_is_found():

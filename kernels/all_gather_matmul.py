@@ -303,11 +303,11 @@ def _plan(
     if mode == "gluon" and columns:
         raise ShapeError.argument(CALL, "shard", "columns", 'shard "rows" with mode "gluon"', world.rank)
     plan = None
-    chosen = mode is None and not tuned and not columns and m > FEW_ROWS
+    left = mode is None and not tuned and not columns
     wanted = check_tiles(CALL, tuned.pop("tiles", None), world)
     if mode == "nccl":
         _forms.check_nccl(CALL, tuned | ({} if wanted is None else {"tiles": wanted}), world)
-    elif _forms.gluon(CALL, "gluon", mode == "gluon", chosen, world, a.dtype, k, N):
+    elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, a.dtype, m, k, N):
         from ._gluon_all_gather_matmul import settings
 
         mode = "gluon"
@@ -315,7 +315,7 @@ def _plan(
         tuned = plan._asdict()
     else:
         mode = mode or "push"
-        wanted = wanted or default_tiles(m, a, b)
+        wanted = wanted or default_tiles(m, a.dtype, k, N)
         tuned = _check_tuned(tuned, mode, world)
     _common.check_agreed(
         CALL, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=wanted,
@@ -403,7 +403,8 @@ def _push_launch(
         inbox = empty(2, size, m, ld, dtype=dtype, name="all_gather_matmul.inbox", world=world)
         return _PushSpace(inbox, signals(size * num_m + 1, name="all_gather_matmul.ready", world=world))
 
-    space = world.workspace((CALL, m, k, dtype, tasks, programs, tiles, chunk), make)
+    # By what the counters count: settings that differ otherwise share an inbox, and its launches.
+    space = world.workspace((CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)
     args = Push(
         a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, inbox_ptr=space.inbox, ready_ptr=space.counters,
         queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=ld, num_comm_sms=max(1, min(num_comm_sms, programs - 1)),

@@ -199,8 +199,6 @@ def _plan(
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(M, N), dtype=dtype, peers=in_place)
     chosen = check_tiles(CALL, tiles, world)
-    fit = whole_runs(a)
-    a, b = fit(a, b)
     refused = ("num_comm_sms", num_comm_sms) if mode == "chain" else ("rounds", rounds)
     if refused[1] is not None:
         raise ShapeError.argument(CALL, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
@@ -208,12 +206,12 @@ def _plan(
     if mode == "nccl":
         given = {"num_comm_sms": num_comm_sms, "tiles": chosen}
         _forms.check_nccl(CALL, {name: value for name, value in given.items() if value is not None}, world)
-    elif _forms.gluon(CALL, "chain", mode == "chain", False, world, dtype, N):
+    elif _forms.gluon(CALL, "chain", mode == "chain", False, world, dtype, M, N):
         from ._gluon_matmul_all_reduce import settings
 
         chosen, tuned["rounds"] = settings(M, N, world, chosen, rounds)
     else:
-        mode, chosen = "lcsc", chosen or default_tiles(M, a, b)
+        mode, chosen = "lcsc", chosen or default_tiles(M, dtype, N)
         tuned["num_comm_sms"] = 16 if num_comm_sms is None else num_comm_sms
         if tuned["num_comm_sms"] < 0:
             raise ShapeError.argument(CALL, "num_comm_sms", num_comm_sms, "at least 0", world.rank)
@@ -225,6 +223,8 @@ def _plan(
     if M == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out
     result = fresh() if out is None else out
+    fit = whole_runs(a)
+    a, b = fit(a, b)
     if mode == "nccl" or chosen is None:
         launch = _nccl_launch(world, epilogue)
     elif mode == "chain":

@@ -228,29 +228,28 @@ def _plan(
         wanted = f"a first dimension divisible by {size} ranks"
         raise ShapeError.argument(CALL, "a", tuple(a.shape), wanted, world.rank)
     m, dtype = M // size, a.dtype
-    fit = whole_runs(a)
-    a, b = fit(a, b)
     chosen = check_tiles(CALL, tiles, world)
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
-    fresh = _common.fresh((m, N), dtype, world)
-    result = fresh() if out is None else out
-    _common.check_tensor(CALL, "out", result, world, shape=(m, N), dtype=dtype)
-    left = mode is None and chosen is None and m > FEW_ROWS  # not by k, in which ranks may differ
+    if out is not None:
+        _common.check_tensor(CALL, "out", out, world, shape=(m, N), dtype=dtype)
+    left = mode is None and chosen is None
     if mode == "nccl":
         _forms.check_nccl(CALL, {} if chosen is None else {"tiles": chosen}, world)
-    elif _forms.gluon(CALL, "chain", mode == "chain", left, world, dtype, N):
+    elif _forms.gluon(CALL, "chain", mode == "chain", left, world, dtype, m, N):  # not by k, in which ranks may differ
         from ._gluon_matmul_reduce_scatter import settings
 
         mode, chosen = "chain", settings(m, N, world, chosen)
     else:
-        mode, chosen = mode or "add", chosen or default_tiles(m, a, b)
+        mode, chosen = mode or "add", chosen or default_tiles(m, dtype, N)
     _common.check_agreed(
         CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, bias=bias is not None, epilogue=epilogue
     )
-    if out is None:
-        out = torch.empty((m, N), dtype=a.dtype, device=world.torch_device)
+    fresh = _common.fresh((m, N), dtype, world)
     if m == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out
+    result = fresh() if out is None else out
+    fit = whole_runs(a)
+    a, b = fit(a, b)
     if mode == "nccl" or chosen is None:
         launch = _nccl_launch(world, epilogue)
     elif mode == "chain":

@@ -58,7 +58,11 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt default, captured": {},
     },
     "all-gather": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}},
-    "reduce-scatter": {"pkt pull": {}, "pkt pull, blocks of 4096": {"block": 4096}},
+    "reduce-scatter": {
+        "pkt pull": {"mode": "pull"},
+        "pkt pull, blocks of 4096": {"mode": "pull", "block": 4096},
+        "pkt push": {"mode": "push"},
+    },
     "all-to-all": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}},
     "broadcast": {"pkt pass on": {}, "pkt pass on, blocks of 4096": {"block": 4096}},
 }

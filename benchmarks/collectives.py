@@ -55,6 +55,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt one-shot, blocks of 1024": {"mode": "one_shot", "block": 1024},
         "pkt two-shot": {"mode": "two_shot"},
         "pkt two-shot, blocks of 2048": {"mode": "two_shot", "block": 2048},
+        "pkt two-shot by stores": {"mode": "two_shot_push"},
         "pkt default, captured": {},
     },
     "all-gather": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}},

@@ -82,8 +82,23 @@ def pull_kernel(
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read its part of my x
 
 
+class Inboxes(NamedTuple):
+    inbox: SymmetricTensor  # (2, size, programs, tile) on every rank; rank r stores [:, r] of all, the halves in turn
+    counters: SymmetricTensor  # (programs, size); [p, r]: how many tiles program p of rank r has ever sent
+
+
+def inboxes(programs: int, tile: int, dtype: torch.dtype, world: World) -> Inboxes:
+    """Made once for each grid and tile: launches that share an inbox must agree on what lies where."""
+
+    def make() -> Inboxes:
+        inbox = empty(2, world.size, programs, tile, dtype=dtype, name="kernels.inbox", world=world)
+        return Inboxes(inbox, signals(programs * world.size, name="kernels.sent", world=world))
+
+    return world.workspace(("pkt.kernels", "inboxes", programs, tile, dtype), make)
+
+
 @triton.jit
-def _from_inbox(half, inside, counts, peer, sent, world, tile: tl.constexpr):
+def from_inbox(half, inside, counts, peer, sent, world, tile: tl.constexpr):
     """What `peer` has sent, once it has sent so many tiles; in fp32. It had added up the tile before, so that its half
     of the inbox is free for my next."""
     pl.wait(counts + peer, sent, world)
@@ -94,8 +109,8 @@ def _from_inbox(half, inside, counts, peer, sent, world, tile: tl.constexpr):
 def push_kernel(
     x_ptr,  # (rows, size, run) this rank's
     out_ptr,  # (rows, run) this rank's
-    inbox_ptr,  # (2, size, programs, tile) on every rank; rank r stores [:, r] of all, the halves in turn
-    sent_ptr,  # int32 (programs, size) on every rank; [p, r] is how many tiles program p of rank r has ever sent
+    inbox_ptr,  # (2, size, programs, tile) on every rank, see Inboxes
+    sent_ptr,  # int32 (programs, size) on every rank
     part,  # Runs
     world,
     OP: tl.constexpr,
@@ -116,9 +131,9 @@ def push_kernel(
             pl.store(place, x, peer, world, mask=inside)
         pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
         sent += 1
-        total = _from_inbox(half + element, inside, counts, rank, sent, world, tile)
+        total = from_inbox(half + element, inside, counts, rank, sent, world, tile)
         for i in tl.static_range(1, world.size):
-            x = _from_inbox(half + element, inside, counts, (rank + i) % world.size, sent, world, tile)
+            x = from_inbox(half + element, inside, counts, (rank + i) % world.size, sent, world, tile)
             total = combine(total, x, OP)
         tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -170,16 +185,6 @@ def reduce_scatter(
         return out
     tile = part.ROWS.value * part.COLS.value
 
-    # For each grid and tile, because two sizes that share an inbox could not tell whose tile is in it.
-    def make() -> _Space:
-        inbox = empty(2, world.size, programs, tile, dtype=x.dtype, name="reduce_scatter.inbox", world=world)
-        return _Space(inbox, signals(programs * world.size, name="reduce_scatter.sent", world=world))
-
-    space = world.workspace((call, programs, tile, x.dtype), make)
+    space = inboxes(programs, tile, x.dtype, world)
     cooperative(world, push_kernel, grid, x, out, space.inbox, space.counters, part, world.device, op, **options)
     return out
-
-
-class _Space(NamedTuple):
-    inbox: SymmetricTensor
-    counters: SymmetricTensor

@@ -37,7 +37,7 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
             got = pkt.all_gather(x, gathered, mode=mode)
             assert torch.equal(got.plain(), torch.cat(inputs)), mode
         total = torch.stack([i.double() for i in inputs]).sum(0)
-        for mode in ("low_latency", "one_shot", "two_shot", "multimem"):
+        for mode in ("low_latency", "one_shot", "two_shot", "two_shot_push", "multimem"):
             if mode == "low_latency" and n > 1 << 20:
                 continue  # slots of gigabytes
             out.fill_(-99)

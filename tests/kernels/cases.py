@@ -148,6 +148,8 @@ def spread(world: Any, n: int = 40) -> None:
 @case(ranks=2, mode="one_shot", in_place=True)
 @case(mode="two_shot")
 @case(ranks=2, mode="two_shot", in_place=True)
+@case(ranks=3, mode="two_shot_push", launches=3)
+@case(ranks=2, mode="two_shot_push", in_place=True, launches=3)
 @case(mode="multimem")
 @case(ranks=2, mode="multimem", in_place=True, multicast=False)
 def reduce(world: Any, mode: str, in_place: bool = False, launches: int = LAUNCHES, n: int = 42) -> None:

@@ -94,7 +94,7 @@ def test_a_nan_of_any_rank_is_a_nan(op: Op, mode: Any) -> None:
     on_ranks(3, run)
 
 
-def test_one_shot_needs_no_symmetric_output_and_low_latency_no_symmetric_tensor() -> None:
+def test_what_need_not_be_symmetric() -> None:
     def run(world: Any) -> None:
         out = torch.empty(6)
         assert all_reduce(pkt.ones(6), out, mode="one_shot") is out
@@ -103,6 +103,8 @@ def test_one_shot_needs_no_symmetric_output_and_low_latency_no_symmetric_tensor(
         assert torch.equal(out, torch.full((6,), float(world.size)))
         assert all_reduce(out, mode="low_latency") is out
         assert torch.equal(out, torch.full((6,), float(world.size**2)))
+        pushed = all_reduce(torch.ones(6), pkt.empty(6), mode="two_shot_push")
+        assert torch.equal(pushed.plain(), torch.full((6,), float(world.size)))
 
     on_ranks(3, run)
 
@@ -159,7 +161,7 @@ def bad(error: type[Exception], match: str, call: Any) -> None:
 
 def test_bad_arguments() -> None:
     bad(pkt.NotSymmetric, "x must be a symmetric tensor", lambda w: all_reduce(torch.ones(4)))
-    for mode in ("two_shot", "multimem"):
+    for mode in ("two_shot", "two_shot_push", "multimem"):
         bad(
             pkt.NotSymmetric,
             "out must be a symmetric tensor",

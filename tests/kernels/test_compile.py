@@ -114,6 +114,7 @@ COLLECTIVES = {
     "all_reduce one_shot": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="one_shot"),
     "all_reduce one_shot min": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="one_shot", op="min"),
     "all_reduce two_shot": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="two_shot"),
+    "all_reduce two_shot_push": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="two_shot_push"),
     "all_reduce multimem": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="multimem"),
 }
 

@@ -99,8 +99,8 @@ def inboxes(programs: int, tile: int, dtype: torch.dtype, world: World) -> Inbox
 
 @triton.jit
 def from_inbox(half, inside, counts, peer, sent, world, tile: tl.constexpr):
-    """What `peer` has sent, once it has sent so many tiles; in fp32. It had added up the tile before, so that its half
-    of the inbox is free for my next."""
+    """What `peer` has sent, once it has sent so many tiles; in fp32. Before it sent this one it had added up the one
+    before, so the half of its inbox where that was is free for my next."""
     pl.wait(counts + peer, sent, world)
     return tl.load(half + tl.cast(peer, tl.int64) * tl.num_programs(0) * tile, mask=inside).to(tl.float32)
 
@@ -183,8 +183,6 @@ def reduce_scatter(
         bar = _common.barrier_counters(world)
         cooperative(world, pull_kernel, grid, x, out, bar, part, world.device, op, **options)
         return out
-    tile = part.ROWS.value * part.COLS.value
-
-    space = inboxes(programs, tile, x.dtype, world)
+    space = inboxes(programs, part.ROWS.value * part.COLS.value, x.dtype, world)
     cooperative(world, push_kernel, grid, x, out, space.inbox, space.counters, part, world.device, op, **options)
     return out

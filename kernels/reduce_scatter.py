@@ -11,7 +11,7 @@ Either way each reduces in fp32, in the order rank, rank + 1, ...: deterministic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,8 +32,8 @@ OPS = ("sum", "min", "max")
 
 def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
     """The ranks' `x` reduced, in fp64; a NaN of any rank is a NaN."""
-    stacked = torch.stack([x.double() for x in inputs])
-    return {"sum": stacked.sum, "min": stacked.amin, "max": stacked.amax}[op](0)
+    over: Callable[..., torch.Tensor] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[op]
+    return over(torch.stack([x.double() for x in inputs]), 0)
 
 
 def reference(inputs: Sequence[torch.Tensor], rank: int, dim: int = 0, op: Op = "sum") -> torch.Tensor:

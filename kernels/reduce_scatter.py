@@ -83,6 +83,8 @@ def pull_kernel(
 
 
 class Inboxes(NamedTuple):
+    """Where the tiles of other ranks arrive."""
+
     inbox: SymmetricTensor  # (2, size, programs, tile) on every rank; rank r stores [:, r] of all, the halves in turn
     counters: SymmetricTensor  # (programs, size); [p, r]: how many tiles program p of rank r has ever sent
 

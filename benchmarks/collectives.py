@@ -55,10 +55,15 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt one-shot, blocks of 1024": {"mode": "one_shot", "block": 1024},
         "pkt two-shot": {"mode": "two_shot"},
         "pkt two-shot, blocks of 2048": {"mode": "two_shot", "block": 2048},
+        "pkt two-shot by stores": {"mode": "two_shot_push"},
         "pkt default, captured": {},
     },
     "all-gather": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}},
-    "reduce-scatter": {"pkt pull": {}, "pkt pull, blocks of 4096": {"block": 4096}},
+    "reduce-scatter": {
+        "pkt pull": {"mode": "pull"},
+        "pkt pull, blocks of 4096": {"mode": "pull", "block": 4096},
+        "pkt push": {"mode": "push"},
+    },
     "all-to-all": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}},
     "broadcast": {"pkt pass on": {}, "pkt pass on, blocks of 4096": {"block": 4096}},
 }

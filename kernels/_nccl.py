@@ -18,9 +18,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.plain() if isinstance(tensor, SymmetricTensor) else tensor
 
 
-def all_gather_matmul(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, world: World, columns: bool = False
-) -> None:
+def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, world: World, columns: bool = False) -> None:
     """The gathered a, by rows or by columns, times b. By columns by way of a copy."""
     import torch.distributed as dist
 

@@ -6,18 +6,20 @@ one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize
     shortest path for small messages.
 two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every
     rank's `out`: 2 * (W - 1) / W * n * itemsize bytes.
+two_shot_push: as two_shot, but each rank stores its blocks into their owners' inboxes (see reduce_scatter), because
+    stores reach more of the links than loads. Not measured.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
 All add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks hold
 the same bits in each form. Minimum and maximum keep a NaN of any rank, except in multimem: what a switch makes of one
-is not documented; and it has them for 16-bit floats only. All but low_latency have two barriers of the programs of one
-index on all ranks (one_shot in place: one more for each block of a program).
+is not documented; and it has them for 16-bit floats only. Barriers of the programs of one index on all ranks: none in
+low_latency, one in two_shot_push, else two (one_shot in place: one more for each block of a program).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -31,11 +33,11 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common
-from .reduce_scatter import OPS, Op, combine, over_ranks, reduced
+from .reduce_scatter import OPS, Op, combine, from_inbox, inboxes, over_ranks, reduced
 
 CALL = "all_reduce"
-Mode = Literal["low_latency", "one_shot", "two_shot", "multimem"]
-MODES = ("low_latency", "one_shot", "two_shot", "multimem")
+Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "multimem"]
+MODES = ("low_latency", "one_shot", "two_shot", "two_shot_push", "multimem")
 
 LOW_LATENCY_BYTES = 64 << 10
 """Largest x for which mode None takes low_latency. Not measured. Reasoned for 4 ranks and 390 GB/s: it saves two
@@ -157,6 +159,45 @@ def two_shot_kernel(
 
 
 @triton.jit
+def two_shot_push_kernel(
+    x_ptr,  # (n,) this rank's; may be `out`
+    out_ptr,  # (n,) on every rank; rank r stores the blocks r, r + size, ... into all of them
+    inbox_ptr,  # (2, size, programs, BLOCK) on every rank, see Inboxes
+    sent_ptr,  # int32 (programs, size) on every rank
+    bar_ptr,  # int32 (programs,) on every rank
+    n,
+    world,
+    OP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    counts = sent_ptr + pid * world.size
+    sent = pl.atomic_add(counts + rank, 0, rank, world, sem="relaxed")
+    element = tl.arange(0, BLOCK)
+    for turn in range(pid, tl.cdiv(n, world.size * BLOCK), tl.num_programs(0)):
+        first = tl.cast(turn, tl.int64) * (world.size * BLOCK) + element
+        half = inbox_ptr + (tl.cast(sent & 1, tl.int64) * world.size * tl.num_programs(0) + pid) * BLOCK + element
+        for i in tl.static_range(1, world.size + 1):
+            peer = (rank + i) % world.size
+            offs = first + peer * BLOCK
+            x = tl.load(x_ptr + offs, mask=offs < n)
+            place = half + tl.cast(rank, tl.int64) * tl.num_programs(0) * BLOCK
+            pl.store(place, x, peer, world, mask=offs < n)
+        pl.signal_all(counts + rank, world)  # publish; and what I sent of x may be overwritten
+        sent += 1
+        offs = first + rank * BLOCK
+        total = from_inbox(half, offs < n, counts, rank, sent, world, BLOCK)
+        for i in tl.static_range(1, world.size):
+            more = from_inbox(half, offs < n, counts, (rank + i) % world.size, sent, world, BLOCK)
+            total = combine(total, more, OP)
+        for i in tl.static_range(1, world.size + 1):
+            peer = (rank + i) % world.size
+            pl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), peer, world, mask=offs < n)
+    pl.barrier(bar_ptr + pid, world)  # publish: this program's sums are there on every rank
+
+
+@triton.jit
 def multimem_kernel(
     x_ptr,  # (n,) on every rank, at a multiple of 16 bytes; rank r reduces the blocks r, r + size, ... of all
     out_ptr,  # (n,) on every rank; rank r stores those blocks into all of them; may be x
@@ -196,13 +237,14 @@ def all_reduce(
 ) -> torch.Tensor:
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
 
-    x: contiguous, bf16, fp16 or fp32, symmetric unless mode is "low_latency". out: x itself or apart from it, of x's
-    shape and dtype; symmetric for two_shot and multimem. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
-    any rank is a NaN, but see multimem. mode: see the module; None takes low_latency up to LOW_LATENCY_BYTES, else
-    one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and the tensors are 16-byte
-    aligned, else two_shot. low_latency keeps 4 * size times x's bytes of symmetric memory for each size of x. block:
-    elements a program moves at a time, a power of two. Returns `out` (or x), complete; `x` may be overwritten at once.
-    Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    x: contiguous, bf16, fp16 or fp32; symmetric unless mode is low_latency or two_shot_push. out: x itself or apart
+    from it, of x's shape and dtype; symmetric unless mode is low_latency or one_shot. op: "sum", in fp32 and rounded
+    once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes low_latency up to
+    LOW_LATENCY_BYTES, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
+    the tensors are 16-byte aligned, else two_shot. low_latency keeps 4 * size times x's bytes of symmetric memory for
+    each size of x, two_shot_push 2 * size blocks a program for each block and grid. block: elements a program moves at
+    a time, a power of two. Returns `out` (or x), complete; `x` may be overwritten at once. Raises NotSymmetric,
+    ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     return _common.planned(CALL, _plan, world, (x, x if out is None else out), (op, mode, block))
@@ -214,11 +256,12 @@ def _plan(
     _common.check_choice(CALL, "op", op, OPS, world)
     _common.check_choice(CALL, "mode", mode, (*MODES, None), world)
     _common.check_block(CALL, block, world)
-    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode != "low_latency")
+    sent = mode in ("low_latency", "two_shot_push")  # only this rank reads its x
+    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=not sent)
     even = x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     mode = mode or _chosen(x, out, op, world, even)
-    both = mode in ("two_shot", "multimem")  # peers store into `out`
-    _common.check_tensor(CALL, "out", out, world, shape=tuple(x.shape), dtype=x.dtype, peers=both)
+    spread = mode in ("two_shot", "two_shot_push", "multimem")  # peers store into `out`
+    _common.check_tensor(CALL, "out", out, world, shape=tuple(x.shape), dtype=x.dtype, peers=spread)
     if mode == "multimem" and not even:
         wanted = "a multiple of 16 bytes: multimem moves runs of 16 bytes; two_shot does not need it"
         raise ShapeError.argument(CALL, "address of x or out", hex(x.data_ptr()), wanted, world.rank)
@@ -229,8 +272,8 @@ def _plan(
     if not in_place:
         _common.check_apart(CALL, x, out, world)
     _common.check_agreed(
-        CALL, world, x=_common.anywhere(x) if mode == "low_latency" else x,
-        out=out if both else in_place if mode == "one_shot" else None, op=op, mode=mode, block=block,
+        CALL, world, x=_common.anywhere(x) if mode in ("low_latency", "two_shot_push") else x,
+        out=out if spread else in_place if mode == "one_shot" else None, op=op, mode=mode, block=block,
     )  # fmt: skip
     n = x.numel()
     if n == 0:
@@ -242,14 +285,23 @@ def _plan(
     tasks = blocks if mode == "one_shot" else triton.cdiv(blocks, world.size)
     grid = (_common.num_programs(world, tasks),)
     bar = _common.barrier_counters(world)
-    kernel = {"one_shot": one_shot_kernel, "two_shot": two_shot_kernel, "multimem": multimem_kernel}[mode]
+    kernel: Any = KERNELS[mode]
     constants = (op, in_place, BLOCK) if mode == "one_shot" else (op, BLOCK)
+    counters = (*inboxes(grid[0], BLOCK, x.dtype, world), bar) if mode == "two_shot_push" else (bar,)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        cooperative(world, kernel, grid, x, out, bar, n, world.device, *constants, **_common.COPY_OPTIONS)
+        cooperative(world, kernel, grid, x, out, *counters, n, world.device, *constants, **_common.COPY_OPTIONS)
         return out
 
     return launch
+
+
+KERNELS = {
+    "one_shot": one_shot_kernel,
+    "two_shot": two_shot_kernel,
+    "two_shot_push": two_shot_push_kernel,
+    "multimem": multimem_kernel,
+}
 
 
 def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool) -> Mode:

@@ -1,21 +1,27 @@
 """Reduce-scatter along any dimension: rank r ends with part r of the sum, minimum or maximum over ranks.
 
-Each rank loads its part from every rank, run by run where it lies (see _runs), and reduces in fp32, in the order rank,
-rank + 1, ...: one pass, deterministic, (W - 1) * n / W * itemsize bytes into and out of each rank. Two barriers of the
-programs of one index on all ranks.
+pull: each rank loads its part from every rank, run by run where it lies (see _runs). Two barriers of the programs of
+    one index on all ranks.
+push: each rank stores each tile into its owner's inbox, which adds what came: stores reach more of the links than
+    loads, `x` need not be symmetric, and there is no barrier, but a signal to each rank for a tile. Not measured.
+
+Either way each reduces in fp32, in the order rank, rank + 1, ...: deterministic, the same bits in both, and
+(W - 1) / W * n * itemsize bytes into and out of each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative
+from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common, _runs
@@ -28,8 +34,8 @@ OPS = ("sum", "min", "max")
 
 def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
     """The ranks' `x` reduced, in fp64; a NaN of any rank is a NaN."""
-    stacked = torch.stack([x.double() for x in inputs])
-    return {"sum": stacked.sum, "min": stacked.amin, "max": stacked.amax}[op](0)
+    over: Callable[..., torch.Tensor] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[op]
+    return over(torch.stack([x.double() for x in inputs]), 0)
 
 
 def reference(inputs: Sequence[torch.Tensor], rank: int, dim: int = 0, op: Op = "sum") -> torch.Tensor:
@@ -60,7 +66,7 @@ def over_ranks(ptrs, mask, world, FIRST, OP: tl.constexpr):
 
 
 @triton.jit
-def reduce_scatter_kernel(
+def pull_kernel(
     x_ptr,  # (rows, size, run) on every rank; rank r reads [:, r] of all of them
     out_ptr,  # (rows, run) this rank's
     bar_ptr,  # int32 (programs,) on every rank
@@ -78,33 +84,96 @@ def reduce_scatter_kernel(
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read its part of my x
 
 
+class Inboxes(NamedTuple):
+    """Where the tiles of other ranks arrive."""
+
+    inbox: SymmetricTensor  # (2, size, programs, tile) on every rank; rank r stores [:, r] of all, the halves in turn
+    counters: SymmetricTensor  # (programs, size); [p, r]: how many tiles program p of rank r has ever sent
+
+
+def inboxes(programs: int, tile: int, dtype: torch.dtype, world: World) -> Inboxes:
+    """Made once for each grid and tile: launches that share an inbox must agree on what lies where."""
+
+    def make() -> Inboxes:
+        inbox = empty(2, world.size, programs, tile, dtype=dtype, name="kernels.inbox", world=world)
+        return Inboxes(inbox, signals(programs * world.size, name="kernels.sent", world=world))
+
+    return world.workspace(("pkt.kernels", "inboxes", programs, tile, dtype), make)
+
+
+@triton.jit
+def from_inbox(half, inside, counts, peer, sent, world, tile: tl.constexpr):
+    """What `peer` has sent, once it has sent so many tiles; in fp32. Before it sent this one it had added up the one
+    before, so the half of its inbox where that was is free for my next."""
+    pl.wait(counts + peer, sent, world)
+    return tl.load(half + tl.cast(peer, tl.int64) * tl.num_programs(0) * tile, mask=inside).to(tl.float32)
+
+
+@triton.jit
+def push_kernel(
+    x_ptr,  # (rows, size, run) this rank's
+    out_ptr,  # (rows, run) this rank's
+    inbox_ptr,  # (2, size, programs, tile) on every rank, see Inboxes
+    sent_ptr,  # int32 (programs, size) on every rank
+    part,  # Runs
+    world,
+    OP: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    tile: tl.constexpr = part.ROWS * part.COLS
+    rank = tl.cast(world.rank, tl.int32)
+    counts = sent_ptr + pid * world.size
+    sent = pl.atomic_add(counts + rank, 0, rank, world, sem="relaxed")
+    element = tl.arange(0, part.ROWS)[:, None] * part.COLS + tl.arange(0, part.COLS)[None, :]
+    for t in range(pid, part.tiles, tl.num_programs(0)):
+        row, col, inside = _runs.tile(t, part)
+        half = inbox_ptr + (tl.cast(sent & 1, tl.int64) * world.size * tl.num_programs(0) + pid) * tile
+        place = half + tl.cast(rank, tl.int64) * tl.num_programs(0) * tile + element
+        for i in tl.static_range(1, world.size + 1):
+            peer = (rank + i) % world.size
+            x = tl.load(x_ptr + _runs.beside(row, col, part, peer, world.size), mask=inside)
+            pl.store(place, x, peer, world, mask=inside)
+        pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
+        sent += 1
+        total = from_inbox(half + element, inside, counts, rank, sent, world, tile)
+        for i in tl.static_range(1, world.size):
+            x = from_inbox(half + element, inside, counts, (rank + i) % world.size, sent, world, tile)
+            total = combine(total, x, OP)
+        tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def reduce_scatter(
     x: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
     dim: int = 0,
     op: Op = "sum",
+    mode: Literal["pull", "push"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Part `rank` of the ranks' `x`, reduced; the parts are equal slices of dimension `dim`. Collective.
 
-    x: symmetric, its dimension `dim` a multiple of size, contiguous, bf16, fp16 or fp32. out: x's shape with that
-    dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of `x`
-    where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of any
-    rank is a NaN. block: elements a program moves at a time, a power of two. The same bits every time. Returns `out`;
-    `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    x: its dimension `dim` a multiple of size, contiguous, bf16, fp16 or fp32; symmetric to pull. out: x's shape with
+    that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
+    `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
+    any rank is a NaN. mode: see the module; None pulls where `x` is symmetric. "push" keeps 2 * size tiles of symmetric
+    memory a program for each size of them and of the grid. block: elements of a tile, a power of two. The same bits
+    every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported,
+    CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
-    return _common.planned(CALL, _plan, world, (x, out), (dim, op, block))
+    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block))
 
 
 def _plan(
-    world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, op: Op, block: int | None
+    world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, op: Op, mode: str | None, block: int | None
 ) -> _common.Launch:
     _common.check_choice(CALL, "op", op, OPS, world)
     _common.check_block(CALL, block, world)
-    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=True)
+    mode = mode or ("pull" if isinstance(x, SymmetricTensor) else "push")
+    _common.check_choice(CALL, "mode", mode, ("pull", "push"), world)
+    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode == "pull")
     dim = _runs.axis(CALL, "dim", dim, x.shape, world)
     shape = _runs.share(CALL, "x", dim, x.shape, world)
     fresh = _common.fresh(shape, x.dtype, world)
@@ -113,16 +182,22 @@ def _plan(
     _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype)
     rows, run = _runs.around(shape, dim)
     _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 else None)
-    _common.check_agreed(CALL, world, x=x, dim=dim, op=op, block=block)
+    pulled = x if mode == "pull" else _common.anywhere(x)
+    _common.check_agreed(CALL, world, x=pulled, dim=dim, op=op, mode=mode, block=block)
     if out.numel() == 0:
         return lambda x, out: fresh() if out is None else out
     part = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, part.tiles),)
-    bar = _common.barrier_counters(world)
+    kernel = pull_kernel if mode == "pull" else push_kernel
+    counters: tuple[torch.Tensor, ...]
+    if mode == "pull":
+        counters = (_common.barrier_counters(world),)
+    else:
+        counters = inboxes(grid[0], part.ROWS.value * part.COLS.value, x.dtype, world)
 
     def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         out = fresh() if out is None else out
-        cooperative(world, reduce_scatter_kernel, grid, x, out, bar, part, world.device, op, **_common.COPY_OPTIONS)
+        cooperative(world, kernel, grid, x, out, *counters, part, world.device, op, **_common.COPY_OPTIONS)
         return out
 
     return launch

@@ -37,7 +37,7 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
             got = pkt.all_gather(x, gathered, mode=mode)
             assert torch.equal(got.plain(), torch.cat(inputs)), mode
         total = torch.stack([i.double() for i in inputs]).sum(0)
-        for mode in ("low_latency", "one_shot", "two_shot", "multimem"):
+        for mode in ("low_latency", "one_shot", "two_shot", "two_shot_push", "multimem"):
             if mode == "low_latency" and n > 1 << 20:
                 continue  # slots of gigabytes
             out.fill_(-99)
@@ -72,7 +72,8 @@ def layouts(world: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) ->
         wholes = [integers(world, tuple(whole.shape), 99 + 9 * turn + r, dtype) for r in range(size)]
         whole.copy_(wholes[mine])
         total = torch.stack([w.double() for w in wholes]).sum(0).chunk(size, dim)[mine]
-        assert torch.equal(pkt.reduce_scatter(whole, dim=dim).double(), total), dim
+        for mode in ("pull", "push"):
+            assert torch.equal(pkt.reduce_scatter(whole, dim=dim, mode=mode).double(), total), (dim, mode)
         for gather in range(4):
             wanted = torch.cat([w.chunk(size, dim)[mine] for w in wholes], gather)
             out = pkt.empty(wanted.shape, dtype=dtype)

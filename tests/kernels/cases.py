@@ -110,14 +110,16 @@ def gather(world: Any, mode: str, dim: int = 0, rows: int = 4, cols: int = 10) -
         check(got, torch.cat([values((rows, cols), s) for s in seeds(world, launch)], dim))
 
 
-@case(ranks=3, dim=1)
-def scatter(world: Any, dim: int, rows: int = 4, cols: int = 10) -> None:
-    shape = (rows, world.size * cols)
+@case(ranks=3, mode="pull", dim=1)
+@case(ranks=3, mode="push", dim=0)
+@case(ranks=2, mode="push", dim=0, launches=3)
+def scatter(world: Any, mode: Any, dim: int, launches: int = LAUNCHES, rows: int = 4, cols: int = 10) -> None:
+    shape = (rows * world.size ** (1 - dim), world.size**dim * cols)
     x = pkt.empty(shape)
-    for launch in range(LAUNCHES):
+    for launch in range(launches):
         fill(x, seeds(world, launch)[world.rank])
         total = sum(values(shape, s) for s in seeds(world, launch))
-        check(reduce_scatter(x, dim=dim, block=16), total.chunk(world.size, dim)[world.rank])
+        check(reduce_scatter(x, dim=dim, mode=mode, block=16), total.chunk(world.size, dim)[world.rank])
 
 
 @case(ranks=3, mode="push")
@@ -146,6 +148,8 @@ def spread(world: Any, n: int = 40) -> None:
 @case(ranks=2, mode="one_shot", in_place=True)
 @case(mode="two_shot")
 @case(ranks=2, mode="two_shot", in_place=True)
+@case(ranks=3, mode="two_shot_push", launches=3)
+@case(ranks=2, mode="two_shot_push", in_place=True, launches=3)
 @case(mode="multimem")
 @case(ranks=2, mode="multimem", in_place=True, multicast=False)
 def reduce(world: Any, mode: str, in_place: bool = False, launches: int = LAUNCHES, n: int = 42) -> None:

@@ -12,16 +12,24 @@ from pkt.kernels.reduce_scatter import Op, reduce_scatter, reference
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
+MODES = ("pull", "push")
+
 
 def scatters(
-    world: Any, part: tuple[int, ...], dtype: torch.dtype, block: int | None = 16, dim: int = 0, op: Op = "sum"
+    world: Any,
+    part: tuple[int, ...],
+    dtype: torch.dtype,
+    mode: Any,
+    block: int | None = 16,
+    dim: int = 0,
+    op: Op = "sum",
 ) -> torch.Tensor:
     shape = reference_shape(part, dim, world.size)
     x = pkt.empty(shape, dtype=dtype)
     for launch in range(LAUNCHES):
         everybody = inputs(world, shape, dtype, launch)
         x.copy_(everybody[world.rank])
-        got = reduce_scatter(x, dim=dim, op=op, block=block)
+        got = reduce_scatter(x, dim=dim, op=op, mode=mode, block=block)
         exact = reference(everybody, world.rank, dim, op)
         bound = sum_bound(everybody).chunk(world.size, dim)[world.rank] if op == "sum" else torch.zeros_like(exact)
         assert_within(got, exact, bound, world.rank, launch)
@@ -32,68 +40,93 @@ def reference_shape(part: tuple[int, ...], dim: int, size: int) -> tuple[int, ..
     return tuple(torch.cat([torch.empty(part)] * size, dim).shape)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_equals_the_reference(ranks: int, dtype: torch.dtype) -> None:
-    on_ranks(ranks, scatters, (13, 3), dtype)
+def test_equals_the_reference(ranks: int, dtype: torch.dtype, mode: str) -> None:
+    on_ranks(ranks, scatters, (13, 3), dtype, mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("part", [(1,), (16,), (17,), (5, 1, 3), (64, 4), (333,)])
-def test_sizes_that_do_not_divide_the_blocks(part: tuple[int, ...]) -> None:
-    on_ranks(3, scatters, part, torch.bfloat16)
+def test_sizes_that_do_not_divide_the_blocks(part: tuple[int, ...], mode: str) -> None:
+    on_ranks(3, scatters, part, torch.bfloat16, mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dim", [1, -1])
-def test_along_any_dimension(dim: int, ranks: int) -> None:
-    on_ranks(ranks, scatters, (2, 3, 5, 2), torch.float16, 16, dim)
+def test_along_any_dimension(dim: int, ranks: int, mode: str) -> None:
+    on_ranks(ranks, scatters, (2, 3, 5, 2), torch.float16, mode, 16, dim)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("part", [(1, 1), (1, 40), (70, 1), (5, 33), (3, 16), (9, 100)])
-def test_runs_of_any_length(part: tuple[int, ...]) -> None:
-    on_ranks(3, scatters, part, torch.bfloat16, 32, 1)
-    on_ranks(2, scatters, part, torch.bfloat16, None, 1)
+def test_runs_of_any_length(part: tuple[int, ...], mode: str) -> None:
+    on_ranks(3, scatters, part, torch.bfloat16, mode, 32, 1)
+    on_ranks(2, scatters, part, torch.bfloat16, mode, None, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_least_and_greatest(op: Op, dtype: torch.dtype) -> None:
-    on_ranks(3, scatters, (13, 3), dtype, 16, 1, op)
+    for mode in MODES:
+        on_ranks(3, scatters, (13, 3), dtype, mode, 16, 1, op)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", ["sum", "min", "max"])
-def test_a_nan_of_any_rank_is_a_nan(op: Op) -> None:
+def test_a_nan_of_any_rank_is_a_nan(op: Op, mode: Any) -> None:
     def run(world: Any) -> None:
         x = pkt.full((world.size * 4,), float(world.rank))
         x[world.rank :: 4] = float("nan")  # element i of each part: of rank i, for i < 3
-        got = reduce_scatter(x, op=op)
+        got = reduce_scatter(x, op=op, mode=mode)
         assert got[:3].isnan().all()
         assert got[3] == {"sum": 3, "min": 0, "max": 2}[op]
 
     on_ranks(3, run)
 
 
-def test_in_place() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_in_place(mode: Any) -> None:
     def run(world: Any) -> None:
         x = pkt.empty(world.size * 5, 3)
         for launch in range(LAUNCHES):
             everybody = inputs(world, (world.size * 5, 3), torch.float32, launch)
             x.copy_(everybody[world.rank])
-            got = reduce_scatter(x, x.chunk(world.size)[world.rank])
+            got = reduce_scatter(x, x.chunk(world.size)[world.rank], mode=mode)
             bound = sum_bound(everybody).chunk(world.size)[world.rank]
             assert_within(got.plain(), reference(everybody, world.rank), bound, world.rank, launch)
 
     on_ranks(3, run, seed=2)
 
 
-def test_every_schedule_gives_the_same_bits() -> None:
-    runs = [on_ranks(4, scatters, (40,), torch.bfloat16, seed=seed, sms=2) for seed in SEEDS]
+def test_every_schedule_and_both_forms_give_the_same_bits() -> None:
+    runs = [on_ranks(4, scatters, (40,), torch.bfloat16, mode, seed=seed, sms=2) for seed in SEEDS for mode in MODES]
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-def test_one_program_and_the_default_block() -> None:
-    on_ranks(2, scatters, (100, 7), torch.float16, None, sms=1)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_program_and_the_default_block(mode: str) -> None:
+    on_ranks(2, scatters, (100, 7), torch.float16, mode, None, sms=1)
+
+
+def test_sizes_in_turn_share_an_inbox() -> None:
+    def run(world: Any) -> None:
+        for n in (70, 33, 70, 100, 16, 70):  # some of one grid, some not
+            scatters(world, (n,), torch.float32, "push")
+        assert sum("inboxes" in key for key in world._workspaces if isinstance(key, tuple)) == 2
+
+    on_ranks(3, run, seed=3, sms=2)
+
+
+def test_an_input_of_this_rank_alone_is_pushed() -> None:
+    def run(world: Any) -> None:
+        got = reduce_scatter(torch.full((4 * world.size,), float(world.rank)))
+        assert torch.equal(got, torch.full((4,), float(sum(range(world.size)))))
+
+    on_ranks(3, run)
 
 
 def test_a_given_output() -> None:
@@ -115,7 +148,7 @@ def test_bad_arguments() -> None:
     bad(
         pkt.NotSymmetric,
         "reduce_scatter: x must be a symmetric tensor",
-        lambda w: reduce_scatter(torch.ones(4)),
+        lambda w: reduce_scatter(torch.ones(4), mode="pull"),
     )
     bad(pkt.ShapeError, "divisible by 2 ranks", lambda w: reduce_scatter(pkt.ones(5)))
     bad(pkt.ShapeError, "divisible by 2 ranks", lambda w: reduce_scatter(pkt.ones(())))

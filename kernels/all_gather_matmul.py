@@ -257,9 +257,10 @@ def all_gather_matmul(
     complete; `a` may be overwritten at once.
 
     mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
-    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "gluon" where that can run, m is more
-    than 64 (its tiles have 128 rows) and nothing below is given, else "push". The rest is the same on every rank, and
-    follows from mode and shapes where None:
+    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6; "nccl" is NCCL's all-gather and cuBLAS,
+    through torch.distributed, and takes nothing of what follows. None: "gluon" where that can run, m is more than 64
+    (its tiles have 128 rows) and nothing below is given, else "push". The rest is the same on every rank, and follows
+    from mode and shapes where None:
 
     num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None.
     chunk: "push": columns of a that one signal stands for, rounded up to BLOCK_K, 1024 if None; "gluon": columns of a

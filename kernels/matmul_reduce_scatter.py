@@ -203,8 +203,9 @@ def matmul_reduce_scatter(
 
     mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a fixed order; see the module.
     "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but in a fixed order: bf16 or
-    fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. None: "chain" where that can run, m is more
-    than 64 (its tiles have 128 rows) and no tiles are given, else "add".
+    fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. "nccl": cuBLAS and NCCL's reduce-scatter,
+    through torch.distributed, each product rounded before it is added; takes no tiles. None: "chain" where that can
+    run, m is more than 64 (its tiles have 128 rows) and no tiles are given, else "add".
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128,
         256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
         None.

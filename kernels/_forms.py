@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import triton
@@ -62,6 +63,41 @@ def gluon(
         raise Unsupported.here(f"rank {world.rank}: {call}(mode={mode!r})", f"found {unfit}", "mode=None runs anywhere")
     # Not before the ranks have met in `missing_anywhere`: that they agree on the rows is only found out later.
     return not unfit and (asked or rows > FEW_ROWS)
+
+
+def tuned(
+    call: str, world: World, key: dict[str, int], dtype: torch.dtype, rows: int, *columns: int, by: str = "MNK"
+) -> dict[str, Any]:
+    """The settings that were tuned here for this case, or are in pkt's tables for a shape like it; {} where there are
+    none, where their form cannot run, and in the simulator, whose clock is modelled. key: M, N and K of the product
+    that each rank computes. by: those in which all ranks agree; of the others the greatest counts, that of the first
+    call. rows, columns: as in `gluon`. On GPUs collective the first time."""
+    if torch.device(world.torch_device).type != "cuda":
+        return {}
+
+    def ask() -> dict[str, Any]:
+        from pkt.tune.tuner import choice
+
+        sizes = {name: max(world.all_gather_object(key[name])) for name in key if name not in by}
+        found = choice(call, {**key, **sizes, "dtype": dtype, "size": world.size}, world)
+        settings = {} if found is None else dict(found)
+        if settings.get("mode") == "nccl":
+            try:
+                process_group(world)
+            except Unsupported:  # torch's default group has other ranks
+                return {}
+        return settings
+
+    agreed = tuple(key[name] for name in by)
+    settings = world.workspace(("pkt.kernels", "tuned", call, agreed, dtype), ask)
+    mode = settings.get("mode")
+    if mode in GLUON and not gluon(call, mode, False, True, world, dtype, rows, *columns):
+        return {}
+    return dict(settings)
+
+
+GLUON = ("gluon", "chain")
+"""Modes that are Gluon forms."""
 
 
 def check_nccl(call: str, given: Mapping[str, object], world: World) -> None:

@@ -303,8 +303,11 @@ def _plan(
         _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=a.dtype)
     if mode == "gluon" and columns:
         raise ShapeError.argument(CALL, "shard", "columns", 'shard "rows" with mode "gluon"', world.rank)
-    plan = None
     left = mode is None and not tuned and not columns
+    if left:
+        tuned = _forms.tuned(CALL, world, {"M": size * m, "N": N, "K": k}, a.dtype, m, k, N)
+        mode, left = tuned.pop("mode", None), not tuned
+    plan = None
     wanted = check_tiles(CALL, tuned.pop("tiles", None), world)
     if mode == "nccl":
         _forms.check_nccl(CALL, tuned | ({} if wanted is None else {"tiles": wanted}), world)

@@ -196,9 +196,13 @@ def _plan(
     check_operands(CALL, a, b, world)
     M, N, dtype = a.shape[0], b.shape[1], a.dtype
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
-    in_place = mode != "nccl" and isinstance(out, SymmetricTensor) and _common.aligned(out)
+    in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(M, N), dtype=dtype, peers=in_place)
+    if mode is None and num_comm_sms is None and tiles is None and rounds is None:
+        key = {"M": M, "N": N, "K": a.shape[1]}
+        found = _forms.tuned(CALL, world, key, dtype, M, N, by="MN")  # ranks may differ in k
+        mode, num_comm_sms, tiles, rounds = (found.get(name) for name in ("mode", "num_comm_sms", "tiles", "rounds"))
     chosen = check_tiles(CALL, tiles, world)
     refused = ("num_comm_sms", num_comm_sms) if mode == "chain" else ("rounds", rounds)
     if refused[1] is not None:

@@ -229,14 +229,18 @@ def _plan(
         wanted = f"a first dimension divisible by {size} ranks"
         raise ShapeError.argument(CALL, "a", tuple(a.shape), wanted, world.rank)
     m, dtype = M // size, a.dtype
+    left = mode is None and tiles is None
+    if left:
+        key = {"M": M, "N": N, "K": a.shape[1]}
+        found = _forms.tuned(CALL, world, key, dtype, m, N, by="MN")  # ranks may differ in k
+        mode, tiles, left = found.get("mode"), found.get("tiles"), not found
     chosen = check_tiles(CALL, tiles, world)
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(m, N), dtype=dtype)
-    left = mode is None and chosen is None
     if mode == "nccl":
         _forms.check_nccl(CALL, {} if chosen is None else {"tiles": chosen}, world)
-    elif _forms.gluon(CALL, "chain", mode == "chain", left, world, dtype, m, N):  # not by k, in which ranks may differ
+    elif _forms.gluon(CALL, "chain", mode == "chain", left, world, dtype, m, N):
         from ._gluon_matmul_reduce_scatter import settings
 
         mode, chosen = "chain", settings(m, N, world, chosen)

@@ -12,9 +12,11 @@ import triton
 
 from pkt.errors import PktError, ShapeError, Unsupported
 from pkt.language.inspect import compile_only, count_markers, device_world
+from pkt.tune import tuner
+from pkt.tune.config import Config
 
 gluon = pytest.importorskip("pkt.kernels._gluon")
-from pkt.kernels import _common  # noqa: E402
+from pkt.kernels import _common, _forms  # noqa: E402
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
@@ -328,11 +330,20 @@ def test_what_does_not_fit_is_refused_before_a_launch(launched):
 # -------------------------------------------------------------------------------------------------- the operators
 @pytest.fixture
 def operators(launched, monkeypatch):
-    """As `launched`, on what passes for an H200: CPU tensors are taken for the GPU's."""
+    """As `launched`, on what passes for an H200: CPU tensors are taken for the GPU's. Nothing is tuned; `known` takes
+    what is: operator -> settings."""
+    known: dict = {}
+    monkeypatch.setattr(tuner, "choice", lambda call, key, world: known.get(call) and Config(**known[call]))
     monkeypatch.setattr(sys.modules[matmul_all_reduce.__module__], "empty", Symmetric)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(_common, "check_tensor", lambda call, name, tensor, world, **_: tensor)
-    return launched
+
+    def make(*where):
+        world = launched(*where)
+        world.known = known
+        return world
+
+    return make
 
 
 def test_transposed_weights_through_the_operators(operators, tmp_path):
@@ -528,3 +539,85 @@ def test_elsewhere_the_plain_form_is_the_default(operators, call, monkeypatch):
             assert chosen(operators(), 512, 512, 512) == plain
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert chosen(operators(), 512, 512, 512) == plain
+
+
+# ------------------------------------------------------------------------------------------------- what was tuned
+TUNED = {
+    "all_gather_matmul": (
+        ("gather", {"mode": "gluon", "num_comm_sms": 24, "chunk": 256, "unit": (64, 64, 2, 2, 2), "push_rows": 1}),
+        ("gather", {"mode": "push", "num_comm_sms": 5, "chunk": 512, "tiles": (64, 64, 64)}),
+    ),
+    "matmul_reduce_scatter": (
+        ("scatter", {"mode": "chain", "tiles": (128, 128, 64, 16, 8, 5)}),
+        ("scatter", {"mode": "inbox", "tiles": (64, 64, 64)}),
+    ),
+    "matmul_all_reduce": (
+        ("reduce", {"mode": "chain", "tiles": (128, 128, 64), "rounds": 3}),
+        ("reduce", {"num_comm_sms": 9, "tiles": (64, 64, 64)}),
+    ),
+}
+CALLS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
+
+
+def settled(operators, monkeypatch, name, settings, *shape, dtype=torch.bfloat16, **given):
+    """What the ranks agree on in a call for which `settings` were tuned."""
+
+    def agreed(call, world, **said):
+        raise Agreed(said)
+
+    monkeypatch.setattr(_common, "check_agreed", agreed)
+    call = {"gather": gather_call, "scatter": scatter_call, "reduce": plain_reduce}[name]
+    world = operators()
+    world.known[CALLS[name]] = settings
+    with pytest.raises(Agreed) as found:
+        call(world, *shape, dtype, **given)
+    return found.value.args[0]
+
+
+def plain_reduce(world, M, N, K, dtype, **options):
+    a, b = torch.empty(M, K, dtype=dtype), torch.empty(K, N, dtype=dtype)
+    return matmul_all_reduce(a, b, world=world, **options)
+
+
+@pytest.mark.parametrize(("name", "settings"), [pair for pairs in TUNED.values() for pair in pairs])
+def test_what_was_tuned_is_taken(operators, monkeypatch, name, settings):
+    said = settled(operators, monkeypatch, name, settings, 512, 512, 512)
+    for setting, value in settings.items():
+        found = said.get(setting)
+        if setting == "tiles":
+            found = tuple(found)[: len(value)]
+        if setting == "unit":
+            found = tuple(said[part] for part in PushPlan._fields[1:6])
+        assert found == value, (setting, said)
+
+
+@pytest.mark.parametrize(("name", "settings"), [pair for pairs in TUNED.values() for pair in pairs])
+def test_what_is_given_is_not_tuned(operators, monkeypatch, name, settings):
+    mode = {"gather": "push", "scatter": "add", "reduce": "lcsc"}[name]
+    said = settled(operators, monkeypatch, name, settings, 512, 512, 512, tiles=(32, 32, 32))
+    assert tuple(said["tiles"])[:3] == (32, 32, 32)
+    assert said["mode"] == mode
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tuned_form_that_cannot_run_leaves_the_operators_own_rule(operators, monkeypatch, name):
+    gluon, rule = TUNED[CALLS[name]][0][1], {"gather": "push", "scatter": "add", "reduce": "lcsc"}[name]
+    assert settled(operators, monkeypatch, name, gluon, 512, 512, 512, dtype=torch.float32)["mode"] == rule
+    assert settled(operators, monkeypatch, name, gluon, 512, 509, 512)["mode"] == rule
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert settled(operators, monkeypatch, name, gluon, 512, 512, 512)["mode"] == rule
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nccl_where_it_was_faster_and_can_run(operators, monkeypatch, name):
+    asked = []
+    monkeypatch.setattr(_forms, "process_group", asked.append)
+    assert settled(operators, monkeypatch, name, {"mode": "nccl"}, 512, 512, 512)["mode"] == "nccl"
+    assert asked
+
+    def refuses(world):
+        raise Unsupported.here("a group", "found others", "make one")
+
+    monkeypatch.setattr(_forms, "process_group", refuses)
+    rule = {"gather": "gluon", "scatter": "chain", "reduce": "lcsc"}[name]
+    assert settled(operators, monkeypatch, name, {"mode": "nccl"}, 512, 512, 512)["mode"] == rule

@@ -34,6 +34,9 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt push, 16 SMs, 128x256": {"num_comm_sms": 16, "tiles": WIDE},
     "pkt push, 16 SMs, 128x128": {"num_comm_sms": 16, "tiles": SQUARE},
     "pkt pull, 128x256": {"mode": "pull", "tiles": WIDE},
+    "pkt copy, 128x256": {"mode": "copy", "tiles": WIDE},
+    "pkt copy, 2 row blocks, 128x256": {"mode": "copy", "push_rows": 2, "tiles": WIDE},
+    "pkt copy, 128x128": {"mode": "copy", "tiles": SQUARE},
 }
 DEEP = TILES._replace(num_stages=3)  # leaves 80 KB for the communicator's buffers
 
@@ -83,6 +86,7 @@ QUICK = {
     "pkt push, 1 SM": {"num_comm_sms": 1, "tiles": SMALL, "chunk": 64},
     "pkt push, 3 SMs": {"num_comm_sms": 3, "tiles": SMALL, "chunk": 32},
     "pkt pull": {"mode": "pull", "tiles": SMALL},
+    "pkt copy": {"mode": "copy", "tiles": SMALL},
 }
 
 

@@ -11,6 +11,7 @@ push: programs 0 .. num_comm_sms - 1 store this rank's shard into an inbox on ev
     of a row block (Algorithm 2); the others compute, waiting row block by row block (Algorithm 3), their own
     shard first, then the peers' in the order in which they arrive; a communicator that has finished computes
     too. (size - 1) * m * k * itemsize bytes into and out of each rank.
+copy: push by the copy engines, see _copy_all_gather_matmul.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from ._matmul import (
 
 CALL = "all_gather_matmul"
 Shard = Literal["rows", "columns"]
-Mode = Literal["push", "pull", "gluon", "nccl"]
-MODES = ("push", "pull", "gluon", "nccl")
+Mode = Literal["push", "pull", "copy", "gluon", "nccl"]
+MODES = ("push", "pull", "copy", "gluon", "nccl")
 
 
 def reference(
@@ -125,14 +126,17 @@ class Push(NamedTuple):
     b_ptr: Any  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
     bias_ptr: Any  # (N,) this rank's, or None
     out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS; this rank's
-    inbox_ptr: Any  # (2, size, m, ld) on every rank; rank r stores [:, r] of all the others
-    ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks that rank r has stored of its row block i
+    inbox_ptr: Any  # (2, size, m, ld) on every rank, or (1, ...) if COPIED; rank r stores [:, r] of all the others
+    ready_ptr: Any  # int32 (size, cdiv(num_m, together)) on every rank; [r, g] counts chunks that rank r has stored of
+    # each of its row blocks together * g and so on
     queue_ptr: Any  # int32, this rank's
     m: Any
     N: Any
     k: Any
     ld: Any
     num_comm_sms: Any
+    together: Any  # row blocks that a counter stands for; 1 unless COPIED
+    COPIED: tl.constexpr  # by copy engines: this kernel only computes
     COLUMNS: tl.constexpr
     TMA: tl.constexpr
     TRANSPOSED: tl.constexpr
@@ -150,8 +154,9 @@ def _add_shard(acc, source, b_index, i, col, p, world, epoch, b):
     a_ptr = p.a_ptr
     lda = tl.cast(p.k, tl.int32)
     if source != tl.cast(world.rank, tl.int32):
-        pl.wait(p.ready_ptr + source * tl.cdiv(p.m, p.BLOCK_M) + i, epoch * tl.cdiv(p.k, p.CHUNK), world)
-        slot = (epoch & 1) * world.size + source
+        counters = tl.cdiv(tl.cdiv(p.m, p.BLOCK_M), p.together)
+        pl.wait(p.ready_ptr + source * counters + i // p.together, epoch * tl.cdiv(p.k, p.CHUNK), world)
+        slot = source if p.COPIED else (epoch & 1) * world.size + source
         a_ptr = p.inbox_ptr + tl.cast(slot, tl.int64) * p.m * p.ld
         lda = tl.cast(p.ld, tl.int32)
     # Made for each shard, because a loop over mine beside one over the inbox would need shared memory of its own.
@@ -208,7 +213,7 @@ def push_kernel(p, world):
     num_m = tl.cdiv(p.m, p.BLOCK_M)
     shards: tl.constexpr = 1 if p.COLUMNS else world.size
     tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
-    chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
+    chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 and not p.COPIED else 0
     b = weights(p.b_ptr, world.size if p.COLUMNS else 1, p.k, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA, p.TRANSPOSED)
     out = stack(p.out_ptr, shards, p.m, p.N, p.N, p.BLOCK_M, p.BLOCK_N, p.TMA)
     pl.lcsc(_compute, _push_chunk, (p, world, epoch, b, out), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
@@ -222,10 +227,11 @@ class _PushSpace(NamedTuple):
 
 def _check_tuned(given: dict[str, Any], mode: str, world: World) -> dict[str, Any]:
     """What a plain mode takes beside its tiles: as given, else the default. Raises ShapeError."""
-    taken = {"num_comm_sms": 16, "chunk": 1024} if mode == "push" else {}
+    taken = {"push": {"num_comm_sms": 16, "chunk": 1024}, "copy": {"push_rows": 0}}.get(mode, {})
     for name, value in given.items():
-        wanted = "at least 1" if name in taken else f'none with mode "{mode}"'
-        if name not in taken or value < 1:
+        least = 0 if name == "push_rows" else 1
+        wanted = f"at least {least}" if name in taken else f'none with mode "{mode}"'
+        if name not in taken or value < least:
             raise ShapeError.argument(CALL, name, value, wanted, world.rank)
     return taken | given
 
@@ -257,7 +263,8 @@ def all_gather_matmul(
     complete; `a` may be overwritten at once.
 
     mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
-    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6; "nccl" is NCCL's all-gather and cuBLAS,
+    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6; "copy" takes shard
+    "rows" of rows of whole runs of 16 bytes; "nccl" is NCCL's all-gather and cuBLAS,
     through torch.distributed, and takes nothing of what follows. None: "gluon" where that can run, m is more than 64
     (its tiles have 128 rows) and nothing below is given, else "push". The rest is the same on every rank, and follows
     from mode and shapes where None:
@@ -271,7 +278,8 @@ def all_gather_matmul(
     unit: "gluon" only: (UNIT_M, UNIT_K, UNITS, BUFFERS, LAG), or the first of these: what one TMA operation moves, rows
         32, 64 or 128 and columns 64 or 128; how many of them, side by side, a signal stands for; buffers in shared
         memory, at least 2; how many are begun before one is waited for.
-    push_rows: "gluon" only: row blocks pushed, and computed, together; 0: as many as the programs compute at a time.
+    push_rows: "gluon": row blocks pushed, and computed, together; 0: as many as the programs compute at a time. "copy":
+        row blocks that one copy moves and one signal stands for; 0: a quarter of them.
     nap: "gluon" only: nanoseconds of rest after each unit, so that pushing leaves the loads of the product their way.
 
     Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported.
@@ -301,8 +309,11 @@ def _plan(
     shape = (m if columns else size * m, N)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=a.dtype)
-    if mode == "gluon" and columns:
-        raise ShapeError.argument(CALL, "shard", "columns", 'shard "rows" with mode "gluon"', world.rank)
+    if mode in ("gluon", "copy") and columns:
+        raise ShapeError.argument(CALL, "shard", "columns", f'shard "rows" with mode "{mode}"', world.rank)
+    if mode == "copy" and padded(k, a.dtype) != k:
+        wanted = 'whole runs of 16 bytes in a row with mode "copy"'
+        raise ShapeError.argument(CALL, "a", (m, k), wanted, world.rank)
     left = mode is None and not tuned and not columns
     if left:
         tuned = _forms.tuned(CALL, world, {"M": size * m, "N": N, "K": k}, a.dtype, m, k, N)
@@ -338,6 +349,10 @@ def _plan(
         launch = _gluon_launch(world, a, b, result, plan, wanted, epilogue)
     elif mode == "pull":
         launch = _pull_launch(world, a, b, result, columns, wanted, epilogue)
+    elif mode == "copy":
+        from ._copy_all_gather_matmul import copy_launch
+
+        launch = copy_launch(world, a, b, result, tuned["push_rows"], wanted, epilogue)
     else:
         launch = _push_launch(world, a, b, result, columns, tuned["num_comm_sms"], tuned["chunk"], wanted, epilogue)
     if out is not None:
@@ -412,10 +427,10 @@ def _push_launch(
     args = Push(
         a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, inbox_ptr=space.inbox, ready_ptr=space.counters,
         queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=ld, num_comm_sms=max(1, min(num_comm_sms, programs - 1)),
-        COLUMNS=tl.constexpr(columns), TMA=tl.constexpr(_common.aligned(a, rows, out)),
-        TRANSPOSED=tl.constexpr(transposed), EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m),
-        BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk),
-        GROUP=tl.constexpr(tiles.group),
+        together=1, COPIED=tl.constexpr(False), COLUMNS=tl.constexpr(columns),
+        TMA=tl.constexpr(_common.aligned(a, rows, out)), TRANSPOSED=tl.constexpr(transposed),
+        EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n),
+        BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     options = tiles.launch_options()
 

@@ -171,6 +171,12 @@ def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **
         raise GridTooLarge.resident(name, programs, world.num_sms, per_sm, world.rank) from error
 
 
+def beside(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """kernel[grid](*args, **options) in no order with the world's other calls: a part of an operator that goes on beside
+    its other kernels, on a stream that the operator forks and joins. It must wait for nobody."""
+    return kernel[grid](*args, **options)
+
+
 def resident_per_sm(compiled: Any) -> int:
     """Programs of a compiled kernel that fit on one SM, by its registers, warps and shared memory."""
     from cuda.bindings import driver

@@ -127,7 +127,7 @@ def products(world: Any, m: int, k: int, N: int) -> None:
         wanted = torch.cat(shards).float() @ b.float()
         a = pkt.empty(m, k, dtype=torch.bfloat16)
         a.copy_(shards[world.rank])
-        for mode in ("push", "pull"):
+        for mode in ("push", "pull", *(["copy"] if k % 8 == 0 else [])):
             given = a if mode == "pull" else shards[world.rank]
             error = product_error(pkt.all_gather_matmul(given, b, mode=mode), wanted)
             assert error < 1e-2, (all_gather_matmul.__name__, mode, turn, error)
@@ -224,7 +224,7 @@ def layers(world: Any, m: int, K: int, N: int) -> None:
     out = pkt.empty(size * m, N, dtype=torch.bfloat16)
     for epilogue in ("none", "relu", "gelu", "silu"):
         options = {"bias": bias, "epilogue": epilogue}
-        for mode in ("push", "pull", *(["gluon"] if gluon else [])):
+        for mode in ("push", "pull", *(["copy"] if K % 8 == 0 else []), *(["gluon"] if gluon else [])):
             got = pkt.all_gather_matmul(a, weights[world.rank], mode=mode, **options)
             assert product_error(got, finished(product, bias, epilogue)) < 1e-2, (mode, epilogue, m, K, N)
         wanted = finished(total, bias, epilogue)

@@ -169,6 +169,7 @@ def operand(shape: tuple[int, int], seed: int, dtype: torch.dtype = torch.float3
     return values(shape, seed, dtype)
 
 
+@case(ranks=3, mode="copy", shard="rows")
 @case(ranks=3, mode="push", shard="rows")
 @case(ranks=3, mode="push", shard="columns")
 @case(ranks=3, mode="pull", shard="rows")

@@ -97,6 +97,27 @@ def test_bias_and_epilogue(
     on_ranks(3, run)
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("push_rows", [1, 2, None])
+def test_copies_of_any_size(push_rows: int | None, ranks: int) -> None:
+    """By copy engines. The last copy is a smaller one; there are more row blocks than copies, and the reverse."""
+
+    def run(world: Any) -> None:
+        for sizes in (TMA, (33, 32, 5), (1, 8, 3)):
+            multiplies(world, "copy", "rows", sizes, torch.bfloat16, push_rows=push_rows)
+        multiplies(world, "copy", "rows", (20, 8, 40), torch.float32, as_weight, push_rows=push_rows)
+
+    on_ranks(ranks, run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_in_every_schedule(seed: int) -> None:
+    def run(world: Any) -> None:
+        multiplies(world, "copy", "rows", (70, 16, 20), torch.float16, push_rows=2)
+
+    on_ranks(4, run, seed=seed, sms=2)
+
+
 @forms
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_schedule(seed: int, mode: str, shard: str) -> None:
@@ -177,6 +198,12 @@ def bad(error: type[Exception], match: str, *shapes: tuple[int, ...], **options:
 
 
 def test_bad_arguments() -> None:
+    bad(pkt.ShapeError, "a: found .*whole runs of 16 bytes", (4, 3), (3, 4), mode="copy")
+    bad(pkt.ShapeError, 'shard: found columns, wanted shard "rows" with mode "copy"', (4, 4), (8, 4), mode="copy",
+        shard="columns")  # fmt: skip
+    bad(pkt.ShapeError, 'num_comm_sms: found 3, wanted none with mode "copy"', (4, 4), (4, 4), mode="copy",
+        num_comm_sms=3)  # fmt: skip
+    bad(pkt.ShapeError, "push_rows: found -1, wanted at least 0", (4, 4), (4, 4), mode="copy", push_rows=-1)
     bad(pkt.NotSymmetric, "a must be a symmetric tensor", (4, 4), (4, 4), mode="pull")
     bad(pkt.ShapeError, r"b: found \(5, 4\), wanted \(4, 4\)", (4, 4), (5, 4))
     bad(pkt.ShapeError, r"b: found \(4, 4\), wanted \(8, 4\)", (4, 4), (4, 4), shard="columns")
@@ -190,7 +217,7 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, "tiles: found .*at most", (4, 4), (4, 4), tiles=(16,) * 8)
     bad(pkt.ShapeError, 'nap: found 9, wanted none with mode "push"', (4, 4), (4, 4), nap=9)
     bad(pkt.ShapeError, 'unit: found .*none with mode "push"', (4, 4), (4, 4), mode="push", unit=(64, 64))
-    bad(pkt.Unsupported, "wanted 'push' or 'pull' or 'gluon'", (4, 4), (4, 4), mode="copy")
+    bad(pkt.Unsupported, "wanted 'push' or 'pull' or 'copy' or 'gluon'", (4, 4), (4, 4), mode="send")
     bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="gluon")
     bad(pkt.ShapeError, 'shard "rows" with mode "gluon"', (4, 4), (8, 4), mode="gluon", shard="columns")
     bad(pkt.ShapeError, r"bias: found \(3,\), wanted \(4,\)", (4, 4), (4, 4), bias=torch.ones(3))

@@ -172,8 +172,8 @@ def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **
 
 
 def beside(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """kernel[grid](*args, **options) in no order with the world's other calls: a part of an operator that goes on beside
-    its other kernels, on a stream that the operator forks and joins. It must wait for nobody."""
+    """kernel[grid](*args, **options) in no order with the world's other calls: a part of an operator that goes on
+    beside its other kernels, on a stream that the operator forks and joins. It must wait for nobody."""
     return kernel[grid](*args, **options)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _operators
+import pkt
+from benchmarks import _operators, runtime
 from pkt import bench
 
 OPERATORS = [
@@ -43,6 +44,16 @@ def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(module, "case", wrong)
     assert _operators.main("matmul_reduce_scatter", "title", argv=["--device", "cpu", "--quick"]) == 1
     assert "FAILED wrong: error 0.1" in capsys.readouterr().out
+
+
+def test_the_operators_host_code_is_timed_without_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "CALLS", 2)
+    monkeypatch.setattr(runtime, "REPEATS", 3)
+    table = runtime.rows(pkt.launch(runtime.measure, ranks=1, device="cpu", heap="64MiB"))
+    assert [row.case.partition(",")[0] for row in table] == [
+        "all_reduce", "all_gather", "reduce_scatter", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
+    ]  # fmt: skip
+    assert all(row.limit == runtime.OVERHEAD and 0 < row.value < 1e5 for row in table)
 
 
 # ------------------------------------------------------------------------------------------------ python -m pkt.bench

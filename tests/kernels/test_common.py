@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -136,3 +137,45 @@ def test_plans_keep_no_tensor_alive() -> None:
         return alive() is None
 
     assert on_one_rank(main)
+
+
+def operators(size: int) -> dict[str, Any]:
+    """name -> (operator, plain tensors that it is called with)."""
+    square, tall = (16, 16), (16 * size, 16)
+    shapes = {
+        "all_reduce": (functools.partial(pkt.all_reduce, mode="low_latency"), [(64,)]),
+        "reduce_scatter": (pkt.reduce_scatter, [(16 * size,), (16,)]),
+        "all_gather_matmul": (pkt.all_gather_matmul, [square, square, tall]),
+        "matmul_reduce_scatter": (pkt.matmul_reduce_scatter, [tall, square, square]),
+        "matmul_all_reduce": (pkt.matmul_all_reduce, [square, square, square]),
+    }
+    return {name: (operator, [torch.ones(shape) for shape in some]) for name, (operator, some) in shapes.items()}
+
+
+NAMES = ("all_reduce", "reduce_scatter", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_check_once_and_keep_no_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(world: Any) -> tuple[int, int, list[bool]]:
+        operator, tensors = operators(world.size)[name]
+        operator(*tensors, world=world)
+        first = checks[world.rank]
+        again = [tensor.clone() for tensor in tensors]
+        operator(*again, world=world)
+        alive = [weakref.ref(tensor) for tensor in tensors]
+        tensors.clear()
+        gc.collect()
+        return first, checks[world.rank], [ref() is None for ref in alive]
+
+    checks = [0, 0]
+    check = _common.check_tensor
+
+    def counted(call: str, what: str, tensor: Any, world: Any, **wanted: Any) -> Any:
+        checks[world.rank] += 1
+        return check(call, what, tensor, world, **wanted)
+
+    monkeypatch.setattr(_common, "check_tensor", counted)
+    for first, then, gone in pkt.launch(main, ranks=2, device="cpu", heap="4MiB"):
+        assert first == then > 0
+        assert all(gone)

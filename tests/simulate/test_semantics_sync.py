@@ -445,3 +445,34 @@ def test_epochs_of_two_sets_of_counters_are_their_own() -> None:
         assert other.tolist() == [2, 1]
 
     launch(main, 2)
+
+
+# -- data that carries its flag --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def flagged_to_the_next(slots, flags, x, out, world, N: tl.constexpr):
+    launch = pl.epoch(flags, world)
+    o = tl.arange(0, N)
+    right = (world.rank + 1) % world.size
+    half = slots + (launch & 1) * N
+    pl.put_flagged(half + o, tl.load(x + o), launch, right, world, mask=o < N - 3)
+    tl.store(out + o, pl.take_flagged(half + o, launch, world, mask=o < N - 3))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_words_with_a_flag(ranks: int) -> None:
+    """Each rank takes what the one before it put in the same launch, which nothing else orders; masked words are 0."""
+    n = 16
+
+    def main(world: Any) -> None:
+        slots, flags = pkt.zeros(2 * n, dtype=torch.int64), pkt.signals(1)
+        x, out = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.int32)
+        for turn in range(3):
+            x.copy_(torch.arange(n) + 1000 * turn + 100 * world.rank)
+            flagged_to_the_next[(1,)](slots, flags, x, out, world.device, n)
+            world.barrier()  # or a rank could be two launches ahead of the next but one
+            found = torch.arange(n) + 1000 * turn + 100 * ((world.rank - 1) % world.size)
+            assert out.tolist() == torch.where(torch.arange(n) < n - 3, found, torch.zeros_like(found)).tolist()
+
+    assert failures(main, ranks, SEEDS) == {}

@@ -48,7 +48,7 @@ def gluon(
 
 
 # what one part takes, the others left out; the first launch of "pkt gluon" has filled the inbox they read
-WIDE = PushPlan()
+EVERYWHERE = PushPlan()
 PARTS: dict[str, dict[str, Any]] = {
     "(gluon, product alone)": {"leave_out": "push"},
     "(gluon, product alone, 3 slots)": {"leave_out": "push", "tiles": DEEP},
@@ -172,7 +172,7 @@ def _rows(world: Any, N: int) -> Case:
 
 
 def _part(
-    world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leave_out: str, plan: PushPlan = WIDE,
+    world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leave_out: str, plan: PushPlan = EVERYWHERE,
     tiles: Tiles = TILES,
 ) -> Any:  # fmt: skip
     made: list[Any] = []

@@ -23,6 +23,7 @@ from pkt.runtime.factories import empty
 from pkt.runtime.launcher import launch
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
+from pkt.tune.config import NCCL
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 from pkt.tune.picture import draw
@@ -87,8 +88,8 @@ def search_layer(world: World, layer: Layer) -> tuple[Search, str]:
     if model is not None:
         configs = thinned(configs, model, key, ALIKE)
         most = MEASURED / len(configs)
-    elif not cuda:  # whose clock is another, and knows nothing of warps and stages
-        configs = [config for config in configs if config["tiles"][4:] == (8, 3)]
+    elif not cuda:  # whose clock is another, and knows nothing of warps and stages, and of NCCL
+        configs = [config for config in configs if config != NCCL and config["tiles"][4:] == (8, 3)]
     a, b = _operands(layer, key, world, world.rank, dtype)
     exact = _exact(layer, key, world, b, dtype)
     norm = exact.norm()

@@ -11,6 +11,7 @@ from pkt.tune import cache
 from pkt.tune.config import NCCL, Config, configs_of, nccl_wanted
 from pkt.tune.search import MOST, Model, Search, search, slots
 from pkt.tune.spread import by_model, spread
+from pkt.tune.tables import nearest
 from pkt.tune.target import Call, Check, Target, key_of, plain_key
 from pkt.tune.timers import Timer, timer_of
 from pkt.tune.votes import settle
@@ -153,6 +154,4 @@ def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
 
 
 def _tabled(what: str, key: Mapping[str, Any], world: World) -> Config | None:
-    from pkt.tune.tables import nearest  # reads files
-
     return nearest(what, key, cache.machine(world)["gpu"], world.size)

@@ -125,7 +125,8 @@ def explain(
     gpu: str | None = None,
 ) -> Explanation:
     """Print which settings an operator takes where none are given, and why; what the model predicts of them and what
-    was measured; and beside them pkt's fastest form and NCCL + cuBLAS. Needs no GPU and no world; not collective.
+    was measured; and beside them pkt's fastest form and NCCL + cuBLAS. Needs no GPU and no world; not collective: one
+    rank is enough.
 
     op: all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce: the function, its name, or ag_gemm, gemm_rs,
         gemm_ar.

@@ -38,7 +38,7 @@ LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
 MAX_ROUNDS = 8
 """Of matmul_all_reduce's chain, where none are given."""
 NCCL_PROGRAMS = 32
-"""That NCCL moves data with, at most, where there is a switch of NVLinks; each from registers."""
+"""That NCCL is taken to move data with, from registers."""
 DEFAULT_UNIT = (64, 64, 1)
 ITEMSIZE = {"bf16": 2, "fp16": 2}
 

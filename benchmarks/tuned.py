@@ -2,9 +2,10 @@
 
     python -m benchmarks.tuned
 
-<operator>.json has, for each case of the operator's benchmark, every right variant with its settings as keywords of the
-operator, its median, least and greatest time, the fastest first; link.json the curves of benchmarks/link.py. Each file
-names its source. tests/tune/test_tables.py fails where a table differs from what this program writes.
+<operator>.json has, for each case of the operator's benchmark, NCCL + cuBLAS and every right variant of pkt with its
+settings as keywords of the operator, its median, least and greatest time, the fastest first; link.json the curves of
+benchmarks/link.py. Each file names its source. tests/tune/test_tables.py fails where a table differs from what this
+program writes.
 """
 
 from __future__ import annotations
@@ -16,39 +17,34 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT
-from pkt.kernels._gluon_all_gather_matmul import PushPlan
+from pkt.kernels._gluon import TILES
+from pkt.tune.config import NCCL
 
 TABLES = ROOT / "pkt" / "tune" / "tables"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-GLUON_MODE = {"all_gather_matmul": "gluon", "matmul_reduce_scatter": "chain"}
-PLAIN_MODE = {"all_gather_matmul": "push"}
+BASELINE = "NCCL + cuBLAS"
+PLAIN_MODE = {"all_gather_matmul": "push", "matmul_all_reduce": "lcsc"}
+"""What a variant has that names none."""
 CURVE = re.compile(r"(one|all) peers?, by programs: (.+), (\d+) programs")
 SIZES = re.compile(r"one peer, by message size: (.+), (\d+) ([KM])iB")
 
 
 def settings(operator: str, variant: str) -> dict[str, Any] | None:
-    """The keywords of `operator` that give `variant`; None for a baseline, a part, or what pkt chose by itself."""
+    """The keywords of `operator` that give `variant`; None for another baseline, a part, or pkt's own choice."""
+    if variant == BASELINE:
+        return dict(NCCL)
     module: Any = importlib.import_module(f"benchmarks.{operator}")
-    if not variant.startswith("pkt ") or variant == "pkt default":
+    options = (module.PLAIN | module.GLUON).get(variant)
+    if not options:
         return None
-    if variant in module.PLAIN:
-        options = module.PLAIN[variant]
-        mode = {"mode": PLAIN_MODE[operator]} if operator in PLAIN_MODE else {}
-        return {**mode, **options, "tiles": list(options["tiles"])}
-    options = module.GLUON[variant]
-    found: dict[str, Any] = {"mode": GLUON_MODE[operator]}
-    if operator == "all_gather_matmul":
-        plan = options.get("plan", PushPlan())
-        found |= {"num_comm_sms": plan[0], "chunk": plan.chunk, "unit": list(plan[1:6])}
-        found |= {"push_rows": plan.push_rows, "nap": plan.nap}
-    tiles = options.get("tiles")
-    group, stages = (tiles.group, getattr(tiles, "num_stages", 0) or tiles.stages) if tiles else (8, 4)
-    return found | {"tiles": [*(tiles[:3] if tiles else (128, 256, 64)), group, 8, stages]}
+    found = {"mode": PLAIN_MODE.get(operator), **options}
+    return {**found, "tiles": options.get("tiles", TILES)} if found["mode"] == "gluon" else found
 
 
-def key(operator: str, N: int, size: int) -> dict[str, Any]:
-    """The product that a rank computes, in the benchmark's case N."""
-    shape = {"M": N, "N": N // size, "K": N} if operator == "all_gather_matmul" else {"M": N, "N": N, "K": N // size}
+def key(operator: str, size: int, N: int, M: int = 0, K: int = 0) -> dict[str, Any]:
+    """The product that a rank computes, in the benchmark's case."""
+    M, K = M or N, K or N
+    shape = {"M": M, "N": N // size, "K": K} if operator == "all_gather_matmul" else {"M": M, "N": N, "K": K // size}
     return {**shape, "dtype": "bf16", "size": size}
 
 
@@ -57,6 +53,8 @@ def operator_table(operator: str) -> dict[str, Any]:
     record = json.loads((RESULTS / f"{operator}.json").read_text())
     entries = []
     for case, arguments in importlib.import_module(f"benchmarks.{operator}").cases(quick=False).items():
+        if operator == "all_gather_matmul" and "M" in arguments:  # sharded by columns, of which a key says nothing
+            continue
         rows = [row for row in record["measured"] if row["case"] == case and "ms" in row and not row.get("failed")]
         found = [(row, settings(operator, row["variant"])) for row in rows]
         measured = [
@@ -70,7 +68,8 @@ def operator_table(operator: str) -> dict[str, Any]:
             for row, given in sorted(found, key=lambda pair: pair[0]["ms"])
             if given is not None
         ]
-        entries.append({"key": key(operator, arguments["N"], record["ranks"]), "measured": measured})
+        if measured:  # some cases are newer than the results
+            entries.append({"key": key(operator, record["ranks"], **arguments), "measured": measured})
     return {"operator": operator, "gpu": record["host"]["gpus"][0], "source": source(record), "entries": entries}
 
 

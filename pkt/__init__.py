@@ -66,6 +66,7 @@ from pkt.simulate.explore import simulate  # hides the package of that name, who
 if TYPE_CHECKING:
     from pkt.tune.autotune import autotune
     from pkt.tune.config import Config, space
+    from pkt.tune.explanation import explain
 
 __all__ = [
     "init",
@@ -75,6 +76,7 @@ __all__ = [
     "autotune",
     "Config",
     "space",
+    "explain",
     "current_world",
     "World",
     "SymmetricTensor",
@@ -138,6 +140,7 @@ __all__ = [
 
 _LAZY = {name: f"pkt.kernels.{name}" for name in __all__[__all__.index("all_gather") :]}
 _LAZY |= {"autotune": "pkt.tune.autotune", "Config": "pkt.tune.config", "space": "pkt.tune.config"}
+_LAZY |= {"explain": "pkt.tune.explanation"}
 
 
 def __getattr__(name: str) -> _Any:

@@ -27,7 +27,7 @@ ARROWS = {
         {"pkt.errors", "pkt.language", "pkt.runtime"},
         {"numpy", "rich", "matplotlib", "torch", "triton"},
     ),
-    # The one door from the tuner to the operators: `pkt tune` loads one by its name when a search runs.
+    # The tuner's doors to the operators: `pkt tune` loads one by its name when a search runs, `pkt.explain` its rule.
     "pkt.tune.command": ({"pkt.errors", "pkt.runtime", "pkt.tune"}, {"torch", "typer", "rich"}),
     "pkt.tune": (
         {"pkt.errors", "pkt.language", "pkt.runtime"},

@@ -9,6 +9,7 @@ A file that is not ours is left as it is, with one warning.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import functools
 import hashlib
@@ -74,9 +75,17 @@ def load(world: World, what: str, text: str) -> Config | None:
     return None if choice is None else Config.of(choice["config"])
 
 
+def kept(what: str, key: Mapping[str, Any], ranks: int, machine: Mapping[str, Any]) -> dict[str, Any] | None:
+    """{"config", "seconds", "date"} of the choice for the operator `what` in the case `key`, or None; without a world.
+    machine: of what `machine` says as much as is known; the last choice of several that it fits."""
+    facts = {"source": "", "key": dict(key), "ranks": ranks, **machine, **_versions()}
+    fitting = [c for text, c in (_read(_path(what)) or {}).items() if facts.items() <= json.loads(text).items()]
+    return max(fitting, key=lambda choice: choice.get("date", ""), default=None)
+
+
 def store(world: World, what: str, text: str, config: Config, seconds: float) -> None:
-    """Keep a choice and its time for the case `text`. What keeps it from being written is a warning, not an error."""
-    choice = {"config": dict(config.settings), "seconds": seconds}
+    """Keep a choice, its time and the day for the case `text`. What hinders writing is a warning, not an error."""
+    choice = {"config": dict(config.settings), "seconds": seconds, "date": datetime.date.today().isoformat()}
     if _modelled(world):
         _simulated.setdefault(what, {})[text] = choice
         return

@@ -1,6 +1,6 @@
 """`pkt tune`: searches for the fastest settings of pkt's operators, keeps them, and shows what was found.
 
-The one door from the tuner to the operators, which are loaded by name when a search runs.
+The operators are loaded by name when a search runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from pkt.runtime.factories import empty
 from pkt.runtime.launcher import launch
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
+from pkt.tune.config import NCCL
+from pkt.tune.explanation import NAMES
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 from pkt.tune.picture import draw
-from pkt.tune.report import explain
+from pkt.tune.report import report
 from pkt.tune.search import MOST, Search
 from pkt.tune.spaces import operator_space, thinned
 from pkt.tune.tuner import tune
 
-NAMES = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce"}
 MEASURED = 24
 """Candidates that are measured on GPUs, where the model has ranked them."""
 ALIKE = 3
@@ -87,8 +88,8 @@ def search_layer(world: World, layer: Layer) -> tuple[Search, str]:
     if model is not None:
         configs = thinned(configs, model, key, ALIKE)
         most = MEASURED / len(configs)
-    elif not cuda:  # whose clock is another, and knows nothing of warps and stages
-        configs = [config for config in configs if config["tiles"][4:] == (8, 3)]
+    elif not cuda:  # whose clock is another, and knows nothing of warps and stages, and of NCCL
+        configs = [config for config in configs if config != NCCL and config["tiles"][4:] == (8, 3)]
     a, b = _operands(layer, key, world, world.rank, dtype)
     exact = _exact(layer, key, world, b, dtype)
     norm = exact.norm()
@@ -161,7 +162,7 @@ def main(
         for layer in layers:
             search, gpu = _searched(layer, ranks, device)
             found.setdefault(layer.what, []).append(search)
-            console.print(explain(search))
+            console.print(report(search))
             if search.interrupted:
                 break
     except PktError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -131,3 +132,12 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ShapeError.argument("pkt.Config", name, f"{value!r}", "None, bool, int, float, str or a tuple of these")
+
+
+NCCL = Config(mode="nccl")
+"""The baseline, a candidate of every fused operator: NCCL + cuBLAS, through torch.distributed."""
+
+
+def nccl_wanted() -> bool:
+    """Whether the baseline may be chosen: not with PKT_NCCL=0."""
+    return os.environ.get("PKT_NCCL", "").strip() != "0"

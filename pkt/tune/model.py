@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pkt.errors import dtype_text
@@ -32,6 +32,13 @@ PUSHING = 0.41
 TASK = 3.4e-6
 """Seconds from a pushed task's first load to its signal, beside the time on the links."""
 DEFAULT_TILES = (128, 128, 64)
+GLUON_TILES = (128, 256, 64)
+LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
+"""Of which cuBLAS is taken to choose the best."""
+MAX_ROUNDS = 8
+"""Of matmul_all_reduce's chain, where none are given."""
+NCCL_PROGRAMS = 32
+"""That NCCL is taken to move data with, from registers."""
 DEFAULT_UNIT = (64, 64, 1)
 ITEMSIZE = {"bf16": 2, "fp16": 2}
 
@@ -142,7 +149,8 @@ class _Case:
         shape = [key.get(name, 0) for name in ("M", "N", "K", "size")]
         if itemsize is None or min(shape) < 1:
             return None
-        block_m, block_n, block_k = tuple(config.get("tiles") or DEFAULT_TILES)[:3]
+        default = GLUON_TILES if config.get("mode") in ("gluon", "chain") else DEFAULT_TILES
+        block_m, block_n, block_k = tuple(config.get("tiles") or default)[:3]
         M, N, K, size = shape
         return cls(M, N, K, size, itemsize, block_m, block_n, block_k)
 
@@ -169,10 +177,25 @@ def estimate(what: str, config: Mapping[str, Any], key: Mapping[str, Any], gpu: 
     """The parts of the time of operator `what` for a key: M, N, K of the product (M, K) @ (K, N) that each rank
     computes (for all_gather_matmul M counts the gathered rows), dtype, and size, the number of ranks. None where
     nothing was measured that could say: another dtype than bf16 and fp16, another operator. A config without a mode is
-    one of the plain form, without tiles one of 128 x 128 x 64."""
+    one of the plain form, without tiles one of 128 x 128 x 64, in Gluon 128 x 256 x 64."""
     case = _Case.of(config, key)
     parts = _PARTS.get(what)
-    return None if case is None or parts is None else parts(case, config, gpu)
+    if case is None or parts is None:
+        return None
+    return _library(case, sent(what, key), gpu) if config.get("mode") == "nccl" else parts(case, config, gpu)
+
+
+def sent(what: str, key: Mapping[str, Any]) -> float:
+    """Bytes that leave a GPU at least, without multicast, by operator `what` for a key as `estimate` has it."""
+    size, itemsize = key["size"], ITEMSIZE[dtype_text(key["dtype"])]
+    whole = key["M"] * (key["K"] if what == "all_gather_matmul" else key["N"]) * itemsize
+    return (2.0 if what == "matmul_all_reduce" else 1.0) * whole * (size - 1) / size
+
+
+def product_alone(key: Mapping[str, Any], gpu: Gpu = H200) -> Estimate | None:
+    """The parts of the time of the product that each rank computes, by cuBLAS, for a key as `estimate` has it."""
+    case = _Case.of({}, key)
+    return None if case is None else _library(case, 0.0, gpu)
 
 
 def all_gather_matmul(config: Config, key: Mapping[str, Any]) -> float | None:
@@ -200,6 +223,24 @@ MODELS: Mapping[str, Model] = {
 def _total(what: str, config: Mapping[str, Any], key: Mapping[str, Any]) -> float | None:
     found = estimate(what, config, key)
     return None if found is None else found.total
+
+
+def _library(case: _Case, sent: float, gpu: Gpu) -> Estimate:
+    """cuBLAS, and if anything is sent NCCL before or after it: a launch each, and nothing overlapped."""
+
+    def product(tiles: tuple[int, int, int]) -> Estimate:
+        cut = replace(case, block_m=tiles[0], block_n=tiles[1], block_k=tiles[2])
+        one = cut.seconds(True, gpu)
+        return overlapped(
+            tasks=cut.tiles(case.M), task_seconds=one, memory_bytes=case.memory_bytes, gpu=gpu,
+        )  # fmt: skip
+
+    alone = min(map(product, LIBRARY_TILES), key=lambda parts: parts.total)
+    if not sent:
+        return alone
+    moving = sent / link_rate("register store", NCCL_PROGRAMS)
+    exposed = min(max(alone.compute, alone.memory), moving)
+    return replace(alone, launch=2 * gpu.launch, communication=moving, exposed=exposed)
 
 
 def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
@@ -261,6 +302,8 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
 
 
 def _matmul_all_reduce(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
+    if config.get("mode") == "chain":
+        return _all_reduce_chain(case, config, gpu)
     comm_sms = config.get("num_comm_sms", 16)
     tasks, one = case.tiles(case.M), case.seconds(False, gpu)
     sent = (case.size - 1) / case.size * case.M * case.N * case.itemsize  # once loaded by owners, once stored by them
@@ -271,6 +314,24 @@ def _matmul_all_reduce(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
         tasks=tasks, task_seconds=one, comm_bytes=2 * sent, comm_rate=rate, num_comm_sms=comm_sms, around=one,
         memory_bytes=case.memory_bytes, sync=3 * gpu.signal, gpu=gpu,
     )  # fmt: skip
+
+
+def _all_reduce_chain(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
+    """Reasoned: nothing of it has been measured. Each tile is stored and added along size - 1 links, its owner finishes
+    it and stores it on size - 1 ranks, all by programs that also compute. A rank comes to its own tiles in the last
+    1 / size of a round, so those of the last round leave when little is left to compute."""
+    size, one = case.size, case.seconds(True, gpu)
+    half = (size - 1) / size * case.M * case.N * case.itemsize
+    adding, storing = (half / link_rate(how, gpu.sms) for how in ("TMA reduce-add", "TMA store"))
+    tasks = case.tiles(case.M)
+    rounds = min(config.get("rounds") or max(1, min(tasks // (size * gpu.sms), MAX_ROUNDS)), tasks)
+    found = overlapped(
+        tasks=tasks, task_seconds=one, comm_bytes=2 * half, comm_rate=2 * half / (adding + storing) if half else 1.0,
+        around=2 * one, memory_bytes=case.memory_bytes, sync=3 * gpu.signal, gpu=gpu,
+    )  # fmt: skip
+    last = found.compute * (1 - 1 / (rounds * size)) + storing / rounds
+    late = max(0.0, last - max(found.compute, found.communication)) if half else 0.0
+    return replace(found, exposed=found.exposed + late)
 
 
 _PARTS = {

@@ -18,7 +18,7 @@ SHOWN = 24
 """Rows of the table at most."""
 
 
-def explain(search: Search) -> Group:
+def report(search: Search) -> Group:
     """A search as a table for rich.print: the fastest of those measured, then why the others were dropped.
 
     Columns: place by time, place by the model, the settings in which candidates differ, predicted and median time in

@@ -2,7 +2,7 @@
 
 Left out are settings that cannot run or cannot win: what does not fit shared memory or registers, blocks larger than
 the operand, steps of K below what one TMA row holds; of all_gather_matmul the form "pull", which wants a symmetric
-operand and moves it once for every column of tiles.
+operand and moves it once for every column of tiles. NCCL + cuBLAS comes first, or with PKT_NCCL=0 not at all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pkt.errors import Unsupported, dtype_text
-from pkt.tune.config import Config, space
+from pkt.tune.config import NCCL, Config, nccl_wanted, space
 from pkt.tune.gpu import H200, Gpu
 from pkt.tune.search import Model
 from pkt.tune.spread import spread
@@ -24,6 +24,9 @@ ACCUMULATORS = 128
 BARRIERS = 512
 """Bytes of shared memory beside a ring of operands, at most."""
 GLUON_RANKS = range(2, 9)
+GLUON_MODES = ("gluon", "chain")
+TMA_ROWS = {"all_gather_matmul": ("N", "K"), "matmul_reduce_scatter": ("N",), "matmul_all_reduce": ("N",)}
+"""Lengths of the rows that the Gluon forms move by TMA."""
 
 
 def operator_space(what: str, key: Mapping[str, Any], gpu: Gpu = H200, gluon: bool = True) -> list[Config]:
@@ -37,8 +40,15 @@ def operator_space(what: str, key: Mapping[str, Any], gpu: Gpu = H200, gluon: bo
     for name, found, known in (("operator", what, _SPACES), ("dtype", dtype, ITEMSIZE)):
         if found not in known:
             raise Unsupported.here("pkt tune", f"found {name} {found!r}", f"wanted {' or '.join(map(repr, known))}")
-    gluon = gluon and dtype != "fp32" and key["size"] in GLUON_RANKS
-    return _SPACES[what](key, ITEMSIZE[dtype], gpu, gluon)
+    gluon = gluon and gluon_fits(what, key)
+    baseline = [NCCL] if nccl_wanted() else []
+    return baseline + _SPACES[what](key, ITEMSIZE[dtype], gpu, gluon)
+
+
+def gluon_fits(what: str, key: Mapping[str, Any]) -> bool:
+    """Whether the Gluon form of operator `what` takes a case, on GPUs that have one."""
+    itemsize = ITEMSIZE.get(dtype_text(key["dtype"]))
+    return itemsize == 2 and key["size"] in GLUON_RANKS and all(_whole_rows(key[n], itemsize) for n in TMA_ROWS[what])
 
 
 def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
@@ -49,7 +59,7 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
         chunk=sorted({_up(min(chunk, K), 64) for chunk in (512, 2048)}),
         tiles=_tiles(m, N, K, itemsize, gpu, groups=(8,)),
     )
-    if gluon and _whole_rows(N, itemsize) and _whole_rows(K, itemsize):
+    if gluon:
         found += space(
             where=_buffers_fit(gpu),
             mode="gluon",
@@ -65,14 +75,17 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
 def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
     m, N, K = math.ceil(key["M"] / key["size"]), key["N"], key["K"]
     found = space(mode=["add", "inbox"], tiles=_tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16), staged=True))
-    if gluon and _whole_rows(N, itemsize):
+    if gluon:
         found += space(mode="chain", tiles=_gluon_tiles(gpu, groups=(4, 8, 16, 32)))
     return found
 
 
 def _matmul_all_reduce(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
     tiles = _tiles(key["M"], key["N"], key["K"], itemsize, gpu, groups=(8, 16))
-    return space(num_comm_sms=[0, *_below(gpu.sms)], tiles=tiles)  # 0: after computing
+    found = space(mode="lcsc", num_comm_sms=[0, *_below(gpu.sms)], tiles=tiles)  # 0: after computing
+    if gluon:
+        found += space(mode="chain", rounds=[1, 2, 4, 8], tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
+    return found
 
 
 _SPACES: Mapping[str, Callable[[Mapping[str, Any], int, Gpu, bool], list[Config]]] = {

@@ -8,9 +8,10 @@ from typing import Any
 
 from pkt.runtime.world import World
 from pkt.tune import cache
-from pkt.tune.config import Config, configs_of
+from pkt.tune.config import NCCL, Config, configs_of, nccl_wanted
 from pkt.tune.search import MOST, Model, Search, search, slots
 from pkt.tune.spread import by_model, spread
+from pkt.tune.tables import nearest
 from pkt.tune.target import Call, Check, Target, key_of, plain_key
 from pkt.tune.timers import Timer, timer_of
 from pkt.tune.votes import settle
@@ -104,8 +105,10 @@ def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Call
 
     def order(candidates: Sequence[Config]) -> list[tuple[int, float | None]]:
         if plan.model is not None:
-            return by_model(candidates, plan.model, key)
-        return [(i, None) for i in spread(candidates, slots(len(candidates), plan.most))]
+            found = by_model(candidates, plan.model, key)
+        else:
+            found = [(i, None) for i in spread(candidates, slots(len(candidates), plan.most))]
+        return sorted(found, key=lambda pair: candidates[pair[0]] != NCCL)  # the baseline is measured in any case
 
     candidates, said = settle(world, call.what, key, of, order)
     ordered = [(candidates[i], predicted) for i, predicted in said]
@@ -132,14 +135,17 @@ def known(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> tuple
 
 def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
     """The config for the operator `what` in the case `key`: what was tuned here under that name, else what pkt's tables
-    have for the nearest shape, else None. Collective the first time that a world asks; then a look into a dict."""
+    have for the nearest shape, else None; with PKT_NCCL=0 never NCCL + cuBLAS. Collective the first time that a world
+    asks; then a look into a dict."""
     choices: dict[Any, Config | None] = world.workspace("tune.choices", dict)
     asked = (what, *key.items())
     if asked not in choices:
         case = plain_key("pkt.tune.choice", key)
 
         def offer(_: Sequence[Config]) -> dict[str, Any] | None:
-            found = cache.load(world, what, cache.case(world, "", case)) or _tabled(what, case, world)
+            found = cache.load(world, what, cache.case(world, "", case))
+            if found is None or (found == NCCL and not nccl_wanted()):
+                found = _tabled(what, case, world)
             return None if found is None else dict(found.settings)
 
         _, settings = settle(world, what, case, tuple, offer)
@@ -148,9 +154,4 @@ def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
 
 
 def _tabled(what: str, key: Mapping[str, Any], world: World) -> Config | None:
-    try:
-        from pkt.tune.tables import nearest  # type: ignore[import-not-found]
-    except ModuleNotFoundError:  # until there are tables
-        return None
-    found = nearest(what, key, cache.machine(world)["gpu"], world.size)
-    return None if found is None else Config.of(found)
+    return nearest(what, key, cache.machine(world)["gpu"], world.size)

@@ -1,4 +1,4 @@
-"""No test of the tuner reads or writes the cache of the person who runs it."""
+"""No test of the tuner reads or writes the cache, or follows the wishes, of the person who runs it."""
 
 import pytest
 
@@ -9,6 +9,7 @@ from pkt.tune import cache
 def own_cache(tmp_path, monkeypatch):
     """An empty folder for this test alone, and no memory of other tests."""
     monkeypatch.setenv("PKT_TUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PKT_NCCL", raising=False)
     monkeypatch.setattr(cache, "_simulated", {})
     monkeypatch.setattr(cache, "_warned", set())
     return tmp_path / "cache"

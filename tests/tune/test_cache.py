@@ -1,5 +1,6 @@
 """What is kept between runs: by what, by whom, and what happens to files that others write or break."""
 
+import datetime
 import json
 import os
 import warnings
@@ -42,7 +43,8 @@ def test_a_choice_is_found_again(own_cache):
     assert looked_up(key={"m": 64, "shape": (1, 2)}) == [Config(n=2)]
     assert looked_up(key={"shape": (1, 2), "m": 64}) == [Config(n=2)], "the order of a key says nothing"
     (choice_kept,) = content(own_cache)["choices"].values()
-    assert choice_kept == {"config": {"n": 2}, "seconds": 1.0}
+    today = datetime.date.today().isoformat()
+    assert choice_kept == {"config": {"n": 2}, "seconds": 1.0, "date": today}
 
 
 @pytest.mark.parametrize("change", ["key", "name", "size", "gpu", "versions"])

@@ -68,8 +68,8 @@ def test_a_candidate_that_gives_a_wrong_result_is_dropped(monkeypatch):
     module = importlib.import_module("pkt.kernels.matmul_all_reduce")
     right = module.matmul_all_reduce
 
-    def sometimes_wrong(a, b, out=None, *, num_comm_sms, tiles, world):
-        result = right(a, b, out, num_comm_sms=num_comm_sms, tiles=tiles, world=world)
+    def sometimes_wrong(a, b, out=None, *, mode, num_comm_sms, tiles, world):
+        result = right(a, b, out, mode=mode, num_comm_sms=num_comm_sms, tiles=tiles, world=world)
         if num_comm_sms == 2 and world.rank == 1:
             result[0, 0] += 100
         return result

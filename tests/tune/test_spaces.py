@@ -9,14 +9,19 @@ import torch
 
 import pkt
 from pkt.errors import Unsupported
-from pkt.tune import tables
+from pkt.tune import RecordedTimer, tables, tune
+from pkt.tune.config import NCCL
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 from pkt.tune.spaces import operator_space, thinned
 from tests.kernels.test_compile import compile_checked, launched
 
-GLUON_ONLY = {"unit", "push_rows", "nap"}
 SHAPES = [(512, 512, 512), (4096, 1024, 4096), (32768, 8192, 32768), (1000, 1000, 1000), (3000, 520, 7000)]
+
+
+def own(what, case, *more, **named):
+    """The space but for NCCL + cuBLAS."""
+    return [config for config in operator_space(what, case, *more, **named) if config != NCCL]
 
 
 def key(M, N, K, dtype="bfloat16", size=4):
@@ -25,7 +30,7 @@ def key(M, N, K, dtype="bfloat16", size=4):
 
 @pytest.mark.parametrize("what", MODELS)
 def test_100_to_2000_candidates(what):
-    names = set(inspect.signature(getattr(pkt, what)).parameters) | GLUON_ONLY
+    names = set(inspect.signature(getattr(pkt, what)).parameters)
     for shape in SHAPES:
         for size in (1, 2, 4, 8):
             found = operator_space(what, key(*shape, size=size))
@@ -38,7 +43,7 @@ def test_100_to_2000_candidates(what):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_tile_fits(what, dtype):
     itemsize = {"bfloat16": 2, "float32": 4}[dtype]
-    for config in operator_space(what, key(8192, 8192, 2048, dtype)):
+    for config in own(what, key(8192, 8192, 2048, dtype)):
         block_m, block_n, block_k, group, warps, stages = config["tiles"]
         assert min(block_m, block_n, block_k) >= 16
         assert block_m * block_n / (32 * warps) <= 128
@@ -53,7 +58,7 @@ def test_every_tile_fits(what, dtype):
 def test_the_shared_memory_of_the_gpu_counts():
     small = replace(H200, shared=160_000, sms=8)
     for what in MODELS:
-        some, all_ = operator_space(what, key(8192, 8192, 2048), small), operator_space(what, key(8192, 8192, 2048))
+        some, all_ = own(what, key(8192, 8192, 2048), small), own(what, key(8192, 8192, 2048))
         assert 0 < len(some) < len(all_)
         assert max(c.get("num_comm_sms", 0) for c in some) <= 8
         assert all(c["tiles"][5] * c["tiles"][2] * sum(c["tiles"][:2]) * 2 <= small.shared for c in some)
@@ -67,7 +72,7 @@ def modes(what, **changed):
 
 def test_gluon_where_it_can_run():
     for what, form, row in (("all_gather_matmul", "gluon", "N"), ("matmul_reduce_scatter", "chain", "N"),
-                            ("all_gather_matmul", "gluon", "K")):  # fmt: skip
+                            ("all_gather_matmul", "gluon", "K"), ("matmul_all_reduce", "chain", "N")):  # fmt: skip
         assert form in modes(what)
         for changed in ({"gluon": False}, {"dtype": "float32"}, {"size": 1}, {"size": 9}, {row: 1001}):
             assert form not in modes(what, **changed), changed
@@ -77,7 +82,7 @@ def test_gluon_where_it_can_run():
 def test_the_best_measured_are_in_the_space_or_next_to_it(what):
     """Of the settings that the measured best of each size has, the space has those that matter."""
     for search in tables.measured(what):
-        found = operator_space(what, search.key)
+        found = own(what, search.key)
         same = [
             config
             for config in found
@@ -93,6 +98,40 @@ def test_the_model_says_something_of_every_candidate(what):
     times = [MODELS[what](config, case) for config in operator_space(what, case)]
     assert all(0 < seconds < 1 for seconds in times)
     assert max(times) > 1.5 * min(times)
+
+
+# -------------------------------------------------------------------------------------------------------- the baseline
+@pytest.mark.parametrize("what", MODELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_baseline_comes_first_and_can_be_turned_off(what, dtype, monkeypatch):
+    case = key(8192, 8192, 2048, dtype)
+    assert operator_space(what, case).index(NCCL) == 0
+    for gluon in (True, False):
+        assert operator_space(what, case, gluon=gluon).count(NCCL) == 1
+    monkeypatch.setenv("PKT_NCCL", "0")
+    assert NCCL not in operator_space(what, case)
+
+
+def seldom(world, model):
+    """A search of which the model, or the even spread where None, would leave the baseline out."""
+    case = key(8192, 8192, 2048)
+    found = thinned(operator_space("matmul_all_reduce", case), MODELS["matmul_all_reduce"], case, 1)
+    search = tune(
+        lambda **_: None,
+        configs=[*found[1:], *found[:1]],
+        key=case,
+        model=model,
+        timer=lambda _: RecordedTimer(lambda config: 1e-3),
+    )
+    measured = [c.config for c in search.candidates if c.times]
+    return NCCL in measured, len(measured)
+
+
+@pytest.mark.parametrize("model", [lambda config, _: 1.0 if config == NCCL else 0.5, None])
+def test_the_baseline_is_always_measured(model):
+    for baseline, count in pkt.launch(seldom, 2, "cpu", (model,)):
+        assert baseline
+        assert 8 <= count < 40
 
 
 def test_what_has_no_space():
@@ -123,7 +162,7 @@ def multiply(world, what, picked):
 def test_candidates_run(what):
     """In the simulator, where there are 8 SMs: some from the whole length of the space."""
     rows = 128 if what == "all_gather_matmul" else 64
-    found = operator_space(what, key(rows, 48, 32, "float16", size=2), replace(H200, sms=8), gluon=False)
+    found = own(what, key(rows, 48, 32, "float16", size=2), replace(H200, sms=8), gluon=False)
     picked = found[:: max(1, len(found) // 6)]
     assert pkt.launch(multiply, ranks=2, device="cpu", args=(what, picked), sms=8) == [len(picked)] * 2
 
@@ -148,12 +187,12 @@ def test_thinned_keeps_some_of_what_the_model_cannot_tell_apart():
         ("all_gather_matmul", "push", "shared"),
         ("matmul_reduce_scatter", "add", "shared"),
         ("matmul_reduce_scatter", "inbox", "shared"),
-        ("matmul_all_reduce", None, "registers"),
+        ("matmul_all_reduce", "lcsc", "registers"),
     ],
 )
 def test_the_largest_tiles_compile_without_spills(what, mode, of, monkeypatch, tmp_path):
     """For sm_90: those with the most operands in shared memory, and the most accumulators a thread."""
-    found = [config for config in operator_space(what, key(8192, 8192, 8192)) if config.get("mode") == mode]
+    found = [config for config in operator_space(what, key(8192, 8192, 8192)) if config["mode"] == mode]
 
     def most(config):
         block_m, block_n, block_k, _, warps, stages = config["tiles"]

@@ -4,16 +4,17 @@ import inspect
 import json
 import math
 import statistics
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 import pkt
 from benchmarks import tuned
-from pkt.tune import cache, choice, tables
+from pkt.tune import RecordedTimer, cache, choice, tables, tune
+from pkt.tune.config import NCCL, Config
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
-
-GLUON_ONLY = {"unit", "push_rows", "nap"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
     assert set(tables.source(what)) == {"file", "commit", "date", "versions"}
     record = json.loads((tuned.ROOT / tables.source(what)["file"]).read_text())
     assert record["commit"] == tables.source(what)["commit"]
-    names = set(inspect.signature(getattr(pkt, what)).parameters) | GLUON_ONLY
+    names = set(inspect.signature(getattr(pkt, what)).parameters)
     searches = tables.measured(what)
     assert [search.key["M"] for search in searches] == [4096, 8192, 16384, 32768][: len(searches)]
     for search in searches:
@@ -45,10 +46,11 @@ def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
             assert low <= candidate.time == median <= high
 
 
-def test_every_right_variant_of_pkt_is_in_the_table():
+def test_every_right_variant_of_pkt_and_the_baseline_are_in_the_table():
     for what in MODELS:
         record = json.loads((tuned.RESULTS / f"{what}.json").read_text())
-        timed = [r["variant"] for r in record["measured"] if r["variant"].startswith("pkt ") and "ms" in r]
+        wanted = ("pkt ", "NCCL + cuBLAS")
+        timed = [r["variant"] for r in record["measured"] if r["variant"].startswith(wanted) and "ms" in r]
         rows = [row["variant"] for entry in tuned.operator_table(what)["entries"] for row in entry["measured"]]
         assert sorted(rows) == sorted(v for v in timed if v != "pkt default")
 
@@ -56,6 +58,10 @@ def test_every_right_variant_of_pkt_is_in_the_table():
 # -------------------------------------------------------------------------------------------------- the nearest shape
 def key(M, N, K, dtype="bfloat16"):
     return {"M": M, "N": N, "K": K, "dtype": dtype}
+
+
+def recorded(times, world):
+    return RecordedTimer(times)
 
 
 def config_of(what, M):
@@ -76,8 +82,7 @@ def test_the_nearest_in_doublings():
 
 
 def test_a_tie_goes_to_the_smaller_product():
-    half_way = 2**12.5  # between 4096 and 8192 on each axis
-    tie = {"M": half_way, "N": half_way / 4, "K": half_way, "dtype": "torch.bfloat16"}
+    tie = {"M": 2**12.5, "N": 2048, "K": 4096, "dtype": "torch.bfloat16"}  # half-way, at one end, at the other
     distances = [
         sum(abs(math.log2(tie[axis] / search.key[axis])) for axis in tables.AXES)
         for search in tables.measured("all_gather_matmul")[:2]
@@ -97,6 +102,25 @@ def test_too_far_and_other_cases_have_none():
     assert tables.nearest("matmul_all_reduce", {**same, "dtype": "float32"}, H200.name, 4) is None
     assert tables.nearest("matmul_all_reduce", {**same, "K": 0}, H200.name, 4) is None
     assert tables.nearest("all_to_all", same, H200.name, 4) is None
+
+
+def test_the_baseline_is_taken_where_it_was_the_fastest_unless_it_is_off(monkeypatch):
+    case = tables.measured("matmul_all_reduce")[0]
+    assert [c.config for c in case.candidates].count(NCCL) == 1
+    first = sorted(case.candidates, key=lambda c: c.config != NCCL)
+    monkeypatch.setattr(tables, "measured", lambda _: (replace(case, candidates=tuple(first)),))
+    found = [tables.nearest("matmul_all_reduce", case.key, H200.name, 4)]
+    for value in ("1", "0"):
+        monkeypatch.setenv("PKT_NCCL", value)
+        found.append(tables.nearest("matmul_all_reduce", case.key, H200.name, 4))
+    assert found == [NCCL, NCCL, case.best]
+
+
+def test_rows_that_tma_cannot_take_get_the_fastest_plain_form():
+    odd = tables.nearest("all_gather_matmul", key(4096, 1023, 4096), H200.name, 4)
+    assert odd["mode"] == "push" != config_of("all_gather_matmul", 4096)["mode"]
+    assert tables.nearest("matmul_reduce_scatter", key(4096, 4100, 1024), H200.name, 4)["mode"] == "add"
+    assert tables.nearest("matmul_reduce_scatter", key(4096, 4096, 1023), H200.name, 4)["mode"] == "chain"
 
 
 def test_what_a_config_from_a_whole_size_away_costs():
@@ -126,4 +150,17 @@ def test_a_choice_that_was_not_tuned_is_that_of_the_nearest_shape(monkeypatch):
     monkeypatch.setattr(cache, "machine", lambda world: {**machine(world), "gpu": H200.name})
     best = config_of("all_gather_matmul", 4096)
     assert pkt.launch(main, ranks=4, device="cpu") == [best] * 4
+    assert pkt.launch(main, ranks=2, device="cpu") == [None] * 2
+
+
+def test_a_choice_of_the_baseline_is_passed_over_where_it_is_off(monkeypatch):
+    case = {**key(64, 64, 64), "size": 2}
+
+    def main(world):
+        timer = partial(recorded, {NCCL: 1e-3, Config(mode="lcsc"): 2e-3})
+        tune(lambda mode: None, configs=[Config(mode="lcsc"), NCCL], key=case, name="matmul_all_reduce", timer=timer)
+        return choice("matmul_all_reduce", case, world)
+
+    assert pkt.launch(main, ranks=2, device="cpu") == [NCCL] * 2
+    monkeypatch.setenv("PKT_NCCL", "0")
     assert pkt.launch(main, ranks=2, device="cpu") == [None] * 2

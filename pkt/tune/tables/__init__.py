@@ -1,7 +1,8 @@
 """Tables: what was measured on H200, shipped with pkt, and a good config for a shape that was not.
 
 pkt/tune/tables/<operator>.json is written by benchmarks/tuned.py from benchmarks/results/, which each file names with
-its commit and date: for every measured case all right settings, as keywords of the operator, with their times.
+its commit and date: for every measured case all right settings, as keywords of the operator, with their times, and
+NCCL + cuBLAS beside them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from importlib.resources import files
 from typing import Any
 
 from pkt.errors import dtype_text
-from pkt.tune.config import Config
+from pkt.tune.config import NCCL, Config, nccl_wanted
 from pkt.tune.model import MODELS
 from pkt.tune.search import Candidate, Search
+from pkt.tune.spaces import GLUON_MODES, gluon_fits
 
 FARTHEST = 1.5
 """Doublings and halvings of M, N and K together by which a shape may differ from a measured one, see `nearest`: as far
@@ -25,6 +27,7 @@ as half-way between two measured sizes. A whole size away the best config was up
 AXES = ("M", "N", "K")
 
 
+@functools.cache
 def measured(what: str) -> tuple[Search, ...]:
     """The table of operator `what` as searches, a case each: every candidate with its least, median and greatest time
     for its times, and predicted by the model. () where pkt ships no table."""
@@ -42,7 +45,21 @@ def measured(what: str) -> tuple[Search, ...]:
 
 
 def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | None:
-    """The fastest config that was measured for the nearest shape, or None.
+    """The fastest config that was measured for the nearest shape, see `near`, of those that this one can take; or None.
+    NCCL + cuBLAS only where it is wanted."""
+    found = near(what, key, gpu, size)
+    if found is None:
+        return None
+    baseline, gluon = nccl_wanted(), gluon_fits(what, {**key, "size": size})
+
+    def taken(config: Config) -> bool:
+        return (baseline or config != NCCL) and (gluon or config.get("mode") not in GLUON_MODES)
+
+    return next((c.config for c in found[0].candidates if taken(c.config)), None)
+
+
+def near(what: str, key: Mapping[str, Any], gpu: str, size: int) -> tuple[Search, float] | None:
+    """What was measured for the nearest shape, the fastest first, and the distance to it; or None.
 
     key: M, N, K of the product that each rank computes, and dtype, as `model.estimate` has them. gpu: as torch names
     it. size: the number of ranks. Only cases of the same operator, GPU, dtype and size count. The distance of two
@@ -51,18 +68,18 @@ def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | 
     """
     if min(key.get(axis, 0) for axis in AXES) < 1:
         return None
-    table, dtype = _table(what), dtype_text(key.get("dtype"))
-    near = []
-    for entry in table.get("entries", ()):
-        there = entry["key"]
-        if gpu == table["gpu"] and dtype == there["dtype"] and size == there["size"]:
+    case = (gpu, dtype_text(key.get("dtype")), size)
+    found = []
+    for search in measured(what):
+        there = search.key
+        if case == (there["gpu"], there["dtype"], there["size"]):
             shape = tuple(there[axis] for axis in AXES)
             distance = round(sum(abs(math.log2(key[axis] / there[axis])) for axis in AXES), 9)
-            near.append(((distance, math.prod(shape), shape), entry["measured"][0]["settings"]))
-    if not near:
+            found.append(((distance, math.prod(shape), shape), search))
+    if not found:
         return None
-    (distance, *_), settings = min(near, key=lambda pair: pair[0])
-    return Config(**settings) if distance <= FARTHEST else None
+    (distance, *_), search = min(found, key=lambda pair: pair[0])
+    return (search, distance) if distance <= FARTHEST else None
 
 
 def source(what: str) -> Mapping[str, Any]:

@@ -1,0 +1,206 @@
+"""pkt.explain says what the operators do, and why, with the figures of the model and of the tables."""
+
+import importlib
+
+import pytest
+import torch
+
+import pkt
+from pkt.errors import DtypeError, ShapeError
+from pkt.tune import RecordedTimer, cache, choice, explanation, tables, tune
+from pkt.tune.config import NCCL, Config
+from pkt.tune.explanation import NAMES, explain, own_rule
+from pkt.tune.gpu import H200
+from pkt.tune.model import MODELS, estimate, product_alone
+from tests.runtime.conftest import run as in_threads
+
+FAR = {"M": 64, "N": 64, "K": 64}
+NEAR = {"M": 4096, "N": 4096, "K": 1024}
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    """Worlds of threads that say they are H200."""
+    machine = cache.machine
+    monkeypatch.setattr(cache, "machine", lambda world: {**machine(world), "gpu": H200.name})
+
+
+def rows_of(found):
+    return {name: row for row in found.rows for name in row.names}
+
+
+def tuned(what, shape, config, size=2, seconds=2e-3):
+    """Remember `config` for a case, found against the slower NCCL + cuBLAS, or the other way round."""
+    other = Config(mode="none") if config == NCCL else NCCL
+    key, times = {**shape, "dtype": "bf16", "size": size}, {config: seconds, other: 2 * seconds}
+
+    def main(world):
+        tune(lambda **_: None, configs=[*times], key=key, name=what, timer=lambda _: RecordedTimer(times))
+
+    in_threads(size, main)
+
+
+# -------------------------------------------------------------------------------------------- what choice says, it says
+@pytest.mark.parametrize("what", MODELS)
+@pytest.mark.parametrize("shape", [NEAR, FAR, {"M": 4096, "N": 4095, "K": 1024}, {"M": 5000, "N": 4000, "K": 1208}])
+def test_it_tells_the_rule_of_choice(what, shape, on_h200, capsys):
+    def main(world):
+        asked = {**shape, "dtype": "bf16", "size": world.size}
+        return choice(what, asked, world), explain(what, **shape).config, own_rule(what, asked, H200.name)
+
+    for chosen, explained, own in in_threads(4, main):
+        assert explained == (chosen or own)
+    found = explain(what, **shape)  # four H200 are taken where there is no world
+    assert found.config == explained
+    assert str(found).splitlines() == capsys.readouterr().out.rstrip().splitlines()[-len(str(found).splitlines()) :]
+
+
+@pytest.mark.parametrize("off", [False, True])
+@pytest.mark.parametrize("config", [NCCL, Config(mode="lcsc", num_comm_sms=4)])
+def test_what_was_tuned_here_comes_first(config, off, on_h200, monkeypatch):
+    tuned("matmul_all_reduce", FAR, config)
+    monkeypatch.setenv("PKT_NCCL", "0" if off else "1")
+    chosen = in_threads(2, lambda world: choice("matmul_all_reduce", {**FAR, "dtype": "bf16", "size": 2}, world))[0]
+    found = explain(pkt.matmul_all_reduce, **FAR, size=2)
+    passed = off and config == NCCL
+    assert chosen == (None if passed else config)
+    assert found.config == (own_rule("matmul_all_reduce", found.key, H200.name) if passed else config)
+    today = next(iter(cache._read(cache._path("matmul_all_reduce")).values()))["date"]
+    assert found.why.startswith(
+        "NCCL + cuBLAS was tuned here and is off; " if passed else f"tuned on this machine on {today}"
+    )
+    assert rows_of(found)["NCCL + cuBLAS" if config == NCCL else "taken"].measured == 2e-3
+    assert ("is not taken in any case: PKT_NCCL=0" in str(found)) == off
+    for other in ({"size": 4}, {"size": 2, "dtype": torch.float16}, {"size": 2, "gpu": "NVIDIA B200"}):
+        assert "tuned on" not in explain("gemm_ar", **FAR, **other).why
+
+
+def test_of_several_machines_with_this_gpu_the_last_counts(on_h200):
+    key = {**FAR, "dtype": "bf16", "size": 2}
+    in_threads(2, lambda world: world.rank or [
+        cache.store(world, "op", cache.case(world, "", key).replace('"sms": ', f'"sms": {n}'), Config(n=n), 1.0)
+        for n in (1, 2)
+    ])  # fmt: skip
+    path = cache._path("op")
+    path.write_text(path.read_text().replace('"date": "2', '"date": "1', 1))
+    (old, new) = cache._read(path).values()
+    assert old["date"] < new["date"]
+    assert cache.kept("op", key, 2, {"gpu": H200.name}) == new
+    assert cache.kept("op", key, 2, {"gpu": H200.name, "sms": -1}) is None
+
+
+def test_in_the_simulator_nothing_is_looked_up():
+    def main(world):
+        return explain("gemm_rs", **NEAR)
+
+    found = pkt.launch(main, ranks=2, device="cpu")[1]
+    assert (found.key["size"], found.key["gpu"]) == (2, "simulated")
+    assert found.config["mode"] == "add"
+    assert "simulator" in found.why
+    assert found.limit is None
+    assert [row.predicted for row in found.rows] == [None, None]
+
+
+# ---------------------------------------------------------------------------------------------- the operator's own rule
+class Agreed(Exception):
+    """What the operator was about to do."""
+
+
+@pytest.mark.parametrize("what", MODELS)
+@pytest.mark.parametrize("gluon", [True, False])
+@pytest.mark.parametrize("shape", [(4096, 1024, 4096), (128, 8192, 2048), (130, 100, 64), (4096, 8192, 8192)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_its_own_rule_is_the_operator_s(what, gluon, shape, dtype, monkeypatch):
+    forms = importlib.import_module("pkt.kernels._forms")
+    common = importlib.import_module("pkt.kernels._common")
+    if gluon:
+        monkeypatch.setattr(forms, "missing_anywhere", lambda world: "")
+
+    def about_to(call, world, **facts):
+        raise Agreed(facts)
+
+    monkeypatch.setattr(common, "check_agreed", about_to)
+    (M, N, K), size = shape, 2
+
+    def main(world):
+        rows = M // size if what == "all_gather_matmul" else M
+        with pytest.raises(Agreed) as raised:
+            getattr(pkt, what)(torch.empty(rows, K, dtype=dtype), torch.empty(K, N, dtype=dtype), world=world)
+        return raised.value.args[0]
+
+    agreed = pkt.launch(main, ranks=size, device="cpu")[0]
+    key = {"M": M, "N": N, "K": K, "dtype": explanation.dtype_text(dtype), "size": size}
+    found = dict(own_rule(what, key, H200.name if gluon else "simulated"))
+    if "unit" in found:
+        found |= dict(zip(("unit_m", "unit_k", "units", "buffers", "lag"), found.pop("unit")))
+    assert found == {name: tuple(agreed[name]) if name == "tiles" else agreed[name] for name in found}
+    assert {"mode", "tiles"} <= set(found)
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+@pytest.mark.parametrize("what", MODELS)
+def test_a_measured_shape_has_its_figures(what):
+    for search in tables.measured(what):
+        key = search.key
+        found = explain(what, M=key["M"], N=key["N"], K=key["K"])
+        rows, times = rows_of(found), {c.config: c.time for c in search.candidates}
+        assert found.config == search.best == rows["pkt's fastest measured"].config
+        assert rows["taken"].measured == min(times.values())
+        assert rows["NCCL + cuBLAS"].measured == times[NCCL]
+        for row in found.rows:
+            assert row.predicted == estimate(what, row.config, key)
+        assert rows["pkt's fastest by the model"].predicted.total <= min(row.predicted.total for row in found.rows[:1])
+        bytes_out = key["M"] * (key["K"] if what == "all_gather_matmul" else key["N"]) * 2 * 0.75
+        bytes_out *= 2 if what == "matmul_all_reduce" else 1
+        assert found.limit == max(product_alone(key).total, bytes_out / 390e9)
+        text = " ".join(str(found).split())
+        assert f"{times[NCCL] / times[found.config]:.2f} times as long, as measured" in text
+        assert f"{found.limit / times[found.config]:.2f}" in text
+        assert f"{tables.source(what)['file']} of commit {tables.source(what)['commit']}" in text
+        assert "for this shape" in text
+
+
+def test_another_shape_says_how_far_and_has_no_measured_time():
+    found = explain("ag_gemm", M=8192, N=2048, K=4096)
+    assert found.config == tables.nearest("all_gather_matmul", found.key, H200.name, 4)
+    assert "M=4096, N=1024, K=4096, 1 doublings" not in found.why  # 2 away; 8192 is 1 away
+    assert "the nearest shape, M=8192, N=2048, K=8192, 1 doublings away" in found.why
+    assert [row.measured for row in found.rows] == [None] * len(found.rows)
+    assert "times as long, as predicted" in str(found)
+    odd = explain("ag_gemm", M=8192, N=2047, K=8192)
+    assert odd.why.startswith("the fastest that this case can take, measured for the nearest shape")
+
+
+def test_what_the_model_knows_nothing_of():
+    for more in ({"gpu": "NVIDIA B200"}, {"dtype": "fp32"}):
+        found = explain("gemm_rs", **NEAR, **more)
+        assert found.limit is None
+        assert "nothing predicted" in str(found)
+        assert "the operator's own rule" in found.why
+        assert set(rows_of(found)) == {"taken", "NCCL + cuBLAS"}
+
+
+# --------------------------------------------------------------------------------------------------------------- input
+def test_an_operator_has_three_names(capsys):
+    for short, full in NAMES.items():
+        found = [str(explain(op, **NEAR)) for op in (short, full, getattr(pkt, full))]
+        assert found == found[:1] * 3
+        assert found[0].startswith(f"{full}: M=4096, N=4096, K=1024, dtype=bf16, size=4, gpu=NVIDIA H200")
+    assert repr(explain("gemm_ar", **FAR)).startswith("Explanation(matmul_all_reduce: Config(")
+
+
+@pytest.mark.parametrize(
+    ("op", "more", "error", "said"),
+    [
+        ("ring", {}, ShapeError, r"op.*found 'ring'.*all_gather_matmul \(ag_gemm\)"),
+        (pkt.all_reduce, {}, ShapeError, "found 'all_reduce'"),
+        ("gemm_ar", {"M": 0}, ShapeError, "M.*found 0"),
+        ("gemm_rs", {"M": 6}, ShapeError, "M.*found 6.*rows that 4 ranks can share"),
+        ("gemm_rs", {"size": 0}, ShapeError, "size.*found 0"),
+        ("gemm_ar", {"dtype": torch.int8}, DtypeError, "dtype.*int8.*bf16"),
+    ],
+)
+def test_bad_input_is_named(op, more, error, said, capsys):
+    with pytest.raises(error, match=said):
+        explain(op, **{**NEAR, **more})
+    assert capsys.readouterr().out == ""

@@ -53,11 +53,13 @@ class World:
         self._device: DeviceWorld | None = None
         self._workspaces: dict[Hashable, Any] = {}
         self._plans: dict[Hashable, Any] = {}
+        self._lasting: dict[Hashable, Any] = {}
         self._heap = SymmetricHeap(backend, heap_bytes(heap))
         self._heap.world = self
         self.rank, self.size = backend.rank, backend.size
         self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
-        self.streams = OneInFlight(backend.torch_device) if backend.torch_device.type == "cuda" else None
+        on_gpu = backend.torch_device.type == "cuda" and torch.cuda.is_available()
+        self.streams = OneInFlight(backend.torch_device) if on_gpu else None
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -79,6 +81,11 @@ class World:
     def multicast(self) -> bool:
         """The multicast window exists, on every rank."""
         return self._backend.multicast
+
+    @property
+    def capturing(self) -> bool:
+        """The current stream records a CUDA graph."""
+        return self.streams is not None and self.streams.capturing()
 
     @property
     def device(self) -> DeviceWorld:
@@ -130,9 +137,11 @@ class World:
 
     def workspace(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make()` returned for `key` the first time: buffers that live as long as the world. Collective
-        if make is."""
+        if make is. Raises Unsupported where it would have to be made while a CUDA graph is captured."""
         self._check("workspace()")
         if key not in self._workspaces:
+            if self.capturing:
+                raise Unsupported.captured(self.rank, key)
             self._workspaces[key] = make()
         return self._workspaces[key]
 
@@ -141,6 +150,13 @@ class World:
         """What operators have found out about their arguments, by those; this rank's own. Closed after close()."""
         self._check("an operator")
         return self._plans
+
+    @property
+    def lasting(self) -> dict[Hashable, Any]:
+        """What is no buffer of an operator and known as long as the world: choices of the tuner, a process group,
+        torch's pool. Closed after close()."""
+        self._check("an operator")
+        return self._lasting
 
     def check(self) -> None:
         """Raise SignalIndexError if a guard word around this rank's signals was overwritten."""
@@ -183,6 +199,7 @@ class World:
         self._heap.close()
         self._workspaces.clear()
         self._plans.clear()
+        self._lasting.clear()
         self._device = None
         _open[:] = [world for world in _open if world is not self]
         self._backend.close()

@@ -133,7 +133,7 @@ def known(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> tuple
 def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
     """The config for the operator `what` in the case `key`: what was tuned here under that name, else what pkt's tables
     have for the nearest shape, else None. Collective the first time that a world asks; then a look into a dict."""
-    choices: dict[Any, Config | None] = world.workspace("tune.choices", dict)
+    choices: dict[Any, Config | None] = world.lasting.setdefault("tune.choices", {})
     asked = (what, *key.items())
     if asked not in choices:
         case = plain_key("pkt.tune.choice", key)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from pkt.errors import Closed, ShapeError, Unsupported, size_text
+from pkt.runtime import scratch as _scratch
 from pkt.runtime import wire
 from pkt.runtime.backend import Backend
 from pkt.runtime.heap import SymmetricHeap, heap_bytes
@@ -54,6 +56,7 @@ class World:
         self._workspaces: dict[Hashable, Any] = {}
         self._plans: dict[Hashable, Any] = {}
         self._lasting: dict[Hashable, Any] = {}
+        self._scopes: list[_scratch.Made] = []
         self._heap = SymmetricHeap(backend, heap_bytes(heap))
         self._heap.world = self
         self.rank, self.size = backend.rank, backend.size
@@ -142,8 +145,22 @@ class World:
         if key not in self._workspaces:
             if self.capturing:
                 raise Unsupported.captured(self.rank, key)
-            self._workspaces[key] = make()
+            with _scratch.made(self):
+                self._workspaces[key] = make()
         return self._workspaces[key]
+
+    def scratch(self) -> AbstractContextManager[None]:
+        """Collective, a context: on leaving it the workspaces and plans that were made inside are forgotten, and the
+        symmetric memory that those workspaces allocated is free again. The next call makes them anew.
+
+        What was there before stays, and so does what was allocated inside but not by a workspace. Scopes may be nested.
+        A graph that was captured inside must not be replayed afterwards. Left by an exception, a scope frees nothing
+        and meets nobody, because it may be one rank's alone: what was made stays, to an enclosing scope or the world;
+        peers that left it otherwise wait there, and find this rank in another call, or lost. Raises SignalIndexError
+        as SymmetricTensor.free does.
+        """
+        self._check("scratch()")
+        return _scratch.scratch(self)
 
     @property
     def plans(self) -> dict[Hashable, Any]:

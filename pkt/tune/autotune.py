@@ -124,7 +124,7 @@ class Autotuned:
         if given:
             wanted = "no value: it is a setting of the configs"
             raise ShapeError.argument(call, given[0], repr(named[given[0]]), wanted, world.rank)
-        job = Call(self.target, self.target.name, grid, args, named, plan.check, plan.restore)
+        job = Call(self.target, self.target.name, grid, args, named, plan.check, plan.restore, world)
         candidates, config = known(job, world, key, plan)
         if config is None:
             search = self.searches[case] = tuned(job, world, key, plan, lambda: candidates)

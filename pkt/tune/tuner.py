@@ -95,8 +95,9 @@ def tune(
     plan = Plan(
         configs_of(target.call, configs), names, bucket or {}, prune, model, check, restore, most, timer, bool(name)
     )
-    call = Call(target, name or target.name, grid, args, named, check, restore)
-    return tuned(call, target.world(arguments), case, plan, lambda: plan.candidates(call))
+    world = target.world(arguments)
+    call = Call(target, name or target.name, grid, args, named, check, restore, world)
+    return tuned(call, world, case, plan, lambda: plan.candidates(call))
 
 
 def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Callable[[], Sequence[Config]]) -> Search:

@@ -553,5 +553,14 @@ class Unsupported(PktError):
         )
 
     @classmethod
+    def captured(cls, rank: int, key: Any) -> Unsupported:
+        """`key`: of the workspace that would have to be made."""
+        return cls.here(
+            f"rank {rank}: workspace {key!r:.160}",
+            "found a CUDA graph being captured, and these buffers not there yet",
+            "call the operator once, with arguments of the same shapes, before the capture",
+        )
+
+    @classmethod
     def here(cls, call: str, found: str, remedy: str) -> Unsupported:
         return cls.of(f"{call}: {found}: {remedy}")

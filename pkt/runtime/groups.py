@@ -12,6 +12,8 @@ from pkt.errors import Unsupported
 if TYPE_CHECKING:
     from pkt.runtime.world import World
 
+_KEY = "pkt.process_group"
+
 
 def process_group(world: World) -> dist.ProcessGroup:
     """The group of exactly this world's ranks, in their order. Collective the first time.
@@ -20,7 +22,9 @@ def process_group(world: World) -> dist.ProcessGroup:
     NCCL where the world is on GPUs, over gloo otherwise, and which lives as long as the process. Raises Unsupported in
     the simulator, whose ranks share a process, and where the default group has other ranks.
     """
-    return world.workspace("pkt.process_group", lambda: world.group or _default(world))
+    if _KEY not in world.lasting:
+        world.lasting[_KEY] = world.group or _default(world)
+    return world.lasting[_KEY]
 
 
 def _default(world: World) -> dist.ProcessGroup:

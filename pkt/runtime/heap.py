@@ -78,7 +78,7 @@ class SymmetricHeap:
         self.ledger = Ledger(self.capacity)
         self.agreement = Agreement(backend)
         self.live: dict[int, Allocation] = {}
-        self._allocations = 0
+        self.allocations = 0  # so far
         self._freed: list[int] = []  # offsets that become reusable at the next collective point
         self._reserved = min(self.capacity, FIRST_BYTES)
         backend.reserve(self._reserved)
@@ -98,9 +98,9 @@ class SymmetricHeap:
         Raises AllocationMismatch before the memory can be used, and HeapFull on every rank with nothing lost.
         """
         self.check_open("allocation")
-        number = self._allocations + 1
+        number = self.allocations + 1
         self.agreement.check("allocate", number, str(shape), str(dtype)[6:], kind, site)
-        self._allocations = number
+        self.allocations = number
         payload = math.prod(shape) * dtype.itemsize
         nbytes = payload + (SIGNAL_HEADER + SIGNAL_GUARD if kind == "signals" else 0)
         offset = self.ledger.allocate(nbytes)

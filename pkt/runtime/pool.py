@@ -60,7 +60,7 @@ def adopt(tensor: torch.Tensor, world: World) -> SymmetricTensor | None:
 
     The result does not keep `tensor` alive: torch may give its place to another when it is gone.
     """
-    _, pool = world._workspaces.get(_KEY, (None, None))
+    _, pool = world.lasting.get(_KEY, (None, None))
     if pool is None:
         return None
     heap, address, itemsize = world.heap, tensor.data_ptr(), tensor.dtype.itemsize
@@ -82,11 +82,10 @@ def mem_pool(world: World | None = None) -> torch.cuda.MemPool:
     if world.torch_device.type != "cuda" or not torch.cuda.is_available():
         raise Unsupported.no_gpu("pkt.mem_pool", "found no CUDA GPU for torch's allocator to serve")
 
-    def make() -> tuple[torch.cuda.MemPool, SegmentAllocator]:
+    if _KEY not in world.lasting:
         segments = SegmentAllocator(world)
         allocate = ctypes.cast(segments.allocate_pointer, ctypes.c_void_p).value or 0
         free = ctypes.cast(segments.free_pointer, ctypes.c_void_p).value or 0
         allocator = torch._C._cuda_customAllocator(allocate, free)
-        return torch.cuda.MemPool(allocator), segments
-
-    return world.workspace(_KEY, make)[0]
+        world.lasting[_KEY] = torch.cuda.MemPool(allocator), segments
+    return world.lasting[_KEY][0]

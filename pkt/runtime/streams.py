@@ -37,6 +37,10 @@ class OneInFlight:
         if self._raw(self._device) != self._last:
             self._change()
 
+    def capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+        return self._capturing(self._cuda.current_stream(self._device))
+
     def _change(self) -> None:
         here = self._cuda.current_stream(self._device)
         capturing = self._capturing(here)

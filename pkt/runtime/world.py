@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from pkt.errors import Closed, ShapeError, Unsupported, size_text
+from pkt.runtime import scratch as _scratch
 from pkt.runtime import wire
 from pkt.runtime.backend import Backend
 from pkt.runtime.heap import SymmetricHeap, heap_bytes
@@ -53,11 +55,14 @@ class World:
         self._device: DeviceWorld | None = None
         self._workspaces: dict[Hashable, Any] = {}
         self._plans: dict[Hashable, Any] = {}
+        self._lasting: dict[Hashable, Any] = {}
+        self._scopes: list[_scratch.Made] = []
         self._heap = SymmetricHeap(backend, heap_bytes(heap))
         self._heap.world = self
         self.rank, self.size = backend.rank, backend.size
         self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
-        self.streams = OneInFlight(backend.torch_device) if backend.torch_device.type == "cuda" else None
+        on_gpu = backend.torch_device.type == "cuda" and torch.cuda.is_available()
+        self.streams = OneInFlight(backend.torch_device) if on_gpu else None
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -79,6 +84,11 @@ class World:
     def multicast(self) -> bool:
         """The multicast window exists, on every rank."""
         return self._backend.multicast
+
+    @property
+    def capturing(self) -> bool:
+        """The current stream records a CUDA graph."""
+        return self.streams is not None and self.streams.capturing()
 
     @property
     def device(self) -> DeviceWorld:
@@ -130,17 +140,40 @@ class World:
 
     def workspace(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make()` returned for `key` the first time: buffers that live as long as the world. Collective
-        if make is."""
+        if make is. Raises Unsupported where it would have to be made while a CUDA graph is captured."""
         self._check("workspace()")
         if key not in self._workspaces:
-            self._workspaces[key] = make()
+            if self.capturing:
+                raise Unsupported.captured(self.rank, key)
+            with _scratch.made(self):
+                self._workspaces[key] = make()
         return self._workspaces[key]
+
+    def scratch(self) -> AbstractContextManager[None]:
+        """Collective, a context: on leaving it the workspaces and plans that were made inside are forgotten, and the
+        symmetric memory that those workspaces allocated is free again. The next call makes them anew.
+
+        What was there before stays, and so does what was allocated inside but not by a workspace. Scopes may be nested.
+        A graph that was captured inside must not be replayed afterwards. Left by an exception, a scope frees nothing
+        and meets nobody, because it may be one rank's alone: what was made stays, to an enclosing scope or the world;
+        peers that left it otherwise wait there, and find this rank in another call, or lost. Raises SignalIndexError
+        as SymmetricTensor.free does.
+        """
+        self._check("scratch()")
+        return _scratch.scratch(self)
 
     @property
     def plans(self) -> dict[Hashable, Any]:
         """What operators have found out about their arguments, by those; this rank's own. Closed after close()."""
         self._check("an operator")
         return self._plans
+
+    @property
+    def lasting(self) -> dict[Hashable, Any]:
+        """What is no buffer of an operator and known as long as the world: choices of the tuner, a process group,
+        torch's pool. Closed after close()."""
+        self._check("an operator")
+        return self._lasting
 
     def check(self) -> None:
         """Raise SignalIndexError if a guard word around this rank's signals was overwritten."""
@@ -183,6 +216,7 @@ class World:
         self._heap.close()
         self._workspaces.clear()
         self._plans.clear()
+        self._lasting.clear()
         self._device = None
         _open[:] = [world for world in _open if world is not self]
         self._backend.close()

@@ -78,7 +78,7 @@ class Autotuned:
 
     def _run(self, grid: Any, /, *args: Any, **named: Any) -> Any:
         world, case = self._case(args, named)
-        chosen: dict[Any, Config] = world.workspace(self._memory, dict)
+        chosen: dict[Any, Config] = world.lasting.setdefault(self._memory, {})
         config = chosen.get(case)
         if config is None and only_compiling():  # inside something else that is tuned, which is about to run
             config = self.plan.configs[0]
@@ -117,14 +117,14 @@ class Autotuned:
         case, whole = case_text(key), ("key", *key.items())
         if whole in chosen:
             return chosen[whole]
-        if capturing(world):
+        if world.capturing:
             found = f"the case {case} is not known yet, and a CUDA graph is being captured"
             raise Unsupported.here(f"rank {world.rank}: {call}", found, "call it once before the capture")
         given = sorted(set(plan.configs[0]) & set(named))
         if given:
             wanted = "no value: it is a setting of the configs"
             raise ShapeError.argument(call, given[0], repr(named[given[0]]), wanted, world.rank)
-        job = Call(self.target, self.target.name, grid, args, named, plan.check, plan.restore)
+        job = Call(self.target, self.target.name, grid, args, named, plan.check, plan.restore, world)
         candidates, config = known(job, world, key, plan)
         if config is None:
             search = self.searches[case] = tuned(job, world, key, plan, lambda: candidates)
@@ -133,11 +133,3 @@ class Autotuned:
                 raise KeyboardInterrupt
         chosen[whole] = config
         return config
-
-
-def capturing(world: World) -> bool:
-    """Whether the current stream records a CUDA graph."""
-    if world.torch_device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    # The legacy stream cannot be captured, and may not even be asked during a capture.
-    return bool(torch.cuda.current_stream().cuda_stream) and torch.cuda.is_current_stream_capturing()

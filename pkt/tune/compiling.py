@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import triton
@@ -15,19 +16,24 @@ from triton.runtime.jit import JITFunction
 from pkt.tune.votes import reason
 
 
-def compile_all(calls: Sequence[Callable[[], Any]], threads: int, begin: float) -> dict[int, str]:
+def compile_all(
+    calls: Sequence[Callable[[], Any]],
+    threads: int,
+    begin: float,
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> dict[int, str]:
     """Make every call with launches that only compile, in order, then compile in `threads`: the index of each call of
     which a kernel could not be compiled, and why.
 
     begin: where in the list of kernels to begin, from 0 to 1. The ranks of a host share Triton's cache, so each begins
-    elsewhere and finds there what others have done. What a call itself raises is not a failure: with nothing computed
-    its host code may see anything, and its first run will tell.
+    elsewhere and finds there what others have done. around: gives the context in which a call is made. What a call
+    itself raises is not a failure: with nothing computed its host code may see anything, and its first run will tell.
     """
     launched: list[_Launched] = []
     later = _Later()
     with triton.AsyncCompileMode(later, ignore_errors=True):
         for call in calls:
-            with _compiling() as found, contextlib.suppress(Exception):
+            with around(), _compiling() as found, contextlib.suppress(Exception):
                 call()
             launched.append(found)
         later.run(threads, begin)

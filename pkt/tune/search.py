@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -74,6 +75,9 @@ class Work(Protocol):
 
     def compile(self, configs: Sequence[Config], threads: int, begin: float) -> dict[int, str]:
         """Compile all, launch none: the index of each that cannot be, and why. begin: where in the list to begin."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Collective: around all that is done with one config, after which it holds no symmetric memory."""
 
     def run(self, config: Config) -> Any:
         """Launch once."""
@@ -145,7 +149,11 @@ class _State:
             batch = range(begin, min(len(self.candidates), begin + count - admitted))
             begin = batch.stop
             for i in self.compiled(batch):
-                if not self.votes.stopped and self.runs(i) and not self.votes.stopped and self.measure(i, REPEATS):
+                if self.votes.stopped:
+                    return
+                with self.work.scope():
+                    measured = self.runs(i) and not self.votes.stopped and self.measure(i, REPEATS)
+                if measured:
                     admitted += 1
                     advance(self.candidates[self.ranked()[0]].time)
 
@@ -211,7 +219,9 @@ class _State:
             if not far or repeats >= MOST_REPEATS:
                 return
             for i in rivals:
-                if not self.votes.stopped:
+                if self.votes.stopped:
+                    return
+                with self.work.scope():
                     self.measure(i, repeats)
             left = [i for i in self.ranked() if i in rivals]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -123,8 +124,10 @@ class Call:
         named: Mapping[str, Any],
         check: Check | None,
         restore: Sequence[str],
+        world: World,
     ) -> None:
         self.target, self.what, self.grid, self.args, self.named = target, what, grid, args, named
+        self.world = world
         self.arguments = target.arguments(args, named)
         self._check = check
         self._saved = {name: self.arguments[name].clone() for name in restore}
@@ -132,7 +135,11 @@ class Call:
 
     def compile(self, configs: Sequence[Config], threads: int, begin: float) -> dict[int, str]:
         """As pkt.tune.search.Work says; collective where the call is."""
-        return compile_all([partial(self.run, config) for config in configs], threads, begin)
+        return compile_all([partial(self.run, config) for config in configs], threads, begin, self.scope)
+
+    def scope(self) -> AbstractContextManager[None]:
+        """As pkt.tune.search.Work says. A kernel makes no workspaces; what a function calls may."""
+        return nullcontext() if self.target.is_kernel else self.world.scratch()
 
     def run(self, config: Config) -> Any:
         if config.pre_hook is not None:

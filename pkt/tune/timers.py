@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -25,7 +26,8 @@ class Timer(Protocol):
         """What `run()` returns, its work done. The ranks come here together."""
 
     def times(self, config: Config, run: Callable[[], Any], repeats: int) -> list[float]:
-        """Seconds on this rank of each of `repeats` runs, which all ranks start together. After `first`."""
+        """Seconds on this rank of each of `repeats` runs, which all ranks start together. After `first`, since when a
+        function's workspaces may have been given back: a run that makes them comes before those that count."""
 
 
 class CudaTimer:
@@ -37,6 +39,10 @@ class CudaTimer:
     def __init__(self, world: World) -> None:
         self.world = world
         self._enqueue: dict[Config, float] = {}  # seconds that the host takes to queue a run
+        # Made here, they outlast every candidate's workspaces.
+        make_flush = functools.partial(torch.empty, FLUSH, dtype=torch.uint8, device=world.torch_device)
+        self._flush = world.workspace("tune.flush", make_flush)
+        self._counters = world.workspace("tune.gate", lambda: signals(2, name="tune.gate", world=world))
 
     def first(self, config: Config, run: Callable[[], Any]) -> Any:
         result = run()
@@ -46,17 +52,14 @@ class CudaTimer:
     def times(self, config: Config, run: Callable[[], Any], repeats: int) -> list[float]:
         from pkt.tune._gate import gate_kernel
 
-        world, device = self.world, self.world.torch_device
-        flush = world.workspace("tune.flush", lambda: torch.empty(FLUSH, dtype=torch.uint8, device=device))
-        counters = world.workspace("tune.gate", lambda: signals(2, name="tune.gate", world=world))
-        if config not in self._enqueue:
-            start = time.perf_counter()
-            run()
-            self._enqueue[config] = time.perf_counter() - start
-            world.synchronize()
+        world, flush = self.world, self._flush
+        start = time.perf_counter()
+        run()
+        self._enqueue.setdefault(config, time.perf_counter() - start)  # the first time nothing is made
+        world.synchronize()
 
         def gate() -> None:
-            gate_kernel[(1,)](counters, world.device, num_warps=1)
+            gate_kernel[(1,)](self._counters, world.device, num_warps=1)
 
         gate()  # compiled before the sleep begins
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]

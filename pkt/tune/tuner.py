@@ -96,8 +96,9 @@ def tune(
     plan = Plan(
         configs_of(target.call, configs), names, bucket or {}, prune, model, check, restore, most, timer, bool(name)
     )
-    call = Call(target, name or target.name, grid, args, named, check, restore)
-    return tuned(call, target.world(arguments), case, plan, lambda: plan.candidates(call))
+    world = target.world(arguments)
+    call = Call(target, name or target.name, grid, args, named, check, restore, world)
+    return tuned(call, world, case, plan, lambda: plan.candidates(call))
 
 
 def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Callable[[], Sequence[Config]]) -> Search:
@@ -137,7 +138,7 @@ def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
     """The config for the operator `what` in the case `key`: what was tuned here under that name, else what pkt's tables
     have for the nearest shape, else None; with PKT_NCCL=0 never NCCL + cuBLAS. Collective the first time that a world
     asks; then a look into a dict."""
-    choices: dict[Any, Config | None] = world.workspace("tune.choices", dict)
+    choices: dict[Any, Config | None] = world.lasting.setdefault("tune.choices", {})
     asked = (what, *key.items())
     if asked not in choices:
         case = plain_key("pkt.tune.choice", key)

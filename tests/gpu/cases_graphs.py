@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -307,6 +308,25 @@ def replays(world: Any, name: str, count: int, eager_every: int = 100) -> float:
     taken = time.perf_counter() - start
     program.check(1 + count + count // eager_every)
     return taken / count * 1e6
+
+
+def not_called_before(world: Any, name: str, count: int) -> None:
+    """A capture is refused with nothing left behind; after an eager call it is made and replayed."""
+    program = PROGRAMS[name](world)
+    world.synchronize()
+    before = world.heap.ledger.free_bytes
+    with pytest.raises(pkt.Unsupported, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        program.operator()
+    assert world.heap.ledger.free_bytes == before
+    program.launch()
+    world.synchronize()
+    world.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        program.launch()
+    for _ in range(count):
+        graph.replay()
+    program.check(1 + count)
 
 
 def skewed(world: Any, name: str, count: int) -> None:

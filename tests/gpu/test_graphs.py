@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gpu.cases_graphs import PROGRAMS, back_to_back, replays, skewed, two_streams
+from tests.gpu.cases_graphs import PROGRAMS, Product, back_to_back, not_called_before, replays, skewed, two_streams
 from tests.gpu.run import launch, on_ranks, scaled
 
 REPLAYS = scaled("REPLAYS", 10**4)
@@ -15,6 +15,12 @@ BACK_TO_BACK = scaled("BACK_TO_BACK", 10**5)
 def test_replays_with_eager_calls_between(name: str, ranks: int) -> None:
     taken = launch(replays, ranks, name, REPLAYS)
     print(f"{name}, {ranks} ranks: {REPLAYS} replays, {max(taken):.1f} us each")
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if issubclass(program, Product)])
+def test_a_capture_is_refused_until_the_operator_was_called(name: str, ranks: int) -> None:
+    launch(not_called_before, ranks, name, 100)
 
 
 @on_ranks(2, 4)

@@ -20,7 +20,7 @@ def at(address, count):
 def test_tensors_of_a_segment_are_symmetric(ranks):
     def main(world):
         pool = SegmentAllocator(world)
-        world.workspace(_KEY, lambda: (None, pool))
+        world.lasting[_KEY] = (None, pool)
         call = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         address = call(ctypes.cast(pool.allocate_pointer, ctypes.c_void_p).value)(1 << 16, 0, None)  # as C calls it
         y = at(address + 512, 12).view(3, 4)

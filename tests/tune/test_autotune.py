@@ -1,8 +1,6 @@
 """@pkt.autotune in the simulator and on threads: cases, buckets, graphs, and what is refused."""
 
-import importlib
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,15 +11,14 @@ import pkt
 import pkt.language as pl
 from pkt.errors import CollectiveMismatch, NoCandidate, ShapeError, Unsupported
 from pkt.runtime.carry import dumps, loads
+from pkt.runtime.world import World
 from pkt.simulate import cost
 from pkt.tune import bench
-from pkt.tune.autotune import autotune, capturing
+from pkt.tune.autotune import autotune
 from pkt.tune.config import Config
 from tests.runtime.conftest import run as in_threads
 
 from .helpers import Rough, candidates
-
-MODULE = importlib.import_module("pkt.tune.autotune")  # pkt.tune.autotune is the function
 
 
 @triton.jit
@@ -262,30 +259,18 @@ def test_pruning_is_asked_once_and_may_leave_one():
 
 # ------------------------------------------------------------------------------------------------------- CUDA graphs
 def test_a_capture_needs_a_known_case(monkeypatch):
-
-    from pkt.tune import autotune as _  # noqa: F401
-
     tuned = counting(key=["m"])
-    monkeypatch.setattr(MODULE, "capturing", lambda world: True)
+    monkeypatch.setattr(World, "capturing", True)
 
     def main(world):
         with pytest.raises(Unsupported, match="the case m=1 is not known yet, and a CUDA graph .* call it once before"):
             tuned(1, 1)
         with monkeypatch.context() as outside:
-            outside.setattr(MODULE, "capturing", lambda world: False)
+            outside.setattr(World, "capturing", False)
             tuned(1, 1)
         return tuned(1, 2)
 
     assert in_threads(1, main) == [3]
-
-
-@pytest.mark.parametrize(("stream", "records", "wanted"), [(0, True, False), (7, True, True), (7, False, False)])
-def test_the_legacy_stream_is_not_asked(monkeypatch, stream, records, wanted):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=stream))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: records)
-    assert capturing(SimpleNamespace(torch_device=torch.device("cuda", 0))) is wanted
-    assert capturing(SimpleNamespace(torch_device=torch.device("cpu"))) is False
 
 
 # -------------------------------------------------------------------------------------------------------------- refused

@@ -240,6 +240,9 @@ class Compiling:
         self.batches.append([c["n"] for c in configs])
         return {i: "out of registers" for i, c in enumerate(configs) if c["n"] % 3 == 0 and self.world.rank == 1}
 
+    def scope(self):
+        return self.world.scratch()
+
     def run(self, config):
         self.ran.append(config["n"])
 

@@ -124,6 +124,8 @@ def _columns(world: Any, M: int, N: int, K: int) -> Case:
 
     runs: dict[str, Any] = {}
     for name, options in (QUICK if device.type == "cpu" else COLUMNS).items():
+        if options.get("mode") == "copy":
+            continue  # rows only
         runs[name] = _run(world, a, b, out, {"shard": "columns"} | options)
     if device.type == "cuda":
         import torch.distributed as dist

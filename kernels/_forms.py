@@ -71,7 +71,7 @@ def tuned(
     """The settings that were tuned here for this case, or are in pkt's tables for a shape like it; {} where there are
     none, where their form cannot run, and in the simulator, whose clock is modelled. key: M, N and K of the product
     that each rank computes. by: those in which all ranks agree; of the others the greatest counts, that of the first
-    call. rows, columns: as in `gluon`. On GPUs collective the first time."""
+    call. rows, columns: as in `gluon`. On GPUs collective the first time, which may not be in a capture."""
     if torch.device(world.torch_device).type != "cuda":
         return {}
 
@@ -88,8 +88,14 @@ def tuned(
                 return {}
         return settings
 
-    agreed = tuple(key[name] for name in by)
-    settings = world.workspace(("pkt.kernels", "tuned", call, agreed, dtype), ask)
+    # Not a workspace: pkt.tune.tune forgets these, and no scope does.
+    known: dict[Any, dict[str, Any]] = world.lasting.setdefault("tune.settings", {})
+    case = (call, *(key[name] for name in by), dtype)
+    if case not in known:
+        if world.capturing:
+            raise Unsupported.captured(world.rank, case)
+        known[case] = ask()
+    settings = known[case]
     mode = settings.get("mode")
     if mode in GLUON and not gluon(call, mode, False, True, world, dtype, rows, *columns):
         return {}

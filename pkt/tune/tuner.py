@@ -118,6 +118,10 @@ def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Call
         time = next(c.time for c in found.candidates if c.config == found.best)
         assert time is not None
         cache.store(world, call.what, plan.case(call, world, key), found.best, time)
+    if plan.by_name:  # operators ask again
+        for asked in ("tune.choices", "tune.settings"):
+            world.lasting.pop(asked, None)
+        world.plans.clear()
     return found
 
 

@@ -95,6 +95,8 @@ def launched(monkeypatch):
         num_sms=132,
         spaces={},
         plans={},
+        lasting={},
+        capturing=False,
         kernels=kernels,
         _heap=SimpleNamespace(backend=SimpleNamespace(base=0), capacity=0),
     )

@@ -95,6 +95,25 @@ def test_a_second_look_is_no_collective():
     assert in_threads(2, main) == [[Config(n=2)] * 2] * 2
 
 
+def test_what_is_tuned_is_seen_at_once():
+    """Also by operators that have made their plans already."""
+
+    def main(world):
+        world.plans["an operator's"] = "with other settings"
+        found = [choice("op", {"m": 1}, world)]
+        tune(anything_in, world, configs=candidates(3), key={"m": 1}, timer=Rough)  # under no name
+        found.append((choice("op", {"m": 1}, world), len(world.plans)))
+        search = tune(anything_in, world, configs=candidates(3), key={"m": 1}, name="op", timer=Rough)
+        found.append((choice("op", {"m": 1}, world) == search.best, len(world.plans)))
+        return found
+
+    assert in_threads(2, main) == [[None, (None, 1), (True, 0)]] * 2
+
+
+def anything_in(world, n):
+    """The same, in a world."""
+
+
 def test_rank_0_reads_for_all(tmp_path):
     """Each rank has a cache of its own with another choice in it; rank 1 has none."""
 

@@ -30,7 +30,7 @@ from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _forms
+from . import _common, _forms, _nccl
 from ._matmul import (
     Epilogue,
     Tiles,
@@ -344,7 +344,7 @@ def _plan(
             return out.copy_(finished(torch.zeros_like(out), bias, epilogue))
 
     elif mode == "nccl":
-        launch = _nccl_launch(world, columns, epilogue)
+        launch = _nccl.all_gather_matmul(world, columns, epilogue)
     elif plan is not None and wanted is not None:
         launch = _gluon_launch(world, a, b, result, plan, wanted, epilogue)
     elif mode == "pull":
@@ -358,16 +358,6 @@ def _plan(
     if out is not None:
         return launch
     return lambda a, b, out, bias: launch(a, b, fresh(), bias)
-
-
-def _nccl_launch(world: World, columns: bool, epilogue: Epilogue) -> _common.Launch:
-    from . import _nccl
-
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        _nccl.all_gather_matmul(a, b, out, world, columns)
-        return out if bias is None and epilogue == "none" else out.copy_(finished(out, bias, epilogue))
-
-    return launch
 
 
 def _gluon_launch(

@@ -30,7 +30,7 @@ from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _forms
+from . import _common, _forms, _nccl
 from ._matmul import (
     Epilogue,
     Tiles,
@@ -231,7 +231,7 @@ def _plan(
     fit = whole_runs(a)
     a, b = fit(a, b)
     if mode == "nccl" or chosen is None:
-        launch = _nccl_launch(world, epilogue)
+        launch = _nccl.matmul_all_reduce(world, epilogue)
     elif mode == "chain":
         launch = _chain_launch(world, a, b, result, in_place, chosen, tuned["rounds"], epilogue)
     else:
@@ -241,16 +241,6 @@ def _plan(
         return launch(*fit(a, b), fresh() if out is None else out, bias)
 
     return whole
-
-
-def _nccl_launch(world: World, epilogue: Epilogue) -> _common.Launch:
-    from . import _nccl
-
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        _nccl.matmul_all_reduce(a, b, out, world)
-        return out if bias is None and epilogue == "none" else out.copy_(finished(out, bias, epilogue))
-
-    return launch
 
 
 def _chain_launch(

@@ -59,6 +59,9 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
         chunk=sorted({_up(min(chunk, K), 64) for chunk in (512, 2048)}),
         tiles=_tiles(m, N, K, itemsize, gpu, groups=(8,)),
     )
+    if _whole_rows(K, itemsize) and gpu.sms > 1:
+        tiles = _tiles(m, N, K, itemsize, gpu, groups=(8,))
+        found += space(mode="copy", push_rows=[0, 1, 2], tiles=tiles)
     if gluon:
         found += space(
             where=_buffers_fit(gpu),

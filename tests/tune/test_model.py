@@ -254,3 +254,21 @@ def test_a_search_that_the_model_leads_finds_what_was_the_fastest(what):
     for loss, count in pkt.launch(replayed, ranks=2, device="cpu", args=(what,))[0]:
         assert loss <= 0.01
         assert count <= 8
+
+
+def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
+    key = {"M": 4096, "N": 16384, "K": 4096, "dtype": "bf16", "size": 4}
+    parts = {
+        n: estimate("all_gather_matmul", Config(mode="copy", push_rows=n, tiles=(128, 256, 64)), key) for n in (1, 8)
+    }
+    pushed = estimate("all_gather_matmul", Config(mode="push", num_comm_sms=1, tiles=(128, 256, 64)), key)
+    assert parts[8].communication < parts[1].communication < pushed.communication, "one SM is no copy engine"
+    assert parts[1].compute >= pushed.compute * 0.99, "one SM less to compute"
+    few = {"M": 4096, "N": 256, "K": 4096, "dtype": "bf16", "size": 4}  # the links are the limit
+    exposed = [
+        estimate("all_gather_matmul", Config(mode="copy", push_rows=n, tiles=(128, 256, 64)), few).exposed
+        for n in (1, 8)
+    ]
+    assert exposed[1] > exposed[0]
+    alone = estimate("all_gather_matmul", Config(mode="copy", tiles=(128, 256, 64)), {**few, "size": 1})
+    assert alone.communication == 0

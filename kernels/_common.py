@@ -53,14 +53,20 @@ the tensors that it was made with."""
 
 
 def planned(
-    call: str, plan: Callable[..., Launch], world: World, tensors: tuple[Any, ...], settings: tuple[Any, ...]
+    call: str,
+    plan: Callable[..., Launch],
+    world: World,
+    tensors: tuple[Any, ...],
+    settings: tuple[Any, ...],
+    *also: Any,
 ) -> torch.Tensor:
-    """plan(world, *tensors, *settings)(*tensors), where the plan is made once for tensors of the same facts.
+    """plan(world, *tensors, *settings)(*tensors), where the plan is made once for tensors of the same facts. also: what
+    else its checks look at, see `overlap`.
 
     Checks, workspaces and the choice of a grid cost a hundred microseconds, as much as a small operator: they are
     plan's, and belong to the world. Raises what `plan` raises, each time.
     """
-    key = (plan, settings, *[facts(tensor, world, call) for tensor in tensors])
+    key = (plan, settings, also, *[facts(tensor, world, call) for tensor in tensors])
     plans = world.plans
     try:
         launch = plans.get(key)
@@ -69,6 +75,15 @@ def planned(
     if launch is None:
         launch = plans[key] = plan(world, *tensors, *settings)
     return launch(*tensors)
+
+
+def overlap(x: Any, out: Any) -> int | None:
+    """Bytes from x to `out` where these are plain tensors that share memory: what `check_apart` looks at and no
+    tensor's own facts say. Those of symmetric tensors, and of all that lies in the heap, have their addresses."""
+    if any(isinstance(t, SymmetricTensor) or not isinstance(t, torch.Tensor) for t in (x, out)):
+        return None
+    start = out.data_ptr() - x.data_ptr()
+    return start if -out.nbytes < start < x.nbytes else None
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, world: World) -> Callable[[], torch.Tensor]:

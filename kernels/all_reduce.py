@@ -247,7 +247,8 @@ def all_reduce(
     ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
-    return _common.planned(CALL, _plan, world, (x, x if out is None else out), (op, mode, block))
+    out = x if out is None else out
+    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block), _common.overlap(x, out))
 
 
 def _plan(

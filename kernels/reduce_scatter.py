@@ -163,7 +163,7 @@ def reduce_scatter(
     CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
-    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block))
+    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block), _common.overlap(x, out))
 
 
 def _plan(

@@ -152,6 +152,26 @@ def operators(size: int) -> dict[str, Any]:
     return {name: (operator, [torch.ones(shape) for shape in some]) for name, (operator, some) in shapes.items()}
 
 
+def test_plain_tensors_that_overlap_are_refused_after_a_call_with_others_alike() -> None:
+    """Neither tensor's own facts tell: the same shapes, strides and alignment."""
+
+    def main(world: Any) -> None:
+        x = torch.arange(80.0)
+        for sizes, operator in (
+            ((64, 64), functools.partial(pkt.all_reduce, mode="low_latency", world=world)),
+            ((64, 32), functools.partial(pkt.reduce_scatter, world=world)),
+        ):
+            operator(*(torch.ones(n) for n in sizes))
+            mine, out = x[: sizes[0]], x[4 : 4 + sizes[1]]
+            for pair in ((mine, out), (x[4 : 4 + sizes[0]], x[: sizes[1]])):
+                with pytest.raises(ShapeError, match="out: found a tensor -?16 bytes from x, wanted memory of its own"):
+                    operator(*pair)
+            operator(x[: sizes[0]], torch.ones(sizes[1]))
+        assert pkt.all_reduce(mine, mode="low_latency", world=world) is mine, "in place"
+
+    pkt.launch(main, ranks=2, device="cpu", heap="4MiB")
+
+
 NAMES = ("all_reduce", "reduce_scatter", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 

@@ -97,13 +97,15 @@ def nvlinks(uuid: str) -> int | None:
 
 
 def _nvml(call: str, *args: Any) -> Any:
-    """What NVML answers, or None: it tells of things that are only shown, so none of its many errors is one here."""
+    """What NVML answers; None where it cannot: it tells of things that are only shown."""
     try:
         from cuda.bindings import nvml
-
+    except ImportError:  # of an older cuda-python
+        return None
+    try:
         nvml.init_v2()
         return getattr(nvml, call)(*args)
-    except Exception:
+    except (nvml.NvmlError, RuntimeError, AttributeError):  # not supported; no library; no such call in it
         return None
 
 

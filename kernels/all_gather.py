@@ -91,7 +91,7 @@ def all_gather(
     NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
-    return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block), _common.overlap(x, out))
+    return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block))
 
 
 def _plan(

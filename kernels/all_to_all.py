@@ -81,7 +81,7 @@ def all_to_all(
     complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
-    return _common.planned(CALL, _plan, world, (x, out), (scatter, gather, mode, block), _common.overlap(x, out))
+    return _common.planned(CALL, _plan, world, (x, out), (scatter, gather, mode, block))
 
 
 def _plan(

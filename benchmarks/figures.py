@@ -80,7 +80,8 @@ def title(record: dict[str, Any]) -> str:
     """What was measured on: GPUs where there are any, else CPU cores."""
     gpus, cores = record["host"]["gpus"], record["host"]["cores"]
     on = f"{len(gpus)} {gpus[0]}" if gpus else f"{cores} CPU cores"
-    return f"{record['ranks']} {'ranks' if gpus else 'simulated ranks'} on {on}, {record['date']}"
+    ranks = f"{'' if gpus else 'simulated '}rank{'s' if record['ranks'] != 1 else ''}"
+    return f"{record['ranks']} {ranks} on {on}, {record['date']}"
 
 
 def number(value: float) -> str:

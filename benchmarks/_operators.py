@@ -497,7 +497,9 @@ def main(name: str, title: str, targets: dict[str, float] | None = None, argv: I
     limits(rows)
     text = markdown(f"{title}, {options.ranks} ranks", rows)
     print(text)
-    if options.device == "cuda":
+    if options.device == "cuda" and not any("ms" in row for row in rows):
+        print(f"{name}: nothing was measured, so no results are written")
+    elif options.device == "cuda":
         options.out.mkdir(parents=True, exist_ok=True)
         stem = options.out / (name if options.ranks == 4 else f"{name}_{options.ranks}")
         stem.with_suffix(".json").write_text(

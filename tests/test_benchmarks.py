@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import pkt
 from benchmarks import _operators, runtime
@@ -42,8 +43,19 @@ def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         return case
 
     monkeypatch.setattr(module, "case", wrong)
+    monkeypatch.setattr(_operators, "ENVIRONMENT", {})  # it is this process's too
     assert _operators.main("matmul_reduce_scatter", "title", argv=["--device", "cpu", "--quick"]) == 1
     assert "FAILED wrong: error 0.1" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_where_nothing_can_be_measured_no_results_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(_operators, "ENVIRONMENT", {})
+    assert _operators.main("matmul_reduce_scatter", "title", argv=["--ranks", "2", "--out", str(tmp_path)]) == 1
+    assert "wanted 2 GPUs, found 0" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_operators_host_code_is_timed_without_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:

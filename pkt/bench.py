@@ -10,12 +10,9 @@ import runpy
 import sys
 from pathlib import Path
 
-SHORT = {
-    "ag_gemm": "all_gather_matmul",
-    "gemm_rs": "matmul_reduce_scatter",
-    "gemm_ar": "matmul_all_reduce",
-    "variants": "all_gather_matmul_variants",
-}
+from pkt.tune.explanation import NAMES
+
+SHORT = {**NAMES, "variants": "all_gather_matmul_variants"}
 """What an operator is called in papers: the benchmark's file."""
 
 

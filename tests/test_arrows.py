@@ -20,7 +20,7 @@ ARROWS = {
         {"torch", "triton", "numpy", "greenlet", "rich", "typer"},
     ),
     "pkt.doctor": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton", "cuda", "rich"}),
-    "pkt.bench": (set(), set()),
+    "pkt.bench": ({"pkt.tune.explanation"}, set()),
     "pkt.cli": ({"pkt.doctor", "pkt.simulate", "pkt.tune.command"}, {"typer", "rich"}),
     "pkt.layouts": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton"}),
     "pkt.trace": (

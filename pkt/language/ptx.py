@@ -252,16 +252,16 @@ def _spin_arguments(want: Any, world: Any, semantic: Any) -> list:
 
 
 @primitive
-def load_acquire(ptr, _semantic=None):
-    """`ld.acquire.sys.global.{b32,b64}` of a scalar or a block, in every thread."""
+def load_relaxed(ptr, _semantic=None):
+    """`ld.relaxed.sys.global.{b32,b64}` of a scalar or a block, in every thread."""
     machine = simulator(_semantic)
     if machine is not None:
-        return machine.load_acquire(ptr)
+        return machine.load_relaxed(ptr)
     bits = ptr.dtype.element_ty.primitive_bitwidth
     if bits not in (32, 64):
-        raise ValueError(f"load_acquire reads 32 or 64 bits, not {ptr.dtype.element_ty}")
+        raise ValueError(f"load_relaxed reads 32 or 64 bits, not {ptr.dtype.element_ty}")
     register = "r" if bits == 32 else "l"
-    return _asm(f"ld.acquire.sys.global.b{bits} $0, [$1];", f"={register},l", [ptr], ptr.dtype.element_ty, _semantic)
+    return _asm(f"ld.relaxed.sys.global.b{bits} $0, [$1];", f"={register},l", [ptr], ptr.dtype.element_ty, _semantic)
 
 
 @primitive

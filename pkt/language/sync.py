@@ -128,16 +128,13 @@ def _share(first, n):
 
 
 @triton.jit
-def _arrive_everywhere(ptr, world, sem: tl.constexpr):
-    """One arrival of this rank at every rank's counter, `sem` at my own; returns my counter before it. The caller has
-    drained."""
+def _arrive_everywhere(ptr, world):
+    """One arrival of this rank at every rank's counter. The caller has drained, and has read its own counter: a peer
+    that has seen my arrival may already arrive for the next round here."""
     share = _share(tl.cast(world.rank, tl.int32) == 0, world.size)
-    # My own first, and before the fence: a peer that has seen my arrival may already arrive for the next round here.
-    before = tl.atomic_add(ptr, share, sem=sem, scope="sys")
     ptx.fence("sys")
-    for i in tl.static_range(1, world.size):
+    for i in tl.static_range(1, world.size + 1):
         tl.atomic_add(address.peer(ptr, (world.rank + i) % world.size, world), share, sem="relaxed", scope="sys")
-    return before
 
 
 @triton.jit
@@ -146,10 +143,12 @@ def barrier(ptr, world):
 
     Everything published as by `signal_all`, visible as after `wait`. One relaxed atomic to each rank behind one fence.
     """
+    # Stable: this round cannot complete without me. Every thread reads it, so it must be before the barrier.
+    round_bit = ptx.load_relaxed(ptr)
     ptx.drain(world)
     ptx.cta_barrier()
-    before = _arrive_everywhere(ptr, world, "relaxed")
-    ptx.wait(ptr, before, "flip", world)
+    _arrive_everywhere(ptr, world)
+    ptx.wait(ptr, round_bit, "flip", world)
     ptx.cta_barrier()
 
 
@@ -178,20 +177,18 @@ def grid_barrier(ptr, world):
 def world_barrier(ptr, world):
     """All programs of all ranks. Two counters, `ptr` and `ptr + 1`: the last program to arrive on a rank arrives for
     the rank. Grids may differ between ranks."""
+    round_bit = ptx.load_relaxed(ptr + 1)  # as in `barrier`
     ptx.drain(world)
+    ptx.cta_barrier()
     if _num_programs() == 1:  # nobody to wait for at home
-        ptx.cta_barrier()
-        round_bit = _arrive_everywhere(ptr + 1, world, "relaxed")
+        _arrive_everywhere(ptr + 1, world)
     else:
-        # Stable: this round cannot complete without me. Every thread reads it, so it must be before the barrier.
-        round_bit = ptx.load_acquire(ptr + 1)
-        ptx.cta_barrier()
         share = _share(_is_first_program(), _num_programs())
-        # Of this GPU only: what the others here have done goes on to the peers with the last one's fence.
+        # Of this GPU only: what the others here have done goes on to the peers with the last one's fence, and to my
+        # rank's other programs, who wait for its arrival at home.
         before = tl.atomic_add(ptr, share, sem="acq_rel", scope="gpu")
         if ((before + share) ^ before) < 0:
-            # A release at home too: my rank's other programs wait there for what this one has acquired from them.
-            _arrive_everywhere(ptr + 1, world, "release")
+            _arrive_everywhere(ptr + 1, world)
     ptx.wait(ptr + 1, round_bit, "flip", world)
     ptx.cta_barrier()
 

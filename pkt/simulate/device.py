@@ -302,12 +302,12 @@ class SimulatedDevice:
             TensorHandle(out.reshape(shape), tl.int32), tl.block_type(tl.int32, list(shape)) if ptr.shape else tl.int32
         )
 
-    def load_acquire(self, ptr: Any) -> tl.tensor:
+    def load_relaxed(self, ptr: Any) -> tl.tensor:
         addresses = ptr.handle.data
         dtype = np.dtype(np.int32 if ptr.dtype.element_ty.primitive_bitwidth == 32 else np.int64)
         for address in addresses.reshape(-1):
             self.m.space.find(int(address)).waited.add(int(address))
-        old = self.atomic(addresses, None, dtype, lambda now, where: now, "acquire", "system", reads=True)
+        old = self.atomic(addresses, None, dtype, lambda now, where: now, "relaxed", "system", reads=True)
         ty = ptr.dtype.element_ty
         return tl.tensor(TensorHandle(old, ty), tl.block_type(ty, list(old.shape)) if ptr.shape else ty)
 

@@ -82,7 +82,7 @@ def test_broadcast_pushes_to_every_pe_and_meets(arch):
     k = compiled(move_kernel, "*bf16", "*bf16", "*i32", 65536, device_world(2), HOW="broadcast", arch=arch)
     ops = order(k)
     one = "one:atomic.relaxed.sys.add.u32"
-    tail = [*DRAIN, one, "fence.acq_rel.sys", one, one, one, "pkt.wait", "bar.sync"]
+    tail = [*DRAIN, "fence.acq_rel.sys", one, one, one, one, "pkt.wait", "bar.sync"]
     assert ops[-len(tail) :] == tail
     assert count(k, r"st\.global\.v4\.b32") == 4 * 4
 

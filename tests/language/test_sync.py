@@ -177,10 +177,11 @@ def test_test_reads_once_in_one_thread(arch, cmp):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (1, 3), (2, 4), (0, 8)])
-def test_barrier_arrives_here_first_then_fences_then_at_the_peers(arch, rank, size):
+def test_barrier_reads_its_counter_then_fences_once_then_arrives_everywhere(arch, rank, size):
     k = compiled(barrier_kernel, "*int32", device_world(rank, size), arch=arch)
     one = "one:atomic.relaxed.sys.add.u32"
-    assert order(k) == [*DRAIN, "bar.sync", one, "fence.acq_rel.sys"] + [one] * (size - 1) + ["pkt.wait", "bar.sync"]
+    read = "ld.relaxed.sys.global.b32"
+    assert order(k) == [read, *DRAIN, "bar.sync", "fence.acq_rel.sys"] + [one] * size + ["pkt.wait", "bar.sync"]
     (block,) = waits(k)
     ops = [x.op for x in block]
     start = ops.index("ld.acquire.sys.global.b32")
@@ -196,13 +197,10 @@ def test_grid_barrier(arch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_world_barrier_crosses_ranks_once_a_rank(arch):
     k = compiled(world_barrier_kernel, "*int32", device_world(0, 4), arch=arch)
-    one, at_home = "one:atomic.relaxed.sys.add.u32", "one:atomic.release.sys.add.u32"
-    found = order(k)
-    if found[found.index(at_home) - 1] == "bar.sync":  # Triton 3.9 puts one before every release
-        del found[found.index(at_home) - 1]
-    alone = ["bar.sync", one, "fence.acq_rel.sys", one, one, one]  # a grid of one program: as `barrier`
-    last = ["one:atomic.acq_rel.gpu.add.u32", at_home, "fence.acq_rel.sys", one, one, one]
-    assert found == [*DRAIN, *alone, "ld.acquire.sys.global.b32", "bar.sync", *last, "pkt.wait", "bar.sync"]
+    everywhere = ["fence.acq_rel.sys"] + ["one:atomic.relaxed.sys.add.u32"] * 4
+    # a grid of one program as `barrier`; of others the last one
+    ways = [*everywhere, "one:atomic.acq_rel.gpu.add.u32", *everywhere]
+    assert order(k) == ["ld.relaxed.sys.global.b32", *DRAIN, "bar.sync", *ways, "pkt.wait", "bar.sync"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -159,6 +159,6 @@ def test_signals_and_waits_on_elements_of_a_layout(arch):
     ops = order(k)
     expected = [*drain, "one:atomic.release.sys.add.u32", *drain, "fence.acq_rel.sys", one, one, one, one, "pkt.wait"]
     assert ops[: len(expected)] == expected
-    tail = [*drain, one, "fence.acq_rel.sys", one, one, one, "pkt.wait", "bar.sync"]
+    tail = [*drain, "fence.acq_rel.sys", one, one, one, one, "pkt.wait", "bar.sync"]
     assert ops[-len(tail) :] == tail
     assert count_markers(k.asm["ptx"]) == {"wait": 2, "signal": 3}

@@ -40,10 +40,10 @@ PARTS: dict[str, dict[str, Any]] = {  # the product alone
 }
 GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon chain": {"mode": "chain", "tiles": TILES},
-    "pkt gluon chain, groups of 4": {"mode": "chain", "tiles": TILES._replace(group=4)},
+    "pkt gluon chain, 1 round": {"mode": "chain", "tiles": TILES, "rounds": 1},
     "pkt gluon chain, groups of 16": {"mode": "chain", "tiles": TILES._replace(group=16)},
     "pkt gluon chain, 128x128": {"mode": "chain", "tiles": NARROW},
-    "pkt gluon chain, 128x128, groups of 16": {"mode": "chain", "tiles": NARROW._replace(group=16)},
+    "pkt gluon chain, 128x128, 1 round": {"mode": "chain", "tiles": NARROW, "rounds": 1},
     "pkt gluon chain, 3 slots": {"mode": "chain", "tiles": TILES._replace(num_stages=3)},
 }
 QUICK = {
@@ -100,7 +100,7 @@ def _part(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leave
 
     def run() -> torch.Tensor:
         if not made:  # workspaces of variants that do not run are not made
-            made.append(chain_launch(world, a, b, out, tiles, leave_out=leave_out))
+            made.append(chain_launch(world, a, b, out, tiles, 1, leave_out=leave_out))
         return made[0](a, b, out, None)
 
     return run

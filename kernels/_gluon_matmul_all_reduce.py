@@ -27,7 +27,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 import pkt.language as pl
-from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
@@ -58,11 +57,10 @@ from ._gluon import (
     take_over,
     to_peers,
 )
-from ._gluon_matmul_reduce_scatter import chain_tiles
+from ._gluon_matmul_reduce_scatter import chain_rounds, chain_tiles
 from ._matmul import Epilogue, Tiles, stored
 
 CALL = "matmul_all_reduce"
-MAX_ROUNDS = 8
 
 
 @gluon.jit
@@ -196,16 +194,11 @@ def gluon_two_shot_kernel(
 
 # -------------------------------------------------------------------------------------------------------- host
 def settings(M: int, N: int, world: World, tiles: Tiles | None, rounds: int | None) -> tuple[Tiles, int]:
-    """`tiles` and `rounds`, or what follows from an M x N output: as many rounds as leave every program a tile of each
-    rank's part. Reasoned, not measured. Raises ShapeError."""
+    """`tiles` and `rounds`, or what follows from an M x N output. Raises ShapeError."""
     tiles = tiles or chain_tiles(triton.cdiv(M, world.size), N)
     check_tiles(CALL, tiles, world)
-    if rounds is not None and rounds < 1:
-        raise ShapeError.argument(CALL, "rounds", rounds, "at least 1", world.rank)
     count = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    if rounds is None:
-        rounds = min(count // (world.size * _common.num_programs(world, count or 1)), MAX_ROUNDS)
-    return tiles, max(1, min(rounds, count))
+    return tiles, chain_rounds(CALL, count // world.size, count, world, rounds)
 
 
 class _Space(NamedTuple):

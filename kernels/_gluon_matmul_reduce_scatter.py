@@ -2,8 +2,9 @@
 
 A tile of rank o's part is stored into o's memory by rank o - 1, added to there by o - 2, ..., o + 1, each when the one
 before has said that its part has landed, and finished by o: it loads the sum into the slots lent for its own tile, adds
-its own product in fp32 and stores the result. All ranks work on the part of rank + 1 first, then of rank + 2, ..., and
-on their own last, so what a rank waits for was begun a whole part earlier.
+its own product in fp32 and stores the result. The tiles of a part come in rounds. In each, all ranks work on the part
+of rank + 1 first, then of rank + 2, ..., and on their own last: so what a rank waits for was begun long before, and
+while a round's own tiles are computed, which leave the links idle, those of the rounds around it are on their way.
 
 So nothing has to be zeroed, nothing is copied at the end, and the additions have an order: the same bits every time.
 They round to the dtype at every rank: off by at most about size * u * s, in the words of matmul_reduce_scatter.
@@ -21,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 import pkt.language as pl
+from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative
 from pkt.runtime.tensor import SymmetricTensor
@@ -55,27 +57,33 @@ from ._gluon import (
 from ._matmul import Epilogue, Tiles, stored
 
 CALL = "matmul_reduce_scatter"
+MAX_ROUNDS = 8
 
 
 @gluon.jit
-def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr):
-    """Tile t: (phase, owner, row block, column). Phase p is the part of rank + 1 + p; the last is my own."""
-    phase = t // (num_m * num_n)
-    i, j = grouped(t % (num_m * num_n), num_m, num_n, GROUP)
+def _tile(t, rank, num_m, num_n, rounds, SIZE: gl.constexpr, GROUP: gl.constexpr):
+    """Tile t: (phase, owner, row block, column). Phase p of a round is the part of rank + 1 + p; the last is my own."""
+    tiles = num_m * num_n
+    turn = ((t // SIZE + 1) * rounds - 1) // tiles
+    first = turn * tiles // rounds
+    count = (turn + 1) * tiles // rounds - first
+    t -= first * SIZE
+    phase = t // count
+    i, j = grouped(first + t % count, num_m, num_n, GROUP)
     return phase, (rank + 1 + phase) % SIZE, i, j
 
 
 @gluon.jit
-def _place(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr):
-    """For `consume`: the tiles of my own part, the last, are mine."""
-    phase, _, _, j = _tile(t, rank, num_m, num_n, SIZE, GROUP)
+def _place(t, rank, num_m, num_n, rounds, SIZE: gl.constexpr, GROUP: gl.constexpr):
+    """For `consume`: the tiles of my own part are mine."""
+    phase, _, _, j = _tile(t, rank, num_m, num_n, rounds, SIZE, GROUP)
     return phase == SIZE - 1, j
 
 
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
 def _load(
-    a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    a, b, total, ring, ready_ptr, m, N, K, rounds, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -84,7 +92,7 @@ def _load(
     rank = gl.cast(world.rank, gl.int32)
     it = 0
     for t in range(first_tile(), world.size * num_m * num_n, gl.num_programs(0)):
-        phase, owner, i, j = _tile(t, rank, num_m, num_n, world.size, GROUP)
+        phase, owner, i, j = _tile(t, rank, num_m, num_n, rounds, world.size, GROUP)
         row = owner * m + i * BLOCK_M
         for k in range(0, K, BLOCK_K):
             load_step(it, a, row, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
@@ -101,7 +109,7 @@ def _load(
 
 @gluon.jit
 def _store(
-    out, peers, ring, ready_ptr, m, N, K, epoch, world,
+    out, peers, ring, ready_ptr, m, N, K, rounds, epoch, world,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -112,7 +120,7 @@ def _store(
     it = 0
     n = 0
     for t in range(first_tile(), world.size * num_m * num_n, gl.num_programs(0)):
-        phase, owner, i, j = _tile(t, rank, num_m, num_n, world.size, GROUP)
+        phase, owner, i, j = _tile(t, rank, num_m, num_n, rounds, world.size, GROUP)
         counter = ready_ptr + (owner * num_m + i) * num_n + j
         row = ((epoch & 1) * num_m + i) * BLOCK_M
         mine = phase == world.size - 1
@@ -141,7 +149,7 @@ def _store(
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
-@gluon.jit
+@gluon.jit(do_not_specialize=["rounds"])
 def gluon_chain_kernel(
     a,  # (size * m, K) this rank's, blocks of BLOCK_M x BLOCK_K
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
@@ -153,6 +161,7 @@ def gluon_chain_kernel(
     m,
     N,
     K,
+    rounds,  # 1 to the tiles of a part
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
@@ -166,16 +175,16 @@ def gluon_chain_kernel(
     num_m = gl.cdiv(m, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     tiles = world.size * num_m * num_n
-    where = (gl.cast(world.rank, gl.int32), num_m, num_n, world.size, GROUP)
+    where = (gl.cast(world.rank, gl.int32), num_m, num_n, rounds, world.size, GROUP)
     PLACE: gl.constexpr = _place
     gl.warp_specialize(
         [
             (consume, (ring, tiles, where, bias, N, K, PLACE, world.size > 1, EPILOGUE, HALF, TRANSPOSED,
                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-            (_load, (a, b, total, ring, ready_ptr, m, N, K, epoch, world, HALF, TRANSPOSED,
+            (_load, (a, b, total, ring, ready_ptr, m, N, K, rounds, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
-            (_store, (out, (d1, d2, d3, d4, d5, d6, d7), ring, ready_ptr, m, N, K, epoch, world, HALF,
-                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
+            (_store, (out, (d1, d2, d3, d4, d5, d6, d7), ring, ready_ptr, m, N, K, rounds, epoch, world,
+                      HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],
@@ -200,11 +209,22 @@ def chain_tiles(m: int, N: int) -> Tiles:
     return TILES._replace(num_stages=3 if elements >= 1 << 28 else 4)
 
 
-def settings(m: int, N: int, world: World, tiles: Tiles | None) -> Tiles:
-    """`tiles`, or what follows from a part of m x N. Raises ShapeError."""
+def settings(m: int, N: int, world: World, tiles: Tiles | None, rounds: int | None) -> tuple[Tiles, int]:
+    """`tiles` and `rounds`, or what follows from a part of m x N. Raises ShapeError."""
     tiles = tiles or chain_tiles(m, N)
     check_tiles(CALL, tiles, world)
-    return tiles
+    count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
+    return tiles, chain_rounds(CALL, count, count, world, rounds)
+
+
+def chain_rounds(call: str, part: int, count: int, world: World, rounds: int | None) -> int:
+    """`rounds`, or as many as leave every program a tile of each rank's part of so many tiles; `count` at most.
+    Reasoned, not measured. Raises ShapeError."""
+    if rounds is not None and rounds < 1:
+        raise ShapeError.argument(call, "rounds", rounds, "at least 1", world.rank)
+    if rounds is None:
+        rounds = min(part // _common.num_programs(world, world.size * part or 1), MAX_ROUNDS)
+    return max(1, min(rounds, count))
 
 
 class _Space(NamedTuple):
@@ -218,13 +238,14 @@ def chain_launch(
     b: torch.Tensor,
     out: torch.Tensor,
     tiles: Tiles,
+    rounds: int,
     epilogue: Epilogue = "none",
     leave_out: str = "",
 ) -> _common.Launch:
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (m, N) = my rows of the sum over ranks of
-    `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose checks of the operands come before. bf16 or fp16,
-    rows at multiples of 16 bytes, on sm_90. Collective. leave_out: for measurements, "links": everything stays on this
-    rank, and the result is nobody's. Raises Unsupported, ShapeError."""
+    `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose checks of the operands come before, with what
+    `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out: for
+    measurements, "links": everything stays on this rank, and the result is nobody's. Raises Unsupported, ShapeError."""
     rows_b, transposed = stored(b)
     check(CALL, world, a, rows_b, out)
     check_tiles(CALL, tiles, world)
@@ -256,7 +277,7 @@ def chain_launch(
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         cooperative(
             world, gluon_chain_kernel, (programs,), tiles_of_a(a), tiles_of_b(b), total, parts_of_out(out), *targets,
-            ready, bias, m, N, K, world.device, **constants,
+            ready, bias, m, N, K, rounds, world.device, **constants,
         )  # fmt: skip
         return out
 

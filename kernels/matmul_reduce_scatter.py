@@ -191,6 +191,7 @@ def matmul_reduce_scatter(
     epilogue: Epilogue = "none",
     mode: Mode | None = None,
     tiles: Sequence[int] | None = None,
+    rounds: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
@@ -205,20 +206,22 @@ def matmul_reduce_scatter(
     "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but in a fixed order: bf16 or
     fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. "nccl": cuBLAS and NCCL's reduce-scatter,
     through torch.distributed, each product rounded before it is added; takes no tiles. None: "chain" where that can
-    run, m is more than 64 (its tiles have 128 rows) and no tiles are given, else "add".
+    run, m is more than 64 (its tiles have 128 rows) and nothing below is given, else "add".
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128,
         256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
         None.
+    rounds: "chain": in how many turns the parts of all ranks are computed, the same on every rank; from the shapes
+        where None.
 
     Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     world = _common.world_of(CALL, world, a, b)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles))
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles, rounds))
 
 
 def _plan(
     world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    epilogue: Epilogue, mode: Mode | None, tiles: Sequence[int] | None,
+    epilogue: Epilogue, mode: Mode | None, tiles: Sequence[int] | None, rounds: int | None,
 ) -> _common.Launch:  # fmt: skip
     """Checks, and the form and its settings."""
     if mode is not None:
@@ -229,12 +232,14 @@ def _plan(
         wanted = f"a first dimension divisible by {size} ranks"
         raise ShapeError.argument(CALL, "a", tuple(a.shape), wanted, world.rank)
     m, dtype = M // size, a.dtype
-    left = mode is None and tiles is None
+    left = mode is None and tiles is None and rounds is None
     if left:
         key = {"M": M, "N": N, "K": a.shape[1]}
         found = _forms.tuned(CALL, world, key, dtype, m, N, by="MN")  # ranks may differ in k
-        mode, tiles, left = found.get("mode"), found.get("tiles"), not found
+        mode, tiles, rounds, left = found.get("mode"), found.get("tiles"), found.get("rounds"), not found
     chosen = check_tiles(CALL, tiles, world)
+    if rounds is not None and mode != "chain":
+        raise ShapeError.argument(CALL, "rounds", rounds, f'none with mode "{mode or "add"}"', world.rank)
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(m, N), dtype=dtype)
@@ -243,12 +248,14 @@ def _plan(
     elif _forms.gluon(CALL, "chain", mode == "chain", left, world, dtype, m, N):
         from ._gluon_matmul_reduce_scatter import settings
 
-        mode, chosen = "chain", settings(m, N, world, chosen)
+        mode = "chain"
+        chosen, rounds = settings(m, N, world, chosen, rounds)
     else:
         mode, chosen = mode or "add", chosen or default_tiles(m, dtype, N)
     _common.check_agreed(
-        CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, bias=bias is not None, epilogue=epilogue
-    )
+        CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, rounds=rounds, bias=bias is not None,
+        epilogue=epilogue,
+    )  # fmt: skip
     fresh = _common.fresh((m, N), dtype, world)
     if m == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out
@@ -257,8 +264,8 @@ def _plan(
     a, b = fit(a, b)
     if mode == "nccl" or chosen is None:
         launch = _nccl.matmul_reduce_scatter(world, epilogue)
-    elif mode == "chain":
-        launch = _chain_launch(world, a, b, result, chosen, epilogue)
+    elif rounds is not None:
+        launch = _chain_launch(world, a, b, result, chosen, rounds, epilogue)
     else:
         launch = _plain_launch(world, a, b, result, mode, chosen, epilogue)
 
@@ -269,12 +276,12 @@ def _plan(
 
 
 def _chain_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiles: Tiles, epilogue: Epilogue
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiles: Tiles, rounds: int, epilogue: Epilogue
 ) -> _common.Launch:
     from ._gluon_matmul_reduce_scatter import chain_launch
 
     fit_a, fit_b, fit_out = map(_forms.fitting, (a, b, out))
-    chain = chain_launch(world, fit_a(a), fit_b(b), fit_out(out), tiles, epilogue)
+    chain = chain_launch(world, fit_a(a), fit_b(b), fit_out(out), tiles, rounds, epilogue)
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         result = chain(fit_a(a), fit_b(b), fit_out(out), bias)

@@ -79,7 +79,7 @@ def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluo
     m, N, K = math.ceil(key["M"] / key["size"]), key["N"], key["K"]
     found = space(mode=["add", "inbox"], tiles=_tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16), staged=True))
     if gluon:
-        found += space(mode="chain", tiles=_gluon_tiles(gpu, groups=(4, 8, 16, 32)))
+        found += space(mode="chain", rounds=[1, 2, 4, 8], tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
     return found
 
 

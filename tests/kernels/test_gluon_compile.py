@@ -120,7 +120,7 @@ def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, 
 def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, tiles=None, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
     b = lying(b, transposed)
-    chain.chain_launch(world, a, b, out, tiles or TILES, **options)(a, b, out, bias_of(bias, N, dtype))
+    chain.chain_launch(world, a, b, out, tiles or TILES, 3, **options)(a, b, out, bias_of(bias, N, dtype))
     return world.kernels[-1][:3]
 
 
@@ -268,7 +268,8 @@ def test_rounds_leave_every_program_a_tile_of_each_part(launched):
     world = launched()
     found = [two_shot.settings(side, side, world, TILES, None)[1] for side in (1024, 4096, 8192, 16384, 32768)]
     assert found == [1, 1, 3, 8, 8]
-    assert two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
+    assert [chain.settings(side // 4, side, world, TILES, None)[1] for side in (4096, 8192, 16384)] == [1, 3, 8]
+    assert chain.settings(1, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
 
 
 def test_fp16(launched, tmp_path):
@@ -448,13 +449,14 @@ def test_the_keywords_reach_it(operators, tmp_path):
         world, 1024, 1024, 4096, mode="gluon", num_comm_sms=32, chunk=512, tiles=[128, 128, 64, 4, 8, 5],
         unit=[32, 128, 2, 3, 2], push_rows=3, nap=500,
     )  # fmt: skip
-    scatter_call(world, 1024, 1024, 4096, mode="chain", tiles=[128, 128, 64, 4, 8, 5])
+    scatter_call(world, 1024, 1024, 4096, mode="chain", tiles=[128, 128, 64, 4, 8, 5], rounds=7)
     for kernel, grid, options, _ in world.kernels:
         assert_fits(kernel, grid, tmp_path)
         assert [options[name] for name in ("BLOCK_N", "GROUP", "STAGES")] == [128, 4, 5]
     options = world.kernels[0][2]
     assert [options[n] for n in ("UNIT_M", "UNIT_K", "UNITS", "BUFFERS", "LAG", "CHUNK")] == [32, 128, 2, 3, 2, 512]
     assert world.kernels[0][3][-5:-1] == (32, 500, 3, 1024)
+    assert world.kernels[1][3][-2] == 7
 
 
 @pytest.mark.parametrize(

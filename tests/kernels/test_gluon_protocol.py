@@ -72,7 +72,9 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=
         np.testing.assert_array_equal(c.reshape(size * m, N), finished(exact) if finish else exact)
 
 
-def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, transposed=False, finish=False):
+def run_chain(
+    size, m, N, K, programs, seed, launches=3, broken=None, stages=3, rounds=1, transposed=False, finish=False
+):
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, chain], machine)
     if broken:
@@ -93,7 +95,7 @@ def run_chain(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, 
             arguments = (
                 Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(totals[rank], *part),
                 Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
-                bias(N, finish), m, N, K,
+                bias(N, finish), m, N, K, min(rounds, num_m * num_n),
                 SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
             )  # fmt: skip
             options = {
@@ -202,10 +204,10 @@ def test_push_on_eight_ranks():
 
 
 @pytest.mark.parametrize(("size", "m", "N", "K"), SIZES)
-@pytest.mark.parametrize("stages", [3, 4])
-def test_chain(size, m, N, K, stages):
+@pytest.mark.parametrize(("stages", "rounds"), [(3, 1), (4, 2), (3, 5)])
+def test_chain(size, m, N, K, stages, rounds):
     for seed in range(4):
-        run_chain(size, m, N, K, 1 + seed, seed, stages=stages)
+        run_chain(size, m, N, K, 1 + seed, seed, stages=stages, rounds=rounds)
 
 
 @pytest.mark.parametrize(("size", "M", "N", "K"), [*SIZES, (3, 8, 8, 20), (4, 40, 24, 12), (2, 57, 33, 7)])
@@ -248,6 +250,25 @@ def test_every_tile_has_one_owner_and_a_place(size, shape):
             places = [place for _, place, _ in tiles_of]
             assert len(set(places)) == len(places)
             assert max(places, default=0) < rounds * cdiv(cdiv(tiles, rounds), size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 7)], ids=str)
+def test_every_tile_of_every_part_once_and_the_owner_last(size, shape):
+    """In any number of rounds, and a rank's next in the chain comes to a tile later than it does itself."""
+    functions = as_python([gluon, chain], Machine(size, 1, 0))
+    tiles = shape[0] * shape[1]
+    for rounds in {1, min(2, tiles), min(3, tiles), tiles}:
+        seen: list[dict] = [{} for _ in range(size)]
+        for rank in range(size):
+            for t in range(size * tiles):
+                phase, owner, i, j = functions["_tile"](t, rank, *shape, rounds, size, 2)
+                assert owner == (rank + 1 + phase) % size
+                seen[rank][owner, i, j] = t
+        assert all(len(cells) == size * tiles for cells in seen)
+        for owner, i, j in seen[0]:
+            turns = [seen[(owner - 1 - p) % size][owner, i, j] for p in range(size)]
+            assert turns == sorted(set(turns))
 
 
 def test_chain_on_eight_ranks():

@@ -114,18 +114,40 @@ def check_nccl(call: str, given: Mapping[str, object], world: World) -> None:
     process_group(world)
 
 
-def fitting(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes tensors of the same facts as this one fit for a TMA descriptor: where it begins elsewhere than at a
-    multiple of 16 bytes, a copy that lies as it does. No reason to choose another form, because the peers' tensors may
-    begin elsewhere."""
+Fit = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fitting(tensor: torch.Tensor) -> Fit | None:
+    """What makes tensors of the same facts as this one fit for a TMA descriptor, None where they are: where it begins
+    elsewhere than at a multiple of 16 bytes, a copy that lies as it does. No reason to choose another form, because the
+    peers' tensors may begin elsewhere."""
     symmetric = isinstance(tensor, SymmetricTensor)
     plain = tensor.plain() if symmetric else tensor
     copied = not _common.aligned(stored(plain)[0])
     if not symmetric and not copied:
-        return lambda tensor: tensor
+        return None
 
     def fit(tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.plain() if symmetric else tensor
         return plain.clone() if copied else plain
 
     return fit
+
+
+def fitted(
+    make: Callable[..., _common.Launch], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
+) -> _common.Launch:
+    """make(a, b, out), launch(a, b, out, bias), with all three fit for TMA descriptors, and `out` filled in the end;
+    out: None where it need not be fit."""
+    fit_a, fit_b, fit_out = fitting(a), fitting(b), None if out is None else fitting(out)
+    first = fit_out(out) if fit_out and out is not None else out
+    launch = make(fit_a(a) if fit_a else a, fit_b(b) if fit_b else b, first)
+    if not (fit_a or fit_b or fit_out):
+        return launch
+
+    def fit_and_launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result = fit_out(out) if fit_out else out
+        launch(fit_a(a) if fit_a else a, fit_b(b) if fit_b else b, result, bias)
+        return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
+
+    return fit_and_launch

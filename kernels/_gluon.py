@@ -12,7 +12,7 @@ Written for Triton 3.6 (`check`): later versions renamed parts of Gluon.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -342,27 +342,10 @@ def check(call: str, world: World, *tensors: torch.Tensor) -> None:
         raise Unsupported.here(f"{call}(schedule='gluon')", f"found Triton {triton.__version__}", "wanted Triton 3.6")
 
 
-Describe = Callable[[torch.Tensor], TensorDescriptor]
-
-
-def describing(tensor: torch.Tensor, block: tuple[int, ...]) -> Describe:
-    """What makes TMA descriptors of tensors of the same facts as this one: what they have in common is checked once.
-    Only the address is then read from a tensor."""
-    common = {**vars(descriptor(tensor, block)), "base": None}
-
-    def describe(tensor: torch.Tensor) -> TensorDescriptor:
-        made = TensorDescriptor.__new__(TensorDescriptor)
-        made.__dict__.update(common)
-        made.base = tensor
-        return made
-
-    return describe
-
-
-def describing_weights(b: torch.Tensor, tiles: Tiles) -> Describe:
-    """The same of `b` (K, N), which is stored so, or (N, K)."""
+def weights_descriptor(b: torch.Tensor, tiles: Tiles) -> TensorDescriptor:
+    """Of `b` (K, N), which is stored so, or (N, K)."""
     rows, transposed = stored(b)
-    return describing(rows, (tiles.block_n, tiles.block_k) if transposed else (tiles.block_k, tiles.block_n))
+    return descriptor(rows, (tiles.block_n, tiles.block_k) if transposed else (tiles.block_k, tiles.block_n))
 
 
 def peer_descriptors(tensors: Sequence[torch.Tensor], unused: torch.Tensor, block: tuple[int, ...]) -> list:
@@ -381,6 +364,7 @@ def descriptor(
     tensor: torch.Tensor, block: tuple[int, ...], shape: tuple[int, ...] | None = None, inner: int = 0
 ) -> TensorDescriptor:
     """A TMA descriptor of `tensor` (contiguous); `shape`: fewer columns than it has, which are cut; `inner`: columns of
-    the swizzled rows in shared memory, the block's own where 0."""
+    the swizzled rows in shared memory, the block's own where 0. Its checks take as long as a launch, so a plan makes it
+    once and lends it each launch's tensor as `base`, of which only the address is read, at the launch."""
     swizzle = layout(tensor.dtype, *block) if not inner else layout(tensor.dtype, *block[:-1], inner)
     return TensorDescriptor(tensor, list(shape or tensor.shape), list(tensor.stride()), list(block), swizzle)

@@ -35,8 +35,6 @@ from ._gluon import (
     check,
     check_tiles,
     consume,
-    describing,
-    describing_weights,
     descriptor,
     first_tile,
     grouped,
@@ -50,6 +48,7 @@ from ._gluon import (
     ring_bytes,
     take_over,
     to_peers,
+    weights_descriptor,
 )
 from ._matmul import Epilogue, Tiles, stored
 
@@ -413,15 +412,18 @@ def push_launch(
         "EPILOGUE": epilogue, "LEAVE_OUT": "wait" if leave_out in ("wait", "push") or size == 1 else "",
         "num_warps": CONSUMER_WARPS,
     }  # fmt: skip
-    tiles_of_a, units_of_a = describing(a, block), describing(a, unit)
-    tiles_of_b = describing_weights(b, tiles)
-    tiles_of_out = describing(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2))
+    tiles_of_a, units_of_a, tiles_of_b = descriptor(a, block), descriptor(a, unit), weights_descriptor(b, tiles)
+    tiles_of_out = descriptor(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2))
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        cooperative(
-            world, gluon_push_kernel, (programs,), tiles_of_a(a), units_of_a(a), inbox, tiles_of_b(b),
-            tiles_of_out(out), *targets, ready, bias, *numbers, world.device, **constants,
-        )  # fmt: skip
+        tiles_of_a.base, units_of_a.base, tiles_of_b.base, tiles_of_out.base = a, a, b, out
+        try:
+            cooperative(
+                world, gluon_push_kernel, (programs,), tiles_of_a, units_of_a, inbox, tiles_of_b, tiles_of_out,
+                *targets, ready, bias, *numbers, world.device, **constants,
+            )  # fmt: skip
+        finally:
+            tiles_of_a.base = units_of_a.base = tiles_of_b.base = tiles_of_out.base = None
         return out
 
     return launch

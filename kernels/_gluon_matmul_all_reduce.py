@@ -39,8 +39,6 @@ from ._gluon import (
     check,
     check_tiles,
     consume,
-    describing,
-    describing_weights,
     descriptor,
     first_tile,
     grouped,
@@ -56,6 +54,7 @@ from ._gluon import (
     release_halves,
     take_over,
     to_peers,
+    weights_descriptor,
 )
 from ._gluon_matmul_reduce_scatter import chain_rounds, chain_tiles
 from ._matmul import Epilogue, Tiles, stored
@@ -246,13 +245,17 @@ def two_shot_launch(
         "EPILOGUE": epilogue, "num_warps": CONSUMER_WARPS,
     }  # fmt: skip
     here = out.plain()
-    tiles_of_a, tiles_of_b = describing(a, block), describing_weights(b, tiles)
+    tiles_of_a, tiles_of_b = descriptor(a, block), weights_descriptor(b, tiles)
 
     def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        cooperative(
-            world, gluon_two_shot_kernel, (programs,), tiles_of_a(a), tiles_of_b(b), total, result,
-            *sums, *outs, space.ready, bias, M, N, K, rounds, world.device, **constants,
-        )  # fmt: skip
+        tiles_of_a.base, tiles_of_b.base = a, b
+        try:
+            cooperative(
+                world, gluon_two_shot_kernel, (programs,), tiles_of_a, tiles_of_b, total, result,
+                *sums, *outs, space.ready, bias, M, N, K, rounds, world.device, **constants,
+            )  # fmt: skip
+        finally:
+            tiles_of_a.base = tiles_of_b.base = None
         return here
 
     return launch

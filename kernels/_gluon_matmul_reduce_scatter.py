@@ -37,8 +37,6 @@ from ._gluon import (
     check,
     check_tiles,
     consume,
-    describing,
-    describing_weights,
     descriptor,
     first_tile,
     grouped,
@@ -53,6 +51,7 @@ from ._gluon import (
     publish,
     release_halves,
     take_over,
+    weights_descriptor,
 )
 from ._matmul import Epilogue, Tiles, stored
 
@@ -272,13 +271,17 @@ def chain_launch(
         "GROUP": tiles.group, "HALF": layout(dtype, *part), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
         "EPILOGUE": epilogue, "LEAVE_OUT": leave_out, "num_warps": CONSUMER_WARPS,
     }  # fmt: skip
-    tiles_of_a, tiles_of_b, parts_of_out = describing(a, block), describing_weights(b, tiles), describing(out, part)
+    tiles_of_a, tiles_of_b, parts_of_out = descriptor(a, block), weights_descriptor(b, tiles), descriptor(out, part)
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        cooperative(
-            world, gluon_chain_kernel, (programs,), tiles_of_a(a), tiles_of_b(b), total, parts_of_out(out), *targets,
-            ready, bias, m, N, K, rounds, world.device, **constants,
-        )  # fmt: skip
+        tiles_of_a.base, tiles_of_b.base, parts_of_out.base = a, b, out
+        try:
+            cooperative(
+                world, gluon_chain_kernel, (programs,), tiles_of_a, tiles_of_b, total, parts_of_out, *targets,
+                ready, bias, m, N, K, rounds, world.device, **constants,
+            )  # fmt: skip
+        finally:
+            tiles_of_a.base = tiles_of_b.base = parts_of_out.base = None
         return out
 
     return launch

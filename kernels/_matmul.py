@@ -262,12 +262,14 @@ def padded(columns: int, dtype: torch.dtype) -> int:
     return triton.cdiv(columns, run) * run
 
 
-def whole_runs(a: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def whole_runs(
+    a: torch.Tensor,
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
     """What gives `a` (M, k) and `b` (k, N) with zeros behind k up to a multiple of 16 bytes of a row of a, as TMA
-    needs: ranks may differ in k, and must not differ in tiles for it."""
+    needs; None where they have it. Ranks may differ in k, and must not differ in tiles for it."""
     missing = padded(max(a.shape[1], 1), a.dtype) - a.shape[1]
     if not missing:
-        return lambda a, b: (a, b)
+        return None
     pad = torch.nn.functional.pad
 
     def padded_out(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -365,14 +365,7 @@ def _gluon_launch(
 ) -> _common.Launch:
     from ._gluon_all_gather_matmul import push_launch
 
-    fit_a, fit_b, fit_out = map(_forms.fitting, (a, b, out))
-    push = push_launch(world, fit_a(a), fit_b(b), fit_out(out), plan, tiles, epilogue)
-
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        result = push(fit_a(a), fit_b(b), fit_out(out), bias)
-        return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
-
-    return launch
+    return _forms.fitted(lambda a, b, out: push_launch(world, a, b, out, plan, tiles, epilogue), a, b, out)
 
 
 def _pull_launch(

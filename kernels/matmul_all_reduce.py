@@ -229,7 +229,7 @@ def _plan(
         return lambda a, b, out, bias: fresh() if out is None else out
     result = fresh() if out is None else out
     fit = whole_runs(a)
-    a, b = fit(a, b)
+    a, b = fit(a, b) if fit else (a, b)
     if mode == "nccl" or chosen is None:
         launch = _nccl.matmul_all_reduce(world, epilogue)
     elif mode == "chain":
@@ -237,8 +237,11 @@ def _plan(
     else:
         launch = _lcsc_launch(world, a, b, result, in_place, tuned["num_comm_sms"], chosen, epilogue)
 
+    if fit is None and out is not None:
+        return launch
+
     def whole(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        return launch(*fit(a, b), fresh() if out is None else out, bias)
+        return launch(*(fit(a, b) if fit else (a, b)), fresh() if out is None else out, bias)
 
     return whole
 
@@ -254,14 +257,17 @@ def _chain_launch(
         result = out
     else:  # where peers store the finished tiles of an output that they cannot reach
         result = world.workspace((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
-    fit_a, fit_b = map(_forms.fitting, (a, b))
-    two_shot = two_shot_launch(world, fit_a(a), fit_b(b), result, tiles, rounds, epilogue)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        found = two_shot(fit_a(a), fit_b(b), bias)
-        return out if in_place else out.copy_(found)
+    def make(a: torch.Tensor, b: torch.Tensor, _: None) -> _common.Launch:
+        two_shot = two_shot_launch(world, a, b, result, tiles, rounds, epilogue)
 
-    return launch
+        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            found = two_shot(a, b, bias)
+            return out if in_place else out.copy_(found)
+
+        return launch
+
+    return _forms.fitted(make, a, b, None)
 
 
 def _lcsc_launch(

@@ -261,7 +261,7 @@ def _plan(
         return lambda a, b, out, bias: fresh() if out is None else out
     result = fresh() if out is None else out
     fit = whole_runs(a)
-    a, b = fit(a, b)
+    a, b = fit(a, b) if fit else (a, b)
     if mode == "nccl" or chosen is None:
         launch = _nccl.matmul_reduce_scatter(world, epilogue)
     elif rounds is not None:
@@ -269,8 +269,11 @@ def _plan(
     else:
         launch = _plain_launch(world, a, b, result, mode, chosen, epilogue)
 
+    if fit is None and out is not None:
+        return launch
+
     def whole(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        return launch(*fit(a, b), fresh() if out is None else out, bias)
+        return launch(*(fit(a, b) if fit else (a, b)), fresh() if out is None else out, bias)
 
     return whole
 
@@ -280,14 +283,7 @@ def _chain_launch(
 ) -> _common.Launch:
     from ._gluon_matmul_reduce_scatter import chain_launch
 
-    fit_a, fit_b, fit_out = map(_forms.fitting, (a, b, out))
-    chain = chain_launch(world, fit_a(a), fit_b(b), fit_out(out), tiles, rounds, epilogue)
-
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        result = chain(fit_a(a), fit_b(b), fit_out(out), bias)
-        return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
-
-    return launch
+    return _forms.fitted(lambda a, b, out: chain_launch(world, a, b, out, tiles, rounds, epilogue), a, b, out)
 
 
 def _plain_launch(

@@ -86,8 +86,8 @@ class Backend(Protocol):
     num_sms: int  # programs that can be resident, one a SM
     base: int  # address of my window
 
-    def view(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor over `nbytes` at `offset` of `rank`'s window; `rank == size` is the multicast
+    def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """A tensor of one dimension over `nbytes` at `offset` of `rank`'s window; `rank == size` is the multicast
         window. The tensor's storage starts there too (torch.frombuffer with an offset, not a slice):
         as_strided counts from it."""
 

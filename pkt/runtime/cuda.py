@@ -79,8 +79,8 @@ class CudaBackend:
             self._undo = undo.pop_all()
 
     # ------------------------------------------------------------------------------------------------------- the memory
-    def view(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
-        return self.driver.view(self._windows + rank * self.stride + offset, nbytes, self.device_index)
+    def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return self.driver.view(self._windows + rank * self.stride + offset, nbytes, self.device_index, dtype)
 
     def reserve(self, nbytes: int) -> None:
         have = sum(size for _, size in self._chunks)

@@ -70,8 +70,8 @@ class Driver(Protocol):
         """Let `device` read and write what is mapped there."""
 
     # -- use
-    def view(self, address: int, nbytes: int, device: int) -> torch.Tensor:
-        """uint8 tensor over mapped memory."""
+    def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Tensor of one dimension over mapped memory."""
 
     def synchronize(self, device: int) -> None: ...
     def write_words(self, address: int, words: list[int], device: int) -> None:
@@ -103,6 +103,7 @@ class CudaDriver:
         self.rank = rank
         self._cuda = driver
         self._side: tuple[torch.cuda.Stream, torch.Tensor] | None = None
+        self._empty: dict[Any, torch.Tensor] = {}  # (device, dtype) -> a tensor of nothing, to make others from
         self._lock = threading.Lock()
         kinds = driver.CUmemAllocationHandleType
         self._fd = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -187,12 +188,14 @@ class CudaDriver:
         self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
     # -- use
-    def view(self, address: int, nbytes: int, device: int) -> torch.Tensor:
-        where = torch.device("cuda", device)
+    def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         if _storage_at is None:
-            return torch.as_tensor(_Array(address, nbytes), device=where)
+            return torch.as_tensor(_Array(address, nbytes), device=torch.device("cuda", device)).view(dtype)
         # Takes a tenth of the time, and every allocation of the heap makes one of these.
-        return torch.empty(0, dtype=torch.uint8, device=where).set_(_storage_at(address, where, nbytes))
+        empty = self._empty.get((device, dtype))
+        if empty is None:
+            empty = self._empty[device, dtype] = torch.empty(0, dtype=dtype, device=torch.device("cuda", device))
+        return empty.new_empty(0).set_(_storage_at(address, empty.device, nbytes))
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)

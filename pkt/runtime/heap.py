@@ -170,8 +170,9 @@ class SymmetricHeap:
         """The block's elements in my window, as a plain contiguous tensor of the block's shape and dtype."""
         block, backend = allocation.block, self.backend
         count = math.prod(block.shape)
-        memory = backend.view(backend.rank, block.start, count * block.dtype.itemsize or 1)
-        elements = (memory if count else memory[:0]).view(block.dtype)
+        # An empty tensor's storage has an address too.
+        memory = backend.view(backend.rank, block.start, max(count, 1) * block.dtype.itemsize, block.dtype)
+        elements = memory if count else memory[:0]
         return elements if len(block.shape) == 1 else elements.view(block.shape)
 
     def find(self, address: int) -> Allocation | None:

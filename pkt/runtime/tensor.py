@@ -192,6 +192,8 @@ def facts(tensor: Any, world: World, call: str) -> Any:
     plain one that lies in the heap, the address itself: peers find it by arithmetic, and it may overlap another. What
     is no tensor stands for itself. Raises UseAfterFree, Closed.
     """
+    if tensor is None:
+        return None
     if isinstance(tensor, SymmetricTensor):
         allocation = tensor._allocation
         if allocation.freed_at or allocation.heap.closed:
@@ -203,8 +205,8 @@ def facts(tensor: Any, world: World, call: str) -> Any:
             tensor._facts = known
         return known
     if isinstance(tensor, torch.Tensor):
-        address, heap = tensor.data_ptr(), world._heap
-        inside = 0 <= address - heap.backend.base < heap.capacity
+        address = tensor.data_ptr()
+        inside = address in world.span
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address if inside else address & 15
     return tensor
 

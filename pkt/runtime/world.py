@@ -59,6 +59,8 @@ class World:
         self._scopes: list[_scratch.Made] = []
         self._heap = SymmetricHeap(backend, heap_bytes(heap))
         self._heap.world = self
+        self.span = range(backend.base, backend.base + self._heap.capacity)
+        """Addresses of this rank's window."""
         self.rank, self.size = backend.rank, backend.size
         self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
         on_gpu = backend.torch_device.type == "cuda" and torch.cuda.is_available()

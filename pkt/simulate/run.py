@@ -34,8 +34,8 @@ class SimulatedRank:
         self.base = machine.space.window(rank)
         self._regions: dict[int, Region] = {}
 
-    def view(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
-        return torch.from_numpy(self.machine.space.slice(rank, offset, nbytes))
+    def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.from_numpy(self.machine.space.slice(rank, offset, nbytes)).view(dtype)
 
     def reserve(self, nbytes: int) -> None:
         if nbytes > self.stride:

@@ -98,7 +98,7 @@ def launched(monkeypatch):
         lasting={},
         capturing=False,
         kernels=kernels,
-        _heap=SimpleNamespace(backend=SimpleNamespace(base=0), capacity=0),
+        span=range(0),
     )
 
 

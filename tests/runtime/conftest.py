@@ -51,8 +51,10 @@ class ThreadBackend:
         self.told: list[tuple[str, Block]] = []
         self.closed = 0
 
-    def view(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=rank * self.stride + offset)
+    def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=rank * self.stride + offset).view(
+            dtype
+        )
 
     def reserve(self, nbytes: int) -> None:
         self.reserved.append(nbytes)

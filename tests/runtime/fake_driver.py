@@ -167,13 +167,13 @@ class FakeDriver:
         assert self.mapped[address] == nbytes
 
     # -- use
-    def view(self, address: int, nbytes: int, device: int) -> torch.Tensor:
+    def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         at = address
         while at < address + nbytes:  # it may cross from one map to the next
             at = next((a + n for a, n in self.mapped.items() if a <= at < a + n), 0)
             assert at, "view of what is not mapped"
         storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
+        return torch.empty(0, dtype=dtype).set_(storage)
 
     def synchronize(self, device: int) -> None:
         self._count("synchronize")

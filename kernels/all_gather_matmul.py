@@ -213,10 +213,14 @@ def push_kernel(p, world):
     num_m = tl.cdiv(p.m, p.BLOCK_M)
     shards: tl.constexpr = 1 if p.COLUMNS else world.size
     tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
-    chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 and not p.COPIED else 0
+    chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
     b = weights(p.b_ptr, world.size if p.COLUMNS else 1, p.k, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA, p.TRANSPOSED)
     out = stack(p.out_ptr, shards, p.m, p.N, p.N, p.BLOCK_M, p.BLOCK_N, p.TMA)
-    pl.lcsc(_compute, _push_chunk, (p, world, epoch, b, out), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
+    if p.COPIED:
+        for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+            _compute(task, p, world, epoch, b, out)
+    else:
+        pl.lcsc(_compute, _push_chunk, (p, world, epoch, b, out), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
 
 
 # -------------------------------------------------------------------------------------------------------- host

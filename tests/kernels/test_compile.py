@@ -54,6 +54,12 @@ def stand_in(argument: Any) -> Any:
 
 def launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch) -> Launch:
     """The one kernel that `fn(world)` launches on rank RANK (0 where there is one rank)."""
+    (launch,) = all_launched(fn, ranks, multicast, patch)
+    return launch
+
+
+def all_launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch) -> list[Launch]:
+    """All of them."""
     found: dict[int, list[Launch]] = {r: [] for r in range(ranks)}
 
     def record(machine: Any, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
@@ -61,8 +67,7 @@ def launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytes
 
     patch.setattr(Machine, "launch", record)
     pkt.launch(fn, ranks, device="cpu", multicast=multicast, races=False)
-    (launch,) = found[min(RANK, ranks - 1)]
-    return launch
+    return found[min(RANK, ranks - 1)]
 
 
 def resources(compiled: Any, folder: Path) -> dict[str, int]:
@@ -316,6 +321,24 @@ def test_tiles_that_are_measured(name: str, tiles: Any, monkeypatch: pytest.Monk
     """The benchmarks' tiles and sizes, on 4 ranks."""
     call = MEASURED[name](tiles)
     compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), 90, tmp_path)
+
+
+@pytest.mark.parametrize("tiles", [WIDE, SQUARE], ids=str)
+def test_what_runs_beside_copy_engines(tiles: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A barrier, signals, and a product that only waits: `compile_only` raises LostSync where one is gone."""
+
+    def call(world: Any) -> None:
+        a, b = tensor(1024, 4096, dtype=torch.bfloat16), tensor(4096, 1024, dtype=torch.bfloat16)
+        all_gather_matmul(a, b, mode="copy", tiles=tiles)
+
+    launches = [x for x in all_launched(call, 4, False, monkeypatch) if x.kernel.__name__ != "copy_kernel"]
+    assert [x.kernel.__name__ for x in launches] == ["meet_kernel", *["tell_kernel"] * 12, "push_kernel"]
+    kernels = [compile_only(x.kernel, *x.args, **x.options) for x in (launches[0], launches[1], launches[-1])]
+    found = [count_markers(kernel.asm["ptx"]) for kernel in kernels]
+    assert [(markers["wait"] > 0, markers["signal"] > 0) for markers in found] == [(1, 1), (0, 1), (1, 0)]
+    usage = resources(kernels[-1], tmp_path)
+    assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
+    assert kernels[-1].metadata.shared <= SHARED_LIMIT
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -94,7 +94,7 @@ def write(name: str, rows: list[Row], **more: Any) -> Path:
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": os.environ.get("PKT_COMMIT") or _commit(),  # a measured copy may lack its history
         "host": host(),
         **more,
         "rows": [asdict(r) | {"held": r.held} for r in rows],

@@ -12,7 +12,6 @@ median over the repeats of the slowest rank's time. Results: benchmarks/results/
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections import defaultdict
@@ -173,8 +172,6 @@ def main() -> int:
         "limits_gb_s": {"raw": RAW, "practical": PRACTICAL},
         "points": [asdict(point) for point in points],
     }
-    if os.environ.get("PKT_COMMIT"):  # where the measured tree is a copy without its history
-        facts["commit"] = os.environ["PKT_COMMIT"]
     path = _harness.write("link", table, **facts)
     draw(records, f"{given.ranks} x {gpus[0]}", path.with_suffix(".png"), held)
     return 0

@@ -190,10 +190,7 @@ def main() -> int:
     table = rows(pkt.launch(importable, ranks, given.device, heap="2GiB", multicast=False))
     if gpu:
         table.append(_harness.row("pkt.init, 1 GiB heap, fresh processes", of_init(ranks), "s", INIT))
-    facts: dict[str, Any] = {"ranks": ranks}
-    if os.environ.get("PKT_COMMIT"):  # where the measured tree is a copy without its history
-        facts["commit"] = os.environ["PKT_COMMIT"]
-    _harness.write("runtime" if gpu else "runtime_cpu", table, **facts)
+    _harness.write("runtime" if gpu else "runtime_cpu", table, ranks=ranks)
     return 0
 
 

@@ -26,6 +26,7 @@ from rich.text import Text
 
 import pkt.language as pl
 from pkt.errors import PktError, Unsupported, size_text
+from pkt.runtime import nvml
 from pkt.runtime.driver import CudaDriver, Driver
 from pkt.runtime.factories import empty
 from pkt.runtime.heap import heap_bytes
@@ -45,7 +46,6 @@ PACKAGES = {  # distribution -> what it is for, or "" where pkt cannot do withou
     "nvshmem4py-cu13": "ranks on several hosts: pip install pkt-triton[nvshmem]",
     "matplotlib": "pictures of timelines: pip install pkt-triton[plot]",
 }
-NVLINKS = 18  # most that a GPU has
 NBYTES = 128 << 20  # that each rank sends to the next
 
 
@@ -85,35 +85,11 @@ class Report:
 
 
 # ------------------------------------------------------------------------------------------------- asking, no more
-def nvlinks(uuid: str) -> int | None:
-    """NVLinks of a GPU that are up; None where NVML cannot say."""
-    groups = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])
-    handle = _nvml("device_get_handle_by_uuid", "GPU-" + "-".join(groups))
-    if handle is None:
-        return None
-    # A link that a GPU does not have is an error of NVML too.
-    states = [_nvml("device_get_nvlink_state", handle, link) for link in range(NVLINKS)]
-    return sum(int(state) == 1 for state in states if state is not None)
-
-
-def _nvml(call: str, *args: Any) -> Any:
-    """What NVML answers; None where it cannot: it tells of things that are only shown."""
-    try:
-        from cuda.bindings import nvml
-    except ImportError:  # of an older cuda-python
-        return None
-    try:
-        nvml.init_v2()
-        return getattr(nvml, call)(*args)
-    except (nvml.NvmlError, RuntimeError, AttributeError):  # not supported; no library; no such call in it
-        return None
-
-
 def examine(
     driver: Callable[[int], Driver] = CudaDriver,
     torch_gpus: Callable[[], int] = torch.cuda.device_count,
     torch_cuda: str | None = torch.version.cuda,
-    links: Callable[[str], int | None] = nvlinks,
+    links: Callable[[str], int | None] = nvml.nvlinks,
 ) -> Report:
     """Everything but the measurement. The arguments are where it is asked, for tests."""
     report = Report()
@@ -122,7 +98,7 @@ def examine(
     try:
         calls = driver(0)
         version = calls.version()
-        release = _nvml("system_get_driver_version") or "NVIDIA driver"
+        release = nvml.ask("system_get_driver_version") or "NVIDIA driver"
         report.software.append(("driver", f"{release}, CUDA {version // 1000}.{version % 1000 // 10}"))
         count = calls.device_count()
     except (PktError, ImportError, RuntimeError, OSError) as error:  # no driver, no GPU, no bindings: which one it says
@@ -182,7 +158,7 @@ def _settings(report: Report) -> None:
 
 def _gpus(report: Report, driver: Driver, count: int, links: Callable[[str], int | None]) -> None:
     host = socket.gethostname()
-    topology = assemble([probe(driver, device, host) for device in range(count)])
+    topology = assemble([probe(driver, device, host, spans=False) for device in range(count)])
     report.topology = topology
     report.memory = [driver.memory(device) for device in range(count)]
     report.nvlinks = [links(gpu.uuid) for gpu in topology.gpus]

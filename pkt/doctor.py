@@ -6,6 +6,7 @@ multicast object is made. measure() then opens a world on all GPUs, without mult
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import os
 import shutil
@@ -43,9 +44,9 @@ PACKAGES = {  # distribution -> what it is for, or "" where pkt cannot do withou
     "torch": "",
     "triton": "",
     "cuda-bindings": "",
-    "nvshmem4py-cu13": "ranks on several hosts: pip install pkt-triton[nvshmem]",
     "matplotlib": "pictures of timelines: pip install pkt-triton[plot]",
 }
+IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels/channel*"  # memory crosses hosts through one of these
 NBYTES = 128 << 20  # that each rank sends to the next
 
 
@@ -68,6 +69,7 @@ class Report:
     memory: list[int] = field(default_factory=list)
     nvlinks: list[int | None] = field(default_factory=list)
     multicast: list[bool] = field(default_factory=list)  # supported, from the attribute
+    imex: bool = False  # this host, or container, has an IMEX channel
     problems: list[Problem] = field(default_factory=list)
     ranks: int = 0  # GPUs 0 .. ranks - 1 can work together
     speeds: dict[str, list[float]] = field(default_factory=dict)  # mechanism -> GB/s out of each rank
@@ -158,10 +160,11 @@ def _settings(report: Report) -> None:
 
 def _gpus(report: Report, driver: Driver, count: int, links: Callable[[str], int | None]) -> None:
     host = socket.gethostname()
-    topology = assemble([probe(driver, device, host, spans=False) for device in range(count)])
+    topology = assemble([probe(driver, device, host, spans=True) for device in range(count)])
     report.topology = topology
     report.memory = [driver.memory(device) for device in range(count)]
     report.nvlinks = [links(gpu.uuid) for gpu in topology.gpus]
+    report.imex = bool(glob.glob(IMEX_CHANNELS))
     report.multicast = [bool(driver.attribute(device, "MULTICAST_SUPPORTED")) for device in range(count)]
     for ranks in range(count, 0, -1):
         part = Topology(topology.gpus[:ranks], tuple(row[:ranks] for row in topology.links[:ranks]))
@@ -272,6 +275,7 @@ def show(report: Report, console: Console) -> None:
         console.print(_gpu_table(report, report.topology))
         if len(report.topology.gpus) > 1:
             console.print(_link_table(report.topology))
+        console.print(_table("Memory of other ranks", ("", ""), _sharing(report, report.topology)))
         console.print(_table("Multicast", ("", ""), _multicast(report)))
     console.print(_table("Settings", ("", ""), report.settings))
     if report.speeds:
@@ -294,6 +298,20 @@ def verdict(report: Report) -> str:
     if report.ranks == 1:
         return f"pkt runs on GPU 0 here{tried}, where one rank has nobody to communicate with."
     return f"pkt runs on {report.ranks} GPUs here{tried}: pkt.launch(fn, ranks={report.ranks})"
+
+
+def _sharing(report: Report, topology: Topology) -> list[tuple[str, str]]:
+    domains = {gpu.domain: gpu.device for gpu in topology.gpus}
+    without = next((gpu.device for gpu in topology.gpus if not gpu.fabric_handles), None)
+    if without is not None:
+        across = f"no: GPU {without} has no fabric handles"
+    elif "" in domains:
+        across = f"no: GPU {domains['']} is in no NVLink domain that spans hosts"
+    elif not report.imex:
+        across = f"no: there is no IMEX channel here ({IMEX_CHANNELS})"
+    else:
+        across = f"by fabric handles, with ranks on other GPUs of NVLink domain {' or '.join(domains)}"
+    return [("on this host", "by file descriptors"), ("on other hosts", across)]
 
 
 def _multicast(report: Report) -> list[tuple[str, str]]:

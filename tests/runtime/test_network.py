@@ -219,7 +219,7 @@ def test_multicast_that_fails_is_done_without(rank, failing, nth):
 
 # ----------------------------------------------------------------------------------------------------------- strangers
 def test_an_impostor_on_the_port_is_turned_away_and_holds_nobody_up():
-    board, strangers = Board(dist.HashStore(), "w"), []
+    board, strangers, closed = Board(dist.HashStore(), "w"), [], []
 
     def impostor():
         address, port = board.read("listens", 0, 5.0)
@@ -229,6 +229,7 @@ def test_an_impostor_on_the_port_is_turned_away_and_holds_nobody_up():
             assert len(sock.recv(rendezvous.NONCE)) == rendezvous.NONCE
             sock.sendall(said)
             strangers.append(sock)
+        closed.append(answer(strangers[0]) == b"")  # too many are silent: the first is not waited for
 
     thread = threading.Thread(target=impostor)
     thread.start()
@@ -240,6 +241,7 @@ def test_an_impostor_on_the_port_is_turned_away_and_holds_nobody_up():
 
     found = threads(2, main)
     assert [set(f) for f in found] == [{1}, {0}], found
+    assert closed == [True]
     for connections in found:
         for connection in connections.values():
             connection.close()
@@ -344,16 +346,16 @@ def tcp_pair():
 
 
 @pytest.mark.parametrize("unread", [False, True])
-def test_a_goodbye_is_seen_behind_what_is_unread_and_is_the_end_of_file(unread):
+@pytest.mark.parametrize("looked", [False, True])
+def test_a_goodbye_is_seen_behind_what_is_unread_and_is_the_end_of_file(unread, looked):
     connection, there = tcp_pair()
     if unread:  # on the other side: closing there is a reset here
         connection.sock.sendall(b"more")
     there.sendall(pack(1, "x" * 100_000) + GOODBYE)
     there.close()
     time.sleep(0.05)
-    assert connection.left()
+    assert not looked or connection.left()
     assert connection.read().value == "x" * 100_000
-    assert connection.left()
     with pytest.raises(LostConnection):
         connection.read()
     assert connection.left()
@@ -395,6 +397,24 @@ def test_a_rank_lost_at_each_step_is_named_by_all(file_store, monkeypatch, how, 
             assert end.error.lost.keys() == {victim}, end.error
         if how == signal.SIGKILL:
             assert f"(on host {hosts.hosts[victim]}) hung up" in str(end.error), end.error
+
+
+def test_a_rank_that_gives_up_is_heard_by_those_who_have_its_message():
+    board, said = Board(dist.HashStore(), "w"), [["a", "127.0.0.1"], ["b", "127.0.0.1"], ["c", "127.0.0.1"]]
+    timeouts = [10.0, 0.3, 10.0]
+    found = threads(
+        3,
+        lambda rank: Transport(rank, 3, connect(Network(board, TOKEN, rank, said), rank, 3, 5.0), timeouts[rank]),
+    )
+    start = time.monotonic()
+    errors = threads(3, lambda rank: found[rank].exchange(None, "barrier()") if rank < 2 else time.sleep(1))
+    assert time.monotonic() - start < 3
+    assert isinstance(errors[1], WaitTimeout)
+    assert isinstance(errors[0], PeerLost)
+    assert errors[0].lost == {2: "did not come in time"}
+    found[2].exchange(None, "barrier()")  # the late one finds all messages of that call, and nobody in the next
+    with pytest.raises(PeerLost, match=r"gave up: rank [01]: .*rank 2"):
+        found[2].exchange(None, "barrier()")
 
 
 def test_the_watchdog_tells_a_rank_that_left_from_one_that_was_lost(file_store):

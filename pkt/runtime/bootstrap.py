@@ -90,14 +90,14 @@ def _place_by_store(store: Any, group: tuple[str, tuple[int, ...]], rank: int, s
 
 def _meeting_place(where: Place, timeout: float) -> tuple[rendezvous.MeetingPlace, list[str]]:
     """Where the ranks meet, and every rank's host."""
-    if where.board is None or where.size == 1:
-        return where.meeting, [where.host] * where.size
-    me = [where.host, where.board.address()]
-    said = where.board.gather("host", where.rank, where.size, me, timeout)
-    hosts = [host for host, _ in said]
+    board, rank, size = where.board, where.rank, where.size
+    if board is None or size == 1:
+        return where.meeting, [where.host] * size
+    hosts = board.gather("host", rank, size, where.host, timeout)
     if len(set(hosts)) == 1:
         return where.meeting, hosts
-    return Network(where.board, where.meeting.token, where.rank, said), hosts
+    addresses = board.gather("address", rank, size, board.address(), timeout)
+    return Network(board, where.meeting.token, rank, hosts, addresses), hosts
 
 
 def own_device() -> int:

@@ -15,12 +15,14 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pkt.errors import TransportError, WaitTimeout
 
-# Seconds until the kernel gives up an end that does not answer: a host without power says no farewell.
+# A host without power says no farewell: after so many seconds of silence the kernel asks, and gives up after so many
+# questions without an answer. TCP_USER_TIMEOUT would be no help: it also ends a peer that is slow to read.
 _SILENT, _PROBE, _PROBES = 5, 5, 3
 
 
@@ -48,7 +50,7 @@ class Board:
     def read(self, what: str, rank: int, timeout: float) -> Any:
         """What `rank` wrote; TimeoutError."""
         try:
-            self.store.wait([self._name(what, rank)], datetime.timedelta(seconds=max(1e-3, timeout)))
+            self.store.wait([self._name(what, rank)], datetime.timedelta(seconds=timeout))
         except RuntimeError as error:  # DistStoreError is one
             raise TimeoutError(f"{what} of rank {rank}") from error
         return json.loads(self.store.get(self._name(what, rank)))
@@ -62,7 +64,7 @@ class Board:
             size
         ):  # who is late does not hide who is there: those are looked at too, if only for a moment
             with contextlib.suppress(TimeoutError):
-                found[peer] = self.read(what, peer, deadline - time.monotonic())
+                found[peer] = self.read(what, peer, max(0.05, deadline - time.monotonic()))
         missing = [peer for peer in range(size) if peer not in found]
         if missing:
             raise WaitTimeout.rendezvous(rank, "pkt.init()", timeout, missing)
@@ -90,19 +92,19 @@ def address_towards(target: str) -> str:
 
 
 class Network:
-    """The meeting place of ranks on several hosts, as a pkt.runtime.rendezvous.MeetingPlace. `said`: every rank's host
-    and address, in rank order."""
+    """The meeting place of ranks on several hosts, a pkt.runtime.rendezvous.MeetingPlace. `hosts` and `addresses`, as
+    Board.address has them, are in rank order."""
 
-    def __init__(self, board: Board, token: str, rank: int, said: list[list[str]]) -> None:
-        self.board, self.token = board, token
-        self.hosts = [host for host, _ in said]
-        self._address = said[rank][1]
+    def __init__(self, board: Board, token: str, rank: int, hosts: Sequence[str], addresses: Sequence[str]) -> None:
+        self.board, self.token, self.hosts = board, token, hosts
+        self._address = addresses[rank]
         if _is_loopback(self._address):  # the store is served here: then the way to another host is the one that counts
-            others = (address for host, address in said if host != self.hosts[rank] and not _is_loopback(address))
-            self._address = address_towards(next(others, "")) or self._address
+            elsewhere = (a for h, a in zip(hosts, addresses, strict=True) if h != hosts[rank] and not _is_loopback(a))
+            target = next(elsewhere, "")
+            self._address = (target and address_towards(target)) or self._address
         if not self._address:
             found = "no address that leads to the host of torch's store"
-            raise TransportError.refused(rank, f"the network of host {self.hosts[rank]}", found, "one (MASTER_ADDR)")
+            raise TransportError.refused(rank, f"the network of host {hosts[rank]}", found, "one (MASTER_ADDR)")
 
     def listen(self, rank: int, size: int) -> socket.socket:
         """A listening socket, whose address the others can read."""
@@ -132,7 +134,6 @@ class Network:
                 (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT),
                 (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE),
                 (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES),
-                (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_SILENT + _PROBE * _PROBES)),
             ):
                 sock.setsockopt(level, option, value)
             return 0, "{}:{}".format(*sock.getpeername()[:2]), ""

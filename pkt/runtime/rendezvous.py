@@ -52,7 +52,7 @@ class MeetingPlace(Protocol):
         """Of a new connection's other end: pid (0 where it cannot be known), what to call it, why it is refused."""
 
     def host(self, peer: int) -> str:
-        """The host of `peer`; "" if it is this one."""
+        """The host of `peer`, where there are several."""
 
     def leave(self, rank: int) -> None: ...
 
@@ -101,7 +101,7 @@ class Meeting:
         return pid, f"pid {pid}", "" if uid == os.getuid() else f"pid {pid} of uid {uid}"
 
     def host(self, peer: int) -> str:
-        """This one."""
+        """There is one, and nothing to tell."""
         return ""
 
     def leave(self, rank: int) -> None:

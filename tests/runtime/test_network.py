@@ -28,6 +28,7 @@ from .test_cuda import state
 from .test_transport import answer, threads
 
 TOKEN = "5a" * 32
+LOOPBACK = ["127.0.0.1"] * 3
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +238,7 @@ def test_an_impostor_on_the_port_is_turned_away_and_holds_nobody_up():
     def main(rank):
         if rank == 1:
             thread.join()  # the strangers were first
-        return connect(Network(board, TOKEN, rank, [["a", "127.0.0.1"], ["b", "127.0.0.1"]]), rank, 2, 10.0)
+        return connect(Network(board, TOKEN, rank, "ab", LOOPBACK[:2]), rank, 2, 10.0)
 
     found = threads(2, main)
     assert [set(f) for f in found] == [{1}, {0}], found
@@ -252,10 +253,9 @@ def test_an_impostor_on_the_port_is_turned_away_and_holds_nobody_up():
 
 def test_another_token_is_refused_and_said():
     board = Board(dist.HashStore(), "w")
-    said = [["a", "127.0.0.1"], ["b", "127.0.0.1"]]
 
     def main(rank):
-        return connect(Network(board, [TOKEN, "00" * 32][rank], rank, said), rank, 2, 0.7)
+        return connect(Network(board, [TOKEN, "00" * 32][rank], rank, "ab", LOOPBACK[:2]), rank, 2, 0.7)
 
     host, stranger = threads(2, main)
     assert isinstance(host, WaitTimeout)
@@ -279,7 +279,7 @@ def test_a_server_without_the_token_is_refused():
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(TransportError, match="the socket of rank 0: found a wrong proof"):
-            connect(Network(board, TOKEN, 1, [["a", "127.0.0.1"], ["b", "127.0.0.1"]]), 1, 2, 2.0)
+            connect(Network(board, TOKEN, 1, "ab", LOOPBACK[:2]), 1, 2, 2.0)
         thread.join()
 
 
@@ -311,13 +311,13 @@ def test_through_torchruns_environment_and_the_serving_rank_is_not_reached_by_lo
 
     asked = []
     monkeypatch.setattr(network, "address_towards", lambda target: asked.append(target) or "10.0.0.1")
-    said = [["a", "127.0.0.1"], ["a", "127.0.0.1"], ["b", "10.0.0.2"]]
-    assert Network(None, TOKEN, 0, said)._address == "10.0.0.1"
-    assert Network(None, TOKEN, 2, said)._address == "10.0.0.2"
+    addresses = ["127.0.0.1", "127.0.0.1", "10.0.0.2"]
+    assert Network(None, TOKEN, 0, "aab", addresses)._address == "10.0.0.1"
+    assert Network(None, TOKEN, 2, "aab", addresses)._address == "10.0.0.2"
     assert asked == ["10.0.0.2"]
     monkeypatch.setattr(network, "address_towards", lambda target: "")
     with pytest.raises(TransportError, match="rank 1: the network of host b: found no address"):
-        Network(None, TOKEN, 1, [["a", "10.0.0.1"], ["b", ""]])
+        Network(None, TOKEN, 1, "ab", ["10.0.0.1", ""])
 
 
 def test_an_address_that_nothing_leads_to(monkeypatch):
@@ -329,7 +329,7 @@ def test_an_address_that_nothing_leads_to(monkeypatch):
     monkeypatch.setattr(network.socket, "create_connection", no_route)
     message = r"rank 1: 10\.255\.0\.1:4711, where rank 0 on host a listens: found .*No route to host"
     with pytest.raises(TransportError, match=message):
-        connect(Network(board, TOKEN, 1, [["a", "10.255.0.1"], ["b", "127.0.0.1"]]), 1, 2, 5.0)
+        connect(Network(board, TOKEN, 1, "ab", ["10.255.0.1", "127.0.0.1"]), 1, 2, 5.0)
 
 
 def test_this_hosts_address_towards_somebody():
@@ -400,11 +400,13 @@ def test_a_rank_lost_at_each_step_is_named_by_all(file_store, monkeypatch, how, 
 
 
 def test_a_rank_that_gives_up_is_heard_by_those_who_have_its_message():
-    board, said = Board(dist.HashStore(), "w"), [["a", "127.0.0.1"], ["b", "127.0.0.1"], ["c", "127.0.0.1"]]
+    board = Board(dist.HashStore(), "w")
     timeouts = [10.0, 0.3, 10.0]
     found = threads(
         3,
-        lambda rank: Transport(rank, 3, connect(Network(board, TOKEN, rank, said), rank, 3, 5.0), timeouts[rank]),
+        lambda rank: Transport(
+            rank, 3, connect(Network(board, TOKEN, rank, "abc", LOOPBACK), rank, 3, 5.0), timeouts[rank]
+        ),
     )
     start = time.monotonic()
     errors = threads(3, lambda rank: found[rank].exchange(None, "barrier()") if rank < 2 else time.sleep(1))

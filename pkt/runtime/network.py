@@ -60,9 +60,7 @@ class Board:
         deadline = time.monotonic() + timeout
         self.write(what, rank, value)
         found: dict[int, Any] = {}
-        for peer in range(
-            size
-        ):  # who is late does not hide who is there: those are looked at too, if only for a moment
+        for peer in range(size):  # after the deadline each for a moment: who is late does not hide who is there
             with contextlib.suppress(TimeoutError):
                 found[peer] = self.read(what, peer, max(0.05, deadline - time.monotonic()))
         missing = [peer for peer in range(size) if peer not in found]

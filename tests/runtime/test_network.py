@@ -116,6 +116,7 @@ def test_ranks_on_several_hosts_read_each_others_memory(file_store, hosts, monke
 
 def test_ranks_on_one_host_use_its_sockets_and_descriptors(monkeypatch):
     monkeypatch.setattr(Board, "address", None)  # nobody looks for one
+
     def main(world):
         families = {connection.sock.family for connection in world.backend.transport.connections.values()}
         return families, world.backend.journal is not None

@@ -6,6 +6,7 @@ multicast object is made. measure() then opens a world on all GPUs, without mult
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import os
 import shutil
@@ -26,6 +27,7 @@ from rich.text import Text
 
 import pkt.language as pl
 from pkt.errors import PktError, Unsupported, size_text
+from pkt.runtime import nvml
 from pkt.runtime.driver import CudaDriver, Driver
 from pkt.runtime.factories import empty
 from pkt.runtime.heap import heap_bytes
@@ -42,10 +44,9 @@ PACKAGES = {  # distribution -> what it is for, or "" where pkt cannot do withou
     "torch": "",
     "triton": "",
     "cuda-bindings": "",
-    "nvshmem4py-cu13": "ranks on several hosts: pip install pkt-triton[nvshmem]",
     "matplotlib": "pictures of timelines: pip install pkt-triton[plot]",
 }
-NVLINKS = 18  # most that a GPU has
+IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels/channel*"  # memory crosses hosts through one of these
 NBYTES = 128 << 20  # that each rank sends to the next
 
 
@@ -68,6 +69,7 @@ class Report:
     memory: list[int] = field(default_factory=list)
     nvlinks: list[int | None] = field(default_factory=list)
     multicast: list[bool] = field(default_factory=list)  # supported, from the attribute
+    imex: bool = False  # this host, or container, has an IMEX channel
     problems: list[Problem] = field(default_factory=list)
     ranks: int = 0  # GPUs 0 .. ranks - 1 can work together
     speeds: dict[str, list[float]] = field(default_factory=dict)  # mechanism -> GB/s out of each rank
@@ -85,35 +87,11 @@ class Report:
 
 
 # ------------------------------------------------------------------------------------------------- asking, no more
-def nvlinks(uuid: str) -> int | None:
-    """NVLinks of a GPU that are up; None where NVML cannot say."""
-    groups = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])
-    handle = _nvml("device_get_handle_by_uuid", "GPU-" + "-".join(groups))
-    if handle is None:
-        return None
-    # A link that a GPU does not have is an error of NVML too.
-    states = [_nvml("device_get_nvlink_state", handle, link) for link in range(NVLINKS)]
-    return sum(int(state) == 1 for state in states if state is not None)
-
-
-def _nvml(call: str, *args: Any) -> Any:
-    """What NVML answers; None where it cannot: it tells of things that are only shown."""
-    try:
-        from cuda.bindings import nvml
-    except ImportError:  # of an older cuda-python
-        return None
-    try:
-        nvml.init_v2()
-        return getattr(nvml, call)(*args)
-    except (nvml.NvmlError, RuntimeError, AttributeError):  # not supported; no library; no such call in it
-        return None
-
-
 def examine(
     driver: Callable[[int], Driver] = CudaDriver,
     torch_gpus: Callable[[], int] = torch.cuda.device_count,
     torch_cuda: str | None = torch.version.cuda,
-    links: Callable[[str], int | None] = nvlinks,
+    links: Callable[[str], int | None] = nvml.nvlinks,
 ) -> Report:
     """Everything but the measurement. The arguments are where it is asked, for tests."""
     report = Report()
@@ -122,7 +100,7 @@ def examine(
     try:
         calls = driver(0)
         version = calls.version()
-        release = _nvml("system_get_driver_version") or "NVIDIA driver"
+        release = nvml.ask("system_get_driver_version") or "NVIDIA driver"
         report.software.append(("driver", f"{release}, CUDA {version // 1000}.{version % 1000 // 10}"))
         count = calls.device_count()
     except (PktError, ImportError, RuntimeError, OSError) as error:  # no driver, no GPU, no bindings: which one it says
@@ -182,10 +160,11 @@ def _settings(report: Report) -> None:
 
 def _gpus(report: Report, driver: Driver, count: int, links: Callable[[str], int | None]) -> None:
     host = socket.gethostname()
-    topology = assemble([probe(driver, device, host) for device in range(count)])
+    topology = assemble([probe(driver, device, host, spans=True) for device in range(count)])
     report.topology = topology
     report.memory = [driver.memory(device) for device in range(count)]
     report.nvlinks = [links(gpu.uuid) for gpu in topology.gpus]
+    report.imex = bool(glob.glob(IMEX_CHANNELS))
     report.multicast = [bool(driver.attribute(device, "MULTICAST_SUPPORTED")) for device in range(count)]
     for ranks in range(count, 0, -1):
         part = Topology(topology.gpus[:ranks], tuple(row[:ranks] for row in topology.links[:ranks]))
@@ -296,6 +275,7 @@ def show(report: Report, console: Console) -> None:
         console.print(_gpu_table(report, report.topology))
         if len(report.topology.gpus) > 1:
             console.print(_link_table(report.topology))
+        console.print(_table("Memory of other ranks", ("", ""), _sharing(report, report.topology)))
         console.print(_table("Multicast", ("", ""), _multicast(report)))
     console.print(_table("Settings", ("", ""), report.settings))
     if report.speeds:
@@ -318,6 +298,20 @@ def verdict(report: Report) -> str:
     if report.ranks == 1:
         return f"pkt runs on GPU 0 here{tried}, where one rank has nobody to communicate with."
     return f"pkt runs on {report.ranks} GPUs here{tried}: pkt.launch(fn, ranks={report.ranks})"
+
+
+def _sharing(report: Report, topology: Topology) -> list[tuple[str, str]]:
+    domains = {gpu.domain: gpu.device for gpu in topology.gpus}
+    without = next((gpu.device for gpu in topology.gpus if not gpu.fabric_handles), None)
+    if without is not None:
+        across = f"no: GPU {without} has no fabric handles"
+    elif "" in domains:
+        across = f"no: GPU {domains['']} is in no NVLink domain that spans hosts"
+    elif not report.imex:
+        across = f"no: there is no IMEX channel here ({IMEX_CHANNELS})"
+    else:
+        across = f"by fabric handles, with ranks on other GPUs of NVLink domain {' or '.join(domains)}"
+    return [("on this host", "by file descriptors"), ("on other hosts", across)]
 
 
 def _multicast(report: Report) -> list[tuple[str, str]]:

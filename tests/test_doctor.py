@@ -202,12 +202,28 @@ def test_multicast_in_words(monkeypatch):
         assert row(page, "used")[1].startswith(f"no: switched off by {name}={value}")
 
 
+def test_what_other_hosts_would_take(monkeypatch, tmp_path):
+    def said(some):
+        return row(text(examine(some)), "on other hosts")[1]
+
+    some = gpus(2, HANDLE_TYPE_FABRIC_SUPPORTED=1)
+    monkeypatch.setattr(doctor, "IMEX_CHANNELS", str(tmp_path / "channel*"))
+    assert said(some) == "no: GPU 1 is in no NVLink domain that spans hosts"
+    some[0].domain = some[1].domain = "c1/7"
+    assert said(some).startswith("no: there is no IMEX channel here")
+    (tmp_path / "channel0").touch()
+    assert said(some) == "by fabric handles, with ranks on other GPUs of NVLink domain c1/7"
+    some[1].attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = 0
+    assert said(some) == "no: GPU 1 has no fabric handles"
+    assert row(text(examine(some)), "on this host")[1] == "by file descriptors"
+
+
 def test_nothing_is_made():
     drivers = []
     examine(gpus(4, MULTICAST_SUPPORTED=1), drivers=drivers)
     (driver,) = drivers
     assert not driver.leaks()
-    assert set(driver.calls) == {"attribute"}, "more than questions"
+    assert set(driver.calls) == {"attribute", "domain"}, "more than questions"
 
 
 # ------------------------------------------------------------------------------------------------------ measuring

@@ -3,7 +3,7 @@
 Three ways in: torch.distributed's store (an initialised process group, a subgroup, a device mesh's dimension),
 torchrun's environment, or the launcher of pkt, which hands every worker its place. Only a key of the store is used,
 never a collective of the group, so subgroups may come in any order: the key is (group, its members, how many-th world
-of that group).
+of that group). Over the same store the ranks find out whether they are on one host or several (pkt.runtime.network).
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import json
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pkt.errors import RankError, Unsupported, WaitTimeout
+from pkt.errors import RankError, WaitTimeout
 from pkt.runtime import rendezvous
 from pkt.runtime.cuda import STRIDE, CudaBackend
 from pkt.runtime.driver import CudaDriver, Driver
 from pkt.runtime.heap import heap_bytes
 from pkt.runtime.launch import Watch, provide_scratch
+from pkt.runtime.network import Board, Network, this_host
 from pkt.runtime.rendezvous import Meeting
 from pkt.runtime.transport import Transport
 from pkt.runtime.world import World
@@ -46,6 +45,8 @@ class Place:
     size: int
     meeting: Meeting
     group: Any = None  # torch's process group of the same ranks, where the world is made from one
+    host: str = dataclasses.field(default_factory=this_host)
+    board: Board | None = None  # where ranks tell each other their hosts; without one they are all on this one
 
 
 def place(group: Any, timeout: float) -> Place:
@@ -75,20 +76,28 @@ def _job_store(address: str, port: str, rank: str, size: str, timeout: float) ->
 
 def _place_by_store(store: Any, group: tuple[str, tuple[int, ...]], rank: int, size: int, timeout: float) -> Place:
     _worlds_of[group] += 1
-    key = f"pkt/{group[0]}/{'-'.join(map(str, group[1]))}/{_worlds_of[group]}"
+    board = Board(store, f"pkt/{group[0]}/{'-'.join(map(str, group[1]))}/{_worlds_of[group]}")
     if rank == 0:
         meeting = rendezvous.prepare()
-        store.set(key, json.dumps([socket.gethostname(), *meeting.values()]))
-        return Place(rank, size, meeting)
+        board.write("meeting", 0, meeting.values())
+        return Place(rank, size, meeting, board=board)
     try:
-        store.wait([key], datetime.timedelta(seconds=timeout))
-    except RuntimeError as error:  # DistStoreError is one
+        directory, token = board.read("meeting", 0, timeout)
+    except TimeoutError as error:
         raise WaitTimeout.rendezvous(rank, "pkt.init()", timeout, [0]) from error
-    host, directory, token = json.loads(store.get(key))
-    if host != socket.gethostname():
-        found = f"rank 0 runs on host {host}, rank {rank} on {socket.gethostname()}"
-        raise Unsupported.here("pkt.init", found, "a world lies within one host; across hosts use pkt[nvshmem]")
-    return Place(rank, size, Meeting(directory, token))
+    return Place(rank, size, Meeting(directory, token), board=board)
+
+
+def _meeting_place(where: Place, timeout: float) -> tuple[rendezvous.MeetingPlace, list[str]]:
+    """Where the ranks meet, and every rank's host."""
+    board, rank, size = where.board, where.rank, where.size
+    if board is None or size == 1:
+        return where.meeting, [where.host] * size
+    hosts = board.gather("host", rank, size, where.host, timeout)
+    if len(set(hosts)) == 1:
+        return where.meeting, hosts
+    addresses = board.gather("address", rank, size, board.address(), timeout)
+    return Network(board, where.meeting.token, rank, hosts, addresses), hosts
 
 
 def own_device() -> int:
@@ -121,14 +130,15 @@ def open_world(
     """Collective: meet, probe, map, and allocate the status page. What fails leaves nothing behind."""
     capacity = heap_bytes(heap)
     try:
-        connections = rendezvous.connect(where.meeting, where.rank, where.size, timeout)
+        meeting, hosts = _meeting_place(where, timeout)
+        connections = rendezvous.connect(meeting, where.rank, where.size, timeout)
         transport = Transport(where.rank, where.size, connections, timeout)
         try:
             calls = driver(where.rank)
         except BaseException:
             transport.close()
             raise
-        backend = CudaBackend(calls, transport, device, capacity, stride=stride, want_multicast=multicast)
+        backend = CudaBackend(calls, transport, device, capacity, hosts=hosts, stride=stride, want_multicast=multicast)
     finally:
         if where.rank == 0:
             where.meeting.remove()

@@ -1,16 +1,16 @@
 """CudaBackend: one rank's side of W processes on W GPUs, through the driver's virtual memory calls.
 
 One reservation of (W + 1) * STRIDE bytes; window r holds rank r's memory, window W the multicast object where there is
-one. Memory comes in chunks: each rank creates one, all exchange file descriptors, each maps all W at the same offset of
-their windows. So the heap grows and nothing moves. Every step that can fail on one rank is followed by a vote, and
-every step registers its undo: a chunk either exists on all ranks or on none, and what is left after close() is nothing.
+one. Memory comes in chunks: each rank creates one, all exchange file descriptors (fabric handles where they are on
+several hosts), each maps all W at the same offset of their windows. So the heap grows and nothing moves. Every step
+that can fail on one rank is followed by a vote, and every step registers its undo: a chunk either exists on all ranks
+or on none, and what is left after close() is nothing.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from pkt.errors import AllocationMismatch, DriverError, HeapFull, PeerLost, ranks_text, size_text
-from pkt.runtime import journal, multicast, topology
+from pkt.runtime import handles, journal, multicast, topology
 from pkt.runtime.backend import Block
-from pkt.runtime.driver import OUT_OF_MEMORY, Driver
+from pkt.runtime.driver import OUT_OF_MEMORY, Driver, Shared
 from pkt.runtime.frames import close_fds
 from pkt.runtime.transport import Transport
 
@@ -41,10 +41,11 @@ class CudaBackend:
         device: int,
         capacity: int,
         *,
+        hosts: Sequence[str],
         stride: int = STRIDE,
         want_multicast: bool = True,
     ) -> None:
-        """Collective. Raises Unsupported, with the matrix, where the GPUs cannot work together."""
+        """Collective; `hosts` by rank. Raises Unsupported, with the matrix, where the GPUs cannot work together."""
         self.driver, self.transport, self.device_index = driver, transport, device
         self.rank, self.size = transport.rank, transport.size
         self.torch_device = torch.device("cuda", device)
@@ -55,14 +56,15 @@ class CudaBackend:
         self._own: list[int] = []  # handles of this rank's own memory, for the multicast object
         with ExitStack() as undo:
             undo.callback(transport.close)
-            host = f"{socket.gethostname()}:{_boot_id()}"
-            mine = self._safely(lambda: topology.probe(driver, device, host)) | {"heap": capacity}
+            spans = len(set(hosts)) > 1
+            mine = self._safely(lambda: topology.probe(driver, device, hosts[self.rank], spans)) | {"heap": capacity}
             probes = transport.exchange(mine, "topology")
             if len({p["heap"] for p in probes}) > 1:
                 raise AllocationMismatch.differs("heap=", {r: size_text(p["heap"]) for r, p in enumerate(probes)})
             self._raise_any({r: p for r, p in enumerate(probes) if "error" in p}, "topology")
             self.topology = topology.assemble([p["value"] for p in probes])
             self.topology.check()
+            driver.fabric = spans
             self.num_sms = self.topology.gpus[self.rank].num_sms
             self.granularity = self._vote(lambda: driver.granularity(device), "memory granularity")
             self.capacity = min(-(-capacity // self.granularity) * self.granularity, stride)
@@ -73,7 +75,8 @@ class CudaBackend:
             )
             self._windows = address
             self.base = address + self.rank * stride
-            self.journal = self._make_journal(undo)
+            # Across hosts there is no memory that all processes map: the ranks compare heap calls one by one.
+            self.journal = None if spans else self._make_journal(undo)
             self.multicast_object = multicast.create(self, want_multicast, undo)
             self.multicast = self.multicast_object is not None
             self._undo = undo.pop_all()
@@ -97,20 +100,19 @@ class CudaBackend:
     def _grow(self, offset: int, size: int, undo: ExitStack) -> None:
         """Map a chunk of `size` bytes at `offset` of every window, on every rank, or on none."""
         what = f"growing the heap to {offset + size} bytes"
-        fds = ExitStack()  # an open descriptor pins the memory: closed as soon as the peers have theirs
+        sent: list[Shared] = []  # an open descriptor pins the memory: closed as soon as the peers have theirs
         try:
-            made = self._safely(lambda: self._create(size, fds))
-            handle, fd = made.get("value") or (0, -1)
-            if "value" in made:
+            made = self._safely(lambda: self._create(size, sent))
+            handle = made.pop("value", 0)
+            if sent:
                 undo.callback(lambda: self._release_own(handle))
                 self._own.append(handle)
-            send = {r: [fd] for r in range(self.size) if r != self.rank} if "value" in made else {}
-            said, received = self.transport.exchange_fds({k: v for k, v in made.items() if k != "value"}, send, what)
+            said, received = handles.exchange(self.transport, made, sent, what)
         finally:
-            fds.close()
+            handles.close(sent)
         try:
             self._raise_any({r: s for r, s in enumerate(said) if "error" in s}, what, offset + size)
-            odd = {r: f"sent {len(some)} file descriptors" for r, some in received.items() if len(some) != 1}
+            odd = {r: f"sent {len(some)} handles" for r, some in received.items() if len(some) != 1}
 
             def attach() -> None:
                 if odd:
@@ -120,7 +122,7 @@ class CudaBackend:
 
             self._vote(attach, what, offset + size)
         finally:
-            close_fds([fd for some in received.values() for fd in some])
+            handles.close(shared for some in received.values() for shared in some)
         if self.multicast_object is not None:
             bound = self.multicast_object.bind(self, offset, size, handle, undo)
             if not bound and offset:  # kernels may have been told of the window: too late to do without it
@@ -128,24 +130,23 @@ class CudaBackend:
             if not bound:
                 self.multicast, self.multicast_object = False, None
 
-    def _create(self, size: int, fds: ExitStack) -> tuple[int, int]:
+    def _create(self, size: int, sent: list[Shared]) -> int:
         handle = self.driver.create(self.device_index, size)
         try:
-            fd = self.driver.export(handle)
+            sent.append(self.driver.export(handle))
         except DriverError:
             self.driver.release(handle)
             raise
-        fds.callback(os.close, fd)
-        return handle, fd
+        return handle
 
     def _release_own(self, handle: int) -> None:
         self._own.remove(handle)
         self.driver.release(handle)
 
-    def _map(self, peer: int, offset: int, size: int, source: int, undo: ExitStack) -> None:
-        """Map `source` (my handle, or a peer's descriptor) into `peer`'s window; the map alone keeps the memory."""
+    def _map(self, peer: int, offset: int, size: int, source: Shared, undo: ExitStack) -> None:
+        """Map `source` (my handle, or what a peer exported) into `peer`'s window; the map alone keeps the memory."""
         driver, address = self.driver, self._windows + peer * self.stride + offset
-        handle = source if peer == self.rank else driver.import_memory(source)
+        handle = int(source) if peer == self.rank else driver.import_memory(source)
         try:
             driver.map(address, size, handle)
             undo.callback(driver.unmap, address, size)
@@ -177,6 +178,10 @@ class CudaBackend:
         if self._watch is not None:
             self._watch.check()
 
+    def left(self, rank: int) -> bool:
+        """`rank` closed its world as it should; that its connection ended is no loss."""
+        return (self.journal or self.transport).left(rank)
+
     def abandon(self, why: str) -> None:
         """Tell the peers that this rank leaves because of an error; close() follows."""
         self.transport.give_up(why)
@@ -184,7 +189,7 @@ class CudaBackend:
     def close(self) -> None:
         """Undo everything, last first. Idempotent; an error of one step does not keep the others from being undone."""
         if not self.transport.closed:
-            self.journal.leave()
+            (self.journal or self.transport).leave()
         self._chunks.clear()
         self._undo.close()
 
@@ -239,12 +244,3 @@ def check_peers(transport: Transport, what: str) -> None:
     lost = transport.lost()
     if lost:
         raise PeerLost.exited(transport.rank, lost, what)
-
-
-def _boot_id() -> str:
-    """Tells two hosts of one name apart, as containers may be called alike."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()[:8]
-    except OSError:
-        return ""

@@ -1,7 +1,8 @@
 """The CUDA driver calls that the heap is made of, behind one protocol: CudaDriver here, a fake in the tests.
 
 Every call either succeeds or raises DriverError, which names rank, call and code; nothing is retried or hidden.
-Addresses, sizes and handles are ints, file descriptors are owned by the caller. The multicast calls at the end are made
+Addresses, sizes and handles are ints. What is exported is a file descriptor, the caller's to close, or the 64 bytes of
+a fabric handle, which mean the memory on other hosts of one NVLink domain too. The multicast calls at the end are made
 by `multicast.py` alone, and only after every rank has voted for them.
 """
 
@@ -13,13 +14,16 @@ from typing import Any, Protocol
 import torch
 
 from pkt.errors import DriverError
+from pkt.runtime import nvml
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+Shared = int | bytes  # a file descriptor, or a fabric handle
 _storage_at = getattr(torch._C, "_construct_storage_from_data_pointer", None)  # private: newer torch may lack it
 _REMEDY = {
     2: "free memory on this GPU, or lower heap= or PKT_HEAP",
     100: "no CUDA device is visible (CUDA_VISIBLE_DEVICES, or the container's --gpus)",
     304: "the operating system refused; try a larger `ulimit -n` and `ulimit -v`",
+    800: "ranks on several hosts need nvidia-imex on each, and its channel in each container",
     801: "this GPU or driver does not support it",
     802: "the NVLink fabric is not ready: is nvidia-fabricmanager running?",
     999: "see dmesg for an Xid",
@@ -30,6 +34,7 @@ class Driver(Protocol):
     """What the runtime asks of a GPU driver. `device` is an ordinal of this process."""
 
     rank: int
+    fabric: bool  # export fabric handles, not file descriptors; set before anything is made
 
     # -- what is there
     def version(self) -> int:
@@ -47,6 +52,9 @@ class Driver(Protocol):
     def p2p(self, device: int, peer: int, name: str) -> int:
         """A CU_DEVICE_P2P_ATTRIBUTE by its name without the prefix, such as "ACCESS_SUPPORTED"."""
 
+    def domain(self, device: int) -> str:
+        """The NVLink domain over several hosts that the GPU is in, as "cluster/clique"; "" where it is in none."""
+
     # -- physical memory
     def granularity(self, device: int) -> int: ...
     def create(self, device: int, nbytes: int) -> int:
@@ -55,11 +63,11 @@ class Driver(Protocol):
     def release(self, handle: int) -> None:
         """Drop a handle; what is mapped stays until it is unmapped."""
 
-    def export(self, handle: int) -> int:
-        """A file descriptor that stands for the memory. While it is open the memory stays: close it at once."""
+    def export(self, handle: int) -> Shared:
+        """What stands for the memory. While a file descriptor is open the memory stays: close it at once."""
 
-    def import_memory(self, fd: int) -> int:
-        """Handle of the memory behind a peer's file descriptor, which stays open and the caller's."""
+    def import_memory(self, shared: Shared) -> int:
+        """Handle of the memory behind what a peer exported; a file descriptor stays open and the caller's."""
 
     # -- addresses
     def reserve(self, nbytes: int, alignment: int) -> int: ...
@@ -100,13 +108,11 @@ class CudaDriver:
     def __init__(self, rank: int) -> None:
         from cuda.bindings import driver  # only here: importing pkt must not need a driver
 
-        self.rank = rank
+        self.rank, self.fabric = rank, False
         self._cuda = driver
         self._side: tuple[torch.cuda.Stream, torch.Tensor] | None = None
         self._empty: dict[Any, torch.Tensor] = {}  # (device, dtype) -> a tensor of nothing, to make others from
         self._lock = threading.Lock()
-        kinds = driver.CUmemAllocationHandleType
-        self._fd = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._call("cuInit", 0)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -140,14 +146,22 @@ class CudaDriver:
         kind = getattr(self._cuda.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
         return int(self._call("cuDeviceGetP2PAttribute", kind, device, peer))
 
+    def domain(self, device: int) -> str:
+        return nvml.domain(self.uuid(device))
+
     # -- physical memory
+    @property
+    def _shared(self) -> Any:
+        kinds = self._cuda.CUmemAllocationHandleType
+        return kinds.CU_MEM_HANDLE_TYPE_FABRIC if self.fabric else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
     def _kind(self, device: int) -> Any:
         cuda = self._cuda
         kind = cuda.CUmemAllocationProp()
         kind.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         kind.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         kind.location.id = device
-        kind.requestedHandleTypes = self._fd
+        kind.requestedHandleTypes = self._shared
         return kind
 
     def granularity(self, device: int) -> int:
@@ -160,11 +174,13 @@ class CudaDriver:
     def release(self, handle: int) -> None:
         self._call("cuMemRelease", handle)
 
-    def export(self, handle: int) -> int:
-        return int(self._call("cuMemExportToShareableHandle", handle, self._fd, 0))
+    def export(self, handle: int) -> Shared:
+        found = self._call("cuMemExportToShareableHandle", handle, self._shared, 0)
+        return bytes(found.data) if self.fabric else int(found)
 
-    def import_memory(self, fd: int) -> int:
-        return int(self._call("cuMemImportFromShareableHandle", fd, self._fd))
+    def import_memory(self, shared: Shared) -> int:
+        # Bytes are taken where they lie; the CUmemFabricHandle that an export gives is not taken back.
+        return int(self._call("cuMemImportFromShareableHandle", shared, self._shared))
 
     # -- addresses
     def reserve(self, nbytes: int, alignment: int) -> int:
@@ -219,7 +235,7 @@ class CudaDriver:
     # -- multicast
     def _multicast(self, devices: int, nbytes: int) -> Any:
         prop = self._cuda.CUmulticastObjectProp()
-        prop.numDevices, prop.size, prop.handleTypes, prop.flags = devices, nbytes, int(self._fd), 0
+        prop.numDevices, prop.size, prop.handleTypes, prop.flags = devices, nbytes, int(self._shared), 0
         return prop
 
     def multicast_granularity(self, devices: int, nbytes: int) -> int:

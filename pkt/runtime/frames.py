@@ -1,19 +1,22 @@
-"""One connection between two ranks: frames with file descriptors over a Unix stream socket, never blocking.
+"""One connection between two ranks: frames, over a Unix stream socket with file descriptors, never blocking.
 
 A frame is a fixed header (magic, sequence number, length, number of descriptors) and JSON text. The header and the text
 are read with exact lengths, so descriptors, which travel with a frame's first byte, can only belong to the frame being
 read. Whatever does not fit (truncated control data, too many or too few descriptors, a wrong sequence number) is
-refused.
+refused. Between hosts the socket is TCP's, and no frame has descriptors.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import json
 import os
 import socket
 import struct
+import termios
+import threading
 from typing import Any
 
 from pkt.errors import TransportError
@@ -30,6 +33,10 @@ def pack(sequence: int, value: Any, fds: int = 0) -> bytes:
     return HEADER.pack(MAGIC, sequence, len(text), fds) + text
 
 
+_LEAVES = (1 << 64) - 1  # sequence number of the last frame of a rank that closes its world as it should
+GOODBYE = pack(_LEAVES, None)
+
+
 class Frame:
     """What arrived: the value, and descriptors that are now ours to close."""
 
@@ -42,11 +49,15 @@ class LostConnection(Exception):
 
 
 class Connection:
-    """One authenticated peer. `pid` is what the kernel says of the other end (0 where it cannot)."""
+    """One authenticated peer. `pid` is what the kernel says of the other end, 0 where it cannot; `host` where the
+    connection is over TCP."""
 
-    def __init__(self, sock: socket.socket, rank: int, peer: int, pid: int) -> None:
+    def __init__(self, sock: socket.socket, rank: int, peer: int, pid: int, host: str = "") -> None:
         sock.setblocking(False)
         self.sock, self.rank, self.peer, self.pid = sock, rank, peer, pid
+        self.host, self.who = host, f"on host {host}" if host else f"pid {pid}"
+        self._left = False
+        self._reading = threading.Lock()  # one thread reads, and the watchdog looks
         self._out: list[tuple[memoryview, list[int]]] = []
         self._begun = False  # part of the first frame in _out has been sent
         self._head, self._text, self._fds = bytearray(), bytearray(), list[int]()
@@ -89,7 +100,25 @@ class Connection:
 
     # -- in
     def read(self) -> Frame | None:
-        """The next whole frame, or None while it is still on its way."""
+        """The next whole frame, or None while it is still on its way. A goodbye is the end of file that follows it."""
+        with self._reading:
+            frame = self._read()
+            if frame is not None and frame.sequence == _LEAVES:
+                self._left = True
+                raise LostConnection("closed its world")
+            return frame
+
+    def left(self) -> bool:
+        """The other end said goodbye. Takes nothing off the wire; only for ends that have hung up, and only over TCP:
+        a look at a Unix socket ends at the first descriptors."""
+        with self._reading, contextlib.suppress(OSError):
+            if not self._left:
+                waiting = array.array("i", [0])
+                fcntl.ioctl(self.sock, termios.FIONREAD, waiting)
+                self._left = self.sock.recv(waiting[0], socket.MSG_PEEK | socket.MSG_DONTWAIT).endswith(GOODBYE)
+        return self._left
+
+    def _read(self) -> Frame | None:
         if self._wanted is None:
             if not self._take(self._head, HEADER.size):
                 return None
@@ -136,7 +165,7 @@ class Connection:
 
     def _refuse(self, found: str, wanted: str) -> TransportError:
         self.close()
-        return TransportError.refused(self.rank, f"a message of rank {self.peer} (pid {self.pid})", found, wanted)
+        return TransportError.refused(self.rank, f"a message of rank {self.peer} ({self.who})", found, wanted)
 
     def close(self) -> None:
         """Close the socket and every descriptor that was received but not handed on."""

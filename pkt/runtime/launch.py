@@ -123,7 +123,7 @@ class Watch:
         """Peers whose process is gone although they have not closed their world."""
         backend = self.backend
         lost = backend.transport.lost()
-        return {r: text for r, text in lost.items() if "stopped" not in text and not backend.journal.left(r)}
+        return {r: text for r, text in lost.items() if "stopped" not in text and not backend.left(r)}
 
     def _look(self) -> None:
         backend = self.backend

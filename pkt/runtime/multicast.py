@@ -7,14 +7,14 @@ did and go on without the window, with one warning that says which rank failed a
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from pkt.errors import ranks_text
-from pkt.runtime.frames import close_fds
+from pkt.runtime import handles
+from pkt.runtime.driver import Shared
 from pkt.runtime.topology import multicast_off
 
 if TYPE_CHECKING:
@@ -74,39 +74,34 @@ def create(backend: CudaBackend, wanted: bool, undo: ExitStack) -> Multicast | N
 
 
 def _share(backend: CudaBackend, here: ExitStack) -> int | None:
-    """Rank 0 makes the object and sends its descriptor; every rank's handle of it, or None on every rank."""
-    driver, fds = backend.driver, ExitStack()
-    handles: list[int] = []
+    """Rank 0 makes the object and sends what stands for it; every rank's handle of it, or None on every rank."""
+    driver, sent = backend.driver, list[Shared]()
+    held: list[int] = []
 
     def make() -> None:
-        handles.append(driver.multicast_create(backend.size, backend.capacity))
-        here.callback(driver.release, handles[0])
-        fds.callback(os.close, _remember(sent, driver.export(handles[0])))
+        held.append(driver.multicast_create(backend.size, backend.capacity))
+        here.callback(driver.release, held[0])
+        sent.append(driver.export(held[0]))
 
-    sent: list[int] = []
-    with fds:
+    try:
         mine = backend._safely(make) if backend.rank == 0 else {}
-        send = {r: list(sent) for r in range(1, backend.size)} if "error" not in mine and backend.rank == 0 else {}
         vote = {k: v for k, v in mine.items() if k != "value"}
-        said, received = backend.transport.exchange_fds(vote, send, "multicast: creating")
+        said, received = handles.exchange(backend.transport, vote, sent, "multicast: creating")
+    finally:
+        handles.close(sent)
     try:
         if not _agreed(said, "multicast: creating", backend.rank):
             return None
 
         def take() -> None:
             if backend.rank != 0:
-                (fd,) = received[0]
-                handles.append(driver.import_memory(fd))
-                here.callback(driver.release, handles[0])
+                (shared,) = received[0]
+                held.append(driver.import_memory(shared))
+                here.callback(driver.release, held[0])
 
-        return handles[0] if _all(backend, take, "multicast: importing") else None
+        return held[0] if _all(backend, take, "multicast: importing") else None
     finally:
-        close_fds([fd for some in received.values() for fd in some])
-
-
-def _remember(into: list[int], fd: int) -> int:
-    into.append(fd)
-    return fd
+        handles.close(shared for some in received.values() for shared in some)
 
 
 def _all(backend: CudaBackend, step: Callable[[], Any], what: str) -> bool:

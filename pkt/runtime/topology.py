@@ -21,6 +21,10 @@ OFF_SWITCHES = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+ACROSS = (
+    "ranks on several hosts need GPUs of one NVLink domain (GB200 NVL72) with nvidia-imex running on every host; "
+    "otherwise make a world a host: pkt.init(group=)"
+)
 
 
 def multicast_off(environment: Mapping[str, str] = os.environ) -> str:
@@ -46,6 +50,7 @@ class Gpu:
     cooperative_launch: bool
     multicast: bool  # supported, from the attribute; says nothing of whether it is wanted
     host: str = ""
+    domain: str = ""  # of NVLink over several hosts, "cluster/clique"; asked for only where ranks are on several
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,17 @@ class Topology:
     links: tuple[tuple[Link, ...], ...]
 
     @property
+    def spans(self) -> bool:
+        """The ranks are on several hosts."""
+        return len({gpu.host for gpu in self.gpus}) > 1
+
+    @property
     def multicast(self) -> bool:
         """Every GPU supports it; whether it is used is a vote."""
         return all(gpu.multicast for gpu in self.gpus)
 
     def matrix(self) -> str:
-        """A line a rank: its GPU, and what it can do in each other rank's memory."""
+        """A line a rank: its GPU, its fabric where hosts are several, what it can do in each other rank's memory."""
         words = {(True, True): "yes", (True, False): "no atomics", (True, None): "yes"}
         rows = []
         for a, gpu in enumerate(self.gpus):
@@ -77,8 +87,10 @@ class Topology:
                 "-" if a == b else "?" if link.access is None else words.get((link.access, link.atomics), "no access")
                 for b, link in enumerate(self.links[a])
             ]
-            rows.append((f"rank {a}", gpu.device, gpu.name, *cells))
-        return table(("", "GPU", "model", *(f"-> {r}" for r in range(len(self.gpus)))), rows)
+            fabric = (gpu.host, "yes" if gpu.fabric_handles else "no", gpu.domain or "none") if self.spans else ()
+            rows.append((f"rank {a}", gpu.device, gpu.name, *fabric, *cells))
+        fabric = ("host", "fabric handles", "NVLink domain") if self.spans else ()
+        return table(("", "GPU", "model", *fabric, *(f"-> {r}" for r in range(len(self.gpus)))), rows)
 
     def check(self) -> None:
         """Raise Unsupported, with the matrix, for what cannot work."""
@@ -91,11 +103,6 @@ class Topology:
         owner: dict[str, int] = {}
         first = self.gpus[0]
         for rank, gpu in enumerate(self.gpus):
-            if gpu.host != first.host:
-                return (
-                    f"rank 0 runs on host {first.host} and rank {rank} on {gpu.host}",
-                    "a world lies within one host; across hosts use pkt[nvshmem]",
-                )
             if gpu.uuid in owner:
                 who = f"ranks {owner[gpu.uuid]} and {rank}"
                 return (
@@ -110,7 +117,7 @@ class Topology:
                 )
             for what, has in (
                 ("virtual memory management", gpu.virtual_memory),
-                ("POSIX file descriptor handles", gpu.posix_fds),
+                ("POSIX file descriptor handles", gpu.posix_fds or self.spans),
                 ("cooperative launch", gpu.cooperative_launch),
             ):
                 if not has:
@@ -134,11 +141,28 @@ class Topology:
                 if a != b and link.atomics is False:
                     here, there = self.gpus[a].device, self.gpus[b].device
                     return f"GPU {here} -> {there}: no native atomics", "signals need NVLink between the ranks' GPUs"
+        return self._apart() if self.spans else None
+
+    def _apart(self) -> tuple[str, str] | None:
+        """What keeps ranks on several hosts from one another's memory."""
+        first = self.gpus[0]
+        away = next(rank for rank, gpu in enumerate(self.gpus) if gpu.host != first.host)
+        ranks = f"rank 0 runs on host {first.host} and rank {away} on {self.gpus[away].host}"
+        for rank, gpu in enumerate(self.gpus):
+            for what, has in (
+                ("has no fabric handles", gpu.fabric_handles),
+                ("is in no NVLink domain that spans hosts", gpu.domain),
+                (f"is in NVLink domain {gpu.domain} and rank 0's in {first.domain}", gpu.domain == first.domain),
+            ):
+                if not has:
+                    return f"{ranks}, but rank {rank}'s GPU ({gpu.name}) {what}", ACROSS
         return None
 
 
-def probe(driver: Driver, device: int, host: str) -> dict[str, Any]:
-    """What this rank knows, as JSON values: its own GPU, and the links to every GPU that this process sees, by uuid."""
+def probe(driver: Driver, device: int, host: str, spans: bool) -> dict[str, Any]:
+    """What this rank knows, as JSON values: its own GPU, and the links to every GPU that this process sees, by uuid.
+
+    `spans`: the GPU's NVLink domain is of interest, which NVML has to be asked for."""
     flag = driver.attribute
     major, minor = flag(device, "COMPUTE_CAPABILITY_MAJOR"), flag(device, "COMPUTE_CAPABILITY_MINOR")
     gpu = Gpu(
@@ -153,6 +177,7 @@ def probe(driver: Driver, device: int, host: str) -> dict[str, Any]:
         cooperative_launch=bool(flag(device, "COOPERATIVE_LAUNCH")),
         multicast=not multicast_off() and bool(flag(device, "MULTICAST_SUPPORTED")),
         host=host,
+        domain=driver.domain(device) if spans else "",
     )
     links = {
         driver.uuid(peer): [

@@ -2,12 +2,13 @@
 
 Every rank has a connection to every other. A rank that dies is seen as end of file on its connection and named by all
 survivors; one that is stopped or late is named at the deadline. A rank that gives up says why to the others before it
-closes, so nobody blames the messenger. After any failure the transport is closed: the world is lost, the process is
-not.
+closes, so nobody blames the messenger. Over TCP nothing is known of a process but its connection: one that is stopped
+is found at the deadline alone. After any failure the transport is closed: the world is lost, the process is not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
-from pkt.runtime.frames import Connection, Frame, LostConnection, close_fds, pack
+from pkt.runtime.frames import GOODBYE, Connection, Frame, LostConnection, close_fds, pack
 
 DEFAULT_TIMEOUT = 60.0
 _GIVES_UP = 0  # sequence number of a farewell; calls count from 1
@@ -117,7 +118,7 @@ class Transport:
             if state == "exited" or hung_up:
                 found[peer] = self._end_of(connection)
             elif state:
-                found[peer] = f"(pid {connection.pid}) is {state}"
+                found[peer] = f"({connection.who}) is {state}"
         return found
 
     def close(self) -> None:
@@ -134,9 +135,11 @@ class Transport:
         state: dict[int, int] = {}
 
         def interest(connection: Connection) -> None:
-            events = (select.POLLOUT if connection.unsent else 0) | (0 if connection.peer in frames else select.POLLIN)
+            events = (select.POLLOUT if connection.unsent else 0) | (
+                select.POLLRDHUP if connection.peer in frames else select.POLLIN
+            )
             if state.get(connection.fileno()) != events:
-                poller.register(connection, events)  # with 0, a hang-up is still reported
+                poller.register(connection, events)
                 state[connection.fileno()] = events
 
         for connection in ends.values():
@@ -149,7 +152,7 @@ class Transport:
                 raise self._late(frames, what)
             for fileno, event in poller.poll(min(left, 1.0) * 1e3):
                 connection = ends[fileno]
-                if connection.peer in frames and event & (select.POLLHUP | select.POLLERR):
+                if connection.peer in frames and event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
                     # It said what it had to, and left: at the end of its program, or because it gave up this call.
                     poller.unregister(connection)
                     connection.discard()
@@ -208,8 +211,8 @@ class Transport:
 
     def _blamed(self, connection: Connection, farewell: Mapping[str, Any]) -> dict[int, str]:
         """Which ranks a farewell says are lost; where none, the one that gave up, and why."""
-        lost = {int(rank): text for rank, text in farewell["lost"].items()}
-        return lost or {connection.peer: f"(pid {connection.pid}) gave up: {farewell['why']}"}
+        lost = {int(rank): text for rank, text in farewell["lost"].items() if int(rank) != self.rank}
+        return lost or {connection.peer: f"({connection.who}) gave up: {farewell['why']}"}
 
     def _last_words(self, connection: Connection) -> dict[str, Any] | None:
         """The farewell among what a peer that has hung up sent before."""
@@ -225,11 +228,13 @@ class Transport:
     def _end_of(self, connection: Connection) -> str:
         """How the other end of a closed connection ended. A dying process closes its files a little before it is "
         "gone."""
+        if connection.host:
+            return f"({connection.who}) " + ("closed its world" if connection.left() else "hung up")
         for _ in range(20):
             if process_state(connection.pid) == "exited":
-                return f"(pid {connection.pid}) exited"
+                return f"({connection.who}) exited"
             time.sleep(0.005)
-        return f"(pid {connection.pid}) closed its world"
+        return f"({connection.who}) closed its world"
 
     def _late(self, frames: Mapping[int, Frame], what: str) -> PktError:
         missing = [peer for peer in self.connections if peer not in frames]
@@ -240,7 +245,8 @@ class Transport:
 
     def _fail(self, error: PktError) -> PktError:
         """Tell the others why, close, and give the error back to be raised."""
-        self.give_up(str(error), getattr(error, "lost", {}))
+        late = dict.fromkeys(getattr(error, "missing", ()), "did not come in time")
+        self.give_up(str(error), getattr(error, "lost", late))
         return error
 
     def give_up(self, why: str, lost: Mapping[int, str] | None = None) -> None:
@@ -248,13 +254,28 @@ class Transport:
         if self.closed:
             return
         ranks = {str(rank): text for rank, text in (lost or {}).items()}
-        farewell = pack(_GIVES_UP, {"lost": ranks, "why": why[:2000]})
+        self._say(pack(_GIVES_UP, {"lost": ranks, "why": why[:2000]}), 0.0)
+        self.close()
+
+    def leave(self) -> None:
+        """Tell the others that this rank closes its world as it should; close() follows."""
+        self._say(GOODBYE, 1.0)
+
+    def left(self, rank: int) -> bool:
+        """`rank`, which has hung up, said that it leaves as it should."""
+        return self.connections[rank].left()
+
+    def _say(self, words: bytes, patience: float) -> None:
+        """The last words to every rank. A large message that a rank is still reading may be in the way for a while."""
+        deadline = time.monotonic() + patience
         for connection in self.connections.values():
             if not connection.discard():
                 continue  # it will see the end of file instead
-            connection.queue(farewell)
-            try:
+            connection.queue(words)
+            with contextlib.suppress(LostConnection, OSError):  # it is the lost one
                 connection.write()
-            except (LostConnection, OSError):
-                continue  # it is the lost one
-        self.close()
+                poller = select.poll()
+                poller.register(connection, select.POLLOUT)
+                while connection.unsent and (left := deadline - time.monotonic()) > 0:
+                    poller.poll(left * 1e3)
+                    connection.write()

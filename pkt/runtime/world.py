@@ -242,7 +242,8 @@ def init(
     timeout: seconds for every step of the rendezvous and every wait (PKT_TIMEOUT, then 60 where None). multicast: False
     does without the multicast window; it is used only if every rank has it. heap: most bytes of symmetric memory a rank
     may come to hold ("8GiB" or a number; PKT_HEAP, then 1 GiB where None). Inside pkt.launch the world is there
-    already. Raises Unsupported where there is no GPU, with what to do instead.
+    already. Raises Unsupported where there is no GPU, with what to do instead, and where the ranks' GPUs cannot work
+    together, with a table of them: ranks on several hosts need one NVLink domain over these.
     """
     world = _current()
     if world is not None and group is None:

@@ -1,8 +1,8 @@
 """A GPU driver made of memfds and mmap: the same calls, in one process or many, that can fail where a test says so.
 
-Physical memory is a memfd, a window address a fixed mapping, an exported handle a duplicate descriptor: peers really
-read each other's memory. `FakeDriver.fail = {"map": 3}` makes the third map fail. `leaks()` says what was not given
-back.
+Physical memory is a memfd, a window address a fixed mapping, an exported handle a duplicate descriptor, or the text of
+one's place in /proc where it is a fabric handle: peers really read each other's memory. `FakeDriver.fail = {"map": 3}`
+makes the third map fail. `leaks()` says what was not given back.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class FakeGpu:
     name: str = "FakeGPU"
     peers: dict[int, tuple[bool, bool]] = field(default_factory=dict)  # device -> access, atomics; yes where absent
     attributes: dict[str, int] = field(default_factory=dict)
+    domain: str = ""  # of NVLink over several hosts
 
 
 DEFAULTS = {
@@ -60,7 +61,7 @@ class FakeDriver:
     def __init__(
         self, rank: int, gpus: list[FakeGpu] | None = None, fail: dict[str, int] | None = None, code: int = 999
     ) -> None:
-        self.rank, self.code = rank, code
+        self.rank, self.code, self.fabric = rank, code, False
         self.gpus = gpus or [FakeGpu(f"uuid-{i}") for i in range(16)]
         self.fail = fail or {}
         self.calls: Counter[str] = Counter()
@@ -107,6 +108,10 @@ class FakeDriver:
         access, atomics = self.gpus[device].peers.get(peer, (True, True))
         return int({"ACCESS_SUPPORTED": access, "NATIVE_ATOMIC_SUPPORTED": atomics}[name])
 
+    def domain(self, device: int) -> str:
+        self._count("domain")
+        return self.gpus[device].domain
+
     # -- physical memory
     def granularity(self, device: int) -> int:
         self._count("granularity")
@@ -128,13 +133,22 @@ class FakeDriver:
         self._count("release")
         os.close(self.handles.pop(handle))
 
-    def export(self, handle: int) -> int:
+    def export(self, handle: int) -> int | bytes:
         self._count("export")
-        return os.dup(self.handles[handle])
+        fd = self.handles[handle]
+        return f"{os.getpid()} {fd}".encode().ljust(64, b"\0") if self.fabric else os.dup(fd)
 
-    def import_memory(self, fd: int) -> int:
+    def import_memory(self, shared: int | bytes) -> int:
         self._count("import_memory")
-        return self._handle(os.dup(fd))
+        assert isinstance(shared, bytes) == self.fabric
+        if isinstance(shared, int):
+            return self._handle(os.dup(shared))
+        assert len(shared) == 64
+        pid, fd = shared.rstrip(b"\0").decode().split()
+        try:
+            return self._handle(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:  # its rank is gone, and the memory with it
+            raise DriverError.failed(self.rank, "import_memory", 1, "CUDA_ERROR_INVALID_VALUE") from error
 
     # -- addresses
     def reserve(self, nbytes: int, alignment: int) -> int:

@@ -1,10 +1,14 @@
 """CudaDriver against the real bindings' types, with every call recorded instead of made: no GPU, no driver needed."""
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 from cuda.bindings import driver as bindings
 
 from pkt.errors import DriverError
+from pkt.runtime import nvml
 from pkt.runtime.driver import CudaDriver
 
 from .fake_driver import DEFAULTS
@@ -70,6 +74,74 @@ def test_memory_is_pinned_on_the_device_and_can_be_exported(recorded):
     assert given["cuMemAddressReserve"] == (1 << 38, 2 << 20, 0, 0)
     assert given["cuMemAddressFree"] == (1 << 40, 1 << 38)
     assert given["cuMemRelease"] == (77,)
+
+
+def test_fabric_handles_are_bytes(recorded):
+    exported = bindings.CUmemFabricHandle()
+    exported.data = bytes(range(64))
+    recorded.answers = {
+        "cuMemCreate": (bindings.CUmemGenericAllocationHandle(77),),
+        "cuMemExportToShareableHandle": (exported,),
+        "cuMemImportFromShareableHandle": (bindings.CUmemGenericAllocationHandle(78),),
+        "cuMulticastCreate": (bindings.CUmemGenericAllocationHandle(9),),
+    }
+    driver = CudaDriver(rank=1)
+    driver.fabric = True
+    assert driver.create(3, 4 << 20) == 77
+    assert driver.export(77) == bytes(range(64))
+    assert driver.import_memory(bytes(range(64))) == 78
+    assert driver.multicast_create(4, 1 << 30) == 9
+    given, fabric = dict(recorded.calls), bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+    assert given["cuMemCreate"][1].requestedHandleTypes == fabric
+    assert given["cuMemExportToShareableHandle"] == (77, fabric, 0)
+    assert given["cuMemImportFromShareableHandle"] == (bytes(range(64)), fabric)
+    assert given["cuMulticastCreate"][0].handleTypes == int(fabric)
+
+
+def test_the_bindings_take_a_fabric_handle_as_bytes():
+    """A wrong type is refused before the driver library is looked for; that this one may be missing is no matter."""
+    fabric = bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+    with pytest.raises(TypeError):
+        bindings.cuMemImportFromShareableHandle("text", fabric)
+    with contextlib.suppress(RuntimeError):
+        code, _ = bindings.cuMemImportFromShareableHandle(bytes(64), fabric)
+        assert int(code) != 0
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "cluster", "domain"),
+    [
+        (3, 0, list(range(16)), "000102030405060708090a0b0c0d0e0f/7"),
+        (3, 0, [0] * 16, ""),  # NVSwitches of one host
+        (2, 0, list(range(16)), ""),  # the fabric manager has not finished
+        (3, 999, list(range(16)), ""),  # or it has failed
+    ],
+)
+def test_the_nvlink_domain_is_what_nvml_says(recorded, monkeypatch, state, status, cluster, domain):
+    recorded.answers = {"cuDeviceGetUuid": (bindings.CUuuid(),)}
+    given = []
+
+    def ask(call, *args):
+        given.append((call, args))
+        if call != "device_get_gpu_fabric_info_v":
+            return "handle"
+        info = pytest.importorskip("cuda.bindings.nvml").GpuFabricInfo_v3()
+        info.state, info.status, info.clique_id = state, status, 7
+        info.cluster_uuid = np.array(cluster, dtype=np.uint8)
+        return info
+
+    monkeypatch.setattr(nvml, "ask", ask)
+    assert CudaDriver(rank=0).domain(3) == domain
+    assert given == [
+        ("device_get_handle_by_uuid", ("GPU-00000000-0000-0000-0000-000000000000",)),
+        ("device_get_gpu_fabric_info_v", ("handle",)),
+    ]
+
+
+def test_without_nvml_there_is_no_domain(monkeypatch):
+    monkeypatch.setattr(nvml, "ask", lambda call, *args: None)
+    assert nvml.domain("0" * 32) == ""
+    assert nvml.nvlinks("0" * 32) is None
 
 
 def test_every_attribute_that_is_asked_for_exists(recorded):

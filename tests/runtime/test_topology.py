@@ -11,7 +11,16 @@ from .fake_driver import FakeDriver, FakeGpu
 
 
 def topology(gpus, hosts=None):
-    return assemble([probe(FakeDriver(r, gpus=gpus), r, (hosts or {}).get(r, "host")) for r in range(len(gpus))])
+    """Of `gpus`, a rank each. `hosts`: each rank's, which then sees the GPUs of its own alone."""
+    if hosts is None:
+        return assemble([probe(FakeDriver(r, gpus=gpus), r, "host", spans=False) for r in range(len(gpus))])
+    here = [[gpu for gpu, host in zip(gpus, hosts, strict=True) if host == mine] for mine in hosts]
+    return assemble(
+        [
+            probe(FakeDriver(r, gpus=here[r]), here[r].index(gpus[r]), hosts[r], spans=len(set(hosts)) > 1)
+            for r in range(len(gpus))
+        ]
+    )
 
 
 def gpus(count, **attributes):
@@ -69,14 +78,48 @@ def test_refusals(change, message):
         topology(some).check()
 
 
-def test_two_hosts():
-    with pytest.raises(Unsupported, match=r"rank 0 runs on host a and rank 1 on b: .*pkt\[nvshmem\]"):
-        topology(gpus(2), {0: "a", 1: "b"}).check()
+def on_two_hosts():
+    """Two GPUs on host a and one on host b, in one NVLink domain; not asked for descriptors."""
+    some = gpus(3, HANDLE_TYPE_FABRIC_SUPPORTED=1, HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=0)
+    for gpu in some:
+        gpu.domain = "c1/7"
+    return some
+
+
+def test_two_hosts_of_one_domain():
+    found = topology(on_two_hosts(), "aab")
+    found.check()
+    assert found.spans
+    assert found.matrix().splitlines()[3].split() == "rank 2 0 FakeGPU b yes c1/7 ? ? -".split()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda gpu: gpu.attributes.update(HANDLE_TYPE_FABRIC_SUPPORTED=0), "has no fabric handles"),
+        (lambda gpu: setattr(gpu, "domain", ""), "is in no NVLink domain that spans hosts"),
+        (lambda gpu: setattr(gpu, "domain", "c1/8"), "is in NVLink domain c1/8 and rank 0's in c1/7"),
+    ],
+)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_two_hosts_that_nvlink_does_not_join(rank, change, why):
+    some = on_two_hosts()
+    change(some[rank])
+    message = rf"rank 0 runs on host a and rank 2 on b, but rank {rank}'s GPU \(FakeGPU\) {why}: .*nvidia-imex"
+    with pytest.raises(Unsupported, match=message) as caught:
+        topology(some, "aab").check()
+    assert [line.split()[4] for line in str(caught.value).splitlines()[2:]] == ["a", "a", "b"]
+
+
+def test_within_a_host_nobody_asks_for_its_domain():
+    driver = FakeDriver(0)
+    probe(driver, 0, "a", spans=False)
+    assert driver.calls["domain"] == 0
 
 
 def test_gpus_that_a_process_does_not_see_are_not_refused():
     alone = [[FakeGpu(f"uuid-{r}")] for r in range(2)]  # CUDA_VISIBLE_DEVICES=r in each process
-    found = assemble([probe(FakeDriver(r, gpus=alone[r]), 0, "host") for r in range(2)])
+    found = assemble([probe(FakeDriver(r, gpus=alone[r]), 0, "host", spans=False) for r in range(2)])
     found.check()
     assert "?" in found.matrix()
 

@@ -122,15 +122,25 @@ def _task(t, num_m, chunks, push_rows):
 
 # ------------------------------------------------------------------------------------------------------ pushing
 @gluon.jit
-def _load_unit(u, mine, num_comm, a, buffers, bars, num_m, chunks,
+def _unit(u, i, chunk, num_comm, num_m, chunks, UNITS: gl.constexpr, push_rows):
+    """Row block and chunk of this program's unit u, after those of the one before. A division takes long, so there is
+    one only where a task begins."""
+    if u % UNITS == 0:
+        i, chunk = _task(gl.program_id(0) + (u // UNITS) * num_comm, num_m, chunks, push_rows)
+    return i, chunk
+
+
+@gluon.jit
+def _load_unit(u, i, chunk, mine, num_comm, a, buffers, bars, num_m, chunks,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr, push_rows,
 ):  # fmt: skip
-    """Unit u of this program, if there is one, from this rank's shard into its buffer."""
+    """Unit u, if there is one, from this rank's shard into its buffer; `i` and `chunk` as in `_unit`."""
     if u < mine:
-        i, chunk = _task(gl.program_id(0) + (u // UNITS) * num_comm, num_m, chunks, push_rows)
+        i, chunk = _unit(u, i, chunk, num_comm, num_m, chunks, UNITS, push_rows)
         at = [i * BLOCK_M, (chunk * UNITS + u % UNITS) * BLOCK_K]
         mbarrier.expect(bars.index(u % BUFFERS), BLOCK_M * BLOCK_K * 2)
         tma.async_copy_global_to_shared(a, at, bars.index(u % BUFFERS), buffers.index(u % BUFFERS))
+    return i, chunk
 
 
 @gluon.jit
@@ -151,17 +161,19 @@ def _push(
     first = gl.program_id(0)
     mine = gl.cdiv(gl.maximum(num_m * chunks - first, 0), num_comm) * UNITS
     row0 = ((epoch & 1) * SIZE + rank) * num_m * BLOCK_M
+    load_i, load_chunk, i, chunk = rank, rank, rank, rank  # whatever: the first unit has its own
     for u in gl.static_range(BUFFERS - STORING):
-        _load_unit(u, mine, num_comm, a, buffers, bars, num_m, chunks, BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)
+        load_i, load_chunk = _load_unit(u, load_i, load_chunk, mine, num_comm, a, buffers, bars, num_m, chunks,
+                                        BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)  # fmt: skip
     for u in range(gl.where(mine > 0, mine + STORING, 0)):
         if u < mine:
             mbarrier.wait(bars.index(u % BUFFERS), (u // BUFFERS) & 1)
-            i, chunk = _task(first + (u // UNITS) * num_comm, num_m, chunks, push_rows)
+            i, chunk = _unit(u, i, chunk, num_comm, num_m, chunks, UNITS, push_rows)
             at = [row0 + i * BLOCK_M, (chunk * UNITS + u % UNITS) * BLOCK_K]
             to_peers(peers, at, buffers.index(u % BUFFERS), SIZE)
             tma.store_wait(STORING * PEERS)  # the buffer that is loaded next has been read
-            _load_unit(u + BUFFERS - STORING, mine, num_comm, a, buffers, bars, num_m, chunks,
-                       BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)  # fmt: skip
+            load_i, load_chunk = _load_unit(u + BUFFERS - STORING, load_i, load_chunk, mine, num_comm, a, buffers, bars,
+                                            num_m, chunks, BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)  # fmt: skip
         done = u - STORING
         if (done >= 0) & (done % UNITS == UNITS - 1):
             if u < mine:
@@ -170,8 +182,8 @@ def _push(
                 ptx.drain(world)
             ptx.cta_barrier()
             ptx.fence("sys")
-            i, chunk = _task(first + (done // UNITS) * num_comm, num_m, chunks, push_rows)
-            counter = ready_ptr + (rank * num_m + i) * chunks + chunk
+            done_i, done_chunk = _task(first + (done // UNITS) * num_comm, num_m, chunks, push_rows)
+            counter = ready_ptr + (rank * num_m + done_i) * chunks + done_chunk
             for d in gl.static_range(1, SIZE):
                 gl.atomic_add(pl.peer(counter, (rank + d) % SIZE, world), 1, sem="relaxed", scope="sys")
 

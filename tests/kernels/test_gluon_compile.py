@@ -112,7 +112,7 @@ def lying(b, transposed):
 
 def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, plan=None, tiles=None, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
-    b, plan, tiles = lying(b, transposed), plan or PushPlan(), tiles or TILES
+    b, plan, tiles = lying(b, transposed), plan or PushPlan(split=4), tiles or TILES
     push.push_launch(world, a, b, out, plan, tiles, **options)(a, b, out, bias_of(bias, N, dtype))
     return world.kernels[-1][:3]
 
@@ -169,6 +169,16 @@ def test_push_fits(launched, tmp_path, split, tiles):
     assert len(re.findall(r"UTMASTG\.2D", sass)) == 3  # a unit, to each peer
     assert len(re.findall(r"UTMASTG\.3D", sass)) == sum(max(width // 64, 2) for width in widths)
     assert count_markers(kernel.asm["ptx"])["wait"] == len(widths)
+
+
+def test_push_with_a_part_left_out(launched, tmp_path):
+    """What the benchmark leaves out: waiting in the source, pushing and computing by a number of nothing."""
+    world, found = launched(), {}
+    for part in ("wait", "push", "product"):
+        kernel, grid, _ = product(world, 1024, 1024, 1024, leave_out=part)
+        assert_fits(kernel, grid, tmp_path)
+        found[part] = (count_markers(kernel.asm["ptx"])["wait"], *world.kernels[-1][3][-5:-1:3])  # num_comm, rows
+    assert found == {"wait": (0, 8, 1024), "push": (0, 0, 1024), "product": (2, 8, 0)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

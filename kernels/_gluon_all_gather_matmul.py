@@ -149,12 +149,14 @@ def _push(
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, CHUNK: gl.constexpr, BUFFERS: gl.constexpr, push_rows,
 ):  # fmt: skip
     """This program's tasks: a chunk of a row block each, in units of BLOCK_K columns. One half of the buffers is being
-    loaded, the other stored; a chunk is signalled when that half has come round after its last unit. Waits for nothing
-    that another program or rank does; when it returns, the buffers are free."""
+    loaded, the other stored; a chunk is signalled when LAG units more have been begun, so that the links are not idle
+    while it is waited for. Waits for nothing that another program or rank does; when it returns, the buffers are
+    free."""
     SIZE: gl.constexpr = world.size
     PEERS: gl.constexpr = SIZE - 1
     UNITS: gl.constexpr = CHUNK // BLOCK_K
     STORING: gl.constexpr = BUFFERS // 2
+    LAG: gl.constexpr = max(STORING // 2, 1)
     num_m = gl.cdiv(m, BLOCK_M)
     chunks = gl.cdiv(K, CHUNK)
     rank = gl.cast(world.rank, gl.int32)
@@ -165,7 +167,7 @@ def _push(
     for u in gl.static_range(BUFFERS - STORING):
         load_i, load_chunk = _load_unit(u, load_i, load_chunk, mine, num_comm, a, buffers, bars, num_m, chunks,
                                         BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)  # fmt: skip
-    for u in range(gl.where(mine > 0, mine + STORING, 0)):
+    for u in range(gl.where(mine > 0, mine + LAG, 0)):
         if u < mine:
             mbarrier.wait(bars.index(u % BUFFERS), (u // BUFFERS) & 1)
             i, chunk = _unit(u, i, chunk, num_comm, num_m, chunks, UNITS, push_rows)
@@ -174,10 +176,10 @@ def _push(
             tma.store_wait(STORING * PEERS)  # the buffer that is loaded next has been read
             load_i, load_chunk = _load_unit(u + BUFFERS - STORING, load_i, load_chunk, mine, num_comm, a, buffers, bars,
                                             num_m, chunks, BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)  # fmt: skip
-        done = u - STORING
+        done = u - LAG
         if (done >= 0) & (done % UNITS == UNITS - 1):
             if u < mine:
-                ptx.drain(world, STORING * PEERS)
+                ptx.drain(world, LAG * PEERS)
             else:
                 ptx.drain(world)
             ptx.cta_barrier()

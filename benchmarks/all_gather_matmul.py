@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks._operators import Case, group_name, main, normal
-from pkt.kernels._gluon import TILES
-from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_launch
+from pkt.kernels._gluon_all_gather_matmul import push_launch, settings
 from pkt.kernels._matmul import Tiles
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 
@@ -38,40 +37,37 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt copy, 2 row blocks, 128x256": {"mode": "copy", "push_rows": 2, "tiles": WIDE},
     "pkt copy, 128x128": {"mode": "copy", "tiles": SQUARE},
 }
-DEEP = TILES._replace(num_stages=3)  # leaves 80 KB for the communicator's buffers
+NARROW = Tiles(128, 128, 64, num_stages=6)
 
 
-def gluon(
-    num_comm_sms: int, chunk: int = 512, unit: tuple[int, ...] = (64, 64, 1, 2, 1), **more: Any
-) -> dict[str, Any]:
-    return {"mode": "gluon", "num_comm_sms": num_comm_sms, "chunk": chunk, "unit": unit} | more
+def gluon(num_comm_sms: int, **more: Any) -> dict[str, Any]:
+    return {"mode": "gluon", "num_comm_sms": num_comm_sms} | more
 
 
 # what one part takes, the others left out; the first launch of "pkt gluon" has filled the inbox they read
-EVERYWHERE = PushPlan()
 PARTS: dict[str, dict[str, Any]] = {
     "(gluon, product alone)": {"leave_out": "push"},
-    "(gluon, product alone, 3 slots)": {"leave_out": "push", "tiles": DEEP},
-    "(gluon, product alone, groups of 16)": {"leave_out": "push", "tiles": TILES._replace(group=16)},
-    "(gluon, push alone, 132)": {"leave_out": "product"},
-    "(gluon, push alone, 32)": {"leave_out": "product", "plan": PushPlan(32)},
+    "(gluon, product alone, whole tiles)": {"leave_out": "push", "split": 1},
+    "(gluon, product alone, 128x128)": {"leave_out": "push", "tiles": NARROW},
+    "(gluon, push alone, 8)": {"leave_out": "product"},
+    "(gluon, push alone, 12)": {"leave_out": "product", "num_comm_sms": 12},
     "(gluon, both, no waits)": {"leave_out": "wait"},
 }
+FIRST = "pkt gluon, 8"
 GLUON: dict[str, dict[str, Any]] = {
-    "pkt gluon, 132 x 64x64": gluon(132),
-    "pkt gluon, 64 x 64x64": gluon(64),
-    "pkt gluon, 32 x 64x64": gluon(32),
-    "pkt gluon, 16 x 64x64": gluon(16),
-    "pkt gluon, 8 x 64x64": gluon(8),
-    "pkt gluon, 132, rest 2 us": gluon(132, nap=2000),
-    "pkt gluon, 132, rest 8 us": gluon(132, nap=8000),
-    "pkt gluon, 132, chunks of 1024": gluon(132, 1024),
-    "pkt gluon, 132, chunks of 256": gluon(132, 256),
-    "pkt gluon, 132, rows one by one": gluon(132, push_rows=1),
-    "pkt gluon, 32, 2 units a signal": gluon(32, unit=(64, 64, 2, 2, 2)),
-    "pkt gluon, 16, 128x64 x 4, 3 slots": gluon(16, unit=(128, 64, 2, 4, 2), tiles=DEEP),
-    "pkt gluon, 8, 128x64 x 4, 3 slots": gluon(8, unit=(128, 64, 2, 4, 2), tiles=DEEP),
-    "pkt gluon, 132, 128x128 tiles": gluon(132, tiles=Tiles(128, 128, 64, num_stages=6)),
+    FIRST: gluon(8),
+    "pkt gluon, 6": gluon(6),
+    "pkt gluon, 12": gluon(12),
+    "pkt gluon, 16": gluon(16),
+    "pkt gluon, 24": gluon(24),
+    "pkt gluon, 8, chunks of 256": gluon(8, chunk=256),
+    "pkt gluon, 8, chunks of 1024": gluon(8, chunk=1024),
+    "pkt gluon, 8, rows one by one": gluon(8, push_rows=1),
+    "pkt gluon, 8, whole tiles": gluon(8, split=1),
+    "pkt gluon, 8, halves": gluon(8, split=2),
+    "pkt gluon, 8, from the first round": gluon(8, skip=0),
+    "pkt gluon, 8, 128x128 tiles": gluon(8, tiles=NARROW),
+    "pkt gluon, 12, 128x128 tiles": gluon(12, tiles=NARROW),
 }
 COLUMNS: dict[str, dict[str, Any]] = {
     "pkt default": {},
@@ -93,13 +89,12 @@ QUICK = {
 def variants(device: str, quick: bool) -> list[str]:
     if device == "cpu":
         return list(QUICK)
-    first = "pkt gluon, 132 x 64x64"
     return [
         *BASELINES,
         "pkt default",
-        first,
+        FIRST,
         *PARTS,
-        *(n for n in GLUON if n != first),
+        *(n for n in GLUON if n != FIRST),
         *dict.fromkeys(n for n in (*PLAIN, *COLUMNS) if n != "pkt default"),
     ]
 
@@ -174,14 +169,15 @@ def _rows(world: Any, N: int) -> Case:
 
 
 def _part(
-    world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leave_out: str, plan: PushPlan = EVERYWHERE,
-    tiles: Tiles = TILES,
+    world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leave_out: str, tiles: Tiles | None = None,
+    **given: int,
 ) -> Any:  # fmt: skip
     made: list[Any] = []
 
     def run() -> torch.Tensor:
         if not made:  # workspaces of variants that do not run are not made
-            made.append(push_launch(world, a, b, out, plan, tiles, leave_out=leave_out))
+            chosen = settings(a.shape[0], b.shape[1], world, tiles, **given)
+            made.append(push_launch(world, a, b, out, *chosen, leave_out=leave_out))
         return made[0](a, b, out, None)
 
     return run

@@ -40,9 +40,9 @@ def check(world: Any) -> list[str]:
         device, size = world.torch_device, world.size
         b, rows = normal((K, N), 100 + world.rank, device), normal((size * m, K), world.rank, device)
         for tiles in (TILES, Tiles(128, 128, 64, num_stages=6)):
-            plan: dict[str, Any] = {"num_comm_sms": 132, "chunk": 512, "unit": (64, 64, 1, 2, 1)}
+            plan: dict[str, Any] = {"num_comm_sms": 132, "chunk": 512}
             if tiles.block_n == 128:
-                plan = {"num_comm_sms": 5, "chunk": 256, "unit": (64, 64, 2, 3, 2)}
+                plan = {"num_comm_sms": 5, "chunk": 256, "skip": 1, "split": 4}
             worst = [0.0, 0.0, 0.0]
             for launch in range(3):
                 shards = [normal((m, K), 10 * launch + r, device) for r in range(size)]

@@ -1,10 +1,10 @@
 """What the Gluon forms of the fused matmuls share: a product in specialised warps, with the tiles' way out left open.
 
-A program has a loader warp, eight consumer warps (two warpgroups), a storer warp and, where an operator needs it, a
-communicator warp, all running at once. Loader and consumers share a ring of STAGES slots of BLOCK_K columns of A and
-BLOCK_K rows of B. At the end of a tile the ring lends two slots more: each takes half of the finished tile, which the
-storer sends where it belongs and then gives the slot back. So the tensor cores have all of shared memory for loading,
-and no buffer is kept for a tile that is ready only once in a while.
+A program has a loader warp, eight consumer warps (two warpgroups) and a storer warp, all running at once. Loader and
+consumers share a ring of STAGES slots of BLOCK_K columns of A and BLOCK_K rows of B. At the end of a tile the ring
+lends two slots more: each takes half of the finished tile, which the storer sends where it belongs and then gives the
+slot back. So the tensor cores have all of shared memory for loading, and no buffer is kept for a tile that is ready
+only once in a while.
 
 Written for Triton 3.6 (`check`): later versions renamed parts of Gluon.
 """
@@ -93,12 +93,41 @@ def open_ring(
 
 
 @gluon.jit
+def narrowed(
+    ring, b, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The same ring, for tiles of BLOCK_N / SPLIT columns: each slot of B has the blocks of `b`, of which the first is
+    used. So a slot is where it was, and a tile may begin while the last wide one is on its way out."""
+    a_ring, b_ring, full, empty, ready, taken = ring
+    if TRANSPOSED:
+        b_ring = b_ring._reinterpret(b.dtype, [STAGES * SPLIT, BLOCK_N // SPLIT, BLOCK_K], b.layout)
+    else:
+        b_ring = b_ring._reinterpret(b.dtype, [STAGES * SPLIT, BLOCK_K, BLOCK_N // SPLIT], b.layout)
+    return a_ring, b_ring, full, empty, ready, taken
+
+
+@gluon.jit
+def slot_of_b(ring, slot, STAGES: gl.constexpr):
+    """A slot's part for B."""
+    _, b_ring, _, _, _, _ = ring
+    return b_ring.index(slot * (b_ring.shape[0] // STAGES))
+
+
+@gluon.jit
 def open_barriers(COUNT: gl.constexpr):
     """`COUNT` barriers for one arrival each."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=1)
     return barriers
+
+
+@gluon.jit
+def close_barriers(barriers, COUNT: gl.constexpr):
+    """Their memory may be used for something else."""
+    for i in gl.static_range(COUNT):
+        mbarrier.invalidate(barriers.index(i))
 
 
 @gluon.jit
@@ -124,14 +153,14 @@ def load_step(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the slot of step `it` with A from (row, k) and B from (k, col)."""
-    a_ring, b_ring, full, _, _, _ = ring
+    a_ring, _, full, _, _, _ = ring
     slot = acquire(it, ring, STAGES)
     mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
     tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_ring.index(slot))
     if TRANSPOSED:
-        tma.async_copy_global_to_shared(b, [col, k], full.index(slot), b_ring.index(slot))
+        tma.async_copy_global_to_shared(b, [col, k], full.index(slot), slot_of_b(ring, slot, STAGES))
     else:
-        tma.async_copy_global_to_shared(b, [k, col], full.index(slot), b_ring.index(slot))
+        tma.async_copy_global_to_shared(b, [k, col], full.index(slot), slot_of_b(ring, slot, STAGES))
 
 
 @gluon.jit
@@ -161,7 +190,7 @@ def lend_sum(
 def half(it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
     """A slot's part for B, seen as the half of a tile that it was lent for at step `it`."""
     _, b_ring, _, _, _, _ = ring
-    return b_ring.index(it % STAGES)._reinterpret(b_ring.dtype, [BLOCK_M, BLOCK_N // 2], LAYOUT)
+    return slot_of_b(ring, it % STAGES, STAGES)._reinterpret(b_ring.dtype, [BLOCK_M, BLOCK_N // 2], LAYOUT)
 
 
 @gluon.jit
@@ -191,7 +220,7 @@ def multiply(
 ):  # fmt: skip
     """The product of `steps` slots of the ring from step `it` on: its two halves of columns, fp32. One product is in
     flight while the next begins; a slot is free when the one after it has begun."""
-    a_ring, b_ring, full, empty, _, _ = ring
+    a_ring, _, full, empty, _, _ = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -199,7 +228,7 @@ def multiply(
     for k in range(steps):
         slot = it % STAGES
         mbarrier.wait(full.index(slot), (it // STAGES) & 1)
-        y = b_ring.index(slot)
+        y = slot_of_b(ring, slot, STAGES)
         if TRANSPOSED:
             y = y.permute([1, 0])
         acc = warpgroup_mma(a_ring.index(slot), y, acc, is_async=True)
@@ -222,13 +251,25 @@ def consume(
     HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumers, for this program's share of `tiles`. PLACE(t, *where): whether tile t is mine to finish, and its
-    column of tiles. With ADD a tile is mine after the other ranks', and what the loader has put into the slots that it
-    lends is added; the others go out as they are. Without, all are mine, and nothing is added."""
-    steps = gl.cdiv(K, BLOCK_K)
+    """The consumers, for this program's share of `tiles`."""
     it = 0
     n = 0
-    for t in range(first_tile(), tiles, gl.num_programs(0)):
+    consume_share(it, n, first_tile(), tiles, ring, where, bias, N, K, PLACE, ADD, EPILOGUE, HALF, TRANSPOSED,
+                  BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
+
+
+@gluon.jit
+def consume_share(
+    it, n, begin, end, ring, where, bias, N, K, PLACE: gl.constexpr, ADD: gl.constexpr, EPILOGUE: gl.constexpr,
+    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The consumers, from step `it` of the ring and hand-over n on, for every tile from `begin` to `end` that is this
+    program's; returns the next of both. PLACE(t, *where): whether tile t is mine to finish, and its column of tiles.
+    With ADD a tile is mine after the other ranks', and what the loader has put into the slots that it lends is added;
+    the others go out as they are. Without, all are mine, and nothing is added."""
+    steps = gl.cdiv(K, BLOCK_K)
+    for t in range(begin, end, gl.num_programs(0)):
         left, right = multiply(it, steps, ring, TRANSPOSED, BLOCK_M, BLOCK_N, STAGES, WARPS)
         it += steps
         mine, j = PLACE(t, *where)
@@ -248,6 +289,7 @@ def consume(
         hand_over(n, ring)
         it += 2
         n += 1
+    return it, n
 
 
 @gluon.jit

@@ -1,16 +1,21 @@
-"""All-gather + matmul in one Gluon kernel: A is pushed by a warp of its own, beside the tensor cores.
+"""All-gather + matmul in one Gluon kernel: A is pushed by a few programs, before they compute.
 
-As push in all_gather_matmul, with three differences. The pushing is done by one warp of each of the first `num_comm`
-programs, through small buffers of its own, by TMA: one load, then a store to each peer; no SM is given away. A row
-block is signalled in chunks of CHUNK columns, and the loader waits chunk by chunk, so a tile begins when its first
-columns are here. And the order of pushing follows the order of computing: push_rows row blocks at a time, chunk by
-chunk.
+As push in all_gather_matmul, with these differences. The first `num_comm` programs push by TMA, one load and then a
+store to each peer, and have the whole ring of the product to do it with, which they do not need yet. A program that
+pushes beside its product computes slowly, because its loads queue behind stores that the links hold back, and the
+slowest program is the time: so they push first, wait for nothing while they do, and then compute like the others. Until
+then the others compute alone, for `skip` rounds of tiles: which tile is whose is known beforehand. What is left after
+whole rounds, fewer tiles than there are programs, is cut in `SPLIT`, so that all have a part of it.
+
+A row block is signalled in chunks of CHUNK columns, and the loader waits chunk by chunk, so a tile begins when its
+first columns are here. And the order of pushing follows the order of computing: push_rows row blocks at a time, chunk
+by chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,22 +35,23 @@ from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
     REGISTERS,
-    SHARED,
     TILES,
     check,
     check_tiles,
-    consume,
+    close_barriers,
+    consume_share,
     descriptor,
     first_tile,
     grouped,
     layout,
     lend_halves,
     load_step,
+    narrowed,
     open_barriers,
     open_ring,
     peer_descriptors,
     release_halves,
-    ring_bytes,
+    slot_of_b,
     take_over,
     to_peers,
     weights_descriptor,
@@ -75,49 +81,131 @@ def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr, push_r
 
 
 @gluon.jit
-def _place(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr, push_rows):
-    """For `consume`: every tile is mine."""
-    _, _, j, _ = _tile(t, rank, num_m, num_n, SIZE, GROUP, push_rows)
+def _share(tiles, num_comm, skip, SPLIT: gl.constexpr):
+    """Of `tiles` in rounds of one a program: where this program begins, the end of the rounds, the rounds that the
+    pushing programs are left out of, and the tiles after all of them, fewer than there are programs, that are cut in
+    SPLIT. A place in the rounds, and its tile by `_place`, is round * num_programs + first_tile()."""
+    programs = gl.num_programs(0)
+    computing = programs - num_comm
+    skip = gl.minimum(skip, tiles // gl.maximum(computing, 1))
+    left = (tiles - skip * computing) % programs if SPLIT > 1 else 0
+    begin = gl.where(gl.program_id(0) < num_comm, skip * programs, 0) + first_tile()
+    return begin, tiles - left + skip * num_comm, skip, left
+
+
+@gluon.jit
+def _place(v, first, skip, num_comm, PARTS: gl.constexpr, order):
+    """Place v in the rounds, or v of what is left, each tile of which has PARTS columns: `_tile` of it, whose other
+    arguments are `order`. In the first `skip` rounds the places of the `num_comm` programs are no tiles; what is left
+    begins with tile `first`."""
+    t = first + v // PARTS - gl.minimum(v // gl.num_programs(0), skip) * num_comm
+    source, i, j, own = _tile(t, *order)
+    return source, i, j * PARTS + v % PARTS, own
+
+
+@gluon.jit
+def _column(v, first, skip, num_comm, PARTS: gl.constexpr, order):
+    """For `consume_share`: every tile is mine."""
+    _, _, j, _ = _place(v, first, skip, num_comm, PARTS, order)
     return True, j
 
 
 @gluon.jit
-def _task(t, num_m, num_tasks_k, PER_CHUNK: gl.constexpr, UNITS_M: gl.constexpr, push_rows):
-    """Task t of pushing: (row block, rows within it in units, column in tasks). push_rows row blocks at a time; of
-    those chunk by chunk; of a chunk row by row."""
-    first = (t // (push_rows * UNITS_M * num_tasks_k)) * push_rows
-    rows = gl.minimum(num_m - first, push_rows) * UNITS_M
-    t = t % (push_rows * UNITS_M * num_tasks_k)
-    chunk = t // (rows * PER_CHUNK)
-    t = t % (rows * PER_CHUNK)
-    width = gl.minimum(num_tasks_k - chunk * PER_CHUNK, PER_CHUNK)
-    row = t // width
-    return first + row // UNITS_M, row % UNITS_M, chunk * PER_CHUNK + t % width
+def _task(t, num_m, chunks, push_rows):
+    """Task t of pushing: (row block, chunk). push_rows row blocks at a time; of those chunk by chunk."""
+    first = (t // (push_rows * chunks)) * push_rows
+    rows = gl.minimum(num_m - first, push_rows)
+    t = t % (push_rows * chunks)
+    return first + t % rows, t // rows
+
+
+# ------------------------------------------------------------------------------------------------------ pushing
+@gluon.jit
+def _unit(u, i, chunk, num_comm, num_m, chunks, UNITS: gl.constexpr, push_rows):
+    """Row block and chunk of this program's unit u, after those of the one before. A division takes long, so there is
+    one only where a task begins."""
+    if u % UNITS == 0:
+        i, chunk = _task(gl.program_id(0) + (u // UNITS) * num_comm, num_m, chunks, push_rows)
+    return i, chunk
+
+
+@gluon.jit
+def _load_unit(u, i, chunk, mine, num_comm, a, buffers, bars, num_m, chunks,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr, push_rows,
+):  # fmt: skip
+    """Unit u, if there is one, from this rank's shard into its buffer; `i` and `chunk` as in `_unit`."""
+    if u < mine:
+        i, chunk = _unit(u, i, chunk, num_comm, num_m, chunks, UNITS, push_rows)
+        at = [i * BLOCK_M, (chunk * UNITS + u % UNITS) * BLOCK_K]
+        mbarrier.expect(bars.index(u % BUFFERS), BLOCK_M * BLOCK_K * 2)
+        tma.async_copy_global_to_shared(a, at, bars.index(u % BUFFERS), buffers.index(u % BUFFERS))
+    return i, chunk
+
+
+@gluon.jit
+def _push(
+    a, peers, buffers, bars, ready_ptr, m, K, num_comm, epoch, world,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, CHUNK: gl.constexpr, BUFFERS: gl.constexpr, push_rows,
+):  # fmt: skip
+    """This program's tasks: a chunk of a row block each, in units of BLOCK_K columns. One half of the buffers is being
+    loaded, the other stored; a chunk is signalled when LAG units more have been begun, so that the links are not idle
+    while it is waited for. Waits for nothing that another program or rank does; when it returns, the buffers are
+    free."""
+    SIZE: gl.constexpr = world.size
+    PEERS: gl.constexpr = SIZE - 1
+    UNITS: gl.constexpr = CHUNK // BLOCK_K
+    STORING: gl.constexpr = BUFFERS // 2
+    LAG: gl.constexpr = max(STORING // 2, 1)
+    num_m = gl.cdiv(m, BLOCK_M)
+    chunks = gl.cdiv(K, CHUNK)
+    rank = gl.cast(world.rank, gl.int32)
+    first = gl.program_id(0)
+    mine = gl.cdiv(gl.maximum(num_m * chunks - first, 0), num_comm) * UNITS
+    row0 = ((epoch & 1) * SIZE + rank) * num_m * BLOCK_M
+    load_i, load_chunk, i, chunk = rank, rank, rank, rank  # whatever: the first unit has its own
+    for u in gl.static_range(BUFFERS - STORING):
+        load_i, load_chunk = _load_unit(u, load_i, load_chunk, mine, num_comm, a, buffers, bars, num_m, chunks,
+                                        BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)  # fmt: skip
+    for u in range(gl.where(mine > 0, mine + LAG, 0)):
+        if u < mine:
+            mbarrier.wait(bars.index(u % BUFFERS), (u // BUFFERS) & 1)
+            i, chunk = _unit(u, i, chunk, num_comm, num_m, chunks, UNITS, push_rows)
+            at = [row0 + i * BLOCK_M, (chunk * UNITS + u % UNITS) * BLOCK_K]
+            to_peers(peers, at, buffers.index(u % BUFFERS), SIZE)
+            tma.store_wait(STORING * PEERS)  # the buffer that is loaded next has been read
+            load_i, load_chunk = _load_unit(u + BUFFERS - STORING, load_i, load_chunk, mine, num_comm, a, buffers, bars,
+                                            num_m, chunks, BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)  # fmt: skip
+        done = u - LAG
+        if (done >= 0) & (done % UNITS == UNITS - 1):
+            if u < mine:
+                ptx.drain(world, LAG * PEERS)
+            else:
+                ptx.drain(world)
+            ptx.cta_barrier()
+            ptx.fence("sys")
+            done_i, done_chunk = _task(first + (done // UNITS) * num_comm, num_m, chunks, push_rows)
+            counter = ready_ptr + (rank * num_m + done_i) * chunks + done_chunk
+            for d in gl.static_range(1, SIZE):
+                gl.atomic_add(pl.peer(counter, (rank + d) % SIZE, world), 1, sem="relaxed", scope="sys")
 
 
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
-def _load(
-    a, inbox, b, ring, ready_ptr, m, N, K, epoch, world, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    UNITS_M: gl.constexpr, TASK: gl.constexpr, CHUNK: gl.constexpr, LEAVE_OUT: gl.constexpr, push_rows,
+def _load_share(
+    it, begin, end, where, a, inbox, b, ring, ready_ptr, num_m, K, epoch, world, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
-    num_m = gl.cdiv(m, BLOCK_M)
-    num_n = gl.cdiv(N, BLOCK_N)
     chunks = gl.cdiv(K, CHUNK)
-    rank = gl.cast(world.rank, gl.int32)
-    it = 0
-    for t in range(first_tile(), world.size * num_m * num_n, gl.num_programs(0)):
-        source, i, j, own = _tile(t, rank, num_m, num_n, world.size, GROUP, push_rows)
+    for v in range(begin, end, gl.num_programs(0)):
+        source, i, j, own = _place(v, *where)
         row = (((epoch & 1) * world.size + source) * num_m + i) * BLOCK_M
         for chunk in range(chunks):
             start = chunk * CHUNK
-            end = gl.minimum(start + CHUNK, K)
             if LEAVE_OUT != "wait":
                 if not own:
-                    arrivals = gl.cdiv(end - start, TASK) * UNITS_M
-                    pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch * arrivals, world)
-            for k in range(start, end, BLOCK_K):
+                    pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch, world)
+            for k in range(start, gl.minimum(start + CHUNK, K), BLOCK_K):
                 if own:
                     load_step(
                         it, a, i * BLOCK_M, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
@@ -127,199 +215,167 @@ def _load(
                 it += 1
         lend_halves(it, ring, STAGES)
         it += 2
+    return it
 
 
 @gluon.jit
-def _store(
-    c, ring, m, N, K, rank, SIZE: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    push_rows,
+def _load(
+    rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    CHUNK: gl.constexpr, LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
-    num_m = gl.cdiv(m, BLOCK_M)
-    num_n = gl.cdiv(N, BLOCK_N)
-    steps = gl.cdiv(K, BLOCK_K)
-    _, b_ring, _, _, _, _ = ring
+    it = 0
+    it = _load_share(it, *rounds, a, inbox, b, ring, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
+                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CHUNK, LEAVE_OUT)  # fmt: skip
+    if SPLIT > 1:
+        _load_share(it, *left, a, inbox, b_part, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
+                    BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, CHUNK, LEAVE_OUT)  # fmt: skip
+
+
+@gluon.jit
+def _compute(
+    rounds, left, ring, narrow, bias, N, K, COLUMN: gl.constexpr, EPILOGUE: gl.constexpr, HALF: gl.constexpr,
+    HALF_PART: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     it = 0
     n = 0
-    for t in range(first_tile(), SIZE * num_m * num_n, gl.num_programs(0)):
-        source, i, j, _own = _tile(t, gl.cast(rank, gl.int32), num_m, num_n, SIZE, GROUP, push_rows)
+    begin, end, where = rounds
+    it, n = consume_share(it, n, begin, end, ring, where, bias, N, K, COLUMN, False, EPILOGUE, HALF, TRANSPOSED,
+                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
+    if SPLIT > 1:
+        begin, end, where = left
+        consume_share(it, n, begin, end, narrow, where, bias, N, K, COLUMN, False, EPILOGUE, HALF_PART, TRANSPOSED,
+                      BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, WARPS)  # fmt: skip
+
+
+@gluon.jit
+def _store_share(
+    it, n, begin, end, where, c, ring, K,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    steps = gl.cdiv(K, BLOCK_K)
+    _, b_ring, _, _, _, _ = ring
+    for v in range(begin, end, gl.num_programs(0)):
+        source, i, j, _own = _place(v, *where)
         it += steps
         take_over(n, ring)
         for h in gl.static_range(2):
             # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
-            part = b_ring.index((it + h) % STAGES)._reinterpret(b_ring.dtype, [1, BLOCK_M, BLOCK_N // 2], c.layout)
+            part = slot_of_b(ring, (it + h) % STAGES, STAGES)
+            part = part._reinterpret(b_ring.dtype, [1, BLOCK_M, BLOCK_N // 2], c.layout)
             tma.async_copy_shared_to_global(c, [source, i * BLOCK_M, j * BLOCK_N + h * (BLOCK_N // 2)], part)
         tma.store_wait(0)
         release_halves(it, ring, STAGES)
         it += 2
         n += 1
+    return it, n
 
 
 @gluon.jit
-def _load_unit(u, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
-    BLOCK_M: gl.constexpr, UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr,
-    PER_CHUNK: gl.constexpr, push_rows,
+def _store(
+    rounds, left, c, c_part, ring, narrow, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Unit u of this program, if there is one, from this rank's shard into its buffer."""
-    if u < mine:
-        task = first + (u // UNITS) * num_comm
-        i, sub, task_k = _task(task, num_m, num_tasks_k, PER_CHUNK, BLOCK_M // UNIT_M, push_rows)
-        row = i * BLOCK_M + sub * UNIT_M
-        col = (task_k * UNITS + u % UNITS) * UNIT_K
-        mbarrier.expect(bars.index(u % BUFFERS), UNIT_M * UNIT_K * 2)
-        tma.async_copy_global_to_shared(x, [row, col], bars.index(u % BUFFERS), buffers.index(u % BUFFERS))
-
-
-@gluon.jit
-def _push(
-    x, peers, buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
-    BLOCK_M: gl.constexpr, UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr,
-    LAG: gl.constexpr, CHUNK: gl.constexpr, push_rows,
-):  # fmt: skip
-    """The communicator. A task is UNITS units side by side, signalled together, LAG units after its last one."""
-    SIZE: gl.constexpr = world.size
-    PEERS: gl.constexpr = SIZE - 1
-    PER_CHUNK: gl.constexpr = CHUNK // (UNITS * UNIT_K)
-    UNITS_M: gl.constexpr = BLOCK_M // UNIT_M
-    num_m = gl.cdiv(m, BLOCK_M)
-    num_tasks_k = gl.cdiv(K, UNITS * UNIT_K)
-    chunks = gl.cdiv(K, CHUNK)
-    rank = gl.cast(world.rank, gl.int32)
-    first = gl.program_id(0)
-    mine = gl.maximum(gl.cdiv(num_m * UNITS_M * num_tasks_k - first, num_comm), 0) * UNITS
-    mine = gl.where(first < num_comm, mine, 0)
-    row0 = ((epoch & 1) * SIZE + rank) * num_m * BLOCK_M
-    for u in gl.static_range(BUFFERS - 1):
-        _load_unit(u, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
-                   BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, PER_CHUNK, push_rows)  # fmt: skip
-    for u in range(gl.where(mine > 0, mine + LAG, 0)):
-        if u < mine:
-            mbarrier.wait(bars.index(u % BUFFERS), (u // BUFFERS) & 1)
-            i, sub, task_k = _task(first + (u // UNITS) * num_comm, num_m, num_tasks_k, PER_CHUNK, UNITS_M, push_rows)
-            at = [row0 + i * BLOCK_M + sub * UNIT_M, (task_k * UNITS + u % UNITS) * UNIT_K]
-            to_peers(peers, at, buffers.index(u % BUFFERS), SIZE)
-            tma.store_wait(PEERS)  # the buffer of the unit before has been read
-            _load_unit(u + BUFFERS - 1, mine, first, num_comm, x, buffers, bars, num_m, num_tasks_k,
-                       BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, PER_CHUNK, push_rows)  # fmt: skip
-        done = u - LAG
-        if done >= 0:
-            if done % UNITS == UNITS - 1:
-                if u < mine:
-                    ptx.drain(world, LAG * PEERS)
-                else:
-                    ptx.drain(world)
-                ptx.cta_barrier()
-                ptx.fence("sys")
-                i, _sub, task_k = _task(
-                    first + (done // UNITS) * num_comm, num_m, num_tasks_k, PER_CHUNK, UNITS_M, push_rows
-                )
-                counter = ready_ptr + (rank * num_m + i) * chunks + task_k // PER_CHUNK
-                for d in gl.static_range(1, SIZE):
-                    gl.atomic_add(pl.peer(counter, (rank + d) % SIZE, world), 1, sem="relaxed", scope="sys")
-        if nap > 0:
-            ptx.pause(nap)
-    tma.store_wait(0)
+    it = 0
+    n = 0
+    it, n = _store_share(it, n, *rounds, c, ring, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    if SPLIT > 1:
+        _store_share(it, n, *left, c_part, narrow, K, BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES)
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
-@gluon.jit(do_not_specialize=["num_comm", "nap", "push_rows", "rows"])
+@gluon.jit(do_not_specialize=["num_comm", "skip", "push_rows", "rows"])
 def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
-    x,  # the same, in units
-    inbox,  # (2 * size * padded m, K) this rank's, blocks of BLOCK_M x BLOCK_K; halves by the parity of the launch
+    inbox,  # (2 * size * padded m, K) this rank's, the same blocks; halves by the parity of the launch
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
+    b_part,  # the same, blocks of BLOCK_K and BLOCK_N / SPLIT
     c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M x BLOCK_N / 2
-    d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, ..., in units; those past size - 1 are not used
-    ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts what rank r has pushed of each chunk
+    c_part,  # the same, blocks of 1 x BLOCK_M x BLOCK_N / SPLIT / 2
+    d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, ...; those past size - 1 are not used
+    ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts how often rank r has pushed each chunk
     bias,  # (N,) this rank's, or None
     m,
     N,
     K,
-    num_comm,  # programs whose communicator pushes
-    nap,  # nanoseconds that it rests after each unit
+    num_comm,  # programs that push
+    skip,  # rounds of tiles that they are left out of
     push_rows,  # row blocks that are pushed, and computed, together
     rows,  # m; 0 where, for measurements, nothing is computed
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr, LAG: gl.constexpr,
-    CHUNK: gl.constexpr, HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
-    EPILOGUE: gl.constexpr,
+    SPLIT: gl.constexpr, CHUNK: gl.constexpr, HALF: gl.constexpr, HALF_PART: gl.constexpr, REGISTERS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
     LEAVE_OUT: gl.constexpr,  # for measurements: "wait" is left out, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
-    buffers = gl.allocate_shared_memory(x.dtype, [BUFFERS, UNIT_M, UNIT_K], x.layout)
-    bars = open_barriers(BUFFERS)
-    UNITS_M: gl.constexpr = BLOCK_M // UNIT_M
-    TASK: gl.constexpr = UNITS * UNIT_K
+    narrow = narrowed(ring, b_part, TRANSPOSED, BLOCK_N, BLOCK_K, STAGES, SPLIT)
+    if world.size > 1:
+        BUFFERS: gl.constexpr = STAGES * BLOCK_N // BLOCK_M
+        _, b_ring, _, _, _, _ = ring
+        buffers = b_ring._reinterpret(a.dtype, [BUFFERS, BLOCK_M, BLOCK_K], a.layout)
+        bars = open_barriers(BUFFERS)
+        if gl.program_id(0) < num_comm:
+            _push(a, (d1, d2, d3, d4, d5, d6, d7), buffers, bars, ready_ptr, m, K, num_comm, epoch, world,
+                  BLOCK_M, BLOCK_K, CHUNK, BUFFERS, push_rows)  # fmt: skip
+        close_barriers(bars, BUFFERS)
     num_m = gl.cdiv(rows, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     tiles = world.size * num_m * num_n
-    where = (gl.cast(world.rank, gl.int32), num_m, num_n, world.size, GROUP, push_rows)
-    PLACE: gl.constexpr = _place
-    if world.size > 1:
-        gl.warp_specialize(
-            [
-                (consume, (ring, tiles, where, bias, N, K, PLACE, False, EPILOGUE, HALF, TRANSPOSED,
-                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world, TRANSPOSED,
-                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
-                (_store, (c, ring, rows, N, K, world.rank, world.size,
-                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
-                (_push, (x, (d1, d2, d3, d4, d5, d6, d7), buffers, bars, ready_ptr, m, K, num_comm, nap, epoch, world,
-                         BLOCK_M, UNIT_M, UNIT_K, UNITS, BUFFERS, LAG, CHUNK, push_rows)),
-            ],
-            [1, 1, 1],
-            [REGISTERS, REGISTERS, REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (ring, tiles, where, bias, N, K, PLACE, False, EPILOGUE, HALF, TRANSPOSED,
-                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-                (_load, (a, inbox, b, ring, ready_ptr, rows, N, K, epoch, world, TRANSPOSED,
-                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, UNITS_M, TASK, CHUNK, LEAVE_OUT, push_rows)),
-                (_store, (c, ring, rows, N, K, world.rank, world.size,
-                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, push_rows)),
-            ],
-            [1, 1],
-            [REGISTERS, REGISTERS],
-        )  # fmt: skip
+    begin, end, skipped, last = _share(tiles, num_comm, skip, SPLIT)
+    order = (gl.cast(world.rank, gl.int32), num_m, num_n, world.size, GROUP, push_rows)
+    rounds = (begin, end, (0, skipped, num_comm, 1, order))
+    left = (first_tile(), last * SPLIT, (tiles - last, 0, num_comm, SPLIT, order))
+    COLUMN: gl.constexpr = _column
+    gl.warp_specialize(
+        [
+            (_compute, (rounds, left, ring, narrow, bias, N, K, COLUMN, EPILOGUE, HALF, HALF_PART, TRANSPOSED,
+                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
+            (_load, (rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
+                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, LEAVE_OUT)),
+            (_store, (rounds, left, c, c_part, ring, narrow, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT)),
+        ],
+        [1, 1],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- host
-class PushPlan(NamedTuple):
-    """How A is pushed, as the keywords of all_gather_matmul say it; `unit` is there the five from unit_m to lag."""
+SPLITS = (1, 2, 4)
+PUSHED = 40e9
+"""Bytes a second that leave by one program that only pushes; eight of them fill the links. On 4 x H200."""
+FILLS = 8
+MULTIPLIED = 6.3e12
+"""FLOP a second of one SM, there."""
 
-    num_comm_sms: int = 132
-    unit_m: int = 64
-    unit_k: int = 64
-    units: int = 1
-    buffers: int = 2
-    lag: int = 1
+
+class PushPlan(NamedTuple):
+    """How A is pushed and the tiles are dealt out, as the keywords of all_gather_matmul say it."""
+
+    num_comm_sms: int = FILLS
     chunk: int = 512
     push_rows: int = 0
-    nap: int = 0
+    skip: int = 0
+    split: int = 1
 
 
-def push_plan(N: int, size: int) -> PushPlan:
-    """The plan for `b` of N columns, by the products for each element pushed. Where the links are the limit, all
-    programs push; where the tensor cores are, pushing takes memory's bandwidth from them, so few do.
-
-    4 x H200, C (S, S / 4) = A (S, S) @ B (S, S / 4), ms, from benchmarks/results/all_gather_matmul.json:
-
-    | S (N = S / 4)        | 4096   | 8192   | 16384 | 32768 |
-    |----------------------|-------:|-------:|------:|------:|
-    | 132, chunks of 256   | 0.1061 | 0.4390 | 3.727 | 38.66 |
-    | 132, chunks of 512   | 0.1091 | 0.4397 | 3.698 | 36.13 |
-    | 32                   | 0.1942 | 0.7193 | 3.130 | 26.11 |
-    | 32, 2 units a signal | 0.1420 | 0.5260 | 3.052 | 25.89 |
-    """
-    if 3 * N * size < 4 * 4096 * (size - 1):
-        return PushPlan(132, chunk=256)
-    return PushPlan(32, units=2, lag=2)
+def push_plan(m: int, N: int, size: int, tiles: Tiles, programs: int, **given: int) -> PushPlan:
+    """What is given, else what follows from a shard of m rows and `b` of N columns: the pushing programs are left out
+    of as many rounds as fit into the time that they push for, and what is left is cut so that it takes the least."""
+    plan = PushPlan(**given)
+    num_comm = max(1, min(plan.num_comm_sms, programs))  # of what is refused later, something
+    if "skip" not in given:  # both times in seconds for each column of A
+        pushing = 2 * (size - 1) * m / (PUSHED * min(num_comm, FILLS))
+        plan = plan._replace(skip=math.ceil(pushing / (2 * tiles.block_m * tiles.block_n / MULTIPLIED)))
+    if "split" not in given:
+        count, computing = size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n), programs - num_comm
+        left = (count - min(plan.skip, count // max(computing, 1)) * computing) % programs
+        plan = plan._replace(split=min(SPLITS, key=lambda split: (triton.cdiv(left * split, programs) / split, split)))
+    return plan
 
 
 class _Space(NamedTuple):
@@ -327,39 +383,28 @@ class _Space(NamedTuple):
     ready: SymmetricTensor
 
 
-def settings(
-    N: int, world: World, tiles: Tiles | None, *, unit: Sequence[int] = (), **given: int
-) -> tuple[PushPlan, Tiles]:
-    """The plan and the tiles for `b` of N columns: what is given, in the words of all_gather_matmul, else what follows
-    from the shapes. Raises ShapeError where the parts do not fit together, or into shared memory."""
-    if len(unit) > 5:
-        raise ShapeError.argument(CALL, "unit", tuple(unit), "at most five numbers", world.rank)
-    plan = push_plan(N, world.size)._replace(**given, **dict(zip(PushPlan._fields[1:], unit)))
+def settings(m: int, N: int, world: World, tiles: Tiles | None, **given: int) -> tuple[PushPlan, Tiles]:
+    """The plan and the tiles for a shard of m rows and `b` of N columns: what is given, in the words of
+    all_gather_matmul, else what follows from the shapes. Raises ShapeError where that does not fit together."""
     tiles = tiles or TILES
     check_tiles(CALL, tiles, world)
+    plan = push_plan(m, N, world.size, tiles, _common.num_programs(world, world.num_sms), **given)
     check_plan(plan, tiles, world)
     return plan, tiles
 
 
 def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
-    """ShapeError where the parts do not fit together, or into shared memory beside the ring."""
-    unit, task = plan[1:6], plan.units * plan.unit_k
-    used = ring_bytes(tiles) + 2 * plan.buffers * plan.unit_m * plan.unit_k
+    """ShapeError where the parts do not fit together."""
 
-    def need(holds: bool, name: str, found: Any, wanted: str) -> None:
+    def need(holds: bool, name: str, wanted: str) -> None:
         if not holds:
-            raise ShapeError.argument(CALL, name, found, wanted, world.rank)
+            raise ShapeError.argument(CALL, name, getattr(plan, name), wanted, world.rank)
 
-    need(plan.num_comm_sms >= 1, "num_comm_sms", plan.num_comm_sms, "at least 1")
-    need(plan.push_rows >= 0, "push_rows", plan.push_rows, "at least 0")
-    need(plan.nap >= 0, "nap", plan.nap, "nanoseconds, at least 0")
-    need(plan.unit_m in (32, 64, 128) and plan.unit_k in (64, 128), "unit", unit,
-         "32, 64 or 128 rows of 64 or 128 columns")  # fmt: skip
-    need(plan.units >= 1 and plan.lag >= 1, "unit", unit, "units and lag at least 1")
-    need(plan.buffers >= 2 and used <= SHARED, "unit", unit,
-         f"at least 2 buffers that fit beside the ring, {used} bytes, into {SHARED} of shared memory")  # fmt: skip
-    need(plan.chunk > 0 and plan.chunk % task == 0 and plan.chunk % tiles.block_k == 0, "chunk", plan.chunk,
-         f"a multiple of {task}, UNITS * UNIT_K, and of BLOCK_K, {tiles.block_k}")  # fmt: skip
+    need(plan.num_comm_sms >= 1, "num_comm_sms", "at least 1")
+    need(plan.chunk > 0 and plan.chunk % tiles.block_k == 0, "chunk", f"a multiple of BLOCK_K, {tiles.block_k}")
+    need(plan.push_rows >= 0, "push_rows", "at least 0")
+    need(plan.skip >= 0, "skip", "at least 0")
+    need(plan.split in SPLITS, "split", " or ".join(map(str, SPLITS)))
 
 
 def push_launch(
@@ -383,47 +428,53 @@ def push_launch(
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, world.num_sms)
-    if not plan.push_rows:  # as many row blocks as the programs compute at a time
-        plan = plan._replace(push_rows=triton.cdiv(programs, num_n * max(size - 1, 1)))
-    plan = plan._replace(push_rows=min(plan.push_rows, num_m), num_comm_sms=min(plan.num_comm_sms, programs))
-    rows, chunks = num_m * tiles.block_m, triton.cdiv(K, plan.chunk)
+    push_rows = plan.push_rows or triton.cdiv(programs, num_n * max(size - 1, 1))  # what they compute at a time
+    chunk = min(plan.chunk, triton.cdiv(K, tiles.block_k) * tiles.block_k)
+    rows, chunks = num_m * tiles.block_m, triton.cdiv(K, chunk)
 
     def make() -> _Space:
         inbox = empty(2 * size * rows, K, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
         return _Space(inbox, signals(size * num_m * chunks, name=f"{CALL}.gluon.ready", world=world))
 
     # What the counters count; so plans that differ otherwise share one workspace and its launches.
-    counted = (m, K, dtype, tiles.block_m, plan.unit_m, plan.units * plan.unit_k, plan.chunk, programs)
+    counted = (m, K, dtype, tiles.block_m, chunk, programs)
     space = world.workspace((CALL, "gluon", *counted), make)
-    ready, num_comm = space.ready, plan.num_comm_sms
+    ready, num_comm = space.ready, min(plan.num_comm_sms, programs) if size > 1 else 0
     if leave_out:  # counters of its own, which may fall behind
         ready = world.workspace((CALL, leave_out, *counted), lambda: signals(space.ready.numel(), world=world))
         num_comm = 0 if leave_out == "push" else num_comm
-    block, unit = (tiles.block_m, tiles.block_k), (plan.unit_m, plan.unit_k)
+    block = (tiles.block_m, tiles.block_k)
     inboxes = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
     inbox = descriptor(space.inbox.plain(), block)
-    targets = peer_descriptors(inboxes, space.inbox.plain(), unit)
-    numbers = (m, N, K, num_comm, plan.nap, plan.push_rows, 0 if leave_out == "product" else m)
+    targets = peer_descriptors(inboxes, space.inbox.plain(), block)
+    numbers = (m, N, K, num_comm, plan.skip, min(push_rows, num_m), 0 if leave_out == "product" else m)
+    part = tiles._replace(block_n=tiles.block_n // plan.split)
     constants = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
-        "GROUP": tiles.group, "UNIT_M": plan.unit_m, "UNIT_K": plan.unit_k, "UNITS": plan.units,
-        "BUFFERS": plan.buffers, "LAG": plan.lag, "CHUNK": plan.chunk,
-        "HALF": layout(dtype, tiles.block_m, tiles.block_n // 2), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
+        "GROUP": tiles.group, "SPLIT": plan.split, "CHUNK": chunk,
+        "HALF": layout(dtype, tiles.block_m, tiles.block_n // 2),
+        "HALF_PART": layout(dtype, part.block_m, part.block_n // 2), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
         "EPILOGUE": epilogue, "LEAVE_OUT": "wait" if leave_out in ("wait", "push") or size == 1 else "",
         "num_warps": CONSUMER_WARPS,
     }  # fmt: skip
-    tiles_of_a, units_of_a, tiles_of_b = descriptor(a, block), descriptor(a, unit), weights_descriptor(b, tiles)
-    tiles_of_out = descriptor(out.view(size, m, N), (1, tiles.block_m, tiles.block_n // 2))
+    blocks_of_a, blocks_of_b, parts_of_b = (
+        descriptor(a, block),
+        weights_descriptor(b, tiles),
+        weights_descriptor(b, part),
+    )
+    stacked = out.view(size, m, N)
+    halves, half_parts = (descriptor(stacked, (1, t.block_m, t.block_n // 2)) for t in (tiles, part))
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        tiles_of_a.base, units_of_a.base, tiles_of_b.base, tiles_of_out.base = a, a, b, out
+        blocks_of_a.base, blocks_of_b.base, parts_of_b.base = a, b, b
+        halves.base = half_parts.base = out
         try:
             cooperative(
-                world, gluon_push_kernel, (programs,), tiles_of_a, units_of_a, inbox, tiles_of_b, tiles_of_out,
+                world, gluon_push_kernel, (programs,), blocks_of_a, inbox, blocks_of_b, parts_of_b, halves, half_parts,
                 *targets, ready, bias, *numbers, world.device, **constants,
             )  # fmt: skip
         finally:
-            tiles_of_a.base = units_of_a.base = tiles_of_b.base = tiles_of_out.base = None
+            blocks_of_a.base = blocks_of_b.base = parts_of_b.base = halves.base = half_parts.base = None
         return out
 
     return launch

@@ -252,9 +252,9 @@ def all_gather_matmul(
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
-    unit: Sequence[int] | None = None,
     push_rows: int | None = None,
-    nap: int | None = None,
+    skip: int | None = None,
+    split: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
@@ -273,36 +273,37 @@ def all_gather_matmul(
     (its tiles have 128 rows) and nothing below is given, else "push". The rest is the same on every rank, and follows
     from mode and shapes where None:
 
-    num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None.
-    chunk: "push": columns of a that one signal stands for, rounded up to BLOCK_K, 1024 if None; "gluon": columns of a
-        that a tile waits for at a time, a multiple of BLOCK_K and of UNITS * UNIT_K.
+    num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None; "gluon": 8 if
+        None, which push before they compute.
+    chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K, 1024 if None; "gluon": a multiple of
+        BLOCK_K, 512 if None.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
         NUM_STAGES slots of its ring.
-    unit: "gluon" only: (UNIT_M, UNIT_K, UNITS, BUFFERS, LAG), or the first of these: what one TMA operation moves, rows
-        32, 64 or 128 and columns 64 or 128; how many of them, side by side, a signal stands for; buffers in shared
-        memory, at least 2; how many are begun before one is waited for.
     push_rows: "gluon": row blocks pushed, and computed, together; 0: as many as the programs compute at a time. "copy":
         row blocks that one copy moves and one signal stands for; 0: a quarter of them.
-    nap: "gluon" only: nanoseconds of rest after each unit, so that pushing leaves the loads of the product their way.
+    skip: "gluon" only: rounds of tiles, one a program, that the programs that push are left out of, if there are so
+        many.
+    split: "gluon" only: 1, 2 or 4 columns that each tile is cut in that is left after whole rounds.
 
     Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     world = _common.world_of(CALL, world, a, b)
-    settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, unit, push_rows, nap)
+    settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, push_rows, skip, split)
     return _common.planned(CALL, _plan, world, (a, b, out, bias), settings)
 
 
 def _plan(
     world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
     epilogue: Epilogue, shard: Shard, mode: Mode | None, num_comm_sms: int | None, chunk: int | None,
-    tiles: Sequence[int] | None, unit: Sequence[int] | None, push_rows: int | None, nap: int | None,
+    tiles: Sequence[int] | None, push_rows: int | None, skip: int | None, split: int | None,
 ) -> _common.Launch:  # fmt: skip
     """Checks, and the form and its settings."""
     if mode is not None:
         _common.check_choice(CALL, "mode", mode, MODES, world)
     given = {
-        "num_comm_sms": num_comm_sms, "chunk": chunk, "tiles": tiles, "unit": unit, "push_rows": push_rows, "nap": nap,
+        "num_comm_sms": num_comm_sms, "chunk": chunk, "tiles": tiles, "push_rows": push_rows, "skip": skip,
+        "split": split,
     }  # fmt: skip
     tuned: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     _common.check_choice(CALL, "shard", shard, ("rows", "columns"), world)
@@ -330,7 +331,7 @@ def _plan(
         from ._gluon_all_gather_matmul import settings
 
         mode = "gluon"
-        plan, wanted = settings(N, world, wanted, **tuned)
+        plan, wanted = settings(m, N, world, wanted, **tuned)
         tuned = plan._asdict()
     else:
         mode = mode or "push"

@@ -324,15 +324,6 @@ def cta_barrier(_semantic=None):
 
 
 @primitive
-def pause(nanoseconds, _semantic=None):
-    """`nanosleep`: this thread does nothing for about so long, int32; not a synchronisation. Nothing when simulated."""
-    if simulator(_semantic) is None:
-        time = core.cast(_semantic.to_tensor(nanoseconds), core.int32, _semantic=_semantic)
-        _asm("nanosleep.u32 $1; mov.b32 $0, 0;", "=r,r", [time], core.int32, _semantic)
-    return None
-
-
-@primitive
 def settle(args, _semantic=None):
     """Make the types of nested tuples those of their values, in place.
 

@@ -259,8 +259,5 @@ def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
     if not gluon:
         return Config(mode="push", num_comm_sms=16, chunk=1024, tiles=matmul.default_tiles(m, dtype, K, N))
     module = importlib.import_module("pkt.kernels._gluon_all_gather_matmul")
-    plan = module.push_plan(N, size)
-    return Config(
-        mode="gluon", num_comm_sms=plan.num_comm_sms, chunk=plan.chunk, unit=tuple(plan[1:6]),
-        push_rows=plan.push_rows, nap=plan.nap, tiles=module.TILES,
-    )  # fmt: skip
+    plan = module.push_plan(m, N, size, module.TILES, H200.sms)
+    return Config(mode="gluon", **plan._asdict(), tiles=module.TILES)

@@ -27,10 +27,6 @@ from pkt.tune.search import Candidate, Model
 # Fitted to benchmarks/results/*.json of 4 x H200, as gpu.py says of some of its figures; all else is counted.
 PLAIN_TILE = 3e-6
 """Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
-PUSHING = 0.41
-"""The share of an SM's loads from L2 that pushing from every SM takes."""
-TASK = 3.4e-6
-"""Seconds from a pushed task's first load to its signal, beside the time on the links."""
 DEFAULT_TILES = (128, 128, 64)
 GLUON_TILES = (128, 256, 64)
 LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
@@ -39,7 +35,10 @@ MAX_ROUNDS = 8
 """Of matmul_all_reduce's chain, where none are given."""
 NCCL_PROGRAMS = 32
 """That NCCL is taken to move data with, from registers."""
-DEFAULT_UNIT = (64, 64, 1)
+PUSHERS, STAGES, CHUNK = 8, 4, 512
+"""Of all_gather_matmul's Gluon form, where none are given."""
+SPLITS = (1, 2, 4)
+"""Columns that it cuts a tile in."""
 ITEMSIZE = {"bf16": 2, "fp16": 2}
 
 
@@ -60,13 +59,11 @@ class Estimate:
 
 
 # ---------------------------------------------------------------------------------------------------- building blocks
-def tile_seconds(
-    block_m: int, block_n: int, K: int, *, itemsize: int = 2, pushing: float = 0.0, gpu: Gpu = H200
-) -> float:
+def tile_seconds(block_m: int, block_n: int, K: int, *, itemsize: int = 2, gpu: Gpu = H200) -> float:
     """A tile's loop over K on one SM: the tensor cores' time and that of the loads from L2, of which the greater
-    counts, and the less a little. pushing: the share of those loads that something else takes."""
+    counts, and the less a little."""
     cores = 2 * block_m * block_n * K / (gpu.flops / gpu.sms)
-    loads = (block_m + block_n) * K * itemsize / (gpu.l2 * (1 - pushing))
+    loads = (block_m + block_n) * K * itemsize / gpu.l2
     return float((cores**4 + loads**4) ** 0.25)
 
 
@@ -166,10 +163,10 @@ class _Case:
         """Operands and result, once each."""
         return float(self.itemsize * (self.M * self.K + self.K * self.N + self.M * self.N))
 
-    def seconds(self, gluon: bool, gpu: Gpu, pushing: float = 0.0) -> float:
+    def seconds(self, gluon: bool, gpu: Gpu) -> float:
         """Of a tile."""
         steps = math.ceil(self.K / self.block_k) * self.block_k
-        loop = tile_seconds(self.block_m, self.block_n, steps, itemsize=self.itemsize, pushing=pushing, gpu=gpu)
+        loop = tile_seconds(self.block_m, self.block_n, steps, itemsize=self.itemsize, gpu=gpu)
         return loop if gluon else loop + PLAIN_TILE
 
 
@@ -253,14 +250,8 @@ def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
             tasks=tasks, task_seconds=case.seconds(False, gpu), comm_bytes=sent * case.tiles_n,
             comm_rate=link_rate("TMA load", gpu.sms), memory_bytes=case.memory_bytes, sync=2 * gpu.barrier, gpu=gpu,
         )  # fmt: skip
-    if mode == "gluon":  # by a warp beside the tensor cores: no SM is given away; a tile begins with its first chunk
-        pushers = min(config.get("num_comm_sms") or gpu.sms, gpu.sms)
-        one = case.seconds(True, gpu, pushing=PUSHING * pushers / gpu.sms if sent else 0.0)
-        return overlapped(
-            tasks=tasks, task_seconds=one, comm_bytes=sent, comm_rate=_push_rate(case, config, pushers, gpu),
-            around=one * min(1.0, (config.get("chunk") or 512) / case.K), memory_bytes=case.memory_bytes,
-            sync=2 * gpu.signal, interference=0.0, gpu=gpu,
-        )  # fmt: skip
+    if mode == "gluon":
+        return _push_first(case, config, sent, tasks, gpu)
     if mode == "copy":  # by copy engines, one SM left to what signals behind them; not measured, only reasoned
         blocks = math.ceil(m / case.block_m)
         nbytes = min(config.get("push_rows") or math.ceil(blocks / 4), blocks) * case.block_m * case.K * case.itemsize
@@ -280,14 +271,41 @@ def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
     )  # fmt: skip
 
 
-def _push_rate(case: _Case, config: Mapping[str, Any], pushers: int, gpu: Gpu) -> float:
-    """Bytes a second that leave by the Gluon form's tasks: each is drained and signalled, and on the links it waits for
-    those of the other programs."""
-    given = tuple(config.get("unit") or ())
-    unit_m, unit_k, units = (*given, *DEFAULT_UNIT[len(given) :])[:3]
-    nbytes = max(case.size - 1, 1) * unit_m * unit_k * units * case.itemsize
-    seconds = TASK + pushers * nbytes / gpu.link + units * (config.get("nap") or 0) * 1e-9
-    return min(pushers * nbytes / seconds, link_rate("TMA store", pushers, peers="all"))
+def _push_first(case: _Case, config: Mapping[str, Any], sent: float, tasks: int, gpu: Gpu) -> Estimate:
+    """Some programs push, through the slots of their ring, while the others compute `skip` rounds of tiles; then all
+    compute rounds, and what is left is cut. A tile begins with its first chunk."""
+    pushers = min(config.get("num_comm_sms") or PUSHERS, gpu.sms) if sent else 0
+    one = case.seconds(True, gpu)
+    pushing, rate = 0.0, 1.0
+    if sent:
+        stages = (*(config.get("tiles") or ()), *(0,) * 6)[5] or STAGES
+        ring = stages * case.block_k * case.block_n * case.itemsize
+        rate = link_rate("TMA store", pushers, ring, peers="all")
+        pushing = sent / rate
+    computing = gpu.sms - pushers
+    skip = config.get("skip")
+    skip = min(math.ceil(pushing / one) if skip is None else skip, tasks // max(computing, 1))
+    rounds, left = divmod(tasks - skip * computing, gpu.sms)
+
+    def last(split: int) -> float:
+        part = replace(case, block_n=case.block_n // split).seconds(True, gpu)
+        return math.ceil(left * split / gpu.sms) * part
+
+    given = config.get("split")
+    compute = skip * one if not rounds else max(skip * one, pushing) + rounds * one
+    compute += min(map(last, (given,) if given else SPLITS))
+    chunk = min(1.0, (config.get("chunk") or CHUNK) / case.K)
+    return overlapped(
+        tasks=1, task_seconds=compute, comm_bytes=sent, comm_rate=rate, around=one * chunk,
+        memory_bytes=case.memory_bytes, sync=2 * gpu.signal, interference=0.0, gpu=gpu,
+    )  # fmt: skip
+
+
+def pushing_rounds(config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu = H200) -> int:
+    """Rounds of tiles that all_gather_matmul's Gluon form computes while it pushes, for a key as `estimate` has it."""
+    case = _Case.of(config, key)
+    found = estimate("all_gather_matmul", config, key, gpu)
+    return 0 if case is None or found is None else math.ceil(found.communication / case.seconds(True, gpu))
 
 
 def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:

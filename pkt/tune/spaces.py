@@ -14,10 +14,13 @@ from typing import Any
 from pkt.errors import Unsupported, dtype_text
 from pkt.tune.config import NCCL, Config, nccl_wanted, space
 from pkt.tune.gpu import H200, Gpu
+from pkt.tune.model import SPLITS, pushing_rounds
 from pkt.tune.search import Model
 from pkt.tune.spread import spread
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+PUSHERS = (4, 8, 12, 24)
+"""Programs that push in the Gluon form, of which eight fill the links."""
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 ACCUMULATORS = 128
 """fp32 accumulators of a thread; with more of them the operands spill."""
@@ -63,15 +66,20 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
         tiles = _tiles(m, N, K, itemsize, gpu, groups=(8,))
         found += space(mode="copy", push_rows=[0, 1, 2], tiles=tiles)
     if gluon:
-        found += space(
-            where=_buffers_fit(gpu),
-            mode="gluon",
-            num_comm_sms=[n for n in (8, 16, 32, 64) if n < gpu.sms] + [gpu.sms],
-            chunk=[256, 512, 1024],
-            unit=[(64, 64, 1, 2, 1), (64, 64, 2, 2, 2), (64, 64, 2, 4, 2), (128, 64, 1, 2, 1), (128, 64, 2, 4, 2)],
-            push_rows=[0, 1],
-            tiles=_gluon_tiles(gpu, groups=(8,)),
-        )
+        for tile in _gluon_tiles(gpu, groups=(8,), most=True):
+            tasks = key["size"] * math.ceil(m / tile[0]) * math.ceil(N / tile[1])
+            for num_comm_sms in (n for n in PUSHERS if n < gpu.sms):
+                rounds = pushing_rounds({"mode": "gluon", "num_comm_sms": num_comm_sms, "tiles": tile}, key, gpu)
+                most = tasks // (gpu.sms - num_comm_sms)
+                found += space(
+                    mode="gluon",
+                    num_comm_sms=num_comm_sms,
+                    chunk=[256, 512],
+                    push_rows=[0, 1],
+                    skip=sorted({min(max(rounds + more, 0), most) for more in (-1, 0, 1)}),
+                    split=SPLITS,
+                    tiles=[tile],
+                )
     return found
 
 
@@ -141,8 +149,8 @@ def _tiles(
     return [tuple(c.values()) for c in found]
 
 
-def _gluon_tiles(gpu: Gpu, groups: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """Those that the warp-specialised forms have, with every number of slots that fits."""
+def _gluon_tiles(gpu: Gpu, groups: tuple[int, ...], most: bool = False) -> list[tuple[Any, ...]]:
+    """Those that the warp-specialised forms have, with every number of slots that fits; most: only the greatest."""
     found = space(
         where=lambda c: _ring(c.values()) <= gpu.shared,
         block_m=128,
@@ -152,21 +160,14 @@ def _gluon_tiles(gpu: Gpu, groups: tuple[int, ...]) -> list[tuple[Any, ...]]:
         num_warps=8,
         num_stages=[3, 4, 5, 6],
     )
-    return [tuple(c.values()) for c in found]
+    fitting = [tuple(c.values()) for c in found]
+    return list({t[:5]: t for t in fitting}.values()) if most else fitting
 
 
 def _ring(tiles: Any) -> int:
     """Bytes of the Gluon forms' ring and its barriers."""
     block_m, block_n, block_k, _, _, stages = tiles
     return 2 * stages * block_k * (block_m + block_n) + BARRIERS
-
-
-def _buffers_fit(gpu: Gpu) -> Callable[[Config], bool]:
-    def fit(c: Config) -> bool:
-        unit_m, unit_k, _, buffers, _ = c["unit"]
-        return _ring(c["tiles"]) + 2 * buffers * unit_m * unit_k <= gpu.shared
-
-    return fit
 
 
 def _blocks(length: int, most: int) -> list[int]:

@@ -60,7 +60,7 @@ class Shared:
     """Shared memory, poisoned."""
 
     def __init__(self, data: np.ndarray) -> None:
-        self.data = data
+        self.data, self.shape = data, data.shape
         self.dtype = "dtype"
 
     def index(self, i: int) -> Shared:
@@ -89,6 +89,7 @@ class Barrier:
         self.count = self.pending = self.phase = self.bytes = 0
 
     def step(self) -> None:
+        assert self.count, "not initialised, or not any more"
         assert self.pending >= 0, "more arrivals than a phase has"
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
@@ -180,9 +181,11 @@ class Machine:
     def __init__(self, size: int, programs: int, seed: int) -> None:
         self.size, self.programs, self.random = size, programs, random.Random(seed)
         self.warps: list[Warps] = []
-        self.asynchronous: list[Callable[[], bool]] = []  # each returns whether it is done
+        self.asynchronous: list[Callable[[], None]] = []
+        self.writes: list[Callable[[], None]] = []  # of stores that have read what they write
         self.hub = getcurrent()
         self.slowness = self.random.choice((0.3, 0.8, 0.99))  # of what is asynchronous
+        self.late = self.random.random() < 0.5  # whether writes come after all else
 
     # ---------------------------------------------------------------------------------------------- scheduling
     def here(self) -> Warps:
@@ -211,21 +214,22 @@ class Machine:
                     for program in range(self.programs):
                         self.start(rank, program, lambda body=body, program=program: body(program))
             able = [w for w in self.warps if w.ready is None or w.ready()]
-            if not able and not self.asynchronous:
+            operations = self.asynchronous or self.writes if self.late else self.asynchronous + self.writes
+            if not able and not operations:
                 if not self.warps:
                     return
                 where = sorted({(w.rank, w.program, w.name) for w in self.warps})
                 raise Stuck(f"{len(where)} partitions wait: {where[:12]}")
-            if able and (not self.asynchronous or self.random.random() < self.slowness):
+            if able and (not operations or self.random.random() < self.slowness):
                 warps = self.random.choice(able)
                 warps.ready = None
                 warps.greenlet.switch()
                 if warps.greenlet.dead:
                     self.warps.remove(warps)
             else:
-                operation = self.random.choice(self.asynchronous)
-                if operation():
-                    self.asynchronous.remove(operation)
+                operation = self.random.choice(operations)
+                (self.asynchronous if operation in self.asynchronous else self.writes).remove(operation)
+                operation()
 
     # ------------------------------------------------------------------------------------------- the other meanings
     def meanings(self) -> dict[str, Any]:
@@ -257,8 +261,9 @@ class Machine:
             store_wait=lambda pendings: self._wait_group("read", pendings),
         )
         mbarrier = SimpleNamespace(
-            init=self._init, expect=self._expect, arrive=self._arrive, wait=self._wait, MBarrierLayout=lambda: None
-        )
+            init=self._init, invalidate=self._invalidate, expect=self._expect, arrive=self._arrive, wait=self._wait,
+            MBarrierLayout=lambda: None,
+        )  # fmt: skip
         pl = SimpleNamespace(
             wait=lambda p, wanted, world: self.until(lambda: int(p.counters[p.rank][p.offset]) >= wanted),
             peer=lambda p, rank, world: Pointer(p.counters, rank, p.offset),
@@ -266,7 +271,7 @@ class Machine:
         )
         ptx = SimpleNamespace(
             drain=lambda world, pending=0: self._wait_group("done", pending), cta_barrier=lambda: None,
-            fence=lambda scope: None, pause=lambda ns: None,
+            fence=lambda scope: None,
         )  # fmt: skip
         return {
             "gl": gl, "tl": SimpleNamespace(where=_where), "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,
@@ -287,6 +292,10 @@ class Machine:
     def _init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = count
 
+    def _invalidate(self, barrier: Barrier) -> None:
+        assert (barrier.pending, barrier.bytes) == (barrier.count, 0), "in the middle of a phase"
+        barrier.count = 0
+
     def _expect(self, barrier: Barrier, nbytes: int, pred: bool = True) -> None:
         if pred:
             barrier.bytes += nbytes
@@ -306,12 +315,11 @@ class Machine:
         at = [int(x) for x in at]
         into.data[...] = np.nan  # it may be written from now on
 
-        def land() -> bool:
+        def land() -> None:
             found = d.read(at)
             into.data[...] = found
             barrier.bytes -= found.size * 2
             barrier.step()
-            return True
 
         self.asynchronous.append(land)
 
@@ -320,16 +328,16 @@ class Machine:
         group: dict[str, Any] = {"read": False, "done": False}
         self.here().stores.append(group)
 
-        def proceed() -> bool:
-            if not group["read"]:
-                group["values"] = part.data.copy()
-                group["read"] = True
-                return False
+        def read() -> None:
+            group["values"] = part.data.copy()
+            group["read"] = True
+            self.writes.append(write)
+
+        def write() -> None:
             d.write(at, group["values"], add)
             group["done"] = True
-            return True
 
-        self.asynchronous.append(proceed)
+        self.asynchronous.append(read)
 
     def _wait_group(self, what: str, pending: int) -> None:
         stores = self.here().stores

@@ -112,7 +112,7 @@ def lying(b, transposed):
 
 def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, plan=None, tiles=None, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((m, K), (K, N), (world.size * m, N)))
-    b, plan, tiles = lying(b, transposed), plan or PushPlan(), tiles or TILES
+    b, plan, tiles = lying(b, transposed), plan or PushPlan(split=4), tiles or TILES
     push.push_launch(world, a, b, out, plan, tiles, **options)(a, b, out, bias_of(bias, N, dtype))
     return world.kernels[-1][:3]
 
@@ -155,26 +155,30 @@ def assert_fits(kernel, grid, tmp_path):
     assert "st.local" not in kernel.asm["ptx"]
 
 
-PLANS = [
-    (PushPlan(), None),
-    (PushPlan(32, units=2, lag=2), None),
-    (PushPlan(16, unit_m=128, units=2, buffers=4, lag=2), TILES._replace(num_stages=3)),
-    (PushPlan(132), NARROW),
-]
-
-
-@pytest.mark.parametrize(("plan", "tiles"), PLANS)
-def test_push_fits(launched, tmp_path, plan, tiles):
-    kernel, grid, options = product(launched(2), 1024, 1024, 4096, plan=plan, tiles=tiles)
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [TILES, NARROW])
+def test_push_fits(launched, tmp_path, split, tiles):
+    kernel, grid, options = product(launched(2), 1024, 1024, 4096, plan=PushPlan(split=split), tiles=tiles)
     assert grid == (132,)
     assert options["launch_cooperative_grid"]
     assert_fits(kernel, grid, tmp_path)
     sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
-    width = (tiles or TILES).block_n
-    assert len(re.findall(rf"HGMMA\.64x{width}x16\.F32\.BF16", sass)) == 4
-    assert len(re.findall(r"UTMASTG\.2D", sass)) == 3 * (1 if plan.unit_k == 64 else 2)
-    assert len(re.findall(r"UTMASTG\.3D", sass)) == width // 64
-    assert count_markers(kernel.asm["ptx"])["wait"] == 1
+    widths = sorted({tiles.block_n, tiles.block_n // split})
+    found = re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", sass)
+    assert sorted(map(int, found)) == [width for width in widths for _ in range(4)]
+    assert len(re.findall(r"UTMASTG\.2D", sass)) == 3  # a unit, to each peer
+    assert len(re.findall(r"UTMASTG\.3D", sass)) == sum(max(width // 64, 2) for width in widths)
+    assert count_markers(kernel.asm["ptx"])["wait"] == len(widths)
+
+
+def test_push_with_a_part_left_out(launched, tmp_path):
+    """What the benchmark leaves out: waiting in the source, pushing and computing by a number of nothing."""
+    world, found = launched(), {}
+    for part in ("wait", "push", "product"):
+        kernel, grid, _ = product(world, 1024, 1024, 1024, leave_out=part)
+        assert_fits(kernel, grid, tmp_path)
+        found[part] = (count_markers(kernel.asm["ptx"])["wait"], *world.kernels[-1][3][-5:-1:3])  # num_comm, rows
+    assert found == {"wait": (0, 8, 1024), "push": (0, 0, 1024), "product": (2, 8, 0)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -301,7 +305,7 @@ def test_data_land_before_the_signal(launched, call, signals):
     """wait_group, proxy fence, (barrier of the warp,) system fence, then the relaxed atomic of one thread."""
     kernel, _, _ = call(launched(), 1024, 1024, 1024)
     lines = [line.strip() for line in kernel.asm["ptx"].splitlines()]
-    lines = [line for line in lines if line and not re.match(r"//|\.loc", line)]
+    lines = [line for line in lines if line and not re.match(r"//|\.loc|\$L__tmp", line)]
     relaxed = [n for n, line in enumerate(lines) if re.search(r"(atom|red)\.global\.sys\.relaxed", line)]
     assert len(relaxed) == signals
     order = ["cp.async.bulk.wait_group ", "fence.proxy.async.global", "fence.acq_rel.sys"]
@@ -313,10 +317,9 @@ def test_data_land_before_the_signal(launched, call, signals):
 def test_what_does_not_fit_is_refused_before_a_launch(launched):
     world = launched()
     for options in (
-        {"plan": PushPlan(buffers=8)},
-        {"plan": PushPlan(buffers=1)},
-        {"plan": PushPlan(units=3)},
-        {"plan": PushPlan(unit_m=96)},
+        {"plan": PushPlan(0)},
+        {"plan": PushPlan(chunk=96)},
+        {"plan": PushPlan(split=3)},
         {"tiles": Tiles(64, 256, 64)},
     ):
         with pytest.raises(PktError, match="wanted"):
@@ -396,19 +399,20 @@ def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
 
 
 def test_every_plan_and_all_tiles_that_are_chosen_compile(operators, tmp_path):
-    """The four sizes that were measured."""
-    for side, plan, tiles in (
-        (4096, PushPlan(132, chunk=256), TILES),
-        (8192, PushPlan(132, chunk=256), NARROW),
-        (16384, PushPlan(32, units=2, lag=2), TILES),
-        (32768, PushPlan(32, units=2, lag=2), TILES._replace(num_stages=3)),
+    """The four sizes that were measured: 8 programs are left out of the rounds that pushing takes, and the tiles that
+    are left after whole rounds are cut where that saves time."""
+    for side, skip, split, tiles in (
+        (4096, 2, 4, TILES),
+        (8192, 4, 4, NARROW),
+        (16384, 8, 1, TILES),
+        (32768, 15, 1, TILES._replace(num_stages=3)),
     ):
-        assert push_plan(side // 4, 4) == plan
+        assert push_plan(side // 4, side // 4, 4, TILES, 132) == PushPlan(8, 512, 0, skip, split)
         assert chain_tiles(side // 4, side) == tiles
-    assert push_plan(2560, 2) == PushPlan(132, chunk=256)  # two ranks: the same bytes for more products
-    assert push_plan(2816, 2) == PushPlan(32, units=2, lag=2)
-    for plan in (push_plan(1024, 4), push_plan(8192, 4)):
-        assert_fits(*product(operators(), 512, 512, 512, plan=plan)[:2], tmp_path)
+    assert push_plan(2048, 2048, 4, TILES, 132, num_comm_sms=4).skip == 8  # half the programs, twice the time
+    assert push_plan(2048, 2048, 4, NARROW, 132).skip == 8  # half the tile
+    assert push_plan(2048, 2048, 2, TILES, 132, split=2) == PushPlan(8, 512, 0, 2, 2)
+    assert push_plan(128, 256, 4, TILES, 2).skip == 1  # there may be fewer programs than push
     for side in (4096, 8192, 32768):
         assert_fits(*scatter(operators(), 512, 512, 512, tiles=chain_tiles(side // 4, side))[:2], tmp_path)
 
@@ -447,15 +451,15 @@ def test_the_keywords_reach_it(operators, tmp_path):
     world.num_sms = 100
     gather_call(
         world, 1024, 1024, 4096, mode="gluon", num_comm_sms=32, chunk=512, tiles=[128, 128, 64, 4, 8, 5],
-        unit=[32, 128, 2, 3, 2], push_rows=3, nap=500,
+        push_rows=3, skip=2, split=2,
     )  # fmt: skip
     scatter_call(world, 1024, 1024, 4096, mode="chain", tiles=[128, 128, 64, 4, 8, 5], rounds=7)
     for kernel, grid, options, _ in world.kernels:
         assert_fits(kernel, grid, tmp_path)
         assert [options[name] for name in ("BLOCK_N", "GROUP", "STAGES")] == [128, 4, 5]
     options = world.kernels[0][2]
-    assert [options[n] for n in ("UNIT_M", "UNIT_K", "UNITS", "BUFFERS", "LAG", "CHUNK")] == [32, 128, 2, 3, 2, 512]
-    assert world.kernels[0][3][-5:-1] == (32, 500, 3, 1024)
+    assert [options[n] for n in ("CHUNK", "SPLIT")] == [512, 2]
+    assert world.kernels[0][3][-5:-1] == (32, 2, 3, 1024)
     assert world.kernels[1][3][-2] == 7
 
 
@@ -467,12 +471,9 @@ def test_the_keywords_reach_it(operators, tmp_path):
         ({"tiles": (128, 256, 64, 8, 8, 5)}, "tiles"),
         ({"num_comm_sms": 0}, "num_comm_sms"),
         ({"chunk": 288}, "chunk"),
-        ({"unit": (96, 64)}, "unit"),
-        ({"unit": (64, 64, 1, 8)}, "unit"),
-        ({"unit": (64, 64, 0)}, "unit"),
-        ({"unit": (64, 64, 1, 2, 1, 1)}, "unit"),
         ({"push_rows": -1}, "push_rows"),
-        ({"nap": -1}, "nap"),
+        ({"skip": -1}, "skip"),
+        ({"split": 3}, "split"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(operators, options, name):
@@ -548,7 +549,7 @@ def test_elsewhere_the_plain_form_is_the_default(operators, call, monkeypatch):
 # ------------------------------------------------------------------------------------------------- what was tuned
 TUNED = {
     "all_gather_matmul": (
-        ("gather", {"mode": "gluon", "num_comm_sms": 24, "chunk": 256, "unit": (64, 64, 2, 2, 2), "push_rows": 1}),
+        ("gather", {"mode": "gluon", "num_comm_sms": 12, "chunk": 256, "skip": 3, "split": 2, "push_rows": 1}),
         ("gather", {"mode": "push", "num_comm_sms": 5, "chunk": 512, "tiles": (64, 64, 64)}),
     ),
     "matmul_reduce_scatter": (
@@ -590,8 +591,6 @@ def test_what_was_tuned_is_taken(operators, monkeypatch, name, settings):
         found = said.get(setting)
         if setting == "tiles":
             found = tuple(found)[: len(value)]
-        if setting == "unit":
-            found = tuple(said[part] for part in PushPlan._fields[1:6])
         assert found == value, (setting, said)
 
 

@@ -21,8 +21,8 @@ def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-3, 4, shape).astype(np.float32)
 
 
-def weights(b: np.ndarray, transposed: bool) -> Descriptor:
-    return Descriptor(b.T, BN, BK) if transposed else Descriptor(b, BK, BN)
+def weights(b: np.ndarray, transposed: bool, width: int = BN) -> Descriptor:
+    return Descriptor(b.T, width, BK) if transposed else Descriptor(b, BK, width)
 
 
 def bias(N: int, finish: bool) -> Vector | None:
@@ -36,14 +36,16 @@ def finished(exact: np.ndarray) -> np.ndarray:
 
 
 def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=False, finish=False, **plan):
-    plan = {"UNIT_M": 4, "UNIT_K": 2, "UNITS": 1, "BUFFERS": 2, "LAG": 1, "CHUNK": 8, "GROUP": 2, "STAGES": 3} | plan
-    push_rows, num_comm = plan.pop("push_rows", 1), plan.pop("num_comm", programs)
+    width, chunk, split = (plan.pop(name, default) for name, default in (("width", BN), ("chunk", 8), ("split", 2)))
+    push_rows, num_comm, skip = (plan.pop(name, 1) for name in ("push_rows", "num_comm", "skip"))
+    options = {"CHUNK": chunk, "SPLIT": split, "GROUP": 2, "STAGES": 3, "HALF": None, "HALF_PART": None} | plan
+    options |= {"REGISTERS": 72, "EPILOGUE": "relu" if finish else "none", "LEAVE_OUT": "", "num_warps": 8}
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, push], machine)
     if broken:
         broken(functions)
     rng = np.random.default_rng(seed)
-    num_m, chunks = -(-m // BM), -(-K // plan["CHUNK"])
+    num_m, chunks = -(-m // BM), -(-K // chunk)
     inbox = [np.full((2 * size * num_m * BM, K), np.nan, np.float32) for _ in range(size)]
     counters = [np.zeros(size * num_m * chunks, np.int64) for _ in range(size)]
     per_rank, checks = [], []
@@ -53,23 +55,28 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=
         for e in range(launches):
             b, c = integers(rng, K, N), np.full((size, m, N), np.nan, np.float32)
             world = SimpleNamespace(rank=rank, size=size, launch=e + 1)
-            peers = [Descriptor(inbox[(rank + d) % size], plan["UNIT_M"], plan["UNIT_K"]) for d in range(1, size)]
+            peers = [Descriptor(inbox[(rank + d) % size], BM, BK) for d in range(1, size)]
             arguments = (
-                Descriptor(a[rank][e], BM, BK), Descriptor(a[rank][e], plan["UNIT_M"], plan["UNIT_K"]),
-                Descriptor(inbox[rank], BM, BK), weights(b, transposed), Descriptor(c, 1, BM, BN // 2),
+                Descriptor(a[rank][e], BM, BK), Descriptor(inbox[rank], BM, BK),
+                weights(b, transposed, width), weights(b, transposed, width // split),
+                Descriptor(c, 1, BM, width // 2), Descriptor(c, 1, BM, width // split // 2),
                 *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), bias(N, finish),
-                m, N, K, num_comm, 0, push_rows, m, world,
-                BM, BN, BK,
+                m, N, K, min(num_comm, programs) if size > 1 else 0, skip, min(push_rows, num_m), m, world,
+                BM, width, BK,
             )  # fmt: skip
-            options = {**plan, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8, "TRANSPOSED": transposed}
-            options["EPILOGUE"] = "relu" if finish else "none"
-            bodies.append(lambda p, x=arguments, o=options: functions["gluon_push_kernel"](*x, **o))
+            these = options | {"TRANSPOSED": transposed}
+            bodies.append(lambda p, x=arguments, o=these: functions["gluon_push_kernel"](*x, **o))
             checks.append((c, b, e))
         per_rank.append(bodies)
     machine.run(per_rank)
     for c, b, e in checks:
         exact = np.concatenate([a[r][e] for r in range(size)]) @ b
         np.testing.assert_array_equal(c.reshape(size * m, N), finished(exact) if finish else exact)
+
+
+def run_short_push(size, m, N, K, *args, **options):
+    """A step of K: the next tile is finished before the last one is out."""
+    run_push(size, m, N, BK, *args, STAGES=6, **options)
 
 
 def run_chain(
@@ -162,17 +169,60 @@ def run_two_shot(size, M, N, K, programs, seed, launches=3, broken=None, rounds=
 SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]
 PLANS = [
     {},
-    {"UNITS": 2, "BUFFERS": 3, "LAG": 2},
-    {"push_rows": 2, "num_comm": 1, "BUFFERS": 4, "LAG": 3},
-    {"UNIT_M": 8, "UNIT_K": 4, "CHUNK": 16, "STAGES": 4, "push_rows": 2},
+    {"num_comm": 9, "split": 1, "chunk": 4},  # all push
+    {"num_comm": 2, "skip": 2, "push_rows": 2, "STAGES": 4, "width": 16, "split": 4},
+    {"skip": 99, "chunk": 16, "push_rows": 2, "split": 4},
 ]
 
 
 @pytest.mark.parametrize("plan", range(len(PLANS)))
-@pytest.mark.parametrize(("size", "m", "N", "K"), SIZES)
+@pytest.mark.parametrize(("size", "m", "N", "K"), [*SIZES, (5, 9, 20, 10)])
 def test_push(plan, size, m, N, K):
     for seed in range(3):
         run_push(size, m, N, K, 2 + seed, seed, **PLANS[plan])
+
+
+def test_fewer_tiles_than_programs():
+    for seed in range(3):
+        for split in (1, 2, 4):
+            run_push(2, 5, 7, 6, 5, seed, num_comm=1 + seed, split=split)
+
+
+@pytest.mark.parametrize("split", push.SPLITS)
+@pytest.mark.parametrize("programs", [1, 2, 5, 8])
+def test_every_tile_and_every_part_once(programs, split):
+    """Whoever pushes, however many rounds without them, however many tiles; and those who push are left out of as many
+    rounds as there are, or as are asked for."""
+    machine = SimpleNamespace(programs=programs, here=lambda: here, random=None)
+    here = SimpleNamespace(program=0)
+    functions = as_python([gluon, push], Machine(1, programs, 0))
+    functions["gl"].program_id = lambda axis: here.program
+    functions["gl"].num_programs = lambda axis: machine.programs
+    for num_m, num_n in ((0, 3), (1, 1), (1, 3), (2, 2), (3, 3), (5, 4), (7, 6)):
+        tiles = num_m * num_n
+        for num_comm in range(programs + 1):
+            for skip in (0, 1, 2, 5, 99):
+                seen = []
+                counts = []
+                for here.program in range(programs):
+                    begin, end, skipped, last = functions["_share"](tiles, num_comm, skip, split)
+                    order = (0, num_m, num_n, 1, 2, 1)
+                    whole = list(range(begin, end, programs))
+                    seen += [
+                        (i, j * split + part)
+                        for _, i, j, _ in (functions["_place"](v, 0, skipped, num_comm, 1, order) for v in whole)
+                        for part in range(split)
+                    ]
+                    left = range(functions["first_tile"](), last * split, programs)
+                    places = [functions["_place"](v, tiles - last, 0, num_comm, split, order) for v in left]
+                    seen += [(i, j) for _, i, j, _ in places]
+                    counts.append(len(whole))
+                assert sorted(seen) == [(i, j) for i in range(num_m) for j in range(num_n * split)]
+                assert skipped == min(skip, tiles // max(programs - num_comm, 1))
+                assert last < programs
+                if split > 1 and 0 < num_comm < programs:  # whole rounds for all
+                    assert set(counts[:num_comm]) == {counts[-1] - skipped}
+                    assert len(set(counts[num_comm:])) == 1
 
 
 @pytest.mark.parametrize("stages", [3, 4, 6])
@@ -180,6 +230,7 @@ def test_a_short_inner_dimension(stages):
     """Fewer steps than slots: the ring comes round more than once before a tile is out."""
     for seed in range(4):
         run_push(2, 16, 32, 4, 2, seed, STAGES=stages)
+        run_push(2, 16, 40, 4, 3, seed, STAGES=stages, split=4)
         run_chain(3, 16, 32, 3, 2, seed, stages=stages)
 
 
@@ -325,6 +376,9 @@ def skipping(name, attribute, line, seen):
     [
         (run_push, "pl", "wait", 1),
         (run_push, "gl", "atomic_add", 1),
+        (run_push, "ptx", "drain", 2),
+        (run_push, "tma", "store_wait", 2),
+        (run_short_push, "mbarrier", "wait", 6),
         (run_chain, "pl", "wait", 2),
         (run_chain, "gl", "atomic_add", 1),
         (run_two_shot, "pl", "wait", 3),

@@ -12,7 +12,18 @@ import pkt
 from pkt.tune import RecordedTimer, tables, tune
 from pkt.tune.config import NCCL, Config
 from pkt.tune.gpu import H200, interpolated, link_curves, link_rate
-from pkt.tune.model import MODELS, Estimate, error, estimate, overlapped, product_alone, sent, tile_seconds, waves
+from pkt.tune.model import (
+    MODELS,
+    Estimate,
+    error,
+    estimate,
+    overlapped,
+    product_alone,
+    pushing_rounds,
+    sent,
+    tile_seconds,
+    waves,
+)
 from pkt.tune.search import Candidate
 
 WIDE = (128, 256, 64)
@@ -96,7 +107,6 @@ def test_a_small_tile_is_bound_by_its_loads():
 
     assert rate(128, 256) > rate(128, 128) > rate(64, 128) > rate(64, 64)
     assert rate(128, 256) < H200.flops / H200.sms / (2 * 4096)
-    assert tile_seconds(64, 64, 4096, pushing=0.5) > 1.9 * tile_seconds(64, 64, 4096)
 
 
 # ---------------------------------------------------------------------------------------------------------- the links
@@ -172,6 +182,30 @@ def test_the_chain_of_the_all_reduce_by_hand():
     assert spread[0] >= spread[1] >= spread[2]
     given = estimate("matmul_all_reduce", Config(mode="chain"), case)
     assert given == estimate("matmul_all_reduce", Config(mode="chain", rounds=8, tiles=WIDE), case)
+
+
+def test_pushing_first_by_hand():
+    """512 tiles, 124 programs for four rounds: 16 are left, for which there are programs enough if each is cut in 4."""
+    case, one = product(8192), tile_seconds(128, 256, 8192)
+    found = estimate("all_gather_matmul", Config(mode="gluon", num_comm_sms=8, skip=4, split=4), case)
+    part = tile_seconds(128, 64, 8192)
+    assert found.compute == pytest.approx((4 * one + part) * interpolated(H200.slow, 4 * one + part))
+    rate = link_rate("TMA store", 8, peers="all")
+    assert found.communication == pytest.approx(3 * 2048 * 8192 * 2 / rate)
+    assert found.exposed == 0
+    whole = estimate("all_gather_matmul", Config(mode="gluon", num_comm_sms=8, skip=4, split=1), case)
+    assert whole.compute == pytest.approx(5 * one * interpolated(H200.slow, 5 * one))
+    big = product(16384)  # 8 rounds while they push and 8 for all; earlier and later it is one more
+    skipped = {n: estimate("all_gather_matmul", Config(mode="gluon", skip=n), big).total for n in (0, 7, 8, 9, 16)}
+    assert min(skipped, key=skipped.get) == 8
+    given = estimate("all_gather_matmul", Config(mode="gluon"), case)
+    assert given.total == pytest.approx(found.total)
+    links = estimate("all_gather_matmul", Config(mode="gluon", chunk=1024), product(4096))
+    assert links.exposed == pytest.approx(tile_seconds(128, 256, 4096) / 4)  # the last chunk
+    few = estimate("all_gather_matmul", Config(mode="gluon", num_comm_sms=2), case)
+    assert few.communication > 3 * found.communication
+    assert pushing_rounds(Config(mode="gluon"), case) == math.ceil(found.communication / one) == 4
+    assert pushing_rounds(Config(mode="gluon"), {**case, "dtype": "float32"}) == 0
 
 
 def test_a_wrong_model_would_be_noticed():

@@ -48,11 +48,19 @@ def test_every_tile_fits(what, dtype):
         assert min(block_m, block_n, block_k) >= 16
         assert block_m * block_n / (32 * warps) <= 128
         assert stages * block_k * (block_m + block_n) * itemsize <= H200.shared
-        if "unit" in config:
-            unit_m, unit_k, units, buffers, lag = config["unit"]
-            ring = 2 * stages * block_k * (block_m + block_n) + 512
-            assert ring + 2 * buffers * unit_m * unit_k <= H200.shared
-            assert block_m % unit_m == config["chunk"] % (units * unit_k) == config["chunk"] % block_k == 0
+        if config["mode"] == "gluon":
+            assert config["chunk"] % block_k == 0
+            assert config["num_comm_sms"] < H200.sms
+            assert config["skip"] >= 0
+
+
+def test_those_that_push_skip_the_rounds_that_it_takes_or_one_more_or_less_if_there_are_so_many():
+    for N, rounds in ((4096, {1}), (8192, {3, 4}), (16384, {7, 8, 9})):
+        found = [c for c in own("all_gather_matmul", key(N, N // 4, N)) if c["mode"] == "gluon"]
+        assert len(found) <= 300
+        assert {c["skip"] for c in found if c["num_comm_sms"] == 8 and c["tiles"][1] == 256} == rounds
+        assert {c["split"] for c in found} == {1, 2, 4}
+        assert {c["tiles"][1]: c["tiles"][5] for c in found} == {256: 4, 128: 6}
 
 
 def test_the_shared_memory_of_the_gpu_counts():
@@ -87,7 +95,7 @@ def test_the_best_measured_are_in_the_space_or_next_to_it(what):
             config
             for config in found
             if config["tiles"][:3] == search.best["tiles"][:3]
-            and all(config.get(name) == search.best.get(name) for name in ("mode", "num_comm_sms", "chunk", "unit"))
+            and all(config.get(name) == search.best.get(name) for name in ("mode", "num_comm_sms", "chunk"))
         ]
         assert same, (search.key, search.best)
 
@@ -168,8 +176,8 @@ def test_candidates_run(what):
 
 
 def test_thinned_keeps_some_of_what_the_model_cannot_tell_apart():
-    case = key(8192, 2048, 8192)
-    found, model = operator_space("all_gather_matmul", case), MODELS["all_gather_matmul"]
+    case, model = key(8192, 2048, 8192), MODELS["all_gather_matmul"]
+    found = [config for config in operator_space("all_gather_matmul", case) if config["mode"] == "gluon"]
     kept = thinned(found, model, case, 3)
     everything, some = (Counter(model(config, case) for config in configs) for configs in (found, kept))
     assert set(everything) == set(some)

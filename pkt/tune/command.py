@@ -29,12 +29,10 @@ from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 from pkt.tune.picture import draw
 from pkt.tune.report import report
-from pkt.tune.search import MOST, Search
+from pkt.tune.search import MOST, Search, slots
 from pkt.tune.spaces import operator_space, thinned
 from pkt.tune.tuner import tune
 
-MEASURED = 24
-"""Candidates that are measured on GPUs, where the model has ranked them."""
 ALIKE = 3
 """Candidates of one predicted time that are tried."""
 SIMULATED_SIZES = (64, 128)
@@ -72,8 +70,9 @@ class Layer:
 
 
 # ----------------------------------------------------------------------------------------------------------- on a rank
-def search_layer(world: World, layer: Layer) -> tuple[Search, str]:
-    """Search for `layer` on the ranks of `world`, and remember the choice; also the name of the GPU. Collective."""
+def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[Search, str]:
+    """Search for `layer` on the ranks of `world`, and remember the choice; also the name of the GPU. exhaustive:
+    measure the whole space. Collective."""
     key, dtype = layer.key(world.size), DTYPES[layer.dtype]
     cuda = world.torch_device.type == "cuda"
     shared = H200.shared
@@ -85,9 +84,12 @@ def search_layer(world: World, layer: Layer) -> tuple[Search, str]:
     unfit = importlib.import_module("pkt.kernels._forms").missing_anywhere(world)
     configs, most = operator_space(layer.what, key, gpu, gluon=not unfit), MOST
     model = MODELS[layer.what] if cuda and dtype != torch.float32 else None
-    if model is not None:
+    if exhaustive:
+        most = 1.0
+    elif model is not None:
+        count = slots(len(configs), MOST)
         configs = thinned(configs, model, key, ALIKE)
-        most = MEASURED / len(configs)
+        most = min(1.0, count / len(configs))
     elif not cuda:  # whose clock is another, and knows nothing of warps and stages, and of NCCL
         configs = [config for config in configs if config != NCCL and config["tiles"][4:] == (8, 3)]
     a, b = _operands(layer, key, world, world.rank, dtype)

@@ -2,7 +2,8 @@
 
 Left out are settings that cannot run or cannot win: what does not fit shared memory or registers, blocks larger than
 the operand, steps of K below what one TMA row holds; of all_gather_matmul the form "pull", which wants a symmetric
-operand and moves it once for every column of tiles. NCCL + cuBLAS comes first, or with PKT_NCCL=0 not at all.
+operand and moves it once for every column of tiles. Where a Gluon form runs, plain tiles only of the two kinds that
+were ever near it (PLAIN_TILES). NCCL + cuBLAS comes first, or with PKT_NCCL=0 not at all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 PUSHERS = (4, 8, 12, 24)
 """Programs that push in the Gluon form, of which eight fill the links."""
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+PLAIN_TILES = ((128, 256, 64, 3), (128, 128, 64, 4))
+"""Blocks and stages, with 8 warps. Measured on 4 x H200 at M from 4096 to 32768."""
 ACCUMULATORS = 128
 """fp32 accumulators of a thread; with more of them the operands spill."""
 BARRIERS = 512
@@ -60,10 +63,9 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
         mode="push",
         num_comm_sms=_below(gpu.sms),
         chunk=sorted({_up(min(chunk, K), 64) for chunk in (512, 2048)}),
-        tiles=_tiles(m, N, K, itemsize, gpu, groups=(8,)),
+        tiles=(tiles := _tiles(m, N, K, itemsize, gpu, groups=(8,), few=gluon)),
     )
     if _whole_rows(K, itemsize) and gpu.sms > 1:
-        tiles = _tiles(m, N, K, itemsize, gpu, groups=(8,))
         found += space(mode="copy", push_rows=[0, 1, 2], tiles=tiles)
     if gluon:
         for tile in _gluon_tiles(gpu, groups=(8,), most=True):
@@ -85,14 +87,15 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
 
 def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
     m, N, K = math.ceil(key["M"] / key["size"]), key["N"], key["K"]
-    found = space(mode=["add", "inbox"], tiles=_tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16), staged=True))
+    tiles = _tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16), staged=True, few=gluon)
+    found = space(mode=["add", "inbox"], tiles=tiles)
     if gluon:
-        found += space(mode="chain", rounds=[1, 2, 4, 8], tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
+        found += space(mode="chain", rounds=[1, 2, 4, 8, 16], tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
     return found
 
 
 def _matmul_all_reduce(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:
-    tiles = _tiles(key["M"], key["N"], key["K"], itemsize, gpu, groups=(8, 16))
+    tiles = _tiles(key["M"], key["N"], key["K"], itemsize, gpu, groups=(8, 16), few=gluon)
     found = space(mode="lcsc", num_comm_sms=[0, *_below(gpu.sms)], tiles=tiles)  # 0: after computing
     if gluon:
         found += space(mode="chain", rounds=[1, 2, 4, 8], tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
@@ -120,10 +123,11 @@ def thinned(configs: Sequence[Config], model: Model, key: Mapping[str, Any], ali
 
 # --------------------------------------------------------------------------------------------------------------- tiles
 def _tiles(
-    M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, ...], staged: bool = False
+    M: int, N: int, K: int, itemsize: int, gpu: Gpu, groups: tuple[int, ...], staged: bool = False, few: bool = False
 ) -> list[tuple[Any, ...]]:
     """(BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES) of the plain kernels. staged: the result waits in
-    shared memory of its own, because it is still on its way when the next tile begins; else in that of the ring."""
+    shared memory of its own, because it is still on its way when the next tile begins; else in that of the ring. few:
+    of PLAIN_TILES, if any."""
     # fp32 has no tensor cores here, and rows that TMA cannot take have an address for each element: operands or
     # addresses sit in registers.
     registers = itemsize == 4 or not _whole_rows(N, itemsize) or not _whole_rows(K, itemsize)
@@ -146,7 +150,8 @@ def _tiles(
         num_warps=[4, 8],
         num_stages=[3, 4, 5],
     )
-    return [tuple(c.values()) for c in found]
+    tiles = [tuple(c.values()) for c in found]
+    return [t for t in tiles if few and (*t[:3], t[5]) in PLAIN_TILES and t[4] == 8] or tiles
 
 
 def _gluon_tiles(gpu: Gpu, groups: tuple[int, ...], most: bool = False) -> list[tuple[Any, ...]]:

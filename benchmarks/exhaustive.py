@@ -1,0 +1,135 @@
+"""Every candidate of an operator's space at the sizes of its benchmark, and what the tuner finds having seen a few.
+
+    python -m benchmarks.exhaustive --ranks 4      benchmarks/results/exhaustive.json
+    python -m benchmarks.exhaustive --ranks 2      ... exhaustive_2.json
+
+A case is searched by the tuner first, with nothing compiled and nothing remembered, and then exhaustively. pkt's tables
+are the fastest of the exhaustive search, see benchmarks/tuned.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pkt
+from benchmarks import _harness
+from benchmarks._operators import ENVIRONMENT, HEAP, _host
+from pkt.errors import PktError
+from pkt.tune.command import Layer, search_layer
+from pkt.tune.search import Candidate, Search
+
+SIZES = {
+    "all_gather_matmul": (4096, 6144, 8192, 12288, 16384, 32768),
+    "matmul_reduce_scatter": (4096, 6144, 8192, 12288, 16384, 32768),
+    "matmul_all_reduce": (4096, 6144, 8192, 12288, 16384),
+}
+"""M = N = K of the whole product."""
+
+
+def case(world: pkt.World, what: str, N: int) -> dict[str, Any]:
+    """Both searches of a case, on one rank."""
+    layer = Layer(what, N, N, N)
+    tuned, _ = search_layer(world, layer)
+    swept, _ = search_layer(world, layer, exhaustive=True)
+    return {"operator": what, "key": dict(swept.key), "tuner": of_tuner(tuned, swept), **of_sweep(swept)}
+
+
+def of_tuner(tuned: Search, swept: Search) -> dict[str, Any]:
+    """What the tuner chose, and how much slower that is than the best, both as the exhaustive search timed them."""
+    times = {c.config: c.time for c in swept.candidates if c.time and not c.dropped}
+    chosen = times.get(tuned.best) if tuned.best is not None else None
+    return {
+        "settings": dict(tuned.best) if tuned.best is not None else None,
+        "measured": sum(bool(c.times) for c in tuned.candidates),
+        "of": len(swept.candidates),
+        "seconds": tuned.seconds,
+        "over_best": chosen / min(times.values()) if chosen else None,
+    }
+
+
+def of_sweep(swept: Search) -> dict[str, Any]:
+    """Each candidate that was measured, the fastest first, and why others were not."""
+    kept = sorted((c for c in swept.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
+    dropped = [{"settings": dict(c.config), "why": c.dropped} for c in swept.candidates if c.dropped]
+    return {"seconds": swept.seconds, "measured": [_row(c) for c in kept], "dropped": dropped}
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    times = candidate.times
+    return {
+        "settings": dict(candidate.config), "seconds": round(candidate.time or 0.0, 9), "low": round(min(times), 9),
+        "high": round(max(times), 9), "repeats": len(times),
+        "predicted": round(candidate.predicted, 9) if candidate.predicted else None,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=600.0, help="no case is begun after these")
+    parser.add_argument("--sizes", default="", help="some of them, as 4096,8192")
+    parser.add_argument("--out", type=Path, default=_harness.RESULTS)
+    given = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    end = time.monotonic() + given.seconds
+    from benchmarks.exhaustive import case as importable  # not as a part of __main__
+
+    wanted = [int(size) for size in given.sizes.split(",") if size] or sorted(set().union(*SIZES.values()))
+    found: list[dict[str, Any]] = []
+    path = given.out / ("exhaustive.json" if given.ranks == 4 else f"exhaustive_{given.ranks}.json")
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["PKT_TUNE_CACHE"] = cache
+        for N in wanted:
+            for what in (what for what, sizes in SIZES.items() if N in sizes):
+                if time.monotonic() > end:
+                    print(f"{what}, {N}: left out, no time", flush=True)
+                    continue
+                start = time.perf_counter()
+                try:
+                    found.append(
+                        pkt.launch(
+                            importable, given.ranks, "cuda", (what, N), heap=HEAP["cuda"], timeout=20, multicast=False
+                        )[0]
+                    )
+                except PktError as error:
+                    print(f"{what}, {N}: FAILED {str(error)[-2000:]}", flush=True)
+                    continue
+                _show(found[-1], time.perf_counter() - start)
+                given.out.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(_record(found, given.ranks)) + "\n")
+    return 0 if found else 1
+
+
+def _record(found: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
+    return {
+        "benchmark": "exhaustive" if ranks == 4 else f"exhaustive_{ranks}",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": os.environ.get("PKT_COMMAND") or " ".join(["python", "-m", "benchmarks.exhaustive", *sys.argv[1:]]),
+        "commit": os.environ.get("PKT_COMMIT") or _harness._commit(),
+        "host": _host(),
+        "ranks": ranks,
+        "cases": found,
+    }
+
+
+def _show(found: dict[str, Any], seconds: float) -> None:
+    key, tuner = found["key"], found["tuner"]
+    over = "not among those measured" if tuner["over_best"] is None else f"{tuner['over_best']:.3f} of the best"
+    print(
+        f"{found['operator']}, M={key['M']} N={key['N']} K={key['K']}: the tuner saw {tuner['measured']} of "
+        f"{tuner['of']} in {tuner['seconds']:.1f} s, {over}; all {len(found['measured'])} in {found['seconds']:.1f} s, "
+        f"{len(found['dropped'])} dropped; {seconds:.0f} s"
+    )
+    for row in found["measured"][:4]:
+        print(f"  {1e3 * row['seconds']:.4f} ms {row['settings']}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

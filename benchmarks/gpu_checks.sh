@@ -62,7 +62,7 @@ step() {
     runtime) gpu_tests tests/runtime ;;
     doctor) "$PYTHON" -m pkt.cli doctor ;;
     sanitize)
-        compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
+        compute-sanitizer --tool memcheck --report-api-errors no --target-processes all --error-exitcode 9 \
             "$PYTHON" -m tests.gpu.sanitize "$((RANKS < 2 ? RANKS : 2))"
         ;;
     *.*) "$PYTHON" -m "$1" ${ARGS:-} ;;

@@ -20,54 +20,33 @@ from pkt.kernels._matmul import Tiles
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 
 TITLE = "All-gather + matmul, N x N / size x N, bf16"
-SIZES = (4096, 8192, 16384, 32768)
+SIZES = (4096, 6144, 8192, 12288, 16384, 32768)
 ROWS, INNER, OUTER = (1, 16, 128, 1024), 8192, 28672
 TARGETS = {"N = 4096": 0.78, "N = 8192": 0.92, "N = 16384": 0.98, "N = 32768": 0.97}
 BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "torch symm_mem fused")
-WIDE, SQUARE = Tiles(128, 256, 64, 8, 8, 3), Tiles(128, 128, 64, 8, 8, 4)
+WIDE = Tiles(128, 256, 64, 8, 8, 3)
 SMALL = Tiles(32, 32, 32, 2, 4, 2)  # for the simulator
 
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
-    "pkt push, 8 SMs, 128x256": {"num_comm_sms": 8, "tiles": WIDE},
     "pkt push, 16 SMs, 128x256": {"num_comm_sms": 16, "tiles": WIDE},
-    "pkt push, 16 SMs, 128x128": {"num_comm_sms": 16, "tiles": SQUARE},
-    "pkt pull, 128x256": {"mode": "pull", "tiles": WIDE},
     "pkt copy, 128x256": {"mode": "copy", "tiles": WIDE},
-    "pkt copy, 2 row blocks, 128x256": {"mode": "copy", "push_rows": 2, "tiles": WIDE},
-    "pkt copy, 128x128": {"mode": "copy", "tiles": SQUARE},
 }
-NARROW = Tiles(128, 128, 64, num_stages=6)
-
-
-def gluon(num_comm_sms: int, **more: Any) -> dict[str, Any]:
-    return {"mode": "gluon", "num_comm_sms": num_comm_sms} | more
 
 
 # what one part takes, the others left out; the first launch of "pkt gluon" has filled the inbox they read
 PARTS: dict[str, dict[str, Any]] = {
     "(gluon, product alone)": {"leave_out": "push"},
     "(gluon, product alone, whole tiles)": {"leave_out": "push", "split": 1},
-    "(gluon, product alone, 128x128)": {"leave_out": "push", "tiles": NARROW},
-    "(gluon, push alone, 8)": {"leave_out": "product"},
+    "(gluon, push alone, 8)": {"leave_out": "product", "num_comm_sms": 8},
     "(gluon, push alone, 12)": {"leave_out": "product", "num_comm_sms": 12},
+    "(gluon, push alone, 24)": {"leave_out": "product", "num_comm_sms": 24},
     "(gluon, both, no waits)": {"leave_out": "wait"},
 }
-FIRST = "pkt gluon, 8"
+FIRST = "pkt gluon"
 GLUON: dict[str, dict[str, Any]] = {
-    FIRST: gluon(8),
-    "pkt gluon, 6": gluon(6),
-    "pkt gluon, 12": gluon(12),
-    "pkt gluon, 16": gluon(16),
-    "pkt gluon, 24": gluon(24),
-    "pkt gluon, 8, chunks of 256": gluon(8, chunk=256),
-    "pkt gluon, 8, chunks of 1024": gluon(8, chunk=1024),
-    "pkt gluon, 8, rows one by one": gluon(8, push_rows=1),
-    "pkt gluon, 8, whole tiles": gluon(8, split=1),
-    "pkt gluon, 8, halves": gluon(8, split=2),
-    "pkt gluon, 8, from the first round": gluon(8, skip=0),
-    "pkt gluon, 8, 128x128 tiles": gluon(8, tiles=NARROW),
-    "pkt gluon, 12, 128x128 tiles": gluon(12, tiles=NARROW),
+    FIRST: {"mode": "gluon"},
+    "pkt gluon, whole tiles": {"mode": "gluon", "split": 1},
 }
 COLUMNS: dict[str, dict[str, Any]] = {
     "pkt default": {},

@@ -1,10 +1,10 @@
 """Every candidate of an operator's space at the sizes of its benchmark, and what the tuner finds having seen a few.
 
-    python -m benchmarks.exhaustive --ranks 4      benchmarks/results/exhaustive.json
-    python -m benchmarks.exhaustive --ranks 2      ... exhaustive_2.json
+    python -m benchmarks.exhaustive --ranks 4      benchmarks/results/exhaustive_<operator>.json
+    python -m benchmarks.exhaustive --ranks 2      ... exhaustive_<operator>_2.json
 
-A case is searched by the tuner first, with nothing compiled and nothing remembered, and then exhaustively. pkt's tables
-are the fastest of the exhaustive search, see benchmarks/tuned.py.
+A case is searched by the tuner first, with nothing compiled, and then exhaustively. pkt's tables are the fastest of the
+exhaustive search, see benchmarks/tuned.py. What is found is remembered where PKT_TUNE_CACHE says, else nowhere.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=600.0, help="no case is begun after these")
     parser.add_argument("--sizes", default="", help="some of them, as 4096,8192")
+    parser.add_argument("--operators", default="", help="some of them, by name")
     parser.add_argument("--out", type=Path, default=_harness.RESULTS)
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
@@ -82,34 +83,36 @@ def main() -> int:
     from benchmarks.exhaustive import case as importable  # not as a part of __main__
 
     wanted = [int(size) for size in given.sizes.split(",") if size] or sorted(set().union(*SIZES.values()))
-    found: list[dict[str, Any]] = []
-    path = given.out / ("exhaustive.json" if given.ranks == 4 else f"exhaustive_{given.ranks}.json")
+    operators = [what for what in given.operators.split(",") if what] or list(SIZES)
+    failed = 0
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["PKT_TUNE_CACHE"] = cache
-        for N in wanted:
-            for what in (what for what, sizes in SIZES.items() if N in sizes):
+        os.environ.setdefault("PKT_TUNE_CACHE", cache)
+        for what in operators:
+            found: list[dict[str, Any]] = []
+            for N in (N for N in wanted if N in SIZES[what]):
                 if time.monotonic() > end:
                     print(f"{what}, {N}: left out, no time", flush=True)
+                    failed += 1
                     continue
                 start = time.perf_counter()
                 try:
-                    found.append(
-                        pkt.launch(
-                            importable, given.ranks, "cuda", (what, N), heap=HEAP["cuda"], timeout=20, multicast=False
-                        )[0]
+                    answers = pkt.launch(
+                        importable, given.ranks, "cuda", (what, N), heap=HEAP["cuda"], timeout=20, multicast=False
                     )
                 except PktError as error:
                     print(f"{what}, {N}: FAILED {str(error)[-2000:]}", flush=True)
+                    failed += 1
                     continue
+                found.append(answers[0])
                 _show(found[-1], time.perf_counter() - start)
-                given.out.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(_record(found, given.ranks)) + "\n")
-    return 0 if found else 1
+                _write(given.out, what, found, given.ranks)
+    return 1 if failed else 0
 
 
-def _record(found: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    return {
-        "benchmark": "exhaustive" if ranks == 4 else f"exhaustive_{ranks}",
+def _write(folder: Path, what: str, found: list[dict[str, Any]], ranks: int) -> None:
+    name = f"exhaustive_{what}" + ("" if ranks == 4 else f"_{ranks}")
+    record = {
+        "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": os.environ.get("PKT_COMMAND") or " ".join(["python", "-m", "benchmarks.exhaustive", *sys.argv[1:]]),
         "commit": os.environ.get("PKT_COMMIT") or _harness._commit(),
@@ -117,6 +120,8 @@ def _record(found: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
         "ranks": ranks,
         "cases": found,
     }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record) + "\n")
 
 
 def _show(found: dict[str, Any], seconds: float) -> None:

@@ -20,7 +20,7 @@ from pkt.kernels._matmul import Tiles
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 TITLE = "Matmul + reduce-scatter, N x N x N / size, bf16"
-SIZES = (4096, 8192, 16384, 32768)
+SIZES = (4096, 6144, 8192, 12288, 16384, 32768)
 TARGETS = {"N = 4096": 0.70, "N = 8192": 0.88, "N = 16384": 1.05, "N = 32768": 1.00}
 BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "torch symm_mem fused")
 WIDE, SQUARE = Tiles(128, 256, 64, 8, 8, 3), Tiles(128, 128, 64, 8, 8, 4)
@@ -29,9 +29,7 @@ SMALL = Tiles(32, 32, 32, 2, 4, 2)  # for the simulator
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
     "pkt add, 128x256": {"mode": "add", "tiles": WIDE},
-    "pkt add, 128x128": {"mode": "add", "tiles": SQUARE},
     "pkt inbox, 128x256": {"mode": "inbox", "tiles": WIDE},
-    "pkt inbox, 128x128": {"mode": "inbox", "tiles": SQUARE},
 }
 NARROW = Tiles(128, 128, 64, num_stages=6)
 PARTS: dict[str, dict[str, Any]] = {  # the product alone
@@ -41,10 +39,6 @@ PARTS: dict[str, dict[str, Any]] = {  # the product alone
 GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon chain": {"mode": "chain", "tiles": TILES},
     "pkt gluon chain, 1 round": {"mode": "chain", "tiles": TILES, "rounds": 1},
-    "pkt gluon chain, groups of 16": {"mode": "chain", "tiles": TILES._replace(group=16)},
-    "pkt gluon chain, 128x128": {"mode": "chain", "tiles": NARROW},
-    "pkt gluon chain, 128x128, 1 round": {"mode": "chain", "tiles": NARROW, "rounds": 1},
-    "pkt gluon chain, 3 slots": {"mode": "chain", "tiles": TILES._replace(num_stages=3)},
 }
 QUICK = {
     "pkt add": {"mode": "add", "tiles": SMALL},

@@ -4,8 +4,9 @@ As push in all_gather_matmul, with these differences. The first `num_comm` progr
 store to each peer, and have the whole ring of the product to do it with, which they do not need yet. A program that
 pushes beside its product computes slowly, because its loads queue behind stores that the links hold back, and the
 slowest program is the time: so they push first, wait for nothing while they do, and then compute like the others. Until
-then the others compute alone, for `skip` rounds of tiles: which tile is whose is known beforehand. What is left after
-whole rounds, fewer tiles than there are programs, is cut in `SPLIT`, so that all have a part of it.
+then the others compute alone, for `skip` rounds of tiles: which tile is whose is known beforehand. After `whole`
+rounds, or where there is no whole one left, tiles are cut in `SPLIT`: so all programs have a part of the last round,
+and where the links are the limit, little is left to compute when the last rows have come.
 
 A row block is signalled in chunks of CHUNK columns, and the loader waits chunk by chunk, so a tile begins when its
 first columns are here. And the order of pushing follows the order of computing: push_rows row blocks at a time, chunk
@@ -81,25 +82,32 @@ def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr, push_r
 
 
 @gluon.jit
-def _share(tiles, num_comm, skip, SPLIT: gl.constexpr):
-    """Of `tiles` in rounds of one a program: where this program begins, the end of the rounds, the rounds that the
-    pushing programs are left out of, and the tiles after all of them, fewer than there are programs, that are cut in
-    SPLIT. A place in the rounds, and its tile by `_place`, is round * num_programs + first_tile()."""
+def _share(tiles, num_comm, skip, whole, SPLIT: gl.constexpr):
+    """Rounds of one tile a program: `whole` of them of whole tiles, if there are so many, then those of tiles cut in
+    SPLIT. The programs that push are left out of the first `skip` rounds.
+
+    Returns, of the whole tiles and of the parts, where this program begins, the end, and how many rounds those that
+    push are left out of; and how many tiles are cut. A place in the rounds, and its tile by `_place`, is
+    round * num_programs + first_tile()."""
     programs = gl.num_programs(0)
     computing = programs - num_comm
-    skip = gl.minimum(skip, tiles // gl.maximum(computing, 1))
-    left = (tiles - skip * computing) % programs if SPLIT > 1 else 0
-    begin = gl.where(gl.program_id(0) < num_comm, skip * programs, 0) + first_tile()
-    return begin, tiles - left + skip * num_comm, skip, left
+    alone = gl.minimum(gl.minimum(skip, whole), tiles // gl.maximum(computing, 1))
+    left = tiles - alone * computing
+    joined = gl.minimum(whole - alone, left // programs)
+    cut = left - joined * programs if SPLIT > 1 else 0
+    late = gl.minimum(gl.maximum(skip - alone - joined, 0), cut * SPLIT // gl.maximum(computing, 1))
+    pushes = gl.program_id(0) < num_comm
+    begin = gl.where(pushes, alone * programs, 0) + first_tile()
+    begin_part = gl.where(pushes, late * programs, 0) + first_tile()
+    return begin, tiles - cut + alone * num_comm, alone, begin_part, cut * SPLIT + late * num_comm, late, cut
 
 
 @gluon.jit
 def _place(v, first, skip, num_comm, PARTS: gl.constexpr, order):
-    """Place v in the rounds, or v of what is left, each tile of which has PARTS columns: `_tile` of it, whose other
-    arguments are `order`. In the first `skip` rounds the places of the `num_comm` programs are no tiles; what is left
-    begins with tile `first`."""
-    t = first + v // PARTS - gl.minimum(v // gl.num_programs(0), skip) * num_comm
-    source, i, j, own = _tile(t, *order)
+    """Place v in the rounds of tiles of PARTS columns from tile `first` on: `_tile` of it, whose other arguments are
+    `order`. In the first `skip` rounds the places of the `num_comm` programs are no tiles."""
+    v -= gl.minimum(v // gl.num_programs(0), skip) * num_comm
+    source, i, j, own = _tile(first + v // PARTS, *order)
     return source, i, j * PARTS + v % PARTS, own
 
 
@@ -285,7 +293,7 @@ def _store(
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
-@gluon.jit(do_not_specialize=["num_comm", "skip", "push_rows", "rows"])
+@gluon.jit(do_not_specialize=["num_comm", "skip", "whole", "push_rows", "rows"])
 def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
     inbox,  # (2 * size * padded m, K) this rank's, the same blocks; halves by the parity of the launch
@@ -301,6 +309,7 @@ def gluon_push_kernel(
     K,
     num_comm,  # programs that push
     skip,  # rounds of tiles that they are left out of
+    whole,  # rounds before those of tiles that are cut
     push_rows,  # row blocks that are pushed, and computed, together
     rows,  # m; 0 where, for measurements, nothing is computed
     world,
@@ -326,10 +335,10 @@ def gluon_push_kernel(
     num_m = gl.cdiv(rows, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     tiles = world.size * num_m * num_n
-    begin, end, skipped, last = _share(tiles, num_comm, skip, SPLIT)
+    begin, end, alone, begin_part, end_part, late, cut = _share(tiles, num_comm, skip, whole, SPLIT)
     order = (gl.cast(world.rank, gl.int32), num_m, num_n, world.size, GROUP, push_rows)
-    rounds = (begin, end, (0, skipped, num_comm, 1, order))
-    left = (first_tile(), last * SPLIT, (tiles - last, 0, num_comm, SPLIT, order))
+    rounds = (begin, end, (0, alone, num_comm, 1, order))
+    left = (begin_part, end_part, (tiles - cut, late, num_comm, SPLIT, order))
     COLUMN: gl.constexpr = _column
     gl.warp_specialize(
         [
@@ -346,9 +355,10 @@ def gluon_push_kernel(
 
 # -------------------------------------------------------------------------------------------------------- host
 SPLITS = (1, 2, 4)
-PUSHED = 40e9
-"""Bytes a second that leave by one program that only pushes; eight of them fill the links. On 4 x H200."""
-FILLS = 8
+PUSHED = 33e9
+"""Bytes a second that leave by one program that pushes, while others compute; ten of them fill the links. On 4 x H200,
+as benchmarks/results/exhaustive.json has it."""
+FILLS = 10
 MULTIPLIED = 6.3e12
 """FLOP a second of one SM, there."""
 
@@ -356,25 +366,35 @@ MULTIPLIED = 6.3e12
 class PushPlan(NamedTuple):
     """How A is pushed and the tiles are dealt out, as the keywords of all_gather_matmul say it."""
 
-    num_comm_sms: int = FILLS
+    num_comm_sms: int = 12
     chunk: int = 512
     push_rows: int = 0
     skip: int = 0
     split: int = 1
+    whole: int = 1 << 20
 
 
 def push_plan(m: int, N: int, size: int, tiles: Tiles, programs: int, **given: int) -> PushPlan:
     """What is given, else what follows from a shard of m rows and `b` of N columns: the pushing programs are left out
-    of as many rounds as fit into the time that they push for, and what is left is cut so that it takes the least."""
+    of as many rounds as fit into the time that they push for. Where that is until the last whole round or longer, so
+    the links are the limit, that round is cut too; else what is left after it, so that it takes the least."""
     plan = PushPlan(**given)
     num_comm = max(1, min(plan.num_comm_sms, programs))  # of what is refused later, something
-    if "skip" not in given:  # both times in seconds for each column of A
-        pushing = 2 * (size - 1) * m / (PUSHED * min(num_comm, FILLS))
-        plan = plan._replace(skip=math.ceil(pushing / (2 * tiles.block_m * tiles.block_n / MULTIPLIED)))
+    count, computing = size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n), max(programs - num_comm, 1)
+    # both times in seconds for each column of A
+    pushing = 2 * (size - 1) * m / (PUSHED * min(num_comm, FILLS)) / (2 * tiles.block_m * tiles.block_n / MULTIPLIED)
+    alone = min(math.ceil(pushing), count // computing)
+    rounds = alone + (count - alone * computing) // programs
+    late = pushing > rounds - 1
+    if "whole" not in given:
+        plan = plan._replace(whole=max(rounds - 1, 0) if late and given.get("split") != 1 else rounds)
     if "split" not in given:
-        count, computing = size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n), programs - num_comm
-        left = (count - min(plan.skip, count // max(computing, 1)) * computing) % programs
-        plan = plan._replace(split=min(SPLITS, key=lambda split: (triton.cdiv(left * split, programs) / split, split)))
+        left = count - alone * computing - (rounds - alone) * programs
+        least = min(SPLITS, key=lambda split: (triton.cdiv(left * split, programs) / split, split))
+        plan = plan._replace(split=max(SPLITS) if late else least)
+    if "skip" not in given:
+        cut = max(pushing - plan.whole, 0) * plan.split
+        plan = plan._replace(skip=math.ceil(min(pushing, plan.whole) + cut))
     return plan
 
 
@@ -404,6 +424,7 @@ def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
     need(plan.chunk > 0 and plan.chunk % tiles.block_k == 0, "chunk", f"a multiple of BLOCK_K, {tiles.block_k}")
     need(plan.push_rows >= 0, "push_rows", "at least 0")
     need(plan.skip >= 0, "skip", "at least 0")
+    need(0 <= plan.whole <= 1 << 20, "whole", f"from 0 to {1 << 20}")
     need(plan.split in SPLITS, "split", " or ".join(map(str, SPLITS)))
 
 
@@ -447,7 +468,7 @@ def push_launch(
     inboxes = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
     inbox = descriptor(space.inbox.plain(), block)
     targets = peer_descriptors(inboxes, space.inbox.plain(), block)
-    numbers = (m, N, K, num_comm, plan.skip, min(push_rows, num_m), 0 if leave_out == "product" else m)
+    numbers = (m, N, K, num_comm, plan.skip, plan.whole, min(push_rows, num_m), 0 if leave_out == "product" else m)
     part = tiles._replace(block_n=tiles.block_n // plan.split)
     constants = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,

@@ -255,6 +255,7 @@ def all_gather_matmul(
     push_rows: int | None = None,
     skip: int | None = None,
     split: int | None = None,
+    whole: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
@@ -284,12 +285,13 @@ def all_gather_matmul(
         row blocks that one copy moves and one signal stands for; 0: a quarter of them.
     skip: "gluon" only: rounds of tiles, one a program, that the programs that push are left out of, if there are so
         many.
-    split: "gluon" only: 1, 2 or 4 columns that each tile is cut in that is left after whole rounds.
+    split: "gluon" only: 1, 2 or 4 columns that tiles are cut in after whole rounds.
+    whole: "gluon" only: so many whole rounds at most.
 
     Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     world = _common.world_of(CALL, world, a, b)
-    settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, push_rows, skip, split)
+    settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, push_rows, skip, split, whole)
     return _common.planned(CALL, _plan, world, (a, b, out, bias), settings)
 
 
@@ -297,13 +299,14 @@ def _plan(
     world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
     epilogue: Epilogue, shard: Shard, mode: Mode | None, num_comm_sms: int | None, chunk: int | None,
     tiles: Sequence[int] | None, push_rows: int | None, skip: int | None, split: int | None,
+    whole: int | None,
 ) -> _common.Launch:  # fmt: skip
     """Checks, and the form and its settings."""
     if mode is not None:
         _common.check_choice(CALL, "mode", mode, MODES, world)
     given = {
         "num_comm_sms": num_comm_sms, "chunk": chunk, "tiles": tiles, "push_rows": push_rows, "skip": skip,
-        "split": split,
+        "split": split, "whole": whole,
     }  # fmt: skip
     tuned: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     _common.check_choice(CALL, "shard", shard, ("rows", "columns"), world)

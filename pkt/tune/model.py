@@ -35,7 +35,9 @@ MAX_ROUNDS = 8
 """Of matmul_all_reduce's chain, where none are given."""
 NCCL_PROGRAMS = 32
 """That NCCL is taken to move data with, from registers."""
-PUSHERS, STAGES, CHUNK = 8, 4, 512
+BESIDE = 0.86
+"""Of the rate that links reach alone, what they reach while the other programs compute."""
+PUSHERS, STAGES, CHUNK = 12, 4, 512
 """Of all_gather_matmul's Gluon form, where none are given."""
 SPLITS = (1, 2, 4)
 """Columns that it cuts a tile in."""
@@ -273,39 +275,46 @@ def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
 
 def _push_first(case: _Case, config: Mapping[str, Any], sent: float, tasks: int, gpu: Gpu) -> Estimate:
     """Some programs push, through the slots of their ring, while the others compute `skip` rounds of tiles; then all
-    compute rounds, and what is left is cut. A tile begins with its first chunk."""
+    compute. After `whole` rounds tiles are cut. A tile begins with its first chunk; where the links are the limit, the
+    last ones, cut or whole, are computed when the last rows have come."""
     pushers = min(config.get("num_comm_sms") or PUSHERS, gpu.sms) if sent else 0
     one = case.seconds(True, gpu)
     pushing, rate = 0.0, 1.0
     if sent:
         stages = (*(config.get("tiles") or ()), *(0,) * 6)[5] or STAGES
         ring = stages * case.block_k * case.block_n * case.itemsize
-        rate = link_rate("TMA store", pushers, ring, peers="all")
+        rate = BESIDE * link_rate("TMA store", pushers, ring, peers="all")
         pushing = sent / rate
-    computing = gpu.sms - pushers
-    skip = config.get("skip")
-    skip = min(math.ceil(pushing / one) if skip is None else skip, tasks // max(computing, 1))
-    rounds, left = divmod(tasks - skip * computing, gpu.sms)
+    computing = max(gpu.sms - pushers, 1)
+    whole, skip, given = (config.get(name) for name in ("whole", "skip", "split"))
+    whole = tasks if whole is None else whole
+    skip = math.ceil(pushing / one) if skip is None else skip
+    alone = min(skip, whole, tasks // computing)
+    joined, left = divmod(tasks - alone * computing, gpu.sms)
+    left += max(joined - (whole - alone), 0) * gpu.sms
+    joined = min(joined, whole - alone)
 
-    def last(split: int) -> float:
+    def after(split: int) -> float:
+        """The time of what is cut, in rounds that those that push are left out of, and of all."""
         part = replace(case, block_n=case.block_n // split).seconds(True, gpu)
-        return math.ceil(left * split / gpu.sms) * part
+        late = min(max(skip - alone - joined, 0), left * split // computing)
+        return (late + math.ceil((left * split - late * computing) / gpu.sms)) * part
 
-    given = config.get("split")
-    compute = skip * one if not rounds else max(skip * one, pushing) + rounds * one
-    compute += min(map(last, (given,) if given else SPLITS))
+    compute = alone * one if not joined else max(alone * one, pushing) + joined * one
+    compute += min(map(after, (given,) if given else SPLITS))
     chunk = min(1.0, (config.get("chunk") or CHUNK) / case.K)
+    last = replace(case, block_n=case.block_n // (given or 1)).seconds(True, gpu) if left >= computing else one
     return overlapped(
-        tasks=1, task_seconds=compute, comm_bytes=sent, comm_rate=rate, around=one * chunk,
+        tasks=1, task_seconds=compute, comm_bytes=sent, comm_rate=rate, around=max(one * chunk, last),
         memory_bytes=case.memory_bytes, sync=2 * gpu.signal, interference=0.0, gpu=gpu,
     )  # fmt: skip
 
 
-def pushing_rounds(config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu = H200) -> int:
+def pushing_rounds(config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu = H200) -> float:
     """Rounds of tiles that all_gather_matmul's Gluon form computes while it pushes, for a key as `estimate` has it."""
     case = _Case.of(config, key)
     found = estimate("all_gather_matmul", config, key, gpu)
-    return 0 if case is None or found is None else math.ceil(found.communication / case.seconds(True, gpu))
+    return 0.0 if case is None or found is None else found.communication / case.seconds(True, gpu)
 
 
 def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:

@@ -9,7 +9,7 @@ were ever near it (PLAIN_TILES). NCCL + cuBLAS comes first, or with PKT_NCCL=0 n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pkt.errors import Unsupported, dtype_text
@@ -20,7 +20,7 @@ from pkt.tune.search import Model
 from pkt.tune.spread import spread
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-PUSHERS = (4, 8, 12, 24)
+PUSHERS = (8, 12, 24)
 """Programs that push in the Gluon form, of which eight fill the links."""
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 PLAIN_TILES = ((128, 256, 64, 3), (128, 128, 64, 4))
@@ -71,18 +71,27 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
         for tile in _gluon_tiles(gpu, groups=(8,), most=True):
             tasks = key["size"] * math.ceil(m / tile[0]) * math.ceil(N / tile[1])
             for num_comm_sms in (n for n in PUSHERS if n < gpu.sms):
-                rounds = pushing_rounds({"mode": "gluon", "num_comm_sms": num_comm_sms, "tiles": tile}, key, gpu)
-                most = tasks // (gpu.sms - num_comm_sms)
-                found += space(
-                    mode="gluon",
-                    num_comm_sms=num_comm_sms,
-                    chunk=[256, 512],
-                    push_rows=[0, 1],
-                    skip=sorted({min(max(rounds + more, 0), most) for more in (-1, 0, 1)}),
-                    split=SPLITS,
-                    tiles=[tile],
-                )
+                pushing = pushing_rounds({"mode": "gluon", "num_comm_sms": num_comm_sms, "tiles": tile}, key, gpu)
+                for skip, split, whole in _dealt(pushing, tasks, gpu.sms, num_comm_sms):
+                    found += space(
+                        mode="gluon", num_comm_sms=num_comm_sms, chunk=[256, 512], push_rows=[0, 1], skip=skip,
+                        split=split, whole=whole, tiles=[tile],
+                    )  # fmt: skip
     return found
+
+
+def _dealt(pushing: float, tasks: int, sms: int, num_comm_sms: int) -> Iterator[tuple[int, int, int]]:
+    """(skip, split, whole): ways to deal out `tasks` tiles where pushing takes as long as `pushing` of them. The last
+    whole round is cut or not, and those that push are left out of a round more or less."""
+    computing = sms - num_comm_sms
+    alone = min(math.ceil(pushing), tasks // computing)
+    rounds = alone + (tasks - alone * computing) // sms
+    for split in SPLITS:
+        for whole in {rounds, max(rounds - 1, 0)} if split > 1 else {rounds}:
+            skip = math.ceil(min(pushing, whole) + max(pushing - whole, 0) * split)
+            for more in (-1, 0, 1):
+                if skip + more >= 0:
+                    yield skip + more, split, whole
 
 
 def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:

@@ -38,6 +38,7 @@ def finished(exact: np.ndarray) -> np.ndarray:
 def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=False, finish=False, **plan):
     width, chunk, split = (plan.pop(name, default) for name, default in (("width", BN), ("chunk", 8), ("split", 2)))
     push_rows, num_comm, skip = (plan.pop(name, 1) for name in ("push_rows", "num_comm", "skip"))
+    whole = plan.pop("whole", 99)
     options = {"CHUNK": chunk, "SPLIT": split, "GROUP": 2, "STAGES": 3, "HALF": None, "HALF_PART": None} | plan
     options |= {"REGISTERS": 72, "EPILOGUE": "relu" if finish else "none", "LEAVE_OUT": "", "num_warps": 8}
     machine = Machine(size, programs, seed)
@@ -61,7 +62,7 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=
                 weights(b, transposed, width), weights(b, transposed, width // split),
                 Descriptor(c, 1, BM, width // 2), Descriptor(c, 1, BM, width // split // 2),
                 *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), bias(N, finish),
-                m, N, K, min(num_comm, programs) if size > 1 else 0, skip, min(push_rows, num_m), m, world,
+                m, N, K, min(num_comm, programs) if size > 1 else 0, skip, whole, min(push_rows, num_m), m, world,
                 BM, width, BK,
             )  # fmt: skip
             these = options | {"TRANSPOSED": transposed}
@@ -172,6 +173,8 @@ PLANS = [
     {"num_comm": 9, "split": 1, "chunk": 4},  # all push
     {"num_comm": 2, "skip": 2, "push_rows": 2, "STAGES": 4, "width": 16, "split": 4},
     {"skip": 99, "chunk": 16, "push_rows": 2, "split": 4},
+    {"skip": 2, "whole": 0, "split": 2},
+    {"skip": 3, "whole": 1, "width": 16, "split": 4, "STAGES": 4},
 ]
 
 
@@ -201,28 +204,33 @@ def test_every_tile_and_every_part_once(programs, split):
     for num_m, num_n in ((0, 3), (1, 1), (1, 3), (2, 2), (3, 3), (5, 4), (7, 6)):
         tiles = num_m * num_n
         for num_comm in range(programs + 1):
-            for skip in (0, 1, 2, 5, 99):
+            for skip, most in ((0, 99), (1, 99), (2, 99), (5, 99), (99, 99), (0, 0), (2, 0), (1, 1), (4, 1), (1, 2)):
                 seen = []
                 counts = []
                 for here.program in range(programs):
-                    begin, end, skipped, last = functions["_share"](tiles, num_comm, skip, split)
+                    begin, end, alone, begin_part, end_part, late, cut = functions["_share"](
+                        tiles, num_comm, skip, most, split
+                    )
                     order = (0, num_m, num_n, 1, 2, 1)
                     whole = list(range(begin, end, programs))
                     seen += [
                         (i, j * split + part)
-                        for _, i, j, _ in (functions["_place"](v, 0, skipped, num_comm, 1, order) for v in whole)
+                        for _, i, j, _ in (functions["_place"](v, 0, alone, num_comm, 1, order) for v in whole)
                         for part in range(split)
                     ]
-                    left = range(functions["first_tile"](), last * split, programs)
-                    places = [functions["_place"](v, tiles - last, 0, num_comm, split, order) for v in left]
+                    left = range(begin_part, end_part, programs)
+                    places = [functions["_place"](v, tiles - cut, late, num_comm, split, order) for v in left]
                     seen += [(i, j) for _, i, j, _ in places]
                     counts.append(len(whole))
                 assert sorted(seen) == [(i, j) for i in range(num_m) for j in range(num_n * split)]
-                assert skipped == min(skip, tiles // max(programs - num_comm, 1))
-                assert last < programs
+                assert alone == min(skip, most, tiles // max(programs - num_comm, 1))
+                assert late <= max(skip - alone, 0)
+                if most == 99:
+                    assert cut < programs
                 if split > 1 and 0 < num_comm < programs:  # whole rounds for all
-                    assert set(counts[:num_comm]) == {counts[-1] - skipped}
+                    assert set(counts[:num_comm]) == {counts[-1] - alone}
                     assert len(set(counts[num_comm:])) == 1
+                    assert counts[-1] <= most
 
 
 @pytest.mark.parametrize("stages", [3, 4, 6])

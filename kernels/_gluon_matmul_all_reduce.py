@@ -36,6 +36,7 @@ from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
     REGISTERS,
+    TILES,
     check,
     check_tiles,
     consume,
@@ -56,10 +57,12 @@ from ._gluon import (
     to_peers,
     weights_descriptor,
 )
-from ._gluon_matmul_reduce_scatter import chain_rounds, chain_tiles
+from ._gluon_matmul_reduce_scatter import chain_rounds
 from ._matmul import Epilogue, Tiles, stored
 
 CALL = "matmul_all_reduce"
+MAX_ROUNDS = 8
+NARROW = Tiles(128, 128, 64, num_stages=6)
 
 
 @gluon.jit
@@ -193,11 +196,14 @@ def gluon_two_shot_kernel(
 
 # -------------------------------------------------------------------------------------------------------- host
 def settings(M: int, N: int, world: World, tiles: Tiles | None, rounds: int | None) -> tuple[Tiles, int]:
-    """`tiles` and `rounds`, or what follows from an M x N output. Raises ShapeError."""
-    tiles = tiles or chain_tiles(triton.cdiv(M, world.size), N)
+    """`tiles` and `rounds`, or what follows from an M x N output: narrow tiles where the links are the limit, and as
+    many rounds, MAX_ROUNDS at most, as leave every program a tile of each rank's part. Of 4 x H200 within 3 % of the
+    fastest in benchmarks/results/exhaustive_matmul_all_reduce.json. Raises ShapeError."""
+    tiles = tiles or (NARROW if M * N <= 1 << 26 else TILES)
     check_tiles(CALL, tiles, world)
     count = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    return tiles, chain_rounds(CALL, count // world.size, count, world, rounds)
+    programs = _common.num_programs(world, count or 1)
+    return tiles, chain_rounds(CALL, rounds, min(count // (world.size * programs), MAX_ROUNDS), count, world)
 
 
 class _Space(NamedTuple):

@@ -56,7 +56,7 @@ from ._gluon import (
 from ._matmul import Epilogue, Tiles, stored
 
 CALL = "matmul_reduce_scatter"
-MAX_ROUNDS = 8
+MAX_ROUNDS = 16
 
 
 @gluon.jit
@@ -192,38 +192,26 @@ def gluon_chain_kernel(
 
 # -------------------------------------------------------------------------------------------------------- host
 def chain_tiles(m: int, N: int) -> Tiles:
-    """The tiles for a part of m x N; not by k, in which ranks may differ.
-
-    4 x H200, A (S, S / 4) @ B (S / 4, S), parts of S / 4 x S, ms, from benchmarks/results/matmul_reduce_scatter.json:
-
-    | S                | 4096   | 8192   | 16384 | 32768 |
-    |------------------|-------:|-------:|------:|------:|
-    | 128x256, 4 slots | 0.1117 | 0.5193 | 3.086 | 26.93 |
-    | 128x256, 3 slots | 0.1130 | 0.5278 | 3.142 | 26.53 |
-    | 128x128, 6 slots | 0.1127 | 0.4953 | 3.682 | 31.26 |
-    """
-    elements = m * N
-    if 1 << 23 <= elements < 1 << 25:
-        return Tiles(128, 128, 64, num_stages=6)
-    return TILES._replace(num_stages=3 if elements >= 1 << 28 else 4)
+    """The tiles for a part of m x N; not by k, in which ranks may differ. Of 4 x H200 the fastest, or within 3 % of
+    them, in benchmarks/results/exhaustive_matmul_reduce_scatter.json."""
+    return TILES._replace(num_stages=3 if m * N >= 1 << 28 else 4)
 
 
 def settings(m: int, N: int, world: World, tiles: Tiles | None, rounds: int | None) -> tuple[Tiles, int]:
-    """`tiles` and `rounds`, or what follows from a part of m x N. Raises ShapeError."""
+    """`tiles` and `rounds`, or what follows from a part of m x N: as many rounds, MAX_ROUNDS at most, as leave every
+    other program a tile of each rank's part. Raises ShapeError."""
     tiles = tiles or chain_tiles(m, N)
     check_tiles(CALL, tiles, world)
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    return tiles, chain_rounds(CALL, count, count, world, rounds)
+    programs = _common.num_programs(world, world.size * count or 1)
+    return tiles, chain_rounds(CALL, rounds, min(2 * count // programs, MAX_ROUNDS), count, world)
 
 
-def chain_rounds(call: str, part: int, count: int, world: World, rounds: int | None) -> int:
-    """`rounds`, or as many as leave every program a tile of each rank's part of so many tiles; `count` at most.
-    Reasoned, not measured. Raises ShapeError."""
-    if rounds is not None and rounds < 1:
-        raise ShapeError.argument(call, "rounds", rounds, "at least 1", world.rank)
-    if rounds is None:
-        rounds = min(part // _common.num_programs(world, world.size * part or 1), MAX_ROUNDS)
-    return max(1, min(rounds, count))
+def chain_rounds(call: str, given: int | None, otherwise: int, count: int, world: World) -> int:
+    """Rounds of a chain of `count` tiles: what is given, or `otherwise`. Raises ShapeError."""
+    if given is not None and given < 1:
+        raise ShapeError.argument(call, "rounds", given, "at least 1", world.rank)
+    return max(1, min(otherwise if given is None else given, count))
 
 
 class _Space(NamedTuple):

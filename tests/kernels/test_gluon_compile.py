@@ -177,8 +177,8 @@ def test_push_with_a_part_left_out(launched, tmp_path):
     for part in ("wait", "push", "product"):
         kernel, grid, _ = product(world, 1024, 1024, 1024, leave_out=part)
         assert_fits(kernel, grid, tmp_path)
-        found[part] = (count_markers(kernel.asm["ptx"])["wait"], *world.kernels[-1][3][-5:-1:3])  # num_comm, rows
-    assert found == {"wait": (0, 8, 1024), "push": (0, 0, 1024), "product": (2, 8, 0)}
+        found[part] = (count_markers(kernel.asm["ptx"])["wait"], *world.kernels[-1][3][-6:-1:4])  # num_comm, rows
+    assert found == {"wait": (0, 12, 1024), "push": (0, 0, 1024), "product": (2, 12, 0)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -255,7 +255,7 @@ def test_two_shot_fits(launched, tmp_path, tiles):
     assert options["launch_cooperative_grid"]
     assert_fits(kernel, grid, tmp_path)
     sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
-    blocks = (tiles or TILES).block_n // 128  # a store of 64 columns each, for each half
+    blocks = (tiles or two_shot.NARROW).block_n // 128  # a store of 64 columns each, for each half
     assert len(re.findall(r"UTMAREDG\.2D\.ADD", sass)) == 2 * 2 * blocks
     assert len(re.findall(r"UTMASTG\.2D", sass)) == 2 * (1 + 4) * blocks
     assert count_markers(kernel.asm["ptx"])["wait"] == 3
@@ -272,7 +272,7 @@ def test_rounds_leave_every_program_a_tile_of_each_part(launched):
     world = launched()
     found = [two_shot.settings(side, side, world, TILES, None)[1] for side in (1024, 4096, 8192, 16384, 32768)]
     assert found == [1, 1, 3, 8, 8]
-    assert [chain.settings(side // 4, side, world, TILES, None)[1] for side in (4096, 8192, 16384)] == [1, 3, 8]
+    assert [chain.settings(side // 4, side, world, TILES, None)[1] for side in (4096, 8192, 16384)] == [1, 7, 16]
     assert chain.settings(1, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
 
 
@@ -399,20 +399,21 @@ def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
 
 
 def test_every_plan_and_all_tiles_that_are_chosen_compile(operators, tmp_path):
-    """The four sizes that were measured: 8 programs are left out of the rounds that pushing takes, and the tiles that
-    are left after whole rounds are cut where that saves time."""
-    for side, skip, split, tiles in (
-        (4096, 2, 4, TILES),
-        (8192, 4, 4, NARROW),
-        (16384, 8, 1, TILES),
-        (32768, 15, 1, TILES._replace(num_stages=3)),
+    """The four sizes that were measured: those that push are left out of the rounds that pushing takes; where that is
+    as long as computing the last whole round is cut, elsewhere what is left after it if that saves time."""
+    for side, skip, split, whole, tiles in (
+        (4096, 8, 4, 0, TILES),
+        (8192, 6, 4, 3, TILES),
+        (16384, 8, 4, 16, TILES),
+        (32768, 15, 2, 63, TILES._replace(num_stages=3)),
     ):
-        assert push_plan(side // 4, side // 4, 4, TILES, 132) == PushPlan(8, 512, 0, skip, split)
+        assert push_plan(side // 4, side // 4, 4, TILES, 132) == PushPlan(12, 512, 0, skip, split, whole)
         assert chain_tiles(side // 4, side) == tiles
-    assert push_plan(2048, 2048, 4, TILES, 132, num_comm_sms=4).skip == 8  # half the programs, twice the time
-    assert push_plan(2048, 2048, 4, NARROW, 132).skip == 8  # half the tile
-    assert push_plan(2048, 2048, 2, TILES, 132, split=2) == PushPlan(8, 512, 0, 2, 2)
-    assert push_plan(128, 256, 4, TILES, 2).skip == 1  # there may be fewer programs than push
+    alone = {n: push_plan(8192, 8192, 4, TILES, 132, num_comm_sms=n).skip for n in (5, 10, 20)}
+    assert alone == {5: 29, 10: 15, 20: 15}  # half the programs, twice the time; ten fill the links
+    assert push_plan(8192, 8192, 4, NARROW, 132).skip == 29  # half the tile
+    assert push_plan(2048, 2048, 4, TILES, 132, split=1) == PushPlan(12, 512, 0, 4, 1, 4)
+    assert push_plan(128, 256, 4, TILES, 2).num_comm_sms == 12  # there may be fewer programs than push
     for side in (4096, 8192, 32768):
         assert_fits(*scatter(operators(), 512, 512, 512, tiles=chain_tiles(side // 4, side))[:2], tmp_path)
 
@@ -451,7 +452,7 @@ def test_the_keywords_reach_it(operators, tmp_path):
     world.num_sms = 100
     gather_call(
         world, 1024, 1024, 4096, mode="gluon", num_comm_sms=32, chunk=512, tiles=[128, 128, 64, 4, 8, 5],
-        push_rows=3, skip=2, split=2,
+        push_rows=3, skip=2, split=2, whole=5,
     )  # fmt: skip
     scatter_call(world, 1024, 1024, 4096, mode="chain", tiles=[128, 128, 64, 4, 8, 5], rounds=7)
     for kernel, grid, options, _ in world.kernels:
@@ -459,7 +460,7 @@ def test_the_keywords_reach_it(operators, tmp_path):
         assert [options[name] for name in ("BLOCK_N", "GROUP", "STAGES")] == [128, 4, 5]
     options = world.kernels[0][2]
     assert [options[n] for n in ("CHUNK", "SPLIT")] == [512, 2]
-    assert world.kernels[0][3][-5:-1] == (32, 2, 3, 1024)
+    assert world.kernels[0][3][-6:-1] == (32, 2, 5, 3, 1024)
     assert world.kernels[1][3][-2] == 7
 
 
@@ -474,6 +475,7 @@ def test_the_keywords_reach_it(operators, tmp_path):
         ({"push_rows": -1}, "push_rows"),
         ({"skip": -1}, "skip"),
         ({"split": 3}, "split"),
+        ({"whole": -1}, "whole"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(operators, options, name):

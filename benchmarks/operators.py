@@ -28,7 +28,7 @@ from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.runtime import workers
 
-SHARES = {"all_gather_matmul": 0.46, "matmul_reduce_scatter": 0.27, "matmul_all_reduce": 0.12, "collectives": 0.15}
+SHARES = {"all_gather_matmul": 0.33, "matmul_reduce_scatter": 0.2, "matmul_all_reduce": 0.15, "collectives": 0.32}
 SHAPES = ((512, 512, 512), (128, 256, 64), (96, 264, 200), (333, 1032, 1544), (16, 128, 4096))  # m, N, K
 
 

@@ -166,10 +166,10 @@ class SymmetricTensor(torch.Tensor):
 def symmetric_over(plain: torch.Tensor, allocation: Allocation) -> SymmetricTensor:
     """`plain`, which lies in `allocation`, as a symmetric tensor."""
     tensor = plain.as_subclass(SymmetricTensor)
-    dtype = plain.dtype
+    kept, dtype = tensor.__dict__, plain.dtype
     offset = plain.storage_offset() * dtype.itemsize  # its storage begins with the block's elements
-    address = allocation.heap.backend.base + allocation.block.start + offset
-    tensor.__dict__.update(_allocation=allocation, _address=address, dtype=dtype, _facts=None)
+    kept["_allocation"], kept["dtype"], kept["_facts"] = allocation, dtype, None
+    kept["_address"] = allocation.heap.backend.base + allocation.block.start + offset
     return tensor
 
 

@@ -51,14 +51,17 @@ def operators(world: pkt.World) -> dict[str, Callable[[], Any]]:
 
 
 class Recorder:
-    """In the place of `cooperative`: keeps what would be launched, and launches nothing."""
+    """In the place of `cooperative_launch`: keeps what would be launched, and launches nothing."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, Any, Any, Any]] = []
 
-    def __call__(self, world: Any, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
-        # A descriptor has its tensor only while it is launched.
-        self.launches.append((kernel, grid, [copy.copy(a) if hasattr(a, "base") else a for a in args], options))
+    def __call__(self, world: Any, kernel: Any, grid: Any, **options: Any) -> Callable[..., None]:
+        def start(*args: Any) -> None:
+            # A descriptor has its tensor only while it is launched.
+            self.launches.append((kernel, grid, [copy.copy(a) if hasattr(a, "base") else a for a in args], options))
+
+        return start
 
 
 def per_call(call: Callable[[], Any], settle: Callable[[], Any]) -> list[float]:
@@ -84,7 +87,7 @@ def of_operators(world: pkt.World) -> dict[str, list[float]]:
         world.synchronize()
         world.barrier()
         recorder = Recorder()
-        with _in_place_of_launches(recorder):
+        with _in_place_of_launches(recorder, world):
             call()
             launches = list(recorder.launches)
             if not gpu:
@@ -103,12 +106,13 @@ def of_operators(world: pkt.World) -> dict[str, list[float]]:
 
 
 @contextlib.contextmanager
-def _in_place_of_launches(recorder: Recorder) -> Iterator[None]:
-    """`cooperative` of every module of pkt.kernels that is loaded."""
+def _in_place_of_launches(recorder: Recorder, world: pkt.World) -> Iterator[None]:
+    """`cooperative_launch` of every module of pkt.kernels that is loaded, for plans that are made meanwhile."""
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            if name.startswith("pkt.kernels.") and hasattr(module, "cooperative"):
-                stack.enter_context(mock.patch.object(module, "cooperative", recorder))
+            if name.startswith("pkt.kernels.") and hasattr(module, "cooperative_launch"):
+                stack.enter_context(mock.patch.object(module, "cooperative_launch", recorder))
+        stack.enter_context(mock.patch.dict(world.plans, clear=True))
         yield
 
 

@@ -66,7 +66,7 @@ def planned(
     Checks, workspaces and the choice of a grid cost a hundred microseconds, as much as a small operator: they are
     plan's, and belong to the world. Raises what `plan` raises, each time.
     """
-    key = (plan, settings, also, *[facts(tensor, world, call) for tensor in tensors])
+    key = (plan, settings, also, *facts(tensors, world, call))
     plans = world.plans
     try:
         launch = plans.get(key)
@@ -80,8 +80,9 @@ def planned(
 def overlap(x: Any, out: Any) -> int | None:
     """Bytes from x to `out` where these are plain tensors that share memory: what `check_apart` looks at and no
     tensor's own facts say. Those of symmetric tensors, and of all that lies in the heap, have their addresses."""
-    if any(isinstance(t, SymmetricTensor) or not isinstance(t, torch.Tensor) for t in (x, out)):
-        return None
+    for tensor in (x, out):
+        if isinstance(tensor, SymmetricTensor) or not isinstance(tensor, torch.Tensor):
+            return None
     start = out.data_ptr() - x.data_ptr()
     return start if -out.nbytes < start < x.nbytes else None
 

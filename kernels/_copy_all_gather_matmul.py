@@ -19,7 +19,7 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.runtime.factories import empty, signals
-from pkt.runtime.launch import beside, cooperative
+from pkt.runtime.launch import beside, cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -91,7 +91,7 @@ def copy_launch(
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k),
         CHUNK=tl.constexpr(triton.cdiv(k, tiles.block_k) * tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
-    options, step = tiles.launch_options(), together * tiles.block_m
+    step = together * tiles.block_m
     stream, mine = _side_stream(world), space.inbox[rank]
 
     def part(g: int, peer: int) -> _Copy:
@@ -109,15 +109,17 @@ def copy_launch(
         else:
             beside(copy_kernel, (1,), copy.target, source, source.numel(), copy.peer, world.device, 1024)
 
+    meet = cooperative_launch(world, meet_kernel, (1,), num_warps=1)
+    start, same = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options()), args[4:]
+
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         source = a.plain() if isinstance(a, SymmetricTensor) else a
-        cooperative(world, meet_kernel, (1,), bar, world.device, num_warps=1)
+        meet(bar, world.device)
         with _aside(stream):
             for copy in copies:
                 copied(copy, source[copy.start : copy.end])
                 beside(tell_kernel, (1,), copy.ready, copy.peer, world.device, num_warps=1)
-        these = args._replace(a_ptr=a, b_ptr=b.t() if transposed else b, bias_ptr=bias, out_ptr=out)
-        cooperative(world, push_kernel, (programs,), these, world.device, **options)
+        start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
         if stream is not None:  # until then `a` may not be overwritten
             torch.cuda.current_stream(world.torch_device).wait_stream(stream)
         return out

@@ -28,7 +28,7 @@ import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.language import ptx
 from pkt.runtime.factories import empty, signals
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -486,13 +486,15 @@ def push_launch(
     stacked = out.view(size, m, N)
     halves, half_parts = (descriptor(stacked, (1, t.block_m, t.block_n // 2)) for t in (tiles, part))
 
+    start = cooperative_launch(world, gluon_push_kernel, (programs,), **constants)
+
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         blocks_of_a.base, blocks_of_b.base, parts_of_b.base = a, b, b
         halves.base = half_parts.base = out
         try:
-            cooperative(
-                world, gluon_push_kernel, (programs,), blocks_of_a, inbox, blocks_of_b, parts_of_b, halves, half_parts,
-                *targets, ready, bias, *numbers, world.device, **constants,
+            start(
+                blocks_of_a, inbox, blocks_of_b, parts_of_b, halves, half_parts, *targets, ready, bias, *numbers,
+                world.device,
             )  # fmt: skip
         finally:
             blocks_of_a.base = blocks_of_b.base = parts_of_b.base = halves.base = half_parts.base = None

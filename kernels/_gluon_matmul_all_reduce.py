@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 import pkt.language as pl
 from pkt.runtime.factories import empty, signals
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -253,12 +253,13 @@ def two_shot_launch(
     here = out.plain()
     tiles_of_a, tiles_of_b = descriptor(a, block), weights_descriptor(b, tiles)
 
+    start = cooperative_launch(world, gluon_two_shot_kernel, (programs,), **constants)
+
     def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tiles_of_a.base, tiles_of_b.base = a, b
         try:
-            cooperative(
-                world, gluon_two_shot_kernel, (programs,), tiles_of_a, tiles_of_b, total, result,
-                *sums, *outs, space.ready, bias, M, N, K, rounds, world.device, **constants,
+            start(
+                tiles_of_a, tiles_of_b, total, result, *sums, *outs, space.ready, bias, M, N, K, rounds, world.device,
             )  # fmt: skip
         finally:
             tiles_of_a.base = tiles_of_b.base = None

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -261,12 +261,13 @@ def chain_launch(
     }  # fmt: skip
     tiles_of_a, tiles_of_b, parts_of_out = descriptor(a, block), weights_descriptor(b, tiles), descriptor(out, part)
 
+    start = cooperative_launch(world, gluon_chain_kernel, (programs,), **constants)
+
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tiles_of_a.base, tiles_of_b.base, parts_of_out.base = a, b, out
         try:
-            cooperative(
-                world, gluon_chain_kernel, (programs,), tiles_of_a, tiles_of_b, total, parts_of_out, *targets,
-                ready, bias, m, N, K, rounds, world.device, **constants,
+            start(
+                tiles_of_a, tiles_of_b, total, parts_of_out, *targets, ready, bias, m, N, K, rounds, world.device,
             )  # fmt: skip
         finally:
             tiles_of_a.base = tiles_of_b.base = parts_of_out.base = None

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -119,9 +119,11 @@ def _plan(
     kernel = push_kernel if mode == "push" else pull_kernel
     bar = _common.barrier_counters(world)
 
+    start = cooperative_launch(world, kernel, grid, **_common.COPY_OPTIONS)
+
     def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         out = fresh() if out is None else out
-        cooperative(world, kernel, grid, x, out, bar, shard, world.device, **_common.COPY_OPTIONS)
+        start(x, out, bar, shard, world.device)
         return out
 
     return launch

@@ -26,7 +26,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -385,13 +385,10 @@ def _pull_launch(
     grid = (_common.num_programs(world, tasks),)
     bar = _common.barrier_counters(world)
     constants = (columns, _common.aligned(a, rows, out), transposed, epilogue, *tiles[:4])
-    options = tiles.launch_options()
+    start = cooperative_launch(world, pull_kernel, grid, **tiles.launch_options())
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = b.t() if transposed else b
-        cooperative(
-            world, pull_kernel, grid, a, rows, bias, out, bar, m, N, k, world.device, *constants, **options
-        )  # fmt: skip
+        start(a, b.t() if transposed else b, bias, out, bar, m, N, k, world.device, *constants)
         return out
 
     return launch
@@ -423,11 +420,10 @@ def _push_launch(
         EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n),
         BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
-    options = tiles.launch_options()
+    start, same = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options()), args[4:]
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        these = args._replace(a_ptr=a, b_ptr=b.t() if transposed else b, bias_ptr=bias, out_ptr=out)
-        cooperative(world, push_kernel, (programs,), these, world.device, **options)
+        start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
         return out
 
     return launch

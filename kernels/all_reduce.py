@@ -28,7 +28,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.errors import ShapeError, Unsupported
 from pkt.runtime.factories import signals, zeros
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -289,9 +289,10 @@ def _plan(
     kernel: Any = KERNELS[mode]
     constants = (op, in_place, BLOCK) if mode == "one_shot" else (op, BLOCK)
     counters = (*inboxes(grid[0], BLOCK, x.dtype, world), bar) if mode == "two_shot_push" else (bar,)
+    start = cooperative_launch(world, kernel, grid, **_common.COPY_OPTIONS)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        cooperative(world, kernel, grid, x, out, *counters, n, world.device, *constants, **_common.COPY_OPTIONS)
+        start(x, out, *counters, n, world.device, *constants)
         return out
 
     return launch
@@ -333,13 +334,10 @@ def _low_latency(x: torch.Tensor, op: Op, block: int | None, world: World) -> _c
     space = world.workspace(("all_reduce", "low_latency", words), make)
     BLOCK = (block and max(block // per, 1)) or min(LOW_LATENCY_WORDS, triton.next_power_of_2(words))
     grid = (_common.num_programs(world, triton.cdiv(words, BLOCK)),)
-    warps = max(1, min(BLOCK // 32, 8))
+    start = cooperative_launch(world, low_latency_kernel, grid, num_warps=max(1, min(BLOCK // 32, 8)))
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        cooperative(
-            world, low_latency_kernel, grid, x, out, space.slots, space.counters, n, words, world.device, op, BLOCK,
-            num_warps=warps,
-        )  # fmt: skip
+        start(x, out, space.slots, space.counters, n, words, world.device, op, BLOCK)
         return out
 
     return launch

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -114,12 +114,11 @@ def _plan(
     grid = (_common.num_programs(world, part.tiles * world.size),)
     bar, push = _common.barrier_counters(world), mode == "push"
 
+    start = cooperative_launch(world, all_to_all_kernel, grid, **_common.COPY_OPTIONS)
+
     def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         out = fresh() if out is None else out
-        cooperative(
-            world, all_to_all_kernel, grid, x, out, bar, part, together_x, together_out, world.device, push,
-            **_common.COPY_OPTIONS,
-        )  # fmt: skip
+        start(x, out, bar, part, together_x, together_out, world.device, push)
         return out
 
     return launch

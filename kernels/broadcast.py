@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import check_rank
 from pkt.runtime.world import World
 
@@ -74,8 +74,10 @@ def _plan(world: World, x: torch.Tensor, root: int, block: int | None) -> _commo
     grid = (_common.num_programs(world, triton.cdiv(x_runs.tiles, world.size - 1)),)
     bar = _common.barrier_counters(world)
 
+    start = cooperative_launch(world, broadcast_kernel, grid, **_common.COPY_OPTIONS)
+
     def launch(x: torch.Tensor) -> torch.Tensor:
-        cooperative(world, broadcast_kernel, grid, x, bar, x_runs, root, world.device, **_common.COPY_OPTIONS)
+        start(x, bar, x_runs, root, world.device)
         return x
 
     return launch

@@ -26,7 +26,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -296,13 +296,12 @@ def _lcsc_launch(
         EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m),
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
-    options = tiles.launch_options()
+    start = cooperative_launch(world, matmul_all_reduce_kernel, (programs,), **tiles.launch_options())
+    sums, same = space.sum, work[5:]
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        these = work._replace(a_ptr=a, b_ptr=b.t() if transposed else b, bias_ptr=bias, out_ptr=out)
-        if in_place:
-            these = these._replace(sum_ptr=out)
-        cooperative(world, matmul_all_reduce_kernel, (programs,), these, world.device, **options)
+        these = Work(a, b.t() if transposed else b, bias, out, out if in_place else sums, *same)
+        start(these, world.device)
         return out
 
     return launch

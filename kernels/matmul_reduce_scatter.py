@@ -25,7 +25,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals, zeros
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -306,13 +306,11 @@ def _plain_launch(
     space = world.workspace((CALL, m, N, dtype, programs, tiles[:2], mode), make)
     kernel = add_kernel if mode == "add" else inbox_kernel
     constants = (_common.aligned(a, rows, out), transposed, epilogue, *tiles[:4])
-    options = tiles.launch_options()
+    start = cooperative_launch(world, kernel, (programs,), **tiles.launch_options())
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        cooperative(
-            world, kernel, (programs,), a, b.t() if transposed else b, bias, out, space.buffer, space.counters, m, N,
-            k, ld, world.device, *constants, **options,
-        )  # fmt: skip
+        rows = b.t() if transposed else b
+        start(a, rows, bias, out, space.buffer, space.counters, m, N, k, ld, world.device, *constants)
         return out
 
     return launch

@@ -20,7 +20,7 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.runtime.factories import empty, signals
-from pkt.runtime.launch import cooperative
+from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -195,9 +195,11 @@ def _plan(
     else:
         counters = inboxes(grid[0], part.ROWS.value * part.COLS.value, x.dtype, world)
 
+    start = cooperative_launch(world, kernel, grid, **_common.COPY_OPTIONS)
+
     def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         out = fresh() if out is None else out
-        cooperative(world, kernel, grid, x, out, *counters, part, world.device, op, **_common.COPY_OPTIONS)
+        start(x, out, *counters, part, world.device, op)
         return out
 
     return launch

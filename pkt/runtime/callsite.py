@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import linecache
 import os
 import sys
@@ -22,15 +21,26 @@ class CallSite(NamedTuple):
     assigned: str
 
 
+_MOST = 4096  # call sites that are remembered
+_known: dict[tuple[int, int, str], tuple[CodeType, CallSite]] = {}
+
+
 def call_site(call: str) -> CallSite:
     """The innermost line outside pkt.runtime that led here; `call` ("empty") is what was called there."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame = frame.f_back
-    return _at(frame.f_code, frame.f_lasti, frame.f_lineno, call)
+    while (caller := frame.f_back) is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = caller
+    code, lasti = frame.f_code, frame.f_lasti
+    # By id: the hash of a code object goes over all of its code. It is kept beside, so that no other gets its id.
+    place = (id(code), lasti, call)
+    found = _known.get(place)
+    if found is None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        found = _known[place] = code, _at(code, lasti, frame.f_lineno, call)
+    return found[1]
 
 
-@functools.lru_cache(maxsize=4096)
 def _at(code: CodeType, lasti: int, line: int, call: str) -> CallSite:
     column: int | None = None
     if hasattr(code, "co_positions"):  # Python 3.11: tells two calls on one line apart

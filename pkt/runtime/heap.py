@@ -171,7 +171,7 @@ class SymmetricHeap:
         block, backend = allocation.block, self.backend
         count = math.prod(block.shape)
         # An empty tensor's storage has an address too.
-        memory = backend.view(backend.rank, block.start, max(count, 1) * block.dtype.itemsize, block.dtype)
+        memory = backend.view(backend.rank, block.start, (count or 1) * block.dtype.itemsize, block.dtype)
         elements = memory if count else memory[:0]
         return elements if len(block.shape) == 1 else elements.view(block.shape)
 

@@ -51,9 +51,8 @@ class SharedJournal:
             digest = hashlib.sha256(record).hexdigest().encode()
             record = record[: _ROOM - len(digest)] + digest
         at = _COUNTERS + ordinal % SLOTS * SLOT_BYTES
-        log = self._maps[self.rank]
-        log[at + _SLOT.size : at + _SLOT.size + len(record)] = record
-        _SLOT.pack_into(log, at, ordinal, zlib.crc32(record), len(record))
+        slot = _SLOT.pack(ordinal, zlib.crc32(record), len(record)) + record
+        self._maps[self.rank][at : at + len(slot)] = slot
         self._written = self._counters[self.rank][_WRITTEN] = ordinal
 
     def written(self, rank: int) -> int:

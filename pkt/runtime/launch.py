@@ -11,8 +11,9 @@ close it.
 from __future__ import annotations
 
 import gc
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,26 +150,36 @@ def provide_scratch() -> None:
         triton.set_allocator(_scratch)
 
 
-def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """kernel[grid](*args, **options) behind the world's last call; GridTooLarge unless all its programs are resident.
+def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **options: Any) -> Callable[..., Any]:
+    """start(*args): kernel[grid](*args, **options) behind the world's last call; GridTooLarge unless all its programs
+    are resident.
 
-    For kernels whose programs wait for each other or for peers; every operator of pkt.kernels is launched here. For
+    For kernels whose programs wait for each other or for peers; every operator of pkt.kernels is launched so. For
     streams see pkt.runtime.streams. The driver's own check of the grid costs nothing; the numbers are found on refusal.
     """
-    if world.streams is not None:
-        world.streams.follow()
-        provide_scratch()
-    try:
-        return kernel[grid](*args, launch_cooperative_grid=True, **options)
-    except RuntimeError as error:
-        if "cooperative" not in str(error).lower():
-            raise
-        programs = 1
-        for extent in grid:
-            programs *= extent
-        per_sm = resident_per_sm(kernel.warmup(*args, grid=grid, launch_cooperative_grid=True, **options))
-        name = getattr(kernel, "__name__", "a kernel")
-        raise GridTooLarge.resident(name, programs, world.num_sms, per_sm, world.rank) from error
+    streams = world.streams
+    # kernel[grid] would pack all options anew at each launch, twice: half the host time of one with twenty of them.
+    named = options | {"launch_cooperative_grid": True, "grid": grid}
+
+    def start(*args: Any) -> Any:
+        if streams is not None:
+            streams.follow()
+            provide_scratch()
+        try:
+            return kernel.run(*args, warmup=False, **named)
+        except RuntimeError as error:
+            if "cooperative" not in str(error).lower():
+                raise
+            per_sm = resident_per_sm(kernel.warmup(*args, **named))
+            name = getattr(kernel, "__name__", "a kernel")
+            raise GridTooLarge.resident(name, math.prod(grid), world.num_sms, per_sm, world.rank) from error
+
+    return start
+
+
+def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """One such launch, of what is not launched again and again."""
+    return cooperative_launch(world, kernel, grid, **options)(*args)
 
 
 def beside(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:

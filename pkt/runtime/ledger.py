@@ -43,7 +43,7 @@ class Ledger:
     def rounded(self, nbytes: int) -> int:
         """Bytes that an allocation of `nbytes` takes; an empty one takes a unit too, so that it has an
         address."""
-        return max(1, -(-nbytes // self.alignment)) * self.alignment
+        return (-(-nbytes // self.alignment) or 1) * self.alignment
 
     def allocate(self, nbytes: int) -> int | None:
         """Offset of the lowest hole that holds `nbytes`, or None; None changes nothing."""

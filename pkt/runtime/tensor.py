@@ -8,7 +8,7 @@ allocations before anything that a peer can see.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -166,10 +166,10 @@ class SymmetricTensor(torch.Tensor):
 def symmetric_over(plain: torch.Tensor, allocation: Allocation) -> SymmetricTensor:
     """`plain`, which lies in `allocation`, as a symmetric tensor."""
     tensor = plain.as_subclass(SymmetricTensor)
-    dtype = plain.dtype
+    kept, dtype = tensor.__dict__, plain.dtype
     offset = plain.storage_offset() * dtype.itemsize  # its storage begins with the block's elements
-    address = allocation.heap.backend.base + allocation.block.start + offset
-    tensor.__dict__.update(_allocation=allocation, _address=address, dtype=dtype, _facts=None)
+    kept["_allocation"], kept["dtype"], kept["_facts"] = allocation, dtype, None
+    kept["_address"] = allocation.heap.backend.base + allocation.block.start + offset
     return tensor
 
 
@@ -185,30 +185,40 @@ def _remember(tensor: SymmetricTensor) -> None:
     tensor.__dict__.update(_address=address + inside, dtype=plain.dtype, _facts=None)
 
 
-def facts(tensor: Any, world: World, call: str) -> Any:
-    """All that a check or a plan of a launch may depend on, hashable: tensors of equal facts pass the same checks.
+def facts(tensors: Iterable[Any], world: World, call: str) -> list[Any]:
+    """All that a check or a plan of a launch may depend on, hashable, of each: tensors of equal facts pass the same
+    checks.
 
     For a plain tensor shape, strides, dtype, device and how its address is aligned. For a symmetric one, and for a
     plain one that lies in the heap, the address itself: peers find it by arithmetic, and it may overlap another. What
     is no tensor stands for itself. Raises UseAfterFree, Closed.
     """
-    if tensor is None:
-        return None
-    if isinstance(tensor, SymmetricTensor):
-        allocation = tensor._allocation
-        if allocation.freed_at or allocation.heap.closed:
-            allocation.use(call)
-        known = tensor._facts
-        if known is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                known = (tensor.shape, tensor.stride(), tensor.dtype, tensor._address, id(allocation))
-            tensor._facts = known
-        return known
-    if isinstance(tensor, torch.Tensor):
-        address = tensor.data_ptr()
-        inside = address in world.span
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address if inside else address & 15
-    return tensor
+    found: list[Any] = []
+    span = world.span
+    # Half of what a launch costs the host, hence no function for each, and no isinstance that says no: that is slow.
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+        elif type(tensor) is not torch.Tensor and isinstance(tensor, SymmetricTensor):
+            allocation = tensor._allocation
+            if allocation.freed_at or allocation.heap.closed:
+                allocation.use(call)
+            found.append(tensor._facts or _found_out(tensor))
+        elif isinstance(tensor, torch.Tensor):
+            address = tensor.data_ptr()
+            place = address if address in span else address & 15
+            found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place))
+        else:
+            found.append(tensor)
+    return found
+
+
+def _found_out(tensor: SymmetricTensor) -> tuple[Any, ...]:
+    """`facts` of a symmetric tensor, which it remembers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        known = (tensor.shape, tensor.stride(), tensor.dtype, tensor._address, id(tensor._allocation))
+    tensor._facts = known
+    return known
 
 
 def _symmetric_in(values: Any) -> Iterator[SymmetricTensor]:

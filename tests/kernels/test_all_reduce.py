@@ -113,7 +113,11 @@ def test_what_need_not_be_symmetric() -> None:
 def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(all_reduce.__module__)
     launched = []
-    monkeypatch.setattr(module, "cooperative", lambda world, kernel, *args, **options: launched.append(kernel))
+
+    def bound(world: Any, kernel: Any, *_: Any, **__: Any) -> Any:
+        return lambda *args: launched.append(kernel)
+
+    monkeypatch.setattr(module, "cooperative_launch", bound)
 
     def run(world: Any) -> None:
         few = pkt.empty(LOW_LATENCY_BYTES // 2, dtype=torch.bfloat16)

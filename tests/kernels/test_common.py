@@ -89,12 +89,12 @@ def test_a_plan_that_raises_is_not_kept() -> None:
 def test_a_tensor_reshaped_in_place_is_another() -> None:
     def main(world: Any) -> None:
         x = pkt.zeros(2, 3, dtype=torch.float32)
-        before = facts(x, world, "test")
+        before = facts([x], world, "test")
         x.t_()
-        assert facts(x, world, "test") != before
-        assert facts(x, world, "test") == facts(x.t().t(), world, "test")
+        assert facts([x], world, "test") != before
+        assert facts([x], world, "test") == facts([x.t().t()], world, "test")
         x.t_()
-        assert facts(x, world, "test") == before
+        assert facts([x], world, "test") == before
         x.as_strided_((2,), (1,), 3)
         assert x.data_ptr() == x.plain().data_ptr()
 

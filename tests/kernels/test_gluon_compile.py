@@ -55,13 +55,10 @@ class Compiled:
     def __init__(self, kernel, kernels):
         self.kernel, self.kernels = kernel, kernels
 
-    def __getitem__(self, grid):
-        def launch(*args, **options):
-            args = ("*i32" if isinstance(a, Symmetric) else a for a in args)
-            args = tuple(args)
-            self.kernels.append((compile_only(self.kernel, *args, grid=grid, **options), grid, options, args))
-
-        return launch
+    def run(self, *args, grid, warmup, **options):
+        assert not warmup
+        args = tuple("*i32" if isinstance(a, Symmetric) else a for a in args)
+        self.kernels.append((compile_only(self.kernel, *args, grid=grid, **options), grid, options, args))
 
 
 class World(SimpleNamespace):

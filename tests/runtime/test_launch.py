@@ -131,19 +131,18 @@ def test_a_grid_that_cannot_be_resident(monkeypatch):
     class Kernel:
         __name__ = "persistent"
 
-        def __getitem__(self, grid):
-            def refuse(*args, **options):
-                assert options == {"launch_cooperative_grid": True, "BLOCK": 4}
-                raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
-
-            return refuse
+        def run(self, *args, warmup, **options):
+            assert (args, warmup, options) == (("x",), False, wanted)
+            raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
 
         def warmup(self, *args, **options):
+            assert (args, options) == (("x",), wanted)
             return "compiled"
 
     class FakeWorld:
         rank, num_sms, streams = 2, 132, None
 
+    wanted = {"grid": (132, 2), "launch_cooperative_grid": True, "BLOCK": 4}
     monkeypatch.setattr(launch, "resident_per_sm", lambda compiled: {"compiled": 1}[compiled])
     with pytest.raises(GridTooLarge, match=r"rank 2: persistent: grid 264 > 132 resident programs \(132 SMs x 1\)"):
         launch.cooperative(FakeWorld, Kernel(), (132, 2), "x", BLOCK=4)

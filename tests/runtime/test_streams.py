@@ -187,12 +187,13 @@ def test_cooperative_orders_before_it_launches():
         streams = Streams()
 
     class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: said.append((grid, args, options))
+        def run(self, *args, **options):
+            said.append((args, options))
 
     # In a context of its own, because it gives Triton an allocator, which tests behind it should not find.
     contextvars.copy_context().run(launch.cooperative, World, Kernel(), (5,), 1, num_warps=8)
-    assert said == ["order", ((5,), (1,), {"num_warps": 8, "launch_cooperative_grid": True})]
+    options = {"grid": (5,), "warmup": False, "num_warps": 8, "launch_cooperative_grid": True}
+    assert said == ["order", ((1,), options)]
     World.streams = None  # a world on the CPU
     launch.cooperative(World, Kernel(), (5,), 1)
     assert len(said) == 3
@@ -200,17 +201,18 @@ def test_cooperative_orders_before_it_launches():
 
 @pytest.mark.parametrize("path", sorted(KERNELS.glob("*.py")), ids=lambda path: path.stem)
 def test_every_operator_launches_through_cooperative(path):
-    """None with kernel[grid](...): it would neither be ordered nor refused."""
+    """None with kernel[grid](...) or kernel.run(...): it would neither be ordered nor refused."""
     tree = ast.parse(path.read_text())
     jitted = {
         f.name for f in tree.body if isinstance(f, ast.FunctionDef) and "jit" in map(_last_name, f.decorator_list)
     }
     wrappers = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name not in jitted]
     calls = [node for f in wrappers for node in ast.walk(f) if isinstance(node, ast.Call)]
+    assert not [ast.unparse(c) for c in calls if _last_name(c.func) == "run"]
     subscripts = [c.func for c in calls if isinstance(c.func, ast.Subscript)]
     assert not [ast.unparse(s) for s in subscripts if not isinstance(s.value, ast.Dict)]  # a table is no kernel
     if path.name[0] != "_":
-        assert any(_last_name(c.func) == "cooperative" for c in calls), "launches nothing?"
+        assert any(_last_name(c.func) == "cooperative_launch" for c in calls), "launches nothing?"
 
 
 def _last_name(node):

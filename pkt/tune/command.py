@@ -203,7 +203,7 @@ def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, devi
 
 def _sizes(what: str, device: str) -> Sequence[int]:
     """Those of the operator's benchmark, or what a simulator computes in seconds."""
-    return SIMULATED_SIZES if device == "cpu" else [search.key["M"] for search in tables.measured(what)]
+    return SIMULATED_SIZES if device == "cpu" else sorted({search.key["M"] for search in tables.measured(what)})
 
 
 def _searched(layer: Layer, ranks: int, device: str) -> tuple[Search, str]:
@@ -221,8 +221,19 @@ def _searched(layer: Layer, ranks: int, device: str) -> tuple[Search, str]:
 def write(out: Path, what: str, searches: Sequence[Search], gpu: str) -> list[Path]:
     """The table, as those that ship with pkt, and where matplotlib is there the picture; what was written."""
     out.mkdir(parents=True, exist_ok=True)
-    source = {"file": "pkt tune", "date": datetime.date.today().isoformat(), "versions": {"torch": torch.__version__}}
-    content = {"operator": what, "gpu": gpu, "source": source, "entries": [tables.entry(search) for search in searches]}
+    content = {
+        "operator": what,
+        "gpu": gpu,
+        "sources": [
+            {
+                "ranks": searches[0].key["size"],
+                "file": "pkt tune",
+                "date": datetime.date.today().isoformat(),
+                "versions": {"torch": torch.__version__},
+            }
+        ],
+        "entries": [tables.entry(search) for search in searches],
+    }
     written = [out / f"{what}.json"]
     written[0].write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if any("num_comm_sms" in c.config and c.time for search in searches for c in search.candidates):

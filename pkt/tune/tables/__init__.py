@@ -1,8 +1,8 @@
 """Tables: what was measured on H200, shipped with pkt, and a good config for a shape that was not.
 
-pkt/tune/tables/<operator>.json is written by benchmarks/tuned.py from benchmarks/results/, which each file names with
-its commit and date: for every measured case all right settings, as keywords of the operator, with their times, and
-NCCL + cuBLAS beside them.
+pkt/tune/tables/<operator>.json is written by benchmarks/tuned.py from the exhaustive searches in benchmarks/results/,
+which each file names with commit and date: for every measured case the fastest candidates of the operator's space and
+the fastest of each mode, NCCL + cuBLAS among them, as its keywords, with their times.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ FARTHEST = 1.5
 as half-way between two measured sizes. A whole size away the best config was up to 29 % slower than the best there."""
 
 AXES = ("M", "N", "K")
+OF_A_SHAPE = {"gluon": ("skip", "split"), "chain": ("rounds",), "copy": ("push_rows",)}
+"""By mode, settings that are right for one shape only. An operator derives them from its own where they are not given.
+"""
 
 
 @functools.cache
@@ -46,7 +49,7 @@ def measured(what: str) -> tuple[Search, ...]:
 
 def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | None:
     """The fastest config that was measured for the nearest shape, see `near`, of those that this one can take; or None.
-    NCCL + cuBLAS only where it is wanted."""
+    NCCL + cuBLAS only where it is wanted. Unless this shape itself was measured, without the settings OF_A_SHAPE."""
     found = near(what, key, gpu, size)
     if found is None:
         return None
@@ -55,7 +58,15 @@ def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | 
     def taken(config: Config) -> bool:
         return (baseline or config != NCCL) and (gluon or config.get("mode") not in GLUON_MODES)
 
-    return next((c.config for c in found[0].candidates if taken(c.config)), None)
+    search, distance = found
+    config = next((c.config for c in search.candidates if taken(c.config)), None)
+    return carried(config) if config is not None and distance else config
+
+
+def carried(config: Config) -> Config:
+    """What of a config is taken to another shape."""
+    left = OF_A_SHAPE.get(config.get("mode"), ())
+    return Config(**{name: value for name, value in config.items() if name not in left})
 
 
 def near(what: str, key: Mapping[str, Any], gpu: str, size: int) -> tuple[Search, float] | None:
@@ -82,9 +93,10 @@ def near(what: str, key: Mapping[str, Any], gpu: str, size: int) -> tuple[Search
     return (search, distance) if distance <= FARTHEST else None
 
 
-def source(what: str) -> Mapping[str, Any]:
-    """Results file, commit, date and versions behind the table of operator `what`; empty where there is none."""
-    return _table(what).get("source", {})
+def source(what: str, size: int) -> Mapping[str, Any]:
+    """Results file, commit, date and versions behind the table of operator `what` for so many ranks; empty where there
+    is none."""
+    return next((source for source in _table(what).get("sources", ()) if source["ranks"] == size), {})
 
 
 def entry(search: Search) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from pkt.tune.config import Config
 from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
 
-# Fitted to benchmarks/results/*.json of 4 x H200, as gpu.py says of some of its figures; all else is counted.
+# Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; ROUND, TAKEN and PEERS to all
+# candidates of exhaustive.json and exhaustive_2.json, at 4 and 2 ranks. All else is counted.
 PLAIN_TILE = 3e-6
 """Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
 DEFAULT_TILES = (128, 128, 64)
@@ -38,7 +39,7 @@ ROUND = 1.4e-6
 TAKEN = 0.6
 """Interference of a chain, see `overlapped`."""
 PEERS = 4
-"""From and to how many matmul_all_reduce's plain form would have to move a block at a time to be as fast as the curves."""
+"""With how many matmul_all_reduce's plain form would have to exchange a block at a time to be as fast as the curves."""
 NCCL_PROGRAMS = 32
 """That NCCL is taken to move data with, from registers."""
 PUSHERS, STAGES, CHUNK = 8, 4, 512
@@ -358,7 +359,7 @@ def _matmul_all_reduce(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
     tasks, one = case.tiles(case.M), case.seconds(False, gpu)
     sent = (case.size - 1) / case.size * case.M * case.N * case.itemsize  # once loaded by owners, once stored by them
     # 32 rows of a tile at a time: loaded from every peer, then stored to every peer.
-    piece, movers = min(case.block_m, 32) * case.block_n * case.itemsize * (case.size - 1) / PEERS, comm_sms or gpu.sms
+    piece, movers = min(case.block_m, 32) * case.block_n * case.itemsize * (case.size - 1) // PEERS, comm_sms or gpu.sms
     rate = 2 / (1 / link_rate("register load", movers, piece) + 1 / link_rate("register store", movers, piece))
     return overlapped(
         tasks=tasks, task_seconds=one, comm_bytes=2 * sent, comm_rate=rate, num_comm_sms=comm_sms, around=one,
@@ -376,7 +377,8 @@ def _all_reduce_chain(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estim
     adding, storing = (half / link_rate(how, gpu.sms) for how in ("TMA reduce-add", "TMA store"))
     return overlapped(
         tasks=tasks, task_seconds=one, comm_bytes=2 * half, comm_rate=2 * half / (adding + storing) if half else 1.0,
-        around=2 * one, memory_bytes=case.memory_bytes, sync=3 * gpu.signal + ROUND * rounds, interference=TAKEN, gpu=gpu,
+        around=2 * one, memory_bytes=case.memory_bytes, sync=3 * gpu.signal + ROUND * rounds,
+        interference=TAKEN, gpu=gpu,
     )  # fmt: skip
 
 

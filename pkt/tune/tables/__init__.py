@@ -22,7 +22,7 @@ from pkt.tune.spaces import GLUON_MODES, gluon_fits
 
 FARTHEST = 1.5
 """Doublings and halvings of M, N and K together by which a shape may differ from a measured one, see `nearest`: as far
-as half-way between two measured sizes. A whole size away the best config was up to 29 % slower than the best there."""
+as half-way between two sizes of which one is twice the other."""
 
 AXES = ("M", "N", "K")
 OF_A_SHAPE = {"gluon": ("skip", "split"), "chain": ("rounds",), "copy": ("push_rows",)}
@@ -48,24 +48,36 @@ def measured(what: str) -> tuple[Search, ...]:
 
 
 def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | None:
-    """The fastest config that was measured for the nearest shape, see `near`, of those that this one can take; or None.
-    NCCL + cuBLAS only where it is wanted. Unless this shape itself was measured, without the settings OF_A_SHAPE."""
+    """The fastest config to expect from what was measured for the nearest shape, see `near`, of those that this one can
+    take; or None. NCCL + cuBLAS only where it is wanted.
+
+    A shape that was measured itself gets its fastest. Another one those of least time measured there times what the
+    model predicts here over there, `carried` over.
+    """
     found = near(what, key, gpu, size)
     if found is None:
         return None
-    baseline, gluon = nccl_wanted(), gluon_fits(what, {**key, "size": size})
-
-    def taken(config: Config) -> bool:
-        return (baseline or config != NCCL) and (gluon or config.get("mode") not in GLUON_MODES)
-
     search, distance = found
-    config = next((c.config for c in search.candidates if taken(c.config)), None)
-    return carried(config) if config is not None and distance else config
+    case = {**key, "size": size}
+    baseline, gluon = nccl_wanted(), gluon_fits(what, case)
+    taken = [
+        c
+        for c in search.candidates
+        if (baseline or c.config != NCCL) and (gluon or c.config.get("mode") not in GLUON_MODES)
+    ]
+
+    def expected(candidate: Candidate) -> float:
+        here = MODELS[what](carried(candidate.config), case)
+        return (candidate.time or 0.0) * (here or 1.0) / (candidate.predicted or 1.0)
+
+    if not taken:
+        return None
+    return carried(min(taken, key=expected).config) if distance else taken[0].config
 
 
 def carried(config: Config) -> Config:
     """What of a config is taken to another shape."""
-    left = OF_A_SHAPE.get(config.get("mode"), ())
+    left = OF_A_SHAPE.get(config.get("mode", ""), ())
     return Config(**{name: value for name, value in config.items() if name not in left})
 
 

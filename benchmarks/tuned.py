@@ -2,75 +2,50 @@
 
     python -m benchmarks.tuned
 
-<operator>.json has, for each case of the operator's benchmark, NCCL + cuBLAS and every right variant of pkt with its
-settings as keywords of the operator, its median, least and greatest time, the fastest first; link.json the curves of
-benchmarks/link.py. Each file names its source. tests/tune/test_tables.py fails where a table differs from what this
-program writes.
+<operator>.json has, for each case of benchmarks/exhaustive.py, the MOST fastest candidates and the fastest of every
+other mode, NCCL + cuBLAS among them, with their settings as keywords of the operator and their median, least and
+greatest time, the fastest first; link.json the curves of benchmarks/link.py. Each file names its sources.
+tests/tune/test_tables.py fails where a table differs from what this program writes.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT
-from pkt.kernels._gluon import TILES
-from pkt.tune.config import NCCL
 
 TABLES = ROOT / "pkt" / "tune" / "tables"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-BASELINE = "NCCL + cuBLAS"
-PLAIN_MODE = {"all_gather_matmul": "push", "matmul_all_reduce": "lcsc"}
-"""What a variant has that names none."""
+RECORDS = ("exhaustive", "exhaustive_2")
+MOST = 24
+"""Candidates of a case that ship."""
 CURVE = re.compile(r"(one|all) peers?, by programs: (.+), (\d+) programs")
 SIZES = re.compile(r"one peer, by message size: (.+), (\d+) ([KM])iB")
 
 
-def settings(operator: str, variant: str) -> dict[str, Any] | None:
-    """The keywords of `operator` that give `variant`; None for another baseline, a part, or pkt's own choice."""
-    if variant == BASELINE:
-        return dict(NCCL)
-    module: Any = importlib.import_module(f"benchmarks.{operator}")
-    options = (module.PLAIN | module.GLUON).get(variant)
-    if not options:
-        return None
-    found = {"mode": PLAIN_MODE.get(operator), **options}
-    return {**found, "tiles": options.get("tiles", TILES)} if found["mode"] == "gluon" else found
-
-
-def key(operator: str, size: int, N: int, M: int = 0, K: int = 0) -> dict[str, Any]:
-    """The product that a rank computes, in the benchmark's case."""
-    M, K = M or N, K or N
-    shape = {"M": M, "N": N // size, "K": K} if operator == "all_gather_matmul" else {"M": M, "N": N, "K": K // size}
-    return {**shape, "dtype": "bf16", "size": size}
-
-
 def operator_table(operator: str) -> dict[str, Any]:
     """What pkt/tune/tables/<operator>.json is."""
-    record = json.loads((RESULTS / f"{operator}.json").read_text())
-    entries = []
-    for case, arguments in importlib.import_module(f"benchmarks.{operator}").cases(quick=False).items():
-        if operator == "all_gather_matmul" and "M" in arguments:  # sharded by columns, of which a key says nothing
-            continue
-        rows = [row for row in record["measured"] if row["case"] == case and "ms" in row and not row.get("failed")]
-        found = [(row, settings(operator, row["variant"])) for row in rows]
-        measured = [
-            {
-                "settings": given,
-                "seconds": round(row["ms"] / 1e3, 9),
-                "low": round(row["low"] / 1e3, 9),
-                "high": round(row["high"] / 1e3, 9),
-                "variant": row["variant"],
-            }
-            for row, given in sorted(found, key=lambda pair: pair[0]["ms"])
-            if given is not None
-        ]
-        if measured:  # some cases are newer than the results
-            entries.append({"key": key(operator, record["ranks"], **arguments), "measured": measured})
-    return {"operator": operator, "gpu": record["host"]["gpus"][0], "source": source(record), "entries": entries}
+    records = [json.loads((RESULTS / f"{name}.json").read_text()) for name in RECORDS]
+    cases = [case for record in records for case in record["cases"] if case["operator"] == operator]
+    return {
+        "operator": operator,
+        "gpu": records[0]["host"]["gpus"][0],
+        "sources": [{"ranks": record["ranks"], **source(record)} for record in records],
+        "entries": [{"key": case["key"], "measured": fastest(case["measured"])} for case in cases],
+    }
+
+
+def fastest(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of what was measured, which is the fastest first, and the first of each mode: NCCL + cuBLAS, and what a
+    case takes that the fastest forms cannot have."""
+    first: dict[str, int] = {}
+    for at, row in enumerate(measured):
+        first.setdefault(row["settings"]["mode"], at)
+    shipped = [row for at, row in enumerate(measured) if at < MOST or at in first.values()]
+    return [{name: row[name] for name in ("settings", "seconds", "low", "high")} for row in shipped]
 
 
 def link_table() -> dict[str, Any]:

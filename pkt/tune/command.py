@@ -23,13 +23,13 @@ from pkt.runtime.factories import empty
 from pkt.runtime.launcher import launch
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
-from pkt.tune.config import NCCL
+from pkt.tune.config import NCCL, Config
 from pkt.tune.explanation import NAMES
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 from pkt.tune.picture import draw
 from pkt.tune.report import report
-from pkt.tune.search import MOST, Search, slots
+from pkt.tune.search import MOST, Model, Search, slots
 from pkt.tune.spaces import operator_space, thinned
 from pkt.tune.tuner import tune
 
@@ -87,9 +87,7 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
     if exhaustive:
         most = 1.0
     elif model is not None:
-        count = slots(len(configs), MOST)
-        configs = thinned(configs, model, key, ALIKE)
-        most = min(1.0, count / len(configs))
+        configs, most = shortlist(configs, model, key)
     elif not cuda:  # whose clock is another, and knows nothing of warps and stages, and of NCCL
         configs = [config for config in configs if config != NCCL and config["tiles"][4:] == (8, 3)]
     a, b = _operands(layer, key, world, world.rank, dtype)
@@ -107,6 +105,13 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
         operator, a, b, out, world=world, configs=configs, key=key, name=layer.what, model=model, check=right, most=most
     )
     return search, cache.machine(world)["gpu"]
+
+
+def shortlist(configs: Sequence[Config], model: Model, key: Mapping[str, Any]) -> tuple[list[Config], float]:
+    """The candidates of a search that the model leads, and the share of them that is measured: of the whole space as
+    much as `slots` says."""
+    kept = thinned(configs, model, key, ALIKE)
+    return kept, min(1.0, slots(len(configs), MOST) / len(kept))
 
 
 def _operands(
@@ -203,7 +208,7 @@ def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, devi
 
 def _sizes(what: str, device: str) -> Sequence[int]:
     """Those of the operator's benchmark, or what a simulator computes in seconds."""
-    return SIMULATED_SIZES if device == "cpu" else [search.key["M"] for search in tables.measured(what)]
+    return SIMULATED_SIZES if device == "cpu" else sorted({search.key["M"] for search in tables.measured(what)})
 
 
 def _searched(layer: Layer, ranks: int, device: str) -> tuple[Search, str]:
@@ -221,8 +226,19 @@ def _searched(layer: Layer, ranks: int, device: str) -> tuple[Search, str]:
 def write(out: Path, what: str, searches: Sequence[Search], gpu: str) -> list[Path]:
     """The table, as those that ship with pkt, and where matplotlib is there the picture; what was written."""
     out.mkdir(parents=True, exist_ok=True)
-    source = {"file": "pkt tune", "date": datetime.date.today().isoformat(), "versions": {"torch": torch.__version__}}
-    content = {"operator": what, "gpu": gpu, "source": source, "entries": [tables.entry(search) for search in searches]}
+    content = {
+        "operator": what,
+        "gpu": gpu,
+        "sources": [
+            {
+                "ranks": searches[0].key["size"],
+                "file": "pkt tune",
+                "date": datetime.date.today().isoformat(),
+                "versions": {"torch": torch.__version__},
+            }
+        ],
+        "entries": [tables.entry(search) for search in searches],
+    }
     written = [out / f"{what}.json"]
     written[0].write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if any("num_comm_sms" in c.config and c.time for search in searches for c in search.candidates):

@@ -226,8 +226,11 @@ def _taken(what: str, key: dict[str, Any], gpu: str, kept: Mapping[str, Any] | N
         search, distance = near
         shape = ", ".join(f"{axis}={search.key[axis]}" for axis in tables.AXES)
         there = f"the nearest shape, {shape}, {distance:.2g} doublings away" if distance else "this shape"
-        source = tables.source(what)
-        first = "the fastest" if tabled == search.best else "the fastest that this case can take,"
+        source = tables.source(what, key["size"])
+        if distance:
+            first = "the fastest to expect from what was"
+        else:
+            first = "the fastest" if tabled == search.best else "the fastest that this case can take,"
         where = f"{source['file']} of commit {source['commit']}, {source['date']}"
         return tabled, f"{passed}{first} measured for {there}, {where}"
     missing = f"no table for {key['size']} x {gpu} in {key['dtype']} has a shape within {tables.FARTHEST} doublings"

@@ -24,7 +24,8 @@ from pkt.tune.config import Config
 from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
 
-# Fitted to benchmarks/results/*.json of 4 x H200, as gpu.py says of some of its figures; all else is counted.
+# Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; ROUND, TAKEN and PEERS to all
+# candidates of exhaustive.json and exhaustive_2.json, at 4 and 2 ranks. All else is counted.
 PLAIN_TILE = 3e-6
 """Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
 DEFAULT_TILES = (128, 128, 64)
@@ -32,7 +33,13 @@ GLUON_TILES = (128, 256, 64)
 LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
 """Of which cuBLAS is taken to choose the best."""
 MAX_ROUNDS = 8
-"""Of matmul_all_reduce's chain, where none are given."""
+"""Of a chain, where none are given."""
+ROUND = 1.4e-6
+"""Seconds of a round of a chain: a rank comes to its own tiles when those of its peers have just been sent."""
+TAKEN = 0.6
+"""Interference of a chain, see `overlapped`."""
+PEERS = 4
+"""With how many matmul_all_reduce's plain form would have to exchange a block at a time to be as fast as the curves."""
 NCCL_PROGRAMS = 32
 """That NCCL is taken to move data with, from registers."""
 BESIDE = 0.86
@@ -322,11 +329,10 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
     m = math.ceil(case.M / case.size)
     part = m * case.N * case.itemsize
     tasks = case.size * case.tiles(m)
-    gluon = mode == "chain"
-    one = case.seconds(gluon, gpu)
-    if gluon:  # nothing to send before the first tile, and the last one is finished here
-        rate, around, exposed, sync = link_rate("TMA reduce-add", gpu.sms), 2 * one, 0.0, 2 * gpu.signal
-    elif mode == "add":  # the sum is read, written out and zeroed
+    if mode == "chain":
+        return _chain(case, config, case.tiles(m), tasks, gpu)
+    one = case.seconds(False, gpu)
+    if mode == "add":  # the sum is read, written out and zeroed
         rate, around, exposed, sync = link_rate("TMA reduce-add", gpu.sms), one, 3 * part / gpu.memory, gpu.barrier
     else:  # a tile is drained and signalled before the next one begins; the inbox is read, the sum written
         rate, around, exposed = link_rate("TMA store", gpu.sms), one, (case.size + 1) * part / gpu.memory
@@ -337,6 +343,24 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
     )  # fmt: skip
 
 
+def _rounds(config: Mapping[str, Any], part: int, most: int, gpu: Gpu) -> int:
+    """Of a chain: as given, else as many as leave every program a tile of each rank's part."""
+    return max(1, min(config.get("rounds") or min(part // gpu.sms, MAX_ROUNDS), most))
+
+
+def _chain(case: _Case, config: Mapping[str, Any], part: int, tasks: int, gpu: Gpu) -> Estimate:
+    """Each tile is stored and added along size - 1 links, by programs that also compute. Nothing is to be sent before
+    the first tile and while the own tiles of the last round are computed, the last 1 / (size * rounds)."""
+    size, one = case.size, case.seconds(True, gpu)
+    rounds = _rounds(config, part, part, gpu)
+    sent = (size - 1) / size * case.M * case.N * case.itemsize
+    rate = link_rate("TMA reduce-add", gpu.sms) * (1 - 1 / (size * rounds))
+    return overlapped(
+        tasks=tasks, task_seconds=one, comm_bytes=sent, comm_rate=rate or 1.0, around=2 * one,
+        memory_bytes=case.memory_bytes, sync=2 * gpu.signal + ROUND * rounds, interference=TAKEN, gpu=gpu,
+    )  # fmt: skip
+
+
 def _matmul_all_reduce(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
     if config.get("mode") == "chain":
         return _all_reduce_chain(case, config, gpu)
@@ -344,7 +368,7 @@ def _matmul_all_reduce(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
     tasks, one = case.tiles(case.M), case.seconds(False, gpu)
     sent = (case.size - 1) / case.size * case.M * case.N * case.itemsize  # once loaded by owners, once stored by them
     # 32 rows of a tile at a time: loaded from every peer, then stored to every peer.
-    piece, movers = min(case.block_m, 32) * case.block_n * case.itemsize, comm_sms or gpu.sms
+    piece, movers = min(case.block_m, 32) * case.block_n * case.itemsize * (case.size - 1) // PEERS, comm_sms or gpu.sms
     rate = 2 / (1 / link_rate("register load", movers, piece) + 1 / link_rate("register store", movers, piece))
     return overlapped(
         tasks=tasks, task_seconds=one, comm_bytes=2 * sent, comm_rate=rate, num_comm_sms=comm_sms, around=one,
@@ -353,21 +377,18 @@ def _matmul_all_reduce(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
 
 
 def _all_reduce_chain(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
-    """Reasoned: nothing of it has been measured. Each tile is stored and added along size - 1 links, its owner finishes
-    it and stores it on size - 1 ranks, all by programs that also compute. A rank comes to its own tiles in the last
-    1 / size of a round, so those of the last round leave when little is left to compute."""
+    """As _chain; and each tile's owner stores it on size - 1 ranks while other tiles are computed. Those of the last
+    round leave when nothing is left to compute."""
     size, one = case.size, case.seconds(True, gpu)
     half = (size - 1) / size * case.M * case.N * case.itemsize
-    adding, storing = (half / link_rate(how, gpu.sms) for how in ("TMA reduce-add", "TMA store"))
     tasks = case.tiles(case.M)
-    rounds = min(config.get("rounds") or max(1, min(tasks // (size * gpu.sms), MAX_ROUNDS)), tasks)
-    found = overlapped(
+    rounds = _rounds(config, tasks // size, tasks, gpu)
+    adding, storing = (half / link_rate(how, gpu.sms) for how in ("TMA reduce-add", "TMA store"))
+    return overlapped(
         tasks=tasks, task_seconds=one, comm_bytes=2 * half, comm_rate=2 * half / (adding + storing) if half else 1.0,
-        around=2 * one, memory_bytes=case.memory_bytes, sync=3 * gpu.signal, gpu=gpu,
+        around=2 * one, memory_bytes=case.memory_bytes, sync=3 * gpu.signal + ROUND * rounds,
+        interference=TAKEN, gpu=gpu,
     )  # fmt: skip
-    last = found.compute * (1 - 1 / (rounds * size)) + storing / rounds
-    late = max(0.0, last - max(found.compute, found.communication)) if half else 0.0
-    return replace(found, exposed=found.exposed + late)
 
 
 _PARTS = {

@@ -93,15 +93,15 @@ def test_sizes_are_those_of_the_whole_product():
     for what in tables.MODELS:  # the tables' cases are those of the benchmarks
         for search in tables.measured(what):
             N = search.key["M"]
-            assert {**Layer(what, N, N, N).key(4), "gpu": "NVIDIA H200"} == search.key
+            assert {**Layer(what, N, N, N).key(search.key["size"]), "gpu": "NVIDIA H200"} == search.key
 
 
 def test_all_is_every_operator_at_its_benchmark_s_sizes(made_up, tmp_path):
     done = run("--all", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     sizes = {what: [layer.m for layer, _, _ in made_up if layer.what == what] for what in command.NAMES.values()}
-    large = [4096, 8192, 16384, 32768]
-    assert list(sizes.values()) == [large, large, large[:3]]
+    large = [4096, 6144, 8192, 12288, 16384, 32768]
+    assert list(sizes.values()) == [large, large, large[:5]]
     assert {path.name for path in tmp_path.iterdir()} == {
         "all_gather_matmul.json", "all_gather_matmul.png", "matmul_reduce_scatter.json", "matmul_all_reduce.json",
         "matmul_all_reduce.png",
@@ -175,7 +175,7 @@ def test_what_was_found_before_a_failure_is_kept(made_up, monkeypatch, tmp_path)
     searched = command._searched
 
     def fail_second(layer, ranks, device):
-        if layer.m == 8192:
+        if layer.m == 6144:
             raise HeapFull.wanted(10, 5, 5)
         return searched(layer, ranks, device)
 

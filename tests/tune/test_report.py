@@ -91,5 +91,5 @@ def test_what_ships_can_be_shown(width):
     for search in tables.measured("all_gather_matmul"):
         text = printed(search, width)
         assert "gpu=NVIDIA H200" in text
-        assert "19 of 19 measured" in text
+        assert f"{len(search.candidates)} of {len(search.candidates)} measured" in text
         assert max(map(len, text.splitlines())) <= width

@@ -64,7 +64,7 @@ def test_those_that_push_skip_the_rounds_that_it_takes_or_one_more_or_less_if_th
 
 
 def test_the_shared_memory_of_the_gpu_counts():
-    small = replace(H200, shared=160_000, sms=8)
+    small = replace(H200, shared=200_000, sms=8)
     for what in MODELS:
         some, all_ = own(what, key(8192, 8192, 2048), small), own(what, key(8192, 8192, 2048))
         assert 0 < len(some) < len(all_)
@@ -105,7 +105,7 @@ def test_the_model_says_something_of_every_candidate(what):
     case = key(8192, 8192, 2048)
     times = [MODELS[what](config, case) for config in operator_space(what, case)]
     assert all(0 < seconds < 1 for seconds in times)
-    assert max(times) > 1.5 * min(times)
+    assert max(times) > 1.4 * min(times)
 
 
 # -------------------------------------------------------------------------------------------------------- the baseline

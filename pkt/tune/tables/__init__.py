@@ -1,8 +1,8 @@
 """Tables: what was measured on H200, shipped with pkt, and a good config for a shape that was not.
 
-pkt/tune/tables/<operator>.json is written by benchmarks/tuned.py from benchmarks/results/, which each file names with
-its commit and date: for every measured case all right settings, as keywords of the operator, with their times, and
-NCCL + cuBLAS beside them.
+pkt/tune/tables/<operator>.json is written by benchmarks/tuned.py from the exhaustive searches in benchmarks/results/,
+which each file names with commit and date: for every measured case the fastest candidates of the operator's space and
+the fastest of each mode, NCCL + cuBLAS among them, as its keywords, with their times.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from pkt.tune.spaces import GLUON_MODES, gluon_fits
 
 FARTHEST = 1.5
 """Doublings and halvings of M, N and K together by which a shape may differ from a measured one, see `nearest`: as far
-as half-way between two measured sizes. A whole size away the best config was up to 29 % slower than the best there."""
+as half-way between two sizes of which one is twice the other."""
 
 AXES = ("M", "N", "K")
+OF_A_SHAPE = {"gluon": ("skip", "split"), "chain": ("rounds",), "copy": ("push_rows",)}
+"""By mode, settings that are right for one shape only. An operator derives them from its own where they are not given.
+"""
 
 
 @functools.cache
@@ -45,17 +48,37 @@ def measured(what: str) -> tuple[Search, ...]:
 
 
 def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | None:
-    """The fastest config that was measured for the nearest shape, see `near`, of those that this one can take; or None.
-    NCCL + cuBLAS only where it is wanted."""
+    """The fastest config to expect from what was measured for the nearest shape, see `near`, of those that this one can
+    take; or None. NCCL + cuBLAS only where it is wanted.
+
+    A shape that was measured itself gets its fastest. Another one those of least time measured there times what the
+    model predicts here over there, `carried` over.
+    """
     found = near(what, key, gpu, size)
     if found is None:
         return None
-    baseline, gluon = nccl_wanted(), gluon_fits(what, {**key, "size": size})
+    search, distance = found
+    case = {**key, "size": size}
+    baseline, gluon = nccl_wanted(), gluon_fits(what, case)
+    taken = [
+        c
+        for c in search.candidates
+        if (baseline or c.config != NCCL) and (gluon or c.config.get("mode") not in GLUON_MODES)
+    ]
 
-    def taken(config: Config) -> bool:
-        return (baseline or config != NCCL) and (gluon or config.get("mode") not in GLUON_MODES)
+    def expected(candidate: Candidate) -> float:
+        here = MODELS[what](carried(candidate.config), case)
+        return (candidate.time or 0.0) * (here or 1.0) / (candidate.predicted or 1.0)
 
-    return next((c.config for c in found[0].candidates if taken(c.config)), None)
+    if not taken:
+        return None
+    return carried(min(taken, key=expected).config) if distance else taken[0].config
+
+
+def carried(config: Config) -> Config:
+    """What of a config is taken to another shape."""
+    left = OF_A_SHAPE.get(config.get("mode", ""), ())
+    return Config(**{name: value for name, value in config.items() if name not in left})
 
 
 def near(what: str, key: Mapping[str, Any], gpu: str, size: int) -> tuple[Search, float] | None:
@@ -82,9 +105,10 @@ def near(what: str, key: Mapping[str, Any], gpu: str, size: int) -> tuple[Search
     return (search, distance) if distance <= FARTHEST else None
 
 
-def source(what: str) -> Mapping[str, Any]:
-    """Results file, commit, date and versions behind the table of operator `what`; empty where there is none."""
-    return _table(what).get("source", {})
+def source(what: str, size: int) -> Mapping[str, Any]:
+    """Results file, commit, date and versions behind the table of operator `what` for so many ranks; empty where there
+    is none."""
+    return next((source for source in _table(what).get("sources", ()) if source["ranks"] == size), {})
 
 
 def entry(search: Search) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""Against every candidate that benchmarks/exhaustive.py measured: what the tuner finds having seen a few, and what is
+taken for a shape that was not measured. Replayed, with no GPU."""
+
+import json
+import math
+import statistics
+from functools import partial
+
+import pytest
+
+import pkt
+from benchmarks import tuned
+from pkt.kernels._gluon_matmul_reduce_scatter import MAX_ROUNDS
+from pkt.tune import RecordedTimer, tables, tune
+from pkt.tune.command import shortlist
+from pkt.tune.config import Config
+from pkt.tune.gpu import H200
+from pkt.tune.model import MODELS
+from pkt.tune.search import LEAST, MOST
+from pkt.tune.spaces import operator_space
+
+CLOSE = 0.03
+NOT_SO_CLOSE = {("matmul_all_reduce", 2, 16384): 0.04}
+"""Cases (operator, ranks, M) where the tuner's choice is further than CLOSE behind the best."""
+HELD = ("matmul_reduce_scatter", "matmul_all_reduce")
+"""Operators whose figures are held here; the others' settings still change."""
+
+
+def cases(what):
+    """Of every case the key, and the seconds of each candidate."""
+    records = (json.loads((tuned.RESULTS / f"{name}.json").read_text()) for name in tuned.RECORDS)
+    return [
+        (case["key"], {Config(**row["settings"]): row["seconds"] for row in case["measured"]})
+        for record in records
+        for case in record["cases"]
+        if case["operator"] == what
+    ]
+
+
+def recorded(times, world):
+    return RecordedTimer(times)
+
+
+def replayed(world, what, sign):
+    """The search of `pkt tune` in each case: how far what it chose is from the best, and the share it measured."""
+    found = {}
+    for key, times in cases(what):
+
+        def model(config, key):
+            return sign * MODELS[what](config, key)
+
+        # In the space's order: that of the results would let the fastest win every tie.
+        space = [config for config in operator_space(what, key) if config in times]
+        configs, most = shortlist(space, model, key)
+        timer = partial(recorded, times)
+        search = tune(lambda **_: None, configs=configs, key=key, model=model, timer=timer, most=most)
+        measured = sum(bool(c.times) for c in search.candidates)
+        assert measured <= max(LEAST, MOST * len(times))
+        found[what, key["size"], key["M"]] = times[search.best] / min(times.values()) - 1
+    return found
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_the_tuner_s_choice_is_close_to_the_best_having_measured_an_eighth(what):
+    losses = pkt.launch(replayed, ranks=1, device="cpu", args=(what, 1))[0]
+    assert {size for _, size, _ in losses} == {2, 4}
+    if what in HELD:
+        assert {case: loss for case, loss in losses.items() if loss > NOT_SO_CLOSE.get(case, CLOSE)} == {}
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_a_model_that_says_the_opposite_would_be_noticed(what):
+    losses = pkt.launch(replayed, ranks=1, device="cpu", args=(what, -1))[0]
+    assert statistics.median(losses.values()) > 3 * CLOSE
+
+
+# ------------------------------------------------------------------------------------------------ the nearest shape
+def derived(what, config, key):
+    """A chain with the rounds that its operator takes where none are given."""
+    if config.get("mode") != "chain":
+        return config
+    block_m, block_n = config["tiles"][:2]
+    whole = math.ceil(key["M"] / block_m) * math.ceil(key["N"] / block_n)
+    rounds = max(1, min(whole // key["size"] // H200.sms, MAX_ROUNDS))
+    return Config(**config, rounds=rounds)
+
+
+def taken(what, key, monkeypatch):
+    """The config for a case if it were not in the table, from the nearest that is, however far."""
+    others = tuple(s for s in tables.measured(what) if s.key != {**key, "gpu": H200.name})
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "measured", lambda _: others)
+        patch.setattr(tables, "FARTHEST", math.inf)
+        return tables.nearest(what, key, H200.name, key["size"])
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_what_is_taken_from_the_nearest_shape_is_within_a_tenth_of_the_best(what, monkeypatch):
+    """Where nobody measured so many rounds, the median of those that were counts."""
+    losses = {}
+    for key, times in cases(what):
+        config = taken(what, key, monkeypatch)
+        like = [seconds for c, seconds in times.items() if tables.carried(c) == config]
+        seconds = times.get(derived(what, config, key)) or statistics.median(like)
+        losses[what, key["size"], key["M"]] = seconds / min(times.values()) - 1
+    assert {case: loss for case, loss in losses.items() if loss > 0.1} == {}

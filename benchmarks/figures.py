@@ -32,6 +32,8 @@ OPERATORS = {
     "matmul_all_reduce": "GEMM + all-reduce",
 }
 DEFAULT = "pkt default"
+BETWEEN = ("N = 6144", "N = 12288")
+"""Cases that a table of several operators has no room for."""
 BASELINES = {"NCCL + cuBLAS": "NCCL + cuBLAS", "torch symm_mem fused": "torch fused"}
 
 
@@ -61,7 +63,8 @@ def together(records: list[dict[str, Any]]) -> str:
     """Milliseconds of operators, a row each: pkt as it chooses for itself, its fastest setting where that was not
     measured, and in brackets the baselines."""
     (on,) = {title(record) for record in records}
-    cases = list(dict.fromkeys(row["case"] for record in records for row in record["measured"] if "ms" in row))
+    measured = [row["case"] for record in records for row in record["measured"] if "ms" in row]
+    cases = [case for case in dict.fromkeys(measured) if case.startswith("N") and case not in BETWEEN]
     head = f"| ms ({'; '.join(BASELINES.values())}), {on} | "
     lines = [head + " | ".join(cases) + " |", "|---|" + "--:|" * len(cases)]
     for record in records:

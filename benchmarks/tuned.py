@@ -19,22 +19,27 @@ from benchmarks._harness import RESULTS, ROOT
 
 TABLES = ROOT / "pkt" / "tune" / "tables"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-RECORDS = ("exhaustive", "exhaustive_2")
 MOST = 24
 """Candidates of a case that ship."""
 CURVE = re.compile(r"(one|all) peers?, by programs: (.+), (\d+) programs")
 SIZES = re.compile(r"one peer, by message size: (.+), (\d+) ([KM])iB")
 
 
+def records(operator: str) -> list[dict[str, Any]]:
+    """The exhaustive searches for an operator, a record for each number of ranks."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"exhaustive_{operator}*.json"))]
+
+
 def operator_table(operator: str) -> dict[str, Any]:
     """What pkt/tune/tables/<operator>.json is."""
-    records = [json.loads((RESULTS / f"{name}.json").read_text()) for name in RECORDS]
-    cases = [case for record in records for case in record["cases"] if case["operator"] == operator]
+    found = records(operator)
     return {
         "operator": operator,
-        "gpu": records[0]["host"]["gpus"][0],
-        "sources": [{"ranks": record["ranks"], **source(record)} for record in records],
-        "entries": [{"key": case["key"], "measured": fastest(case["measured"])} for case in cases],
+        "gpu": found[0]["host"]["gpus"][0],
+        "sources": [{"ranks": record["ranks"], **source(record)} for record in found],
+        "entries": [
+            {"key": case["key"], "measured": fastest(case["measured"])} for record in found for case in record["cases"]
+        ],
     }
 
 

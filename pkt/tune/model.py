@@ -25,7 +25,7 @@ from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
 
 # Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; ROUND, TAKEN and PEERS to all
-# candidates of exhaustive.json and exhaustive_2.json, at 4 and 2 ranks. All else is counted.
+# candidates of benchmarks/results/exhaustive_*.json, at 4 and 2 ranks. All else is counted.
 PLAIN_TILE = 3e-6
 """Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
 DEFAULT_TILES = (128, 128, 64)

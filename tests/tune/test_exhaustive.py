@@ -1,7 +1,6 @@
 """Against every candidate that benchmarks/exhaustive.py measured: what the tuner finds having seen a few, and what is
 taken for a shape that was not measured. Replayed, with no GPU."""
 
-import json
 import math
 import statistics
 from functools import partial
@@ -28,12 +27,10 @@ HELD = ("matmul_reduce_scatter", "matmul_all_reduce")
 
 def cases(what):
     """Of every case the key, and the seconds of each candidate."""
-    records = (json.loads((tuned.RESULTS / f"{name}.json").read_text()) for name in tuned.RECORDS)
     return [
         (case["key"], {Config(**row["settings"]): row["seconds"] for row in case["measured"]})
-        for record in records
+        for record in tuned.records(what)
         for case in record["cases"]
-        if case["operator"] == what
     ]
 
 

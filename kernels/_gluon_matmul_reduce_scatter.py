@@ -192,8 +192,8 @@ def gluon_chain_kernel(
 
 # -------------------------------------------------------------------------------------------------------- host
 def chain_tiles(m: int, N: int) -> Tiles:
-    """The tiles for a part of m x N; not by k, in which ranks may differ. Of 4 x H200 the fastest, or within 3 % of
-    them, in benchmarks/results/exhaustive_matmul_reduce_scatter.json."""
+    """The tiles for a part of m x N; not by k, in which ranks may differ. With the rounds of `settings` within
+    2 % of the fastest on 4 H200 and 5 % on 2, by benchmarks/results/exhaustive_matmul_reduce_scatter*.json."""
     return TILES._replace(num_stages=3 if m * N >= 1 << 28 else 4)
 
 

@@ -171,8 +171,8 @@ def matmul_all_reduce(
     mode: "lcsc", see the module; "chain", the Gluon form of _gluon_matmul_all_reduce, which rounds at every rank, in a
     fixed order, and needs no switch: bf16 or fp16, rows of out at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton
     3.6; "nccl": cuBLAS and NCCL's all-reduce, through torch.distributed, each product rounded before it is added, which
-    takes nothing of what follows. None: "lcsc", because "chain" has not been measured. The rest is the same on every
-    rank, and follows from mode and shapes where None:
+    takes nothing of what follows. None, with nothing below given: what was tuned here or measured for the nearest
+    shape; else "lcsc". The rest is the same on every rank, and follows from mode and shapes where None:
 
     num_comm_sms: "lcsc" only: programs that communicate, 16 if None; 0: all of them, after computing.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128,

@@ -32,7 +32,7 @@ DEFAULT_TILES = (128, 128, 64)
 GLUON_TILES = (128, 256, 64)
 LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
 """Of which cuBLAS is taken to choose the best."""
-MAX_ROUNDS = 8
+MAX_ROUNDS = {"matmul_reduce_scatter": 16, "matmul_all_reduce": 8}
 """Of a chain, where none are given."""
 ROUND = 1.4e-6
 """Seconds of a round of a chain: a rank comes to its own tiles when those of its peers have just been sent."""
@@ -343,16 +343,16 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
     )  # fmt: skip
 
 
-def _rounds(config: Mapping[str, Any], part: int, most: int, gpu: Gpu) -> int:
-    """Of a chain: as given, else as many as leave every program a tile of each rank's part."""
-    return max(1, min(config.get("rounds") or min(part // gpu.sms, MAX_ROUNDS), most))
+def _rounds(config: Mapping[str, Any], otherwise: int, most: int) -> int:
+    """Of a chain: as given, or `otherwise`, as the operator has it."""
+    return max(1, min(config.get("rounds") or otherwise, most))
 
 
 def _chain(case: _Case, config: Mapping[str, Any], part: int, tasks: int, gpu: Gpu) -> Estimate:
     """Each tile is stored and added along size - 1 links, by programs that also compute. Nothing is to be sent before
     the first tile and while the own tiles of the last round are computed, the last 1 / (size * rounds)."""
     size, one = case.size, case.seconds(True, gpu)
-    rounds = _rounds(config, part, part, gpu)
+    rounds = _rounds(config, min(2 * part // gpu.sms, MAX_ROUNDS["matmul_reduce_scatter"]), part)
     sent = (size - 1) / size * case.M * case.N * case.itemsize
     rate = link_rate("TMA reduce-add", gpu.sms) * (1 - 1 / (size * rounds))
     return overlapped(
@@ -382,7 +382,7 @@ def _all_reduce_chain(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estim
     size, one = case.size, case.seconds(True, gpu)
     half = (size - 1) / size * case.M * case.N * case.itemsize
     tasks = case.tiles(case.M)
-    rounds = _rounds(config, tasks // size, tasks, gpu)
+    rounds = _rounds(config, min(tasks // (size * gpu.sms), MAX_ROUNDS["matmul_all_reduce"]), tasks)
     adding, storing = (half / link_rate(how, gpu.sms) for how in ("TMA reduce-add", "TMA store"))
     return overlapped(
         tasks=tasks, task_seconds=one, comm_bytes=2 * half, comm_rate=2 * half / (adding + storing) if half else 1.0,

@@ -4,12 +4,15 @@ taken for a shape that was not measured. Replayed, with no GPU."""
 import math
 import statistics
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 import pkt
 from benchmarks import tuned
-from pkt.kernels._gluon_matmul_reduce_scatter import MAX_ROUNDS
+from pkt.kernels import _gluon_matmul_all_reduce as two_shot
+from pkt.kernels import _gluon_matmul_reduce_scatter as scatter
+from pkt.kernels._matmul import Tiles
 from pkt.tune import RecordedTimer, tables, tune
 from pkt.tune.command import shortlist
 from pkt.tune.config import Config
@@ -72,14 +75,30 @@ def test_a_model_that_says_the_opposite_would_be_noticed(what):
 
 
 # ------------------------------------------------------------------------------------------------ the nearest shape
+class World(SimpleNamespace):
+    """As much of one as an operator's settings need."""
+
+    rank, num_sms = 0, H200.sms
+
+    def workspace(self, key, make):
+        return self.num_sms
+
+
 def derived(what, config, key):
-    """A chain with the rounds that its operator takes where none are given."""
+    """A chain with the rounds that its operator takes where none are given, as the operator says."""
     if config.get("mode") != "chain":
         return config
-    block_m, block_n = config["tiles"][:2]
-    whole = math.ceil(key["M"] / block_m) * math.ceil(key["N"] / block_n)
-    rounds = max(1, min(whole // key["size"] // H200.sms, MAX_ROUNDS))
+    scatters = what == "matmul_reduce_scatter"
+    module, rows = (scatter, key["M"] // key["size"]) if scatters else (two_shot, key["M"])
+    _, rounds = module.settings(rows, key["N"], World(size=key["size"]), Tiles(*config["tiles"]), None)
     return Config(**config, rounds=rounds)
+
+
+def test_the_model_takes_the_rounds_that_the_operator_does():
+    for what in HELD:
+        for key, _ in cases(what):
+            bare = Config(mode="chain", tiles=(128, 256, 64, 8, 8, 4))
+            assert MODELS[what](bare, key) == MODELS[what](derived(what, bare, key), key), (what, key)
 
 
 def taken(what, key, monkeypatch):

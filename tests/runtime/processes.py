@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from typing import Any
 
 from pkt.runtime import bootstrap
-from pkt.runtime.rendezvous import Meeting
+from pkt.runtime.rendezvous import NONCE, Meeting
 from pkt.runtime.world import World
 
 from .fake_driver import FakeDriver
@@ -20,6 +22,22 @@ def open_fake(job: dict[str, Any]) -> World:
     return bootstrap.open_world(
         where, job["rank"], job["heap"], job["timeout"], driver=lambda rank: driver, stride=STRIDE
     )
+
+
+def without_the_token(server: socket.socket) -> threading.Thread:
+    """Answers one caller of `server` as somebody would who does not know the token; to be joined."""
+
+    def serve() -> None:
+        caller, _ = server.accept()
+        with caller:
+            caller.sendall(b"c" * NONCE)
+            caller.recv(1000)
+            caller.sendall(b"w" * 32)
+            caller.recv(1)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
 
 
 OPENER = "tests.runtime.processes:open_fake"  # the name it has in a worker

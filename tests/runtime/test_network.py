@@ -24,6 +24,7 @@ from pkt.runtime.transport import Transport
 
 from . import forked
 from .fake_driver import PAGE, FakeDriver, FakeGpu
+from .processes import without_the_token
 from .test_cuda import state
 from .test_transport import answer, threads
 
@@ -270,16 +271,7 @@ def test_a_server_without_the_token_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as server:
         board.write("listens", 0, server.getsockname())
 
-        def serve():
-            caller, _ = server.accept()
-            caller.sendall(b"c" * rendezvous.NONCE)
-            caller.recv(1000)
-            caller.sendall(b"w" * 32)
-            caller.recv(1)
-            caller.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
+        thread = without_the_token(server)
         with pytest.raises(TransportError, match="the socket of rank 0: found a wrong proof"):
             connect(Network(board, TOKEN, 1, "ab", LOOPBACK[:2]), 1, 2, 2.0)
         thread.join()

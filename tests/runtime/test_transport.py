@@ -15,6 +15,7 @@ from pkt.runtime.rendezvous import Meeting, connect, prepare
 from pkt.runtime.transport import Transport, process_state
 
 from . import forked
+from .processes import without_the_token
 
 
 @pytest.fixture
@@ -220,16 +221,7 @@ def test_a_server_without_the_token_learns_nothing_and_is_refused(meeting):
     server.bind(os.path.join(meeting.directory, "0"))
     server.listen()
 
-    def serve():
-        caller, _ = server.accept()
-        caller.sendall(b"c" * rendezvous.NONCE)
-        caller.recv(1000)
-        caller.sendall(b"w" * 32)
-        caller.recv(1)
-        caller.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
+    thread = without_the_token(server)
     with pytest.raises(TransportError, match="the socket of rank 0: found a wrong proof"):
         connect(meeting, 1, 2, 2.0)
     thread.join()

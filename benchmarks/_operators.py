@@ -6,8 +6,11 @@ of `pkt.launch`; a variant that fails is recorded with its message, and those af
 takes too long ends its process, so that nothing hangs.
 
 How a time is taken: everything is queued behind a sleep, so the host's launches do not count. Each repeat empties L2,
-meets all ranks in a barrier kernel, and is timed by two events; of the ranks' times the greatest counts. Inputs are
-standard normal. The limit of a product is the greater of cuBLAS's time and the bytes that leave a GPU over 390 GB/s.
+meets all ranks in a barrier kernel, and is timed by two events; of the ranks' times the greatest counts. The variants
+of a case take turns, PASSES times, there and back: a GPU that has worked for a tenth of a second lowers its clock, and
+what comes first in a list would have the better one (cuBLAS alone at N = 16384: 2.81 ms first, 3.42 ms last). Inputs
+are standard normal. The limit of a product is the greater of cuBLAS's time and the bytes that leave a GPU over 390
+GB/s.
 
 Before a time is taken the result is compared with an fp32 reference after each of five launches, between which the
 inputs are multiplied by powers of two: what a kernel reads of an earlier launch is then wrong, not a copy.
@@ -49,6 +52,7 @@ SCALES = (1.0, -2.0, -2.0, 1.0, 4.0)  # of the inputs, launch by launch; both ha
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 ENVIRONMENT = OFF | {"PKT_DISABLE_MULTICAST": "1"}
 GIVE_UP = 4  # Gluon variants of a benchmark that end their jobs before the rest of them is left out
+PASSES = 4  # in which the repeats of a variant are taken
 WAIT_SECONDS = 20  # that a counter may stand still; the ranks compile a variant's first launch each for itself
 Device = Literal["cuda", "cpu"]
 HEAP = {"cuda": "60GiB", "cpu": "256MiB"}
@@ -73,7 +77,7 @@ class Settings:
     """How long and how often."""
 
     repeats: int = 20
-    warmup: int = 3
+    warmup: int = 2  # of each pass
     seconds: float = 45.0  # that a variant may take, compilation included
     flush: int = 256 << 20  # bytes written to empty L2
     end: float = float("inf")  # time.time() after which no variant is begun
@@ -83,7 +87,7 @@ class Settings:
 def job(
     world: pkt.World, module: str, label: str, arguments: dict, names: list[str], settings: Settings, journal: str
 ) -> list[dict[str, Any]]:
-    """The variants `names` of a case, on one rank; a row each. `journal`: file where rank 0 adds each row at once."""
+    """The variants `names` of a case, on one rank; a row each. `journal`: file where rank 0 says what it begins."""
     cuda = world.torch_device.type == "cuda"
     if cuda:
         prepare(world)
@@ -91,23 +95,44 @@ def job(
     exact: list[torch.Tensor] = []
     rows = []
     for name in names:
-        row = {"case": label, "variant": name, "bytes": case.nbytes, "flops": case.flops}
+        row: dict[str, Any] = {"case": label, "variant": name, "bytes": case.nbytes, "flops": case.flops}
         if world.broadcast(time.time() > settings.end):
             row |= {"failed": "out of time", "skipped": True}
         else:
-            if cuda:
-                faulthandler.dump_traceback_later(settings.seconds, exit=True)
-            row |= _measured(world, case, name, exact, settings, cuda)
-            if cuda:
-                faulthandler.cancel_dump_traceback_later()
+            with _watched(world, name, settings, journal):
+                row |= _checked(world, case, name, exact, cuda)
         rows.append(row)
-        if world.rank == 0 and journal:
-            with open(journal, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+    if cuda:
+        sound = [row for row in rows if not row.get("failed")]
+        times: dict[str, list[dict[str, Any]]] = {row["variant"]: [] for row in sound}
+        for i in range(PASSES):
+            for row in sound if i % 2 == 0 else sound[::-1]:
+                name = row["variant"]
+                with _watched(world, name, settings, journal):
+                    times[name].append(_timed(world, case.variants[name], settings))
+        for row in sound:
+            row |= _summary(times[row["variant"]])
     return rows
 
 
-def _measured(world: Any, case: Case, name: str, exact: list, settings: Settings, cuda: bool) -> dict[str, Any]:
+@contextlib.contextmanager
+def _watched(world: Any, name: str, settings: Settings, journal: str) -> Iterator[None]:
+    """What takes too long ends its process; the journal's last line is then its variant."""
+    if not journal:
+        yield
+        return
+    if world.rank == 0:
+        with open(journal, "a", encoding="utf-8") as file:
+            file.write(name + "\n")
+    faulthandler.dump_traceback_later(settings.seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _checked(world: Any, case: Case, name: str, exact: list, cuda: bool) -> dict[str, Any]:
+    """Whether a variant runs, and is right, on every rank."""
     if name in case.skipped:
         return {"failed": case.skipped[name], "skipped": True}
     run, problem, error = case.variants.get(name), "", 0.0
@@ -136,8 +161,6 @@ def _measured(world: Any, case: Case, name: str, exact: list, settings: Settings
     }
     if row["error"] is not None and not row["error"] <= BOUND:
         row["failed"] = f"wrong: error {row['error']:.2g}, wanted at most {BOUND:g}"
-    if cuda and not row.get("failed"):
-        row |= _timed(world, run, settings)
     return row
 
 
@@ -168,7 +191,9 @@ def distance(found: torch.Tensor, exact: torch.Tensor, scale: float) -> float:
 
 
 def _timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, Any]:
+    """One pass: milliseconds of each repeat, the greatest of the ranks', and of the host."""
     flush = world.workspace("benchmarks.flush", lambda: torch.empty(settings.flush, dtype=torch.uint8, device="cuda"))
+    repeats = -(-settings.repeats // PASSES)
     for _ in range(settings.warmup):
         run()
     world.synchronize()
@@ -178,9 +203,9 @@ def _timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, 
     world.synchronize()
     whole = time.perf_counter() - start
     enqueue, whole = (max(column) for column in zip(*world.all_gather_object([enqueue, whole])))
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(settings.repeats)]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     world.barrier()
-    torch.cuda._sleep(int(min(0.6, 0.005 + 1.5 * enqueue * settings.repeats) * 2e9))
+    torch.cuda._sleep(int(min(0.6, 0.001 + 1.5 * enqueue * repeats) * 2e9))
     for begin, end in events:
         flush.zero_()
         gate(world)
@@ -190,14 +215,16 @@ def _timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, 
     world.synchronize()
     mine = [begin.elapsed_time(end) for begin, end in events]
     slowest = [max(times) for times in zip(*world.all_gather_object(mine))]
+    return {"ms": slowest, "host_us": 1e6 * enqueue, "eager_ms": 1e3 * whole}
+
+
+def _summary(passes: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a row says of its passes."""
+    every = [ms for found in passes for ms in found["ms"]]
     return {
-        "ms": statistics.median(slowest),
-        "low": min(slowest),
-        "high": max(slowest),
-        "runs": len(slowest),
-        "host_us": 1e6 * enqueue,
-        "eager_ms": 1e3 * whole,
-    }
+        "ms": statistics.median(every), "low": min(every), "high": max(every), "runs": len(every),
+        **{name: min(found[name] for found in passes) for name in ("host_us", "eager_ms")},
+    }  # fmt: skip
 
 
 def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -317,15 +344,16 @@ def _case(
     yield from ({"case": label, "variant": n, "failed": given_up[n], "skipped": True} for n in names if n in given_up)
     names = _hopeful([n for n in names if n not in given_up], given_up)
     while names:
-        done, failure = _one_job(module, device, ranks, label, arguments, names, settings)
-        if failure and len(done) < len(names):
-            given_up[names[len(done)]] = f"ended its job at {label}"
-            done.append({"case": label, "variant": names[len(done)], "failed": failure})
-        for row in done:
+        rows, begun, failure = _one_job(module, device, ranks, label, arguments, names, settings)
+        if failure:  # and the others again without it
+            culprit = begun if begun in names else names[0]
+            given_up[culprit] = f"ended its job at {label}"
+            rows = [{"case": label, "variant": culprit, "failed": failure}]
+        for row in rows:
             if not row.get("skipped"):
                 print(_line(row), flush=True)
             yield row
-        names = _hopeful(names[len(done) :], given_up)
+        names = _hopeful([n for n in names if n != culprit], given_up) if failure else []
 
 
 def _hopeful(names: list[str], given_up: dict[str, str]) -> list[str]:
@@ -336,22 +364,23 @@ def _hopeful(names: list[str], given_up: dict[str, str]) -> list[str]:
 
 def _one_job(
     module: str, device: Device, ranks: int, label: str, arguments: dict, names: list[str], settings: Settings
-) -> tuple[list[dict[str, Any]], str]:
-    """The rows that came, and why there are no more."""
+) -> tuple[list[dict[str, Any]], str, str]:
+    """The rows; or none, the variant that was begun last, and why it ended."""
     cuda = device == "cuda"
     options: dict[str, Any] = {"timeout": WAIT_SECONDS} if cuda else {"sms": 4}
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder, "journal")
         called = (module, label, arguments, names, settings, str(journal) if cuda else "")
         try:
-            return pkt.launch(job, ranks, device, called, heap=HEAP[device], multicast=not cuda, **options)[0], ""
+            rows = pkt.launch(job, ranks, device, called, heap=HEAP[device], multicast=not cuda, **options)[0]
+            return rows, "", ""
         except (PktError, OSError, EOFError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
         print("\n".join(lines[-25:]), file=sys.stderr, flush=True)
-        rows = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+        begun = journal.read_text().splitlines()[-1] if journal.exists() else ""
     if cuda and "WaitTimeout" not in lines[-1] and ranks in workers._warm:
         workers.warm(ranks).kill()  # a CUDA error stays with its process
-    return rows, f"{lines[0]} ... {lines[-1]}"[:600]
+    return [], begun, f"{lines[0]} ... {lines[-1]}"[:600]
 
 
 def _line(row: dict[str, Any]) -> str:

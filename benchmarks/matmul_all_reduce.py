@@ -30,9 +30,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt 32 SMs, 128x128": {"num_comm_sms": 32, "tiles": SQUARE},
 }
 GLUON: dict[str, dict[str, Any]] = {
-    "pkt gluon chain": {"mode": "chain"},
-    "pkt gluon chain, 1 round": {"mode": "chain", "rounds": 1},
-    "pkt gluon chain, 128x128": {"mode": "chain", "tiles": NARROW},
+    "pkt gluon": {"mode": "gluon"},
+    "pkt gluon, 128x128": {"mode": "gluon", "tiles": NARROW},
 }
 QUICK = {
     "pkt 1 SM": {"num_comm_sms": 1, "tiles": SMALL},

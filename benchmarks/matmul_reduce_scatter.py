@@ -15,7 +15,7 @@ import torch
 
 from benchmarks._operators import Case, group_name, main, normal
 from pkt.kernels._gluon import TILES
-from pkt.kernels._gluon_matmul_reduce_scatter import chain_launch
+from pkt.kernels._gluon_matmul_reduce_scatter import inbox_launch
 from pkt.kernels._matmul import Tiles
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -37,8 +37,8 @@ PARTS: dict[str, dict[str, Any]] = {  # the product alone
     "(gluon, nothing sent, 128x128)": {"leave_out": "links", "tiles": NARROW},
 }
 GLUON: dict[str, dict[str, Any]] = {
-    "pkt gluon chain": {"mode": "chain", "tiles": TILES},
-    "pkt gluon chain, 1 round": {"mode": "chain", "tiles": TILES, "rounds": 1},
+    "pkt gluon": {"mode": "gluon"},
+    "pkt gluon, 128x128": {"mode": "gluon", "tiles": NARROW},
 }
 QUICK = {
     "pkt add": {"mode": "add", "tiles": SMALL},
@@ -94,7 +94,7 @@ def _part(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leave
 
     def run() -> torch.Tensor:
         if not made:  # workspaces of variants that do not run are not made
-            made.append(chain_launch(world, a, b, out, tiles, 1, leave_out=leave_out))
+            made.append(inbox_launch(world, a, b, out, tiles, 33, leave_out=leave_out))
         return made[0](a, b, out, None)
 
     return run

@@ -51,19 +51,19 @@ def check(world: Any) -> list[str]:
                 worst[0] = max(worst[0], distance(out, torch.cat(shards).float() @ b.float(), 1.0))
                 scale = float((-2) ** launch)
                 part = torch.full((m, N), float("nan"), dtype=torch.bfloat16, device=device)
-                matmul_reduce_scatter(rows * scale, b, part, mode="chain", tiles=tiles)
+                matmul_reduce_scatter(rows * scale, b, part, mode="gluon", tiles=tiles)
                 exact = torch.zeros(m, N, device=device)
                 for r in range(size):
                     theirs = normal((size * m, K), r, device)[world.rank * m : (world.rank + 1) * m]
                     exact += theirs.float() @ normal((K, N), 100 + r, device).float()
                 worst[1] = max(worst[1], distance(part, exact, scale))
-                whole = matmul_all_reduce(rows * scale, b, mode="chain", tiles=tiles, rounds=1 + launch % 2)
+                whole = matmul_all_reduce(rows * scale, b, mode="gluon", tiles=tiles, lag=1 + launch % 2)
                 mine = whole[world.rank * m : (world.rank + 1) * m]
                 worst[2] = max(worst[2], distance(mine, exact, scale))
             world.barrier()
             right = "right" if max(worst) < _operators.BOUND else "WRONG"
             lines.append(
-                f"{right}: m {m}, N {N}, K {K}, {tiles[:2]}: push {worst[0]:.1e}, chain {worst[1]:.1e}, "
+                f"{right}: m {m}, N {N}, K {K}, {tiles[:2]}: push {worst[0]:.1e}, inbox {worst[1]:.1e}, "
                 f"all-reduce {worst[2]:.1e}"
             )
     return lines

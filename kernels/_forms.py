@@ -97,13 +97,9 @@ def tuned(
         known[case] = ask()
     settings = known[case]
     mode = settings.get("mode")
-    if mode in GLUON and not gluon(call, mode, False, True, world, dtype, rows, *columns):
+    if mode == "gluon" and not gluon(call, mode, False, True, world, dtype, rows, *columns):
         return {}
     return dict(settings)
-
-
-GLUON = ("gluon", "chain")
-"""Modes that are Gluon forms."""
 
 
 def check_nccl(call: str, given: Mapping[str, object], world: World) -> None:

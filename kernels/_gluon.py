@@ -1,10 +1,10 @@
 """What the Gluon forms of the fused matmuls share: a product in specialised warps, with the tiles' way out left open.
 
-A program has a loader warp, eight consumer warps (two warpgroups) and a storer warp, all running at once. Loader and
-consumers share a ring of STAGES slots of BLOCK_K columns of A and BLOCK_K rows of B. At the end of a tile the ring
-lends two slots more: each takes half of the finished tile, which the storer sends where it belongs and then gives the
-slot back. So the tensor cores have all of shared memory for loading, and no buffer is kept for a tile that is ready
-only once in a while.
+A program has a loader warp, eight consumer warps (two warpgroups) and a storer warp, all running at once. What is
+loaded goes through a ring of STAGES slots of BLOCK_K columns of A and BLOCK_K rows of B. A finished tile goes, half of
+it, through an outbox, the other half through a slot that the ring lends, and the storer sends both where they belong
+while the next tile is computed. An outbox for all of it would cost a slot for good: with three of them the loads of
+128 x 256 tiles come late.
 
 Written for Triton 3.6 (`check`): later versions renamed parts of Gluon.
 """
@@ -19,7 +19,6 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -39,24 +38,12 @@ from ._matmul import Tiles, activate, stored
 MAX_PEERS = 7
 """Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
 CONSUMER_WARPS = 8
-REGISTERS = 72
+REGISTERS = 56
 """A thread of the other warps."""
 SHARED = 232448
 """Bytes of shared memory that a program may have on sm_90."""
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-@builtin
-def tma_reduce_add(desc, coord, src, _semantic=None):
-    """The block in shared memory is added to memory, element by element, in the dtype of both: `cp.reduce.async.bulk`.
-
-    Completes as a TMA store does. Gluon 3.6 has the operation but no name for it.
-    """
-    from triton._C.libtriton import ir
-
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 # -------------------------------------------------------------------------------------------------------- device
@@ -80,16 +67,14 @@ def open_ring(
     a, b, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The ring of a program, empty: slots for A and for B, a barrier each for their being full and empty, and those of
-    `hand_over`. TRANSPOSED, here and below: B lies in memory, and in the slots, as (N, K)."""
+    """The ring of a program, empty: slots for A and for B, and a barrier each for their being full and empty.
+    TRANSPOSED, here and below: B lies in memory, and in the slots, as (N, K)."""
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
     if TRANSPOSED:
         b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
     else:
         b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
-    full = open_barriers(STAGES)
-    empty = open_barriers(STAGES)
-    return a_ring, b_ring, full, empty, open_barriers(1), open_barriers(1)
+    return a_ring, b_ring, open_barriers(STAGES), open_barriers(STAGES)
 
 
 @gluon.jit
@@ -98,19 +83,25 @@ def narrowed(
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The same ring, for tiles of BLOCK_N / SPLIT columns: each slot of B has the blocks of `b`, of which the first is
-    used. So a slot is where it was, and a tile may begin while the last wide one is on its way out."""
-    a_ring, b_ring, full, empty, ready, taken = ring
+    used."""
+    a_ring, b_ring, full, empty = ring
     if TRANSPOSED:
         b_ring = b_ring._reinterpret(b.dtype, [STAGES * SPLIT, BLOCK_N // SPLIT, BLOCK_K], b.layout)
     else:
         b_ring = b_ring._reinterpret(b.dtype, [STAGES * SPLIT, BLOCK_K, BLOCK_N // SPLIT], b.layout)
-    return a_ring, b_ring, full, empty, ready, taken
+    return a_ring, b_ring, full, empty
+
+
+@gluon.jit
+def open_outbox(dtype: gl.constexpr, HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Room for half a finished tile, and the barriers of `hand_over`."""
+    return gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N // 2], HALF), open_barriers(1), open_barriers(1)
 
 
 @gluon.jit
 def slot_of_b(ring, slot, STAGES: gl.constexpr):
     """A slot's part for B."""
-    _, b_ring, _, _, _, _ = ring
+    _, b_ring, _, _ = ring
     return b_ring.index(slot * (b_ring.shape[0] // STAGES))
 
 
@@ -133,18 +124,10 @@ def close_barriers(barriers, COUNT: gl.constexpr):
 @gluon.jit
 def acquire(it, ring, STAGES: gl.constexpr):
     """The slot that step `it` of the ring fills next, once it is free."""
-    _, _, _, empty, _, _ = ring
+    _, _, _, empty = ring
     slot = it % STAGES
     mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
     return slot
-
-
-@gluon.jit
-def release_halves(it, ring, STAGES: gl.constexpr):
-    """The two slots lent at step `it` are free again."""
-    _, _, _, empty, _, _ = ring
-    for h in gl.static_range(2):
-        mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
 
 
 @gluon.jit
@@ -153,7 +136,7 @@ def load_step(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the slot of step `it` with A from (row, k) and B from (k, col)."""
-    a_ring, _, full, _, _, _ = ring
+    a_ring, _, full, _ = ring
     slot = acquire(it, ring, STAGES)
     mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
     tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_ring.index(slot))
@@ -164,53 +147,42 @@ def load_step(
 
 
 @gluon.jit
-def lend_halves(it, ring, STAGES: gl.constexpr):
-    """Lend the slots of steps `it` and `it` + 1, empty, for the halves of a finished tile."""
-    _, _, full, _, _, _ = ring
-    for h in gl.static_range(2):
-        slot = acquire(it + h, ring, STAGES)
-        mbarrier.arrive(full.index(slot), count=1)
+def lend(it, ring, STAGES: gl.constexpr):
+    """Lend the slot of step `it`, empty, for half of a finished tile."""
+    _, _, full, _ = ring
+    mbarrier.arrive(full.index(acquire(it, ring, STAGES)), count=1)
 
 
 @gluon.jit
-def lend_sum(
-    it, total, row, col, ring,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+def load_partial(
+    it, desc, row, col, ring,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """As `lend_halves`, with the tile of `total` at (row, col) in them."""
-    _, _, full, _, _, _ = ring
+    """Fill the slots of steps `it` and `it` + 1 with the halves of a tile of partial sums from (row, col)."""
+    _, _, full, _ = ring
     for h in gl.static_range(2):
         slot = acquire(it + h, ring, STAGES)
         mbarrier.expect(full.index(slot), BLOCK_M * BLOCK_N)
-        where = half(it + h, ring, BLOCK_M, BLOCK_N, STAGES, LAYOUT)
-        tma.async_copy_global_to_shared(total, [row, col + h * (BLOCK_N // 2)], full.index(slot), where)
+        where = half_of_b(it + h, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+        tma.async_copy_global_to_shared(desc, [row, col + h * (BLOCK_N // 2)], full.index(slot), where)
 
 
 @gluon.jit
-def half(it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
-    """A slot's part for B, seen as the half of a tile that it was lent for at step `it`."""
-    _, b_ring, _, _, _, _ = ring
-    return slot_of_b(ring, it % STAGES, STAGES)._reinterpret(b_ring.dtype, [BLOCK_M, BLOCK_N // 2], LAYOUT)
+def half_of_b(it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
+    """A slot's part for B, seen as half a tile."""
+    _, b_ring, _, _ = ring
+    return slot_of_b(ring, it % STAGES, STAGES)._reinterpret(b_ring.dtype, [BLOCK_M, BLOCK_N // 2], HALF)
 
 
 @gluon.jit
-def store_half(
-    part, it, ring, bias, col, N, LAYOUT: gl.constexpr, ADD: gl.constexpr, FINISH: gl.constexpr,
-    EPILOGUE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Put half a tile, fp32, whose first column is `col`, into the slot lent at step `it`. With ADD what the loader has
-    put there is added; with FINISH bias and epilogue applied."""
-    _, b_ring, full, _, _, _ = ring
+def add_half(part, it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
+    """Half a tile, fp32, plus what `load_partial` has put into the slot of step `it`, which is then free."""
+    _, _, full, empty = ring
     mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
-    where = half(it, ring, BLOCK_M, BLOCK_N, STAGES, LAYOUT)
-    if ADD:
-        part += where.load(part.type.layout).to(gl.float32)
-    if FINISH:
-        if bias is not None:
-            cols = col + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, part.type.layout))
-            part += gl.load(bias + cols, mask=cols < N, other=0).to(gl.float32)[None, :]
-        part = activate(part, EPILOGUE)
-    where.store(part.to(b_ring.dtype))
+    part += half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF).load(part.type.layout).to(gl.float32)
+    fence_async_shared()
+    mbarrier.arrive(empty.index(it % STAGES), count=1)
+    return part
 
 
 @gluon.jit
@@ -220,7 +192,7 @@ def multiply(
 ):  # fmt: skip
     """The product of `steps` slots of the ring from step `it` on: its two halves of columns, fp32. One product is in
     flight while the next begins; a slot is free when the one after it has begun."""
-    a_ring, _, full, empty, _, _ = ring
+    a_ring, _, full, empty = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -247,66 +219,79 @@ def multiply(
 
 @gluon.jit
 def consume(
-    ring, tiles, where, bias, N, K, PLACE: gl.constexpr, ADD: gl.constexpr, EPILOGUE: gl.constexpr,
-    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """The consumers, for this program's share of `tiles`."""
-    it = 0
-    n = 0
-    consume_share(it, n, first_tile(), tiles, ring, where, bias, N, K, PLACE, ADD, EPILOGUE, HALF, TRANSPOSED,
-                  BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
-
-
-@gluon.jit
-def consume_share(
-    it, n, begin, end, ring, where, bias, N, K, PLACE: gl.constexpr, ADD: gl.constexpr, EPILOGUE: gl.constexpr,
-    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    it, n, begin, end, ring, outbox, where, bias, N, K, PLACE: gl.constexpr, PARTIALS: gl.constexpr,
+    EPILOGUE: gl.constexpr, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers, from step `it` of the ring and hand-over n on, for every tile from `begin` to `end` that is this
-    program's; returns the next of both. PLACE(t, *where): whether tile t is mine to finish, and its column of tiles.
-    With ADD a tile is mine after the other ranks', and what the loader has put into the slots that it lends is added;
-    the others go out as they are. Without, all are mine, and nothing is added."""
+    program's; returns the next of both. PLACE(t, *where): whether tile t is mine to finish, and its column of tiles;
+    below zero where there is none. With PARTIALS, to a tile of mine so many are added that the loader has put behind
+    it; the others go out as they are."""
     steps = gl.cdiv(K, BLOCK_K)
     for t in range(begin, end, gl.num_programs(0)):
-        left, right = multiply(it, steps, ring, TRANSPOSED, BLOCK_M, BLOCK_N, STAGES, WARPS)
-        it += steps
         mine, j = PLACE(t, *where)
-        col = j * BLOCK_N
-        if ADD:
-            if mine:
-                store_half(left, it, ring, bias, col, N, HALF, True, True, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
-                col += BLOCK_N // 2
-                store_half(right, it + 1, ring, bias, col, N, HALF, True, True, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
-            else:
-                store_half(left, it, ring, bias, col, N, HALF, False, False, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
-                store_half(right, it + 1, ring, bias, col, N, HALF, False, False, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
-        else:
-            store_half(left, it, ring, bias, col, N, HALF, False, True, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
-            col += BLOCK_N // 2
-            store_half(right, it + 1, ring, bias, col, N, HALF, False, True, EPILOGUE, BLOCK_M, BLOCK_N, STAGES)
-        hand_over(n, ring)
-        it += 2
-        n += 1
+        if j >= 0:
+            left, right = multiply(it, steps, ring, TRANSPOSED, BLOCK_M, BLOCK_N, STAGES, WARPS)
+            it += steps
+            if PARTIALS > 0:
+                for _ in range(gl.where(mine, PARTIALS, 0)):
+                    left = add_half(left, it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+                    right = add_half(right, it + 1, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+                    it += 2
+            hand_over(left, right, it, n, ring, outbox, mine, bias, j * BLOCK_N, N, EPILOGUE, HALF,
+                      BLOCK_M, BLOCK_N, STAGES)  # fmt: skip
+            it += 1
+            n += 1
     return it, n
 
 
 @gluon.jit
-def hand_over(j, ring):
-    """Tell the storer that the halves of this program's j-th tile are in their slots."""
-    _, _, _, _, ready, taken = ring
-    fence_async_shared()
-    # Not before it has seen the tile before: a barrier's phase is one bit.
-    mbarrier.wait(taken.index(0), (j & 1) ^ 1)
+def hand_over(
+    left, right, it, n, ring, outbox, mine, bias, col, N, EPILOGUE: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """This program's n-th tile, whose first column is `col`, into the outbox, once the one before has been taken, and
+    into the slot lent at step `it`. Then the storer is told."""
+    _, _, full, _ = ring
+    part, ready, taken = outbox
+    mbarrier.wait(taken.index(0), (n & 1) ^ 1)
+    store_half(left, part, mine, bias, col, N, EPILOGUE, BLOCK_N)
+    mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
+    part = half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+    store_half(right, part, mine, bias, col + BLOCK_N // 2, N, EPILOGUE, BLOCK_N)
     mbarrier.arrive(ready.index(0), count=1)
 
 
 @gluon.jit
-def take_over(j, ring):
-    """The storer's side of `hand_over`."""
-    _, _, _, _, ready, taken = ring
-    mbarrier.wait(ready.index(0), j & 1)
+def store_half(part, where, mine, bias, col, N, EPILOGUE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Half a tile, fp32, into the outbox; with bias and epilogue if it is mine to finish."""
+    if (bias is not None) or (EPILOGUE != "none"):
+        if mine:
+            if bias is not None:
+                cols = col + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, part.type.layout))
+                part += gl.load(bias + cols, mask=cols < N, other=0).to(gl.float32)[None, :]
+            part = activate(part, EPILOGUE)
+    where.store(part.to(where.dtype))
+    fence_async_shared()  # after each half, or the compiler finishes both at once and has no registers for it
+
+
+@gluon.jit
+def take_over(
+    it, n, ring, outbox, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr
+):
+    """The storer's side of `hand_over`: the halves of the tile."""
+    part, ready, _ = outbox
+    mbarrier.wait(ready.index(0), n & 1)
+    return part, half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+
+
+@gluon.jit
+def taken_over(it, ring, outbox, STAGES: gl.constexpr):
+    """What the storer has sent since `take_over` has been read: the outbox and the slot are free."""
+    _, _, _, empty = ring
+    _, _, taken = outbox
+    tma.store_wait(0)
+    mbarrier.arrive(empty.index(it % STAGES), count=1)
     mbarrier.arrive(taken.index(0), count=1)
 
 
@@ -326,14 +311,29 @@ def to_peers(peers, at, part, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def pass_on(peers, phase, at, part, SIZE: gl.constexpr):
-    """Half a tile into its owner's sum: the first in the chain stores, the others add."""
-    for p in gl.static_range(SIZE - 1):
-        if phase == p:
-            if p == 0:
-                tma.async_copy_shared_to_global(peers[p], at, part)
-            else:
-                tma_reduce_add(peers[p], at, part)
+def to_peer(peers, d, at, part, SIZE: gl.constexpr):
+    """A block to rank + d."""
+    for p in gl.static_range(1, SIZE):
+        if d == p:
+            tma.async_copy_shared_to_global(peers[p - 1], at, part)
+
+
+@gluon.jit
+def turn(t, count, lag, SIZE: gl.constexpr):
+    """What a rank computes t-th, where every rank owns `count` tiles: (d, index), tile `index` of those of rank + d.
+    Tile by tile, rank + 1's, rank + 2's, ... and its own, which is `lag` tiles behind: until then the others' partial
+    sums of it are on their way."""
+    PEERS: gl.constexpr = SIZE - 1
+    head = lag * PEERS
+    tail = count * SIZE - lag
+    g = (t - head) // SIZE
+    # Moved on from round to round, because else, where SIZE divides the programs, some would have only tiles of mine.
+    place = (t - head + (head + g * SIZE) // gl.num_programs(0)) % SIZE
+    mine = (t >= tail) | ((t >= head) & (place == PEERS))
+    n = gl.where(t < head, t, head + g * PEERS + place)
+    d = gl.where(mine, 0, 1 + n % max(PEERS, 1))
+    index = gl.where(mine, gl.where(t < tail, g, t - count * PEERS), n // max(PEERS, 1))
+    return d, index
 
 
 # -------------------------------------------------------------------------------------------------------- host
@@ -343,14 +343,15 @@ TILES = Tiles(128, 256, 64)
 BLOCKS = ((128, 256, 64), (128, 128, 64))
 
 
-def ring_bytes(tiles: Tiles) -> int:
-    """Shared memory of the ring and the barriers."""
-    return 2 * tiles.num_stages * tiles.block_k * (tiles.block_m + tiles.block_n) + 512
+def shared_bytes(tiles: Tiles) -> int:
+    """Of the ring, the outbox and the barriers."""
+    slot = tiles.block_k * (tiles.block_m + tiles.block_n)
+    return 2 * tiles.num_stages * slot + tiles.block_m * tiles.block_n + 512
 
 
 def check_tiles(call: str, tiles: Tiles, world: World) -> None:
     """ShapeError unless the Gluon forms can take `tiles`."""
-    used = ring_bytes(tiles)
+    used = shared_bytes(tiles)
     wanted = (
         f"blocks of {' or '.join(map(str, BLOCKS))}" if tiles[:3] not in BLOCKS
         else f"{CONSUMER_WARPS} warps and their registers, as it is by default"

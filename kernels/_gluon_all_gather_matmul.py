@@ -40,20 +40,20 @@ from ._gluon import (
     check,
     check_tiles,
     close_barriers,
-    consume_share,
+    consume,
     descriptor,
     first_tile,
     grouped,
     layout,
-    lend_halves,
+    lend,
     load_step,
     narrowed,
     open_barriers,
+    open_outbox,
     open_ring,
     peer_descriptors,
-    release_halves,
-    slot_of_b,
     take_over,
+    taken_over,
     to_peers,
     weights_descriptor,
 )
@@ -113,7 +113,7 @@ def _place(v, first, skip, num_comm, PARTS: gl.constexpr, order):
 
 @gluon.jit
 def _column(v, first, skip, num_comm, PARTS: gl.constexpr, order):
-    """For `consume_share`: every tile is mine."""
+    """For `consume`: every tile is mine."""
     _, _, j, _ = _place(v, first, skip, num_comm, PARTS, order)
     return True, j
 
@@ -221,8 +221,8 @@ def _load_share(
                 else:
                     load_step(it, inbox, row, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
                 it += 1
-        lend_halves(it, ring, STAGES)
-        it += 2
+        lend(it, ring, STAGES)
+        it += 1
     return it
 
 
@@ -242,54 +242,52 @@ def _load(
 
 @gluon.jit
 def _compute(
-    rounds, left, ring, narrow, bias, N, K, COLUMN: gl.constexpr, EPILOGUE: gl.constexpr, HALF: gl.constexpr,
-    HALF_PART: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPS: gl.constexpr,
+    rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN: gl.constexpr, EPILOGUE: gl.constexpr,
+    HALF: gl.constexpr, HALF_PART: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     it = 0
     n = 0
     begin, end, where = rounds
-    it, n = consume_share(it, n, begin, end, ring, where, bias, N, K, COLUMN, False, EPILOGUE, HALF, TRANSPOSED,
-                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
+    it, n = consume(it, n, begin, end, ring, outbox, where, bias, N, K, COLUMN, 0, EPILOGUE, HALF, TRANSPOSED,
+                    BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
     if SPLIT > 1:
         begin, end, where = left
-        consume_share(it, n, begin, end, narrow, where, bias, N, K, COLUMN, False, EPILOGUE, HALF_PART, TRANSPOSED,
-                      BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, WARPS)  # fmt: skip
+        consume(it, n, begin, end, narrow, outbox_part, where, bias, N, K, COLUMN, 0, EPILOGUE, HALF_PART, TRANSPOSED,
+                BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, WARPS)  # fmt: skip
 
 
 @gluon.jit
 def _store_share(
-    it, n, begin, end, where, c, ring, K,
+    it, n, begin, end, where, c, ring, outbox, K, HALF: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    steps = gl.cdiv(K, BLOCK_K)
-    _, b_ring, _, _, _, _ = ring
     for v in range(begin, end, gl.num_programs(0)):
         source, i, j, _own = _place(v, *where)
-        it += steps
-        take_over(n, ring)
+        it += gl.cdiv(K, BLOCK_K)
+        halves = take_over(it, n, ring, outbox, BLOCK_M, BLOCK_N, STAGES, HALF)
         for h in gl.static_range(2):
             # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
-            part = slot_of_b(ring, (it + h) % STAGES, STAGES)
-            part = part._reinterpret(b_ring.dtype, [1, BLOCK_M, BLOCK_N // 2], c.layout)
+            part = halves[h]._reinterpret(halves[h].dtype, [1, BLOCK_M, BLOCK_N // 2], c.layout)
             tma.async_copy_shared_to_global(c, [source, i * BLOCK_M, j * BLOCK_N + h * (BLOCK_N // 2)], part)
-        tma.store_wait(0)
-        release_halves(it, ring, STAGES)
-        it += 2
+        taken_over(it, ring, outbox, STAGES)
+        it += 1
         n += 1
     return it, n
 
 
 @gluon.jit
 def _store(
-    rounds, left, c, c_part, ring, narrow, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    rounds, left, c, c_part, ring, narrow, outbox, outbox_part, K, HALF: gl.constexpr, HALF_PART: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     it = 0
     n = 0
-    it, n = _store_share(it, n, *rounds, c, ring, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    it, n = _store_share(it, n, *rounds, c, ring, outbox, K, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     if SPLIT > 1:
-        _store_share(it, n, *left, c_part, narrow, K, BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES)
+        _store_share(
+            it, n, *left, c_part, narrow, outbox_part, K, HALF_PART, BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
@@ -323,9 +321,16 @@ def gluon_push_kernel(
     epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     narrow = narrowed(ring, b_part, TRANSPOSED, BLOCK_N, BLOCK_K, STAGES, SPLIT)
+    outbox = open_outbox(a.dtype, HALF, BLOCK_M, BLOCK_N)
+    half, handed, taken = outbox
+    outbox_part = (
+        half._reinterpret(a.dtype, [SPLIT, BLOCK_M, BLOCK_N // SPLIT // 2], HALF_PART).index(0),
+        handed,
+        taken,
+    )
     if world.size > 1:
         BUFFERS: gl.constexpr = STAGES * BLOCK_N // BLOCK_M
-        _, b_ring, _, _, _, _ = ring
+        _, b_ring, _, _ = ring
         buffers = b_ring._reinterpret(a.dtype, [BUFFERS, BLOCK_M, BLOCK_K], a.layout)
         bars = open_barriers(BUFFERS)
         if gl.program_id(0) < num_comm:
@@ -342,11 +347,12 @@ def gluon_push_kernel(
     COLUMN: gl.constexpr = _column
     gl.warp_specialize(
         [
-            (_compute, (rounds, left, ring, narrow, bias, N, K, COLUMN, EPILOGUE, HALF, HALF_PART, TRANSPOSED,
-                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
+            (_compute, (rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN, EPILOGUE, HALF, HALF_PART,
+                        TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
             (_load, (rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, LEAVE_OUT)),
-            (_store, (rounds, left, c, c_part, ring, narrow, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT)),
+            (_store, (rounds, left, c, c_part, ring, narrow, outbox, outbox_part, K, HALF, HALF_PART,
+                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT)),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],

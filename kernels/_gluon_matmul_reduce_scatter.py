@@ -1,14 +1,12 @@
-"""Matmul + reduce-scatter in one Gluon kernel: partial sums travel from rank to rank in a chain, tile by tile.
+"""Matmul + reduce-scatter in one Gluon kernel: as inbox in matmul_reduce_scatter, tile by tile and by TMA.
 
-A tile of rank o's part is stored into o's memory by rank o - 1, added to there by o - 2, ..., o + 1, each when the one
-before has said that its part has landed, and finished by o: it loads the sum into the slots lent for its own tile, adds
-its own product in fp32 and stores the result. The tiles of a part come in rounds. In each, all ranks work on the part
-of rank + 1 first, then of rank + 2, ..., and on their own last: so what a rank waits for was begun long before, and
-while a round's own tiles are computed, which leave the links idle, those of the rounds around it are on their way.
+A tile of rank o's part is stored by every other rank into o's inbox, at a place of its own, and signalled. Rank o adds
+what has come to its own product, in fp32 and in a fixed order, and rounds once: the same bits every time, off by at
+most about 2 * u * s, in the words of matmul_reduce_scatter. Each rank computes a tile of rank + 1, one of rank + 2, ...
+and one of its own, in turn (`turn`), its own `lag` tiles behind the others'. So the links are in use evenly from the
+first tile to the last, what a rank waits for was sent long before, and nothing waits to be sent but for the links.
 
-So nothing has to be zeroed, nothing is copied at the end, and the additions have an order: the same bits every time.
-They round to the dtype at every rank: off by at most about size * u * s, in the words of matmul_reduce_scatter.
-(size - 1) / size * M * N * itemsize bytes out of each rank, by TMA from a warp of its own.
+(size - 1) / size * M * N * itemsize bytes out of each rank, and two inboxes of as many bytes, in turn.
 """
 
 from __future__ import annotations
@@ -40,127 +38,131 @@ from ._gluon import (
     descriptor,
     first_tile,
     grouped,
-    half,
     layout,
-    lend_halves,
-    lend_sum,
+    lend,
+    load_partial,
     load_step,
+    open_outbox,
     open_ring,
-    pass_on,
     peer_descriptors,
     publish,
-    release_halves,
     take_over,
+    taken_over,
+    to_peer,
+    turn,
     weights_descriptor,
 )
 from ._matmul import Epilogue, Tiles, stored
 
 CALL = "matmul_reduce_scatter"
-MAX_ROUNDS = 16
 
 
 @gluon.jit
-def _tile(t, rank, num_m, num_n, rounds, SIZE: gl.constexpr, GROUP: gl.constexpr):
-    """Tile t: (phase, owner, row block, column). Phase p of a round is the part of rank + 1 + p; the last is my own."""
-    tiles = num_m * num_n
-    turn = ((t // SIZE + 1) * rounds - 1) // tiles
-    first = turn * tiles // rounds
-    count = (turn + 1) * tiles // rounds - first
-    t -= first * SIZE
-    phase = t // count
-    i, j = grouped(first + t % count, num_m, num_n, GROUP)
-    return phase, (rank + 1 + phase) % SIZE, i, j
+def _tile(t, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
+    """Tile t: (d, row block, column) of the part of rank + d."""
+    d, index = turn(t, num_m * num_n, lag, SIZE)
+    i, j = grouped(index, num_m, num_n, GROUP)
+    return d, i, j
 
 
 @gluon.jit
-def _place(t, rank, num_m, num_n, rounds, SIZE: gl.constexpr, GROUP: gl.constexpr):
+def _place(t, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
     """For `consume`: the tiles of my own part are mine."""
-    phase, _, _, j = _tile(t, rank, num_m, num_n, rounds, SIZE, GROUP)
-    return phase == SIZE - 1, j
+    d, _, j = _tile(t, num_m, num_n, lag, SIZE, GROUP)
+    return d == 0, j
 
 
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
+def _compute(
+    tiles, ring, outbox, where, bias, N, K, PLACE: gl.constexpr, PARTIALS: gl.constexpr, EPILOGUE: gl.constexpr,
+    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    it = 0
+    n = 0
+    consume(it, n, first_tile(), tiles, ring, outbox, where, bias, N, K, PLACE, PARTIALS, EPILOGUE, HALF, TRANSPOSED,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
+
+
+@gluon.jit
 def _load(
-    a, b, total, ring, ready_ptr, m, N, K, rounds, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    a, b, inbox, ring, ready_ptr, m, N, K, lag, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
     num_m = gl.cdiv(m, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
+    tiles = num_m * num_n
+    PEERS: gl.constexpr = world.size - 1
     rank = gl.cast(world.rank, gl.int32)
     it = 0
-    for t in range(first_tile(), world.size * num_m * num_n, gl.num_programs(0)):
-        phase, owner, i, j = _tile(t, rank, num_m, num_n, rounds, world.size, GROUP)
-        row = owner * m + i * BLOCK_M
+    for t in range(first_tile(), world.size * tiles, gl.num_programs(0)):
+        d, i, j = _tile(t, num_m, num_n, lag, world.size, GROUP)
+        row = (rank + d) % world.size * m + i * BLOCK_M
         for k in range(0, K, BLOCK_K):
             load_step(it, a, row, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
             it += 1
-        if (phase == world.size - 1) & (world.size > 1):
-            if LEAVE_OUT != "links":  # what the others have added up
-                pl.wait(ready_ptr + (rank * num_m + i) * num_n + j, epoch, world)
-            at = ((epoch & 1) * num_m + i) * BLOCK_M
-            lend_sum(it, total, at, j * BLOCK_N, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-        else:
-            lend_halves(it, ring, STAGES)
-        it += 2
+        if d == 0:
+            for p in range(PEERS):
+                if LEAVE_OUT != "links":
+                    pl.wait(ready_ptr + p * tiles + i * num_n + j, epoch, world)
+                at = (((epoch & 1) * PEERS + p) * num_m + i) * BLOCK_M
+                load_partial(it, inbox, at, j * BLOCK_N, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+                it += 2
+        lend(it, ring, STAGES)
+        it += 1
 
 
 @gluon.jit
 def _store(
-    out, peers, ring, ready_ptr, m, N, K, rounds, epoch, world,
-    HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, LEAVE_OUT: gl.constexpr,
+    out, peers, ring, outbox, ready_ptr, m, N, K, lag, epoch, world, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
     num_m = gl.cdiv(m, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
-    steps = gl.cdiv(K, BLOCK_K)
+    tiles = num_m * num_n
+    PEERS: gl.constexpr = world.size - 1
     rank = gl.cast(world.rank, gl.int32)
     it = 0
     n = 0
-    for t in range(first_tile(), world.size * num_m * num_n, gl.num_programs(0)):
-        phase, owner, i, j = _tile(t, rank, num_m, num_n, rounds, world.size, GROUP)
-        counter = ready_ptr + (owner * num_m + i) * num_n + j
-        row = ((epoch & 1) * num_m + i) * BLOCK_M
-        mine = phase == world.size - 1
-        it += steps
-        take_over(n, ring)
-        if LEAVE_OUT != "links":
-            if (phase > 0) & (not mine):
-                pl.wait(counter, epoch, world)  # before adding: what the rank before me put there has landed
+    for t in range(first_tile(), world.size * tiles, gl.num_programs(0)):
+        d, i, j = _tile(t, num_m, num_n, lag, world.size, GROUP)
+        row = (((epoch & 1) * PEERS + d - 1) * num_m + i) * BLOCK_M  # in the inbox of rank + d
+        it += gl.cdiv(K, BLOCK_K) + gl.where(d == 0, 2 * PEERS, 0)
+        halves = take_over(it, n, ring, outbox, BLOCK_M, BLOCK_N, STAGES, HALF)
         for h in gl.static_range(2):
             col = j * BLOCK_N + h * (BLOCK_N // 2)
-            part = half(it + h, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-            if mine:
-                tma.async_copy_shared_to_global(out, [i * BLOCK_M, col], part)
+            if d == 0:
+                tma.async_copy_shared_to_global(out, [i * BLOCK_M, col], halves[h])
             else:
-                pass_on(peers, phase, [row, col], part, world.size)
-        tma.store_wait(0)
-        release_halves(it, ring, STAGES)
+                to_peer(peers, d, [row, col], halves[h], world.size)
+        taken_over(it, ring, outbox, STAGES)
         if LEAVE_OUT != "links":
-            if not mine:
-                # publish: to the next in the chain, who is at last the owner
-                publish(world)
-                next_rank = (rank + world.size - 1) % world.size
-                gl.atomic_add(pl.peer(counter, next_rank, world), 1, sem="relaxed", scope="sys")
-        it += 2
+            if d > 0:
+                publish(world)  # to the owner: the tile is in its inbox
+                counter = pl.peer(ready_ptr + (d - 1) * tiles + i * num_n + j, (rank + d) % world.size, world)
+                gl.atomic_add(counter, 1, sem="relaxed", scope="sys")
+        it += 1
         n += 1
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
-@gluon.jit(do_not_specialize=["rounds"])
-def gluon_chain_kernel(
+@gluon.jit(do_not_specialize=["lag"])
+def gluon_inbox_kernel(
     a,  # (size * m, K) this rank's, blocks of BLOCK_M x BLOCK_K
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
-    total,  # (2 * padded m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2; halves by the parity of the launch
+    inbox,  # (2 * (size - 1) * padded m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2; halves by the parity of the
+    # launch, of which rank - d stores the (d - 1)-th part
     out,  # (m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2
-    d1, d2, d3, d4, d5, d6, d7,  # the totals of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
-    ready_ptr,  # int32 (size, tiles) on every rank; rank + 1 signals [o, t] when its part of tile t is in o's total
+    d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
+    ready_ptr,  # int32 (size - 1, tiles) on every rank; rank - d signals [d - 1, t] when tile t is in the inbox
     bias,  # (N,) this rank's, or None
     m,
     N,
     K,
-    rounds,  # 1 to the tiles of a part
+    lag,  # tiles that a rank's own are behind the others': from 1 to all
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
@@ -171,19 +173,19 @@ def gluon_chain_kernel(
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    outbox = open_outbox(a.dtype, HALF, BLOCK_M, BLOCK_N)
     num_m = gl.cdiv(m, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
-    tiles = world.size * num_m * num_n
-    where = (gl.cast(world.rank, gl.int32), num_m, num_n, rounds, world.size, GROUP)
+    where = (num_m, num_n, lag, world.size, GROUP)
     PLACE: gl.constexpr = _place
     gl.warp_specialize(
         [
-            (consume, (ring, tiles, where, bias, N, K, PLACE, world.size > 1, EPILOGUE, HALF, TRANSPOSED,
-                       BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-            (_load, (a, b, total, ring, ready_ptr, m, N, K, rounds, epoch, world, HALF, TRANSPOSED,
+            (_compute, (world.size * num_m * num_n, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE,
+                        HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (_load, (a, b, inbox, ring, ready_ptr, m, N, K, lag, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
-            (_store, (out, (d1, d2, d3, d4, d5, d6, d7), ring, ready_ptr, m, N, K, rounds, epoch, world,
-                      HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
+            (_store, (out, (d1, d2, d3, d4, d5, d6, d7), ring, outbox, ready_ptr, m, N, K, lag, epoch, world, HALF,
+                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],
@@ -191,41 +193,36 @@ def gluon_chain_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-def chain_tiles(m: int, N: int) -> Tiles:
-    """The tiles for a part of m x N; not by k, in which ranks may differ. With the rounds of `settings` within
-    2 % of the fastest on 4 H200 and 5 % on 2, by benchmarks/results/exhaustive_matmul_reduce_scatter*.json."""
-    return TILES._replace(num_stages=3 if m * N >= 1 << 28 else 4)
-
-
-def settings(m: int, N: int, world: World, tiles: Tiles | None, rounds: int | None) -> tuple[Tiles, int]:
-    """`tiles` and `rounds`, or what follows from a part of m x N: as many rounds, MAX_ROUNDS at most, as leave every
-    other program a tile of each rank's part. Raises ShapeError."""
-    tiles = tiles or chain_tiles(m, N)
+def settings(m: int, N: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
+    """`tiles` and `lag`, or what follows from a part of m x N: own tiles a round behind. Raises ShapeError."""
+    tiles = tiles or TILES
     check_tiles(CALL, tiles, world)
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, world.size * count or 1)
-    return tiles, chain_rounds(CALL, rounds, min(2 * count // programs, MAX_ROUNDS), count, world)
+    return tiles, lag_of(CALL, lag, 1, count, programs, world)
 
 
-def chain_rounds(call: str, given: int | None, otherwise: int, count: int, world: World) -> int:
-    """Rounds of a chain of `count` tiles: what is given, or `otherwise`. Raises ShapeError."""
+def lag_of(call: str, given: int | None, rounds: int, count: int, programs: int, world: World) -> int:
+    """Tiles that a rank's own, of `count`, are behind the others': what is given, or those of so many rounds of all
+    programs, in which the others compute and send theirs. At least 1: what a rank waits for was begun before,
+    everywhere. Raises ShapeError."""
     if given is not None and given < 1:
-        raise ShapeError.argument(call, "rounds", given, "at least 1", world.rank)
-    return max(1, min(otherwise if given is None else given, count))
+        raise ShapeError.argument(call, "lag", given, "at least 1", world.rank)
+    return max(1, min(triton.cdiv(rounds * programs, world.size) if given is None else given, count))
 
 
 class _Space(NamedTuple):
-    total: SymmetricTensor
+    inbox: SymmetricTensor
     ready: SymmetricTensor
 
 
-def chain_launch(
+def inbox_launch(
     world: World,
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
     tiles: Tiles,
-    rounds: int,
+    lag: int,
     epilogue: Epilogue = "none",
     leave_out: str = "",
 ) -> _common.Launch:
@@ -240,10 +237,13 @@ def chain_launch(
     m = M // size
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, size * num_m * num_n)
+    peers = size - 1
 
     def make() -> _Space:
-        total = empty(2 * num_m * tiles.block_m, N, dtype=dtype, name=f"{CALL}.gluon.total", world=world)
-        return _Space(total, signals(size * num_m * num_n, name=f"{CALL}.gluon.ready", world=world))
+        inbox = empty(
+            2 * max(peers, 1) * num_m * tiles.block_m, N, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world
+        )
+        return _Space(inbox, signals(max(peers, 1) * num_m * num_n, name=f"{CALL}.gluon.ready", world=world))
 
     space = world.workspace((CALL, "gluon", m, N, dtype, programs, tiles[:2]), make)
     ready = space.ready
@@ -251,9 +251,9 @@ def chain_launch(
         key = (CALL, leave_out, m, N, dtype, programs, tiles[:2])
         ready = world.workspace(key, lambda: signals(space.ready.numel(), world=world))
     block, part = (tiles.block_m, tiles.block_k), (tiles.block_m, tiles.block_n // 2)
-    total = descriptor(space.total.plain(), part)
-    totals = [space.total.peer((world.rank + d) % size) for d in range(1, size)]
-    targets = [total] * MAX_PEERS if leave_out else peer_descriptors(totals, space.total.plain(), part)
+    inbox = descriptor(space.inbox.plain(), part)
+    inboxes = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
+    targets = [inbox] * MAX_PEERS if leave_out else peer_descriptors(inboxes, space.inbox.plain(), part)
     constants = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
         "GROUP": tiles.group, "HALF": layout(dtype, *part), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
@@ -261,14 +261,12 @@ def chain_launch(
     }  # fmt: skip
     tiles_of_a, tiles_of_b, parts_of_out = descriptor(a, block), weights_descriptor(b, tiles), descriptor(out, part)
 
-    start = cooperative_launch(world, gluon_chain_kernel, (programs,), **constants)
+    start = cooperative_launch(world, gluon_inbox_kernel, (programs,), **constants)
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tiles_of_a.base, tiles_of_b.base, parts_of_out.base = a, b, out
         try:
-            start(
-                tiles_of_a, tiles_of_b, total, parts_of_out, *targets, ready, bias, m, N, K, rounds, world.device,
-            )  # fmt: skip
+            start(tiles_of_a, tiles_of_b, inbox, parts_of_out, *targets, ready, bias, m, N, K, lag, world.device)
         finally:
             tiles_of_a.base = tiles_of_b.base = parts_of_out.base = None
         return out

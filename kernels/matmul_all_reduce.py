@@ -6,7 +6,7 @@ communicate task waits until all ranks have theirs, then reduces the tile over t
 sum back into all of them, in the switch where there is one, and tells every rank. Programs 0 .. num_comm_sms -
 1 communicate and then join in computing.
 
-"chain", in Gluon, is in _gluon_matmul_all_reduce.
+"gluon", in Gluon, is in _gluon_matmul_all_reduce.
 
 Bytes out of each rank: (1 + 1 / size) * M * N * itemsize in the switch, 2 * (size - 1) / size * M * N *
 itemsize without. A partial product is rounded to the dtype once, the sum is in fp32 and rounded once more, by
@@ -51,8 +51,8 @@ from ._matmul import (
 )
 
 CALL = "matmul_all_reduce"
-Mode = Literal["lcsc", "chain", "nccl"]
-MODES = ("lcsc", "chain", "nccl")
+Mode = Literal["lcsc", "gluon", "nccl"]
+MODES = ("lcsc", "gluon", "nccl")
 
 
 def reference(
@@ -156,7 +156,7 @@ def matmul_all_reduce(
     mode: Mode | None = None,
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
-    rounds: int | None = None,
+    lag: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of `a @ b`, on every rank. Collective.
@@ -168,27 +168,27 @@ def matmul_all_reduce(
     default) or "silu": applied once, in fp32, to the sum, by the tile's owner; in mode "lcsc" to a sum that is rounded
     already. Returns `out`, complete.
 
-    mode: "lcsc", see the module; "chain", the Gluon form of _gluon_matmul_all_reduce, which rounds at every rank, in a
+    mode: "lcsc", see the module; "gluon", the Gluon form of _gluon_matmul_all_reduce, which rounds at every rank, in a
     fixed order, and needs no switch: bf16 or fp16, rows of out at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton
     3.6; "nccl": cuBLAS and NCCL's all-reduce, through torch.distributed, each product rounded before it is added, which
     takes nothing of what follows. None, with nothing below given: what was tuned here or measured for the nearest
     shape; else "lcsc". The rest is the same on every rank, and follows from mode and shapes where None:
 
     num_comm_sms: "lcsc" only: programs that communicate, 16 if None; 0: all of them, after computing.
-    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128,
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "gluon": (128,
         256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
-    rounds: "chain" only: how many times the ranks share out tiles and finish them, at least 1: more of them spread the
+    lag: "gluon" only: how many times the ranks share out tiles and finish them, at least 1: more of them spread the
         stores of finished tiles over the launch, fewer leave a chain more time.
 
     Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     world = _common.world_of(CALL, world, a, b, out)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, rounds))
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, lag))
 
 
 def _plan(
     world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    epilogue: Epilogue, mode: Mode | None, num_comm_sms: int | None, tiles: Sequence[int] | None, rounds: int | None,
+    epilogue: Epilogue, mode: Mode | None, num_comm_sms: int | None, tiles: Sequence[int] | None, lag: int | None,
 ) -> _common.Launch:  # fmt: skip
     """Checks, and the form and its settings."""
     if mode is not None:
@@ -199,22 +199,22 @@ def _plan(
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(M, N), dtype=dtype, peers=in_place)
-    if mode is None and num_comm_sms is None and tiles is None and rounds is None:
+    if mode is None and num_comm_sms is None and tiles is None and lag is None:
         key = {"M": M, "N": N, "K": a.shape[1]}
         found = _forms.tuned(CALL, world, key, dtype, M, N, by="MN")  # ranks may differ in k
-        mode, num_comm_sms, tiles, rounds = (found.get(name) for name in ("mode", "num_comm_sms", "tiles", "rounds"))
+        mode, num_comm_sms, tiles, lag = (found.get(name) for name in ("mode", "num_comm_sms", "tiles", "lag"))
     chosen = check_tiles(CALL, tiles, world)
-    refused = ("num_comm_sms", num_comm_sms) if mode == "chain" else ("rounds", rounds)
+    refused = ("num_comm_sms", num_comm_sms) if mode == "gluon" else ("lag", lag)
     if refused[1] is not None:
         raise ShapeError.argument(CALL, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
     tuned: dict[str, Any] = {}
     if mode == "nccl":
         given = {"num_comm_sms": num_comm_sms, "tiles": chosen}
         _forms.check_nccl(CALL, {name: value for name, value in given.items() if value is not None}, world)
-    elif _forms.gluon(CALL, "chain", mode == "chain", False, world, dtype, M, N):
+    elif _forms.gluon(CALL, "gluon", mode == "gluon", False, world, dtype, M, N):
         from ._gluon_matmul_all_reduce import settings
 
-        chosen, tuned["rounds"] = settings(M, N, world, chosen, rounds)
+        chosen, tuned["lag"] = settings(M, N, world, chosen, lag)
     else:
         mode, chosen = "lcsc", chosen or default_tiles(M, dtype, N)
         tuned["num_comm_sms"] = 16 if num_comm_sms is None else num_comm_sms
@@ -232,8 +232,8 @@ def _plan(
     a, b = fit(a, b) if fit else (a, b)
     if mode == "nccl" or chosen is None:
         launch = _nccl.matmul_all_reduce(world, epilogue)
-    elif mode == "chain":
-        launch = _chain_launch(world, a, b, result, in_place, chosen, tuned["rounds"], epilogue)
+    elif mode == "gluon":
+        launch = _gluon_launch(world, a, b, result, in_place, chosen, tuned["lag"], epilogue)
     else:
         launch = _lcsc_launch(world, a, b, result, in_place, tuned["num_comm_sms"], chosen, epilogue)
 
@@ -246,8 +246,8 @@ def _plan(
     return whole
 
 
-def _chain_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, in_place: bool, tiles: Tiles, rounds: int,
+def _gluon_launch(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, in_place: bool, tiles: Tiles, lag: int,
     epilogue: Epilogue,
 ) -> _common.Launch:  # fmt: skip
     from ._gluon_matmul_all_reduce import two_shot_launch
@@ -259,7 +259,7 @@ def _chain_launch(
         result = world.workspace((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
 
     def make(a: torch.Tensor, b: torch.Tensor, _: None) -> _common.Launch:
-        two_shot = two_shot_launch(world, a, b, result, tiles, rounds, epilogue)
+        two_shot = two_shot_launch(world, a, b, result, tiles, lag, epilogue)
 
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             found = two_shot(a, b, bias)

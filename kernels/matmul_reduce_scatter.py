@@ -50,8 +50,8 @@ from ._matmul import (
 )
 
 CALL = "matmul_reduce_scatter"
-Mode = Literal["add", "inbox", "chain", "nccl"]
-MODES = ("add", "inbox", "chain", "nccl")
+Mode = Literal["add", "inbox", "gluon", "nccl"]
+MODES = ("add", "inbox", "gluon", "nccl")
 
 
 def reference(
@@ -191,7 +191,7 @@ def matmul_reduce_scatter(
     epilogue: Epilogue = "none",
     mode: Mode | None = None,
     tiles: Sequence[int] | None = None,
-    rounds: int | None = None,
+    lag: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
@@ -203,25 +203,25 @@ def matmul_reduce_scatter(
     already. Returns `out`, complete; nothing of the call is read by a peer after it.
 
     mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a fixed order; see the module.
-    "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but in a fixed order: bf16 or
-    fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. "nccl": cuBLAS and NCCL's reduce-scatter,
-    through torch.distributed, each product rounded before it is added; takes no tiles. None: "chain" where that can
-    run, m is more than 64 (its tiles have 128 rows) and nothing below is given, else "add".
-    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128,
-        256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
+    "gluon", the Gluon form of "inbox": bf16 or fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6.
+    "nccl": cuBLAS and NCCL's reduce-scatter, through torch.distributed, each product rounded before it is added; takes
+    no tiles. None: "gluon" where that can run, m is more than 64 (its tiles have 128 rows) and nothing below is given,
+    else "add".
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "gluon": (128,
+        256, 64, GROUP, 8, 3) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
         None.
-    rounds: "chain": in how many turns the parts of all ranks are computed, the same on every rank; from the shapes
-        where None.
+    lag: "gluon": tiles that each rank computes of every other rank's part before the first of its own, at least 1, the
+        same on every rank; from the grid where None.
 
     Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
     world = _common.world_of(CALL, world, a, b)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles, rounds))
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles, lag))
 
 
 def _plan(
     world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    epilogue: Epilogue, mode: Mode | None, tiles: Sequence[int] | None, rounds: int | None,
+    epilogue: Epilogue, mode: Mode | None, tiles: Sequence[int] | None, lag: int | None,
 ) -> _common.Launch:  # fmt: skip
     """Checks, and the form and its settings."""
     if mode is not None:
@@ -232,28 +232,28 @@ def _plan(
         wanted = f"a first dimension divisible by {size} ranks"
         raise ShapeError.argument(CALL, "a", tuple(a.shape), wanted, world.rank)
     m, dtype = M // size, a.dtype
-    left = mode is None and tiles is None and rounds is None
+    left = mode is None and tiles is None and lag is None
     if left:
         key = {"M": M, "N": N, "K": a.shape[1]}
         found = _forms.tuned(CALL, world, key, dtype, m, N, by="MN")  # ranks may differ in k
-        mode, tiles, rounds, left = found.get("mode"), found.get("tiles"), found.get("rounds"), not found
+        mode, tiles, lag, left = found.get("mode"), found.get("tiles"), found.get("lag"), not found
     chosen = check_tiles(CALL, tiles, world)
-    if rounds is not None and mode != "chain":
-        raise ShapeError.argument(CALL, "rounds", rounds, f'none with mode "{mode or "add"}"', world.rank)
+    if lag is not None and mode != "gluon":
+        raise ShapeError.argument(CALL, "lag", lag, f'none with mode "{mode or "add"}"', world.rank)
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(m, N), dtype=dtype)
     if mode == "nccl":
         _forms.check_nccl(CALL, {} if chosen is None else {"tiles": chosen}, world)
-    elif _forms.gluon(CALL, "chain", mode == "chain", left, world, dtype, m, N):
+    elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, dtype, m, N):
         from ._gluon_matmul_reduce_scatter import settings
 
-        mode = "chain"
-        chosen, rounds = settings(m, N, world, chosen, rounds)
+        mode = "gluon"
+        chosen, lag = settings(m, N, world, chosen, lag)
     else:
         mode, chosen = mode or "add", chosen or default_tiles(m, dtype, N)
     _common.check_agreed(
-        CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, rounds=rounds, bias=bias is not None,
+        CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, lag=lag, bias=bias is not None,
         epilogue=epilogue,
     )  # fmt: skip
     fresh = _common.fresh((m, N), dtype, world)
@@ -264,8 +264,8 @@ def _plan(
     a, b = fit(a, b) if fit else (a, b)
     if mode == "nccl" or chosen is None:
         launch = _nccl.matmul_reduce_scatter(world, epilogue)
-    elif rounds is not None:
-        launch = _chain_launch(world, a, b, result, chosen, rounds, epilogue)
+    elif lag is not None:
+        launch = _gluon_launch(world, a, b, result, chosen, lag, epilogue)
     else:
         launch = _plain_launch(world, a, b, result, mode, chosen, epilogue)
 
@@ -278,12 +278,12 @@ def _plan(
     return whole
 
 
-def _chain_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiles: Tiles, rounds: int, epilogue: Epilogue
+def _gluon_launch(
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiles: Tiles, lag: int, epilogue: Epilogue
 ) -> _common.Launch:
-    from ._gluon_matmul_reduce_scatter import chain_launch
+    from ._gluon_matmul_reduce_scatter import inbox_launch
 
-    return _forms.fitted(lambda a, b, out: chain_launch(world, a, b, out, tiles, rounds, epilogue), a, b, out)
+    return _forms.fitted(lambda a, b, out: inbox_launch(world, a, b, out, tiles, lag, epilogue), a, b, out)
 
 
 def _plain_launch(

@@ -257,8 +257,7 @@ def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
     if what == "matmul_reduce_scatter":
         if not gluon:
             return Config(mode="add", tiles=matmul.default_tiles(m, dtype, N))
-        module = importlib.import_module("pkt.kernels._gluon_matmul_reduce_scatter")
-        return Config(mode="chain", tiles=module.chain_tiles(m, N))
+        return Config(mode="gluon", tiles=importlib.import_module("pkt.kernels._gluon").TILES)
     if not gluon:
         return Config(mode="push", num_comm_sms=16, chunk=1024, tiles=matmul.default_tiles(m, dtype, K, N))
     module = importlib.import_module("pkt.kernels._gluon_all_gather_matmul")

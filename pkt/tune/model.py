@@ -24,7 +24,7 @@ from pkt.tune.config import Config
 from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
 
-# Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; ROUND, TAKEN and PEERS to all
+# Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; TAKEN and PEERS to all
 # candidates of benchmarks/results/exhaustive_*.json, at 4 and 2 ranks. All else is counted.
 PLAIN_TILE = 3e-6
 """Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
@@ -32,12 +32,10 @@ DEFAULT_TILES = (128, 128, 64)
 GLUON_TILES = (128, 256, 64)
 LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
 """Of which cuBLAS is taken to choose the best."""
-MAX_ROUNDS = {"matmul_reduce_scatter": 16, "matmul_all_reduce": 8}
-"""Of a chain, where none are given."""
-ROUND = 1.4e-6
-"""Seconds of a round of a chain: a rank comes to its own tiles when those of its peers have just been sent."""
+LAG = {"matmul_reduce_scatter": 1, "matmul_all_reduce": 2}
+"""Rounds of all programs that a rank's own tiles are behind the others', where nothing is given."""
 TAKEN = 0.6
-"""Interference of a chain, see `overlapped`."""
+"""Interference of sending in passing, see `overlapped`."""
 PEERS = 4
 """With how many matmul_all_reduce's plain form would have to exchange a block at a time to be as fast as the curves."""
 NCCL_PROGRAMS = 32
@@ -155,7 +153,7 @@ class _Case:
         shape = [key.get(name, 0) for name in ("M", "N", "K", "size")]
         if itemsize is None or min(shape) < 1:
             return None
-        default = GLUON_TILES if config.get("mode") in ("gluon", "chain") else DEFAULT_TILES
+        default = GLUON_TILES if config.get("mode") == "gluon" else DEFAULT_TILES
         block_m, block_n, block_k = tuple(config.get("tiles") or default)[:3]
         M, N, K, size = shape
         return cls(M, N, K, size, itemsize, block_m, block_n, block_k)
@@ -329,8 +327,8 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
     m = math.ceil(case.M / case.size)
     part = m * case.N * case.itemsize
     tasks = case.size * case.tiles(m)
-    if mode == "chain":
-        return _chain(case, config, case.tiles(m), tasks, gpu)
+    if mode == "gluon":
+        return _in_turns("matmul_reduce_scatter", case, config, case.tiles(m), gpu)
     one = case.seconds(False, gpu)
     if mode == "add":  # the sum is read, written out and zeroed
         rate, around, exposed, sync = link_rate("TMA reduce-add", gpu.sms), one, 3 * part / gpu.memory, gpu.barrier
@@ -343,27 +341,27 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
     )  # fmt: skip
 
 
-def _rounds(config: Mapping[str, Any], otherwise: int, most: int) -> int:
-    """Of a chain: as given, or `otherwise`, as the operator has it."""
-    return max(1, min(config.get("rounds") or otherwise, most))
-
-
-def _chain(case: _Case, config: Mapping[str, Any], part: int, tasks: int, gpu: Gpu) -> Estimate:
-    """Each tile is stored and added along size - 1 links, by programs that also compute. Nothing is to be sent before
-    the first tile and while the own tiles of the last round are computed, the last 1 / (size * rounds)."""
+def _in_turns(what: str, case: _Case, config: Mapping[str, Any], part: int, gpu: Gpu) -> Estimate:
+    """A rank's own tiles are `lag` behind the others', of which each is sent when it is computed. Where all the sends
+    of a round take longer than that, they are waited for; and nothing is sent while the last `lag` tiles are computed,
+    except that matmul_all_reduce sends its own then, to all."""
     size, one = case.size, case.seconds(True, gpu)
-    rounds = _rounds(config, min(2 * part // gpu.sms, MAX_ROUNDS["matmul_reduce_scatter"]), part)
-    sent = (size - 1) / size * case.M * case.N * case.itemsize
-    rate = link_rate("TMA reduce-add", gpu.sms) * (1 - 1 / (size * rounds))
+    tasks, turn = size * part, gpu.sms / size
+    lag = max(1, min(config.get("lag") or math.ceil(LAG[what] * turn), part))
+    half = (size - 1) / size * case.M * case.N * case.itemsize
+    rate = link_rate("TMA store", gpu.sms)
+    twice = what == "matmul_all_reduce"
+    late = max(0.0, one + half / max(tasks, 1) * gpu.sms / rate - lag / turn * one) if half else 0.0
     return overlapped(
-        tasks=tasks, task_seconds=one, comm_bytes=sent, comm_rate=rate or 1.0, around=2 * one,
-        memory_bytes=case.memory_bytes, sync=2 * gpu.signal + ROUND * rounds, interference=TAKEN, gpu=gpu,
+        tasks=tasks, task_seconds=one, comm_bytes=half * (1 + twice),
+        comm_rate=rate * (1.0 if twice else 1 - lag / (tasks + 1)), around=2 * one,
+        memory_bytes=case.memory_bytes, sync=2 * gpu.signal + late, interference=TAKEN, gpu=gpu,
     )  # fmt: skip
 
 
 def _matmul_all_reduce(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
-    if config.get("mode") == "chain":
-        return _all_reduce_chain(case, config, gpu)
+    if config.get("mode") == "gluon":
+        return _in_turns("matmul_all_reduce", case, config, math.ceil(case.tiles(case.M) / case.size), gpu)
     comm_sms = config.get("num_comm_sms", 16)
     tasks, one = case.tiles(case.M), case.seconds(False, gpu)
     sent = (case.size - 1) / case.size * case.M * case.N * case.itemsize  # once loaded by owners, once stored by them
@@ -373,21 +371,6 @@ def _matmul_all_reduce(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
     return overlapped(
         tasks=tasks, task_seconds=one, comm_bytes=2 * sent, comm_rate=rate, num_comm_sms=comm_sms, around=one,
         memory_bytes=case.memory_bytes, sync=3 * gpu.signal, gpu=gpu,
-    )  # fmt: skip
-
-
-def _all_reduce_chain(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
-    """As _chain; and each tile's owner stores it on size - 1 ranks while other tiles are computed. Those of the last
-    round leave when nothing is left to compute."""
-    size, one = case.size, case.seconds(True, gpu)
-    half = (size - 1) / size * case.M * case.N * case.itemsize
-    tasks = case.tiles(case.M)
-    rounds = _rounds(config, min(tasks // (size * gpu.sms), MAX_ROUNDS["matmul_all_reduce"]), tasks)
-    adding, storing = (half / link_rate(how, gpu.sms) for how in ("TMA reduce-add", "TMA store"))
-    return overlapped(
-        tasks=tasks, task_seconds=one, comm_bytes=2 * half, comm_rate=2 * half / (adding + storing) if half else 1.0,
-        around=2 * one, memory_bytes=case.memory_bytes, sync=3 * gpu.signal + ROUND * rounds,
-        interference=TAKEN, gpu=gpu,
     )  # fmt: skip
 
 

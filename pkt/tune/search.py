@@ -22,6 +22,10 @@ MOST = 0.12  # share of the candidates that is measured at most,
 LEAST = 8  # but so many at least
 REPEATS = 3  # of every candidate that is measured; those that stay get twice as many each round,
 MOST_REPEATS = 24  # up to so many
+HEAT = 0.3
+"""Seconds of work before the first repeat that counts, where a launch takes longer than HEATING: power limits the clock
+of a GPU that has worked for a while, and what was measured before would win by as much as a tenth."""
+HEATING = 1e-3
 CLOSE = 0.005  # relative difference of two times that is not worth another repeat
 
 Model = Callable[[Config, Mapping[str, Any]], "float | None"]
@@ -153,6 +157,8 @@ class _State:
                     return
                 with self.work.scope():
                     measured = self.runs(i) and not self.votes.stopped and self.measure(i, REPEATS)
+                    if measured and not admitted:
+                        self.heat(i)
                 if measured:
                     admitted += 1
                     advance(self.candidates[self.ranked()[0]].time)
@@ -206,6 +212,13 @@ class _State:
         slowest = tuple(max(times) for times in zip(*values))
         self.candidates[i] = replace(candidate, times=candidate.times + slowest)
         return True
+
+    def heat(self, i: int) -> None:
+        """Go on with candidate `i` until the GPU is as warm as it will be, and measure it again."""
+        cold = self.candidates[i]
+        if HEATING < (cold.time or 0.0) < HEAT / REPEATS and self.measure(i, math.ceil(HEAT / (cold.time or HEAT))):
+            self.candidates[i] = replace(cold, times=())
+            self.measure(i, REPEATS)
 
     def halve(self) -> None:
         """Look at the best ones again, and again, until it is clear which is fastest."""

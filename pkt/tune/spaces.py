@@ -27,10 +27,11 @@ PLAIN_TILES = ((128, 256, 64, 3), (128, 128, 64, 4))
 """Blocks and stages, with 8 warps. Measured on 4 x H200 at M from 4096 to 32768."""
 ACCUMULATORS = 128
 """fp32 accumulators of a thread; with more of them the operands spill."""
+LAGS = (0.25, 0.5, 1, 2, 4)
+"""Rounds of all programs that a rank's own tiles are behind the others' in the Gluon forms that reduce."""
 BARRIERS = 512
 """Bytes of shared memory beside a ring of operands, at most."""
 GLUON_RANKS = range(2, 9)
-GLUON_MODES = ("gluon", "chain")
 TMA_ROWS = {"all_gather_matmul": ("N", "K"), "matmul_reduce_scatter": ("N",), "matmul_all_reduce": ("N",)}
 """Lengths of the rows that the Gluon forms move by TMA."""
 
@@ -99,7 +100,7 @@ def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluo
     tiles = _tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16), staged=True, few=gluon)
     found = space(mode=["add", "inbox"], tiles=tiles)
     if gluon:
-        found += space(mode="chain", rounds=[1, 2, 4, 8, 16], tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
+        found += space(mode="gluon", lag=_lags(key, gpu), tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
     return found
 
 
@@ -107,8 +108,12 @@ def _matmul_all_reduce(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
     tiles = _tiles(key["M"], key["N"], key["K"], itemsize, gpu, groups=(8, 16), few=gluon)
     found = space(mode="lcsc", num_comm_sms=[0, *_below(gpu.sms)], tiles=tiles)  # 0: after computing
     if gluon:
-        found += space(mode="chain", rounds=[1, 2, 4, 8], tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
+        found += space(mode="gluon", lag=_lags(key, gpu), tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
     return found
+
+
+def _lags(key: Mapping[str, Any], gpu: Gpu) -> list[int]:
+    return [math.ceil(rounds * gpu.sms / key["size"]) for rounds in LAGS]
 
 
 _SPACES: Mapping[str, Callable[[Mapping[str, Any], int, Gpu, bool], list[Config]]] = {
@@ -166,7 +171,7 @@ def _tiles(
 def _gluon_tiles(gpu: Gpu, groups: tuple[int, ...], most: bool = False) -> list[tuple[Any, ...]]:
     """Those that the warp-specialised forms have, with every number of slots that fits; most: only the greatest."""
     found = space(
-        where=lambda c: _ring(c.values()) <= gpu.shared,
+        where=lambda c: _shared(c.values()) <= gpu.shared,
         block_m=128,
         block_n=[128, 256],
         block_k=64,
@@ -178,10 +183,10 @@ def _gluon_tiles(gpu: Gpu, groups: tuple[int, ...], most: bool = False) -> list[
     return list({t[:5]: t for t in fitting}.values()) if most else fitting
 
 
-def _ring(tiles: Any) -> int:
-    """Bytes of the Gluon forms' ring and its barriers."""
+def _shared(tiles: Any) -> int:
+    """Bytes of the Gluon forms' ring, of their outbox, which has half a tile, and of the barriers."""
     block_m, block_n, block_k, _, _, stages = tiles
-    return 2 * stages * block_k * (block_m + block_n) + BARRIERS
+    return 2 * stages * block_k * (block_m + block_n) + block_m * block_n + BARRIERS
 
 
 def _blocks(length: int, most: int) -> list[int]:

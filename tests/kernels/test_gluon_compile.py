@@ -19,10 +19,9 @@ gluon = pytest.importorskip("pkt.kernels._gluon")
 from pkt.kernels import _common, _forms  # noqa: E402
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
-from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
+from pkt.kernels import _gluon_matmul_reduce_scatter as inbox  # noqa: E402
 from pkt.kernels._gluon import SHARED, TILES  # noqa: E402
 from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan  # noqa: E402
-from pkt.kernels._gluon_matmul_reduce_scatter import chain_tiles  # noqa: E402
 from pkt.kernels._matmul import Tiles  # noqa: E402
 from pkt.kernels.all_gather_matmul import all_gather_matmul  # noqa: E402
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce  # noqa: E402
@@ -77,7 +76,7 @@ class World(SimpleNamespace):
 def launched(monkeypatch):
     """`launched(rank, size)`: a world whose kernels are compiled, not launched; `.kernels`: what came of it."""
     kernels: list = []
-    modules = {push: "gluon_push_kernel", chain: "gluon_chain_kernel", two_shot: "gluon_two_shot_kernel"}
+    modules = {push: "gluon_push_kernel", inbox: "gluon_inbox_kernel", two_shot: "gluon_two_shot_kernel"}
     for module, name in modules.items():
         monkeypatch.setattr(module, "empty", Symmetric)
         monkeypatch.setattr(module, "signals", lambda n, **_: Symmetric(n, dtype=torch.int32))
@@ -117,13 +116,13 @@ def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, 
 def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, tiles=None, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
     b = lying(b, transposed)
-    chain.chain_launch(world, a, b, out, tiles or TILES, 3, **options)(a, b, out, bias_of(bias, N, dtype))
+    inbox.inbox_launch(world, a, b, out, tiles or TILES, 3, **options)(a, b, out, bias_of(bias, N, dtype))
     return world.kernels[-1][:3]
 
 
-def reduce(world, M, N, K, dtype=torch.bfloat16, transposed=False, bias=False, tiles=None, rounds=None, **options):
+def reduce(world, M, N, K, dtype=torch.bfloat16, transposed=False, bias=False, tiles=None, lag=None, **options):
     a, b = torch.empty(M, K, dtype=dtype), torch.empty(K, N, dtype=dtype)
-    chosen = two_shot.settings(M, N, world, tiles, rounds)
+    chosen = two_shot.settings(M, N, world, tiles, lag)
     out = Symmetric(M, N, dtype=dtype)
     b = lying(b, transposed)
     two_shot.two_shot_launch(world, a, b, out, *chosen, **options)(a, b, bias_of(bias, N, dtype))
@@ -188,19 +187,17 @@ def test_push_on_any_number_of_ranks(launched, tmp_path, size, rank):
 
 
 @pytest.mark.parametrize("tiles", [None, NARROW, TILES._replace(num_stages=3)])
-def test_chain_fits(launched, tmp_path, tiles):
+def test_inbox_fits(launched, tmp_path, tiles):
     kernel, grid, _ = scatter(launched(), 1024, 4096, 1024, tiles=tiles)
     assert_fits(kernel, grid, tmp_path)
     sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
-    assert "UTMAREDG.2D.ADD" in sass
-    assert count_markers(kernel.asm["ptx"]) == {"wait": 2, "signal": 1}
-    text = kernel.asm["ptx"]
-    add = re.findall(r"cp\.reduce\.async\.bulk\.tensor\.2d\.global\.shared::cta\.(\w+)\.", text)
-    assert set(add) == {"add"}
+    blocks = (tiles or TILES).block_n // 128  # a store of 64 columns each, for each half
+    assert len(re.findall(r"UTMASTG\.2D", sass)) == 2 * (1 + 3) * blocks
+    assert count_markers(kernel.asm["ptx"]) == {"wait": 3, "signal": 1}  # for each other rank's partial sums
 
 
 @pytest.mark.parametrize("tiles", [None, NARROW])
-def test_chain_without_links(launched, tmp_path, tiles):
+def test_inbox_without_links(launched, tmp_path, tiles):
     """What the benchmark leaves out is left out of the source, so no sync of it can get lost."""
     kernel, grid, _ = scatter(launched(), 1024, 4096, 1024, tiles=tiles, leave_out="links")
     assert_fits(kernel, grid, tmp_path)
@@ -209,7 +206,7 @@ def test_chain_without_links(launched, tmp_path, tiles):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_chain_on_any_number_of_ranks(launched, tmp_path, size):
+def test_inbox_on_any_number_of_ranks(launched, tmp_path, size):
     kernel, grid, _ = scatter(launched(size - 1, size), 333, 1032, 1544)
     assert_fits(kernel, grid, tmp_path)
 
@@ -253,9 +250,8 @@ def test_two_shot_fits(launched, tmp_path, tiles):
     assert_fits(kernel, grid, tmp_path)
     sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
     blocks = (tiles or two_shot.NARROW).block_n // 128  # a store of 64 columns each, for each half
-    assert len(re.findall(r"UTMAREDG\.2D\.ADD", sass)) == 2 * 2 * blocks
-    assert len(re.findall(r"UTMASTG\.2D", sass)) == 2 * (1 + 4) * blocks
-    assert count_markers(kernel.asm["ptx"])["wait"] == 3
+    assert len(re.findall(r"UTMASTG\.2D", sass)) == 2 * (1 + 3 + 3) * blocks
+    assert count_markers(kernel.asm["ptx"])["wait"] == 3 + 1  # for each other rank's partial sums, and at the end
     assert len(re.findall(r"atom\.global\.sys\.relaxed|red\.global\.sys\.relaxed", kernel.asm["ptx"])) == 1 + 4
 
 
@@ -265,12 +261,13 @@ def test_two_shot_on_any_number_of_ranks(launched, tmp_path, size):
     assert_fits(kernel, grid, tmp_path)
 
 
-def test_rounds_leave_every_program_a_tile_of_each_part(launched):
+def test_own_tiles_are_rounds_behind(launched):
+    """One in the reduce-scatter, two in the all-reduce; at most all that a rank owns, and at least one."""
     world = launched()
-    found = [two_shot.settings(side, side, world, TILES, None)[1] for side in (1024, 4096, 8192, 16384, 32768)]
-    assert found == [1, 1, 3, 8, 8]
-    assert [chain.settings(side // 4, side, world, TILES, None)[1] for side in (4096, 8192, 16384)] == [1, 7, 16]
-    assert chain.settings(1, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
+    sides = (1024, 4096, 8192, 16384, 32768)
+    assert [two_shot.settings(side, side, world, TILES, None)[1] for side in sides] == [8, 66, 66, 66, 66]
+    assert [inbox.settings(side // 4, side, world, TILES, None)[1] for side in sides] == [8, 33, 33, 33, 33]
+    assert inbox.settings(1, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
 
 
 def test_fp16(launched, tmp_path):
@@ -377,7 +374,7 @@ def scatter_call(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=Fa
 
 def reduce_call(world, M, N, K, dtype=torch.bfloat16, transposed=False, bias=False, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((M, K), (K, N), (M, N)))
-    options = {"mode": "chain"} | options
+    options = {"mode": "gluon"} | options
     assert matmul_all_reduce(a, lying(b, transposed), out, world=world, bias=bias_of(bias, N, dtype), **options) is out
 
 
@@ -386,7 +383,7 @@ SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (65, 8, 8)]
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("shape", SIZES, ids=str)
-@pytest.mark.parametrize(("call", "name"), [(gather_call, "gluon_push_kernel"), (scatter_call, "gluon_chain_kernel")])
+@pytest.mark.parametrize(("call", "name"), [(gather_call, "gluon_push_kernel"), (scatter_call, "gluon_inbox_kernel")])
 def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
     world = operators(1, size)
     call(world, *shape)
@@ -398,21 +395,13 @@ def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
 def test_every_plan_and_all_tiles_that_are_chosen_compile(operators, tmp_path):
     """The four sizes that were measured: those that push are left out of the rounds that pushing takes; where that is
     as long as computing the last whole round is cut, elsewhere what is left after it if that saves time."""
-    for side, skip, split, whole, tiles in (
-        (4096, 8, 4, 0, TILES),
-        (8192, 6, 4, 3, TILES),
-        (16384, 8, 4, 16, TILES),
-        (32768, 15, 2, 63, TILES._replace(num_stages=3)),
-    ):
+    for side, skip, split, whole in ((4096, 8, 4, 0), (8192, 6, 4, 3), (16384, 8, 4, 16), (32768, 15, 2, 63)):
         assert push_plan(side // 4, side // 4, 4, TILES, 132) == PushPlan(12, 512, 0, skip, split, whole)
-        assert chain_tiles(side // 4, side) == tiles
     alone = {n: push_plan(8192, 8192, 4, TILES, 132, num_comm_sms=n).skip for n in (5, 10, 20)}
     assert alone == {5: 29, 10: 15, 20: 15}  # half the programs, twice the time; ten fill the links
     assert push_plan(8192, 8192, 4, NARROW, 132).skip == 29  # half the tile
     assert push_plan(2048, 2048, 4, TILES, 132, split=1) == PushPlan(12, 512, 0, 4, 1, 4)
     assert push_plan(128, 256, 4, TILES, 2).num_comm_sms == 12  # there may be fewer programs than push
-    for side in (4096, 8192, 32768):
-        assert_fits(*scatter(operators(), 512, 512, 512, tiles=chain_tiles(side // 4, side))[:2], tmp_path)
 
 
 def test_ranks_may_differ_in_where_operands_begin_and_in_k(operators, tmp_path):
@@ -423,13 +412,13 @@ def test_ranks_may_differ_in_where_operands_begin_and_in_k(operators, tmp_path):
         out = torch.zeros(128 * 64 + 1, dtype=torch.bfloat16)[1:].view(128, 64)
         assert matmul_reduce_scatter(a, torch.empty(k, 64, dtype=torch.bfloat16), out, world=world) is out
         kernel, grid, *_ = world.kernels[-1]
-        assert kernel.metadata.name == "gluon_chain_kernel"
+        assert kernel.metadata.name == "gluon_inbox_kernel"
         assert_fits(kernel, grid, tmp_path)
 
 
 @pytest.mark.parametrize("call", [gather_call, scatter_call])
 def test_what_asks_for_another_form_gets_it(operators, call, monkeypatch):
-    mode = "gluon" if call is gather_call else "chain"
+    mode = "gluon"
     world = operators()
     with pytest.raises(Unsupported, match="float32, not bfloat16 or float16"):
         call(world, 512, 512, 512, torch.float32, mode=mode)
@@ -451,7 +440,7 @@ def test_the_keywords_reach_it(operators, tmp_path):
         world, 1024, 1024, 4096, mode="gluon", num_comm_sms=32, chunk=512, tiles=[128, 128, 64, 4, 8, 5],
         push_rows=3, skip=2, split=2, whole=5,
     )  # fmt: skip
-    scatter_call(world, 1024, 1024, 4096, mode="chain", tiles=[128, 128, 64, 4, 8, 5], rounds=7)
+    scatter_call(world, 1024, 1024, 4096, mode="gluon", tiles=[128, 128, 64, 4, 8, 5], lag=7)
     for kernel, grid, options, _ in world.kernels:
         assert_fits(kernel, grid, tmp_path)
         assert [options[name] for name in ("BLOCK_N", "GROUP", "STAGES")] == [128, 4, 5]
@@ -485,7 +474,7 @@ def test_what_does_not_fit_together_is_refused(operators, options, name):
 
 def test_the_two_shot_is_reached_by_name(operators, tmp_path):
     world = operators()
-    reduce_call(world, 2048, 2048, 512, tiles=[128, 128, 64, 4, 8, 5], rounds=3)
+    reduce_call(world, 2048, 2048, 512, tiles=[128, 128, 64, 4, 8, 5], lag=3)
     reduce_call(world, 1, 8, 5)
     (first, second) = world.kernels
     assert first[2]["STAGES"] == 5
@@ -494,8 +483,8 @@ def test_the_two_shot_is_reached_by_name(operators, tmp_path):
     for kernel, grid, *_ in world.kernels:
         assert kernel.metadata.name == "gluon_two_shot_kernel"
         assert_fits(kernel, grid, tmp_path)
-    wrong = ({"rounds": 0}, {"num_comm_sms": 4}, {"rounds": 1, "mode": "lcsc"}, {"tiles": (64, 64, 64)})
-    for options, name in zip(wrong, ("rounds", "num_comm_sms", "rounds", "tiles")):
+    wrong = ({"lag": 0}, {"num_comm_sms": 4}, {"lag": 1, "mode": "lcsc"}, {"tiles": (64, 64, 64)})
+    for options, name in zip(wrong, ("lag", "num_comm_sms", "lag", "tiles")):
         with pytest.raises(ShapeError, match=f"{name}: found"):
             reduce_call(world, 512, 512, 512, **options)
     with pytest.raises(Unsupported, match="float32, not bfloat16 or float16"):
@@ -520,7 +509,7 @@ def test_elsewhere_the_plain_form_is_the_default(operators, call, monkeypatch):
         return str(found.value)
 
     monkeypatch.setattr(_common, "check_agreed", agreed)
-    special, plain = ("gluon", "push") if call is gather_call else ("chain", "add")
+    special, plain = ("gluon", "push") if call is gather_call else ("gluon", "add")
     assert chosen(operators(), 512, 512, 512) == special
     assert chosen(operators(), 512, 512, 512, torch.float16) == special
     assert chosen(operators(), 512, 512, 512, mode=plain) == plain
@@ -552,11 +541,11 @@ TUNED = {
         ("gather", {"mode": "push", "num_comm_sms": 5, "chunk": 512, "tiles": (64, 64, 64)}),
     ),
     "matmul_reduce_scatter": (
-        ("scatter", {"mode": "chain", "tiles": (128, 128, 64, 16, 8, 5)}),
+        ("scatter", {"mode": "gluon", "tiles": (128, 128, 64, 16, 8, 5)}),
         ("scatter", {"mode": "inbox", "tiles": (64, 64, 64)}),
     ),
     "matmul_all_reduce": (
-        ("reduce", {"mode": "chain", "tiles": (128, 128, 64), "rounds": 3}),
+        ("reduce", {"mode": "gluon", "tiles": (128, 128, 64), "lag": 3}),
         ("reduce", {"num_comm_sms": 9, "tiles": (64, 64, 64)}),
     ),
 }
@@ -621,5 +610,5 @@ def test_nccl_where_it_was_faster_and_can_run(operators, monkeypatch, name):
         raise Unsupported.here("a group", "found others", "make one")
 
     monkeypatch.setattr(_forms, "process_group", refuses)
-    rule = {"gather": "gluon", "scatter": "chain", "reduce": "lcsc"}[name]
+    rule = {"gather": "gluon", "scatter": "gluon", "reduce": "lcsc"}[name]
     assert settled(operators, monkeypatch, name, {"mode": "nccl"}, 512, 512, 512)["mode"] == rule

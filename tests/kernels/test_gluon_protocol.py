@@ -12,7 +12,7 @@ from .gluon_machine import Descriptor, Machine, Pointer, Stuck, Vector, as_pytho
 gluon = pytest.importorskip("pkt.kernels._gluon")
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
-from pkt.kernels import _gluon_matmul_reduce_scatter as chain  # noqa: E402
+from pkt.kernels import _gluon_matmul_reduce_scatter as scatter  # noqa: E402
 
 BM, BN, BK = 8, 8, 4  # (BN // 2) * BM = BK * BN: half a tile fits where a step of B was
 
@@ -80,43 +80,33 @@ def run_short_push(size, m, N, K, *args, **options):
     run_push(size, m, N, BK, *args, STAGES=6, **options)
 
 
-def run_chain(
-    size, m, N, K, programs, seed, launches=3, broken=None, stages=3, rounds=1, transposed=False, finish=False
-):
+def run_inbox(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, lag=1, transposed=False, finish=False):
     machine = Machine(size, programs, seed)
-    functions = as_python([gluon, chain], machine)
+    functions = as_python([gluon, scatter], machine)
     if broken:
         broken(functions)
     rng = np.random.default_rng(seed)
-    num_m, num_n = -(-m // BM), -(-N // BN)
-    totals = [np.full((2 * num_m * BM, N), np.nan, np.float32) for _ in range(size)]
-    counters = [np.zeros(size * num_m * num_n, np.int64) for _ in range(size)]
+    num_m, num_n = cdiv(m, BM), cdiv(N, BN)
+    inbox = [np.full((2 * (size - 1) * num_m * BM, N), np.nan, np.float32) for _ in range(size)]
+    counters = [np.zeros(max(size - 1, 1) * num_m * num_n, np.int64) for _ in range(size)]
     a = [[integers(rng, size * m, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
+    options = {"STAGES": stages, "GROUP": 2, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8}
+    options |= {"TRANSPOSED": transposed, "EPILOGUE": "relu" if finish else "none"}
     per_rank, checks = [], []
     for rank in range(size):
         bodies = []
         for e in range(launches):
             out = np.full((m, N), np.nan, np.float32)
             part = (BM, BN // 2)
-            owners = [Descriptor(totals[(rank + d) % size], *part) for d in range(1, size)]
+            owners = [Descriptor(inbox[(rank + d) % size], *part) for d in range(1, size)]
             arguments = (
-                Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(totals[rank], *part),
+                Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(inbox[rank], *part),
                 Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
-                bias(N, finish), m, N, K, min(rounds, num_m * num_n),
+                bias(N, finish), m, N, K, min(lag, num_m * num_n),
                 SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
             )  # fmt: skip
-            options = {
-                "STAGES": stages,
-                "GROUP": 2,
-                "HALF": None,
-                "REGISTERS": 72,
-                "LEAVE_OUT": "",
-                "num_warps": 8,
-                "TRANSPOSED": transposed,
-            }
-            options["EPILOGUE"] = "relu" if finish else "none"
-            bodies.append(lambda p, x=arguments, o=options: functions["gluon_chain_kernel"](*x, **o))
+            bodies.append(lambda p, x=arguments: functions["gluon_inbox_kernel"](*x, **options))
             checks.append((out, rank, e))
         per_rank.append(bodies)
     machine.run(per_rank)
@@ -125,19 +115,17 @@ def run_chain(
         np.testing.assert_array_equal(out, finished(exact) if finish else exact)
 
 
-def run_two_shot(size, M, N, K, programs, seed, launches=3, broken=None, rounds=2, transposed=False, finish=False):
+def run_two_shot(size, M, N, K, programs, seed, launches=3, broken=None, lag=1, transposed=False, finish=False):
     """Each rank has one output for all launches: what is in it when the next launch begins there is looked at."""
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, two_shot], machine)
     if broken:
         broken(functions)
     rng = np.random.default_rng(seed)
-    tiles, part = cdiv(M, BM) * cdiv(N, BN), (BM, BN // 2)
-    rounds = min(rounds, tiles)
-    places = rounds * cdiv(cdiv(tiles, rounds), size)
-    totals = [np.full((places * BM, BN), np.nan, np.float32) for _ in range(size)]
+    part, count = (BM, BN // 2), cdiv(cdiv(M, BM) * cdiv(N, BN), size)
+    inbox = [np.full(((size - 1) * count * BM, BN), np.nan, np.float32) for _ in range(size)]
     outs = [np.full((M, N), np.nan, np.float32) for _ in range(size)]
-    counters = [np.zeros(tiles + 1, np.int64) for _ in range(size)]
+    counters = [np.zeros((size - 1) * count + 1, np.int64) for _ in range(size)]
     a = [[integers(rng, M, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
     found: list[list[np.ndarray]] = [[] for _ in range(size)]
@@ -145,12 +133,12 @@ def run_two_shot(size, M, N, K, programs, seed, launches=3, broken=None, rounds=
     options["EPILOGUE"] = "relu" if finish else "none"
 
     def launch(rank, e):
-        sums, results = ([Descriptor(x[(rank + d) % size], *part) for d in range(size)] for x in (totals, outs))
+        boxes, results = ([Descriptor(x[(rank + d) % size], *part) for d in range(size)] for x in (inbox, outs))
         unused = [None] * (8 - size)
         arguments = (
-            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), sums[0], results[0],
-            *sums[1:], *unused, *results[1:], *unused, Pointer(counters, rank), bias(N, finish), M, N, K, rounds,
-            SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
+            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), boxes[0], results[0],
+            *boxes[1:], *unused, *results[1:], *unused, Pointer(counters, rank), bias(N, finish), M, N, K,
+            min(lag, count), SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
         )  # fmt: skip
 
         def body(program):
@@ -239,13 +227,13 @@ def test_a_short_inner_dimension(stages):
     for seed in range(4):
         run_push(2, 16, 32, 4, 2, seed, STAGES=stages)
         run_push(2, 16, 40, 4, 3, seed, STAGES=stages, split=4)
-        run_chain(3, 16, 32, 3, 2, seed, stages=stages)
+        run_inbox(3, 16, 32, 3, 2, seed, stages=stages)
 
 
 def test_transposed_weights():
     for seed in range(3):
         run_push(3, 13, 10, 18, 2, seed, transposed=True)
-        run_chain(3, 13, 10, 18, 2, seed, transposed=True)
+        run_inbox(3, 13, 10, 18, 2, seed, transposed=True)
         run_two_shot(3, 29, 10, 18, 2, seed, transposed=True)
 
 
@@ -254,7 +242,7 @@ def test_bias_and_epilogue():
     for seed in range(3):
         for size in (1, 3):
             run_push(size, 13, 10, 18, 2, seed, finish=True)
-            run_chain(size, 13, 10, 18, 2, seed, finish=True)
+            run_inbox(size, 13, 10, 18, 2, seed, finish=True)
             run_two_shot(size, 29, 10, 18, 2, seed, finish=True)
 
 
@@ -263,75 +251,73 @@ def test_push_on_eight_ranks():
 
 
 @pytest.mark.parametrize(("size", "m", "N", "K"), SIZES)
-@pytest.mark.parametrize(("stages", "rounds"), [(3, 1), (4, 2), (3, 5)])
-def test_chain(size, m, N, K, stages, rounds):
+@pytest.mark.parametrize(("stages", "lag"), [(3, 1), (4, 2), (3, 99)])
+def test_inbox(size, m, N, K, stages, lag):
     for seed in range(4):
-        run_chain(size, m, N, K, 1 + seed, seed, stages=stages, rounds=rounds)
+        run_inbox(size, m, N, K, 1 + seed, seed, stages=stages, lag=lag)
 
 
 @pytest.mark.parametrize(("size", "M", "N", "K"), [*SIZES, (3, 8, 8, 20), (4, 40, 24, 12), (2, 57, 33, 7)])
-@pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_two_shot(size, M, N, K, rounds):
+@pytest.mark.parametrize("lag", [1, 2, 99])
+def test_two_shot(size, M, N, K, lag):
     """Also with fewer tiles than ranks."""
     for seed in range(4):
-        run_two_shot(size, M, N, K, 1 + seed, seed, rounds=rounds)
+        run_two_shot(size, M, N, K, 1 + seed, seed, lag=lag)
 
 
-def test_two_shot_on_eight_ranks():
+def test_on_eight_ranks():
+    run_inbox(8, 8, 8, 8, 2, 0, launches=2)
     run_two_shot(8, 24, 24, 8, 2, 0, launches=2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("programs", [1, 4, 6, 132])
+def test_turns(size, programs):
+    """Every tile of every rank once, in order; and a rank comes to a tile of its own `lag` tiles at least after the
+    others have come to it."""
+    functions = as_python([gluon], Machine(1, programs, 0))
+    for count in (1, 2, 7, 40):
+        for lag in {1, min(5, count), count}:
+            order = [functions["turn"](t, count, lag, size) for t in range(size * count)]
+            assert sorted(order) == [(d, index) for d in range(size) for index in range(count)]
+            for d in range(size):
+                assert [index for far, index in order if far == d] == list(range(count))
+            at = {what: t for t, what in enumerate(order)}
+            for index in range(count):
+                ahead = [at[0, index] - at[d, index] for d in range(1, size)]
+                assert min(ahead, default=lag) >= lag
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_turns_of_the_programs(size):
+    """None of them has many more tiles of its own rank, which take longer, than another."""
+    functions = as_python([gluon], Machine(1, 132, 0))
+    mine = np.zeros(132, int)
+    for t in range(8 * 132 * size):
+        mine[t % 132] += functions["turn"](t, 8 * 132, 33, size)[0] == 0
+    assert np.ptp(mine) <= 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 7), (16, 9)], ids=str)
 def test_every_tile_has_one_owner_and_a_place(size, shape):
-    """Every rank works on every tile once, in as many phases as there are ranks, the owner last; no two tiles of an
-    owner share a place, and there are as many places as are made."""
+    """Every rank works on every tile once; no two tiles of an owner share a place; and what is no tile is skipped."""
     functions = as_python([gluon, two_shot], Machine(size, 1, 0))
     tiles = shape[0] * shape[1]
-    for rounds in {1, min(2, tiles), min(3, tiles), tiles}:
-        owned: dict[int, list] = {rank: [] for rank in range(size)}
-        phases: dict[int, dict[int, int]] = {}
+    count = cdiv(tiles, size)
+    for lag in {1, count}:
+        owners: dict[tuple, set] = {}
         for rank in range(size):
-            for t in range(tiles):
-                phase, index, place, i, j = functions["_tile"](t, rank, *shape, rounds, size, 2)
-                assert 0 <= i < shape[0]
-                assert 0 <= j < shape[1]
-                phases.setdefault(index, {})[rank] = phase
-                if phase == size - 1:
-                    owned[rank].append((index, place, (i, j)))
-        assert sorted(phases) == list(range(tiles))
-        for by_rank in phases.values():
-            (owner,) = (rank for rank, phase in by_rank.items() if phase == size - 1)
-            assert [by_rank[(owner - 1 - p) % size] for p in range(size)] == list(range(size))
-        everything = [tile for tiles_of in owned.values() for tile in tiles_of]
-        assert len({cell for _, _, cell in everything}) == tiles
-        for tiles_of in owned.values():
-            places = [place for _, place, _ in tiles_of]
-            assert len(set(places)) == len(places)
-            assert max(places, default=0) < rounds * cdiv(cdiv(tiles, rounds), size)
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 7)], ids=str)
-def test_every_tile_of_every_part_once_and_the_owner_last(size, shape):
-    """In any number of rounds, and a rank's next in the chain comes to a tile later than it does itself."""
-    functions = as_python([gluon, chain], Machine(size, 1, 0))
-    tiles = shape[0] * shape[1]
-    for rounds in {1, min(2, tiles), min(3, tiles), tiles}:
-        seen: list[dict] = [{} for _ in range(size)]
-        for rank in range(size):
-            for t in range(size * tiles):
-                phase, owner, i, j = functions["_tile"](t, rank, *shape, rounds, size, 2)
-                assert owner == (rank + 1 + phase) % size
-                seen[rank][owner, i, j] = t
-        assert all(len(cells) == size * tiles for cells in seen)
-        for owner, i, j in seen[0]:
-            turns = [seen[(owner - 1 - p) % size][owner, i, j] for p in range(size)]
-            assert turns == sorted(set(turns))
-
-
-def test_chain_on_eight_ranks():
-    run_chain(8, 8, 8, 8, 2, 0, launches=2)
+            found = [functions["_tile"](t, rank, *shape, lag, size, 2) for t in range(size * count)]
+            real = [((i, j), ((rank + d) % size, place)) for d, place, i, j in found if j >= 0]
+            assert len(real) == tiles
+            for cell, owner in real:
+                owners.setdefault(cell, set()).add(owner)
+        assert sorted(owners) == [(i, j) for i in range(shape[0]) for j in range(shape[1])]
+        assert all(len(who) == 1 for who in owners.values())
+        places = [who.pop() for who in owners.values()]
+        assert len(set(places)) == tiles
+        assert all(0 <= place < count for _, place in places)
 
 
 def without(name, *path):
@@ -351,7 +337,7 @@ def without(name, *path):
     [without("pl", "wait"), without("ptx", "drain"), without("tma", "store_wait"), without("mbarrier", "wait")],
     ids=["wait", "drain", "store_wait", "mbarrier.wait"],
 )
-@pytest.mark.parametrize("run", [run_push, run_chain, run_two_shot])
+@pytest.mark.parametrize("run", [run_push, run_inbox, run_two_shot])
 def test_what_is_left_out_is_found(run, broken):
     found = 0
     for seed in range(6):
@@ -387,9 +373,9 @@ def skipping(name, attribute, line, seen):
         (run_push, "ptx", "drain", 2),
         (run_push, "tma", "store_wait", 2),
         (run_short_push, "mbarrier", "wait", 6),
-        (run_chain, "pl", "wait", 2),
-        (run_chain, "gl", "atomic_add", 1),
-        (run_two_shot, "pl", "wait", 3),
+        (run_inbox, "pl", "wait", 1),
+        (run_inbox, "gl", "atomic_add", 1),
+        (run_two_shot, "pl", "wait", 2),
         (run_two_shot, "gl", "atomic_add", 2),
     ],
 )

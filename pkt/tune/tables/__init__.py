@@ -18,14 +18,14 @@ from pkt.errors import dtype_text
 from pkt.tune.config import NCCL, Config, nccl_wanted
 from pkt.tune.model import MODELS
 from pkt.tune.search import Candidate, Search
-from pkt.tune.spaces import GLUON_MODES, gluon_fits
+from pkt.tune.spaces import gluon_fits
 
 FARTHEST = 1.5
 """Doublings and halvings of M, N and K together by which a shape may differ from a measured one, see `nearest`: as far
 as half-way between two sizes of which one is twice the other."""
 
 AXES = ("M", "N", "K")
-OF_A_SHAPE = {"gluon": ("skip", "split"), "chain": ("rounds",), "copy": ("push_rows",)}
+OF_A_SHAPE = {"gluon": ("skip", "split"), "copy": ("push_rows",)}
 """By mode, settings that are right for one shape only. An operator derives them from its own where they are not given.
 """
 
@@ -61,9 +61,7 @@ def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | 
     case = {**key, "size": size}
     baseline, gluon = nccl_wanted(), gluon_fits(what, case)
     taken = [
-        c
-        for c in search.candidates
-        if (baseline or c.config != NCCL) and (gluon or c.config.get("mode") not in GLUON_MODES)
+        c for c in search.candidates if (baseline or c.config != NCCL) and (gluon or c.config.get("mode") != "gluon")
     ]
 
     def expected(candidate: Candidate) -> float:

@@ -112,9 +112,9 @@ def search(
 
     order: the same on every rank, with predicted seconds. The first ones that compile and run everywhere, as many as
     `slots` says, are measured REPEATS times. Of these the faster half stays, less those that are further behind the
-    best than the times of both scatter, and has its repeats doubled, until one is left, or what is left is within CLOSE
-    of the best, or has MOST_REPEATS. A time is the median over repeats of the maximum over ranks; of equal ones the
-    first in order is taken. Raises NoCandidate if every one was dropped.
+    best than the times of both scatter, and has its repeats doubled, then a quarter, and so on, until one is left, or
+    what is left is within CLOSE of the best, or has MOST_REPEATS. A time is the median over repeats of the maximum over
+    ranks; of equal ones the first in order is taken. Raises NoCandidate if every one was dropped.
     """
     start = time.perf_counter()
     with Interrupts() as interrupts, progress(work.what, slots(len(order), most), world.rank == 0) as advance:
@@ -221,22 +221,24 @@ class _State:
             self.measure(i, REPEATS)
 
     def halve(self) -> None:
-        """Look at the best ones again, and again, until it is clear which is fastest."""
+        """Look at the best ones again, and again, until it is clear which is fastest. One that was left behind comes
+        back where those before it fall behind it."""
         left = self.ranked()
+        keep = len(left)
         while len(left) > 1 and not self.votes.stopped:
             best, time = self.candidates[left[0]], self.median(left[0])
-            half = left[: max(2, math.ceil(len(left) / 2))]
-            rivals = [i for i in half if self.median(i) - time <= self.candidates[i].scatter + best.scatter]
+            keep = max(2, math.ceil(keep / 2))
+            rivals = [i for i in left[:keep] if self.median(i) - time <= self.candidates[i].scatter + best.scatter]
             far = any(self.median(i) > time * (1 + CLOSE) for i in rivals)
-            repeats = len(best.times)
-            if not far or repeats >= MOST_REPEATS:
+            again = [i for i in rivals if len(self.candidates[i].times) < MOST_REPEATS]
+            if not far or not again:
                 return
-            for i in rivals:
+            for i in again:
                 if self.votes.stopped:
                     return
                 with self.work.scope():
-                    self.measure(i, repeats)
-            left = [i for i in self.ranked() if i in rivals]
+                    self.measure(i, len(self.candidates[i].times))
+            left = self.ranked()
 
     def median(self, i: int) -> float:
         return statistics.median(self.candidates[i].times)

@@ -75,6 +75,41 @@ def test_what_is_too_close_to_matter_is_not_measured_again():
     assert len(asked) == 8
 
 
+def test_what_takes_a_while_is_warmed_up_first():
+    """Only where it is so slow that power may limit the clock, and only once; those times do not count."""
+    found, asked = searched(2, 2, seconds=lambda n: 0.01 * (1 + n))
+    first = found.candidates[0].config["n"]
+    assert asked[:3] == [
+        (first, rules.REPEATS),
+        (first, math.ceil(rules.HEAT / (0.01 * (1 + first)))),
+        (first, rules.REPEATS),
+    ]
+    assert all(len(c.times) == rules.REPEATS for c in found.candidates)
+    for seconds in (0.5 * rules.HEATING, rules.HEAT):
+        _, asked = searched(1, 2, seconds=lambda n, seconds=seconds: seconds * (1 + n))
+        assert [repeats for _, repeats in asked] == [rules.REPEATS] * 2
+
+
+def test_a_lucky_first_look_does_not_win():
+    """Candidates 0 and 1 fall back behind 2, which was too far behind to be looked at again: then it is, before it is
+    taken, and it is slower."""
+    looks = {0: [1.0] * 3 + [1.3] * 21, 1: [1.05, 1.2, 1.1] + [1.3] * 21, 2: [1.12, 1.12, 1.12] + [1.5] * 21}
+    seen = Counter()
+
+    def main(world):
+        class Drifting(Rough):
+            def times(self, config, run, repeats):
+                start = seen[config["n"]]
+                seen[config["n"]] += repeats
+                return looks[config["n"]][start : start + repeats]
+
+        return tune(anything, configs=candidates(3), timer=lambda world: Drifting(world, seconds=lambda n: 1.0))
+
+    found = in_threads(1, main)[0]
+    assert found.best != Config(n=2)
+    assert min(len(c.times) for c in found.candidates) > rules.REPEATS
+
+
 def test_of_equal_times_the_first_in_order_wins():
     found, _ = searched(3, 8, seconds=lambda n: 1.0)
     assert found.best == found.candidates[0].config

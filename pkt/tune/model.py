@@ -36,6 +36,8 @@ LAG = {"matmul_reduce_scatter": 1, "matmul_all_reduce": 2}
 """Rounds of all programs that a rank's own tiles are behind the others', where nothing is given."""
 TAKEN = 0.6
 """Interference of sending in passing, see `overlapped`."""
+ARRIVES = 15e-6
+"""Seconds from the end of a tile until its owner has it, while all other programs send theirs."""
 PEERS = 4
 """With how many matmul_all_reduce's plain form would have to exchange a block at a time to be as fast as the curves."""
 NCCL_PROGRAMS = 32
@@ -308,9 +310,13 @@ def _push_first(case: _Case, config: Mapping[str, Any], sent: float, tasks: int,
     compute = alone * one if not joined else max(alone * one, pushing) + joined * one
     compute += min(map(after, (given,) if given else SPLITS))
     chunk = min(1.0, (config.get("chunk") or CHUNK) / case.K)
-    last = replace(case, block_n=case.block_n // (given or 1)).seconds(True, gpu) if left >= computing else one
+    cut = (given or 1) if left >= computing else 1
+    last = replace(case, block_n=case.block_n // cut).seconds(True, gpu)
+    # A tile begins with its first chunk, so the last ones began when all before them had come.
+    wave = pushing * min(1.0, gpu.sms / max(tasks * cut * (case.size - 1) / case.size, 1.0))
+    last = max(one * chunk, last - wave)
     return overlapped(
-        tasks=1, task_seconds=compute, comm_bytes=sent, comm_rate=rate, around=max(one * chunk, last),
+        tasks=1, task_seconds=compute, comm_bytes=sent, comm_rate=rate, around=last,
         memory_bytes=case.memory_bytes, sync=2 * gpu.signal, interference=0.0, gpu=gpu,
     )  # fmt: skip
 
@@ -342,20 +348,18 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
 
 
 def _in_turns(what: str, case: _Case, config: Mapping[str, Any], part: int, gpu: Gpu) -> Estimate:
-    """A rank's own tiles are `lag` behind the others', of which each is sent when it is computed. Where all the sends
-    of a round take longer than that, they are waited for; and nothing is sent while the last `lag` tiles are computed,
-    except that matmul_all_reduce sends its own then, to all."""
+    """A rank's own tiles are `lag` behind the others', of which each is sent when it is computed. Where they are ARRIVES
+    seconds behind or less, each waits for the rest; and while the last `lag` are computed nothing else is sent."""
     size, one = case.size, case.seconds(True, gpu)
-    tasks, turn = size * part, gpu.sms / size
+    turn = gpu.sms / size
     lag = max(1, min(config.get("lag") or math.ceil(LAG[what] * turn), part))
     half = (size - 1) / size * case.M * case.N * case.itemsize
-    rate = link_rate("TMA store", gpu.sms)
-    twice = what == "matmul_all_reduce"
-    late = max(0.0, one + half / max(tasks, 1) * gpu.sms / rate - lag / turn * one) if half else 0.0
+    late = max(0.0, ARRIVES - lag / turn * one) * part / gpu.sms
+    tail = lag / gpu.sms * one
     return overlapped(
-        tasks=tasks, task_seconds=one, comm_bytes=half * (1 + twice),
-        comm_rate=rate * (1.0 if twice else 1 - lag / (tasks + 1)), around=2 * one,
-        memory_bytes=case.memory_bytes, sync=2 * gpu.signal + late, interference=TAKEN, gpu=gpu,
+        tasks=size * part, task_seconds=one, comm_bytes=half * (1 if what == "matmul_reduce_scatter" else 2),
+        comm_rate=link_rate("TMA store", gpu.sms), around=2 * one, memory_bytes=case.memory_bytes,
+        sync=2 * gpu.signal + (late + tail if half else 0.0), interference=TAKEN, gpu=gpu,
     )  # fmt: skip
 
 

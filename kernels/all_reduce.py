@@ -8,6 +8,7 @@ two_shot: block t belongs to rank t % W, which loads it from every rank, adds, a
     rank's `out`: 2 * (W - 1) / W * n * itemsize bytes.
 two_shot_push: as two_shot, but each rank stores its blocks into their owners' inboxes (see reduce_scatter), because
     stores reach more of the links than loads: 1.20 ms against 1.26 for 256 MiB on 4 x H200.
+copy: as two_shot, moved by the copy engines, see _copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
 All add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks hold
@@ -33,11 +34,13 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common
-from .reduce_scatter import OPS, Op, combine, from_inbox, inboxes, over_ranks, reduced
+from .reduce_scatter import OPS, Op, check_chunks, combine, from_inbox, inboxes, over_ranks, reduced
 
 CALL = "all_reduce"
-Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "multimem"]
-MODES = ("low_latency", "one_shot", "two_shot", "two_shot_push", "multimem")
+Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
+MODES = ("low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem")
+SENT = ("low_latency", "two_shot_push", "copy")  # only this rank reads its x
+SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `out`
 
 LOW_LATENCY_BYTES = 64 << 10
 """Largest x for which mode None takes low_latency. On 4 x H200 it takes 7.9, 10.3 and 33 us for 16 KiB, 128 KiB and
@@ -232,11 +235,12 @@ def all_reduce(
     op: Op = "sum",
     mode: Mode | None = None,
     block: int | None = None,
+    chunks: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
 
-    x: contiguous, bf16, fp16 or fp32; symmetric unless mode is low_latency or two_shot_push. out: x itself or apart
+    x: contiguous, bf16, fp16 or fp32; symmetric unless mode is low_latency, two_shot_push or copy. out: x itself or apart
     from it, of x's shape and dtype; symmetric unless mode is low_latency or one_shot. op: "sum", in fp32 and rounded
     once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes low_latency up to
     LOW_LATENCY_BYTES, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
@@ -247,20 +251,20 @@ def all_reduce(
     """
     world = _common.world_of(CALL, world, x, out)
     out = x if out is None else out
-    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block), _common.overlap(x, out))
+    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block, chunks), _common.overlap(x, out))
 
 
 def _plan(
-    world: World, x: torch.Tensor, out: torch.Tensor, op: Op, mode: Mode | None, block: int | None
+    world: World, x: torch.Tensor, out: torch.Tensor, op: Op, mode: Mode | None, block: int | None, chunks: int | None
 ) -> _common.Launch:
     _common.check_choice(CALL, "op", op, OPS, world)
     _common.check_choice(CALL, "mode", mode, (*MODES, None), world)
     _common.check_block(CALL, block, world)
-    sent = mode in ("low_latency", "two_shot_push")  # only this rank reads its x
-    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=not sent)
+    check_chunks(CALL, mode, chunks, world)
+    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode not in SENT)
     even = x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     mode = mode or _chosen(x, out, op, world, even)
-    spread = mode in ("two_shot", "two_shot_push", "multimem")  # peers store into `out`
+    spread = mode in SPREAD
     _common.check_tensor(CALL, "out", out, world, shape=tuple(x.shape), dtype=x.dtype, peers=spread)
     if mode == "multimem" and not even:
         wanted = "a multiple of 16 bytes: multimem moves runs of 16 bytes; two_shot does not need it"
@@ -272,14 +276,18 @@ def _plan(
     if not in_place:
         _common.check_apart(CALL, x, out, world)
     _common.check_agreed(
-        CALL, world, x=_common.anywhere(x) if mode in ("low_latency", "two_shot_push") else x,
-        out=out if spread else in_place if mode == "one_shot" else None, op=op, mode=mode, block=block,
+        CALL, world, x=_common.anywhere(x) if mode in SENT else x,
+        out=out if spread else in_place if mode == "one_shot" else None, op=op, mode=mode, block=block, chunks=chunks,
     )  # fmt: skip
     n = x.numel()
     if n == 0:
         return lambda x, out: out
     if mode == "low_latency":
         return _low_latency(x, op, block, world)
+    if mode == "copy":
+        from ._copy_reduce import reduce_launch
+
+        return reduce_launch(world, n, x.dtype, op, block, chunks)
     BLOCK = _common.copy_block(x, block)
     blocks = triton.cdiv(n, BLOCK)
     tasks = blocks if mode == "one_shot" else triton.cdiv(blocks, world.size)

@@ -12,7 +12,7 @@ from pkt.kernels.reduce_scatter import Op, reduce_scatter, reference
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
-MODES = ("pull", "push")
+MODES = ("pull", "push", "copy")
 
 
 def scatters(
@@ -23,13 +23,15 @@ def scatters(
     block: int | None = 16,
     dim: int = 0,
     op: Op = "sum",
+    chunks: int | None = None,
 ) -> torch.Tensor:
+    chunks = chunks or (3 if mode == "copy" else None)
     shape = reference_shape(part, dim, world.size)
     x = pkt.empty(shape, dtype=dtype)
     for launch in range(LAUNCHES):
         everybody = inputs(world, shape, dtype, launch)
         x.copy_(everybody[world.rank])
-        got = reduce_scatter(x, dim=dim, op=op, mode=mode, block=block)
+        got = reduce_scatter(x, dim=dim, op=op, mode=mode, block=block, chunks=chunks)
         exact = reference(everybody, world.rank, dim, op)
         bound = sum_bound(everybody).chunk(world.size, dim)[world.rank] if op == "sum" else torch.zeros_like(exact)
         assert_within(got, exact, bound, world.rank, launch)

@@ -58,8 +58,8 @@ def copy_launch(
     space = world.workspace((CALL, "copy", m, k, dtype, tasks, programs, tiles.block_m, together), make)
     args = Push(
         a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, inbox_ptr=space.inbox, ready_ptr=space.counters,
-        queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=k, num_comm_sms=0, together=together, COPIED=tl.constexpr(True),
-        COLUMNS=tl.constexpr(False), TMA=tl.constexpr(_common.aligned(a, rows, out)),
+        queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=k, num_comm_sms=0, together=together,
+        COPIED=tl.constexpr(True), COLUMNS=tl.constexpr(False), TMA=tl.constexpr(_common.aligned(a, rows, out)),
         TRANSPOSED=tl.constexpr(transposed), EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m),
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k),
         CHUNK=tl.constexpr(triton.cdiv(k, tiles.block_k) * tiles.block_k), GROUP=tl.constexpr(tiles.group),

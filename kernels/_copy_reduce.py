@@ -1,14 +1,14 @@
 """reduce_scatter and all_reduce by the copy engines: SMs only add.
 
-The owner of a part has an inbox, where the ranks copy their x of it, in chunks: every peer's first chunk before anybody's
-next. A kernel for each chunk begins with a barrier of the programs of one index on all ranks, behind this rank's copies
-of the chunk, so after it everybody's are there; then it adds in fp32 in the order rank, rank + 1, ..., this rank's own
-part straight from x. So each chunk is added while the next ones are on their way, no kernel waits for copies of its own
-rank, and none for what is queued behind another of its kind. All ranks meet before the first copy, because the inbox is
-not halved by the parity of the launch, which the host does not know in the replay of a graph.
+The owner of a part has an inbox, into which the ranks copy their x of it, in chunks: every peer's first chunk before
+anybody's next. A kernel for each chunk is queued behind this rank's copies of it and begins with a barrier of the
+programs of one index on all ranks, after which everybody's are there. Then it adds in fp32, in the order rank, rank +
+1, ..., this rank's own part straight from x, while the next chunks are on their way. A kernel that waits so needs
+nothing that is queued behind it on any rank: it may take all SMs, and a replayed graph its branches in any order. All
+ranks meet before the first copy: the inbox has no halves, because the host does not know the parity of a replay.
 
-all_reduce: the copies of a chunk's sum to every peer's `out` are queued behind the copies of the next chunk's x, which
-keep the links busy while it is added; one more meeting ends it.
+all_reduce: a chunk's sum is copied to every peer's `out` behind the copies of the next chunk's x, which keep the links
+busy while it is added. One more meeting ends it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def sum_kernel(
         for i in tl.static_range(0, world.size - 1):
             more = inbox_ptr + tl.cast(slot, tl.int64) * (i * part.UNIT) + place
             total = combine(total, tl.load(more, mask=inside).to(tl.float32), OP)
-        tl.store(out_ptr + tl.cast(out_before, tl.int64) * part.UNIT + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+        mine = out_ptr + tl.cast(out_before, tl.int64) * part.UNIT + place
+        tl.store(mine, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _inbox(slot: int, dtype: torch.dtype, world: World) -> SymmetricTensor:
@@ -129,7 +130,7 @@ def scatter_launch(
 def reduce_launch(
     world: World, n: int, dtype: torch.dtype, op: Op, block: int | None, chunks: int | None
 ) -> _common.Launch:
-    """launch(x, out) for x of n elements; rank r owns [r * slot, (r + 1) * slot) of them, less at the end. Collective."""
+    """launch(x, out) for x of n elements, of which rank r owns a slot from r * slot on, less at the end. Collective."""
     rank, size, itemsize = world.rank, world.size, dtype.itemsize
     slot = triton.cdiv(triton.cdiv(n, size), _runs.LINE) * _runs.LINE  # so that parts are aligned
     whole = _runs.runs(1, slot, dtype, block)

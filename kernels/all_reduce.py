@@ -42,9 +42,12 @@ MODES = ("low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multim
 SENT = ("low_latency", "two_shot_push", "copy")  # only this rank reads its x
 SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `out`
 
-LOW_LATENCY_BYTES = 64 << 10
+LOW_LATENCY_BYTES = 128 << 10
 """Largest x for which mode None takes low_latency. On 4 x H200 it takes 7.9, 10.3 and 33 us for 16 KiB, 128 KiB and
 1 MiB, two_shot 12, 12 and 17. Up to here every thread has one word of each rank to wait for."""
+TWO_SHOT_PUSH_BYTES = 16 << 20
+"""Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.9, 86.6 and 1199 us for
+1, 16 and 256 MiB, two_shot 16.7, 89.6 and 1272."""
 LOW_LATENCY_WORDS = 256
 """Words of 4 bytes that a program sends at a time, one a thread: a thread waits for its words one after the other."""
 
@@ -240,13 +243,15 @@ def all_reduce(
 ) -> torch.Tensor:
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
 
-    x: contiguous, bf16, fp16 or fp32; symmetric unless mode is low_latency, two_shot_push or copy. out: x itself or apart
-    from it, of x's shape and dtype; symmetric unless mode is low_latency or one_shot. op: "sum", in fp32 and rounded
+    x: contiguous, bf16, fp16 or fp32; symmetric unless mode is low_latency, two_shot_push or copy. out: x or apart from
+    it, of x's shape and dtype; symmetric unless mode is low_latency or one_shot. op: "sum", in fp32 and rounded
     once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes low_latency up to
     LOW_LATENCY_BYTES, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
-    the tensors are 16-byte aligned, else two_shot. low_latency keeps 4 * size times x's bytes of symmetric memory for
-    each size of x, two_shot_push 2 * size blocks a program for each block and grid. block: elements a program moves at
-    a time, a power of two. Returns `out` (or x), complete; `x` may be overwritten at once. Raises NotSymmetric,
+    the tensors are 16-byte aligned, else two_shot, and from TWO_SHOT_PUSH_BYTES on two_shot_push. Of symmetric memory
+    low_latency keeps 4 * size times x's bytes for each size of x, two_shot_push 2 * size blocks a program for each
+    block and grid, copy x's bytes less a part for each size of part. block: elements a program moves at a time, a power
+    of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of
+    _copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at once. Raises NotSymmetric,
     ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
@@ -319,7 +324,9 @@ def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool
         return "low_latency"
     if not isinstance(out, SymmetricTensor):
         return "one_shot"
-    return "multimem" if world.multicast and even and op == "sum" else "two_shot"
+    if world.multicast and even and op == "sum":
+        return "multimem"
+    return "two_shot" if x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
 
 
 class _Space(NamedTuple):

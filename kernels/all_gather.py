@@ -4,8 +4,8 @@ push: each rank reads its shard once and stores it into every rank's `out`.
 pull: each rank loads every rank's `x` into its own `out`.
 copy: push by the copy engines, a copy a peer (see _copies): for shards of many megabytes.
 
-In all of them (W - 1) * n * itemsize bytes leave and enter each rank, and each run of the shard goes straight to its place
-(see _runs): no transposed copy. Two barriers of the programs of one index on all ranks.
+In all of them (W - 1) * n * itemsize bytes leave and enter each rank, and each run of the shard goes straight to its
+place (see _runs): no transposed copy. Two barriers of the programs of one index on all ranks.
 """
 
 from __future__ import annotations

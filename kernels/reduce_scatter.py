@@ -164,9 +164,9 @@ def reduce_scatter(
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
     any rank is a NaN. mode: see the module; None pulls where `x` is symmetric. "push" keeps 2 * size tiles of symmetric
     memory a program for each size of them and of the grid, "copy" size - 1 parts for each size of them. block: elements
-    of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most; None: by size. The same bits
-    every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported,
-    CollectiveMismatch.
+    of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most; None: by size. The same
+    bits every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
+    Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
     return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks), _common.overlap(x, out))

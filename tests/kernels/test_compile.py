@@ -341,6 +341,32 @@ def test_what_runs_beside_copy_engines(tiles: Any, monkeypatch: pytest.MonkeyPat
     assert kernels[-1].metadata.shared <= SHARED_LIMIT
 
 
+ADDED = {
+    "rows": (4, lambda t: reduce_scatter(tensor(4 * N, dtype=t), mode="copy", chunks=4)),
+    "columns": (2, lambda t: reduce_scatter(tensor(512, 8224, dtype=t), dim=1, mode="copy", chunks=2)),
+    "all_reduce": (3, lambda t: all_reduce(tensor(N, dtype=t), pkt.empty(N, dtype=t), mode="copy", chunks=3)),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ADDED)
+def test_sums_of_what_copy_engines_bring(
+    name: str, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One kernel for all chunks, which loads and stores 16 bytes a thread."""
+    chunks, call = ADDED[name]
+    launches = all_launched(lambda w: call(dtype), 4, False, monkeypatch)
+    sums = [x for x in launches if x.kernel.__name__ == "sum_kernel"]
+    names = [p.name for p in sums[0].kernel.params if not p.do_not_specialize]
+    of_all = [[str(a) for p, a in zip(x.kernel.params, x.args) if p.name in names] for x in sums]
+    assert of_all == of_all[:1] * chunks
+    ptx = compile_checked(sums[0], arch, tmp_path).asm["ptx"]
+    assert re.search(r"ld\.global\.v(2\.b64|4\.b32)", ptx)
+    assert re.search(r"st\.global\.v(2\.b64|4\.b32)", ptx)
+    assert not re.search(r"(ld|st)\.global\.(b|u)(8|16)\b", ptx), "an element at a time"
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_the_widest_tile(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     call = FUSED[name](EVEN, tiles=(128, 256, 64, 8, 8, 3))  # faster than the default for the largest products

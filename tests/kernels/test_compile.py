@@ -179,6 +179,18 @@ def test_low_latency(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.
     assert not re.search(r"fence|(atom|red)\S*\.sys", outside)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.bfloat16), *((1 << 14, t) for t in FLOATS)])
+def test_spread(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launch = launched(lambda w: all_reduce(tensor(n, dtype=dtype), mode="spread", op="max"), 4, False, monkeypatch)
+    ptx = compile_checked(launch, arch, tmp_path).asm["ptx"]
+    # one word a thread, out and in; neither barrier between ranks nor fence nor atomic
+    assert len(re.findall(r"st\.relaxed\.sys\.global\.b64", ptx)) == 1
+    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b64 word", ptx)) == 1
+    outside = re.sub(r"// pkt\.wait.*?// end inline asm", "", ptx, flags=re.S)
+    assert not re.search(r"fence|\b(atom|red)\.", outside)
+
+
 def with_bias(wanted: bool, n: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"bias": tensor(n, dtype=dtype)} if wanted else {}
 
@@ -358,8 +370,8 @@ def test_sums_of_what_copy_engines_bring(
     chunks, call = ADDED[name]
     launches = all_launched(lambda w: call(dtype), 4, False, monkeypatch)
     sums = [x for x in launches if x.kernel.__name__ == "sum_kernel"]
-    names = [p.name for p in sums[0].kernel.params if not p.do_not_specialize]
-    of_all = [[str(a) for p, a in zip(x.kernel.params, x.args) if p.name in names] for x in sums]
+    fixed = [i for i, p in enumerate(sums[0].kernel.params) if not p.do_not_specialize and "ptr" not in p.name]
+    of_all = [[str(x.args[i]) for i in fixed if not isinstance(x.args[i], DeviceWorld)] for x in sums]
     assert of_all == of_all[:1] * chunks
     ptx = compile_checked(sums[0], arch, tmp_path).asm["ptx"]
     assert re.search(r"ld\.global\.v(2\.b64|4\.b32)", ptx)

@@ -114,7 +114,7 @@ def gather(world: Any, mode: str, dim: int = 0, rows: int = 4, cols: int = 10) -
 @case(ranks=3, mode="pull", dim=1)
 @case(ranks=3, mode="push", dim=0)
 @case(ranks=2, mode="push", dim=0, launches=3)
-@case(ranks=3, mode="copy", dim=1, chunks=2)
+@case(ranks=3, sms=1, mode="copy", dim=1, chunks=2)
 @case(ranks=2, mode="copy", dim=0, chunks=3)
 def scatter(
     world: Any, mode: Any, dim: int, launches: int = LAUNCHES, chunks: Any = None, rows: int = 4, cols: int = 10
@@ -151,15 +151,14 @@ def spread(world: Any, n: int = 40) -> None:
 
 @case(ranks=3, mode="low_latency", launches=3, n=20)  # the third meets what the first left in its half of the slots
 @case(ranks=2, mode="low_latency", in_place=True, launches=3, n=20)
-@case(ranks=3, mode="spread", launches=3, n=20)
-@case(ranks=2, mode="spread_alone", in_place=True, launches=3, n=20)
+@case(ranks=2, mode="spread", in_place=True, launches=3, n=20)
 @case(ranks=3, mode="one_shot")
 @case(ranks=2, mode="one_shot", in_place=True)
 @case(mode="two_shot")
 @case(ranks=2, mode="two_shot", in_place=True)
 @case(ranks=3, mode="two_shot_push", launches=3)
 @case(ranks=2, mode="two_shot_push", in_place=True, launches=3)
-@case(ranks=3, mode="copy", n=100, chunks=2)
+@case(ranks=3, sms=1, mode="copy", n=100, chunks=2)
 @case(ranks=2, mode="copy", in_place=True, n=150, chunks=3)
 @case(mode="multimem")
 @case(ranks=2, mode="multimem", in_place=True, multicast=False)

@@ -34,6 +34,7 @@ MESSAGES = {"16 KiB": 1 << 14, "128 KiB": 1 << 17, "1 MiB": 1 << 20, "16 MiB": 1
 SQUARES = (8192, 32768)  # N x N gathered, or scattered
 SEQUENCES = {"16k": 1 << 14, "64k": 1 << 16, "256k": 1 << 18}
 SMALL = 1 << 20  # bytes up to which low-latency is tried
+LARGE = 1 << 24  # bytes from which copy engines are
 TARGETS = {
     **{
         f"all-reduce {name}": 1.5 * MESSAGES[name] / LINK / seconds  # on 4 ranks
@@ -51,20 +52,47 @@ BASELINES = ("NCCL", "NCCL, captured", "torch one-shot", "torch two-shot", "torc
 OURS: dict[str, dict[str, dict[str, Any]]] = {
     "all-reduce": {
         "pkt low-latency": {"mode": "low_latency"},
+        "pkt low-latency, captured": {"mode": "low_latency"},
+        "pkt low-latency spread": {"mode": "spread"},
+        "pkt low-latency spread, captured": {"mode": "spread"},
+        "pkt low-latency spread alone": {"mode": "spread_alone"},
+        "pkt low-latency spread alone, captured": {"mode": "spread_alone"},
+        "pkt low-latency spread alone, blocks of 64": {"mode": "spread_alone", "block": 64},
+        "pkt low-latency spread alone, blocks of 256": {"mode": "spread_alone", "block": 256},
         "pkt one-shot": {"mode": "one_shot"},
         "pkt one-shot, blocks of 1024": {"mode": "one_shot", "block": 1024},
         "pkt two-shot": {"mode": "two_shot"},
         "pkt two-shot, blocks of 2048": {"mode": "two_shot", "block": 2048},
         "pkt two-shot by stores": {"mode": "two_shot_push"},
+        "pkt copy": {"mode": "copy"},
+        "pkt copy, captured": {"mode": "copy"},
+        "pkt copy, 3 chunks, captured": {"mode": "copy", "chunks": 3},
+        "pkt copy, 4 chunks, captured": {"mode": "copy", "chunks": 4},
+        "pkt copy, 2 lanes, captured": {"mode": "copy", "lanes": 2},
+        "pkt copy, 4 chunks, 2 lanes, captured": {"mode": "copy", "chunks": 4, "lanes": 2},
         "pkt default, captured": {},
     },
-    "all-gather": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}},
+    "all-gather": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}, "pkt copy": {"mode": "copy"}},
     "reduce-scatter": {
         "pkt pull": {"mode": "pull"},
         "pkt pull, blocks of 4096": {"mode": "pull", "block": 4096},
         "pkt push": {"mode": "push"},
+        "pkt copy": {"mode": "copy"},
+        "pkt copy, captured": {"mode": "copy"},
+        "pkt copy, 2 chunks": {"mode": "copy", "chunks": 2},
+        "pkt copy, 4 chunks": {"mode": "copy", "chunks": 4},
+        "pkt copy, 8 chunks": {"mode": "copy", "chunks": 8},
+        "pkt copy, 16 chunks": {"mode": "copy", "chunks": 16},
+        "pkt copy, 4 chunks, 2 lanes": {"mode": "copy", "chunks": 4, "lanes": 2},
+        "pkt copy, 8 chunks, 2 lanes": {"mode": "copy", "chunks": 8, "lanes": 2},
+        "pkt copy, 16 chunks, 2 lanes": {"mode": "copy", "chunks": 16, "lanes": 2},
     },
-    "all-to-all": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}},
+    "all-to-all": {
+        "pkt push": {"mode": "push"},
+        "pkt pull": {"mode": "pull"},
+        "pkt copy": {"mode": "copy"},
+        "pkt copy, captured": {"mode": "copy"},
+    },
     "broadcast": {"pkt pass on": {}, "pkt pass on, blocks of 4096": {"block": 4096}},
 }
 Run = Callable[[], torch.Tensor]
@@ -138,8 +166,10 @@ def case(world: Any, kind: str, shape: list[int], dim: int = 0) -> Case:
     )
     # Root's alone: elsewhere what a lost broadcast leaves must not be right.
     scaled = x if kind != "broadcast" or world.rank == 0 else torch.zeros(1, device=device)
-    too_large = {"pkt low-latency": "more than is worth trying"} if x.nbytes > SMALL else {}
-    return Case(nbytes=sent * x.nbytes, variants=runs, exact=exact, scaled=scaled, skipped=too_large)
+    idle = [name for name in runs if "low-latency" in name and x.nbytes > SMALL]
+    idle += [name for name in runs if "copy" in name and x.nbytes < LARGE and device.type == "cuda"]
+    skipped = dict.fromkeys(idle, "not worth trying at this size")
+    return Case(nbytes=sent * x.nbytes, variants=runs, exact=exact, scaled=scaled, skipped=skipped)
 
 
 def _baselines(kind: str, x: torch.Tensor, out: torch.Tensor, dim: int, size: int) -> dict[str, Run]:

@@ -2,9 +2,10 @@
 
 push: each rank reads its shard once and stores it into every rank's `out`.
 pull: each rank loads every rank's `x` into its own `out`.
+copy: push by the copy engines, a copy a peer (see _copies): for shards of many megabytes.
 
-Either way (W - 1) * n * itemsize bytes leave and enter each rank, and each run of the shard goes straight to its place
-(see _runs): no transposed copy. Two barriers of the programs of one index on all ranks.
+In all of them (W - 1) * n * itemsize bytes leave and enter each rank, and each run of the shard goes straight to its
+place (see _runs): no transposed copy. Two barriers of the programs of one index on all ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.errors import ShapeError
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _runs
+from . import _common, _copies, _runs
 
 CALL = "all_gather"
+Mode = Literal["push", "pull", "copy"]
+MODES = ("push", "pull", "copy")
 
 DTYPES = (
     *_common.FLOATS, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
@@ -78,17 +82,17 @@ def all_gather(
     out: torch.Tensor | None = None,
     *,
     dim: int = 0,
-    mode: Literal["push", "pull"] | None = None,
+    mode: Mode | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The ranks' `x` one after the other along dimension `dim`, on every rank. Collective.
 
     x: contiguous, the same shape and dtype on every rank. out: x's shape with size times its dimension `dim`, of x's
-    dtype; a new tensor where None. To push, `x` may be this rank's own place in `out` where that is contiguous. mode
-    "push" needs a symmetric `out`, "pull" a symmetric `x`; None takes push where `out` is symmetric. block: elements a
-    program moves at a time, a power of two. Returns `out`, complete; `x` may be overwritten at once. Raises
-    NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    dtype; a new tensor where None. Unless pulled, `x` may be this rank's own place in `out` where that is contiguous.
+    mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`; None takes push where `out` is symmetric.
+    block: elements a program moves at a time, a power of two; none with "copy". Returns `out`, complete; `x` may be
+    overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block))
@@ -98,22 +102,25 @@ def _plan(
     world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, mode: str | None, block: int | None
 ) -> _common.Launch:
     mode = mode or ("push" if isinstance(out, SymmetricTensor) else "pull")
-    _common.check_choice(CALL, "mode", mode, ("push", "pull"), world)
+    _common.check_choice(CALL, "mode", mode, MODES, world)
     _common.check_block(CALL, block, world)
+    check_copied(CALL, mode, block, world)
     _common.check_tensor(CALL, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
     dim = _runs.axis(CALL, "dim", dim, x.shape, world)
     shape = (*x.shape[:dim], world.size * x.shape[dim], *x.shape[dim + 1 :]) if x.ndim else (world.size,)
     fresh = _common.fresh(shape, x.dtype, world)
     if out is None and mode == "pull":
         out = fresh()
-    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=mode == "push")
+    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=mode != "pull")
     rows, run = _runs.around(x.shape, dim)
-    _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 and mode == "push" else None)
+    _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 and mode != "pull" else None)
     # Peers find what is pushed or pulled by arithmetic; where the other tensor is, is each rank's own business.
     pulled, pushed = (x, None) if mode == "pull" else (_common.anywhere(x), out)
     _common.check_agreed(CALL, world, x=pulled, out=pushed, dim=dim, mode=mode, block=block)
     if x.numel() == 0:
         return lambda x, out: fresh() if out is None else out
+    if mode == "copy":
+        return _copied(world, rows, run, x, out)
     shard = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, shard.tiles),)
     kernel = push_kernel if mode == "push" else pull_kernel
@@ -124,6 +131,26 @@ def _plan(
     def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         out = fresh() if out is None else out
         start(x, out, bar, shard, world.device)
+        return out
+
+    return launch
+
+
+def check_copied(call: str, mode: str, block: int | None, world: World) -> None:
+    """Raise ShapeError where a copy engine is told how much a program moves."""
+    if mode == "copy" and block is not None:
+        raise ShapeError.argument(call, "block", block, 'none with mode "copy"', world.rank)
+
+
+def _copied(world: World, rows: int, run: int, x: torch.Tensor, out: torch.Tensor) -> _common.Launch:
+    shard, place = _copies.layout(rows, run), _copies.layout(rows, world.size, run)[:, world.rank]
+    there = out.data_ptr() <= x.data_ptr() < out.data_ptr() + out.nbytes  # x is in its place already
+    peers = [(world.rank + d) % world.size for d in range(1, world.size + (not there))]
+    moved = [box for p in peers for box in _copies.boxes(p, place, shard, x.dtype.itemsize)]
+    exchange = _copies.exchange_launch(world, moved)
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        exchange(x, out)
         return out
 
     return launch

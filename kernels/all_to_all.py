@@ -5,18 +5,18 @@ plain all-to-all. For attention with the sequence sharded (Ulysses) x is (B, S, 
 my part of the sequence, all heads, to all of the sequence, my heads; scatter=1, gather=2 goes back.
 
 push: each rank stores its parts into the ranks' `out`. pull: each rank loads its parts from the ranks' `x`.
+copy: push by the copy engines, a copy a part (see _copies): for parts of many megabytes.
 
-Either way one pass with no staging: (W - 1) / W * n * itemsize bytes leave and enter each rank, each run (see _runs)
-straight to its place. One kernel, because a part is a matrix of runs on both sides and only the strides between its
-rows differ. Programs that work at the same time have different peers. Two barriers of the programs of one index on all
-ranks.
+In all of them one pass with no staging: (W - 1) / W * n * itemsize bytes leave and enter each rank, each run (see
+_runs) straight to its place. One kernel pushes and pulls, because a part is a matrix of runs on both sides and only the
+strides between its rows differ. Programs that work at the same time have different peers. Two barriers of the programs
+of one index on all ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import triton
@@ -27,8 +27,8 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _runs
-from .all_gather import DTYPES
+from . import _common, _copies, _runs
+from .all_gather import DTYPES, MODES, Mode, check_copied
 
 CALL = "all_to_all"
 
@@ -68,7 +68,7 @@ def all_to_all(
     *,
     scatter: int = 0,
     gather: int = 0,
-    mode: Literal["push", "pull"] | None = None,
+    mode: Mode | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -89,8 +89,9 @@ def _plan(
     block: int | None,
 ) -> _common.Launch:  # fmt: skip
     mode = mode or ("push" if isinstance(out, SymmetricTensor) else "pull")
-    _common.check_choice(CALL, "mode", mode, ("push", "pull"), world)
+    _common.check_choice(CALL, "mode", mode, MODES, world)
     _common.check_block(CALL, block, world)
+    check_copied(CALL, mode, block, world)
     _common.check_tensor(CALL, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
     scatter = _runs.axis(CALL, "scatter", scatter, x.shape, world)
     gather = _runs.axis(CALL, "gather", gather, x.shape, world)
@@ -99,7 +100,7 @@ def _plan(
     fresh = _common.fresh(shape, x.dtype, world)
     if out is None and mode == "pull":
         out = fresh()
-    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=mode == "push")
+    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=mode != "pull")
     _common.check_apart(CALL, x, out, world)
     pulled, pushed = (x, None) if mode == "pull" else (_common.anywhere(x), out)
     _common.check_agreed(CALL, world, x=pulled, out=pushed, scatter=scatter, gather=gather, mode=mode, block=block)
@@ -110,6 +111,8 @@ def _plan(
     rows, run = _runs.around(sent, max(scatter, gather))
     together = math.prod(sent[min(scatter, gather) : max(scatter, gather)])
     together_x, together_out = (together, 1) if scatter < gather else (1, together)
+    if mode == "copy":
+        return _copied(world, rows, run, together_x, together_out, x.dtype.itemsize)
     part = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, part.tiles * world.size),)
     bar, push = _common.barrier_counters(world), mode == "push"
@@ -119,6 +122,26 @@ def _plan(
     def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         out = fresh() if out is None else out
         start(x, out, bar, part, together_x, together_out, world.device, push)
+        return out
+
+    return launch
+
+
+def _copied(world: World, rows: int, run: int, together_x: int, together_out: int, itemsize: int) -> _common.Launch:
+    together = together_x * together_out  # one of them is 1
+
+    def parts(before: int) -> torch.Tensor:
+        """(size, rows / together, together, run) of x or out, of which the ranks' parts have `before` runs in a row."""
+        whole = _copies.layout(rows // before, world.size, before, run).movedim(1, 0)
+        return whole if before == together else whole.view(world.size, rows // together, together, run)
+
+    sent, got = parts(together_x), parts(together_out)
+    peers = [(world.rank + d) % world.size for d in range(1, world.size + 1)]
+    moved = [box for p in peers for box in _copies.boxes(p, got[world.rank], sent[p], itemsize)]
+    exchange = _copies.exchange_launch(world, moved)
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        exchange(x, out)
         return out
 
     return launch

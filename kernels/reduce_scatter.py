@@ -4,8 +4,9 @@ pull: each rank loads its part from every rank, run by run where it lies (see _r
     one index on all ranks.
 push: each rank stores each tile into its owner's inbox, which adds what came: `x` need not be symmetric, and there is
     no barrier, but a signal to each rank for a tile. An eighth slower than pull for 8192 x 8192 on 4 x H200.
+copy: push by the copy engines, see _copy_reduce: for parts of many megabytes.
 
-Either way each reduces in fp32, in the order rank, rank + 1, ...: deterministic, the same bits in both, and
+In all of them each reduces in fp32, in the order rank, rank + 1, ...: deterministic, the same bits in all, and
 (W - 1) / W * n * itemsize bytes into and out of each rank.
 """
 
@@ -24,12 +25,14 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _runs
+from . import _common, _copies, _runs
 
 CALL = "reduce_scatter"
 
 Op = Literal["sum", "min", "max"]
 OPS = ("sum", "min", "max")
+Mode = Literal["pull", "push", "copy"]
+MODES = ("pull", "push", "copy")
 
 
 def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
@@ -148,8 +151,10 @@ def reduce_scatter(
     *,
     dim: int = 0,
     op: Op = "sum",
-    mode: Literal["pull", "push"] | None = None,
+    mode: Mode | None = None,
     block: int | None = None,
+    chunks: int | None = None,
+    lanes: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Part `rank` of the ranks' `x`, reduced; the parts are equal slices of dimension `dim`. Collective.
@@ -158,21 +163,24 @@ def reduce_scatter(
     that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
     any rank is a NaN. mode: see the module; None pulls where `x` is symmetric. "push" keeps 2 * size tiles of symmetric
-    memory a program for each size of them and of the grid. block: elements of a tile, a power of two. The same bits
-    every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported,
-    CollectiveMismatch.
+    memory a program for each size of them and of the grid, "copy" size - 1 parts for each size of them. block: elements
+    of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most; None: by size. lanes: with
+    "copy" only, streams that copies take turns on; 1 where None. The same bits every time. Returns `out`; `x` may be
+    overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
-    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block), _common.overlap(x, out))
+    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks, lanes), _common.overlap(x, out))
 
 
 def _plan(
-    world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, op: Op, mode: str | None, block: int | None
-) -> _common.Launch:
+    world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, op: Op, mode: str | None, block: int | None,
+    chunks: int | None, lanes: int | None,
+) -> _common.Launch:  # fmt: skip
     _common.check_choice(CALL, "op", op, OPS, world)
     _common.check_block(CALL, block, world)
     mode = mode or ("pull" if isinstance(x, SymmetricTensor) else "push")
-    _common.check_choice(CALL, "mode", mode, ("pull", "push"), world)
+    _common.check_choice(CALL, "mode", mode, MODES, world)
+    _copies.check(CALL, mode, world, chunks=chunks, lanes=lanes)
     _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode == "pull")
     dim = _runs.axis(CALL, "dim", dim, x.shape, world)
     shape = _runs.share(CALL, "x", dim, x.shape, world)
@@ -183,9 +191,14 @@ def _plan(
     rows, run = _runs.around(shape, dim)
     _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 else None)
     pulled = x if mode == "pull" else _common.anywhere(x)
-    _common.check_agreed(CALL, world, x=pulled, dim=dim, op=op, mode=mode, block=block)
+    _common.check_agreed(CALL, world, x=pulled, dim=dim, op=op, mode=mode, block=block, chunks=chunks)
     if out.numel() == 0:
         return lambda x, out: fresh() if out is None else out
+    if mode == "copy":
+        from ._copy_reduce import scatter_launch
+
+        copied = scatter_launch(world, rows, run, x.dtype, op, block, chunks, lanes or 1)
+        return lambda x, out: copied(x, fresh() if out is None else out)
     part = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, part.tiles),)
     kernel = pull_kernel if mode == "pull" else push_kernel

@@ -155,6 +155,12 @@ class CudaBackend:
                 driver.release(handle)
         driver.allow(address, size, self.device_index)
 
+    def copy(
+        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int]
+    ) -> None:
+        """See Driver.copy: on the current stream, between addresses of any windows and of this GPU."""
+        self.driver.copy(target, source, shape, to, of, self.device_index)
+
     def allocated(self, block: Block) -> None:
         """Nothing to do: memory is mapped, and nobody checks accesses here."""
 

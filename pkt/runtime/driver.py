@@ -81,6 +81,13 @@ class Driver(Protocol):
     def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Tensor of one dimension over mapped memory."""
 
+    def copy(
+        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
+        device: int,
+    ) -> None:  # fmt: skip
+        """Queue a copy by a copy engine on the current stream. shape: planes, runs in a plane, bytes in a run; to, of:
+        bytes from one run to the next, and from one plane to the next, which is a multiple, at target and source."""
+
     def synchronize(self, device: int) -> None: ...
     def write_words(self, address: int, words: list[int], device: int) -> None:
         """Write int32 words while kernels run, from any thread; returns when they are written."""
@@ -212,6 +219,27 @@ class CudaDriver:
         if empty is None:
             empty = self._empty[device, dtype] = torch.empty(0, dtype=dtype, device=torch.device("cuda", device))
         return empty.new_empty(0).set_(_storage_at(address, empty.device, nbytes))
+
+    def copy(
+        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
+        device: int,
+    ) -> None:  # fmt: skip
+        stream = torch.cuda.current_stream(device).cuda_stream
+        planes, runs, nbytes = shape
+        if planes * runs == 1:
+            self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
+            return
+        # Between tensors of such strides torch's copy_ is a kernel.
+        box = self._cuda.CUDA_MEMCPY3D()
+        box.srcMemoryType = box.dstMemoryType = self._cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        box.dstDevice, box.srcDevice = target, source
+        (box.dstPitch, target_plane), (box.srcPitch, source_plane) = to, of
+        if planes > 1:
+            box.dstHeight, box.srcHeight = target_plane // to[0], source_plane // of[0]
+        else:
+            box.dstHeight = box.srcHeight = runs
+        box.WidthInBytes, box.Height, box.Depth = nbytes, runs, planes
+        self._call("cuMemcpy3DAsync", box, stream)
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)

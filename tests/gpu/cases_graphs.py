@@ -185,9 +185,12 @@ class Collectives(Program):
         fill_kernel[(blocks,)](self.x, self.step, device, BLOCK)
         pkt.all_reduce(self.x, self.sum, mode="two_shot")
         check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
-        pkt.all_gather(self.x, self.gathered, mode="push")
-        check_kernel[(blocks * self.world.size,)](self.gathered, self.n, self.step, self.wrong, device, False, BLOCK)
-        for mode in ("one_shot", "low_latency"):
+        for way in ("push", "copy"):
+            pkt.all_gather(self.x, self.gathered, mode=way)
+            check_kernel[(blocks * self.world.size,)](
+                self.gathered, self.n, self.step, self.wrong, device, False, BLOCK
+            )
+        for mode in ("one_shot", "low_latency", "spread_alone", "copy"):
             pkt.all_reduce(self.x, self.sum, mode=mode)
             check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import pkt
+from pkt.kernels.all_reduce import MODES
 from tests.gpu.run import Batch, launch, on_ranks, unless_possible
 from tests.kernels.cases import CASES
 
@@ -32,24 +33,27 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
     for turn in range(3):
         inputs = [integers(world, (n,), turn * world.size + r, dtype) for r in range(world.size)]
         x.copy_(inputs[world.rank])
-        for mode in ("push", "pull"):
+        for mode in ("push", "pull", "copy"):
             gathered.fill_(-99)
             got = pkt.all_gather(x, gathered, mode=mode)
             assert torch.equal(got.plain(), torch.cat(inputs)), mode
         total = torch.stack([i.double() for i in inputs]).sum(0)
-        for mode in ("low_latency", "one_shot", "two_shot", "two_shot_push", "multimem"):
-            if mode == "low_latency" and n > 1 << 20:
+        for mode in MODES:
+            if mode in ("low_latency", "spread", "spread_alone") and n > 1 << 20:
                 continue  # slots of gigabytes
             out.fill_(-99)
             assert torch.equal(pkt.all_reduce(x, out, mode=mode).double(), total), mode
         most = torch.stack(inputs).amax(0)
-        for mode in ("one_shot", "two_shot"):
+        for mode in ("one_shot", "two_shot", "copy"):
             assert torch.equal(pkt.all_reduce(x, out, op="max", mode=mode).plain(), most), mode
         assert torch.equal(pkt.all_reduce(x).double(), total), "in place"
+        x.copy_(inputs[world.rank])
+        assert torch.equal(pkt.all_reduce(x, mode="copy").double(), total), "in place"
         wholes = [integers(world, (world.size * n,), 77 + turn * world.size + r, dtype) for r in range(world.size)]
         whole.copy_(wholes[world.rank])
         mine = torch.stack([w.double() for w in wholes]).sum(0).chunk(world.size)[world.rank]
-        assert torch.equal(pkt.reduce_scatter(whole).double(), mine)
+        for mode in ("pull", "push", "copy"):
+            assert torch.equal(pkt.reduce_scatter(whole, mode=mode).double(), mine), mode
         x.copy_(inputs[world.rank])
         root = turn % world.size
         assert torch.equal(pkt.broadcast(x, root).plain(), inputs[root])
@@ -63,7 +67,7 @@ def layouts(world: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) ->
         shards = [integers(world, shape, 9 * turn + r, dtype) for r in range(size)]
         x, whole = pkt.empty(shape, dtype=dtype), pkt.empty(torch.cat(shards, dim).shape, dtype=dtype)
         x.copy_(shards[mine])
-        for mode in ("push", "pull"):
+        for mode in ("push", "pull", "copy"):
             whole.fill_(-99)
             assert torch.equal(pkt.all_gather(x, whole, dim=dim, mode=mode).plain(), torch.cat(shards, dim)), (
                 dim,
@@ -72,12 +76,14 @@ def layouts(world: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) ->
         wholes = [integers(world, tuple(whole.shape), 99 + 9 * turn + r, dtype) for r in range(size)]
         whole.copy_(wholes[mine])
         total = torch.stack([w.double() for w in wholes]).sum(0).chunk(size, dim)[mine]
-        for mode in ("pull", "push"):
+        for mode in ("pull", "push", "copy"):
             assert torch.equal(pkt.reduce_scatter(whole, dim=dim, mode=mode).double(), total), (dim, mode)
         for gather in range(4):
             wanted = torch.cat([w.chunk(size, dim)[mine] for w in wholes], gather)
             out = pkt.empty(wanted.shape, dtype=dtype)
-            assert torch.equal(pkt.all_to_all(whole, out, scatter=dim, gather=gather).plain(), wanted), (dim, gather)
+            for mode in ("push", "copy"):
+                got = pkt.all_to_all(whole, out.fill_(-99), scatter=dim, gather=gather, mode=mode).plain()
+                assert torch.equal(got, wanted), (dim, gather, mode)
             assert torch.equal(pkt.all_to_all(whole, scatter=dim, gather=gather), wanted), (dim, gather)
             world.barrier()
             out.free()

@@ -102,34 +102,41 @@ def seeds(world: Any, launch: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------ collectives
 @case(mode="push")
 @case(ranks=3, mode="pull", dim=1)
+@case(ranks=3, mode="copy", dim=1)
 def gather(world: Any, mode: str, dim: int = 0, rows: int = 4, cols: int = 10) -> None:
     x, out = pkt.empty(rows, cols), pkt.empty(rows * world.size ** (1 - dim), cols * world.size**dim)
     for launch in range(LAUNCHES):
         fill(x, seeds(world, launch)[world.rank])
-        got = all_gather(x, out, dim=dim, mode=mode, block=16)
+        got = all_gather(x, out, dim=dim, mode=mode, block=None if mode == "copy" else 16)
         check(got, torch.cat([values((rows, cols), s) for s in seeds(world, launch)], dim))
 
 
 @case(ranks=3, mode="pull", dim=1)
 @case(ranks=3, mode="push", dim=0)
 @case(ranks=2, mode="push", dim=0, launches=3)
-def scatter(world: Any, mode: Any, dim: int, launches: int = LAUNCHES, rows: int = 4, cols: int = 10) -> None:
+@case(ranks=3, sms=1, mode="copy", dim=1, chunks=2)
+@case(ranks=2, mode="copy", dim=0, chunks=3)
+def scatter(
+    world: Any, mode: Any, dim: int, launches: int = LAUNCHES, chunks: Any = None, rows: int = 4, cols: int = 10
+) -> None:
     shape = (rows * world.size ** (1 - dim), world.size**dim * cols)
     x = pkt.empty(shape)
     for launch in range(launches):
         fill(x, seeds(world, launch)[world.rank])
         total = sum(values(shape, s) for s in seeds(world, launch))
-        check(reduce_scatter(x, dim=dim, mode=mode, block=16), total.chunk(world.size, dim)[world.rank])
+        got = reduce_scatter(x, dim=dim, mode=mode, block=16, chunks=chunks)
+        check(got, total.chunk(world.size, dim)[world.rank])
 
 
 @case(ranks=3, mode="push")
 @case(ranks=2, mode="pull")
+@case(ranks=3, mode="copy")
 def exchange(world: Any, mode: str, rows: int = 3, cols: int = 5) -> None:
     shape, turned = (rows, world.size * cols), (world.size * rows, cols)
     x, out = pkt.empty(shape), pkt.empty(turned)
     for launch in range(LAUNCHES):
         fill(x, seeds(world, launch)[world.rank])
-        got = all_to_all(x, out, scatter=1, gather=0, mode=mode, block=16)
+        got = all_to_all(x, out, scatter=1, gather=0, mode=mode, block=None if mode == "copy" else 16)
         check(got, exchange_reference([values(shape, s) for s in seeds(world, launch)], world.rank, 1, 0))
 
 
@@ -144,19 +151,24 @@ def spread(world: Any, n: int = 40) -> None:
 
 @case(ranks=3, mode="low_latency", launches=3, n=20)  # the third meets what the first left in its half of the slots
 @case(ranks=2, mode="low_latency", in_place=True, launches=3, n=20)
+@case(ranks=2, mode="spread", in_place=True, launches=3, n=20)
 @case(ranks=3, mode="one_shot")
 @case(ranks=2, mode="one_shot", in_place=True)
 @case(mode="two_shot")
 @case(ranks=2, mode="two_shot", in_place=True)
 @case(ranks=3, mode="two_shot_push", launches=3)
 @case(ranks=2, mode="two_shot_push", in_place=True, launches=3)
+@case(ranks=3, sms=1, mode="copy", n=100, chunks=2)
+@case(ranks=2, mode="copy", in_place=True, n=150, chunks=3)
 @case(mode="multimem")
 @case(ranks=2, mode="multimem", in_place=True, multicast=False)
-def reduce(world: Any, mode: str, in_place: bool = False, launches: int = LAUNCHES, n: int = 42) -> None:
+def reduce(
+    world: Any, mode: Any, in_place: bool = False, launches: int = LAUNCHES, n: int = 42, chunks: Any = None
+) -> None:
     x, out = pkt.empty(n), pkt.empty(n)
     for launch in range(launches):
         fill(x, seeds(world, launch)[world.rank])
-        got = all_reduce(x, None if in_place else out, mode=mode, block=16)
+        got = all_reduce(x, None if in_place else out, mode=mode, block=16, chunks=chunks)
         check(got, sum(values((n,), s) for s in seeds(world, launch)))
 
 

@@ -13,7 +13,7 @@ from pkt.kernels.all_gather import all_gather, reference
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
 
-MODES = ("push", "pull")
+MODES = ("push", "pull", "copy")
 
 
 def gathers(
@@ -21,6 +21,7 @@ def gathers(
 ) -> None:
     x = pkt.empty(shape, dtype=dtype)
     out = pkt.empty(reference([torch.empty(shape)] * world.size, dim).shape, dtype=dtype)
+    block = None if mode == "copy" else block
     for launch in range(LAUNCHES):
         shards = inputs(world, shape, dtype, launch)
         x.copy_(shards[world.rank])
@@ -56,13 +57,14 @@ def test_runs_of_any_length(shape: tuple[int, ...], mode: str) -> None:
     on_ranks(2, gathers, shape, torch.bfloat16, mode, None, 1)
 
 
-def test_in_place() -> None:
+@pytest.mark.parametrize("mode", ["push", "copy"])
+def test_in_place(mode: Any) -> None:
     def run(world: Any) -> None:
         out = pkt.empty(world.size * 5, 3)
         for launch in range(LAUNCHES):
             shards = inputs(world, (5, 3), torch.float32, launch)
             out.chunk(world.size)[world.rank].copy_(shards[world.rank])
-            all_gather(out.chunk(world.size)[world.rank], out)
+            all_gather(out.chunk(world.size)[world.rank], out, mode=mode)
             assert torch.equal(out.plain(), reference(shards))
 
     on_ranks(3, run, seed=2)

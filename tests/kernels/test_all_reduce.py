@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_reduce import LOW_LATENCY_BYTES, MODES, all_reduce, reference
+from pkt.kernels.all_reduce import LOW_LATENCY_BYTES, TWO_SHOT_PUSH_BYTES, all_reduce, reference
+from pkt.kernels.all_reduce import MODES as ALL
 from pkt.kernels.reduce_scatter import Op
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
+MODES = tuple(mode for mode in ALL if mode != "spread_alone")  # which is launched otherwise, and only that
 FORMS = [(mode, True) for mode in MODES] + [("multimem", False)]  # with a switch or not
 
 
@@ -30,7 +32,8 @@ def reduces(
     for launch in range(LAUNCHES):
         everybody = inputs(world, shape, dtype, launch)
         x.copy_(everybody[world.rank])
-        got = all_reduce(x, None if in_place else out, op=op, mode=mode, block=block)
+        chunks = 3 if mode == "copy" else None
+        got = all_reduce(x, None if in_place else out, op=op, mode=mode, block=block, chunks=chunks)
         assert got is (x if in_place else out)
         exact = reference(everybody, op)
         bound = sum_bound(everybody) if op == "sum" else torch.zeros_like(exact)
@@ -81,7 +84,7 @@ def test_least_and_greatest(op: Op, dtype: torch.dtype, mode: str | None, multic
     same_on_all(on_ranks(3, reduces, (13, 3), dtype, mode, multicast, 16, op, multicast=multicast))
 
 
-@pytest.mark.parametrize("mode", [None, "low_latency", "one_shot", "two_shot"])
+@pytest.mark.parametrize("mode", [None, "low_latency", "one_shot", "two_shot", "copy"])
 @pytest.mark.parametrize("op", ["sum", "min", "max"])
 def test_a_nan_of_any_rank_is_a_nan(op: Op, mode: Any) -> None:
     def run(world: Any) -> None:
@@ -105,6 +108,12 @@ def test_what_need_not_be_symmetric() -> None:
         assert torch.equal(out, torch.full((6,), float(world.size**2)))
         pushed = all_reduce(torch.ones(6), pkt.empty(6), mode="two_shot_push")
         assert torch.equal(pushed.plain(), torch.full((6,), float(world.size)))
+        out = torch.ones(6)
+        for _ in range(2):
+            assert all_reduce(out, mode="spread_alone") is out
+        assert torch.equal(out, torch.full((6,), float(world.size**2)))
+        copied = all_reduce(torch.ones(6), pkt.empty(6), mode="copy")
+        assert torch.equal(copied.plain(), torch.full((6,), float(world.size)))
 
     on_ranks(3, run)
 
@@ -133,8 +142,29 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         for call in (lambda: all_reduce(more, op="max"), lambda: all_reduce(more[1:])):
             call()
             assert launched.pop() is module.two_shot_kernel
+        most = pkt.empty(TWO_SHOT_PUSH_BYTES // 2, dtype=torch.bfloat16)
+        for x, wanted in ((most, module.two_shot_push_kernel), (most[:-1], module.two_shot_kernel)):
+            all_reduce(x, op="max")
+            assert launched.pop() is wanted
+        all_reduce(most, torch.empty_like(most.plain()))
+        assert launched.pop() is module.one_shot_kernel
 
     on_ranks(1, run, multicast=multicast)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, None), (2, 1), (3, 100), (4, None), (5, 3), (8, 2)])
+def test_chunks_of_any_number(ranks: int, chunks: int | None) -> None:
+    """Of which the last parts have none, one, or some."""
+
+    def run(world: Any) -> None:
+        for n in (1, 64 * ranks - 63, 64 * ranks + 1, 777):
+            everybody = [torch.arange(n).add(r).remainder(11).bfloat16() for r in range(world.size)]
+            for dtype in (torch.bfloat16, torch.float32):
+                x, out = everybody[world.rank].to(dtype), pkt.empty(n, dtype=dtype)
+                all_reduce(x, out, mode="copy", block=16, chunks=chunks)
+                assert torch.equal(out.double(), reference(everybody)), n
+
+    on_ranks(ranks, run, seed=ranks)
 
 
 def test_sizes_and_types_in_turn() -> None:
@@ -165,7 +195,7 @@ def bad(error: type[Exception], match: str, call: Any) -> None:
 
 def test_bad_arguments() -> None:
     bad(pkt.NotSymmetric, "x must be a symmetric tensor", lambda w: all_reduce(torch.ones(4)))
-    for mode in ("two_shot", "two_shot_push", "multimem"):
+    for mode in ("two_shot", "two_shot_push", "copy", "multimem"):
         bad(
             pkt.NotSymmetric,
             "out must be a symmetric tensor",
@@ -186,6 +216,12 @@ def test_bad_arguments() -> None:
     bad(pkt.Unsupported, "found op 'product'", lambda w: all_reduce(pkt.ones(4), op="product"))
     bad(pkt.ShapeError, "block: found 5, wanted a power of two", lambda w: all_reduce(pkt.ones(4), block=5))
     bad(pkt.Unsupported, "found mode 'ring'", lambda w: all_reduce(pkt.ones(4), mode="ring"))
+    bad(
+        pkt.ShapeError,
+        'chunks: found 2, wanted none without mode "copy"',
+        lambda w: all_reduce(pkt.ones(4), mode="two_shot", chunks=2),
+    )
+    bad(pkt.ShapeError, "chunks: found 0, wanted at least 1", lambda w: all_reduce(pkt.ones(4), mode="copy", chunks=0))
     bad(
         pkt.ShapeError,
         "multimem moves runs of 16 bytes",

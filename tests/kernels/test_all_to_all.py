@@ -14,7 +14,7 @@ from pkt.kernels.all_to_all import all_to_all, reference
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
 
-MODES = ("push", "pull")
+MODES = ("push", "pull", "copy")
 PAIRS = tuple(itertools.product(range(4), repeat=2))
 
 
@@ -30,6 +30,7 @@ def exchanges(
     shape = tuple(n * world.size if axis == scatter % len(shape) else n for axis, n in enumerate(shape))
     x = pkt.empty(shape, dtype=dtype)
     out = pkt.empty(reference([torch.empty(shape)] * world.size, 0, scatter, gather).shape, dtype=dtype)
+    block = None if mode == "copy" else block
     for launch in range(LAUNCHES):
         everybody = inputs(world, shape, dtype, launch)
         x.copy_(everybody[world.rank])
@@ -51,7 +52,7 @@ def test_any_pair_of_axes(scatter: int, gather: int, mode: str) -> None:
     on_ranks(3, exchanges, (2, 3, 5, 4), torch.bfloat16, mode, scatter, gather)
 
 
-@pytest.mark.parametrize(("scatter", "gather", "mode"), [(2, 1, "push"), (1, 2, "pull")])
+@pytest.mark.parametrize(("scatter", "gather", "mode"), [(2, 1, "push"), (1, 2, "pull"), (2, 1, "copy")])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_heads_and_sequence(ranks: int, scatter: int, gather: int, mode: str) -> None:
     on_ranks(ranks, exchanges, (2, 5, 2, 8), torch.bfloat16, mode, scatter, gather, 64)
@@ -132,8 +133,18 @@ def test_bad_arguments() -> None:
     )
     bad(pkt.DtypeError, "out: found fp16", lambda w: all_to_all(pkt.ones(4), pkt.ones(4, dtype=torch.float16)))
     bad(pkt.DtypeError, "x: found complex64", lambda w: all_to_all(pkt.empty(4, dtype=torch.complex64)))
-    bad(pkt.Unsupported, "wanted 'push' or 'pull'", lambda w: all_to_all(pkt.ones(4), mode="send"))
+    bad(
+        pkt.NotSymmetric,
+        "all_to_all: out must be a symmetric tensor",
+        lambda w: all_to_all(pkt.ones(4), torch.ones(4), mode="copy"),
+    )
+    bad(pkt.Unsupported, "wanted 'push' or 'pull' or 'copy'", lambda w: all_to_all(pkt.ones(4), mode="send"))
     bad(pkt.ShapeError, "block: found 3, wanted a power of two", lambda w: all_to_all(pkt.ones(4), block=3))
+    bad(
+        pkt.ShapeError,
+        'block: found 4, wanted none with mode "copy"',
+        lambda w: all_to_all(pkt.ones(4), pkt.empty(4), mode="copy", block=4),
+    )
 
     def in_place(world: Any) -> None:
         x = pkt.ones(4)

@@ -179,6 +179,18 @@ def test_low_latency(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.
     assert not re.search(r"fence|(atom|red)\S*\.sys", outside)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.bfloat16), *((1 << 14, t) for t in FLOATS)])
+def test_spread(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launch = launched(lambda w: all_reduce(tensor(n, dtype=dtype), mode="spread", op="max"), 4, False, monkeypatch)
+    ptx = compile_checked(launch, arch, tmp_path).asm["ptx"]
+    # one word a thread, out and in; neither barrier between ranks nor fence nor atomic
+    assert len(re.findall(r"st\.relaxed\.sys\.global\.b64", ptx)) == 1
+    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b64 word", ptx)) == 1
+    outside = re.sub(r"// pkt\.wait.*?// end inline asm", "", ptx, flags=re.S)
+    assert not re.search(r"fence|\b(atom|red)\.", outside)
+
+
 def with_bias(wanted: bool, n: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"bias": tensor(n, dtype=dtype)} if wanted else {}
 
@@ -339,6 +351,32 @@ def test_what_runs_beside_copy_engines(tiles: Any, monkeypatch: pytest.MonkeyPat
     usage = resources(kernels[-1], tmp_path)
     assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
     assert kernels[-1].metadata.shared <= SHARED_LIMIT
+
+
+ADDED = {
+    "rows": (4, lambda t: reduce_scatter(tensor(4 * N, dtype=t), mode="copy", chunks=4)),
+    "columns": (2, lambda t: reduce_scatter(tensor(512, 8224, dtype=t), dim=1, mode="copy", chunks=2)),
+    "all_reduce": (3, lambda t: all_reduce(tensor(N, dtype=t), pkt.empty(N, dtype=t), mode="copy", chunks=3)),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ADDED)
+def test_sums_of_what_copy_engines_bring(
+    name: str, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One kernel for all chunks, which loads and stores 16 bytes a thread."""
+    chunks, call = ADDED[name]
+    launches = all_launched(lambda w: call(dtype), 4, False, monkeypatch)
+    sums = [x for x in launches if x.kernel.__name__ == "sum_kernel"]
+    fixed = [i for i, p in enumerate(sums[0].kernel.params) if not p.do_not_specialize and "ptr" not in p.name]
+    of_all = [[str(x.args[i]) for i in fixed if not isinstance(x.args[i], DeviceWorld)] for x in sums]
+    assert of_all == of_all[:1] * chunks
+    ptx = compile_checked(sums[0], arch, tmp_path).asm["ptx"]
+    assert re.search(r"ld\.global\.v(2\.b64|4\.b32)", ptx)
+    assert re.search(r"st\.global\.v(2\.b64|4\.b32)", ptx)
+    assert not re.search(r"(ld|st)\.global\.(b|u)(8|16)\b", ptx), "an element at a time"
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -12,7 +12,7 @@ from pkt.kernels.reduce_scatter import Op, reduce_scatter, reference
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
-MODES = ("pull", "push")
+MODES = ("pull", "push", "copy")
 
 
 def scatters(
@@ -23,13 +23,15 @@ def scatters(
     block: int | None = 16,
     dim: int = 0,
     op: Op = "sum",
+    chunks: int | None = None,
 ) -> torch.Tensor:
+    chunks = chunks or (3 if mode == "copy" else None)
     shape = reference_shape(part, dim, world.size)
     x = pkt.empty(shape, dtype=dtype)
     for launch in range(LAUNCHES):
         everybody = inputs(world, shape, dtype, launch)
         x.copy_(everybody[world.rank])
-        got = reduce_scatter(x, dim=dim, op=op, mode=mode, block=block)
+        got = reduce_scatter(x, dim=dim, op=op, mode=mode, block=block, chunks=chunks)
         exact = reference(everybody, world.rank, dim, op)
         bound = sum_bound(everybody).chunk(world.size, dim)[world.rank] if op == "sum" else torch.zeros_like(exact)
         assert_within(got, exact, bound, world.rank, launch)
@@ -112,6 +114,13 @@ def test_one_program_and_the_default_block(mode: str) -> None:
     on_ranks(2, scatters, (100, 7), torch.float16, mode, None, sms=1)
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 100])
+@pytest.mark.parametrize(("part", "dim"), [((33,), 0), ((2, 100), 1), ((17, 6), 1), ((40, 3), 1), ((5, 1, 3), 2)])
+def test_chunks_of_any_number(part: tuple[int, ...], dim: int, chunks: int) -> None:
+    """Cut by rows of tiles, or where there is one row by tiles."""
+    on_ranks(3, scatters, part, torch.bfloat16, "copy", 16, dim, "sum", chunks, seed=chunks)
+
+
 def test_sizes_in_turn_share_an_inbox() -> None:
     def run(world: Any) -> None:
         for n in (70, 33, 70, 100, 16, 70):  # some of one grid, some not
@@ -163,6 +172,16 @@ def test_bad_arguments() -> None:
         pkt.Unsupported,
         "found op 'mean': wanted 'sum' or 'min' or 'max'",
         lambda w: reduce_scatter(pkt.ones(4), op="mean"),
+    )
+    bad(
+        pkt.ShapeError,
+        'chunks: found 2, wanted none without mode "copy"',
+        lambda w: reduce_scatter(pkt.ones(4), chunks=2),
+    )
+    bad(
+        pkt.ShapeError,
+        "chunks: found 0, wanted at least 1",
+        lambda w: reduce_scatter(pkt.ones(4), mode="copy", chunks=0),
     )
     bad(pkt.ShapeError, r"out: found \(3,\)", lambda w: reduce_scatter(pkt.ones(4), torch.ones(3)))
     bad(pkt.DtypeError, "out: found fp16", lambda w: reduce_scatter(pkt.ones(4), torch.ones(2).half()))

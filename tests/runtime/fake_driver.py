@@ -189,6 +189,22 @@ class FakeDriver:
         storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
         return torch.empty(0, dtype=dtype).set_(storage)
 
+    def copy(
+        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
+        device: int,
+    ) -> None:  # fmt: skip
+        self._count("copy")
+        planes, runs, nbytes = shape
+        if planes * runs > 1:
+            assert min(to[0], of[0]) >= nbytes
+        if planes > 1:
+            assert to[1] % to[0] == of[1] % of[0] == 0
+            assert min(to[1] // to[0], of[1] // of[0]) >= runs
+        for plane in range(planes):
+            for run in range(runs):
+                begin = target + plane * to[1] + run * to[0]
+                ctypes.memmove(begin, source + plane * of[1] + run * of[0], nbytes)
+
     def synchronize(self, device: int) -> None:
         self._count("synchronize")
 

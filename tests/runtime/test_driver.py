@@ -1,6 +1,7 @@
 """CudaDriver against the real bindings' types, with every call recorded instead of made: no GPU, no driver needed."""
 
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,6 +183,22 @@ def test_a_failure_names_rank_call_code_and_remedy(recorded):
         "rank 3: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2): free memory on this GPU, or lower heap= or PKT_HEAP"
     )
     assert caught.value.code == 2
+
+
+def test_a_copy_is_one_call_on_the_current_stream(recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=50 + device))
+    driver = CudaDriver(rank=1)
+    driver.copy(1 << 40, 1 << 30, (1, 1, 3 << 30), (9, 9), (9, 9), 2)
+    assert recorded.calls.pop() == ("cuMemcpyDtoDAsync", (1 << 40, 1 << 30, 3 << 30, 52))
+    for planes, heights in ((1, (4, 4)), (3, (8, 5))):
+        driver.copy(1 << 40, 1 << 30, (planes, 4, 96), (128, 128 * 8), (100, 100 * 5), 2)
+        name, (box, stream) = recorded.calls.pop()
+        assert (name, stream) == ("cuMemcpy3DAsync", 52)
+        assert (int(box.dstDevice), box.dstPitch, box.dstHeight) == (1 << 40, 128, heights[0])
+        assert (int(box.srcDevice), box.srcPitch, box.srcHeight) == (1 << 30, 100, heights[1])
+        assert (box.Depth, box.Height, box.WidthInBytes) == (planes, 4, 96)
+        assert box.srcMemoryType == box.dstMemoryType == bindings.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    assert len(recorded.calls) == 1, "cuInit"
 
 
 @pytest.mark.gpu

@@ -1,0 +1,190 @@
+"""Copies by copy engines: where boxes go, and that the edges between streams are all that their operators rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels import _copies, _copy_reduce
+from pkt.kernels.all_reduce import all_reduce
+from pkt.kernels.all_to_all import all_to_all
+from pkt.kernels.all_to_all import reference as exchanged
+from pkt.kernels.reduce_scatter import reduce_scatter
+from tests.runtime.test_cuda import open_worlds
+
+from .cases import seeds, values
+from .helpers import on_ranks
+
+# What is cut out of a contiguous tensor of 3 x 4 x 5 x 6, and how many copies it takes.
+VIEWS: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]] = [
+    (lambda t: t.view(-1)[7:100], 1),
+    (lambda t: t[:, :, 1:2, :4].flatten(0, 2), 1),
+    (lambda t: t[1, 1:3, :, 2:], 1),
+    (lambda t: t[:, 2, 1:4, 1:], 1),
+    (lambda t: t[:, 2:3, 3], 1),
+    (lambda t: t[2:, 1, 4:, 3:4][0], 1),
+    (lambda t: t[:0, 0], 0),
+]
+
+
+@pytest.mark.parametrize(("cut", "copies"), VIEWS)
+def test_every_element_goes_to_its_place(cut: Callable, copies: int) -> None:
+    """Through the addresses that a driver is given."""
+
+    def main(world: Any) -> None:
+        x, out = (pkt.zeros(3, 4, 5, 6, dtype=torch.int16, world=world) for _ in range(2))
+        wide = torch.zeros(3, 4, 5, 6, dtype=torch.int16)
+        x.copy_(torch.arange(360).reshape(x.shape) + 1000 * world.rank)
+        world.barrier()
+        peer, like = (world.rank + 1) % world.size, _copies.layout(3, 4, 5, 6)
+        moved = _copies.boxes(peer, cut(like), cut(like), 2)
+        assert len(moved) == copies
+        _copies.send(world, moved, out, x)
+        world.barrier()
+        cut(wide)[...] = cut(torch.arange(360).reshape(x.shape) + 1000 * ((world.rank - 1) % world.size))
+        assert torch.equal(out.plain(), wide)
+        assert world.backend.driver.calls["copy"] == copies
+
+    assert open_worlds(3, main)[0] == [None] * 3
+
+
+def test_places_may_differ_and_runs_that_lie_far_apart_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, source = _copies.layout(3, 2, 4, 8)[:, 1], _copies.layout(3, 4, 2, 8)[:, :, 1]
+    (box,) = _copies.boxes(5, target, source, 4)
+    assert box == (5, 3, 4, 8, (32, 8, 64), (8, 16, 64))
+    monkeypatch.setattr(_copies, "MAX_PITCH", 63)
+    rows = _copies.boxes(5, target, source, 4)
+    assert [(b.peer, b.planes, b.runs, b.run) for b in rows] == [(5, 1, 1, 8)] * 12
+    starts = [tuple(t[p, r].storage_offset() for t in (target, source)) for p in range(3) for r in range(4)]
+    assert [(b.target.start, b.source.start) for b in rows] == starts
+    whole = _copies.layout(100)
+    assert len(_copies.boxes(0, whole, whole, 4)) == 1, "one run may be of any length"
+
+
+# ------------------------------------------------------------------------------------------------------ streams
+class Queue:
+    """What a rank has queued on its streams, until it is done in some order that the edges between them allow."""
+
+    def __init__(self) -> None:
+        self.queued: list[tuple[Callable[[], Any], str]] = []
+        self.edges: list[set[int]] = []  # what each waits for
+        self.stream = "current"
+        self.last: dict[str, set[int]] = defaultdict(set)  # what the stream's next waits for
+
+    def add(self, do: Callable[[], Any]) -> None:
+        self.queued.append((do, self.stream))
+        self.edges.append(self.last[self.stream])
+        self.last[self.stream] = {len(self.queued) - 1}
+
+    def run(self, prefer: Callable[[str], float]) -> None:
+        todo = set(range(len(self.queued)))
+        while todo:
+            ready = (i for i in sorted(todo) if not self.edges[i] & todo)
+            i = min(ready, key=lambda i: prefer(self.queued[i][1]))
+            todo.remove(i)
+            self.queued[i][0]()
+        self.__init__()  # type: ignore[misc]
+
+
+class Deferred:
+    """_copies.Side over a Queue; `lost`: the edge that it forgets."""
+
+    lost = ""
+
+    def __init__(self, world: Any, lanes: int = 1) -> None:
+        self.world, self.queue, self.sent = world, world.workspace("queue", Queue), 0
+        self.lanes = [f"side {lane}" for lane in range(lanes)]
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        if self.lost != "behind":
+            for lane in self.lanes:
+                self.queue.last[lane] = self.queue.last[lane] | self.queue.last["current"]
+        self.queue.stream = self.lanes[0]
+        yield
+        self.queue.stream = "current"
+
+    def send(self, what: list[_copies.Box], target: torch.Tensor, source: torch.Tensor) -> None:
+        for box in what:
+            self.queue.stream = self.lanes[self.sent % len(self.lanes)]
+            _copies.send(self.world, [box], target, source)
+            self.sent += 1
+
+    def mark(self) -> set[int]:
+        return set().union(*(self.queue.last[lane] for lane in self.lanes))
+
+    def reach(self, mark: set[int]) -> None:
+        if self.lost != "reach":
+            self.queue.last["current"] = self.queue.last["current"] | mark
+
+
+def exchange(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = values((3, 2 * world.size), seed[world.rank])
+    out = world.workspace("out", lambda: pkt.empty(3 * world.size, 2))
+    wanted = exchanged([values((3, 2 * world.size), s) for s in seed], world.rank, 1, 0)
+    return all_to_all(x, out, scatter=1, gather=0, mode="copy"), wanted
+
+
+def scatter(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = values((8, 4 * world.size), seed[world.rank])
+    total = sum(values((8, 4 * world.size), s) for s in seed).chunk(world.size, 1)[world.rank]
+    out = world.workspace("out", lambda: torch.empty(8, 4))
+    return reduce_scatter(x, out, dim=1, mode="copy", block=8, chunks=4, lanes=2), total
+
+
+def reduce(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    out = world.workspace("out", lambda: pkt.empty(600))
+    out.copy_(values((600,), seed[world.rank]))
+    return all_reduce(out, mode="copy", block=64, chunks=3, lanes=2), sum(values((600,), s) for s in seed)
+
+
+ORDERS: dict[str, Callable[[str], float]] = {
+    "the current stream first": lambda stream: stream != "current",
+    "the side first": lambda stream: stream == "current",
+    "any": lambda stream: random.random(),
+}
+
+
+def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: str = "") -> None:
+    def later(start: Callable) -> Callable:
+        return lambda world, *args, **options: (
+            lambda *given: world.workspace("queue", Queue).add(lambda: start(world, *args, **options)(*given))
+        )
+
+    def beside(kernel: Any, grid: Any, *args: Any) -> None:
+        pkt.init().workspace("queue", Queue).add(lambda: kernel[grid](*args))
+
+    monkeypatch.setattr(Deferred, "lost", lost)
+    monkeypatch.setattr(_copies, "Side", Deferred)
+    monkeypatch.setattr(_copies, "beside", beside)
+    for module in (_copies, _copy_reduce):
+        monkeypatch.setattr(module, "cooperative_launch", later(module.cooperative_launch))
+    random.seed(order)
+
+    def run(world: Any) -> None:
+        for launch in range(3):
+            got, wanted = call(world, seeds(world, launch))
+            world.workspace("queue", Queue).run(ORDERS[order])
+            assert torch.equal(torch.as_tensor(got), wanted), launch
+
+    on_ranks(3, run, seed=1)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("call", [exchange, scatter, reduce])
+def test_any_order_that_the_edges_allow(call: Callable, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order(monkeypatch, call, order)
+
+
+@pytest.mark.parametrize("lost", ["behind", "reach"])
+@pytest.mark.parametrize("call", [exchange, scatter, reduce])
+def test_every_edge_is_needed(call: Callable, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((pkt.PktError, AssertionError)):
+        in_order(monkeypatch, call, "the side first" if lost == "behind" else "the current stream first", lost)

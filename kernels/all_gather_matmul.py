@@ -30,7 +30,7 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _forms, _nccl
+from . import _common, _forms, _unfused
 from ._matmul import (
     Epilogue,
     Tiles,
@@ -51,8 +51,8 @@ from ._matmul import (
 
 CALL = "all_gather_matmul"
 Shard = Literal["rows", "columns"]
-Mode = Literal["push", "pull", "copy", "gluon", "nccl"]
-MODES = ("push", "pull", "copy", "gluon", "nccl")
+Mode = Literal["push", "pull", "copy", "gluon", "unfused", "nccl"]
+MODES = ("push", "pull", "copy", "gluon", "unfused", "nccl")
 
 
 def reference(
@@ -269,8 +269,8 @@ def all_gather_matmul(
 
     mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
     "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6; "copy" takes shard
-    "rows" of rows of whole runs of 16 bytes; "nccl" is NCCL's all-gather and cuBLAS,
-    through torch.distributed, and takes nothing of what follows. None: "gluon" where that can run, m is more than 64
+    "rows" of rows of whole runs of 16 bytes; "unfused" and "nccl" are pkt's or, through torch.distributed, NCCL's
+    all-gather, and cuBLAS, and take nothing of what follows. None: "gluon" where that can run, m is more than 64
     (its tiles have 128 rows) and nothing below is given, else "push". The rest is the same on every rank, and follows
     from mode and shapes where None:
 
@@ -328,8 +328,8 @@ def _plan(
         mode, left = tuned.pop("mode", None), not tuned
     plan = None
     wanted = check_tiles(CALL, tuned.pop("tiles", None), world)
-    if mode == "nccl":
-        _forms.check_nccl(CALL, tuned | ({} if wanted is None else {"tiles": wanted}), world)
+    if mode in _unfused.MODES:
+        _forms.check_unfused(CALL, mode, tuned | ({} if wanted is None else {"tiles": wanted}), world)
     elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, a.dtype, m, k, N):
         from ._gluon_all_gather_matmul import settings
 
@@ -351,8 +351,8 @@ def _plan(
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return out.copy_(finished(torch.zeros_like(out), bias, epilogue))
 
-    elif mode == "nccl":
-        launch = _nccl.all_gather_matmul(world, columns, epilogue)
+    elif mode in _unfused.MODES:
+        launch = _unfused.all_gather_matmul(world, mode, a, columns, epilogue)
     elif plan is not None and wanted is not None:
         launch = _gluon_launch(world, a, b, result, plan, wanted, epilogue)
     elif mode == "pull":

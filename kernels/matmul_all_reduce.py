@@ -30,7 +30,7 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _forms, _nccl
+from . import _common, _forms, _unfused
 from ._matmul import (
     Epilogue,
     Tiles,
@@ -51,8 +51,8 @@ from ._matmul import (
 )
 
 CALL = "matmul_all_reduce"
-Mode = Literal["lcsc", "chain", "nccl"]
-MODES = ("lcsc", "chain", "nccl")
+Mode = Literal["lcsc", "chain", "unfused", "nccl"]
+MODES = ("lcsc", "chain", "unfused", "nccl")
 
 
 def reference(
@@ -170,9 +170,10 @@ def matmul_all_reduce(
 
     mode: "lcsc", see the module; "chain", the Gluon form of _gluon_matmul_all_reduce, which rounds at every rank, in a
     fixed order, and needs no switch: bf16 or fp16, rows of out at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton
-    3.6; "nccl": cuBLAS and NCCL's all-reduce, through torch.distributed, each product rounded before it is added, which
-    takes nothing of what follows. None, with nothing below given: what was tuned here or measured for the nearest
-    shape; else "lcsc". The rest is the same on every rank, and follows from mode and shapes where None:
+    3.6; "unfused" and "nccl": cuBLAS and pkt's or, through torch.distributed, NCCL's all-reduce, each product rounded
+    before it is added, which take nothing of what follows. None, with nothing below given: what was tuned here or
+    measured for the nearest shape; else on GPUs "unfused" up to 128 rows; else "lcsc". The rest is the same on every
+    rank, and follows from mode and shapes where None:
 
     num_comm_sms: "lcsc" only: programs that communicate, 16 if None; 0: all of them, after computing.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128,
@@ -203,14 +204,16 @@ def _plan(
         key = {"M": M, "N": N, "K": a.shape[1]}
         found = _forms.tuned(CALL, world, key, dtype, M, N, by="MN")  # ranks may differ in k
         mode, num_comm_sms, tiles, rounds = (found.get(name) for name in ("mode", "num_comm_sms", "tiles", "rounds"))
+        if not found and _forms.unfused(world, M):
+            mode = "unfused"
     chosen = check_tiles(CALL, tiles, world)
     refused = ("num_comm_sms", num_comm_sms) if mode == "chain" else ("rounds", rounds)
     if refused[1] is not None:
         raise ShapeError.argument(CALL, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
     tuned: dict[str, Any] = {}
-    if mode == "nccl":
+    if mode in _unfused.MODES:
         given = {"num_comm_sms": num_comm_sms, "tiles": chosen}
-        _forms.check_nccl(CALL, {name: value for name, value in given.items() if value is not None}, world)
+        _forms.check_unfused(CALL, mode, {name: value for name, value in given.items() if value is not None}, world)
     elif _forms.gluon(CALL, "chain", mode == "chain", False, world, dtype, M, N):
         from ._gluon_matmul_all_reduce import settings
 
@@ -228,10 +231,10 @@ def _plan(
     if M == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out
     result = fresh() if out is None else out
-    fit = whole_runs(a)
+    fit = None if chosen is None else whole_runs(a)
     a, b = fit(a, b) if fit else (a, b)
-    if mode == "nccl" or chosen is None:
-        launch = _nccl.matmul_all_reduce(world, epilogue)
+    if chosen is None:
+        launch = _unfused.matmul_all_reduce(world, mode, M, N, dtype, in_place, epilogue)
     elif mode == "chain":
         launch = _chain_launch(world, a, b, result, in_place, chosen, tuned["rounds"], epilogue)
     else:

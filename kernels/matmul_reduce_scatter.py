@@ -29,7 +29,7 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _forms, _nccl
+from . import _common, _forms, _unfused
 from ._matmul import (
     Epilogue,
     Tiles,
@@ -50,8 +50,8 @@ from ._matmul import (
 )
 
 CALL = "matmul_reduce_scatter"
-Mode = Literal["add", "inbox", "chain", "nccl"]
-MODES = ("add", "inbox", "chain", "nccl")
+Mode = Literal["add", "inbox", "chain", "unfused", "nccl"]
+MODES = ("add", "inbox", "chain", "unfused", "nccl")
 
 
 def reference(
@@ -204,9 +204,9 @@ def matmul_reduce_scatter(
 
     mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a fixed order; see the module.
     "chain", the Gluon form of _gluon_matmul_reduce_scatter, rounds as often as "add" but in a fixed order: bf16 or
-    fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. "nccl": cuBLAS and NCCL's reduce-scatter,
-    through torch.distributed, each product rounded before it is added; takes no tiles. None: "chain" where that can
-    run, m is more than 64 (its tiles have 128 rows) and nothing below is given, else "add".
+    fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6. "unfused" and "nccl": cuBLAS and pkt's or, through
+    torch.distributed, NCCL's reduce-scatter, each product rounded before it is added; they take no tiles. None: "chain"
+    where that can run, m is more than 64 (its tiles have 128 rows) and nothing below is given, else "add".
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "chain": (128,
         256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
         None.
@@ -243,8 +243,8 @@ def _plan(
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(m, N), dtype=dtype)
-    if mode == "nccl":
-        _forms.check_nccl(CALL, {} if chosen is None else {"tiles": chosen}, world)
+    if mode in _unfused.MODES:
+        _forms.check_unfused(CALL, mode, {} if chosen is None else {"tiles": chosen}, world)
     elif _forms.gluon(CALL, "chain", mode == "chain", left, world, dtype, m, N):
         from ._gluon_matmul_reduce_scatter import settings
 
@@ -260,10 +260,10 @@ def _plan(
     if m == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out
     result = fresh() if out is None else out
-    fit = whole_runs(a)
+    fit = None if chosen is None else whole_runs(a)
     a, b = fit(a, b) if fit else (a, b)
-    if mode == "nccl" or chosen is None:
-        launch = _nccl.matmul_reduce_scatter(world, epilogue)
+    if chosen is None:
+        launch = _unfused.matmul_reduce_scatter(world, mode, M, N, dtype, epilogue)
     elif rounds is not None:
         launch = _chain_launch(world, a, b, result, chosen, rounds, epilogue)
     else:

@@ -196,6 +196,7 @@ class Product(Program):
     """A fused operator on integers that bf16 holds exactly, the results too."""
 
     m, n, k = 80, 136, 24  # ragged, rows at multiples of 16 bytes: whatever form the operator chooses
+    mode: str | None = None
 
     def operands(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rank `rank`'s, of -1, 0 and 1."""
@@ -235,21 +236,25 @@ class Gather(Product):
         return torch.cat([a for a, _ in operands]) @ operands[self.world.rank][1]
 
     def operator(self) -> torch.Tensor:
-        return pkt.all_gather_matmul(self.a, self.b, world=self.world)
+        return pkt.all_gather_matmul(self.a, self.b, mode=self.mode, world=self.world)
 
 
 class Reduce(Product):
-    """matmul_all_reduce."""
+    """matmul_all_reduce, which would not be fused for so few rows."""
+
+    mode = "lcsc"
 
     def result(self, operands: list) -> torch.Tensor:
         return torch.stack([a @ b for a, b in operands]).sum(0)
 
     def operator(self) -> torch.Tensor:
-        return pkt.matmul_all_reduce(self.a, self.b, world=self.world)
+        return pkt.matmul_all_reduce(self.a, self.b, mode=self.mode, world=self.world)
 
 
 class Scatter(Reduce):
     """matmul_reduce_scatter."""
+
+    mode = None
 
     def rows(self) -> int:
         return self.m * self.world.size
@@ -258,7 +263,25 @@ class Scatter(Reduce):
         return super().result(operands).chunk(self.world.size)[self.world.rank].contiguous()
 
     def operator(self) -> torch.Tensor:
-        return pkt.matmul_reduce_scatter(self.a, self.b, world=self.world)
+        return pkt.matmul_reduce_scatter(self.a, self.b, mode=self.mode, world=self.world)
+
+
+class UnfusedGather(Gather):
+    """cuBLAS behind all_gather."""
+
+    mode = "unfused"
+
+
+class UnfusedScatter(Scatter):
+    """cuBLAS before reduce_scatter."""
+
+    mode = "unfused"
+
+
+class UnfusedReduce(Reduce):
+    """cuBLAS before all_reduce, of one element a row more than its low-latency form takes."""
+
+    mode, m, n = "unfused", 64, 513
 
 
 PROGRAMS: dict[str, type[Program]] = {
@@ -268,6 +291,9 @@ PROGRAMS: dict[str, type[Program]] = {
     "all_gather_matmul": Gather,
     "matmul_reduce_scatter": Scatter,
     "matmul_all_reduce": Reduce,
+    "all_gather_matmul, unfused": UnfusedGather,
+    "matmul_reduce_scatter, unfused": UnfusedScatter,
+    "matmul_all_reduce, unfused": UnfusedReduce,
 }
 
 

@@ -8,7 +8,7 @@ import torch
 import pkt
 from pkt.errors import DtypeError, ShapeError
 from pkt.tune import RecordedTimer, cache, choice, explanation, tables, tune
-from pkt.tune.config import NCCL, Config
+from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.explanation import NAMES, explain, own_rule
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS, estimate, product_alone
@@ -171,6 +171,15 @@ def test_another_shape_says_how_far_and_has_no_measured_time():
     odd = explain("ag_gemm", M=8192, N=2047, K=8192)
     assert odd.why.startswith("the fastest to expect from what was measured for the nearest shape")
     assert odd.config["mode"] not in ("gluon", "chain")
+
+
+def test_few_rows_are_not_fused_with_their_all_reduce():
+    found = explain("gemm_ar", M=16, N=8192, K=7168)
+    assert found.config == UNFUSED
+    assert found.rows[0].predicted == estimate("matmul_all_reduce", UNFUSED, found.key)
+    assert "the operator's own rule" in found.why
+    assert "NCCL + cuBLAS takes 1.13 times as long, as predicted" in str(found)
+    assert explain("gemm_ar", M=1024, N=8192, K=7168).config["mode"] == "lcsc"
 
 
 def test_what_the_model_knows_nothing_of():

@@ -28,6 +28,7 @@ from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.workspace import Workspace
 from pkt.runtime.world import World
 
 from . import _common, _forms, _unfused
@@ -259,6 +260,7 @@ def all_gather_matmul(
     skip: int | None = None,
     split: int | None = None,
     whole: int | None = None,
+    workspace: Workspace | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
@@ -291,11 +293,13 @@ def all_gather_matmul(
     split: "gluon" only: 1, 2 or 4 columns that tiles are cut in after whole rounds.
     whole: "gluon" only: so many whole rounds at most.
 
-    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
+
+    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
-    world = _common.world_of(CALL, world, a, b)
+    world = _common.world_of(CALL, world, a, b, workspace)
     settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, push_rows, skip, split, whole)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, workspace=workspace)
 
 
 def _plan(

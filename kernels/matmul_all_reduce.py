@@ -28,6 +28,7 @@ from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.workspace import Workspace
 from pkt.runtime.world import World
 
 from . import _common, _forms, _unfused
@@ -157,6 +158,7 @@ def matmul_all_reduce(
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
     rounds: int | None = None,
+    workspace: Workspace | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of `a @ b`, on every rank. Collective.
@@ -181,10 +183,14 @@ def matmul_all_reduce(
     rounds: "chain" only: how many times the ranks share out tiles and finish them, at least 1: more of them spread the
         stores of finished tiles over the launch, fewer leave a chain more time.
 
-    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
+
+    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
-    world = _common.world_of(CALL, world, a, b, out)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, rounds))
+    world = _common.world_of(CALL, world, a, b, out, workspace)
+    return _common.planned(
+        CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, rounds), workspace=workspace
+    )
 
 
 def _plan(

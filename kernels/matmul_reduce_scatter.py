@@ -27,6 +27,7 @@ from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals, zeros
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.workspace import Workspace
 from pkt.runtime.world import World
 
 from . import _common, _forms, _unfused
@@ -192,6 +193,7 @@ def matmul_reduce_scatter(
     mode: Mode | None = None,
     tiles: Sequence[int] | None = None,
     rounds: int | None = None,
+    workspace: Workspace | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
@@ -213,10 +215,12 @@ def matmul_reduce_scatter(
     rounds: "chain": in how many turns the parts of all ranks are computed, the same on every rank; from the shapes
         where None.
 
-    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
+
+    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
-    world = _common.world_of(CALL, world, a, b)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles, rounds))
+    world = _common.world_of(CALL, world, a, b, workspace)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles, rounds), workspace=workspace)
 
 
 def _plan(

@@ -197,6 +197,7 @@ class Product(Program):
 
     m, n, k = 80, 136, 24  # ragged, rows at multiples of 16 bytes: whatever form the operator chooses
     mode: str | None = None
+    own = False  # a workspace of its own
 
     def operands(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rank `rank`'s, of -1, 0 and 1."""
@@ -209,6 +210,7 @@ class Product(Program):
         super().__init__(world)
         self.a0, self.b = self.operands(world.rank)
         self.a = torch.empty_like(self.a0)
+        self.options = {"mode": self.mode, "workspace": pkt.Workspace(world) if self.own else None, "world": world}
         self.exact = self.result([[t.float() for t in self.operands(rank)] for rank in range(world.size)])
         world.barrier()
 
@@ -236,7 +238,7 @@ class Gather(Product):
         return torch.cat([a for a, _ in operands]) @ operands[self.world.rank][1]
 
     def operator(self) -> torch.Tensor:
-        return pkt.all_gather_matmul(self.a, self.b, mode=self.mode, world=self.world)
+        return pkt.all_gather_matmul(self.a, self.b, **self.options)
 
 
 class Reduce(Product):
@@ -248,13 +250,13 @@ class Reduce(Product):
         return torch.stack([a @ b for a, b in operands]).sum(0)
 
     def operator(self) -> torch.Tensor:
-        return pkt.matmul_all_reduce(self.a, self.b, mode=self.mode, world=self.world)
+        return pkt.matmul_all_reduce(self.a, self.b, **self.options)
 
 
 class Scatter(Reduce):
     """matmul_reduce_scatter."""
 
-    mode = None
+    mode, own = None, True
 
     def rows(self) -> int:
         return self.m * self.world.size
@@ -263,7 +265,7 @@ class Scatter(Reduce):
         return super().result(operands).chunk(self.world.size)[self.world.rank].contiguous()
 
     def operator(self) -> torch.Tensor:
-        return pkt.matmul_reduce_scatter(self.a, self.b, mode=self.mode, world=self.world)
+        return pkt.matmul_reduce_scatter(self.a, self.b, **self.options)
 
 
 class UnfusedGather(Gather):
@@ -281,7 +283,7 @@ class UnfusedScatter(Scatter):
 class UnfusedReduce(Reduce):
     """cuBLAS before all_reduce, of one element a row more than its low-latency form takes."""
 
-    mode, m, n = "unfused", 64, 513
+    mode, own, m, n = "unfused", True, 64, 513
 
 
 PROGRAMS: dict[str, type[Program]] = {

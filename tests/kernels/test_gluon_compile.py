@@ -93,6 +93,7 @@ def launched(monkeypatch):
         spaces={},
         plans={},
         lasting={},
+        handed_in=None,
         capturing=False,
         kernels=kernels,
         span=range(0),

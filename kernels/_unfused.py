@@ -14,7 +14,6 @@ epilogue; NCCL adds in an order of its choice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,6 @@ from .all_gather import all_gather
 from .all_reduce import LOW_LATENCY_BYTES, all_reduce
 from .reduce_scatter import reduce_scatter
 
-Mode = Literal["unfused", "nccl"]
 MODES = ("unfused", "nccl")
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -111,7 +109,7 @@ def matmul_all_reduce(
 
 
 def _launch(product: Product, epilogue: Epilogue) -> Launch:
-    @torch.no_grad()  # as kernels have none; torch would refuse to write into `out`
+    @torch.no_grad()  # as of kernels; else torch refuses to write products of trained weights into `out`
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         product(_plain(a), _plain(b), out)
         if bias is not None or epilogue != "none":

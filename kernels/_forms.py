@@ -104,8 +104,8 @@ def tuned(
 
 UNFUSED_ROWS = 128
 """Rows up to which a product and its all-reduce, left to choose, are not fused. On 4 x H200, K = 7168 and N = 8192,
-cuBLAS takes 42 us for 1, 16 and 128 rows and a two-shot all-reduce 9 to 19 more; the fused forms take 67 us at least.
-For 1024 rows they take 211, cuBLAS 157 and the all-reduce 90 more."""
+cuBLAS takes 42 us for 1, 16 and 128 rows, and with torch's two-shot all-reduce, which is slower than pkt's, 51, 52 and
+61; the fused forms take 67 at least. For 1024 rows they take 211, cuBLAS 157 and pkt's all-reduce alone 90."""
 
 
 def unfused(world: World, rows: int) -> bool:

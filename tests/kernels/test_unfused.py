@@ -130,6 +130,37 @@ def test_every_schedule_gives_the_same_bits(sizes: tuple[int, int, int]) -> None
             assert all(torch.equal(x, y) for x, y in zip(found, first))
 
 
+def again(world: Any, name: str, N: int, options: dict[str, Any]) -> None:
+    """One of them, launch after launch, on integers that fp32 adds and multiplies exactly."""
+    size, rank, operator = world.size, world.rank, getattr(pkt, name)
+    columns = "shard" in options
+    for launch in range(4):
+        shards = [torch.full((12, 8), float(1 + r + 5 * launch)) for r in range(size)]
+        b = values((8 * size if columns else 8, N), launch)
+        found = operator(shards[rank], b, mode="unfused", world=world, **options)
+        if name == "all_gather_matmul":
+            same(found, gather(shards, b, **options))
+        else:
+            whole = reduce([(shard, b) for shard in shards])
+            same(found, whole.chunk(size)[rank] if name == "matmul_reduce_scatter" else whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "N", "options"),
+    [
+        ("all_gather_matmul", 24, {}),
+        ("all_gather_matmul", 24, {"shard": "columns"}),
+        ("matmul_reduce_scatter", 24, {}),
+        ("matmul_all_reduce", 24, {}),
+        ("matmul_all_reduce", 1376, {}),  # more than the low-latency all-reduce takes
+    ],
+)
+def test_the_next_product_waits_for_the_collective_on_every_rank(name: str, N: int, options: dict[str, Any]) -> None:
+    """In any order of the ranks: it overwrites what peers have read, and they store where it has read."""
+    for seed in SEEDS:
+        on_ranks(3, again, name, N, options, seed=seed, multicast=False)
+
+
 @pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), FINISHES)
 def test_bias_and_epilogue(epilogue: Any, with_bias: bool, dtype: torch.dtype) -> None:
     """Once, whatever the number of ranks; of the sum as it is rounded."""

@@ -1,5 +1,7 @@
 """pkt.Workspace: what calls keep in it, what it gives back, and what happens where ranks or calls differ."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -114,6 +116,25 @@ def test_a_call_that_raises_leaves_the_world_s(ranks):
         assert free(world) < before
         workspace.close()
         assert free(world) == before
+
+    ranks(2, main)
+
+
+def test_a_capture_uses_what_is_there_and_makes_nothing(ranks):
+    def main(world):
+        workspace, capturing = pkt.Workspace(world), [True]
+        inbox(world)
+        world.streams = SimpleNamespace(capturing=lambda: capturing[0])
+        before = free(world)
+        with pytest.raises(Unsupported, match="found a CUDA graph being captured.*before the capture"):
+            inbox(world, workspace)
+        assert free(world) == before
+        capturing[0] = False
+        mine = inbox(world, workspace)
+        capturing[0] = True
+        assert inbox(world, workspace) is mine
+        capturing[0] = False
+        workspace.close()
 
     ranks(2, main)
 

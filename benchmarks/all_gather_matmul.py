@@ -29,6 +29,7 @@ SMALL = Tiles(32, 32, 32, 2, 4, 2)  # for the simulator
 
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt unfused": {"mode": "unfused"},
     "pkt push, 16 SMs, 128x256": {"num_comm_sms": 16, "tiles": WIDE},
     "pkt copy, 128x256": {"mode": "copy", "tiles": WIDE},
 }
@@ -50,6 +51,7 @@ GLUON: dict[str, dict[str, Any]] = {
 }
 COLUMNS: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt unfused": {"mode": "unfused"},
     "pkt pull": {"mode": "pull"},
     "pkt push, 4 SMs": {"num_comm_sms": 4},
     "pkt push, 16 SMs, chunks of 256": {"num_comm_sms": 16, "chunk": 256},
@@ -57,7 +59,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "pkt push, 64x128 tiles": {"tiles": Tiles(64, 128, 128, 8, 4, 4)},
     "pkt pull, 16x128 tiles": {"mode": "pull", "tiles": Tiles(16, 128, 128, 8, 4, 4)},
 }
-QUICK = {
+QUICK: dict[str, dict[str, Any]] = {
+    "pkt unfused": {"mode": "unfused"},
     "pkt push, 1 SM": {"num_comm_sms": 1, "tiles": SMALL, "chunk": 64},
     "pkt push, 3 SMs": {"num_comm_sms": 3, "tiles": SMALL, "chunk": 32},
     "pkt pull": {"mode": "pull", "tiles": SMALL},

@@ -26,6 +26,8 @@ BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "cuBLAS + torch two-shot")
 
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt lcsc": {"mode": "lcsc"},
+    "pkt unfused": {"mode": "unfused"},
     "pkt 16 SMs, 128x256": {"num_comm_sms": 16, "tiles": WIDE},
     "pkt 32 SMs, 128x128": {"num_comm_sms": 32, "tiles": SQUARE},
 }
@@ -33,7 +35,8 @@ GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon": {"mode": "gluon"},
     "pkt gluon, 128x128": {"mode": "gluon", "tiles": NARROW},
 }
-QUICK = {
+QUICK: dict[str, dict[str, Any]] = {
+    "pkt unfused": {"mode": "unfused"},
     "pkt 1 SM": {"num_comm_sms": 1, "tiles": SMALL},
     "pkt after computing": {"num_comm_sms": 0, "tiles": SMALL},
 }

@@ -28,6 +28,7 @@ SMALL = Tiles(32, 32, 32, 2, 4, 2)  # for the simulator
 
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
+    "pkt unfused": {"mode": "unfused"},
     "pkt add, 128x256": {"mode": "add", "tiles": WIDE},
     "pkt inbox, 128x256": {"mode": "inbox", "tiles": WIDE},
 }
@@ -40,7 +41,8 @@ GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon": {"mode": "gluon"},
     "pkt gluon, 128x128": {"mode": "gluon", "tiles": NARROW},
 }
-QUICK = {
+QUICK: dict[str, dict[str, Any]] = {
+    "pkt unfused": {"mode": "unfused"},
     "pkt add": {"mode": "add", "tiles": SMALL},
     "pkt inbox": {"mode": "inbox", "tiles": SMALL},
 }

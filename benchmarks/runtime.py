@@ -46,7 +46,7 @@ def operators(world: pkt.World) -> dict[str, Callable[[], Any]]:
         "reduce_scatter": lambda: pkt.reduce_scatter(shards),
         "all_gather_matmul": lambda: pkt.all_gather_matmul(a, b, tall, world=world),
         "matmul_reduce_scatter": lambda: pkt.matmul_reduce_scatter(rows, b, flat, world=world),
-        "matmul_all_reduce": lambda: pkt.matmul_all_reduce(a, b, total),
+        "matmul_all_reduce": lambda: pkt.matmul_all_reduce(a, b, total, mode="lcsc"),
     }
 
 

@@ -12,6 +12,7 @@ import triton
 from pkt.errors import CollectiveMismatch, DtypeError, NotSymmetric, ShapeError, Unsupported
 from pkt.runtime.factories import signals
 from pkt.runtime.tensor import SymmetricTensor, facts, symmetric
+from pkt.runtime.workspace import Workspace, kept_in
 from pkt.runtime.world import World, current_world
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,20 +26,22 @@ COPY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
 """How the kernels that only move and add are launched: one program an SM, so all the registers are its own."""
 
 
-def world_of(call: str, world: World | None, *tensors: Any) -> World:
-    """`world`, or that of the first symmetric tensor, or the current one."""
+def world_of(call: str, world: World | None, *arguments: Any) -> World:
+    """`world`, or that of the first symmetric tensor or workspace, or the current one."""
     if world is not None:
         return world
-    for tensor in tensors:
-        if isinstance(tensor, SymmetricTensor):
-            return tensor.world
+    for argument in arguments:
+        if isinstance(argument, (SymmetricTensor, Workspace)):
+            return argument.world
     return current_world(call)
 
 
 def num_programs(world: World, tasks: int) -> int:
     """A grid that is resident on every rank, the same on all, no larger than `tasks` asks for."""
-    sms = world.workspace(("pkt.kernels", "sms"), lambda: min(world.all_gather_object(world.num_sms)))
-    return max(1, min(sms, tasks))
+    known = world.lasting  # of the world, whatever the workspace: asked for each, some ranks might ask alone
+    if "pkt.kernels.sms" not in known:
+        known["pkt.kernels.sms"] = min(world.all_gather_object(world.num_sms))
+    return max(1, min(known["pkt.kernels.sms"], tasks))
 
 
 def barrier_counters(world: World) -> SymmetricTensor:
@@ -59,13 +62,17 @@ def planned(
     tensors: tuple[Any, ...],
     settings: tuple[Any, ...],
     *also: Any,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """plan(world, *tensors, *settings)(*tensors), where the plan is made once for tensors of the same facts. also: what
     else its checks look at, see `overlap`.
 
     Checks, workspaces and the choice of a grid cost a hundred microseconds, as much as a small operator: they are
-    plan's, and belong to the world. Raises what `plan` raises, each time.
+    plan's, and belong to `workspace`, to the world where None. Raises what `plan` raises, each time.
     """
+    if workspace is not None:
+        with kept_in(workspace, world, call):
+            return planned(call, plan, world, tensors, settings, *also)
     key = (plan, settings, also, *facts(tensors, world, call))
     plans = world.plans
     try:
@@ -162,6 +169,8 @@ def check_agreed(call: str, world: World, **arguments: Any) -> None:
 
     Tensors count with shape, dtype and, if symmetric, their offset in the heap, because peers find them by arithmetic.
     """
+    if world.handed_in is not None:
+        arguments["workspace"] = world.handed_in
     signature = tuple(_signature(value, world) for value in arguments.values())
 
     def compare() -> bool:

@@ -28,9 +28,10 @@ from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.workspace import Workspace
 from pkt.runtime.world import World
 
-from . import _common, _forms, _nccl
+from . import _common, _forms, _unfused
 from ._matmul import (
     Epilogue,
     Tiles,
@@ -51,8 +52,8 @@ from ._matmul import (
 
 CALL = "all_gather_matmul"
 Shard = Literal["rows", "columns"]
-Mode = Literal["push", "pull", "copy", "gluon", "nccl"]
-MODES = ("push", "pull", "copy", "gluon", "nccl")
+Mode = Literal["push", "pull", "copy", "gluon", "unfused", "nccl"]
+MODES = ("push", "pull", "copy", "gluon", "unfused", "nccl")
 
 
 def reference(
@@ -229,9 +230,12 @@ class _PushSpace(NamedTuple):
     counters: SymmetricTensor  # ready, then the queue
 
 
-def _check_tuned(given: dict[str, Any], mode: str, world: World) -> dict[str, Any]:
+def _check_tuned(given: dict[str, Any], mode: str, columns: bool, world: World) -> dict[str, Any]:
     """What a plain mode takes beside its tiles: as given, else the default. Raises ShapeError."""
-    taken = {"push": {"num_comm_sms": 16, "chunk": 1024}, "copy": {"push_rows": 0}}.get(mode, {})
+    # By columns a shard's rows are short. K = 8192 on 4 x H200: for 16, 128, 1024 rows chunks of 256 take 52, 71, 244
+    # us, of 1024 55, 78, 254, because 2 of them are less than the programs that push.
+    chunk = 256 if columns else 1024
+    taken = {"push": {"num_comm_sms": 16, "chunk": chunk}, "copy": {"push_rows": 0}}.get(mode, {})
     for name, value in given.items():
         least = 0 if name == "push_rows" else 1
         wanted = f"at least {least}" if name in taken else f'none with mode "{mode}"'
@@ -256,6 +260,7 @@ def all_gather_matmul(
     skip: int | None = None,
     split: int | None = None,
     whole: int | None = None,
+    workspace: Workspace | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
@@ -269,15 +274,15 @@ def all_gather_matmul(
 
     mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
     "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6; "copy" takes shard
-    "rows" of rows of whole runs of 16 bytes; "nccl" is NCCL's all-gather and cuBLAS,
-    through torch.distributed, and takes nothing of what follows. None: "gluon" where that can run, m is more than 64
+    "rows" of rows of whole runs of 16 bytes; "unfused" and "nccl" are pkt's or, through torch.distributed, NCCL's
+    all-gather, and cuBLAS, and take nothing of what follows. None: "gluon" where that can run, m is more than 64
     (its tiles have 128 rows) and nothing below is given, else "push". The rest is the same on every rank, and follows
     from mode and shapes where None:
 
     num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None; "gluon": 8 if
         None, which push before they compute.
-    chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K, 1024 if None; "gluon": a multiple of
-        BLOCK_K, 512 if None.
+    chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; if None 1024, 256 with shard
+        "columns"; "gluon": a multiple of BLOCK_K, 512 if None.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
         NUM_STAGES slots of its ring.
@@ -288,11 +293,13 @@ def all_gather_matmul(
     split: "gluon" only: 1, 2 or 4 columns that tiles are cut in after whole rounds.
     whole: "gluon" only: so many whole rounds at most.
 
-    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
+
+    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
-    world = _common.world_of(CALL, world, a, b)
+    world = _common.world_of(CALL, world, a, b, workspace)
     settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, push_rows, skip, split, whole)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, workspace=workspace)
 
 
 def _plan(
@@ -328,8 +335,8 @@ def _plan(
         mode, left = tuned.pop("mode", None), not tuned
     plan = None
     wanted = check_tiles(CALL, tuned.pop("tiles", None), world)
-    if mode == "nccl":
-        _forms.check_nccl(CALL, tuned | ({} if wanted is None else {"tiles": wanted}), world)
+    if mode in _unfused.MODES:
+        _forms.check_unfused(CALL, mode, tuned | ({} if wanted is None else {"tiles": wanted}), world)
     elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, a.dtype, m, k, N):
         from ._gluon_all_gather_matmul import settings
 
@@ -339,7 +346,7 @@ def _plan(
     else:
         mode = mode or "push"
         wanted = wanted or default_tiles(m, a.dtype, k, N)
-        tuned = _check_tuned(tuned, mode, world)
+        tuned = _check_tuned(tuned, mode, columns, world)
     _common.check_agreed(
         CALL, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=wanted,
         bias=bias is not None, epilogue=epilogue, **tuned,
@@ -351,8 +358,8 @@ def _plan(
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return out.copy_(finished(torch.zeros_like(out), bias, epilogue))
 
-    elif mode == "nccl":
-        launch = _nccl.all_gather_matmul(world, columns, epilogue)
+    elif mode in _unfused.MODES:
+        launch = _unfused.all_gather_matmul(world, mode, a, columns, epilogue)
     elif plan is not None and wanted is not None:
         launch = _gluon_launch(world, a, b, result, plan, wanted, epilogue)
     elif mode == "pull":

@@ -28,9 +28,10 @@ from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.workspace import Workspace
 from pkt.runtime.world import World
 
-from . import _common, _forms, _nccl
+from . import _common, _forms, _unfused
 from ._matmul import (
     Epilogue,
     Tiles,
@@ -51,8 +52,8 @@ from ._matmul import (
 )
 
 CALL = "matmul_all_reduce"
-Mode = Literal["lcsc", "gluon", "nccl"]
-MODES = ("lcsc", "gluon", "nccl")
+Mode = Literal["lcsc", "gluon", "unfused", "nccl"]
+MODES = ("lcsc", "gluon", "unfused", "nccl")
 
 
 def reference(
@@ -157,6 +158,7 @@ def matmul_all_reduce(
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
     lag: int | None = None,
+    workspace: Workspace | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of `a @ b`, on every rank. Collective.
@@ -168,22 +170,26 @@ def matmul_all_reduce(
     default) or "silu": applied once, in fp32, to the sum, by the tile's owner; in mode "lcsc" to a sum that is rounded
     already. Returns `out`, complete.
 
-    mode: "lcsc", see the module; "gluon", the Gluon form of _gluon_matmul_all_reduce, which rounds at every rank, in a
-    fixed order, and needs no switch: bf16 or fp16, rows of out at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton
-    3.6; "nccl": cuBLAS and NCCL's all-reduce, through torch.distributed, each product rounded before it is added, which
-    takes nothing of what follows. None, with nothing below given: what was tuned here or measured for the nearest
-    shape; else "lcsc". The rest is the same on every rank, and follows from mode and shapes where None:
+    mode: "lcsc", see the module; "gluon", the Gluon form of _gluon_matmul_all_reduce, which adds in fp32 in a fixed
+    order, and needs no switch: bf16 or fp16, rows of out at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6;
+    "unfused" and "nccl": cuBLAS and pkt's or, through torch.distributed, NCCL's all-reduce, each product rounded before
+    it is added, which take nothing of what follows. None, with nothing below given: what was tuned here or measured for
+    the nearest shape; else on GPUs "unfused" up to 128 rows; else "gluon" where that can run; else "lcsc". The rest is
+    the same on every rank, and follows from mode and shapes where None:
 
     num_comm_sms: "lcsc" only: programs that communicate, 16 if None; 0: all of them, after computing.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "gluon": (128,
         256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
-    lag: "gluon" only: how many times the ranks share out tiles and finish them, at least 1: more of them spread the
-        stores of finished tiles over the launch, fewer leave a chain more time.
+    lag: "gluon" only: tiles of every other rank that each computes before the first of its own, at least 1.
 
-    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
+
+    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
-    world = _common.world_of(CALL, world, a, b, out)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, lag))
+    world = _common.world_of(CALL, world, a, b, out, workspace)
+    return _common.planned(
+        CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, lag), workspace=workspace
+    )
 
 
 def _plan(
@@ -199,21 +205,26 @@ def _plan(
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(M, N), dtype=dtype, peers=in_place)
-    if mode is None and num_comm_sms is None and tiles is None and lag is None:
+    left = mode is None and num_comm_sms is None and tiles is None and lag is None
+    if left:
         key = {"M": M, "N": N, "K": a.shape[1]}
         found = _forms.tuned(CALL, world, key, dtype, M, N, by="MN")  # ranks may differ in k
         mode, num_comm_sms, tiles, lag = (found.get(name) for name in ("mode", "num_comm_sms", "tiles", "lag"))
+        left = not found
+        if left and _forms.unfused(world, M):
+            mode = "unfused"
     chosen = check_tiles(CALL, tiles, world)
     refused = ("num_comm_sms", num_comm_sms) if mode == "gluon" else ("lag", lag)
     if refused[1] is not None:
         raise ShapeError.argument(CALL, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
     tuned: dict[str, Any] = {}
-    if mode == "nccl":
+    if mode in _unfused.MODES:
         given = {"num_comm_sms": num_comm_sms, "tiles": chosen}
-        _forms.check_nccl(CALL, {name: value for name, value in given.items() if value is not None}, world)
-    elif _forms.gluon(CALL, "gluon", mode == "gluon", False, world, dtype, M, N):
+        _forms.check_unfused(CALL, mode, {name: value for name, value in given.items() if value is not None}, world)
+    elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, dtype, M, N):
         from ._gluon_matmul_all_reduce import settings
 
+        mode = "gluon"
         chosen, tuned["lag"] = settings(M, N, world, chosen, lag)
     else:
         mode, chosen = "lcsc", chosen or default_tiles(M, dtype, N)
@@ -228,10 +239,10 @@ def _plan(
     if M == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out
     result = fresh() if out is None else out
-    fit = whole_runs(a)
+    fit = None if chosen is None else whole_runs(a)
     a, b = fit(a, b) if fit else (a, b)
-    if mode == "nccl" or chosen is None:
-        launch = _nccl.matmul_all_reduce(world, epilogue)
+    if chosen is None:
+        launch = _unfused.matmul_all_reduce(world, mode, M, N, dtype, in_place, epilogue)
     elif mode == "gluon":
         launch = _gluon_launch(world, a, b, result, in_place, chosen, tuned["lag"], epilogue)
     else:

@@ -27,9 +27,10 @@ from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals, zeros
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.workspace import Workspace
 from pkt.runtime.world import World
 
-from . import _common, _forms, _nccl
+from . import _common, _forms, _unfused
 from ._matmul import (
     Epilogue,
     Tiles,
@@ -50,8 +51,8 @@ from ._matmul import (
 )
 
 CALL = "matmul_reduce_scatter"
-Mode = Literal["add", "inbox", "gluon", "nccl"]
-MODES = ("add", "inbox", "gluon", "nccl")
+Mode = Literal["add", "inbox", "gluon", "unfused", "nccl"]
+MODES = ("add", "inbox", "gluon", "unfused", "nccl")
 
 
 def reference(
@@ -192,6 +193,7 @@ def matmul_reduce_scatter(
     mode: Mode | None = None,
     tiles: Sequence[int] | None = None,
     lag: int | None = None,
+    workspace: Workspace | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
@@ -204,19 +206,21 @@ def matmul_reduce_scatter(
 
     mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a fixed order; see the module.
     "gluon", the Gluon form of "inbox": bf16 or fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6.
-    "nccl": cuBLAS and NCCL's reduce-scatter, through torch.distributed, each product rounded before it is added; takes
-    no tiles. None: "gluon" where that can run, m is more than 64 (its tiles have 128 rows) and nothing below is given,
-    else "add".
+    "unfused" and "nccl": cuBLAS and pkt's or, through torch.distributed, NCCL's reduce-scatter, each product rounded
+    before it is added; they take no tiles. None: "gluon" where that can run, m is more than 64 (its tiles have 128
+    rows) and nothing below is given, else "add".
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "gluon": (128,
-        256, 64, GROUP, 8, 3) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
+        256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
         None.
     lag: "gluon": tiles that each rank computes of every other rank's part before the first of its own, at least 1, the
         same on every rank; from the grid where None.
 
-    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
+
+    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
-    world = _common.world_of(CALL, world, a, b)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles, lag))
+    world = _common.world_of(CALL, world, a, b, workspace)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles, lag), workspace=workspace)
 
 
 def _plan(
@@ -243,8 +247,8 @@ def _plan(
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(m, N), dtype=dtype)
-    if mode == "nccl":
-        _forms.check_nccl(CALL, {} if chosen is None else {"tiles": chosen}, world)
+    if mode in _unfused.MODES:
+        _forms.check_unfused(CALL, mode, {} if chosen is None else {"tiles": chosen}, world)
     elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, dtype, m, N):
         from ._gluon_matmul_reduce_scatter import settings
 
@@ -260,10 +264,10 @@ def _plan(
     if m == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out
     result = fresh() if out is None else out
-    fit = whole_runs(a)
+    fit = None if chosen is None else whole_runs(a)
     a, b = fit(a, b) if fit else (a, b)
-    if mode == "nccl" or chosen is None:
-        launch = _nccl.matmul_reduce_scatter(world, epilogue)
+    if chosen is None:
+        launch = _unfused.matmul_reduce_scatter(world, mode, M, N, dtype, epilogue)
     elif lag is not None:
         launch = _gluon_launch(world, a, b, result, chosen, lag, epilogue)
     else:

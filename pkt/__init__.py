@@ -60,6 +60,7 @@ from pkt.runtime.factories import (
 from pkt.runtime.launcher import launch
 from pkt.runtime.pool import mem_pool
 from pkt.runtime.tensor import SymmetricTensor, check_rank, check_signal_index, symmetric
+from pkt.runtime.workspace import Workspace
 from pkt.runtime.world import World, current_world, init
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
 
@@ -79,6 +80,7 @@ __all__ = [
     "explain",
     "current_world",
     "World",
+    "Workspace",
     "SymmetricTensor",
     "empty",
     "zeros",

@@ -482,9 +482,9 @@ class Closed(PktError):
     """A use after close()."""
 
     @classmethod
-    def used(cls, rank: int, call: str, what: str = "world") -> Closed:
+    def used(cls, rank: int, call: str, what: str = "world", make: str = "pkt.init()") -> Closed:
         return cls.of(
-            f"rank {rank}: {call}: the {what} is closed: call pkt.init() for a new one, or close later",
+            f"rank {rank}: {call}: the {what} is closed: call {make} for a new one, or close later",
             rank=rank,
         )
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 Made = dict[int, "Allocation"]
 """What workspaces allocated, by number: in the order of the calls, which is the same on every rank."""
 
-_CALL = "scratch()"
-
 
 @contextmanager
 def made(world: World) -> Iterator[None]:
@@ -55,21 +53,23 @@ def scratch(world: World) -> Iterator[None]:
     for kept, count in ((world._workspaces, workspaces), (world._plans, plans)):
         for key in list(kept)[count:]:
             del kept[key]
-    _free(world, mine)
+    free(world, mine, "scratch()", "the end of world.scratch()")
 
 
-def _free(world: World, mine: Made) -> None:
+def free(world: World, mine: Made, call: str, site: str) -> None:
+    """Collective where there is something to free: it goes back to the heap when no kernel uses it any more. Raises
+    SignalIndexError when all is freed."""
     heap = world.heap
     error: SignalIndexError | None = None
     numbers = [number for number in sorted(mine) if heap.live.get(mine[number].block.offset) is mine[number]]
     if not numbers:  # on every rank, or those that have some find this one in another call
         return
-    heap.collective_point(_CALL)  # no kernel uses them any more
+    heap.collective_point(call)  # no kernel uses them any more
     for number in numbers:
         try:
-            heap.free(mine[number], f"the end of world.{_CALL}")
+            heap.free(mine[number], site)
         except SignalIndexError as found:  # said when all is freed, as it is on the other ranks
             error = error or found
-    heap.collective_point(_CALL)
+    heap.collective_point(call)
     if error is not None:
         raise error

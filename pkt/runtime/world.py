@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,6 +57,8 @@ class World:
         self._plans: dict[Hashable, Any] = {}
         self._lasting: dict[Hashable, Any] = {}
         self._scopes: list[_scratch.Made] = []
+        self.handed_in: int | None = None
+        """The number of the pkt.Workspace that the call under way was given; None: it keeps what it needs here."""
         self._heap = SymmetricHeap(backend, heap_bytes(heap))
         self._heap.world = self
         self.span = range(backend.base, backend.base + self._heap.capacity)
@@ -141,8 +143,9 @@ class World:
         return wire.decode(self._backend.exchange(text, f"broadcast() from rank {root}")[root])
 
     def workspace(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make()` returned for `key` the first time: buffers that live as long as the world. Collective
-        if make is. Raises Unsupported where it would have to be made while a CUDA graph is captured."""
+        """What `make()` returned for `key` the first time: buffers that live as long as the world, or as the
+        pkt.Workspace that was given to the operator that asks. Collective if make is. Raises Unsupported where it
+        would have to be made while a CUDA graph is captured."""
         self._check("workspace()")
         if key not in self._workspaces:
             if self.capturing:
@@ -163,6 +166,20 @@ class World:
         """
         self._check("scratch()")
         return _scratch.scratch(self)
+
+    @contextmanager
+    def _keeping(
+        self, number: int, workspaces: dict[Hashable, Any], plans: dict[Hashable, Any], made: _scratch.Made
+    ) -> Iterator[None]:
+        """Workspaces and plans are kept in these meanwhile, and what the former allocate is noted in `made`."""
+        before = self.handed_in, self._workspaces, self._plans
+        self.handed_in, self._workspaces, self._plans = number, workspaces, plans
+        self._scopes.append(made)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+            self.handed_in, self._workspaces, self._plans = before
 
     @property
     def plans(self) -> dict[Hashable, Any]:

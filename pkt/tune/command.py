@@ -23,7 +23,7 @@ from pkt.runtime.factories import empty
 from pkt.runtime.launcher import launch
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
-from pkt.tune.config import NCCL, Config
+from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.explanation import NAMES
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
@@ -88,8 +88,8 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
         most = 1.0
     elif model is not None:
         configs, most = shortlist(configs, model, key)
-    elif not cuda:  # whose clock is another, and knows nothing of warps and stages, and of NCCL
-        configs = [config for config in configs if config != NCCL and config["tiles"][4:] == (8, 3)]
+    elif not cuda:  # whose clock is another, and knows nothing of warps and stages, of NCCL and of cuBLAS
+        configs = [c for c in configs if c not in (NCCL, UNFUSED) and c["tiles"][4:] == (8, 3)]
     a, b = _operands(layer, key, world, world.rank, dtype)
     exact = _exact(layer, key, world, b, dtype)
     norm = exact.norm()

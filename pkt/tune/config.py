@@ -138,6 +138,10 @@ NCCL = Config(mode="nccl")
 """The baseline, a candidate of every fused operator: NCCL + cuBLAS, through torch.distributed."""
 
 
+UNFUSED = Config(mode="unfused")
+"""Another candidate of every fused operator: cuBLAS and pkt's own collective, one after the other."""
+
+
 def nccl_wanted() -> bool:
     """Whether the baseline may be chosen: not with PKT_NCCL=0."""
     return os.environ.get("PKT_NCCL", "").strip() != "0"

@@ -247,12 +247,14 @@ def _total(row: Row) -> float | None:
 
 def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
     """What the operator takes where nothing is given and nothing was found, as its docstring says of None."""
-    matmul = importlib.import_module("pkt.kernels._matmul")
+    matmul, forms = (importlib.import_module(f"pkt.kernels.{name}") for name in ("_matmul", "_forms"))
     M, N, K, size, dtype = key["M"], key["N"], key["K"], key["size"], DTYPES[key["dtype"]]
     m = M if what == "matmul_all_reduce" else M // size
     hopper = SM_90.search(gpu) is not None and triton.__version__.startswith("3.6.")
     gluon = hopper and gluon_fits(what, key) and m > matmul.FEW_ROWS
     if what == "matmul_all_reduce":
+        if gpu != SIMULATED and M <= forms.UNFUSED_ROWS:
+            return Config(mode="unfused")
         return Config(mode="lcsc", num_comm_sms=16, tiles=matmul.default_tiles(m, dtype, N))
     if what == "matmul_reduce_scatter":
         if not gluon:

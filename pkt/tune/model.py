@@ -21,11 +21,11 @@ from typing import Any
 
 from pkt.errors import dtype_text
 from pkt.tune.config import Config
-from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
+from pkt.tune.gpu import H200, Gpu, Mechanism, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
 
-# Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; TAKEN and PEERS to all
-# candidates of benchmarks/results/exhaustive_*.json, at 4 and 2 ranks. All else is counted.
+# Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; TAKEN, ARRIVES and PEERS to
+# all candidates of benchmarks/results/exhaustive_*.json, at 4 and 2 ranks. All else is counted.
 PLAIN_TILE = 3e-6
 """Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
 DEFAULT_TILES = (128, 128, 64)
@@ -36,12 +36,15 @@ LAG = {"matmul_reduce_scatter": 1, "matmul_all_reduce": 2}
 """Rounds of all programs that a rank's own tiles are behind the others', where nothing is given."""
 TAKEN = 0.6
 """Interference of sending in passing, see `overlapped`."""
-ARRIVES = 15e-6
+ARRIVES = 12e-6
 """Seconds from the end of a tile until its owner has it, while all other programs send theirs."""
 PEERS = 4
 """With how many matmul_all_reduce's plain form would have to exchange a block at a time to be as fast as the curves."""
 NCCL_PROGRAMS = 32
 """That NCCL is taken to move data with, from registers."""
+NCCL_LATENCY = 10e-6
+"""Seconds of its collectives beside a launch and what the bytes take: captured, an all-reduce of 16 KiB takes 19.7 us.
+"""
 BESIDE = 0.86
 """Of the rate that links reach alone, what they reach while the other programs compute."""
 PUSHERS, STAGES, CHUNK = 12, 4, 512
@@ -188,7 +191,13 @@ def estimate(what: str, config: Mapping[str, Any], key: Mapping[str, Any], gpu: 
     parts = _PARTS.get(what)
     if case is None or parts is None:
         return None
-    return _library(case, sent(what, key), gpu) if config.get("mode") == "nccl" else parts(case, config, gpu)
+    if config.get("mode") == "nccl":
+        rate = link_rate("register store", NCCL_PROGRAMS)
+        return _library(case, gpu, sent(what, key) / rate, NCCL_LATENCY)
+    if config.get("mode") == "unfused":
+        rates = [link_rate(mechanism, gpu.sms, peers=peers) for mechanism, peers in _COLLECTIVES[what]]
+        return _library(case, gpu, sent(what, key) * statistics.mean(1 / rate for rate in rates), gpu.barrier)
+    return parts(case, config, gpu)
 
 
 def sent(what: str, key: Mapping[str, Any]) -> float:
@@ -201,7 +210,7 @@ def sent(what: str, key: Mapping[str, Any]) -> float:
 def product_alone(key: Mapping[str, Any], gpu: Gpu = H200) -> Estimate | None:
     """The parts of the time of the product that each rank computes, by cuBLAS, for a key as `estimate` has it."""
     case = _Case.of({}, key)
-    return None if case is None else _library(case, 0.0, gpu)
+    return None if case is None else _library(case, gpu)
 
 
 def all_gather_matmul(config: Config, key: Mapping[str, Any]) -> float | None:
@@ -231,8 +240,9 @@ def _total(what: str, config: Mapping[str, Any], key: Mapping[str, Any]) -> floa
     return None if found is None else found.total
 
 
-def _library(case: _Case, sent: float, gpu: Gpu) -> Estimate:
-    """cuBLAS, and if anything is sent NCCL before or after it: a launch each, and nothing overlapped."""
+def _library(case: _Case, gpu: Gpu, moving: float = 0.0, sync: float = 0.0) -> Estimate:
+    """cuBLAS, and if anything is moved, for so many seconds, a collective before or after it: a launch each, and
+    nothing overlapped."""
 
     def product(tiles: tuple[int, int, int]) -> Estimate:
         cut = replace(case, block_m=tiles[0], block_n=tiles[1], block_k=tiles[2])
@@ -242,11 +252,18 @@ def _library(case: _Case, sent: float, gpu: Gpu) -> Estimate:
         )  # fmt: skip
 
     alone = min(map(product, LIBRARY_TILES), key=lambda parts: parts.total)
-    if not sent:
+    if not moving:
         return alone
-    moving = sent / link_rate("register store", NCCL_PROGRAMS)
     exposed = min(max(alone.compute, alone.memory), moving)
-    return replace(alone, launch=2 * gpu.launch, communication=moving, exposed=exposed)
+    return replace(alone, launch=2 * gpu.launch, communication=moving, exposed=exposed, sync=sync)
+
+
+_COLLECTIVES: Mapping[str, tuple[tuple[Mechanism, str], ...]] = {
+    "all_gather_matmul": (("register store", "all"),),
+    "matmul_reduce_scatter": (("register load", "one"),),
+    "matmul_all_reduce": (("register load", "one"), ("register store", "all")),
+}
+"""How pkt's own collectives move the ranks' data, from all SMs; of the all-reduce's half one way, half the other."""
 
 
 def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:
@@ -348,8 +365,8 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
 
 
 def _in_turns(what: str, case: _Case, config: Mapping[str, Any], part: int, gpu: Gpu) -> Estimate:
-    """A rank's own tiles are `lag` behind the others', of which each is sent when it is computed. Where they are ARRIVES
-    seconds behind or less, each waits for the rest; and while the last `lag` are computed nothing else is sent."""
+    """A rank's own tiles are `lag` behind the others', of which each is sent when it is computed. Where that is less
+    than ARRIVES, each waits for the rest; and while the last `lag` are computed nothing else is sent."""
     size, one = case.size, case.seconds(True, gpu)
     turn = gpu.sms / size
     lag = max(1, min(config.get("lag") or math.ceil(LAG[what] * turn), part))

@@ -3,7 +3,8 @@
 Left out are settings that cannot run or cannot win: what does not fit shared memory or registers, blocks larger than
 the operand, steps of K below what one TMA row holds; of all_gather_matmul the form "pull", which wants a symmetric
 operand and moves it once for every column of tiles. Where a Gluon form runs, plain tiles only of the two kinds that
-were ever near it (PLAIN_TILES). NCCL + cuBLAS comes first, or with PKT_NCCL=0 not at all.
+were ever near it (PLAIN_TILES). First come the two that are not fused: NCCL + cuBLAS, or with PKT_NCCL=0 not, and
+cuBLAS with pkt's own collective.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pkt.errors import Unsupported, dtype_text
-from pkt.tune.config import NCCL, Config, nccl_wanted, space
+from pkt.tune.config import NCCL, UNFUSED, Config, nccl_wanted, space
 from pkt.tune.gpu import H200, Gpu
 from pkt.tune.model import SPLITS, pushing_rounds
 from pkt.tune.search import Model
@@ -48,8 +49,8 @@ def operator_space(what: str, key: Mapping[str, Any], gpu: Gpu = H200, gluon: bo
         if found not in known:
             raise Unsupported.here("pkt tune", f"found {name} {found!r}", f"wanted {' or '.join(map(repr, known))}")
     gluon = gluon and gluon_fits(what, key)
-    baseline = [NCCL] if nccl_wanted() else []
-    return baseline + _SPACES[what](key, ITEMSIZE[dtype], gpu, gluon)
+    unfused = [NCCL, UNFUSED] if nccl_wanted() else [UNFUSED]
+    return unfused + _SPACES[what](key, ITEMSIZE[dtype], gpu, gluon)
 
 
 def gluon_fits(what: str, key: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pkt.runtime.world import World
 from pkt.tune import cache
-from pkt.tune.config import NCCL, Config, configs_of, nccl_wanted
+from pkt.tune.config import NCCL, UNFUSED, Config, configs_of, nccl_wanted
 from pkt.tune.search import MOST, Model, Search, search, slots
 from pkt.tune.spread import by_model, spread
 from pkt.tune.tables import nearest
@@ -109,7 +109,8 @@ def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Call
             found = by_model(candidates, plan.model, key)
         else:
             found = [(i, None) for i in spread(candidates, slots(len(candidates), plan.most))]
-        return sorted(found, key=lambda pair: candidates[pair[0]] != NCCL)  # the baseline is measured in any case
+        # What is not fused is measured in any case.
+        return sorted(found, key=lambda pair: candidates[pair[0]] not in (NCCL, UNFUSED))
 
     candidates, said = settle(world, call.what, key, of, order)
     ordered = [(candidates[i], predicted) for i, predicted in said]

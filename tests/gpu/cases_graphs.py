@@ -199,6 +199,8 @@ class Product(Program):
     """A fused operator on integers that bf16 holds exactly, the results too."""
 
     m, n, k = 80, 136, 24  # ragged, rows at multiples of 16 bytes: whatever form the operator chooses
+    mode: str | None = None
+    own = False  # a workspace of its own
 
     def operands(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rank `rank`'s, of -1, 0 and 1."""
@@ -211,6 +213,7 @@ class Product(Program):
         super().__init__(world)
         self.a0, self.b = self.operands(world.rank)
         self.a = torch.empty_like(self.a0)
+        self.options = {"mode": self.mode, "workspace": pkt.Workspace(world) if self.own else None, "world": world}
         self.exact = self.result([[t.float() for t in self.operands(rank)] for rank in range(world.size)])
         world.barrier()
 
@@ -238,21 +241,25 @@ class Gather(Product):
         return torch.cat([a for a, _ in operands]) @ operands[self.world.rank][1]
 
     def operator(self) -> torch.Tensor:
-        return pkt.all_gather_matmul(self.a, self.b, world=self.world)
+        return pkt.all_gather_matmul(self.a, self.b, **self.options)
 
 
 class Reduce(Product):
-    """matmul_all_reduce."""
+    """matmul_all_reduce, which would not be fused for so few rows."""
+
+    mode = "lcsc"
 
     def result(self, operands: list) -> torch.Tensor:
         return torch.stack([a @ b for a, b in operands]).sum(0)
 
     def operator(self) -> torch.Tensor:
-        return pkt.matmul_all_reduce(self.a, self.b, world=self.world)
+        return pkt.matmul_all_reduce(self.a, self.b, **self.options)
 
 
 class Scatter(Reduce):
     """matmul_reduce_scatter."""
+
+    mode, own = None, True
 
     def rows(self) -> int:
         return self.m * self.world.size
@@ -261,7 +268,25 @@ class Scatter(Reduce):
         return super().result(operands).chunk(self.world.size)[self.world.rank].contiguous()
 
     def operator(self) -> torch.Tensor:
-        return pkt.matmul_reduce_scatter(self.a, self.b, world=self.world)
+        return pkt.matmul_reduce_scatter(self.a, self.b, **self.options)
+
+
+class UnfusedGather(Gather):
+    """cuBLAS behind all_gather."""
+
+    mode = "unfused"
+
+
+class UnfusedScatter(Scatter):
+    """cuBLAS before reduce_scatter."""
+
+    mode = "unfused"
+
+
+class UnfusedReduce(Reduce):
+    """cuBLAS before all_reduce, of one element a row more than its low-latency form takes."""
+
+    mode, own, m, n = "unfused", True, 64, 513
 
 
 PROGRAMS: dict[str, type[Program]] = {
@@ -271,6 +296,9 @@ PROGRAMS: dict[str, type[Program]] = {
     "all_gather_matmul": Gather,
     "matmul_reduce_scatter": Scatter,
     "matmul_all_reduce": Reduce,
+    "all_gather_matmul, unfused": UnfusedGather,
+    "matmul_reduce_scatter, unfused": UnfusedScatter,
+    "matmul_all_reduce, unfused": UnfusedReduce,
 }
 
 

@@ -230,14 +230,14 @@ def layers(world: Any, m: int, K: int, N: int) -> None:
     out = pkt.empty(size * m, N, dtype=torch.bfloat16)
     for epilogue in ("none", "relu", "gelu", "silu"):
         options = {"bias": bias, "epilogue": epilogue}
-        for mode in ("push", "pull", *(["copy"] if K % 8 == 0 else []), *(["gluon"] if gluon else [])):
+        for mode in ("push", "pull", "unfused", *(["copy"] if K % 8 == 0 else []), *(["gluon"] if gluon else [])):
             got = pkt.all_gather_matmul(a, weights[world.rank], mode=mode, **options)
             assert product_error(got, finished(product, bias, epilogue)) < 1e-2, (mode, epilogue, m, K, N)
         wanted = finished(total, bias, epilogue)
-        for mode in ("add", "inbox", *(["chain"] if gluon else [])):
+        for mode in ("add", "inbox", "unfused", *(["chain"] if gluon else [])):
             got = pkt.matmul_reduce_scatter(*operands[world.rank], mode=mode, **options)
             assert product_error(got, wanted.chunk(size)[world.rank]) < 2e-2, (mode, epilogue, m, K, N)
-        for mode in ("lcsc", *(["chain"] if gluon else [])):
+        for mode in ("lcsc", "unfused", *(["chain"] if gluon else [])):
             for given in (None, out):
                 got = pkt.matmul_all_reduce(*operands[world.rank], given, mode=mode, **options)
                 assert product_error(got, wanted) < 2e-2, (mode, epilogue, m, K, N)

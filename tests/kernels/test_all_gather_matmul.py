@@ -157,6 +157,16 @@ def test_default_tiles_follow_the_rows(m: int, mode: str, shard: str) -> None:
     on_ranks(2, run)
 
 
+def test_default_chunks_are_shorter_by_columns() -> None:
+    def run(world: Any) -> list[int]:
+        for shard in ("rows", "columns"):
+            a, b = torch.ones(2, 1088).bfloat16(), torch.ones(1088 * (2 if shard == "columns" else 1), 8).bfloat16()
+            assert pkt.all_gather_matmul(a, b, shard=shard, world=world).eq(b.shape[0]).all()
+        return [key[-1] for key, space in world._workspaces.items() if hasattr(space, "inbox")]
+
+    assert on_ranks(2, run) == [[1024, 256]] * 2
+
+
 def test_shapes_and_forms_in_turn() -> None:
     def run(world: Any) -> None:
         for mode, shard in (*FORMS, *FORMS):

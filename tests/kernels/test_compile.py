@@ -419,7 +419,7 @@ DECODE = {  # four ranks of K = 8192, N = 28672, as in Three Taxes; and the way 
 }
 
 
-@pytest.mark.parametrize(("m", "block_m"), [(1, 16), (16, 16), (40, 64), (1024, 128)])
+@pytest.mark.parametrize(("m", "block_m"), [(1, 16), (16, 16), (40, 64), (128, 64), (1024, 128)])
 @pytest.mark.parametrize("name", DECODE)
 def test_decode(name: str, m: int, block_m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tiles no higher than the rows that there are, on the tensor cores."""

@@ -92,6 +92,7 @@ def launched(monkeypatch):
         spaces={},
         plans={},
         lasting={},
+        handed_in=None,
         capturing=False,
         kernels=kernels,
         span=range(0),
@@ -597,6 +598,25 @@ def test_a_tuned_form_that_cannot_run_leaves_the_operators_own_rule(operators, m
     assert settled(operators, monkeypatch, name, gluon, 512, 509, 512)["mode"] == rule
     monkeypatch.setattr(triton, "__version__", "3.9.0")
     assert settled(operators, monkeypatch, name, gluon, 512, 512, 512)["mode"] == rule
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_rows_are_multiplied_apart_from_their_all_reduce(operators, monkeypatch, dtype):
+    """On GPUs, where nothing is given or tuned."""
+    tuned = TUNED["matmul_all_reduce"][1][1]
+
+    def mode(rows, settings=None, **given):
+        said = settled(operators, monkeypatch, "reduce", settings or {}, rows, 512, 512, dtype=dtype, **given)
+        assert (said["tiles"] is None) == (said["mode"] == "unfused")
+        return said["mode"]
+
+    assert [mode(rows) for rows in (1, 16, 128, 129, 512)] == ["unfused"] * 3 + ["lcsc"] * 2
+    assert (
+        mode(16, tuned) == mode(16, tiles=(32, 32, 32)) == mode(16, num_comm_sms=8) == mode(16, mode="lcsc") == "lcsc"
+    )
+    assert mode(512, {"mode": "unfused"}) == "unfused"
+    for name in ("gather", "scatter"):
+        assert settled(operators, monkeypatch, name, {}, 16, 512, 512)["mode"] in ("push", "add")
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -80,8 +80,9 @@ class World(SimpleNamespace):
 
     rank, num_sms = 0, H200.sms
 
-    def workspace(self, key, make):
-        return self.num_sms
+    @property
+    def lasting(self):
+        return {"pkt.kernels.sms": self.num_sms}
 
 
 def derived(what, config, key):

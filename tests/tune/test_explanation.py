@@ -8,7 +8,7 @@ import torch
 import pkt
 from pkt.errors import DtypeError, ShapeError
 from pkt.tune import RecordedTimer, cache, choice, explanation, tables, tune
-from pkt.tune.config import NCCL, Config
+from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.explanation import NAMES, explain, own_rule
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS, estimate, product_alone
@@ -115,6 +115,7 @@ def test_its_own_rule_is_the_operator_s(what, gluon, shape, dtype, monkeypatch):
     common = importlib.import_module("pkt.kernels._common")
     if gluon:
         monkeypatch.setattr(forms, "missing_anywhere", lambda world: "")
+        monkeypatch.setattr(forms, "unfused", lambda world, rows: rows <= forms.UNFUSED_ROWS)
 
     def about_to(call, world, **facts):
         raise Agreed(facts)
@@ -132,7 +133,8 @@ def test_its_own_rule_is_the_operator_s(what, gluon, shape, dtype, monkeypatch):
     key = {"M": M, "N": N, "K": K, "dtype": explanation.dtype_text(dtype), "size": size}
     found = dict(own_rule(what, key, H200.name if gluon else "simulated"))
     assert found == {name: tuple(agreed[name]) if name == "tiles" else agreed[name] for name in found}
-    assert {"mode", "tiles"} <= set(found)
+    assert found["mode"] == "unfused" or {"mode", "tiles"} <= set(found)
+    assert (found["mode"] == "unfused") == (what == "matmul_all_reduce" and gluon and M == 128)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -169,6 +171,15 @@ def test_another_shape_says_how_far_and_has_no_measured_time():
     odd = explain("ag_gemm", M=8192, N=2047, K=8192)
     assert odd.why.startswith("the fastest to expect from what was measured for the nearest shape")
     assert odd.config["mode"] not in ("gluon", "chain")
+
+
+def test_few_rows_are_not_fused_with_their_all_reduce():
+    found = explain("gemm_ar", M=16, N=8192, K=7168)
+    assert found.config == UNFUSED
+    assert found.rows[0].predicted == estimate("matmul_all_reduce", UNFUSED, found.key)
+    assert "the operator's own rule" in found.why
+    assert "NCCL + cuBLAS takes 1.13 times as long, as predicted" in str(found)
+    assert explain("gemm_ar", M=1024, N=8192, K=7168).config["mode"] == "lcsc"
 
 
 def test_what_the_model_knows_nothing_of():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkt.tune import tables
-from pkt.tune.config import NCCL, Config
+from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.gpu import H200, interpolated, link_curves, link_rate
 from pkt.tune.model import (
     BESIDE,
@@ -147,7 +147,7 @@ def test_the_baseline_is_a_product_and_then_a_collective(what):
         case = search.key
         found, alone = estimate(what, NCCL, case), product_alone(case)
         moving = sent(what, case) / link_rate("register store", 32)
-        assert found.total == pytest.approx(alone.total + H200.launch + moving)
+        assert found.total == pytest.approx(alone.total + H200.launch + moving + 10e-6)
         measured = next(c.time for c in search.candidates if c.config == NCCL)
         assert found.total == pytest.approx(measured, rel=0.27)
     few = {"M": 1, "N": 28672, "K": 8192, "dtype": "bf16", "size": 1}  # bound by the bytes of the weights
@@ -155,6 +155,28 @@ def test_the_baseline_is_a_product_and_then_a_collective(what):
     assert sent(what, {**few, "size": 4}) == {"all_gather_matmul": 0.75 * 2 * 8192, "matmul_all_reduce": 3 * 28672}.get(
         what, 0.75 * 2 * 28672
     )
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_pkt_s_own_collective_beside_a_product(what):
+    for M in (128, 4096):
+        case = {"M": M, "N": 8192, "K": 7168, "dtype": "bf16", "size": 4}
+        found, alone = estimate(what, UNFUSED, case), product_alone(case)
+        rate = sent(what, case) / (found.total - alone.total - H200.launch - H200.barrier)
+        assert 330e9 < rate < 363e9, "of registers, by all SMs"
+    assert found.total < estimate(what, NCCL, case).total
+
+
+def test_few_rows_and_their_all_reduce():
+    """Measured on 4 x H200, in us: NCCL + cuBLAS 56, 56 and 72; pkt's all-reduce alone 7.9, 17 and 90 for 16 KiB, 1 MiB
+    and 16 MiB."""
+    case = {"N": 8192, "K": 7168, "dtype": "bf16", "size": 4}
+    for M, seconds in ((1, 56e-6), (16, 56e-6), (128, 72e-6)):
+        assert estimate("matmul_all_reduce", NCCL, {**case, "M": M}).total == pytest.approx(seconds, rel=0.03)
+    for M, seconds, within in ((1, 7.9e-6, 5e-6), (64, 16.7e-6, 1e-6), (1024, 90e-6, 5e-6)):
+        key = {**case, "M": M}
+        collective = estimate("matmul_all_reduce", UNFUSED, key).total - product_alone(key).total
+        assert collective == pytest.approx(seconds, abs=within)
 
 
 def chain(what, rounds, case):
@@ -263,7 +285,8 @@ def test_one_rank_sends_nothing():
     for what, mode in (("all_gather_matmul", "push"), ("all_gather_matmul", "gluon"), ("all_gather_matmul", "pull"),
                        ("matmul_reduce_scatter", "add"), ("matmul_reduce_scatter", "chain"),
                        ("matmul_reduce_scatter", "inbox"), ("matmul_all_reduce", "lcsc"),
-                       ("matmul_all_reduce", "chain"), *((what, "nccl") for what in MODELS)):  # fmt: skip
+                       ("matmul_all_reduce", "chain"),
+                       *((what, mode) for what in MODELS for mode in ("nccl", "unfused"))):  # fmt: skip
         config = Config(tiles=WIDE, mode=mode)
         shape = {"M": 8192, "N": 2048, "K": 8192, "dtype": "torch.float16"}
         one, four = (estimate(what, config, {**shape, "size": size}) for size in (1, 4))

@@ -10,7 +10,7 @@ import torch
 import pkt
 from pkt.errors import Unsupported
 from pkt.tune import RecordedTimer, tables, tune
-from pkt.tune.config import NCCL
+from pkt.tune.config import NCCL, UNFUSED
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 from pkt.tune.spaces import operator_space, thinned
@@ -20,8 +20,8 @@ SHAPES = [(512, 512, 512), (4096, 1024, 4096), (32768, 8192, 32768), (1000, 1000
 
 
 def own(what, case, *more, **named):
-    """The space but for NCCL + cuBLAS."""
-    return [config for config in operator_space(what, case, *more, **named) if config != NCCL]
+    """The space but for what is not fused."""
+    return [config for config in operator_space(what, case, *more, **named) if config not in (NCCL, UNFUSED)]
 
 
 def key(M, N, K, dtype="bfloat16", size=4):
@@ -117,32 +117,35 @@ def test_the_model_says_something_of_every_candidate(what):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_baseline_comes_first_and_can_be_turned_off(what, dtype, monkeypatch):
     case = key(8192, 8192, 2048, dtype)
-    assert operator_space(what, case).index(NCCL) == 0
+    assert operator_space(what, case)[:2] == [NCCL, UNFUSED]
     for gluon in (True, False):
-        assert operator_space(what, case, gluon=gluon).count(NCCL) == 1
+        found = operator_space(what, case, gluon=gluon)
+        assert found.count(NCCL) == found.count(UNFUSED) == 1
     monkeypatch.setenv("PKT_NCCL", "0")
-    assert NCCL not in operator_space(what, case)
+    found = operator_space(what, case)
+    assert found[0] == UNFUSED
+    assert NCCL not in found
 
 
 def seldom(world, model):
-    """A search of which the model, or the even spread where None, would leave the baseline out."""
+    """A search of which the model, or the even spread where None, would leave out what is not fused."""
     case = key(8192, 8192, 2048)
     found = thinned(operator_space("matmul_all_reduce", case), MODELS["matmul_all_reduce"], case, 1)
     search = tune(
         lambda **_: None,
-        configs=[*found[1:], *found[:1]],
+        configs=[*found[2:], *found[:2]],
         key=case,
         model=model,
         timer=lambda _: RecordedTimer(lambda config: 1e-3),
     )
     measured = [c.config for c in search.candidates if c.times]
-    return NCCL in measured, len(measured)
+    return {NCCL, UNFUSED} <= set(measured), len(measured)
 
 
-@pytest.mark.parametrize("model", [lambda config, _: 1.0 if config == NCCL else 0.5, None])
-def test_the_baseline_is_always_measured(model):
-    for baseline, count in pkt.launch(seldom, 2, "cpu", (model,)):
-        assert baseline
+@pytest.mark.parametrize("model", [lambda config, _: 1.0 if config in (NCCL, UNFUSED) else 0.5, None])
+def test_what_is_not_fused_is_always_measured(model):
+    for both, count in pkt.launch(seldom, 2, "cpu", (model,)):
+        assert both
         assert 8 <= count < 40
 
 

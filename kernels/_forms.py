@@ -102,16 +102,16 @@ def tuned(
     return dict(settings)
 
 
-UNFUSED_ROWS = 128
-"""Rows up to which a product and its all-reduce, left to choose, are not fused. On 4 x H200, K = 7168 and N = 8192,
-cuBLAS takes 42 us for 1, 16 and 128 rows, and with torch's two-shot all-reduce, which is slower than pkt's, 51, 52 and
-61; the fused forms take 67 at least. For 1024 rows they take 211, cuBLAS 157 and pkt's all-reduce alone 90."""
+UNFUSED_ROWS = {"matmul_all_reduce": 128, "all_gather_matmul": 1024}
+"""Rows up to which a product and its collective, left to choose, are not fused; all_gather_matmul with shard "columns".
+By benchmarks/results/*.json of 4 x H200: unfused takes 46, 52 and 63 us with an all-reduce of 1, 16 and 128 rows, 242
+of 1024, the fused forms 67, 67, 64 and 222; with an all-gather 51, 52, 56 and 220, they 52, 52, 60 and 246."""
 
 
-def unfused(world: World, rows: int) -> bool:
-    """Whether matmul_all_reduce takes mode "unfused" where the caller has left the choice open and nothing was tuned;
-    never in the simulator, whose users are after the fused kernels. rows: alike on all ranks."""
-    return torch.device(world.torch_device).type == "cuda" and rows <= UNFUSED_ROWS
+def unfused(call: str, world: World, rows: int) -> bool:
+    """Whether `call` takes mode "unfused" where the caller has left the choice open and nothing was tuned; never in the
+    simulator, whose users are after the fused kernels. rows: alike on all ranks."""
+    return torch.device(world.torch_device).type == "cuda" and rows <= UNFUSED_ROWS[call]
 
 
 def check_unfused(call: str, mode: str, given: Mapping[str, object], world: World) -> None:

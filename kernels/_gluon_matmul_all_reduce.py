@@ -200,10 +200,14 @@ def gluon_two_shot_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
+def tiles_of(M: int, N: int) -> Tiles:
+    """The tiles for an M x N output: narrow ones where the links are the limit."""
+    return NARROW if M * N <= 1 << 26 else TILES
+
+
 def settings(M: int, N: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
-    """`tiles` and `lag`, or what follows from an M x N output: narrow tiles where the links are the limit, and
-    own tiles two rounds behind. Raises ShapeError."""
-    tiles = tiles or (NARROW if M * N <= 1 << 26 else TILES)
+    """`tiles` and `lag`, or what follows from an M x N output: own tiles two rounds behind. Raises ShapeError."""
+    tiles = tiles or tiles_of(M, N)
     check_tiles(CALL, tiles, world)
     tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, tiles_of_all or 1)

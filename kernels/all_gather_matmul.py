@@ -275,9 +275,9 @@ def all_gather_matmul(
     mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
     "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6; "copy" takes shard
     "rows" of rows of whole runs of 16 bytes; "unfused" and "nccl" are pkt's or, through torch.distributed, NCCL's
-    all-gather, and cuBLAS, and take nothing of what follows. None: "gluon" where that can run, m is more than 64
-    (its tiles have 128 rows) and nothing below is given, else "push". The rest is the same on every rank, and follows
-    from mode and shapes where None:
+    all-gather, and cuBLAS, and take nothing of what follows. None, with nothing below given: "gluon" where that can
+    run and m is more than 64 (its tiles have 128 rows), with shard "columns" on GPUs "unfused" up to 1024 rows; else
+    "push". The rest is the same on every rank, and follows from mode and shapes where None:
 
     num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None; "gluon": 8 if
         None, which push before they compute.
@@ -333,6 +333,8 @@ def _plan(
     if left:
         tuned = _forms.tuned(CALL, world, {"M": size * m, "N": N, "K": k}, a.dtype, m, k, N)
         mode, left = tuned.pop("mode", None), not tuned
+    elif mode is None and not tuned and _forms.unfused(CALL, world, m):
+        mode = "unfused"
     plan = None
     wanted = check_tiles(CALL, tuned.pop("tiles", None), world)
     if mode in _unfused.MODES:

@@ -211,7 +211,7 @@ def _plan(
         found = _forms.tuned(CALL, world, key, dtype, M, N, by="MN")  # ranks may differ in k
         mode, num_comm_sms, tiles, lag = (found.get(name) for name in ("mode", "num_comm_sms", "tiles", "lag"))
         left = not found
-        if left and _forms.unfused(world, M):
+        if left and _forms.unfused(CALL, world, M):
             mode = "unfused"
     chosen = check_tiles(CALL, tiles, world)
     refused = ("num_comm_sms", num_comm_sms) if mode == "gluon" else ("lag", lag)

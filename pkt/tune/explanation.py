@@ -253,8 +253,11 @@ def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
     hopper = SM_90.search(gpu) is not None and triton.__version__.startswith("3.6.")
     gluon = hopper and gluon_fits(what, key) and m > matmul.FEW_ROWS
     if what == "matmul_all_reduce":
-        if gpu != SIMULATED and M <= forms.UNFUSED_ROWS:
+        if gpu != SIMULATED and M <= forms.UNFUSED_ROWS[what]:
             return Config(mode="unfused")
+        if gluon:
+            module = importlib.import_module("pkt.kernels._gluon_matmul_all_reduce")
+            return Config(mode="gluon", tiles=module.tiles_of(M, N))
         return Config(mode="lcsc", num_comm_sms=16, tiles=matmul.default_tiles(m, dtype, N))
     if what == "matmul_reduce_scatter":
         if not gluon:

@@ -166,7 +166,7 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
     from pkt.kernels._matmul import FEW_ROWS
 
     size, device = world.size, world.torch_device
-    for name, columns in (("gluon", (K, N)), ("chain", (N,))):  # else this would test the plain forms twice
+    for name, columns in (("gluon", (K, N)), ("gluon", (N,))):  # else this would test the plain forms twice
         possible = m > FEW_ROWS and not _forms.missing(world) and not any(c * dtype.itemsize % 16 for c in columns)
         assert _forms.gluon("test", name, False, True, world, dtype, m, *columns) == possible
     a, b = torch.empty(m, K, dtype=dtype, device=device), torch.empty(K, N, dtype=dtype, device=device)
@@ -196,8 +196,8 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
         bits = part.clone()
         rows.copy_(operands[world.rank][0])
         pkt.matmul_reduce_scatter(rows, b, part)
-        chain = _forms.gluon("test", "chain", False, True, world, dtype, m, N)
-        assert torch.equal(part, bits) or not chain, "the chain adds in one order"
+        gluon = _forms.gluon("test", "gluon", False, True, world, dtype, m, N)
+        assert torch.equal(part, bits) or not gluon, "it adds in one order"
     world.barrier()
 
 
@@ -234,10 +234,10 @@ def layers(world: Any, m: int, K: int, N: int) -> None:
             got = pkt.all_gather_matmul(a, weights[world.rank], mode=mode, **options)
             assert product_error(got, finished(product, bias, epilogue)) < 1e-2, (mode, epilogue, m, K, N)
         wanted = finished(total, bias, epilogue)
-        for mode in ("add", "inbox", "unfused", *(["chain"] if gluon else [])):
+        for mode in ("add", "inbox", "unfused", *(["gluon"] if gluon else [])):
             got = pkt.matmul_reduce_scatter(*operands[world.rank], mode=mode, **options)
             assert product_error(got, wanted.chunk(size)[world.rank]) < 2e-2, (mode, epilogue, m, K, N)
-        for mode in ("lcsc", "unfused", *(["chain"] if gluon else [])):
+        for mode in ("lcsc", "unfused", *(["gluon"] if gluon else [])):
             for given in (None, out):
                 got = pkt.matmul_all_reduce(*operands[world.rank], given, mode=mode, **options)
                 assert product_error(got, wanted) < 2e-2, (mode, epilogue, m, K, N)

@@ -610,7 +610,7 @@ def test_few_rows_are_multiplied_apart_from_their_all_reduce(operators, monkeypa
         assert (said["tiles"] is None) == (said["mode"] == "unfused")
         return said["mode"]
 
-    assert [mode(rows) for rows in (1, 16, 128, 129, 512)] == ["unfused"] * 3 + ["lcsc"] * 2
+    assert [mode(rows) for rows in (1, 16, 128, 129, 512)] == ["unfused"] * 3 + ["gluon"] * 2
     assert (
         mode(16, tuned) == mode(16, tiles=(32, 32, 32)) == mode(16, num_comm_sms=8) == mode(16, mode="lcsc") == "lcsc"
     )
@@ -630,5 +630,5 @@ def test_nccl_where_it_was_faster_and_can_run(operators, monkeypatch, name):
         raise Unsupported.here("a group", "found others", "make one")
 
     monkeypatch.setattr(_forms, "process_group", refuses)
-    rule = {"gather": "gluon", "scatter": "gluon", "reduce": "lcsc"}[name]
+    rule = "gluon"
     assert settled(operators, monkeypatch, name, {"mode": "nccl"}, 512, 512, 512)["mode"] == rule

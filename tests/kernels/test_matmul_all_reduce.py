@@ -159,17 +159,17 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, "num_comm_sms: found -1, wanted at least 0", (4, 4), (4, 4), num_comm_sms=-1)
     bad(pkt.ShapeError, "tiles: found", (4, 4), (4, 4), tiles=(16, 16, 8))
     bad(pkt.ShapeError, r"bias: found \(3,\), wanted \(4,\)", (4, 4), (4, 4), bias=torch.ones(3))
-    bad(pkt.ShapeError, 'rounds: found 2, wanted none with mode "lcsc"', (4, 4), (4, 4), rounds=2)
+    bad(pkt.ShapeError, 'lag: found 2, wanted none with mode "lcsc"', (4, 4), (4, 4), lag=2)
     bad(
         pkt.ShapeError,
-        'num_comm_sms: found 2, wanted none with mode "chain"',
+        'num_comm_sms: found 2, wanted none with mode "gluon"',
         (4, 4),
         (4, 4),
-        mode="chain",
+        mode="gluon",
         num_comm_sms=2,
     )
-    bad(pkt.Unsupported, "wanted 'lcsc' or 'chain'", (4, 4), (4, 4), mode="ring")
-    bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="chain")
+    bad(pkt.Unsupported, "wanted 'lcsc' or 'gluon'", (4, 4), (4, 4), mode="ring")
+    bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="gluon")
 
 
 def test_dtypes_must_agree() -> None:

@@ -162,9 +162,9 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, r"out: found \(4, 4\), wanted \(2, 4\)", (4, 4), (4, 4), (4, 4))
     bad(pkt.ShapeError, "tiles: found", (4, 4), (4, 4), tiles=(16, 48, 16))
     bad(pkt.ShapeError, r"bias: found \(3,\), wanted \(4,\)", (4, 4), (4, 4), bias=torch.ones(3))
-    bad(pkt.ShapeError, 'rounds: found 2, wanted none with mode "add"', (4, 4), (4, 4), rounds=2)
-    bad(pkt.Unsupported, "wanted 'add' or 'inbox' or 'chain'", (4, 4), (4, 4), mode="ring")
-    bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="chain")
+    bad(pkt.ShapeError, 'lag: found 2, wanted none with mode "add"', (4, 4), (4, 4), lag=2)
+    bad(pkt.Unsupported, "wanted 'add' or 'inbox' or 'gluon'", (4, 4), (4, 4), mode="ring")
+    bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="gluon")
 
 
 def test_dtypes_must_agree() -> None:

@@ -11,6 +11,7 @@ from pkt.tune import tables
 from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.gpu import H200, interpolated, link_curves, link_rate
 from pkt.tune.model import (
+    ARRIVES,
     BESIDE,
     MODELS,
     Estimate,
@@ -179,43 +180,30 @@ def test_few_rows_and_their_all_reduce():
         assert collective == pytest.approx(seconds, abs=within)
 
 
-def chain(what, rounds, case):
-    return estimate(what, Config(mode="chain", tiles=WIDE, rounds=rounds), case)
+def in_turns(what, case, **settings):
+    return estimate(what, Config(mode="gluon", tiles=WIDE, **settings), case)
 
 
-def test_the_chain_of_the_reduce_scatter_by_hand():
-    """The links are idle while the last round's own tiles are computed: of 4 ranks in 2 rounds for an eighth."""
+@pytest.mark.parametrize("what", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_taking_turns_by_hand(what):
+    """A quarter of 132 programs' tiles is a round's worth of own tiles. What they are behind is waited for by each of a
+    program's if it is less than what comes takes, and is computed in the end with nothing to send."""
     case = {"M": 8192, "N": 8192, "K": 2048, "dtype": "bf16", "size": 4}
-    part, rate = 2048 * 8192 * 2, link_rate("TMA reduce-add", H200.sms)
-    for rounds in (1, 2, 8):
-        found = chain("matmul_reduce_scatter", rounds, case)
-        assert found.communication == pytest.approx(3 * part / rate / (1 - 1 / (4 * rounds)))
-        longer = max(found.compute, found.communication)
-        passing = 0.6 * (math.hypot(found.compute, found.communication) - longer)
-        last = max(0.0, found.communication + 2 * tile_seconds(128, 256, 2048) - longer)
-        assert found.exposed == pytest.approx(passing + last)
-        assert found.sync == pytest.approx(2 * H200.signal + rounds * 1.4e-6)
-    # 16 x 32 tiles of a part for 132 programs: for every other one of them in each round
-    given = estimate("matmul_reduce_scatter", Config(mode="chain"), case)
-    assert given == chain("matmul_reduce_scatter", 7, case)
-    few = {**case, "M": 512, "N": 512}
-    assert chain("matmul_reduce_scatter", 8, few) == chain("matmul_reduce_scatter", 2, few), "two tiles, two rounds"
-    small, large = ({"M": N, "N": N, "K": N // 4, "dtype": "bf16", "size": 4} for N in (1024, 8192))
-    assert chain("matmul_reduce_scatter", 1, small).total < chain("matmul_reduce_scatter", 4, small).total
-    assert chain("matmul_reduce_scatter", 4, large).total < chain("matmul_reduce_scatter", 1, large).total
-
-
-def test_the_chain_of_the_all_reduce_by_hand():
-    """What is added and what is stored, both while tiles are computed; a round costs what it costs to meet."""
-    case = {"M": 32768, "N": 32768, "K": 32768, "dtype": "bf16", "size": 4}
-    half = 0.75 * 2 * 32768**2
-    moving = sum(half / link_rate(how, H200.sms) for how in ("TMA reduce-add", "TMA store"))
-    for rounds in (1, 8):
-        found = chain("matmul_all_reduce", rounds, case)
+    half, one, own = 3 * 2048 * 8192 * 2, tile_seconds(128, 256, 2048), 16 * 32
+    moving = (1 if what == "matmul_reduce_scatter" else 2) * half / link_rate("TMA store", H200.sms)
+    for lag, late in ((1, (ARRIVES - one / 33) * own / 132), (33, 0), (99, 0)):
+        found = in_turns(what, case, lag=lag)
         assert found.communication == pytest.approx(moving)
-        assert found.exposed == pytest.approx(0.6 * (math.hypot(found.compute, moving) - found.compute))
-        assert found.sync == pytest.approx(3 * H200.signal + rounds * 1.4e-6)
-    assert estimate("matmul_all_reduce", Config(mode="chain"), case) == chain("matmul_all_reduce", 8, case)
+        longer = max(found.compute, moving)
+        assert found.exposed == pytest.approx(0.6 * (math.hypot(found.compute, moving) - longer) + max(
+            0.0, moving + 2 * one - longer))  # fmt: skip
+        assert found.sync == pytest.approx(2 * H200.signal + lag / 132 * one + late)
+    rounds = {"matmul_reduce_scatter": 1, "matmul_all_reduce": 2}[what]
+    assert in_turns(what, case) == in_turns(what, case, lag=33 * rounds)
+    few = {**case, "M": 512, "N": 512}
+    assert in_turns(what, few, lag=8) == in_turns(what, few, lag=2), "two tiles of each rank"
+    alone = in_turns(what, {**case, "size": 1}, lag=8)
+    assert (alone.communication, alone.sync) == (0, 2 * H200.signal)
 
 
 def test_fewer_peers_mean_fewer_bytes_under_way_in_the_plain_all_reduce():
@@ -237,8 +225,10 @@ def test_pushing_first_by_hand():
     found = of(skip=4, split=4)
     assert found.compute == pytest.approx((4 * one + part) * interpolated(H200.slow, 4 * one + part))
     assert found.communication == pytest.approx(3 * 2048 * 8192 * 2 / (BESIDE * link_rate("TMA store", 8, peers="all")))
-    # those that come last are of the last whole round
-    assert found.exposed == pytest.approx(found.communication + one - max(found.communication, found.compute))
+    # those that come last are of the last whole round, of which the first rows came a good deal earlier
+    wave = found.communication * 132 / (512 * 0.75)
+    assert found.exposed == pytest.approx(max(
+        0.0, found.communication + max(one / 16, one - wave) - max(found.communication, found.compute)))  # fmt: skip
     whole = of(skip=4, split=1)
     assert whole.compute == pytest.approx(5 * one * interpolated(H200.slow, 5 * one))
     # three whole rounds, and 560 parts: four rounds of 124, and 64 for all
@@ -283,9 +273,9 @@ def test_small_products_want_more_sms_to_communicate():
 
 def test_one_rank_sends_nothing():
     for what, mode in (("all_gather_matmul", "push"), ("all_gather_matmul", "gluon"), ("all_gather_matmul", "pull"),
-                       ("matmul_reduce_scatter", "add"), ("matmul_reduce_scatter", "chain"),
+                       ("matmul_reduce_scatter", "add"), ("matmul_reduce_scatter", "gluon"),
                        ("matmul_reduce_scatter", "inbox"), ("matmul_all_reduce", "lcsc"),
-                       ("matmul_all_reduce", "chain"),
+                       ("matmul_all_reduce", "gluon"),
                        *((what, mode) for what in MODELS for mode in ("nccl", "unfused"))):  # fmt: skip
         config = Config(tiles=WIDE, mode=mode)
         shape = {"M": 8192, "N": 2048, "K": 8192, "dtype": "torch.float16"}

@@ -84,7 +84,7 @@ def two_cases(monkeypatch):
     """Two shapes, of each a config for itself only."""
     found = []
     for N in (4096, 8192):
-        configs = [Config(mode="chain", rounds=4, tiles=(128, 256, 64, group, 8, 4)) for group in (N // 1024, 16)]
+        configs = [Config(mode="gluon", lag=4, split=2, tiles=(128, 256, 64, group, 8, 4)) for group in (N // 1024, 16)]
         shape = {"M": N, "N": N, "K": N // 4, "dtype": "bf16", "size": 4, "gpu": H200.name}
         predicted = MODELS["matmul_reduce_scatter"](configs[0], shape)
         candidates = tuple(Candidate(c, predicted, (1e-4 * (i + 1),) * 3) for i, c in enumerate(configs))
@@ -110,8 +110,8 @@ def test_a_tie_goes_to_the_smaller_product(two_cases):
 
 
 def test_what_is_right_for_one_shape_only_is_left_to_the_operator(two_cases):
-    assert taken(8192, 8192, 2048)["rounds"] == 4
-    assert set(taken(8192, 8192, 2056)) == {"mode", "tiles"}
+    assert taken(8192, 8192, 2048)["split"] == 2
+    assert set(taken(8192, 8192, 2056)) == {"mode", "lag", "tiles"}
     gluon = Config(mode="gluon", num_comm_sms=8, chunk=512, push_rows=1, skip=3, split=2, tiles=(128, 256, 64))
     assert set(tables.carried(gluon)) == {"mode", "num_comm_sms", "chunk", "push_rows", "tiles"}
     assert tables.carried(Config(mode="copy", push_rows=1, tiles=(128, 256, 64))) == (
@@ -161,7 +161,7 @@ def test_rows_that_tma_cannot_take_get_the_fastest_plain_form():
     odd = tables.nearest("all_gather_matmul", key(4096, 1023, 4096), H200.name, 4)
     assert odd["mode"] in ("push", "copy", "nccl")
     assert tables.nearest("matmul_reduce_scatter", key(4096, 4100, 1024), H200.name, 4)["mode"] == "add"
-    assert tables.nearest("matmul_reduce_scatter", key(4096, 4096, 1023), H200.name, 4)["mode"] == "chain"
+    assert tables.nearest("matmul_reduce_scatter", key(4096, 4096, 1023), H200.name, 4)["mode"] == "gluon"
 
 
 def test_a_choice_that_was_not_tuned_is_that_of_the_nearest_shape(monkeypatch):

@@ -22,10 +22,10 @@ from pkt.tune.search import LEAST, MOST
 from pkt.tune.spaces import operator_space
 
 CLOSE = 0.03
-NOT_SO_CLOSE = {("matmul_all_reduce", 2, 16384): 0.04}
+NOT_SO_CLOSE = {("all_gather_matmul", 2, 12288): 0.05, ("all_gather_matmul", 2, 16384): 0.031}
 """Cases (operator, ranks, M) where the tuner's choice is further than CLOSE behind the best."""
-HELD = ("matmul_reduce_scatter", "matmul_all_reduce")
-"""Operators whose figures are held here; the others' settings still change."""
+IN_TURNS = ("matmul_reduce_scatter", "matmul_all_reduce")
+"""Operators whose Gluon form has a lag."""
 
 
 def cases(what):
@@ -64,11 +64,10 @@ def replayed(world, what, sign):
 def test_the_tuner_s_choice_is_close_to_the_best_having_measured_an_eighth(what):
     losses = pkt.launch(replayed, ranks=1, device="cpu", args=(what, 1))[0]
     assert {size for _, size, _ in losses} == {2, 4}
-    if what in HELD:
-        assert {case: loss for case, loss in losses.items() if loss > NOT_SO_CLOSE.get(case, CLOSE)} == {}
+    assert {case: loss for case, loss in losses.items() if loss > NOT_SO_CLOSE.get(case, CLOSE)} == {}
 
 
-@pytest.mark.parametrize("what", HELD)
+@pytest.mark.parametrize("what", MODELS)
 def test_a_model_that_says_the_opposite_would_be_noticed(what):
     losses = pkt.launch(replayed, ranks=1, device="cpu", args=(what, -1))[0]
     assert statistics.median(losses.values()) > 3 * CLOSE
@@ -87,7 +86,7 @@ class World(SimpleNamespace):
 
 def test_the_model_takes_the_lag_that_the_operator_does():
     """Where none is given."""
-    for what in HELD:
+    for what in IN_TURNS:
         module = scatter if what == "matmul_reduce_scatter" else two_shot
         for key, _ in cases(what):
             rows = key["M"] // (key["size"] if module is scatter else 1)
@@ -105,7 +104,7 @@ def taken(what, key, monkeypatch):
         return tables.nearest(what, key, H200.name, key["size"])
 
 
-@pytest.mark.parametrize("what", HELD)
+@pytest.mark.parametrize("what", IN_TURNS)
 def test_what_is_taken_from_the_nearest_shape_is_within_a_tenth_of_the_best(what, monkeypatch):
     losses = {}
     for key, times in cases(what):

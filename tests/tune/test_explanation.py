@@ -179,7 +179,7 @@ def test_few_rows_are_not_fused_with_their_all_reduce():
     assert found.rows[0].predicted == estimate("matmul_all_reduce", UNFUSED, found.key)
     assert "the operator's own rule" in found.why
     assert "NCCL + cuBLAS takes 1.13 times as long, as predicted" in str(found)
-    assert explain("gemm_ar", M=1024, N=8192, K=7168).config["mode"] == "lcsc"
+    assert explain("gemm_ar", M=1024, N=8192, K=7168).config["mode"] == "gluon"
 
 
 def test_what_the_model_knows_nothing_of():

@@ -31,7 +31,7 @@ WIDE = (128, 256, 64)
 # Median and worst of |predicted / measured - 1| over what ships. As found, rounded up; of all_gather_matmul with room.
 HELD = {
     "all_gather_matmul": (0.2, 0.6),
-    "matmul_reduce_scatter": (0.06, 0.26),
+    "matmul_reduce_scatter": (0.09, 0.19),
     "matmul_all_reduce": (0.06, 0.2),
 }
 

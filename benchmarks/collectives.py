@@ -53,12 +53,6 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
     "all-reduce": {
         "pkt low-latency": {"mode": "low_latency"},
         "pkt low-latency, captured": {"mode": "low_latency"},
-        "pkt low-latency spread": {"mode": "spread"},
-        "pkt low-latency spread, captured": {"mode": "spread"},
-        "pkt low-latency spread alone": {"mode": "spread_alone"},
-        "pkt low-latency spread alone, captured": {"mode": "spread_alone"},
-        "pkt low-latency spread alone, blocks of 64": {"mode": "spread_alone", "block": 64},
-        "pkt low-latency spread alone, blocks of 256": {"mode": "spread_alone", "block": 256},
         "pkt one-shot": {"mode": "one_shot"},
         "pkt one-shot, blocks of 1024": {"mode": "one_shot", "block": 1024},
         "pkt two-shot": {"mode": "two_shot"},

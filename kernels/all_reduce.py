@@ -2,7 +2,6 @@
 
 low_latency: each rank puts its x into a slot on every rank, as words of 4 bytes of data and 4 of flag, and reduces
     what comes (pkt/language/flagged.py): no barrier, 2 * (W - 1) * n * itemsize bytes out of each rank.
-spread, spread_alone: candidates for low_latency, see _spread_all_reduce; alone: not a cooperative launch.
 one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize bytes into each rank; the
     shortest path for small messages.
 two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every
@@ -38,9 +37,9 @@ from . import _common, _copies
 from .reduce_scatter import OPS, Op, combine, from_inbox, inboxes, over_ranks, reduced
 
 CALL = "all_reduce"
-Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem", "spread", "spread_alone"]
-MODES = ("low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem", "spread", "spread_alone")
-SENT = ("low_latency", "spread", "spread_alone", "two_shot_push", "copy")  # only this rank reads its x
+Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
+MODES = ("low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem")
+SENT = ("low_latency", "two_shot_push", "copy")  # only this rank reads its x
 SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `out`
 
 LOW_LATENCY_BYTES = 128 << 10
@@ -293,10 +292,6 @@ def _plan(
         return lambda x, out: out
     if mode == "low_latency":
         return _low_latency(x, op, block, world)
-    if mode in ("spread", "spread_alone"):
-        from ._spread_all_reduce import spread_launch
-
-        return spread_launch(world, n, x.dtype, op, block, together=mode == "spread")
     if mode == "copy":
         from ._copy_reduce import reduce_launch
 

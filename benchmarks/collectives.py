@@ -62,8 +62,6 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt copy, captured": {"mode": "copy"},
         "pkt copy, 3 chunks, captured": {"mode": "copy", "chunks": 3},
         "pkt copy, 4 chunks, captured": {"mode": "copy", "chunks": 4},
-        "pkt copy, 2 lanes, captured": {"mode": "copy", "lanes": 2},
-        "pkt copy, 4 chunks, 2 lanes, captured": {"mode": "copy", "chunks": 4, "lanes": 2},
         "pkt default, captured": {},
     },
     "all-gather": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}, "pkt copy": {"mode": "copy"}},
@@ -77,9 +75,6 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt copy, 4 chunks": {"mode": "copy", "chunks": 4},
         "pkt copy, 8 chunks": {"mode": "copy", "chunks": 8},
         "pkt copy, 16 chunks": {"mode": "copy", "chunks": 16},
-        "pkt copy, 4 chunks, 2 lanes": {"mode": "copy", "chunks": 4, "lanes": 2},
-        "pkt copy, 8 chunks, 2 lanes": {"mode": "copy", "chunks": 8, "lanes": 2},
-        "pkt copy, 16 chunks, 2 lanes": {"mode": "copy", "chunks": 16, "lanes": 2},
     },
     "all-to-all": {
         "pkt push": {"mode": "push"},

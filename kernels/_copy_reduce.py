@@ -81,7 +81,7 @@ def _slot(distance: int, world: World) -> int:
 
 
 def scatter_launch(
-    world: World, rows: int, run: int, dtype: torch.dtype, op: Op, block: int | None, chunks: int | None, lanes: int
+    world: World, rows: int, run: int, dtype: torch.dtype, op: Op, block: int | None, chunks: int | None
 ) -> _common.Launch:
     """launch(x, out) for x of (rows, size, run). Collective."""
     rank, size, itemsize = world.rank, world.size, dtype.itemsize
@@ -106,7 +106,7 @@ def scatter_launch(
 
     moved = [copies(g) for g in range(triton.cdiv(lines, together))]
     inbox, bar = _inbox(rows * run, dtype, world), _common.barrier_counters(world)
-    meet, side = _copies.meeting(world), _copies.Side(world, lanes)
+    meet, side = _copies.meeting(world), _copies.Side(world)
     grid = (_common.num_programs(world, tiles),)
     start = cooperative_launch(world, sum_kernel, grid, **_common.COPY_OPTIONS)
     places = (rank * part.units, size * part.units, 0, rows * part.units)
@@ -116,7 +116,7 @@ def scatter_launch(
         sent = []
         with side.behind():
             for boxes in moved:
-                side.send(boxes, inbox, x)
+                _copies.send(world, boxes, inbox, x)
                 sent.append(side.mark())
         for g, mark in enumerate(sent):
             side.reach(mark)
@@ -128,7 +128,7 @@ def scatter_launch(
 
 
 def reduce_launch(
-    world: World, n: int, dtype: torch.dtype, op: Op, block: int | None, chunks: int | None, lanes: int
+    world: World, n: int, dtype: torch.dtype, op: Op, block: int | None, chunks: int | None
 ) -> _common.Launch:
     """launch(x, out) for x of n elements, of which rank r owns a slot from r * slot on, less at the end. Collective."""
     rank, size, itemsize = world.rank, world.size, dtype.itemsize
@@ -162,26 +162,26 @@ def reduce_launch(
     part = whole._replace(units=own // unit, across=max(tiles, 1), tiles=tiles, UNIT=tl.constexpr(unit))
     places = (rank * slot // unit, 0, rank * slot // unit, slot // unit)
     inbox, bar = _inbox(slot, dtype, world), _common.barrier_counters(world)
-    meet, side = _copies.meeting(world), _copies.Side(world, lanes)
+    meet, side = _copies.meeting(world), _copies.Side(world)
     grid = (_common.num_programs(world, together),)
     start = cooperative_launch(world, sum_kernel, grid, **_common.COPY_OPTIONS)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank has added what is in its inbox, and is done with what it had in `out`
         with side.behind():
-            side.send(out_of[0], inbox, x)
+            _copies.send(world, out_of[0], inbox, x)
             sent = side.mark()
         for g in range(count):
             here = sent
             if g + 1 < count:
                 with side.behind():
-                    side.send(out_of[g + 1], inbox, x)
+                    _copies.send(world, out_of[g + 1], inbox, x)
                     sent = side.mark()
             side.reach(here)
             end = min((g + 1) * together, tiles)
             start(x, out, inbox, bar, part, *places, min(g * together, end), end, world.device, op)
             with side.behind():
-                side.send(into[g], out, out)
+                _copies.send(world, into[g], out, out)
         side.reach(side.mark())
         meet()  # publish: every rank's sums are there
         return out

@@ -33,8 +33,8 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _copies
-from .reduce_scatter import OPS, Op, combine, from_inbox, inboxes, over_ranks, reduced
+from . import _common
+from .reduce_scatter import OPS, Op, check_chunks, combine, from_inbox, inboxes, over_ranks, reduced
 
 CALL = "all_reduce"
 Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
@@ -239,7 +239,6 @@ def all_reduce(
     mode: Mode | None = None,
     block: int | None = None,
     chunks: int | None = None,
-    lanes: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
@@ -252,23 +251,21 @@ def all_reduce(
     low_latency keeps 4 * size times x's bytes for each size of x, two_shot_push 2 * size blocks a program for each
     block and grid, copy x's bytes less a part for each size of part. block: elements a program moves at a time, a power
     of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of
-    _copy_reduce where None. lanes: with "copy" only, streams that copies take turns on; 1 where None. Returns `out`
-    (or x), complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported,
-    CollectiveMismatch.
+    _copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at once. Raises NotSymmetric,
+    ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     out = x if out is None else out
-    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block, chunks, lanes), _common.overlap(x, out))
+    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block, chunks), _common.overlap(x, out))
 
 
 def _plan(
-    world: World, x: torch.Tensor, out: torch.Tensor, op: Op, mode: Mode | None, block: int | None, chunks: int | None,
-    lanes: int | None,
-) -> _common.Launch:  # fmt: skip
+    world: World, x: torch.Tensor, out: torch.Tensor, op: Op, mode: Mode | None, block: int | None, chunks: int | None
+) -> _common.Launch:
     _common.check_choice(CALL, "op", op, OPS, world)
     _common.check_choice(CALL, "mode", mode, (*MODES, None), world)
     _common.check_block(CALL, block, world)
-    _copies.check(CALL, mode, world, chunks=chunks, lanes=lanes)
+    check_chunks(CALL, mode, chunks, world)
     _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode not in SENT)
     even = x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     mode = mode or _chosen(x, out, op, world, even)
@@ -295,7 +292,7 @@ def _plan(
     if mode == "copy":
         from ._copy_reduce import reduce_launch
 
-        return reduce_launch(world, n, x.dtype, op, block, chunks, lanes or 1)
+        return reduce_launch(world, n, x.dtype, op, block, chunks)
     BLOCK = _common.copy_block(x, block)
     blocks = triton.cdiv(n, BLOCK)
     tasks = blocks if mode == "one_shot" else triton.cdiv(blocks, world.size)

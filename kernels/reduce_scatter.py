@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.errors import ShapeError
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _copies, _runs
+from . import _common, _runs
 
 CALL = "reduce_scatter"
 
@@ -154,7 +155,6 @@ def reduce_scatter(
     mode: Mode | None = None,
     block: int | None = None,
     chunks: int | None = None,
-    lanes: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """Part `rank` of the ranks' `x`, reduced; the parts are equal slices of dimension `dim`. Collective.
@@ -164,23 +164,23 @@ def reduce_scatter(
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
     any rank is a NaN. mode: see the module; None pulls where `x` is symmetric. "push" keeps 2 * size tiles of symmetric
     memory a program for each size of them and of the grid, "copy" size - 1 parts for each size of them. block: elements
-    of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most; None: by size. lanes: with
-    "copy" only, streams that copies take turns on; 1 where None. The same bits every time. Returns `out`; `x` may be
-    overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most; None: by size. The same
+    bits every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
+    Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
-    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks, lanes), _common.overlap(x, out))
+    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks), _common.overlap(x, out))
 
 
 def _plan(
     world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, op: Op, mode: str | None, block: int | None,
-    chunks: int | None, lanes: int | None,
+    chunks: int | None,
 ) -> _common.Launch:  # fmt: skip
     _common.check_choice(CALL, "op", op, OPS, world)
     _common.check_block(CALL, block, world)
     mode = mode or ("pull" if isinstance(x, SymmetricTensor) else "push")
     _common.check_choice(CALL, "mode", mode, MODES, world)
-    _copies.check(CALL, mode, world, chunks=chunks, lanes=lanes)
+    check_chunks(CALL, mode, chunks, world)
     _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode == "pull")
     dim = _runs.axis(CALL, "dim", dim, x.shape, world)
     shape = _runs.share(CALL, "x", dim, x.shape, world)
@@ -197,7 +197,7 @@ def _plan(
     if mode == "copy":
         from ._copy_reduce import scatter_launch
 
-        copied = scatter_launch(world, rows, run, x.dtype, op, block, chunks, lanes or 1)
+        copied = scatter_launch(world, rows, run, x.dtype, op, block, chunks)
         return lambda x, out: copied(x, fresh() if out is None else out)
     part = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, part.tiles),)
@@ -216,3 +216,10 @@ def _plan(
         return out
 
     return launch
+
+
+def check_chunks(call: str, mode: str | None, chunks: int | None, world: World) -> None:
+    """Raise ShapeError unless `chunks` is None, or a number of copies where these are made."""
+    if chunks is not None and (mode != "copy" or chunks < 1):
+        wanted = "at least 1" if mode == "copy" else 'none without mode "copy"'
+        raise ShapeError.argument(call, "chunks", chunks, wanted, world.rank)

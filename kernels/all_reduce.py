@@ -48,6 +48,9 @@ LOW_LATENCY_BYTES = 128 << 10
 TWO_SHOT_PUSH_BYTES = 16 << 20
 """Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.9, 86.6 and 1199 us for
 1, 16 and 256 MiB, two_shot 16.7, 89.6 and 1272."""
+COPIED_BYTES = 256 << 20
+"""Least x for which mode None takes copy instead of two_shot_push. On 4 x H200 it takes 1139 us for 256 MiB,
+two_shot_push 1209; for 16 MiB 144 and 87."""
 LOW_LATENCY_WORDS = 256
 """Words of 4 bytes that a program sends at a time, one a thread: a thread waits for its words one after the other."""
 
@@ -247,12 +250,12 @@ def all_reduce(
     it, of x's shape and dtype; symmetric unless mode is low_latency or one_shot. op: "sum", in fp32 and rounded
     once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes low_latency up to
     LOW_LATENCY_BYTES, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
-    the tensors are 16-byte aligned, else two_shot, and from TWO_SHOT_PUSH_BYTES on two_shot_push. Of symmetric memory
-    low_latency keeps 4 * size times x's bytes for each size of x, two_shot_push 2 * size blocks a program for each
-    block and grid, copy x's bytes less a part for each size of part. block: elements a program moves at a time, a power
-    of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of
-    _copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at once. Raises NotSymmetric,
-    ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    the tensors are 16-byte aligned, else two_shot, from TWO_SHOT_PUSH_BYTES on two_shot_push and from COPIED_BYTES on
+    copy. Of symmetric memory low_latency keeps 4 * size times x's bytes for each size of x, two_shot_push 2 * size
+    blocks a program for each block and grid, copy x's bytes less a part for each size of part. block: elements a
+    program moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each
+    rank at most, REDUCE_CHUNKS of _copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at
+    once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     out = x if out is None else out
@@ -326,6 +329,8 @@ def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool
         return "one_shot"
     if world.multicast and even and op == "sum":
         return "multimem"
+    if x.nbytes >= COPIED_BYTES:
+        return "copy"
     return "two_shot" if x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
 
 

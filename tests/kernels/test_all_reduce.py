@@ -142,6 +142,10 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
             assert launched.pop() is wanted
         all_reduce(most, torch.empty_like(most.plain()))
         assert launched.pop() is module.one_shot_kernel
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "COPIED_BYTES", most.nbytes // 2)
+            all_reduce(most[: most.numel() // 2])
+            assert launched == ([module.multimem_kernel] if multicast else []), "the switch first, then copies"
 
     on_ranks(1, run, multicast=multicast)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import pkt
 from pkt.kernels import _copies, _copy_reduce
+from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_reduce import all_reduce
 from pkt.kernels.all_to_all import all_to_all
 from pkt.kernels.all_to_all import reference as exchanged
@@ -65,6 +67,40 @@ def test_places_may_differ_and_runs_that_lie_far_apart_go_one_by_one(monkeypatch
     assert [(b.target.start, b.source.start) for b in rows] == starts
     whole = _copies.layout(100)
     assert len(_copies.boxes(0, whole, whole, 4)) == 1, "one run may be of any length"
+
+
+LEAST = 1 << 18  # bytes from which the test's collectives are copied; more than low_latency takes
+
+
+def test_what_is_copied_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large ones, where the operands are as copies need them and no block of a program's is asked for."""
+    calls = (all_reduce, reduce_scatter, all_gather, all_to_all)
+    met, meeting = [], _copies.meeting
+    monkeypatch.setattr(_copies, "meeting", lambda world: met.append(1) or meeting(world))
+    for call in calls:
+        module = importlib.import_module(call.__module__)
+        assert module.COPIED_BYTES >= 1 << 28
+        monkeypatch.setattr(module, "COPIED_BYTES", LEAST)
+
+    def copied(call: Callable, x: torch.Tensor, out: torch.Tensor, **options: Any) -> bool:
+        met.clear()
+        x.copy_(torch.arange(x.numel()))
+        got = call(x, out.fill_(-1), **options)
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(x))
+        return bool(met)
+
+    def run(world: Any) -> None:
+        n = LEAST // 4
+        x, out = pkt.empty(n), pkt.empty(n)
+        for call in calls:
+            assert copied(call, x, out), call
+            assert not copied(call, x[: n - 16], out[: n - 16]), call
+            assert copied(call, x, torch.empty(n)) == (call is reduce_scatter), call
+            assert copied(call, x, out, block=1024) == (call in (all_reduce, reduce_scatter)), call
+        for call in calls[1:]:
+            assert copied(call, torch.empty(n), out), call
+
+    on_ranks(1, run, multicast=False)
 
 
 # ------------------------------------------------------------------------------------------------------ streams

@@ -60,23 +60,33 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt two-shot by stores": {"mode": "two_shot_push"},
         "pkt copy": {"mode": "copy"},
         "pkt copy, captured": {"mode": "copy"},
+        "pkt default": {},
         "pkt default, captured": {},
     },
-    "all-gather": {"pkt push": {"mode": "push"}, "pkt pull": {"mode": "pull"}, "pkt copy": {"mode": "copy"}},
+    "all-gather": {
+        "pkt push": {"mode": "push"},
+        "pkt pull": {"mode": "pull"},
+        "pkt copy": {"mode": "copy"},
+        "pkt copy, captured": {"mode": "copy"},
+        "pkt default": {},
+    },
     "reduce-scatter": {
         "pkt pull": {"mode": "pull"},
-        "pkt pull, blocks of 4096": {"mode": "pull", "block": 4096},
+        "pkt pull, blocks of 8192": {"mode": "pull", "block": 8192},
         "pkt push": {"mode": "push"},
         "pkt copy": {"mode": "copy"},
         "pkt copy, captured": {"mode": "copy"},
+        "pkt default": {},
     },
     "all-to-all": {
         "pkt push": {"mode": "push"},
         "pkt pull": {"mode": "pull"},
         "pkt copy": {"mode": "copy"},
         "pkt copy, captured": {"mode": "copy"},
+        "pkt default": {},
+        "pkt default, captured": {},
     },
-    "broadcast": {"pkt pass on": {}, "pkt pass on, blocks of 4096": {"block": 4096}},
+    "broadcast": {"pkt default": {}, "pkt pass on, blocks of 4096": {"block": 4096}},
 }
 Run = Callable[[], torch.Tensor]
 

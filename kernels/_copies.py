@@ -1,10 +1,9 @@
 """Copies by the copy engines: no SM moves data, and a link takes 392 GB/s instead of 362 out of an H200.
 
 What moves is a box, runs of elements at even distances on both sides, so that a part of a tensor goes straight to its
-place. A rank's copies go on a stream of their own, one after the other and to the next peer each time: one engine fills
-the links, and ranks that begin together send to different peers throughout. From one copy to the next it takes 3 us,
-which a second stream may hide. Where kernels of several ranks must know of each other's copies, the streams are joined
-first and they meet inside.
+place. A rank's copies go on one stream of their own, one after the other and to the next peer each time: one engine
+fills the links, and ranks that begin together send to different peers throughout. Where kernels of several ranks must
+know of each other's copies, the stream is joined first and they meet inside.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.errors import ShapeError
 from pkt.runtime.launch import beside, cooperative_launch
 from pkt.runtime.world import World
 
@@ -113,63 +111,39 @@ def send(world: World, what: Sequence[Box], target: torch.Tensor, source: torch.
 
 
 class Side:
-    """A world's streams for copies beside the current one. In the simulator everything is done in the order in which it
+    """A world's stream for copies beside the current one. In the simulator everything is done in the order in which it
     is queued, and so it may be on GPUs: what waits is always queued behind what it waits for."""
 
-    def __init__(self, world: World, lanes: int = 1) -> None:
-        """lanes: streams that copies take turns on, so that one begins while another ends."""
-        self.world = world
-        self.lanes: list[torch.cuda.Stream] = []
-        self._sent = 0
+    def __init__(self, world: World) -> None:
+        self.stream: torch.cuda.Stream | None = None
         if world.torch_device.type == "cuda":
             device = world.torch_device
-            for lane in range(lanes):
-                self.lanes.append(world.workspace(("pkt.kernels", "copies", lane), lambda: torch.cuda.Stream(device)))
+            self.stream = world.workspace(("pkt.kernels", "copies"), lambda: torch.cuda.Stream(device))
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
-        """What is queued inside runs on the first stream, and sent on all of them, behind what the current one has."""
-        if not self.lanes:
+        """What is queued inside runs on this stream, behind what the current one has so far."""
+        if self.stream is None:
             yield
             return
-        here = torch.cuda.current_stream(self.world.torch_device)
-        for lane in self.lanes:
-            lane.wait_stream(here)
-        with torch.cuda.stream(self.lanes[0]):
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
             yield
 
-    def send(self, what: Sequence[Box], target: torch.Tensor, source: torch.Tensor) -> None:
-        """`send`, each box on the next stream."""
-        if len(self.lanes) < 2:
-            send(self.world, what, target, source)
-            return
-        for box in what:
-            with torch.cuda.stream(self.lanes[self._sent % len(self.lanes)]):
-                send(self.world, [box], target, source)
-            self._sent += 1
+    def mark(self) -> torch.cuda.Event | None:
+        """What this stream has so far, for `reach`."""
+        return None if self.stream is None else self.stream.record_event()
 
-    def mark(self) -> list[torch.cuda.Event]:
-        """What these streams have so far, for `reach`."""
-        return [lane.record_event() for lane in self.lanes]
-
-    def reach(self, mark: list[torch.cuda.Event]) -> None:
+    def reach(self, mark: torch.cuda.Event | None) -> None:
         """The current stream goes on when all before `mark` is done."""
-        for event in mark:
-            torch.cuda.current_stream(self.world.torch_device).wait_event(event)
+        if self.stream is not None and mark is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(mark)
 
 
 def meeting(world: World) -> Callable[[], None]:
     """meet(): all ranks' current streams come to one point."""
     start, bar = cooperative_launch(world, meet_kernel, (1,), num_warps=1), _common.barrier_counters(world)
     return lambda: start(bar, world.device)
-
-
-def check(call: str, mode: str | None, world: World, **settings: int | None) -> None:
-    """Raise ShapeError unless each of `settings` is None, or with mode "copy" a number."""
-    for name, value in settings.items():
-        if value is not None and (mode != "copy" or value < 1):
-            wanted = "at least 1" if mode == "copy" else 'none without mode "copy"'
-            raise ShapeError.argument(call, name, value, wanted, world.rank)
 
 
 def exchange_launch(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -181,7 +155,7 @@ def exchange_launch(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor
     def launch(x: torch.Tensor, out: torch.Tensor) -> None:
         meet()  # before overwrite: every rank is done with what it had in `out`
         with side.behind():
-            side.send(others, out, x)
+            send(world, others, out, x)
             sent = side.mark()
         send(world, own, out, x)
         side.reach(sent)

@@ -29,6 +29,10 @@ CALL = "all_gather"
 Mode = Literal["push", "pull", "copy"]
 MODES = ("push", "pull", "copy")
 
+COPIED_BYTES = 256 << 20
+"""Least `out` for which mode None takes copy. On 4 x H200 it takes 4.15 ms for 2 GiB, push 4.59; both 0.298 for
+128 MiB."""
+
 DTYPES = (
     *_common.FLOATS, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
@@ -90,9 +94,10 @@ def all_gather(
 
     x: contiguous, the same shape and dtype on every rank. out: x's shape with size times its dimension `dim`, of x's
     dtype; a new tensor where None. Unless pulled, `x` may be this rank's own place in `out` where that is contiguous.
-    mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`; None takes push where `out` is symmetric.
-    block: elements a program moves at a time, a power of two; none with "copy". Returns `out`, complete; `x` may be
-    overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`; None takes push where `out` is symmetric,
+    and copy from COPIED_BYTES of it on unless a block is given. block: elements a program moves at a time, a power of
+    two; none with "copy". No mode keeps memory for data. Returns `out`, complete; `x` may be overwritten at once.
+    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block))
@@ -101,7 +106,7 @@ def all_gather(
 def _plan(
     world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, mode: str | None, block: int | None
 ) -> _common.Launch:
-    mode = mode or ("push" if isinstance(out, SymmetricTensor) else "pull")
+    mode = mode or chosen(out, block, COPIED_BYTES)
     _common.check_choice(CALL, "mode", mode, MODES, world)
     _common.check_block(CALL, block, world)
     check_copied(CALL, mode, block, world)
@@ -134,6 +139,13 @@ def _plan(
         return out
 
     return launch
+
+
+def chosen(out: torch.Tensor | None, block: int | None, copied: int) -> Mode:
+    """What mode None takes; copied: bytes of `out` from which it is copy."""
+    if not isinstance(out, SymmetricTensor):
+        return "pull"
+    return "copy" if block is None and out.nbytes >= copied else "push"
 
 
 def check_copied(call: str, mode: str, block: int | None, world: World) -> None:

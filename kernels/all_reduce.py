@@ -2,7 +2,6 @@
 
 low_latency: each rank puts its x into a slot on every rank, as words of 4 bytes of data and 4 of flag, and reduces
     what comes (pkt/language/flagged.py): no barrier, 2 * (W - 1) * n * itemsize bytes out of each rank.
-spread, spread_alone: candidates for low_latency, see _spread_all_reduce; alone: not a cooperative launch.
 one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize bytes into each rank; the
     shortest path for small messages.
 two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every
@@ -34,13 +33,13 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _copies
-from .reduce_scatter import OPS, Op, combine, from_inbox, inboxes, over_ranks, reduced
+from . import _common
+from .reduce_scatter import OPS, Op, check_chunks, combine, from_inbox, inboxes, over_ranks, reduced
 
 CALL = "all_reduce"
-Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem", "spread", "spread_alone"]
-MODES = ("low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem", "spread", "spread_alone")
-SENT = ("low_latency", "spread", "spread_alone", "two_shot_push", "copy")  # only this rank reads its x
+Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
+MODES = ("low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem")
+SENT = ("low_latency", "two_shot_push", "copy")  # only this rank reads its x
 SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `out`
 
 LOW_LATENCY_BYTES = 128 << 10
@@ -49,6 +48,9 @@ LOW_LATENCY_BYTES = 128 << 10
 TWO_SHOT_PUSH_BYTES = 16 << 20
 """Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.9, 86.6 and 1199 us for
 1, 16 and 256 MiB, two_shot 16.7, 89.6 and 1272."""
+COPIED_BYTES = 256 << 20
+"""Least x for which mode None takes copy instead of two_shot_push. On 4 x H200 it takes 1139 us for 256 MiB,
+two_shot_push 1209; for 16 MiB 144 and 87."""
 LOW_LATENCY_WORDS = 256
 """Words of 4 bytes that a program sends at a time, one a thread: a thread waits for its words one after the other."""
 
@@ -240,7 +242,6 @@ def all_reduce(
     mode: Mode | None = None,
     block: int | None = None,
     chunks: int | None = None,
-    lanes: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
@@ -249,27 +250,25 @@ def all_reduce(
     it, of x's shape and dtype; symmetric unless mode is low_latency or one_shot. op: "sum", in fp32 and rounded
     once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes low_latency up to
     LOW_LATENCY_BYTES, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
-    the tensors are 16-byte aligned, else two_shot, and from TWO_SHOT_PUSH_BYTES on two_shot_push. Of symmetric memory
-    low_latency keeps 4 * size times x's bytes for each size of x, two_shot_push 2 * size blocks a program for each
-    block and grid, copy x's bytes less a part for each size of part. block: elements a program moves at a time, a power
-    of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of
-    _copy_reduce where None. lanes: with "copy" only, streams that copies take turns on; 1 where None. Returns `out`
-    (or x), complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported,
-    CollectiveMismatch.
+    the tensors are 16-byte aligned, else two_shot, from TWO_SHOT_PUSH_BYTES on two_shot_push and from COPIED_BYTES on
+    copy. Of symmetric memory low_latency keeps 4 * size times x's bytes for each size of x, two_shot_push 2 * size
+    blocks a program for each block and grid, copy x's bytes less a part for each size of part. block: elements a
+    program moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each
+    rank at most, REDUCE_CHUNKS of _copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at
+    once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     out = x if out is None else out
-    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block, chunks, lanes), _common.overlap(x, out))
+    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block, chunks), _common.overlap(x, out))
 
 
 def _plan(
-    world: World, x: torch.Tensor, out: torch.Tensor, op: Op, mode: Mode | None, block: int | None, chunks: int | None,
-    lanes: int | None,
-) -> _common.Launch:  # fmt: skip
+    world: World, x: torch.Tensor, out: torch.Tensor, op: Op, mode: Mode | None, block: int | None, chunks: int | None
+) -> _common.Launch:
     _common.check_choice(CALL, "op", op, OPS, world)
     _common.check_choice(CALL, "mode", mode, (*MODES, None), world)
     _common.check_block(CALL, block, world)
-    _copies.check(CALL, mode, world, chunks=chunks, lanes=lanes)
+    check_chunks(CALL, mode, chunks, world)
     _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode not in SENT)
     even = x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     mode = mode or _chosen(x, out, op, world, even)
@@ -293,14 +292,10 @@ def _plan(
         return lambda x, out: out
     if mode == "low_latency":
         return _low_latency(x, op, block, world)
-    if mode in ("spread", "spread_alone"):
-        from ._spread_all_reduce import spread_launch
-
-        return spread_launch(world, n, x.dtype, op, block, together=mode == "spread")
     if mode == "copy":
         from ._copy_reduce import reduce_launch
 
-        return reduce_launch(world, n, x.dtype, op, block, chunks, lanes or 1)
+        return reduce_launch(world, n, x.dtype, op, block, chunks)
     BLOCK = _common.copy_block(x, block)
     blocks = triton.cdiv(n, BLOCK)
     tasks = blocks if mode == "one_shot" else triton.cdiv(blocks, world.size)
@@ -334,6 +329,8 @@ def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool
         return "one_shot"
     if world.multicast and even and op == "sum":
         return "multimem"
+    if x.nbytes >= COPIED_BYTES:
+        return "copy"
     return "two_shot" if x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
 
 

@@ -21,8 +21,8 @@ def put_flagged(ptr, value, flag, peer, world, mask=None):
     """`value` with `flag` into rank `peer`'s words.
 
     ptr: scalar or block of pointers to int64 in my heap, at multiples of 8 bytes; value: int32 of that shape (bitcast
-    what is no int32); flag: int32 scalar, never twice the same for a word in a row; peer: int, or a block of them, one
-    for each word. `st.relaxed.sys.global.b64`, one a word. No order: it publishes nothing but itself.
+    what is no int32); flag: int32 scalar, never twice the same for a word in a row. `st.relaxed.sys.global.b64`, one
+    a word. No order: it publishes nothing but itself.
     """
     ptx.put_flagged(address.peer(ptr, peer, world), value, flag, mask)
 

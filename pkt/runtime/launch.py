@@ -154,13 +154,12 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
     """start(*args): kernel[grid](*args, **options) behind the world's last call; GridTooLarge unless all its programs
     are resident.
 
-    For kernels whose programs wait for each other or for peers; every operator of pkt.kernels is launched so, but
-    without that check where it says launch_cooperative_grid=False. For streams see pkt.runtime.streams. The driver's
-    own check of the grid costs nothing; the numbers are found on refusal.
+    For kernels whose programs wait for each other or for peers; every operator of pkt.kernels is launched so. For
+    streams see pkt.runtime.streams. The driver's own check of the grid costs nothing; the numbers are found on refusal.
     """
     streams = world.streams
     # kernel[grid] would pack all options anew at each launch, twice: half the host time of one with twenty of them.
-    named = {"launch_cooperative_grid": True} | options | {"grid": grid}
+    named = options | {"launch_cooperative_grid": True, "grid": grid}
 
     def start(*args: Any) -> Any:
         if streams is not None:

@@ -190,7 +190,7 @@ class Collectives(Program):
             check_kernel[(blocks * self.world.size,)](
                 self.gathered, self.n, self.step, self.wrong, device, False, BLOCK
             )
-        for mode in ("one_shot", "low_latency", "spread_alone", "copy"):
+        for mode in ("one_shot", "low_latency", "copy"):
             pkt.all_reduce(self.x, self.sum, mode=mode)
             check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
 

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_reduce import LOW_LATENCY_BYTES, TWO_SHOT_PUSH_BYTES, all_reduce, reference
-from pkt.kernels.all_reduce import MODES as ALL
+from pkt.kernels.all_reduce import LOW_LATENCY_BYTES, MODES, TWO_SHOT_PUSH_BYTES, all_reduce, reference
 from pkt.kernels.reduce_scatter import Op
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
-MODES = tuple(mode for mode in ALL if mode != "spread_alone")  # which is launched otherwise, and only that
 FORMS = [(mode, True) for mode in MODES] + [("multimem", False)]  # with a switch or not
 
 
@@ -108,10 +106,6 @@ def test_what_need_not_be_symmetric() -> None:
         assert torch.equal(out, torch.full((6,), float(world.size**2)))
         pushed = all_reduce(torch.ones(6), pkt.empty(6), mode="two_shot_push")
         assert torch.equal(pushed.plain(), torch.full((6,), float(world.size)))
-        out = torch.ones(6)
-        for _ in range(2):
-            assert all_reduce(out, mode="spread_alone") is out
-        assert torch.equal(out, torch.full((6,), float(world.size**2)))
         copied = all_reduce(torch.ones(6), pkt.empty(6), mode="copy")
         assert torch.equal(copied.plain(), torch.full((6,), float(world.size)))
 
@@ -148,6 +142,10 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
             assert launched.pop() is wanted
         all_reduce(most, torch.empty_like(most.plain()))
         assert launched.pop() is module.one_shot_kernel
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "COPIED_BYTES", most.nbytes // 2)
+            all_reduce(most[: most.numel() // 2])
+            assert launched == ([module.multimem_kernel] if multicast else []), "the switch first, then copies"
 
     on_ranks(1, run, multicast=multicast)
 

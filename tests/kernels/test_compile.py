@@ -179,18 +179,6 @@ def test_low_latency(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.
     assert not re.search(r"fence|(atom|red)\S*\.sys", outside)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("n", "dtype"), [(1, torch.bfloat16), *((1 << 14, t) for t in FLOATS)])
-def test_spread(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launch = launched(lambda w: all_reduce(tensor(n, dtype=dtype), mode="spread", op="max"), 4, False, monkeypatch)
-    ptx = compile_checked(launch, arch, tmp_path).asm["ptx"]
-    # one word a thread, out and in; neither barrier between ranks nor fence nor atomic
-    assert len(re.findall(r"st\.relaxed\.sys\.global\.b64", ptx)) == 1
-    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b64 word", ptx)) == 1
-    outside = re.sub(r"// pkt\.wait.*?// end inline asm", "", ptx, flags=re.S)
-    assert not re.search(r"fence|\b(atom|red)\.", outside)
-
-
 def with_bias(wanted: bool, n: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"bias": tensor(n, dtype=dtype)} if wanted else {}
 

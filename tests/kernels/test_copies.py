@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 import pkt
 from pkt.kernels import _copies, _copy_reduce
+from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_reduce import all_reduce
 from pkt.kernels.all_to_all import all_to_all
 from pkt.kernels.all_to_all import reference as exchanged
@@ -68,28 +69,58 @@ def test_places_may_differ_and_runs_that_lie_far_apart_go_one_by_one(monkeypatch
     assert len(_copies.boxes(0, whole, whole, 4)) == 1, "one run may be of any length"
 
 
+LEAST = 1 << 18  # bytes from which the test's collectives are copied; more than low_latency takes
+
+
+def test_what_is_copied_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large ones, where the operands are as copies need them and no block of a program's is asked for."""
+    calls = (all_reduce, reduce_scatter, all_gather, all_to_all)
+    met, meeting = [], _copies.meeting
+    monkeypatch.setattr(_copies, "meeting", lambda world: met.append(1) or meeting(world))
+    for call in calls:
+        module = importlib.import_module(call.__module__)
+        assert module.COPIED_BYTES >= 1 << 28
+        monkeypatch.setattr(module, "COPIED_BYTES", LEAST)
+
+    def copied(call: Callable, x: torch.Tensor, out: torch.Tensor, **options: Any) -> bool:
+        met.clear()
+        x.copy_(torch.arange(x.numel()))
+        got = call(x, out.fill_(-1), **options)
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(x))
+        return bool(met)
+
+    def run(world: Any) -> None:
+        n = LEAST // 4
+        x, out = pkt.empty(n), pkt.empty(n)
+        for call in calls:
+            assert copied(call, x, out), call
+            assert not copied(call, x[: n - 16], out[: n - 16]), call
+            assert copied(call, x, torch.empty(n)) == (call is reduce_scatter), call
+            assert copied(call, x, out, block=1024) == (call in (all_reduce, reduce_scatter)), call
+        for call in calls[1:]:
+            assert copied(call, torch.empty(n), out), call
+
+    on_ranks(1, run, multicast=False)
+
+
 # ------------------------------------------------------------------------------------------------------ streams
 class Queue:
-    """What a rank has queued on its streams, until it is done in some order that the edges between them allow."""
+    """What a rank has queued on two streams, until it is done in some order that the edges between them allow."""
 
     def __init__(self) -> None:
-        self.queued: list[tuple[Callable[[], Any], str]] = []
-        self.edges: list[set[int]] = []  # what each waits for
+        self.done: list[tuple[Callable[[], Any], str, set[int]]] = []
         self.stream = "current"
-        self.last: dict[str, set[int]] = defaultdict(set)  # what the stream's next waits for
+        self.after: dict[str, set[int]] = {"current": set(), "side": set()}  # what the stream's next waits for
 
     def add(self, do: Callable[[], Any]) -> None:
-        self.queued.append((do, self.stream))
-        self.edges.append(self.last[self.stream])
-        self.last[self.stream] = {len(self.queued) - 1}
+        self.done.append((do, self.stream, self.after[self.stream]))
+        self.after[self.stream] = {len(self.done) - 1}
 
     def run(self, prefer: Callable[[str], float]) -> None:
-        todo = set(range(len(self.queued)))
+        todo = dict(enumerate(self.done))
         while todo:
-            ready = (i for i in sorted(todo) if not self.edges[i] & todo)
-            i = min(ready, key=lambda i: prefer(self.queued[i][1]))
-            todo.remove(i)
-            self.queued[i][0]()
+            ready = [i for i, (_, _, after) in todo.items() if not after & todo.keys()]
+            todo.pop(min(ready, key=lambda i: prefer(self.done[i][1])))[0]()
         self.__init__()  # type: ignore[misc]
 
 
@@ -98,31 +129,23 @@ class Deferred:
 
     lost = ""
 
-    def __init__(self, world: Any, lanes: int = 1) -> None:
-        self.world, self.queue, self.sent = world, world.workspace("queue", Queue), 0
-        self.lanes = [f"side {lane}" for lane in range(lanes)]
+    def __init__(self, world: Any) -> None:
+        self.queue = world.workspace("queue", Queue)
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
         if self.lost != "behind":
-            for lane in self.lanes:
-                self.queue.last[lane] = self.queue.last[lane] | self.queue.last["current"]
-        self.queue.stream = self.lanes[0]
+            self.queue.after["side"] = self.queue.after["side"] | self.queue.after["current"]
+        self.queue.stream = "side"
         yield
         self.queue.stream = "current"
 
-    def send(self, what: list[_copies.Box], target: torch.Tensor, source: torch.Tensor) -> None:
-        for box in what:
-            self.queue.stream = self.lanes[self.sent % len(self.lanes)]
-            _copies.send(self.world, [box], target, source)
-            self.sent += 1
-
     def mark(self) -> set[int]:
-        return set().union(*(self.queue.last[lane] for lane in self.lanes))
+        return set(self.queue.after["side"])
 
     def reach(self, mark: set[int]) -> None:
         if self.lost != "reach":
-            self.queue.last["current"] = self.queue.last["current"] | mark
+            self.queue.after["current"] = self.queue.after["current"] | mark
 
 
 def exchange(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,17 +159,17 @@ def scatter(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     x = values((8, 4 * world.size), seed[world.rank])
     total = sum(values((8, 4 * world.size), s) for s in seed).chunk(world.size, 1)[world.rank]
     out = world.workspace("out", lambda: torch.empty(8, 4))
-    return reduce_scatter(x, out, dim=1, mode="copy", block=8, chunks=4, lanes=2), total
+    return reduce_scatter(x, out, dim=1, mode="copy", block=8, chunks=4), total
 
 
 def reduce(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     out = world.workspace("out", lambda: pkt.empty(600))
     out.copy_(values((600,), seed[world.rank]))
-    return all_reduce(out, mode="copy", block=64, chunks=3, lanes=2), sum(values((600,), s) for s in seed)
+    return all_reduce(out, mode="copy", block=64, chunks=3), sum(values((600,), s) for s in seed)
 
 
 ORDERS: dict[str, Callable[[str], float]] = {
-    "the current stream first": lambda stream: stream != "current",
+    "the current stream first": lambda stream: stream == "side",
     "the side first": lambda stream: stream == "current",
     "any": lambda stream: random.random(),
 }

@@ -39,9 +39,9 @@ def product_reduce(world: Any, launch: int, num_comm_sms: int) -> None:
     assert torch.equal(got, sum(a @ b for a, b in operands)), launch
 
 
-def reduce_words(world: Any, launch: int, mode: Any, n: int = 20) -> None:
+def reduce_words(world: Any, launch: int, n: int) -> None:
     everybody = [values((n,), s) for s in seeds(world, launch)]
-    got = all_reduce(everybody[world.rank], mode=mode, block=16)
+    got = all_reduce(everybody[world.rank], mode="low_latency", block=16)
     assert torch.equal(got, sum(values((n,), s) for s in seeds(world, launch))), launch
 
 
@@ -60,11 +60,6 @@ def set_launches(world: Any, launches: int) -> None:
             assert header.item() == 1 << 32  # one launch, nobody in the next
             header.fill_((launches % 2**32 << 32) - (launches >> 31 << 64))
             found += 1
-        counts = getattr(space, "counts", None)  # of launches, by each program for itself
-        if counts is not None:
-            assert counts.eq(1).all()
-            counts.fill_((launches + 2**31) % 2**32 - 2**31)
-            found += 1
     assert found == 1
 
 
@@ -72,8 +67,7 @@ def set_launches(world: Any, launches: int) -> None:
 @pytest.mark.parametrize(
     ("operator", "form"),
     [
-        (reduce_words, "low_latency"),
-        (reduce_words, "spread"),
+        (reduce_words, 20),
         (product_push, "rows"),
         (product_push, "columns"),
         (product_scatter, "add"),

@@ -428,7 +428,7 @@ def test_decode_of_a_layer(name: str, arch: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_spill_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launch = launched(lambda w: COLLECTIVES["reduce_scatter"](torch.float32), 4, False, monkeypatch)
+    launch = launched(lambda w: COLLECTIVES["all_reduce two_shot"](torch.float32), 4, False, monkeypatch)
     starved = launch._replace(options=launch.options | {"maxnreg": 32})
     with pytest.raises(AssertionError, match="STACK"):
         compile_checked(starved, 90, tmp_path)

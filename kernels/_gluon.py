@@ -340,6 +340,8 @@ def turn(t, count, lag, SIZE: gl.constexpr):
 TILES = Tiles(128, 256, 64)
 """Where nothing else was found faster: `num_stages` slots of the ring."""
 
+NARROW = Tiles(128, 128, 64, num_stages=6)
+
 BLOCKS = ((128, 256, 64), (128, 128, 64))
 
 

@@ -33,6 +33,7 @@ from pkt.runtime.world import World
 from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
+    NARROW,
     REGISTERS,
     TILES,
     check,
@@ -60,7 +61,6 @@ from ._gluon_matmul_reduce_scatter import lag_of
 from ._matmul import Epilogue, Tiles, stored
 
 CALL = "matmul_all_reduce"
-NARROW = Tiles(128, 128, 64, num_stages=6)
 
 
 @gluon.jit
@@ -200,18 +200,21 @@ def gluon_two_shot_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-def tiles_of(M: int, N: int) -> Tiles:
-    """The tiles for an M x N output: narrow ones where the links are the limit."""
-    return NARROW if M * N <= 1 << 26 else TILES
+def tiles_of(M: int, N: int, size: int) -> Tiles:
+    """The tiles for an M x N output: narrow ones where the links are the limit. On H200 that is up to 8192 x 8192 on 4
+    ranks and 4096 x 4096 on 2, by benchmarks/results/exhaustive_matmul_all_reduce*.json."""
+    return NARROW if M * N <= (2048 * size) ** 2 else TILES
 
 
 def settings(M: int, N: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
-    """`tiles` and `lag`, or what follows from an M x N output: own tiles two rounds behind. Raises ShapeError."""
-    tiles = tiles or tiles_of(M, N)
+    """`tiles` and `lag`, or what follows from an M x N output: own tiles two rounds behind, wide ones one. Raises
+    ShapeError."""
+    tiles = tiles or tiles_of(M, N, world.size)
     check_tiles(CALL, tiles, world)
     tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, tiles_of_all or 1)
-    return tiles, lag_of(CALL, lag, 2, triton.cdiv(tiles_of_all, world.size), programs, world)
+    rounds = 1 if tiles.block_n > NARROW.block_n else 2
+    return tiles, lag_of(CALL, lag, rounds, triton.cdiv(tiles_of_all, world.size), programs, world)
 
 
 class _Space(NamedTuple):

@@ -257,7 +257,7 @@ def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
             return Config(mode="unfused")
         if gluon:
             module = importlib.import_module("pkt.kernels._gluon_matmul_all_reduce")
-            return Config(mode="gluon", tiles=module.tiles_of(M, N))
+            return Config(mode="gluon", tiles=module.tiles_of(M, N, size))
         return Config(mode="lcsc", num_comm_sms=16, tiles=matmul.default_tiles(m, dtype, N))
     if what == "matmul_reduce_scatter":
         if not gluon:
@@ -266,5 +266,5 @@ def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
     if not gluon:
         return Config(mode="push", num_comm_sms=16, chunk=1024, tiles=matmul.default_tiles(m, dtype, K, N))
     module = importlib.import_module("pkt.kernels._gluon_all_gather_matmul")
-    plan = module.push_plan(m, N, size, module.TILES, H200.sms)
-    return Config(mode="gluon", **plan._asdict(), tiles=module.TILES)
+    tiles = module.push_tiles(m, N, size, H200.sms)
+    return Config(mode="gluon", **module.push_plan(m, N, size, tiles, H200.sms)._asdict(), tiles=tiles)

@@ -32,8 +32,9 @@ DEFAULT_TILES = (128, 128, 64)
 GLUON_TILES = (128, 256, 64)
 LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
 """Of which cuBLAS is taken to choose the best."""
-LAG = {"matmul_reduce_scatter": 1, "matmul_all_reduce": 2}
-"""Rounds of all programs that a rank's own tiles are behind the others', where nothing is given."""
+LAG = {"matmul_reduce_scatter": (1, 1), "matmul_all_reduce": (2, 1)}
+"""Rounds of all programs that a rank's own tiles are behind the others' where nothing is given: narrow ones, and wide.
+"""
 TAKEN = 0.6
 """Interference of sending in passing, see `overlapped`."""
 ARRIVES = 12e-6
@@ -369,7 +370,7 @@ def _in_turns(what: str, case: _Case, config: Mapping[str, Any], part: int, gpu:
     than ARRIVES, each waits for the rest; and while the last `lag` are computed nothing else is sent."""
     size, one = case.size, case.seconds(True, gpu)
     turn = gpu.sms / size
-    lag = max(1, min(config.get("lag") or math.ceil(LAG[what] * turn), part))
+    lag = max(1, min(config.get("lag") or math.ceil(LAG[what][case.block_n > DEFAULT_TILES[1]] * turn), part))
     half = (size - 1) / size * case.M * case.N * case.itemsize
     late = max(0.0, ARRIVES - lag / turn * one) * part / gpu.sms
     tail = lag / gpu.sms * one

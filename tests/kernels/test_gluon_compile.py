@@ -21,7 +21,7 @@ from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as inbox  # noqa: E402
 from pkt.kernels._gluon import SHARED, TILES  # noqa: E402
-from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan  # noqa: E402
+from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan, push_tiles  # noqa: E402
 from pkt.kernels._matmul import Tiles  # noqa: E402
 from pkt.kernels.all_gather_matmul import all_gather_matmul  # noqa: E402
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce  # noqa: E402
@@ -263,10 +263,11 @@ def test_two_shot_on_any_number_of_ranks(launched, tmp_path, size):
 
 
 def test_own_tiles_are_rounds_behind(launched):
-    """One in the reduce-scatter, two in the all-reduce; at most all that a rank owns, and at least one."""
+    """One, in the all-reduce of narrow tiles two; at most all that a rank owns, and at least one tile."""
     world = launched()
     sides = (1024, 4096, 8192, 16384, 32768)
-    assert [two_shot.settings(side, side, world, TILES, None)[1] for side in sides] == [8, 66, 66, 66, 66]
+    assert [two_shot.settings(side, side, world, TILES, None)[1] for side in sides] == [8, 33, 33, 33, 33]
+    assert [two_shot.settings(side, side, world, NARROW, None)[1] for side in sides] == [16, 66, 66, 66, 66]
     assert [inbox.settings(side // 4, side, world, TILES, None)[1] for side in sides] == [8, 33, 33, 33, 33]
     assert inbox.settings(1, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
 
@@ -393,16 +394,24 @@ def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
     assert_fits(kernel, grid, tmp_path)
 
 
-def test_every_plan_and_all_tiles_that_are_chosen_compile(operators, tmp_path):
-    """The four sizes that were measured: those that push are left out of the rounds that pushing takes; where that is
-    as long as computing the last whole round is cut, elsewhere what is left after it if that saves time."""
-    for side, skip, split, whole in ((4096, 8, 4, 0), (8192, 6, 4, 3), (16384, 8, 4, 16), (32768, 15, 2, 63)):
-        assert push_plan(side // 4, side // 4, 4, TILES, 132) == PushPlan(12, 512, 0, skip, split, whole)
+def test_every_plan_that_is_chosen():
+    """The four sizes that were measured: where the links are the limit narrow tiles, more programs that push and a row
+    block at a time; and those that push are left out of the rounds that pushing takes. Elsewhere what is left after the
+    last whole round is cut, if that saves time."""
+    for side, tiles, plan in (
+        (4096, NARROW, PushPlan(12, 512, 1, 4, 1, 2)),
+        (8192, NARROW, PushPlan(12, 512, 1, 8, 1, 8)),
+        (16384, TILES, PushPlan(8, 512, 0, 9, 4, 16)),
+        (32768, TILES, PushPlan(8, 512, 0, 18, 4, 63)),
+    ):
+        assert push_tiles(side // 4, side // 4, 4, 132) == tiles
+        assert push_plan(side // 4, side // 4, 4, tiles, 132) == plan
     alone = {n: push_plan(8192, 8192, 4, TILES, 132, num_comm_sms=n).skip for n in (5, 10, 20)}
     assert alone == {5: 29, 10: 15, 20: 15}  # half the programs, twice the time; ten fill the links
-    assert push_plan(8192, 8192, 4, NARROW, 132).skip == 29  # half the tile
-    assert push_plan(2048, 2048, 4, TILES, 132, split=1) == PushPlan(12, 512, 0, 4, 1, 4)
-    assert push_plan(128, 256, 4, TILES, 2).num_comm_sms == 12  # there may be fewer programs than push
+    assert push_plan(8192, 8192, 4, NARROW, 132, num_comm_sms=10).skip == 29  # half the tile
+    assert push_plan(2048, 2048, 4, TILES, 132, split=1, push_rows=0) == PushPlan(12, 512, 0, 4, 1, 4)
+    assert push_plan(2048, 4096, 2, NARROW, 132).num_comm_sms == 8
+    assert push_plan(128, 256, 4, TILES, 2).num_comm_sms == 8  # there may be fewer programs than push
 
 
 def test_ranks_may_differ_in_where_operands_begin_and_in_k(operators, tmp_path):

@@ -198,8 +198,7 @@ def test_taking_turns_by_hand(what):
         assert found.exposed == pytest.approx(0.6 * (math.hypot(found.compute, moving) - longer) + max(
             0.0, moving + 2 * one - longer))  # fmt: skip
         assert found.sync == pytest.approx(2 * H200.signal + lag / 132 * one + late)
-    rounds = {"matmul_reduce_scatter": 1, "matmul_all_reduce": 2}[what]
-    assert in_turns(what, case) == in_turns(what, case, lag=33 * rounds)
+    assert in_turns(what, case) == in_turns(what, case, lag=33)
     few = {**case, "M": 512, "N": 512}
     assert in_turns(what, few, lag=8) == in_turns(what, few, lag=2), "two tiles of each rank"
     alone = in_turns(what, {**case, "size": 1}, lag=8)

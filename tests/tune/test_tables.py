@@ -84,7 +84,7 @@ def two_cases(monkeypatch):
     """Two shapes, of each a config for itself only."""
     found = []
     for N in (4096, 8192):
-        configs = [Config(mode="gluon", lag=4, split=2, tiles=(128, 256, 64, group, 8, 4)) for group in (N // 1024, 16)]
+        configs = [Config(mode="add", tiles=(128, 256, 64, group, 8, 3)) for group in (N // 1024, 16)]
         shape = {"M": N, "N": N, "K": N // 4, "dtype": "bf16", "size": 4, "gpu": H200.name}
         predicted = MODELS["matmul_reduce_scatter"](configs[0], shape)
         candidates = tuple(Candidate(c, predicted, (1e-4 * (i + 1),) * 3) for i, c in enumerate(configs))
@@ -109,10 +109,13 @@ def test_a_tie_goes_to_the_smaller_product(two_cases):
     assert taken(half_way[0] + 1, *half_way[1:]) == tables.carried(two_cases[1].best)
 
 
-def test_what_is_right_for_one_shape_only_is_left_to_the_operator(two_cases):
-    assert taken(8192, 8192, 2048)["split"] == 2
-    assert set(taken(8192, 8192, 2056)) == {"mode", "lag", "tiles"}
-    gluon = Config(mode="gluon", num_comm_sms=8, chunk=512, push_rows=1, skip=3, split=2, tiles=(128, 256, 64))
+def test_what_is_right_for_one_shape_only_is_left_to_the_operator():
+    for what in MODELS:
+        case = next(s.key for s in tables.measured(what) if s.best["mode"] == "gluon" and s.key["size"] == 4)
+        there, beside = (tables.nearest(what, {**case, "K": case["K"] + more}, H200.name, 4) for more in (0, 8))
+        assert {"mode", "tiles"} < set(there)
+        assert beside == Config(mode="gluon")
+    gluon = Config(mode="gluon", num_comm_sms=8, chunk=512, push_rows=1, skip=3, split=2, whole=4, tiles=(128, 256, 64))
     assert set(tables.carried(gluon)) == {"mode", "num_comm_sms", "chunk", "push_rows", "tiles"}
     assert tables.carried(Config(mode="copy", push_rows=1, tiles=(128, 256, 64))) == (
         Config(mode="copy", tiles=(128, 256, 64))

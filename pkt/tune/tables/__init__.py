@@ -25,7 +25,7 @@ FARTHEST = 1.5
 as half-way between two sizes of which one is twice the other."""
 
 AXES = ("M", "N", "K")
-OF_A_SHAPE = {"gluon": ("skip", "split"), "copy": ("push_rows",)}
+OF_A_SHAPE = {"gluon": ("skip", "split", "whole"), "copy": ("push_rows",)}
 """By mode, settings that are right for one shape only. An operator derives them from its own where they are not given.
 """
 
@@ -52,7 +52,8 @@ def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | 
     take; or None. NCCL + cuBLAS only where it is wanted.
 
     A shape that was measured itself gets its fastest. Another one those of least time measured there times what the
-    model predicts here over there, `carried` over.
+    model predicts here over there, `carried` over; of a Gluon form its mode alone, which settles the rest by its own
+    rule: tests/tune/test_exhaustive.py has how far that is from the best.
     """
     found = near(what, key, gpu, size)
     if found is None:
@@ -70,7 +71,10 @@ def nearest(what: str, key: Mapping[str, Any], gpu: str, size: int) -> Config | 
 
     if not taken:
         return None
-    return carried(min(taken, key=expected).config) if distance else taken[0].config
+    if not distance:
+        return taken[0].config
+    best = carried(min(taken, key=expected).config)
+    return Config(mode="gluon") if best["mode"] == "gluon" else best
 
 
 def carried(config: Config) -> Config:

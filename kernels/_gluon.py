@@ -246,6 +246,19 @@ def consume(
 
 
 @gluon.jit
+def consume_all(
+    tiles, ring, outbox, where, bias, N, K, PLACE: gl.constexpr, PARTIALS: gl.constexpr, EPILOGUE: gl.constexpr,
+    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The consumers, for this program's share of `tiles`."""
+    it = 0
+    n = 0
+    consume(it, n, first_tile(), tiles, ring, outbox, where, bias, N, K, PLACE, PARTIALS, EPILOGUE, HALF, TRANSPOSED,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
+
+
+@gluon.jit
 def hand_over(
     left, right, it, n, ring, outbox, mine, bias, col, N, EPILOGUE: gl.constexpr, HALF: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,

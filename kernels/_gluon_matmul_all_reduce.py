@@ -38,7 +38,7 @@ from ._gluon import (
     TILES,
     check,
     check_tiles,
-    consume,
+    consume_all,
     descriptor,
     first_tile,
     grouped,
@@ -81,18 +81,6 @@ def _place(t, rank, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
 
 
 # ------------------------------------------------------------------------------------------------------- warps
-@gluon.jit
-def _compute(
-    places, ring, outbox, where, bias, N, K, PLACE: gl.constexpr, PARTIALS: gl.constexpr, EPILOGUE: gl.constexpr,
-    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    it = 0
-    n = 0
-    consume(it, n, first_tile(), places, ring, outbox, where, bias, N, K, PLACE, PARTIALS, EPILOGUE, HALF, TRANSPOSED,
-            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
-
-
 @gluon.jit
 def _load(
     a, b, inbox, ring, ready_ptr, places, N, K, where, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
@@ -187,7 +175,7 @@ def gluon_two_shot_kernel(
     PLACE: gl.constexpr = _place
     gl.warp_specialize(
         [
-            (_compute, (places, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE, HALF, TRANSPOSED,
+            (consume_all, (places, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE, HALF, TRANSPOSED,
                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
             (_load, (a, b, inbox, ring, ready_ptr, places, N, K, where, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES)),

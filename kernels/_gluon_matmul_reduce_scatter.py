@@ -34,7 +34,7 @@ from ._gluon import (
     TILES,
     check,
     check_tiles,
-    consume,
+    consume_all,
     descriptor,
     first_tile,
     grouped,
@@ -73,18 +73,6 @@ def _place(t, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
 
 
 # ------------------------------------------------------------------------------------------------------- warps
-@gluon.jit
-def _compute(
-    tiles, ring, outbox, where, bias, N, K, PLACE: gl.constexpr, PARTIALS: gl.constexpr, EPILOGUE: gl.constexpr,
-    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    it = 0
-    n = 0
-    consume(it, n, first_tile(), tiles, ring, outbox, where, bias, N, K, PLACE, PARTIALS, EPILOGUE, HALF, TRANSPOSED,
-            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
-
-
 @gluon.jit
 def _load(
     a, b, inbox, ring, ready_ptr, m, N, K, lag, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
@@ -180,7 +168,7 @@ def gluon_inbox_kernel(
     PLACE: gl.constexpr = _place
     gl.warp_specialize(
         [
-            (_compute, (world.size * num_m * num_n, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE,
+            (consume_all, (world.size * num_m * num_n, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE,
                         HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
             (_load, (a, b, inbox, ring, ready_ptr, m, N, K, lag, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, LEAVE_OUT)),

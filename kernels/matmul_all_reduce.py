@@ -6,12 +6,10 @@ communicate task waits until all ranks have theirs, then reduces the tile over t
 sum back into all of them, in the switch where there is one, and tells every rank. Programs 0 .. num_comm_sms -
 1 communicate and then join in computing.
 
-"gluon", in Gluon, is in _gluon_matmul_all_reduce.
-
 Bytes out of each rank: (1 + 1 / size) * M * N * itemsize in the switch, 2 * (size - 1) / size * M * N *
 itemsize without. A partial product is rounded to the dtype once, the sum is in fp32 and rounded once more, by
 one rank for all: with s = sum over ranks of |A_r| @ |B_r| and u the unit roundoff, off by at most about 2 * u *
-s; all ranks hold the same bits.
+s; all ranks hold the same bits. So do they in the Gluon form, _gluon_matmul_all_reduce, which needs no switch.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ takes too long ends its process, so that nothing hangs.
 How a time is taken: everything is queued behind a sleep, so the host's launches do not count. Each repeat empties L2,
 meets all ranks in a barrier kernel, and is timed by two events; of the ranks' times the greatest counts. The variants
 of a case take turns, PASSES times, there and back: a GPU that has worked for a tenth of a second lowers its clock, and
-what comes first in a list would have the better one (cuBLAS alone at N = 16384: 2.81 ms first, 3.42 ms last). Inputs
-are standard normal. The limit of a product is the greater of cuBLAS's time and the bytes that leave a GPU over 390
-GB/s.
+what comes first in a list would have the better one, by as much as a tenth at N = 16384. Inputs are standard normal.
+The limit of a product is the greater of cuBLAS's time and the bytes that leave a GPU over 390 GB/s.
 
 Before a time is taken the result is compared with an fp32 reference after each of five launches, between which the
 inputs are multiplied by powers of two: what a kernel reads of an earlier launch is then wrong, not a copy.

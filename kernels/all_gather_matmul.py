@@ -232,8 +232,8 @@ class _PushSpace(NamedTuple):
 
 def _check_tuned(given: dict[str, Any], mode: str, columns: bool, world: World) -> dict[str, Any]:
     """What a plain mode takes beside its tiles: as given, else the default. Raises ShapeError."""
-    # By columns a shard's rows are short. K = 8192 on 4 x H200: for 16, 128, 1024 rows chunks of 256 take 52, 71, 244
-    # us, of 1024 55, 78, 254, because 2 of them are less than the programs that push.
+    # By columns a shard's rows are short. K = 8192 on 4 x H200, at commit 769b572e2300: for 16, 128, 1024 rows chunks
+    # of 256 take 52, 71, 244 us, of 1024 55, 78, 254, because 2 of them are less than the programs that push.
     chunk = 256 if columns else 1024
     taken = {"push": {"num_comm_sms": 16, "chunk": chunk}, "copy": {"push_rows": 0}}.get(mode, {})
     for name, value in given.items():

@@ -7,7 +7,7 @@ one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize
 two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every
     rank's `out`: 2 * (W - 1) / W * n * itemsize bytes.
 two_shot_push: as two_shot, but each rank stores its blocks into their owners' inboxes (see reduce_scatter), because
-    stores reach more of the links than loads: 1.20 ms against 1.26 for 256 MiB on 4 x H200.
+    stores reach more of the links than loads: 1.20 ms against 1.27 for 256 MiB on 4 x H200.
 copy: as two_shot, moved by the copy engines, see _copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
@@ -43,14 +43,14 @@ SENT = ("low_latency", "two_shot_push", "copy")  # only this rank reads its x
 SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `out`
 
 LOW_LATENCY_BYTES = 128 << 10
-"""Largest x for which mode None takes low_latency. On 4 x H200 it takes 7.9, 10.3 and 33 us for 16 KiB, 128 KiB and
-1 MiB, two_shot 12, 12 and 17. Up to here every thread has one word of each rank to wait for."""
+"""Largest x for which mode None takes low_latency. On 4 x H200 it takes 7.8, 10.2 and 32 us for 16 KiB, 128 KiB and
+1 MiB, two_shot 13, 13 and 17. Up to here every thread has one word of each rank to wait for."""
 TWO_SHOT_PUSH_BYTES = 16 << 20
-"""Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.9, 86.6 and 1199 us for
-1, 16 and 256 MiB, two_shot 16.7, 89.6 and 1272."""
+"""Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.8, 86.1 and 1198 us for
+1, 16 and 256 MiB, two_shot 16.6, 90.4 and 1271."""
 COPIED_BYTES = 256 << 20
-"""Least x for which mode None takes copy instead of two_shot_push. On 4 x H200 it takes 1139 us for 256 MiB,
-two_shot_push 1209; for 16 MiB 144 and 87."""
+"""Least x for which mode None takes copy instead of two_shot_push. On 4 x H200 it takes 1215 us for 256 MiB and
+1128 in a captured graph, two_shot_push 1198; for 16 MiB 170, 142 and 86."""
 LOW_LATENCY_WORDS = 256
 """Words of 4 bytes that a program sends at a time, one a thread: a thread waits for its words one after the other."""
 

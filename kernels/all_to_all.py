@@ -32,8 +32,8 @@ from .all_gather import DTYPES, MODES, Mode, check_copied, chosen
 CALL = "all_to_all"
 
 COPIED_BYTES = 256 << 20
-"""Least x for which mode None takes copy. On 4 x H200 it takes 1.06 ms for 512 MiB, in a captured graph 1.22, and 4.14
-for 2 GiB, push 1.15 and 4.56; for 128 MiB 0.293 and 0.296."""
+"""Least x for which mode None takes copy. On 4 x H200 it takes 1.06 ms for 512 MiB and 4.14 for 2 GiB, push 1.14 and
+4.52; for 128 MiB 0.292 and 0.295. In a captured graph of 512 MiB it took 1.07 in one run and 1.22 in another."""
 
 
 def reference(inputs: Sequence[torch.Tensor], rank: int, scatter: int = 0, gather: int = 0) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +68,54 @@ def test_the_operators_host_code_is_timed_without_its_launch(monkeypatch: pytest
         "all_reduce", "all_gather", "reduce_scatter", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
     ]  # fmt: skip
     assert all(row.limit == runtime.OVERHEAD and 0 < row.value < 1e5 for row in table)
+
+
+def test_a_variant_that_ends_its_job_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[list[str]] = []
+
+    def one_job(module, device, ranks, label, arguments, names, settings):
+        jobs.append(names)
+        if "hangs" in names:
+            return [], "hangs", "WaitTimeout"
+        return [{"case": label, "variant": name, "error": 0.0} for name in names], "", ""
+
+    monkeypatch.setattr(_operators, "_one_job", one_job)
+    given_up: dict[str, str] = {}
+
+    def case(label: str) -> dict[str, str]:
+        of = _operators._case("m", "cuda", 2, label, {}, ["first", "hangs", "last"], given_up, _operators.Settings())
+        return {row["variant"]: row.get("failed", "") for row in of}
+
+    assert case("A") == {"hangs": "WaitTimeout", "first": "", "last": ""}
+    assert case("B") == {"hangs": "ended its job at A", "first": "", "last": ""}
+    assert jobs == [["first", "hangs", "last"], ["first", "last"], ["first", "last"]]
+
+
+def test_variants_are_timed_in_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(torch_device=torch.device("cuda"), broadcast=lambda value: value)
+    names = ["a", "wrong", "b"]
+    variants = {name: name for name in names}
+    turns: list[str] = []
+
+    def timed(world, run, settings):
+        turns.append(run)
+        turn = len(turns)
+        return {"ms": [turn, 10.0 * turn], "host_us": 100.0 - turn, "eager_ms": float(turn)}
+
+    made = _operators.Case(0.0, variants, lambda: torch.ones(1), torch.ones(1))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "turns", SimpleNamespace(case=lambda world: made))
+    monkeypatch.setattr(_operators, "prepare", lambda world: None)
+    monkeypatch.setattr(_operators, "_timed", timed)
+    monkeypatch.setattr(_operators, "_checked", lambda w, c, name, *_: {"failed": "wrong"} if name == "wrong" else {})
+    rows = _operators.job(world, "turns", "A", {}, names, _operators.Settings(), "")  # type: ignore[arg-type]
+    assert turns == ["a", "b", "b", "a", "a", "b", "b", "a"][: 2 * _operators.PASSES]
+    first, wrong, last = rows
+    assert "ms" not in wrong
+    assert first["runs"] == last["runs"] == 2 * _operators.PASSES
+    of_a = [turn for turn, name in enumerate(turns, 1) if name == "a"]
+    times = [ms for turn in of_a for ms in (turn, 10.0 * turn)]
+    assert (first["ms"], first["low"], first["high"]) == (statistics.median(times), min(times), max(times))
+    assert (first["host_us"], first["eager_ms"]) == (100.0 - of_a[-1], of_a[0])
 
 
 # ------------------------------------------------------------------------------------------------ python -m pkt.bench

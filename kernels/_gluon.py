@@ -38,7 +38,7 @@ from ._matmul import Tiles, activate, stored
 MAX_PEERS = 7
 """Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
 CONSUMER_WARPS = 8
-REGISTERS = 56
+REGISTERS = 64
 """A thread of the other warps."""
 SHARED = 232448
 """Bytes of shared memory that a program may have on sm_90."""
@@ -132,14 +132,14 @@ def acquire(it, ring, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_step(
-    it, a, row, b, col, k, ring, TRANSPOSED: gl.constexpr,
+    it, a, at, b, col, k, ring, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the slot of step `it` with A from (row, k) and B from (k, col)."""
+    """Fill the slot of step `it` with A from `at` and B from (k, col)."""
     a_ring, _, full, _ = ring
     slot = acquire(it, ring, STAGES)
     mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-    tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_ring.index(slot))
+    tma.async_copy_global_to_shared(a, at, full.index(slot), a_ring.index(slot))
     if TRANSPOSED:
         tma.async_copy_global_to_shared(b, [col, k], full.index(slot), slot_of_b(ring, slot, STAGES))
     else:
@@ -155,16 +155,15 @@ def lend(it, ring, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_partial(
-    it, desc, row, col, ring,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Fill the slots of steps `it` and `it` + 1 with the halves of a tile of partial sums from (row, col)."""
+    it, desc, row, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr
+):
+    """Fill the slots of steps `it` and `it` + 1 with the halves of a tile of partial sums, which begins at `row`."""
     _, _, full, _ = ring
     for h in gl.static_range(2):
         slot = acquire(it + h, ring, STAGES)
         mbarrier.expect(full.index(slot), BLOCK_M * BLOCK_N)
         where = half_of_b(it + h, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-        tma.async_copy_global_to_shared(desc, [row, col + h * (BLOCK_N // 2)], full.index(slot), where)
+        tma.async_copy_global_to_shared(desc, [row, h * (BLOCK_N // 2)], full.index(slot), where)
 
 
 @gluon.jit
@@ -187,11 +186,12 @@ def add_half(part, it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGE
 
 @gluon.jit
 def multiply(
-    it, steps, ring, TRANSPOSED: gl.constexpr,
+    it, steps, ring, place, t, where, PLACE: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The product of `steps` slots of the ring from step `it` on: its two halves of columns, fp32. One product is in
-    flight while the next begins; a slot is free when the one after it has begun."""
+    flight while the next begins; a slot is free when the one after it has begun. And PLACE(t, *where), from here on in
+    the stead of `place`: it divides, which between two tiles would take as long as a step does."""
     a_ring, _, full, empty = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
@@ -207,6 +207,8 @@ def multiply(
         acc = warpgroup_mma_wait(1, deps=(acc,))
         if k > 0:
             mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
+        else:
+            place = PLACE(t, *where)
         it += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
@@ -214,7 +216,7 @@ def multiply(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N // 2, 16]
     )
     left, right = acc.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute(0, 2, 1).split()
-    return gl.convert_layout(left, HALF), gl.convert_layout(right, HALF)
+    return gl.convert_layout(left, HALF), gl.convert_layout(right, HALF), place
 
 
 @gluon.jit
@@ -224,21 +226,31 @@ def consume(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers, from step `it` of the ring and hand-over n on, for every tile from `begin` to `end` that is this
-    program's; returns the next of both. PLACE(t, *where): whether tile t is mine to finish, and its column of tiles;
-    below zero where there is none. With PARTIALS, to a tile of mine so many are added that the loader has put behind
-    it; the others go out as they are."""
+    program's; returns the next of both. PLACE(t, *where): tile t's column of tiles times 2, plus 1 if it is mine to
+    finish; below zero where there is none. With PARTIALS, to a tile of mine so many are added that the loader has put
+    behind it; the others go out as they are."""
     steps = gl.cdiv(K, BLOCK_K)
+    # One number: of two that come out of the loop in `multiply`, Triton's loop-aware CSE takes one for the first's.
+    following = begin
+    if begin < end:
+        following = PLACE(begin, *where)
     for t in range(begin, end, gl.num_programs(0)):
-        mine, j = PLACE(t, *where)
-        if j >= 0:
-            left, right = multiply(it, steps, ring, TRANSPOSED, BLOCK_M, BLOCK_N, STAGES, WARPS)
+        place = following
+        after = gl.where(t + gl.num_programs(0) < end, t + gl.num_programs(0), t)
+        if place < 0:
+            following = PLACE(after, *where)
+        else:
+            left, right, following = multiply(
+                it, steps, ring, place, after, where, PLACE, TRANSPOSED, BLOCK_M, BLOCK_N, STAGES, WARPS
+            )
             it += steps
+            mine = place & 1
             if PARTIALS > 0:
-                for _ in range(gl.where(mine, PARTIALS, 0)):
+                for _ in range(mine * PARTIALS):
                     left = add_half(left, it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
                     right = add_half(right, it + 1, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
                     it += 2
-            hand_over(left, right, it, n, ring, outbox, mine, bias, j * BLOCK_N, N, EPILOGUE, HALF,
+            hand_over(left, right, it, n, ring, outbox, mine, bias, (place >> 1) * BLOCK_N, N, EPILOGUE, HALF,
                       BLOCK_M, BLOCK_N, STAGES)  # fmt: skip
             it += 1
             n += 1
@@ -299,12 +311,15 @@ def take_over(
 
 
 @gluon.jit
-def taken_over(it, ring, outbox, STAGES: gl.constexpr):
-    """What the storer has sent since `take_over` has been read: the outbox and the slot are free."""
+def taken_over(it, ring, outbox, STORES: gl.constexpr, STAGES: gl.constexpr):
+    """What the storer has sent since `take_over`, the right half first and then the left one in STORES copies, has been
+    read: the slot is free, and then the outbox. The ring is short of a slot until then, which while all programs send
+    is as long as half a tile takes on the links."""
     _, _, _, empty = ring
     _, _, taken = outbox
-    tma.store_wait(0)
+    tma.store_wait(STORES)
     mbarrier.arrive(empty.index(it % STAGES), count=1)
+    tma.store_wait(0)
     mbarrier.arrive(taken.index(0), count=1)
 
 

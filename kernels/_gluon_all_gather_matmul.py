@@ -40,7 +40,6 @@ from ._gluon import (
     TILES,
     check,
     check_tiles,
-    close_barriers,
     consume,
     descriptor,
     first_tile,
@@ -61,6 +60,8 @@ from ._gluon import (
 from ._matmul import Epilogue, Tiles, stored
 
 CALL = "all_gather_matmul"
+LANES = gl.constexpr(2)
+"""Warps of a program that push: the loader and the storer, which have nothing else to do yet."""
 
 
 # -------------------------------------------------------------------------------------------------------- order
@@ -116,7 +117,7 @@ def _place(v, first, skip, num_comm, PARTS: gl.constexpr, order):
 def _column(v, first, skip, num_comm, PARTS: gl.constexpr, order):
     """For `consume`: every tile is mine."""
     _, _, j, _ = _place(v, first, skip, num_comm, PARTS, order)
-    return True, j
+    return 2 * j + 1
 
 
 @gluon.jit
@@ -130,21 +131,15 @@ def _task(t, num_m, chunks, push_rows):
 
 # ------------------------------------------------------------------------------------------------------ pushing
 @gluon.jit
-def _unit(u, i, chunk, num_comm, num_m, chunks, UNITS: gl.constexpr, push_rows):
-    """Row block and chunk of this program's unit u, after those of the one before. A division takes long, so there is
-    one only where a task begins."""
-    if u % UNITS == 0:
-        i, chunk = _task(gl.program_id(0) + (u // UNITS) * num_comm, num_m, chunks, push_rows)
-    return i, chunk
-
-
-@gluon.jit
-def _load_unit(u, i, chunk, mine, num_comm, a, buffers, bars, num_m, chunks,
+def _load_unit(
+    u, i, chunk, mine, first, step, a, buffers, bars, num_m, chunks,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, UNITS: gl.constexpr, BUFFERS: gl.constexpr, push_rows,
 ):  # fmt: skip
-    """Unit u, if there is one, from this rank's shard into its buffer; `i` and `chunk` as in `_unit`."""
+    """Unit u, if there is one, from this rank's shard into its buffer; `i` and `chunk`: the row block and chunk of the
+    unit before, and then of this one. They take divisions, so they are found only where a task begins."""
     if u < mine:
-        i, chunk = _unit(u, i, chunk, num_comm, num_m, chunks, UNITS, push_rows)
+        if u % UNITS == 0:
+            i, chunk = _task(first + (u // UNITS) * step, num_m, chunks, push_rows)
         at = [i * BLOCK_M, (chunk * UNITS + u % UNITS) * BLOCK_K]
         mbarrier.expect(bars.index(u % BUFFERS), BLOCK_M * BLOCK_K * 2)
         tma.async_copy_global_to_shared(a, at, bars.index(u % BUFFERS), buffers.index(u % BUFFERS))
@@ -153,47 +148,56 @@ def _load_unit(u, i, chunk, mine, num_comm, a, buffers, bars, num_m, chunks,
 
 @gluon.jit
 def _push(
-    a, peers, buffers, bars, ready_ptr, m, K, num_comm, epoch, world,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, CHUNK: gl.constexpr, BUFFERS: gl.constexpr, push_rows,
+    lane, a, peers, buffers, bars, ready_ptr, m, K, num_comm, epoch, world,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, CHUNK: gl.constexpr, push_rows,
 ):  # fmt: skip
-    """This program's tasks: a chunk of a row block each, in units of BLOCK_K columns. One half of the buffers is being
-    loaded, the other stored; a chunk is signalled when LAG units more have been begun, so that the links are not idle
-    while it is waited for. Waits for nothing that another program or rank does; when it returns, the buffers are
-    free."""
+    """The tasks of lane `lane` of this program: a chunk of a row block each, in units of BLOCK_K columns. One half of
+    its buffers is being loaded, the other stored; a chunk is signalled when LAG units more have been begun. That takes
+    2 us, in which they and the other lanes keep the links in use. Waits for nothing that another program or rank does;
+    when it returns, its buffers are free."""
     SIZE: gl.constexpr = world.size
     PEERS: gl.constexpr = SIZE - 1
     UNITS: gl.constexpr = CHUNK // BLOCK_K
+    BUFFERS: gl.constexpr = buffers.shape[0]
     STORING: gl.constexpr = BUFFERS // 2
-    LAG: gl.constexpr = max(STORING // 2, 1)
+    LAG: gl.constexpr = min(STORING, UNITS)
     num_m = gl.cdiv(m, BLOCK_M)
     chunks = gl.cdiv(K, CHUNK)
     rank = gl.cast(world.rank, gl.int32)
-    first = gl.program_id(0)
-    mine = gl.cdiv(gl.maximum(num_m * chunks - first, 0), num_comm) * UNITS
-    row0 = ((epoch & 1) * SIZE + rank) * num_m * BLOCK_M
-    load_i, load_chunk, i, chunk = rank, rank, rank, rank  # whatever: the first unit has its own
+    first = gl.program_id(0) * LANES + lane
+    step = num_comm * LANES
+    mine = gl.cdiv(gl.maximum(num_m * chunks - first, 0), step) * UNITS
+    shard = rank * num_m * chunks
+    block0 = (epoch & 1) * SIZE * num_m * chunks * UNITS
+    load_i, load_chunk = rank, rank  # whatever: the first unit has its own, and so have the next two
+    place, before = shard, rank
     for u in gl.static_range(BUFFERS - STORING):
-        load_i, load_chunk = _load_unit(u, load_i, load_chunk, mine, num_comm, a, buffers, bars, num_m, chunks,
+        load_i, load_chunk = _load_unit(u, load_i, load_chunk, mine, first, step, a, buffers, bars, num_m, chunks,
                                         BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)  # fmt: skip
     for u in range(gl.where(mine > 0, mine + LAG, 0)):
         if u < mine:
+            if u % UNITS == 0:
+                before = place
+                i, chunk = _task(first + (u // UNITS) * step, num_m, chunks, push_rows)
+                place = shard + i * chunks + chunk
             mbarrier.wait(bars.index(u % BUFFERS), (u // BUFFERS) & 1)
-            i, chunk = _unit(u, i, chunk, num_comm, num_m, chunks, UNITS, push_rows)
-            at = [row0 + i * BLOCK_M, (chunk * UNITS + u % UNITS) * BLOCK_K]
+            at = [(block0 + place * UNITS + u % UNITS) * BLOCK_M, 0]
             to_peers(peers, at, buffers.index(u % BUFFERS), SIZE)
             tma.store_wait(STORING * PEERS)  # the buffer that is loaded next has been read
-            load_i, load_chunk = _load_unit(u + BUFFERS - STORING, load_i, load_chunk, mine, num_comm, a, buffers, bars,
-                                            num_m, chunks, BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows)  # fmt: skip
+            load_i, load_chunk = _load_unit(
+                u + BUFFERS - STORING, load_i, load_chunk, mine, first, step, a, buffers, bars, num_m, chunks,
+                BLOCK_M, BLOCK_K, UNITS, BUFFERS, push_rows,
+            )  # fmt: skip
         done = u - LAG
         if (done >= 0) & (done % UNITS == UNITS - 1):
+            counter = ready_ptr + place  # behind the last task; else the next one has begun
             if u < mine:
                 ptx.drain(world, LAG * PEERS)
+                counter = ready_ptr + before
             else:
                 ptx.drain(world)
             ptx.cta_barrier()
             ptx.fence("sys")
-            done_i, done_chunk = _task(first + (done // UNITS) * num_comm, num_m, chunks, push_rows)
-            counter = ready_ptr + (rank * num_m + done_i) * chunks + done_chunk
             for d in gl.static_range(1, SIZE):
                 gl.atomic_add(pl.peer(counter, (rank + d) % SIZE, world), 1, sem="relaxed", scope="sys")
 
@@ -208,7 +212,7 @@ def _load_share(
     chunks = gl.cdiv(K, CHUNK)
     for v in range(begin, end, gl.num_programs(0)):
         source, i, j, own = _place(v, *where)
-        row = (((epoch & 1) * world.size + source) * num_m + i) * BLOCK_M
+        block = (((epoch & 1) * world.size + source) * num_m + i) * chunks * (CHUNK // BLOCK_K)
         for chunk in range(chunks):
             start = chunk * CHUNK
             if LEAVE_OUT != "wait":
@@ -216,11 +220,11 @@ def _load_share(
                     pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch, world)
             for k in range(start, gl.minimum(start + CHUNK, K), BLOCK_K):
                 if own:
-                    load_step(
-                        it, a, i * BLOCK_M, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
-                    )
+                    load_step(it, a, [i * BLOCK_M, k], b, j * BLOCK_N, k, ring, TRANSPOSED,
+                              BLOCK_M, BLOCK_N, BLOCK_K, STAGES)  # fmt: skip
                 else:
-                    load_step(it, inbox, row, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+                    at = [(block + k // BLOCK_K) * BLOCK_M, 0]
+                    load_step(it, inbox, at, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
                 it += 1
         lend(it, ring, STAGES)
         it += 1
@@ -229,10 +233,15 @@ def _load_share(
 
 @gluon.jit
 def _load(
-    rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED: gl.constexpr,
+    push, rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     CHUNK: gl.constexpr, LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
+    if world.size > 1:
+        m, num_comm, push_rows, peers, lanes, pushed = push
+        if gl.program_id(0) < num_comm:
+            _push(0, a, peers, *lanes[0], ready_ptr, m, K, num_comm, epoch, world, BLOCK_M, BLOCK_K, CHUNK, push_rows)
+            mbarrier.wait(pushed.index(0), 0)
     it = 0
     it = _load_share(it, *rounds, a, inbox, b, ring, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CHUNK, LEAVE_OUT)  # fmt: skip
@@ -267,11 +276,11 @@ def _store_share(
         source, i, j, _own = _place(v, *where)
         it += gl.cdiv(K, BLOCK_K)
         halves = take_over(it, n, ring, outbox, BLOCK_M, BLOCK_N, STAGES, HALF)
-        for h in gl.static_range(2):
+        for h in gl.static_range(1, -1, -1):
             # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
             part = halves[h]._reinterpret(halves[h].dtype, [1, BLOCK_M, BLOCK_N // 2], c.layout)
             tma.async_copy_shared_to_global(c, [source, i * BLOCK_M, j * BLOCK_N + h * (BLOCK_N // 2)], part)
-        taken_over(it, ring, outbox, STAGES)
+        taken_over(it, ring, outbox, 1, STAGES)
         it += 1
         n += 1
     return it, n
@@ -279,9 +288,15 @@ def _store_share(
 
 @gluon.jit
 def _store(
-    rounds, left, c, c_part, ring, narrow, outbox, outbox_part, K, HALF: gl.constexpr, HALF_PART: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    push, rounds, left, a, c, c_part, ring, narrow, outbox, outbox_part, ready_ptr, K, epoch, world,
+    HALF: gl.constexpr, HALF_PART: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
+    if world.size > 1:
+        m, num_comm, push_rows, peers, lanes, pushed = push
+        if gl.program_id(0) < num_comm:
+            _push(1, a, peers, *lanes[1], ready_ptr, m, K, num_comm, epoch, world, BLOCK_M, BLOCK_K, CHUNK, push_rows)
+            mbarrier.arrive(pushed.index(0), count=1)
     it = 0
     n = 0
     it, n = _store_share(it, n, *rounds, c, ring, outbox, K, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
@@ -295,7 +310,8 @@ def _store(
 @gluon.jit(do_not_specialize=["num_comm", "skip", "whole", "push_rows", "rows"])
 def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
-    inbox,  # (2 * size * padded m, K) this rank's, the same blocks; halves by the parity of the launch
+    inbox,  # (2 * size * blocks of a shard * BLOCK_M, BLOCK_K) this rank's, the same blocks, each one piece of memory,
+    # which links and memory take fastest; halves by the parity of the launch
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     b_part,  # the same, blocks of BLOCK_K and BLOCK_N / SPLIT
     c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M x BLOCK_N / 2
@@ -329,15 +345,14 @@ def gluon_push_kernel(
         handed,
         taken,
     )
+    push = (m, num_comm, push_rows)
     if world.size > 1:
+        # The slots of the ring: the loader pushes with those for A, the storer with those for B.
+        a_ring, b_ring, _, _ = ring
         BUFFERS: gl.constexpr = STAGES * BLOCK_N // BLOCK_M
-        _, b_ring, _, _ = ring
         buffers = b_ring._reinterpret(a.dtype, [BUFFERS, BLOCK_M, BLOCK_K], a.layout)
-        bars = open_barriers(BUFFERS)
-        if gl.program_id(0) < num_comm:
-            _push(a, (d1, d2, d3, d4, d5, d6, d7), buffers, bars, ready_ptr, m, K, num_comm, epoch, world,
-                  BLOCK_M, BLOCK_K, CHUNK, BUFFERS, push_rows)  # fmt: skip
-        close_barriers(bars, BUFFERS)
+        lanes = ((a_ring, open_barriers(STAGES)), (buffers, open_barriers(BUFFERS)))
+        push = (m, num_comm, push_rows, (d1, d2, d3, d4, d5, d6, d7), lanes, open_barriers(1))
     num_m = gl.cdiv(rows, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     tiles = world.size * num_m * num_n
@@ -350,10 +365,10 @@ def gluon_push_kernel(
         [
             (_compute, (rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN, EPILOGUE, HALF, HALF_PART,
                         TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
-            (_load, (rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
-                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, LEAVE_OUT)),
-            (_store, (rounds, left, c, c_part, ring, narrow, outbox, outbox_part, K, HALF, HALF_PART,
-                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT)),
+            (_load, (push, rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world,
+                     TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, LEAVE_OUT)),
+            (_store, (push, rounds, left, a, c, c_part, ring, narrow, outbox, outbox_part, ready_ptr, K, epoch, world,
+                      HALF, HALF_PART, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK)),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],
@@ -495,10 +510,12 @@ def push_launch(
     programs = _common.num_programs(world, world.num_sms)
     push_rows = plan.push_rows or triton.cdiv(programs, num_n * max(size - 1, 1))  # what they compute at a time
     chunk = min(plan.chunk, triton.cdiv(K, tiles.block_k) * tiles.block_k)
-    rows, chunks = num_m * tiles.block_m, triton.cdiv(K, chunk)
+    chunks = triton.cdiv(K, chunk)
+    blocks = num_m * chunks * chunk // tiles.block_k
 
     def make() -> _Space:
-        inbox = empty(2 * size * rows, K, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
+        shape = 2 * size * blocks * tiles.block_m, tiles.block_k
+        inbox = empty(*shape, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
         return _Space(inbox, signals(size * num_m * chunks, name=f"{CALL}.gluon.ready", world=world))
 
     # What the counters count; so plans that differ otherwise share one workspace and its launches.

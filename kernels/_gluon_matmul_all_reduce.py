@@ -77,7 +77,7 @@ def _tile(t, rank, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
 def _place(t, rank, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
     """For `consume`: those that I own are mine."""
     d, _, _, j = _tile(t, rank, num_m, num_n, lag, SIZE, GROUP)
-    return d == 0, j
+    return gl.where(d == 0, 2 * j + 1, 2 * j)
 
 
 # ------------------------------------------------------------------------------------------------------- warps
@@ -92,12 +92,13 @@ def _load(
         d, place, i, j = _tile(t, *where)
         if j >= 0:
             for k in range(0, K, BLOCK_K):
-                load_step(it, a, i * BLOCK_M, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+                load_step(it, a, [i * BLOCK_M, k], b, j * BLOCK_N, k, ring, TRANSPOSED,
+                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES)  # fmt: skip
                 it += 1
             if d == 0:
                 for p in range(world.size - 1):
                     pl.wait(ready_ptr + p * count + place, epoch, world)
-                    load_partial(it, inbox, (p * count + place) * BLOCK_M, 0, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+                    load_partial(it, inbox, (p * count + place) * BLOCK_M, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
                     it += 2
             lend(it, ring, STAGES)
             it += 1
@@ -118,7 +119,7 @@ def _store(
         if j >= 0:
             it += gl.cdiv(K, BLOCK_K) + gl.where(d == 0, 2 * (world.size - 1), 0)
             halves = take_over(it, n, ring, outbox, BLOCK_M, BLOCK_N, STAGES, HALF)
-            for h in gl.static_range(2):
+            for h in gl.static_range(1, -1, -1):
                 part = halves[h]
                 if d == 0:
                     at = [i * BLOCK_M, j * BLOCK_N + h * (BLOCK_N // 2)]
@@ -127,7 +128,10 @@ def _store(
                 else:
                     at = [((d - 1) * count + place) * BLOCK_M, h * (BLOCK_N // 2)]
                     to_peer(inboxes, d, at, part, world.size)
-            taken_over(it, ring, outbox, STAGES)
+            if d == 0:
+                taken_over(it, ring, outbox, world.size, STAGES)
+            else:
+                taken_over(it, ring, outbox, 1, STAGES)
             publish(world)
             if d == 0:
                 for r in gl.static_range(world.size):  # to all: the tile is in their outputs

@@ -69,7 +69,7 @@ def _tile(t, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
 def _place(t, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
     """For `consume`: the tiles of my own part are mine."""
     d, _, j = _tile(t, num_m, num_n, lag, SIZE, GROUP)
-    return d == 0, j
+    return gl.where(d == 0, 2 * j + 1, 2 * j)
 
 
 # ------------------------------------------------------------------------------------------------------- warps
@@ -89,14 +89,14 @@ def _load(
         d, i, j = _tile(t, num_m, num_n, lag, world.size, GROUP)
         row = (rank + d) % world.size * m + i * BLOCK_M
         for k in range(0, K, BLOCK_K):
-            load_step(it, a, row, b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+            load_step(it, a, [row, k], b, j * BLOCK_N, k, ring, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
             it += 1
         if d == 0:
             for p in range(PEERS):
                 if LEAVE_OUT != "links":
                     pl.wait(ready_ptr + p * tiles + i * num_n + j, epoch, world)
-                at = (((epoch & 1) * PEERS + p) * num_m + i) * BLOCK_M
-                load_partial(it, inbox, at, j * BLOCK_N, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+                at = (((epoch & 1) * PEERS + p) * tiles + i * num_n + j) * BLOCK_M
+                load_partial(it, inbox, at, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
                 it += 2
         lend(it, ring, STAGES)
         it += 1
@@ -117,16 +117,16 @@ def _store(
     n = 0
     for t in range(first_tile(), world.size * tiles, gl.num_programs(0)):
         d, i, j = _tile(t, num_m, num_n, lag, world.size, GROUP)
-        row = (((epoch & 1) * PEERS + d - 1) * num_m + i) * BLOCK_M  # in the inbox of rank + d
+        row = (((epoch & 1) * PEERS + d - 1) * tiles + i * num_n + j) * BLOCK_M  # in the inbox of rank + d
         it += gl.cdiv(K, BLOCK_K) + gl.where(d == 0, 2 * PEERS, 0)
         halves = take_over(it, n, ring, outbox, BLOCK_M, BLOCK_N, STAGES, HALF)
-        for h in gl.static_range(2):
-            col = j * BLOCK_N + h * (BLOCK_N // 2)
+        for h in gl.static_range(1, -1, -1):
+            col = h * (BLOCK_N // 2)
             if d == 0:
-                tma.async_copy_shared_to_global(out, [i * BLOCK_M, col], halves[h])
+                tma.async_copy_shared_to_global(out, [i * BLOCK_M, j * BLOCK_N + col], halves[h])
             else:
                 to_peer(peers, d, [row, col], halves[h], world.size)
-        taken_over(it, ring, outbox, STAGES)
+        taken_over(it, ring, outbox, 1, STAGES)
         if LEAVE_OUT != "links":
             if d > 0:
                 publish(world)  # to the owner: the tile is in its inbox
@@ -141,8 +141,9 @@ def _store(
 def gluon_inbox_kernel(
     a,  # (size * m, K) this rank's, blocks of BLOCK_M x BLOCK_K
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
-    inbox,  # (2 * (size - 1) * padded m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2; halves by the parity of the
-    # launch, of which rank - d stores the (d - 1)-th part
+    inbox,  # (2 * (size - 1) * tiles * BLOCK_M, BLOCK_N) this rank's, blocks of BLOCK_M x BLOCK_N / 2: a tile is one
+    # piece of memory, where links and memory take it fastest; halves by the parity of the launch, of which rank - d
+    # stores the (d - 1)-th part
     out,  # (m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2
     d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
     ready_ptr,  # int32 (size - 1, tiles) on every rank; rank - d signals [d - 1, t] when tile t is in the inbox
@@ -228,9 +229,8 @@ def inbox_launch(
     peers = size - 1
 
     def make() -> _Space:
-        inbox = empty(
-            2 * max(peers, 1) * num_m * tiles.block_m, N, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world
-        )
+        rows = 2 * max(peers, 1) * num_m * num_n * tiles.block_m
+        inbox = empty(rows, tiles.block_n, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
         return _Space(inbox, signals(max(peers, 1) * num_m * num_n, name=f"{CALL}.gluon.ready", world=world))
 
     space = world.workspace((CALL, "gluon", m, N, dtype, programs, tiles[:2]), make)

@@ -271,6 +271,17 @@ class Scatter(Reduce):
         return pkt.matmul_reduce_scatter(self.a, self.b, **self.options)
 
 
+class GluonReduce(Reduce):
+    """matmul_all_reduce in Gluon where there is a GPU, of several tiles for each rank, the last of them ragged."""
+
+    own, m, n = True, 400, 520
+
+    def __init__(self, world: Any) -> None:
+        if world.torch_device.type == "cuda":
+            self.mode = "gluon"
+        super().__init__(world)
+
+
 class UnfusedGather(Gather):
     """cuBLAS behind all_gather."""
 
@@ -296,6 +307,7 @@ PROGRAMS: dict[str, type[Program]] = {
     "all_gather_matmul": Gather,
     "matmul_reduce_scatter": Scatter,
     "matmul_all_reduce": Reduce,
+    "matmul_all_reduce, gluon": GluonReduce,
     "all_gather_matmul, unfused": UnfusedGather,
     "matmul_reduce_scatter, unfused": UnfusedScatter,
     "matmul_all_reduce, unfused": UnfusedReduce,

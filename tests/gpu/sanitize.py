@@ -29,6 +29,8 @@ def main(ranks: int) -> int:
     if ranks > 1:
         programs += [(f"litmus {name}", lambda world, fn=fn: fn(world, 6, 8)) for name, fn in LITMUS.items()]
         programs.append(("two streams", lambda world: cases_graphs.two_streams(world, 3)))
+        for name in cases_graphs.PROGRAMS:  # the operators as a GPU has them, Gluon forms among them
+            programs.append((name, lambda world, name=name: cases_graphs.back_to_back(world, name, 2)))
     start = time.perf_counter()
     launch(one_after_the_other, ranks, programs, timeout=SECONDS)
     print(f"{len(programs)} programs on {ranks} ranks: {time.perf_counter() - start:.0f} s")

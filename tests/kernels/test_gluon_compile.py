@@ -163,7 +163,7 @@ def test_push_fits(launched, tmp_path, split, tiles):
     widths = sorted({tiles.block_n, tiles.block_n // split})
     found = re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", sass)
     assert sorted(map(int, found)) == [width for width in widths for _ in range(4)]
-    assert len(re.findall(r"UTMASTG\.2D", sass)) == 3  # a unit, to each peer
+    assert len(re.findall(r"UTMASTG\.2D", sass)) == 2 * 3  # a unit of each lane, to each peer
     assert len(re.findall(r"UTMASTG\.3D", sass)) == sum(max(width // 64, 2) for width in widths)
     assert count_markers(kernel.asm["ptx"])["wait"] == len(widths)
 
@@ -184,7 +184,8 @@ def test_push_on_any_number_of_ranks(launched, tmp_path, size, rank):
     if rank < size:
         kernel, grid, _ = product(launched(rank, size), 333, 1032, 1544)
         assert_fits(kernel, grid, tmp_path)
-        assert len(re.findall(r"atom\.global\.sys\.relaxed|red\.global\.sys\.relaxed", kernel.asm["ptx"])) == size - 1
+        signals = re.findall(r"(?:atom|red)\.global\.sys\.relaxed", kernel.asm["ptx"])
+        assert len(signals) == 2 * (size - 1)  # each lane's, to each peer
 
 
 @pytest.mark.parametrize("tiles", [None, NARROW, TILES._replace(num_stages=3)])
@@ -296,7 +297,7 @@ def comes_after(lines, i, words):
     return True
 
 
-@pytest.mark.parametrize(("call", "signals"), [(product, 3), (scatter, 1), (reduce, 5)])
+@pytest.mark.parametrize(("call", "signals"), [(product, 6), (scatter, 1), (reduce, 5)])
 def test_data_land_before_the_signal(launched, call, signals):
     """wait_group, proxy fence, (barrier of the warp,) system fence, then the relaxed atomic of one thread."""
     kernel, _, _ = call(launched(), 1024, 1024, 1024)

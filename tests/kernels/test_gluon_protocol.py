@@ -47,7 +47,8 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=
         broken(functions)
     rng = np.random.default_rng(seed)
     num_m, chunks = -(-m // BM), -(-K // chunk)
-    inbox = [np.full((2 * size * num_m * BM, K), np.nan, np.float32) for _ in range(size)]
+    blocks = num_m * chunks * (chunk // BK)
+    inbox = [np.full((2 * size * blocks * BM, BK), np.nan, np.float32) for _ in range(size)]
     counters = [np.zeros(size * num_m * chunks, np.int64) for _ in range(size)]
     per_rank, checks = [], []
     a = [[integers(rng, m, K) for _ in range(launches)] for _ in range(size)]
@@ -87,7 +88,7 @@ def run_inbox(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, 
         broken(functions)
     rng = np.random.default_rng(seed)
     num_m, num_n = cdiv(m, BM), cdiv(N, BN)
-    inbox = [np.full((2 * (size - 1) * num_m * BM, N), np.nan, np.float32) for _ in range(size)]
+    inbox = [np.full((2 * (size - 1) * num_m * num_n * BM, BN), np.nan, np.float32) for _ in range(size)]
     counters = [np.zeros(max(size - 1, 1) * num_m * num_n, np.int64) for _ in range(size)]
     a = [[integers(rng, size * m, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
@@ -371,12 +372,13 @@ def skipping(name, attribute, line, seen):
         (run_push, "pl", "wait", 1),
         (run_push, "gl", "atomic_add", 1),
         (run_push, "ptx", "drain", 2),
-        (run_push, "tma", "store_wait", 2),
-        (run_short_push, "mbarrier", "wait", 6),
+        (run_push, "tma", "store_wait", 3),
+        (run_short_push, "mbarrier", "wait", 7),
         (run_inbox, "pl", "wait", 1),
         (run_inbox, "gl", "atomic_add", 1),
         (run_two_shot, "pl", "wait", 2),
         (run_two_shot, "gl", "atomic_add", 2),
+        (run_two_shot, "tma", "store_wait", 2),
     ],
 )
 def test_each_wait_and_each_signal_is_needed(run, name, attribute, places):
@@ -384,9 +386,9 @@ def test_each_wait_and_each_signal_is_needed(run, name, attribute, places):
     run(3, 16, 16, 16, 2, 0, broken=skipping(name, attribute, None, lines))
     assert len(lines) == places
     for line in lines:
-        for seed in range(12):
+        for seed in range(24):
             try:
-                run(3, 32, 16, 16, 2, seed, launches=2, broken=skipping(name, attribute, line, set()))
+                run(3, 32, 32, 16, 2, seed, launches=2, broken=skipping(name, attribute, line, set()))
             except (AssertionError, Stuck):
                 break
         else:

@@ -284,12 +284,13 @@ def hand_over(
     mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
     part = half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
     store_half(right, part, mine, bias, col + BLOCK_N // 2, N, EPILOGUE, BLOCK_N)
+    fence_async_shared()
     mbarrier.arrive(ready.index(0), count=1)
 
 
 @gluon.jit
 def store_half(part, where, mine, bias, col, N, EPILOGUE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Half a tile, fp32, into the outbox; with bias and epilogue if it is mine to finish."""
+    """Half a tile, fp32, into the outbox; with bias and epilogue if it is mine to finish. Not yet for TMA to see."""
     if (bias is not None) or (EPILOGUE != "none"):
         if mine:
             if bias is not None:
@@ -297,7 +298,6 @@ def store_half(part, where, mine, bias, col, N, EPILOGUE: gl.constexpr, BLOCK_N:
                 part += gl.load(bias + cols, mask=cols < N, other=0).to(gl.float32)[None, :]
             part = activate(part, EPILOGUE)
     where.store(part.to(where.dtype))
-    fence_async_shared()  # after each half, or the compiler finishes both at once and has no registers for it
 
 
 @gluon.jit

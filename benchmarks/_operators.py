@@ -9,7 +9,8 @@ How a time is taken: everything is queued behind a sleep, so the host's launches
 meets all ranks in a barrier kernel, and is timed by two events; of the ranks' times the greatest counts. A GPU that
 has worked for a tenth of a second lowers its clock, by as much as a tenth at N = 16384: so a variant runs for `heat`
 seconds before its repeats, and finds the clock that it leaves itself, not what the one before it has left. The variants
-of a case take turns, PASSES times, there and back. Inputs are standard normal. The limit of a product is the greater of cuBLAS's time and the bytes that leave a GPU over 390 GB/s.
+of a case take turns, PASSES times, there and back. Inputs are standard normal. The limit of a product is the greater of
+cuBLAS's time and the bytes that leave a GPU over 390 GB/s.
 
 Before a time is taken the result is compared with an fp32 reference after each of five launches, between which the
 inputs are multiplied by powers of two: what a kernel reads of an earlier launch is then wrong, not a copy.
@@ -77,7 +78,7 @@ class Settings:
     """How long and how often."""
 
     repeats: int = 20
-    heat: float = 0.15  # seconds for which it runs before them
+    heat: float = 0.1  # seconds for which it runs before them
     seconds: float = 45.0  # that a variant may take, compilation included
     flush: int = 256 << 20  # bytes written to empty L2
     end: float = float("inf")  # time.time() after which no variant is begun

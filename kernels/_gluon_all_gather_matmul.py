@@ -35,7 +35,6 @@ from pkt.runtime.world import World
 from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
-    NARROW,
     REGISTERS,
     TILES,
     check,
@@ -377,10 +376,10 @@ def gluon_push_kernel(
 
 # -------------------------------------------------------------------------------------------------------- host
 SPLITS = (1, 2, 4)
-PUSHED = 33e9
-"""Bytes a second that leave by one program that pushes, while others compute; ten of them fill the links. On 4 x H200,
-as benchmarks/results/exhaustive.json has it."""
-FILLS = 10
+PUSHED = 41e9
+"""Bytes a second that leave by one program that pushes; eight of them fill the links. On 4 x H200, by
+benchmarks/results/all_gather_matmul.json."""
+FILLS = 8
 MULTIPLIED = 6.3e12
 """FLOP a second of one SM, there."""
 
@@ -388,16 +387,12 @@ MULTIPLIED = 6.3e12
 class PushPlan(NamedTuple):
     """How A is pushed and the tiles are dealt out, as the keywords of all_gather_matmul say it."""
 
-    num_comm_sms: int = 12
+    num_comm_sms: int = FILLS
     chunk: int = 512
     push_rows: int = 0
     skip: int = 0
     split: int = 1
     whole: int = 1 << 20
-
-
-FEW_PUSHERS = 8
-"""Programs that push where there is time: more of them disturb those that compute, by 2 to 7 % of a 16384."""
 
 
 class _Dealt(NamedTuple):
@@ -423,28 +418,13 @@ def _dealt(m: int, N: int, size: int, tiles: Tiles, programs: int, num_comm: int
     return _Dealt(pushing, alone + joined, left)
 
 
-def _bound_by_links(m: int, N: int, size: int, programs: int) -> bool:
-    return _dealt(m, N, size, TILES, programs, PushPlan().num_comm_sms).late
-
-
-def push_tiles(m: int, N: int, size: int, programs: int) -> Tiles:
-    """Narrow ones where the links are the limit: less is left to compute when the last rows have come."""
-    return NARROW if _bound_by_links(m, N, size, programs) else TILES
-
-
 def push_plan(m: int, N: int, size: int, tiles: Tiles, programs: int, **given: int) -> PushPlan:
     """What is given, else what follows from a shard of m rows and `b` of N columns: the pushing programs are left out
-    of as many rounds as fit into the time that they push for; there are fewer of them where the links are not the
-    limit. Where that is until the last whole round or longer, one row block of each rank goes at a time, and no tile is
-    cut: the narrower it is the slower. Else what is left after the last whole round is cut so that it takes the least.
-    Within 6 % of the fastest on 4 H200 and 10 % on 2, by
-    benchmarks/results/exhaustive_all_gather_matmul*.json."""
+    of as many rounds as fit into the time that they push for, and what is left after the last whole round is cut so
+    that it takes the least; not where that is until the last whole round or longer: the narrower a tile the slower.
+    Within 10 % of the fastest on 4 and 2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json."""
     plan = PushPlan(**given)
-    if "num_comm_sms" not in given and not _bound_by_links(m, N, size, programs):
-        plan = plan._replace(num_comm_sms=FEW_PUSHERS)
     dealt = _dealt(m, N, size, tiles, programs, plan.num_comm_sms)
-    if "push_rows" not in given:
-        plan = plan._replace(push_rows=int(dealt.late))
     if "whole" not in given:
         plan = plan._replace(whole=dealt.rounds)
     if "split" not in given:
@@ -465,7 +445,7 @@ def settings(m: int, N: int, world: World, tiles: Tiles | None, **given: int) ->
     """The plan and the tiles for a shard of m rows and `b` of N columns: what is given, in the words of
     all_gather_matmul, else what follows from the shapes. Raises ShapeError where that does not fit together."""
     programs = _common.num_programs(world, world.num_sms)
-    tiles = tiles or push_tiles(m, N, world.size, programs)
+    tiles = tiles or TILES
     check_tiles(CALL, tiles, world)
     plan = push_plan(m, N, world.size, tiles, programs, **given)
     check_plan(plan, tiles, world)

@@ -279,8 +279,8 @@ def all_gather_matmul(
     run and m is more than 64 (its tiles have 128 rows), with shard "columns" on GPUs "unfused" up to 1024 rows; else
     "push". The rest is the same on every rank, and follows from mode and shapes where None:
 
-    num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None; "gluon": if
-        None 12 where the links are the limit, else 8, which push before they compute.
+    num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None; "gluon": 8 if
+        None, which push before they compute.
     chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; if None 1024, 256 with shard
         "columns"; "gluon": a multiple of BLOCK_K, 512 if None.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;

@@ -91,6 +91,10 @@ def test_a_variant_that_ends_its_job_loses_no_other(monkeypatch: pytest.MonkeyPa
     assert jobs == [["first", "hangs", "last"], ["first", "last"], ["first", "last"]]
 
 
+def test_a_variant_runs_hot_before_it_is_timed() -> None:
+    assert [_operators.launches(0.1, each) for each in (1e-4, 0.03, 0.2)] == [1000, 4, 2]
+
+
 def test_variants_are_timed_in_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(torch_device=torch.device("cuda"), broadcast=lambda value: value)
     names = ["a", "wrong", "b"]

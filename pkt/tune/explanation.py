@@ -266,5 +266,5 @@ def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
     if not gluon:
         return Config(mode="push", num_comm_sms=16, chunk=1024, tiles=matmul.default_tiles(m, dtype, K, N))
     module = importlib.import_module("pkt.kernels._gluon_all_gather_matmul")
-    tiles = module.push_tiles(m, N, size, H200.sms)
+    tiles = importlib.import_module("pkt.kernels._gluon").TILES
     return Config(mode="gluon", **module.push_plan(m, N, size, tiles, H200.sms)._asdict(), tiles=tiles)

@@ -48,7 +48,7 @@ NCCL_LATENCY = 10e-6
 """
 BESIDE = 0.86
 """Of the rate that links reach alone, what they reach while the other programs compute."""
-PUSHERS, STAGES, CHUNK = 12, 4, 512
+PUSHERS, STAGES, CHUNK = 8, 4, 512
 """Of all_gather_matmul's Gluon form, where none are given."""
 SPLITS = (1, 2, 4)
 """Columns that it cuts a tile in."""

@@ -21,7 +21,7 @@ from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as inbox  # noqa: E402
 from pkt.kernels._gluon import SHARED, TILES  # noqa: E402
-from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan, push_tiles  # noqa: E402
+from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan  # noqa: E402
 from pkt.kernels._matmul import Tiles  # noqa: E402
 from pkt.kernels.all_gather_matmul import all_gather_matmul  # noqa: E402
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce  # noqa: E402
@@ -175,7 +175,7 @@ def test_push_with_a_part_left_out(launched, tmp_path):
         kernel, grid, _ = product(world, 1024, 1024, 1024, leave_out=part)
         assert_fits(kernel, grid, tmp_path)
         found[part] = (count_markers(kernel.asm["ptx"])["wait"], *world.kernels[-1][3][-6:-1:4])  # num_comm, rows
-    assert found == {"wait": (0, 12, 1024), "push": (0, 0, 1024), "product": (2, 12, 0)}
+    assert found == {"wait": (0, 8, 1024), "push": (0, 0, 1024), "product": (2, 8, 0)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -408,22 +408,19 @@ def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
 
 
 def test_every_plan_that_is_chosen():
-    """The four sizes that were measured: where the links are the limit narrow tiles, more programs that push and a row
-    block at a time; and those that push are left out of the rounds that pushing takes. Elsewhere what is left after the
-    last whole round is cut, if that saves time."""
-    for side, tiles, plan in (
-        (4096, NARROW, PushPlan(12, 512, 1, 4, 1, 2)),
-        (8192, NARROW, PushPlan(12, 512, 1, 8, 1, 8)),
-        (16384, TILES, PushPlan(8, 512, 0, 9, 4, 16)),
-        (32768, TILES, PushPlan(8, 512, 0, 18, 4, 63)),
+    """Those that push are left out of the rounds that pushing takes. What is left after the last whole round is cut,
+    if that saves time and the links are not the limit."""
+    for side, plan in (
+        (4096, PushPlan(8, 512, 0, 2, 1, 1)),
+        (8192, PushPlan(8, 512, 0, 4, 1, 4)),
+        (12288, PushPlan(8, 512, 0, 6, 4, 9)),
+        (16384, PushPlan(8, 512, 0, 8, 1, 16)),
+        (32768, PushPlan(8, 512, 0, 15, 1, 62)),
     ):
-        assert push_tiles(side // 4, side // 4, 4, 132) == tiles
-        assert push_plan(side // 4, side // 4, 4, tiles, 132) == plan
-    alone = {n: push_plan(8192, 8192, 4, TILES, 132, num_comm_sms=n).skip for n in (5, 10, 20)}
-    assert alone == {5: 29, 10: 15, 20: 15}  # half the programs, twice the time; ten fill the links
-    assert push_plan(8192, 8192, 4, NARROW, 132, num_comm_sms=10).skip == 29  # half the tile
-    assert push_plan(2048, 2048, 4, TILES, 132, split=1, push_rows=0) == PushPlan(12, 512, 0, 4, 1, 4)
-    assert push_plan(2048, 4096, 2, NARROW, 132).num_comm_sms == 8
+        assert push_plan(side // 4, side // 4, 4, TILES, 132) == plan
+    alone = {n: push_plan(8192, 8192, 4, TILES, 132, num_comm_sms=n).skip for n in (4, 8, 16)}
+    assert alone == {4: 29, 8: 15, 16: 15}  # half the programs, twice the time; eight fill the links
+    assert push_plan(8192, 8192, 4, NARROW, 132, num_comm_sms=8).skip == 29  # half the tile
     assert push_plan(128, 256, 4, TILES, 2).num_comm_sms == 8  # there may be fewer programs than push
 
 

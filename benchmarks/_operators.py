@@ -7,10 +7,10 @@ takes too long ends its process, so that nothing hangs.
 
 How a time is taken: everything is queued behind a sleep, so the host's launches do not count. Each repeat empties L2,
 meets all ranks in a barrier kernel, and is timed by two events; of the ranks' times the greatest counts. A GPU that
-has worked for a tenth of a second lowers its clock, by as much as a tenth at N = 16384: so a variant runs for `heat`
-seconds before its repeats, and finds the clock that it leaves itself, not what the one before it has left. The variants
-of a case take turns, PASSES times, there and back. Inputs are standard normal. The limit of a product is the greater of
-cuBLAS's time and the bytes that leave a GPU over 390 GB/s.
+has worked for a tenth of a second lowers its clock, by as much as a fifth: so the variants of a case take turns, a
+repeat or two each and PASSES times, every time in another order, and all find the clock that the mixture of them
+leaves. Inputs are standard normal. The limit of a product is the greater of cuBLAS's time and the bytes that leave a
+GPU over 390 GB/s.
 
 Before a time is taken the result is compared with an fp32 reference after each of five launches, between which the
 inputs are multiplied by powers of two: what a kernel reads of an earlier launch is then wrong, not a copy.
@@ -24,9 +24,9 @@ import faulthandler
 import importlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
+import random
 import socket
 import statistics
 import sys
@@ -53,7 +53,7 @@ SCALES = (1.0, -2.0, -2.0, 1.0, 4.0)  # of the inputs, launch by launch; both ha
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 ENVIRONMENT = OFF | {"PKT_DISABLE_MULTICAST": "1"}
 GIVE_UP = 4  # Gluon variants of a benchmark that end their jobs before the rest of them is left out
-PASSES = 2  # in which the repeats of a variant are taken
+PASSES = 10  # in which the repeats of a variant are taken
 WAIT_SECONDS = 20  # that a counter may stand still; the ranks compile a variant's first launch each for itself
 Device = Literal["cuda", "cpu"]
 HEAP = {"cuda": "60GiB", "cpu": "256MiB"}
@@ -78,7 +78,6 @@ class Settings:
     """How long and how often."""
 
     repeats: int = 20
-    heat: float = 0.1  # seconds for which it runs before them
     seconds: float = 45.0  # that a variant may take, compilation included
     flush: int = 256 << 20  # bytes written to empty L2
     end: float = float("inf")  # time.time() after which no variant is begun
@@ -107,7 +106,7 @@ def job(
         sound = [row for row in rows if not row.get("failed")]
         times: dict[str, list[dict[str, Any]]] = {row["variant"]: [] for row in sound}
         for i in range(PASSES):
-            for row in sound if i % 2 == 0 else sound[::-1]:
+            for row in random.Random(i).sample(sound, len(sound)):  # in the same order on every rank
                 name = row["variant"]
                 with _watched(world, name, settings, journal):
                     times[name].append(_timed(world, case.variants[name], settings))
@@ -204,8 +203,6 @@ def _timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, 
     whole = time.perf_counter() - start
     enqueue, whole = (max(column) for column in zip(*world.all_gather_object([enqueue, whole])))
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for _ in range(launches(settings.heat, whole)):
-        run()
     world.barrier()
     torch.cuda._sleep(int(min(0.6, 0.001 + 1.5 * enqueue * repeats) * 2e9))
     for begin, end in events:
@@ -218,11 +215,6 @@ def _timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, 
     mine = [begin.elapsed_time(end) for begin, end in events]
     slowest = [max(times) for times in zip(*world.all_gather_object(mine))]
     return {"ms": slowest, "host_us": 1e6 * enqueue, "eager_ms": 1e3 * whole}
-
-
-def launches(seconds: float, each: float) -> int:
-    """How many that take `each` seconds take so long, 2 at least: the same on ranks that agree on the times."""
-    return max(2, math.ceil(seconds / each))
 
 
 def _summary(passes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -408,12 +408,13 @@ def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
 
 
 def test_every_plan_that_is_chosen():
-    """Those that push are left out of the rounds that pushing takes. What is left after the last whole round is cut,
-    if that saves time and the links are not the limit."""
+    """Those that push are left out of the rounds that pushing takes. What is left after the last whole round is cut in
+    two, if then it is less than a round and the links are not the limit."""
     for side, plan in (
         (4096, PushPlan(8, 512, 0, 2, 1, 1)),
-        (8192, PushPlan(8, 512, 0, 4, 1, 4)),
-        (12288, PushPlan(8, 512, 0, 6, 4, 9)),
+        (6144, PushPlan(8, 512, 0, 3, 1, 2)),
+        (8192, PushPlan(8, 512, 0, 4, 2, 4)),
+        (12288, PushPlan(8, 512, 0, 6, 2, 9)),
         (16384, PushPlan(8, 512, 0, 8, 1, 16)),
         (32768, PushPlan(8, 512, 0, 15, 1, 62)),
     ):

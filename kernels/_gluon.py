@@ -115,13 +115,6 @@ def open_barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def close_barriers(barriers, COUNT: gl.constexpr):
-    """Their memory may be used for something else."""
-    for i in gl.static_range(COUNT):
-        mbarrier.invalidate(barriers.index(i))
-
-
-@gluon.jit
 def acquire(it, ring, STAGES: gl.constexpr):
     """The slot that step `it` of the ring fills next, once it is free."""
     _, _, _, empty = ring
@@ -190,8 +183,8 @@ def multiply(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The product of `steps` slots of the ring from step `it` on: its two halves of columns, fp32. One product is in
-    flight while the next begins; a slot is free when the one after it has begun. And PLACE(t, *where), from here on in
-    the stead of `place`: it divides, which between two tiles would take as long as a step does."""
+    flight while the next begins; a slot is free when the one after it has begun. And PLACE(t, *where), in the stead of
+    `place`: it divides, which takes long, so while the first product is in flight."""
     a_ring, _, full, empty = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]

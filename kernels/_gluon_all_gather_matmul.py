@@ -1,16 +1,16 @@
 """All-gather + matmul in one Gluon kernel: A is pushed by a few programs, before they compute.
 
 As push in all_gather_matmul, with these differences. The first `num_comm` programs push by TMA, one load and then a
-store to each peer, and have the whole ring of the product to do it with, which they do not need yet. A program that
-pushes beside its product computes slowly, because its loads queue behind stores that the links hold back, and the
+store to each peer: their loader and their storer, each some chunks, through the slots of the ring, which the product
+does not need yet. A chunk's signal waits until the chunk has arrived; one of the two is then still sending. A program
+that pushes beside its product computes slowly, because its loads queue behind stores that the links hold back, and the
 slowest program is the time: so they push first, wait for nothing while they do, and then compute like the others. Until
 then the others compute alone, for `skip` rounds of tiles: which tile is whose is known beforehand. After `whole`
-rounds, or where there is no whole one left, tiles are cut in `SPLIT`: so all programs have a part of the last round,
-and where the links are the limit, little is left to compute when the last rows have come.
+rounds, or where there is no whole one left, tiles are cut in `SPLIT`: so all programs have a part of the last round.
 
 A row block is signalled in chunks of CHUNK columns, and the loader waits chunk by chunk, so a tile begins when its
 first columns are here. And the order of pushing follows the order of computing: push_rows row blocks at a time, chunk
-by chunk.
+by chunk. What one TMA operation moves is one piece of memory in the inbox.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from ._matmul import Epilogue, Tiles, stored
 
 CALL = "all_gather_matmul"
 LANES = gl.constexpr(2)
-"""Warps of a program that push: the loader and the storer, which have nothing else to do yet."""
+"""Warps of a program that push."""
 
 
 # -------------------------------------------------------------------------------------------------------- order
@@ -151,9 +151,9 @@ def _push(
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, CHUNK: gl.constexpr, push_rows,
 ):  # fmt: skip
     """The tasks of lane `lane` of this program: a chunk of a row block each, in units of BLOCK_K columns. One half of
-    its buffers is being loaded, the other stored; a chunk is signalled when LAG units more have been begun. That takes
-    2 us, in which they and the other lanes keep the links in use. Waits for nothing that another program or rank does;
-    when it returns, its buffers are free."""
+    its buffers is being loaded, the other stored; a chunk is signalled when LAG units more have been begun, with which
+    the links are in use until then. Waits for nothing that another program or rank does; when it returns, its buffers
+    are free."""
     SIZE: gl.constexpr = world.size
     PEERS: gl.constexpr = SIZE - 1
     UNITS: gl.constexpr = CHUNK // BLOCK_K

@@ -89,7 +89,7 @@ class Barrier:
         self.count = self.pending = self.phase = self.bytes = 0
 
     def step(self) -> None:
-        assert self.count, "not initialised, or not any more"
+        assert self.count, "not initialised"
         assert self.pending >= 0, "more arrivals than a phase has"
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
@@ -261,8 +261,7 @@ class Machine:
             store_wait=lambda pendings: self._wait_group("read", pendings),
         )
         mbarrier = SimpleNamespace(
-            init=self._init, invalidate=self._invalidate, expect=self._expect, arrive=self._arrive, wait=self._wait,
-            MBarrierLayout=lambda: None,
+            init=self._init, expect=self._expect, arrive=self._arrive, wait=self._wait, MBarrierLayout=lambda: None,
         )  # fmt: skip
         pl = SimpleNamespace(
             wait=lambda p, wanted, world: self.until(lambda: int(p.counters[p.rank][p.offset]) >= wanted),
@@ -291,10 +290,6 @@ class Machine:
 
     def _init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = count
-
-    def _invalidate(self, barrier: Barrier) -> None:
-        assert (barrier.pending, barrier.bytes) == (barrier.count, 0), "in the middle of a phase"
-        barrier.count = 0
 
     def _expect(self, barrier: Barrier, nbytes: int, pred: bool = True) -> None:
         if pred:

@@ -112,9 +112,9 @@ def search(
 
     order: the same on every rank, with predicted seconds. The first ones that compile and run everywhere, as many as
     `slots` says, are measured REPEATS times. Of these the faster half stays, less those that are further behind the
-    best than the times of both scatter, and has its repeats doubled, then a quarter, and so on, until one is left, or
-    what is left is within CLOSE of the best, or has MOST_REPEATS. A time is the median over repeats of the maximum over
-    ranks; of equal ones the first in order is taken. Raises NoCandidate if every one was dropped.
+    best than the times of both scatter, and has its repeats doubled, in turns, then a quarter, and so on, until one is
+    left, or what is left is within CLOSE of the best, or has MOST_REPEATS. A time is the median over repeats of the
+    maximum over ranks; of equal ones the first in order is taken. Raises NoCandidate if every one was dropped.
     """
     start = time.perf_counter()
     with Interrupts() as interrupts, progress(work.what, slots(len(order), most), world.rank == 0) as advance:
@@ -233,11 +233,13 @@ class _State:
             again = [i for i in rivals if len(self.candidates[i].times) < MOST_REPEATS]
             if not far or not again:
                 return
-            for i in again:
+            share = {i: len(self.candidates[i].times) // REPEATS for i in again}
+            for i in again * REPEATS:  # in turns, so that a clock that falls or rises is no candidate's own
                 if self.votes.stopped:
                     return
-                with self.work.scope():
-                    self.measure(i, len(self.candidates[i].times))
+                if not self.candidates[i].dropped:
+                    with self.work.scope():
+                        self.measure(i, share[i])
             left = self.ranked()
 
     def median(self, i: int) -> float:

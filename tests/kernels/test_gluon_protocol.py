@@ -174,6 +174,15 @@ def test_push(plan, size, m, N, K):
         run_push(size, m, N, K, 2 + seed, seed, **PLANS[plan])
 
 
+@pytest.mark.parametrize("stages", [3, 4, 6])
+@pytest.mark.parametrize("chunk", [4, 12, 32])
+def test_chunks_of_few_and_many_units(chunk, stages):
+    """Of one, of more than are stored at a time, and of more than a row has; and more programs push than there are
+    chunks for."""
+    for num_comm in (1, 2, 3):
+        run_push(3, 21, 16, 18, 3, num_comm, chunk=chunk, STAGES=stages, num_comm=num_comm, skip=2)
+
+
 def test_fewer_tiles_than_programs():
     for seed in range(3):
         for split in (1, 2, 4):

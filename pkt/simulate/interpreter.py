@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -255,6 +256,9 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
     _launchers.append(launch or _refuse)
     try:
         if outermost:
+            # Imported in a simulation for the first time, its tables would hold what stands for tl's functions here,
+            # and no kernel that is compiled later would have a static_assert.
+            importlib.import_module("triton.compiler.code_generator")
             _install(patches)
             # An operation makes a handful of objects and no cycle; torch and triton are a million that never go.
             gc.freeze()

@@ -274,6 +274,31 @@ def test_kernels_still_compile_afterwards() -> None:
     assert "st.global" in compiled.asm["ptx"]
 
 
+ASSERTING = """
+import triton
+import triton.language as tl
+import pkt
+from pkt.language.inspect import compile_only
+
+@triton.jit
+def narrow(x, N: tl.constexpr):
+    tl.static_assert(N < 100, "too wide")
+    tl.store(x + tl.arange(0, N), 0)
+
+pkt.launch(lambda world: narrow[(1,)](pkt.empty(16), 16) and None, ranks=1, device="cpu")
+compile_only(narrow, "*fp32", 128)
+"""
+
+
+def test_a_static_assert_holds_in_what_is_compiled_after_a_run(tmp_path: Path) -> None:
+    """In a process whose first compilation comes after its first simulation."""
+    (tmp_path / "asserting.py").write_text(ASSERTING)
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, tmp_path / "asserting.py"], capture_output=True, text=True, env=environment)
+    assert done.returncode
+    assert done.stderr.strip().endswith("too wide")
+
+
 def test_kernels_outside_a_run_do_not_run() -> None:
     with pytest.raises(Exception, match=r"driver|CUDA|cpu|Pointer") as caught:
         plain[(1,)](torch.zeros(1))

@@ -111,10 +111,11 @@ def search(
     """Collective: the fastest of the candidates, by successive halving.
 
     order: the same on every rank, with predicted seconds. The first ones that compile and run everywhere, as many as
-    `slots` says, are measured REPEATS times. Of these the faster half stays, less those that are further behind the
-    best than the times of both scatter, and has its repeats doubled, in turns, then a quarter, and so on, until one is
-    left, or what is left is within CLOSE of the best, or has MOST_REPEATS. A time is the median over repeats of the
-    maximum over ranks; of equal ones the first in order is taken. Raises NoCandidate if every one was dropped.
+    `slots` says, are measured REPEATS times, in turns. Of these the faster half stays, less those that are further
+    behind the best than the times of both scatter, and has its repeats doubled, in turns again, then a quarter, and so
+    on, until one is left, or what is left is within CLOSE of the best, or has MOST_REPEATS. A time is the median over
+    repeats of the maximum over ranks; of equal ones the first in order is taken. Raises NoCandidate if every one was
+    dropped.
     """
     start = time.perf_counter()
     with Interrupts() as interrupts, progress(work.what, slots(len(order), most), world.rank == 0) as advance:
@@ -147,7 +148,8 @@ class _State:
         return [i for _, i in sorted(measured)]
 
     def admit(self, count: int, advance: Callable[[float | None], None]) -> None:
-        """Measure the first `count` that compile and run."""
+        """Measure the first `count` that compile and run, REPEATS times, once in each turn: a clock that falls or rises
+        is then no candidate's own."""
         admitted = begin = 0
         while admitted < count and begin < len(self.candidates) and not self.votes.stopped:
             batch = range(begin, min(len(self.candidates), begin + count - admitted))
@@ -156,12 +158,14 @@ class _State:
                 if self.votes.stopped:
                     return
                 with self.work.scope():
-                    measured = self.runs(i) and not self.votes.stopped and self.measure(i, REPEATS)
+                    measured = self.runs(i) and not self.votes.stopped and self.measure(i, 1)
                     if measured and not admitted:
                         self.heat(i)
                 if measured:
                     admitted += 1
                     advance(self.candidates[self.ranked()[0]].time)
+        first = sorted(self.ranked())
+        self.turns(first * (REPEATS - 1), dict.fromkeys(first, 1))
 
     def compiled(self, batch: range) -> list[int]:
         """Those that compile on every rank."""
@@ -213,12 +217,21 @@ class _State:
         self.candidates[i] = replace(candidate, times=candidate.times + slowest)
         return True
 
+    def turns(self, order: Sequence[int], repeats: Mapping[int, int]) -> None:
+        """So many more times of each candidate in `order`, as often as it is there."""
+        for i in order:
+            if self.votes.stopped:
+                return
+            if not self.candidates[i].dropped:
+                with self.work.scope():
+                    self.measure(i, repeats[i])
+
     def heat(self, i: int) -> None:
         """Go on with candidate `i` until the GPU is as warm as it will be, and measure it again."""
         cold = self.candidates[i]
         if HEATING < (cold.time or 0.0) < HEAT / REPEATS and self.measure(i, math.ceil(HEAT / (cold.time or HEAT))):
             self.candidates[i] = replace(cold, times=())
-            self.measure(i, REPEATS)
+            self.measure(i, 1)
 
     def halve(self) -> None:
         """Look at the best ones again, and again, until it is clear which is fastest. One that was left behind comes
@@ -233,13 +246,7 @@ class _State:
             again = [i for i in rivals if len(self.candidates[i].times) < MOST_REPEATS]
             if not far or not again:
                 return
-            share = {i: len(self.candidates[i].times) // REPEATS for i in again}
-            for i in again * REPEATS:  # in turns, so that a clock that falls or rises is no candidate's own
-                if self.votes.stopped:
-                    return
-                if not self.candidates[i].dropped:
-                    with self.work.scope():
-                        self.measure(i, share[i])
+            self.turns(again * REPEATS, {i: len(self.candidates[i].times) // REPEATS for i in again})
             left = self.ranked()
 
     def median(self, i: int) -> float:

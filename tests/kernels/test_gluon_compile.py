@@ -309,6 +309,19 @@ def test_the_place_of_the_next_tile_comes_out_of_the_product(call, launched):
     assert len(re.findall(r"scf\.yield %\w+, %\w+, %acc#1 : i32, i32, i32", text)) == products
 
 
+@pytest.mark.parametrize("call", [product, scatter, reduce])
+def test_tma_sees_what_consumers_have_stored_and_loads_after_they_have_loaded(call, launched):
+    """What they store into or load from shared memory is fenced before they say that they have."""
+    kernel, _, _ = call(launched(), 1024, 1024, 1024)
+    found = re.findall(r"stmatrix|ldmatrix|fence\.proxy\.async\.shared::cta|mbarrier\.arrive\.", kernel.asm["ptx"])
+    stored = [n for n, what in enumerate(found) if what in ("stmatrix", "ldmatrix")]
+    assert ("ldmatrix" in found) == (call is not product)
+    assert stored
+    for n in stored:
+        after = next(what for what in found[n:] if not what.endswith("matrix"))
+        assert after == "fence.proxy.async.shared::cta"
+
+
 @pytest.mark.parametrize(("call", "signals"), [(product, 6), (scatter, 1), (reduce, 5)])
 def test_data_land_before_the_signal(launched, call, signals):
     """wait_group, proxy fence, (barrier of the warp,) system fence, then the relaxed atomic of one thread."""

@@ -161,7 +161,7 @@ class _State:
                     measured = self.runs(i) and not self.votes.stopped and self.measure(i, 1)
                     if measured and not admitted:
                         self.heat(i)
-                if measured:
+                if measured and not self.candidates[i].dropped:
                     admitted += 1
                     advance(self.candidates[self.ranked()[0]].time)
         first = sorted(self.ranked())

@@ -4,6 +4,7 @@ import io
 import math
 import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -91,6 +92,26 @@ def test_what_takes_a_while_is_warmed_up_first():
     for seconds in (0.5 * rules.HEATING, rules.HEAT):
         _, asked = searched(1, 2, seconds=lambda n, seconds=seconds: seconds * (1 + n))
         assert [repeats for _, repeats in asked] == [1] * 2 * rules.REPEATS
+
+
+def test_one_that_fails_while_it_is_warmed_up_is_dropped_and_the_rest_measured():
+    class Tired(Rough):
+        def times(self, config, run, repeats):
+            found = super().times(config, run, repeats)
+            if config["n"] == 0 and len(self.asked) > 1:
+                raise RuntimeError("too hot")
+            return found
+
+    def main(world):
+        return tune(anything, configs=candidates(9), timer=partial(Tired, seconds=lambda n: 0.01 * (1 + n)), model=first)
+
+    def first(config, key):
+        return config["n"]
+
+    for found in in_threads(2, main):
+        assert "too hot" in found.candidates[0].dropped
+        assert found.best == Config(n=1)
+        assert sum(bool(c.times) and not c.dropped for c in found.candidates) == 8
 
 
 def test_a_lucky_first_look_does_not_win():

@@ -105,7 +105,7 @@ def tuned(
 UNFUSED_ROWS = {"matmul_all_reduce": 128, "all_gather_matmul": 1024}
 """Rows up to which a product and its collective, left to choose, are not fused; all_gather_matmul with shard "columns".
 By benchmarks/results/*.json of 4 x H200: unfused takes 47, 51 and 64 us with an all-reduce of 1, 16 and 128 rows, 241
-of 1024, the fastest fused form 67, 67, 63 and 222; with an all-gather 51, 53, 56 and 220, they 52, 52, 61 and 244."""
+of 1024, the fastest fused form 67, 67, 63 and 222; with an all-gather 51, 53, 56 and 231, they 52, 52, 60 and 255."""
 
 
 def unfused(call: str, world: World, rows: int) -> bool:

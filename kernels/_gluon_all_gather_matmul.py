@@ -377,8 +377,8 @@ def gluon_push_kernel(
 # -------------------------------------------------------------------------------------------------------- host
 SPLITS = (1, 2, 4)
 PUSHED = 41e9
-"""Bytes a second that leave by one program that pushes; eight of them fill the links. On 4 x H200, by
-benchmarks/results/all_gather_matmul.json."""
+"""Bytes a second that leave by one program that pushes; eight of them fill the links but for a sixteenth. On 4 x H200,
+by benchmarks/results/all_gather_matmul.json."""
 FILLS = 8
 MULTIPLIED = 6.3e12
 """FLOP a second of one SM, there."""

@@ -103,7 +103,9 @@ def test_one_that_fails_while_it_is_warmed_up_is_dropped_and_the_rest_measured()
             return found
 
     def main(world):
-        return tune(anything, configs=candidates(9), timer=partial(Tired, seconds=lambda n: 0.01 * (1 + n)), model=first)
+        return tune(
+            anything, configs=candidates(9), timer=partial(Tired, seconds=lambda n: 0.01 * (1 + n)), model=first
+        )
 
     def first(config, key):
         return config["n"]

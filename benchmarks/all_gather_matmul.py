@@ -33,21 +33,22 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt push, 16 SMs, 128x256": {"num_comm_sms": 16, "tiles": WIDE},
     "pkt copy, 128x256": {"mode": "copy", "tiles": WIDE},
 }
-
-
-# what one part takes, the others left out; the first launch of "pkt gluon" has filled the inbox they read
+GLUON: dict[str, dict[str, Any]] = {
+    "pkt gluon, pushed": {"mode": "gluon", "num_comm_sms": 8},
+    "pkt gluon, pushed, whole tiles": {"mode": "gluon", "num_comm_sms": 8, "split": 1},
+    "pkt gluon, copied": {"mode": "gluon", "num_comm_sms": 0},
+    "pkt gluon, copied, whole tiles": {"mode": "gluon", "num_comm_sms": 0, "split": 1},
+}
+# what one part takes, the others left out; the first launches of GLUON have filled the inboxes they read
 PARTS: dict[str, dict[str, Any]] = {
-    "(gluon, product alone)": {"leave_out": "push"},
-    "(gluon, product alone, whole tiles)": {"leave_out": "push", "split": 1},
+    "(gluon, product alone)": {"leave_out": "push", "num_comm_sms": 8},
+    "(gluon, product alone, whole tiles)": {"leave_out": "push", "num_comm_sms": 8, "split": 1},
     "(gluon, push alone, 8)": {"leave_out": "product", "num_comm_sms": 8},
     "(gluon, push alone, 12)": {"leave_out": "product", "num_comm_sms": 12},
     "(gluon, push alone, 24)": {"leave_out": "product", "num_comm_sms": 24},
-    "(gluon, both, no waits)": {"leave_out": "wait"},
-}
-FIRST = "pkt gluon"
-GLUON: dict[str, dict[str, Any]] = {
-    FIRST: {"mode": "gluon"},
-    "pkt gluon, whole tiles": {"mode": "gluon", "split": 1},
+    "(gluon, copies alone)": {"leave_out": "product", "num_comm_sms": 0},
+    "(gluon, both, no waits)": {"leave_out": "wait", "num_comm_sms": 8},
+    "(gluon, copied, no waits)": {"leave_out": "wait", "num_comm_sms": 0},
 }
 COLUMNS: dict[str, dict[str, Any]] = {
     "pkt default": {},
@@ -74,9 +75,8 @@ def variants(device: str, quick: bool) -> list[str]:
     return [
         *BASELINES,
         "pkt default",
-        FIRST,
+        *GLUON,
         *PARTS,
-        *(n for n in GLUON if n != FIRST),
         *dict.fromkeys(n for n in (*PLAIN, *COLUMNS) if n != "pkt default"),
     ]
 
@@ -158,7 +158,7 @@ def _part(
 
     def run() -> torch.Tensor:
         if not made:  # workspaces of variants that do not run are not made
-            chosen = settings(a.shape[0], b.shape[1], world, tiles, **given)
+            chosen = settings(a.shape[0], b.shape[1], a.shape[1], world, tiles, **given)
             made.append(push_launch(world, a, b, out, *chosen, leave_out=leave_out))
         return made[0](a, b, out, None)
 

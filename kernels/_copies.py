@@ -9,6 +9,7 @@ know of each other's copies, the stream is joined first and they meet inside.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,9 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import beside, cooperative_launch
+from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common
@@ -30,6 +33,19 @@ MAX_PITCH = (1 << 31) - 1
 def meet_kernel(bar_ptr, world):
     """All ranks have come here: their copies have arrived, and what they have read may be overwritten."""
     pl.barrier(bar_ptr, world)
+
+
+@triton.jit
+def begin_kernel(number_ptr, bar_ptr, world):
+    """All ranks have come to a launch whose copies are announced: to the one of this number, counted here."""
+    pl.barrier(bar_ptr, world)
+    tl.store(number_ptr, tl.load(number_ptr) + 1)
+
+
+@triton.jit
+def tell_kernel(counter_ptr, number_ptr, peer, world):
+    """In the place of a copy engine in the simulator: behind a copy, the number of the launch into `peer`'s counter."""
+    pl.signal(counter_ptr, peer, world, tl.load(number_ptr), "set")
 
 
 @triton.jit
@@ -93,21 +109,39 @@ def boxes(peer: int, target: torch.Tensor, source: torch.Tensor, itemsize: int) 
     return [Box(peer, planes, runs, run, *places)]
 
 
-def send(world: World, what: Sequence[Box], target: torch.Tensor, source: torch.Tensor) -> None:
-    """Queue the copy of each box of `source`, this rank's, into its peer's `target`, on the current stream."""
+def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """send(x): queue the copy of each box of `x`, this rank's, into its peer's `target`, on the current stream. The
+    addresses are worked out here: at each launch that would take as long as the driver does."""
     copy = getattr(world.backend, "copy", None)
     if copy is None:
-        for box in what:
-            beside(copy_kernel, (1,), target, source, box, world.device, 1024)
-        return
-    itemsize, window = source.element_size(), world.backend.stride
-    to, of = target.data_ptr(), source.data_ptr()
-    for box in what:
-        copy(
-            to + (box.peer - world.rank) * window + box.target.start * itemsize, of + box.source.start * itemsize,
+
+        def simulate(x: torch.Tensor) -> None:
+            for box in what:
+                beside(copy_kernel, (1,), target, x, box, world.device, 1024)
+
+        return simulate
+    itemsize, window, to = target.element_size(), world.backend.stride, target.data_ptr()
+    moves = [
+        (
+            to + (box.peer - world.rank) * window + box.target.start * itemsize, box.source.start * itemsize,
             (box.planes, box.runs, box.run * itemsize),
-            *((place.pitch * itemsize, place.plane * itemsize) for place in (box.target, box.source)),
-        )  # fmt: skip
+            (box.target.pitch * itemsize, box.target.plane * itemsize),
+            (box.source.pitch * itemsize, box.source.plane * itemsize),
+        )
+        for box in what
+    ]  # fmt: skip
+
+    def send(x: torch.Tensor) -> None:
+        of = x.data_ptr()
+        for to, start, *how in moves:
+            copy(to, of + start, *how)
+
+    return send
+
+
+def send(world: World, what: Sequence[Box], target: torch.Tensor, source: torch.Tensor) -> None:
+    """The same, of what is another tensor at each launch."""
+    sending(world, what, target)(source)
 
 
 class Side:
@@ -144,6 +178,59 @@ def meeting(world: World) -> Callable[[], None]:
     """meet(): all ranks' current streams come to one point."""
     start, bar = cooperative_launch(world, meet_kernel, (1,), num_warps=1), _common.barrier_counters(world)
     return lambda: start(bar, world.device)
+
+
+class Gathering(NamedTuple):
+    """What `gathering` sends, and what a kernel that waits for it needs."""
+
+    inbox: SymmetricTensor  # (size, m, k); rank r stores [r] of all the others
+    counters: SymmetricTensor  # int32 (size * groups + 1); [r * groups + g] is the number of the last launch whose rows
+    # g * step, ... of rank r are here, the last one the number of this launch
+    begin: Callable[[torch.Tensor], Callable[[], None]]
+
+
+def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int) -> Gathering:
+    """begin(x): when all ranks have come here, this rank's `x`, (m, k), into the inbox of every peer, `step` rows at a
+    time, every peer's first ones before anybody's next, on a stream beside the current one. Returns join(), behind
+    which on the current stream `x` may be overwritten.
+
+    A kernel that is queued behind begin() waits for the number of this launch. An engine copies it behind the rows: of
+    two copies in a stream the first is done when the second begins. So it needs no program of a kernel, and is right in
+    a replayed graph. Collective.
+    """
+    rank, size, groups = world.rank, world.size, triton.cdiv(m, step)
+
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
+        inbox = empty(size, m, k, dtype=dtype, name="kernels.gathered", world=world)
+        return inbox, signals(size * groups + 1, name="kernels.gatherings", world=world)
+
+    inbox, counters = world.workspace(("pkt.kernels", "gathered", m, k, dtype, step), make)
+    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), _common.barrier_counters(world)
+    shard, theirs, word, words = layout(m * k), layout(size, m * k)[rank], layout(1), layout(counters.numel())
+    number, side = counters[-1:], Side(world)
+
+    def part(g: int, peer: int) -> tuple[Callable[[torch.Tensor], None], Callable[[], None]]:
+        """What moves rows g * step, ... to `peer`, and what then says so there."""
+        here, at = slice(g * step * k, (g + 1) * step * k), rank * groups + g
+        move = sending(world, boxes(peer, theirs[here], shard[here], dtype.itemsize), inbox)
+        if hasattr(world.backend, "copy"):
+            tell = sending(world, boxes(peer, words[at : at + 1], word, counters.element_size()), counters)
+            return move, functools.partial(tell, number.plain())
+        told = (counters[at:], number, peer, world.device)
+        return move, lambda: beside(tell_kernel, (1,), *told, num_warps=1)
+
+    parts = [part(g, (rank + d) % size) for g in range(groups) for d in range(1, size)]
+
+    def begin(x: torch.Tensor) -> Callable[[], None]:
+        start(number, bar, world.device)  # before overwrite: every rank's launch before has ended
+        with side.behind():
+            for move, tell in parts:
+                move(x)
+                tell()
+            sent = side.mark()
+        return lambda: side.reach(sent)
+
+    return Gathering(inbox, counters, begin)
 
 
 def exchange_launch(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor], None]:

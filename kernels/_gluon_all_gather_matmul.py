@@ -1,4 +1,4 @@
-"""All-gather + matmul in one Gluon kernel: A is pushed by a few programs, before they compute.
+"""All-gather + matmul in one Gluon kernel: A is pushed by a few programs before they compute, or by copy engines.
 
 As push in all_gather_matmul, with these differences. The first `num_comm` programs push by TMA, one load and then a
 store to each peer: their loader and their storer, each some chunks, through the slots of the ring, which the product
@@ -11,11 +11,15 @@ rounds, or where there is no whole one left, tiles are cut in `SPLIT`: so all pr
 A row block is signalled in chunks of CHUNK columns, and the loader waits chunk by chunk, so a tile begins when its
 first columns are here. And the order of pushing follows the order of computing: push_rows row blocks at a time, chunk
 by chunk. What one TMA operation moves is one piece of memory in the inbox.
+
+COPIED, as copy in all_gather_matmul: no program pushes, and push_rows row blocks of a peer come at once. The links are
+faster then, and the product is, but each copy costs time before it begins: so for large ones.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +36,7 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common
+from . import _common, _copies
 from ._gluon import (
     CONSUMER_WARPS,
     REGISTERS,
@@ -65,20 +69,27 @@ LANES = gl.constexpr(2)
 
 # -------------------------------------------------------------------------------------------------------- order
 @gluon.jit
-def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr, push_rows):
+def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr, push_rows, COPIED: gl.constexpr):
     """Tile t: (source, row block, column). The own shard first; then, push_rows row blocks of every peer at a time, in
-    the order in which they are pushed, column by column."""
+    the order in which they come: pushed to all peers at once, or copied to one after the other."""
     own = t < num_m * num_n
     own_i, own_j = grouped(gl.minimum(t, num_m * num_n - 1), num_m, num_n, GROUP)
     others: gl.constexpr = max(SIZE - 1, 1)
     q = gl.maximum(t - num_m * num_n, 0)
     tiles = others * num_n * push_rows
     first = (q // tiles) * push_rows
-    cells = gl.minimum(num_m - first, push_rows) * others
-    cell = (q % tiles) % cells
-    source = gl.where(own, rank, (rank + 1 + cell % others) % SIZE)
-    i = gl.where(own, own_i, first + cell // others)
-    j = gl.where(own, own_j, (q % tiles) // cells)
+    rows = gl.minimum(num_m - first, push_rows)
+    if COPIED:
+        turn = (q % tiles) // (rows * num_n)
+        source = gl.where(own, rank, (rank + others - turn) % SIZE)
+        i, j = grouped((q % tiles) % (rows * num_n), rows, num_n, GROUP)
+    else:
+        cells = rows * others
+        source = gl.where(own, rank, (rank + 1 + (q % tiles) % cells % others) % SIZE)
+        i = (q % tiles) % cells // others
+        j = (q % tiles) // cells
+    i = gl.where(own, own_i, first + i)
+    j = gl.where(own, own_j, j)
     return source, i, j, own
 
 
@@ -204,11 +215,13 @@ def _push(
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
 def _load_share(
-    it, begin, end, where, a, inbox, b, ring, ready_ptr, num_m, K, epoch, world, TRANSPOSED: gl.constexpr,
+    it, begin, end, where, push, a, inbox, b, ring, ready_ptr, num_m, K, epoch, world, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
-    LEAVE_OUT: gl.constexpr,
+    COPIED: gl.constexpr, LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
     chunks = gl.cdiv(K, CHUNK)
+    together = push[2] if COPIED else 1  # row blocks that a counter stands for
+    counters = gl.cdiv(num_m, together) * chunks  # of a shard
     for v in range(begin, end, gl.num_programs(0)):
         source, i, j, own = _place(v, *where)
         block = (((epoch & 1) * world.size + source) * num_m + i) * chunks * (CHUNK // BLOCK_K)
@@ -216,10 +229,13 @@ def _load_share(
             start = chunk * CHUNK
             if LEAVE_OUT != "wait":
                 if not own:
-                    pl.wait(ready_ptr + (source * num_m + i) * chunks + chunk, epoch, world)
+                    pl.wait(ready_ptr + source * counters + i // together * chunks + chunk, epoch, world)
             for k in range(start, gl.minimum(start + CHUNK, K), BLOCK_K):
                 if own:
                     load_step(it, a, [i * BLOCK_M, k], b, j * BLOCK_N, k, ring, TRANSPOSED,
+                              BLOCK_M, BLOCK_N, BLOCK_K, STAGES)  # fmt: skip
+                elif COPIED:
+                    load_step(it, inbox, [source * push[0] + i * BLOCK_M, k], b, j * BLOCK_N, k, ring, TRANSPOSED,
                               BLOCK_M, BLOCK_N, BLOCK_K, STAGES)  # fmt: skip
                 else:
                     at = [(block + k // BLOCK_K) * BLOCK_M, 0]
@@ -234,19 +250,19 @@ def _load_share(
 def _load(
     push, rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    CHUNK: gl.constexpr, LEAVE_OUT: gl.constexpr,
+    CHUNK: gl.constexpr, COPIED: gl.constexpr, LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
-    if world.size > 1:
+    if (world.size > 1) and (not COPIED):
         m, num_comm, push_rows, peers, lanes, pushed = push
         if gl.program_id(0) < num_comm:
             _push(0, a, peers, *lanes[0], ready_ptr, m, K, num_comm, epoch, world, BLOCK_M, BLOCK_K, CHUNK, push_rows)
             mbarrier.wait(pushed.index(0), 0)
     it = 0
-    it = _load_share(it, *rounds, a, inbox, b, ring, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
-                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CHUNK, LEAVE_OUT)  # fmt: skip
+    it = _load_share(it, *rounds, push, a, inbox, b, ring, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
+                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CHUNK, COPIED, LEAVE_OUT)  # fmt: skip
     if SPLIT > 1:
-        _load_share(it, *left, a, inbox, b_part, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
-                    BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, CHUNK, LEAVE_OUT)  # fmt: skip
+        _load_share(it, *left, push, a, inbox, b_part, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
+                    BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, CHUNK, COPIED, LEAVE_OUT)  # fmt: skip
 
 
 @gluon.jit
@@ -289,9 +305,9 @@ def _store_share(
 def _store(
     push, rounds, left, a, c, c_part, ring, narrow, outbox, outbox_part, ready_ptr, K, epoch, world,
     HALF: gl.constexpr, HALF_PART: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, CHUNK: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    if world.size > 1:
+    if (world.size > 1) and (not COPIED):
         m, num_comm, push_rows, peers, lanes, pushed = push
         if gl.program_id(0) < num_comm:
             _push(1, a, peers, *lanes[1], ready_ptr, m, K, num_comm, epoch, world, BLOCK_M, BLOCK_K, CHUNK, push_rows)
@@ -310,31 +326,36 @@ def _store(
 def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
     inbox,  # (2 * size * blocks of a shard * BLOCK_M, BLOCK_K) this rank's, the same blocks, each one piece of memory,
-    # which links and memory take fastest; halves by the parity of the launch
+    # which links and memory take fastest; halves by the parity of the launch. If COPIED (size * m, K)
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     b_part,  # the same, blocks of BLOCK_K and BLOCK_N / SPLIT
     c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M x BLOCK_N / 2
     c_part,  # the same, blocks of 1 x BLOCK_M x BLOCK_N / SPLIT / 2
     d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, ...; those past size - 1 are not used
-    ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts how often rank r has pushed each chunk
+    ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts how often rank r has pushed each chunk. If
+    # COPIED, as _copies.Gathering has it
     bias,  # (N,) this rank's, or None
     m,
     N,
     K,
-    num_comm,  # programs that push
+    num_comm,  # programs that push; 0 if COPIED
     skip,  # rounds of tiles that they are left out of
     whole,  # rounds before those of tiles that are cut
-    push_rows,  # row blocks that are pushed, and computed, together
+    push_rows,  # row blocks that are pushed, or copied, and computed together
     rows,  # m; 0 where, for measurements, nothing is computed
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SPLIT: gl.constexpr, CHUNK: gl.constexpr, HALF: gl.constexpr, HALF_PART: gl.constexpr, REGISTERS: gl.constexpr,
     TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
+    COPIED: gl.constexpr,  # by copy engines: this kernel only computes
     LEAVE_OUT: gl.constexpr,  # for measurements: "wait" is left out, "" nothing
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
-    epoch = pl.epoch(ready_ptr, world)
+    if COPIED:
+        epoch = gl.load(ready_ptr + world.size * gl.cdiv(gl.cdiv(m, BLOCK_M), push_rows))
+    else:
+        epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     narrow = narrowed(ring, b_part, TRANSPOSED, BLOCK_N, BLOCK_K, STAGES, SPLIT)
     outbox = open_outbox(a.dtype, HALF, BLOCK_M, BLOCK_N)
@@ -345,7 +366,7 @@ def gluon_push_kernel(
         taken,
     )
     push = (m, num_comm, push_rows)
-    if world.size > 1:
+    if (world.size > 1) and (not COPIED):
         # The slots of the ring: the loader pushes with those for A, the storer with those for B.
         a_ring, b_ring, _, _ = ring
         BUFFERS: gl.constexpr = STAGES * BLOCK_N // BLOCK_M
@@ -356,7 +377,7 @@ def gluon_push_kernel(
     num_n = gl.cdiv(N, BLOCK_N)
     tiles = world.size * num_m * num_n
     begin, end, alone, begin_part, end_part, late, cut = _share(tiles, num_comm, skip, whole, SPLIT)
-    order = (gl.cast(world.rank, gl.int32), num_m, num_n, world.size, GROUP, push_rows)
+    order = (gl.cast(world.rank, gl.int32), num_m, num_n, world.size, GROUP, push_rows, COPIED)
     rounds = (begin, end, (0, alone, num_comm, 1, order))
     left = (begin_part, end_part, (tiles - cut, late, num_comm, SPLIT, order))
     COLUMN: gl.constexpr = _column
@@ -365,9 +386,9 @@ def gluon_push_kernel(
             (_compute, (rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN, EPILOGUE, HALF, HALF_PART,
                         TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
             (_load, (push, rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world,
-                     TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, LEAVE_OUT)),
+                     TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, COPIED, LEAVE_OUT)),
             (_store, (push, rounds, left, a, c, c_part, ring, narrow, outbox, outbox_part, ready_ptr, K, epoch, world,
-                      HALF, HALF_PART, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK)),
+                      HALF, HALF_PART, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, COPIED)),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],
@@ -376,19 +397,26 @@ def gluon_push_kernel(
 
 # -------------------------------------------------------------------------------------------------------- host
 SPLITS = (1, 2, 4)
+ALL = 1 << 30
+"""A chunk of all columns, whatever K, so that one compiled kernel serves."""
 PUSHED = 41e9
 """Bytes a second that leave by one program that pushes; eight of them fill the links but for a sixteenth. On 4 x H200,
 by benchmarks/results/all_gather_matmul.json."""
 FILLS = 8
 MULTIPLIED = 6.3e12
 """FLOP a second of one SM, there."""
+COPIED, COPY, COPIES = 392e9, 5e-6, 2
+"""Bytes a second that leave by the copy engines, seconds that each copy takes more, and copies to each peer: a copy's
+rows are computed when all have come, and with more of them the ranks' copies get into each other's way."""
+BEGIN = 20e-6
+"""Seconds before the first copy begins."""
 
 
 class PushPlan(NamedTuple):
     """How A is pushed and the tiles are dealt out, as the keywords of all_gather_matmul say it."""
 
-    num_comm_sms: int = FILLS
-    chunk: int = 512
+    num_comm_sms: int = FILLS  # 0: copied
+    chunk: int = 512  # 0: all of K, if copied
     push_rows: int = 0
     skip: int = 0
     split: int = 1
@@ -410,44 +438,89 @@ class _Dealt(NamedTuple):
 
 def _dealt(m: int, N: int, size: int, tiles: Tiles, programs: int, num_comm: int) -> _Dealt:
     num_comm = max(1, min(num_comm, programs))  # of what is refused later, something
-    count, computing = size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n), max(programs - num_comm, 1)
+    count, computing = _count(m, N, size, tiles), max(programs - num_comm, 1)
     # both times in seconds for each column of A
-    pushing = 2 * (size - 1) * m / (PUSHED * min(num_comm, FILLS)) / (2 * tiles.block_m * tiles.block_n / MULTIPLIED)
+    pushing = 2 * (size - 1) * m / (PUSHED * min(num_comm, FILLS)) / _seconds(1, tiles)
     alone = min(math.ceil(pushing), count // computing)
     joined, left = divmod(count - alone * computing, programs)
     return _Dealt(pushing, alone + joined, left)
 
 
-def push_plan(m: int, N: int, size: int, tiles: Tiles, programs: int, **given: int) -> PushPlan:
-    """What is given, else what follows from a shard of m rows and `b` of N columns: the pushing programs are left out
-    of as many rounds as fit into the time that they push for, and what is left after the last whole round is cut in
-    two where it is done sooner then; not where they push for longer. Within 6 % of the fastest on 4 and 2 H200, by
-    benchmarks/results/exhaustive_all_gather_matmul*.json."""
-    plan = PushPlan(**given)
-    dealt = _dealt(m, N, size, tiles, programs, plan.num_comm_sms)
-    if "whole" not in given:
-        plan = plan._replace(whole=dealt.rounds)
-    if "split" not in given:
-        halved = not dealt.late and 0 < dealt.left <= programs // 2
-        plan = plan._replace(split=2 if halved else 1)
-    if "skip" not in given:
-        cut = max(dealt.pushing - plan.whole, 0) * plan.split
-        plan = plan._replace(skip=math.ceil(min(dealt.pushing, plan.whole) + cut))
-    return plan
+def _count(m: int, N: int, size: int, tiles: Tiles) -> int:
+    return size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
 
 
-class _Space(NamedTuple):
-    inbox: SymmetricTensor
+def _seconds(K: int, tiles: Tiles) -> float:
+    """Of a tile."""
+    return 2 * tiles.block_m * tiles.block_n * K / MULTIPLIED
+
+
+def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **given: int) -> PushPlan:
+    """What is given, else what follows from a shard (m, K) and `b` of N columns. Within 6 % of the fastest on 4 and
+    2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json.
+
+    Copied, where that takes no longer than the product; what is left after the last whole round is cut in two where it
+    is done sooner then, or where the last copies come after the round before it. Else pushed: the programs that push
+    are left out of as many rounds as fit into the time that they push for, and what is left is not cut where they push
+    for longer."""
+    tile, count = _seconds(K, tiles), _count(m, N, size, tiles)
+    copying = BEGIN + (size - 1) * (COPIES * COPY + 2 * m * K / COPIED)
+    pushes = size == 1 or given.keys() & {"chunk", "skip"} or copying > count / programs * tile
+    num_comm = given.get("num_comm_sms", FILLS if pushes else 0)
+    if num_comm == 0:
+        rounds, left = divmod(count, programs)
+        halved = 0 < left <= programs // 2 or copying > (rounds - 1) * tile
+        rule = PushPlan(0, chunk=0, whole=rounds, split=2 if halved else 1)
+        return rule._replace(**given)
+    dealt = _dealt(m, N, size, tiles, programs, num_comm)
+    halved = not dealt.late and 0 < dealt.left <= programs // 2
+    rule = PushPlan(num_comm, whole=dealt.rounds, split=2 if halved else 1)._replace(**given)
+    if "skip" in given:
+        return rule
+    cut = max(dealt.pushing - rule.whole, 0) * rule.split
+    return rule._replace(skip=math.ceil(min(dealt.pushing, rule.whole) + cut))
+
+
+class _Way(NamedTuple):
+    """Where the peers' shards come to this rank, and how it knows."""
+
+    inbox: torch.Tensor
+    peers: list[torch.Tensor]  # the inboxes of rank + 1, ..., that are written by the kernel
     ready: SymmetricTensor
+    begin: Callable[[torch.Tensor], Callable[[], None]] | None  # as _copies.Gathering has it
 
 
-def settings(m: int, N: int, world: World, tiles: Tiles | None, **given: int) -> tuple[PushPlan, Tiles]:
-    """The plan and the tiles for a shard of m rows and `b` of N columns: what is given, in the words of
+def _pushed(world: World, m: int, K: int, dtype: torch.dtype, chunk: int, tiles: Tiles, leave_out: str) -> _Way:
+    size, num_m, chunks = world.size, triton.cdiv(m, tiles.block_m), triton.cdiv(K, chunk)
+    blocks = num_m * chunks * chunk // tiles.block_k
+
+    def counters() -> SymmetricTensor:
+        return signals(size * num_m * chunks, name=f"{CALL}.gluon.ready", world=world)
+
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
+        shape = 2 * size * blocks * tiles.block_m, tiles.block_k
+        return empty(*shape, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world), counters()
+
+    # What the counters count; so plans that differ otherwise share one workspace and its launches.
+    counted = (m, K, dtype, tiles.block_m, chunk, _common.num_programs(world, world.num_sms))
+    inbox, ready = world.workspace((CALL, "gluon", *counted), make)
+    if leave_out:  # counters of its own, which may fall behind
+        ready = world.workspace((CALL, leave_out, *counted), counters)
+    return _Way(inbox.plain(), [inbox.peer((world.rank + d) % size) for d in range(1, size)], ready, None)
+
+
+def _copied(world: World, m: int, K: int, dtype: torch.dtype, rows: int, leave_out: str) -> _Way:
+    inbox, ready, begin = _copies.gathering(world, m, K, dtype, rows)
+    return _Way(inbox.plain().view(world.size * m, K), [], ready, None if leave_out == "push" else begin)
+
+
+def settings(m: int, N: int, K: int, world: World, tiles: Tiles | None, **given: int) -> tuple[PushPlan, Tiles]:
+    """The plan and the tiles for a shard (m, K) and `b` of N columns: what is given, in the words of
     all_gather_matmul, else what follows from the shapes. Raises ShapeError where that does not fit together."""
     programs = _common.num_programs(world, world.num_sms)
     tiles = tiles or TILES
     check_tiles(CALL, tiles, world)
-    plan = push_plan(m, N, world.size, tiles, programs, **given)
+    plan = push_plan(m, N, K, world.size, tiles, programs, **given)
     check_plan(plan, tiles, world)
     return plan, tiles
 
@@ -459,10 +532,14 @@ def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
         if not holds:
             raise ShapeError.argument(CALL, name, getattr(plan, name), wanted, world.rank)
 
-    need(plan.num_comm_sms >= 1, "num_comm_sms", "at least 1")
-    need(plan.chunk > 0 and plan.chunk % tiles.block_k == 0, "chunk", f"a multiple of BLOCK_K, {tiles.block_k}")
+    need(plan.num_comm_sms >= 0, "num_comm_sms", "at least 0")
     need(plan.push_rows >= 0, "push_rows", "at least 0")
-    need(plan.skip >= 0, "skip", "at least 0")
+    if plan.num_comm_sms:
+        need(plan.chunk > 0 and plan.chunk % tiles.block_k == 0, "chunk", f"a multiple of BLOCK_K, {tiles.block_k}")
+        need(plan.skip >= 0, "skip", "at least 0")
+    else:
+        need(plan.chunk == 0, "chunk", "none with num_comm_sms=0")
+        need(plan.skip == 0, "skip", "none with num_comm_sms=0")
     need(0 <= plan.whole <= 1 << 20, "whole", f"from 0 to {1 << 20}")
     need(plan.split in SPLITS, "split", " or ".join(map(str, SPLITS)))
 
@@ -487,37 +564,27 @@ def push_launch(
     check_plan(plan, tiles, world)
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
-    programs = _common.num_programs(world, world.num_sms)
-    push_rows = plan.push_rows or triton.cdiv(programs, num_n * max(size - 1, 1))  # what they compute at a time
-    chunk = min(plan.chunk, triton.cdiv(K, tiles.block_k) * tiles.block_k)
-    chunks = triton.cdiv(K, chunk)
-    blocks = num_m * chunks * chunk // tiles.block_k
-
-    def make() -> _Space:
-        shape = 2 * size * blocks * tiles.block_m, tiles.block_k
-        inbox = empty(*shape, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
-        return _Space(inbox, signals(size * num_m * chunks, name=f"{CALL}.gluon.ready", world=world))
-
-    # What the counters count; so plans that differ otherwise share one workspace and its launches.
-    counted = (m, K, dtype, tiles.block_m, chunk, programs)
-    space = world.workspace((CALL, "gluon", *counted), make)
-    ready, num_comm = space.ready, min(plan.num_comm_sms, programs) if size > 1 else 0
-    if leave_out:  # counters of its own, which may fall behind
-        ready = world.workspace((CALL, leave_out, *counted), lambda: signals(space.ready.numel(), world=world))
-        num_comm = 0 if leave_out == "push" else num_comm
+    programs, copied = _common.num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
+    together = triton.cdiv(num_m, COPIES) if copied else triton.cdiv(programs, num_n * max(size - 1, 1))
+    push_rows = min(plan.push_rows or together, num_m)
+    columns = triton.cdiv(K, tiles.block_k) * tiles.block_k
+    chunk = ALL if copied else min(plan.chunk or columns, columns)
+    num_comm = min(plan.num_comm_sms, programs) if size > 1 and leave_out != "push" else 0
+    if copied:
+        way = _copied(world, m, K, dtype, push_rows * tiles.block_m, leave_out)
+    else:
+        way = _pushed(world, m, K, dtype, chunk, tiles, leave_out)
     block = (tiles.block_m, tiles.block_k)
-    inboxes = [space.inbox.peer((world.rank + d) % size) for d in range(1, size)]
-    inbox = descriptor(space.inbox.plain(), block)
-    targets = peer_descriptors(inboxes, space.inbox.plain(), block)
-    numbers = (m, N, K, num_comm, plan.skip, plan.whole, min(push_rows, num_m), 0 if leave_out == "product" else m)
+    inbox, targets = descriptor(way.inbox, block), peer_descriptors(way.peers, way.inbox, block)
+    numbers = (m, N, K, num_comm, plan.skip, plan.whole, push_rows, 0 if leave_out == "product" else m)
     part = tiles._replace(block_n=tiles.block_n // plan.split)
     constants = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
         "GROUP": tiles.group, "SPLIT": plan.split, "CHUNK": chunk,
         "HALF": layout(dtype, tiles.block_m, tiles.block_n // 2),
         "HALF_PART": layout(dtype, part.block_m, part.block_n // 2), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
-        "EPILOGUE": epilogue, "LEAVE_OUT": "wait" if leave_out in ("wait", "push") or size == 1 else "",
-        "num_warps": CONSUMER_WARPS,
+        "EPILOGUE": epilogue, "COPIED": copied,
+        "LEAVE_OUT": "wait" if leave_out in ("wait", "push") or size == 1 else "", "num_warps": CONSUMER_WARPS,
     }  # fmt: skip
     blocks_of_a, blocks_of_b, parts_of_b = (
         descriptor(a, block),
@@ -532,13 +599,16 @@ def push_launch(
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         blocks_of_a.base, blocks_of_b.base, parts_of_b.base = a, b, b
         halves.base = half_parts.base = out
+        join = way.begin(a) if way.begin else None
         try:
             start(
-                blocks_of_a, inbox, blocks_of_b, parts_of_b, halves, half_parts, *targets, ready, bias, *numbers,
+                blocks_of_a, inbox, blocks_of_b, parts_of_b, halves, half_parts, *targets, way.ready, bias, *numbers,
                 world.device,
             )  # fmt: skip
         finally:
             blocks_of_a.base = blocks_of_b.base = parts_of_b.base = halves.base = half_parts.base = None
+            if join:
+                join()
         return out
 
     return launch

@@ -12,6 +12,7 @@ push: programs 0 .. num_comm_sms - 1 store this rank's shard into an inbox on ev
     shard first, then the peers' in the order in which they arrive; a communicator that has finished computes
     too. (size - 1) * m * k * itemsize bytes into and out of each rank.
 copy: push by the copy engines, see _copy_all_gather_matmul.
+gluon: push or copy in specialised warps, see _gluon_all_gather_matmul.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ class Push(NamedTuple):
     bias_ptr: Any  # (N,) this rank's, or None
     out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS; this rank's
     inbox_ptr: Any  # (2, size, m, ld) on every rank, or (1, ...) if COPIED; rank r stores [:, r] of all the others
-    ready_ptr: Any  # int32 (size, cdiv(num_m, together)) on every rank; [r, g] counts chunks that rank r has stored of
-    # each of its row blocks together * g and so on
+    ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks of its row block i that rank r has stored.
+    # If COPIED, as _copies.Gathering has it
     queue_ptr: Any  # int32, this rank's
     m: Any
     N: Any
@@ -210,8 +211,11 @@ def _push_chunk(task, p, world, epoch, b, out):
 
 @triton.jit
 def push_kernel(p, world):
-    epoch = pl.epoch(p.ready_ptr, world)
     num_m = tl.cdiv(p.m, p.BLOCK_M)
+    if p.COPIED:
+        epoch = tl.load(p.ready_ptr + world.size * tl.cdiv(num_m, p.together))
+    else:
+        epoch = pl.epoch(p.ready_ptr, world)
     shards: tl.constexpr = 1 if p.COLUMNS else world.size
     tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
     chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
@@ -272,24 +276,25 @@ def all_gather_matmul(
     erf, as torch's by default) or "silu", of the sum and the bias. All in fp32, rounded once. Returns `out`,
     complete; `a` may be overwritten at once.
 
-    mode: see the module; "gluon" is push in the specialised warps of _gluon_all_gather_matmul: bf16 or fp16, shard
+    mode: see the module; "gluon" takes bf16 or fp16, shard
     "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6; "copy" takes shard
     "rows" of rows of whole runs of 16 bytes; "unfused" and "nccl" are pkt's or, through torch.distributed, NCCL's
     all-gather, and cuBLAS, and take nothing of what follows. None, with nothing below given: "gluon" where that can
     run and m is more than 64 (its tiles have 128 rows), with shard "columns" on GPUs "unfused" up to 1024 rows; else
     "push". The rest is the same on every rank, and follows from mode and shapes where None:
 
-    num_comm_sms: programs that push, at least 1; "push": all but one of the grid at most, 16 if None; "gluon": 8 if
-        None, which push before they compute.
+    num_comm_sms: programs that push. "push": from 1 to all but one of the grid, 16 if None; "gluon": which push before
+        they compute, 0 for copy engines in their stead; if None 0 where copying takes no longer than the product, and
+        neither chunk nor skip is given, else 8.
     chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; if None 1024, 256 with shard
-        "columns"; "gluon": a multiple of BLOCK_K, 512 if None.
+        "columns"; "gluon": a multiple of BLOCK_K, 512 if None; none where copied.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
         NUM_STAGES slots of its ring.
-    push_rows: "gluon": row blocks pushed, and computed, together; 0: as many as the programs compute at a time. "copy":
-        row blocks that one copy moves and one signal stands for; 0: a quarter of them.
+    push_rows: "gluon": row blocks pushed, and computed, together; 0: as many as the programs compute at a time.
+        Copied: row blocks that one copy moves and one signal stands for; 0: a quarter of them, in "gluon" half.
     skip: "gluon" only: rounds of tiles, one a program, that the programs that push are left out of, if there are so
-        many.
+        many; none where copied.
     split: "gluon" only: 1, 2 or 4 columns that tiles are cut in after whole rounds.
     whole: "gluon" only: so many whole rounds at most.
 
@@ -343,7 +348,7 @@ def _plan(
         from ._gluon_all_gather_matmul import settings
 
         mode = "gluon"
-        plan, wanted = settings(m, N, world, wanted, **tuned)
+        plan, wanted = settings(m, N, k, world, wanted, **tuned)
         tuned = plan._asdict()
     else:
         mode = mode or "push"

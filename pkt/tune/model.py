@@ -50,6 +50,8 @@ BESIDE = 0.86
 """Of the rate that links reach alone, what they reach while the other programs compute."""
 PUSHERS, STAGES, CHUNK = 8, 4, 512
 """Of all_gather_matmul's Gluon form, where none are given."""
+COPIES = (4, 2)
+"""To a peer, of its copied forms where none are given: in plain Triton, and in Gluon."""
 SPLITS = (1, 2, 4)
 """Columns that it cuts a tile in."""
 ITEMSIZE = {"bf16": 2, "fp16": 2}
@@ -277,17 +279,10 @@ def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
             tasks=tasks, task_seconds=case.seconds(False, gpu), comm_bytes=sent * case.tiles_n,
             comm_rate=link_rate("TMA load", gpu.sms), memory_bytes=case.memory_bytes, sync=2 * gpu.barrier, gpu=gpu,
         )  # fmt: skip
+    if mode == "copy" or (mode == "gluon" and config.get("num_comm_sms") == 0):
+        return _copied(case, config, sent, tasks, gpu)
     if mode == "gluon":
         return _push_first(case, config, sent, tasks, gpu)
-    if mode == "copy":  # by copy engines, one SM left to what signals behind them
-        blocks = math.ceil(m / case.block_m)
-        nbytes = min(config.get("push_rows") or math.ceil(blocks / 4), blocks) * case.block_m * case.K * case.itemsize
-        rate, one = link_rate("copy engine put", 0, nbytes), case.seconds(False, gpu)
-        return overlapped(
-            tasks=tasks, task_seconds=one, comm_bytes=sent, comm_rate=rate, num_comm_sms=None if not sent else 1,
-            around=one + nbytes / rate, memory_bytes=case.memory_bytes, sync=gpu.barrier + 2 * gpu.signal,
-            gpu=replace(gpu, sms=max(1, gpu.sms - 1)),
-        )  # fmt: skip
     comm_sms = config.get("num_comm_sms") or 16
     one = case.seconds(False, gpu)
     block = case.block_m * case.block_k * case.itemsize
@@ -336,6 +331,25 @@ def _push_first(case: _Case, config: Mapping[str, Any], sent: float, tasks: int,
     return overlapped(
         tasks=1, task_seconds=compute, comm_bytes=sent, comm_rate=rate, around=last,
         memory_bytes=case.memory_bytes, sync=2 * gpu.signal, interference=0.0, gpu=gpu,
+    )  # fmt: skip
+
+
+def _copied(case: _Case, config: Mapping[str, Any], sent: float, tasks: int, gpu: Gpu) -> Estimate:
+    """By copy engines: all programs compute, in Gluon cut tiles after `whole` rounds, and begin with the last copy's
+    rows when all of it has come."""
+    gluon = config.get("mode") == "gluon"
+    split = (config.get("split") or 1) if gluon else 1
+    cut = replace(case, block_n=case.block_n // split)
+    one, part = case.seconds(gluon, gpu), cut.seconds(gluon, gpu)
+    whole = config.get("whole")
+    rounds = tasks // gpu.sms if whole is None else min(whole, tasks // gpu.sms)
+    blocks = math.ceil(case.M / case.size / case.block_m)
+    step = min(config.get("push_rows") or math.ceil(blocks / COPIES[gluon]), blocks)
+    return overlapped(
+        tasks=1, task_seconds=rounds * one + math.ceil((tasks - rounds * gpu.sms) * split / gpu.sms) * part,
+        comm_bytes=sent, comm_rate=link_rate("copy engine put", 0, step * case.block_m * case.K * case.itemsize),
+        around=math.ceil(step * case.tiles_n * split / gpu.sms) * part, memory_bytes=case.memory_bytes,
+        sync=gpu.barrier + 2 * gpu.signal, interference=0.0, gpu=gpu,
     )  # fmt: skip
 
 

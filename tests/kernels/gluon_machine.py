@@ -151,7 +151,9 @@ class Vector:
         return self.data, offsets
 
 
-def _load(pointers: tuple[np.ndarray, np.ndarray], mask: np.ndarray, other: float) -> Tile:
+def _load(pointers: Any, mask: Any = None, other: float = 0) -> Any:
+    if isinstance(pointers, Pointer):
+        return int(pointers.counters[pointers.rank][pointers.offset])
     data, offsets = pointers
     assert (offsets[mask] < len(data)).all()
     return Tile(np.where(mask, data[np.where(mask, offsets, 0)], other))

@@ -6,14 +6,16 @@ import contextlib
 import importlib
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import pkt
-from pkt.kernels import _copies, _copy_reduce
+from pkt.kernels import _copies, _copy_all_gather_matmul, _copy_reduce
 from pkt.kernels.all_gather import all_gather
+from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_reduce import all_reduce
 from pkt.kernels.all_to_all import all_to_all
 from pkt.kernels.all_to_all import reference as exchanged
@@ -52,6 +54,45 @@ def test_every_element_goes_to_its_place(cut: Callable, copies: int) -> None:
         cut(wide)[...] = cut(torch.arange(360).reshape(x.shape) + 1000 * ((world.rank - 1) % world.size))
         assert torch.equal(out.plain(), wide)
         assert world.backend.driver.calls["copy"] == copies
+
+    assert open_worlds(3, main)[0] == [None] * 3
+
+
+def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the driver, in the order of its calls."""
+
+    def begin(world: Any, *_: Any, **options: Any) -> Callable:
+        def start(number: torch.Tensor, bar: torch.Tensor, device: Any) -> None:
+            world.barrier()
+            number.add_(1)
+
+        return start
+
+    one_stream = SimpleNamespace(mark=lambda: None, reach=lambda mark: None, behind=contextlib.nullcontext)
+    monkeypatch.setattr(_copies, "cooperative_launch", begin)
+    monkeypatch.setattr(_copies, "Side", lambda world: one_stream)
+
+    def main(world: Any) -> None:
+        m, k, step, copied = 5, 6, 2, []
+        inbox, counters, send = _copies.gathering(world, m, k, torch.int16, step)
+        inbox.fill_(0)
+        copy = world.backend.driver.copy
+        monkeypatch.setattr(world.backend.driver, "copy", lambda *args: copied.append(args) or copy(*args))
+        for launch in (1, 2):
+            x = torch.arange(m * k, dtype=torch.int16) + 1000 * world.rank + launch
+            copied.clear()
+            send(x)()
+            world.barrier()
+            for rank in range(world.size):
+                wanted = (torch.arange(m * k) + 1000 * rank + launch) * (rank != world.rank)
+                assert torch.equal(inbox.plain()[rank].flatten().long(), wanted)
+            sent = [launch if rank != world.rank else 0 for rank in range(world.size) for _ in range(3)]
+            assert counters.tolist() == [*sent, launch]
+            window, base = world.backend.stride, world.backend.base
+            order = [(world.rank + (to - base) // window, shape[2]) for to, _, shape, *_ in copied]
+            peers = [(world.rank + d) % world.size for d in range(1, world.size)]
+            assert order == [sent for rows in (2, 2, 1) for peer in peers for sent in ((peer, rows * k * 2), (peer, 4))]
+            world.barrier()
 
     assert open_worlds(3, main)[0] == [None] * 3
 
@@ -168,10 +209,19 @@ def reduce(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return all_reduce(out, mode="copy", block=64, chunks=3), sum(values((600,), s) for s in seed)
 
 
-ORDERS: dict[str, Callable[[str], float]] = {
-    "the current stream first": lambda stream: stream == "side",
-    "the side first": lambda stream: stream == "current",
-    "any": lambda stream: random.random(),
+def multiply(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = world.workspace("operands", lambda: (torch.empty(40, 16), torch.eye(16)))
+    a.copy_(values((40, 16), seed[world.rank]))
+    out = all_gather_matmul(a, b, mode="copy", tiles=(16, 16, 16), push_rows=1)
+    world.workspace("queue", Queue).add(lambda: a.fill_(float("nan")))  # the caller's next use of it
+    return out, torch.cat([values((40, 16), s) for s in seed])
+
+
+ORDERS: dict[str, Callable[[str, int], float]] = {
+    "the current stream first": lambda stream, rank: stream == "side",
+    "the side first": lambda stream, rank: stream == "current",
+    "any": lambda stream, rank: random.random(),
+    "the side first, but on rank 0": lambda stream, rank: (stream == "side") == (rank == 0),
 }
 
 
@@ -181,20 +231,20 @@ def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: 
             lambda *given: world.workspace("queue", Queue).add(lambda: start(world, *args, **options)(*given))
         )
 
-    def beside(kernel: Any, grid: Any, *args: Any) -> None:
-        pkt.init().workspace("queue", Queue).add(lambda: kernel[grid](*args))
+    def beside(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        pkt.init().workspace("queue", Queue).add(lambda: kernel[grid](*args, **options))
 
     monkeypatch.setattr(Deferred, "lost", lost)
     monkeypatch.setattr(_copies, "Side", Deferred)
     monkeypatch.setattr(_copies, "beside", beside)
-    for module in (_copies, _copy_reduce):
+    for module in (_copies, _copy_reduce, _copy_all_gather_matmul):
         monkeypatch.setattr(module, "cooperative_launch", later(module.cooperative_launch))
     random.seed(order)
 
     def run(world: Any) -> None:
         for launch in range(3):
             got, wanted = call(world, seeds(world, launch))
-            world.workspace("queue", Queue).run(ORDERS[order])
+            world.workspace("queue", Queue).run(lambda stream: ORDERS[order](stream, world.rank))
             assert torch.equal(torch.as_tensor(got), wanted), launch
 
     on_ranks(3, run, seed=1)
@@ -206,8 +256,19 @@ def test_any_order_that_the_edges_allow(call: Callable, order: str, monkeypatch:
     in_order(monkeypatch, call, order)
 
 
+@pytest.mark.parametrize("order", ["the side first", "the side first, but on rank 0"])
+def test_a_product_beside_its_copies(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the others' copies, so in this model, where a kernel queued first runs to its end first, not all
+    ranks may compute first."""
+    in_order(monkeypatch, multiply, order)
+
+
+EARLY = {"behind": "the side first", "reach": "the current stream first"}
+
+
 @pytest.mark.parametrize("lost", ["behind", "reach"])
-@pytest.mark.parametrize("call", [exchange, scatter, reduce])
+@pytest.mark.parametrize("call", [exchange, scatter, reduce, multiply])
 def test_every_edge_is_needed(call: Callable, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = "the side first, but on rank 0" if call is multiply and lost == "reach" else EARLY[lost]
     with pytest.raises((pkt.PktError, AssertionError)):
-        in_order(monkeypatch, call, "the side first" if lost == "behind" else "the current stream first", lost)
+        in_order(monkeypatch, call, order, lost)

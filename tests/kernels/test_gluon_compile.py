@@ -16,7 +16,7 @@ from pkt.tune import tuner
 from pkt.tune.config import Config
 
 gluon = pytest.importorskip("pkt.kernels._gluon")
-from pkt.kernels import _common, _forms  # noqa: E402
+from pkt.kernels import _common, _copies, _forms  # noqa: E402
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as inbox  # noqa: E402
@@ -81,6 +81,13 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "empty", Symmetric)
         monkeypatch.setattr(module, "signals", lambda n, **_: Symmetric(n, dtype=torch.int32))
         monkeypatch.setattr(module, name, Compiled(getattr(module, name), kernels))
+
+    def gathering(world, m, k, dtype, step):
+        inbox, counters = Symmetric(world.size, m, k, dtype=dtype), Symmetric(4, dtype=torch.int32)
+        world.begun = []
+        return _copies.Gathering(inbox, counters, lambda x: world.begun.append(step) or (lambda: world.begun.append(0)))
+
+    monkeypatch.setattr(_copies, "gathering", gathering)
     cuda = torch.device("cuda")
     return lambda rank=0, size=4: World(
         rank=rank,
@@ -176,6 +183,21 @@ def test_push_with_a_part_left_out(launched, tmp_path):
         assert_fits(kernel, grid, tmp_path)
         found[part] = (count_markers(kernel.asm["ptx"])["wait"], *world.kernels[-1][3][-6:-1:4])  # num_comm, rows
     assert found == {"wait": (0, 8, 1024), "push": (0, 0, 1024), "product": (2, 8, 0)}
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_copied_fits(launched, tmp_path, split):
+    """Copies have been begun before, and are waited for behind it; the kernel sends and signals nothing."""
+    world = launched()
+    plan = push_plan(1000, 1024, 4096, 4, TILES, 132, num_comm_sms=0, split=split)
+    kernel, grid, _ = product(world, 1000, 1024, 4096, plan=plan)
+    assert_fits(kernel, grid, tmp_path)
+    assert world.begun == [4 * 128, 0]
+    assert count_markers(kernel.asm["ptx"]) == {"wait": split, "signal": 0}
+    assert not re.search(r"(?:atom|red)\.global", kernel.asm["ptx"])
+    assert not re.search(r"UTMASTG\.2D", tool("cuobjdump", kernel, tmp_path, "--dump-sass"))
+    product(world, 1000, 1024, 4096, plan=plan, leave_out="push")
+    assert world.begun == []
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -339,7 +361,9 @@ def test_data_land_before_the_signal(launched, call, signals):
 def test_what_does_not_fit_is_refused_before_a_launch(launched):
     world = launched()
     for options in (
+        {"plan": PushPlan(-1)},
         {"plan": PushPlan(0)},
+        {"plan": PushPlan(0, chunk=0, skip=1)},
         {"plan": PushPlan(chunk=96)},
         {"plan": PushPlan(split=3)},
         {"tiles": Tiles(64, 256, 64)},
@@ -421,21 +445,28 @@ def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
 
 
 def test_every_plan_that_is_chosen():
-    """Those that push are left out of the rounds that pushing takes. What is left after the last whole round is cut in
-    two, if then it is less than a round and the links are not the limit."""
-    for side, plan in (
-        (4096, PushPlan(8, 512, 0, 2, 1, 1)),
-        (6144, PushPlan(8, 512, 0, 3, 1, 2)),
-        (8192, PushPlan(8, 512, 0, 4, 2, 4)),
-        (12288, PushPlan(8, 512, 0, 6, 2, 9)),
-        (16384, PushPlan(8, 512, 0, 8, 1, 16)),
-        (32768, PushPlan(8, 512, 0, 15, 1, 62)),
+    """Copied where the product takes longer. Those that push are left out of the rounds that pushing takes. What is
+    left after the last whole round is cut in two, if then it is less than a round, unless the links are the limit."""
+    for side, copied, pushed in (
+        (4096, PushPlan(0, 0, 0, 0, 2, 0), PushPlan(8, 512, 0, 2, 1, 1)),
+        (6144, PushPlan(0, 0, 0, 0, 2, 2), PushPlan(8, 512, 0, 3, 1, 2)),
+        (8192, PushPlan(0, 0, 0, 0, 2, 3), PushPlan(8, 512, 0, 4, 2, 4)),
+        (12288, PushPlan(0, 0, 0, 0, 1, 8), PushPlan(8, 512, 0, 6, 2, 9)),
+        (16384, PushPlan(0, 0, 0, 0, 1, 15), PushPlan(8, 512, 0, 8, 1, 16)),
+        (32768, PushPlan(0, 0, 0, 0, 2, 62), PushPlan(8, 512, 0, 15, 1, 62)),
     ):
-        assert push_plan(side // 4, side // 4, 4, TILES, 132) == plan
-    alone = {n: push_plan(8192, 8192, 4, TILES, 132, num_comm_sms=n).skip for n in (4, 8, 16)}
+        case = side // 4, side // 4, side, 4, TILES, 132
+        assert push_plan(*case, num_comm_sms=0) == copied
+        assert push_plan(*case, num_comm_sms=8) == pushed
+        assert push_plan(*case) == (copied if side >= 8192 else pushed)
+        assert push_plan(*case, skip=1) == pushed._replace(skip=1)
+        assert push_plan(*case, chunk=64) == pushed._replace(chunk=64)
+    case = 8192, 8192, 512
+    alone = {n: push_plan(*case, 4, TILES, 132, num_comm_sms=n).skip for n in (4, 8, 16)}
     assert alone == {4: 29, 8: 15, 16: 15}  # half the programs, twice the time; eight fill the links
-    assert push_plan(8192, 8192, 4, NARROW, 132, num_comm_sms=8).skip == 29  # half the tile
-    assert push_plan(128, 256, 4, TILES, 2).num_comm_sms == 8  # there may be fewer programs than push
+    assert push_plan(*case, 4, NARROW, 132, num_comm_sms=8).skip == 29  # half the tile
+    assert push_plan(128, 256, 512, 4, TILES, 2).num_comm_sms == 8  # there may be fewer programs than push
+    assert push_plan(8192, 8192, 8192, 1, TILES, 132).num_comm_sms == 8  # nobody to copy to
 
 
 def test_ranks_may_differ_in_where_operands_begin_and_in_k(operators, tmp_path):
@@ -490,7 +521,9 @@ def test_the_keywords_reach_it(operators, tmp_path):
         ({"tiles": (64, 256, 64)}, "tiles"),
         ({"tiles": (128, 256, 64, 8, 4, 4)}, "tiles"),
         ({"tiles": (128, 256, 64, 8, 8, 5)}, "tiles"),
-        ({"num_comm_sms": 0}, "num_comm_sms"),
+        ({"num_comm_sms": -1}, "num_comm_sms"),
+        ({"num_comm_sms": 0, "chunk": 512}, "chunk"),
+        ({"num_comm_sms": 0, "skip": 1}, "skip"),
         ({"chunk": 288}, "chunk"),
         ({"push_rows": -1}, "push_rows"),
         ({"skip": -1}, "skip"),

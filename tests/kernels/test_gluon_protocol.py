@@ -38,9 +38,16 @@ def finished(exact: np.ndarray) -> np.ndarray:
 def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=False, finish=False, **plan):
     width, chunk, split = (plan.pop(name, default) for name, default in (("width", BN), ("chunk", 8), ("split", 2)))
     push_rows, num_comm, skip = (plan.pop(name, 1) for name in ("push_rows", "num_comm", "skip"))
-    whole = plan.pop("whole", 99)
+    whole, copied = plan.pop("whole", 99), num_comm == 0 and size > 1
+    chunk = cdiv(K, BK) * BK if copied else chunk
     options = {"CHUNK": chunk, "SPLIT": split, "GROUP": 2, "STAGES": 3, "HALF": None, "HALF_PART": None} | plan
-    options |= {"REGISTERS": 72, "EPILOGUE": "relu" if finish else "none", "LEAVE_OUT": "", "num_warps": 8}
+    options |= {
+        "COPIED": copied,
+        "REGISTERS": 72,
+        "EPILOGUE": "relu" if finish else "none",
+        "LEAVE_OUT": "",
+        "num_warps": 8,
+    }
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, push], machine)
     if broken:
@@ -48,8 +55,9 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=
     rng = np.random.default_rng(seed)
     num_m, chunks = -(-m // BM), -(-K // chunk)
     blocks = num_m * chunks * (chunk // BK)
-    inbox = [np.full((2 * size * blocks * BM, BK), np.nan, np.float32) for _ in range(size)]
-    counters = [np.zeros(size * num_m * chunks, np.int64) for _ in range(size)]
+    shape, groups = (2 * size * blocks * BM, BK), cdiv(num_m, min(push_rows, num_m))
+    inbox = [np.full((size * m, K) if copied else shape, np.nan, np.float32) for _ in range(size)]
+    counters = [np.zeros(size * groups + 1 if copied else size * num_m * chunks, np.int64) for _ in range(size)]
     per_rank, checks = [], []
     a = [[integers(rng, m, K) for _ in range(launches)] for _ in range(size)]
     for rank in range(size):
@@ -67,13 +75,45 @@ def run_push(size, m, N, K, programs, seed, launches=3, broken=None, transposed=
                 BM, width, BK,
             )  # fmt: skip
             these = options | {"TRANSPOSED": transposed}
-            bodies.append(lambda p, x=arguments, o=these: functions["gluon_push_kernel"](*x, **o))
+
+            def body(p, x=arguments, o=these, rank=rank, e=e):
+                if copied:
+                    begin_copies(machine, [step[e] for step in a], rank, e, p, inbox, counters, min(push_rows, num_m))
+                functions["gluon_push_kernel"](*x, **o)
+
+            bodies.append(body)
             checks.append((c, b, e))
         per_rank.append(bodies)
     machine.run(per_rank)
     for c, b, e in checks:
         exact = np.concatenate([a[r][e] for r in range(size)]) @ b
         np.testing.assert_array_equal(c.reshape(size * m, N), finished(exact) if finish else exact)
+
+
+def begin_copies(machine, shards, rank, e, program, inbox, counters, push_rows):
+    """What _copies.gathering does, as the test of it has it: its `begin`, which a launch of every rank is behind."""
+    size, m = machine.size, len(shards[rank])
+    groups = (len(counters[rank]) - 1) // size
+    if program == 0:
+        counters[rank][-1] += 1
+    machine.until(lambda: all(c[-1] == e + 1 for c in counters))
+    moves = [(g, (rank + d) % size) for g in range(groups) for d in range(1, size)]
+
+    def copy() -> None:
+        g, peer = moves.pop(0)
+        rows = slice(g * push_rows * BM, min((g + 1) * push_rows * BM, m))
+        inbox[peer].reshape(size, m, -1)[rank, rows] = shards[rank][rows]
+        counters[peer][rank * groups + g] = e + 1
+        if moves:
+            machine.writes.append(copy)
+
+    if program == 0:
+        machine.writes.append(copy)
+
+
+def run_copied(size, m, N, K, *args, **options):
+    """By copy engines."""
+    run_push(size, m, N, K, *args, num_comm=0, **options)
 
 
 def run_short_push(size, m, N, K, *args, **options):
@@ -164,6 +204,8 @@ PLANS = [
     {"skip": 99, "chunk": 16, "push_rows": 2, "split": 4},
     {"skip": 2, "whole": 0, "split": 2},
     {"skip": 3, "whole": 1, "width": 16, "split": 4, "STAGES": 4},
+    {"num_comm": 0},
+    {"num_comm": 0, "push_rows": 2, "whole": 1, "width": 16, "split": 4, "STAGES": 4},
 ]
 
 
@@ -209,7 +251,7 @@ def test_every_tile_and_every_part_once(programs, split):
                     begin, end, alone, begin_part, end_part, late, cut = functions["_share"](
                         tiles, num_comm, skip, most, split
                     )
-                    order = (0, num_m, num_n, 1, 2, 1)
+                    order = (0, num_m, num_n, 1, 2, 1, False)
                     whole = list(range(begin, end, programs))
                     seen += [
                         (i, j * split + part)
@@ -379,6 +421,7 @@ def skipping(name, attribute, line, seen):
     ("run", "name", "attribute", "places"),
     [
         (run_push, "pl", "wait", 1),
+        (run_copied, "pl", "wait", 1),
         (run_push, "gl", "atomic_add", 1),
         (run_push, "ptx", "drain", 2),
         (run_push, "tma", "store_wait", 3),

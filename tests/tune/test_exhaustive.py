@@ -94,13 +94,21 @@ def test_the_model_takes_the_lag_that_the_operator_does():
             assert MODELS[what](bare, key) == MODELS[what](Config(**bare, lag=lag), key), (what, key)
 
 
+def test_the_model_takes_the_copies_that_the_operator_does():
+    for key, _ in cases("all_gather_matmul"):
+        bare = Config(mode="gluon", num_comm_sms=0, tiles=(128, 256, 64, 8, 8, 4))
+        rows = math.ceil(key["M"] / key["size"] / 128 / push.COPIES)
+        model = MODELS["all_gather_matmul"]
+        assert model(bare, key) == model(Config(**bare, push_rows=rows), key), key
+
+
 def settled(what, config, key):
     """`config` with what the operator says that it takes for a case where its Gluon form is given nothing else."""
     if config != Config(mode="gluon"):
         return config
     world, size = World(size=key["size"]), key["size"]
     if what == "all_gather_matmul":
-        plan, tiles = push.settings(key["M"] // size, key["N"], world, None)
+        plan, tiles = push.settings(key["M"] // size, key["N"], key["K"], world, None)
         return Config(mode="gluon", **plan._asdict(), tiles=tuple(tiles)[:6])
     module, rows = (scatter, key["M"] // size) if what == "matmul_reduce_scatter" else (two_shot, key["M"])
     tiles, lag = module.settings(rows, key["N"], world, None, None)

@@ -299,12 +299,19 @@ def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
     }
     pushed = estimate("all_gather_matmul", Config(mode="push", num_comm_sms=1, tiles=(128, 256, 64)), key)
     assert parts[8].communication < parts[1].communication < pushed.communication, "one SM is no copy engine"
-    assert parts[1].compute >= pushed.compute * 0.99, "one SM less to compute"
-    few = {"M": 4096, "N": 256, "K": 4096, "dtype": "bf16", "size": 4}  # the links are the limit
+    assert parts[1].compute == parts[8].compute <= pushed.compute
+    few = {"M": 32768, "N": 1536, "K": 4096, "dtype": "bf16", "size": 4}  # the links are the limit
     exposed = [
         estimate("all_gather_matmul", Config(mode="copy", push_rows=n, tiles=(128, 256, 64)), few).exposed
-        for n in (1, 8)
+        for n in (1, 64)
     ]
     assert exposed[1] > exposed[0]
+    copied = estimate("all_gather_matmul", Config(mode="copy", tiles=(128, 256, 64)), few)
+    gluon = [
+        estimate("all_gather_matmul", Config(mode="gluon", num_comm_sms=0, split=n, tiles=(128, 256, 64)), few)
+        for n in (1, 2)
+    ]
+    assert gluon[0].communication < copied.communication, "two copies to each peer, not four"
+    assert gluon[1].exposed < gluon[0].exposed, "half a tile after the last copy"
     alone = estimate("all_gather_matmul", Config(mode="copy", tiles=(128, 256, 64)), {**few, "size": 1})
     assert alone.communication == 0

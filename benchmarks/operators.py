@@ -29,6 +29,11 @@ from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.runtime import workers
 
 SHARES = {"all_gather_matmul": 0.33, "matmul_reduce_scatter": 0.2, "matmul_all_reduce": 0.15, "collectives": 0.32}
+PLANS: tuple[tuple[Tiles, dict[str, Any]], ...] = (
+    (TILES, {"num_comm_sms": 132, "chunk": 512}),
+    (TILES, {"num_comm_sms": 0}),
+    (Tiles(128, 128, 64, num_stages=6), {"num_comm_sms": 5, "chunk": 256, "skip": 1, "split": 4}),
+)  # of the all-gather
 SHAPES = ((512, 512, 512), (128, 256, 64), (96, 264, 200), (333, 1032, 1544), (16, 128, 4096))  # m, N, K
 
 
@@ -39,10 +44,7 @@ def check(world: Any) -> list[str]:
     for m, N, K in SHAPES:
         device, size = world.torch_device, world.size
         b, rows = normal((K, N), 100 + world.rank, device), normal((size * m, K), world.rank, device)
-        for tiles in (TILES, Tiles(128, 128, 64, num_stages=6)):
-            plan: dict[str, Any] = {"num_comm_sms": 132, "chunk": 512}
-            if tiles.block_n == 128:
-                plan = {"num_comm_sms": 5, "chunk": 256, "skip": 1, "split": 4}
+        for tiles, plan in PLANS:
             worst = [0.0, 0.0, 0.0]
             for launch in range(3):
                 shards = [normal((m, K), 10 * launch + r, device) for r in range(size)]
@@ -63,7 +65,7 @@ def check(world: Any) -> list[str]:
             world.barrier()
             right = "right" if max(worst) < _operators.BOUND else "WRONG"
             lines.append(
-                f"{right}: m {m}, N {N}, K {K}, {tiles[:2]}: push {worst[0]:.1e}, inbox {worst[1]:.1e}, "
+                f"{right}: m {m}, N {N}, K {K}, {tiles[:2]}, {plan}: push {worst[0]:.1e}, inbox {worst[1]:.1e}, "
                 f"all-reduce {worst[2]:.1e}"
             )
     return lines

@@ -343,7 +343,8 @@ def to_peer(peers, d, at, part, SIZE: gl.constexpr):
 def turn(t, count, lag, SIZE: gl.constexpr):
     """What a rank computes t-th, where every rank owns `count` tiles: (d, index), tile `index` of those of rank + d.
     Tile by tile, rank + 1's, rank + 2's, ... and its own, which is `lag` tiles behind: until then the others' partial
-    sums of it are on their way."""
+    sums of it are on their way. Where `lag` is all of them, all of rank + 1's, then all of rank + 2's, ..., and its
+    own last: what is computed at a time then has more rows and columns in common."""
     PEERS: gl.constexpr = SIZE - 1
     head = lag * PEERS
     tail = count * SIZE - lag
@@ -352,8 +353,10 @@ def turn(t, count, lag, SIZE: gl.constexpr):
     place = (t - head + (head + g * SIZE) // gl.num_programs(0)) % SIZE
     mine = (t >= tail) | ((t >= head) & (place == PEERS))
     n = gl.where(t < head, t, head + g * PEERS + place)
-    d = gl.where(mine, 0, 1 + n % max(PEERS, 1))
-    index = gl.where(mine, gl.where(t < tail, g, t - count * PEERS), n // max(PEERS, 1))
+    others: gl.constexpr = max(PEERS, 1)
+    d = gl.where(mine, 0, 1 + gl.where(lag < count, n % others, n // count))
+    index = gl.where(lag < count, n // others, n % count)
+    index = gl.where(mine, gl.where(t < tail, g, t - count * PEERS), index)
     return d, index
 
 

@@ -405,9 +405,9 @@ by benchmarks/results/all_gather_matmul.json."""
 FILLS = 8
 MULTIPLIED = 6.3e12
 """FLOP a second of one SM, there."""
-COPIED, COPY, COPIES = 392e9, 5e-6, 2
-"""Bytes a second that leave by the copy engines, seconds that each copy takes more, and copies to each peer: a copy's
-rows are computed when all have come, and with more of them the ranks' copies get into each other's way."""
+COPIED, COPY = 392e9, 5e-6
+"""Bytes a second that leave by the copy engines, and seconds that each copy takes more: so there is one to each peer.
+"""
 BEGIN = 20e-6
 """Seconds before the first copy begins."""
 
@@ -459,19 +459,17 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
     """What is given, else what follows from a shard (m, K) and `b` of N columns. Within 6 % of the fastest on 4 and
     2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json.
 
-    Copied, where that takes no longer than the product; what is left after the last whole round is cut in two where it
-    is done sooner then, or where the last copies come after the round before it. Else pushed: the programs that push
-    are left out of as many rounds as fit into the time that they push for, and what is left is not cut where they push
-    for longer."""
+    What is left after the last whole round is cut in two where it is done sooner then. Copied, where that takes no
+    longer than the product. Else pushed: the programs that push are left out of as many rounds as fit into the time
+    that they push for, and what is left is not cut where they push for longer."""
     tile, count = _seconds(K, tiles), _count(m, N, size, tiles)
-    copying = BEGIN + (size - 1) * (COPIES * COPY + 2 * m * K / COPIED)
+    copying = BEGIN + (size - 1) * (COPY + 2 * m * K / COPIED)
     pushes = size == 1 or given.keys() & {"chunk", "skip"} or copying > count / programs * tile
     num_comm = given.get("num_comm_sms", FILLS if pushes else 0)
     if num_comm == 0:
         rounds, left = divmod(count, programs)
-        halved = 0 < left <= programs // 2 or copying > (rounds - 1) * tile
-        rule = PushPlan(0, chunk=0, whole=rounds, split=2 if halved else 1)
-        return rule._replace(**given)
+        halved = 0 < left <= programs // 2
+        return PushPlan(0, chunk=0, whole=rounds, split=2 if halved else 1)._replace(**given)
     dealt = _dealt(m, N, size, tiles, programs, num_comm)
     halved = not dealt.late and 0 < dealt.left <= programs // 2
     rule = PushPlan(num_comm, whole=dealt.rounds, split=2 if halved else 1)._replace(**given)
@@ -565,7 +563,7 @@ def push_launch(
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs, copied = _common.num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
-    together = triton.cdiv(num_m, COPIES) if copied else triton.cdiv(programs, num_n * max(size - 1, 1))
+    together = num_m if copied else triton.cdiv(programs, num_n * max(size - 1, 1))
     push_rows = min(plan.push_rows or together, num_m)
     columns = triton.cdiv(K, tiles.block_k) * tiles.block_k
     chunk = ALL if copied else min(plan.chunk or columns, columns)

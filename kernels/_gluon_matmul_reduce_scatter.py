@@ -5,6 +5,8 @@ what has come to its own product, in fp32 and in a fixed order, and rounds once:
 most about 2 * u * s, in the words of matmul_reduce_scatter. Each rank computes a tile of rank + 1, one of rank + 2, ...
 and one of its own, in turn (`turn`), its own `lag` tiles behind the others'. So the links are in use evenly from the
 first tile to the last, what a rank waits for was sent long before, and nothing waits to be sent but for the links.
+Where tiles take longer than their way over the links, so long before that does not matter: then rank + 1's come first,
+all of them, then rank + 2's, ..., and its own last, for fewer rows of A are then in use at a time.
 
 (size - 1) / size * M * N * itemsize bytes out of each rank, and two inboxes of as many bytes, in turn.
 """
@@ -151,7 +153,7 @@ def gluon_inbox_kernel(
     m,
     N,
     K,
-    lag,  # tiles that a rank's own are behind the others': from 1 to all
+    lag,  # tiles that a rank's own are behind the others': from 1 to all of them, as `turn` has it
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
@@ -182,13 +184,19 @@ def gluon_inbox_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-def settings(m: int, N: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
-    """`tiles` and `lag`, or what follows from a part of m x N: own tiles a round behind. Raises ShapeError."""
+OWN_LAST = 4096
+"""K from which a rank's own tiles are last: a round of all programs then takes a half longer than to send its tiles."""
+
+
+def settings(m: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
+    """`tiles` and `lag`, or what follows from a part (m, N) of the product of (m, K) and (K, N): own tiles a round
+    behind, or last. Raises ShapeError."""
     tiles = tiles or TILES
     check_tiles(CALL, tiles, world)
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, world.size * count or 1)
-    return tiles, lag_of(CALL, lag, 1, count, programs, world)
+    last = lag is None and K >= OWN_LAST
+    return tiles, max(count, 1) if last else lag_of(CALL, lag, 1, count, programs, world)
 
 
 def lag_of(call: str, given: int | None, rounds: int, count: int, programs: int, world: World) -> int:

@@ -292,7 +292,7 @@ def all_gather_matmul(
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
         NUM_STAGES slots of its ring.
     push_rows: "gluon": row blocks pushed, and computed, together; 0: as many as the programs compute at a time.
-        Copied: row blocks that one copy moves and one signal stands for; 0: a quarter of them, in "gluon" half.
+        Copied: row blocks that one copy moves and one signal stands for; 0: a quarter of them, in "gluon" all.
     skip: "gluon" only: rounds of tiles, one a program, that the programs that push are left out of, if there are so
         many; none where copied.
     split: "gluon" only: 1, 2 or 4 columns that tiles are cut in after whole rounds.

@@ -212,8 +212,8 @@ def matmul_reduce_scatter(
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "gluon": (128,
         256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
         None.
-    lag: "gluon": tiles that each rank computes of every other rank's part before the first of its own, at least 1, the
-        same on every rank; from the grid where None.
+    lag: "gluon": tiles that each rank computes of every other rank's part before the first of its own, at least 1; from
+        all of them on one rank's part after another, its own last. From the grid and k where None.
 
     workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
 
@@ -242,6 +242,7 @@ def _plan(
         found = _forms.tuned(CALL, world, key, dtype, m, N, by="MN")  # ranks may differ in k
         mode, tiles, lag, left = found.get("mode"), found.get("tiles"), found.get("lag"), not found
     chosen = check_tiles(CALL, tiles, world)
+    behind = None
     if lag is not None and mode != "gluon":
         raise ShapeError.argument(CALL, "lag", lag, f'none with mode "{mode or "add"}"', world.rank)
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
@@ -253,7 +254,7 @@ def _plan(
         from ._gluon_matmul_reduce_scatter import settings
 
         mode = "gluon"
-        chosen, lag = settings(m, N, world, chosen, lag)
+        chosen, behind = settings(m, N, a.shape[1], world, chosen, lag)
     else:
         mode, chosen = mode or "add", chosen or default_tiles(m, dtype, N)
     _common.check_agreed(
@@ -268,8 +269,8 @@ def _plan(
     a, b = fit(a, b) if fit else (a, b)
     if chosen is None:
         launch = _unfused.matmul_reduce_scatter(world, mode, M, N, dtype, epilogue)
-    elif lag is not None:
-        launch = _gluon_launch(world, a, b, result, chosen, lag, epilogue)
+    elif behind is not None:
+        launch = _gluon_launch(world, a, b, result, chosen, behind, epilogue)
     else:
         launch = _plain_launch(world, a, b, result, mode, chosen, epilogue)
 

@@ -35,6 +35,8 @@ LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
 LAG = {"matmul_reduce_scatter": (1, 1), "matmul_all_reduce": (2, 1)}
 """Rounds of all programs that a rank's own tiles are behind the others' where nothing is given: narrow ones, and wide.
 """
+OWN_LAST = 4096
+"""K from which the reduce-scatter's own tiles are last where nothing is given."""
 TAKEN = 0.6
 """Interference of sending in passing, see `overlapped`."""
 ARRIVES = 12e-6
@@ -50,7 +52,7 @@ BESIDE = 0.86
 """Of the rate that links reach alone, what they reach while the other programs compute."""
 PUSHERS, STAGES, CHUNK = 8, 4, 512
 """Of all_gather_matmul's Gluon form, where none are given."""
-COPIES = (4, 2)
+COPIES = (4, 1)
 """To a peer, of its copied forms where none are given: in plain Triton, and in Gluon."""
 SPLITS = (1, 2, 4)
 """Columns that it cuts a tile in."""
@@ -381,16 +383,23 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
 
 def _in_turns(what: str, case: _Case, config: Mapping[str, Any], part: int, gpu: Gpu) -> Estimate:
     """A rank's own tiles are `lag` behind the others', of which each is sent when it is computed. Where that is less
-    than ARRIVES, each waits for the rest; and while the last `lag` are computed nothing else is sent."""
+    than ARRIVES, each waits for the rest; and while the last `lag` are computed nothing else is sent. The
+    reduce-scatter's own tiles may be last: then it does not matter how late the others' come before."""
     size, one = case.size, case.seconds(True, gpu)
     turn = gpu.sms / size
-    lag = max(1, min(config.get("lag") or math.ceil(LAG[what][case.block_n > DEFAULT_TILES[1]] * turn), part))
+    scatters = what == "matmul_reduce_scatter"
+    lag = config.get("lag") or math.ceil(LAG[what][case.block_n > DEFAULT_TILES[1]] * turn)
+    if scatters and not config.get("lag") and case.K >= OWN_LAST:
+        lag = part
+    lag = max(1, min(lag, part))
     half = (size - 1) / size * case.M * case.N * case.itemsize
     late = max(0.0, ARRIVES - lag / turn * one) * part / gpu.sms
-    tail = lag / gpu.sms * one
+    tail, around = lag / gpu.sms * one, 2 * one
+    if scatters and lag == part:
+        tail, around = 0.0, tail
     return overlapped(
-        tasks=size * part, task_seconds=one, comm_bytes=half * (1 if what == "matmul_reduce_scatter" else 2),
-        comm_rate=link_rate("TMA store", gpu.sms), around=2 * one, memory_bytes=case.memory_bytes,
+        tasks=size * part, task_seconds=one, comm_bytes=half * (1 if scatters else 2),
+        comm_rate=link_rate("TMA store", gpu.sms), around=around, memory_bytes=case.memory_bytes,
         sync=2 * gpu.signal + (late + tail if half else 0.0), interference=TAKEN, gpu=gpu,
     )  # fmt: skip
 

@@ -24,8 +24,8 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 PUSHERS = (8, 12)
 """Programs that push in the Gluon form, of which eight fill the links; with 24 it is nowhere faster by half a percent,
 nor with tiles of 128 columns."""
-COPIES = (1, 2, 3, 4)
-"""That a shard goes to each peer in, in the Gluon form."""
+COPIES = (2, 3, 4)
+"""That a shard goes to each peer in, in the Gluon form, if not in one."""
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 PLAIN_TILES = ((128, 256, 64, 3), (128, 128, 64, 4))
 """Blocks and stages, with 8 warps. Measured on 4 x H200 at M from 4096 to 32768."""
@@ -76,10 +76,12 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
         for tile in (t for t in _gluon_tiles(gpu, groups=(8,), most=True) if t[1] == 256):
             rows = math.ceil(m / tile[0])
             tasks = key["size"] * rows * math.ceil(N / tile[1])
+            copies = sorted({0, *(math.ceil(rows / n) for n in COPIES)})
             for split in SPLITS:
+                whole = _rounds(tasks // gpu.sms, split)
                 found += space(
-                    mode="gluon", num_comm_sms=0, chunk=0, push_rows=sorted({math.ceil(rows / n) for n in COPIES}),
-                    skip=0, split=split, whole=_rounds(tasks // gpu.sms, split), tiles=[tile],
+                    mode="gluon", num_comm_sms=0, chunk=0, push_rows=copies, skip=0, split=split, whole=whole,
+                    tiles=[tile],
                 )  # fmt: skip
             for num_comm_sms in (n for n in PUSHERS if n < gpu.sms):
                 pushing = pushing_rounds({"mode": "gluon", "num_comm_sms": num_comm_sms, "tiles": tile}, key, gpu)
@@ -114,7 +116,9 @@ def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluo
     tiles = _tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16), staged=True, few=gluon)
     found = space(mode=["add", "inbox"], tiles=tiles)
     if gluon:
-        found += space(mode="gluon", lag=_lags(key, gpu), tiles=_gluon_tiles(gpu, groups=(4, 8, 16)))
+        for tile in _gluon_tiles(gpu, groups=(4, 8, 16)):
+            own = math.ceil(m / tile[0]) * math.ceil(N / tile[1])
+            found += space(mode="gluon", lag=sorted({*_lags(key, gpu), own}), tiles=[tile])
     return found
 
 

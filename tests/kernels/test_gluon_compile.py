@@ -192,7 +192,7 @@ def test_copied_fits(launched, tmp_path, split):
     plan = push_plan(1000, 1024, 4096, 4, TILES, 132, num_comm_sms=0, split=split)
     kernel, grid, _ = product(world, 1000, 1024, 4096, plan=plan)
     assert_fits(kernel, grid, tmp_path)
-    assert world.begun == [4 * 128, 0]
+    assert world.begun == [8 * 128, 0]
     assert count_markers(kernel.asm["ptx"]) == {"wait": split, "signal": 0}
     assert not re.search(r"(?:atom|red)\.global", kernel.asm["ptx"])
     assert not re.search(r"UTMASTG\.2D", tool("cuobjdump", kernel, tmp_path, "--dump-sass"))
@@ -291,8 +291,9 @@ def test_own_tiles_are_rounds_behind(launched):
     sides = (1024, 4096, 8192, 16384, 32768)
     assert [two_shot.settings(side, side, world, TILES, None)[1] for side in sides] == [8, 33, 33, 33, 33]
     assert [two_shot.settings(side, side, world, NARROW, None)[1] for side in sides] == [16, 66, 66, 66, 66]
-    assert [inbox.settings(side // 4, side, world, TILES, None)[1] for side in sides] == [8, 33, 33, 33, 33]
-    assert inbox.settings(1, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
+    parts = [(side // 4, side, side // 4) for side in sides]
+    assert [inbox.settings(*part, world, TILES, None)[1] for part in parts] == [8, 33, 33, 2048, 8192], "the last: all"
+    assert inbox.settings(1, 8, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
 
 
 def test_fp16(launched, tmp_path):
@@ -448,9 +449,9 @@ def test_every_plan_that_is_chosen():
     """Copied where the product takes longer. Those that push are left out of the rounds that pushing takes. What is
     left after the last whole round is cut in two, if then it is less than a round, unless the links are the limit."""
     for side, copied, pushed in (
-        (4096, PushPlan(0, 0, 0, 0, 2, 0), PushPlan(8, 512, 0, 2, 1, 1)),
+        (4096, PushPlan(0, 0, 0, 0, 1, 0), PushPlan(8, 512, 0, 2, 1, 1)),
         (6144, PushPlan(0, 0, 0, 0, 2, 2), PushPlan(8, 512, 0, 3, 1, 2)),
-        (8192, PushPlan(0, 0, 0, 0, 2, 3), PushPlan(8, 512, 0, 4, 2, 4)),
+        (8192, PushPlan(0, 0, 0, 0, 1, 3), PushPlan(8, 512, 0, 4, 2, 4)),
         (12288, PushPlan(0, 0, 0, 0, 1, 8), PushPlan(8, 512, 0, 6, 2, 9)),
         (16384, PushPlan(0, 0, 0, 0, 1, 15), PushPlan(8, 512, 0, 8, 1, 16)),
         (32768, PushPlan(0, 0, 0, 0, 2, 62), PushPlan(8, 512, 0, 15, 1, 62)),

@@ -144,7 +144,7 @@ def run_inbox(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, 
             arguments = (
                 Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(inbox[rank], *part),
                 Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
-                bias(N, finish), m, N, K, min(lag, num_m * num_n),
+                bias(N, finish), m, N, K, min(lag[rank] if isinstance(lag, tuple) else lag, num_m * num_n),
                 SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
             )  # fmt: skip
             bodies.append(lambda p, x=arguments: functions["gluon_inbox_kernel"](*x, **options))
@@ -309,6 +309,12 @@ def test_inbox(size, m, N, K, stages, lag):
         run_inbox(size, m, N, K, 1 + seed, seed, stages=stages, lag=lag)
 
 
+def test_ranks_may_differ_in_lag():
+    """It follows from k, in which they may."""
+    for seed in range(12):
+        run_inbox(3, 24, 16, 16, 1 + seed % 3, seed, lag=((99, 1, 3), (1, 99, 99), (2, 99, 1))[seed % 3])
+
+
 @pytest.mark.parametrize(("size", "M", "N", "K"), [*SIZES, (3, 8, 8, 20), (4, 40, 24, 12), (2, 57, 33, 7)])
 @pytest.mark.parametrize("lag", [1, 2, 99])
 def test_two_shot(size, M, N, K, lag):
@@ -338,6 +344,8 @@ def test_turns(size, programs):
             for index in range(count):
                 ahead = [at[0, index] - at[d, index] for d in range(1, size)]
                 assert min(ahead, default=lag) >= lag
+            if lag == count:
+                assert order == [(d % size, index) for d in range(1, size + 1) for index in range(count)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -90,14 +90,15 @@ def test_the_model_takes_the_lag_that_the_operator_does():
         for key, _ in cases(what):
             rows = key["M"] // (key["size"] if module is scatter else 1)
             bare = Config(mode="gluon", tiles=(128, 256, 64, 8, 8, 4))
-            _, lag = module.settings(rows, key["N"], World(size=key["size"]), Tiles(*bare["tiles"]), None)
+            shape = (rows, key["N"], key["K"])[: 3 if module is scatter else 2]
+            _, lag = module.settings(*shape, World(size=key["size"]), Tiles(*bare["tiles"]), None)
             assert MODELS[what](bare, key) == MODELS[what](Config(**bare, lag=lag), key), (what, key)
 
 
 def test_the_model_takes_the_copies_that_the_operator_does():
     for key, _ in cases("all_gather_matmul"):
         bare = Config(mode="gluon", num_comm_sms=0, tiles=(128, 256, 64, 8, 8, 4))
-        rows = math.ceil(key["M"] / key["size"] / 128 / push.COPIES)
+        rows = math.ceil(key["M"] / key["size"] / 128)
         model = MODELS["all_gather_matmul"]
         assert model(bare, key) == model(Config(**bare, push_rows=rows), key), key
 
@@ -111,7 +112,8 @@ def settled(what, config, key):
         plan, tiles = push.settings(key["M"] // size, key["N"], key["K"], world, None)
         return Config(mode="gluon", **plan._asdict(), tiles=tuple(tiles)[:6])
     module, rows = (scatter, key["M"] // size) if what == "matmul_reduce_scatter" else (two_shot, key["M"])
-    tiles, lag = module.settings(rows, key["N"], world, None, None)
+    shape = (rows, key["N"], key["K"])[: 3 if module is scatter else 2]
+    tiles, lag = module.settings(*shape, world, None, None)
     return Config(mode="gluon", lag=lag, tiles=tuple(tiles)[:6])
 
 

@@ -306,12 +306,13 @@ def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
         for n in (1, 64)
     ]
     assert exposed[1] > exposed[0]
-    copied = estimate("all_gather_matmul", Config(mode="copy", tiles=(128, 256, 64)), few)
-    gluon = [
-        estimate("all_gather_matmul", Config(mode="gluon", num_comm_sms=0, split=n, tiles=(128, 256, 64)), few)
-        for n in (1, 2)
+    wide = {"num_comm_sms": 0, "tiles": (128, 256, 64)}
+    copied = [estimate("all_gather_matmul", Config(mode=mode, **wide), few) for mode in ("copy", "gluon")]
+    assert copied[1].communication < copied[0].communication, "one copy to each peer, not four"
+    cut = [
+        estimate("all_gather_matmul", Config(mode="gluon", push_rows=8, split=split, **wide), few).exposed
+        for split in (1, 2)
     ]
-    assert gluon[0].communication < copied.communication, "two copies to each peer, not four"
-    assert gluon[1].exposed < gluon[0].exposed, "half a tile after the last copy"
+    assert cut[1] < cut[0], "half a tile after the last copy"
     alone = estimate("all_gather_matmul", Config(mode="copy", tiles=(128, 256, 64)), {**few, "size": 1})
     assert alone.communication == 0

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks._operators import Case, group_name, main, normal
-from pkt.kernels._gluon import TILES
-from pkt.kernels._gluon_matmul_reduce_scatter import inbox_launch
+from pkt.kernels._gluon_matmul_reduce_scatter import inbox_launch, settings
 from pkt.kernels._matmul import Tiles
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -35,10 +34,11 @@ PLAIN: dict[str, dict[str, Any]] = {
 NARROW = Tiles(128, 128, 64, num_stages=6)
 PARTS: dict[str, dict[str, Any]] = {  # the product alone
     "(gluon, nothing sent)": {"leave_out": "links"},
-    "(gluon, nothing sent, 128x128)": {"leave_out": "links", "tiles": NARROW},
+    "(gluon, nothing sent, in turn)": {"leave_out": "links", "lag": 33},
 }
 GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon": {"mode": "gluon"},
+    "pkt gluon, in turn": {"mode": "gluon", "lag": 33},
     "pkt gluon, 128x128": {"mode": "gluon", "tiles": NARROW},
 }
 QUICK: dict[str, dict[str, Any]] = {
@@ -91,12 +91,15 @@ def case(world: Any, N: int) -> Case:
     )
 
 
-def _part(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leave_out: str, tiles: Tiles = TILES) -> Any:
+def _part(
+    world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leave_out: str, lag: int | None = None
+) -> Any:
     made: list[Any] = []
 
     def run() -> torch.Tensor:
         if not made:  # workspaces of variants that do not run are not made
-            made.append(inbox_launch(world, a, b, out, tiles, 33, leave_out=leave_out))
+            chosen = settings(*out.shape, a.shape[1], world, None, lag)
+            made.append(inbox_launch(world, a, b, out, *chosen, leave_out=leave_out))
         return made[0](a, b, out, None)
 
     return run

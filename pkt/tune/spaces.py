@@ -78,9 +78,9 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
             tasks = key["size"] * rows * math.ceil(N / tile[1])
             copies = sorted({0, *(math.ceil(rows / n) for n in COPIES)})
             for split in SPLITS:
-                whole = _rounds(tasks // gpu.sms, split)
+                wholes = _rounds(tasks // gpu.sms, split)
                 found += space(
-                    mode="gluon", num_comm_sms=0, chunk=0, push_rows=copies, skip=0, split=split, whole=whole,
+                    mode="gluon", num_comm_sms=0, chunk=0, push_rows=copies, skip=0, split=split, whole=wholes,
                     tiles=[tile],
                 )  # fmt: skip
             for num_comm_sms in (n for n in PUSHERS if n < gpu.sms):

@@ -33,12 +33,15 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 NARROW = Tiles(128, 128, 64, num_stages=6)
 PARTS: dict[str, dict[str, Any]] = {  # the product alone
-    "(gluon, nothing sent)": {"leave_out": "links"},
-    "(gluon, nothing sent, in turn)": {"leave_out": "links", "lag": 33},
+    "(gluon, nothing sent)": {"copies": 0},
+    "(gluon, nothing sent, in turn)": {"lag": 33},
 }
 GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon": {"mode": "gluon"},
-    "pkt gluon, in turn": {"mode": "gluon", "lag": 33},
+    "pkt gluon, stored": {"mode": "gluon", "copies": 0},
+    "pkt gluon, stored, in turn": {"mode": "gluon", "lag": 33},
+    "pkt gluon, 2 copies": {"mode": "gluon", "copies": 2},
+    "pkt gluon, 4 copies": {"mode": "gluon", "copies": 4},
     "pkt gluon, 128x128": {"mode": "gluon", "tiles": NARROW},
 }
 QUICK: dict[str, dict[str, Any]] = {
@@ -91,15 +94,13 @@ def case(world: Any, N: int) -> Case:
     )
 
 
-def _part(
-    world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leave_out: str, lag: int | None = None
-) -> Any:
+def _part(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **given: int) -> Any:
     made: list[Any] = []
 
     def run() -> torch.Tensor:
         if not made:  # workspaces of variants that do not run are not made
-            chosen = settings(*out.shape, a.shape[1], world, None, lag)
-            made.append(inbox_launch(world, a, b, out, *chosen, leave_out=leave_out))
+            tiles, lag, _ = settings(*out.shape, a.shape[1], world, None, **{"lag": None, **given})
+            made.append(inbox_launch(world, a, b, out, tiles, lag, leave_out="links"))
         return made[0](a, b, out, None)
 
     return run

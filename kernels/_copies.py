@@ -35,11 +35,14 @@ def meet_kernel(bar_ptr, world):
     pl.barrier(bar_ptr, world)
 
 
-@triton.jit
-def begin_kernel(number_ptr, bar_ptr, world):
-    """All ranks have come to a launch whose copies are announced: to the one of this number, counted here."""
+@triton.jit(do_not_specialize=["zeros"])
+def begin_kernel(number_ptr, bar_ptr, zeros, world):
+    """All ranks have come to a launch whose copies are announced: to the one of this number, counted here. `zeros`:
+    words behind it that count from zero in each launch."""
     pl.barrier(bar_ptr, world)
     tl.store(number_ptr, tl.load(number_ptr) + 1)
+    for i in range(zeros):
+        tl.store(number_ptr + 1 + i, 0)
 
 
 @triton.jit
@@ -154,13 +157,17 @@ class Side:
             device = world.torch_device
             self.stream = world.workspace(("pkt.kernels", "copies"), lambda: torch.cuda.Stream(device))
 
+    def here(self) -> torch.cuda.Event | None:
+        """What the current stream has so far, for `behind`."""
+        return None if self.stream is None else torch.cuda.current_stream(self.stream.device).record_event()
+
     @contextlib.contextmanager
-    def behind(self) -> Iterator[None]:
-        """What is queued inside runs on this stream, behind what the current one has so far."""
+    def behind(self, here: torch.cuda.Event | None = None) -> Iterator[None]:
+        """What is queued inside runs on this stream, behind what the current one has so far, or had `here`."""
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self.stream.wait_event(here or torch.cuda.current_stream(self.stream.device).record_event())
         with torch.cuda.stream(self.stream):
             yield
 
@@ -222,7 +229,7 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int) -> Ga
     parts = [part(g, (rank + d) % size) for g in range(groups) for d in range(1, size)]
 
     def begin(x: torch.Tensor) -> Callable[[], None]:
-        start(number, bar, world.device)  # before overwrite: every rank's launch before has ended
+        start(number, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
         with side.behind():
             for move, tell in parts:
                 move(x)
@@ -231,6 +238,68 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int) -> Ga
         return lambda: side.reach(sent)
 
     return Gathering(inbox, counters, begin)
+
+
+class Scattering(NamedTuple):
+    """What `scattering` sends, and what a kernel that fills and waits for it needs."""
+
+    inbox: SymmetricTensor  # (size - 1, tiles * tile); rank - d stores [d - 1]
+    outbox: torch.Tensor  # the same of this rank, for rank + d
+    counters: SymmetricTensor  # int32 (2 * (size - 1) * parcels + 1); [(d - 1) * parcels + g] is the number of the last
+    # launch whose parcel g of rank - d is here; then the number of this launch; and then, in the same order, how many
+    # tiles of a parcel for rank + d this launch has finished
+    begin: Callable[[], Callable[[], None]]
+
+
+def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: int) -> Scattering:
+    """begin(): all ranks have come here. Returns send(), to call when the kernel is queued that fills the outbox: each
+    parcel of `parcel` tiles, as soon as all of them are finished, into its owner's inbox, on a stream beside the
+    current one, in the order in which they are finished: all of rank + 1's, all of rank + 2's, ... The current stream
+    goes on when all have gone.
+
+    tile: elements of one. The owner's kernel waits for the number of this launch, as in `gathering`. The waits are
+    queued behind the kernel that they wait for, because streams may share a queue of the GPU's. On GPUs only.
+    Collective.
+    """
+    rank, size, parcels = world.rank, world.size, triton.cdiv(tiles, parcel)
+    count, shape = (size - 1) * parcels, (size - 1, tiles * tile)
+
+    def make() -> tuple[SymmetricTensor, torch.Tensor, SymmetricTensor]:
+        inbox = empty(*shape, dtype=dtype, name="kernels.scattered", world=world)
+        return inbox, torch.empty_like(inbox.plain()), signals(2 * count + 1, name="kernels.scatterings", world=world)
+
+    inbox, outbox, counters = world.workspace(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
+    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), _common.barrier_counters(world)
+    boxed, word, words = layout(*shape), layout(1), layout(counters.numel())
+    number, side, hold = counters[count:], Side(world), world.backend.hold
+
+    def part(d: int, g: int) -> tuple[int, int, Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+        """Of parcel g for rank + d: its word of finished tiles, how many it has, what moves it, and what says so."""
+        at, peer = (d - 1) * parcels + g, (rank + d) % size
+        here = boxed[d - 1, g * parcel * tile : (g + 1) * parcel * tile]
+        told = boxes(peer, words[at : at + 1], word, counters.element_size())
+        finished = counters.data_ptr() + (count + 1 + at) * counters.element_size()
+        move = sending(world, boxes(peer, here, here, dtype.itemsize), inbox)
+        return finished, min(parcel, tiles - g * parcel), move, sending(world, told, counters)
+
+    parts = [part(d, g) for d in range(1, size) for g in range(parcels)]
+
+    def begin() -> Callable[[], None]:
+        start(number, bar, count, world.device)  # before overwrite: every rank's launch before has ended
+        here, this = side.here(), number.plain()
+
+        def send() -> None:
+            with side.behind(here):
+                for finished, wanted, move, tell in parts:
+                    hold(finished, wanted)
+                    move(outbox)
+                    tell(this)
+                sent = side.mark()
+            side.reach(sent)
+
+        return send
+
+    return Scattering(inbox, outbox, counters, begin)
 
 
 def exchange_launch(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor], None]:

@@ -193,6 +193,7 @@ def matmul_reduce_scatter(
     mode: Mode | None = None,
     tiles: Sequence[int] | None = None,
     lag: int | None = None,
+    copies: int | None = None,
     workspace: Workspace | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -213,19 +214,22 @@ def matmul_reduce_scatter(
         256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
         None.
     lag: "gluon": tiles that each rank computes of every other rank's part before the first of its own, at least 1; from
-        all of them on one rank's part after another, its own last. From the grid and k where None.
+        all of them on one rank's part after another, its own last. From the shapes where None.
+    copies: "gluon": copies by the copy engines that each other rank's part goes in, own tiles last; 0: the kernel
+        stores them there. The same on every rank; from the shapes where None, and 0 where a lag is given.
 
     workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
 
     Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
     world = _common.world_of(CALL, world, a, b, workspace)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), (epilogue, mode, tiles, lag), workspace=workspace)
+    settings = (epilogue, mode, tiles, lag, copies)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, workspace=workspace)
 
 
 def _plan(
     world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    epilogue: Epilogue, mode: Mode | None, tiles: Sequence[int] | None, lag: int | None,
+    epilogue: Epilogue, mode: Mode | None, tiles: Sequence[int] | None, lag: int | None, copies: int | None,
 ) -> _common.Launch:  # fmt: skip
     """Checks, and the form and its settings."""
     if mode is not None:
@@ -236,15 +240,16 @@ def _plan(
         wanted = f"a first dimension divisible by {size} ranks"
         raise ShapeError.argument(CALL, "a", tuple(a.shape), wanted, world.rank)
     m, dtype = M // size, a.dtype
-    left = mode is None and tiles is None and lag is None
+    left = mode is None and tiles is None and lag is None and copies is None
     if left:
         key = {"M": M, "N": N, "K": a.shape[1]}
         found = _forms.tuned(CALL, world, key, dtype, m, N, by="MN")  # ranks may differ in k
-        mode, tiles, lag, left = found.get("mode"), found.get("tiles"), found.get("lag"), not found
+        left = not found
+        mode, tiles, lag, copies = (found.get(name) for name in ("mode", "tiles", "lag", "copies"))
     chosen = check_tiles(CALL, tiles, world)
-    behind = None
-    if lag is not None and mode != "gluon":
-        raise ShapeError.argument(CALL, "lag", lag, f'none with mode "{mode or "add"}"', world.rank)
+    for name, value in (("lag", lag), ("copies", copies)):
+        if value is not None and mode != "gluon":
+            raise ShapeError.argument(CALL, name, value, f'none with mode "{mode or "add"}"', world.rank)
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(m, N), dtype=dtype)
@@ -254,12 +259,13 @@ def _plan(
         from ._gluon_matmul_reduce_scatter import settings
 
         mode = "gluon"
-        chosen, behind = settings(m, N, a.shape[1], world, chosen, lag)
+        k = max(world.all_gather_object(a.shape[1]))
+        chosen, lag, copies = settings(m, N, k, world, chosen, lag, copies)
     else:
         mode, chosen = mode or "add", chosen or default_tiles(m, dtype, N)
     _common.check_agreed(
-        CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, lag=lag, bias=bias is not None,
-        epilogue=epilogue,
+        CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, lag=lag, copies=copies,
+        bias=bias is not None, epilogue=epilogue,
     )  # fmt: skip
     fresh = _common.fresh((m, N), dtype, world)
     if m == 0 or N == 0:
@@ -269,8 +275,8 @@ def _plan(
     a, b = fit(a, b) if fit else (a, b)
     if chosen is None:
         launch = _unfused.matmul_reduce_scatter(world, mode, M, N, dtype, epilogue)
-    elif behind is not None:
-        launch = _gluon_launch(world, a, b, result, chosen, behind, epilogue)
+    elif lag is not None and copies is not None:
+        launch = _gluon_launch(world, a, b, result, chosen, lag, copies, epilogue)
     else:
         launch = _plain_launch(world, a, b, result, mode, chosen, epilogue)
 
@@ -284,11 +290,12 @@ def _plan(
 
 
 def _gluon_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiles: Tiles, lag: int, epilogue: Epilogue
-) -> _common.Launch:
+    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiles: Tiles, lag: int, copies: int,
+    epilogue: Epilogue,
+) -> _common.Launch:  # fmt: skip
     from ._gluon_matmul_reduce_scatter import inbox_launch
 
-    return _forms.fitted(lambda a, b, out: inbox_launch(world, a, b, out, tiles, lag, epilogue), a, b, out)
+    return _forms.fitted(lambda a, b, out: inbox_launch(world, a, b, out, tiles, lag, copies, epilogue), a, b, out)
 
 
 def _plain_launch(

@@ -161,6 +161,10 @@ class CudaBackend:
         """See Driver.copy: on the current stream, between addresses of any windows and of this GPU."""
         self.driver.copy(target, source, shape, to, of, self.device_index)
 
+    def hold(self, address: int, value: int) -> None:
+        """See Driver.hold."""
+        self.driver.hold(address, value, self.device_index)
+
     def allocated(self, block: Block) -> None:
         """Nothing to do: memory is mapped, and nobody checks accesses here."""
 

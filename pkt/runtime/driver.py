@@ -88,6 +88,9 @@ class Driver(Protocol):
         """Queue a copy by a copy engine on the current stream. shape: planes, runs in a plane, bytes in a run; to, of:
         bytes from one run to the next, and from one plane to the next, which is a multiple, at target and source."""
 
+    def hold(self, address: int, value: int, device: int) -> None:
+        """The current stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
+
     def synchronize(self, device: int) -> None: ...
     def write_words(self, address: int, words: list[int], device: int) -> None:
         """Write int32 words while kernels run, from any thread; returns when they are written."""
@@ -240,6 +243,10 @@ class CudaDriver:
             box.dstHeight = box.srcHeight = runs
         box.WidthInBytes, box.Height, box.Depth = nbytes, runs, planes
         self._call("cuMemcpy3DAsync", box, stream)
+
+    def hold(self, address: int, value: int, device: int) -> None:
+        flags = int(self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        self._call("cuStreamWaitValue32", torch.cuda.current_stream(device).cuda_stream, address, value, flags)
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)

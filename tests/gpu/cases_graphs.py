@@ -282,6 +282,28 @@ class GluonReduce(Reduce):
         super().__init__(world)
 
 
+class CopiedGather(Gather):
+    """all_gather_matmul by copy engines, in Gluon where there is a GPU."""
+
+    mode, own, m, n = "copy", True, 400, 520
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        if world.torch_device.type == "cuda":
+            self.options |= {"mode": "gluon", "num_comm_sms": 0, "push_rows": 3}
+
+
+class CopiedScatter(Scatter):
+    """matmul_reduce_scatter by copy engines, which take what its kernel has finished, where there is a GPU."""
+
+    m, n = 400, 520
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        if world.torch_device.type == "cuda":
+            self.options |= {"mode": "gluon", "copies": 2}
+
+
 class UnfusedGather(Gather):
     """cuBLAS behind all_gather."""
 
@@ -308,6 +330,8 @@ PROGRAMS: dict[str, type[Program]] = {
     "matmul_reduce_scatter": Scatter,
     "matmul_all_reduce": Reduce,
     "matmul_all_reduce, gluon": GluonReduce,
+    "all_gather_matmul, copied": CopiedGather,
+    "matmul_reduce_scatter, copied": CopiedScatter,
     "all_gather_matmul, unfused": UnfusedGather,
     "matmul_reduce_scatter, unfused": UnfusedScatter,
     "matmul_all_reduce, unfused": UnfusedReduce,

@@ -62,9 +62,10 @@ def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypa
     """Through the driver, in the order of its calls."""
 
     def begin(world: Any, *_: Any, **options: Any) -> Callable:
-        def start(number: torch.Tensor, bar: torch.Tensor, device: Any) -> None:
+        def start(number: torch.Tensor, bar: torch.Tensor, zeros: int, device: Any) -> None:
             world.barrier()
             number.add_(1)
+            assert not zeros
 
         return start
 
@@ -92,6 +93,66 @@ def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypa
             order = [(world.rank + (to - base) // window, shape[2]) for to, _, shape, *_ in copied]
             peers = [(world.rank + d) % world.size for d in range(1, world.size)]
             assert order == [sent for rows in (2, 2, 1) for peer in peers for sent in ((peer, rows * k * 2), (peer, 4))]
+            world.barrier()
+
+    assert open_worlds(3, main)[0] == [None] * 3
+
+
+def test_parcels_go_to_their_owners_when_their_tiles_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the driver, in the order of its calls: each is held until as many tiles as it has are counted."""
+    called: dict[int, list[tuple[str, int, int]]] = {rank: [] for rank in range(3)}
+
+    def begin(world: Any, *_: Any, **options: Any) -> Callable:
+        def start(number: torch.Tensor, bar: torch.Tensor, zeros: int, device: Any) -> None:
+            world.barrier()
+            called[world.rank].clear()
+            number[0] += 1
+            number[1 : 1 + zeros] = 0
+
+        return start
+
+    one_stream = SimpleNamespace(
+        mark=lambda: None, reach=lambda mark: None, here=lambda: None, behind=lambda here: contextlib.nullcontext()
+    )
+    monkeypatch.setattr(_copies, "cooperative_launch", begin)
+    monkeypatch.setattr(_copies, "Side", lambda world: one_stream)
+
+    def main(world: Any) -> None:
+        size, rank, tiles, tile, parcel = world.size, world.rank, 5, 4, 2
+        inbox, outbox, counters, begun = _copies.scattering(world, tiles, tile, torch.int16, parcel)
+        driver, base, window = world.backend.driver, world.backend.base, world.backend.stride
+        copy, hold, calls = driver.copy, driver.hold, called[rank]
+        monkeypatch.setattr(
+            driver,
+            "copy",
+            lambda to, *rest: calls.append(("copy", rank + (to - base) // window, rest[1][2])) or copy(to, *rest),
+        )
+        monkeypatch.setattr(
+            driver,
+            "hold",
+            lambda at, value, device: (
+                calls.append(("hold", (at - counters.data_ptr()) // 4, value)) or hold(at, value, device)
+            ),
+        )
+        count = (size - 1) * 3
+        for launch in (1, 2):
+            send = begun()
+            outbox.copy_(torch.arange(outbox.numel()).reshape(outbox.shape) + 1000 * rank + launch)
+            assert not counters[count + 1 :].any()
+            counters[count + 1 :] = torch.tensor([2, 2, 1] * (size - 1))  # as the kernel counts
+            send()
+            world.barrier()
+            theirs = torch.arange(outbox.numel()).reshape(outbox.shape)
+            for d in range(1, size):
+                assert torch.equal(inbox.plain()[d - 1].long(), theirs[d - 1] + 1000 * ((rank - d) % size) + launch)
+            assert counters[: count + 1].tolist() == [launch] * (count + 1)
+            wanted: list[tuple[str, int, int]] = []
+            for d in range(1, size):
+                for g, finished in enumerate((2, 2, 1)):
+                    peer = (rank + d) % size
+                    wanted += [("hold", count + 1 + (d - 1) * 3 + g, finished)]
+                    wanted += [("copy", peer, finished * tile * 2), ("copy", peer, 4)]
+            assert calls == wanted
             world.barrier()
 
     assert open_worlds(3, main)[0] == [None] * 3

@@ -87,7 +87,14 @@ def launched(monkeypatch):
         world.begun = []
         return _copies.Gathering(inbox, counters, lambda x: world.begun.append(step) or (lambda: world.begun.append(0)))
 
+    def scattering(world, tiles, tile, dtype, parcel):
+        inbox, counters = Symmetric(world.size - 1, tiles * tile, dtype=dtype), Symmetric(4, dtype=torch.int32)
+        world.begun = []
+        begin = lambda: world.begun.append(parcel) or (lambda: world.begun.append(len(kernels)))  # noqa: E731
+        return _copies.Scattering(inbox, torch.empty_like(inbox.tensor), counters, begin)
+
     monkeypatch.setattr(_copies, "gathering", gathering)
+    monkeypatch.setattr(_copies, "scattering", scattering)
     cuda = torch.device("cuda")
     return lambda rank=0, size=4: World(
         rank=rank,
@@ -124,7 +131,9 @@ def product(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, 
 def scatter(world, m, N, K, dtype=torch.bfloat16, transposed=False, bias=False, tiles=None, **options):
     a, b, out = (torch.empty(*shape, dtype=dtype) for shape in ((world.size * m, K), (K, N), (m, N)))
     b = lying(b, transposed)
-    inbox.inbox_launch(world, a, b, out, tiles or TILES, 3, **options)(a, b, out, bias_of(bias, N, dtype))
+    inbox.inbox_launch(world, a, b, out, tiles or TILES, options.pop("lag", 3), **options)(
+        a, b, out, bias_of(bias, N, dtype)
+    )
     return world.kernels[-1][:3]
 
 
@@ -220,6 +229,20 @@ def test_inbox_fits(launched, tmp_path, tiles):
     assert count_markers(kernel.asm["ptx"]) == {"wait": 3, "signal": 1}  # for each other rank's partial sums
 
 
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_what_is_copied_is_stored_here(launched, tmp_path, copies):
+    """Behind the kernel the copies are queued; it stores others' tiles in one place, and counts them for its own rank's
+    engine."""
+    world = launched()
+    kernel, grid, _ = scatter(world, 1024, 4096, 1024, lag=128, copies=copies)
+    assert_fits(kernel, grid, tmp_path)
+    assert world.begun == [triton.cdiv(128, copies), len(world.kernels)]
+    sass = tool("cuobjdump", kernel, tmp_path, "--dump-sass")
+    assert len(re.findall(r"UTMASTG\.2D", sass)) == 2 * (1 + 1) * 2  # halves of 128 columns: mine, and a peer's
+    assert count_markers(kernel.asm["ptx"]) == {"wait": 3, "signal": 1}
+    assert len(re.findall(r"(?:atom|red)\.global\.sys\.relaxed", kernel.asm["ptx"])) == 1
+
+
 @pytest.mark.parametrize("tiles", [None, NARROW])
 def test_inbox_without_links(launched, tmp_path, tiles):
     """What the benchmark leaves out is left out of the source, so no sync of it can get lost."""
@@ -292,7 +315,11 @@ def test_own_tiles_are_rounds_behind(launched):
     assert [two_shot.settings(side, side, world, TILES, None)[1] for side in sides] == [8, 33, 33, 33, 33]
     assert [two_shot.settings(side, side, world, NARROW, None)[1] for side in sides] == [16, 66, 66, 66, 66]
     parts = [(side // 4, side, side // 4) for side in sides]
-    assert [inbox.settings(*part, world, TILES, None)[1] for part in parts] == [8, 33, 33, 2048, 8192], "the last: all"
+    found = [inbox.settings(*part, world, TILES, None, copies=0)[1:] for part in parts]
+    assert found == [(8, 0), (33, 0), (33, 0), (2048, 0), (8192, 0)], "the last: all"
+    found = [inbox.settings(*part, world, TILES, None)[1:] for part in parts]
+    assert found == [(8, 0), (33, 0), (512, 2), (2048, 2), (8192, 2)]
+    assert inbox.settings(*parts[-1], world, TILES, 5)[1:] == (5, 0)
     assert inbox.settings(1, 8, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
 
 
@@ -513,7 +540,7 @@ def test_the_keywords_reach_it(operators, tmp_path):
     options = world.kernels[0][2]
     assert [options[n] for n in ("CHUNK", "SPLIT")] == [512, 2]
     assert world.kernels[0][3][-6:-1] == (32, 2, 5, 3, 1024)
-    assert world.kernels[1][3][-2] == 7
+    assert world.kernels[1][3][-3:-1] == (7, 1)
 
 
 @pytest.mark.parametrize(

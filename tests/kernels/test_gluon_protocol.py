@@ -121,19 +121,25 @@ def run_short_push(size, m, N, K, *args, **options):
     run_push(size, m, N, BK, *args, STAGES=6, **options)
 
 
-def run_inbox(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, lag=1, transposed=False, finish=False):
+def run_inbox(
+    size, m, N, K, programs, seed, launches=3, broken=None, stages=3, lag=1, transposed=False, finish=False, copies=0
+):
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, scatter], machine)
     if broken:
         broken(functions)
     rng = np.random.default_rng(seed)
     num_m, num_n = cdiv(m, BM), cdiv(N, BN)
-    inbox = [np.full((2 * (size - 1) * num_m * num_n * BM, BN), np.nan, np.float32) for _ in range(size)]
-    counters = [np.zeros(max(size - 1, 1) * num_m * num_n, np.int64) for _ in range(size)]
+    tiles, copied = num_m * num_n, copies > 0 and size > 1
+    parcel = cdiv(tiles, copies) if copied else 1
+    lag = tiles if copied else lag
+    rows, words = (2 - copied) * (size - 1) * tiles * BM, max(size - 1, 1) * cdiv(tiles, parcel)
+    inbox, outbox = ([np.full((rows, BN), np.nan, np.float32) for _ in range(size)] for _ in range(2))
+    counters = [np.zeros(2 * words + 1 if copied else words, np.int64) for _ in range(size)]
     a = [[integers(rng, size * m, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
     options = {"STAGES": stages, "GROUP": 2, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8}
-    options |= {"TRANSPOSED": transposed, "EPILOGUE": "relu" if finish else "none"}
+    options |= {"TRANSPOSED": transposed, "EPILOGUE": "relu" if finish else "none", "COPIED": copied}
     per_rank, checks = [], []
     for rank in range(size):
         bodies = []
@@ -141,19 +147,54 @@ def run_inbox(size, m, N, K, programs, seed, launches=3, broken=None, stages=3, 
             out = np.full((m, N), np.nan, np.float32)
             part = (BM, BN // 2)
             owners = [Descriptor(inbox[(rank + d) % size], *part) for d in range(1, size)]
+            owners = [Descriptor(outbox[rank], *part)] if copied else owners
             arguments = (
                 Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(inbox[rank], *part),
                 Descriptor(out, *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
-                bias(N, finish), m, N, K, min(lag[rank] if isinstance(lag, tuple) else lag, num_m * num_n),
+                bias(N, finish), m, N, K, min(lag[rank] if isinstance(lag, tuple) else lag, tiles), parcel,
                 SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
             )  # fmt: skip
-            bodies.append(lambda p, x=arguments: functions["gluon_inbox_kernel"](*x, **options))
+
+            def body(p, x=arguments, rank=rank, e=e):
+                if copied:
+                    begin_parcels(machine, rank, e, p, inbox, outbox, counters, tiles, parcel)
+                functions["gluon_inbox_kernel"](*x, **options)
+
+            bodies.append(body)
             checks.append((out, rank, e))
         per_rank.append(bodies)
     machine.run(per_rank)
     for out, rank, e in checks:
         exact = sum(a[r][e] @ b[r][e] for r in range(size))[rank * m : (rank + 1) * m]
         np.testing.assert_array_equal(out, finished(exact) if finish else exact)
+
+
+def begin_parcels(machine, rank, e, program, inbox, outbox, counters, tiles, parcel):
+    """What _copies.scattering does: its `begin`, which a launch of every rank is behind, and what it returns."""
+    size, parcels = machine.size, cdiv(tiles, parcel)
+    words = (size - 1) * parcels
+    if program == 0:
+        counters[rank][words + 1 :] = 0
+        counters[rank][words] += 1
+    machine.until(lambda: all(c[words] == e + 1 for c in counters))
+
+    def engine():
+        for at in range(words):
+            d, g = 1 + at // parcels, at % parcels
+            peer, finished = (rank + d) % size, min(parcel, tiles - g * parcel)
+            machine.until(lambda at=at, finished=finished: counters[rank][words + 1 + at] >= finished)
+            begin = ((d - 1) * tiles + g * parcel) * BM
+            inbox[peer][begin : begin + finished * BM] = outbox[rank][begin : begin + finished * BM]
+            machine.until(lambda: True)
+            counters[peer][at] = e + 1
+
+    if program == 0:
+        machine.start(rank, 0, engine)
+
+
+def run_parcels(size, m, N, K, *args, **options):
+    """By copy engines."""
+    run_inbox(size, m, N, K, *args, copies=2, **options)
 
 
 def run_two_shot(size, M, N, K, programs, seed, launches=3, broken=None, lag=1, transposed=False, finish=False):
@@ -309,10 +350,12 @@ def test_inbox(size, m, N, K, stages, lag):
         run_inbox(size, m, N, K, 1 + seed, seed, stages=stages, lag=lag)
 
 
-def test_ranks_may_differ_in_lag():
-    """It follows from k, in which they may."""
-    for seed in range(12):
-        run_inbox(3, 24, 16, 16, 1 + seed % 3, seed, lag=((99, 1, 3), (1, 99, 99), (2, 99, 1))[seed % 3])
+@pytest.mark.parametrize(("size", "m", "N", "K"), [*SIZES, (5, 9, 20, 10)])
+@pytest.mark.parametrize("copies", [1, 2, 5])
+def test_parcels(size, m, N, K, copies):
+    """Copied; also more copies than tiles."""
+    for seed in range(3):
+        run_inbox(size, m, N, K, 1 + seed, seed, copies=copies, finish=seed == 1)
 
 
 @pytest.mark.parametrize(("size", "M", "N", "K"), [*SIZES, (3, 8, 8, 20), (4, 40, 24, 12), (2, 57, 33, 7)])
@@ -436,6 +479,8 @@ def skipping(name, attribute, line, seen):
         (run_short_push, "mbarrier", "wait", 7),
         (run_inbox, "pl", "wait", 1),
         (run_inbox, "gl", "atomic_add", 1),
+        (run_parcels, "pl", "wait", 1),
+        (run_parcels, "gl", "atomic_add", 1),
         (run_two_shot, "pl", "wait", 2),
         (run_two_shot, "gl", "atomic_add", 2),
         (run_two_shot, "tma", "store_wait", 2),
@@ -461,10 +506,11 @@ def test_a_signal_before_the_data_is_found():
     def broken(functions):
         functions["publish"] = lambda world: None
 
-    found = 0
-    for seed in range(12):
-        try:
-            run_two_shot(3, 32, 16, 16, 2, seed, broken=broken)
-        except (AssertionError, Stuck):
-            found += 1
-    assert found
+    for run in (run_two_shot, run_parcels):
+        found = 0
+        for seed in range(12):
+            try:
+                run(3, 32, 16, 16, 2, seed, broken=broken)
+            except (AssertionError, Stuck):
+                found += 1
+        assert found, run

@@ -205,6 +205,12 @@ class FakeDriver:
                 begin = target + plane * to[1] + run * to[0]
                 ctypes.memmove(begin, source + plane * of[1] + run * of[0], nbytes)
 
+    def hold(self, address: int, value: int, device: int) -> None:
+        """What is queued is done at once, so it must hold already."""
+        self._count("hold")
+        found = ctypes.c_int32.from_address(address).value
+        assert ctypes.c_int32(found - value).value >= 0, (found, value)
+
     def synchronize(self, device: int) -> None:
         self._count("synchronize")
 

@@ -185,6 +185,12 @@ def test_a_failure_names_rank_call_code_and_remedy(recorded):
     assert caught.value.code == 2
 
 
+def test_a_stream_is_held_until_a_word_is_as_great(recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=50 + device))
+    CudaDriver(rank=1).hold(1 << 40, 7, 2)
+    assert recorded.calls.pop() == ("cuStreamWaitValue32", (52, 1 << 40, 7, 0))  # 0: greater or equal, cyclic
+
+
 def test_a_copy_is_one_call_on_the_current_stream(recorded, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=50 + device))
     driver = CudaDriver(rank=1)

@@ -91,8 +91,9 @@ def test_the_model_takes_the_lag_that_the_operator_does():
             rows = key["M"] // (key["size"] if module is scatter else 1)
             bare = Config(mode="gluon", tiles=(128, 256, 64, 8, 8, 4))
             shape = (rows, key["N"], key["K"])[: 3 if module is scatter else 2]
-            _, lag = module.settings(*shape, World(size=key["size"]), Tiles(*bare["tiles"]), None)
-            assert MODELS[what](bare, key) == MODELS[what](Config(**bare, lag=lag), key), (what, key)
+            _, lag, *copies = module.settings(*shape, World(size=key["size"]), Tiles(*bare["tiles"]), None)
+            taken = {"copies": copies[0]} if any(copies) else {"lag": lag}
+            assert MODELS[what](bare, key) == MODELS[what](Config(**bare, **taken), key), (what, key)
 
 
 def test_the_model_takes_the_copies_that_the_operator_does():
@@ -113,8 +114,9 @@ def settled(what, config, key):
         return Config(mode="gluon", **plan._asdict(), tiles=tuple(tiles)[:6])
     module, rows = (scatter, key["M"] // size) if what == "matmul_reduce_scatter" else (two_shot, key["M"])
     shape = (rows, key["N"], key["K"])[: 3 if module is scatter else 2]
-    tiles, lag = module.settings(*shape, world, None, None)
-    return Config(mode="gluon", lag=lag, tiles=tuple(tiles)[:6])
+    tiles, lag, *copies = module.settings(*shape, world, None, None)
+    taken = {"copies": copies[0]} if any(copies) else {"lag": lag}
+    return Config(mode="gluon", **taken, tiles=tuple(tiles)[:6])
 
 
 def taken(what, key, monkeypatch):

@@ -5,13 +5,12 @@ what has come to its own product, in fp32 and in a fixed order, and rounds once:
 most about 2 * u * s, in the words of matmul_reduce_scatter. Each rank computes a tile of rank + 1, one of rank + 2, ...
 and one of its own, in turn (`turn`), its own `lag` tiles behind the others'. So the links are in use evenly from the
 first tile to the last, what a rank waits for was sent long before, and nothing waits to be sent but for the links.
-Where tiles take longer than their way over the links, so long before that does not matter: then rank + 1's come first,
-all of them, then rank + 2's, ..., and its own last, for fewer rows of A are then in use at a time.
 
 (size - 1) / size * M * N * itemsize bytes out of each rank, and two inboxes of as many bytes, in turn.
 
 COPIED: the kernel stores the others' tiles on its own rank, from where the copy engine takes them, some at a time. To
-store them there is shorter, and so the ring has all its slots sooner; but a rank's own have to be last.
+store them there is shorter, and so the ring has all its slots sooner. All of rank + 1's tiles come first, then all of
+rank + 2's, ..., and its own last: so fewer rows of A are in use at a time, and what is copied last has time to arrive.
 """
 
 from __future__ import annotations
@@ -202,8 +201,6 @@ def gluon_inbox_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-OWN_LAST = 4096
-"""K from which a rank's own tiles are last: a round of all programs then takes a half longer than to send its tiles."""
 COPIES, COPIED_K, COPIED_BYTES = 2, 2048, 32 << 20
 """Copies that a part goes in, from which K and which size of a part on it is copied: the others' parts then take longer
 to compute than to copy, and what each copy costs before it begins is little."""
@@ -225,8 +222,7 @@ def settings(
         raise ShapeError.argument(CALL, "copies", copies, "at least 0", world.rank)
     if copies and lag is not None:
         raise ShapeError.argument(CALL, "lag", lag, "none with copies", world.rank)
-    last = lag is None and (copies or K >= OWN_LAST)
-    return tiles, max(count, 1) if last else lag_of(CALL, lag, 1, count, programs, world), copies
+    return tiles, max(count, 1) if copies else lag_of(CALL, lag, 1, count, programs, world), copies
 
 
 def lag_of(call: str, given: int | None, rounds: int, count: int, programs: int, world: World) -> int:

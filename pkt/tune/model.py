@@ -35,8 +35,6 @@ LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
 LAG = {"matmul_reduce_scatter": (1, 1), "matmul_all_reduce": (2, 1)}
 """Rounds of all programs that a rank's own tiles are behind the others' where nothing is given: narrow ones, and wide.
 """
-OWN_LAST = 4096
-"""K from which the reduce-scatter's own tiles are last where nothing is given."""
 TAKEN = 0.6
 """Interference of sending in passing, see `overlapped`."""
 ARRIVES = 12e-6
@@ -54,6 +52,8 @@ PUSHERS, STAGES, CHUNK = 8, 4, 512
 """Of all_gather_matmul's Gluon form, where none are given."""
 COPIES = (4, 1)
 """To a peer, of its copied forms where none are given: in plain Triton, and in Gluon."""
+PARCELS = (2, 2048, 32 << 20)
+"""Copies that a part of the reduce-scatter goes in, in Gluon, from which K and which bytes on; else none."""
 SPLITS = (1, 2, 4)
 """Columns that it cuts a tile in."""
 ITEMSIZE = {"bf16": 2, "fp16": 2}
@@ -368,6 +368,11 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
     part = m * case.N * case.itemsize
     tasks = case.size * case.tiles(m)
     if mode == "gluon":
+        copies = config.get("copies")
+        if copies is None:
+            copies = _parcels(case, part) * ("lag" not in config)
+        if copies and case.size > 1:
+            return _in_parcels(case, copies, part, tasks, gpu)
         return _in_turns("matmul_reduce_scatter", case, config, case.tiles(m), gpu)
     one = case.seconds(False, gpu)
     if mode == "add":  # the sum is read, written out and zeroed
@@ -383,24 +388,35 @@ def _matmul_reduce_scatter(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> 
 
 def _in_turns(what: str, case: _Case, config: Mapping[str, Any], part: int, gpu: Gpu) -> Estimate:
     """A rank's own tiles are `lag` behind the others', of which each is sent when it is computed. Where that is less
-    than ARRIVES, each waits for the rest; and while the last `lag` are computed nothing else is sent. The
-    reduce-scatter's own tiles may be last: then it does not matter how late the others' come before."""
+    than ARRIVES, each waits for the rest; and while the last `lag` are computed nothing else is sent."""
     size, one = case.size, case.seconds(True, gpu)
     turn = gpu.sms / size
-    scatters = what == "matmul_reduce_scatter"
-    lag = config.get("lag") or math.ceil(LAG[what][case.block_n > DEFAULT_TILES[1]] * turn)
-    if scatters and not config.get("lag") and case.K >= OWN_LAST:
-        lag = part
-    lag = max(1, min(lag, part))
+    lag = max(1, min(config.get("lag") or math.ceil(LAG[what][case.block_n > DEFAULT_TILES[1]] * turn), part))
     half = (size - 1) / size * case.M * case.N * case.itemsize
     late = max(0.0, ARRIVES - lag / turn * one) * part / gpu.sms
-    tail, around = lag / gpu.sms * one, 2 * one
-    if scatters and lag == part:
-        tail, around = 0.0, tail
+    tail = lag / gpu.sms * one
     return overlapped(
-        tasks=size * part, task_seconds=one, comm_bytes=half * (1 if scatters else 2),
-        comm_rate=link_rate("TMA store", gpu.sms), around=around, memory_bytes=case.memory_bytes,
+        tasks=size * part, task_seconds=one, comm_bytes=half * (1 if what == "matmul_reduce_scatter" else 2),
+        comm_rate=link_rate("TMA store", gpu.sms), around=2 * one, memory_bytes=case.memory_bytes,
         sync=2 * gpu.signal + (late + tail if half else 0.0), interference=TAKEN, gpu=gpu,
+    )  # fmt: skip
+
+
+def _parcels(case: _Case, part: float) -> int:
+    """Copies that a part goes in where nothing is given."""
+    copies, least_k, least = PARCELS
+    return copies if case.size > 1 and case.K >= least_k and part >= least else 0
+
+
+def _in_parcels(case: _Case, copies: int, part: float, tasks: int, gpu: Gpu) -> Estimate:
+    """By copy engines, one rank's part after the other, own tiles last: the last copy begins when the others' tiles are
+    finished, and its own tiles when it has come."""
+    one, parcel = case.seconds(True, gpu), part / copies
+    rate, own = link_rate("copy engine put", 0, round(parcel)), tasks / case.size / gpu.sms * one
+    return overlapped(
+        tasks=tasks, task_seconds=one, comm_bytes=(case.size - 1) * part, comm_rate=rate, around=2 * own / copies,
+        exposed=max(0.0, parcel / rate - own * (1 - 1 / copies)), memory_bytes=case.memory_bytes,
+        sync=gpu.barrier + 2 * gpu.signal, interference=0.0, gpu=gpu,
     )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ ACCUMULATORS = 128
 """fp32 accumulators of a thread; with more of them the operands spill."""
 LAGS = (0.25, 0.5, 1, 2, 4)
 """Rounds of all programs that a rank's own tiles are behind the others' in the Gluon forms that reduce."""
+PARCELS = (1, 2, 4)
+"""Copies that a part goes in, in the Gluon form of the reduce-scatter."""
 BARRIERS = 512
 """Bytes of shared memory beside a ring of operands, at most."""
 GLUON_RANKS = range(2, 9)
@@ -116,9 +118,9 @@ def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluo
     tiles = _tiles(m, N, K, itemsize, gpu, groups=(4, 8, 16), staged=True, few=gluon)
     found = space(mode=["add", "inbox"], tiles=tiles)
     if gluon:
-        for tile in _gluon_tiles(gpu, groups=(4, 8, 16)):
-            own = math.ceil(m / tile[0]) * math.ceil(N / tile[1])
-            found += space(mode="gluon", lag=sorted({*_lags(key, gpu), own}), tiles=[tile])
+        tiles = _gluon_tiles(gpu, groups=(4, 8, 16))
+        found += space(mode="gluon", lag=_lags(key, gpu), tiles=tiles)
+        found += space(mode="gluon", copies=PARCELS, tiles=[t for t in tiles if t[1] == 256])
     return found
 
 

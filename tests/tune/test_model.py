@@ -198,11 +198,31 @@ def test_taking_turns_by_hand(what):
         assert found.exposed == pytest.approx(0.6 * (math.hypot(found.compute, moving) - longer) + max(
             0.0, moving + 2 * one - longer))  # fmt: skip
         assert found.sync == pytest.approx(2 * H200.signal + lag / 132 * one + late)
-    assert in_turns(what, case) == in_turns(what, case, lag=33)
+    short = {**case, "K": 1024}
+    assert in_turns(what, short) == in_turns(what, short, lag=33)
     few = {**case, "M": 512, "N": 512}
     assert in_turns(what, few, lag=8) == in_turns(what, few, lag=2), "two tiles of each rank"
     alone = in_turns(what, {**case, "size": 1}, lag=8)
     assert (alone.communication, alone.sync) == (0, 2 * H200.signal)
+
+
+def test_parcels_by_hand():
+    """Own tiles are last: the rest of a part comes while they are computed, if it comes in more than one copy."""
+    case = {"M": 8192, "N": 8192, "K": 4096, "dtype": "bf16", "size": 4}
+    part, own = 2048 * 8192 * 2, tile_seconds(128, 256, 4096) * 16 * 32 / 132
+    for copies in (1, 2, 4):
+        found = in_turns("matmul_reduce_scatter", case, copies=copies)
+        rate = link_rate("copy engine put", 0, part // copies)
+        assert found.communication == pytest.approx(3 * part / rate)
+        assert found.exposed == pytest.approx(part / rate if copies == 1 else 0)
+    assert in_turns("matmul_reduce_scatter", case) == in_turns("matmul_reduce_scatter", case, copies=2)
+    assert own > part / rate / 4
+    few = {**case, "K": 512}  # the links are the limit
+    found = in_turns("matmul_reduce_scatter", few, copies=4)
+    own = tile_seconds(128, 256, 512) * 16 * 32 / 132
+    assert found.exposed > found.communication + own / 2 - max(found.compute, found.communication) - 1e-9
+    alone = in_turns("matmul_reduce_scatter", {**case, "size": 1}, copies=2)
+    assert alone.communication == 0
 
 
 def test_fewer_peers_mean_fewer_bytes_under_way_in_the_plain_all_reduce():

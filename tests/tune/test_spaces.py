@@ -50,8 +50,8 @@ def test_every_tile_fits(what, dtype):
         assert block_m * block_n / (32 * warps) <= 128
         assert stages * block_k * (block_m + block_n) * itemsize <= H200.shared
         if config["mode"] == "gluon" and what != "all_gather_matmul":
-            last = math.ceil(2048 / block_m) * math.ceil(8192 / block_n)  # all of the reduce-scatter's
-            assert 1 <= config["lag"] <= 132 or (what, config["lag"]) == ("matmul_reduce_scatter", last)
+            assert config.keys() & {"lag", "copies"}
+            assert 1 <= config.get("lag", 1) <= 132
         elif config["mode"] == "gluon":
             assert config["chunk"] % block_k == 0
             assert config["num_comm_sms"] < H200.sms

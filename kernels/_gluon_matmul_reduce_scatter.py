@@ -201,23 +201,29 @@ def gluon_inbox_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-COPIES, COPIED_K, COPIED_BYTES = 2, 2048, 32 << 20
+COPIES, COPIED_K, COPIED_BYTES = 2, 2048, 16 << 20
 """Copies that a part goes in, from which K and which size of a part on it is copied: the others' parts then take longer
-to compute than to copy, and what each copy costs before it begins is little."""
+to compute than to copy, and what each copy costs before it begins is little. On 4 x H200, by
+benchmarks/results/matmul_reduce_scatter.json, copying takes 0.413 ms where storing takes 0.433 at K = 2048, of parts of
+32 MiB, and 0.271 where that takes 0.228 at K = 1536, of 18 MiB; on 2, 0.109 and 0.125 at K = 2048, of 16 MiB."""
+
+
+def copies_of(m: int, N: int, K: int, size: int) -> int:
+    """Copies that a part (m, N), 16 bits an element, of the product of (size * m, K) and (K, N) goes in; 0: none."""
+    return COPIES if size > 1 and K >= COPIED_K and 2 * m * N >= COPIED_BYTES else 0
 
 
 def settings(
     m: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None, copies: int | None = None
 ) -> tuple[Tiles, int, int]:
-    """`tiles`, `lag` and `copies`, or what follows from a part (m, N), 16 bits an element, of the product of
-    (size * m, K) and (K, N): copied, own tiles last, or own tiles a round behind. Raises ShapeError."""
+    """`tiles`, `lag` and `copies`, or what follows from the shapes as `copies_of` has them: copied, own tiles last, or
+    own tiles a round behind. Raises ShapeError."""
     tiles = tiles or TILES
     check_tiles(CALL, tiles, world)
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, world.size * count or 1)
     if copies is None:
-        copied = lag is None and world.size > 1 and K >= COPIED_K and 2 * m * N >= COPIED_BYTES
-        copies = COPIES if copied else 0
+        copies = copies_of(m, N, K, world.size) if lag is None else 0
     if copies < 0:
         raise ShapeError.argument(CALL, "copies", copies, "at least 0", world.rank)
     if copies and lag is not None:

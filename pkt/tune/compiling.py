@@ -13,6 +13,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
+from pkt.runtime.driver import CudaDriver
 from pkt.tune.votes import reason
 
 
@@ -67,8 +68,10 @@ def only_compiling() -> bool:
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[_Launched]:
-    """While it lasts, this thread's launches only compile, and Triton's own autotuner compiles all its configs."""
+    """While it lasts, this thread's launches only compile, Triton's own autotuner compiles all its configs, and nothing
+    is copied by engines or held for what a kernel would count."""
     launch, tune, thread, found = JITFunction.run, Autotuner.run, threading.get_ident(), _Launched()
+    queued = {name: getattr(CudaDriver, name) for name in ("copy", "hold")}
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         if not only_compiling():
@@ -83,12 +86,19 @@ def _compiling() -> Iterator[_Launched]:
     def autotuned(self: Autotuner, *args: Any, warmup: bool = False, **named: Any) -> Any:
         return self.warmup(*args, **named) if only_compiling() else tune(self, *args, warmup=warmup, **named)
 
+    def unless_compiling(queue: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: None if only_compiling() else queue(*args)
+
     JITFunction.run, Autotuner.run = run, autotuned
+    for name, queue in queued.items():
+        setattr(CudaDriver, name, unless_compiling(queue))
     _threads.add(thread)
     try:
         yield found
     finally:
         JITFunction.run, Autotuner.run = launch, tune
+        for name, queue in queued.items():
+            setattr(CudaDriver, name, queue)
         _threads.discard(thread)
 
 

@@ -37,7 +37,7 @@ LAG = {"matmul_reduce_scatter": (1, 1), "matmul_all_reduce": (2, 1)}
 """
 TAKEN = 0.6
 """Interference of sending in passing, see `overlapped`."""
-ARRIVES = 12e-6
+ARRIVES = 8e-6
 """Seconds from the end of a tile until its owner has it, while all other programs send theirs."""
 PEERS = 4
 """With how many matmul_all_reduce's plain form would have to exchange a block at a time to be as fast as the curves."""
@@ -50,9 +50,11 @@ BESIDE = 0.86
 """Of the rate that links reach alone, what they reach while the other programs compute."""
 PUSHERS, STAGES, CHUNK = 8, 4, 512
 """Of all_gather_matmul's Gluon form, where none are given."""
+COPY = 5e-6
+"""Seconds that a copy by an engine takes beside its bytes, behind another one."""
 COPIES = (4, 1)
 """To a peer, of its copied forms where none are given: in plain Triton, and in Gluon."""
-PARCELS = (2, 2048, 32 << 20)
+PARCELS = (2, 2048, 16 << 20)
 """Copies that a part of the reduce-scatter goes in, in Gluon, from which K and which bytes on; else none."""
 SPLITS = (1, 2, 4)
 """Columns that it cuts a tile in."""
@@ -416,7 +418,7 @@ def _in_parcels(case: _Case, copies: int, part: float, tasks: int, gpu: Gpu) -> 
     return overlapped(
         tasks=tasks, task_seconds=one, comm_bytes=(case.size - 1) * part, comm_rate=rate, around=2 * own / copies,
         exposed=max(0.0, parcel / rate - own * (1 - 1 / copies)), memory_bytes=case.memory_bytes,
-        sync=gpu.barrier + 2 * gpu.signal, interference=0.0, gpu=gpu,
+        sync=gpu.barrier + 2 * gpu.signal + copies * COPY, interference=0.0, gpu=gpu,
     )  # fmt: skip
 
 

@@ -49,6 +49,8 @@ def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
 def test_the_fastest_of_all_that_was_measured_and_of_every_mode_ship():
     for record in (record for what in MODELS for record in tuned.records(what)):
         for case in record["cases"]:
+            if tuned.superseded(case["operator"], case["key"], case["measured"]):
+                continue
             (search,) = (s for s in tables.measured(case["operator"]) if s.key == {**case["key"], "gpu": H200.name})
             times = {Config(**row["settings"]): row["seconds"] for row in case["measured"]}
             assert [c.time for c in search.candidates][: tuned.MOST] == sorted(times.values())[: tuned.MOST]

@@ -69,7 +69,7 @@ def benchmarked(record: dict[str, Any]) -> list[dict[str, Any]]:
     """An entry for each case of the reduce-scatter's benchmark whose search is superseded."""
     named: dict[str, dict[str, Any]] = {"NCCL + cuBLAS": {"mode": "nccl"}}
     named |= matmul_reduce_scatter.PLAIN | matmul_reduce_scatter.GLUON
-    entries = []
+    entries: list[dict[str, Any]] = []
     for N in matmul_reduce_scatter.SIZES:
         key = {"M": N, "N": N, "K": N // record["ranks"], "dtype": "bf16", "size": record["ranks"]}
         if not superseded("matmul_reduce_scatter", key, []):
@@ -83,7 +83,8 @@ def benchmarked(record: dict[str, Any]) -> list[dict[str, Any]]:
             settings: dict[str, Any] = options | tiled
             times = {"seconds": row["ms"], "low": row["low"], "high": row["high"]}
             rows.append({"settings": settings, **{name: round(ms / 1e3, 9) for name, ms in times.items()}})
-        entries.append({"key": key, "measured": sorted(rows, key=lambda row: row["seconds"])})
+        rows.sort(key=lambda row: row["seconds"])
+        entries.append({"key": key, "measured": rows})
     return entries
 
 

@@ -102,16 +102,20 @@ def tuned(
     return dict(settings)
 
 
-UNFUSED_ROWS = {"matmul_all_reduce": 128, "all_gather_matmul": 1024}
-"""Rows up to which a product and its collective, left to choose, are not fused; all_gather_matmul with shard "columns".
-By benchmarks/results/*.json of 4 x H200: unfused takes 47, 51 and 64 us with an all-reduce of 1, 16 and 128 rows, 241
-of 1024, the fastest fused form 67, 67, 63 and 222; with an all-gather 51, 53, 56 and 231, they 52, 52, 60 and 255."""
+def unfused_rows(call: str, size: int) -> int:
+    """Rows up to which a product and its collective, left to choose, are not fused; all_gather_matmul with shard
+    "columns". By benchmarks/results/*.json of 4 x H200: unfused takes 47, 52 and 64 us with an all-reduce of 1, 16 and
+    128 rows, 244 of 1024, the fastest fused form 67, 68, 64 and 224; with an all-gather 51, 52, 56 and 222 us, they 52,
+    53, 60 and 246. On 2 with an all-reduce of 1024 rows 369 us, where the fastest fused form takes 393."""
+    if call == "all_gather_matmul" or size == 2:
+        return 1024
+    return 128
 
 
 def unfused(call: str, world: World, rows: int) -> bool:
     """Whether `call` takes mode "unfused" where the caller has left the choice open and nothing was tuned; never in the
     simulator, whose users are after the fused kernels. rows: alike on all ranks."""
-    return torch.device(world.torch_device).type == "cuda" and rows <= UNFUSED_ROWS[call]
+    return torch.device(world.torch_device).type == "cuda" and rows <= unfused_rows(call, world.size)
 
 
 def check_unfused(call: str, mode: str, given: Mapping[str, object], world: World) -> None:

@@ -253,7 +253,7 @@ def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
     hopper = SM_90.search(gpu) is not None and triton.__version__.startswith("3.6.")
     gluon = hopper and gluon_fits(what, key) and m > matmul.FEW_ROWS
     if what == "matmul_all_reduce":
-        if gpu != SIMULATED and M <= forms.UNFUSED_ROWS[what]:
+        if gpu != SIMULATED and M <= forms.unfused_rows(what, size):
             return Config(mode="unfused")
         if gluon:
             module = importlib.import_module("pkt.kernels._gluon_matmul_all_reduce")

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from pkt.errors import Unsupported
+from pkt.runtime.driver import CudaDriver
 from pkt.tune import RecordedTimer, _gate, timer_of
 from pkt.tune.autotune import autotune
 from pkt.tune.compiling import _Later, compile_all
@@ -168,6 +169,29 @@ def test_other_threads_launch_meanwhile(monkeypatch):
 
     compile_all([from_a_thread], 1, 0.0)
     assert launched == [False, True]
+
+
+def test_nothing_is_held_for_a_kernel_that_only_compiles(monkeypatch):
+    """Behind one that the reduce-scatter's copies wait for a stream would stand still for ever."""
+    queued = []
+    for name in ("copy", "hold"):
+        monkeypatch.setattr(CudaDriver, name, lambda self, *args, name=name: queued.append((name, args)))
+
+    def call():
+        driver = object.__new__(CudaDriver)
+        driver.hold(1 << 40, 7, 0)
+        driver.copy(1 << 40, 1 << 30, (1, 1, 4), (4, 4), (4, 4), 0)
+
+    def elsewhere():
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    compile_all([call], 1, 0.0)
+    assert queued == []
+    compile_all([elsewhere], 1, 0.0)
+    call()
+    assert [name for name, _ in queued] == ["hold", "copy"] * 2
 
 
 def test_each_rank_begins_elsewhere():

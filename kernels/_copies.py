@@ -9,7 +9,6 @@ know of each other's copies, the stream is joined first and they meet inside.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -112,13 +111,17 @@ def boxes(peer: int, target: torch.Tensor, source: torch.Tensor, itemsize: int) 
     return [Box(peer, planes, runs, run, *places)]
 
 
-def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """send(x): queue the copy of each box of `x`, this rank's, into its peer's `target`, on the current stream. The
-    addresses are worked out here: at each launch that would take as long as the driver does."""
+Send = Callable[[torch.Tensor, "int | None"], None]
+
+
+def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
+    """send(x, stream): queue the copy of each box of `x`, this rank's, into its peer's `target`, on a stream by its
+    handle, the current one where None. The addresses are worked out here: at each launch that would take as long as the
+    driver does."""
     copy = getattr(world.backend, "copy", None)
     if copy is None:
 
-        def simulate(x: torch.Tensor) -> None:
+        def simulate(x: torch.Tensor, stream: int | None) -> None:
             for box in what:
                 beside(copy_kernel, (1,), target, x, box, world.device, 1024)
 
@@ -134,17 +137,19 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Callable
         for box in what
     ]  # fmt: skip
 
-    def send(x: torch.Tensor) -> None:
+    def send(x: torch.Tensor, stream: int | None) -> None:
         of = x.data_ptr()
         for to, start, *how in moves:
-            copy(to, of + start, *how)
+            copy(to, of + start, *how, stream)
 
     return send
 
 
-def send(world: World, what: Sequence[Box], target: torch.Tensor, source: torch.Tensor) -> None:
-    """The same, of what is another tensor at each launch."""
-    sending(world, what, target)(source)
+def send(
+    world: World, what: Sequence[Box], target: torch.Tensor, source: torch.Tensor, stream: int | None = None
+) -> None:
+    """The same, into what is another tensor at each launch."""
+    sending(world, what, target)(source, stream)
 
 
 class Side:
@@ -162,14 +167,14 @@ class Side:
         return None if self.stream is None else torch.cuda.current_stream(self.stream.device).record_event()
 
     @contextlib.contextmanager
-    def behind(self, here: torch.cuda.Event | None = None) -> Iterator[None]:
-        """What is queued inside runs on this stream, behind what the current one has so far, or had `here`."""
+    def behind(self, here: torch.cuda.Event | None = None) -> Iterator[int | None]:
+        """This stream's handle: what is queued there inside runs behind what the current stream has so far, or had
+        `here`."""
         if self.stream is None:
-            yield
+            yield None
             return
         self.stream.wait_event(here or torch.cuda.current_stream(self.stream.device).record_event())
-        with torch.cuda.stream(self.stream):
-            yield
+        yield self.stream.cuda_stream
 
     def mark(self) -> torch.cuda.Event | None:
         """What this stream has so far, for `reach`."""
@@ -216,24 +221,24 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int) -> Ga
     shard, theirs, word, words = layout(m * k), layout(size, m * k)[rank], layout(1), layout(counters.numel())
     number, side = counters[-1:], Side(world)
 
-    def part(g: int, peer: int) -> tuple[Callable[[torch.Tensor], None], Callable[[], None]]:
+    def part(g: int, peer: int) -> tuple[Send, Send]:
         """What moves rows g * step, ... to `peer`, and what then says so there."""
         here, at = slice(g * step * k, (g + 1) * step * k), rank * groups + g
         move = sending(world, boxes(peer, theirs[here], shard[here], dtype.itemsize), inbox)
         if hasattr(world.backend, "copy"):
-            tell = sending(world, boxes(peer, words[at : at + 1], word, counters.element_size()), counters)
-            return move, functools.partial(tell, number.plain())
-        told = (counters[at:], number, peer, world.device)
-        return move, lambda: beside(tell_kernel, (1,), *told, num_warps=1)
+            return move, sending(world, boxes(peer, words[at : at + 1], word, counters.element_size()), counters)
+        return move, lambda this, stream: beside(
+            tell_kernel, (1,), counters[at:], number, peer, world.device, num_warps=1
+        )
 
-    parts = [part(g, (rank + d) % size) for g in range(groups) for d in range(1, size)]
+    parts, this = [part(g, (rank + d) % size) for g in range(groups) for d in range(1, size)], number.plain()
 
     def begin(x: torch.Tensor) -> Callable[[], None]:
         start(number, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
-        with side.behind():
+        with side.behind() as stream:
             for move, tell in parts:
-                move(x)
-                tell()
+                move(x, stream)
+                tell(this, stream)
             sent = side.mark()
         return lambda: side.reach(sent)
 
@@ -273,7 +278,7 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
     boxed, word, words = layout(*shape), layout(1), layout(counters.numel())
     number, side, hold = counters[count:], Side(world), world.backend.hold
 
-    def part(d: int, g: int) -> tuple[int, int, Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+    def part(d: int, g: int) -> tuple[int, int, Send, Send]:
         """Of parcel g for rank + d: its word of finished tiles, how many it has, what moves it, and what says so."""
         at, peer = (d - 1) * parcels + g, (rank + d) % size
         here = boxed[d - 1, g * parcel * tile : (g + 1) * parcel * tile]
@@ -282,18 +287,18 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
         move = sending(world, boxes(peer, here, here, dtype.itemsize), inbox)
         return finished, min(parcel, tiles - g * parcel), move, sending(world, told, counters)
 
-    parts = [part(d, g) for d in range(1, size) for g in range(parcels)]
+    parts, this = [part(d, g) for d in range(1, size) for g in range(parcels)], number.plain()
 
     def begin() -> Callable[[], None]:
         start(number, bar, count, world.device)  # before overwrite: every rank's launch before has ended
-        here, this = side.here(), number.plain()
+        here = side.here()
 
         def send() -> None:
-            with side.behind(here):
+            with side.behind(here) as stream:
                 for finished, wanted, move, tell in parts:
-                    hold(finished, wanted)
-                    move(outbox)
-                    tell(this)
+                    hold(finished, wanted, stream)
+                    move(outbox, stream)
+                    tell(this, stream)
                 sent = side.mark()
             side.reach(sent)
 
@@ -310,8 +315,8 @@ def exchange_launch(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> None:
         meet()  # before overwrite: every rank is done with what it had in `out`
-        with side.behind():
-            send(world, others, out, x)
+        with side.behind() as stream:
+            send(world, others, out, x, stream)
             sent = side.mark()
         send(world, own, out, x)
         side.reach(sent)

@@ -116,9 +116,9 @@ def scatter_launch(
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank has added what is in its inbox
         sent = []
-        with side.behind():
+        with side.behind() as stream:
             for boxes in moved:
-                _copies.send(world, boxes, inbox, x)
+                _copies.send(world, boxes, inbox, x, stream)
                 sent.append(side.mark())
         for g, mark in enumerate(sent):
             side.reach(mark)
@@ -170,20 +170,20 @@ def reduce_launch(
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank has added what is in its inbox, and is done with what it had in `out`
-        with side.behind():
-            _copies.send(world, out_of[0], inbox, x)
+        with side.behind() as stream:
+            _copies.send(world, out_of[0], inbox, x, stream)
             sent = side.mark()
         for g in range(count):
             here = sent
             if g + 1 < count:
-                with side.behind():
-                    _copies.send(world, out_of[g + 1], inbox, x)
+                with side.behind() as stream:
+                    _copies.send(world, out_of[g + 1], inbox, x, stream)
                     sent = side.mark()
             side.reach(here)
             end = min((g + 1) * together, tiles)
             start(x, out, inbox, bar, part, *places, min(g * together, end), end, world.device, op)
-            with side.behind():
-                _copies.send(world, into[g], out, out)
+            with side.behind() as stream:
+                _copies.send(world, into[g], out, out, stream)
         side.reach(side.mark())
         meet()  # publish: every rank's sums are there
         return out

@@ -156,14 +156,17 @@ class CudaBackend:
         driver.allow(address, size, self.device_index)
 
     def copy(
-        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int]
-    ) -> None:
-        """See Driver.copy: on the current stream, between addresses of any windows and of this GPU."""
-        self.driver.copy(target, source, shape, to, of, self.device_index)
+        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
+        stream: int | None = None,
+    ) -> None:  # fmt: skip
+        """See Driver.copy: between addresses of any windows and of this GPU; on the current stream where None."""
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device_index).cuda_stream
+        self.driver.copy(target, source, shape, to, of, stream)
 
-    def hold(self, address: int, value: int) -> None:
+    def hold(self, address: int, value: int, stream: int) -> None:
         """See Driver.hold."""
-        self.driver.hold(address, value, self.device_index)
+        self.driver.hold(address, value, stream)
 
     def allocated(self, block: Block) -> None:
         """Nothing to do: memory is mapped, and nobody checks accesses here."""

@@ -83,13 +83,13 @@ class Driver(Protocol):
 
     def copy(
         self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
-        device: int,
+        stream: int,
     ) -> None:  # fmt: skip
-        """Queue a copy by a copy engine on the current stream. shape: planes, runs in a plane, bytes in a run; to, of:
-        bytes from one run to the next, and from one plane to the next, which is a multiple, at target and source."""
+        """Queue a copy by a copy engine on a stream. shape: planes, runs in a plane, bytes in a run; to, of: bytes from
+        one run to the next, and from one plane to the next, which is a multiple, at target and source."""
 
-    def hold(self, address: int, value: int, device: int) -> None:
-        """The current stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
+    def hold(self, address: int, value: int, stream: int) -> None:
+        """The stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
 
     def synchronize(self, device: int) -> None: ...
     def write_words(self, address: int, words: list[int], device: int) -> None:
@@ -225,9 +225,8 @@ class CudaDriver:
 
     def copy(
         self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
-        device: int,
+        stream: int,
     ) -> None:  # fmt: skip
-        stream = torch.cuda.current_stream(device).cuda_stream
         planes, runs, nbytes = shape
         if planes * runs == 1:
             self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
@@ -244,9 +243,8 @@ class CudaDriver:
         box.WidthInBytes, box.Height, box.Depth = nbytes, runs, planes
         self._call("cuMemcpy3DAsync", box, stream)
 
-    def hold(self, address: int, value: int, device: int) -> None:
-        flags = int(self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        self._call("cuStreamWaitValue32", torch.cuda.current_stream(device).cuda_stream, address, value, flags)
+    def hold(self, address: int, value: int, stream: int) -> None:
+        self._call("cuStreamWaitValue32", stream, address, value, 0)  # 0: CU_STREAM_WAIT_VALUE_GEQ
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)

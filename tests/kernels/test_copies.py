@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -49,13 +50,43 @@ def test_every_element_goes_to_its_place(cut: Callable, copies: int) -> None:
         peer, like = (world.rank + 1) % world.size, _copies.layout(3, 4, 5, 6)
         moved = _copies.boxes(peer, cut(like), cut(like), 2)
         assert len(moved) == copies
-        _copies.send(world, moved, out, x)
+        _copies.send(world, moved, out, x, 1)
         world.barrier()
         cut(wide)[...] = cut(torch.arange(360).reshape(x.shape) + 1000 * ((world.rank - 1) % world.size))
         assert torch.equal(out.plain(), wide)
         assert world.backend.driver.calls["copy"] == copies
 
     assert open_worlds(3, main)[0] == [None] * 3
+
+
+SIDE = 77
+
+
+def on_two_streams(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, str, int]]]:
+    """`_copies.Side` with streams of CUDA's that only write down, by thread, which event is recorded and waited for."""
+    by_thread: dict[int, list[tuple[str, str, int]]] = defaultdict(list)
+
+    class Stream:
+        device = "cuda:0"
+
+        def __init__(self, name: str, handle: int) -> None:
+            self.name, self.cuda_stream = name, handle
+
+        def record_event(self) -> int:
+            written = by_thread[get_ident()]
+            written.append((self.name, "records", 1 + sum(what == "records" for _, what, _ in written)))
+            return written[-1][2]
+
+        def wait_event(self, event: int) -> None:
+            by_thread[get_ident()].append((self.name, "waits for", event))
+
+    current, side = Stream("current", 5), Stream("side", SIDE)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+    monkeypatch.setattr(_copies.Side, "__init__", lambda self, world: setattr(self, "stream", side))
+    return by_thread
+
+
+EDGES = [("current", "records", 1), ("side", "waits for", 1), ("side", "records", 2), ("current", "waits for", 2)]
 
 
 def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +100,8 @@ def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypa
 
         return start
 
-    one_stream = SimpleNamespace(mark=lambda: None, reach=lambda mark: None, behind=contextlib.nullcontext)
     monkeypatch.setattr(_copies, "cooperative_launch", begin)
-    monkeypatch.setattr(_copies, "Side", lambda world: one_stream)
+    events = on_two_streams(monkeypatch)
 
     def main(world: Any) -> None:
         m, k, step, copied = 5, 6, 2, []
@@ -82,7 +112,11 @@ def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypa
         for launch in (1, 2):
             x = torch.arange(m * k, dtype=torch.int16) + 1000 * world.rank + launch
             copied.clear()
-            send(x)()
+            events[get_ident()].clear()
+            join = send(x)
+            assert events[get_ident()] == EDGES[:-1]
+            join()
+            assert events[get_ident()] == EDGES
             world.barrier()
             for rank in range(world.size):
                 wanted = (torch.arange(m * k) + 1000 * rank + launch) * (rank != world.rank)
@@ -91,6 +125,7 @@ def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypa
             assert counters.tolist() == [*sent, launch]
             window, base = world.backend.stride, world.backend.base
             order = [(world.rank + (to - base) // window, shape[2]) for to, _, shape, *_ in copied]
+            assert {stream for *_, stream in copied} == {SIDE}
             peers = [(world.rank + d) % world.size for d in range(1, world.size)]
             assert order == [sent for rows in (2, 2, 1) for peer in peers for sent in ((peer, rows * k * 2), (peer, 4))]
             world.barrier()
@@ -111,11 +146,8 @@ def test_parcels_go_to_their_owners_when_their_tiles_are_finished(monkeypatch: p
 
         return start
 
-    one_stream = SimpleNamespace(
-        mark=lambda: None, reach=lambda mark: None, here=lambda: None, behind=lambda here: contextlib.nullcontext()
-    )
     monkeypatch.setattr(_copies, "cooperative_launch", begin)
-    monkeypatch.setattr(_copies, "Side", lambda world: one_stream)
+    events = on_two_streams(monkeypatch)
 
     def main(world: Any) -> None:
         size, rank, tiles, tile, parcel = world.size, world.rank, 5, 4, 2
@@ -130,17 +162,20 @@ def test_parcels_go_to_their_owners_when_their_tiles_are_finished(monkeypatch: p
         monkeypatch.setattr(
             driver,
             "hold",
-            lambda at, value, device: (
-                calls.append(("hold", (at - counters.data_ptr()) // 4, value)) or hold(at, value, device)
+            lambda at, value, stream: (
+                calls.append(("hold", (at - counters.data_ptr()) // 4, value)) or hold(at, value, stream)
             ),
         )
         count = (size - 1) * 3
         for launch in (1, 2):
+            events[get_ident()].clear()
             send = begun()
+            assert events[get_ident()] == EDGES[:1], "before the kernel that it goes on beside"
             outbox.copy_(torch.arange(outbox.numel()).reshape(outbox.shape) + 1000 * rank + launch)
             assert not counters[count + 1 :].any()
             counters[count + 1 :] = torch.tensor([2, 2, 1] * (size - 1))  # as the kernel counts
             send()
+            assert events[get_ident()] == EDGES
             world.barrier()
             theirs = torch.arange(outbox.numel()).reshape(outbox.shape)
             for d in range(1, size):

@@ -191,7 +191,7 @@ class FakeDriver:
 
     def copy(
         self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
-        device: int,
+        stream: int,
     ) -> None:  # fmt: skip
         self._count("copy")
         planes, runs, nbytes = shape
@@ -205,7 +205,7 @@ class FakeDriver:
                 begin = target + plane * to[1] + run * to[0]
                 ctypes.memmove(begin, source + plane * of[1] + run * of[0], nbytes)
 
-    def hold(self, address: int, value: int, device: int) -> None:
+    def hold(self, address: int, value: int, stream: int) -> None:
         """What is queued is done at once, so it must hold already."""
         self._count("hold")
         found = ctypes.c_int32.from_address(address).value

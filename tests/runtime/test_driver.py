@@ -1,7 +1,6 @@
 """CudaDriver against the real bindings' types, with every call recorded instead of made: no GPU, no driver needed."""
 
 import contextlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -185,19 +184,18 @@ def test_a_failure_names_rank_call_code_and_remedy(recorded):
     assert caught.value.code == 2
 
 
-def test_a_stream_is_held_until_a_word_is_as_great(recorded, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=50 + device))
-    CudaDriver(rank=1).hold(1 << 40, 7, 2)
-    assert recorded.calls.pop() == ("cuStreamWaitValue32", (52, 1 << 40, 7, 0))  # 0: greater or equal, cyclic
+def test_a_stream_is_held_until_a_word_is_as_great(recorded):
+    CudaDriver(rank=1).hold(1 << 40, 7, 52)
+    assert bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ == 0, "by the sign of the difference"
+    assert recorded.calls.pop() == ("cuStreamWaitValue32", (52, 1 << 40, 7, 0))
 
 
-def test_a_copy_is_one_call_on_the_current_stream(recorded, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=50 + device))
+def test_a_copy_is_one_call(recorded):
     driver = CudaDriver(rank=1)
-    driver.copy(1 << 40, 1 << 30, (1, 1, 3 << 30), (9, 9), (9, 9), 2)
+    driver.copy(1 << 40, 1 << 30, (1, 1, 3 << 30), (9, 9), (9, 9), 52)
     assert recorded.calls.pop() == ("cuMemcpyDtoDAsync", (1 << 40, 1 << 30, 3 << 30, 52))
     for planes, heights in ((1, (4, 4)), (3, (8, 5))):
-        driver.copy(1 << 40, 1 << 30, (planes, 4, 96), (128, 128 * 8), (100, 100 * 5), 2)
+        driver.copy(1 << 40, 1 << 30, (planes, 4, 96), (128, 128 * 8), (100, 100 * 5), 52)
         name, (box, stream) = recorded.calls.pop()
         assert (name, stream) == ("cuMemcpy3DAsync", 52)
         assert (int(box.dstDevice), box.dstPitch, box.dstHeight) == (1 << 40, 128, heights[0])

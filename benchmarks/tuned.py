@@ -38,8 +38,8 @@ def operator_table(operator: str) -> dict[str, Any]:
     """What pkt/tune/tables/<operator>.json is."""
     found = records(operator)
     entries = [
-        {"key": case["key"], "measured": fastest(case["measured"])}
-        for record in found
+        {"key": case["key"], "source": at, "measured": fastest(case["measured"])}
+        for at, record in enumerate(found)
         for case in record["cases"]
         if not superseded(operator, case["key"], case["measured"])
     ]
@@ -48,7 +48,9 @@ def operator_table(operator: str) -> dict[str, Any]:
             json.loads((RESULTS / f"{name}.json").read_text()) | {"benchmark": name}
             for name in (operator, f"{operator}_2")
         ]
-        found, entries = found + more, entries + [entry for record in more for entry in benchmarked(record)]
+        for at, record in enumerate(more, len(found)):
+            entries += [{"key": key, "source": at, "measured": rows} for key, rows in benchmarked(record)]
+        found += more
     return {
         "operator": operator,
         "gpu": found[0]["host"]["gpus"][0],
@@ -65,11 +67,11 @@ def superseded(operator: str, key: dict[str, Any], measured: list[dict[str, Any]
     return copied and not any("copies" in row["settings"] for row in measured)
 
 
-def benchmarked(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """An entry for each case of the reduce-scatter's benchmark whose search is superseded."""
+def benchmarked(record: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Key and measured candidates of each case of the reduce-scatter's benchmark whose search is superseded."""
     named: dict[str, dict[str, Any]] = {"NCCL + cuBLAS": {"mode": "nccl"}}
     named |= matmul_reduce_scatter.PLAIN | matmul_reduce_scatter.GLUON
-    entries: list[dict[str, Any]] = []
+    cases = []
     for N in matmul_reduce_scatter.SIZES:
         key = {"M": N, "N": N, "K": N // record["ranks"], "dtype": "bf16", "size": record["ranks"]}
         if not superseded("matmul_reduce_scatter", key, []):
@@ -83,9 +85,8 @@ def benchmarked(record: dict[str, Any]) -> list[dict[str, Any]]:
             settings: dict[str, Any] = options | tiled
             times = {"seconds": row["ms"], "low": row["low"], "high": row["high"]}
             rows.append({"settings": settings, **{name: round(ms / 1e3, 9) for name, ms in times.items()}})
-        rows.sort(key=lambda row: row["seconds"])
-        entries.append({"key": key, "measured": rows})
-    return entries
+        cases.append((key, sorted(rows, key=lambda row: float(row["seconds"]))))
+    return cases
 
 
 def fastest(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 What moves is a box, runs of elements at even distances on both sides, so that a part of a tensor goes straight to its
 place. A rank's copies go on one stream of their own, one after the other and to the next peer each time: one engine
 fills the links, and ranks that begin together send to different peers throughout. Where kernels of several ranks must
-know of each other's copies, the stream is joined first and they meet inside.
+know of each other's copies, the stream is joined first and they meet inside; or, while they run, an engine says so
+behind its copy, and a kernel counts what it has finished (`gathering`, `scattering`).
 """
 
 from __future__ import annotations

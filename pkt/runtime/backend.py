@@ -73,9 +73,9 @@ class Journal(Protocol):
 class Backend(Protocol):
     """One rank's side of the machine.
 
-    Four members are optional: `journal`, a Journal; `abandon(why)`, called before close() when an error ends the
+    Five members are optional: `journal`, a Journal; `abandon(why)`, called before close() when an error ends the
     world; `timed(run)`, collective, of a backend whose clock is a model: what `run()` returns, and its seconds; and
-    `copy(...)`, of a backend with copy engines, see `pkt.runtime.driver.Driver.copy`.
+    `copy(...)` and `hold(...)`, of a backend with copy engines, see `pkt.runtime.driver.Driver`.
     """
 
     rank: int

@@ -265,6 +265,6 @@ def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
         return Config(mode="gluon", tiles=importlib.import_module("pkt.kernels._gluon").TILES)
     if not gluon:
         return Config(mode="push", num_comm_sms=16, chunk=1024, tiles=matmul.default_tiles(m, dtype, K, N))
-    module = importlib.import_module("pkt.kernels._gluon_all_gather_matmul")
+    module = importlib.import_module("pkt.kernels._push_plan")
     tiles = importlib.import_module("pkt.kernels._gluon").TILES
     return Config(mode="gluon", **module.push_plan(m, N, K, size, tiles, H200.sms)._asdict(), tiles=tiles)

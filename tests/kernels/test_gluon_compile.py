@@ -21,8 +21,8 @@ from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as inbox  # noqa: E402
 from pkt.kernels._gluon import SHARED, TILES  # noqa: E402
-from pkt.kernels._gluon_all_gather_matmul import PushPlan, push_plan  # noqa: E402
 from pkt.kernels._matmul import Tiles  # noqa: E402
+from pkt.kernels._push_plan import PushPlan, push_plan  # noqa: E402
 from pkt.kernels.all_gather_matmul import all_gather_matmul  # noqa: E402
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce  # noqa: E402
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter  # noqa: E402

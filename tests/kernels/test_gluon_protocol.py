@@ -13,6 +13,7 @@ gluon = pytest.importorskip("pkt.kernels._gluon")
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as scatter  # noqa: E402
+from pkt.kernels._push_plan import SPLITS  # noqa: E402
 
 BM, BN, BK = 8, 8, 4  # (BN // 2) * BM = BK * BN: half a tile fits where a step of B was
 
@@ -272,7 +273,7 @@ def test_fewer_tiles_than_programs():
             run_push(2, 5, 7, 6, 5, seed, num_comm=1 + seed, split=split)
 
 
-@pytest.mark.parametrize("split", push.SPLITS)
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("programs", [1, 2, 5, 8])
 def test_every_tile_and_every_part_once(programs, split):
     """Whoever pushes, however many rounds without them, however many tiles; and those who push are left out of as many

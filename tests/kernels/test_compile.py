@@ -325,17 +325,20 @@ def test_tiles_that_are_measured(name: str, tiles: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("tiles", [WIDE, SQUARE], ids=str)
 def test_what_runs_beside_copy_engines(tiles: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A barrier, signals, and a product that only waits: `compile_only` raises LostSync where one is gone."""
+    """A barrier, and a product that only waits: `compile_only` raises LostSync where one is gone. What stands for the
+    engines in the simulator, a copy and what then says so, is never compiled."""
 
     def call(world: Any) -> None:
         a, b = tensor(1024, 4096, dtype=torch.bfloat16), tensor(4096, 1024, dtype=torch.bfloat16)
         all_gather_matmul(a, b, mode="copy", tiles=tiles)
 
-    launches = [x for x in all_launched(call, 4, False, monkeypatch) if x.kernel.__name__ != "copy_kernel"]
-    assert [x.kernel.__name__ for x in launches] == ["meet_kernel", *["tell_kernel"] * 12, "push_kernel"]
-    kernels = [compile_only(x.kernel, *x.args, **x.options) for x in (launches[0], launches[1], launches[-1])]
+    launches = all_launched(call, 4, False, monkeypatch)
+    assert [x.kernel.__name__ for x in launches] == [
+        "begin_kernel", *["copy_kernel", "tell_kernel"] * 12, "push_kernel",
+    ]  # fmt: skip
+    kernels = [compile_only(x.kernel, *x.args, **x.options) for x in (launches[0], launches[-1])]
     found = [count_markers(kernel.asm["ptx"]) for kernel in kernels]
-    assert [(markers["wait"] > 0, markers["signal"] > 0) for markers in found] == [(1, 1), (0, 1), (1, 0)]
+    assert [(markers["wait"] > 0, markers["signal"] > 0) for markers in found] == [(1, 1), (1, 0)]
     usage = resources(kernels[-1], tmp_path)
     assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
     assert kernels[-1].metadata.shared <= SHARED_LIMIT

@@ -463,6 +463,7 @@ def push_launch(
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs, copied = _common.num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
+    # Pushed: as many as the programs compute at a time.
     together = num_m if copied else triton.cdiv(programs, num_n * max(size - 1, 1))
     push_rows = min(plan.push_rows or together, num_m)
     columns = triton.cdiv(K, tiles.block_k) * tiles.block_k

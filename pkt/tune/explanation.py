@@ -262,7 +262,9 @@ def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
     if what == "matmul_reduce_scatter":
         if not gluon:
             return Config(mode="add", tiles=matmul.default_tiles(m, dtype, N))
-        return Config(mode="gluon", tiles=importlib.import_module("pkt.kernels._gluon").TILES)
+        module = importlib.import_module("pkt.kernels._gluon_matmul_reduce_scatter")
+        copies = module.copies_of(m, N, K, size)
+        return Config(mode="gluon", **({"copies": copies} if copies else {}), tiles=module.TILES)
     if not gluon:
         return Config(mode="push", num_comm_sms=16, chunk=1024, tiles=matmul.default_tiles(m, dtype, K, N))
     module = importlib.import_module("pkt.kernels._push_plan")

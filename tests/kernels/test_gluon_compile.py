@@ -472,6 +472,23 @@ def test_operators_choose_it(operators, tmp_path, call, name, shape, size):
     assert_fits(kernel, grid, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"mode": "gluon", "copies": -1}, "copies"),
+        ({"mode": "gluon", "copies": 2, "lag": 3}, "lag"),
+        ({"mode": "gluon", "lag": 0}, "lag"),
+        ({"mode": "add", "copies": 2}, "copies"),
+        ({"copies": 2}, "copies"),
+    ],
+)
+def test_copies_that_do_not_fit_are_refused(operators, options, name):
+    world = operators()
+    with pytest.raises(ShapeError, match=f"{name}: found"):
+        scatter_call(world, 512, 512, 512, **options)
+    assert not world.kernels
+
+
 def test_every_plan_that_is_chosen():
     """Copied where the product takes longer. Those that push are left out of the rounds that pushing takes. What is
     left after the last whole round is cut in two, if then it is less than a round, unless the links are the limit."""

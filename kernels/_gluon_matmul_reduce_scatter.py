@@ -257,7 +257,7 @@ def _stored(world: World, m: int, N: int, dtype: torch.dtype, count: int, tiles:
         inbox = empty(2 * counters * tiles.block_m, tiles.block_n, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
         return inbox, signals(counters, name=f"{CALL}.gluon.ready", world=world)
 
-    counted = (m, N, dtype, _common.num_programs(world, size * count), tiles[:2], tiles.group)
+    counted = (m, N, dtype, _common.num_programs(world, size * count), tiles[:2])
     inbox, ready = world.workspace((CALL, "gluon", *counted), make)
     targets = [inbox.peer((world.rank + d) % size) for d in range(1, size)]
     if leave_out:  # counters of its own, which fall behind

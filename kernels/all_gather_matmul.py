@@ -276,12 +276,11 @@ def all_gather_matmul(
     erf, as torch's by default) or "silu", of the sum and the bias. All in fp32, rounded once. Returns `out`,
     complete; `a` may be overwritten at once.
 
-    mode: see the module; "gluon" takes bf16 or fp16, shard
-    "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6; "copy" takes shard
-    "rows" of rows of whole runs of 16 bytes; "unfused" and "nccl" are pkt's or, through torch.distributed, NCCL's
-    all-gather, and cuBLAS, and take nothing of what follows. None, with nothing below given: "gluon" where that can
-    run and m is more than 64 (its tiles have 128 rows), with shard "columns" on GPUs "unfused" up to 1024 rows; else
-    "push". The rest is the same on every rank, and follows from mode and shapes where None:
+    mode: see the module; "gluon" takes bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90,
+    Triton 3.6; "copy" takes shard "rows" of rows of whole runs of 16 bytes; "unfused" and "nccl" are pkt's or, through
+    torch.distributed, NCCL's all-gather, and cuBLAS, and take nothing of what follows. None, with nothing below given:
+    "gluon" where that can run and m is more than 64 (its tiles have 128 rows), with shard "columns" on GPUs "unfused"
+    up to 1024 rows; else "push". The rest is the same on every rank, and follows from mode and shapes where None:
 
     num_comm_sms: programs that push. "push": from 1 to all but one of the grid, 16 if None; "gluon": which push before
         they compute, 0 for copy engines in their stead; if None 0 where copying takes no longer than the product, and

@@ -259,7 +259,7 @@ def _plan(
         from ._gluon_matmul_reduce_scatter import settings
 
         mode = "gluon"
-        k = max(world.all_gather_object(a.shape[1]))
+        k = max(world.all_gather_object(a.shape[1]))  # ranks may differ in it, but not in who copies
         chosen, lag, copies = settings(m, N, k, world, chosen, lag, copies)
     else:
         mode, chosen = mode or "add", chosen or default_tiles(m, dtype, N)

@@ -24,7 +24,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 PUSHERS = (8, 12)
 """Programs that push in the Gluon form, of which eight fill the links. The searches of commit 82b752bffbc4 had 24 too,
 and tiles of 128 columns: these were nowhere faster by half a percent."""
-COPIES = (2, 3, 4)
+SHARD_COPIES = (2, 3, 4)
 """That a shard goes to each peer in, in the Gluon form, if not in one."""
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 PLAIN_TILES = ((128, 256, 64, 3), (128, 128, 64, 4))
@@ -33,7 +33,7 @@ ACCUMULATORS = 128
 """fp32 accumulators of a thread; with more of them the operands spill."""
 LAGS = (0.25, 0.5, 1, 2, 4)
 """Rounds of all programs that a rank's own tiles are behind the others' in the Gluon forms that reduce."""
-PARCELS = (1, 2, 4)
+PART_COPIES = (1, 2, 4)
 """Copies that a part goes in, in the Gluon form of the reduce-scatter."""
 BARRIERS = 512
 """Bytes of shared memory beside a ring of operands, at most."""
@@ -78,7 +78,7 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
         for tile in (t for t in _gluon_tiles(gpu, groups=(8,), most=True) if t[1] == 256):
             rows = math.ceil(m / tile[0])
             tasks = key["size"] * rows * math.ceil(N / tile[1])
-            copies = sorted({0, *(math.ceil(rows / n) for n in COPIES)})
+            copies = sorted({0, *(math.ceil(rows / n) for n in SHARD_COPIES)})
             for split in SPLITS:
                 wholes = _rounds(tasks // gpu.sms, split)
                 found += space(
@@ -120,7 +120,7 @@ def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluo
     if gluon:
         tiles = _gluon_tiles(gpu, groups=(4, 8, 16))
         found += space(mode="gluon", lag=_lags(key, gpu), tiles=tiles)
-        found += space(mode="gluon", copies=PARCELS, tiles=[t for t in tiles if t[1] == 256])
+        found += space(mode="gluon", copies=PART_COPIES, tiles=[t for t in tiles if t[1] == 256])
     return found
 
 

@@ -59,6 +59,21 @@ def test_every_element_goes_to_its_place(cut: Callable, copies: int) -> None:
     assert open_worlds(3, main)[0] == [None] * 3
 
 
+def test_a_launch_is_counted_and_what_it_counts_begins_at_zero() -> None:
+    """By the kernel that all ranks come to first: not before all of them are there."""
+
+    def main(world: Any) -> None:
+        counters, bar = pkt.signals(6), pkt.signals(2)
+        for launch in (1, 2, 3):
+            counters[0], counters[2:] = 9, 7
+            world.barrier()
+            _copies.begin_kernel[(1,)](counters[1:], bar, 3, world.device)
+            assert counters.tolist() == [9, launch, 0, 0, 0, 7]
+
+    for seed in range(4):
+        on_ranks(3, main, seed=seed)
+
+
 SIDE = 77
 
 

@@ -85,7 +85,8 @@ def launched(monkeypatch):
     def gathering(world, m, k, dtype, step):
         inbox, counters = Symmetric(world.size, m, k, dtype=dtype), Symmetric(4, dtype=torch.int32)
         world.begun = []
-        return _copies.Gathering(inbox, counters, lambda x: world.begun.append(step) or (lambda: world.begun.append(0)))
+        join = lambda: world.begun.append(len(kernels))  # noqa: E731
+        return _copies.Gathering(inbox, counters, lambda x: world.begun.append((step, len(kernels))) or join)
 
     def scattering(world, tiles, tile, dtype, parcel):
         inbox, counters = Symmetric(world.size - 1, tiles * tile, dtype=dtype), Symmetric(4, dtype=torch.int32)
@@ -201,7 +202,7 @@ def test_copied_fits(launched, tmp_path, split):
     plan = push_plan(1000, 1024, 4096, 4, TILES, 132, num_comm_sms=0, split=split)
     kernel, grid, _ = product(world, 1000, 1024, 4096, plan=plan)
     assert_fits(kernel, grid, tmp_path)
-    assert world.begun == [8 * 128, 0]
+    assert world.begun == [(8 * 128, 0), 1]
     assert count_markers(kernel.asm["ptx"]) == {"wait": split, "signal": 0}
     assert not re.search(r"(?:atom|red)\.global", kernel.asm["ptx"])
     assert not re.search(r"UTMASTG\.2D", tool("cuobjdump", kernel, tmp_path, "--dump-sass"))
@@ -487,6 +488,15 @@ def test_copies_that_do_not_fit_are_refused(operators, options, name):
     with pytest.raises(ShapeError, match=f"{name}: found"):
         scatter_call(world, 512, 512, 512, **options)
     assert not world.kernels
+
+
+@pytest.mark.parametrize("longest", [1024, 2048])
+def test_all_ranks_copy_where_one_s_k_is_long_enough(operators, longest):
+    """One that stored where the others copy would wait for ever."""
+    world = operators()
+    world.all_gather_object = lambda value: [value, longest if isinstance(value, int) else value]
+    scatter_call(world, 2048, 4096, 1024)
+    assert world.kernels[-1][2]["COPIED"] == (longest == 2048)
 
 
 def test_every_plan_that_is_chosen():

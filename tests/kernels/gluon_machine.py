@@ -185,9 +185,11 @@ class Machine:
         self.warps: list[Warps] = []
         self.asynchronous: list[Callable[[], None]] = []
         self.writes: list[Callable[[], None]] = []  # of stores that have read what they write
+        self.copies: list[Callable[[], None]] = []  # by copy engines
         self.hub = getcurrent()
         self.slowness = self.random.choice((0.3, 0.8, 0.99))  # of what is asynchronous
         self.late = self.random.random() < 0.5  # whether writes come after all else
+        self.last = self.random.random() < 0.5  # whether copies do
 
     # ---------------------------------------------------------------------------------------------- scheduling
     def here(self) -> Warps:
@@ -217,6 +219,8 @@ class Machine:
                         self.start(rank, program, lambda body=body, program=program: body(program))
             able = [w for w in self.warps if w.ready is None or w.ready()]
             operations = self.asynchronous or self.writes if self.late else self.asynchronous + self.writes
+            if not self.last or not (able or operations):
+                operations = operations + self.copies
             if not able and not operations:
                 if not self.warps:
                     return
@@ -230,8 +234,16 @@ class Machine:
                     self.warps.remove(warps)
             else:
                 operation = self.random.choice(operations)
-                (self.asynchronous if operation in self.asynchronous else self.writes).remove(operation)
+                for queue in (self.asynchronous, self.writes, self.copies):
+                    if operation in queue:
+                        queue.remove(operation)
                 operation()
+
+    def copied(self, copy: Callable[[], None]) -> None:
+        """At a time of its own; goes on behind it."""
+        done: list[bool] = []
+        self.copies.append(lambda: done.append(copy() is None))
+        self.until(lambda: bool(done))
 
     # ------------------------------------------------------------------------------------------- the other meanings
     def meanings(self) -> dict[str, Any]:

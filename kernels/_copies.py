@@ -37,10 +37,9 @@ def meet_kernel(bar_ptr, world):
 
 @triton.jit(do_not_specialize=["zeros"])
 def begin_kernel(number_ptr, bar_ptr, zeros, world):
-    """All ranks have come to a launch whose copies are announced, or this one, where `bar_ptr` is None: to the one of
-    this number, counted here. `zeros`: words behind it that count from zero in each launch."""
-    if bar_ptr is not None:
-        pl.barrier(bar_ptr, world)
+    """All ranks have come to a launch whose copies are announced: to the one of this number, counted here. `zeros`:
+    words behind it that count from zero in each launch."""
+    pl.barrier(bar_ptr, world)
     tl.store(number_ptr, tl.load(number_ptr) + 1)
     for i in range(zeros):
         tl.store(number_ptr + 1 + i, 0)
@@ -247,68 +246,6 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int) -> Ga
     return Gathering(inbox, counters, begin)
 
 
-class Parcel(NamedTuple):
-    """What goes when its tiles are finished."""
-
-    finished: int  # the word of `counters` in which the kernel counts them
-    tiles: int
-    send: Callable[[int | None], None]  # queues the copies on a stream
-
-
-def parcel(
-    world: World, counters: SymmetricTensor, number: int, finished: int, tiles: int, source: torch.Tensor,
-    target: SymmetricTensor, what: Sequence[Sequence[Box]], told: Sequence[int],
-) -> Parcel:  # fmt: skip
-    """`what`: the boxes for each peer, of `source` and in its `target`. told: for each the word of its `counters` that
-    is the number of the launch, which stands in word `number`, when they are there; or none."""
-    word, words, this = layout(1), layout(counters.numel()), counters[number:].plain()
-    queue: list[tuple[Send, torch.Tensor]] = []
-    for part, at in zip(what, told or [-1] * len(what)):
-        queue.append((sending(world, part, target), source))
-        if told:
-            behind = boxes(part[0].peer, words[at : at + 1], word, counters.element_size())
-            queue.append((sending(world, behind, counters), this))
-
-    def send(stream: int | None) -> None:
-        for move, of in queue:
-            move(of, stream)
-
-    return Parcel(finished, tiles, send)
-
-
-def dispatching(
-    world: World, counters: SymmetricTensor, number: int, parcels: Sequence[Parcel], together: bool = False
-) -> Callable[[], Callable[[], None]]:
-    """begin(): the launch has its number, in word `number` of `counters`, and those behind it count from zero; and, if
-    `together`, all ranks have come here. Returns send(), to call when the kernel is queued that counts: each of the
-    parcels in turn, as soon as its tiles are finished, goes on a stream beside the current one, which goes on when all
-    have gone.
-
-    The waits are queued behind the kernel that they wait for, because streams may share a queue of the GPU's. On GPUs
-    only. Collective.
-    """
-    start = cooperative_launch(world, begin_kernel, (1,), num_warps=1)
-    bar = _common.barrier_counters(world) if together else None
-    this, zeros, side, hold = counters[number:], counters.numel() - number - 1, Side(world), world.backend.hold
-    words = [counters.data_ptr() + part.finished * counters.element_size() for part in parcels]
-
-    def begin() -> Callable[[], None]:
-        start(this, bar, zeros, world.device)
-        here = side.here()
-
-        def send() -> None:
-            with side.behind(here) as stream:
-                for word, part in zip(words, parcels):
-                    hold(word, part.tiles, stream)
-                    part.send(stream)
-                sent = side.mark()
-            side.reach(sent)
-
-        return send
-
-    return begin
-
-
 class Scattering(NamedTuple):
     """What `scattering` sends, and what a kernel that fills and waits for it needs."""
 
@@ -320,31 +257,55 @@ class Scattering(NamedTuple):
     begin: Callable[[], Callable[[], None]]
 
 
-def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, together: int) -> Scattering:
-    """begin(), as `dispatching` has it, of all parcels of `together` tiles of the outbox into their owners' inboxes, in
-    the order in which they are finished: all of rank + 1's, all of rank + 2's, ...
+def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: int) -> Scattering:
+    """begin(): all ranks have come here. Returns send(), to call when the kernel is queued that fills the outbox: each
+    parcel of `parcel` tiles, as soon as all of them are finished, into its owner's inbox, on a stream beside the
+    current one, in the order in which they are finished: all of rank + 1's, all of rank + 2's, ... The current stream
+    goes on when all have gone.
 
-    tile: elements of one. The owner's kernel waits for the number of this launch, as in `gathering`.
+    tile: elements of one. The owner's kernel waits for the number of this launch, as in `gathering`. The waits are
+    queued behind the kernel that they wait for, because streams may share a queue of the GPU's. On GPUs only.
+    Collective.
     """
-    rank, size, parcels = world.rank, world.size, triton.cdiv(tiles, together)
+    rank, size, parcels = world.rank, world.size, triton.cdiv(tiles, parcel)
     count, shape = (size - 1) * parcels, (size - 1, tiles * tile)
 
     def make() -> tuple[SymmetricTensor, torch.Tensor, SymmetricTensor]:
         inbox = empty(*shape, dtype=dtype, name="kernels.scattered", world=world)
         return inbox, torch.empty_like(inbox.plain()), signals(2 * count + 1, name="kernels.scatterings", world=world)
 
-    inbox, outbox, counters = world.workspace(("pkt.kernels", "scattered", tiles, tile, dtype, together), make)
-    boxed = layout(*shape)
+    inbox, outbox, counters = world.workspace(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
+    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), _common.barrier_counters(world)
+    boxed, word, words = layout(*shape), layout(1), layout(counters.numel())
+    number, side, hold = counters[count:], Side(world), world.backend.hold
 
-    def part(d: int, g: int) -> Parcel:
-        at, here = (d - 1) * parcels + g, boxed[d - 1, g * together * tile : (g + 1) * together * tile]
-        what = [boxes((rank + d) % size, here, here, dtype.itemsize)]
-        finished = min(together, tiles - g * together)
-        return parcel(world, counters, count, count + 1 + at, finished, outbox, inbox, what, [at])
+    def part(d: int, g: int) -> tuple[int, int, Send, Send]:
+        """Of parcel g for rank + d: its word of finished tiles, how many it has, what moves it, and what says so."""
+        at, peer = (d - 1) * parcels + g, (rank + d) % size
+        here = boxed[d - 1, g * parcel * tile : (g + 1) * parcel * tile]
+        told = boxes(peer, words[at : at + 1], word, counters.element_size())
+        finished = counters.data_ptr() + (count + 1 + at) * counters.element_size()
+        move = sending(world, boxes(peer, here, here, dtype.itemsize), inbox)
+        return finished, min(parcel, tiles - g * parcel), move, sending(world, told, counters)
 
-    parts = [part(d, g) for d in range(1, size) for g in range(parcels)]
-    # Together: before overwrite, every rank's launch before has ended.
-    return Scattering(inbox, outbox, counters, dispatching(world, counters, count, parts, together=True))
+    parts, this = [part(d, g) for d in range(1, size) for g in range(parcels)], number.plain()
+
+    def begin() -> Callable[[], None]:
+        start(number, bar, count, world.device)  # before overwrite: every rank's launch before has ended
+        here = side.here()
+
+        def send() -> None:
+            with side.behind(here) as stream:
+                for finished, wanted, move, tell in parts:
+                    hold(finished, wanted, stream)
+                    move(outbox, stream)
+                    tell(this, stream)
+                sent = side.mark()
+            side.reach(sent)
+
+        return send
+
+    return Scattering(inbox, outbox, counters, begin)
 
 
 def exchange_launch(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor], None]:

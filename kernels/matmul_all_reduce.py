@@ -156,7 +156,6 @@ def matmul_all_reduce(
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
     lag: int | None = None,
-    copies: int | None = None,
     workspace: Workspace | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -180,8 +179,6 @@ def matmul_all_reduce(
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "gluon": (128,
         256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
     lag: "gluon" only: tiles of every other rank that each computes before the first of its own, at least 1.
-    copies: "gluon" only: copies by the copy engines that a rank's finished tiles go in to each peer, but for those of
-        the last GROUP row blocks, where the ranks can divide the columns of tiles; 0: the kernel stores them all.
 
     workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
 
@@ -189,14 +186,13 @@ def matmul_all_reduce(
     """
     world = _common.world_of(CALL, world, a, b, out, workspace)
     return _common.planned(
-        CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, lag, copies), workspace=workspace
+        CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, lag), workspace=workspace
     )
 
 
 def _plan(
     world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
     epilogue: Epilogue, mode: Mode | None, num_comm_sms: int | None, tiles: Sequence[int] | None, lag: int | None,
-    copies: int | None,
 ) -> _common.Launch:  # fmt: skip
     """Checks, and the form and its settings."""
     if mode is not None:
@@ -207,20 +203,18 @@ def _plan(
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
     if out is not None:
         _common.check_tensor(CALL, "out", out, world, shape=(M, N), dtype=dtype, peers=in_place)
-    names = ("mode", "num_comm_sms", "tiles", "lag", "copies")
-    left = all(value is None for value in (mode, num_comm_sms, tiles, lag, copies))
+    left = mode is None and num_comm_sms is None and tiles is None and lag is None
     if left:
         key = {"M": M, "N": N, "K": a.shape[1]}
         found = _forms.tuned(CALL, world, key, dtype, M, N, by="MN")  # ranks may differ in k
-        mode, num_comm_sms, tiles, lag, copies = (found.get(name) for name in names)
+        mode, num_comm_sms, tiles, lag = (found.get(name) for name in ("mode", "num_comm_sms", "tiles", "lag"))
         left = not found
         if left and _forms.unfused(CALL, world, M):
             mode = "unfused"
     chosen = check_tiles(CALL, tiles, world)
-    refused = {"num_comm_sms": num_comm_sms} if mode == "gluon" else {"lag": lag, "copies": copies}
-    for name, value in refused.items():
-        if value is not None:
-            raise ShapeError.argument(CALL, name, value, f'none with mode "{mode or "lcsc"}"', world.rank)
+    refused = ("num_comm_sms", num_comm_sms) if mode == "gluon" else ("lag", lag)
+    if refused[1] is not None:
+        raise ShapeError.argument(CALL, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
     tuned: dict[str, Any] = {}
     if mode in _unfused.MODES:
         given = {"num_comm_sms": num_comm_sms, "tiles": chosen}
@@ -229,7 +223,7 @@ def _plan(
         from ._gluon_matmul_all_reduce import settings
 
         mode = "gluon"
-        chosen, tuned["lag"], tuned["copies"] = settings(M, N, world, chosen, lag, copies)
+        chosen, tuned["lag"] = settings(M, N, world, chosen, lag)
     else:
         mode, chosen = "lcsc", chosen or default_tiles(M, dtype, N)
         tuned["num_comm_sms"] = 16 if num_comm_sms is None else num_comm_sms
@@ -248,7 +242,7 @@ def _plan(
     if chosen is None:
         launch = _unfused.matmul_all_reduce(world, mode, M, N, dtype, in_place, epilogue)
     elif mode == "gluon":
-        launch = _gluon_launch(world, a, b, result, in_place, chosen, tuned["lag"], tuned["copies"], epilogue)
+        launch = _gluon_launch(world, a, b, result, in_place, chosen, tuned["lag"], epilogue)
     else:
         launch = _lcsc_launch(world, a, b, result, in_place, tuned["num_comm_sms"], chosen, epilogue)
 
@@ -263,7 +257,7 @@ def _plan(
 
 def _gluon_launch(
     world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, in_place: bool, tiles: Tiles, lag: int,
-    copies: int, epilogue: Epilogue,
+    epilogue: Epilogue,
 ) -> _common.Launch:  # fmt: skip
     from ._gluon_matmul_all_reduce import two_shot_launch
 
@@ -274,7 +268,7 @@ def _gluon_launch(
         result = world.workspace((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
 
     def make(a: torch.Tensor, b: torch.Tensor, _: None) -> _common.Launch:
-        two_shot = two_shot_launch(world, a, b, result, tiles, lag, copies, epilogue)
+        two_shot = two_shot_launch(world, a, b, result, tiles, lag, epilogue)
 
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             found = two_shot(a, b, bias)

@@ -2,11 +2,9 @@
 
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from triton import cdiv
 
 from .gluon_machine import Descriptor, Machine, Pointer, Stuck, Vector, as_python
@@ -15,10 +13,8 @@ gluon = pytest.importorskip("pkt.kernels._gluon")
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as scatter  # noqa: E402
-from pkt.kernels._matmul import Tiles  # noqa: E402
 from pkt.kernels._push_plan import SPLITS  # noqa: E402
 
-GROUP = 2
 BM, BN, BK = 8, 8, 4  # (BN // 2) * BM = BK * BN: half a tile fits where a step of B was
 
 
@@ -203,9 +199,7 @@ def run_parcels(size, m, N, K, *args, **options):
     run_inbox(size, m, N, K, *args, copies=2, **options)
 
 
-def run_two_shot(
-    size, M, N, K, programs, seed, launches=3, broken=None, lag=1, transposed=False, finish=False, copies=0
-):
+def run_two_shot(size, M, N, K, programs, seed, launches=3, broken=None, lag=1, transposed=False, finish=False):
     """Each rank has one output for all launches: what is in it when the next launch begins there is looked at."""
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, two_shot], machine)
@@ -215,29 +209,25 @@ def run_two_shot(
     part, count = (BM, BN // 2), cdiv(cdiv(M, BM) * cdiv(N, BN), size)
     inbox = [np.full(((size - 1) * count * BM, BN), np.nan, np.float32) for _ in range(size)]
     outs = [np.full((M, N), np.nan, np.float32) for _ in range(size)]
-    done = (size - 1) * count
-    counters = [np.zeros(done + 1 + (size + copies if copies else 0), np.int64) for _ in range(size)]
-    ways = [copied_of(rank, size, M, N, done, copies) for rank in range(size)]
+    counters = [np.zeros((size - 1) * count + 1, np.int64) for _ in range(size)]
     a = [[integers(rng, M, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
     found: list[list[np.ndarray]] = [[] for _ in range(size)]
-    options = {"STAGES": 3, "GROUP": GROUP, "HALF": None, "REGISTERS": 72, "TRANSPOSED": transposed, "num_warps": 8}
-    options |= {"EPILOGUE": "relu" if finish else "none", "COPIED": copies > 0}
+    options = {"STAGES": 3, "GROUP": 2, "HALF": None, "REGISTERS": 72, "TRANSPOSED": transposed, "num_warps": 8}
+    options["EPILOGUE"] = "relu" if finish else "none"
 
     def launch(rank, e):
         boxes, results = ([Descriptor(x[(rank + d) % size], *part) for d in range(size)] for x in (inbox, outs))
-        unused, (copied, parcel, parcels) = [None] * (8 - size), ways[rank]
+        unused = [None] * (8 - size)
         arguments = (
             Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), boxes[0], results[0],
             *boxes[1:], *unused, *results[1:], *unused, Pointer(counters, rank), bias(N, finish), M, N, K,
-            min(lag, count), copied, parcel, SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
+            min(lag, count), SimpleNamespace(rank=rank, size=size, launch=e + 1), BM, BN, BK,
         )  # fmt: skip
 
         def body(program):
             if len(found[rank]) < e:
                 found[rank].append(outs[rank].copy())
-            if copies:
-                begin_finished(machine, rank, e, program, parcels, outs, counters, done + size)
             functions["gluon_two_shot_kernel"](*arguments, **options)
 
         return body
@@ -247,56 +237,6 @@ def run_two_shot(
         for e, out in enumerate([*found[rank], outs[rank]]):
             exact = sum(a[r][e] @ b[r][e] for r in range(size))
             np.testing.assert_array_equal(out, finished(exact) if finish else exact)
-
-
-def copied_of(rank, size, M, N, done, copies):
-    """What two_shot plans to copy: tiles, tiles of a parcel, and the parcels, in order."""
-    if not copies:
-        return 0, 1, []
-    with (
-        mock.patch.object(two_shot._copies, "parcel", lambda *args: SimpleNamespace(**dict(zip(PARCEL, args)))),
-        mock.patch.object(two_shot._copies, "dispatching", lambda world, counters, number, parts: parts),
-    ):
-        world, out = SimpleNamespace(rank=rank, size=size), torch.empty(M, N)
-        out.plain = lambda: out
-        return two_shot._copied(world, out, None, done, Tiles(BM, BN, BK, GROUP), copies)
-
-
-PARCEL = ("world", "counters", "number", "finished", "tiles", "source", "target", "what", "told")
-
-
-def begin_finished(machine, rank, e, program, parcels, outs, counters, number):
-    """What _copies.dispatching does: its `begin`, which a launch is behind, and what it returns."""
-    if program == 0:
-        counters[rank][number + 1 :] = 0
-        counters[rank][number] += 1
-    machine.until(lambda: counters[rank][number] == e + 1)
-
-    def move(box):
-        planes, runs = np.arange(box.planes)[:, None, None], np.arange(box.runs)[:, None]
-        to, of = (
-            place.start + planes * place.plane + runs * place.pitch + np.arange(box.run)
-            for place in (box.target, box.source)
-        )
-        outs[box.peer].reshape(-1)[to] = outs[rank].reshape(-1)[of]
-
-    def engine():
-        for part in parcels:
-            machine.until(lambda part=part: counters[rank][part.finished] >= part.tiles)
-            for at, ((box,), told) in enumerate(zip(part.what, part.told or [None] * len(part.what))):
-                assert part.number == number
-                assert box.peer == (rank + 1 + at) % machine.size
-                machine.copied(lambda box=box: move(box))
-                if told is not None:
-                    counters[box.peer][told] = e + 1
-
-    if program == 0:
-        machine.start(rank, 0, engine)
-
-
-def run_finished(size, M, N, K, *args, **options):
-    """By copy engines, what is finished, but for a row block more."""
-    run_two_shot(size, M + BM, cdiv(N, BN * size) * BN * size, K, *args, copies=max(M // BM // GROUP, 1), **options)
 
 
 SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]
@@ -478,14 +418,6 @@ def test_turns_of_the_programs(size):
     assert np.ptp(mine) <= 2
 
 
-@pytest.mark.parametrize("copies", [1, 2, 3])
-@pytest.mark.parametrize(("size", "M", "N", "K"), [(2, 60, 30, 12), (3, 56, 20, 8), (4, 53, 61, 8)])
-def test_two_shot_by_copies(size, M, N, K, copies):
-    """Of as many groups of row blocks each, or fewer at the end; ragged rows and columns; and a bias."""
-    for seed in range(3):
-        run_two_shot(size, M, N, K, 1 + seed, seed, copies=copies, lag=1 + 3 * seed, finish=seed == 1)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 7), (16, 9)], ids=str)
 def test_every_tile_has_one_owner_and_a_place(size, shape):
@@ -496,8 +428,7 @@ def test_every_tile_has_one_owner_and_a_place(size, shape):
     for lag in {1, count}:
         owners: dict[tuple, set] = {}
         for rank in range(size):
-            order = (rank, *shape, lag, size, 2, False)
-            found = [functions["_tile"](t, *order) for t in range(size * count)]
+            found = [functions["_tile"](t, rank, *shape, lag, size, 2) for t in range(size * count)]
             real = [((i, j), ((rank + d) % size, place)) for d, place, i, j in found if j >= 0]
             assert len(real) == tiles
             for cell, owner in real:
@@ -574,8 +505,6 @@ def skipping(name, attribute, line, seen):
         (run_two_shot, "pl", "wait", 2),
         (run_two_shot, "gl", "atomic_add", 2),
         (run_two_shot, "tma", "store_wait", 2),
-        (run_finished, "pl", "wait", 3),
-        (run_finished, "gl", "atomic_add", 3),
     ],
 )
 def test_each_wait_and_each_signal_is_needed(run, name, attribute, places):
@@ -593,5 +522,5 @@ def test_a_signal_before_the_data_is_found():
     def broken(functions):
         functions["publish"] = lambda world: None
 
-    for run in (run_two_shot, run_parcels, run_finished):
+    for run in (run_two_shot, run_parcels):
         assert goes_wrong(run, range(12), 3, 32, 16, 16, broken=broken), run

@@ -7,14 +7,12 @@ their default tiles, their arguments, their options.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import triton
 
 import pkt
 from pkt.kernels.all_gather import all_gather
@@ -28,6 +26,8 @@ from pkt.kernels.reduce_scatter import reduce_scatter
 from pkt.language.inspect import Pointer, compile_only, count_markers, device_world
 from pkt.language.world import DeviceWorld
 from pkt.simulate.machine import Machine
+
+from .machine_code import resources
 
 SHARED_LIMIT = 232448  # bytes of shared memory a program may have, sm_90 and sm_100
 ARCHS = (90, 100)
@@ -68,17 +68,6 @@ def all_launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: p
     patch.setattr(Machine, "launch", record)
     pkt.launch(fn, ranks, device="cpu", multicast=multicast, races=False)
     return found[min(RANK, ranks - 1)]
-
-
-def resources(compiled: Any, folder: Path) -> dict[str, int]:
-    """{"REG": n, "STACK": bytes, "LOCAL": bytes, ...} of the kernel's machine code; a register that does not fit
-    is spilled to the stack."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    path = folder / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    usage = text[text.index("REG:") :]
-    return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", usage)}
 
 
 def compile_checked(launch: Launch, arch: int, folder: Path) -> Any:

@@ -1,0 +1,235 @@
+"""Gluon kernels compiled for sm_90 where they would be launched, and the calls that launch them. Without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+
+from pkt.kernels import _common, _copies
+from pkt.kernels._matmul import Tiles
+from pkt.kernels._push_plan import PushPlan
+from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.matmul_all_reduce import matmul_all_reduce
+from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from pkt.language.inspect import compile_only, device_world
+from pkt.tune import tuner
+from pkt.tune.config import Config
+
+from .helpers import as_weight
+from .machine_code import resources
+
+if not triton.__version__.startswith("3.6"):
+    pytest.skip("written for Triton 3.6", allow_module_level=True)
+from pkt.kernels import _gluon
+from pkt.kernels import _gluon_all_gather_matmul as push
+from pkt.kernels import _gluon_matmul_all_reduce as two_shot
+from pkt.kernels import _gluon_matmul_reduce_scatter as inbox
+
+TILES, NARROW = _gluon.TILES, _gluon.NARROW
+SIGNAL = r"(?:atom|red)\.global\.sys\.relaxed"  # in PTX
+
+
+# --------------------------------------------------------------------------------------------------------- worlds
+class Symmetric:
+    """Stands for a symmetric tensor."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype, **_: Any) -> None:
+        self.tensor = torch.empty(*shape, dtype=dtype)
+        self.dtype = dtype
+
+    def peer(self, rank: int) -> torch.Tensor:
+        return self.tensor
+
+    def plain(self) -> torch.Tensor:
+        return self.tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+class Compiled(NamedTuple):
+    """A kernel, and how it would have been launched."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+    args: tuple
+
+    @property
+    def ptx(self) -> str:
+        return self.kernel.asm["ptx"]
+
+
+class Kernel:
+    """Stands for a kernel: a launch compiles it."""
+
+    def __init__(self, kernel: Any, compiled: list[Compiled]) -> None:
+        self.kernel, self.compiled = kernel, compiled
+
+    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        assert not warmup
+        args = tuple("*i32" if isinstance(a, Symmetric) else a for a in args)
+        self.compiled.append(Compiled(compile_only(self.kernel, *args, grid=grid, **options), grid, options, args))
+
+
+class World(SimpleNamespace):
+    """Stands for a world."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def workspace(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self.spaces:
+            self.spaces[key] = make()
+        return self.spaces[key]
+
+
+def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
+    """What the fixture `compiling` is. A world's `begun`: what its copies were asked for, and how many kernels there
+    were when they began and ended."""
+    kernels: list[Compiled] = []
+    modules = {push: "gluon_push_kernel", inbox: "gluon_inbox_kernel", two_shot: "gluon_two_shot_kernel"}
+    for module, name in modules.items():
+        monkeypatch.setattr(module, "empty", Symmetric)
+        monkeypatch.setattr(module, "signals", lambda n, **_: Symmetric(n, dtype=torch.int32))
+        monkeypatch.setattr(module, name, Kernel(getattr(module, name), kernels))
+
+    def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int) -> _copies.Gathering:
+        inbox, counters = Symmetric(world.size, m, k, dtype=dtype), Symmetric(4, dtype=torch.int32)
+        world.begun = []
+        join = lambda: world.begun.append(len(kernels))  # noqa: E731
+        return _copies.Gathering(inbox, counters, lambda x: world.begun.append((step, len(kernels))) or join)
+
+    def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: int) -> _copies.Scattering:
+        inbox, counters = Symmetric(world.size - 1, tiles * tile, dtype=dtype), Symmetric(4, dtype=torch.int32)
+        world.begun = []
+        begin = lambda: world.begun.append(parcel) or (lambda: world.begun.append(len(kernels)))  # noqa: E731
+        return _copies.Scattering(inbox, torch.empty_like(inbox.tensor), counters, begin)
+
+    monkeypatch.setattr(_copies, "gathering", gathering)
+    monkeypatch.setattr(_copies, "scattering", scattering)
+    return lambda rank=0, size=4: World(
+        rank=rank,
+        size=size,
+        device=device_world(rank, size),
+        torch_device=torch.device("cuda"),
+        streams=None,
+        num_sms=132,
+        spaces={},
+        plans={},
+        lasting={},
+        handed_in=None,
+        capturing=False,
+        kernels=kernels,
+        span=range(0),
+    )
+
+
+def pass_for_h200s(compiling: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
+    """What the fixture `h200s` is: CPU tensors are taken for the GPU's."""
+
+    def choice(call: str, key: dict[str, Any], world: World) -> Config | None:
+        return Config(**world.tuned[call]) if world.tuned.get(call) else None
+
+    monkeypatch.setattr(tuner, "choice", choice)
+    monkeypatch.setattr(sys.modules[matmul_all_reduce.__module__], "empty", Symmetric)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(_common, "check_tensor", lambda call, name, tensor, world, **_: tensor)
+
+    def make(rank: int = 0, size: int = 4, **tuned: dict[str, Any]) -> World:
+        world = compiling(rank, size)
+        world.tuned = tuned
+        return world
+
+    return make
+
+
+# ---------------------------------------------------------------------------------------------------------- calls
+BF16 = torch.bfloat16
+Shape = tuple[int, int]
+
+
+def tensors(
+    a: Shape, b: Shape, out: Shape, dtype: torch.dtype, transposed: bool, bias: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """a, b, out and, if wanted, the bias."""
+    weight = torch.empty(*b, dtype=dtype)
+    return (
+        torch.empty(*a, dtype=dtype),
+        as_weight(weight) if transposed else weight,
+        torch.empty(*out, dtype=dtype),
+        torch.empty(b[1], dtype=dtype) if bias else None,
+    )
+
+
+def product(
+    world: World, m: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
+    plan: PushPlan | None = None, tiles: Tiles | None = None, **options: Any,
+) -> Compiled:  # fmt: skip
+    a, b, out, added = tensors((m, K), (K, N), (world.size * m, N), dtype, transposed, bias)
+    launch = push.push_launch(world, a, b, out, plan or PushPlan(split=4), tiles or TILES, **options)
+    launch(a, b, out, added)
+    return world.kernels[-1]
+
+
+def scatter(
+    world: World, m: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
+    tiles: Tiles | None = None, lag: int = 3, **options: Any,
+) -> Compiled:  # fmt: skip
+    a, b, out, added = tensors((world.size * m, K), (K, N), (m, N), dtype, transposed, bias)
+    inbox.inbox_launch(world, a, b, out, tiles or TILES, lag, **options)(a, b, out, added)
+    return world.kernels[-1]
+
+
+def reduce(
+    world: World, M: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
+    tiles: Tiles | None = None, lag: int | None = None, **options: Any,
+) -> Compiled:  # fmt: skip
+    a, b, _, added = tensors((M, K), (K, N), (M, N), dtype, transposed, bias)
+    out, settings = Symmetric(M, N, dtype=dtype), two_shot.settings(M, N, world, tiles, lag)
+    two_shot.two_shot_launch(world, a, b, out, *settings, **options)(a, b, added)
+    return world.kernels[-1]
+
+
+def gather_call(
+    world: World, m: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
+    **options: Any,
+) -> None:  # fmt: skip
+    rows = world.size * K if options.get("shard") == "columns" else K
+    a, b, out, added = tensors((m, K), (rows, N), (world.size * m, N), dtype, transposed, bias)
+    assert all_gather_matmul(a, b, out, world=world, bias=added, **options) is out
+
+
+def scatter_call(
+    world: World, m: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
+    **options: Any,
+) -> None:  # fmt: skip
+    a, b, out, added = tensors((world.size * m, K), (K, N), (m, N), dtype, transposed, bias)
+    assert matmul_reduce_scatter(a, b, out, world=world, bias=added, **options) is out
+
+
+def reduce_call(
+    world: World, M: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
+    **options: Any,
+) -> None:  # fmt: skip
+    a, b, out, added = tensors((M, K), (K, N), (M, N), dtype, transposed, bias)
+    assert matmul_all_reduce(a, b, out, world=world, bias=added, **options) is out
+
+
+# -------------------------------------------------------------------------------------------------- what came of it
+def assert_fits(launch: Compiled, folder: Path) -> None:
+    """One program an SM, nothing spilled, no stack; consumers may have the registers they ask for."""
+    assert launch.grid[0] <= 132
+    assert launch.kernel.metadata.num_warps == 12
+    usage = resources(launch.kernel, folder)
+    assert usage["REG"] * 12 * 32 <= 65536
+    assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
+    assert launch.kernel.metadata.shared + usage["SHARED"] <= _gluon.SHARED
+    assert "st.local" not in launch.ptx

@@ -1,0 +1,30 @@
+"""What cuobjdump, which Triton brings along, says of a compiled kernel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import triton
+
+
+def cuobjdump(compiled: Any, flag: str, folder: Path) -> str:
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    return subprocess.run([program, flag, path], capture_output=True, text=True, check=True).stdout
+
+
+def resources(compiled: Any, folder: Path) -> dict[str, int]:
+    """{"REG": n, "STACK": bytes, "LOCAL": bytes, ...} of the kernel's machine code; a register that does not fit
+    is spilled to the stack."""
+    text = cuobjdump(compiled, "-res-usage", folder)
+    usage = text[text.index("REG:") :]
+    return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", usage)}
+
+
+def sass(compiled: Any, folder: Path) -> str:
+    """Its instructions."""
+    return cuobjdump(compiled, "-sass", folder)

@@ -1,0 +1,177 @@
+"""Which form an operator takes on GPUs: the one asked for, the one that was tuned, or that of its own rule."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+
+from pkt.errors import Unsupported
+from pkt.kernels import _common, _forms
+
+from .gluon_compiling import gather_call, reduce_call, scatter_call
+
+
+@pytest.mark.parametrize("call", [gather_call, scatter_call])
+def test_what_asks_for_another_form_gets_it(h200s, call, monkeypatch):
+    world = h200s()
+    with pytest.raises(Unsupported, match="float32, not bfloat16 or float16"):
+        call(world, 512, 512, 512, torch.float32, mode="gluon")
+    with pytest.raises(Unsupported, match="not multiples of 16 bytes"):
+        call(world, 512, 509, 512, mode="gluon")
+    with pytest.raises(Unsupported, match="1 ranks, not 2 to 8"):
+        call(h200s(0, 1), 512, 512, 512, mode="gluon")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    with pytest.raises(Unsupported, match="rank 0 has sm_100, not sm_90"):
+        call(h200s(), 512, 512, 512, mode="gluon")
+    assert not world.kernels
+
+
+class Agreed(Exception):
+    """Raised where the ranks would agree: the form is chosen by then, and nothing launched."""
+
+
+def settled(call, world, *shape, **given):
+    """What the ranks would agree on in a call."""
+
+    def agreed(call, world, **said):
+        raise Agreed(said)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_common, "check_agreed", agreed)
+        with pytest.raises(Agreed) as found:
+            call(world, *shape, **given)
+    return found.value.args[0]
+
+
+@pytest.mark.parametrize("call", [gather_call, scatter_call])
+def test_elsewhere_the_plain_form_is_the_default(h200s, call, monkeypatch):
+    def chosen(world, *shape, **options):
+        return settled(call, world, *shape, **options)["mode"]
+
+    special, plain = ("gluon", "push") if call is gather_call else ("gluon", "add")
+    assert chosen(h200s(), 512, 512, 512) == special
+    assert chosen(h200s(), 512, 512, 512, dtype=torch.float16) == special
+    assert chosen(h200s(), 512, 512, 512, mode=plain) == plain
+    assert chosen(h200s(), 512, 512, 512, dtype=torch.float32) == plain
+    assert chosen(h200s(), 65, 512, 512) == special
+    assert chosen(h200s(), 64, 512, 512) == plain  # half of its tiles' rows would be empty
+    assert chosen(h200s(), 64, 512, 512, mode=special) == special
+    assert chosen(h200s(), 512, 509, 512) == plain
+    assert chosen(h200s(), 512, 512, 512, tiles=(128, 128, 64)) == plain
+    assert chosen(h200s(0, 1), 512, 512, 512) == plain
+    assert chosen(h200s(0, 9), 512, 512, 512) == plain
+    if call is gather_call:
+        assert chosen(h200s(), 512, 512, 509) == plain
+        assert chosen(h200s(), 512, 512, 512, num_comm_sms=16) == plain
+        assert chosen(h200s(), 512, 512, 512, chunk=1024) == plain
+        assert chosen(h200s(), 1025, 512, 512, shard="columns") == plain
+        assert chosen(h200s(), 1024, 512, 512, shard="columns") == "unfused"
+    for version in ("3.5.1", "3.9.0"):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton, "__version__", version)
+            assert chosen(h200s(), 512, 512, 512) == plain
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert chosen(h200s(), 512, 512, 512) == plain
+
+
+# ------------------------------------------------------------------------------------------------- what was tuned
+class Operator(NamedTuple):
+    name: str
+    call: Callable
+    rule: str  # the mode that it takes where the Gluon form cannot run
+    gluon: dict  # settings of that form
+    other: dict  # of another
+
+
+OPERATORS = {
+    "gather": Operator(
+        "all_gather_matmul",
+        gather_call,
+        rule="push",
+        gluon={"mode": "gluon", "num_comm_sms": 12, "chunk": 256, "skip": 3, "split": 2, "push_rows": 1},
+        other={"mode": "push", "num_comm_sms": 5, "chunk": 512, "tiles": (64, 64, 64)},
+    ),
+    "scatter": Operator(
+        "matmul_reduce_scatter",
+        scatter_call,
+        rule="add",
+        gluon={"mode": "gluon", "tiles": (128, 128, 64, 16, 8, 5)},
+        other={"mode": "inbox", "tiles": (64, 64, 64)},
+    ),
+    "reduce": Operator(
+        "matmul_all_reduce",
+        reduce_call,
+        rule="lcsc",
+        gluon={"mode": "gluon", "tiles": (128, 128, 64), "lag": 3},
+        other={"num_comm_sms": 9, "tiles": (64, 64, 64)},
+    ),
+}
+TUNED = [(name, settings) for name, found in OPERATORS.items() for settings in (found.gluon, found.other)]
+
+
+def settled_by(h200s, name, settings, *shape, **given):
+    """What the ranks agree on in a call for which `settings` were tuned."""
+    operator = OPERATORS[name]
+    return settled(operator.call, h200s(**{operator.name: settings}), *shape, **given)
+
+
+@pytest.mark.parametrize(("name", "settings"), TUNED)
+def test_what_was_tuned_is_taken(h200s, name, settings):
+    said = settled_by(h200s, name, settings, 512, 512, 512)
+    for setting, value in settings.items():
+        found = said.get(setting)
+        if setting == "tiles":
+            found = tuple(found)[: len(value)]
+        assert found == value, (setting, said)
+
+
+@pytest.mark.parametrize(("name", "settings"), TUNED)
+def test_what_is_given_is_not_tuned(h200s, name, settings):
+    said = settled_by(h200s, name, settings, 512, 512, 512, tiles=(32, 32, 32))
+    assert tuple(said["tiles"])[:3] == (32, 32, 32)
+    assert said["mode"] == OPERATORS[name].rule
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_tuned_form_that_cannot_run_leaves_the_operators_own_rule(h200s, monkeypatch, name):
+    gluon, rule = OPERATORS[name].gluon, OPERATORS[name].rule
+    assert settled_by(h200s, name, gluon, 512, 512, 512, dtype=torch.float32)["mode"] == rule
+    assert settled_by(h200s, name, gluon, 512, 509, 512)["mode"] == rule
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert settled_by(h200s, name, gluon, 512, 512, 512)["mode"] == rule
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_rows_are_multiplied_apart_from_their_all_reduce(h200s, dtype):
+    """On GPUs, where nothing is given or tuned."""
+    tuned = OPERATORS["reduce"].other
+
+    def mode(rows, settings=None, **given):
+        said = settled_by(h200s, "reduce", settings or {}, rows, 512, 512, dtype=dtype, **given)
+        assert (said["tiles"] is None) == (said["mode"] == "unfused")
+        return said["mode"]
+
+    fused = "lcsc" if dtype == torch.float32 else "gluon"
+    assert [mode(rows) for rows in (1, 16, 128, 129, 512)] == 3 * ["unfused"] + 2 * [fused]
+    assert mode(16, tuned) == "lcsc"
+    for given in ({"tiles": (32, 32, 32)}, {"num_comm_sms": 8}, {"mode": "lcsc"}):
+        assert mode(16, **given) == "lcsc"
+    assert mode(512, {"mode": "unfused"}) == "unfused"
+    for name in ("gather", "scatter"):
+        assert settled_by(h200s, name, {}, 16, 512, 512)["mode"] == OPERATORS[name].rule
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_nccl_where_it_was_faster_and_can_run(h200s, monkeypatch, name):
+    asked = []
+    monkeypatch.setattr(_forms, "process_group", asked.append)
+    assert settled_by(h200s, name, {"mode": "nccl"}, 512, 512, 512)["mode"] == "nccl"
+    assert asked
+
+    def refuses(world):
+        raise Unsupported.here("a group", "found others", "make one")
+
+    monkeypatch.setattr(_forms, "process_group", refuses)
+    assert settled_by(h200s, name, {"mode": "nccl"}, 512, 512, 512)["mode"] == "gluon"

@@ -1,0 +1,86 @@
+"""all_gather_matmul's Gluon kernel as compiled for sm_90: resources, what it sends and signals, settings refused."""
+
+import re
+
+import pytest
+
+from pkt.errors import ShapeError
+from pkt.kernels._push_plan import PushPlan, push_plan
+from pkt.language.inspect import count_markers
+
+from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, gather_call, product
+from .machine_code import sass
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [TILES, NARROW])
+def test_push_fits(compiling, tmp_path, split, tiles):
+    launch = product(compiling(2), 1024, 1024, 4096, plan=PushPlan(split=split), tiles=tiles)
+    assert launch.grid == (132,)
+    assert launch.options["launch_cooperative_grid"]
+    assert_fits(launch, tmp_path)
+    code = sass(launch.kernel, tmp_path)
+    widths = sorted({tiles.block_n, tiles.block_n // split})
+    found = re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", code)
+    assert sorted(map(int, found)) == [width for width in widths for _ in range(4)]
+    assert len(re.findall(r"UTMASTG\.2D", code)) == 2 * 3  # a unit of each lane, to each peer
+    assert len(re.findall(r"UTMASTG\.3D", code)) == sum(max(width // 64, 2) for width in widths)
+    assert count_markers(launch.ptx)["wait"] == len(widths)
+
+
+def test_push_with_a_part_left_out(compiling, tmp_path):
+    """What the benchmark leaves out: waiting in the source, pushing and computing by a number of nothing."""
+    world, found = compiling(), {}
+    for part in ("wait", "push", "product"):
+        launch = product(world, 1024, 1024, 1024, leave_out=part)
+        assert_fits(launch, tmp_path)
+        found[part] = (count_markers(launch.ptx)["wait"], *launch.args[-6:-1:4])  # num_comm, rows
+    assert found == {"wait": (0, 8, 1024), "push": (0, 0, 1024), "product": (2, 8, 0)}
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_copied_fits(compiling, tmp_path, split):
+    """Copies have been begun before, and are waited for behind it; the kernel sends and signals nothing."""
+    world = compiling()
+    plan = push_plan(1000, 1024, 4096, 4, TILES, 132, num_comm_sms=0, split=split)
+    launch = product(world, 1000, 1024, 4096, plan=plan)
+    assert_fits(launch, tmp_path)
+    assert world.begun == [(8 * 128, 0), 1]
+    assert count_markers(launch.ptx) == {"wait": split, "signal": 0}
+    assert not re.search(r"(?:atom|red)\.global", launch.ptx)
+    assert not re.search(r"UTMASTG\.2D", sass(launch.kernel, tmp_path))
+    product(world, 1000, 1024, 4096, plan=plan, leave_out="push")
+    assert world.begun == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_push_on_any_number_of_ranks(compiling, tmp_path, size, rank):
+    if rank < size:
+        launch = product(compiling(rank, size), 333, 1032, 1544)
+        assert_fits(launch, tmp_path)
+        assert len(re.findall(SIGNAL, launch.ptx)) == 2 * (size - 1)  # each lane's, to each peer
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"tiles": (64, 256, 64)}, "tiles"),
+        ({"tiles": (128, 256, 64, 8, 4, 4)}, "tiles"),
+        ({"tiles": (128, 256, 64, 8, 8, 5)}, "tiles"),
+        ({"num_comm_sms": -1}, "num_comm_sms"),
+        ({"num_comm_sms": 0, "chunk": 512}, "chunk"),
+        ({"num_comm_sms": 0, "skip": 1}, "skip"),
+        ({"chunk": 288}, "chunk"),
+        ({"push_rows": -1}, "push_rows"),
+        ({"skip": -1}, "skip"),
+        ({"split": 3}, "split"),
+        ({"whole": -1}, "whole"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(h200s, options, name):
+    world = h200s()
+    with pytest.raises(ShapeError, match=f"{name}: found"):
+        gather_call(world, 512, 512, 512, mode="gluon", **options)
+    assert not world.kernels
+    assert not any("all_gather_matmul" in key for key in world.spaces)

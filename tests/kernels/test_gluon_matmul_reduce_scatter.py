@@ -1,0 +1,104 @@
+"""matmul_reduce_scatter's Gluon kernel as compiled for sm_90: resources, what it stores and signals, when it copies."""
+
+import re
+
+import pytest
+import torch
+import triton
+
+from pkt.errors import ShapeError
+from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from pkt.language.inspect import count_markers
+
+from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, inbox, scatter, scatter_call, two_shot
+from .machine_code import sass
+
+
+@pytest.mark.parametrize("tiles", [None, NARROW, TILES._replace(num_stages=3)])
+def test_inbox_fits(compiling, tmp_path, tiles):
+    launch = scatter(compiling(), 1024, 4096, 1024, tiles=tiles)
+    assert_fits(launch, tmp_path)
+    blocks = (tiles or TILES).block_n // 128  # a store of 64 columns each, for each half
+    assert len(re.findall(r"UTMASTG\.2D", sass(launch.kernel, tmp_path))) == 2 * (1 + 3) * blocks
+    assert count_markers(launch.ptx) == {"wait": 3, "signal": 1}  # for each other rank's partial sums
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_what_is_copied_is_stored_here(compiling, tmp_path, copies):
+    """Behind the kernel the copies are queued; it stores others' tiles in one place, and counts them for its own rank's
+    engine."""
+    world = compiling()
+    launch = scatter(world, 1024, 4096, 1024, lag=128, copies=copies)
+    assert_fits(launch, tmp_path)
+    assert world.begun == [triton.cdiv(128, copies), len(world.kernels)]
+    stores = re.findall(r"UTMASTG\.2D", sass(launch.kernel, tmp_path))
+    assert len(stores) == 2 * (1 + 1) * 2  # halves of 128 columns: mine, and a peer's
+    assert count_markers(launch.ptx) == {"wait": 3, "signal": 1}
+    assert len(re.findall(SIGNAL, launch.ptx)) == 1
+
+
+@pytest.mark.parametrize("tiles", [None, NARROW])
+def test_inbox_without_links(compiling, tmp_path, tiles):
+    """What the benchmark leaves out is left out of the source, so no sync of it can get lost."""
+    launch = scatter(compiling(), 1024, 4096, 1024, tiles=tiles, leave_out="links")
+    assert_fits(launch, tmp_path)
+    assert count_markers(launch.ptx) == {"wait": 0, "signal": 0}
+    assert count_markers(launch.kernel.asm["ttgir"]) == {"wait": 0, "signal": 0}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_inbox_on_any_number_of_ranks(compiling, tmp_path, size):
+    assert_fits(scatter(compiling(size - 1, size), 333, 1032, 1544), tmp_path)
+
+
+def test_own_tiles_are_rounds_behind(compiling):
+    """One, in the all-reduce of narrow tiles two; at most all that a rank owns, and at least one tile."""
+    world = compiling()
+    sides = (1024, 4096, 8192, 16384, 32768)
+    assert [two_shot.settings(side, side, world, TILES, None)[1] for side in sides] == [8, 33, 33, 33, 33]
+    assert [two_shot.settings(side, side, world, NARROW, None)[1] for side in sides] == [16, 66, 66, 66, 66]
+    parts = [(side // 4, side, side // 4) for side in sides]
+    found = [inbox.settings(*part, world, TILES, None, copies=0)[1:] for part in parts]
+    assert found == [(8, 0), (33, 0), (33, 0), (33, 0), (33, 0)]
+    found = [inbox.settings(*part, world, TILES, None)[1:] for part in parts]
+    assert found == [(8, 0), (33, 0), (512, 2), (2048, 2), (8192, 2)]
+    assert inbox.settings(*parts[-1], world, TILES, 5)[1:] == (5, 0)
+    assert inbox.settings(1, 8, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"mode": "gluon", "copies": -1}, "copies"),
+        ({"mode": "gluon", "copies": 2, "lag": 3}, "lag"),
+        ({"mode": "gluon", "lag": 0}, "lag"),
+        ({"mode": "add", "copies": 2}, "copies"),
+        ({"copies": 2}, "copies"),
+    ],
+)
+def test_copies_that_do_not_fit_are_refused(h200s, options, name):
+    world = h200s()
+    with pytest.raises(ShapeError, match=f"{name}: found"):
+        scatter_call(world, 512, 512, 512, **options)
+    assert not world.kernels
+
+
+@pytest.mark.parametrize("longest", [1024, 2048])
+def test_all_ranks_copy_where_one_s_k_is_long_enough(h200s, longest):
+    """One that stored where the others copy would wait for ever."""
+    world = h200s()
+    world.all_gather_object = lambda value: [value, longest if isinstance(value, int) else value]
+    scatter_call(world, 2048, 4096, 1024)
+    assert world.kernels[-1].options["COPIED"] == (longest == 2048)
+
+
+def test_ranks_may_differ_in_where_operands_begin_and_in_k(h200s, tmp_path):
+    """What only one rank sees must not change its form: the operand is copied, or padded, instead."""
+    for k, begin in ((64, 1), (61, 0), (0, 0)):
+        world = h200s()
+        a = torch.empty(4 * 128 * k + 1, dtype=torch.bfloat16)[begin:][: 4 * 128 * k].view(512, k)
+        out = torch.zeros(128 * 64 + 1, dtype=torch.bfloat16)[1:].view(128, 64)
+        assert matmul_reduce_scatter(a, torch.empty(k, 64, dtype=torch.bfloat16), out, world=world) is out
+        launch = world.kernels[-1]
+        assert launch.kernel.metadata.name == "gluon_inbox_kernel"
+        assert_fits(launch, tmp_path)

@@ -308,15 +308,20 @@ def normal(shape: tuple[int, ...], seed: int, device: torch.device, scale: float
 def run(
     module: str, device: Device, ranks: int, quick: bool, settings: Settings, only: str = "", sizes: str = ""
 ) -> list[dict[str, Any]]:
-    """All cases of a benchmark; rows as of `job`. A variant that ended its job is not tried again at other sizes."""
+    """All cases of a benchmark whose N and K the ranks share alike; rows as of `job`. A variant that ended its job is
+    not tried again at other sizes."""
     benchmark = importlib.import_module(module)
     rows: list[dict[str, Any]] = []
     given_up: dict[str, str] = {}
-    chosen = {
-        label: arguments
-        for label, arguments in benchmark.cases(quick).items()
-        if not sizes or any(word in label for word in sizes.split(","))
-    }
+    chosen = {}
+    for label, arguments in benchmark.cases(quick).items():
+        ragged = [axis for axis in ("N", "K") if arguments.get(axis, 0) % ranks]
+        if sizes and not any(word in label for word in sizes.split(",")):
+            continue
+        if ragged:
+            print(f"{label}: left out, {ragged[0]} = {arguments[ragged[0]]} is no multiple of {ranks}", flush=True)
+        else:
+            chosen[label] = arguments
     names = [n for n in benchmark.variants(device, quick) if not only or any(w in n for w in only.split(","))]
     with progress(module.rpartition(".")[2], len(chosen) * len(names)) as advance:
         for label, arguments in chosen.items():

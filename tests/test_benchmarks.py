@@ -13,6 +13,7 @@ import torch
 
 import pkt
 from benchmarks import _operators, runtime
+from benchmarks.operators import SHARES
 from pkt import bench
 
 OPERATORS = [
@@ -20,16 +21,30 @@ OPERATORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_every_variant_is_right_in_the_simulator(name: str, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 4) for name in OPERATORS), *((name, 3) for name in SHARES)])
+def test_every_variant_is_right_in_the_simulator(name: str, ranks: int, capsys: pytest.CaptureFixture) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
-    rows = _operators.run(f"benchmarks.{name}", "cpu", 4, True, _operators.Settings())
+    rows = _operators.run(f"benchmarks.{name}", "cpu", ranks, True, _operators.Settings())
     assert [row["variant"] for row in rows] == module.variants("cpu", True) * len(module.cases(True))
     tried = [row for row in rows if not row.get("skipped")]  # a variant need not be there in every case
     assert {row["variant"] for row in tried} == set(module.variants("cpu", True))
     assert [row["failed"] for row in tried if row.get("failed")] == []
     assert all(row["error"] <= _operators.BOUND for row in tried)
     assert "right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_sizes_that_the_ranks_do_not_divide_are_left_out(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(_operators, "_case", lambda *given: [{"case": given[3], "variant": "pkt default"}])
+    rows = _operators.run(f"benchmarks.{name}", "cuda", 3, False, _operators.Settings())
+    found = [row["case"] for row in rows]
+    if name == "collectives":  # which cut their own
+        assert found == list(importlib.import_module(f"benchmarks.{name}").cases(False))
+        return
+    assert found == ["N = 6144", "N = 12288"]
+    assert "N = 4096: left out, N = 4096 is no multiple of 3" in capsys.readouterr().out
 
 
 def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

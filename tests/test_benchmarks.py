@@ -47,6 +47,20 @@ def test_sizes_that_the_ranks_do_not_divide_are_left_out(
     assert "N = 4096: left out, N = 4096 is no multiple of 3" in capsys.readouterr().out
 
 
+def test_three_ranks_are_held_to_two_by_the_bytes() -> None:
+    def of(ranks: int, ms: float, nbytes: float, **more: object) -> dict:
+        row = {"case": "N", "variant": "pkt default", "error": 1e-3, "ms": ms, "low": ms / 2, "high": 2 * ms}
+        measured = [row | {"bytes": nbytes, "runs": 20}, row | {"variant": "pkt gluon"}, {"case": "N", "variant": "x"}]
+        return {"host": {}, "commit": "c", "ranks": ranks, "measured": measured} | more
+
+    (row,) = _operators.against(of(2, 1.0, 3.0), of(3, 1.25, 4.0))
+    assert (row["case"], row["value"], row["limit"]) == ("N, time of pkt default / on 2 ranks", 1.25, 4 / 3)
+    assert row["held"]
+    assert (row["low"], row["high"]) == (0.3125, 5.0)
+    assert not _operators.against(of(2, 1.0, 3.0), of(3, 1.5, 4.0))[0]["held"]
+    assert _operators.against(of(2, 1.0, 3.0, commit="d"), of(3, 1.25, 4.0)) == []
+
+
 def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     from benchmarks import matmul_reduce_scatter as module
 

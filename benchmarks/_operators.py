@@ -55,6 +55,7 @@ ENVIRONMENT = OFF | {"PKT_DISABLE_MULTICAST": "1"}
 GIVE_UP = 4  # Gluon variants of a benchmark that end their jobs before the rest of them is left out
 PASSES = 10  # in which the repeats of a variant are taken
 WAIT_SECONDS = 20  # that a counter may stand still; the ranks compile a variant's first launch each for itself
+AGAINST = {3: 2}  # ranks -> with how many what they take is compared
 Device = Literal["cuda", "cpu"]
 HEAP = {"cuda": "60GiB", "cpu": "256MiB"}
 
@@ -308,15 +309,20 @@ def normal(shape: tuple[int, ...], seed: int, device: torch.device, scale: float
 def run(
     module: str, device: Device, ranks: int, quick: bool, settings: Settings, only: str = "", sizes: str = ""
 ) -> list[dict[str, Any]]:
-    """All cases of a benchmark; rows as of `job`. A variant that ended its job is not tried again at other sizes."""
+    """All cases of a benchmark whose N and K the ranks share alike; rows as of `job`. A variant that ended its job is
+    not tried again at other sizes."""
     benchmark = importlib.import_module(module)
     rows: list[dict[str, Any]] = []
     given_up: dict[str, str] = {}
-    chosen = {
-        label: arguments
-        for label, arguments in benchmark.cases(quick).items()
-        if not sizes or any(word in label for word in sizes.split(","))
-    }
+    chosen = {}
+    for label, arguments in benchmark.cases(quick).items():
+        ragged = [axis for axis in ("N", "K") if arguments.get(axis, 0) % ranks]
+        if sizes and not any(word in label for word in sizes.split(",")):
+            continue
+        if ragged:
+            print(f"{label}: left out, {ragged[0]} = {arguments[ragged[0]]} is no multiple of {ranks}", flush=True)
+        else:
+            chosen[label] = arguments
     names = [n for n in benchmark.variants(device, quick) if not only or any(w in n for w in only.split(","))]
     with progress(module.rpartition(".")[2], len(chosen) * len(names)) as advance:
         for label, arguments in chosen.items():
@@ -466,6 +472,28 @@ def record(name: str, rows: list[dict[str, Any]], ranks: int, targets: dict[str,
     }
 
 
+def against(fewer: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a results file: what pkt's default takes of what it took in `fewer`, of fewer ranks; held to the bytes
+    that leave a GPU of what left one there. Nothing where the two are of different hosts or commits."""
+    if any(fewer[name] != now[name] for name in ("host", "commit")):
+        return []
+    right = [
+        {(r["case"], r["variant"]): r for r in record["measured"] if r.get("error") is not None and "ms" in r}
+        for record in (fewer, now)
+    ]
+    report = []
+    for (case, variant), row in right[1].items():
+        other = right[0].get((case, variant))
+        if other and variant.startswith("pkt default"):
+            ratio, limit = row["ms"] / other["ms"], row["bytes"] / other["bytes"]
+            report.append(
+                {"case": f"{case}, time of {variant} / on {fewer['ranks']} ranks", "value": ratio, "unit": "",
+                 "low": row["low"] / other["high"], "high": row["high"] / other["low"], "runs": row["runs"],
+                 "limit": limit, "at_least": False, "held": ratio <= limit}
+            )  # fmt: skip
+    return report
+
+
 def _host() -> dict[str, Any]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
@@ -530,9 +558,17 @@ def main(name: str, title: str, targets: dict[str, float] | None = None, argv: I
     elif options.device == "cuda":
         options.out.mkdir(parents=True, exist_ok=True)
         stem = options.out / (name if options.ranks == 4 else f"{name}_{options.ranks}")
-        stem.with_suffix(".json").write_text(
-            json.dumps(record(name, rows, options.ranks, targets or {}), indent=1) + "\n"
-        )
+        asked = targets or {} if options.ranks == 4 else {}
+        made = record(name, rows, options.ranks, asked)
+        fewer = options.out / f"{name}_{AGAINST.get(options.ranks, 0)}.json"
+        if fewer.exists():
+            compared = against(json.loads(fewer.read_text()), made)
+            made["rows"] += compared
+            for row in compared:
+                print(f"{row['case']}: {row['value']:.2f}, by the bytes {row['limit']:.2f}")
+            if not compared:
+                print(f"{fewer.name}: not compared, of another host or commit, or with no case in common")
+        stem.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
         stem.with_suffix(".md").write_text(text)
         with contextlib.suppress(ImportError):
             picture(title, rows, stem.with_suffix(".png"))

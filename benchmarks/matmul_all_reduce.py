@@ -50,7 +50,7 @@ def variants(device: str, quick: bool) -> list[str]:
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
     if quick:
-        return {"N = 128": {"N": 128}, "M = 3": {"N": 96, "M": 3, "K": 128}}
+        return {"N = 96": {"N": 96}, "M = 3": {"N": 96, "M": 3, "K": 96}}
     return {f"N = {N}": {"N": N} for N in SIZES} | {f"M = {M}": {"N": OUTER, "M": M, "K": INNER} for M in ROWS}
 
 

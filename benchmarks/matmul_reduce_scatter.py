@@ -58,7 +58,7 @@ def variants(device: str, quick: bool) -> list[str]:
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
-    return {f"N = {N}": {"N": N} for N in ((128,) if quick else SIZES)}
+    return {f"N = {N}": {"N": N} for N in ((96,) if quick else SIZES)}
 
 
 def operands(rank: int, N: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

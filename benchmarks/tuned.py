@@ -4,8 +4,7 @@
 
 <operator>.json has, for each case of benchmarks/exhaustive.py, the MOST fastest candidates and the fastest of every
 other mode, NCCL + cuBLAS among them, with their settings as keywords of the operator and their median, least and
-greatest time, the fastest first; for a case that is `superseded` what its benchmark measured. link.json has the curves
-of benchmarks/link.py. Each file names its sources.
+greatest time, the fastest first. link.json has the curves of benchmarks/link.py. Each file names its sources.
 tests/tune/test_tables.py fails where a table differs from what this program writes.
 """
 
@@ -16,10 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import matmul_reduce_scatter
 from benchmarks._harness import RESULTS, ROOT
-from pkt.kernels._gluon import TILES
-from pkt.kernels._gluon_matmul_reduce_scatter import copies_of
 
 TABLES = ROOT / "pkt" / "tune" / "tables"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -38,55 +34,14 @@ def operator_table(operator: str) -> dict[str, Any]:
     """What pkt/tune/tables/<operator>.json is."""
     found = records(operator)
     entries = [
-        {"key": case["key"], "source": at, "measured": fastest(case["measured"])}
-        for at, record in enumerate(found)
-        for case in record["cases"]
-        if not superseded(operator, case["key"], case["measured"])
+        {"key": case["key"], "measured": fastest(case["measured"])} for record in found for case in record["cases"]
     ]
-    if operator == "matmul_reduce_scatter":
-        more = [
-            json.loads((RESULTS / f"{name}.json").read_text()) | {"benchmark": name}
-            for name in (operator, f"{operator}_2")
-        ]
-        for at, record in enumerate(more, len(found)):
-            entries += [{"key": key, "source": at, "measured": rows} for key, rows in benchmarked(record)]
-        found += more
     return {
         "operator": operator,
         "gpu": found[0]["host"]["gpus"][0],
         "sources": [{"ranks": record["ranks"], **source(record)} for record in found],
         "entries": entries,
     }
-
-
-def superseded(operator: str, key: dict[str, Any], measured: list[dict[str, Any]]) -> bool:
-    """Whether a search is older than what the operator takes there by itself: copies of the reduce-scatter."""
-    if operator != "matmul_reduce_scatter":
-        return False
-    copied = copies_of(key["M"] // key["size"], key["N"], key["K"], key["size"]) > 0
-    return copied and not any("copies" in row["settings"] for row in measured)
-
-
-def benchmarked(record: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Key and measured candidates of each case of the reduce-scatter's benchmark whose search is superseded."""
-    named: dict[str, dict[str, Any]] = {"NCCL + cuBLAS": {"mode": "nccl"}}
-    named |= matmul_reduce_scatter.PLAIN | matmul_reduce_scatter.GLUON
-    cases = []
-    for N in matmul_reduce_scatter.SIZES:
-        key = {"M": N, "N": N, "K": N // record["ranks"], "dtype": "bf16", "size": record["ranks"]}
-        if not superseded("matmul_reduce_scatter", key, []):
-            continue
-        rows: list[dict[str, Any]] = []
-        for row in record["measured"]:
-            options = named.get(row["variant"], {})
-            if row["case"] != f"N = {N}" or not options or not all(options.values()) or row["variant"] == "pkt gluon":
-                continue  # what takes its settings from the shape, or none, is another one's twin
-            tiled = {} if options["mode"] in ("nccl", "unfused") else {"tiles": list(options.get("tiles", TILES))[:6]}
-            settings: dict[str, Any] = options | tiled
-            times = {"seconds": row["ms"], "low": row["low"], "high": row["high"]}
-            rows.append({"settings": settings, **{name: round(ms / 1e3, 9) for name, ms in times.items()}})
-        cases.append((key, sorted(rows, key=lambda row: float(row["seconds"]))))
-    return cases
 
 
 def fastest(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -203,9 +203,10 @@ def gluon_inbox_kernel(
 # -------------------------------------------------------------------------------------------------------- host
 COPIES, COPIED_K, COPIED_BYTES = 2, 2048, 16 << 20
 """Copies that a part goes in, from which K and which size of a part on it is copied: the others' parts then take longer
-to compute than to copy, and what each copy costs before it begins is little. On 4 x H200, by
-benchmarks/results/matmul_reduce_scatter.json, copying takes 0.413 ms where storing takes 0.433 at K = 2048, of parts of
-32 MiB, and 0.271 where that takes 0.228 at K = 1536, of 18 MiB; on 2, 0.109 and 0.125 at K = 2048, of 16 MiB."""
+to compute than to copy, and what each copy costs before it begins is little. The fastest of each in
+benchmarks/results/exhaustive_matmul_reduce_scatter.json, of 4 x H200: copying takes 0.412 ms where storing takes 0.423
+at K = 2048, of parts of 32 MiB, and 0.270 where that takes 0.225 at K = 1536, of 18 MiB; in its _2.json, of 2, 0.108
+and 0.126 at K = 2048, of 16 MiB. Four copies take up to 1.2 % less than two, but there 8 % more."""
 
 
 def copies_of(m: int, N: int, K: int, size: int) -> int:

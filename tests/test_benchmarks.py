@@ -13,6 +13,7 @@ import torch
 
 import pkt
 from benchmarks import _operators, runtime
+from benchmarks.operators import SHARES
 from pkt import bench
 
 OPERATORS = [
@@ -20,16 +21,44 @@ OPERATORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_every_variant_is_right_in_the_simulator(name: str, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 4) for name in OPERATORS), *((name, 3) for name in SHARES)])
+def test_every_variant_is_right_in_the_simulator(name: str, ranks: int, capsys: pytest.CaptureFixture) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
-    rows = _operators.run(f"benchmarks.{name}", "cpu", 4, True, _operators.Settings())
+    rows = _operators.run(f"benchmarks.{name}", "cpu", ranks, True, _operators.Settings())
     assert [row["variant"] for row in rows] == module.variants("cpu", True) * len(module.cases(True))
     tried = [row for row in rows if not row.get("skipped")]  # a variant need not be there in every case
     assert {row["variant"] for row in tried} == set(module.variants("cpu", True))
     assert [row["failed"] for row in tried if row.get("failed")] == []
     assert all(row["error"] <= _operators.BOUND for row in tried)
     assert "right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_sizes_that_the_ranks_do_not_divide_are_left_out(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(_operators, "_case", lambda *given: [{"case": given[3], "variant": "pkt default"}])
+    rows = _operators.run(f"benchmarks.{name}", "cuda", 3, False, _operators.Settings())
+    found = [row["case"] for row in rows]
+    if name == "collectives":  # which cut their own
+        assert found == list(importlib.import_module(f"benchmarks.{name}").cases(False))
+        return
+    assert found == ["N = 6144", "N = 12288"]
+    assert "N = 4096: left out, N = 4096 is no multiple of 3" in capsys.readouterr().out
+
+
+def test_three_ranks_are_held_to_two_by_the_bytes() -> None:
+    def of(ranks: int, ms: float, nbytes: float, **more: object) -> dict:
+        row = {"case": "N", "variant": "pkt default", "error": 1e-3, "ms": ms, "low": ms / 2, "high": 2 * ms}
+        measured = [row | {"bytes": nbytes, "runs": 20}, row | {"variant": "pkt gluon"}, {"case": "N", "variant": "x"}]
+        return {"host": {}, "commit": "c", "ranks": ranks, "measured": measured} | more
+
+    (row,) = _operators.against(of(2, 1.0, 3.0), of(3, 1.25, 4.0))
+    assert (row["case"], row["value"], row["limit"]) == ("N, time of pkt default / on 2 ranks", 1.25, 4 / 3)
+    assert row["held"]
+    assert (row["low"], row["high"]) == (0.3125, 5.0)
+    assert not _operators.against(of(2, 1.0, 3.0), of(3, 1.5, 4.0))[0]["held"]
+    assert _operators.against(of(2, 1.0, 3.0, commit="d"), of(3, 1.25, 4.0)) == []
 
 
 def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

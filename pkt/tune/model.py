@@ -24,8 +24,8 @@ from pkt.tune.config import Config
 from pkt.tune.gpu import H200, Gpu, Mechanism, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
 
-# Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; TAKEN, ARRIVES and PEERS to
-# all candidates of benchmarks/results/exhaustive_*.json, at 4 and 2 ranks. All else is counted.
+# Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; TAKEN, ARRIVES, PEERS, COPY and
+# ANNOUNCED to all candidates of benchmarks/results/exhaustive_*.json, at 4 and 2 ranks. All else is counted.
 PLAIN_TILE = 3e-6
 """Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
 DEFAULT_TILES = (128, 128, 64)
@@ -50,8 +50,11 @@ BESIDE = 0.86
 """Of the rate that links reach alone, what they reach while the other programs compute."""
 PUSHERS, STAGES, CHUNK = 8, 4, 512
 """Of all_gather_matmul's Gluon form, where none are given."""
-COPY = 5e-6
-"""Seconds that a copy by an engine takes beside its bytes, behind another one."""
+COPY = 3.5e-6
+"""Seconds that a copy by an engine that waits for tiles takes, with the word behind it, beside those of its curve."""
+ANNOUNCED = 14e-6
+"""Seconds of a launch whose copies wait for tiles: of the kernel that ranks begin with, and until the last copy joins.
+"""
 COPIES = (4, 1)
 """To a peer, of its copied forms where none are given: in plain Triton, and in Gluon."""
 PARCELS = (2, 2048, 16 << 20)
@@ -411,14 +414,18 @@ def _parcels(case: _Case, part: float) -> int:
 
 
 def _in_parcels(case: _Case, copies: int, part: float, tasks: int, gpu: Gpu) -> Estimate:
-    """By copy engines, one rank's part after the other, own tiles last: the last copy begins when the others' tiles are
-    finished, and its own tiles when it has come."""
-    one, parcel = case.seconds(True, gpu), part / copies
-    rate, own = link_rate("copy engine put", 0, round(parcel)), tasks / case.size / gpu.sms * one
+    """By copy engines, one behind the other, one rank's part after the other, own tiles last. The first copy begins
+    when its tiles are finished, the last one when all the others' are, if not when those before it have gone; and when
+    it has come its tiles are added up, of which a round was computed before."""
+    one, parcel, parcels = case.seconds(True, gpu), part / copies, (case.size - 1) * copies
+    copy = parcel / link_rate("copy engine put", 0, round(parcel)) + COPY
+    own, slowed = tasks // case.size, one * interpolated(gpu.slow, waves(tasks, one, gpu.sms))
+    computed, others = (waves(n, slowed, gpu.sms) for n in (math.ceil(own / copies), tasks - own))
+    begins = max(computed, others - (parcels - 1) * copy)
     return overlapped(
-        tasks=tasks, task_seconds=one, comm_bytes=(case.size - 1) * part, comm_rate=rate, around=2 * own / copies,
-        exposed=max(0.0, parcel / rate - own * (1 - 1 / copies)), memory_bytes=case.memory_bytes,
-        sync=gpu.barrier + 2 * gpu.signal + copies * COPY, interference=0.0, gpu=gpu,
+        tasks=tasks, task_seconds=one, comm_bytes=parcels * parcel, comm_rate=parcel / copy,
+        around=begins + computed - slowed, memory_bytes=case.memory_bytes,
+        sync=gpu.barrier + 2 * gpu.signal + ANNOUNCED, interference=0.0, gpu=gpu,
     )  # fmt: skip
 
 

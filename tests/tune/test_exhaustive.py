@@ -134,8 +134,6 @@ def test_what_nobody_tuned_is_within_a_tenth_of_the_best(what, monkeypatch):
     """The Gluon form by its own rule; and what is taken from the nearest shape, whichever form."""
     losses = {}
     for key, times in cases(what):
-        if tuned.superseded(what, key, [{"settings": config} for config in times]):
-            continue
         near = taken(what, key, monkeypatch)
         for how, config in (("rule", Config(mode="gluon")), ("nearest", near)):
             seconds = times.get(settled(what, config, key)) or statistics.median(

@@ -11,8 +11,10 @@ from pkt.tune import tables
 from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.gpu import H200, interpolated, link_curves, link_rate
 from pkt.tune.model import (
+    ANNOUNCED,
     ARRIVES,
     BESIDE,
+    COPY,
     MODELS,
     Estimate,
     error,
@@ -208,19 +210,27 @@ def test_taking_turns_by_hand(what):
 
 def test_parcels_by_hand():
     """Own tiles are last: the rest of a part comes while they are computed, if it comes in more than one copy."""
-    case = {"M": 8192, "N": 8192, "K": 4096, "dtype": "bf16", "size": 4}
-    part, own = 2048 * 8192 * 2, tile_seconds(128, 256, 4096) * 16 * 32 / 132
-    for copies in (1, 2, 4):
-        found = in_turns("matmul_reduce_scatter", case, copies=copies)
-        rate = link_rate("copy engine put", 0, part // copies)
-        assert found.communication == pytest.approx(3 * part / rate)
-        assert found.exposed == pytest.approx(part / rate if copies == 1 else 0)
+    case = {"M": 8192, "N": 8192, "K": 4096, "dtype": "bf16", "size": 4}  # 16 rounds of tiles, 4 of each part
+    part = 2048 * 8192 * 2
+
+    def of(copies, K):
+        found = in_turns("matmul_reduce_scatter", {**case, "K": K}, copies=copies)
+        copy = COPY + part / copies / link_rate("copy engine put", 0, part // copies)
+        assert found.communication == pytest.approx(3 * copies * copy)
+        assert found.sync == pytest.approx(H200.barrier + 2 * H200.signal + ANNOUNCED)
+        one = tile_seconds(128, 256, K)
+        return found, copy, one * interpolated(H200.slow, 16 * one)
+
+    for copies in (2, 4):
+        assert of(copies, 4096)[0].exposed == 0
+    found, copy, one = of(1, 4096)  # the last copy, and own tiles but for the round that was computed before
+    assert found.exposed == pytest.approx(12 * one + copy + 3 * one - found.compute)
     assert in_turns("matmul_reduce_scatter", case) == in_turns("matmul_reduce_scatter", case, copies=2)
-    assert own > part / rate / 4
-    few = {**case, "K": 512}  # the links are the limit
-    found = in_turns("matmul_reduce_scatter", few, copies=4)
-    own = tile_seconds(128, 256, 512) * 16 * 32 / 132
-    assert found.exposed > found.communication + own / 2 - max(found.compute, found.communication) - 1e-9
+    for copies, rounds in ((1, 4), (4, 1)):  # the links are the limit, from the first parcel's last tile on
+        found, copy, one = of(copies, 512)
+        ends = rounds * one + 3 * copies * copy + (rounds - 1) * one
+        assert found.compute < found.communication
+        assert found.exposed == pytest.approx(ends - found.communication)
     alone = in_turns("matmul_reduce_scatter", {**case, "size": 1}, copies=2)
     assert alone.communication == 0
 

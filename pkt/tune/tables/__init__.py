@@ -107,22 +107,19 @@ def near(what: str, key: Mapping[str, Any], gpu: str, size: int) -> tuple[Search
     return (search, distance) if distance <= FARTHEST else None
 
 
-def source(search: Search) -> Mapping[str, Any]:
-    """Results file, commit, date and versions behind one of `measured`; empty for another search."""
-    table = _table(search.what)
-    case = {name: value for name, value in search.key.items() if name != "gpu"}
-    at = next((entry["source"] for entry in table.get("entries", ()) if entry["key"] == case), None)
-    return {} if at is None else table["sources"][at]
+def source(what: str, size: int) -> Mapping[str, Any]:
+    """Results file, commit, date and versions behind the table of operator `what` for so many ranks; empty where there
+    is none."""
+    return next((source for source in _table(what).get("sources", ()) if source["ranks"] == size), {})
 
 
 def entry(search: Search) -> dict[str, Any]:
-    """A search as it stands in a table of one source: the case, and each candidate that was measured and right, the
-    fastest first."""
+    """A search as it stands in a table: the case, and each candidate that was measured and right, the fastest first."""
     measured = sorted((c for c in search.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
     rows = [
         {"settings": dict(c.config), "seconds": c.time, "low": min(c.times), "high": max(c.times)} for c in measured
     ]
-    return {"key": dict(search.key), "source": 0, "measured": rows}
+    return {"key": dict(search.key), "measured": rows}
 
 
 @functools.cache

@@ -102,7 +102,8 @@ class Launch:
 
 
 class Host:
-    """One rank: its host task, its SM slots, its random state."""
+    """One rank: its host task, its SM slots, and what torch keeps for a thread: its random state, and whether gradients
+    are recorded."""
 
     def __init__(self, rank: int, sms: int) -> None:
         self.rank = rank
@@ -114,6 +115,7 @@ class Host:
         self.calls = 0
         self.call = ""
         self.random = torch.get_rng_state()
+        self.grad = torch.is_grad_enabled()
         self.result: Any = None
 
 
@@ -178,7 +180,7 @@ class Machine:
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """`body(rank)` on every rank; its results in rank order. Raises the first error of any rank."""
         self.hub = greenlet.getcurrent()
-        saved, threads = torch.get_rng_state(), torch.get_num_threads()
+        saved, grad, threads = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads()
         torch.set_num_threads(1)  # tiles are small: more threads wait for each other longer than they compute
         outer = {name: vars(builder).get(name) for name in ("device", "pkt")}  # of a run that this one is inside of
         builder.device = builder.pkt = self.device
@@ -197,6 +199,7 @@ class Machine:
                 else:
                     setattr(builder, name, value)
             torch.set_rng_state(saved)
+            torch.set_grad_enabled(grad)
             torch.set_num_threads(threads)
         return [host.result for host in self.hosts]
 
@@ -240,6 +243,7 @@ class Machine:
         launch = task.launch
         if launch is None:
             torch.set_rng_state(host.random)
+            torch.set_grad_enabled(host.grad)
         else:
             builder.grid_idx, builder.grid_dim = task.program, launch.grid
         self.current = task
@@ -250,7 +254,7 @@ class Machine:
         finally:
             self.current = None
         if launch is None:
-            host.random = torch.get_rng_state()
+            host.random, host.grad = torch.get_rng_state(), torch.is_grad_enabled()
         if task.greenlet.dead:
             self.progress += 1
             if launch is not None:

@@ -184,6 +184,25 @@ def test_every_rank_has_its_own_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_every_rank_says_for_itself_whether_gradients_are_recorded() -> None:
+    """Also while others go on in the middle of what one of them does without."""
+
+    def main(world: Any) -> list[bool]:
+        found = []
+        for _ in range(1 + world.rank):
+            with torch.no_grad():
+                world.all_gather_object(0)
+                found.append(torch.is_grad_enabled())
+            found.append(torch.is_grad_enabled())
+        for _ in range(2 - world.rank):
+            world.all_gather_object(0)
+        return found
+
+    for seed in SEEDS:
+        assert launch(main, 3, seed=seed) == [[False, True] * (1 + rank) for rank in range(3)]
+        assert torch.is_grad_enabled()
+
+
 def test_unseeded_ranks_draw_the_same() -> None:
     torch.manual_seed(11)
     assert len({tuple(v) for v in launch(lambda world: torch.rand(3).tolist(), 3)}) == 1

@@ -34,7 +34,18 @@ from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from . import _common
-from .reduce_scatter import OPS, Op, check_chunks, combine, from_inbox, inboxes, over_ranks, reduced
+from .reduce_scatter import (
+    OPS,
+    Op,
+    check_chunks,
+    combine,
+    from_inbox,
+    in_inbox,
+    inboxes,
+    over_ranks,
+    pushed_block,
+    reduced,
+)
 
 CALL = "all_reduce"
 Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
@@ -45,12 +56,14 @@ SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `
 LOW_LATENCY_BYTES = 128 << 10
 """Largest x for which mode None takes low_latency. On 4 x H200 it takes 7.8, 10.2 and 32 us for 16 KiB, 128 KiB and
 1 MiB, two_shot 13, 13 and 17. Up to here every thread has one word of each rank to wait for."""
-TWO_SHOT_PUSH_BYTES = 16 << 20
+TWO_SHOT_PUSH_BYTES = 4 << 20
 """Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.8, 86.1 and 1198 us for
 1, 16 and 256 MiB, two_shot 16.6, 90.4 and 1271."""
-COPIED_BYTES = 256 << 20
+COPIED_BYTES = 512 << 20
 """Least x for which mode None takes copy instead of two_shot_push. On 4 x H200 it takes 1215 us for 256 MiB and
 1128 in a captured graph, two_shot_push 1198; for 16 MiB 170, 142 and 86."""
+MOST_PUSHED = 32 << 10
+"""Bytes of a block of two_shot_push, at most: of more, registers spill."""
 LOW_LATENCY_WORDS = 256
 """Words of 4 bytes that a program sends at a time, one a thread: a thread waits for its words one after the other."""
 
@@ -170,7 +183,7 @@ def two_shot_kernel(
 def two_shot_push_kernel(
     x_ptr,  # (n,) this rank's; may be `out`
     out_ptr,  # (n,) on every rank; rank r stores the blocks r, r + size, ... into all of them
-    inbox_ptr,  # (2, size, programs, BLOCK) on every rank, see Inboxes
+    inbox_ptr,  # (2, size - 1, programs, BLOCK) on every rank, see Inboxes
     sent_ptr,  # int32 (programs, size) on every rank
     bar_ptr,  # int32 (programs,) on every rank
     n,
@@ -185,23 +198,21 @@ def two_shot_push_kernel(
     element = tl.arange(0, BLOCK)
     for turn in range(pid, tl.cdiv(n, world.size * BLOCK), tl.num_programs(0)):
         first = tl.cast(turn, tl.int64) * (world.size * BLOCK) + element
-        half = inbox_ptr + (tl.cast(sent & 1, tl.int64) * world.size * tl.num_programs(0) + pid) * BLOCK + element
-        for i in tl.static_range(1, world.size + 1):
+        for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
             offs = first + peer * BLOCK
-            x = tl.load(x_ptr + offs, mask=offs < n)
-            place = half + tl.cast(rank, tl.int64) * tl.num_programs(0) * BLOCK
-            pl.store(place, x, peer, world, mask=offs < n)
+            place = in_inbox(inbox_ptr, sent, world.size - i, world, BLOCK) + element
+            pl.store(place, tl.load(x_ptr + offs, mask=offs < n), peer, world, mask=offs < n)
         pl.signal_all(counts + rank, world)  # publish; and what I sent of x may be overwritten
-        sent += 1
         offs = first + rank * BLOCK
-        total = from_inbox(half, offs < n, counts, rank, sent, world, BLOCK)
+        total = tl.load(x_ptr + offs, mask=offs < n).to(tl.float32)
+        pl.wait(counts + rank, sent + 1, world)  # mine is there at once: the next launch counts from it
         for i in tl.static_range(1, world.size):
-            more = from_inbox(half, offs < n, counts, (rank + i) % world.size, sent, world, BLOCK)
-            total = combine(total, more, OP)
+            total = combine(total, from_inbox(inbox_ptr, element, offs < n, counts, sent, i, world, BLOCK), OP)
         for i in tl.static_range(1, world.size + 1):
             peer = (rank + i) % world.size
             pl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), peer, world, mask=offs < n)
+        sent += 1
     pl.barrier(bar_ptr + pid, world)  # publish: this program's sums are there on every rank
 
 
@@ -251,11 +262,11 @@ def all_reduce(
     once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes low_latency up to
     LOW_LATENCY_BYTES, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
     the tensors are 16-byte aligned, else two_shot, from TWO_SHOT_PUSH_BYTES on two_shot_push and from COPIED_BYTES on
-    copy. Of symmetric memory low_latency keeps 4 * size times x's bytes for each size of x, two_shot_push 2 * size
-    blocks a program for each block and grid, copy x's bytes less a part for each size of part. block: elements a
-    program moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each
-    rank at most, REDUCE_CHUNKS of _copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at
-    once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    copy. Of symmetric memory low_latency keeps 4 * size times x's bytes for each size of x, two_shot_push
+    2 * (size - 1) blocks a program for each block and grid, copy x's bytes less a part for each size of part. block:
+    elements a program moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of
+    x to each rank at most, REDUCE_CHUNKS of _copy_reduce where None. Returns `out` (or x), complete; `x` may be
+    overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     out = x if out is None else out
@@ -296,6 +307,8 @@ def _plan(
         from ._copy_reduce import reduce_launch
 
         return reduce_launch(world, n, x.dtype, op, block, chunks)
+    if mode == "two_shot_push":
+        block = block or pushed_block(triton.cdiv(n, world.size), x.element_size(), MOST_PUSHED)
     BLOCK = _common.copy_block(x, block)
     blocks = triton.cdiv(n, BLOCK)
     tasks = blocks if mode == "one_shot" else triton.cdiv(blocks, world.size)

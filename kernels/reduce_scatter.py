@@ -3,7 +3,7 @@
 pull: each rank loads its part from every rank, run by run where it lies (see _runs). Two barriers of the programs of
     one index on all ranks.
 push: each rank stores each tile into its owner's inbox, which adds what came: `x` need not be symmetric, and there is
-    no barrier, but a signal to each rank for a tile. An eighth slower than pull for 8192 x 8192 on 4 x H200.
+    no barrier, but a signal to each rank for a tile. Stores reach more of the links than loads.
 copy: push by the copy engines, see _copy_reduce: for parts of many megabytes.
 
 In all of them each reduces in fp32, in the order rank, rank + 1, ...: deterministic, the same bits in all, and
@@ -36,11 +36,12 @@ Mode = Literal["pull", "push", "copy"]
 MODES = ("pull", "push", "copy")
 
 COPIED_BYTES = 512 << 20
-"""Least x for which mode None takes copy. On 4 x H200 it takes 4.41 ms for 2 GiB, pull 4.86, push 5.59; for 128 MiB
-0.332, 0.318 and 0.360."""
+"""Least x for which mode None takes copy."""
 PULLED_BYTES = 8192
-"""Bytes of a tile of pull. On 4 x H200 it takes 0.3175 ms for 128 MiB and 4.858 for 2 GiB, in tiles of 16 KiB 0.3185
-and 4.968."""
+"""Bytes of a tile of pull."""
+LEAST_PUSHED, MOST_PUSHED, PUSHED_TILES = 1 << 10, 64 << 10, 64
+"""Bytes of a tile of push, and tiles that a part has where they allow it: a signal waits until all before it has
+arrived, so there are few, but for enough programs."""
 
 
 def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
@@ -98,7 +99,9 @@ def pull_kernel(
 class Inboxes(NamedTuple):
     """Where the tiles of other ranks arrive."""
 
-    inbox: SymmetricTensor  # (2, size, programs, tile) on every rank; rank r stores [:, r] of all, the halves in turn
+    inbox: (
+        SymmetricTensor  # (2, size - 1, programs, tile) on every rank; rank + 1 + i stores [:, i], the halves in turn
+    )
     counters: SymmetricTensor  # (programs, size); [p, r]: how many tiles program p of rank r has ever sent
 
 
@@ -106,25 +109,39 @@ def inboxes(programs: int, tile: int, dtype: torch.dtype, world: World) -> Inbox
     """Made once for each grid and tile: launches that share an inbox must agree on what lies where."""
 
     def make() -> Inboxes:
-        inbox = empty(2, world.size, programs, tile, dtype=dtype, name="kernels.inbox", world=world)
+        shape = 2, max(world.size - 1, 1), programs, tile
+        inbox = empty(*shape, dtype=dtype, name="kernels.inbox", world=world)
         return Inboxes(inbox, signals(programs * world.size, name="kernels.sent", world=world))
 
     return world.workspace(("pkt.kernels", "inboxes", programs, tile, dtype), make)
 
 
+def pushed_block(part: int, itemsize: int, most: int = MOST_PUSHED) -> int:
+    """Elements of a tile of a part of so many; of at most so many bytes."""
+    nbytes = max(LEAST_PUSHED, min(part * itemsize // PUSHED_TILES, most))
+    return (1 << nbytes.bit_length() - 1) // itemsize
+
+
 @triton.jit
-def from_inbox(half, inside, counts, peer, sent, world, tile: tl.constexpr):
-    """What `peer` has sent, once it has sent so many tiles; in fp32. Before it sent this one it had added up the one
-    before, so the half of its inbox where that was is free for my next."""
-    pl.wait(counts + peer, sent, world)
-    return tl.load(half + tl.cast(peer, tl.int64) * tl.num_programs(0) * tile, mask=inside).to(tl.float32)
+def in_inbox(inbox_ptr, sent, distance, world, tile: tl.constexpr):
+    """Where what rank + `distance` sends is, of this program's tile after `sent`."""
+    slot = tl.cast(sent & 1, tl.int64) * (world.size - 1) + (distance - 1)
+    return inbox_ptr + (slot * tl.num_programs(0) + tl.program_id(0)) * tile
+
+
+@triton.jit
+def from_inbox(inbox_ptr, element, inside, counts, sent, distance, world, tile: tl.constexpr):
+    """What rank + `distance` has sent, once it has sent a tile after `sent`; in fp32. Before it sent this one it had
+    added up the one before, so the half of its inbox where that was is free for my next."""
+    pl.wait(counts + (tl.cast(world.rank, tl.int32) + distance) % world.size, sent + 1, world)
+    return tl.load(in_inbox(inbox_ptr, sent, distance, world, tile) + element, mask=inside).to(tl.float32)
 
 
 @triton.jit
 def push_kernel(
     x_ptr,  # (rows, size, run) this rank's
     out_ptr,  # (rows, run) this rank's
-    inbox_ptr,  # (2, size, programs, tile) on every rank, see Inboxes
+    inbox_ptr,  # (2, size - 1, programs, tile) on every rank, see Inboxes
     sent_ptr,  # int32 (programs, size) on every rank
     part,  # Runs
     world,
@@ -138,19 +155,17 @@ def push_kernel(
     element = tl.arange(0, part.ROWS)[:, None] * part.COLS + tl.arange(0, part.COLS)[None, :]
     for t in range(pid, part.tiles, tl.num_programs(0)):
         row, col, inside = _runs.tile(t, part)
-        half = inbox_ptr + (tl.cast(sent & 1, tl.int64) * world.size * tl.num_programs(0) + pid) * tile
-        place = half + tl.cast(rank, tl.int64) * tl.num_programs(0) * tile + element
-        for i in tl.static_range(1, world.size + 1):
+        for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
             x = tl.load(x_ptr + _runs.beside(row, col, part, peer, world.size), mask=inside)
-            pl.store(place, x, peer, world, mask=inside)
+            pl.store(in_inbox(inbox_ptr, sent, world.size - i, world, tile) + element, x, peer, world, mask=inside)
         pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
-        sent += 1
-        total = from_inbox(half + element, inside, counts, rank, sent, world, tile)
+        total = tl.load(x_ptr + _runs.beside(row, col, part, rank, world.size), mask=inside).to(tl.float32)
+        pl.wait(counts + rank, sent + 1, world)  # mine is there at once: the next launch counts from it
         for i in tl.static_range(1, world.size):
-            x = from_inbox(half + element, inside, counts, (rank + i) % world.size, sent, world, tile)
-            total = combine(total, x, OP)
+            total = combine(total, from_inbox(inbox_ptr, element, inside, counts, sent, i, world, tile), OP)
         tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
+        sent += 1
 
 
 def reduce_scatter(
@@ -169,8 +184,8 @@ def reduce_scatter(
     x: its dimension `dim` a multiple of size, contiguous, bf16, fp16 or fp32; symmetric to pull. out: x's shape with
     that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
-    any rank is a NaN. mode: see the module; None takes copy from COPIED_BYTES of x on, else pulls where `x` is
-    symmetric. "push" keeps 2 * size tiles of symmetric memory a program for each size of them and of the grid, "copy"
+    any rank is a NaN. mode: see the module; None takes copy from COPIED_BYTES of x on, else push. "push" keeps
+    2 * (size - 1) tiles of symmetric memory a program for each size of them and of the grid, "copy"
     x's bytes less a part for each size of part. block: elements of a tile, a power of two. chunks: with "copy" only, so
     many copies to each rank at most; None: by size. The same bits every time. Returns `out`; `x` may be overwritten at
     once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
@@ -208,6 +223,9 @@ def _plan(
         return lambda x, out: copied(x, fresh() if out is None else out)
     if mode == "pull":
         block = block or PULLED_BYTES // x.element_size()
+    else:  # an element at a time takes the registers of addresses
+        most = MOST_PUSHED if run * x.element_size() % 16 == 0 else _common.COPY_BYTES
+        block = block or pushed_block(rows * run, x.element_size(), most)
     part = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, part.tiles),)
     kernel = pull_kernel if mode == "pull" else push_kernel
@@ -229,9 +247,7 @@ def _plan(
 
 def _chosen(x: torch.Tensor) -> Mode:
     """What mode None takes."""
-    if isinstance(x, torch.Tensor) and x.nbytes >= COPIED_BYTES:
-        return "copy"
-    return "pull" if isinstance(x, SymmetricTensor) else "push"
+    return "copy" if isinstance(x, torch.Tensor) and x.nbytes >= COPIED_BYTES else "push"
 
 
 def check_chunks(call: str, mode: str | None, chunks: int | None, world: World) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from pkt.errors import dtype_text
 from pkt.tune.config import Config
-from pkt.tune.gpu import H200, Gpu, Mechanism, interpolated, link_rate
+from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
 
 # Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; TAKEN, ARRIVES, PEERS, COPY and
@@ -205,8 +205,8 @@ def estimate(what: str, config: Mapping[str, Any], key: Mapping[str, Any], gpu: 
         rate = link_rate("register store", NCCL_PROGRAMS)
         return _library(case, gpu, sent(what, key) / rate, NCCL_LATENCY)
     if config.get("mode") == "unfused":
-        rates = [link_rate(mechanism, gpu.sms, peers=peers) for mechanism, peers in _COLLECTIVES[what]]
-        return _library(case, gpu, sent(what, key) * statistics.mean(1 / rate for rate in rates), gpu.barrier)
+        rate = link_rate("register store", gpu.sms, peers="all")  # as pkt's own collectives move what is not little
+        return _library(case, gpu, sent(what, key) / rate, gpu.barrier)
     return parts(case, config, gpu)
 
 
@@ -266,14 +266,6 @@ def _library(case: _Case, gpu: Gpu, moving: float = 0.0, sync: float = 0.0) -> E
         return alone
     exposed = min(max(alone.compute, alone.memory), moving)
     return replace(alone, launch=2 * gpu.launch, communication=moving, exposed=exposed, sync=sync)
-
-
-_COLLECTIVES: Mapping[str, tuple[tuple[Mechanism, str], ...]] = {
-    "all_gather_matmul": (("register store", "all"),),
-    "matmul_reduce_scatter": (("register load", "one"),),
-    "matmul_all_reduce": (("register load", "one"), ("register store", "all")),
-}
-"""How pkt's own collectives move the ranks' data, from all SMs; of the all-reduce's half one way, half the other."""
 
 
 def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Estimate:

@@ -101,9 +101,12 @@ COLLECTIVES = {
         tensor(512, 2056, dtype=t), pkt.empty(512, 8224, dtype=t), dim=1
     ),
     "all_gather pull of columns": lambda t: all_gather(pkt.empty(512, 2056, dtype=t), dim=1),
-    "reduce_scatter": lambda t: reduce_scatter(pkt.empty(4 * N, dtype=t)),
+    "reduce_scatter": lambda t: reduce_scatter(tensor(8 * N, dtype=t)),
+    "reduce_scatter pull": lambda t: reduce_scatter(pkt.empty(4 * N, dtype=t), mode="pull"),
     "reduce_scatter push min": lambda t: reduce_scatter(tensor(512, 8224, dtype=t), dim=1, op="min"),
-    "reduce_scatter max of columns": lambda t: reduce_scatter(pkt.empty(512, 8224, dtype=t), dim=1, op="max"),
+    "reduce_scatter max of columns": lambda t: reduce_scatter(
+        pkt.empty(512, 8224, dtype=t), dim=1, op="max", mode="pull"
+    ),
     "all_to_all push of heads": lambda t: all_to_all(
         tensor(1, 512, 16, 24, dtype=t), pkt.empty(1, 2048, 4, 24, dtype=t), scatter=2, gather=1
     ),
@@ -112,7 +115,7 @@ COLLECTIVES = {
     "all_reduce one_shot": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="one_shot"),
     "all_reduce one_shot min": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="one_shot", op="min"),
     "all_reduce two_shot": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="two_shot"),
-    "all_reduce two_shot_push": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="two_shot_push"),
+    "all_reduce two_shot_push": lambda t: all_reduce(pkt.empty(8 * N, dtype=t), mode="two_shot_push"),
     "all_reduce multimem": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="multimem"),
 }
 
@@ -140,8 +143,8 @@ def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pyte
 
 UNEVEN = {
     "all_gather": lambda t: all_gather(tensor(512, 1001, dtype=t), pkt.empty(512, 4004, dtype=t), dim=1),
-    "reduce_scatter": lambda t: reduce_scatter(pkt.empty(512, 4004, dtype=t), dim=1),
-    "reduce_scatter push": lambda t: reduce_scatter(tensor(512, 4004, dtype=t), dim=1),
+    "reduce_scatter": lambda t: reduce_scatter(pkt.empty(512, 4004, dtype=t), dim=1, mode="pull"),
+    "reduce_scatter push": lambda t: reduce_scatter(tensor(8192, 4004, dtype=t), dim=1),
     "all_to_all": lambda t: all_to_all(
         tensor(1, 99, 12, 3, dtype=t), pkt.empty(1, 396, 3, 3, dtype=t), scatter=2, gather=1
     ),

@@ -171,12 +171,12 @@ def test_pkt_s_own_collective_beside_a_product(what):
 
 
 def test_few_rows_and_their_all_reduce():
-    """Measured on 4 x H200, in us: NCCL + cuBLAS 56, 56 and 72; pkt's all-reduce alone 7.9, 17 and 90 for 16 KiB, 1 MiB
+    """Measured on 4 x H200, in us: NCCL + cuBLAS 56, 56 and 72; pkt's all-reduce alone 7.9, 17 and 84 for 16 KiB, 1 MiB
     and 16 MiB."""
     case = {"N": 8192, "K": 7168, "dtype": "bf16", "size": 4}
     for M, seconds in ((1, 56e-6), (16, 56e-6), (128, 72e-6)):
         assert estimate("matmul_all_reduce", NCCL, {**case, "M": M}).total == pytest.approx(seconds, rel=0.03)
-    for M, seconds, within in ((1, 7.9e-6, 5e-6), (64, 16.7e-6, 1e-6), (1024, 90e-6, 5e-6)):
+    for M, seconds, within in ((1, 7.9e-6, 5e-6), (64, 16.7e-6, 1e-6), (1024, 84e-6, 5e-6)):
         key = {**case, "M": M}
         collective = estimate("matmul_all_reduce", UNFUSED, key).total - product_alone(key).total
         assert collective == pytest.approx(seconds, abs=within)

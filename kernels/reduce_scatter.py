@@ -184,11 +184,11 @@ def reduce_scatter(
     x: its dimension `dim` a multiple of size, contiguous, bf16, fp16 or fp32; symmetric to pull. out: x's shape with
     that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
-    any rank is a NaN. mode: see the module; None takes copy from COPIED_BYTES of x on, else push. "push" keeps
-    2 * (size - 1) tiles of symmetric memory a program for each size of them and of the grid, "copy"
-    x's bytes less a part for each size of part. block: elements of a tile, a power of two. chunks: with "copy" only, so
-    many copies to each rank at most; None: by size. The same bits every time. Returns `out`; `x` may be overwritten at
-    once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    any rank is a NaN. mode: see the module; None takes copy from COPIED_BYTES of x on, else push, or pull where `x` is
+    symmetric and there are two ranks. "push" keeps 2 * (size - 1) tiles of symmetric memory a program for each size of
+    them and of the grid, "copy" x's bytes less a part for each size of part. block: elements of a tile, a power of two.
+    chunks: with "copy" only, so many copies to each rank at most; None: by size. The same bits every time. Returns
+    `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
     return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks), _common.overlap(x, out))
@@ -201,7 +201,7 @@ def _plan(
     _common.check_choice(CALL, "op", op, OPS, world)
     _common.check_block(CALL, block, world)
     check_chunks(CALL, mode, chunks, world)
-    mode = mode or _chosen(x)
+    mode = mode or _chosen(x, world)
     _common.check_choice(CALL, "mode", mode, MODES, world)
     _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode == "pull")
     dim = _runs.axis(CALL, "dim", dim, x.shape, world)
@@ -245,9 +245,11 @@ def _plan(
     return launch
 
 
-def _chosen(x: torch.Tensor) -> Mode:
+def _chosen(x: torch.Tensor, world: World) -> Mode:
     """What mode None takes."""
-    return "copy" if isinstance(x, torch.Tensor) and x.nbytes >= COPIED_BYTES else "push"
+    if isinstance(x, torch.Tensor) and x.nbytes >= COPIED_BYTES:
+        return "copy"
+    return "pull" if world.size == 2 and isinstance(x, SymmetricTensor) else "push"
 
 
 def check_chunks(call: str, mode: str | None, chunks: int | None, world: World) -> None:

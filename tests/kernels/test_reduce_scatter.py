@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from pkt.kernels.reduce_scatter import Op, reduce_scatter, reference
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
+module = importlib.import_module("pkt.kernels.reduce_scatter")
 MODES = ("pull", "push", "copy")
 
 
@@ -128,6 +130,39 @@ def test_sizes_in_turn_share_an_inbox() -> None:
         assert sum("inboxes" in key for key in world._workspaces if isinstance(key, tuple)) == 2
 
     on_ranks(3, run, seed=3, sms=2)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_pulled_by_default(ranks: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    start = module.cooperative_launch
+    monkeypatch.setattr(
+        module, "cooperative_launch", lambda w, kernel, *a, **o: launched.append(kernel) or start(w, kernel, *a, **o)
+    )
+
+    def run(world: Any) -> None:
+        x = (pkt.ones if symmetric else torch.ones)(6 * world.size)
+        assert torch.equal(reduce_scatter(x), torch.full((6,), float(world.size)))
+
+    on_ranks(ranks, run)
+    assert set(launched) == {module.pull_kernel if symmetric and ranks == 2 else module.push_kernel}
+
+
+@pytest.mark.parametrize(
+    ("part", "itemsize", "elements"),
+    [
+        (1, 2, 512),
+        (1 << 13, 4, 256),
+        (1 << 17, 2, 1 << 11),
+        (3 << 19, 2, 1 << 14),
+        (1 << 26, 2, 1 << 15),
+        (1 << 26, 4, 1 << 14),
+    ],
+)
+def test_tiles_are_few_and_large(part: int, itemsize: int, elements: int) -> None:
+    assert module.pushed_block(part, itemsize) == elements
+    assert module.pushed_block(part, itemsize, 1 << 12) == min(elements, (1 << 12) // itemsize)
 
 
 def test_an_input_of_this_rank_alone_is_pushed() -> None:

@@ -59,6 +59,7 @@ from ._gluon import (
 )
 from ._gluon_matmul_reduce_scatter import lag_of
 from ._matmul import Epilogue, Tiles, stored
+from ._push_plan import tile_seconds
 
 CALL = "matmul_all_reduce"
 
@@ -192,20 +193,40 @@ def gluon_two_shot_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
+WIDE = TILES._replace(group=16)
+ARRIVES = 10e-6
+"""Seconds from the end of a tile of another's until all parts of it are where they are added, unless the links are the
+limit. To wait for longer costs, too: by benchmarks/results/exhaustive_matmul_all_reduce.json, 16384 x 16384 on 4 ranks
+takes 3.26 ms with a quarter of a round, 3.49 with half and 3.68 with a whole one."""
+
+
+def links_limit(M: int, N: int, size: int) -> bool:
+    """Whether an M x N output takes longer to move than to compute. On H200 that is up to 8192 x 8192 on 4 ranks and
+    4096 x 4096 on 2, by benchmarks/results/exhaustive_matmul_all_reduce*.json."""
+    return M * N <= (2048 * size) ** 2
+
+
 def tiles_of(M: int, N: int, size: int) -> Tiles:
-    """The tiles for an M x N output: narrow ones where the links are the limit. On H200 that is up to 8192 x 8192 on 4
-    ranks and 4096 x 4096 on 2, by benchmarks/results/exhaustive_matmul_all_reduce*.json."""
-    return NARROW if M * N <= (2048 * size) ** 2 else TILES
+    """The tiles for an M x N output."""
+    return NARROW if links_limit(M, N, size) else WIDE
 
 
-def settings(M: int, N: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
-    """`tiles` and `lag`, or what follows from an M x N output: own tiles two rounds behind, wide ones one. Raises
-    ShapeError."""
+def rounds_of(M: int, N: int, K: int, size: int, tiles: Tiles) -> float:
+    """Rounds of all programs that own tiles are behind: two of narrow ones; of wide ones one where the links are the
+    limit, else as few quarters as parts take to arrive."""
+    if tiles.block_n <= NARROW.block_n:
+        return 2
+    enough = (part for part in (0.25, 0.5) if part * tile_seconds(K, tiles) >= ARRIVES)
+    return 1 if links_limit(M, N, size) else next(enough, 1)
+
+
+def settings(M: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
+    """`tiles` and `lag`, or what follows from the shapes by `tiles_of` and `rounds_of`. Raises ShapeError."""
     tiles = tiles or tiles_of(M, N, world.size)
     check_tiles(CALL, tiles, world)
     tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, tiles_of_all or 1)
-    rounds = 1 if tiles.block_n > NARROW.block_n else 2
+    rounds = rounds_of(M, N, K, world.size, tiles)
     return tiles, lag_of(CALL, lag, rounds, triton.cdiv(tiles_of_all, world.size), programs, world)
 
 

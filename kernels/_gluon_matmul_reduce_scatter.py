@@ -15,6 +15,7 @@ rank + 2's, ..., and its own last: so fewer rows of A are in use at a time, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -232,13 +233,13 @@ def settings(
     return tiles, max(count, 1) if copies else lag_of(CALL, lag, 1, count, programs, world), copies
 
 
-def lag_of(call: str, given: int | None, rounds: int, count: int, programs: int, world: World) -> int:
+def lag_of(call: str, given: int | None, rounds: float, count: int, programs: int, world: World) -> int:
     """Tiles that a rank's own, of `count`, are behind the others': what is given, or those of so many rounds of all
     programs, in which the others compute and send theirs. At least 1: what a rank waits for was begun before,
     everywhere. Raises ShapeError."""
     if given is not None and given < 1:
         raise ShapeError.argument(call, "lag", given, "at least 1", world.rank)
-    return max(1, min(triton.cdiv(rounds * programs, world.size) if given is None else given, count))
+    return max(1, min(math.ceil(rounds * programs / world.size) if given is None else given, count))
 
 
 class _Way(NamedTuple):

@@ -55,7 +55,7 @@ def _dealt(m: int, N: int, size: int, tiles: Tiles, programs: int, num_comm: int
     num_comm = max(1, min(num_comm, programs))  # of what is refused later, something
     count, computing = _count(m, N, size, tiles), max(programs - num_comm, 1)
     # both times in seconds for each column of A
-    pushing = 2 * (size - 1) * m / (PUSHED * min(num_comm, FILLS)) / _seconds(1, tiles)
+    pushing = 2 * (size - 1) * m / (PUSHED * min(num_comm, FILLS)) / tile_seconds(1, tiles)
     alone = min(math.ceil(pushing), count // computing)
     joined, left = divmod(count - alone * computing, programs)
     return _Dealt(pushing, alone + joined, left)
@@ -65,8 +65,8 @@ def _count(m: int, N: int, size: int, tiles: Tiles) -> int:
     return size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
 
 
-def _seconds(K: int, tiles: Tiles) -> float:
-    """Of a tile."""
+def tile_seconds(K: int, tiles: Tiles) -> float:
+    """Of a tile of a Gluon form, K columns of A long."""
     return 2 * tiles.block_m * tiles.block_n * K / MULTIPLIED
 
 
@@ -77,7 +77,7 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
     What is left after the last whole round is cut in two where it is done sooner then. Copied, where that takes no
     longer than the product. Else pushed: the programs that push are left out of as many rounds as fit into the time
     that they push for, and what is left is not cut where they push for longer."""
-    tile, count = _seconds(K, tiles), _count(m, N, size, tiles)
+    tile, count = tile_seconds(K, tiles), _count(m, N, size, tiles)
     copying = BEGIN + (size - 1) * (COPY + 2 * m * K / COPIED)
     pushes = size == 1 or given.keys() & {"chunk", "skip"} or copying > count / programs * tile
     num_comm = given.get("num_comm_sms", FILLS if pushes else 0)

@@ -223,7 +223,8 @@ def _plan(
         from ._gluon_matmul_all_reduce import settings
 
         mode = "gluon"
-        chosen, tuned["lag"] = settings(M, N, world, chosen, lag)
+        k = max(world.all_gather_object(a.shape[1]))  # ranks may differ in it, but not in the order of tiles
+        chosen, tuned["lag"] = settings(M, N, k, world, chosen, lag)
     else:
         mode, chosen = "lcsc", chosen or default_tiles(M, dtype, N)
         tuned["num_comm_sms"] = 16 if num_comm_sms is None else num_comm_sms

@@ -32,9 +32,9 @@ DEFAULT_TILES = (128, 128, 64)
 GLUON_TILES = (128, 256, 64)
 LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
 """Of which cuBLAS is taken to choose the best."""
-LAG = {"matmul_reduce_scatter": (1, 1), "matmul_all_reduce": (2, 1)}
-"""Rounds of all programs that a rank's own tiles are behind the others' where nothing is given: narrow ones, and wide.
-"""
+QUARTERS, ENOUGH, LINKS_LIMIT = (0.25, 0.5), 9e-6, 2048
+"""Of a round that matmul_all_reduce's own wide tiles may be behind the others', the seconds that these need, and the
+side of the output for each rank up to which they are a whole one, because the links are the limit."""
 TAKEN = 0.6
 """Interference of sending in passing, see `overlapped`."""
 ARRIVES = 8e-6
@@ -388,7 +388,7 @@ def _in_turns(what: str, case: _Case, config: Mapping[str, Any], part: int, gpu:
     than ARRIVES, each waits for the rest; and while the last `lag` are computed nothing else is sent."""
     size, one = case.size, case.seconds(True, gpu)
     turn = gpu.sms / size
-    lag = max(1, min(config.get("lag") or math.ceil(LAG[what][case.block_n > DEFAULT_TILES[1]] * turn), part))
+    lag = max(1, min(config.get("lag") or math.ceil(_rounds(what, case, one) * turn), part))
     half = (size - 1) / size * case.M * case.N * case.itemsize
     late = max(0.0, ARRIVES - lag / turn * one) * part / gpu.sms
     tail = lag / gpu.sms * one
@@ -397,6 +397,17 @@ def _in_turns(what: str, case: _Case, config: Mapping[str, Any], part: int, gpu:
         comm_rate=link_rate("TMA store", gpu.sms), around=2 * one, memory_bytes=case.memory_bytes,
         sync=2 * gpu.signal + (late + tail if half else 0.0), interference=TAKEN, gpu=gpu,
     )  # fmt: skip
+
+
+def _rounds(what: str, case: _Case, one: float) -> float:
+    """Rounds of all programs that a rank's own tiles are behind the others' where nothing is given."""
+    if what == "matmul_reduce_scatter":
+        return 1
+    if case.block_n <= DEFAULT_TILES[1]:
+        return 2
+    if case.M * case.N <= (LINKS_LIMIT * case.size) ** 2:
+        return 1
+    return next((part for part in QUARTERS if part * one >= ENOUGH), 1)
 
 
 def _parcels(case: _Case, part: float) -> int:

@@ -193,7 +193,7 @@ def reduce(
     tiles: Tiles | None = None, lag: int | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
     a, b, _, added = tensors((M, K), (K, N), (M, N), dtype, transposed, bias)
-    out, settings = Symmetric(M, N, dtype=dtype), two_shot.settings(M, N, world, tiles, lag)
+    out, settings = Symmetric(M, N, dtype=dtype), two_shot.settings(M, N, K, world, tiles, lag)
     two_shot.two_shot_launch(world, a, b, out, *settings, **options)(a, b, added)
     return world.kernels[-1]
 

@@ -52,18 +52,27 @@ def test_inbox_on_any_number_of_ranks(compiling, tmp_path, size):
 
 
 def test_own_tiles_are_rounds_behind(compiling):
-    """One, in the all-reduce of narrow tiles two; at most all that a rank owns, and at least one tile."""
+    """One, in the all-reduce of narrow tiles two, and of wide ones a part where that is long enough; at most all that a
+    rank owns, and at least one tile."""
     world = compiling()
+    sides = (1024, 4096, 8192, 12288, 16384, 32768)
+
+    def lags(tiles):
+        return [two_shot.settings(side, side, side // 4, world, tiles, None)[1] for side in sides]
+
+    assert lags(TILES) == [8, 33, 33, 17, 9, 9]
+    assert lags(NARROW) == [16, 66, 66, 66, 66, 66]
+    assert two_shot.settings(16384, 16384, 512, world, TILES, None)[1] == 33
     sides = (1024, 4096, 8192, 16384, 32768)
-    assert [two_shot.settings(side, side, world, TILES, None)[1] for side in sides] == [8, 33, 33, 33, 33]
-    assert [two_shot.settings(side, side, world, NARROW, None)[1] for side in sides] == [16, 66, 66, 66, 66]
     parts = [(side // 4, side, side // 4) for side in sides]
     found = [inbox.settings(*part, world, TILES, None, copies=0)[1:] for part in parts]
     assert found == [(8, 0), (33, 0), (33, 0), (33, 0), (33, 0)]
     found = [inbox.settings(*part, world, TILES, None)[1:] for part in parts]
     assert found == [(8, 0), (33, 0), (512, 2), (2048, 2), (8192, 2)]
     assert inbox.settings(*parts[-1], world, TILES, 5)[1:] == (5, 0)
-    assert inbox.settings(1, 8, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, world, TILES, 5)[1] == 1  # one tile
+    assert (
+        inbox.settings(1, 8, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, 8, world, TILES, 5)[1] == 1
+    )  # one tile
 
 
 @pytest.mark.parametrize(

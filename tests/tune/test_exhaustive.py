@@ -91,8 +91,8 @@ def test_the_model_takes_the_lag_that_the_operator_does():
         for key, _ in cases(what):
             rows = key["M"] // (key["size"] if module is scatter else 1)
             bare = Config(mode="gluon", tiles=(128, 256, 64, 8, 8, 4))
-            shape = (rows, key["N"], key["K"])[: 3 if module is scatter else 2]
-            _, lag, *copies = module.settings(*shape, World(size=key["size"]), Tiles(*bare["tiles"]), None)
+            world = World(size=key["size"])
+            _, lag, *copies = module.settings(rows, key["N"], key["K"], world, Tiles(*bare["tiles"]), None)
             taken = {"copies": copies[0]} if any(copies) else {"lag": lag}
             assert MODELS[what](bare, key) == MODELS[what](Config(**bare, **taken), key), (what, key)
 
@@ -114,8 +114,7 @@ def settled(what, config, key):
         plan, tiles = push.settings(key["M"] // size, key["N"], key["K"], world, None)
         return Config(mode="gluon", **plan._asdict(), tiles=tuple(tiles)[:6])
     module, rows = (scatter, key["M"] // size) if what == "matmul_reduce_scatter" else (two_shot, key["M"])
-    shape = (rows, key["N"], key["K"])[: 3 if module is scatter else 2]
-    tiles, lag, *copies = module.settings(*shape, world, None, None)
+    tiles, lag, *copies = module.settings(rows, key["N"], key["K"], world, None, None)
     taken = {"copies": copies[0]} if any(copies) else {"lag": lag}
     return Config(mode="gluon", **taken, tiles=tuple(tiles)[:6])
 

@@ -104,9 +104,9 @@ def tuned(
 
 def unfused_rows(call: str, size: int) -> int:
     """Rows up to which a product and its collective, left to choose, are not fused; all_gather_matmul with shard
-    "columns". By benchmarks/results/*.json of 4 x H200: unfused takes 47, 52 and 64 us with an all-reduce of 1, 16 and
-    128 rows, 244 of 1024, the fastest fused form 67, 68, 64 and 224; with an all-gather 51, 52, 56 and 222 us, they 52,
-    53, 60 and 246. On 2 with an all-reduce of 1024 rows 369 us, where the fastest fused form takes 393."""
+    "columns". By benchmarks/results/*.json of 4 x H200: unfused takes 46, 52 and 64 us with an all-reduce of 1, 16 and
+    128 rows, 246 of 1024, the fastest fused form 67, 68, 64 and 224; with an all-gather 51, 52, 56 and 222 us, they 52,
+    53, 60 and 246. On 2 with an all-reduce of 1024 rows 363 us, where the fastest fused form takes 392."""
     if call == "all_gather_matmul" or size == 2:
         return 1024
     return 128

@@ -7,7 +7,7 @@ one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize
 two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every
     rank's `out`: 2 * (W - 1) / W * n * itemsize bytes.
 two_shot_push: as two_shot, but each rank stores its blocks into their owners' inboxes (see reduce_scatter), because
-    stores reach more of the links than loads: 1.20 ms against 1.27 for 256 MiB on 4 x H200.
+    stores reach more of the links than loads: 1.17 ms against 1.28 for 256 MiB on 4 x H200.
 copy: as two_shot, moved by the copy engines, see _copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
@@ -54,16 +54,16 @@ SENT = ("low_latency", "two_shot_push", "copy")  # only this rank reads its x
 SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `out`
 
 LOW_LATENCY_BYTES = 128 << 10
-"""Largest x for which mode None takes low_latency. On 4 x H200 it takes 7.8, 10.2 and 32 us for 16 KiB, 128 KiB and
+"""Largest x for which mode None takes low_latency. On 4 x H200 it takes 7.9, 10.4 and 32 us for 16 KiB, 128 KiB and
 1 MiB, two_shot 13, 13 and 17. Up to here every thread has one word of each rank to wait for."""
 TWO_SHOT_PUSH_BYTES = 4 << 20
-"""Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.8, 86.1 and 1198 us for
-1, 16 and 256 MiB, two_shot 16.6, 90.4 and 1271."""
+"""Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.5, 85 and 1170 us for 1,
+16 and 256 MiB, two_shot 16.7, 92 and 1279."""
 COPIED_BYTES = 512 << 20
-"""Least x for which mode None takes copy instead of two_shot_push. On 4 x H200 it takes 1215 us for 256 MiB and
-1128 in a captured graph, two_shot_push 1198; for 16 MiB 170, 142 and 86."""
+"""Least x for which mode None takes copy instead of two_shot_push. On 4 x H200 it takes 1204 us for 256 MiB and 1183 in
+a captured graph, two_shot_push 1170; all these figures are of benchmarks/results/collectives.json."""
 MOST_PUSHED = 32 << 10
-"""Bytes of a block of two_shot_push, at most: of more, registers spill."""
+"""Bytes of a block of two_shot_push, at most: with more, registers spill; with 16 KiB 256 MiB take 1198 us."""
 LOW_LATENCY_WORDS = 256
 """Words of 4 bytes that a program sends at a time, one a thread: a thread waits for its words one after the other."""
 

@@ -100,9 +100,7 @@ def pull_kernel(
 class Inboxes(NamedTuple):
     """Where the tiles of other ranks arrive."""
 
-    inbox: (
-        SymmetricTensor  # (2, size - 1, programs, tile) on every rank; rank + 1 + i stores [:, i], the halves in turn
-    )
+    inbox: SymmetricTensor  # (2, size - 1, programs, tile) on every rank; rank + d stores [:, d - 1], halves in turn
     counters: SymmetricTensor  # (programs, size); [p, r]: how many tiles program p of rank r has ever sent
 
 

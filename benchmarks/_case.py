@@ -20,7 +20,7 @@ LINK = 390e9  # bytes a second out of one GPU: what the copy engines reach on an
 @dataclass
 class Case:
     """One size on one rank. `variants`: name -> what computes the result once; `exact()`: the result in fp32, made
-    when it is first needed; `inputs`: tensors that the result is linear in one by one, the first is scaled."""
+    when it is first needed; `scaled`: an input that the result is linear in, multiplied between launches."""
 
     nbytes: float  # that leave a GPU at least
     variants: dict[str, Callable[[], torch.Tensor]]

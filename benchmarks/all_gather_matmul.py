@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks._operators import Case, group_name, main, normal
+from benchmarks._case import Case, normal
+from benchmarks._command import main
+from benchmarks._process_group import group_name
 from pkt.kernels._gluon_all_gather_matmul import push_launch, settings
 from pkt.kernels._matmul import Tiles
 from pkt.kernels.all_gather_matmul import all_gather_matmul

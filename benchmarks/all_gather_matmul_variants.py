@@ -19,7 +19,8 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from benchmarks._operators import Case, main
+from benchmarks._case import Case
+from benchmarks._command import main
 from pkt.kernels._common import num_programs
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_gather_matmul import all_gather_matmul

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks._operators import LINK, Case, captured, group_name, main, normal, torch_symmetric
+from benchmarks._case import LINK, Case, captured, normal
+from benchmarks._command import main
+from benchmarks._process_group import group_name, torch_symmetric
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_gather import reference as gathered
 from pkt.kernels.all_reduce import all_reduce

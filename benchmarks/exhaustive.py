@@ -20,7 +20,9 @@ from typing import Any
 
 import pkt
 from benchmarks import _harness
-from benchmarks._operators import ENVIRONMENT, HEAP, _host
+from benchmarks._process_group import ENVIRONMENT
+from benchmarks._results import _host
+from benchmarks._run import HEAP
 from pkt.errors import PktError
 from pkt.tune.command import Layer, search_layer
 from pkt.tune.search import Candidate, Search

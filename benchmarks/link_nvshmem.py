@@ -20,7 +20,7 @@ from triton.language import core
 import pkt
 from benchmarks import _harness
 from benchmarks import link_kernels as kernels
-from benchmarks._operators import ENVIRONMENT, prepare
+from benchmarks._process_group import ENVIRONMENT, prepare
 
 LINES, WORDS = 1 << 19, 32  # of 128 bytes: more than caches hold
 STEPS, REPEATS = 4000, 20

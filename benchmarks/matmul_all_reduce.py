@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks._operators import Case, group_name, main, normal, torch_symmetric
+from benchmarks._case import Case, normal
+from benchmarks._command import main
+from benchmarks._process_group import group_name, torch_symmetric
 from benchmarks.matmul_reduce_scatter import NARROW, SMALL, SQUARE, WIDE
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 

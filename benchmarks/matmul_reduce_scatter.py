@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks._operators import Case, group_name, main, normal
+from benchmarks._case import Case, normal
+from benchmarks._command import main
+from benchmarks._process_group import group_name
 from pkt.kernels._gluon_matmul_reduce_scatter import inbox_launch, settings
 from pkt.kernels._matmul import Tiles
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter

@@ -20,8 +20,11 @@ from typing import Any
 import torch
 
 import pkt
-from benchmarks import _operators
-from benchmarks._operators import distance, normal
+from benchmarks import _command
+from benchmarks._case import normal
+from benchmarks._check import BOUND, distance
+from benchmarks._harness import RESULTS
+from benchmarks._process_group import ENVIRONMENT, prepare
 from pkt.kernels._gluon import TILES
 from pkt.kernels._matmul import Tiles
 from pkt.kernels.all_gather_matmul import all_gather_matmul
@@ -40,7 +43,7 @@ SHAPES = ((512, 512, 512), (128, 256, 64), (96, 264, 200), (333, 1032, 1544), (1
 
 def check(world: Any) -> list[str]:
     """The Gluon forms on small and ragged shapes against fp32, three launches each; a line for each."""
-    _operators.prepare(world)
+    prepare(world)
     lines = []
     for m, N, K in SHAPES:
         device, size = world.torch_device, world.size
@@ -65,7 +68,7 @@ def check(world: Any) -> list[str]:
                 mine = whole[world.rank * m : (world.rank + 1) * m]
                 worst[2] = max(worst[2], distance(mine, exact, scale))
             world.barrier()
-            right = "right" if max(worst) < _operators.BOUND else "WRONG"
+            right = "right" if max(worst) < BOUND else "WRONG"
             lines.append(
                 f"{right}: m {m}, N {N}, K {K}, {tiles[:2]}, {plan}: push {worst[0]:.1e}, inbox {worst[1]:.1e}, "
                 f"all-reduce {worst[2]:.1e}"
@@ -77,11 +80,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument("--out", type=Path, default=_operators.RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--sizes", default="")
     parser.add_argument("--only", default="")
     options = parser.parse_args()
-    os.environ.update(_operators.ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     end = time.monotonic() + options.seconds
     try:
         start = time.perf_counter()
@@ -104,7 +107,7 @@ def main() -> int:
         module = importlib.import_module(f"benchmarks.{name}")
         arguments = ["--ranks", str(options.ranks), "--seconds", str(seconds), "--out", str(options.out)]
         arguments += ["--sizes", options.sizes, "--only", options.only]
-        result |= _operators.main(name, module.TITLE, module.TARGETS, arguments)
+        result |= _command.main(name, module.TITLE, module.TARGETS, arguments)
     return result
 
 

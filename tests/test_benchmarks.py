@@ -12,7 +12,11 @@ import pytest
 import torch
 
 import pkt
-from benchmarks import _operators, runtime
+from benchmarks import _command, _job, _run, runtime
+from benchmarks._case import Case
+from benchmarks._check import BOUND
+from benchmarks._results import against
+from benchmarks._timing import PASSES, Settings
 from benchmarks.operators import SHARES
 from pkt import bench
 
@@ -24,12 +28,12 @@ OPERATORS = [
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 4) for name in OPERATORS), *((name, 3) for name in SHARES)])
 def test_every_variant_is_right_in_the_simulator(name: str, ranks: int, capsys: pytest.CaptureFixture) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
-    rows = _operators.run(f"benchmarks.{name}", "cpu", ranks, True, _operators.Settings())
+    rows = _run.run(f"benchmarks.{name}", "cpu", ranks, True, Settings())
     assert [row["variant"] for row in rows] == module.variants("cpu", True) * len(module.cases(True))
     tried = [row for row in rows if not row.get("skipped")]  # a variant need not be there in every case
     assert {row["variant"] for row in tried} == set(module.variants("cpu", True))
     assert [row["failed"] for row in tried if row.get("failed")] == []
-    assert all(row["error"] <= _operators.BOUND for row in tried)
+    assert all(row["error"] <= BOUND for row in tried)
     assert "right" in capsys.readouterr().out
 
 
@@ -37,8 +41,8 @@ def test_every_variant_is_right_in_the_simulator(name: str, ranks: int, capsys: 
 def test_sizes_that_the_ranks_do_not_divide_are_left_out(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(_operators, "_case", lambda *given: [{"case": given[3], "variant": "pkt default"}])
-    rows = _operators.run(f"benchmarks.{name}", "cuda", 3, False, _operators.Settings())
+    monkeypatch.setattr(_run, "_case", lambda *given: [{"case": given[3], "variant": "pkt default"}])
+    rows = _run.run(f"benchmarks.{name}", "cuda", 3, False, Settings())
     found = [row["case"] for row in rows]
     if name == "collectives":  # which cut their own
         assert found == list(importlib.import_module(f"benchmarks.{name}").cases(False))
@@ -53,12 +57,12 @@ def test_three_ranks_are_held_to_two_by_the_bytes() -> None:
         measured = [row | {"bytes": nbytes, "runs": 20}, row | {"variant": "pkt gluon"}, {"case": "N", "variant": "x"}]
         return {"host": {}, "commit": "c", "ranks": ranks, "measured": measured} | more
 
-    (row,) = _operators.against(of(2, 1.0, 3.0), of(3, 1.25, 4.0))
+    (row,) = against(of(2, 1.0, 3.0), of(3, 1.25, 4.0))
     assert (row["case"], row["value"], row["limit"]) == ("N, time of pkt default / on 2 ranks", 1.25, 4 / 3)
     assert row["held"]
     assert (row["low"], row["high"]) == (0.3125, 5.0)
-    assert not _operators.against(of(2, 1.0, 3.0), of(3, 1.5, 4.0))[0]["held"]
-    assert _operators.against(of(2, 1.0, 3.0, commit="d"), of(3, 1.25, 4.0)) == []
+    assert not against(of(2, 1.0, 3.0), of(3, 1.5, 4.0))[0]["held"]
+    assert against(of(2, 1.0, 3.0, commit="d"), of(3, 1.25, 4.0)) == []
 
 
 def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -74,8 +78,8 @@ def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         return case
 
     monkeypatch.setattr(module, "case", wrong)
-    monkeypatch.setattr(_operators, "ENVIRONMENT", {})  # it is this process's too
-    assert _operators.main("matmul_reduce_scatter", "title", argv=["--device", "cpu", "--quick"]) == 1
+    monkeypatch.setattr(_command, "ENVIRONMENT", {})  # it is this process's too
+    assert _command.main("matmul_reduce_scatter", "title", argv=["--device", "cpu", "--quick"]) == 1
     assert "FAILED wrong: error 0.1" in capsys.readouterr().out
 
 
@@ -83,8 +87,8 @@ def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_where_nothing_can_be_measured_no_results_are_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(_operators, "ENVIRONMENT", {})
-    assert _operators.main("matmul_reduce_scatter", "title", argv=["--ranks", "2", "--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(_command, "ENVIRONMENT", {})
+    assert _command.main("matmul_reduce_scatter", "title", argv=["--ranks", "2", "--out", str(tmp_path)]) == 1
     assert "wanted 2 GPUs, found 0" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -108,11 +112,11 @@ def test_a_variant_that_ends_its_job_loses_no_other(monkeypatch: pytest.MonkeyPa
             return [], "hangs", "WaitTimeout"
         return [{"case": label, "variant": name, "error": 0.0} for name in names], "", ""
 
-    monkeypatch.setattr(_operators, "_one_job", one_job)
+    monkeypatch.setattr(_run, "_one_job", one_job)
     given_up: dict[str, str] = {}
 
     def case(label: str) -> dict[str, str]:
-        of = _operators._case("m", "cuda", 2, label, {}, ["first", "hangs", "last"], given_up, _operators.Settings())
+        of = _run._case("m", "cuda", 2, label, {}, ["first", "hangs", "last"], given_up, Settings())
         return {row["variant"]: row.get("failed", "") for row in of}
 
     assert case("A") == {"hangs": "WaitTimeout", "first": "", "last": ""}
@@ -131,25 +135,25 @@ def test_variants_take_turns_in_orders_that_all_ranks_draw_alike(monkeypatch: py
         turn = len(turns)
         return {"ms": [turn, 10.0 * turn], "host_us": 100.0 - turn, "eager_ms": float(turn)}
 
-    made = _operators.Case(0.0, variants, lambda: torch.ones(1), torch.ones(1))  # type: ignore[arg-type]
+    made = Case(0.0, variants, lambda: torch.ones(1), torch.ones(1))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "turns", SimpleNamespace(case=lambda world: made))
-    monkeypatch.setattr(_operators, "prepare", lambda world: None)
-    monkeypatch.setattr(_operators, "_timed", timed)
-    monkeypatch.setattr(_operators, "_checked", lambda w, c, name, *_: {"failed": "wrong"} if name == "wrong" else {})
-    rows = _operators.job(world, "turns", "A", {}, names, _operators.Settings(), "")  # type: ignore[arg-type]
+    monkeypatch.setattr(_job, "prepare", lambda world: None)
+    monkeypatch.setattr(_job, "timed", timed)
+    monkeypatch.setattr(_job, "checked", lambda w, c, name, *_: {"failed": "wrong"} if name == "wrong" else {})
+    rows = _job.job(world, "turns", "A", {}, names, Settings(), "")  # type: ignore[arg-type]
     passes = list(zip(turns[::2], turns[1::2]))
-    assert len(passes) == _operators.PASSES
+    assert len(passes) == PASSES
     assert set(passes) == {("a", "b"), ("b", "a")}
     first, wrong, last = rows
     assert "ms" not in wrong
-    assert first["runs"] == last["runs"] == 2 * _operators.PASSES
+    assert first["runs"] == last["runs"] == 2 * PASSES
     of_a = [turn for turn, name in enumerate(turns, 1) if name == "a"]
     times = [ms for turn in of_a for ms in (turn, 10.0 * turn)]
     assert (first["ms"], first["low"], first["high"]) == (statistics.median(times), min(times), max(times))
     assert (first["host_us"], first["eager_ms"]) == (100.0 - of_a[-1], of_a[0])
     before = turns.copy()
     turns.clear()
-    _operators.job(world, "turns", "A", {}, names, _operators.Settings(), "")  # type: ignore[arg-type]
+    _job.job(world, "turns", "A", {}, names, Settings(), "")  # type: ignore[arg-type]
     assert turns == before
 
 

@@ -1,0 +1,78 @@
+"""Whether a variant is right.
+
+Its result is compared with an fp32 reference after each of five launches, between which the inputs are multiplied by
+powers of two: what a kernel reads of an earlier launch is then wrong, not a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks._case import Case
+from pkt.errors import PktError, WaitTimeout
+
+BOUND = 1e-2  # greatest ||out - exact|| / ||exact|| in bf16; a tile that is wrong or late is far above
+SCALES = (1.0, -2.0, -2.0, 1.0, 4.0)  # of the inputs, launch by launch; both halves of a double buffer are met
+
+
+def checked(world: Any, case: Case, name: str, exact: list, cuda: bool) -> dict[str, Any]:
+    """Whether a variant runs, and is right, on every rank."""
+    if name in case.skipped:
+        return {"failed": case.skipped[name], "skipped": True}
+    run, problem, error = case.variants.get(name), "", 0.0
+    start = time.perf_counter()
+    if run is None:
+        return {"failed": "no such variant", "skipped": True}
+    try:
+        if name in case.unchecked:
+            run()
+        else:
+            error = _error(case, run, exact)
+        world.synchronize()
+    except (WaitTimeout, torch.AcceleratorError):
+        raise  # the device is not fit for another launch: end the job
+    except (PktError, RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as failure:
+        problem = f"{type(failure).__name__}: {failure}"
+        if cuda:
+            torch.cuda.synchronize()  # raises where the context is lost
+    problems = world.all_gather_object(problem)
+    if any(problems):
+        return {"failed": next(p for p in problems if p)[:600]}
+    errors = world.all_gather_object(error)
+    row: dict[str, Any] = {
+        "error": None if name in case.unchecked else max(errors),
+        "first_s": time.perf_counter() - start,
+    }
+    if row["error"] is not None and not row["error"] <= BOUND:
+        row["failed"] = f"wrong: error {row['error']:.2g}, wanted at most {BOUND:g}"
+    return row
+
+
+def _error(case: Case, run: Callable[[], torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """The greatest relative error over launches whose inputs differ."""
+    if not exact:
+        exact.append(case.exact())
+    before, worst = 1.0, 0.0
+    for scale in SCALES:
+        case.scaled.mul_(scale / before)
+        before = scale
+        worst = max(worst, distance(run(), exact[0], scale))
+    case.scaled.mul_(1.0 / before)
+    return worst
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor, scale: float) -> float:
+    """||found - scale * exact|| / ||scale * exact||; infinite where `found` holds what is no number. In slices of 64 Mi
+    elements, because an fp32 copy of the whole may not be wanted beside everything else."""
+    found, exact = found.reshape(-1), exact.reshape(-1)
+    off = norm = 0.0
+    for start in range(0, exact.numel(), 1 << 26):
+        part = exact[start : start + (1 << 26)] * scale
+        off += (found[start : start + (1 << 26)].float() - part).square().sum(dtype=torch.float64).item()
+        norm += part.square().sum(dtype=torch.float64).item()
+    value = (off / max(norm, 1e-300)) ** 0.5
+    return value if value == value else float("inf")

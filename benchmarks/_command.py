@@ -1,0 +1,47 @@
+"""The command line of an operator's benchmark: it runs, shows and writes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks._harness import RESULTS
+from benchmarks._process_group import ENVIRONMENT
+from benchmarks._report import limits, markdown
+from benchmarks._results import record, write
+from benchmarks._run import run
+from benchmarks._timing import Settings
+
+
+def main(name: str, title: str, targets: dict[str, float] | None = None, argv: Iterable[str] | None = None) -> int:
+    """The command line of a benchmark module `benchmarks.<name>`. Returns 1 if something of pkt failed or was wrong."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--sizes", default="", help="words; a case whose label has none of them is left out")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the simulator, results only")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="small sizes, few variants")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=300.0, help="no variant is begun after these")
+    parser.add_argument("--only", default="", help="words; a variant whose name has none of them is left out")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for NAME.json, .md and .png")
+    options = parser.parse_args(None if argv is None else list(argv))
+    os.environ.update(ENVIRONMENT)
+    start = time.perf_counter()
+    settings = Settings(repeats=options.repeats, end=time.time() + options.seconds)
+    rows = run(
+        f"benchmarks.{name}", options.device, options.ranks, options.quick, settings, options.only, options.sizes
+    )
+    limits(rows)
+    text = markdown(f"{title}, {options.ranks} ranks", rows)
+    print(text)
+    if options.device == "cuda" and not any("ms" in row for row in rows):
+        print(f"{name}: nothing was measured, so no results are written")
+    elif options.device == "cuda":
+        asked = targets or {} if options.ranks == 4 else {}
+        write(options.out, title, record(name, rows, options.ranks, asked), text)
+    print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+    failed = [row for row in rows if row.get("failed") and not row.get("skipped") and row["variant"].startswith("pkt")]
+    return 1 if failed else 0

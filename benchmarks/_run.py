@@ -1,0 +1,120 @@
+"""A run: the cases of a benchmark, each a job in the same warm processes, one a GPU.
+
+Every variant is beside its baselines in one job; where one ended it, the others run in a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import Progress
+
+import pkt
+from benchmarks._job import job
+from benchmarks._timing import Settings
+from pkt.errors import PktError
+from pkt.runtime import workers
+
+GIVE_UP = 4  # Gluon variants of a benchmark that end their jobs before the rest of them is left out
+WAIT_SECONDS = 20  # that a counter may stand still; the ranks compile a variant's first launch each for itself
+Device = Literal["cuda", "cpu"]
+HEAP = {"cuda": "60GiB", "cpu": "256MiB"}
+
+
+def run(
+    module: str, device: Device, ranks: int, quick: bool, settings: Settings, only: str = "", sizes: str = ""
+) -> list[dict[str, Any]]:
+    """All cases of a benchmark whose N and K the ranks share alike; rows as of `job`. A variant that ended its job is
+    not tried again at other sizes."""
+    benchmark = importlib.import_module(module)
+    rows: list[dict[str, Any]] = []
+    given_up: dict[str, str] = {}
+    chosen = {}
+    for label, arguments in benchmark.cases(quick).items():
+        ragged = [axis for axis in ("N", "K") if arguments.get(axis, 0) % ranks]
+        if sizes and not any(word in label for word in sizes.split(",")):
+            continue
+        if ragged:
+            print(f"{label}: left out, {ragged[0]} = {arguments[ragged[0]]} is no multiple of {ranks}", flush=True)
+        else:
+            chosen[label] = arguments
+    names = [n for n in benchmark.variants(device, quick) if not only or any(w in n for w in only.split(","))]
+    with progress(module.rpartition(".")[2], len(chosen) * len(names)) as advance:
+        for label, arguments in chosen.items():
+            for row in _case(module, device, ranks, label, arguments, names, given_up, settings):
+                rows.append(row)
+                advance(f"{label}, {row['variant']}")
+    return rows
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal, nothing elsewhere; call what it gives with each step's name when the step is done."""
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, advance=1, description=f"{title}: {done}")
+
+
+def _case(
+    module: str, device: Device, ranks: int, label: str, arguments: dict, names: list[str], given_up: dict[str, str],
+    settings: Settings,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The rows of one case. `given_up`: variant -> why it is not tried again; added to."""
+    yield from ({"case": label, "variant": n, "failed": given_up[n], "skipped": True} for n in names if n in given_up)
+    names = _hopeful([n for n in names if n not in given_up], given_up)
+    while names:
+        rows, begun, failure = _one_job(module, device, ranks, label, arguments, names, settings)
+        if failure:  # and the others again without it
+            culprit = begun if begun in names else names[0]
+            given_up[culprit] = f"ended its job at {label}"
+            rows = [{"case": label, "variant": culprit, "failed": failure}]
+        for row in rows:
+            if not row.get("skipped"):
+                print(_line(row), flush=True)
+            yield row
+        names = _hopeful([n for n in names if n != culprit], given_up) if failure else []
+
+
+def _hopeful(names: list[str], given_up: dict[str, str]) -> list[str]:
+    """No time to find out one by one that no Gluon form runs here."""
+    enough = sum("gluon" in name for name in given_up) >= GIVE_UP
+    return [name for name in names if "gluon" not in name] if enough else names
+
+
+def _one_job(
+    module: str, device: Device, ranks: int, label: str, arguments: dict, names: list[str], settings: Settings
+) -> tuple[list[dict[str, Any]], str, str]:
+    """The rows; or none, the variant that was begun last, and why it ended."""
+    cuda = device == "cuda"
+    options: dict[str, Any] = {"timeout": WAIT_SECONDS} if cuda else {"sms": 4}
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder, "journal")
+        called = (module, label, arguments, names, settings, str(journal) if cuda else "")
+        try:
+            rows = pkt.launch(job, ranks, device, called, heap=HEAP[device], multicast=not cuda, **options)[0]
+            return rows, "", ""
+        except (PktError, OSError, EOFError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+        print("\n".join(lines[-25:]), file=sys.stderr, flush=True)
+        begun = journal.read_text().splitlines()[-1] if journal.exists() else ""
+    if cuda and "WaitTimeout" not in lines[-1] and ranks in workers._warm:
+        workers.warm(ranks).kill()  # a CUDA error stays with its process
+    return [], begun, f"{lines[0]} ... {lines[-1]}"[:600]
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['case']:>28}  {row['variant']:<44}"
+    if row.get("failed"):
+        return f"{head} {'-' if row.get('skipped') else 'FAILED'} {row['failed'][:300]}"
+    error = "" if row.get("error") is None else f"error {row['error']:.1e}"
+    if "ms" not in row:
+        return f"{head} right  {error}"
+    return f"{head} {row['ms']:9.4f} ms  ({row['low']:.4f} to {row['high']:.4f}, eager {row['eager_ms']:.3f})  {error}"

@@ -1,0 +1,75 @@
+"""What a variant takes.
+
+Everything is queued behind a sleep, so the host's launches do not count. Each repeat empties L2, meets all ranks in a
+barrier kernel, and is timed by two events; of the ranks' times the greatest counts. A GPU that has worked for a tenth
+of a second lowers its clock, by as much as a fifth: so the variants of a case take turns, a repeat or two each and
+PASSES times, every time in another order, and all find the clock that the mixture of them leaves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import pkt
+
+PASSES = 10  # in which the repeats of a variant are taken
+
+
+@dataclass
+class Settings:
+    """How long and how often."""
+
+    repeats: int = 20
+    seconds: float = 45.0  # that a variant may take, compilation included
+    flush: int = 256 << 20  # bytes written to empty L2
+    end: float = float("inf")  # time.time() after which no variant is begun
+
+
+def timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, Any]:
+    """One pass: milliseconds of each repeat, the greatest of the ranks', and of the host."""
+    flush = world.workspace("benchmarks.flush", lambda: torch.empty(settings.flush, dtype=torch.uint8, device="cuda"))
+    repeats = -(-settings.repeats // PASSES)
+    run()
+    world.synchronize()
+    start = time.perf_counter()
+    run()
+    enqueue = time.perf_counter() - start
+    world.synchronize()
+    whole = time.perf_counter() - start
+    enqueue, whole = (max(column) for column in zip(*world.all_gather_object([enqueue, whole])))
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    world.barrier()
+    torch.cuda._sleep(int(min(0.6, 0.001 + 1.5 * enqueue * repeats) * 2e9))
+    for begin, end in events:
+        flush.zero_()
+        gate(world)
+        begin.record()
+        run()
+        end.record()
+    world.synchronize()
+    mine = [begin.elapsed_time(end) for begin, end in events]
+    slowest = [max(times) for times in zip(*world.all_gather_object(mine))]
+    return {"ms": slowest, "host_us": 1e6 * enqueue, "eager_ms": 1e3 * whole}
+
+
+def summary(passes: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a row says of its passes."""
+    every = [ms for found in passes for ms in found["ms"]]
+    return {
+        "ms": statistics.median(every), "low": min(every), "high": max(every), "runs": len(every),
+        **{name: min(found[name] for found in passes) for name in ("host_us", "eager_ms")},
+    }  # fmt: skip
+
+
+def gate(world: Any) -> None:
+    """All ranks' streams meet here."""
+    from pkt.tune._gate import gate_kernel
+
+    counters = world.workspace("benchmarks.gate", lambda: pkt.signals(2, name="benchmarks.gate", world=world))
+    gate_kernel[(1,)](counters, world.device, num_warps=1)

@@ -392,23 +392,20 @@ def check_tiles(call: str, tiles: Tiles, world: World) -> None:
 
 def check(call: str, world: World, *tensors: torch.Tensor) -> None:
     """This form can run here: Unsupported says why not."""
+    form = f"{call}(mode='gluon')"
     if torch.device(world.torch_device).type != "cuda":
-        raise Unsupported.here(
-            f"{call}(schedule='gluon')", "found the simulator", "wanted a GPU: Gluon is compiled only"
-        )
+        raise Unsupported.here(form, "found the simulator", "wanted a GPU: Gluon is compiled only")
     if world.size - 1 > MAX_PEERS:
-        raise Unsupported.here(
-            f"{call}(schedule='gluon')", f"found {world.size} ranks", f"wanted at most {MAX_PEERS + 1}"
-        )
+        raise Unsupported.here(form, f"found {world.size} ranks", f"wanted at most {MAX_PEERS + 1}")
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
-            raise Unsupported.here(f"{call}(schedule='gluon')", f"found {tensor.dtype}", "wanted bfloat16 or float16")
+            raise Unsupported.here(form, f"found {tensor.dtype}", "wanted bfloat16 or float16")
     if not _common.aligned(*tensors):
-        wanted = "rows that begin at multiples of 16 bytes, as TMA needs; the plain schedules take any"
+        wanted = "rows that begin at multiples of 16 bytes, as TMA needs; the plain forms take any"
         raise ShapeError.argument(call, "operands", [tuple(t.shape) for t in tensors], wanted, world.rank)
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version != (3, 6):
-        raise Unsupported.here(f"{call}(schedule='gluon')", f"found Triton {triton.__version__}", "wanted Triton 3.6")
+        raise Unsupported.here(form, f"found Triton {triton.__version__}", "wanted Triton 3.6")
 
 
 def weights_descriptor(b: torch.Tensor, tiles: Tiles) -> TensorDescriptor:

@@ -28,3 +28,12 @@ def test_every_plan_that_is_chosen():
     assert push_plan(*case, 4, NARROW, 132, num_comm_sms=8).skip == 29  # half the tile
     assert push_plan(128, 256, 512, 4, TILES, 2).num_comm_sms == 8  # there may be fewer programs than push
     assert push_plan(8192, 8192, 8192, 1, TILES, 132).num_comm_sms == 8  # nobody to copy to
+
+
+def test_up_to_half_a_round_of_tiles_is_cut():
+    """From one tile on. 7 programs have 4 tiles for each 256 columns; where they push, the first round is of one."""
+    for num_comm, missing, cases in ((0, 0, {7: 0, 2: 1, 6: 3, 1: 4}), (8, 6, {2: 0, 4: 1, 1: 3, 3: 4})):
+        for columns, left in cases.items():
+            plan = push_plan(128, 256 * columns, 512, 4, TILES, 7, num_comm_sms=num_comm)
+            assert 4 * columns == 7 * plan.whole - missing + left, plan
+            assert plan.split == (2 if left in (1, 3) else 1), (num_comm, left)

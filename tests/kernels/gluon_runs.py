@@ -1,0 +1,274 @@
+"""Runs of the Gluon kernels on the machine of `gluon_machine`, in an order of events by seed: results must be exact.
+
+Each of the `launches` has operands of its own, and nothing is reset between them. broken: a fault, which changes the
+functions before they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from triton import cdiv
+
+from .gluon_machine import Descriptor, Machine, Pointer, Vector, as_python
+
+gluon = pytest.importorskip("pkt.kernels._gluon")
+from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
+from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
+from pkt.kernels import _gluon_matmul_reduce_scatter as scatter  # noqa: E402
+
+BM, BN, BK = 8, 8, 4  # (BN // 2) * BM = BK * BN: half a tile fits where a step of B was
+SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]  # (ranks, m, N, K)
+
+Functions = dict[str, Any]
+Broken = Callable[[Functions], None]
+
+
+# ------------------------------------------------------------------------------------------------- what runs share
+def ready(module: ModuleType, size: int, programs: int, seed: int, broken: Broken | None) -> tuple[Machine, Functions]:
+    """A machine, and the functions of a form to run there."""
+    machine = Machine(size, programs, seed)
+    functions = as_python([gluon, module], machine)
+    if broken:
+        broken(functions)
+    return machine, functions
+
+
+def world(rank: int, size: int, e: int) -> SimpleNamespace:
+    """In launch e, from 0."""
+    return SimpleNamespace(rank=rank, size=size, launch=e + 1)
+
+
+def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
+def poison(*shape: int) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)
+
+
+def weights(b: np.ndarray, transposed: bool, width: int = BN) -> Descriptor:
+    return Descriptor(b.T, width, BK) if transposed else Descriptor(b, BK, width)
+
+
+def bias(N: int, finish: bool) -> Vector | None:
+    return Vector(np.arange(N, dtype=np.float32) - N // 2) if finish else None
+
+
+def assert_exact(found: np.ndarray, exact: np.ndarray, finish: bool) -> None:
+    """finish: with that bias, and relu."""
+    n = exact.shape[1]
+    np.testing.assert_array_equal(found, np.maximum(exact + np.arange(n) - n // 2, 0) if finish else exact)
+
+
+# ----------------------------------------------------------------------------------------------- all_gather_matmul
+def run_push(
+    size: int, m: int, N: int, K: int, programs: int, seed: int, launches: int = 3, broken: Broken | None = None,
+    stages: int = 3, transposed: bool = False, finish: bool = False, width: int = BN, chunk: int = 8, split: int = 2,
+    push_rows: int = 1, num_comm: int = 1, skip: int = 1, whole: int = 99,
+) -> None:  # fmt: skip
+    """Shards (m, K) gathered and multiplied by (K, N). num_comm: 0 where copy engines move them."""
+    machine, functions = ready(push, size, programs, seed, broken)
+    copied = num_comm == 0 and size > 1
+    chunk = cdiv(K, BK) * BK if copied else chunk
+    options = {
+        "CHUNK": chunk, "SPLIT": split, "GROUP": 2, "STAGES": stages, "HALF": None, "HALF_PART": None,
+        "COPIED": copied, "REGISTERS": 72, "EPILOGUE": "relu" if finish else "none", "LEAVE_OUT": "", "num_warps": 8,
+        "TRANSPOSED": transposed,
+    }  # fmt: skip
+    rng = np.random.default_rng(seed)
+    num_m, chunks = cdiv(m, BM), cdiv(K, chunk)
+    push_rows = min(push_rows, num_m)
+    shape = (size * m, K) if copied else (2 * size * num_m * chunks * (chunk // BK) * BM, BK)
+    inbox = [poison(*shape) for _ in range(size)]
+    words = size * cdiv(num_m, push_rows) + 1 if copied else size * num_m * chunks
+    counters = [np.zeros(words, np.int64) for _ in range(size)]
+    a = [[integers(rng, m, K) for _ in range(launches)] for _ in range(size)]
+    b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
+    outs = [[poison(size, m, N) for _ in range(launches)] for _ in range(size)]
+
+    def launch(rank: int, e: int) -> Callable[[int], None]:
+        peers = [Descriptor(inbox[(rank + d) % size], BM, BK) for d in range(1, size)]
+        weight, out = b[rank][e], outs[rank][e]
+        arguments = (
+            Descriptor(a[rank][e], BM, BK), Descriptor(inbox[rank], BM, BK),
+            weights(weight, transposed, width), weights(weight, transposed, width // split),
+            Descriptor(out, 1, BM, width // 2), Descriptor(out, 1, BM, width // split // 2),
+            *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), bias(N, finish),
+            m, N, K, min(num_comm, programs) if size > 1 else 0, skip, whole, push_rows, m, world(rank, size, e),
+            BM, width, BK,
+        )  # fmt: skip
+
+        def body(program: int) -> None:
+            if copied:
+                begin_copies(machine, [step[e] for step in a], rank, e, program, inbox, counters, push_rows)
+            functions["gluon_push_kernel"](*arguments, **options)
+
+        return body
+
+    machine.run([[launch(rank, e) for e in range(launches)] for rank in range(size)])
+    for rank in range(size):
+        for e in range(launches):
+            gathered = np.concatenate([step[e] for step in a])
+            assert_exact(outs[rank][e].reshape(size * m, N), gathered @ b[rank][e], finish)
+
+
+def begin_copies(
+    machine: Machine, shards: list[np.ndarray], rank: int, e: int, program: int, inbox: list[np.ndarray],
+    counters: list[np.ndarray], push_rows: int,
+) -> None:  # fmt: skip
+    """What _copies.gathering does, as the test of it has it: its `begin`, which a launch of every rank is behind."""
+    size, m = machine.size, len(shards[rank])
+    groups = (len(counters[rank]) - 1) // size
+    if program == 0:
+        counters[rank][-1] += 1
+    machine.until(lambda: all(c[-1] == e + 1 for c in counters))
+
+    def copy(g: int, peer: int) -> None:
+        rows = slice(g * push_rows * BM, min((g + 1) * push_rows * BM, m))
+        inbox[peer].reshape(size, m, -1)[rank, rows] = shards[rank][rows]
+        counters[peer][rank * groups + g] = e + 1
+
+    def engine() -> None:
+        for g in range(groups):
+            for d in range(1, size):
+                machine.copied(lambda g=g, d=d: copy(g, (rank + d) % size))
+
+    if program == 0:
+        machine.start(rank, 0, engine)
+
+
+def run_copied(*args: int, **options: Any) -> None:
+    """By copy engines."""
+    run_push(*args, num_comm=0, **options)
+
+
+def run_short_push(size: int, m: int, N: int, K: int, *args: int, **options: Any) -> None:
+    """A step of K: the next tile is finished before the last one is out."""
+    run_push(size, m, N, BK, *args, stages=6, **options)
+
+
+# ------------------------------------------------------------------------------------------- matmul_reduce_scatter
+def run_inbox(
+    size: int, m: int, N: int, K: int, programs: int, seed: int, launches: int = 3, broken: Broken | None = None,
+    stages: int = 3, transposed: bool = False, finish: bool = False, lag: int = 1, copies: int = 0,
+) -> None:  # fmt: skip
+    """Rows m of the sum over ranks of (size * m, K) by (K, N). copies: parcels of a rank's tiles that copy engines
+    move to each peer, 0 where the kernel stores there."""
+    machine, functions = ready(scatter, size, programs, seed, broken)
+    rng = np.random.default_rng(seed)
+    tiles, copied = cdiv(m, BM) * cdiv(N, BN), copies > 0 and size > 1
+    parcel = cdiv(tiles, copies) if copied else 1
+    lag = tiles if copied else min(lag, tiles)
+    rows, words = (2 - copied) * (size - 1) * tiles * BM, max(size - 1, 1) * cdiv(tiles, parcel)
+    inbox, outbox = ([poison(rows, BN) for _ in range(size)] for _ in range(2))
+    counters = [np.zeros(2 * words + 1 if copied else words, np.int64) for _ in range(size)]
+    a = [[integers(rng, size * m, K) for _ in range(launches)] for _ in range(size)]
+    b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
+    outs = [[poison(m, N) for _ in range(launches)] for _ in range(size)]
+    options = {
+        "STAGES": stages, "GROUP": 2, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8,
+        "TRANSPOSED": transposed, "EPILOGUE": "relu" if finish else "none", "COPIED": copied,
+    }  # fmt: skip
+
+    def launch(rank: int, e: int) -> Callable[[int], None]:
+        part = (BM, BN // 2)
+        owners = [Descriptor(inbox[(rank + d) % size], *part) for d in range(1, size)]
+        owners = [Descriptor(outbox[rank], *part)] if copied else owners
+        arguments = (
+            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(inbox[rank], *part),
+            Descriptor(outs[rank][e], *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
+            bias(N, finish), m, N, K, lag, parcel, world(rank, size, e), BM, BN, BK,
+        )  # fmt: skip
+
+        def body(program: int) -> None:
+            if copied:
+                begin_parcels(machine, rank, e, program, inbox, outbox, counters, tiles, parcel)
+            functions["gluon_inbox_kernel"](*arguments, **options)
+
+        return body
+
+    machine.run([[launch(rank, e) for e in range(launches)] for rank in range(size)])
+    for e in range(launches):
+        exact = sum(a[r][e] @ b[r][e] for r in range(size))
+        for rank in range(size):
+            assert_exact(outs[rank][e], exact[rank * m : (rank + 1) * m], finish)
+
+
+def begin_parcels(
+    machine: Machine, rank: int, e: int, program: int, inbox: list[np.ndarray], outbox: list[np.ndarray],
+    counters: list[np.ndarray], tiles: int, parcel: int,
+) -> None:  # fmt: skip
+    """What _copies.scattering does: its `begin`, which a launch of every rank is behind, and what it returns."""
+    size, parcels = machine.size, cdiv(tiles, parcel)
+    words = (size - 1) * parcels
+    if program == 0:
+        counters[rank][words + 1 :] = 0
+        counters[rank][words] += 1
+    machine.until(lambda: all(c[words] == e + 1 for c in counters))
+
+    def engine() -> None:
+        for at in range(words):
+            d, g = 1 + at // parcels, at % parcels
+            peer, finished = (rank + d) % size, min(parcel, tiles - g * parcel)
+            machine.until(lambda at=at, finished=finished: counters[rank][words + 1 + at] >= finished)
+            begin = ((d - 1) * tiles + g * parcel) * BM
+            rows = slice(begin, begin + finished * BM)
+            machine.copied(lambda peer=peer, rows=rows: inbox[peer].__setitem__(rows, outbox[rank][rows]))
+            counters[peer][at] = e + 1
+
+    if program == 0:
+        machine.start(rank, 0, engine)
+
+
+def run_parcels(*args: int, **options: Any) -> None:
+    """By copy engines."""
+    run_inbox(*args, copies=2, **options)
+
+
+# ----------------------------------------------------------------------------------------------- matmul_all_reduce
+def run_two_shot(
+    size: int, M: int, N: int, K: int, programs: int, seed: int, launches: int = 3, broken: Broken | None = None,
+    transposed: bool = False, finish: bool = False, lag: int = 1,
+) -> None:  # fmt: skip
+    """The sum over ranks of (M, K) by (K, N). Each rank has one output for all launches: what is in it when the next
+    launch begins there is looked at."""
+    machine, functions = ready(two_shot, size, programs, seed, broken)
+    rng = np.random.default_rng(seed)
+    part, count = (BM, BN // 2), cdiv(cdiv(M, BM) * cdiv(N, BN), size)
+    inbox = [poison((size - 1) * count * BM, BN) for _ in range(size)]
+    outs = [poison(M, N) for _ in range(size)]
+    counters = [np.zeros((size - 1) * count + 1, np.int64) for _ in range(size)]
+    a = [[integers(rng, M, K) for _ in range(launches)] for _ in range(size)]
+    b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
+    found: list[list[np.ndarray]] = [[] for _ in range(size)]
+    options = {
+        "STAGES": 3, "GROUP": 2, "HALF": None, "REGISTERS": 72, "TRANSPOSED": transposed, "num_warps": 8,
+        "EPILOGUE": "relu" if finish else "none",
+    }  # fmt: skip
+
+    def launch(rank: int, e: int) -> Callable[[int], None]:
+        boxes, results = ([Descriptor(x[(rank + d) % size], *part) for d in range(size)] for x in (inbox, outs))
+        unused = [None] * (8 - size)
+        arguments = (
+            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), boxes[0], results[0],
+            *boxes[1:], *unused, *results[1:], *unused, Pointer(counters, rank), bias(N, finish), M, N, K,
+            min(lag, count), world(rank, size, e), BM, BN, BK,
+        )  # fmt: skip
+
+        def body(program: int) -> None:
+            if len(found[rank]) < e:
+                found[rank].append(outs[rank].copy())
+            functions["gluon_two_shot_kernel"](*arguments, **options)
+
+        return body
+
+    machine.run([[launch(rank, e) for e in range(launches)] for rank in range(size)])
+    for e in range(launches):
+        exact = sum(a[r][e] @ b[r][e] for r in range(size))
+        for rank in range(size):
+            assert_exact([*found[rank], outs[rank]][e], exact, finish)

@@ -1,0 +1,151 @@
+"""Copies beside the current stream: the edges between streams are all that their operators rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels import _copies, _copy_all_gather_matmul, _copy_reduce
+from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.all_reduce import all_reduce
+from pkt.kernels.all_to_all import all_to_all
+from pkt.kernels.all_to_all import reference as exchanged
+from pkt.kernels.reduce_scatter import reduce_scatter
+
+from .cases import seeds, values
+from .helpers import on_ranks
+
+
+class Queue:
+    """What a rank has queued on two streams, until it is done in some order that the edges between them allow."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Callable[[], Any], str, set[int]]] = []
+        self.stream = "current"
+        self.after: dict[str, set[int]] = {"current": set(), "side": set()}  # what the stream's next waits for
+
+    def add(self, do: Callable[[], Any]) -> None:
+        self.done.append((do, self.stream, self.after[self.stream]))
+        self.after[self.stream] = {len(self.done) - 1}
+
+    def run(self, prefer: Callable[[str], float]) -> None:
+        todo = dict(enumerate(self.done))
+        while todo:
+            ready = [i for i, (_, _, after) in todo.items() if not after & todo.keys()]
+            todo.pop(min(ready, key=lambda i: prefer(self.done[i][1])))[0]()
+        self.__init__()  # type: ignore[misc]
+
+
+class Deferred:
+    """_copies.Side over a Queue; `lost`: the edge that it forgets."""
+
+    lost = ""
+
+    def __init__(self, world: Any) -> None:
+        self.queue = world.workspace("queue", Queue)
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        if self.lost != "behind":
+            self.queue.after["side"] = self.queue.after["side"] | self.queue.after["current"]
+        self.queue.stream = "side"
+        yield
+        self.queue.stream = "current"
+
+    def mark(self) -> set[int]:
+        return set(self.queue.after["side"])
+
+    def reach(self, mark: set[int]) -> None:
+        if self.lost != "reach":
+            self.queue.after["current"] = self.queue.after["current"] | mark
+
+
+def exchange(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = values((3, 2 * world.size), seed[world.rank])
+    out = world.workspace("out", lambda: pkt.empty(3 * world.size, 2))
+    wanted = exchanged([values((3, 2 * world.size), s) for s in seed], world.rank, 1, 0)
+    return all_to_all(x, out, scatter=1, gather=0, mode="copy"), wanted
+
+
+def scatter(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = values((8, 4 * world.size), seed[world.rank])
+    total = sum(values((8, 4 * world.size), s) for s in seed).chunk(world.size, 1)[world.rank]
+    out = world.workspace("out", lambda: torch.empty(8, 4))
+    return reduce_scatter(x, out, dim=1, mode="copy", block=8, chunks=4), total
+
+
+def reduce(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    out = world.workspace("out", lambda: pkt.empty(600))
+    out.copy_(values((600,), seed[world.rank]))
+    return all_reduce(out, mode="copy", block=64, chunks=3), sum(values((600,), s) for s in seed)
+
+
+def multiply(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = world.workspace("operands", lambda: (torch.empty(40, 16), torch.eye(16)))
+    a.copy_(values((40, 16), seed[world.rank]))
+    out = all_gather_matmul(a, b, mode="copy", tiles=(16, 16, 16), push_rows=1)
+    world.workspace("queue", Queue).add(lambda: a.fill_(float("nan")))  # the caller's next use of it
+    return out, torch.cat([values((40, 16), s) for s in seed])
+
+
+ORDERS: dict[str, Callable[[str, int], float]] = {
+    "the current stream first": lambda stream, rank: stream == "side",
+    "the side first": lambda stream, rank: stream == "current",
+    "any": lambda stream, rank: random.random(),
+    "the side first, but on rank 0": lambda stream, rank: (stream == "side") == (rank == 0),
+}
+
+
+def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: str = "") -> None:
+    def later(start: Callable) -> Callable:
+        return lambda world, *args, **options: (
+            lambda *given: world.workspace("queue", Queue).add(lambda: start(world, *args, **options)(*given))
+        )
+
+    def beside(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        pkt.init().workspace("queue", Queue).add(lambda: kernel[grid](*args, **options))
+
+    monkeypatch.setattr(Deferred, "lost", lost)
+    monkeypatch.setattr(_copies, "Side", Deferred)
+    monkeypatch.setattr(_copies, "beside", beside)
+    for module in (_copies, _copy_reduce, _copy_all_gather_matmul):
+        monkeypatch.setattr(module, "cooperative_launch", later(module.cooperative_launch))
+    random.seed(order)
+
+    def run(world: Any) -> None:
+        for launch in range(3):
+            got, wanted = call(world, seeds(world, launch))
+            world.workspace("queue", Queue).run(lambda stream: ORDERS[order](stream, world.rank))
+            assert torch.equal(torch.as_tensor(got), wanted), launch
+
+    on_ranks(3, run, seed=1)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("call", [exchange, scatter, reduce])
+def test_any_order_that_the_edges_allow(call: Callable, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order(monkeypatch, call, order)
+
+
+@pytest.mark.parametrize("order", ["the side first", "the side first, but on rank 0"])
+def test_a_product_beside_its_copies(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the others' copies, so in this model, where a kernel queued first runs to its end first, not all
+    ranks may compute first."""
+    in_order(monkeypatch, multiply, order)
+
+
+EARLY = {"behind": "the side first", "reach": "the current stream first"}
+
+
+@pytest.mark.parametrize("lost", ["behind", "reach"])
+@pytest.mark.parametrize("call", [exchange, scatter, reduce, multiply])
+def test_every_edge_is_needed(call: Callable, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = "the side first, but on rank 0" if call is multiply and lost == "reach" else EARLY[lost]
+    with pytest.raises((pkt.PktError, AssertionError)):
+        in_order(monkeypatch, call, order, lost)

@@ -1,0 +1,99 @@
+"""The Gluon kernels' own source in many orders of events: results are exact, and no launch stands still."""
+
+import pytest
+
+from .gluon_runs import SIZES, run_inbox, run_push, run_two_shot
+
+# -------------------------------------------------------------------------------------------------- all_gather_matmul
+PLANS = [
+    {},
+    {"num_comm": 9, "split": 1, "chunk": 4},  # all push
+    {"num_comm": 2, "skip": 2, "push_rows": 2, "stages": 4, "width": 16, "split": 4},
+    {"skip": 99, "chunk": 16, "push_rows": 2, "split": 4},
+    {"skip": 2, "whole": 0, "split": 2},
+    {"skip": 3, "whole": 1, "width": 16, "split": 4, "stages": 4},
+    {"num_comm": 0},
+    {"num_comm": 0, "push_rows": 2, "whole": 1, "width": 16, "split": 4, "stages": 4},
+]
+
+
+@pytest.mark.parametrize("plan", range(len(PLANS)))
+@pytest.mark.parametrize(("size", "m", "N", "K"), [*SIZES, (5, 9, 20, 10)])
+def test_push(plan, size, m, N, K):
+    for seed in range(3):
+        run_push(size, m, N, K, 2 + seed, seed, **PLANS[plan])
+
+
+@pytest.mark.parametrize("stages", [3, 4, 6])
+@pytest.mark.parametrize("chunk", [4, 12, 32])
+def test_chunks_of_few_and_many_units(chunk, stages):
+    """Of one, of more than are stored at a time, and of more than a row has; and more programs push than there are
+    chunks for."""
+    for num_comm in (1, 2, 3):
+        run_push(3, 21, 16, 18, 3, num_comm, chunk=chunk, stages=stages, num_comm=num_comm, skip=2)
+
+
+def test_fewer_tiles_than_programs():
+    for seed in range(3):
+        for split in (1, 2, 4):
+            run_push(2, 5, 7, 6, 5, seed, num_comm=1 + seed, split=split)
+
+
+def test_push_on_eight_ranks():
+    run_push(8, 8, 8, 8, 2, 0, launches=2)
+
+
+# ---------------------------------------------------------------------------------------------- matmul_reduce_scatter
+@pytest.mark.parametrize(("size", "m", "N", "K"), SIZES)
+@pytest.mark.parametrize(("stages", "lag"), [(3, 1), (4, 2), (3, 99)])
+def test_inbox(size, m, N, K, stages, lag):
+    for seed in range(4):
+        run_inbox(size, m, N, K, 1 + seed, seed, stages=stages, lag=lag)
+
+
+@pytest.mark.parametrize(("size", "m", "N", "K"), [*SIZES, (5, 9, 20, 10)])
+@pytest.mark.parametrize("copies", [1, 2, 5])
+def test_parcels(size, m, N, K, copies):
+    """Copied; also more copies than tiles."""
+    for seed in range(3):
+        run_inbox(size, m, N, K, 1 + seed, seed, copies=copies, finish=seed == 1)
+
+
+# -------------------------------------------------------------------------------------------------- matmul_all_reduce
+@pytest.mark.parametrize(("size", "M", "N", "K"), [*SIZES, (3, 8, 8, 20), (4, 40, 24, 12), (2, 57, 33, 7)])
+@pytest.mark.parametrize("lag", [1, 2, 99])
+def test_two_shot(size, M, N, K, lag):
+    """Also with fewer tiles than ranks."""
+    for seed in range(4):
+        run_two_shot(size, M, N, K, 1 + seed, seed, lag=lag)
+
+
+# -------------------------------------------------------------------------------------------------------- all of them
+@pytest.mark.parametrize("stages", [3, 4, 6])
+def test_a_short_inner_dimension(stages):
+    """Fewer steps than slots: the ring comes round more than once before a tile is out."""
+    for seed in range(4):
+        run_push(2, 16, 32, 4, 2, seed, stages=stages)
+        run_push(2, 16, 40, 4, 3, seed, stages=stages, split=4)
+        run_inbox(3, 16, 32, 3, 2, seed, stages=stages)
+
+
+def test_transposed_weights():
+    for seed in range(3):
+        run_push(3, 13, 10, 18, 2, seed, transposed=True)
+        run_inbox(3, 13, 10, 18, 2, seed, transposed=True)
+        run_two_shot(3, 29, 10, 18, 2, seed, transposed=True)
+
+
+def test_bias_and_epilogue():
+    """Once, by who finishes a tile, each half of it with its own columns of the bias."""
+    for seed in range(3):
+        for size in (1, 3):
+            run_push(size, 13, 10, 18, 2, seed, finish=True)
+            run_inbox(size, 13, 10, 18, 2, seed, finish=True)
+            run_two_shot(size, 29, 10, 18, 2, seed, finish=True)
+
+
+def test_on_eight_ranks():
+    run_inbox(8, 8, 8, 8, 2, 0, launches=2)
+    run_two_shot(8, 24, 24, 8, 2, 0, launches=2)

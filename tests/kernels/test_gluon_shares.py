@@ -1,0 +1,124 @@
+"""How the Gluon kernels deal out their tiles: each once, to whom, and in which turn."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from triton import cdiv
+
+from pkt.kernels._push_plan import SPLITS
+
+from .gluon_machine import Machine, as_python
+from .gluon_runs import gluon, push, two_shot
+
+
+# -------------------------------------------------------------------------------------------------- all_gather_matmul
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_copied_tiles_come_in_the_order_of_the_copies(size):
+    """Which go to rank + 1 first: some row blocks of every peer at a time, the last ones fewer."""
+    functions = as_python([gluon, push], Machine(1, 1, 0))
+    num_m, num_n, push_rows = 5, 3, 2
+    for rank in range(size):
+        order = (rank, num_m, num_n, size, 2, push_rows, True)
+        tiles = [functions["_tile"](t, *order) for t in range(size * num_m * num_n)]
+        came = list(dict.fromkeys((source, i // push_rows) for source, i, _, own in tiles if not own))
+        assert came == [((rank - d) % size, g) for g in range(3) for d in range(1, size)]
+        assert sorted(tiles) == sorted(
+            (source, i, j, source == rank) for source in range(size) for i in range(num_m) for j in range(num_n)
+        )
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("programs", [1, 2, 5, 8])
+def test_every_tile_and_every_part_once(programs, split):
+    """Whoever pushes, however many rounds without them, however many tiles; and those who push are left out of as many
+    rounds as there are, or as are asked for."""
+    machine = SimpleNamespace(programs=programs, here=lambda: here, random=None)
+    here = SimpleNamespace(program=0)
+    functions = as_python([gluon, push], Machine(1, programs, 0))
+    functions["gl"].program_id = lambda axis: here.program
+    functions["gl"].num_programs = lambda axis: machine.programs
+    for num_m, num_n in ((0, 3), (1, 1), (1, 3), (2, 2), (3, 3), (5, 4), (7, 6)):
+        tiles = num_m * num_n
+        for num_comm in range(programs + 1):
+            for skip, most in ((0, 99), (1, 99), (2, 99), (5, 99), (99, 99), (0, 0), (2, 0), (1, 1), (4, 1), (1, 2)):
+                seen = []
+                counts = []
+                for here.program in range(programs):
+                    begin, end, alone, begin_part, end_part, late, cut = functions["_share"](
+                        tiles, num_comm, skip, most, split
+                    )
+                    order = (0, num_m, num_n, 1, 2, 1, False)
+                    whole = list(range(begin, end, programs))
+                    seen += [
+                        (i, j * split + part)
+                        for _, i, j, _ in (functions["_place"](v, 0, alone, num_comm, 1, order) for v in whole)
+                        for part in range(split)
+                    ]
+                    left = range(begin_part, end_part, programs)
+                    places = [functions["_place"](v, tiles - cut, late, num_comm, split, order) for v in left]
+                    seen += [(i, j) for _, i, j, _ in places]
+                    counts.append(len(whole))
+                assert sorted(seen) == [(i, j) for i in range(num_m) for j in range(num_n * split)]
+                assert alone == min(skip, most, tiles // max(programs - num_comm, 1))
+                assert late <= max(skip - alone, 0)
+                if most == 99:
+                    assert cut < programs
+                if split > 1 and 0 < num_comm < programs:  # whole rounds for all
+                    assert set(counts[:num_comm]) == {counts[-1] - alone}
+                    assert len(set(counts[num_comm:])) == 1
+                    assert counts[-1] <= most
+
+
+# ------------------------------------------------------------------------ matmul_reduce_scatter and matmul_all_reduce
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("programs", [1, 4, 6, 132])
+def test_turns(size, programs):
+    """Every tile of every rank once, in order; and a rank comes to a tile of its own `lag` tiles at least after the
+    others have come to it."""
+    functions = as_python([gluon], Machine(1, programs, 0))
+    for count in (1, 2, 7, 40):
+        for lag in {1, min(5, count), count}:
+            order = [functions["turn"](t, count, lag, size) for t in range(size * count)]
+            assert sorted(order) == [(d, index) for d in range(size) for index in range(count)]
+            for d in range(size):
+                assert [index for far, index in order if far == d] == list(range(count))
+            at = {what: t for t, what in enumerate(order)}
+            for index in range(count):
+                ahead = [at[0, index] - at[d, index] for d in range(1, size)]
+                assert min(ahead, default=lag) >= lag
+            if lag == count:
+                assert order == [(d % size, index) for d in range(1, size + 1) for index in range(count)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_turns_of_the_programs(size):
+    """None of them has many more tiles of its own rank, which take longer, than another."""
+    functions = as_python([gluon], Machine(1, 132, 0))
+    mine = np.zeros(132, int)
+    for t in range(8 * 132 * size):
+        mine[t % 132] += functions["turn"](t, 8 * 132, 33, size)[0] == 0
+    assert np.ptp(mine) <= 2
+
+
+# -------------------------------------------------------------------------------------------------- matmul_all_reduce
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 7), (16, 9)], ids=str)
+def test_every_tile_has_one_owner_and_a_place(size, shape):
+    """Every rank works on every tile once; no two tiles of an owner share a place; and what is no tile is skipped."""
+    functions = as_python([gluon, two_shot], Machine(size, 1, 0))
+    tiles = shape[0] * shape[1]
+    count = cdiv(tiles, size)
+    for lag in {1, count}:
+        owners: dict[tuple, set] = {}
+        for rank in range(size):
+            found = [functions["_tile"](t, rank, *shape, lag, size, 2) for t in range(size * count)]
+            real = [((i, j), ((rank + d) % size, place)) for d, place, i, j in found if j >= 0]
+            assert len(real) == tiles
+            for cell, owner in real:
+                owners.setdefault(cell, set()).add(owner)
+        assert sorted(owners) == [(i, j) for i in range(shape[0]) for j in range(shape[1])]
+        assert all(len(who) == 1 for who in owners.values())
+        places = [who.pop() for who in owners.values()]
+        assert len(set(places)) == tiles
+        assert all(0 <= place < count for _, place in places)

@@ -37,9 +37,9 @@ from . import _common
 from .reduce_scatter import (
     OPS,
     Op,
+    add_sent,
     check_chunks,
     combine,
-    from_inbox,
     in_inbox,
     inboxes,
     over_ranks,
@@ -206,9 +206,7 @@ def two_shot_push_kernel(
         pl.signal_all(counts + rank, world)  # publish; and what I sent of x may be overwritten
         offs = first + rank * BLOCK
         total = tl.load(x_ptr + offs, mask=offs < n).to(tl.float32)
-        pl.wait(counts + rank, sent + 1, world)  # mine is there at once: the next launch counts from it
-        for i in tl.static_range(1, world.size):
-            total = combine(total, from_inbox(inbox_ptr, element, offs < n, counts, sent, i, world, BLOCK), OP)
+        total = add_sent(total, inbox_ptr, element, offs < n, counts, sent, world, OP, BLOCK)
         for i in tl.static_range(1, world.size + 1):
             peer = (rank + i) % world.size
             pl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), peer, world, mask=offs < n)

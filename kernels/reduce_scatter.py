@@ -129,11 +129,16 @@ def in_inbox(inbox_ptr, sent, distance, world, tile: tl.constexpr):
 
 
 @triton.jit
-def from_inbox(inbox_ptr, element, inside, counts, sent, distance, world, tile: tl.constexpr):
-    """What rank + `distance` has sent, once it has sent a tile after `sent`; in fp32. Before it sent this one it had
-    added up the one before, so the half of its inbox where that was is free for my next."""
-    pl.wait(counts + (tl.cast(world.rank, tl.int32) + distance) % world.size, sent + 1, world)
-    return tl.load(in_inbox(inbox_ptr, sent, distance, world, tile) + element, mask=inside).to(tl.float32)
+def add_sent(total, inbox_ptr, element, inside, counts, sent, world, OP: tl.constexpr, tile: tl.constexpr):
+    """`total`, fp32, and what rank + 1, rank + 2, ... send as this program's tile after `sent`. Before a rank sent it,
+    it had added up the one before, so the half of its inbox where that was is free for my next."""
+    for i in tl.static_range(0, world.size):
+        # Of mine there is only the count, from which the next launch goes on.
+        pl.wait(counts + (tl.cast(world.rank, tl.int32) + i) % world.size, sent + 1, world)
+        if i > 0:
+            x = tl.load(in_inbox(inbox_ptr, sent, i, world, tile) + element, mask=inside)
+            total = combine(total, x.to(tl.float32), OP)
+    return total
 
 
 @triton.jit
@@ -160,9 +165,7 @@ def push_kernel(
             pl.store(in_inbox(inbox_ptr, sent, world.size - i, world, tile) + element, x, peer, world, mask=inside)
         pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
         total = tl.load(x_ptr + _runs.beside(row, col, part, rank, world.size), mask=inside).to(tl.float32)
-        pl.wait(counts + rank, sent + 1, world)  # mine is there at once: the next launch counts from it
-        for i in tl.static_range(1, world.size):
-            total = combine(total, from_inbox(inbox_ptr, element, inside, counts, sent, i, world, tile), OP)
+        total = add_sent(total, inbox_ptr, element, inside, counts, sent, world, OP, tile)
         tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
         sent += 1
 

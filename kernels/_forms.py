@@ -102,10 +102,22 @@ def tuned(
     return dict(settings)
 
 
+def longest(call: str, world: World, k: int, *shared: object) -> int:
+    """The greatest `k` of the ranks', which may differ in it, but not in what follows from it: that of the first call
+    with what they share. Collective that time, which may not be in a capture: behind `check_agreed`."""
+    known: dict[Any, int] = world.lasting.setdefault("pkt.kernels.longest", {})
+    case = (call, *shared)
+    if case not in known:
+        if world.capturing:
+            raise Unsupported.captured(world.rank, case)
+        known[case] = max(world.all_gather_object(k))
+    return known[case]
+
+
 def unfused_rows(call: str, size: int) -> int:
     """Rows up to which a product and its collective, left to choose, are not fused; all_gather_matmul with shard
     "columns". By benchmarks/results/*.json of 4 x H200: unfused takes 46, 52 and 64 us with an all-reduce of 1, 16 and
-    128 rows, 246 of 1024, the fastest fused form 67, 68, 64 and 224; with an all-gather 51, 52, 56 and 222 us, they 52,
+    128 rows, 246 of 1024, the fastest fused form 67, 68, 64 and 223; with an all-gather 51, 52, 56 and 222 us, they 52,
     53, 60 and 246. On 2 with an all-reduce of 1024 rows 363 us, where the fastest fused form takes 392."""
     if call == "all_gather_matmul" or size == 2:
         return 1024

@@ -197,7 +197,7 @@ WIDE = TILES._replace(group=16)
 ARRIVES = 10e-6
 """Seconds from the end of a tile of another's until all parts of it are where they are added, unless the links are the
 limit. To wait for longer costs, too: by benchmarks/results/exhaustive_matmul_all_reduce.json, 16384 x 16384 on 4 ranks
-takes 3.26 ms with a quarter of a round, 3.49 with half and 3.68 with a whole one."""
+takes 3.23 ms with a quarter of a round, 3.41 with half and 3.54 with a whole one."""
 
 
 def links_limit(M: int, N: int, size: int) -> bool:

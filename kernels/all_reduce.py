@@ -60,8 +60,9 @@ TWO_SHOT_PUSH_BYTES = 4 << 20
 """Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.5, 85 and 1170 us for 1,
 16 and 256 MiB, two_shot 16.7, 92 and 1279."""
 COPIED_BYTES = 512 << 20
-"""Least x for which mode None takes copy instead of two_shot_push. On 4 x H200 it takes 1204 us for 256 MiB and 1183 in
-a captured graph, two_shot_push 1170; all these figures are of benchmarks/results/collectives.json."""
+"""Least x for which mode None takes copy instead of two_shot_push, on two ranks half of it. On 4 x H200 it takes 1204
+us for 256 MiB and 1183 in a captured graph, two_shot_push 1170; on 2, 728 and 762. All these figures are of
+benchmarks/results/collectives*.json."""
 MOST_PUSHED = 32 << 10
 """Bytes of a block of two_shot_push, at most: with more, registers spill; with 16 KiB 256 MiB take 1198 us."""
 LOW_LATENCY_WORDS = 256
@@ -196,7 +197,7 @@ def two_shot_push_kernel(
     counts = sent_ptr + pid * world.size
     sent = pl.atomic_add(counts + rank, 0, rank, world, sem="relaxed")
     element = tl.arange(0, BLOCK)
-    for turn in range(pid, tl.cdiv(n, world.size * BLOCK), tl.num_programs(0)):
+    for turn in range(pid, (n - 1) // (world.size * BLOCK) + 1, tl.num_programs(0)):
         first = tl.cast(turn, tl.int64) * (world.size * BLOCK) + element
         for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
@@ -306,7 +307,8 @@ def _plan(
 
         return reduce_launch(world, n, x.dtype, op, block, chunks)
     if mode == "two_shot_push":
-        block = block or pushed_block(triton.cdiv(n, world.size), x.element_size(), MOST_PUSHED)
+        most = MOST_PUSHED if n * x.element_size() % 16 == 0 else _common.COPY_BYTES  # else element by element
+        block = block or pushed_block(triton.cdiv(n, world.size), x.element_size(), most)
     BLOCK = _common.copy_block(x, block)
     blocks = triton.cdiv(n, BLOCK)
     tasks = blocks if mode == "one_shot" else triton.cdiv(blocks, world.size)
@@ -340,7 +342,7 @@ def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool
         return "one_shot"
     if world.multicast and even and op == "sum":
         return "multimem"
-    if x.nbytes >= COPIED_BYTES:
+    if x.nbytes >= (COPIED_BYTES // 2 if world.size == 2 else COPIED_BYTES):
         return "copy"
     return "two_shot" if x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
 

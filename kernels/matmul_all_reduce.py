@@ -220,11 +220,7 @@ def _plan(
         given = {"num_comm_sms": num_comm_sms, "tiles": chosen}
         _forms.check_unfused(CALL, mode, {name: value for name, value in given.items() if value is not None}, world)
     elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, dtype, M, N):
-        from ._gluon_matmul_all_reduce import settings
-
-        mode = "gluon"
-        k = max(world.all_gather_object(a.shape[1]))  # ranks may differ in it, but not in the order of tiles
-        chosen, tuned["lag"] = settings(M, N, k, world, chosen, lag)
+        mode, tuned["lag"] = "gluon", lag
     else:
         mode, chosen = "lcsc", chosen or default_tiles(M, dtype, N)
         tuned["num_comm_sms"] = 16 if num_comm_sms is None else num_comm_sms
@@ -234,6 +230,11 @@ def _plan(
         CALL, world, M=M, N=N, dtype=dtype, out=out if in_place else None, mode=mode, tiles=chosen,
         **tuned, bias=bias is not None, epilogue=epilogue,
     )  # fmt: skip
+    if mode == "gluon":
+        from ._gluon_matmul_all_reduce import settings
+
+        k = _forms.longest(CALL, world, a.shape[1], M, N, dtype)
+        chosen, tuned["lag"] = settings(M, N, k, world, chosen, lag)
     fresh = _common.fresh((M, N), dtype, world)
     if M == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out

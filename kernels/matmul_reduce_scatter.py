@@ -256,17 +256,18 @@ def _plan(
     if mode in _unfused.MODES:
         _forms.check_unfused(CALL, mode, {} if chosen is None else {"tiles": chosen}, world)
     elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, dtype, m, N):
-        from ._gluon_matmul_reduce_scatter import settings
-
         mode = "gluon"
-        k = max(world.all_gather_object(a.shape[1]))  # ranks may differ in it, but not in who copies
-        chosen, lag, copies = settings(m, N, k, world, chosen, lag, copies)
     else:
         mode, chosen = mode or "add", chosen or default_tiles(m, dtype, N)
     _common.check_agreed(
         CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, lag=lag, copies=copies,
         bias=bias is not None, epilogue=epilogue,
     )  # fmt: skip
+    if mode == "gluon":
+        from ._gluon_matmul_reduce_scatter import settings
+
+        k = _forms.longest(CALL, world, a.shape[1], M, N, dtype)
+        chosen, lag, copies = settings(m, N, k, world, chosen, lag, copies)
     fresh = _common.fresh((m, N), dtype, world)
     if m == 0 or N == 0:
         return lambda a, b, out, bias: fresh() if out is None else out

@@ -32,7 +32,7 @@ DEFAULT_TILES = (128, 128, 64)
 GLUON_TILES = (128, 256, 64)
 LIBRARY_TILES = (GLUON_TILES, DEFAULT_TILES, (64, 64, 64))
 """Of which cuBLAS is taken to choose the best."""
-QUARTERS, ENOUGH, LINKS_LIMIT = (0.25, 0.5), 9e-6, 2048
+QUARTERS, ENOUGH, LINKS_LIMIT = (0.25, 0.5), 9.4e-6, 2048
 """Of a round that matmul_all_reduce's own wide tiles may be behind the others', the seconds that these need, and the
 side of the output for each rank up to which they are a whole one, because the links are the limit."""
 TAKEN = 0.6

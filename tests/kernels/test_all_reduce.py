@@ -150,6 +150,20 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     on_ranks(1, run, multicast=multicast)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_two_ranks_copy_from_half_the_size_on(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(all_reduce.__module__)
+    monkeypatch.setattr(module, "LOW_LATENCY_BYTES", 0)
+    monkeypatch.setattr(module, "COPIED_BYTES", 4096)
+
+    def run(world: Any) -> None:
+        for n, wanted in ((1024, "copy"), (512, "copy" if world.size == 2 else "two_shot"), (511, "two_shot")):
+            x = pkt.empty(n)
+            assert module._chosen(x, x, "sum", world, True) == wanted
+
+    on_ranks(ranks, run, multicast=False)
+
+
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, None), (2, 1), (3, 100), (4, None), (5, 3), (8, 2)])
 def test_chunks_of_any_number(ranks: int, chunks: int | None) -> None:
     """Of which the last parts have none, one, or some."""
@@ -163,6 +177,18 @@ def test_chunks_of_any_number(ranks: int, chunks: int | None) -> None:
                 assert torch.equal(out.double(), reference(everybody)), n
 
     on_ranks(ranks, run, seed=ranks)
+
+
+@pytest.mark.parametrize(("part", "elements"), [(1, 512), (1 << 18, 1 << 12), (1 << 20, 1 << 14), (1 << 22, 1 << 14)])
+def test_the_default_block_of_what_is_pushed(part: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Follows a rank's part of x, up to what registers hold."""
+    module = importlib.import_module(all_reduce.__module__)
+    blocks: list[int] = []
+    make = module.inboxes
+    monkeypatch.setattr(module, "inboxes", lambda grid, block, *of: blocks.append(block) or make(grid, block, *of))
+    monkeypatch.setattr(module, "cooperative_launch", lambda *_, **__: lambda *args: None)
+    on_ranks(3, lambda world: all_reduce(pkt.empty(3 * part, dtype=torch.bfloat16), mode="two_shot_push") is None)
+    assert blocks == 3 * [elements]
 
 
 def test_sizes_and_types_in_turn() -> None:

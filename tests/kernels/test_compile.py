@@ -145,6 +145,7 @@ UNEVEN = {
     "all_gather": lambda t: all_gather(tensor(512, 1001, dtype=t), pkt.empty(512, 4004, dtype=t), dim=1),
     "reduce_scatter": lambda t: reduce_scatter(pkt.empty(512, 4004, dtype=t), dim=1, mode="pull"),
     "reduce_scatter push": lambda t: reduce_scatter(tensor(8192, 4004, dtype=t), dim=1),
+    "all_reduce two_shot_push": lambda t: all_reduce(pkt.empty(8 * N + 1, dtype=t), mode="two_shot_push"),
     "all_to_all": lambda t: all_to_all(
         tensor(1, 99, 12, 3, dtype=t), pkt.empty(1, 396, 3, 3, dtype=t), scatter=2, gather=1
     ),

@@ -10,7 +10,7 @@ import triton
 from pkt.errors import Unsupported
 from pkt.kernels import _common, _forms
 
-from .gluon_compiling import gather_call, reduce_call, scatter_call
+from .gluon_compiling import gather_call, inbox, reduce_call, scatter_call, two_shot
 
 
 @pytest.mark.parametrize("call", [gather_call, scatter_call])
@@ -150,7 +150,7 @@ def test_few_rows_are_multiplied_apart_from_their_all_reduce(h200s, dtype):
 
     def mode(rows, settings=None, **given):
         said = settled_by(h200s, "reduce", settings or {}, rows, 512, 512, dtype=dtype, **given)
-        assert (said["tiles"] is None) == (said["mode"] == "unfused")
+        assert (said["tiles"] is None) == (said["mode"] in ("unfused", "gluon"))
         return said["mode"]
 
     fused = "lcsc" if dtype == torch.float32 else "gluon"
@@ -161,6 +161,23 @@ def test_few_rows_are_multiplied_apart_from_their_all_reduce(h200s, dtype):
     assert mode(512, {"mode": "unfused"}) == "unfused"
     for name in ("gather", "scatter"):
         assert settled_by(h200s, name, {}, 16, 512, 512)["mode"] == OPERATORS[name].rule
+
+
+@pytest.mark.parametrize(("call", "module"), [(reduce_call, two_shot), (scatter_call, inbox)])
+def test_the_longest_product_of_any_rank_counts(h200s, monkeypatch, call, module):
+    """In which the ranks may differ, but not in the order of tiles: that of the first call, for a rank that calls again
+    with another may be the only one that asks."""
+
+    def settings(rows, N, K, *given):
+        raise Agreed(K)
+
+    world, asked = h200s(), []
+    world.all_gather_object = lambda found: [found, asked.append(found) or 4096 if isinstance(found, int) else found]
+    monkeypatch.setattr(module, "settings", settings)
+    for K in (512, 8192):
+        with pytest.raises(Agreed, match="4096"):
+            call(world, 512, 512, K, mode="gluon")
+    assert asked == [512]
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -51,6 +51,13 @@ def test_inbox_on_any_number_of_ranks(compiling, tmp_path, size):
     assert_fits(scatter(compiling(size - 1, size), 333, 1032, 1544), tmp_path)
 
 
+@pytest.mark.parametrize(("size", "side"), [(1, 2048), (2, 4096), (4, 8192), (8, 16384)])
+def test_tiles_of_the_all_reduce_follow_the_output(size, side):
+    """Narrow ones where the links are the limit, else wide ones, in groups of 16 row blocks."""
+    assert two_shot.tiles_of(side, side, size) == NARROW
+    assert two_shot.tiles_of(side, side + 1, size) == TILES._replace(group=16)
+
+
 def test_own_tiles_are_rounds_behind(compiling):
     """One, in the all-reduce of narrow tiles two, and of wide ones a part where that is long enough; at most all that a
     rank owns, and at least one tile."""

@@ -133,7 +133,7 @@ def test_sizes_in_turn_share_an_inbox() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_is_pulled_by_default(ranks: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     start = module.cooperative_launch
@@ -163,6 +163,34 @@ def test_what_is_pulled_by_default(ranks: int, symmetric: bool, monkeypatch: pyt
 def test_tiles_are_few_and_large(part: int, itemsize: int, elements: int) -> None:
     assert module.pushed_block(part, itemsize) == elements
     assert module.pushed_block(part, itemsize, 1 << 12) == min(elements, (1 << 12) // itemsize)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "elements"),
+    [
+        ((3072, 1024), 0, 1 << 14),
+        ((1024, 3072), 1, 1 << 14),  # of the part, not of a run
+        ((4096, 3072), 1, 1 << 15),
+        ((4096, 3003), 1, 1 << 13),  # an element at a time
+    ],
+)
+def test_the_default_tile_follows_the_part(
+    shape: tuple[int, int], dim: int, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles: list[int] = []
+    make = module.inboxes
+    monkeypatch.setattr(module, "inboxes", lambda programs, tile, *of: tiles.append(tile) or make(programs, tile, *of))
+    monkeypatch.setattr(module, "cooperative_launch", lambda *_, **__: lambda *args: None)
+    on_ranks(3, lambda world: reduce_scatter(torch.empty(shape, dtype=torch.bfloat16), dim=dim, mode="push") is None)
+    assert tiles == 3 * [elements]
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(1, 1), (2, 1), (3, 2)])
+def test_an_inbox_has_no_place_for_what_is_not_sent(ranks: int, slots: int) -> None:
+    def run(world: Any) -> None:
+        assert tuple(module.inboxes(2, 16, torch.float32, world).inbox.shape) == (2, slots, 2, 16)
+
+    on_ranks(ranks, run)
 
 
 def test_an_input_of_this_rank_alone_is_pushed() -> None:

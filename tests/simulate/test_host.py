@@ -203,6 +203,18 @@ def test_every_rank_says_for_itself_whether_gradients_are_recorded() -> None:
         assert torch.is_grad_enabled()
 
 
+def test_whether_gradients_are_recorded_is_as_before_once_a_run_is_over() -> None:
+    def main(world: Any) -> bool:
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(not before)
+        return before
+
+    for outside in (True, False):
+        with torch.set_grad_enabled(outside):
+            assert launch(main, 3) == 3 * [outside]
+            assert torch.is_grad_enabled() == outside
+
+
 def test_unseeded_ranks_draw_the_same() -> None:
     torch.manual_seed(11)
     assert len({tuple(v) for v in launch(lambda world: torch.rand(3).tolist(), 3)}) == 1

@@ -208,6 +208,14 @@ def test_taking_turns_by_hand(what):
     assert (alone.communication, alone.sync) == (0, 2 * H200.signal)
 
 
+def test_rounds_of_narrow_tiles_and_of_short_ones():
+    """Two, and one where half of a round is not long enough."""
+    case = {"M": 16384, "N": 16384, "K": 512, "dtype": "bf16", "size": 4}
+    for tiles, lag in (((128, 128, 64), 66), (WIDE, 33)):
+        taken, given = (Config(mode="gluon", tiles=tiles, **of) for of in ({}, {"lag": lag}))
+        assert estimate("matmul_all_reduce", taken, case) == estimate("matmul_all_reduce", given, case)
+
+
 def test_parcels_by_hand():
     """Own tiles are last: the rest of a part comes while they are computed, if it comes in more than one copy."""
     case = {"M": 8192, "N": 8192, "K": 4096, "dtype": "bf16", "size": 4}  # 16 rounds of tiles, 4 of each part

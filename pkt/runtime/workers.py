@@ -183,7 +183,8 @@ def _label(rank: int, source: IO[bytes], sink: str) -> None:
     """Pass a worker's lines on; sys.stdout is looked up each time, so a notebook's cell gets what is printed in it."""
     with source:
         for line in source:
-            print(f"[rank {rank}] {line.decode(errors='replace').rstrip()}", file=getattr(sys, sink), flush=True)
+            text = f"[rank {rank}] {line.decode(errors='replace').rstrip()}\n"
+            print(text, end="", file=getattr(sys, sink), flush=True)  # in one write, for the ranks write at once
 
 
 _warm: dict[int, Workers] = {}

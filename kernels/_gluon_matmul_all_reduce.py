@@ -216,8 +216,9 @@ def rounds_of(M: int, N: int, K: int, size: int, tiles: Tiles) -> float:
     limit, else as few quarters as parts take to arrive."""
     if tiles.block_n <= NARROW.block_n:
         return 2
-    enough = (part for part in (0.25, 0.5) if part * tile_seconds(K, tiles) >= ARRIVES)
-    return 1 if links_limit(M, N, size) else next(enough, 1)
+    if links_limit(M, N, size):
+        return 1
+    return next((part for part in (0.25, 0.5) if part * tile_seconds(K, tiles) >= ARRIVES), 1)
 
 
 def settings(M: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:

@@ -124,11 +124,10 @@ def low_latency_kernel(
         x = _load_words(x_ptr, word, n, PER)
     for block in range(pid, tl.cdiv(words, BLOCK), tl.num_programs(0)):
         word = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        total = _unpacked(pl.take_flagged(half + word, launch, world, mask=word < words), dtype, PER)
+        found = pl.take_flagged_all(half + word, words, launch, world, mask=word < words)
+        total = _unpacked(found[0], dtype, PER)
         for r in tl.static_range(1, world.size):
-            there = half + tl.cast(r, tl.int64) * words + word
-            more = _unpacked(pl.take_flagged(there, launch, world, mask=word < words), dtype, PER)
-            total = combine(total, more, OP)
+            total = combine(total, _unpacked(found[r], dtype, PER), OP)
         if PER == 1:
             tl.store(out_ptr + word, total.to(dtype), mask=word < n)
         else:

@@ -2,7 +2,7 @@
 
 from . import inspect, order, shmem, template, tile
 from .address import multicast, peer
-from .flagged import put_flagged, take_flagged
+from .flagged import put_flagged, take_flagged, take_flagged_all
 from .memory import (
     atomic_add,
     atomic_and,
@@ -58,6 +58,7 @@ __all__ = [
     "epoch",
     "put_flagged",
     "take_flagged",
+    "take_flagged_all",
     "multimem_load_reduce",
     "multimem_store",
     "multimem_reduce_add",

@@ -35,4 +35,14 @@ def take_flagged(ptr, flag, world, mask=None):
     record of `wait`. No order: what else the putter did is not visible by this. Where the result is used in another
     layout Triton may take it twice, which finds the same; a word a thread avoids that.
     """
-    return ptx.take_flagged(ptr, flag, mask, world)
+    return ptx.take_flagged(ptr, 0, 1, flag, mask, world)[0]
+
+
+@triton.jit
+def take_flagged_all(ptr, stride, flag, world, mask=None):
+    """What every rank has put: a tuple of the data of rank 0's words, rank 1's, ..., each as `take_flagged` has it.
+
+    ptr: to rank 0's words; stride: words from one rank's to the next one's, int. A thread's words of all ranks are
+    polled together, so that what has come from all is found in one flight, not in one for each.
+    """
+    return ptx.take_flagged(ptr, stride, world.size, flag, mask, world)

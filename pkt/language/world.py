@@ -70,6 +70,7 @@ def code_hash() -> int:
     """60 bits of SHA-256 over the names and sources of pkt's device code: part of every kernel's cache key. A number: a
     string in the world would keep kernels from putting the world into a tuple."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    here = Path(__file__).parent
+    for path in sorted(here.rglob("*.py")):
+        digest.update(str(path.relative_to(here)).encode() + b"\0" + path.read_bytes() + b"\0")
     return int(digest.hexdigest()[:15], 16)

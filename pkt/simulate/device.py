@@ -272,24 +272,31 @@ class SimulatedDevice:
         late.commit()
         self._changed(late.access)
 
-    def take_flagged(self, ptr: Any, flag: Any, mask: Any) -> tl.tensor:
-        m, task = self.m, self.m.current
+    def take_flagged(self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any) -> tuple[tl.tensor, ...]:
         at = site()
         self._step()
         if at.call in SYNC:
-            m.census.note(at, "remove")
-        compare = m.faults.change(at) != "remove"
-        wanted = _signed(_scalar(flag))
-        out = np.zeros(ptr.handle.data.size, np.int32)
-        for access, where in self._resolve(ptr.handle.data, _mask_of(mask, ptr), 8, "take_flagged"):
+            self.m.census.note(at, "remove")
+        compare = self.m.faults.change(at) != "remove"
+        words, inside = ptr.handle.data, _mask_of(mask, ptr)
+        ty = tl.block_type(tl.int32, list(words.shape)) if ptr.shape else tl.int32
+        apart = np.uint64(8 * _scalar(stride))
+        found = (self._take(words + i * apart, inside, _signed(_scalar(flag)), compare, at) for i in range(parts))
+        return tuple(tl.tensor(TensorHandle(data, tl.int32), ty) for data in found)
+
+    def _take(self, words: np.ndarray, mask: Any, flag: int, compare: bool, at: Site) -> np.ndarray:
+        """What the words hold, once each has the flag, or at once."""
+        m, task = self.m, self.m.current
+        out = np.zeros(words.size, np.int32)
+        for access, where in self._resolve(words, mask, 8, "take_flagged"):
             self._own_stores(access)
             while compare:
-                missing = np.flatnonzero(_found(access) >> 32 != wanted & 0xFFFFFFFF)
+                missing = np.flatnonzero(_found(access) >> 32 != flag & 0xFFFFFFFF)
                 if not missing.size:
                     break
                 word = int(_words(access)[missing[0]])
                 m.waiting.setdefault(word + 4, []).append(task)
-                m.block(Blocked(self, task, access.region, word + 4, wanted, "eq", at))
+                m.block(Blocked(self, task, access.region, word + 4, flag, "eq", at))
             sync = self.detector.sync.get(access.first())
             if sync is not None and sync.time > task.time:
                 self._interval("wait", task.time, sync.time)
@@ -297,10 +304,7 @@ class SimulatedDevice:
             self.detector.write(access, "atomic", is_async=False)  # which races with plain accesses, not with puts
             self._moved(access)
             out[where] = _found(access).astype(np.uint32).view(np.int32)
-        shape = ptr.handle.data.shape
-        return tl.tensor(
-            TensorHandle(out.reshape(shape), tl.int32), tl.block_type(tl.int32, list(shape)) if ptr.shape else tl.int32
-        )
+        return out.reshape(words.shape)
 
     def load_relaxed(self, ptr: Any) -> tl.tensor:
         addresses = ptr.handle.data

@@ -97,8 +97,9 @@ class Thread:
             if parts[-1].startswith("s"):
                 x, y = signed(x, bits), signed(y, bits)
             result = {"eq": x == y, "ne": x != y, "lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y}[parts[0]]
-            if parts[1] == "or":
-                result = result or bool(self.registers[operands[3]])
+            if parts[1] in ("or", "and"):
+                other = bool(self.registers[operands[3]])
+                result = result or other if parts[1] == "or" else result and other
             self.registers[operands[0]] = int(result)
         elif kind == "cvt":
             assert op == "cvt.s64.s32", op
@@ -113,6 +114,7 @@ class Thread:
                 "and": lambda: x & y,
                 "or": lambda: x | y,
                 "xor": lambda: x ^ y,
+                "shl": lambda: x << y,
             }[kind]()
             self.registers[operands[0]] = result & mask
 

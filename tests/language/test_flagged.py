@@ -24,6 +24,7 @@ from .ptx_machine import Memory, Thread, blocks, run
 SIZE, STRIDE, RANK = 3, 1 << 38, 2
 STATUS = (1 << 40) + RANK * STRIDE
 WORD = STATUS + (5 << 32) + 72
+APART = 1000  # words from one rank's to the next one's
 
 
 @triton.jit
@@ -50,6 +51,15 @@ def take_one_kernel(words, out, flag, world):
     tl.store(out, pl.take_flagged(words, flag, world))
 
 
+@triton.jit
+def take_all_kernel(words, out, stride, flag, n, world, B: tl.constexpr, MASKED: tl.constexpr):
+    i = tl.arange(0, B)
+    mask = i < n if MASKED else None
+    found = pl.take_flagged_all(words + i, stride, flag, world, mask=mask)
+    for r in tl.static_range(world.size):
+        tl.store(out + r * B + i, found[r], mask=mask)
+
+
 # ------------------------------------------------------------------------------------------------- instructions
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("rank", [0, 1, 2, 16])
@@ -69,10 +79,24 @@ def test_a_take_spins_on_whole_words_and_no_fence(masked: bool, arch: int) -> No
     assert order(k) == ["pkt.wait", "st.global.b32"]  # 128 threads
     for text in blocks(body(k), "// pkt.wait"):
         assert len(re.findall(r"ld\.relaxed\.sys\.global\.b64 word", text)) == 1
+        assert text.count('.pragma "nounroll"') == 2  # the two loops of its end
         assert "acquire" not in text
         assert "fence" not in text
     assert count_markers(k.asm["ttir"]) == {"wait": 1, "signal": 0}
     assert order(compiled(take_one_kernel, "*int64", "*int32", 5, device_world(1), arch=arch))[0] == "pkt.wait"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_words_of_all_ranks_are_loaded_before_the_first_is_looked_at(masked: bool, size: int, arch: int) -> None:
+    world = device_world(0, size)
+    k = compiled(take_all_kernel, "*int64", "*int32", 100, 5, 100, world, 128, masked, arch=arch)
+    (text,) = blocks(body(k), "// pkt.wait")
+    poll = text[text.index("PKT_POLL") : text.index("setp.eq.s32 p")]
+    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b64 word", poll)) == size
+    assert order(k) == ["pkt.wait", *["st.global.b32"] * size]
+    assert count_markers(k.asm["ttir"]) == {"wait": 1, "signal": 0}
 
 
 @pytest.mark.parametrize(("kernel", "more"), [(put_one_kernel, ()), (take_one_kernel, ("*int32",))])
@@ -83,12 +107,15 @@ def test_words_are_int64(kernel: Any, more: tuple[str, ...]) -> None:
 
 
 class Scene:
-    """Rank 2's memory, and the assembly of one put or take of a masked block."""
+    """Rank 2's memory, and the assembly of one put or take of a masked block; or of a take of all ranks' blocks."""
 
-    def __init__(self, put: bool, deadline: int = 0) -> None:
+    def __init__(self, put: bool, deadline: int = 0, every: bool = False) -> None:
         world = device_world(RANK, SIZE, STRIDE)
-        args = ("*int64", 5, 100, world) if put else ("*int64", "*int32", 5, 100, world)
-        kernel = compiled(put_kernel if put else take_kernel, *args, 128, True)
+        if every:
+            kernel = compiled(take_all_kernel, "*int64", "*int32", APART, 5, 100, world, 128, True)
+        else:
+            args = ("*int64", 5, 100, world) if put else ("*int64", "*int32", 5, 100, world)
+            kernel = compiled(put_kernel if put else take_kernel, *args, 128, True)
         (self.text,) = blocks(body(kernel), "// pkt.signal" if put else "// pkt.wait")
         self.text = self.text.replace(f", {POLLS_PER_CHECK - 1};", ", 3;")  # a look at the clock every 4th poll
         self.memory = Memory()
@@ -96,10 +123,11 @@ class Scene:
         self.memory.store(STATUS + 4 * STATUS_DEADLINE, deadline, 64)
 
     def taking(self, flag: int, mask: bool = True) -> Thread:
-        """A thread that takes WORD; its result is `thread.found()`."""
-        value = re.search(r"mov\.b64 \{(%r\d+), flag\}, word", self.text)[1]
+        """A thread that takes WORD, and every APART words from there one more; its results are `thread.found()`."""
+        values = re.findall(r"mov\.b64 \{(%r\d+), flag\d\}, word", self.text)
         registers = {
-            re.search(r"b64 word, \[(%rd\d+)\]", self.text)[1]: WORD,
+            re.search(r"mov\.b64 at0, (%rd\d+)", self.text)[1]: WORD,
+            re.search(r"shl\.b64 there, (%rd\d+), 3", self.text)[1]: APART,
             re.search(r"mov\.b32 last, (%r\d+)", self.text)[1]: flag & 0xFFFFFFFF,
             re.search(r"b32 a, \[(%rd\d+)", self.text)[1]: STATUS,
             re.search(r"cvt\.s64\.s32 off, (%r\d+)", self.text)[1]: RANK,
@@ -108,8 +136,15 @@ class Scene:
         for axis in "xyz":
             registers[f"%ctaid.{axis}"], registers[f"%nctaid.{axis}"] = 0, 1
         thread = Thread(self.text, registers, self.memory, lambda: self.time)
-        thread.found = lambda: thread.registers[value]
+        thread.found = lambda: [thread.registers[value] for value in values]
         return thread
+
+    def put(self, rank: int, data: int, flag: int) -> None:
+        self.memory.store(WORD + 8 * APART * rank, data | (flag & 0xFFFFFFFF) << 32, 64)
+
+    def record(self) -> dict[str, int]:
+        words = [self.memory.load(STATUS + 4 * (STATUS_FIRST_RECORD + k), 32) for k in range(len(RECORD_FIELDS))]
+        return dict(zip(RECORD_FIELDS, words))
 
     def tick(self) -> None:
         self.time += 10
@@ -136,25 +171,50 @@ def test_what_is_put_is_taken_when_the_flag_is_there(flag: int) -> None:
     run([Thread(scene.text, registers | {mask: 1}, scene.memory, lambda: 0)])
     run([thread])
     assert thread.done
-    assert thread.found() == 0xDEADBEEF
+    assert thread.found() == [0xDEADBEEF]
 
 
-def test_a_masked_word_is_not_waited_for() -> None:
-    thread = Scene(put=False).taking(5, mask=False)
+@pytest.mark.parametrize("every", [False, True])
+def test_a_masked_word_is_not_waited_for(every: bool) -> None:
+    thread = Scene(put=False, every=every).taking(5, mask=False)
     run([thread], limit=50)
     assert thread.done
-    assert thread.found() == 0
+    assert set(thread.found()) == {0}
+
+
+@pytest.mark.parametrize("late", range(SIZE))
+def test_all_are_taken_when_the_last_has_come(late: int) -> None:
+    scene = Scene(put=False, every=True)
+    thread = scene.taking(5)
+    for rank in range(SIZE):
+        scene.put(rank, 70 + rank, 5 if rank != late else 3)
+    run([thread], limit=300)
+    assert not thread.done
+    scene.put(late, 70 + late, 5)
+    run([thread], limit=300)
+    assert thread.done
+    assert thread.found() == [70, 71, 72]
 
 
 def test_a_take_that_stands_still_writes_the_record_of_a_wait() -> None:
     scene = Scene(put=False, deadline=3000)
-    scene.memory.store(WORD, 77 | 3 << 32, 64)
+    scene.put(0, 77, 3)
     run([scene.taking(5) for _ in range(4)], tick=scene.tick)
-    words = [scene.memory.load(STATUS + 4 * (STATUS_FIRST_RECORD + k), 32) for k in range(len(RECORD_FIELDS))]
-    record = dict(zip(RECORD_FIELDS, words))
+    record = scene.record()
     assert (record["rank"], record["wanted"], record["found"], record["cmp"]) == (RANK, 5, 3, CMP_CODES["eq"])
     assert record["offset_low"] | record["offset_high"] << 32 == WORD - STATUS
     assert [scene.memory.load((1 << 40) + r * STRIDE, 32) for r in range(SIZE)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("missing", [{0}, {1}, {2}, {1, 2}, {0, 1, 2}])
+def test_its_record_names_the_first_word_that_has_not_come(missing: set[int]) -> None:
+    scene = Scene(put=False, deadline=3000, every=True)
+    for rank in range(SIZE):
+        scene.put(rank, 77, 40 + rank if rank in missing else 5)
+    run([scene.taking(5)], tick=scene.tick)
+    record, first = scene.record(), min(missing)
+    assert (record["wanted"], record["found"], record["cmp"]) == (5, 40 + first, CMP_CODES["eq"])
+    assert record["offset_low"] | record["offset_high"] << 32 == WORD + 8 * APART * first - STATUS
 
 
 # -------------------------------------------------------------------------------------------------- simulated ranks
@@ -163,7 +223,7 @@ N = 20
 
 @triton.jit
 def exchange_kernel(
-    x, out, slots, flags, world, N: tl.constexpr, B: tl.constexpr, HALVES: tl.constexpr, FLAGS: tl.constexpr
+    x, out, slots, flags, world, N: tl.constexpr, B: tl.constexpr, HALVES: tl.constexpr, HOW: tl.constexpr
 ):
     """The ranks' x side by side."""
     launch = pl.epoch(flags, world)
@@ -171,21 +231,25 @@ def exchange_kernel(
     i = tl.arange(0, B)
     for r in tl.static_range(world.size):
         pl.put_flagged(half + world.rank * N + i, tl.load(x + i, mask=i < N), launch, r, world, mask=i < N)
+    if HOW == "all":
+        found = pl.take_flagged_all(half + i, N, launch, world, mask=i < N)
     for r in tl.static_range(world.size):
-        if FLAGS:
+        if HOW == "all":
+            got = found[r]
+        elif HOW == "each":
             got = pl.take_flagged(half + r * N + i, launch, world, mask=i < N)
         else:
             got = tl.load(half + r * N + i, mask=i < N).to(tl.int32)
         tl.store(out + r * N + i, got, mask=i < N)
 
 
-def exchange(world: Any, halves: int = 2, flags: bool = True, fill: int = 0) -> None:
+def exchange(world: Any, halves: int = 2, how: str = "each", fill: int = 0) -> None:
     slots = pkt.full((2 * world.size * N,), fill, dtype=torch.int64)
     launches = pkt.signals(1)
     for launch in range(4):
         x = torch.arange(N, dtype=torch.int32) + 100 * world.rank + 1000 * launch
         out = torch.zeros(world.size * N, dtype=torch.int32)
-        exchange_kernel[(1,)](x, out, slots, launches, world.device, N, 32, halves, flags)
+        exchange_kernel[(1,)](x, out, slots, launches, world.device, N, 32, halves, how)
         expected = [1000 * launch + 100 * r + i for r in range(world.size) for i in range(N)]
         assert out.tolist() == expected, (launch, out)
 
@@ -194,11 +258,12 @@ def test_on_one_rank() -> None:
     pkt.simulate(exchange, 1, seeds=5, sms=1).check()
 
 
+@pytest.mark.parametrize(("how", "call"), [("each", "take_flagged"), ("all", "take_flagged_all")])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_two_halves_by_parity_are_enough(ranks: int) -> None:
-    report = pkt.simulate(exchange, ranks, seeds=40, mutants=True, lost_signals=True, sms=1)
+def test_two_halves_by_parity_are_enough(ranks: int, how: str, call: str) -> None:
+    report = pkt.simulate(exchange, ranks, seeds=40, args=(2, how), mutants=True, lost_signals=True, sms=1)
     report.check()
-    assert {m.site.call for m in report.mutants} == {"put_flagged", "take_flagged"}
+    assert {m.site.call for m in report.mutants} == {"put_flagged", call}
 
 
 def test_one_half_is_not() -> None:
@@ -210,13 +275,13 @@ def test_one_half_is_not() -> None:
 
 
 def test_a_plain_load_of_a_word_is_a_race() -> None:
-    report = pkt.simulate(exchange, 2, seeds=20, args=(2, False), sms=1)
+    report = pkt.simulate(exchange, 2, seeds=20, args=(2, "plainly"), sms=1)
     assert "DataRace" in {f.kind for f in report.findings}
 
 
 def test_a_poisoned_word_is_not_data_unless_its_flag_is_the_launch() -> None:
-    pkt.simulate(exchange, 2, seeds=20, args=(2, True, -1), sms=1).check()
-    found = outcome(exchange, 2, args=(2, True, 77 | 1 << 32))  # as if launch 1 had been here: what zeros() rules out
+    pkt.simulate(exchange, 2, seeds=20, args=(2, "each", -1), sms=1).check()
+    found = outcome(exchange, 2, args=(2, "each", 77 | 1 << 32))  # as if launch 1 had been here: what zeros() rules out
     assert isinstance(found.failure, Exception)
 
 

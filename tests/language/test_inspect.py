@@ -219,15 +219,18 @@ def test_everything_public_is_exported_and_documented():
 
 
 def test_the_hash_covers_every_source_of_the_language(tmp_path, monkeypatch):
-    sources = sorted(pathlib.Path(world.__file__).parent.glob("*.py"))
+    here = pathlib.Path(world.__file__).parent
+    sources = sorted(path.relative_to(here) for path in here.rglob("*.py"))
+    assert {pathlib.Path("sync.py"), pathlib.Path("ptx/spin.py")} <= set(sources)
     for path in sources:
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes((here / path).read_bytes())
     monkeypatch.setattr(world, "__file__", str(tmp_path / "world.py"))
     hashes = set()
     try:
         for path in (None, *sources):
             if path is not None:
-                with (tmp_path / path.name).open("a") as f:
+                with (tmp_path / path).open("a") as f:
                     f.write("# another\n")
             world.code_hash.cache_clear()
             hashes.add(world.code_hash())

@@ -1,0 +1,198 @@
+"""A spin that ends: with what it waits for, at the deadline, or when another wait has met its own. And `wait`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from triton.language import core
+
+from ..world import (
+    CMP_ABORTED,
+    CMP_CODES,
+    MAX_RECORDS,
+    RECORD_WORDS,
+    STATUS_ABORT,
+    STATUS_DEADLINE,
+    STATUS_FIRST_RECORD,
+    STATUS_RECORDS,
+    site_hash,
+)
+from .order import proxy_fences
+from .primitive import asm, element, plain, primitive, simulator
+
+WAIT_MARKER = "// pkt.wait"
+"""As SIGNAL_MARKER."""
+
+POLLS_PER_CHECK = 1024
+"""Polls between two looks at the abort word and the clock: about a millisecond, so a poll costs nothing more."""
+FIRST_CHECK = 64
+"""Polls before the first look, so that a kernel whose waits all leave because of an abort is soon at its end."""
+
+
+def _kernel_name() -> str:
+    """Name of the kernel that is being compiled, "" if Triton does not tell."""
+    frame = sys._getframe()
+    while frame is not None:
+        generator = frame.f_locals.get("self")
+        if getattr(generator, "is_kernel", False) is True:
+            return str(getattr(generator, "function_name", ""))
+        frame = frame.f_back
+    return ""
+
+
+# What is tested, on `d` = found - wanted as a signed number: right across a wrap of the counter.
+_HOLDS = {
+    "ge": "sub.s32 d, {found}, {want}; setp.ge.s32 p, d, 0;",
+    "gt": "sub.s32 d, {found}, {want}; setp.gt.s32 p, d, 0;",
+    "le": "sub.s32 d, {found}, {want}; setp.le.s32 p, d, 0;",
+    "lt": "sub.s32 d, {found}, {want}; setp.lt.s32 p, d, 0;",
+    "eq": "setp.eq.s32 p, {found}, {want};",
+    "ne": "setp.ne.s32 p, {found}, {want};",
+    "flip": "xor.b32 d, {found}, {want}; setp.lt.s32 p, d, 0;",
+}
+
+# The fast path is {poll}, {holds} and the branch. The rest runs every POLLS_PER_CHECK polls: leave when aborted;
+# restart the clock when what was found has changed; when the deadline has passed write one record a program and raise
+# the abort word of every rank. Threads of one program agree on the record's writer by compare-and-swap on the slot's
+# owner word. No trap: a trap loses the CUDA context. Loops unrolled would be 700 instructions.
+_SPIN = """{{
+{marker}
+.reg .pred p, q, late;
+.reg .b32 d, n, a, last, code, prog, own, i;
+.reg .b64 now, since, limit, at, off;
+{before}
+mov.b32 n, {first_count}; mov.b64 since, 0; mov.b32 last, {want};
+$$PKT_POLL_${{:uid}}:
+{poll}
+{holds}
+@p bra $$PKT_DONE_${{:uid}};
+add.u32 n, n, 1;
+and.b32 a, n, {mask};
+setp.ne.u32 q, a, 0;
+@q bra $$PKT_POLL_${{:uid}};
+{look}
+mov.b32 code, {code};
+ld.relaxed.sys.global.b32 a, [{status} + {abort}];
+setp.eq.s32 late, a, 0;
+@!late or.b32 code, code, {aborted};
+@!late bra $$PKT_LEAVE_${{:uid}};
+mov.u64 now, %globaltimer;
+setp.eq.u64 q, since, 0;
+setp.ne.or.u32 q, {found}, last, q;
+mov.b32 last, {found};
+@q mov.b64 since, now;
+ld.relaxed.sys.global.b64 limit, [{status} + {deadline}];
+setp.eq.s64 q, limit, 0;
+@q bra $$PKT_POLL_${{:uid}};
+sub.s64 now, now, since;
+setp.lt.s64 q, now, limit;
+@q bra $$PKT_POLL_${{:uid}};
+$$PKT_LEAVE_${{:uid}}:
+mov.u32 prog, %nctaid.y; mov.u32 a, %ctaid.z; mov.u32 d, %ctaid.y; mad.lo.u32 prog, a, prog, d;
+mov.u32 a, %nctaid.x; mov.u32 d, %ctaid.x; mad.lo.u32 prog, prog, a, d;
+add.u32 own, prog, 1;
+mov.b32 i, 0; add.s64 at, {status}, {first};
+$$PKT_CLAIM_${{:uid}}:
+.pragma "nounroll";
+atom.relaxed.sys.global.cas.b32 a, [at + {owner}], 0, own;
+setp.eq.u32 q, a, own;
+@q bra $$PKT_ABORT_${{:uid}};
+setp.eq.u32 q, a, 0;
+@q bra $$PKT_RECORD_${{:uid}};
+add.u32 i, i, 1; add.s64 at, at, {record};
+setp.lt.u32 q, i, {records};
+@q bra $$PKT_CLAIM_${{:uid}};
+bra $$PKT_ABORT_${{:uid}};
+$$PKT_RECORD_${{:uid}}:
+sub.s64 off, {where}, {status};
+st.relaxed.sys.global.b32 [at], {rank};
+st.relaxed.sys.global.b32 [at + 4], prog;
+st.relaxed.sys.global.b32 [at + 8], code;
+st.relaxed.sys.global.b32 [at + 12], {want};
+st.relaxed.sys.global.b32 [at + 16], {found};
+mov.b64 {{a, d}}, off;
+st.relaxed.sys.global.b32 [at + 20], a;
+st.relaxed.sys.global.b32 [at + 24], d;
+st.relaxed.sys.global.b32 [at + 28], 0;
+st.relaxed.sys.global.b32 [at + 32], {site};
+red.release.sys.global.add.u32 [{status} + {count}], 1;
+$$PKT_ABORT_${{:uid}}:
+@!late bra $$PKT_DONE_${{:uid}};
+mov.b32 i, 0; cvt.s64.s32 off, {rank}; mul.lo.s64 off, off, {stride}; sub.s64 at, {status}, off;
+$$PKT_RAISE_${{:uid}}:
+.pragma "nounroll";
+st.relaxed.sys.global.b32 [at + {abort}], 1;
+add.u32 i, i, 1; add.s64 at, at, {stride};
+setp.lt.u32 q, i, {size};
+@q bra $$PKT_RAISE_${{:uid}};
+$$PKT_DONE_${{:uid}}:
+{after}
+}}"""
+
+
+def spin(
+    poll: str, holds: str, found: str, where: str, operand: int, cmp: str, world: Any,
+    before: str = "", look: str = "", after: str = "",
+) -> str:  # fmt: skip
+    """Assembly that repeats `poll` until `holds` has set the predicate p, between `before` and `after`.
+
+    found, where: registers of what was found and of its address, for the record; `look` sets them, where polls do not.
+    operand: number of the first of `arguments`. cmp: of CMP_CODES, for the record.
+    """
+    want, status, rank = (f"${operand + i}" for i in range(3))
+    return _SPIN.format(
+        marker=WAIT_MARKER,
+        before=before,
+        poll=poll,
+        holds=holds,
+        look=look,
+        after=after,
+        found=found,
+        where=where,
+        want=want,
+        status=status,
+        rank=rank,
+        first_count=POLLS_PER_CHECK - FIRST_CHECK,
+        mask=POLLS_PER_CHECK - 1,
+        code=CMP_CODES[cmp],
+        aborted=CMP_ABORTED,
+        abort=4 * STATUS_ABORT,
+        deadline=4 * STATUS_DEADLINE,
+        count=4 * STATUS_RECORDS,
+        first=4 * STATUS_FIRST_RECORD,
+        record=4 * RECORD_WORDS,
+        records=MAX_RECORDS,
+        owner=4 * 9,
+        site=site_hash(_kernel_name()),
+        stride=plain(world.stride),
+        size=plain(world.size),
+    )
+
+
+def arguments(want: Any, world: Any, semantic: Any) -> list:
+    """The operands of `spin`: what is waited for, the status page and the rank."""
+    want = core.cast(semantic.to_tensor(want), core.int32, _semantic=semantic)
+    rank = core.cast(semantic.to_tensor(plain(world.rank)), core.int32, _semantic=semantic)
+    return [want, world.status, rank]
+
+
+@primitive
+def wait(ptr, want, cmp, world, _semantic=None):
+    """Spin with `ld.acquire.sys` until `*ptr cmp want`; then order TMA loads and multimem accesses after it.
+
+    ptr: scalar pointer to int32; want: int32; cmp: ge gt le lt eq ne (wrap-safe) or flip (the top bit differs from
+    that of `want`). Returns what this thread found, which may differ between threads: `sync.wait` makes it uniform.
+    """
+    if cmp not in CMP_CODES:
+        raise ValueError(f"cmp is one of {', '.join(CMP_CODES)}, not {cmp!r}")
+    if not ptr.type.is_ptr() or element(ptr).name not in ("int32", "uint32"):
+        raise ValueError(f"a counter is a scalar pointer to int32, not {ptr.type}")
+    machine = simulator(_semantic)
+    if machine is not None:
+        return machine.wait(ptr, want, cmp, plain(world.rank), world.status)
+    holds = _HOLDS[cmp].format(found="$0", want="$2")
+    load, after = "ld.acquire.sys.global.b32 $0, [$1];", proxy_fences(world, _semantic)
+    text = spin(load, holds, "$0", "$1", 2, cmp, world, after=after)
+    # "=&r": the result is written while the inputs are still needed.
+    return asm(text, "=&r,l,r,l,r", [ptr, *arguments(want, world, _semantic)], core.int32, _semantic)

@@ -512,7 +512,7 @@ def by_hand(world: Any, how: str, block: int = 32) -> None:
 
 
 @triton.jit
-def flagged_kernel(flags, slots, x, out, n, world, BLOCK: tl.constexpr):
+def flagged_kernel(flags, slots, x, out, n, world, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
     """Everybody's x, a block at a time, in words of the half of the slots that the epoch's parity says."""
     launch = pl.epoch(flags, world)
     half = slots + (launch & 1) * world.size * n
@@ -521,19 +521,25 @@ def flagged_kernel(flags, slots, x, out, n, world, BLOCK: tl.constexpr):
         value = tl.load(x + offs, mask=offs < n)
         peer = (world.rank + i) % world.size
         pl.put_flagged(half + world.rank * n + offs, value, launch, peer, world, mask=offs < n)
+    if TOGETHER:
+        parts = pl.take_flagged_all(half + offs, n, launch, world, mask=offs < n)
     for r in tl.static_range(world.size):
-        found = pl.take_flagged(half + r * n + offs, launch, world, mask=offs < n)
+        if TOGETHER:
+            found = parts[r]
+        else:
+            found = pl.take_flagged(half + r * n + offs, launch, world, mask=offs < n)
         tl.store(out + r * n + offs, found, mask=offs < n)
 
 
-@case("put_flagged", "take_flagged", "epoch")
-def flagged(world: Any, n: int = 41, block: int = 16) -> None:
+@case("put_flagged", "take_flagged", "epoch", together=False)
+@case("put_flagged", "take_flagged_all", "epoch", together=True)
+def flagged(world: Any, together: bool, n: int = 41, block: int = 16) -> None:
     slots, flags = pkt.zeros(2, world.size, n, dtype=torch.int64), pkt.signals(1)
     x, out = local(world, n), local(world, world.size, n)
     for launch in range(LAUNCHES + 2):
         x.copy_(torch.arange(n) - 100 * world.rank + 1000 * launch)
         grid = (triton.cdiv(n, block),)
-        flagged_kernel[grid](flags, slots, x, out, n, world.device, block, launch_cooperative_grid=True)
+        flagged_kernel[grid](flags, slots, x, out, n, world.device, together, block, launch_cooperative_grid=True)
         same(world, out, torch.stack([torch.arange(n) - 100 * r + 1000 * launch for r in range(world.size)]))
 
 

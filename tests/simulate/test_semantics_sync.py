@@ -460,6 +460,34 @@ def flagged_to_the_next(slots, flags, x, out, world, N: tl.constexpr):
     tl.store(out + o, pl.take_flagged(half + o, launch, world, mask=o < N - 3))
 
 
+@triton.jit
+def flagged_by_all(slots, flags, x, out, world, N: tl.constexpr):
+    launch = pl.epoch(flags, world)
+    o = tl.arange(0, N)
+    half = slots + (launch & 1) * world.size * N
+    for r in tl.static_range(world.size):
+        pl.put_flagged(half + world.rank * N + o, tl.load(x + o), launch, r, world, mask=o < N - 3)
+    found = pl.take_flagged_all(half + o, N, launch, world, mask=o < N - 3)
+    for r in tl.static_range(world.size):
+        tl.store(out + r * N + o, found[r])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_words_of_all_ranks_with_a_flag(ranks: int) -> None:
+    n = 16
+
+    def main(world: Any) -> None:
+        slots, flags = pkt.zeros(2 * world.size * n, dtype=torch.int64), pkt.signals(1)
+        x, out = torch.empty(n, dtype=torch.int32), torch.empty(world.size, n, dtype=torch.int32)
+        for turn in range(3):
+            x.copy_(torch.arange(n) + 1000 * turn + 100 * world.rank)
+            flagged_by_all[(1,)](slots, flags, x, out, world.device, n)
+            expected = [[1000 * turn + 100 * r + i if i < n - 3 else 0 for i in range(n)] for r in range(world.size)]
+            assert out.tolist() == expected
+
+    assert failures(main, ranks, SEEDS) == {}
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_words_with_a_flag(ranks: int) -> None:
     """Each rank takes what the one before it put in the same launch, which nothing else orders; masked words are 0."""

@@ -55,6 +55,8 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
     "all-reduce": {
         "pkt low-latency": {"mode": "low_latency"},
         "pkt low-latency, captured": {"mode": "low_latency"},
+        "pkt low-latency two-shot": {"mode": "low_latency_two_shot"},
+        "pkt low-latency two-shot, captured": {"mode": "low_latency_two_shot"},
         "pkt one-shot": {"mode": "one_shot"},
         "pkt one-shot, blocks of 1024": {"mode": "one_shot", "block": 1024},
         "pkt two-shot": {"mode": "two_shot"},

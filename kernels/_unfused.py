@@ -26,7 +26,7 @@ from pkt.runtime.world import World
 from ._common import Launch
 from ._matmul import Epilogue, finished
 from .all_gather import all_gather
-from .all_reduce import LOW_LATENCY_BYTES, all_reduce
+from .all_reduce import all_reduce, low_latency
 from .reduce_scatter import reduce_scatter
 
 MODES = ("unfused", "nccl")
@@ -83,7 +83,7 @@ def matmul_all_reduce(
     world: World, mode: str, M: int, N: int, dtype: torch.dtype, in_place: bool, epilogue: Epilogue
 ) -> Launch:
     """The sum of the ranks' a @ b, (M, N). in_place: every rank's `out` is symmetric."""
-    small = M * N * dtype.itemsize <= LOW_LATENCY_BYTES  # for what is not symmetric, too
+    flagged = low_latency(M * N * dtype.itemsize, world)  # for what is not symmetric, too
     product: Product
     if mode == "nccl":
         group = process_group(world)
@@ -91,11 +91,11 @@ def matmul_all_reduce(
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             dist.all_reduce(torch.mm(a, b, out=_plain(out)), group=group)
 
-    elif small or in_place:
+    elif flagged or in_place:
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             _multiply(world, a, b, out)
-            all_reduce(out, mode="low_latency" if small else None, world=world)
+            all_reduce(out, mode=flagged, world=world)
 
     else:
         total = _symmetric(world, M, N, dtype=dtype)

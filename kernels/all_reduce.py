@@ -1,7 +1,9 @@
 """All-reduce: every rank ends with the sum, minimum or maximum over ranks of `x`, n elements.
 
-low_latency: each rank puts its x into a slot on every rank, as words of 4 bytes of data and 4 of flag, and reduces
-    what comes (pkt/language/flagged.py): no barrier, 2 * (W - 1) * n * itemsize bytes out of each rank.
+low_latency: each rank puts its x into a slot on every rank, as words of 12 bytes of data and 4 of flag, and reduces
+    what comes, see _low_latency: no barrier, 4 / 3 * (W - 1) * n * itemsize bytes out of each rank.
+low_latency_two_shot: as two_shot, in such words, one flight of them more than low_latency: 8 / 3 * (W - 1) / W * n *
+    itemsize bytes.
 one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize bytes into each rank; the
     shortest path for small messages.
 two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every
@@ -11,16 +13,17 @@ two_shot_push: as two_shot, but each rank stores its blocks into their owners' i
 copy: as two_shot, moved by the copy engines, see _copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
-All add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks hold
-the same bits in each form. Minimum and maximum keep a NaN of any rank, except in multimem: what a switch makes of one
-is not documented; and it has them for 16-bit floats only. Barriers of the programs of one index on all ranks: none in
-low_latency, one in two_shot_push, else two (one_shot in place: one more for each block of a program).
+All add in fp32 and round once; both low-latency forms and one_shot add in the order 0, 1, ... on every rank, so all
+ranks hold the same bits in each form. Minimum and maximum keep a NaN of any rank, except in multimem: what a switch
+makes of one is not documented; and it has them for 16-bit floats only. Barriers of the programs of one index on all
+ranks: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block of a
+program).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -28,19 +31,16 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.errors import ShapeError, Unsupported
-from pkt.language import ptx
-from pkt.runtime.factories import signals, zeros
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common
+from . import _common, _low_latency
 from .reduce_scatter import (
     OPS,
     Op,
     add_sent,
     check_chunks,
-    combine,
     in_inbox,
     inboxes,
     over_ranks,
@@ -49,14 +49,12 @@ from .reduce_scatter import (
 )
 
 CALL = "all_reduce"
-Mode = Literal["low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
-MODES = ("low_latency", "one_shot", "two_shot", "two_shot_push", "copy", "multimem")
-SENT = ("low_latency", "two_shot_push", "copy")  # only this rank reads its x
+Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+SHOTS = {"low_latency": 1, "low_latency_two_shot": 2}
+SENT = (*SHOTS, "two_shot_push", "copy")  # only this rank reads its x
 SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `out`
 
-LOW_LATENCY_BYTES = 128 << 10
-"""Largest x for which mode None takes low_latency. On 4 x H200 it takes 7.9, 10.4 and 32 us for 16 KiB, 128 KiB and
-1 MiB, two_shot 13, 13 and 17. Up to here every thread has one word of each rank to wait for."""
 TWO_SHOT_PUSH_BYTES = 4 << 20
 """Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.5, 85 and 1170 us for 1,
 16 and 256 MiB, two_shot 16.7, 92 and 1279."""
@@ -66,74 +64,11 @@ us for 256 MiB and 1183 in a captured graph, two_shot_push 1170; on 2, 728 and 7
 benchmarks/results/collectives*.json."""
 MOST_PUSHED = 32 << 10
 """Bytes of a block of two_shot_push, at most: with more, registers spill; with 16 KiB 256 MiB take 1198 us."""
-LOW_LATENCY_WORDS = 256
-"""Words of 4 bytes that a program sends at a time, one a thread: a thread waits for its words one after the other."""
 
 
 def reference(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
     """What every rank gets from the ranks' `x`, in fp64."""
     return reduced(inputs, op)
-
-
-@triton.jit
-def _load_words(x_ptr, word, n, PER: tl.constexpr):
-    """PER elements in each int32; 0 behind the end."""
-    if PER == 1:
-        return tl.load(x_ptr + word, mask=word < n, other=0).to(tl.int32, bitcast=True)
-    else:
-        offs = word[:, None] * PER + tl.arange(0, PER)[None, :]
-        x = tl.load(x_ptr + offs, mask=offs < n, other=0).to(tl.uint16, bitcast=True)
-        low, high = tl.split(x.to(tl.uint32))
-        return (high << 16 | low).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _unpacked(words, dtype: tl.constexpr, PER: tl.constexpr):
-    """The elements of `_load_words`, in fp32: (words,), or (words, 2) where there are two in one."""
-    if PER == 1:
-        return words.to(dtype, bitcast=True).to(tl.float32)
-    else:
-        bits = words.to(tl.uint32, bitcast=True)
-        halves = tl.join(bits.to(tl.uint16), (bits >> 16).to(tl.uint16))
-        return halves.to(dtype, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def low_latency_kernel(
-    x_ptr,  # (n,) this rank's
-    out_ptr,  # (n,) this rank's; may be x
-    slots_ptr,  # int64 (2, size, words) on every rank; rank r puts [:, r] of all, halves by the launch's parity
-    flags_ptr,  # of this rank; only its launch counter is used
-    n,
-    words,
-    world,
-    OP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    PER: tl.constexpr = 32 // dtype.primitive_bitwidth  # elements in a word
-    word = tl.cast(pid, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = _load_words(x_ptr, word, n, PER)  # on its way while the launch is counted
-    launch = pl.epoch(flags_ptr, world)
-    half = slots_ptr + tl.cast(launch & 1, tl.int64) * world.size * words
-    mine = half + tl.cast(world.rank, tl.int64) * words
-    for _ in range(pid, tl.cdiv(words, BLOCK), tl.num_programs(0)):
-        for i in tl.static_range(1, world.size + 1):  # to myself too: every rank adds in the same order
-            pl.put_flagged(mine + word, x, launch, (world.rank + i) % world.size, world, mask=word < words)
-        word += tl.num_programs(0) * BLOCK
-        x = _load_words(x_ptr, word, n, PER)
-    for block in range(pid, tl.cdiv(words, BLOCK), tl.num_programs(0)):
-        word = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        found = pl.take_flagged_all(half + word, words, launch, world, mask=word < words)
-        total = _unpacked(found[0], dtype, PER)
-        for r in tl.static_range(1, world.size):
-            total = combine(total, _unpacked(found[r], dtype, PER), OP)
-        if PER == 1:
-            tl.store(out_ptr + word, total.to(dtype), mask=word < n)
-        else:
-            offs = word[:, None] * PER + tl.arange(0, PER)[None, :]
-            tl.store(out_ptr + offs, total.to(dtype), mask=offs < n)
 
 
 @triton.jit
@@ -195,7 +130,7 @@ def two_shot_push_kernel(
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
     counts = sent_ptr + pid * world.size
-    sent = ptx.load_relaxed(counts + rank)  # not an atomic, whose result goes round: x is loaded meanwhile
+    sent = pl.atomic_add(counts + rank, 0, rank, world, sem="relaxed")
     element = tl.arange(0, BLOCK)
     for turn in range(pid, (n - 1) // (world.size * BLOCK) + 1, tl.num_programs(0)):
         first = tl.cast(turn, tl.int64) * (world.size * BLOCK) + element
@@ -256,16 +191,17 @@ def all_reduce(
 ) -> torch.Tensor:
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
 
-    x: contiguous, bf16, fp16 or fp32; symmetric unless mode is low_latency, two_shot_push or copy. out: x or apart from
-    it, of x's shape and dtype; symmetric unless mode is low_latency or one_shot. op: "sum", in fp32 and rounded
-    once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes low_latency up to
-    LOW_LATENCY_BYTES, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
+    x: contiguous, bf16, fp16 or fp32; symmetric unless mode is a low-latency one, two_shot_push or copy. out: x or
+    apart from it, of x's shape and dtype; symmetric unless mode is a low-latency one or one_shot. op: "sum", in fp32
+    and rounded once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes what
+    `low_latency` says, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
     the tensors are 16-byte aligned, else two_shot, from TWO_SHOT_PUSH_BYTES on two_shot_push and from COPIED_BYTES on
-    copy. Of symmetric memory low_latency keeps 4 * size times x's bytes for each size of x, two_shot_push
-    2 * (size - 1) blocks a program for each block and grid, copy x's bytes less a part for each size of part. block:
-    elements a program moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of
-    x to each rank at most, REDUCE_CHUNKS of _copy_reduce where None. Returns `out` (or x), complete; `x` may be
-    overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    copy. Of symmetric memory low_latency keeps 8 / 3 * size times x's bytes for each size of x, low_latency_two_shot
+    16 / 3 times, two_shot_push 2 * (size - 1) blocks a program for each block and grid, copy x's bytes less a part for
+    each size of part. block: elements a program moves at a time, a power of two; copy: that it adds. chunks: with
+    "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of _copy_reduce where None. Returns `out` (or
+    x), complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported,
+    CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     out = x if out is None else out
@@ -300,8 +236,8 @@ def _plan(
     n = x.numel()
     if n == 0:
         return lambda x, out: out
-    if mode == "low_latency":
-        return _low_latency(x, op, block, world)
+    if mode in SHOTS:
+        return _low_latency.launch_in(SHOTS[mode], world, x, op, block)
     if mode == "copy":
         from ._copy_reduce import reduce_launch
 
@@ -334,10 +270,16 @@ KERNELS = {
 }
 
 
+def low_latency(nbytes: int, world: World) -> Mode | None:
+    """The low-latency form that mode None takes for `x` of so many bytes; None: neither."""
+    return {0: None, 1: "low_latency", 2: "low_latency_two_shot"}[_low_latency.shots(nbytes, world.size)]
+
+
 def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool) -> Mode:
     """What mode None takes."""
-    if x.nbytes <= LOW_LATENCY_BYTES:
-        return "low_latency"
+    flagged = low_latency(x.nbytes, world)
+    if flagged:
+        return flagged
     if not isinstance(out, SymmetricTensor):
         return "one_shot"
     if world.multicast and even and op == "sum":
@@ -345,31 +287,3 @@ def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool
     if x.nbytes >= (COPIED_BYTES // 2 if world.size == 2 else COPIED_BYTES):
         return "copy"
     return "two_shot" if x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
-
-
-class _Space(NamedTuple):
-    slots: SymmetricTensor
-    counters: SymmetricTensor
-
-
-def _low_latency(x: torch.Tensor, op: Op, block: int | None, world: World) -> _common.Launch:
-    n, per = x.numel(), 4 // x.element_size()
-    words = triton.cdiv(n, per)
-
-    # Slots for each size: a launch then puts into every word of its half, so the flag that it finds in a word is that
-    # of the launch before the last, or in the first two launches, which are 1 and 2, the 0 that the memory is filled
-    # with. `zeros` returns when every rank's is filled.
-    def make() -> _Space:
-        slots = zeros(2, world.size, words, dtype=torch.int64, name="all_reduce.slots", world=world)
-        return _Space(slots, signals(1, name="all_reduce.launches", world=world))
-
-    space = world.workspace(("all_reduce", "low_latency", words), make)
-    BLOCK = (block and max(block // per, 1)) or min(LOW_LATENCY_WORDS, triton.next_power_of_2(words))
-    grid = (_common.num_programs(world, triton.cdiv(words, BLOCK)),)
-    start = cooperative_launch(world, low_latency_kernel, grid, num_warps=max(1, min(BLOCK // 32, 8)))
-
-    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        start(x, out, space.slots, space.counters, n, words, world.device, op, BLOCK)
-        return out
-
-    return launch

@@ -21,7 +21,6 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.errors import ShapeError
-from pkt.language import ptx
 from pkt.runtime.factories import empty, signals
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
@@ -134,7 +133,7 @@ def add_sent(total, inbox_ptr, element, inside, counts, sent, world, OP: tl.cons
     """`total`, fp32, and what rank + 1, rank + 2, ... send as this program's tile after `sent`. Before a rank sent it,
     it had added up the one before, so the half of its inbox where that was is free for my next."""
     for i in tl.static_range(0, world.size):
-        # Of mine there is only the count, from which the next launch goes on; it is there before the others' are.
+        # Of mine there is only the count, from which the next launch goes on.
         pl.wait(counts + (tl.cast(world.rank, tl.int32) + i) % world.size, sent + 1, world)
         if i > 0:
             x = tl.load(in_inbox(inbox_ptr, sent, i, world, tile) + element, mask=inside)
@@ -156,7 +155,7 @@ def push_kernel(
     tile: tl.constexpr = part.ROWS * part.COLS
     rank = tl.cast(world.rank, tl.int32)
     counts = sent_ptr + pid * world.size
-    sent = ptx.load_relaxed(counts + rank)  # not an atomic, whose result goes round: x is loaded meanwhile
+    sent = pl.atomic_add(counts + rank, 0, rank, world, sem="relaxed")
     element = tl.arange(0, part.ROWS)[:, None] * part.COLS + tl.arange(0, part.COLS)[None, :]
     for t in range(pid, part.tiles, tl.num_programs(0)):
         row, col, inside = _runs.tile(t, part)

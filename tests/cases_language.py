@@ -513,34 +513,40 @@ def by_hand(world: Any, how: str, block: int = 32) -> None:
 
 @triton.jit
 def flagged_kernel(flags, slots, x, out, n, world, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
-    """Everybody's x, a block at a time, in words of the half of the slots that the epoch's parity says."""
+    """Everybody's x, (n, 3), a block at a time, in words of the half of the slots that the epoch's parity says."""
     launch = pl.epoch(flags, world)
-    half = slots + (launch & 1) * world.size * n
+    half = slots + (launch & 1) * world.size * n * 4
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < n
+    at = x + 3 * offs
+    values = (tl.load(at, mask=inside), tl.load(at + 1, mask=inside), tl.load(at + 2, mask=inside))
     for i in tl.static_range(1, world.size + 1):
-        value = tl.load(x + offs, mask=offs < n)
         peer = (world.rank + i) % world.size
-        pl.put_flagged(half + world.rank * n + offs, value, launch, peer, world, mask=offs < n)
+        pl.put_flagged(half + (world.rank * n + offs) * 4, values, launch, peer, world, mask=inside)
     if TOGETHER:
-        parts = pl.take_flagged_all(half + offs, n, launch, world, mask=offs < n)
+        parts = pl.take_flagged_all(half + 4 * offs, 4 * n, launch, world, mask=inside)
     for r in tl.static_range(world.size):
         if TOGETHER:
-            found = parts[r]
+            a, b, c = parts[r]
         else:
-            found = pl.take_flagged(half + r * n + offs, launch, world, mask=offs < n)
-        tl.store(out + r * n + offs, found, mask=offs < n)
+            a, b, c = pl.take_flagged(half + (r * n + offs) * 4, launch, world, mask=inside)
+        at = out + (r * n + offs) * 3
+        tl.store(at, a, mask=inside)
+        tl.store(at + 1, b, mask=inside)
+        tl.store(at + 2, c, mask=inside)
 
 
 @case("put_flagged", "take_flagged", "epoch", together=False)
 @case("put_flagged", "take_flagged_all", "epoch", together=True)
 def flagged(world: Any, together: bool, n: int = 41, block: int = 16) -> None:
-    slots, flags = pkt.zeros(2, world.size, n, dtype=torch.int64), pkt.signals(1)
-    x, out = local(world, n), local(world, world.size, n)
+    slots, flags = pkt.zeros(2, world.size, n, 4, dtype=torch.int32), pkt.signals(1)
+    x, out = local(world, n, 3), local(world, world.size, n, 3)
+    counted = torch.arange(3 * n).view(n, 3)
     for launch in range(LAUNCHES + 2):
-        x.copy_(torch.arange(n) - 100 * world.rank + 1000 * launch)
+        x.copy_(counted - 100 * world.rank + 1000 * launch)
         grid = (triton.cdiv(n, block),)
         flagged_kernel[grid](flags, slots, x, out, n, world.device, together, block, launch_cooperative_grid=True)
-        same(world, out, torch.stack([torch.arange(n) - 100 * r + 1000 * launch for r in range(world.size)]))
+        same(world, out, torch.stack([counted - 100 * r + 1000 * launch for r in range(world.size)]))
 
 
 @triton.jit

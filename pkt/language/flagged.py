@@ -1,7 +1,8 @@
-"""Data that carries its own flag: half of a word is data, the other half says which launch it belongs to.
+"""Data that carries its own flag: three quarters of a word are data, the last says which launch it belongs to.
 
-A word is stored and loaded whole (one 64-bit access), so who finds the flag has the data: there is neither a barrier
-nor a fence, and a message costs one flight. In return half of what is moved is flags. NCCL calls the protocol LL.
+A word, 16 bytes, is stored and loaded whole, so who finds the flag has the data: there is neither a barrier nor a
+fence, and a message costs one flight. In return a quarter of what is moved is flags. It is what NCCL calls LL, with
+words of twice the size: since PTX ISA 8.3 an access of type b128 is one, and not two.
 
 The flag is to be another one whenever a word is used again. `pl.epoch` counts launches, so it is one; the rest is that
 nobody puts into a word before what is there has been taken. With two halves used in turn, by the launch's parity, that
@@ -17,21 +18,21 @@ from . import address, ptx
 
 
 @triton.jit
-def put_flagged(ptr, value, flag, peer, world, mask=None):
-    """`value` with `flag` into rank `peer`'s words.
+def put_flagged(ptr, values, flag, peer, world, mask=None):
+    """Three `values` with `flag` into rank `peer`'s words.
 
-    ptr: scalar or block of pointers to int64 in my heap, at multiples of 8 bytes; value: int32 of that shape (bitcast
-    what is no int32); flag: int32 scalar, never twice the same for a word in a row. `st.relaxed.sys.global.b64`, one
-    a word. No order: it publishes nothing but itself.
+    ptr: scalar or block of pointers to int32 in my heap, each to the first of the four of a word, at a multiple of 16
+    bytes; values: a tuple of three, int32 of that shape (bitcast what is no int32); flag: int32 scalar, never twice the
+    same for a word in a row. `st.relaxed.sys.global.b128`, one a word. No order: it publishes nothing but itself.
     """
-    ptx.put_flagged(address.peer(ptr, peer, world), value, flag, mask)
+    ptx.put_flagged(address.peer(ptr, peer, world), values, flag, mask)
 
 
 @triton.jit
 def take_flagged(ptr, flag, world, mask=None):
-    """The data of my words, once each has `flag`; int32, of ptr's shape, 0 where the mask is false.
+    """The data of my words, once each has `flag`: a tuple of three, int32 of ptr's shape, 0 where the mask is false.
 
-    Spin on `ld.relaxed.sys.global.b64`, each thread on its own words one after the other, with the deadline and the
+    Spin on `ld.relaxed.sys.global.b128`, each thread on its own words one after the other, with the deadline and the
     record of `wait`. No order: what else the putter did is not visible by this. Where the result is used in another
     layout Triton may take it twice, which finds the same; a word a thread avoids that.
     """
@@ -40,9 +41,9 @@ def take_flagged(ptr, flag, world, mask=None):
 
 @triton.jit
 def take_flagged_all(ptr, stride, flag, world, mask=None):
-    """What every rank has put: a tuple of the data of rank 0's words, rank 1's, ..., each as `take_flagged` has it.
+    """What every rank has put: a tuple of what `take_flagged` has of rank 0's words, of rank 1's, ...
 
-    ptr: to rank 0's words; stride: words from one rank's to the next one's, int. A thread's words of all ranks are
-    polled together, so that what has come from all is found in one flight, not in one for each.
+    ptr: to rank 0's words; stride: int32 from one rank's to the next one's, a multiple of 4. A thread's words of all
+    ranks are polled together, so that what has come from all is found in one flight, not in one for each.
     """
     return ptx.take_flagged(ptr, stride, world.size, flag, mask, world)

@@ -16,7 +16,7 @@ import sys
 import traceback
 from typing import Any
 
-from pkt.errors import PeerLost, PktError, WaitTimeout
+from pkt.errors import PeerLost, WaitTimeout
 from pkt.runtime import interrupts
 from pkt.runtime.carry import dumps, loads, receive, send
 
@@ -51,7 +51,7 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
         return {
             "error": _portable(error),
             "traceback": text,
-            "lost": isinstance(error, PktError) and _only_a_victim(error),
+            "remoteness": _remoteness(error),
         }
     finally:
         sys.stdout.flush()
@@ -70,8 +70,10 @@ def _portable(error: BaseException) -> bytes | None:
         return None
 
 
-def _only_a_victim(error: PktError) -> bool:
-    return isinstance(error, (PeerLost, WaitTimeout))
+def _remoteness(error: BaseException) -> int:
+    """How far from the cause an error is: 0 for a rank's own, 1 for what it waited for in vain, 2 for what others did
+    and it was told."""
+    return 2 if isinstance(error, PeerLost) else 1 if isinstance(error, WaitTimeout) else 0
 
 
 if __name__ == "__main__":

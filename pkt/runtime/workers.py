@@ -115,7 +115,7 @@ class Workers:
             if not ready:  # a rank has failed, and these did not come back in time
                 for rank in waiting.values():
                     text = f"did not come back within {timeout + GRACE:.0f} s of that and was ended"
-                    answers[rank] = {"error": None, "traceback": text, "lost": True, "at": time.monotonic()}
+                    answers[rank] = {"error": None, "traceback": text, "remoteness": 3, "at": time.monotonic()}
                 self.kill()
                 break
             for pipe in ready:
@@ -141,13 +141,13 @@ class Workers:
         code = self._processes[rank].returncode
         how = f"by signal {-code}" if code is not None and code < 0 else f"with status {code}"
         text = f"(pid {self._processes[rank].pid}) ended {how}"
-        return {"error": None, "traceback": f"the process {text}", "lost": False, "died": text}
+        return {"error": None, "traceback": f"the process {text}", "remoteness": 0, "died": text}
 
     def _raise_first(self, answers: list[dict[str, Any]]) -> None:
         failed = {rank: a for rank, a in enumerate(answers) if "result" not in a}
         if not failed:
             return
-        first = min(failed, key=lambda rank: (failed[rank]["lost"], failed[rank]["at"]))
+        first = min(failed, key=lambda rank: (failed[rank]["remoteness"], failed[rank]["at"]))
         others = {r: a["traceback"].strip().splitlines()[-1] for r, a in failed.items() if r != first}
         error = RankFailed.raised(first, failed[first]["traceback"], also=others)
         cause = loads(failed[first]["error"]) if failed[first]["error"] else None

@@ -17,6 +17,7 @@ from triton.runtime.interpreter import TensorHandle
 
 from pkt import errors
 from pkt.errors import Waiting
+from pkt.language.ptx.flagged import VALUES
 from pkt.simulate import cost
 from pkt.simulate.builder import Tile, np_dtype
 from pkt.simulate.detector import Detector, accessed
@@ -27,6 +28,9 @@ from pkt.simulate.sites import site, site_of
 
 UNINTERRUPTED = 4096  # accesses of one program after which others run too, and after which it may count as stuck
 REPEATS = 64  # loads of one word that count as one poll of a spin
+
+FLAGGED = np.dtype([("values", np.uint32, VALUES), ("flag", np.uint32)])
+FLAG = 4 * VALUES  # the flag's byte in a word
 
 _ALL = {1: np.arange(1)}  # flat positions of a whole block, for the commonest size
 
@@ -244,12 +248,12 @@ class SimulatedDevice:
                     self.detector.order_async()
         return _int32(blocked.found())
 
-    def put_flagged(self, ptr: Any, value: Any, flag: Any, mask: Any) -> None:
+    def put_flagged(self, ptr: Any, values: tuple, flag: Any, mask: Any) -> None:
         """Words that may become visible late and in any order, as plain stores do, but each one whole."""
         m, task = self.m, self.m.current
         at = site()
         self._step()
-        parts = self._resolve(ptr.handle.data, _mask_of(mask, ptr), 8, "put_flagged")
+        parts = self._flagged(ptr.handle.data, _mask_of(mask, ptr), "put_flagged")
         if at.call in SYNC:
             m.census.note(at, "remove")
         if m.faults.change(at) == "remove" or not parts:
@@ -257,8 +261,10 @@ class SimulatedDevice:
         event = self._signal(at, parts[0][0])
         if event == m.faults.drop:
             return
-        low = np.broadcast_to(value.handle.data, ptr.handle.data.shape).astype(np.uint32).astype(np.uint64)
-        words = low | np.uint64((_scalar(flag) & 0xFFFFFFFF) << 32)
+        words = np.empty(ptr.handle.data.shape, FLAGGED)
+        words["flag"] = _scalar(flag) & 0xFFFFFFFF
+        for i, value in enumerate(values):
+            words["values"][..., i] = value.handle.data
         for access, where in parts:
             data = words if where is ... else words.reshape(-1)[where]
             if event == m.faults.delay:
@@ -268,11 +274,18 @@ class SimulatedDevice:
                 self._write(access, data, "atomic", is_async=False)
             self.detector.publish(access.first(), None, task, "system")  # no clock: only the time of arrival
 
+    def _flagged(self, words: np.ndarray, mask: Any, call: str) -> list:
+        astray = words[(words % FLAGGED.itemsize != 0) & (True if mask is None else mask)]
+        if astray.size:
+            at = int(astray.flat[0])
+            raise ValueError(f"{call}: {self.m.space.find(at).element(at)} is not at a multiple of 16 bytes")
+        return self._resolve(words, mask, FLAGGED.itemsize, call)
+
     def _arrive(self, late: Pending) -> None:
         late.commit()
         self._changed(late.access)
 
-    def take_flagged(self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any) -> tuple[tl.tensor, ...]:
+    def take_flagged(self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any) -> tuple[tuple, ...]:
         at = site()
         self._step()
         if at.call in SYNC:
@@ -280,31 +293,31 @@ class SimulatedDevice:
         compare = self.m.faults.change(at) != "remove"
         words, inside = ptr.handle.data, _mask_of(mask, ptr)
         ty = tl.block_type(tl.int32, list(words.shape)) if ptr.shape else tl.int32
-        apart = np.uint64(8 * _scalar(stride))
+        apart = np.uint64(4 * _scalar(stride))
         found = (self._take(words + i * apart, inside, _signed(_scalar(flag)), compare, at) for i in range(parts))
-        return tuple(tl.tensor(TensorHandle(data, tl.int32), ty) for data in found)
+        return tuple(tuple(tl.tensor(TensorHandle(value, tl.int32), ty) for value in values) for values in found)
 
-    def _take(self, words: np.ndarray, mask: Any, flag: int, compare: bool, at: Site) -> np.ndarray:
-        """What the words hold, once each has the flag, or at once."""
+    def _take(self, words: np.ndarray, mask: Any, flag: int, compare: bool, at: Site) -> list[np.ndarray]:
+        """The values of the words, once each has the flag, or at once."""
         m, task = self.m, self.m.current
-        out = np.zeros(words.size, np.int32)
-        for access, where in self._resolve(words, mask, 8, "take_flagged"):
+        out = np.zeros((FLAGGED["values"].shape[0], words.size), np.int32)
+        for access, where in self._flagged(words, mask, "take_flagged"):
             self._own_stores(access)
             while compare:
-                missing = np.flatnonzero(_found(access) >> 32 != flag & 0xFFFFFFFF)
+                missing = np.flatnonzero(_found(access)["flag"] != flag & 0xFFFFFFFF)
                 if not missing.size:
                     break
-                word = int(_words(access)[missing[0]])
-                m.waiting.setdefault(word + 4, []).append(task)
-                m.block(Blocked(self, task, access.region, word + 4, flag, "eq", at))
+                word = int(_words(access)[missing[0]]) + FLAG
+                m.waiting.setdefault(word, []).append(task)
+                m.block(Blocked(self, task, access.region, word, flag, "eq", at))
             sync = self.detector.sync.get(access.first())
             if sync is not None and sync.time > task.time:
                 self._interval("wait", task.time, sync.time)
                 task.time = sync.time
             self.detector.write(access, "atomic", is_async=False)  # which races with plain accesses, not with puts
             self._moved(access)
-            out[where] = _found(access).astype(np.uint32).view(np.int32)
-        return out.reshape(words.shape)
+            out[:, where] = _found(access)["values"].T
+        return [value.reshape(words.shape) for value in out]
 
     def load_relaxed(self, ptr: Any) -> tl.tensor:
         addresses = ptr.handle.data
@@ -652,9 +665,8 @@ def _words(access: Access) -> np.ndarray:
 
 
 def _found(access: Access) -> np.ndarray:
-    """The 64-bit words of an access, flat."""
-    words = access.view(np.dtype(np.uint64)) if isinstance(access, Strided) else access.read(np.dtype(np.uint64))
-    return words.reshape(-1)
+    """The flagged words of an access, flat."""
+    return (access.view(FLAGGED) if isinstance(access, Strided) else access.read(FLAGGED)).reshape(-1)
 
 
 def _offsets(access: Strided) -> np.ndarray:

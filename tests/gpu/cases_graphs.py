@@ -190,7 +190,7 @@ class Collectives(Program):
             check_kernel[(blocks * self.world.size,)](
                 self.gathered, self.n, self.step, self.wrong, device, False, BLOCK
             )
-        for mode in ("one_shot", "low_latency", "copy"):
+        for mode in ("one_shot", "low_latency", "low_latency_two_shot", "copy"):
             pkt.all_reduce(self.x, self.sum, mode=mode)
             check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
 
@@ -317,9 +317,9 @@ class UnfusedScatter(Scatter):
 
 
 class UnfusedReduce(Reduce):
-    """cuBLAS before all_reduce, of one element a row more than its low-latency form takes."""
+    """cuBLAS before all_reduce, of more than its low-latency forms take."""
 
-    mode, own, m, n = "unfused", True, 64, 513
+    mode, own, m, n = "unfused", True, 1024, 1536
 
 
 PROGRAMS: dict[str, type[Program]] = {

@@ -39,7 +39,7 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
             assert torch.equal(got.plain(), torch.cat(inputs)), mode
         total = torch.stack([i.double() for i in inputs]).sum(0)
         for mode in MODES:
-            if mode == "low_latency" and n > 1 << 20:
+            if "low_latency" in mode and n > 1 << 20:
                 continue  # slots of gigabytes
             out.fill_(-99)
             assert torch.equal(pkt.all_reduce(x, out, mode=mode).double(), total), mode

@@ -151,6 +151,8 @@ def spread(world: Any, n: int = 40) -> None:
 
 @case(ranks=3, mode="low_latency", launches=3, n=20)  # the third meets what the first left in its half of the slots
 @case(ranks=2, mode="low_latency", in_place=True, launches=3, n=20)
+@case(ranks=3, mode="low_latency_two_shot", launches=3, n=20)
+@case(ranks=2, mode="low_latency_two_shot", in_place=True, launches=3, n=20)
 @case(ranks=3, mode="one_shot")
 @case(ranks=2, mode="one_shot", in_place=True)
 @case(mode="two_shot")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_reduce import LOW_LATENCY_BYTES, MODES, TWO_SHOT_PUSH_BYTES, all_reduce, reference
+from pkt.kernels import _low_latency
+from pkt.kernels.all_reduce import MODES, TWO_SHOT_PUSH_BYTES, all_reduce, reference
 from pkt.kernels.reduce_scatter import Op
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
@@ -82,7 +83,7 @@ def test_least_and_greatest(op: Op, dtype: torch.dtype, mode: str | None, multic
     same_on_all(on_ranks(3, reduces, (13, 3), dtype, mode, multicast, 16, op, multicast=multicast))
 
 
-@pytest.mark.parametrize("mode", [None, "low_latency", "one_shot", "two_shot", "copy"])
+@pytest.mark.parametrize("mode", [None, "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy"])
 @pytest.mark.parametrize("op", ["sum", "min", "max"])
 def test_a_nan_of_any_rank_is_a_nan(op: Op, mode: Any) -> None:
     def run(world: Any) -> None:
@@ -100,10 +101,11 @@ def test_what_need_not_be_symmetric() -> None:
         out = torch.empty(6)
         assert all_reduce(pkt.ones(6), out, mode="one_shot") is out
         assert torch.equal(out, torch.full((6,), float(world.size)))
-        assert all_reduce(torch.ones(6), out, mode="low_latency") is out
-        assert torch.equal(out, torch.full((6,), float(world.size)))
-        assert all_reduce(out, mode="low_latency") is out
-        assert torch.equal(out, torch.full((6,), float(world.size**2)))
+        for mode in ("low_latency", "low_latency_two_shot"):
+            assert all_reduce(torch.ones(6), out, mode=mode) is out
+            assert torch.equal(out, torch.full((6,), float(world.size)))
+            assert all_reduce(out, mode=mode) is out
+            assert torch.equal(out, torch.full((6,), float(world.size**2)))
         pushed = all_reduce(torch.ones(6), pkt.empty(6), mode="two_shot_push")
         assert torch.equal(pushed.plain(), torch.full((6,), float(world.size)))
         copied = all_reduce(torch.ones(6), pkt.empty(6), mode="copy")
@@ -121,13 +123,15 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         return lambda *args: launched.append(kernel)
 
     monkeypatch.setattr(module, "cooperative_launch", bound)
+    monkeypatch.setattr(_low_latency, "cooperative_launch", bound)
+    monkeypatch.setattr(_low_latency, "FLAG_BYTES", 40_000)
 
     def run(world: Any) -> None:
-        few = pkt.empty(LOW_LATENCY_BYTES // 2, dtype=torch.bfloat16)
-        more = pkt.empty(LOW_LATENCY_BYTES // 2 + 2, dtype=torch.bfloat16)
+        few = pkt.empty(60_000, dtype=torch.bfloat16)
+        more = pkt.empty(60_002, dtype=torch.bfloat16)
         in_switch = module.multimem_kernel if multicast else module.two_shot_kernel
         for wanted, call in {
-            module.low_latency_kernel: lambda: all_reduce(few),
+            _low_latency.one_shot_kernel: lambda: all_reduce(few),
             module.one_shot_kernel: lambda: all_reduce(more, torch.empty_like(more.plain())),
             in_switch: lambda: all_reduce(more),
         }.items():
@@ -150,10 +154,53 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     on_ranks(1, run, multicast=multicast)
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "size", "shots"),
+    [
+        *((1 << 14, size, 1) for size in (1, 2, 3, 4, 8)),
+        *((1 << 17, size, 1) for size in (2, 4)),
+        (1 << 17, 8, 2),
+        *((1 << 20, size, shots) for size, shots in ((1, 1), (2, 1), (3, 2), (4, 2), (8, 2))),
+        *((1 << 21, size, shots) for size, shots in ((2, 1), (3, 2), (4, 0), (8, 0))),
+        (1 << 22, 2, 0),
+        (1 << 22, 1, 0),
+    ],
+)
+def test_as_far_as_flags_and_flights_go(nbytes: int, size: int, shots: int) -> None:
+    assert _low_latency.shots(nbytes, size) == shots
+
+
+@pytest.mark.parametrize(("shots", "block"), [(1, None), (2, None), (1, 64), (2, 64)])
+@pytest.mark.parametrize("n", [1, 1000, 1 << 13, (1 << 19) + 1, 1 << 21])
+def test_low_latency_takes_a_word_a_thread_as_far_as_programs_go(
+    n: int, shots: int, block: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def bound(world: Any, kernel: Any, grid: tuple[int], num_warps: int) -> Any:
+        return lambda *args: found.append((grid[0], num_warps, args[-1], args[-4]))
+
+    def run(world: Any) -> None:
+        x = torch.ones(n, dtype=torch.bfloat16)
+        _low_latency.launch_in(shots, world, x, "sum", block)(x, x)
+
+    monkeypatch.setattr(_low_latency, "cooperative_launch", bound)
+    on_ranks(2, run, sms=132)
+    programs, warps, words, third = found[0]
+    assert 3 * 2 * third * shots >= n
+    assert programs == min(132, -(-third // words))
+    if block:
+        assert words == 16  # of 6 elements: the next power of two
+    else:
+        assert words <= 512
+        assert programs * words >= third or words == 512
+    assert warps == max(1, min(words // 32, 16))
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_two_ranks_copy_from_half_the_size_on(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(all_reduce.__module__)
-    monkeypatch.setattr(module, "LOW_LATENCY_BYTES", 0)
+    monkeypatch.setattr(_low_latency, "FLAG_BYTES", 0)
     monkeypatch.setattr(module, "COPIED_BYTES", 4096)
 
     def run(world: Any) -> None:
@@ -194,8 +241,9 @@ def test_the_default_block_of_what_is_pushed(part: int, elements: int, monkeypat
 def test_sizes_and_types_in_turn() -> None:
     def run(world: Any) -> None:
         for n in (6, 70, 6, 1, 70):
-            reduces(world, (n,), torch.bfloat16, "low_latency")
-            reduces(world, (n // 2 + 1,), torch.float32, "low_latency", block=64)
+            for mode in ("low_latency", "low_latency_two_shot"):
+                reduces(world, (n,), torch.bfloat16, mode)
+                reduces(world, (n // 2 + 1,), torch.float32, mode, block=64)
 
     on_ranks(3, run, seed=3)
 

@@ -160,12 +160,17 @@ def test_runs_that_are_not_whole(name: str, arch: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("n", "dtype"), [(1, torch.bfloat16), *((1 << 14, t) for t in FLOATS)])
-def test_low_latency(n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launch = launched(lambda w: all_reduce(tensor(n, dtype=dtype), mode="low_latency", op="max"), 4, False, monkeypatch)
+@pytest.mark.parametrize("mode", ["low_latency", "low_latency_two_shot"])
+def test_low_latency(
+    mode: Any, n: int, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launch = launched(lambda w: all_reduce(tensor(n, dtype=dtype), mode=mode, op="max"), 4, False, monkeypatch)
     ptx = compile_checked(launch, arch, tmp_path).asm["ptx"]
-    # a word a thread to each rank and from each
-    assert len(re.findall(r"st\.relaxed\.sys\.global\.b64", ptx)) == 4
-    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b64 word", ptx)) == 4
+    shots = 1 if mode == "low_latency" else 2
+    # in each shot a word a thread to each rank and from each
+    assert len(re.findall(r"st\.relaxed\.sys\.global\.b128", ptx)) == 4 * shots
+    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128 word", ptx)) == 4 * shots
+    assert ptx.count("// pkt.wait") == shots
     assert set(re.findall(r"\b(?:min|max)\.(\S*?)b?f(?:16|32)", ptx)) == {"NaN."}
     # neither barrier between ranks nor fence; the atomics at gpu scope are the launch counter's
     outside = re.sub(r"// pkt\.wait.*?// end inline asm", "", ptx, flags=re.S)

@@ -11,7 +11,7 @@ import torch
 
 import pkt
 from pkt.errors import CollectiveMismatch, ShapeError, Unsupported
-from pkt.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from pkt.kernels import _low_latency, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tests.runtime import forked
 
 from .helpers import (
@@ -35,7 +35,6 @@ from .helpers import (
 )
 
 gather, scatter, reduce = (m.reference for m in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce))
-LARGE = (180, 24, 200)  # (M, k, N) whose product is more than the low-latency all-reduce takes: 141 KB in fp32
 
 
 # --------------------------------------------------------------------------------------------------- unfused
@@ -110,19 +109,31 @@ def test_equal_the_references(ranks: int, dtype: torch.dtype) -> None:
     assert all(torch.equal(one[3], found[0][3]) for one in found), "all ranks hold the same sum"
 
 
+@pytest.fixture
+def without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all sums were too large for the low-latency all-reduce."""
+    monkeypatch.setattr(_low_latency, "FLAG_BYTES", 0)
+
+
 @pytest.mark.parametrize("kind", ["none", "plain", "symmetric", "odd"])
+@pytest.mark.usefixtures("without_flags")
 def test_sums_too_large_for_low_latency(kind: str) -> None:
     """Which are made in the output where that is symmetric, else in a workspace."""
 
     def run(world: Any) -> Any:
-        multiplies(world, LARGE, torch.float32, kind)
-        return [key for key in world._workspaces if key[:3] == ("kernels.unfused", LARGE[0], LARGE[2])]
+        multiplies(world, (18, 24, 20), torch.float32, kind)
+        return [key for key in world._workspaces if key[:3] == ("kernels.unfused", 18, 20)]
 
     keys = on_ranks(3, run, multicast=kind == "plain")
     assert [len(found) for found in keys] == [0 if kind == "symmetric" else 1] * 3
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 24, 40), (16, 0, 8), LARGE], ids=str)
+@pytest.mark.usefixtures("without_flags")
+def test_every_schedule_gives_the_same_bits_without_flags() -> None:
+    test_every_schedule_gives_the_same_bits((18, 24, 20))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 24, 40), (16, 0, 8)], ids=str)
 def test_every_schedule_gives_the_same_bits(sizes: tuple[int, int, int]) -> None:
     runs = [on_ranks(3, multiplies, sizes, torch.float32, seed=seed, multicast=False) for seed in SEEDS[:4]]
     for run in runs:
@@ -152,13 +163,18 @@ def again(world: Any, name: str, N: int, options: dict[str, Any]) -> None:
         ("all_gather_matmul", 24, {"shard": "columns"}),
         ("matmul_reduce_scatter", 24, {}),
         ("matmul_all_reduce", 24, {}),
-        ("matmul_all_reduce", 1376, {}),  # more than the low-latency all-reduce takes
     ],
 )
 def test_the_next_product_waits_for_the_collective_on_every_rank(name: str, N: int, options: dict[str, Any]) -> None:
     """In any order of the ranks: it overwrites what peers have read, and they store where it has read."""
     for seed in SEEDS:
         on_ranks(3, again, name, N, options, seed=seed, multicast=False)
+
+
+@pytest.mark.usefixtures("without_flags")
+def test_so_it_does_without_flags() -> None:
+    for seed in SEEDS:
+        on_ranks(3, again, "matmul_all_reduce", 24, {}, seed=seed, multicast=False)
 
 
 @pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), FINISHES)

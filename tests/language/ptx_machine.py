@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-BITS = {"b32": 32, "u32": 32, "s32": 32, "b64": 64, "u64": 64, "s64": 64, "pred": 1}
+BITS = {"b128": 128, "b32": 32, "u32": 32, "s32": 32, "b64": 64, "u64": 64, "s64": 64, "pred": 1}
 
 
 def signed(value: int, bits: int) -> int:
@@ -23,14 +23,12 @@ class Memory:
 
     def load(self, address: int, bits: int) -> int:
         assert address % (bits // 8) == 0, f"misaligned access to {address:#x}"
-        low = self.words.get(address, 0)
-        return low if bits == 32 else low | self.words.get(address + 4, 0) << 32
+        return sum(self.words.get(address + at // 8, 0) << at for at in range(0, bits, 32))
 
     def store(self, address: int, value: int, bits: int) -> None:
         assert address % (bits // 8) == 0, f"misaligned access to {address:#x}"
-        self.words[address] = value & 0xFFFFFFFF
-        if bits == 64:
-            self.words[address + 4] = value >> 32 & 0xFFFFFFFF
+        for at in range(0, bits, 32):
+            self.words[address + at // 8] = value >> at & 0xFFFFFFFF
 
 
 class Thread:
@@ -71,12 +69,12 @@ class Thread:
         elif kind == "fence":
             pass
         elif kind == "mov" and operands[0].startswith("{"):
-            whole = self.value(operands[1], 64)
+            whole, half = self.value(operands[1], bits), bits // 2
             low, high = (x.strip() for x in operands[0].strip("{} ").split(","))
-            self.registers[low], self.registers[high] = whole & 0xFFFFFFFF, whole >> 32
+            self.registers[low], self.registers[high] = whole & ((1 << half) - 1), whole >> half
         elif kind == "mov" and operands[1].startswith("{"):
-            low, high = (self.value(x.strip(), 32) for x in operands[1].strip("{} ").split(","))
-            self.registers[operands[0]] = low | high << 32
+            low, high = (self.value(x.strip(), bits // 2) for x in operands[1].strip("{} ").split(","))
+            self.registers[operands[0]] = low | high << bits // 2
         elif kind == "mov":
             self.registers[operands[0]] = self.value(operands[1], bits)
         elif kind == "ld":

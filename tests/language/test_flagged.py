@@ -23,41 +23,42 @@ from .ptx_machine import Memory, Thread, blocks, run
 
 SIZE, STRIDE, RANK = 3, 1 << 38, 2
 STATUS = (1 << 40) + RANK * STRIDE
-WORD = STATUS + (5 << 32) + 72
-APART = 1000  # words from one rank's to the next one's
+WORD = STATUS + (5 << 32) + 80
+APART = 1000  # int32 from one rank's words to the next one's
 
 
 @triton.jit
 def put_kernel(words, flag, n, world, B: tl.constexpr, MASKED: tl.constexpr):
     i = tl.arange(0, B)
     mask = i < n if MASKED else None
-    pl.put_flagged(words + i, i, flag, (world.rank + 1) % world.size, world, mask=mask)
+    pl.put_flagged(words + 4 * i, (i, i + 1, i + 2), flag, (world.rank + 1) % world.size, world, mask=mask)
 
 
 @triton.jit
 def put_one_kernel(words, flag, world):
-    pl.put_flagged(words, 7, flag, 2, world)
+    pl.put_flagged(words, (7, 8, 9), flag, 2, world)
 
 
 @triton.jit
 def take_kernel(words, out, flag, n, world, B: tl.constexpr, MASKED: tl.constexpr):
     i = tl.arange(0, B)
     mask = i < n if MASKED else None
-    tl.store(out + i, pl.take_flagged(words + i, flag, world, mask=mask))
+    a, b, c = pl.take_flagged(words + 4 * i, flag, world, mask=mask)
+    tl.store(out + i, a + b + c)
 
 
 @triton.jit
 def take_one_kernel(words, out, flag, world):
-    tl.store(out, pl.take_flagged(words, flag, world))
+    tl.store(out, pl.take_flagged(words, flag, world)[2])
 
 
 @triton.jit
 def take_all_kernel(words, out, stride, flag, n, world, B: tl.constexpr, MASKED: tl.constexpr):
     i = tl.arange(0, B)
     mask = i < n if MASKED else None
-    found = pl.take_flagged_all(words + i, stride, flag, world, mask=mask)
+    found = pl.take_flagged_all(words + 4 * i, stride, flag, world, mask=mask)
     for r in tl.static_range(world.size):
-        tl.store(out + r * B + i, found[r], mask=mask)
+        tl.store(out + r * B + i, found[r][0] + found[r][1] + found[r][2], mask=mask)
 
 
 # ------------------------------------------------------------------------------------------------- instructions
@@ -65,25 +66,24 @@ def take_all_kernel(words, out, stride, flag, n, world, B: tl.constexpr, MASKED:
 @pytest.mark.parametrize("rank", [0, 1, 2, 16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_put_is_one_store_a_word_and_no_fence(masked: bool, rank: int, arch: int) -> None:
-    k = compiled(put_kernel, "*int64", 5, 100, device_world(rank, 32), 512, masked, arch=arch)
-    assert order(k) == ["st.relaxed.sys.global.b64"] * 4  # 128 threads
+    k = compiled(put_kernel, "*int32", 5, 100, device_world(rank, 32), 512, masked, arch=arch)
+    assert order(k) == ["st.relaxed.sys.global.b128"] * 4  # 128 threads
     assert count_markers(k.asm["ttir"]) == {"wait": 0, "signal": 1}
-    k = compiled(put_one_kernel, "*int64", 5, device_world(rank, 32), arch=arch)
-    assert order(k) == ["st.relaxed.sys.global.b64"]
+    k = compiled(put_one_kernel, "*int32", 5, device_world(rank, 32), arch=arch)
+    assert order(k) == ["st.relaxed.sys.global.b128"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_take_spins_on_whole_words_and_no_fence(masked: bool, arch: int) -> None:
-    k = compiled(take_kernel, "*int64", "*int32", 5, 100, device_world(1), 128, masked, arch=arch)
+    k = compiled(take_kernel, "*int32", "*int32", 5, 100, device_world(1), 128, masked, arch=arch)
     assert order(k) == ["pkt.wait", "st.global.b32"]  # 128 threads
     for text in blocks(body(k), "// pkt.wait"):
-        assert len(re.findall(r"ld\.relaxed\.sys\.global\.b64 word", text)) == 1
-        assert text.count('.pragma "nounroll"') == 2  # the two loops of its end
+        assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128 word", text)) == 1
         assert "acquire" not in text
         assert "fence" not in text
     assert count_markers(k.asm["ttir"]) == {"wait": 1, "signal": 0}
-    assert order(compiled(take_one_kernel, "*int64", "*int32", 5, device_world(1), arch=arch))[0] == "pkt.wait"
+    assert order(compiled(take_one_kernel, "*int32", "*int32", 5, device_world(1), arch=arch))[0] == "pkt.wait"
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -91,19 +91,19 @@ def test_a_take_spins_on_whole_words_and_no_fence(masked: bool, arch: int) -> No
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_words_of_all_ranks_are_loaded_before_the_first_is_looked_at(masked: bool, size: int, arch: int) -> None:
     world = device_world(0, size)
-    k = compiled(take_all_kernel, "*int64", "*int32", 100, 5, 100, world, 128, masked, arch=arch)
+    k = compiled(take_all_kernel, "*int32", "*int32", 100, 5, 100, world, 128, masked, arch=arch)
     (text,) = blocks(body(k), "// pkt.wait")
     poll = text[text.index("PKT_POLL") : text.index("setp.eq.s32 p")]
-    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b64 word", poll)) == size
+    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128 word", poll)) == size
     assert order(k) == ["pkt.wait", *["st.global.b32"] * size]
     assert count_markers(k.asm["ttir"]) == {"wait": 1, "signal": 0}
 
 
 @pytest.mark.parametrize(("kernel", "more"), [(put_one_kernel, ()), (take_one_kernel, ("*int32",))])
-def test_words_are_int64(kernel: Any, more: tuple[str, ...]) -> None:
+def test_words_are_four_int32(kernel: Any, more: tuple[str, ...]) -> None:
     with pytest.raises(triton.CompilationError) as caught:
-        compiled(kernel, "*int32", *more, 5, device_world())
-    assert "takes pointers to int64, not pointer<int32>" in reasons(caught.value)
+        compiled(kernel, "*int64", *more, 5, device_world())
+    assert "takes pointers to int32, of which a word has four, not pointer<int64>" in reasons(caught.value)
 
 
 class Scene:
@@ -112,9 +112,9 @@ class Scene:
     def __init__(self, put: bool, deadline: int = 0, every: bool = False) -> None:
         world = device_world(RANK, SIZE, STRIDE)
         if every:
-            kernel = compiled(take_all_kernel, "*int64", "*int32", APART, 5, 100, world, 128, True)
+            kernel = compiled(take_all_kernel, "*int32", "*int32", APART, 5, 100, world, 128, True)
         else:
-            args = ("*int64", 5, 100, world) if put else ("*int64", "*int32", 5, 100, world)
+            args = ("*int32", 5, 100, world) if put else ("*int32", "*int32", 5, 100, world)
             kernel = compiled(put_kernel if put else take_kernel, *args, 128, True)
         (self.text,) = blocks(body(kernel), "// pkt.signal" if put else "// pkt.wait")
         self.text = self.text.replace(f", {POLLS_PER_CHECK - 1};", ", 3;")  # a look at the clock every 4th poll
@@ -123,11 +123,11 @@ class Scene:
         self.memory.store(STATUS + 4 * STATUS_DEADLINE, deadline, 64)
 
     def taking(self, flag: int, mask: bool = True) -> Thread:
-        """A thread that takes WORD, and every APART words from there one more; its results are `thread.found()`."""
-        values = re.findall(r"mov\.b64 \{(%r\d+), flag\d\}, word", self.text)
+        """A thread that takes WORD, and every APART int32 from there one more; its results are `thread.found()`."""
+        pairs = re.findall(r"mov\.b64 \{(%r\d+), (%r\d+)\}, low\d;\s*mov\.b64 \{(%r\d+), flag\d\}, high", self.text)
         registers = {
             re.search(r"mov\.b64 at0, (%rd\d+)", self.text)[1]: WORD,
-            re.search(r"shl\.b64 there, (%rd\d+), 3", self.text)[1]: APART,
+            re.search(r"shl\.b64 there, (%rd\d+), 2", self.text)[1]: APART,
             re.search(r"mov\.b32 last, (%r\d+)", self.text)[1]: flag & 0xFFFFFFFF,
             re.search(r"b32 a, \[(%rd\d+)", self.text)[1]: STATUS,
             re.search(r"cvt\.s64\.s32 off, (%r\d+)", self.text)[1]: RANK,
@@ -136,11 +136,12 @@ class Scene:
         for axis in "xyz":
             registers[f"%ctaid.{axis}"], registers[f"%nctaid.{axis}"] = 0, 1
         thread = Thread(self.text, registers, self.memory, lambda: self.time)
-        thread.found = lambda: [thread.registers[value] for value in values]
+        thread.found = lambda: [tuple(thread.registers[value] for value in values) for values in pairs]
         return thread
 
-    def put(self, rank: int, data: int, flag: int) -> None:
-        self.memory.store(WORD + 8 * APART * rank, data | (flag & 0xFFFFFFFF) << 32, 64)
+    def put(self, rank: int, data: tuple[int, int, int], flag: int) -> None:
+        for i, value in enumerate((*data, flag)):
+            self.memory.store(WORD + 4 * APART * rank + 4 * i, value, 32)
 
     def record(self) -> dict[str, int]:
         words = [self.memory.load(STATUS + 4 * (STATUS_FIRST_RECORD + k), 32) for k in range(len(RECORD_FIELDS))]
@@ -150,19 +151,21 @@ class Scene:
         self.time += 10
 
 
+DATA = (0xDEADBEEF, 5, 0x80000000)
+
+
 @pytest.mark.parametrize("flag", [1, -1, -(2**31), 2**31 - 1])
 def test_what_is_put_is_taken_when_the_flag_is_there(flag: int) -> None:
     scene = Scene(put=True)
-    address, value, mask = (
-        re.search(rf"{pattern}", scene.text)[1]
-        for pattern in (r"b64 \[(%rd\d+)\], word", r"mov\.b64 word, \{(%r\d+), %r\d+\}", r"setp\.ne\.b32 p, (%r\d+), 0")
-    )
-    flagged = re.search(r"mov\.b64 word, \{%r\d+, (%r\d+)\}", scene.text)[1]
-    registers = {address: WORD, value: 0xDEADBEEF, flagged: flag & 0xFFFFFFFF}
+    low = re.search(r"mov\.b64 low, \{(%r\d+), (%r\d+)\}", scene.text).groups()
+    high = re.search(r"mov\.b64 high, \{(%r\d+), (%r\d+)\}", scene.text).groups()
+    registers = dict(zip((*low, *high), (*DATA, flag & 0xFFFFFFFF)))
+    registers[re.search(r"b128 \[(%rd\d+)\], word", scene.text)[1]] = WORD
+    mask = re.search(r"setp\.ne\.b32 p, (%r\d+), 0", scene.text)[1]
     take = Scene(put=False)
     take.memory = scene.memory
     for stale in (0, flag - 2, flag + 1, 0xDEADBEEF):
-        scene.memory.store(WORD, 77 | (stale & 0xFFFFFFFF) << 32, 64)
+        scene.put(0, (77, 78, 79), stale)
         thread = take.taking(flag)
         run([thread], limit=200)
         assert not thread.done, stale
@@ -171,7 +174,7 @@ def test_what_is_put_is_taken_when_the_flag_is_there(flag: int) -> None:
     run([Thread(scene.text, registers | {mask: 1}, scene.memory, lambda: 0)])
     run([thread])
     assert thread.done
-    assert thread.found() == [0xDEADBEEF]
+    assert thread.found() == [DATA]
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -179,30 +182,31 @@ def test_a_masked_word_is_not_waited_for(every: bool) -> None:
     thread = Scene(put=False, every=every).taking(5, mask=False)
     run([thread], limit=50)
     assert thread.done
-    assert set(thread.found()) == {0}
+    assert set(thread.found()) == {(0, 0, 0)}
 
 
 @pytest.mark.parametrize("late", range(SIZE))
 def test_all_are_taken_when_the_last_has_come(late: int) -> None:
     scene = Scene(put=False, every=True)
     thread = scene.taking(5)
+    data = [(70 + r, 80 + r, 90 + r) for r in range(SIZE)]
     for rank in range(SIZE):
-        scene.put(rank, 70 + rank, 5 if rank != late else 3)
+        scene.put(rank, data[rank], 5 if rank != late else 3)
     run([thread], limit=300)
     assert not thread.done
-    scene.put(late, 70 + late, 5)
+    scene.put(late, data[late], 5)
     run([thread], limit=300)
     assert thread.done
-    assert thread.found() == [70, 71, 72]
+    assert thread.found() == data
 
 
 def test_a_take_that_stands_still_writes_the_record_of_a_wait() -> None:
     scene = Scene(put=False, deadline=3000)
-    scene.put(0, 77, 3)
+    scene.put(0, DATA, 3)
     run([scene.taking(5) for _ in range(4)], tick=scene.tick)
     record = scene.record()
     assert (record["rank"], record["wanted"], record["found"], record["cmp"]) == (RANK, 5, 3, CMP_CODES["eq"])
-    assert record["offset_low"] | record["offset_high"] << 32 == WORD - STATUS
+    assert record["offset_low"] | record["offset_high"] << 32 == WORD + 12 - STATUS  # the flag's
     assert [scene.memory.load((1 << 40) + r * STRIDE, 32) for r in range(SIZE)] == [1, 1, 1]
 
 
@@ -210,11 +214,11 @@ def test_a_take_that_stands_still_writes_the_record_of_a_wait() -> None:
 def test_its_record_names_the_first_word_that_has_not_come(missing: set[int]) -> None:
     scene = Scene(put=False, deadline=3000, every=True)
     for rank in range(SIZE):
-        scene.put(rank, 77, 40 + rank if rank in missing else 5)
+        scene.put(rank, DATA, 40 + rank if rank in missing else 5)
     run([scene.taking(5)], tick=scene.tick)
     record, first = scene.record(), min(missing)
     assert (record["wanted"], record["found"], record["cmp"]) == (5, 40 + first, CMP_CODES["eq"])
-    assert record["offset_low"] | record["offset_high"] << 32 == WORD + 8 * APART * first - STATUS
+    assert record["offset_low"] | record["offset_high"] << 32 == WORD + 4 * APART * first + 12 - STATUS
 
 
 # -------------------------------------------------------------------------------------------------- simulated ranks
@@ -225,32 +229,37 @@ N = 20
 def exchange_kernel(
     x, out, slots, flags, world, N: tl.constexpr, B: tl.constexpr, HALVES: tl.constexpr, HOW: tl.constexpr
 ):
-    """The ranks' x side by side."""
+    """The ranks' x side by side, each its N words of three."""
     launch = pl.epoch(flags, world)
-    half = slots + launch % HALVES * world.size * N
+    half = slots + launch % HALVES * world.size * N * 4
     i = tl.arange(0, B)
+    values = (tl.load(x + i, mask=i < N), tl.load(x + N + i, mask=i < N), tl.load(x + 2 * N + i, mask=i < N))
     for r in tl.static_range(world.size):
-        pl.put_flagged(half + world.rank * N + i, tl.load(x + i, mask=i < N), launch, r, world, mask=i < N)
+        pl.put_flagged(half + (world.rank * N + i) * 4, values, launch, r, world, mask=i < N)
     if HOW == "all":
-        found = pl.take_flagged_all(half + i, N, launch, world, mask=i < N)
+        found = pl.take_flagged_all(half + 4 * i, 4 * N, launch, world, mask=i < N)
     for r in tl.static_range(world.size):
-        if HOW == "all":
-            got = found[r]
-        elif HOW == "each":
-            got = pl.take_flagged(half + r * N + i, launch, world, mask=i < N)
-        else:
-            got = tl.load(half + r * N + i, mask=i < N).to(tl.int32)
-        tl.store(out + r * N + i, got, mask=i < N)
+        at = half + (r * N + i) * 4
+        if HOW == "each":
+            got = pl.take_flagged(at, launch, world, mask=i < N)
+        for j in tl.static_range(3):
+            if HOW == "all":
+                value = found[r][j]
+            elif HOW == "each":
+                value = got[j]
+            else:
+                value = tl.load(at + j, mask=i < N)
+            tl.store(out + (3 * r + j) * N + i, value, mask=i < N)
 
 
 def exchange(world: Any, halves: int = 2, how: str = "each", fill: int = 0) -> None:
-    slots = pkt.full((2 * world.size * N,), fill, dtype=torch.int64)
+    slots = pkt.full((2 * world.size * N, 4), fill, dtype=torch.int32)
     launches = pkt.signals(1)
     for launch in range(4):
-        x = torch.arange(N, dtype=torch.int32) + 100 * world.rank + 1000 * launch
-        out = torch.zeros(world.size * N, dtype=torch.int32)
+        x = torch.arange(3 * N, dtype=torch.int32) + 100 * world.rank + 1000 * launch
+        out = torch.zeros(world.size * 3 * N, dtype=torch.int32)
         exchange_kernel[(1,)](x, out, slots, launches, world.device, N, 32, halves, how)
-        expected = [1000 * launch + 100 * r + i for r in range(world.size) for i in range(N)]
+        expected = [1000 * launch + 100 * r + i for r in range(world.size) for i in range(3 * N)]
         assert out.tolist() == expected, (launch, out)
 
 
@@ -281,8 +290,19 @@ def test_a_plain_load_of_a_word_is_a_race() -> None:
 
 def test_a_poisoned_word_is_not_data_unless_its_flag_is_the_launch() -> None:
     pkt.simulate(exchange, 2, seeds=20, args=(2, "each", -1), sms=1).check()
-    found = outcome(exchange, 2, args=(2, "each", 77 | 1 << 32))  # as if launch 1 had been here: what zeros() rules out
+    found = outcome(exchange, 2, args=(2, "each", 1))  # as if launch 1 had been here: what zeros() rules out
     assert isinstance(found.failure, Exception)
+
+
+@triton.jit
+def astray_kernel(slots, world):
+    pl.put_flagged(slots + 2, (1, 2, 3), 1, 0, world)
+
+
+def test_a_word_that_is_not_at_a_multiple_of_16_bytes_is_refused() -> None:
+    report = pkt.simulate(lambda world: astray_kernel[(1,)](pkt.zeros(8, dtype=torch.int32), world.device), 1, sms=1)
+    assert "put_flagged: " in str(report.findings[0])
+    assert "[2] is not at a multiple of 16 bytes" in str(report.findings[0])
 
 
 def test_a_late_put_is_no_error() -> None:

@@ -213,7 +213,7 @@ def test_operators_make_theirs_again():
         before = free(world)
         for _ in range(3):
             with world.scratch():
-                for mode in ("one_shot", "two_shot", "low_latency"):
+                for mode in ("one_shot", "two_shot", "low_latency", "low_latency_two_shot"):
                     assert pkt.all_reduce(x, y, mode=mode).eq(world.size).all()
                 kept = list(world.plans.values())[-1]
             assert free(world) == before

@@ -82,6 +82,24 @@ def test_the_first_traceback_is_raised_and_the_next_call_works(workers):
     assert run(workers, lambda world: world.rank) == [0, 1]
 
 
+def test_what_a_rank_waited_for_is_raised_rather_than_what_it_told_another(workers):
+    def main(world):
+        from pkt.errors import PeerLost, WaitTimeout
+
+        if world.rank == 1:
+            raise PeerLost("rank 0 gave up")
+        import time
+
+        time.sleep(0.3)
+        raise WaitTimeout("rank 0 waits")
+
+    with pytest.raises(RankFailed) as caught:
+        run(workers, main)
+    assert caught.value.rank == 0
+    assert "WaitTimeout: rank 0 waits" in caught.value.traceback
+    assert "rank 1: pkt.errors.PeerLost: rank 0 gave up" in str(caught.value)
+
+
 CELL = """
 import triton, triton.language as tl
 

@@ -455,21 +455,32 @@ def flagged_to_the_next(slots, flags, x, out, world, N: tl.constexpr):
     launch = pl.epoch(flags, world)
     o = tl.arange(0, N)
     right = (world.rank + 1) % world.size
-    half = slots + (launch & 1) * N
-    pl.put_flagged(half + o, tl.load(x + o), launch, right, world, mask=o < N - 3)
-    tl.store(out + o, pl.take_flagged(half + o, launch, world, mask=o < N - 3))
+    words = slots + ((launch & 1) * N + o) * 4
+    values = (tl.load(x + o), tl.load(x + N + o), tl.load(x + 2 * N + o))
+    pl.put_flagged(words, values, launch, right, world, mask=o < N - 3)
+    a, b, c = pl.take_flagged(words, launch, world, mask=o < N - 3)
+    tl.store(out + o, a)
+    tl.store(out + N + o, b)
+    tl.store(out + 2 * N + o, c)
 
 
 @triton.jit
 def flagged_by_all(slots, flags, x, out, world, N: tl.constexpr):
     launch = pl.epoch(flags, world)
     o = tl.arange(0, N)
-    half = slots + (launch & 1) * world.size * N
+    half = slots + (launch & 1) * world.size * N * 4
+    values = (tl.load(x + o), tl.load(x + N + o), tl.load(x + 2 * N + o))
     for r in tl.static_range(world.size):
-        pl.put_flagged(half + world.rank * N + o, tl.load(x + o), launch, r, world, mask=o < N - 3)
-    found = pl.take_flagged_all(half + o, N, launch, world, mask=o < N - 3)
+        pl.put_flagged(half + (world.rank * N + o) * 4, values, launch, r, world, mask=o < N - 3)
+    found = pl.take_flagged_all(half + 4 * o, 4 * N, launch, world, mask=o < N - 3)
     for r in tl.static_range(world.size):
-        tl.store(out + r * N + o, found[r])
+        for j in tl.static_range(3):
+            tl.store(out + (3 * r + j) * N + o, found[r][j])
+
+
+def filled(n: int, turn: int, rank: int) -> list[list[int]]:
+    """Three rows of n, of which the last three words were masked."""
+    return [[1000 * turn + 100 * rank + n * j + i if i < n - 3 else 0 for i in range(n)] for j in range(3)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -477,13 +488,12 @@ def test_words_of_all_ranks_with_a_flag(ranks: int) -> None:
     n = 16
 
     def main(world: Any) -> None:
-        slots, flags = pkt.zeros(2 * world.size * n, dtype=torch.int64), pkt.signals(1)
-        x, out = torch.empty(n, dtype=torch.int32), torch.empty(world.size, n, dtype=torch.int32)
+        slots, flags = pkt.zeros(2 * world.size * n, 4, dtype=torch.int32), pkt.signals(1)
+        x, out = torch.empty(3, n, dtype=torch.int32), torch.empty(world.size, 3, n, dtype=torch.int32)
         for turn in range(3):
-            x.copy_(torch.arange(n) + 1000 * turn + 100 * world.rank)
+            x.copy_(torch.arange(3 * n).view(3, n) + 1000 * turn + 100 * world.rank)
             flagged_by_all[(1,)](slots, flags, x, out, world.device, n)
-            expected = [[1000 * turn + 100 * r + i if i < n - 3 else 0 for i in range(n)] for r in range(world.size)]
-            assert out.tolist() == expected
+            assert out.tolist() == [filled(n, turn, r) for r in range(world.size)]
 
     assert failures(main, ranks, SEEDS) == {}
 
@@ -494,13 +504,12 @@ def test_words_with_a_flag(ranks: int) -> None:
     n = 16
 
     def main(world: Any) -> None:
-        slots, flags = pkt.zeros(2 * n, dtype=torch.int64), pkt.signals(1)
-        x, out = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.int32)
+        slots, flags = pkt.zeros(2 * n, 4, dtype=torch.int32), pkt.signals(1)
+        x, out = torch.empty(3, n, dtype=torch.int32), torch.empty(3, n, dtype=torch.int32)
         for turn in range(3):
-            x.copy_(torch.arange(n) + 1000 * turn + 100 * world.rank)
+            x.copy_(torch.arange(3 * n).view(3, n) + 1000 * turn + 100 * world.rank)
             flagged_to_the_next[(1,)](slots, flags, x, out, world.device, n)
             world.barrier()  # or a rank could be two launches ahead of the next but one
-            found = torch.arange(n) + 1000 * turn + 100 * ((world.rank - 1) % world.size)
-            assert out.tolist() == torch.where(torch.arange(n) < n - 3, found, torch.zeros_like(found)).tolist()
+            assert out.tolist() == filled(n, turn, (world.rank - 1) % world.size)
 
     assert failures(main, ranks, SEEDS) == {}

@@ -55,7 +55,7 @@ _HOLDS = {
 # The fast path is {poll}, {holds} and the branch. The rest runs every POLLS_PER_CHECK polls: leave when aborted;
 # restart the clock when what was found has changed; when the deadline has passed write one record a program and raise
 # the abort word of every rank. Threads of one program agree on the record's writer by compare-and-swap on the slot's
-# owner word. No trap: a trap loses the CUDA context. Loops unrolled would be 700 instructions.
+# owner word. No trap: a trap loses the CUDA context.
 _SPIN = """{{
 {marker}
 .reg .pred p, q, late;
@@ -94,7 +94,6 @@ mov.u32 a, %nctaid.x; mov.u32 d, %ctaid.x; mad.lo.u32 prog, prog, a, d;
 add.u32 own, prog, 1;
 mov.b32 i, 0; add.s64 at, {status}, {first};
 $$PKT_CLAIM_${{:uid}}:
-.pragma "nounroll";
 atom.relaxed.sys.global.cas.b32 a, [at + {owner}], 0, own;
 setp.eq.u32 q, a, own;
 @q bra $$PKT_ABORT_${{:uid}};
@@ -121,7 +120,6 @@ $$PKT_ABORT_${{:uid}}:
 @!late bra $$PKT_DONE_${{:uid}};
 mov.b32 i, 0; cvt.s64.s32 off, {rank}; mul.lo.s64 off, off, {stride}; sub.s64 at, {status}, off;
 $$PKT_RAISE_${{:uid}}:
-.pragma "nounroll";
 st.relaxed.sys.global.b32 [at + {abort}], 1;
 add.u32 i, i, 1; add.s64 at, at, {stride};
 setp.lt.u32 q, i, {size};

@@ -86,11 +86,14 @@ def _elements(words, dtype: tl.constexpr, PER: tl.constexpr):
 
 
 @triton.jit
-def _reduced(found, THIRD: tl.constexpr, dtype: tl.constexpr, PER: tl.constexpr, OP: tl.constexpr, SIZE: tl.constexpr):
-    """One third of what all ranks have put, reduced in fp32 in the ranks' order, rounded, as int32."""
-    total = _elements(found[0][THIRD], dtype, PER)
-    for r in tl.static_range(1, SIZE):
-        total = combine(total, _elements(found[r][THIRD], dtype, PER), OP)
+def _reduced(
+    first, found, BEGIN: tl.constexpr, END: tl.constexpr, THIRD: tl.constexpr, dtype: tl.constexpr, OP: tl.constexpr
+):
+    """`first` and what `found` from BEGIN to END has of a third, reduced in fp32 in this order, rounded; as int32."""
+    PER: tl.constexpr = 32 // dtype.primitive_bitwidth
+    total = _elements(first, dtype, PER)
+    for i in tl.static_range(BEGIN, END):
+        total = combine(total, _elements(found[i][THIRD], dtype, PER), OP)
     if PER == 1:
         return total.to(dtype).to(tl.int32, bitcast=True)
     else:
@@ -105,7 +108,7 @@ def one_shot_kernel(
     slots_ptr,  # int32 (2, size, third, 4) on every rank; rank r puts [:, r] of all, halves by the launch's parity
     flags_ptr,  # of this rank; only its launch counter is used
     n,
-    part,  # int32 of x
+    part,  # int32 of x, all of them
     third,  # of them, rounded up: words
     world,
     OP: tl.constexpr,
@@ -135,16 +138,16 @@ def one_shot_kernel(
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         found = pl.take_flagged_all(half + 4 * t, 4 * third, launch, world, mask=t < third)
         for j in tl.static_range(3):
-            total = _reduced(found, j, dtype, PER, OP, world.size)
-            _store(out_ptr, t + j * third, total, (t < third) & (t + j * third < part), n, PER)
+            total = _reduced(found[0][j], found, 1, world.size, j, dtype, OP)
+            _store(out_ptr, t + j * third, total, t < third, n, PER)
 
 
 @triton.jit
 def two_shot_kernel(
     x_ptr,  # (n,) this rank's
     out_ptr,  # (n,) this rank's; may be x
-    slots_ptr,  # int32 (2, 2, size, third, 4) on every rank; rank r puts [:, :, r] of all, first part `rank` of its x,
-    # then its part of the sum; halves by the launch's parity
+    slots_ptr,  # int32 (2, 2, size - 1, third, 4) on every rank; rank + d puts [:, :, d - 1], first part `rank` of its
+    # x, then its part of the sum; halves by the launch's parity
     flags_ptr,  # of this rank; only its launch counter is used
     n,
     part,  # int32 of x that a rank reduces: rank r those from r * part on
@@ -156,40 +159,52 @@ def two_shot_kernel(
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int64)
+    PEERS: tl.constexpr = world.size - 1
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth  # elements in an int32
     blocks = tl.cdiv(third, BLOCK)
     launch = sync.peek_epoch(flags_ptr)
-    half = slots_ptr + tl.cast(launch & 1, tl.int64) * 2 * world.size * third * 4
-    sums = half + tl.cast(world.size, tl.int64) * third * 4
+    half = slots_ptr + tl.cast(launch & 1, tl.int64) * 2 * PEERS * third * 4
+    sums = half + tl.cast(PEERS, tl.int64) * third * 4
     for block in range(pid, blocks, programs):
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        for i in tl.static_range(1, world.size + 1):
+        for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
             word = peer * part + t
             end = tl.minimum(n, (peer + 1) * part * PER)
             a = _load(x_ptr, word, t < third, end, PER)
             b = _load(x_ptr, word + third, t < third, end, PER)
             c = _load(x_ptr, word + 2 * third, t < third, end, PER)
-            pl.put_flagged(half + (rank * third + t) * 4, (a, b, c), launch, peer, world, mask=t < third)
+            at = half + ((PEERS - i) * third + t) * 4  # to the peer, I am rank + size - i
+            pl.put_flagged(at, (a, b, c), launch, peer, world, mask=t < third)
     ptx.cta_barrier()
     pl.epoch(flags_ptr, world)
     for block in range(pid, blocks, programs):
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        found = pl.take_flagged_all(half + 4 * t, 4 * third, launch, world, mask=t < third)
-        a = _reduced(found, 0, dtype, PER, OP, world.size)
-        b = _reduced(found, 1, dtype, PER, OP, world.size)
-        c = _reduced(found, 2, dtype, PER, OP, world.size)
-        for i in tl.static_range(1, world.size + 1):
-            peer = (rank + i) % world.size
-            pl.put_flagged(sums + (rank * third + t) * 4, (a, b, c), launch, peer, world, mask=t < third)
+        word = rank * part + t
+        end = tl.minimum(n, (rank + 1) * part * PER)
+        a = _load(x_ptr, word, t < third, end, PER)
+        b = _load(x_ptr, word + third, t < third, end, PER)
+        c = _load(x_ptr, word + 2 * third, t < third, end, PER)
+        found = pl.take_flagged_all(half + 4 * t, 4 * third, launch, world, mask=t < third, parts=PEERS)
+        a = _reduced(a, found, 0, PEERS, 0, dtype, OP)
+        b = _reduced(b, found, 0, PEERS, 1, dtype, OP)
+        c = _reduced(c, found, 0, PEERS, 2, dtype, OP)
+        for i in tl.static_range(1, world.size):
+            at = sums + ((PEERS - i) * third + t) * 4
+            pl.put_flagged(at, (a, b, c), launch, (rank + i) % world.size, world, mask=t < third)
+        _store(out_ptr, word, a, t < third, end, PER)
+        _store(out_ptr, word + third, b, t < third, end, PER)
+        _store(out_ptr, word + 2 * third, c, t < third, end, PER)
     for block in range(pid, blocks, programs):
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        found = pl.take_flagged_all(sums + 4 * t, 4 * third, launch, world, mask=t < third)
-        for r in tl.static_range(world.size):
+        found = pl.take_flagged_all(sums + 4 * t, 4 * third, launch, world, mask=t < third, parts=PEERS)
+        for i in tl.static_range(1, world.size):
+            peer = (rank + i) % world.size
+            word = peer * part + t
+            end = tl.minimum(n, (peer + 1) * part * PER)
             for j in tl.static_range(3):
-                inside = (t < third) & (t + j * third < part)
-                _store(out_ptr, r * part + t + j * third, found[r][j], inside, n, PER)
+                _store(out_ptr, word + j * third, found[i - 1][j], t < third, end, PER)
 
 
 # --------------------------------------------------------------------------------------------------------- host
@@ -209,7 +224,8 @@ def launch_in(shots: int, world: World, x: torch.Tensor, op: str, block: int | N
     # of the launch before the last, or in the first two launches, which are 1 and 2, the 0 that the memory is filled
     # with. `zeros` returns when every rank's is filled.
     def make() -> _Space:
-        slots = zeros(2, shots, world.size, third, 4, dtype=torch.int32, name="all_reduce.slots", world=world)
+        senders = world.size if shots == 1 else max(world.size - 1, 1)
+        slots = zeros(2, shots, senders, third, 4, dtype=torch.int32, name="all_reduce.slots", world=world)
         return _Space(slots, signals(1, name="all_reduce.launches", world=world))
 
     space = world.workspace(("all_reduce", "flagged", shots, third), make)

@@ -13,6 +13,7 @@ what every rank put in launch e; so every rank had ended launch e - 1, and taken
 from __future__ import annotations
 
 import triton
+import triton.language as tl
 
 from . import address, ptx
 
@@ -40,10 +41,12 @@ def take_flagged(ptr, flag, world, mask=None):
 
 
 @triton.jit
-def take_flagged_all(ptr, stride, flag, world, mask=None):
+def take_flagged_all(ptr, stride, flag, world, mask=None, parts: tl.constexpr = None):
     """What every rank has put: a tuple of what `take_flagged` has of rank 0's words, of rank 1's, ...
 
-    ptr: to rank 0's words; stride: int32 from one rank's to the next one's, a multiple of 4. A thread's words of all
-    ranks are polled together, so that what has come from all is found in one flight, not in one for each.
+    ptr: to rank 0's words; stride: int32 from one rank's to the next one's, a multiple of 4; parts: so many ranks',
+    where not all have words. A thread's words of all ranks are polled together, so that what has come from all is found
+    in one flight, not in one for each.
     """
-    return ptx.take_flagged(ptr, stride, world.size, flag, mask, world)
+    count: tl.constexpr = world.size if parts is None else parts
+    return ptx.take_flagged(ptr, stride, count, flag, mask, world)

@@ -65,6 +65,8 @@ def take_flagged(ptr, stride, parts, flag, mask, world, _semantic=None):
     machine = simulator(_semantic)
     if machine is not None:
         return machine.take_flagged(ptr, stride, parts, flag, mask)
+    if parts == 0:
+        return core.tuple([])
     _check(ptr, "take_flagged")
     guard = _guard(mask, _semantic)
     stride = core.cast(_semantic.to_tensor(stride), core.int64, _semantic=_semantic)
@@ -92,7 +94,7 @@ def take_flagged(ptr, stride, parts, flag, mask, world, _semantic=None):
         look += [f"setp.ne.s32 q, flag{i}, {want};", f"@q mov.b32 flag, flag{i};", f"@q add.s64 there, at{i}, 12;"]
     text = spin(
         "\n".join(poll), "\n".join(holds), "flag", "there", results + 1, "eq", world,
-        before="\n".join(before), look="\n".join(look),
+        before="\n".join(before), look="\n".join(look), small=True,
     )  # fmt: skip
     constraints = ",".join(["=&r"] * results + ["l,r,l,r,l"] + ["r"] * len(guard))
     found = list(asm(text, constraints, inputs, (core.int32,) * results, _semantic))

@@ -94,7 +94,7 @@ mov.u32 a, %nctaid.x; mov.u32 d, %ctaid.x; mad.lo.u32 prog, prog, a, d;
 add.u32 own, prog, 1;
 mov.b32 i, 0; add.s64 at, {status}, {first};
 $$PKT_CLAIM_${{:uid}}:
-atom.relaxed.sys.global.cas.b32 a, [at + {owner}], 0, own;
+{loop}atom.relaxed.sys.global.cas.b32 a, [at + {owner}], 0, own;
 setp.eq.u32 q, a, own;
 @q bra $$PKT_ABORT_${{:uid}};
 setp.eq.u32 q, a, 0;
@@ -120,7 +120,7 @@ $$PKT_ABORT_${{:uid}}:
 @!late bra $$PKT_DONE_${{:uid}};
 mov.b32 i, 0; cvt.s64.s32 off, {rank}; mul.lo.s64 off, off, {stride}; sub.s64 at, {status}, off;
 $$PKT_RAISE_${{:uid}}:
-st.relaxed.sys.global.b32 [at + {abort}], 1;
+{loop}st.relaxed.sys.global.b32 [at + {abort}], 1;
 add.u32 i, i, 1; add.s64 at, at, {stride};
 setp.lt.u32 q, i, {size};
 @q bra $$PKT_RAISE_${{:uid}};
@@ -131,12 +131,13 @@ $$PKT_DONE_${{:uid}}:
 
 def spin(
     poll: str, holds: str, found: str, where: str, operand: int, cmp: str, world: Any,
-    before: str = "", look: str = "", after: str = "",
+    before: str = "", look: str = "", after: str = "", small: bool = False,
 ) -> str:  # fmt: skip
     """Assembly that repeats `poll` until `holds` has set the predicate p, between `before` and `after`.
 
     found, where: registers of what was found and of its address, for the record; `look` sets them, where polls do not.
-    operand: number of the first of `arguments`. cmp: of CMP_CODES, for the record.
+    operand: number of the first of `arguments`. cmp: of CMP_CODES, for the record. small: less code, which is loaded
+    sooner where time is short; kernels that are short of registers spill more.
     """
     want, status, rank = (f"${operand + i}" for i in range(3))
     return _SPIN.format(
@@ -148,6 +149,7 @@ def spin(
         after=after,
         found=found,
         where=where,
+        loop='.pragma "nounroll";\n' if small else "",
         want=want,
         status=status,
         rank=rank,

@@ -1,8 +1,8 @@
-"""All-reduce in words that carry their own flag (pkt/language/flagged.py): neither barrier nor fence.
+"""All-reduce and all-gather in words that carry their own flag (pkt/language/flagged.py): neither barrier nor fence.
 
-In one shot, each rank puts x into a slot on every rank, and reduces what comes: one flight. In two, part r of x goes to
-rank r alone, which reduces it and puts the result into a slot on every rank: a second flight, and for more than two
-ranks fewer bytes.
+All-reduce in one shot: each rank puts x into a slot on every rank, and reduces what comes: one flight. In two: part r
+of x goes to rank r alone, which reduces it and puts the result into a slot on every rank: a second flight, and for more
+than two ranks fewer bytes. All-gather: each rank puts x into a slot on every other rank, and stores what comes.
 
 A word has room for three int32. The t-th of a part has its t-th, and those a third and two thirds of the part farther
 on, so that threads side by side load and store what lies side by side.
@@ -10,6 +10,7 @@ on, so that threads side by side load and store what lies side by side.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,9 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.errors import ShapeError
 from pkt.language import ptx, sync
+from pkt.language.ptx.flagged import VALUES
 from pkt.runtime.factories import signals, zeros
 from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
@@ -34,6 +37,11 @@ FLAG_BYTES = 1_000_000
 is chosen."""
 LEAST_BLOCK, MOST_BLOCK = 128, 512
 """Words that a program moves at a time, one a thread: a thread waits for its words one after the other."""
+
+
+def gathers(nbytes: int, size: int) -> bool:
+    """Whether x of so many bytes is gathered so by default."""
+    return nbytes * (max(size, 2) - 1) / 3 <= FLAG_BYTES
 
 
 def shots(nbytes: int, size: int) -> int:
@@ -60,6 +68,16 @@ def _load(x_ptr, word, inside, end, PER: tl.constexpr):
 
 
 @triton.jit
+def _thirds(x_ptr, word, third, inside, end, PER: tl.constexpr):
+    """What goes into words."""
+    return (
+        _load(x_ptr, word, inside, end, PER),
+        _load(x_ptr, word + third, inside, end, PER),
+        _load(x_ptr, word + 2 * third, inside, end, PER),
+    )
+
+
+@triton.jit
 def _store(out_ptr, word, values, inside, end, PER: tl.constexpr):
     """The reverse of `_load`."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -68,6 +86,19 @@ def _store(out_ptr, word, values, inside, end, PER: tl.constexpr):
     else:
         offs = word[:, None] * PER + tl.arange(0, PER)[None, :]
         tl.store(out_ptr + offs, _halves(values).to(dtype, bitcast=True), mask=inside[:, None] & (offs < end))
+
+
+@triton.jit
+def _store_run(out_ptr, word, values, inside, end, run, index, SIZE: tl.constexpr, PER: tl.constexpr):
+    """`_store` where each `run` of elements is the `index`-th of SIZE that lie one after the other."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if PER == 1:
+        place = (word // run * SIZE + index) * run + word % run
+        tl.store(out_ptr + place, values.to(dtype, bitcast=True), mask=inside & (word < end))
+    else:
+        offs = word[:, None] * PER + tl.arange(0, PER)[None, :]
+        place = (offs // run * SIZE + index) * run + offs % run
+        tl.store(out_ptr + place, _halves(values).to(dtype, bitcast=True), mask=inside[:, None] & (offs < end))
 
 
 @triton.jit
@@ -119,19 +150,15 @@ def one_shot_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth  # elements in an int32
     t = tl.cast(pid, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    a = _load(x_ptr, t, t < third, n, PER)  # on their way with the count of launches
-    b = _load(x_ptr, t + third, t < third, n, PER)
-    c = _load(x_ptr, t + 2 * third, t < third, n, PER)
+    x = _thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
     launch = sync.peek_epoch(flags_ptr)
     half = slots_ptr + tl.cast(launch & 1, tl.int64) * world.size * third * 4
     mine = half + tl.cast(world.rank, tl.int64) * third * 4
     for _ in range(pid, tl.cdiv(third, BLOCK), programs):
         for i in tl.static_range(1, world.size + 1):  # to myself too: every rank adds in the same order
-            pl.put_flagged(mine + 4 * t, (a, b, c), launch, (world.rank + i) % world.size, world, mask=t < third)
+            pl.put_flagged(mine + 4 * t, x, launch, (world.rank + i) % world.size, world, mask=t < third)
         t += programs * BLOCK
-        a = _load(x_ptr, t, t < third, n, PER)
-        b = _load(x_ptr, t + third, t < third, n, PER)
-        c = _load(x_ptr, t + 2 * third, t < third, n, PER)
+        x = _thirds(x_ptr, t, third, t < third, n, PER)
     ptx.cta_barrier()
     pl.epoch(flags_ptr, world)
     for block in range(pid, tl.cdiv(third, BLOCK), programs):
@@ -170,26 +197,21 @@ def two_shot_kernel(
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
-            word = peer * part + t
             end = tl.minimum(n, (peer + 1) * part * PER)
-            a = _load(x_ptr, word, t < third, end, PER)
-            b = _load(x_ptr, word + third, t < third, end, PER)
-            c = _load(x_ptr, word + 2 * third, t < third, end, PER)
+            x = _thirds(x_ptr, peer * part + t, third, t < third, end, PER)
             at = half + ((PEERS - i) * third + t) * 4  # to the peer, I am rank + size - i
-            pl.put_flagged(at, (a, b, c), launch, peer, world, mask=t < third)
+            pl.put_flagged(at, x, launch, peer, world, mask=t < third)
     ptx.cta_barrier()
     pl.epoch(flags_ptr, world)
     for block in range(pid, blocks, programs):
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         word = rank * part + t
         end = tl.minimum(n, (rank + 1) * part * PER)
-        a = _load(x_ptr, word, t < third, end, PER)
-        b = _load(x_ptr, word + third, t < third, end, PER)
-        c = _load(x_ptr, word + 2 * third, t < third, end, PER)
+        x = _thirds(x_ptr, word, third, t < third, end, PER)
         found = pl.take_flagged_all(half + 4 * t, 4 * third, launch, world, mask=t < third, parts=PEERS)
-        a = _reduced(a, found, 0, PEERS, 0, dtype, OP)
-        b = _reduced(b, found, 0, PEERS, 1, dtype, OP)
-        c = _reduced(c, found, 0, PEERS, 2, dtype, OP)
+        a = _reduced(x[0], found, 0, PEERS, 0, dtype, OP)
+        b = _reduced(x[1], found, 0, PEERS, 1, dtype, OP)
+        c = _reduced(x[2], found, 0, PEERS, 2, dtype, OP)
         for i in tl.static_range(1, world.size):
             at = sums + ((PEERS - i) * third + t) * 4
             pl.put_flagged(at, (a, b, c), launch, (rank + i) % world.size, world, mask=t < third)
@@ -207,39 +229,109 @@ def two_shot_kernel(
                 _store(out_ptr, word + j * third, found[i - 1][j], t < third, end, PER)
 
 
+@triton.jit
+def gather_kernel(
+    x_ptr,  # (n / run, run) this rank's
+    out_ptr,  # (n / run, size, run) this rank's; x may be [:, rank] of it
+    slots_ptr,  # int32 (2, size - 1, third, 4) on every rank; rank + d puts [:, d - 1], halves by the launch's parity
+    flags_ptr,  # of this rank; only its launch counter is used
+    n,
+    run,
+    third,  # of the int32 of x, rounded up: words
+    world,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    rank = tl.cast(world.rank, tl.int32)
+    PEERS: tl.constexpr = world.size - 1
+    PER: tl.constexpr = 32 // x_ptr.dtype.element_ty.primitive_bitwidth  # elements in an int32
+    t = pid * BLOCK + tl.arange(0, BLOCK)  # int32, which divides sooner
+    x = _thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
+    launch = sync.peek_epoch(flags_ptr)
+    words = tl.cast(third, tl.int64)  # of a slot
+    half = slots_ptr + tl.cast(launch & 1, tl.int64) * PEERS * words * 4
+    for _ in range(pid, tl.cdiv(third, BLOCK), programs):
+        for i in tl.static_range(1, world.size):
+            at = half + ((PEERS - i) * words + t) * 4  # to the peer, I am rank + size - i
+            pl.put_flagged(at, x, launch, (rank + i) % world.size, world, mask=t < third)
+        for j in tl.static_range(3):
+            _store_run(out_ptr, t + j * third, x[j], t < third, n, run, rank, world.size, PER)
+        t += programs * BLOCK
+        x = _thirds(x_ptr, t, third, t < third, n, PER)
+    ptx.cta_barrier()
+    pl.epoch(flags_ptr, world)
+    for block in range(pid, tl.cdiv(third, BLOCK), programs):
+        t = block * BLOCK + tl.arange(0, BLOCK)
+        found = pl.take_flagged_all(
+            half + 4 * tl.cast(t, tl.int64), 4 * words, launch, world, mask=t < third, parts=PEERS
+        )
+        for i in tl.static_range(1, world.size):
+            peer = (rank + i) % world.size
+            for j in tl.static_range(3):
+                _store_run(out_ptr, t + j * third, found[i - 1][j], t < third, n, run, peer, world.size, PER)
+
+
 # --------------------------------------------------------------------------------------------------------- host
-class _Space(NamedTuple):
+class _Way(NamedTuple):
+    """Where words come to, and the launch that moves them."""
+
     slots: SymmetricTensor
     counters: SymmetricTensor
+    third: int
+    BLOCK: int
+    start: Callable[..., Any]
 
 
-def launch_in(shots: int, world: World, x: torch.Tensor, op: str, block: int | None) -> _common.Launch:
-    """launch(x, out), for tensors of the same facts as `x`: `out` = the ranks' x reduced, as all_reduce, whose checks
-    come before. block: elements a program moves at a time. Collective."""
-    n, per = x.numel(), 4 // x.element_size()
-    part = triton.cdiv(triton.cdiv(n, per), 1 if shots == 1 else world.size)
+def _way(call: str, world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, block: int | None) -> _Way:
+    """For `part` int32 of x, in `slots` slots for each of two launches; `block` elements a program at a time."""
     third = triton.cdiv(part, 3)
 
     # Slots for each size: a launch then puts into every word of its half, so the flag that it finds in a word is that
     # of the launch before the last, or in the first two launches, which are 1 and 2, the 0 that the memory is filled
     # with. `zeros` returns when every rank's is filled.
-    def make() -> _Space:
-        senders = world.size if shots == 1 else max(world.size - 1, 1)
-        slots = zeros(2, shots, senders, third, 4, dtype=torch.int32, name="all_reduce.slots", world=world)
-        return _Space(slots, signals(1, name="all_reduce.launches", world=world))
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
+        space = zeros(2, max(slots, 1), third, 4, dtype=torch.int32, name=f"{call}.slots", world=world)
+        return space, signals(1, name=f"{call}.launches", world=world)
 
-    space = world.workspace(("all_reduce", "flagged", shots, third), make)
-    everybody = triton.cdiv(
-        third, _common.num_programs(world, third)
-    )  # words of a program, were there one word for each
-    fitting = min(max(triton.next_power_of_2(everybody), LEAST_BLOCK), MOST_BLOCK, triton.next_power_of_2(third))
-    BLOCK = triton.next_power_of_2(max(block // (3 * per), 1)) if block else fitting
-    grid = (_common.num_programs(world, triton.cdiv(third, BLOCK)),)
+    space, counters = world.workspace((call, "flagged", slots, third), make)
+    if block:
+        words = triton.next_power_of_2(max(block * x.element_size() // (4 * VALUES), 1))
+    else:
+        share = triton.next_power_of_2(triton.cdiv(third, _common.num_programs(world, third)))
+        words = min(max(share, LEAST_BLOCK), MOST_BLOCK, triton.next_power_of_2(third))
+    grid = (_common.num_programs(world, triton.cdiv(third, words)),)
+    start = cooperative_launch(world, kernel, grid, num_warps=max(1, min(words, MOST_BLOCK) // 32))
+    return _Way(space, counters, third, words, start)
+
+
+def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int | None) -> _common.Launch:
+    """launch(x, out), for tensors of the same facts as `x`: `out` = the ranks' x reduced, as all_reduce, whose checks
+    come before. block: elements a program moves at a time. Collective."""
+    n, size = x.numel(), world.size
+    part = triton.cdiv(triton.cdiv(n * x.element_size(), 4), 1 if shots == 1 else size)
     kernel: Any = one_shot_kernel if shots == 1 else two_shot_kernel
-    start = cooperative_launch(world, kernel, grid, num_warps=max(1, min(BLOCK // 32, MOST_BLOCK // 32)))
+    way = _way("all_reduce", world, kernel, x, part, size if shots == 1 else 2 * (size - 1), block)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        start(x, out, space.slots, space.counters, n, part, third, world.device, op, BLOCK)
+        way.start(x, out, way.slots, way.counters, n, part, way.third, world.device, op, way.BLOCK)
+        return out
+
+    return launch
+
+
+def gather_launch(world: World, x: torch.Tensor, run: int, block: int | None) -> _common.Launch:
+    """launch(x, out), for tensors of the same facts as `x`, elements of 16 or 32 bits in runs of `run`: `out` = the
+    ranks' x, as all_gather, whose checks come before. Collective. Raises ShapeError."""
+    n = x.numel()
+    if n * world.size >= 1 << 31:
+        wanted = "a whole of less than 2^31 elements with mode 'low_latency'"
+        raise ShapeError.argument("all_gather", "x", tuple(x.shape), wanted, world.rank)
+    part = triton.cdiv(n * x.element_size(), 4)
+    way = _way("all_gather", world, gather_kernel, x, part, world.size - 1, block)
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        way.start(x, out, way.slots, way.counters, n, run, way.third, world.device, way.BLOCK)
         return out
 
     return launch

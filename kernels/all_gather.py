@@ -3,9 +3,12 @@
 push: each rank reads its shard once and stores it into every rank's `out`.
 pull: each rank loads every rank's `x` into its own `out`.
 copy: push by the copy engines, a copy a peer (see _copies): for shards of many megabytes.
+low_latency: push in words of 12 bytes of data and 4 of flag, see _low_latency: no barrier, and `out` need not be
+    symmetric. For shards that are small, of elements of 16 or 32 bits.
 
-In all of them (W - 1) * n * itemsize bytes leave and enter each rank, and each run of the shard goes straight to its
-place (see _runs): no transposed copy. Two barriers of the programs of one index on all ranks.
+In all of them (W - 1) * n * itemsize bytes leave and enter each rank, a third more in low_latency, and each run of the
+shard goes straight to its place (see _runs): no transposed copy. Two barriers of the programs of one index on all ranks
+but in low_latency.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _copies, _runs
+from . import _common, _copies, _low_latency, _runs
 
 CALL = "all_gather"
-Mode = Literal["push", "pull", "copy"]
-MODES = ("push", "pull", "copy")
+Moved = Literal["push", "pull", "copy"]
+MOVED = ("push", "pull", "copy")
+Mode = Literal["push", "pull", "copy", "low_latency"]
+MODES = (*MOVED, "low_latency")
 
 COPIED_BYTES = 256 << 20
 """Least `out` for which mode None takes copy. On 4 x H200 it takes 4.15 ms for 2 GiB, push 4.59; both 0.298 for
@@ -36,6 +41,8 @@ COPIED_BYTES = 256 << 20
 DTYPES = (
     *_common.FLOATS, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
+FLAGGED = (*_common.FLOATS, torch.int16, torch.int32)
+ANYWHERE = ("pull", "low_latency")  # `out` need not be symmetric
 
 
 def reference(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -94,10 +101,12 @@ def all_gather(
 
     x: contiguous, the same shape and dtype on every rank. out: x's shape with size times its dimension `dim`, of x's
     dtype; a new tensor where None. Unless pulled, `x` may be this rank's own place in `out` where that is contiguous.
-    mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`; None takes push where `out` is symmetric,
-    and copy from COPIED_BYTES of it on unless a block is given. block: elements a program moves at a time, a power of
-    two; none with "copy". No mode keeps memory for data. Returns `out`, complete; `x` may be overwritten at once.
-    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`, "low_latency" elements of 16 or 32 bits; None
+    takes that as far as `_low_latency.gathers` goes, else push where `out` is symmetric, and copy from COPIED_BYTES of
+    it on unless a block is given. block: elements a program moves at a time, a power of two; none with "copy". Of
+    symmetric memory low_latency keeps 8 / 3 * (size - 1) times x's bytes for each size of x, the others nothing for
+    data. Returns `out`, complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
+    CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block))
@@ -106,26 +115,31 @@ def all_gather(
 def _plan(
     world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, mode: str | None, block: int | None
 ) -> _common.Launch:
-    mode = mode or chosen(out, block, COPIED_BYTES)
+    mode = mode or _chosen(x, out, block, world)
     _common.check_choice(CALL, "mode", mode, MODES, world)
     _common.check_block(CALL, block, world)
     check_copied(CALL, mode, block, world)
-    _common.check_tensor(CALL, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
+    dtypes = FLAGGED if mode == "low_latency" else DTYPES
+    _common.check_tensor(CALL, "x", x, world, dtypes=dtypes, peers=mode == "pull")
     dim = _runs.axis(CALL, "dim", dim, x.shape, world)
     shape = (*x.shape[:dim], world.size * x.shape[dim], *x.shape[dim + 1 :]) if x.ndim else (world.size,)
     fresh = _common.fresh(shape, x.dtype, world)
-    if out is None and mode == "pull":
+    if out is None and mode in ANYWHERE:
         out = fresh()
-    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=mode != "pull")
+    spread = mode not in ANYWHERE
+    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=spread)
     rows, run = _runs.around(x.shape, dim)
     _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 and mode != "pull" else None)
     # Peers find what is pushed or pulled by arithmetic; where the other tensor is, is each rank's own business.
-    pulled, pushed = (x, None) if mode == "pull" else (_common.anywhere(x), out)
+    pulled, pushed = x if mode == "pull" else _common.anywhere(x), out if spread else None
     _common.check_agreed(CALL, world, x=pulled, out=pushed, dim=dim, mode=mode, block=block)
     if x.numel() == 0:
         return lambda x, out: fresh() if out is None else out
     if mode == "copy":
         return _copied(world, rows, run, x, out)
+    if mode == "low_latency":
+        flagged = _low_latency.gather_launch(world, x, run, block)
+        return lambda x, out: flagged(x, fresh() if out is None else out)
     shard = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, shard.tiles),)
     kernel = push_kernel if mode == "push" else pull_kernel
@@ -141,8 +155,15 @@ def _plan(
     return launch
 
 
-def chosen(out: torch.Tensor | None, block: int | None, copied: int) -> Mode:
-    """What mode None takes; copied: bytes of `out` from which it is copy."""
+def _chosen(x: torch.Tensor, out: torch.Tensor | None, block: int | None, world: World) -> Mode:
+    """What mode None takes."""
+    if isinstance(x, torch.Tensor) and x.dtype in FLAGGED and _low_latency.gathers(x.nbytes, world.size):
+        return "low_latency"
+    return chosen(out, block, COPIED_BYTES)
+
+
+def chosen(out: torch.Tensor | None, block: int | None, copied: int) -> Moved:
+    """What is taken of MOVED; copied: bytes of `out` from which it is copy."""
     if not isinstance(out, SymmetricTensor):
         return "pull"
     return "copy" if block is None and out.nbytes >= copied else "push"

@@ -237,7 +237,7 @@ def _plan(
     if n == 0:
         return lambda x, out: out
     if mode in SHOTS:
-        return _low_latency.launch_in(SHOTS[mode], world, x, op, block)
+        return _low_latency.reduce_launch(world, x, op, SHOTS[mode], block)
     if mode == "copy":
         from ._copy_reduce import reduce_launch
 

@@ -27,7 +27,7 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.world import World
 
 from . import _common, _copies, _runs
-from .all_gather import DTYPES, MODES, Mode, check_copied, chosen
+from .all_gather import DTYPES, MOVED, Moved, check_copied, chosen
 
 CALL = "all_to_all"
 
@@ -71,7 +71,7 @@ def all_to_all(
     *,
     scatter: int = 0,
     gather: int = 0,
-    mode: Mode | None = None,
+    mode: Moved | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _plan(
     block: int | None,
 ) -> _common.Launch:  # fmt: skip
     mode = mode or chosen(out, block, COPIED_BYTES)
-    _common.check_choice(CALL, "mode", mode, MODES, world)
+    _common.check_choice(CALL, "mode", mode, MOVED, world)
     _common.check_block(CALL, block, world)
     check_copied(CALL, mode, block, world)
     _common.check_tensor(CALL, "x", x, world, dtypes=DTYPES, peers=mode == "pull")

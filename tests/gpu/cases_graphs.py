@@ -185,7 +185,7 @@ class Collectives(Program):
         fill_kernel[(blocks,)](self.x, self.step, device, BLOCK)
         pkt.all_reduce(self.x, self.sum, mode="two_shot")
         check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
-        for way in ("push", "copy"):
+        for way in ("push", "copy", "low_latency"):
             pkt.all_gather(self.x, self.gathered, mode=way)
             check_kernel[(blocks * self.world.size,)](
                 self.gathered, self.n, self.step, self.wrong, device, False, BLOCK

@@ -33,7 +33,7 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
     for turn in range(3):
         inputs = [integers(world, (n,), turn * world.size + r, dtype) for r in range(world.size)]
         x.copy_(inputs[world.rank])
-        for mode in ("push", "pull", "copy"):
+        for mode in ("push", "pull", "copy", *(["low_latency"] if n <= 1 << 20 else [])):
             gathered.fill_(-99)
             got = pkt.all_gather(x, gathered, mode=mode)
             assert torch.equal(got.plain(), torch.cat(inputs)), mode

@@ -103,9 +103,11 @@ def seeds(world: Any, launch: int) -> list[int]:
 @case(mode="push")
 @case(ranks=3, mode="pull", dim=1)
 @case(ranks=3, mode="copy", dim=1)
-def gather(world: Any, mode: str, dim: int = 0, rows: int = 4, cols: int = 10) -> None:
+@case(ranks=3, mode="low_latency", dim=1, launches=3)
+@case(ranks=2, mode="low_latency", launches=3)
+def gather(world: Any, mode: str, dim: int = 0, launches: int = LAUNCHES, rows: int = 4, cols: int = 10) -> None:
     x, out = pkt.empty(rows, cols), pkt.empty(rows * world.size ** (1 - dim), cols * world.size**dim)
-    for launch in range(LAUNCHES):
+    for launch in range(launches):
         fill(x, seeds(world, launch)[world.rank])
         got = all_gather(x, out, dim=dim, mode=mode, block=None if mode == "copy" else 16)
         check(got, torch.cat([values((rows, cols), s) for s in seeds(world, launch)], dim))

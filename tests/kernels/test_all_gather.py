@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import pkt
+from pkt.kernels import _low_latency
 from pkt.kernels.all_gather import DTYPES as COPIED
-from pkt.kernels.all_gather import all_gather, reference
+from pkt.kernels.all_gather import FLAGGED, MODES, all_gather, reference
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
-
-MODES = ("push", "pull", "copy")
 
 
 def gathers(
@@ -57,7 +56,7 @@ def test_runs_of_any_length(shape: tuple[int, ...], mode: str) -> None:
     on_ranks(2, gathers, shape, torch.bfloat16, mode, None, 1)
 
 
-@pytest.mark.parametrize("mode", ["push", "copy"])
+@pytest.mark.parametrize("mode", ["push", "copy", "low_latency"])
 def test_in_place(mode: Any) -> None:
     def run(world: Any) -> None:
         out = pkt.empty(world.size * 5, 3)
@@ -95,13 +94,44 @@ def test_new_tensors_and_the_choice_of_mode() -> None:
     def run(world: Any) -> None:
         x = pkt.full((5,), world.rank, dtype=torch.float32)
         expected = torch.arange(world.size, dtype=torch.float32).repeat_interleave(5)
-        pulled = pkt.all_gather(x)  # a new tensor of this rank's
-        assert type(pulled) is torch.Tensor
-        pushed = pkt.all_gather(x.plain().clone(), pkt.empty(5 * world.size))  # x need not be symmetric
-        assert torch.equal(pulled, expected)
-        assert torch.equal(pushed.plain(), expected)
+        for mode in (None, "pull", "low_latency"):
+            new = pkt.all_gather(x, mode=mode)  # of this rank's
+            assert type(new) is torch.Tensor
+            assert torch.equal(new, expected)
+        for mode in (None, "push", "low_latency"):
+            pushed = pkt.all_gather(x.plain().clone(), pkt.empty(5 * world.size), mode=mode)  # x need not be symmetric
+            assert torch.equal(pushed.plain(), expected)
+        for mode in (None, "low_latency"):
+            neither = pkt.all_gather(x.plain().clone(), torch.empty(5 * world.size), mode=mode)
+            assert torch.equal(neither, expected)
 
     on_ranks(3, run)
+
+
+def test_what_is_small_is_gathered_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [_low_latency.gathers(1 << 20, size) for size in (1, 2, 3, 4, 5, 8)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    monkeypatch.setattr(_low_latency, "FLAG_BYTES", 50)
+    made, launch = [], _low_latency.gather_launch
+    monkeypatch.setattr(_low_latency, "gather_launch", lambda *args: made.append(1) or launch(*args))
+
+    def run(world: Any) -> None:
+        for dtype, n in ((torch.float32, 38), (torch.float32, 37), (torch.int16, 75), (torch.int8, 10)):
+            made.clear()
+            x = torch.ones(n, dtype=dtype)
+            gathered = all_gather(x, pkt.empty(2 * n, dtype=dtype)) if n != 37 else all_gather(x)
+            assert torch.equal(torch.as_tensor(gathered), x.repeat(2))
+            world.barrier()
+            assert bool(made) == (x.nbytes <= 150 and dtype in FLAGGED)
+            world.barrier()
+
+    on_ranks(2, run)
 
 
 def test_empty_shards() -> None:
@@ -124,7 +154,7 @@ def bad(error: type[Exception], match: str, call: Any) -> None:
 
 
 def test_a_pulled_tensor_must_be_symmetric() -> None:
-    bad(pkt.NotSymmetric, "all_gather: x must be a symmetric tensor", lambda w: all_gather(torch.ones(4)))
+    bad(pkt.NotSymmetric, "all_gather: x must be a symmetric tensor", lambda w: all_gather(torch.ones(4), mode="pull"))
 
 
 def test_a_pushed_output_must_be_symmetric() -> None:
@@ -143,6 +173,7 @@ def test_shapes_and_dtypes_must_fit() -> None:
         lambda w: all_gather(torch.ones(4), pkt.empty(8, dtype=torch.float16)),
     )
     bad(pkt.ShapeError, "wanted a contiguous tensor", lambda w: all_gather(pkt.empty(4, 4).t()))
+    bad(pkt.DtypeError, "x: found int8", lambda w: all_gather(pkt.empty(4, dtype=torch.int8), mode="low_latency"))
     bad(pkt.DtypeError, "x: found complex64", lambda w: all_gather(pkt.empty(4, dtype=torch.complex64)))
 
 
@@ -193,7 +224,7 @@ def test_ranks_that_disagree() -> None:
 
     def offsets(world: Any) -> None:
         x = pkt.empty(8)
-        all_gather(x[world.rank :][:4])  # peers would read another part than is meant
+        all_gather(x[world.rank :][:4], mode="pull")  # peers would read another part than is meant
 
     bad(pkt.CollectiveMismatch, "heap offset", offsets)
 

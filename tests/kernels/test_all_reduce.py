@@ -182,7 +182,7 @@ def test_low_latency_takes_a_word_a_thread_as_far_as_programs_go(
 
     def run(world: Any) -> None:
         x = torch.ones(n, dtype=torch.bfloat16)
-        _low_latency.launch_in(shots, world, x, "sum", block)(x, x)
+        _low_latency.reduce_launch(world, x, "sum", shots, block)(x, x)
 
     monkeypatch.setattr(_low_latency, "cooperative_launch", bound)
     on_ranks(2, run, sms=132)

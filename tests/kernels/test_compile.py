@@ -95,12 +95,12 @@ def weight(k: int, n: int, dtype: torch.dtype, transposed: bool = False) -> torc
 
 N = 1 << 20
 COLLECTIVES = {
-    "all_gather push": lambda t: all_gather(tensor(N, dtype=t), pkt.empty(4 * N, dtype=t)),
-    "all_gather pull": lambda t: all_gather(pkt.empty(N, dtype=t)),
+    "all_gather push": lambda t: all_gather(tensor(N, dtype=t), pkt.empty(4 * N, dtype=t), mode="push"),
+    "all_gather pull": lambda t: all_gather(pkt.empty(N, dtype=t), mode="pull"),
     "all_gather push of columns": lambda t: all_gather(
-        tensor(512, 2056, dtype=t), pkt.empty(512, 8224, dtype=t), dim=1
+        tensor(512, 2056, dtype=t), pkt.empty(512, 8224, dtype=t), dim=1, mode="push"
     ),
-    "all_gather pull of columns": lambda t: all_gather(pkt.empty(512, 2056, dtype=t), dim=1),
+    "all_gather pull of columns": lambda t: all_gather(pkt.empty(512, 2056, dtype=t), dim=1, mode="pull"),
     "reduce_scatter": lambda t: reduce_scatter(tensor(8 * N, dtype=t)),
     "reduce_scatter pull": lambda t: reduce_scatter(pkt.empty(4 * N, dtype=t), mode="pull"),
     "reduce_scatter push min": lambda t: reduce_scatter(tensor(512, 8224, dtype=t), dim=1, op="min"),
@@ -142,7 +142,8 @@ def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pyte
 
 
 UNEVEN = {
-    "all_gather": lambda t: all_gather(tensor(512, 1001, dtype=t), pkt.empty(512, 4004, dtype=t), dim=1),
+    "all_gather": lambda t: all_gather(tensor(512, 1001, dtype=t), pkt.empty(512, 4004, dtype=t), dim=1, mode="push"),
+    "all_gather low_latency": lambda t: all_gather(tensor(512, 1001, dtype=t), dim=1, mode="low_latency"),
     "reduce_scatter": lambda t: reduce_scatter(pkt.empty(512, 4004, dtype=t), dim=1, mode="pull"),
     "reduce_scatter push": lambda t: reduce_scatter(tensor(8192, 4004, dtype=t), dim=1),
     "all_reduce two_shot_push": lambda t: all_reduce(pkt.empty(8 * N + 1, dtype=t), mode="two_shot_push"),

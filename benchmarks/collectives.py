@@ -69,6 +69,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt default, captured": {},
     },
     "all-gather": {
+        "pkt low-latency": {"mode": "low_latency"},
         "pkt push": {"mode": "push"},
         "pkt pull": {"mode": "pull"},
         "pkt copy": {"mode": "copy"},
@@ -106,6 +107,9 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
     messages, squares, sequences = ({"8 KiB": 8192}, (64,), {"32": 32}) if quick else (MESSAGES, SQUARES, SEQUENCES)
     found: dict[str, dict[str, Any]] = {
         f"all-reduce {name}": {"kind": "all-reduce", "shape": [n // 2]} for name, n in messages.items()
+    }
+    found |= {
+        f"all-gather {name}": {"kind": "all-gather", "shape": [n // 2]} for name, n in messages.items() if n <= SMALL
     }
     for N in squares:
         for kind in ("all-gather", "reduce-scatter"):

@@ -273,11 +273,17 @@ def gather_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- host
-class _Way(NamedTuple):
-    """Where words come to, and the launch that moves them."""
+class _Space(NamedTuple):
+    """Where words come to."""
 
     slots: SymmetricTensor
     counters: SymmetricTensor
+
+
+class _Way(NamedTuple):
+    """That, and the launch that moves them."""
+
+    space: _Space
     third: int
     BLOCK: int
     start: Callable[..., Any]
@@ -290,11 +296,11 @@ def _way(call: str, world: World, kernel: Any, x: torch.Tensor, part: int, slots
     # Slots for each size: a launch then puts into every word of its half, so the flag that it finds in a word is that
     # of the launch before the last, or in the first two launches, which are 1 and 2, the 0 that the memory is filled
     # with. `zeros` returns when every rank's is filled.
-    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
-        space = zeros(2, max(slots, 1), third, 4, dtype=torch.int32, name=f"{call}.slots", world=world)
-        return space, signals(1, name=f"{call}.launches", world=world)
+    def make() -> _Space:
+        filled = zeros(2, max(slots, 1), third, 4, dtype=torch.int32, name=f"{call}.slots", world=world)
+        return _Space(filled, signals(1, name=f"{call}.launches", world=world))
 
-    space, counters = world.workspace((call, "flagged", slots, third), make)
+    space = world.workspace((call, "flagged", slots, third), make)
     if block:
         words = triton.next_power_of_2(max(block * x.element_size() // (4 * VALUES), 1))
     else:
@@ -302,7 +308,7 @@ def _way(call: str, world: World, kernel: Any, x: torch.Tensor, part: int, slots
         words = min(max(share, LEAST_BLOCK), MOST_BLOCK, triton.next_power_of_2(third))
     grid = (_common.num_programs(world, triton.cdiv(third, words)),)
     start = cooperative_launch(world, kernel, grid, num_warps=max(1, min(words, MOST_BLOCK) // 32))
-    return _Way(space, counters, third, words, start)
+    return _Way(space, third, words, start)
 
 
 def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int | None) -> _common.Launch:
@@ -314,7 +320,7 @@ def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int
     way = _way("all_reduce", world, kernel, x, part, size if shots == 1 else 2 * (size - 1), block)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, way.slots, way.counters, n, part, way.third, world.device, op, way.BLOCK)
+        way.start(x, out, *way.space, n, part, way.third, world.device, op, way.BLOCK)
         return out
 
     return launch
@@ -331,7 +337,7 @@ def gather_launch(world: World, x: torch.Tensor, run: int, block: int | None) ->
     way = _way("all_gather", world, gather_kernel, x, part, world.size - 1, block)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, way.slots, way.counters, n, run, way.third, world.device, way.BLOCK)
+        way.start(x, out, *way.space, n, run, way.third, world.device, way.BLOCK)
         return out
 
     return launch

@@ -317,9 +317,9 @@ class UnfusedScatter(Scatter):
 
 
 class UnfusedReduce(Reduce):
-    """cuBLAS before all_reduce, of more than its low-latency forms take."""
+    """cuBLAS before all_reduce."""
 
-    mode, own, m, n = "unfused", True, 1024, 1536
+    mode, own, m, n = "unfused", True, 64, 513
 
 
 PROGRAMS: dict[str, type[Program]] = {

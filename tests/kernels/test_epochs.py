@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_reduce import all_reduce
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
@@ -39,10 +40,15 @@ def product_reduce(world: Any, launch: int, num_comm_sms: int) -> None:
     assert torch.equal(got, sum(a @ b for a, b in operands)), launch
 
 
-def reduce_words(world: Any, launch: int, n: int) -> None:
+def reduce_words(world: Any, launch: int, mode: Any) -> None:
+    everybody = [values((20,), s) for s in seeds(world, launch)]
+    got = all_reduce(everybody[world.rank], mode=mode, block=16)
+    assert torch.equal(got, sum(values((20,), s) for s in seeds(world, launch))), launch
+
+
+def gather_words(world: Any, launch: int, n: int) -> None:
     everybody = [values((n,), s) for s in seeds(world, launch)]
-    got = all_reduce(everybody[world.rank], mode="low_latency", block=16)
-    assert torch.equal(got, sum(values((n,), s) for s in seeds(world, launch))), launch
+    assert torch.equal(all_gather(everybody[world.rank], mode="low_latency"), torch.cat(everybody)), launch
 
 
 def set_launches(world: Any, launches: int) -> None:
@@ -67,7 +73,9 @@ def set_launches(world: Any, launches: int) -> None:
 @pytest.mark.parametrize(
     ("operator", "form"),
     [
-        (reduce_words, 20),
+        (reduce_words, "low_latency"),
+        (reduce_words, "low_latency_two_shot"),
+        (gather_words, 20),
         (product_push, "rows"),
         (product_push, "columns"),
         (product_scatter, "add"),

@@ -35,6 +35,8 @@ it is chosen. 16 KiB take 7.1 us in one and 8.3 in two on 2 x H200, benchmarks/r
 FLAG_BYTES = 1_000_000
 """Flags that a rank sends in the time of the barriers that they save: as far as there are no more, a flagged form is
 chosen. In that file 1 MiB takes 11.7 and 11.8 us, and 14.1 without flags."""
+LEAST_ROOM = 256
+"""Words of the least memory for them."""
 LEAST_BLOCK, MOST_BLOCK = 128, 512
 """Words that a program moves at a time, one a thread: a thread waits for its words one after the other."""
 
@@ -136,10 +138,12 @@ def _reduced(
 def one_shot_kernel(
     x_ptr,  # (n,) this rank's
     out_ptr,  # (n,) this rank's; may be x
-    slots_ptr,  # int32 (2, size, third, 4) on every rank; rank r puts [:, r] of all, halves by the launch's parity
+    slots_ptr,  # int32 (2, room, 4) on every rank; of a half, by the launch's parity, (size, third, 4) is used, of
+    # which rank r puts [r] of all
     flags_ptr,  # of this rank; only its launch counter is used
     n,
     part,  # int32 of x, all of them
+    room,
     third,  # of them, rounded up: words
     world,
     OP: tl.constexpr,
@@ -152,7 +156,7 @@ def one_shot_kernel(
     t = tl.cast(pid, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = _thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
     launch = sync.peek_epoch(flags_ptr)
-    half = slots_ptr + tl.cast(launch & 1, tl.int64) * world.size * third * 4
+    half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
     mine = half + tl.cast(world.rank, tl.int64) * third * 4
     for _ in range(pid, tl.cdiv(third, BLOCK), programs):
         for i in tl.static_range(1, world.size + 1):  # to myself too: every rank adds in the same order
@@ -173,11 +177,12 @@ def one_shot_kernel(
 def two_shot_kernel(
     x_ptr,  # (n,) this rank's
     out_ptr,  # (n,) this rank's; may be x
-    slots_ptr,  # int32 (2, 2, size - 1, third, 4) on every rank; rank + d puts [:, :, d - 1], first part `rank` of its
-    # x, then its part of the sum; halves by the launch's parity
+    slots_ptr,  # int32 (2, room, 4) on every rank; of a half, by the launch's parity, (2, size - 1, third, 4) is used,
+    # of which rank + d puts [:, d - 1], first part `rank` of its x, then its part of the sum
     flags_ptr,  # of this rank; only its launch counter is used
     n,
     part,  # int32 of x that a rank reduces: rank r those from r * part on
+    room,
     third,  # of them, rounded up: words
     world,
     OP: tl.constexpr,
@@ -191,7 +196,7 @@ def two_shot_kernel(
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth  # elements in an int32
     blocks = tl.cdiv(third, BLOCK)
     launch = sync.peek_epoch(flags_ptr)
-    half = slots_ptr + tl.cast(launch & 1, tl.int64) * 2 * PEERS * third * 4
+    half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
     sums = half + tl.cast(PEERS, tl.int64) * third * 4
     for block in range(pid, blocks, programs):
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -233,10 +238,12 @@ def two_shot_kernel(
 def gather_kernel(
     x_ptr,  # (n / run, run) this rank's
     out_ptr,  # (n / run, size, run) this rank's; x may be [:, rank] of it
-    slots_ptr,  # int32 (2, size - 1, third, 4) on every rank; rank + d puts [:, d - 1], halves by the launch's parity
+    slots_ptr,  # int32 (2, room, 4) on every rank; of a half, by the launch's parity, (size - 1, third, 4) is used, of
+    # which rank + d puts [d - 1]
     flags_ptr,  # of this rank; only its launch counter is used
     n,
     run,
+    room,
     third,  # of the int32 of x, rounded up: words
     world,
     BLOCK: tl.constexpr,
@@ -250,7 +257,7 @@ def gather_kernel(
     x = _thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
     launch = sync.peek_epoch(flags_ptr)
     words = tl.cast(third, tl.int64)  # of a slot
-    half = slots_ptr + tl.cast(launch & 1, tl.int64) * PEERS * words * 4
+    half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
     for _ in range(pid, tl.cdiv(third, BLOCK), programs):
         for i in tl.static_range(1, world.size):
             at = half + ((PEERS - i) * words + t) * 4  # to the peer, I am rank + size - i
@@ -284,23 +291,26 @@ class _Way(NamedTuple):
     """That, and the launch that moves them."""
 
     space: _Space
+    room: int
     third: int
     BLOCK: int
     start: Callable[..., Any]
 
 
-def _way(call: str, world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, block: int | None) -> _Way:
+def _way(world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, block: int | None) -> _Way:
     """For `part` int32 of x, in `slots` slots for each of two launches; `block` elements a program at a time."""
     third = triton.cdiv(part, 3)
+    room = max(triton.next_power_of_2(slots * third), LEAST_ROOM)
 
-    # Slots for each size: a launch then puts into every word of its half, so the flag that it finds in a word is that
-    # of the launch before the last, or in the first two launches, which are 1 and 2, the 0 that the memory is filled
-    # with. `zeros` returns when every rank's is filled.
+    # One for all launches that need as much, whatever they move: they count in turn, and in each every rank takes from
+    # every other. A launch finds in a word the flag of an earlier one, or the 0 that the memory is filled with, where
+    # launches count from 1; after 2^32 of them that could be its own, in a word that none of them has used. `zeros`
+    # returns when every rank's is filled.
     def make() -> _Space:
-        filled = zeros(2, max(slots, 1), third, 4, dtype=torch.int32, name=f"{call}.slots", world=world)
-        return _Space(filled, signals(1, name=f"{call}.launches", world=world))
+        filled = zeros(2, room, 4, dtype=torch.int32, name="kernels.flagged", world=world)
+        return _Space(filled, signals(1, name="kernels.flagged launches", world=world))
 
-    space = world.workspace((call, "flagged", slots, third), make)
+    space = world.workspace(("pkt.kernels", "flagged", room), make)
     if block:
         words = triton.next_power_of_2(max(block * x.element_size() // (4 * VALUES), 1))
     else:
@@ -308,7 +318,7 @@ def _way(call: str, world: World, kernel: Any, x: torch.Tensor, part: int, slots
         words = min(max(share, LEAST_BLOCK), MOST_BLOCK, triton.next_power_of_2(third))
     grid = (_common.num_programs(world, triton.cdiv(third, words)),)
     start = cooperative_launch(world, kernel, grid, num_warps=max(1, min(words, MOST_BLOCK) // 32))
-    return _Way(space, third, words, start)
+    return _Way(space, room, third, words, start)
 
 
 def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int | None) -> _common.Launch:
@@ -317,10 +327,10 @@ def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int
     n, size = x.numel(), world.size
     part = triton.cdiv(triton.cdiv(n * x.element_size(), 4), 1 if shots == 1 else size)
     kernel: Any = one_shot_kernel if shots == 1 else two_shot_kernel
-    way = _way("all_reduce", world, kernel, x, part, size if shots == 1 else 2 * (size - 1), block)
+    way = _way(world, kernel, x, part, size if shots == 1 else 2 * (size - 1), block)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, *way.space, n, part, way.third, world.device, op, way.BLOCK)
+        way.start(x, out, *way.space, n, part, way.room, way.third, world.device, op, way.BLOCK)
         return out
 
     return launch
@@ -334,10 +344,10 @@ def gather_launch(world: World, x: torch.Tensor, run: int, block: int | None) ->
         wanted = "a whole of less than 2^31 elements with mode 'low_latency'"
         raise ShapeError.argument("all_gather", "x", tuple(x.shape), wanted, world.rank)
     part = triton.cdiv(n * x.element_size(), 4)
-    way = _way("all_gather", world, gather_kernel, x, part, world.size - 1, block)
+    way = _way(world, gather_kernel, x, part, world.size - 1, block)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, *way.space, n, run, way.third, world.device, way.BLOCK)
+        way.start(x, out, *way.space, n, run, way.room, way.third, world.device, way.BLOCK)
         return out
 
     return launch

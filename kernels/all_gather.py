@@ -104,9 +104,9 @@ def all_gather(
     mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`, "low_latency" elements of 16 or 32 bits; None
     takes that as far as `_low_latency.gathers` goes, else push where `out` is symmetric, and copy from COPIED_BYTES of
     it on unless a block is given. block: elements a program moves at a time, a power of two; none with "copy". Of
-    symmetric memory low_latency keeps 8 / 3 * (size - 1) times x's bytes for each size of x, the others nothing for
-    data. Returns `out`, complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
-    CollectiveMismatch.
+    symmetric memory low_latency keeps 8 / 3 * (size - 1) times x's bytes, rounded up to a power of two, each power once
+    and with all_reduce; the others nothing for data. Returns `out`, complete; `x` may be overwritten at once. Raises
+    NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block))

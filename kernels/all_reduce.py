@@ -13,8 +13,8 @@ two_shot_push: as two_shot, but each rank stores its blocks into their owners' i
 copy: as two_shot, moved by the copy engines, see _copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
-All add in fp32 and round once; both low-latency forms and one_shot add in the order 0, 1, ... on every rank, so all
-ranks hold the same bits in each form. Minimum and maximum keep a NaN of any rank, except in multimem: what a switch
+All add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks hold
+the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: what a switch
 makes of one is not documented; and it has them for 16-bit floats only. Barriers of the programs of one index on all
 ranks: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block of a
 program).
@@ -196,12 +196,12 @@ def all_reduce(
     and rounded once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes what
     `low_latency` says, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
     the tensors are 16-byte aligned, else two_shot, from TWO_SHOT_PUSH_BYTES on two_shot_push and from COPIED_BYTES on
-    copy. Of symmetric memory low_latency keeps 8 / 3 * size times x's bytes for each size of x, low_latency_two_shot
-    16 / 3 times, two_shot_push 2 * (size - 1) blocks a program for each block and grid, copy x's bytes less a part for
-    each size of part. block: elements a program moves at a time, a power of two; copy: that it adds. chunks: with
-    "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of _copy_reduce where None. Returns `out` (or
-    x), complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported,
-    CollectiveMismatch.
+    copy. Of symmetric memory low_latency keeps 8 / 3 * size times x's bytes, low_latency_two_shot 16 / 3 times, rounded
+    up to a power of two, each power once and with all_gather; two_shot_push 2 * (size - 1) blocks a program for each
+    block and grid, copy x's bytes less a part for each size of part. block: elements a program moves at a time, a power
+    of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of
+    _copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at once. Raises NotSymmetric,
+    ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     out = x if out is None else out

@@ -124,7 +124,8 @@ class Scene:
 
     def taking(self, flag: int, mask: bool = True) -> Thread:
         """A thread that takes WORD, and every APART int32 from there one more; its results are `thread.found()`."""
-        pairs = re.findall(r"mov\.b64 \{(%r\d+), (%r\d+)\}, low\d;\s*mov\.b64 \{(%r\d+), flag\d\}, high", self.text)
+        low = re.findall(r"mov\.b64 \{(%r\d+), (%r\d+)\}, low\d", self.text)
+        high = re.findall(r"mov\.b64 \{(%r\d+), flag\d\}, high\d", self.text)
         registers = {
             re.search(r"mov\.b64 at0, (%rd\d+)", self.text)[1]: WORD,
             re.search(r"shl\.b64 there, (%rd\d+), 2", self.text)[1]: APART,
@@ -136,7 +137,7 @@ class Scene:
         for axis in "xyz":
             registers[f"%ctaid.{axis}"], registers[f"%nctaid.{axis}"] = 0, 1
         thread = Thread(self.text, registers, self.memory, lambda: self.time)
-        thread.found = lambda: [tuple(thread.registers[value] for value in values) for values in pairs]
+        thread.found = lambda: [tuple(thread.registers[x] for x in (a, b, c)) for (a, b), c in zip(low, high)]
         return thread
 
     def put(self, rank: int, data: tuple[int, int, int], flag: int) -> None:

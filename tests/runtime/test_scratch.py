@@ -218,7 +218,7 @@ def test_operators_make_theirs_again():
                 kept = list(world.plans.values())[-1]
             assert free(world) == before
         assert not world.plans
-        with pytest.raises(UseAfterFree, match=r"all_reduce.slots.* the end of world.scratch\(\)"):
+        with pytest.raises(UseAfterFree, match=r"kernels.flagged.* the end of world.scratch\(\)"):
             kept(x, y)
         world.barrier()
 

@@ -29,7 +29,7 @@ from pkt.simulate.sites import site, site_of
 UNINTERRUPTED = 4096  # accesses of one program after which others run too, and after which it may count as stuck
 REPEATS = 64  # loads of one word that count as one poll of a spin
 
-FLAGGED = np.dtype([("values", np.uint32, VALUES), ("flag", np.uint32)])
+FLAGGED = np.dtype([("values", np.int32, VALUES), ("flag", np.uint32)])
 FLAG = 4 * VALUES  # the flag's byte in a word
 
 _ALL = {1: np.arange(1)}  # flat positions of a whole block, for the commonest size
@@ -264,7 +264,7 @@ class SimulatedDevice:
         words = np.empty(ptr.handle.data.shape, FLAGGED)
         words["flag"] = _scalar(flag) & 0xFFFFFFFF
         for i, value in enumerate(values):
-            words["values"][..., i] = value.handle.data
+            words["values"][..., i] = value.handle.data if isinstance(value, tl.tensor) else _signed(value)
         for access, where in parts:
             data = words if where is ... else words.reshape(-1)[where]
             if event == m.faults.delay:
@@ -275,11 +275,12 @@ class SimulatedDevice:
             self.detector.publish(access.first(), None, task, "system")  # no clock: only the time of arrival
 
     def _flagged(self, words: np.ndarray, mask: Any, call: str) -> list:
+        parts = self._resolve(words, mask, FLAGGED.itemsize, call)
         astray = words[(words % FLAGGED.itemsize != 0) & (True if mask is None else mask)]
         if astray.size:
             at = int(astray.flat[0])
             raise ValueError(f"{call}: {self.m.space.find(at).element(at)} is not at a multiple of 16 bytes")
-        return self._resolve(words, mask, FLAGGED.itemsize, call)
+        return parts
 
     def _arrive(self, late: Pending) -> None:
         late.commit()
@@ -300,7 +301,7 @@ class SimulatedDevice:
     def _take(self, words: np.ndarray, mask: Any, flag: int, compare: bool, at: Site) -> list[np.ndarray]:
         """The values of the words, once each has the flag, or at once."""
         m, task = self.m, self.m.current
-        out = np.zeros((FLAGGED["values"].shape[0], words.size), np.int32)
+        out = np.zeros((VALUES, words.size), np.int32)
         for access, where in self._flagged(words, mask, "take_flagged"):
             self._own_stores(access)
             while compare:

@@ -306,6 +306,22 @@ def test_a_word_that_is_not_at_a_multiple_of_16_bytes_is_refused() -> None:
     assert "[2] is not at a multiple of 16 bytes" in str(report.findings[0])
 
 
+@triton.jit
+def constants_kernel(slots, out, world):
+    pl.put_flagged(slots, (7, -8, 9), 1, 0, world)
+    for j in tl.static_range(3):
+        tl.store(out + j, pl.take_flagged(slots, 1, world)[j])
+
+
+def test_what_is_put_may_be_constants() -> None:
+    def run(world: Any) -> None:
+        out = torch.zeros(3, dtype=torch.int32)
+        constants_kernel[(1,)](pkt.zeros(4, dtype=torch.int32), out, world.device)
+        assert out.tolist() == [7, -8, 9]
+
+    pkt.simulate(run, 1, seeds=3, sms=1).check()
+
+
 def test_a_late_put_is_no_error() -> None:
     for signal in outcome(exchange, 2).machine.census.signals:
         for seed in (0, 1):

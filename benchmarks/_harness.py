@@ -6,6 +6,7 @@ A row is one measured figure with its unit, the runs behind it, and the limit it
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -74,10 +75,11 @@ def progress(cases: Iterable[Any], what: str) -> Iterator[Any]:
 
 
 def host() -> dict[str, Any]:
-    """The machine, the versions and the commit: what somebody needs to measure the same thing again."""
+    """The machine and the versions: what somebody needs to measure the same thing again."""
     versions = {"python": platform.python_version()}
-    for name in ("pkt-triton", "triton", "torch", "numpy", "greenlet"):
-        versions[name] = importlib.metadata.version(name)
+    for name in ("pkt-triton", "triton", "torch", "numpy", "greenlet", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -94,7 +96,7 @@ def write(name: str, rows: list[Row], **more: Any) -> Path:
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "commit": os.environ.get("PKT_COMMIT") or _commit(),  # a measured copy may lack its history
+        "commit": commit(),
         "host": host(),
         **more,
         "rows": [asdict(r) | {"held": r.held} for r in rows],
@@ -134,13 +136,16 @@ def _gpus() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
-def _commit() -> str:
-    """The commit, with "+" if tracked files differ from it; "" outside a repository."""
+def commit() -> str:
+    """The commit, with "+" if tracked files differ from it; "" outside a repository. PKT_COMMIT says it for a measured
+    copy, which may lack its history."""
+    if said := os.environ.get("PKT_COMMIT"):
+        return said
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    commit = git("rev-parse", "--short=12", "HEAD")
+    head = git("rev-parse", "--short=12", "HEAD")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "pkt", "kernels", "benchmarks/*.py")
-    return commit + ("+" if changed else "")
+    return head + ("+" if changed else "")

@@ -7,18 +7,14 @@ folder has those.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks._harness import _commit
+from benchmarks._harness import commit, host
 from benchmarks._report import picture
 
 AGAINST = {3: 2}  # ranks -> with how many what they take is compared
@@ -46,18 +42,23 @@ def record(name: str, rows: list[dict[str, Any]], ranks: int, targets: dict[str,
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": os.environ.get("PKT_COMMAND") or " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "commit": os.environ.get("PKT_COMMIT") or _commit(),  # a measured copy may lack its history
-        "host": _host(),
+        "commit": commit(),
+        "host": host(),
         "ranks": ranks,
         "rows": report,
         "measured": rows,
     }
 
 
+def _machine(found: dict[str, Any]) -> dict[str, Any]:
+    """Its host, but for the memory, of which some show more the more is in use."""
+    return {name: what for name, what in found["host"].items() if name != "memory_gib"}
+
+
 def against(fewer: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of a results file: what pkt's default takes of what it took in `fewer`, of fewer ranks; held to the bytes
     that leave a GPU of what left one there. Nothing where the two are of different hosts or commits."""
-    if any(fewer[name] != now[name] for name in ("host", "commit")):
+    if fewer["commit"] != now["commit"] or _machine(fewer) != _machine(now):
         return []
     right = [
         {(r["case"], r["variant"]): r for r in record["measured"] if r.get("error") is not None and "ms" in r}
@@ -93,12 +94,3 @@ def write(folder: Path, title: str, made: dict[str, Any], text: str) -> None:
     stem.with_suffix(".md").write_text(text)
     with contextlib.suppress(ImportError):
         picture(title, made["measured"], stem.with_suffix(".png"))
-
-
-def _host() -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"gpus": gpus, "cores": len(os.sched_getaffinity(0)), "system": platform.machine(), "versions": versions}

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pkt
-from benchmarks import _harness
+from benchmarks._harness import RESULTS, commit, host
 from benchmarks._process_group import ENVIRONMENT
-from benchmarks._results import _host
 from benchmarks._run import HEAP
 from pkt.errors import PktError
 from pkt.tune.command import Layer, search_layer
@@ -78,7 +77,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="no case is begun after these")
     parser.add_argument("--sizes", default="", help="some of them, as 4096,8192")
     parser.add_argument("--operators", default="", help="some of them, by name")
-    parser.add_argument("--out", type=Path, default=_harness.RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     end = time.monotonic() + given.seconds
@@ -117,8 +116,8 @@ def _write(folder: Path, what: str, found: list[dict[str, Any]], ranks: int) -> 
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": os.environ.get("PKT_COMMAND") or " ".join(["python", "-m", "benchmarks.exhaustive", *sys.argv[1:]]),
-        "commit": os.environ.get("PKT_COMMIT") or _harness._commit(),
-        "host": _host(),
+        "commit": commit(),
+        "host": host(),
         "ranks": ranks,
         "cases": found,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import statistics
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pkt
 from benchmarks import _command, _job, _run, runtime
 from benchmarks._case import Case
 from benchmarks._check import BOUND
-from benchmarks._results import against
+from benchmarks._results import against, record, write
 from benchmarks._timing import PASSES, Settings
 from benchmarks.operators import SHARES
 from pkt import bench
@@ -63,6 +64,20 @@ def test_three_ranks_are_held_to_two_by_the_bytes() -> None:
     assert (row["low"], row["high"]) == (0.3125, 5.0)
     assert not against(of(2, 1.0, 3.0), of(3, 1.5, 4.0))[0]["held"]
     assert against(of(2, 1.0, 3.0, commit="d"), of(3, 1.25, 4.0)) == []
+
+
+def test_a_results_file_says_what_it_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for ranks, ms in ((2, 1.0), (3, 1.2)):
+        row = {"case": "N", "variant": "pkt default", "ms": ms, "low": ms, "high": ms, "runs": 20}
+        rows = [row | {"error": 0.0, "ratio": 0.5 / ms, "bytes": ranks}]
+        write(tmp_path, "Title", record("collectives", rows, ranks, {"N": 0.45}), "table\n")
+        assert (tmp_path / f"collectives_{ranks}.md").read_text() == "table\n"
+    made = json.loads((tmp_path / "collectives_3.json").read_text())
+    assert {"gpus", "cores", "versions"} <= set(made["host"])
+    assert {row["case"]: row["held"] for row in made["rows"]} == {
+        "N, pkt default": None, "N, limit / time of pkt default": False, "N, time of pkt default / on 2 ranks": True,
+    }  # fmt: skip
+    assert "N, time of pkt default / on 2 ranks: 1.20, by the bytes 1.50" in capsys.readouterr().out
 
 
 def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

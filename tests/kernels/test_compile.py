@@ -172,6 +172,9 @@ def test_low_latency(
     assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128 word", ptx)) == words * shots
     assert ptx.count("// pkt.wait") == shots
     assert set(re.findall(r"\b(?:min|max)\.(\S*?)b?f(?:16|32)", ptx)) == {"NaN."}
+    # every thread has looked at the launch counter before one of them counts
+    looked, counted = ptx.index("ld.relaxed.sys.global.b64"), re.search(r"atom\S*add\S*64", ptx).start()
+    assert "bar.sync" in ptx[looked:counted]
     # neither barrier between ranks nor fence; the atomics at gpu scope are the launch counter's
     outside = re.sub(r"// pkt\.wait.*?// end inline asm", "", ptx, flags=re.S)
     assert not re.search(r"fence|(atom|red)\S*\.sys", outside)

@@ -35,6 +35,8 @@ it is chosen. 16 KiB take 7.1 us in one and 8.3 in two on 2 x H200, benchmarks/r
 FLAG_BYTES = 1_000_000
 """Flags that a rank sends in the time of the barriers that they save: as far as there are no more, a flagged form is
 chosen. In that file 1 MiB takes 11.7 and 11.8 us, and 14.1 without flags."""
+MOST_RANKS = 8
+"""More of which have but one shot and small blocks by default: a thread takes a word of each rank, all at once."""
 LEAST_ROOM = 256
 """Words of the least memory for them."""
 LEAST_BLOCK, MOST_BLOCK = 128, 512
@@ -43,7 +45,7 @@ LEAST_BLOCK, MOST_BLOCK = 128, 512
 
 def gathers(nbytes: int, size: int) -> bool:
     """Whether x of so many bytes is gathered so by default."""
-    return nbytes * (max(size, 2) - 1) / 3 <= FLAG_BYTES
+    return size <= MOST_RANKS and nbytes * (max(size, 2) - 1) / 3 <= FLAG_BYTES
 
 
 def shots(nbytes: int, size: int) -> int:
@@ -53,7 +55,9 @@ def shots(nbytes: int, size: int) -> int:
     twice = 2 * once / size
     if twice / 3 > FLAG_BYTES:
         return 0
-    return 1 if 4 / 3 * (once - twice) <= FLIGHT_BYTES else 2
+    if 4 / 3 * (once - twice) <= FLIGHT_BYTES:
+        return 1
+    return 2 if size <= MOST_RANKS else 0
 
 
 # ------------------------------------------------------------------------------------------------------- device
@@ -315,7 +319,8 @@ def _way(world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, bloc
         words = triton.next_power_of_2(max(block * x.element_size() // (4 * VALUES), 1))
     else:
         share = triton.next_power_of_2(triton.cdiv(third, _common.num_programs(world, third)))
-        words = min(max(share, LEAST_BLOCK), MOST_BLOCK, triton.next_power_of_2(third))
+        most = MOST_BLOCK if world.size <= MOST_RANKS else LEAST_BLOCK
+        words = min(max(share, LEAST_BLOCK), most, triton.next_power_of_2(third))
     grid = (_common.num_programs(world, triton.cdiv(third, words)),)
     start = cooperative_launch(world, kernel, grid, num_warps=max(1, min(words, MOST_BLOCK) // 32))
     return _Way(space, room, third, words, start)

@@ -102,11 +102,11 @@ def all_gather(
     x: contiguous, the same shape and dtype on every rank. out: x's shape with size times its dimension `dim`, of x's
     dtype; a new tensor where None. Unless pulled, `x` may be this rank's own place in `out` where that is contiguous.
     mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`, "low_latency" elements of 16 or 32 bits; None
-    takes that as far as `_low_latency.gathers` goes, else push where `out` is symmetric, and copy from COPIED_BYTES of
-    it on unless a block is given. block: elements a program moves at a time, a power of two; none with "copy". Of
-    symmetric memory low_latency keeps 8 / 3 * (size - 1) times x's bytes, rounded up to a power of two, each power once
-    and with all_reduce; the others nothing for data. Returns `out`, complete; `x` may be overwritten at once. Raises
-    NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    takes that as far as `_low_latency.gathers` goes, where one of the two is symmetric, else push where `out` is, and
+    copy from COPIED_BYTES of it on unless a block is given. block: elements a program moves at a time, a power of two;
+    none with "copy". Of symmetric memory low_latency keeps 8 / 3 * (size - 1) times x's bytes, rounded up to a power of
+    two, each power once and with all_reduce; the others nothing for data. Returns `out`, complete; `x` may be
+    overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block))
@@ -156,9 +156,10 @@ def _plan(
 
 
 def _chosen(x: torch.Tensor, out: torch.Tensor | None, block: int | None, world: World) -> Mode:
-    """What mode None takes."""
-    if isinstance(x, torch.Tensor) and x.dtype in FLAGGED and _low_latency.gathers(x.nbytes, world.size):
-        return "low_latency"
+    """What mode None takes. One of the two has to be symmetric, as it must where there is more to gather."""
+    if isinstance(x, SymmetricTensor) or isinstance(out, SymmetricTensor):
+        if isinstance(x, torch.Tensor) and x.dtype in FLAGGED and _low_latency.gathers(x.nbytes, world.size):
+            return "low_latency"
     return chosen(out, block, COPIED_BYTES)
 
 

@@ -164,6 +164,8 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         *((1 << 21, size, shots) for size, shots in ((2, 1), (3, 2), (4, 0), (8, 0))),
         (1 << 22, 2, 0),
         (1 << 22, 1, 0),
+        *((1 << 14, size, shots) for size, shots in ((9, 1), (16, 1), (72, 0))),  # a thread holds a word of each
+        *((1 << 17, size, 0) for size in (9, 72)),
     ],
 )
 def test_as_far_as_flags_and_flights_go(nbytes: int, size: int, shots: int) -> None:

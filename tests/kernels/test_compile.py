@@ -180,6 +180,13 @@ def test_low_latency(
     assert not re.search(r"fence|(atom|red)\S*\.sys", outside)
 
 
+@pytest.mark.parametrize("ranks", [16, 32])
+def test_low_latency_of_many_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launch = launched(lambda w: all_reduce(pkt.empty(1 << 12, dtype=torch.bfloat16)), ranks, False, monkeypatch)
+    ptx = compile_checked(launch, 90, tmp_path).asm["ptx"]
+    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128 word", ptx)) == ranks
+
+
 def with_bias(wanted: bool, n: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"bias": tensor(n, dtype=dtype)} if wanted else {}
 

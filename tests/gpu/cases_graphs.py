@@ -319,7 +319,7 @@ class UnfusedScatter(Scatter):
 class UnfusedReduce(Reduce):
     """cuBLAS before all_reduce."""
 
-    mode, own, m, n = "unfused", True, 64, 513
+    mode, own, m, n = "unfused", True, 64, 257
 
 
 PROGRAMS: dict[str, type[Program]] = {

@@ -36,7 +36,8 @@ FLAG_BYTES = 1_000_000
 """Flags that a rank sends in the time of the barriers that they save: as far as there are no more, a flagged form is
 chosen. In that file 1 MiB takes 11.7 and 11.8 us, and 14.1 without flags."""
 MOST_RANKS = 8
-"""More of which have but one shot and small blocks by default: a thread takes a word of each rank, all at once."""
+"""More of which have but one shot by default, and gather without flags: a thread takes a word of each rank, all at
+once."""
 LEAST_ROOM = 256
 """Words of the least memory for them."""
 LEAST_BLOCK, MOST_BLOCK = 128, 512
@@ -319,8 +320,7 @@ def _way(world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, bloc
         words = triton.next_power_of_2(max(block * x.element_size() // (4 * VALUES), 1))
     else:
         share = triton.next_power_of_2(triton.cdiv(third, _common.num_programs(world, third)))
-        most = MOST_BLOCK if world.size <= MOST_RANKS else LEAST_BLOCK
-        words = min(max(share, LEAST_BLOCK), most, triton.next_power_of_2(third))
+        words = min(max(share, LEAST_BLOCK), MOST_BLOCK, triton.next_power_of_2(third))
     grid = (_common.num_programs(world, triton.cdiv(third, words)),)
     start = cooperative_launch(world, kernel, grid, num_warps=max(1, min(words, MOST_BLOCK) // 32))
     return _Way(space, room, third, words, start)

@@ -1,10 +1,11 @@
 """What the Gluon forms of the fused matmuls share: a product in specialised warps, with the tiles' way out left open.
 
-A program has a loader warp, eight consumer warps (two warpgroups) and a storer warp, all running at once. What is
-loaded goes through a ring of STAGES slots of BLOCK_K columns of A and BLOCK_K rows of B. A finished tile goes, half of
-it, through an outbox, the other half through a slot that the ring lends, and the storer sends both where they belong
-while the next tile is computed. An outbox for all of it would cost a slot for good: with three of them the loads of
-128 x 256 tiles come late.
+A program has a loader warp, two consumers of four warps (a warpgroup each) and a storer warp, all running at once. What
+is loaded goes through a ring of STAGES slots of BLOCK_K columns of A and BLOCK_K rows of B. Each consumer computes half
+of a tile's rows; the second begins behind the first, and else they do not wait for each other, so while one finishes
+its half the tensor cores have the other's products. The first's half goes through an outbox, the second's through a
+slot that the ring lends, and the storer sends both where they belong while the next tile is computed. An outbox for all
+of it would cost a slot for good: with three of them the loads of 128 x 256 tiles come late.
 
 Written for Triton 3.6 (`check`): later versions renamed parts of Gluon.
 """
@@ -37,9 +38,13 @@ from ._matmul import Tiles, activate, stored
 
 MAX_PEERS = 7
 """Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
-CONSUMER_WARPS = 8
-REGISTERS = 64
-"""A thread of the other warps."""
+CONSUMERS = gl.constexpr(2)
+CONSUMER_WARPS = 4
+"""Of each."""
+SWIZZLED = gl.constexpr(64)
+"""Columns of 16 bits that shared memory holds side by side."""
+REGISTERS = gl.constexpr([216, 64, 64])
+"""A thread of the second consumer, the loader and the storer; the first has what is left."""
 SHARED = 232448
 """Bytes of shared memory that a program may have on sm_90."""
 
@@ -74,7 +79,7 @@ def open_ring(
         b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
     else:
         b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
-    return a_ring, b_ring, open_barriers(STAGES), open_barriers(STAGES)
+    return a_ring, b_ring, open_barriers(STAGES), open_barriers(STAGES, CONSUMERS)
 
 
 @gluon.jit
@@ -94,8 +99,10 @@ def narrowed(
 
 @gluon.jit
 def open_outbox(dtype: gl.constexpr, HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Room for half a finished tile, and the barriers of `hand_over`."""
-    return gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N // 2], HALF), open_barriers(1), open_barriers(1)
+    """Room for half a finished tile, and the barriers of `hand_over` (each half is there; the room is free) and of
+    `in_turn`."""
+    room = gl.allocate_shared_memory(dtype, [BLOCK_M // CONSUMERS, BLOCK_N], HALF)
+    return room, open_barriers(CONSUMERS), open_barriers(1), open_barriers(2)
 
 
 @gluon.jit
@@ -106,11 +113,11 @@ def slot_of_b(ring, slot, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def open_barriers(COUNT: gl.constexpr):
-    """`COUNT` barriers for one arrival each."""
+def open_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """`COUNT` barriers for so many arrivals each."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=1)
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
 
 
@@ -152,51 +159,70 @@ def load_partial(
 ):
     """Fill the slots of steps `it` and `it` + 1 with the halves of a tile of partial sums, which begins at `row`."""
     _, _, full, _ = ring
-    for h in gl.static_range(2):
+    for h in gl.static_range(CONSUMERS):
         slot = acquire(it + h, ring, STAGES)
-        mbarrier.expect(full.index(slot), BLOCK_M * BLOCK_N)
+        mbarrier.expect(full.index(slot), BLOCK_M // CONSUMERS * BLOCK_N * 2)
         where = half_of_b(it + h, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-        tma.async_copy_global_to_shared(desc, [row, h * (BLOCK_N // 2)], full.index(slot), where)
+        tma.async_copy_global_to_shared(desc, [row + h * (BLOCK_M // CONSUMERS), 0], full.index(slot), where)
 
 
 @gluon.jit
 def half_of_b(it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
     """A slot's part for B, seen as half a tile."""
     _, b_ring, _, _ = ring
-    return slot_of_b(ring, it % STAGES, STAGES)._reinterpret(b_ring.dtype, [BLOCK_M, BLOCK_N // 2], HALF)
+    return slot_of_b(ring, it % STAGES, STAGES)._reinterpret(b_ring.dtype, [BLOCK_M // CONSUMERS, BLOCK_N], HALF)
 
 
 @gluon.jit
-def add_half(part, it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
-    """Half a tile, fp32, plus what `load_partial` has put into the slot of step `it`, which is then free."""
+def add_partial(
+    CONSUMER: gl.constexpr, half, it, ring,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Half a tile, fp32, plus its half of what `load_partial` has put into the slots of steps `it` and `it` + 1, which
+    are then free. Each consumer waits for both: a barrier that one had not waited for could be two phases on."""
     _, _, full, empty = ring
-    mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
-    part += half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF).load(part.type.layout).to(gl.float32)
-    fence_async_shared()
-    mbarrier.arrive(empty.index(it % STAGES), count=1)
-    return part
+    for h in gl.static_range(CONSUMERS):
+        mbarrier.wait(full.index((it + h) % STAGES), ((it + h) // STAGES) & 1)
+        if h == CONSUMER:
+            half += half_of_b(it + h, ring, BLOCK_M, BLOCK_N, STAGES, HALF).load(half.type.layout).to(gl.float32)
+            fence_async_shared()
+        mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
+    return half
+
+
+@gluon.jit
+def in_turn(CONSUMER: gl.constexpr, n, ahead):
+    """The second consumer begins its n-th tile behind the first, which nothing but the time depends on: side by side
+    they would finish their halves at once, and the tensor cores would stand still. Two barriers, because the first may
+    be two tiles ahead."""
+    if CONSUMER == 0:
+        mbarrier.arrive(ahead.index(n & 1), count=1)
+    else:
+        mbarrier.wait(ahead.index(n & 1), (n >> 1) & 1)
 
 
 @gluon.jit
 def multiply(
-    it, steps, ring, place, t, where, PLACE: gl.constexpr, TRANSPOSED: gl.constexpr,
+    CONSUMER: gl.constexpr, it, n, steps, ring, ahead, place, t, where, PLACE: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The product of `steps` slots of the ring from step `it` on: its two halves of columns, fp32. One product is in
-    flight while the next begins; a slot is free when the one after it has begun. And PLACE(t, *where), in the stead of
+    """A consumer's half of the product of `steps` slots of the ring from step `it` on, fp32. One product is in flight
+    while the next begins; a slot is free when the one after it has begun. And PLACE(t, *where), in the stead of
     `place`: it divides, which takes long, so while the first product is in flight."""
     a_ring, _, full, empty = ring
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
-    acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+    acc = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
+    in_turn(CONSUMER, n, ahead)
     for k in range(steps):
         slot = it % STAGES
         mbarrier.wait(full.index(slot), (it // STAGES) & 1)
         y = slot_of_b(ring, slot, STAGES)
         if TRANSPOSED:
             y = y.permute([1, 0])
-        acc = warpgroup_mma(a_ring.index(slot), y, acc, is_async=True)
+        acc = warpgroup_mma(a_ring.index(slot).slice(CONSUMER * ROWS, ROWS), y, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         if k > 0:
             mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
@@ -205,23 +231,19 @@ def multiply(
         it += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
-    HALF: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N // 2, 16]
-    )
-    left, right = acc.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute(0, 2, 1).split()
-    return gl.convert_layout(left, HALF), gl.convert_layout(right, HALF), place
+    return acc, place
 
 
 @gluon.jit
 def consume(
-    it, n, begin, end, ring, outbox, where, bias, N, K, PLACE: gl.constexpr, PARTIALS: gl.constexpr,
-    EPILOGUE: gl.constexpr, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    CONSUMER: gl.constexpr, it, n, begin, end, ring, outbox, where, bias, N, K, PLACE: gl.constexpr,
+    PARTIALS: gl.constexpr, EPILOGUE: gl.constexpr, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumers, from step `it` of the ring and hand-over n on, for every tile from `begin` to `end` that is this
-    program's; returns the next of both. PLACE(t, *where): tile t's column of tiles times 2, plus 1 if it is mine to
-    finish; below zero where there is none. With PARTIALS, to a tile of mine so many are added that the loader has put
-    behind it; the others go out as they are."""
+    """One consumer, from step `it` of the ring and hand-over n on, for every tile from `begin` to `end` that is
+    this program's; returns the next of both. PLACE(t, *where): tile t's column of tiles times 2, plus 1 if it is mine
+    to finish; below zero where there is none. With PARTIALS, to a tile of mine so many are added that the loader has
+    put behind it; the others go out as they are."""
     steps = gl.cdiv(K, BLOCK_K)
     # One number: of two that come out of the loop in `multiply`, Triton's loop-aware CSE takes one for the first's.
     following = begin
@@ -233,18 +255,18 @@ def consume(
         if place < 0:
             following = PLACE(after, *where)
         else:
-            left, right, following = multiply(
-                it, steps, ring, place, after, where, PLACE, TRANSPOSED, BLOCK_M, BLOCK_N, STAGES, WARPS
-            )
+            half, following = multiply(
+                CONSUMER, it, n, steps, ring, outbox[3], place, after, where, PLACE, TRANSPOSED,
+                BLOCK_M, BLOCK_N, STAGES, WARPS,
+            )  # fmt: skip
             it += steps
             mine = place & 1
             if PARTIALS > 0:
                 for _ in range(mine * PARTIALS):
-                    left = add_half(left, it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-                    right = add_half(right, it + 1, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-                    it += 2
-            hand_over(left, right, it, n, ring, outbox, mine, bias, (place >> 1) * BLOCK_N, N, EPILOGUE, HALF,
-                      BLOCK_M, BLOCK_N, STAGES)  # fmt: skip
+                    half = add_partial(CONSUMER, half, it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+                    it += CONSUMERS
+            hand_over(CONSUMER, half, it, n, ring, outbox, mine, bias, (place >> 1) * BLOCK_N, N, EPILOGUE, HALF,
+                      BLOCK_M, BLOCK_N, STAGES, WARPS)  # fmt: skip
             it += 1
             n += 1
     return it, n
@@ -252,42 +274,53 @@ def consume(
 
 @gluon.jit
 def consume_all(
-    tiles, ring, outbox, where, bias, N, K, PLACE: gl.constexpr, PARTIALS: gl.constexpr, EPILOGUE: gl.constexpr,
-    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    CONSUMER: gl.constexpr, tiles, ring, outbox, where, bias, N, K, PLACE: gl.constexpr, PARTIALS: gl.constexpr,
+    EPILOGUE: gl.constexpr, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumers, for this program's share of `tiles`."""
+    """One consumer, for this program's share of `tiles`."""
     it = 0
     n = 0
-    consume(it, n, first_tile(), tiles, ring, outbox, where, bias, N, K, PLACE, PARTIALS, EPILOGUE, HALF, TRANSPOSED,
-            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
+    consume(CONSUMER, it, n, first_tile(), tiles, ring, outbox, where, bias, N, K, PLACE, PARTIALS, EPILOGUE, HALF,
+            TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
 
 
 @gluon.jit
 def hand_over(
-    left, right, it, n, ring, outbox, mine, bias, col, N, EPILOGUE: gl.constexpr, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, half, it, n, ring, outbox, mine, bias, col, N, EPILOGUE: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """This program's n-th tile, whose first column is `col`, into the outbox, once the one before has been taken, and
-    into the slot lent at step `it`. Then the storer is told."""
+    """A consumer's half, fp32, of this program's n-th tile, whose first column is `col`, once the tile before has been
+    taken: the first's into the outbox, the second's into the slot lent at step `it`. Then the storer is told."""
     _, _, full, _ = ring
-    part, ready, taken = outbox
+    room, ready, taken, _ = outbox
     mbarrier.wait(taken.index(0), (n & 1) ^ 1)
-    store_half(left, part, mine, bias, col, N, EPILOGUE, BLOCK_N)
-    mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
-    part = half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-    store_half(right, part, mine, bias, col + BLOCK_N // 2, N, EPILOGUE, BLOCK_N)
+    if CONSUMER == 1:
+        mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
+        room = half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+    if BLOCK_N < 2 * SWIZZLED:
+        store_finished(half, room, mine, bias, col, N, EPILOGUE, BLOCK_N)
+    else:  # not all of it at once, for want of registers
+        PART: gl.constexpr = BLOCK_N // 2
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PART, 16]
+        )
+        parts = half.reshape([BLOCK_M // CONSUMERS, 2, PART]).permute(0, 2, 1).split()
+        for p in gl.static_range(2):
+            store_finished(gl.convert_layout(parts[p], LAYOUT), room.slice(p * PART, PART, 1), mine, bias,
+                           col + p * PART, N, EPILOGUE, PART)  # fmt: skip
     fence_async_shared()
-    mbarrier.arrive(ready.index(0), count=1)
+    mbarrier.arrive(ready.index(CONSUMER), count=1)
 
 
 @gluon.jit
-def store_half(part, where, mine, bias, col, N, EPILOGUE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Half a tile, fp32, into the outbox; with bias and epilogue if it is mine to finish. Not yet for TMA to see."""
+def store_finished(part, where, mine, bias, col, N, EPILOGUE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Columns of a tile, fp32, into shared memory; with bias and epilogue if it is mine to finish. Not yet for TMA to
+    see."""
     if (bias is not None) or (EPILOGUE != "none"):
         if mine:
             if bias is not None:
-                cols = col + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, part.type.layout))
+                cols = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, part.type.layout))
                 part += gl.load(bias + cols, mask=cols < N, other=0).to(gl.float32)[None, :]
             part = activate(part, EPILOGUE)
     where.store(part.to(where.dtype))
@@ -295,25 +328,28 @@ def store_half(part, where, mine, bias, col, N, EPILOGUE: gl.constexpr, BLOCK_N:
 
 @gluon.jit
 def take_over(
-    it, n, ring, outbox, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr
-):
-    """The storer's side of `hand_over`: the halves of the tile."""
-    part, ready, _ = outbox
-    mbarrier.wait(ready.index(0), n & 1)
-    return part, half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+    CONSUMER: gl.constexpr, it, n, ring, outbox, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The storer's side of `hand_over`: that half of the tile, once it is there."""
+    room, ready, _, _ = outbox
+    mbarrier.wait(ready.index(CONSUMER), n & 1)
+    if CONSUMER == 1:
+        room = half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
+    return room
 
 
 @gluon.jit
 def taken_over(it, ring, outbox, STORES: gl.constexpr, STAGES: gl.constexpr):
-    """What the storer has sent since `take_over`, the right half first and then the left one in STORES copies, has been
-    read: the slot is free, and then the outbox. The ring is short of a slot until then, which while all programs send
+    """What the storer has sent since `take_over`, the first half and then the second one in STORES copies, has been
+    read: the outbox is free, and then the slot. The ring is short of a slot until then, which while all programs send
     is as long as half a tile takes on the links."""
     _, _, _, empty = ring
-    _, _, taken = outbox
+    _, _, taken, _ = outbox
     tma.store_wait(STORES)
-    mbarrier.arrive(empty.index(it % STAGES), count=1)
-    tma.store_wait(0)
     mbarrier.arrive(taken.index(0), count=1)
+    tma.store_wait(0)
+    mbarrier.arrive(empty.index(it % STAGES), count=CONSUMERS)
 
 
 @gluon.jit
@@ -380,8 +416,8 @@ def check_tiles(call: str, tiles: Tiles, world: World) -> None:
     used = shared_bytes(tiles)
     wanted = (
         f"blocks of {' or '.join(map(str, BLOCKS))}" if tiles[:3] not in BLOCKS
-        else f"{CONSUMER_WARPS} warps and their registers, as it is by default"
-        if (tiles.num_warps, tiles.maxnreg) != (CONSUMER_WARPS, Tiles().maxnreg)
+        else f"{Tiles().num_warps} warps and their registers, as it is by default"
+        if (tiles.num_warps, tiles.maxnreg) != (Tiles().num_warps, Tiles().maxnreg)
         else "group at least 1" if tiles.group < 1
         else f"at least 3 stages in {SHARED} bytes of shared memory" if tiles.num_stages < 3 or used > SHARED
         else ""
@@ -418,6 +454,11 @@ def peer_descriptors(tensors: Sequence[torch.Tensor], unused: torch.Tensor, bloc
     """Descriptors for the MAX_PEERS that a kernel takes: of `tensors`, and of `unused` where there are fewer."""
     described = [descriptor(tensor, block) for tensor in tensors]
     return described + [descriptor(unused, block)] * (MAX_PEERS - len(described))
+
+
+def half_block(tiles: Tiles) -> tuple[int, int]:
+    """A consumer's half of a tile."""
+    return tiles.block_m // CONSUMERS.value, tiles.block_n
 
 
 @functools.cache

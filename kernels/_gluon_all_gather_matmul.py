@@ -37,6 +37,7 @@ from pkt.runtime.world import World
 from . import _common, _copies
 from ._gluon import (
     CONSUMER_WARPS,
+    CONSUMERS,
     REGISTERS,
     TILES,
     check,
@@ -45,6 +46,7 @@ from ._gluon import (
     descriptor,
     first_tile,
     grouped,
+    half_block,
     layout,
     lend,
     load_step,
@@ -265,19 +267,20 @@ def _load(
 
 @gluon.jit
 def _compute(
-    rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN: gl.constexpr, EPILOGUE: gl.constexpr,
-    HALF: gl.constexpr, HALF_PART: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPS: gl.constexpr,
+    CONSUMER: gl.constexpr, rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN: gl.constexpr,
+    EPILOGUE: gl.constexpr, HALF: gl.constexpr, HALF_PART: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     it = 0
     n = 0
     begin, end, where = rounds
-    it, n = consume(it, n, begin, end, ring, outbox, where, bias, N, K, COLUMN, 0, EPILOGUE, HALF, TRANSPOSED,
+    it, n = consume(CONSUMER, it, n, begin, end, ring, outbox, where, bias, N, K, COLUMN, 0, EPILOGUE, HALF, TRANSPOSED,
                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
     if SPLIT > 1:
         begin, end, where = left
-        consume(it, n, begin, end, narrow, outbox_part, where, bias, N, K, COLUMN, 0, EPILOGUE, HALF_PART, TRANSPOSED,
-                BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, WARPS)  # fmt: skip
+        consume(CONSUMER, it, n, begin, end, narrow, outbox_part, where, bias, N, K, COLUMN, 0, EPILOGUE, HALF_PART,
+                TRANSPOSED, BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, WARPS)  # fmt: skip
 
 
 @gluon.jit
@@ -288,11 +291,11 @@ def _store_share(
     for v in range(begin, end, gl.num_programs(0)):
         source, i, j, _own = _place(v, *where)
         it += gl.cdiv(K, BLOCK_K)
-        halves = take_over(it, n, ring, outbox, BLOCK_M, BLOCK_N, STAGES, HALF)
-        for h in gl.static_range(1, -1, -1):
+        for h in gl.static_range(CONSUMERS):
+            part = take_over(h, it, n, ring, outbox, HALF, BLOCK_M, BLOCK_N, STAGES)
             # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
-            part = halves[h]._reinterpret(halves[h].dtype, [1, BLOCK_M, BLOCK_N // 2], c.layout)
-            tma.async_copy_shared_to_global(c, [source, i * BLOCK_M, j * BLOCK_N + h * (BLOCK_N // 2)], part)
+            part = part._reinterpret(part.dtype, [1, BLOCK_M // CONSUMERS, BLOCK_N], c.layout)
+            tma.async_copy_shared_to_global(c, [source, i * BLOCK_M + h * (BLOCK_M // CONSUMERS), j * BLOCK_N], part)
         taken_over(it, ring, outbox, 1, STAGES)
         it += 1
         n += 1
@@ -327,8 +330,8 @@ def gluon_push_kernel(
     # which links and memory take fastest; halves by the parity of the launch. If COPIED (size * m, K)
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     b_part,  # the same, blocks of BLOCK_K and BLOCK_N / SPLIT
-    c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M x BLOCK_N / 2
-    c_part,  # the same, blocks of 1 x BLOCK_M x BLOCK_N / SPLIT / 2
+    c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M / 2 x BLOCK_N
+    c_part,  # the same, blocks of 1 x BLOCK_M / 2 x BLOCK_N / SPLIT
     d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, ...; those past size - 1 are not used
     ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts how often rank r has pushed each chunk. If
     # COPIED, as _copies.Gathering has it
@@ -343,7 +346,7 @@ def gluon_push_kernel(
     rows,  # m; 0 where, for measurements, nothing is computed
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SPLIT: gl.constexpr, CHUNK: gl.constexpr, HALF: gl.constexpr, HALF_PART: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, CHUNK: gl.constexpr, HALF: gl.constexpr, HALF_PART: gl.constexpr,
     TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
     COPIED: gl.constexpr,  # by copy engines: this kernel only computes
     LEAVE_OUT: gl.constexpr,  # for measurements: "wait" is left out, "" nothing
@@ -357,12 +360,9 @@ def gluon_push_kernel(
     ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     narrow = narrowed(ring, b_part, TRANSPOSED, BLOCK_N, BLOCK_K, STAGES, SPLIT)
     outbox = open_outbox(a.dtype, HALF, BLOCK_M, BLOCK_N)
-    half, handed, taken = outbox
-    outbox_part = (
-        half._reinterpret(a.dtype, [SPLIT, BLOCK_M, BLOCK_N // SPLIT // 2], HALF_PART).index(0),
-        handed,
-        taken,
-    )
+    room, there, taken, ahead = outbox
+    part = room._reinterpret(a.dtype, [SPLIT, BLOCK_M // CONSUMERS, BLOCK_N // SPLIT], HALF_PART).index(0)
+    outbox_part = (part, there, taken, ahead)
     push = (m, num_comm, push_rows)
     if (world.size > 1) and (not COPIED):
         # The slots of the ring: the loader pushes with those for A, the storer with those for B.
@@ -381,15 +381,17 @@ def gluon_push_kernel(
     COLUMN: gl.constexpr = _column
     gl.warp_specialize(
         [
-            (_compute, (rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN, EPILOGUE, HALF, HALF_PART,
-                        TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
+            (_compute, (0, rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN, EPILOGUE, HALF,
+                        HALF_PART, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
+            (_compute, (1, rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN, EPILOGUE, HALF,
+                        HALF_PART, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
             (_load, (push, rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world,
                      TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, COPIED, LEAVE_OUT)),
             (_store, (push, rounds, left, a, c, c_part, ring, narrow, outbox, outbox_part, ready_ptr, K, epoch, world,
                       HALF, HALF_PART, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, COPIED)),
         ],
-        [1, 1],
-        [REGISTERS, REGISTERS],
+        [num_warps, 1, 1],
+        REGISTERS,
     )  # fmt: skip
 
 
@@ -480,9 +482,8 @@ def push_launch(
     constants = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
         "GROUP": tiles.group, "SPLIT": plan.split, "CHUNK": chunk,
-        "HALF": layout(dtype, tiles.block_m, tiles.block_n // 2),
-        "HALF_PART": layout(dtype, part.block_m, part.block_n // 2), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
-        "EPILOGUE": epilogue, "COPIED": copied,
+        "HALF": layout(dtype, *half_block(tiles)), "HALF_PART": layout(dtype, *half_block(part)),
+        "TRANSPOSED": transposed, "EPILOGUE": epilogue, "COPIED": copied,
         "LEAVE_OUT": "wait" if leave_out in ("wait", "push") or size == 1 else "", "num_warps": CONSUMER_WARPS,
     }  # fmt: skip
     blocks_of_a, blocks_of_b, parts_of_b = (
@@ -491,7 +492,7 @@ def push_launch(
         weights_descriptor(b, part),
     )
     stacked = out.view(size, m, N)
-    halves, half_parts = (descriptor(stacked, (1, t.block_m, t.block_n // 2)) for t in (tiles, part))
+    halves, half_parts = (descriptor(stacked, (1, *half_block(t))) for t in (tiles, part))
 
     start = cooperative_launch(world, gluon_push_kernel, (programs,), **constants)
 

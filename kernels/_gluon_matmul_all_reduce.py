@@ -33,6 +33,7 @@ from pkt.runtime.world import World
 from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
+    CONSUMERS,
     NARROW,
     REGISTERS,
     TILES,
@@ -42,6 +43,7 @@ from ._gluon import (
     descriptor,
     first_tile,
     grouped,
+    half_block,
     layout,
     lend,
     load_partial,
@@ -119,15 +121,15 @@ def _store(
         d, place, i, j = _tile(t, *where)
         if j >= 0:
             it += gl.cdiv(K, BLOCK_K) + gl.where(d == 0, 2 * (world.size - 1), 0)
-            halves = take_over(it, n, ring, outbox, BLOCK_M, BLOCK_N, STAGES, HALF)
-            for h in gl.static_range(1, -1, -1):
-                part = halves[h]
+            for h in gl.static_range(CONSUMERS):
+                part = take_over(h, it, n, ring, outbox, HALF, BLOCK_M, BLOCK_N, STAGES)
+                down = h * (BLOCK_M // CONSUMERS)
                 if d == 0:
-                    at = [i * BLOCK_M, j * BLOCK_N + h * (BLOCK_N // 2)]
+                    at = [i * BLOCK_M + down, j * BLOCK_N]
                     tma.async_copy_shared_to_global(out, at, part)
                     to_peers(outs, at, part, world.size)
                 else:
-                    at = [((d - 1) * count + place) * BLOCK_M, h * (BLOCK_N // 2)]
+                    at = [((d - 1) * count + place) * BLOCK_M + down, 0]
                     to_peer(inboxes, d, at, part, world.size)
             if d == 0:
                 taken_over(it, ring, outbox, world.size, STAGES)
@@ -151,9 +153,9 @@ def _store(
 def gluon_two_shot_kernel(
     a,  # (M, K) this rank's, blocks of BLOCK_M x BLOCK_K
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
-    inbox,  # ((size - 1) * count * BLOCK_M, BLOCK_N) this rank's, blocks of BLOCK_M x BLOCK_N / 2: the `count` tiles
+    inbox,  # ((size - 1) * count * BLOCK_M, BLOCK_N) this rank's, blocks of BLOCK_M / 2 x BLOCK_N: the `count` tiles
     # that a rank owns at most, from rank - 1, then from rank - 2, ...
-    out,  # (M, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2
+    out,  # (M, N) this rank's, blocks of BLOCK_M / 2 x BLOCK_N
     i1, i2, i3, i4, i5, i6, i7,  # the inboxes of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
     o1, o2, o3, o4, o5, o6, o7,  # the outputs of the same
     ready_ptr,  # int32 ((size - 1) * count + 1,) on every rank: [d - 1, p] signalled by rank - d when its part of tile
@@ -165,7 +167,7 @@ def gluon_two_shot_kernel(
     lag,  # tiles that a rank's own are behind the others': from 1 to count
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
+    HALF: gl.constexpr, TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
@@ -180,15 +182,17 @@ def gluon_two_shot_kernel(
     PLACE: gl.constexpr = _place
     gl.warp_specialize(
         [
-            (consume_all, (places, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE, HALF, TRANSPOSED,
-                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (consume_all, (0, places, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE, HALF,
+                           TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (consume_all, (1, places, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE, HALF,
+                           TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
             (_load, (a, b, inbox, ring, ready_ptr, places, N, K, where, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES)),
             (_store, (out, (i1, i2, i3, i4, i5, i6, i7), (o1, o2, o3, o4, o5, o6, o7), ring, outbox, ready_ptr, places,
                       tiles, K, where, epoch, world, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)),
         ],
-        [1, 1],
-        [REGISTERS, REGISTERS],
+        [num_warps, 1, 1],
+        REGISTERS,
     )  # fmt: skip
 
 
@@ -260,7 +264,7 @@ def two_shot_launch(
         return _Space(inbox, signals(places + 1, name=f"{CALL}.gluon.ready", world=world))
 
     space = world.workspace((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
-    block, part = (tiles.block_m, tiles.block_k), (tiles.block_m, tiles.block_n // 2)
+    block, part = (tiles.block_m, tiles.block_k), half_block(tiles)
 
     def described(tensor: SymmetricTensor) -> list:
         theirs = [tensor.peer((world.rank + d) % size) for d in range(1, size)]
@@ -271,7 +275,7 @@ def two_shot_launch(
     result, *outs = described(out)
     constants = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
-        "GROUP": tiles.group, "HALF": layout(dtype, *part), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
+        "GROUP": tiles.group, "HALF": layout(dtype, *part), "TRANSPOSED": transposed,
         "EPILOGUE": epilogue, "num_warps": CONSUMER_WARPS,
     }  # fmt: skip
     here = out.plain()

@@ -35,6 +35,7 @@ from pkt.runtime.world import World
 from . import _common, _copies
 from ._gluon import (
     CONSUMER_WARPS,
+    CONSUMERS,
     REGISTERS,
     TILES,
     check,
@@ -43,6 +44,7 @@ from ._gluon import (
     descriptor,
     first_tile,
     grouped,
+    half_block,
     layout,
     lend,
     load_partial,
@@ -126,15 +128,15 @@ def _store(
         d, index, i, j = _tile(t, num_m, num_n, lag, world.size, GROUP)
         row = ((half + d - 1) * tiles + index) * BLOCK_M  # in the inbox of rank + d, or in what is copied there
         it += gl.cdiv(K, BLOCK_K) + gl.where(d == 0, 2 * PEERS, 0)
-        halves = take_over(it, n, ring, outbox, BLOCK_M, BLOCK_N, STAGES, HALF)
-        for h in gl.static_range(1, -1, -1):
-            col = h * (BLOCK_N // 2)
+        for h in gl.static_range(CONSUMERS):
+            part = take_over(h, it, n, ring, outbox, HALF, BLOCK_M, BLOCK_N, STAGES)
+            down = h * (BLOCK_M // CONSUMERS)
             if d == 0:
-                tma.async_copy_shared_to_global(out, [i * BLOCK_M, j * BLOCK_N + col], halves[h])
+                tma.async_copy_shared_to_global(out, [i * BLOCK_M + down, j * BLOCK_N], part)
             elif COPIED:
-                tma.async_copy_shared_to_global(peers[0], [row, col], halves[h])
+                tma.async_copy_shared_to_global(peers[0], [row + down, 0], part)
             else:
-                to_peer(peers, d, [row, col], halves[h], world.size)
+                to_peer(peers, d, [row + down, 0], part, world.size)
         taken_over(it, ring, outbox, 1, STAGES)
         if LEAVE_OUT != "links":
             if d > 0:
@@ -154,10 +156,10 @@ def _store(
 def gluon_inbox_kernel(
     a,  # (size * m, K) this rank's, blocks of BLOCK_M x BLOCK_K
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
-    inbox,  # (2 * (size - 1) * tiles * BLOCK_M, BLOCK_N) this rank's, blocks of BLOCK_M x BLOCK_N / 2: a tile is one
+    inbox,  # (2 * (size - 1) * tiles * BLOCK_M, BLOCK_N) this rank's, blocks of BLOCK_M / 2 x BLOCK_N: a tile is one
     # piece of memory, where links and memory take it fastest, at its place in the order of computing; halves by the
     # parity of the launch, of which rank - d stores the (d - 1)-th part. If COPIED one half
-    out,  # (m, N) this rank's, blocks of BLOCK_M x BLOCK_N / 2
+    out,  # (m, N) this rank's, blocks of BLOCK_M / 2 x BLOCK_N
     d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, rank + 2, ...; those past size - 1 are not used. If
     # COPIED d1 is what this rank's engine copies there, as large as one half
     ready_ptr,  # int32 (size - 1, parcels) on every rank; rank - d signals [d - 1, t // parcel] when tile t is in the
@@ -170,7 +172,7 @@ def gluon_inbox_kernel(
     parcel,  # tiles that a counter stands for: 1 unless COPIED
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    HALF: gl.constexpr, REGISTERS: gl.constexpr, TRANSPOSED: gl.constexpr,
+    HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     EPILOGUE: gl.constexpr,
     COPIED: gl.constexpr,  # by copy engines
     LEAVE_OUT: gl.constexpr,  # for measurements: "links" leaves out waits and signals, "" nothing
@@ -189,15 +191,17 @@ def gluon_inbox_kernel(
     PLACE: gl.constexpr = _place
     gl.warp_specialize(
         [
-            (consume_all, (world.size * num_m * num_n, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE,
-                        HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (consume_all, (0, world.size * num_m * num_n, ring, outbox, where, bias, N, K, PLACE, world.size - 1,
+                           EPILOGUE, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
+            (consume_all, (1, world.size * num_m * num_n, ring, outbox, where, bias, N, K, PLACE, world.size - 1,
+                           EPILOGUE, HALF, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
             (_load, (a, b, inbox, ring, ready_ptr, m, N, K, lag, parcel, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, COPIED, LEAVE_OUT)),
             (_store, (out, (d1, d2, d3, d4, d5, d6, d7), ring, outbox, ready_ptr, m, N, K, lag, parcel, epoch, world,
                       HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, COPIED, LEAVE_OUT)),
         ],
-        [1, 1],
-        [REGISTERS, REGISTERS],
+        [num_warps, 1, 1],
+        REGISTERS,
     )  # fmt: skip
 
 
@@ -301,11 +305,11 @@ def inbox_launch(
         way = _copied(world, dtype, count, tiles, copies)
     else:
         way = _stored(world, m, N, dtype, count, tiles, leave_out)
-    block, part = (tiles.block_m, tiles.block_k), (tiles.block_m, tiles.block_n // 2)
+    block, part = (tiles.block_m, tiles.block_k), half_block(tiles)
     inbox, targets = descriptor(way.inbox, part), peer_descriptors(way.targets, way.inbox, part)
     constants = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
-        "GROUP": tiles.group, "HALF": layout(dtype, *part), "REGISTERS": REGISTERS, "TRANSPOSED": transposed,
+        "GROUP": tiles.group, "HALF": layout(dtype, *part), "TRANSPOSED": transposed,
         "EPILOGUE": epilogue, "COPIED": copied, "LEAVE_OUT": leave_out, "num_warps": CONSUMER_WARPS,
     }  # fmt: skip
     tiles_of_a, tiles_of_b, parts_of_out = descriptor(a, block), weights_descriptor(b, tiles), descriptor(out, part)

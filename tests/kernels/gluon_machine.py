@@ -71,6 +71,9 @@ class Shared:
         assert np.shares_memory(view, self.data)
         return Shared(view)
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data[(slice(None),) * dim + (slice(start, start + length),)])
+
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.data.transpose(order))
 

@@ -21,7 +21,8 @@ from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as scatter  # noqa: E402
 
-BM, BN, BK = 8, 8, 4  # (BN // 2) * BM = BK * BN: half a tile fits where a step of B was
+BM, BN, BK = 8, 8, 4  # (BM // 2) * BN = BK * BN: half a tile fits where a step of B was
+HALF, SWIZZLED = (BM // 2, BN), 2
 SIZES = [(1, 16, 16, 16), (2, 16, 24, 16), (3, 8, 8, 20), (4, 24, 16, 12), (4, 13, 10, 18)]  # (ranks, m, N, K)
 
 Functions = dict[str, Any]
@@ -33,6 +34,7 @@ def ready(module: ModuleType, size: int, programs: int, seed: int, broken: Broke
     """A machine, and the functions of a form to run there."""
     machine = Machine(size, programs, seed)
     functions = as_python([gluon, module], machine)
+    functions["SWIZZLED"] = SWIZZLED  # tiles are small here
     if broken:
         broken(functions)
     return machine, functions
@@ -77,7 +79,7 @@ def run_push(
     chunk = cdiv(K, BK) * BK if copied else chunk
     options = {
         "CHUNK": chunk, "SPLIT": split, "GROUP": 2, "STAGES": stages, "HALF": None, "HALF_PART": None,
-        "COPIED": copied, "REGISTERS": 72, "EPILOGUE": "relu" if finish else "none", "LEAVE_OUT": "", "num_warps": 8,
+        "COPIED": copied, "EPILOGUE": "relu" if finish else "none", "LEAVE_OUT": "", "num_warps": 4,
         "TRANSPOSED": transposed,
     }  # fmt: skip
     rng = np.random.default_rng(seed)
@@ -97,7 +99,7 @@ def run_push(
         arguments = (
             Descriptor(a[rank][e], BM, BK), Descriptor(inbox[rank], BM, BK),
             weights(weight, transposed, width), weights(weight, transposed, width // split),
-            Descriptor(out, 1, BM, width // 2), Descriptor(out, 1, BM, width // split // 2),
+            Descriptor(out, 1, BM // 2, width), Descriptor(out, 1, BM // 2, width // split),
             *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), bias(N, finish),
             m, N, K, min(num_comm, programs) if size > 1 else 0, skip, whole, push_rows, m, world(rank, size, e),
             BM, width, BK,
@@ -171,17 +173,16 @@ def run_inbox(
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
     outs = [[poison(m, N) for _ in range(launches)] for _ in range(size)]
     options = {
-        "STAGES": stages, "GROUP": 2, "HALF": None, "REGISTERS": 72, "LEAVE_OUT": "", "num_warps": 8,
+        "STAGES": stages, "GROUP": 2, "HALF": None, "LEAVE_OUT": "", "num_warps": 4,
         "TRANSPOSED": transposed, "EPILOGUE": "relu" if finish else "none", "COPIED": copied,
     }  # fmt: skip
 
     def launch(rank: int, e: int) -> Callable[[int], None]:
-        part = (BM, BN // 2)
-        owners = [Descriptor(inbox[(rank + d) % size], *part) for d in range(1, size)]
-        owners = [Descriptor(outbox[rank], *part)] if copied else owners
+        owners = [Descriptor(inbox[(rank + d) % size], *HALF) for d in range(1, size)]
+        owners = [Descriptor(outbox[rank], *HALF)] if copied else owners
         arguments = (
-            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(inbox[rank], *part),
-            Descriptor(outs[rank][e], *part), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
+            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(inbox[rank], *HALF),
+            Descriptor(outs[rank][e], *HALF), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
             bias(N, finish), m, N, K, lag, parcel, world(rank, size, e), BM, BN, BK,
         )  # fmt: skip
 
@@ -239,7 +240,7 @@ def run_two_shot(
     launch begins there is looked at."""
     machine, functions = ready(two_shot, size, programs, seed, broken)
     rng = np.random.default_rng(seed)
-    part, count = (BM, BN // 2), cdiv(cdiv(M, BM) * cdiv(N, BN), size)
+    count = cdiv(cdiv(M, BM) * cdiv(N, BN), size)
     inbox = [poison((size - 1) * count * BM, BN) for _ in range(size)]
     outs = [poison(M, N) for _ in range(size)]
     counters = [np.zeros((size - 1) * count + 1, np.int64) for _ in range(size)]
@@ -247,12 +248,12 @@ def run_two_shot(
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
     found: list[list[np.ndarray]] = [[] for _ in range(size)]
     options = {
-        "STAGES": 3, "GROUP": 2, "HALF": None, "REGISTERS": 72, "TRANSPOSED": transposed, "num_warps": 8,
+        "STAGES": 3, "GROUP": 2, "HALF": None, "TRANSPOSED": transposed, "num_warps": 4,
         "EPILOGUE": "relu" if finish else "none",
     }  # fmt: skip
 
     def launch(rank: int, e: int) -> Callable[[int], None]:
-        boxes, results = ([Descriptor(x[(rank + d) % size], *part) for d in range(size)] for x in (inbox, outs))
+        boxes, results = ([Descriptor(x[(rank + d) % size], *HALF) for d in range(size)] for x in (inbox, outs))
         unused = [None] * (8 - size)
         arguments = (
             Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), boxes[0], results[0],

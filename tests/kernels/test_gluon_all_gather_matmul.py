@@ -22,9 +22,9 @@ def test_push_fits(compiling, tmp_path, split, tiles):
     code = sass(launch.kernel, tmp_path)
     widths = sorted({tiles.block_n, tiles.block_n // split})
     found = re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", code)
-    assert sorted(map(int, found)) == [width for width in widths for _ in range(4)]
+    assert sorted(map(int, found)) == [width for width in widths for _ in range(2 * 4)]
     assert len(re.findall(r"UTMASTG\.2D", code)) == 2 * 3  # a unit of each lane, to each peer
-    assert len(re.findall(r"UTMASTG\.3D", code)) == sum(max(width // 64, 2) for width in widths)
+    assert len(re.findall(r"UTMASTG\.3D", code)) == 2 * sum(max(width // 64, 1) for width in widths)
     assert count_markers(launch.ptx)["wait"] == len(widths)
 
 

@@ -11,6 +11,7 @@ between launches: rounds are counted on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -122,6 +123,57 @@ def _count(world: Any, launch: Callable, programs: int, rounds: int, launches: i
     world.barrier()
     assert (stale >= 0).all(), "a program did not finish"
     return Counts(programs * rounds * launches * each, int(stale.sum()))
+
+
+# -- data with their flags ---------------------------------------------------------------------------------------------
+@triton.jit(do_not_specialize=["first", "rounds"])
+def flagged_kernel(
+    box,  # int32 (programs, 2, BLOCK, 4) on every rank; program p receives in box p
+    stale_ptr,  # int32 (programs,) of this rank
+    first,
+    rounds,
+    world,
+    EARLY: tl.constexpr,  # the flag before its data: wrong
+    BLOCK: tl.constexpr,
+):
+    """As `pairs_kernel`, in flagged words, one a thread: a torn one would have the data of two rounds ago. That the
+    partner has put round i + 1 says that it has taken round i."""
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    others: tl.constexpr = world.size - 1
+    distance = pid % others + 1
+    to = (rank + distance) % world.size
+    partner = pid // others * others + world.size - distance - 1
+    offs = tl.arange(0, BLOCK)
+    stale = 0
+    for i in range(first, first + rounds):
+        there, here = 2 * partner + (i & 1), 2 * pid + (i & 1)
+        value, wanted = _value(i, rank, pid, offs), _value(i, to, partner, offs)
+        words = box + (there * BLOCK + offs) * 4
+        if EARLY:
+            pl.store(words + 3, tl.zeros_like(value) + i + 1, to, world)
+            tl.debug_barrier()
+            pl.store(words, value, to, world)
+            pl.store(words + 1, ~value, to, world)
+            pl.store(words + 2, -value, to, world)
+        else:
+            pl.put_flagged(words, (value, ~value, -value), i + 1, to, world)
+        a, b, c = pl.take_flagged(box + (here * BLOCK + offs) * 4, i + 1, world)
+        wrong = tl.sum(((a != wanted) | (b != ~wanted) | (c != -wanted)).to(tl.int32), 0)
+        stale += (wrong > 0).to(tl.int32)
+    tl.store(stale_ptr + pid, stale)
+
+
+def flagged(world: Any, programs: int, rounds: int, launches: int = 2, *, early: bool = False) -> Counts:
+    """Words of 16 bytes are stored and loaded whole."""
+    block = 128
+    programs -= programs % (world.size - 1)
+    box = pkt.zeros(programs, 2, block, 4, dtype=torch.int32)
+
+    def launch(first: int, stale: torch.Tensor) -> None:
+        flagged_kernel[(programs,)](box, stale, first, rounds, world.device, early, block, launch_cooperative_grid=True)
+
+    return _count(world, launch, programs, rounds, launches, each=1)
 
 
 # -- from everybody to everybody ---------------------------------------------------------------------------------------
@@ -287,37 +339,25 @@ def relay(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts:
     return _count(world, launch, programs, rounds, launches, each=1)
 
 
-def _pairs(send: str, receive: str) -> Callable[..., Counts]:
-    def run(world: Any, programs: int, rounds: int) -> Counts:
-        return pairs(world, programs, rounds, send=send, receive=receive)
-
-    return run
-
-
-def _everybody(sync: str) -> Callable[..., Counts]:
-    def run(world: Any, programs: int, rounds: int) -> Counts:
-        return everybody(world, programs, rounds, sync=sync)
-
-    return run
-
-
 LITMUS: dict[str, Callable[..., Counts]] = {
-    "plain stores": _pairs("store", "load"),
-    "TMA stores": _pairs("tma", "load"),
-    "TMA reads after a wait": _pairs("store", "tma"),
-    "TMA both ways": _pairs("tma", "tma"),
-    "TMA reduce-add": _pairs("tma add", "load"),
-    "TMA reduce-add, TMA read": _pairs("tma add", "tma"),
-    "atomic adds": _pairs("atomic add", "load"),
-    "one fence for all": _everybody("signal_all"),
-    "store buffering, barrier": _everybody("barrier"),
-    "store buffering, world barrier": _everybody("world_barrier"),
+    "plain stores": functools.partial(pairs, send="store", receive="load"),
+    "TMA stores": functools.partial(pairs, send="tma", receive="load"),
+    "TMA reads after a wait": functools.partial(pairs, send="store", receive="tma"),
+    "TMA both ways": functools.partial(pairs, send="tma", receive="tma"),
+    "TMA reduce-add": functools.partial(pairs, send="tma add", receive="load"),
+    "TMA reduce-add, TMA read": functools.partial(pairs, send="tma add", receive="tma"),
+    "atomic adds": functools.partial(pairs, send="atomic add", receive="load"),
+    "flagged words": flagged,
+    "one fence for all": functools.partial(everybody, sync="signal_all"),
+    "store buffering, barrier": functools.partial(everybody, sync="barrier"),
+    "store buffering, world barrier": functools.partial(everybody, sync="world_barrier"),
     "store buffering, tickets": tickets,
     "through a third rank": relay,
 }
 """What is tried -> fn(world, programs, rounds), which returns this rank's Counts."""
 
-
-def wrong_order(world: Any, programs: int, rounds: int) -> Counts:
-    """The signal before the data: must be found stale."""
-    return pairs(world, programs, rounds, send="store", receive="load", early=True)
+WRONG: dict[str, Callable[..., Counts]] = {
+    "a signal before its data": functools.partial(pairs, send="store", receive="load", early=True),
+    "a flag before its data": functools.partial(flagged, early=True),
+}
+"""The same of what must be found stale."""

@@ -6,7 +6,7 @@ import pytest
 
 import pkt
 from pkt.errors import DataRace
-from tests.cases_litmus import LITMUS, wrong_order
+from tests.cases_litmus import LITMUS, WRONG
 
 PROGRAMS, ROUNDS = 3, 3
 
@@ -34,11 +34,12 @@ def test_each_part_of_the_synchronisation_is_needed(name: str) -> None:
 
 
 @pytest.mark.parametrize("races", [True, False])
-def test_a_signal_before_its_data_is_found(races: bool) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_stale_is_found(name: str, races: bool) -> None:
     """By the race detector; and by the values alone, as a GPU would show it."""
 
     def early(world: Any) -> None:
-        assert wrong_order(world, PROGRAMS, ROUNDS).stale == 0, "stale messages"
+        assert WRONG[name](world, PROGRAMS, ROUNDS).stale == 0, "stale messages"
 
     report = pkt.simulate(early, ranks=2, seeds=12, heap="1MiB", races=races, max_findings=1)
     (found,) = report.findings

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases_litmus import LITMUS, wrong_order
+from tests.cases_litmus import LITMUS, WRONG
 from tests.gpu.run import launch, on_ranks, scaled
 
 MESSAGES = scaled("MESSAGES", 10**7)
@@ -35,11 +35,12 @@ def test_no_message_is_stale(name: str, ranks: int) -> None:
     assert stale == 0
 
 
-def early(world: Any) -> int:
-    return wrong_order(world, world.num_sms, 2000).stale
+def early(world: Any, name: str) -> int:
+    return WRONG[name](world, world.num_sms, 2000).stale
 
 
 @on_ranks(2, 4)
-def test_a_signal_before_its_data_is_counted(ranks: int) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_stale_is_counted(name: str, ranks: int) -> None:
     """What counts nothing proves nothing."""
-    assert sum(launch(early, ranks)) > 0
+    assert sum(launch(early, ranks, name)) > 0

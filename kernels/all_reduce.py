@@ -60,7 +60,7 @@ TWO_SHOT_PUSH_BYTES = 4 << 20
 16 and 256 MiB, two_shot 16.7, 92 and 1279."""
 COPIED_BYTES = 512 << 20
 """Least x for which mode None takes copy instead of two_shot_push, on two ranks half of it. On 4 x H200 it takes 1204
-us for 256 MiB and 1183 in a captured graph, two_shot_push 1170; on 2, 727 and 763. All these figures are of
+us for 256 MiB and 1183 in a captured graph, two_shot_push 1170; on 2, 728 and 761. All these figures are of
 benchmarks/results/collectives*.json."""
 MOST_PUSHED = 32 << 10
 """Bytes of a block of two_shot_push, at most: with more, registers spill; with 16 KiB 256 MiB take 1198 us."""

@@ -37,7 +37,7 @@ MODES = ("pull", "push", "copy")
 
 COPIED_BYTES = 512 << 20
 """Least x for which mode None takes copy. On 4 x H200 it takes 4.44 ms for 2 GiB, push 4.60, pull 4.85; for 128 MiB
-0.331, 0.306 and 0.318; on 2, 0.230, 0.221 and 0.214: benchmarks/results/collectives*.json."""
+0.331, 0.306 and 0.318; on 2, 0.229, 0.219 and 0.214: benchmarks/results/collectives*.json."""
 PULLED_BYTES = 8192
 """Bytes of a tile of pull. On 4 x H200 it takes 4.85 ms for 2 GiB, in tiles of 16 KiB 4.94."""
 LEAST_PUSHED, MOST_PUSHED, PUSHED_TILES = 1 << 10, 64 << 10, 64

@@ -1,0 +1,255 @@
+"""What the accesses of the simulated programs do to memory.
+
+A plain store stays pending in its program until something makes it visible: an overlapping access of the same program,
+a release, the end of the grid, or the schedule. TMA stores are pending in the async proxy, which a release does not
+wait for: only `drain` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from pkt import errors
+from pkt.simulate import cost
+from pkt.simulate.builder import Tile
+from pkt.simulate.detector import Detector, accessed
+from pkt.simulate.memory import Access, Pending, Strided, Unmapped
+from pkt.simulate.numerics import BITS, encode
+from pkt.simulate.sites import site
+
+UNINTERRUPTED = 4096  # accesses of one program after which others run too, and after which it may count as stuck
+REPEATS = 64  # loads of one word that count as one poll of a spin
+
+
+class Accesses:
+    """Loads and stores, plain and by tiles; `machine.current` says which program's."""
+
+    def __init__(self, machine: Any) -> None:
+        self.m = machine
+        self.detector = Detector(machine)
+
+    @property
+    def rank(self) -> int:
+        return self.m.current.rank
+
+    def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray:
+        self._step(spin=volatile or (addresses.size == 1 and self._repeats(addresses)))
+        parts = self._resolve(addresses, mask, dtype.itemsize, "load")
+        self.m.current.polled = parts[0][0] if parts and addresses.size == 1 else None
+        if len(parts) == 1 and parts[0][1] is ...:
+            access = parts[0][0]
+            assert isinstance(access, Strided)
+            self._before_read(access, "load")
+            return access.view(dtype).copy()
+        out = np.zeros(addresses.size, dtype)
+        for access, where in parts:
+            self._before_read(access, "load")
+            out[where] = access.read(dtype)
+        return out.reshape(addresses.shape)
+
+    def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None:
+        self._step()
+        for access, where in self._resolve(addresses, mask, values.dtype.itemsize, "store"):
+            self._write(access, values if where is ... else values.reshape(-1)[where], "store", is_async=False)
+
+    def load_tile(self, tile: Tile, fill: float) -> np.ndarray:
+        self._step()
+        access = self._tile(tile, "TMA load")
+        if access is not None:
+            self._before_read(access, "TMA load", is_async=True)
+            if tile.shape == tile.box:
+                return access.view(tile.dtype).copy()
+        ty = tile.element
+        empty = encode(np.array(fill), ty) if ty in BITS else np.array(fill).astype(tile.dtype)
+        out = np.full(tile.box, empty, tile.dtype)
+        if access is not None:
+            out[tile.inside] = access.view(tile.dtype)
+        return out
+
+    def store_tile(self, tile: Tile, values: np.ndarray) -> None:
+        self._step()
+        access = self._tile(tile, "TMA store")
+        if access is not None:
+            self._write(access, values[tile.inside], "TMA store", is_async=True)
+
+    def reduce_tile(self, tile: Tile, values: np.ndarray, op: Any) -> None:
+        """An atomic update of each element. Performed at once: its order among other updates is free anyway, and that
+        nobody may rely on it before a drain is the race detector's business."""
+        self._step()
+        access = self._tile(tile, "TMA reduce")
+        if access is None:
+            return
+        self._own_stores(access)
+        self.detector.write(access, "TMA reduce", is_async=True)
+        view = access.view(tile.dtype)
+        view[...] = op(view, values[tile.inside])
+        self._moved(access)
+        self._changed(access)
+
+    def computed(self, flops: float) -> None:
+        self._spend("compute", flops / cost.FLOPS_PER_US)
+
+    def commit_one(self) -> None:
+        m = self.m
+        task = m.owing[m.schedule.choose(len(m.owing))]
+        self._commit_pending(task, [task.pending[m.schedule.choose(len(task.pending))]])
+
+    def commit_rank(self, rank: int) -> None:
+        for task in [t for t in self.m.owing if t.rank == rank]:
+            self._commit(task, lambda p: True)
+
+    def _step(self, spin: bool = False) -> None:
+        """Every access begins here: another program may run first; a spin lets it."""
+        m, task = self.m, self.m.current
+        task.accesses += 1
+        long = not task.accesses % UNINTERRUPTED
+        if spin or long:
+            if task.progress == m.progress:
+                task.polls += 1
+            else:
+                task.progress, task.polls = m.progress, 0
+            if task.polls > 1:
+                m.pause()
+                return
+        if long or m.schedule.interrupts():
+            m.pause()
+
+    def _repeats(self, address: np.ndarray) -> bool:
+        """Whether a program loads one word again and again, as a spin on a plain load does."""
+        task, word = self.m.current, int(address.flat[0])
+        alone = task.last == (word, task.accesses)  # nothing else in between
+        task.last = word, task.accesses + 1
+        task.repeats = task.repeats + 1 if alone else 0
+        return alone and not task.repeats % REPEATS
+
+    def _resolve(self, addresses: np.ndarray, mask: Any, itemsize: int, kind: str) -> list:
+        try:
+            return self.m.space.resolve(addresses, mask, itemsize)
+        except Unmapped as unmapped:
+            raise self._outside(unmapped, kind) from None
+
+    def _tile(self, tile: Tile, kind: str) -> Strided | None:
+        try:
+            return self.m.space.tile(tile.address, tile.shape, tile.strides, tile.dtype.itemsize)
+        except Unmapped as unmapped:
+            raise self._outside(unmapped, kind) from None
+
+    def _outside(self, unmapped: Unmapped, kind: str) -> Exception:
+        space, address = self.m.space, unmapped.address
+        owner = space.owner(address)
+        if unmapped.region is not None:
+            tensor = f"rank {unmapped.region.rank}'s {unmapped.region.element(address)}"
+            return errors.UseAfterFree.device(accessed(self.m.current, kind, tensor, site()), unmapped.region.freed_at)
+        if owner == space.size:
+            at_home = address - (space.size - self.rank) * space.stride
+            home = space.nearest(at_home)
+            tensor = f"the multicast window at {home.element(at_home) if home else f'byte {at_home}'}"
+            return errors.MulticastAccess.plain(accessed(self.m.current, kind, tensor, site()))
+        # No raw address: it differs from run to run, and the same finding should read the same.
+        tensor = "an address in no rank's heap"
+        if owner is not None:
+            tensor = f"byte {address - space.window(owner)} of rank {owner}'s heap"
+        near = space.nearest(address)
+        text = ""
+        if near is not None and (owner is None or near.rank == owner):
+            text = f"{near.name} of rank {near.rank}, which ends {address - near.end + 1} bytes before"
+        return errors.OutOfBounds.outside(accessed(self.m.current, kind, tensor, site()), text)
+
+    # stores
+
+    def _write(self, access: Access, values: np.ndarray, kind: str, is_async: bool) -> None:
+        m, task = self.m, self.m.current
+        self._own_stores(access)
+        self.detector.write(access, kind, is_async)
+        self._moved(access)
+        if not m.schedule.late_stores or access.region.kind == "local":
+            Pending(access, values, is_async).commit()
+            self._changed(access)
+            return
+        if not task.pending:
+            m.owing.append(task)
+        task.pending.append(Pending(access, np.array(values), is_async))
+
+    def _before_read(self, access: Access, kind: str, is_async: bool = False) -> None:
+        self._own_stores(access)
+        self._moved(access)
+        self.detector.read(access, kind, is_async)
+
+    def _own_stores(self, access: Access) -> None:
+        """A program sees its own stores, and they keep their order where they overlap."""
+        task = self.m.current
+        if task.pending:
+            hit = [p for p in task.pending if p.overlaps(access)]
+            if hit:
+                self._commit_pending(task, hit)
+
+    def _commit(self, task: Any, which: Any) -> None:
+        if task.pending:
+            self._commit_pending(task, [p for p in task.pending if which(p)])
+
+    def _commit_pending(self, task: Any, stores: list[Pending]) -> None:
+        for store in stores:
+            task.pending.remove(store)
+            store.commit()
+            self._changed(store.access)
+        if not task.pending and task in self.m.owing:
+            self.m.owing.remove(task)
+
+    def _changed(self, access: Access) -> None:
+        """Memory changed by something other than a signal: programs that wait on a word inside look again."""
+        m = self.m
+        m.progress += 1
+        if m.waiting:
+            base = access.region.base
+            low, high = access.span()
+            for address in [a for a in m.waiting if base + low <= a < base + high]:
+                m.wake(address)
+
+    # timeline
+
+    def _moved(self, access: Access, signal: bool = False) -> None:
+        task = self.m.current
+        remote = access.region.kind != "local" and access.region.rank != task.rank
+        rate = cost.REMOTE_BYTES_PER_US if remote else cost.LOCAL_BYTES_PER_US
+        kind = "communicate" if remote or task.mark == "communicate" else task.mark
+        self._spend(kind, cost.STEP_US * signal + access.nbytes() / rate)
+
+    def _spend(self, kind: str, microseconds: float) -> None:
+        task = self.m.current
+        start = task.time
+        task.time = start + microseconds
+        if self.m.tracing:
+            self._interval(kind, start, task.time)
+
+    def _interval(self, kind: str, start: float, end: float) -> None:
+        if not self.m.tracing:
+            return
+        intervals = self.m.current.intervals
+        if intervals and intervals[-1][0] == kind and intervals[-1][2] >= start:
+            intervals[-1][2] = end
+        else:
+            intervals.append([kind, start, end])
+
+
+def scalar(value: Any) -> int:
+    """The one value of a scalar."""
+    return int(value.handle.data.reshape(-1)[0]) if isinstance(value, tl.tensor) else int(value)
+
+
+def mask_of(mask: Any, ptr: Any) -> Any:
+    """As an array of ptr's shape; None where all of it is true."""
+    if mask is None:
+        return None
+    data = np.broadcast_to(mask.handle.data if isinstance(mask, tl.tensor) else np.asarray(mask), ptr.handle.data.shape)
+    return None if data.all() else data
+
+
+def offsets_of(access: Strided) -> np.ndarray:
+    """Of every element in its region, in bytes, flat."""
+    offsets: Any = np.int64(access.offset)
+    for axis, (n, s) in enumerate(zip(access.shape, access.strides)):
+        offsets = offsets + (np.arange(n, dtype=np.int64) * s).reshape((n,) + (1,) * (len(access.shape) - 1 - axis))
+    return offsets.reshape(-1)

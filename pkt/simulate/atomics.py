@@ -1,0 +1,170 @@
+"""What the atomic accesses of the simulated programs do, to memory and to the order of everything else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from pkt.simulate.accesses import Accesses, offsets_of
+from pkt.simulate.faults import SYNC, Signal, Site
+from pkt.simulate.memory import Access, Scattered, Strided
+from pkt.simulate.sites import site
+
+_ALL = {1: np.arange(1)}  # flat positions of a whole block, for the commonest size
+
+
+class Atomics(Accesses):
+    """Atomic updates, signals among them."""
+
+    def atomic(
+        self,
+        addresses: np.ndarray,
+        mask: np.ndarray | None,
+        dtype: np.dtype,
+        update: Any,
+        sem: str,
+        scope: str,
+        *,
+        reads: bool = False,
+    ) -> np.ndarray:
+        """`update(old, where)` gives the new values of the flat positions `where`. reads: it only looks, so it is no
+        signal that could be lost."""
+        m, task = self.m, self.m.current
+        at = site()
+        self._step(spin=True)
+        out = np.zeros(addresses.size, dtype)
+        parts = self._resolve(addresses, mask, dtype.itemsize, "atomic")
+        task.polled = parts[0][0] if parts else None
+        change = None
+        if at.call in SYNC:
+            m.census.note(at, "remove", "relax")
+            change = m.faults.change(at)
+            if change == "remove" and not reads:
+                return out.reshape(addresses.shape)
+        releases = sem in ("release", "acquire_release") and change != "relax"
+        acquires = sem in ("acquire", "acquire_release") and change != "relax"
+        words = self._sync_addresses(parts)
+        copies = 1
+        if acquires:
+            for access, _ in parts:
+                access.region.waited.update(words)
+        if at.call in SYNC and parts and not reads:
+            access = parts[0][0]
+            access.region.signalled[access.first()] = at
+            event = self._signal(at, parts[0][0])
+            if event == m.faults.drop:  # lost on its way: the sender goes on with what it would have found
+                for part, where in parts:
+                    out[where] = part.view(dtype).reshape(-1) if isinstance(part, Strided) else part.read(dtype)
+                return out.reshape(addresses.shape)
+            copies = 2 if event == m.faults.duplicate else 1
+            if event == m.faults.delay:
+                clock = self._release(releases)
+                m.late_signals.append(
+                    lambda: self._perform(task, at, parts, words, dtype, update, out.copy(), clock, scope)
+                )
+                return out.reshape(addresses.shape)
+        clock = self._release(releases)
+        for _ in range(copies):
+            self._perform(task, at, parts, words, dtype, update, out, clock, scope)
+        if m.races:
+            for address in words:
+                if acquires:
+                    self.detector.acquire(address, scope)
+                elif address in self.detector.sync:
+                    self.detector.read_relaxed(self.detector.sync[address], scope)
+        if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
+            m.pause()
+        return out.reshape(addresses.shape)
+
+    def load_relaxed(self, ptr: Any) -> tl.tensor:
+        addresses = ptr.handle.data
+        dtype = np.dtype(np.int32 if ptr.dtype.element_ty.primitive_bitwidth == 32 else np.int64)
+        for address in addresses.reshape(-1):
+            self.m.space.find(int(address)).waited.add(int(address))
+        old = self.atomic(addresses, None, dtype, lambda now, where: now, "relaxed", "system", reads=True)
+        ty = ptr.dtype.element_ty
+        return tl.tensor(TensorHandle(old, ty), tl.block_type(ty, list(old.shape)) if ptr.shape else ty)
+
+    def _release(self, releases: bool) -> Any:
+        """The clock that an atomic publishes; a release makes the program's plain stores visible first."""
+        if releases:
+            self._commit(self.m.current, lambda p: not p.is_async)
+        return self.detector.released(releases)
+
+    def _perform(
+        self,
+        task: Any,
+        at: Site,
+        parts: list,
+        words: list[int],
+        dtype: Any,
+        update: Any,
+        out: Any,
+        clock: Any,
+        scope: str,
+    ) -> None:
+        m = self.m
+        for access, where in parts:
+            if m.current is task:
+                self._own_stores(access)
+            flat: Any = _ALL.get(len(out), None) if where is ... else where
+            if flat is None:
+                flat = np.arange(len(out))
+            if isinstance(access, Strided):
+                view = access.view(dtype)
+                old = view.reshape(-1).copy()
+                new = update(old, flat)
+                changed = bool((old != new).any())
+                view[...] = new.reshape(view.shape)
+            elif len(np.unique(access.offsets)) == len(access.offsets):
+                old = access.read(dtype).copy()
+                new = update(old, flat)
+                changed = bool((old != new).any())
+                access.write(np.ascontiguousarray(new))
+            else:  # one after the other, as the hardware does
+                changed = True
+                old = np.empty(len(access.offsets), dtype)
+                for i in range(len(access.offsets)):
+                    one = Scattered(access.region, access.offsets[i : i + 1], access.itemsize)
+                    old[i] = one.read(dtype)[0]
+                    one.write(update(old[i : i + 1], flat[i : i + 1]))
+            out[flat] = old
+            if m.current is task:
+                self.detector.write(access, "atomic", is_async=False, at=at)
+                self._moved(access, signal=access.region.kind == "signals")
+            if changed:
+                m.progress += 1
+        for address in words:
+            if clock is not None:
+                self.detector.publish(address, clock, task, scope)
+            m.wake(address)
+
+    @staticmethod
+    def _sync_addresses(parts: list) -> list[int]:
+        """Addresses of an atomic that can be a synchronisation variable; a whole tile of data is not one."""
+        found: list[int] = []
+        for access, _ in parts:
+            if isinstance(access, Strided):
+                if math.prod(access.shape) == 1:
+                    found.append(access.first())
+                elif access.nbytes() <= 1024:
+                    base = access.region.base
+                    found += [base + int(o) for o in offsets_of(access)]
+            elif len(access.offsets) <= 256:
+                found += [access.region.base + int(o) for o in access.offsets]
+        return found
+
+    def _signal(self, at: Site, access: Access) -> Signal:
+        m, task = self.m, self.m.current
+        region, address = access.region, access.first()
+        event = Signal(
+            task.rank, task.launch.ordinal, task.index, task.signals, at,
+            lambda: f"rank {region.rank}'s {region.element(address)}",
+        )  # fmt: skip
+        task.signals += 1
+        m.census.signals.append(event)
+        return event

@@ -1,0 +1,59 @@
+"""A program in a wait: what it waits for, and whether that is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pkt.errors import Waiting
+from pkt.simulate.faults import Site
+from pkt.simulate.memory import Region
+
+_COMPARE: dict[str, Any] = {
+    "ge": lambda d: d >= 0,
+    "gt": lambda d: d > 0,
+    "le": lambda d: d <= 0,
+    "lt": lambda d: d < 0,
+    "eq": lambda d: d == 0,
+    "ne": lambda d: d != 0,
+    "flip": None,
+}
+
+
+def signed(value: int) -> int:
+    """The low 32 bits as a signed number."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+class Blocked:
+    """A program in a wait."""
+
+    def __init__(self, task: Any, region: Region, address: int, want: int, cmp: str, at: Site):
+        self.task, self.region, self.address = task, region, address
+        self.want, self.cmp, self.at = want, cmp, at
+
+    def found(self) -> int:
+        offset = self.address - self.region.base
+        return int(self.region.memory[offset : offset + 4].view(np.int32)[0])
+
+    def holds(self) -> bool:
+        found = self.found()
+        if self.cmp == "flip":
+            return (found ^ self.want) & 0x80000000 != 0
+        return _COMPARE[self.cmp](signed(found - self.want))
+
+    def waiting(self) -> Waiting:
+        task = self.task
+        return Waiting(
+            rank=task.rank,
+            program=task.program,
+            kernel=task.name,
+            counter=self.region.element(self.address),
+            wanted=self.want,
+            found=self.found(),
+            compare=self.cmp,
+            site=str(self.at),
+            launch=task.launch.ordinal,
+            owner=self.region.rank,
+        )

@@ -1,0 +1,107 @@
+"""Words that carry their own flag: what `put_flagged` and `take_flagged` do."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from pkt.language.ptx.flagged import VALUES
+from pkt.simulate.accesses import mask_of, offsets_of, scalar
+from pkt.simulate.atomics import Atomics
+from pkt.simulate.blocked import Blocked, signed
+from pkt.simulate.faults import SYNC, Site
+from pkt.simulate.memory import Access, Pending, Strided
+from pkt.simulate.sites import site
+
+FLAGGED = np.dtype([("values", np.int32, VALUES), ("flag", np.uint32)])
+FLAG = 4 * VALUES  # the flag's byte in a word
+
+
+class Flagged(Atomics):
+    """Flagged words."""
+
+    def put_flagged(self, ptr: Any, values: tuple, flag: Any, mask: Any) -> None:
+        """Words that may become visible late and in any order, as plain stores do, but each one whole."""
+        m, task = self.m, self.m.current
+        at = site()
+        self._step()
+        parts = self._flagged(ptr.handle.data, mask_of(mask, ptr), "put_flagged")
+        if at.call in SYNC:
+            m.census.note(at, "remove")
+        if m.faults.change(at) == "remove" or not parts:
+            return
+        event = self._signal(at, parts[0][0])
+        if event == m.faults.drop:
+            return
+        words = np.empty(ptr.handle.data.shape, FLAGGED)
+        words["flag"] = scalar(flag) & 0xFFFFFFFF
+        for i, value in enumerate(values):
+            words["values"][..., i] = value.handle.data if isinstance(value, tl.tensor) else signed(value)
+        for access, where in parts:
+            data = words if where is ... else words.reshape(-1)[where]
+            if event == m.faults.delay:
+                self.detector.write(access, "atomic", is_async=False)
+                m.late_signals.append(functools.partial(self._arrive, Pending(access, data.copy(), False)))
+            else:
+                self._write(access, data, "atomic", is_async=False)
+            self.detector.publish(access.first(), None, task, "system")  # no clock: only the time of arrival
+
+    def take_flagged(self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any) -> tuple[tuple, ...]:
+        at = site()
+        self._step()
+        if at.call in SYNC:
+            self.m.census.note(at, "remove")
+        compare = self.m.faults.change(at) != "remove"
+        words, inside = ptr.handle.data, mask_of(mask, ptr)
+        ty = tl.block_type(tl.int32, list(words.shape)) if ptr.shape else tl.int32
+        apart = np.uint64(4 * scalar(stride))
+        found = (self._take(words + i * apart, inside, signed(scalar(flag)), compare, at) for i in range(parts))
+        return tuple(tuple(tl.tensor(TensorHandle(value, tl.int32), ty) for value in values) for values in found)
+
+    def _flagged(self, words: np.ndarray, mask: Any, call: str) -> list:
+        parts = self._resolve(words, mask, FLAGGED.itemsize, call)
+        astray = words[(words % FLAGGED.itemsize != 0) & (True if mask is None else mask)]
+        if astray.size:
+            at = int(astray.flat[0])
+            raise ValueError(f"{call}: {self.m.space.find(at).element(at)} is not at a multiple of 16 bytes")
+        return parts
+
+    def _arrive(self, late: Pending) -> None:
+        late.commit()
+        self._changed(late.access)
+
+    def _take(self, words: np.ndarray, mask: Any, flag: int, compare: bool, at: Site) -> list[np.ndarray]:
+        """The values of the words, once each has the flag, or at once."""
+        m, task = self.m, self.m.current
+        out = np.zeros((VALUES, words.size), np.int32)
+        for access, where in self._flagged(words, mask, "take_flagged"):
+            self._own_stores(access)
+            while compare:
+                missing = np.flatnonzero(_found(access)["flag"] != flag & 0xFFFFFFFF)
+                if not missing.size:
+                    break
+                word = int(_words(access)[missing[0]]) + FLAG
+                m.waiting.setdefault(word, []).append(task)
+                m.block(Blocked(task, access.region, word, flag, "eq", at))
+            sync = self.detector.sync.get(access.first())
+            if sync is not None and sync.time > task.time:
+                self._interval("wait", task.time, sync.time)
+                task.time = sync.time
+            self.detector.write(access, "atomic", is_async=False)  # which races with plain accesses, not with puts
+            self._moved(access)
+            out[:, where] = _found(access)["values"].T
+        return [value.reshape(words.shape) for value in out]
+
+
+def _words(access: Access) -> np.ndarray:
+    """The addresses of an access' elements."""
+    return access.region.base + (offsets_of(access) if isinstance(access, Strided) else access.offsets)
+
+
+def _found(access: Access) -> np.ndarray:
+    """The flagged words of an access, flat."""
+    return (access.view(FLAGGED) if isinstance(access, Strided) else access.read(FLAGGED)).reshape(-1)

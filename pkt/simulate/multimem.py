@@ -1,0 +1,80 @@
+"""What multimem instructions do: one access of the multicast window is one of every rank's memory behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from pkt import errors
+from pkt.simulate.accesses import mask_of
+from pkt.simulate.atomics import Atomics
+from pkt.simulate.builder import np_dtype
+from pkt.simulate.detector import accessed
+from pkt.simulate.numerics import BITS, decode, encode
+from pkt.simulate.sites import site
+
+
+class Multimem(Atomics):
+    """Accesses of the multicast window."""
+
+    def multimem_load_reduce(self, ptr: Any, mask: Any, op: str) -> tl.tensor:
+        ty = ptr.dtype.element_ty
+        dtype = np_dtype(ty)
+        selected = mask_of(mask, ptr)
+        self._step()
+        total: Any = None
+        combine = {"add": np.add, "min": np.minimum, "max": np.maximum}[op]
+        for addresses in self._copies(ptr):
+            values = np.zeros(addresses.size, dtype)
+            for access, where in self._resolve(addresses, selected, dtype.itemsize, "multimem load_reduce"):
+                self._before_read(access, "multimem load_reduce")
+                if where is ...:
+                    values = access.view(dtype).reshape(-1).copy()
+                else:
+                    values[where] = access.read(dtype)
+            # The 16-bit types add in fp32 and round once: `.acc::f32`.
+            wide = decode(values, ty)
+            wide = wide.astype(np.float32) if dtype == np.float16 else wide
+            total = wide if total is None else combine(total, wide)
+        out = (encode(total, ty) if ty in BITS else total.astype(dtype)).reshape(ptr.handle.data.shape)
+        return tl.tensor(TensorHandle(out, ty), tl.block_type(ty, list(out.shape)) if ptr.shape else ty)
+
+    def multimem_store(self, ptr: Any, value: Any, mask: Any) -> None:
+        self._step()
+        data = np.broadcast_to(
+            value.handle.data.astype(np_dtype(ptr.dtype.element_ty), copy=False), ptr.handle.data.shape
+        )
+        for addresses in self._copies(ptr):
+            for access, where in self._resolve(addresses, mask_of(mask, ptr), data.dtype.itemsize, "multimem store"):
+                self._write(
+                    access,
+                    data if where is ... else data.reshape(-1)[where],
+                    "multimem store",
+                    is_async=False,
+                )
+
+    def multimem_reduce_add(self, ptr: Any, value: Any, mask: Any) -> None:
+        ty = ptr.dtype.element_ty
+        data = np.broadcast_to(value.handle.data, ptr.handle.data.shape).reshape(-1)
+
+        def update(now: np.ndarray, where: Any) -> np.ndarray:
+            total = np.add(decode(now, ty), decode(data[where], ty))
+            return encode(total, ty) if ty in BITS else total
+
+        for addresses in self._copies(ptr):
+            self.atomic(addresses, mask_of(mask, ptr), np_dtype(ty), update, "relaxed", "system")
+
+    def _copies(self, ptr: Any) -> list[np.ndarray]:
+        """The addresses behind the multicast window, rank by rank."""
+        space = self.m.space
+        addresses = ptr.handle.data
+        owner = space.owner(int(addresses.reshape(-1)[0]))
+        if owner != space.size:
+            near = f"address {int(addresses.reshape(-1)[0]):#x}, which is not in the multicast window"
+            raise errors.OutOfBounds.outside(
+                accessed(self.m.current, "multimem access", near, site()), "use multicast(ptr, world)"
+            )
+        return [addresses - np.uint64((space.size - r) * space.stride) for r in range(space.size)]

@@ -63,7 +63,11 @@ def machine(world: World) -> dict[str, Any]:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    return {"pkt": importlib.metadata.version("pkt-triton"), "torch": torch.__version__, "triton": triton.__version__}
+    try:
+        own = importlib.metadata.version("pkt-triton")
+    except importlib.metadata.PackageNotFoundError:
+        own = "source"  # it need not be installed to run
+    return {"pkt": own, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def load(world: World, what: str, text: str) -> Config | None:

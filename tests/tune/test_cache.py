@@ -1,6 +1,7 @@
 """What is kept between runs: by what, by whom, and what happens to files that others write or break."""
 
 import datetime
+import importlib.metadata
 import json
 import os
 import warnings
@@ -45,6 +46,16 @@ def test_a_choice_is_found_again(own_cache):
     (choice_kept,) = content(own_cache)["choices"].values()
     today = datetime.date.today().isoformat()
     assert choice_kept == {"config": {"n": 2}, "seconds": 1.0, "date": today}
+
+
+def test_pkt_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is run from its source: an operator looks for its choice there, too."""
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert cache._versions.__wrapped__()["pkt"] == "source"
 
 
 @pytest.mark.parametrize("change", ["key", "name", "size", "gpu", "versions"])

@@ -2,7 +2,8 @@
 
 A word, 16 bytes, is stored and loaded whole, so who finds the flag has the data: there is neither a barrier nor a
 fence, and a message costs one flight. In return a quarter of what is moved is flags. It is what NCCL calls LL, with
-words of twice the size: since PTX ISA 8.3 an access of type b128 is one, and not two.
+words of twice the size: since PTX ISA 8.3 an access of type b128 is one, and not two. None of 2 x 10^7 messages between
+H200s was torn (`gpu_tests.json`).
 
 The flag is to be another one whenever a word is used again. `pl.epoch` counts launches, so it is one; the rest is that
 nobody puts into a word before what is there has been taken. With two halves used in turn, by the launch's parity, that

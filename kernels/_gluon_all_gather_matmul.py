@@ -37,28 +37,30 @@ from pkt.runtime.world import World
 from . import _common, _copies
 from ._gluon import (
     CONSUMER_WARPS,
-    CONSUMERS,
-    REGISTERS,
     TILES,
     check,
     check_tiles,
-    consume,
     descriptor,
-    first_tile,
-    grouped,
     half_block,
     layout,
+    peer_descriptors,
+    weights_descriptor,
+)
+from ._gluon_warps import (
+    CONSUMERS,
+    REGISTERS,
+    consume,
+    first_tile,
+    grouped,
     lend,
     load_step,
     narrowed,
     open_barriers,
     open_outbox,
     open_ring,
-    peer_descriptors,
     take_over,
     taken_over,
     to_peers,
-    weights_descriptor,
 )
 from ._matmul import Epilogue, Tiles, stored
 from ._push_plan import CALL, PushPlan, check_plan, push_plan

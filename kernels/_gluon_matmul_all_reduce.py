@@ -33,33 +33,35 @@ from pkt.runtime.world import World
 from . import _common
 from ._gluon import (
     CONSUMER_WARPS,
-    CONSUMERS,
     NARROW,
-    REGISTERS,
     TILES,
     check,
     check_tiles,
-    consume_all,
     descriptor,
-    first_tile,
-    grouped,
     half_block,
     layout,
+    peer_descriptors,
+    weights_descriptor,
+)
+from ._gluon_matmul_reduce_scatter import lag_of
+from ._gluon_warps import (
+    CONSUMERS,
+    REGISTERS,
+    consume_all,
+    first_tile,
+    grouped,
     lend,
     load_partial,
     load_step,
     open_outbox,
     open_ring,
-    peer_descriptors,
     publish,
     take_over,
     taken_over,
     to_peer,
     to_peers,
     turn,
-    weights_descriptor,
 )
-from ._gluon_matmul_reduce_scatter import lag_of
 from ._matmul import Epilogue, Tiles, stored
 from ._push_plan import tile_seconds
 

@@ -35,29 +35,31 @@ from pkt.runtime.world import World
 from . import _common, _copies
 from ._gluon import (
     CONSUMER_WARPS,
-    CONSUMERS,
-    REGISTERS,
     TILES,
     check,
     check_tiles,
-    consume_all,
     descriptor,
-    first_tile,
-    grouped,
     half_block,
     layout,
+    peer_descriptors,
+    weights_descriptor,
+)
+from ._gluon_warps import (
+    CONSUMERS,
+    REGISTERS,
+    consume_all,
+    first_tile,
+    grouped,
     lend,
     load_partial,
     load_step,
     open_outbox,
     open_ring,
-    peer_descriptors,
     publish,
     take_over,
     taken_over,
     to_peer,
     turn,
-    weights_descriptor,
 )
 from ._matmul import Epilogue, Tiles, stored
 

@@ -16,7 +16,7 @@ from triton import cdiv
 
 from .gluon_machine import Descriptor, Machine, Pointer, Vector, as_python
 
-gluon = pytest.importorskip("pkt.kernels._gluon")
+warps = pytest.importorskip("pkt.kernels._gluon_warps")
 from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
 from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
 from pkt.kernels import _gluon_matmul_reduce_scatter as scatter  # noqa: E402
@@ -33,7 +33,7 @@ Broken = Callable[[Functions], None]
 def ready(module: ModuleType, size: int, programs: int, seed: int, broken: Broken | None) -> tuple[Machine, Functions]:
     """A machine, and the functions of a form to run there."""
     machine = Machine(size, programs, seed)
-    functions = as_python([gluon, module], machine)
+    functions = as_python([warps, module], machine)
     functions["SWIZZLED"] = SWIZZLED  # tiles are small here
     if broken:
         broken(functions)

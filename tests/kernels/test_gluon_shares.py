@@ -9,14 +9,14 @@ from triton import cdiv
 from pkt.kernels._push_plan import SPLITS
 
 from .gluon_machine import Machine, as_python
-from .gluon_runs import gluon, push, two_shot
+from .gluon_runs import push, two_shot, warps
 
 
 # -------------------------------------------------------------------------------------------------- all_gather_matmul
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_copied_tiles_come_in_the_order_of_the_copies(size):
     """Which go to rank + 1 first: some row blocks of every peer at a time, the last ones fewer."""
-    functions = as_python([gluon, push], Machine(1, 1, 0))
+    functions = as_python([warps, push], Machine(1, 1, 0))
     num_m, num_n, push_rows = 5, 3, 2
     for rank in range(size):
         order = (rank, num_m, num_n, size, 2, push_rows, True)
@@ -35,7 +35,7 @@ def test_every_tile_and_every_part_once(programs, split):
     rounds as there are, or as are asked for."""
     machine = SimpleNamespace(programs=programs, here=lambda: here, random=None)
     here = SimpleNamespace(program=0)
-    functions = as_python([gluon, push], Machine(1, programs, 0))
+    functions = as_python([warps, push], Machine(1, programs, 0))
     functions["gl"].program_id = lambda axis: here.program
     functions["gl"].num_programs = lambda axis: machine.programs
     for num_m, num_n in ((0, 3), (1, 1), (1, 3), (2, 2), (3, 3), (5, 4), (7, 6)):
@@ -76,7 +76,7 @@ def test_every_tile_and_every_part_once(programs, split):
 def test_turns(size, programs):
     """Every tile of every rank once, in order; and a rank comes to a tile of its own `lag` tiles at least after the
     others have come to it."""
-    functions = as_python([gluon], Machine(1, programs, 0))
+    functions = as_python([warps], Machine(1, programs, 0))
     for count in (1, 2, 7, 40):
         for lag in {1, min(5, count), count}:
             order = [functions["turn"](t, count, lag, size) for t in range(size * count)]
@@ -94,7 +94,7 @@ def test_turns(size, programs):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_turns_of_the_programs(size):
     """None of them has many more tiles of its own rank, which take longer, than another."""
-    functions = as_python([gluon], Machine(1, 132, 0))
+    functions = as_python([warps], Machine(1, 132, 0))
     mine = np.zeros(132, int)
     for t in range(8 * 132 * size):
         mine[t % 132] += functions["turn"](t, 8 * 132, 33, size)[0] == 0
@@ -106,7 +106,7 @@ def test_turns_of_the_programs(size):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 7), (16, 9)], ids=str)
 def test_every_tile_has_one_owner_and_a_place(size, shape):
     """Every rank works on every tile once; no two tiles of an owner share a place; and what is no tile is skipped."""
-    functions = as_python([gluon, two_shot], Machine(size, 1, 0))
+    functions = as_python([warps, two_shot], Machine(size, 1, 0))
     tiles = shape[0] * shape[1]
     count = cdiv(tiles, size)
     for lag in {1, count}:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 import pkt
+from pkt.errors import DataRace
 from pkt.simulate.run import Outcome, execute
 
 HEAP = 1 << 20  # bytes of a rank's heap: enough for every test here
+SEEDS = range(50)
 
 
 def run(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
@@ -23,10 +25,29 @@ def outcome(fn: Callable, ranks: int = 2, seed: int = 0, args: tuple = (), **opt
     return execute(fn, ranks, args, HEAP, seed=seed, **options)
 
 
-def failures(fn: Callable, ranks: int = 2, seeds: Iterable[int] = range(50), **options: Any) -> dict[int, Exception]:
+def failures(fn: Callable, ranks: int = 2, seeds: Iterable[int] = SEEDS, **options: Any) -> dict[int, Exception]:
     """What `fn` fails with, by seed; empty if it is right in every schedule."""
     found = {seed: outcome(fn, ranks, seed, **options).failure for seed in seeds}
     return {seed: error for seed, error in found.items() if error is not None}
+
+
+def line_of(kernel: Any, text: str) -> str:
+    """`file.py:12`, where `text` is in the kernel's source."""
+    at = next(i for i, line in enumerate(kernel.raw_src) if text in line)
+    return f"{kernel.fn.__code__.co_filename.rsplit('/', 1)[1]}:{kernel.starting_line_number + at}"
+
+
+def right(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Iterable[int] = SEEDS) -> None:
+    """No finding and no wrong result in any schedule, and none without the race detector."""
+    assert failures(fn, ranks, seeds, args=args) == {}
+    assert failures(fn, ranks, seeds, args=args, races=False) == {}
+
+
+def raced(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Any = range(8)) -> DataRace:
+    """A race that some of the first schedules shows; what the values happen to be does not matter."""
+    found = [f for s in seeds for f in outcome(fn, ranks, s, args).findings if isinstance(f, DataRace)]
+    assert found
+    return found[0]
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -1,0 +1,185 @@
+"""What a kernel is called with, and how it ends when that or what it asserts is wrong."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+from pkt.errors import RankFailed
+from tests.simulate.helpers import run
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Any
+    rest: Any
+
+
+@triton.jit
+def nested(out, p, t):
+    tl.store(out, p.first + p.rest[0])
+    tl.store(out + 1, tl.load(p.rest[1].first) * p.rest[1].rest)
+    tl.store(out + 2, t[0][1] - t[1])
+    block = tl.zeros((t[2],), tl.float32)
+    tl.store(out + 3, tl.sum(block + 1))
+
+
+def test_nested_tuples_and_named_tuples() -> None:
+    x, out = torch.tensor([2.0]), torch.empty(4)
+    run(nested, (1,), out, Pair(5, (7, Pair(x, tl.constexpr(4)))), ((1, 9), 4, tl.constexpr(8)))
+    assert out.tolist() == [12.0, 8.0, 5.0, 8.0]
+
+
+@triton.jit
+def specialised(out, n):
+    tl.store(out, n.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["n"])
+def not_specialised(out, n):
+    tl.store(out, n.to(tl.int64))
+
+
+def test_the_integer_one_is_a_constant() -> None:
+    """Triton compiles an argument of 1 as a constant, on rank 1 only: what fails there must fail here."""
+    out = torch.empty(1, dtype=torch.int64)
+    for n in (0, 2, 16, 2**40):
+        run(specialised, (1,), out, n)
+        assert out.item() == n
+    with pytest.raises(RankFailed, match="'int' object has no attribute 'to'"):
+        run(specialised, (1,), out, 1)
+    run(not_specialised, (1,), out, 1)
+    assert out.item() == 1
+
+
+@triton.jit
+def argument_types(i, j, k, f, b, none):
+    tl.static_assert(i.dtype == tl.int32)
+    tl.static_assert(j.dtype == tl.int64)
+    tl.static_assert(k.dtype == tl.uint64)
+    tl.static_assert(f.dtype == tl.float32)
+    tl.static_assert(b.dtype == tl.int1)
+    tl.static_assert(none is None)
+
+
+def test_types_of_numbers() -> None:
+    run(argument_types, (1,), 5, 2**31, 2**63, 0.1, True, None)
+
+
+@triton.jit
+def options(x, BLOCK: tl.constexpr, NAME: tl.constexpr = "none", DTYPE: tl.constexpr = tl.float32):
+    o = tl.arange(0, BLOCK)
+    if NAME == "twice":
+        tl.store(x + o, tl.load(x + o).to(DTYPE) * 2)
+
+
+def test_launch_options_and_meta_parameters() -> None:
+    x = torch.ones(8)
+    seen: list[Any] = []
+
+    def grid(meta: dict) -> tuple:
+        seen.append(meta["BLOCK"])
+        return (triton.cdiv(8, meta["BLOCK"]),)
+
+    def main(world: Any) -> None:
+        options[grid](x, BLOCK=8, NAME="twice", num_warps=8, num_stages=3, num_ctas=1)
+        options[1, 1](x, 8, tl.constexpr("twice"), DTYPE=tl.float16)
+        options[(1,)](x, tl.constexpr(8))
+
+    pkt.launch(main, ranks=1, device="cpu")
+    assert (x == 4).all()
+    assert seen == [8]
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(RankFailed, match="missing a required argument: 'BLOCK'"):
+        run(options, (1,), torch.ones(8))
+    with pytest.raises(RankFailed, match="wrong_name"):
+        run(options, (1,), torch.ones(8), BLOCK=8, wrong_name=3)
+
+
+@triton.autotune(configs=[triton.Config({"BLOCK": 4}), triton.Config({"BLOCK": 8})], key=["n"])
+@triton.jit
+def tuned(out, n, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(out + o, BLOCK, mask=o < n)
+
+
+def _prune(configs: list, named: dict, **_: Any) -> list:
+    return [c for c in configs if c.kwargs["BLOCK"] > named["n"] // 2]
+
+
+@triton.autotune(
+    configs=[triton.Config({"BLOCK": 4}), triton.Config({"BLOCK": 8}, pre_hook=lambda named: named["out"].fill_(100))],
+    key=["n"],
+    prune_configs_by={"early_config_prune": _prune},
+)
+@triton.heuristics({"TWICE": lambda named: named["BLOCK"] == 8})
+@triton.jit
+def pruned(out, n, BLOCK: tl.constexpr, TWICE: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + o, tl.load(out + o) + BLOCK * (2 if TWICE else 1), mask=o < n)
+
+
+def test_autotuned_kernels_run_their_first_configuration() -> None:
+    out = torch.zeros(8, dtype=torch.int32)
+    run(tuned, lambda meta: (triton.cdiv(8, meta["BLOCK"]),), out, 8)
+    assert (out == 4).all()  # once: nothing is benchmarked
+    assert tuned.cache == {}  # and nothing is remembered for the GPU
+    run(pruned, lambda meta: (triton.cdiv(8, meta["BLOCK"]),), out, 8)
+    assert (out == 116).all()
+
+
+@triton.jit
+def says(x):
+    tl.device_print("value", tl.load(x))
+    tl.static_print("static")
+
+
+def test_device_print_names_the_rank(capsys: pytest.CaptureFixture) -> None:
+    pkt.launch(lambda world: says[(1,)](torch.tensor([7 + world.rank])), ranks=2, device="cpu")
+    said = capsys.readouterr().out
+    assert "rank 0" in said
+    assert "rank 1" in said
+    assert "[7]" in said
+    assert "[8]" in said
+
+
+@triton.jit
+def asserts(x, n):
+    o = tl.arange(0, 4)
+    tl.device_assert(tl.load(x + o) < n, "too large", mask=o < 3)
+
+
+def test_device_assert() -> None:
+    x = torch.tensor([1, 2, 3, 99])
+    run(asserts, (1,), x, 4)
+    with pytest.raises(RankFailed, match="too large"):
+        run(asserts, (1,), x, 3)
+
+
+@triton.jit
+def fails_static(N: tl.constexpr):
+    tl.static_assert(N % 2 == 0, "N must be even")
+
+
+def test_static_assert() -> None:
+    run(fails_static, (1,), 2)
+    with pytest.raises(RankFailed, match="N must be even"):
+        run(fails_static, (1,), 3)
+
+
+@triton.jit
+def assembly(out):
+    tl.store(out, tl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], tl.int32, True, 1))
+
+
+def test_inline_assembly_is_refused_by_name() -> None:
+    with pytest.raises(RankFailed, match=r"inline assembly cannot be simulated: 'mov.u32 \$0, 1;'"):
+        run(assembly, (1,), torch.empty(1, dtype=torch.int32))

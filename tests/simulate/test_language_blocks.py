@@ -1,0 +1,233 @@
+"""Blocks as the simulator computes them: reductions, scans, shapes, the standard library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.simulate.helpers import run, same
+
+# -- reductions and scans --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def reductions(x, rows, cols, whole, M: tl.constexpr, N: tl.constexpr):
+    v = tl.load(x + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    m, n = tl.arange(0, M), tl.arange(0, N)
+    tl.store(rows + m, tl.sum(v, axis=1))
+    tl.store(rows + M + m, tl.max(v, axis=1))
+    tl.store(rows + 2 * M + m, tl.min(v, axis=1))
+    tl.store(cols + n, tl.argmax(v, axis=0))
+    tl.store(cols + N + n, tl.argmin(v, axis=0))
+    best, at = tl.max(v, axis=0, return_indices=True)
+    tl.store(cols + 2 * N + n, at)
+    tl.store(cols + 3 * N + n, (best == tl.max(v, axis=0)).to(tl.int32))
+    tl.store(whole, tl.sum(v))
+    tl.store(whole + 1, tl.max(v))
+    kept = tl.sum(v, axis=1, keep_dims=True)
+    tl.static_assert(kept.shape[0] == M)
+    tl.static_assert(kept.shape[1] == 1)
+    tl.store(whole + 2, tl.sum(v - kept + kept))
+    tl.store(whole + 3, tl.sum(tl.sum(v, keep_dims=True)))
+
+
+def test_reductions() -> None:
+    torch.manual_seed(0)
+    x = torch.randint(-50, 50, (8, 16)).float()
+    rows, cols, whole = torch.empty(3, 8), torch.empty(4, 16, dtype=torch.int32), torch.empty(4)
+    run(reductions, (1,), x, rows, cols, whole, 8, 16)
+    same(rows, torch.stack([x.sum(1), x.amax(1), x.amin(1)]))
+    first = torch.stack([(x == x.amax(0)).int().argmax(0), (x == x.amin(0)).int().argmax(0)]).int()
+    same(cols[:2], first)
+    same(cols[2], first[0])  # ties go to the left
+    assert cols[3].all()
+    same(whole, torch.stack([x.sum(), x.amax(), x.sum(), x.sum()]))
+
+
+@triton.jit
+def reduce_short(x, out, N: tl.constexpr):
+    v = tl.load(x + tl.arange(0, N))
+    tl.store(out, tl.sum(v))
+    tl.store(out + 1, tl.max(v))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.int32, torch.int64], ids=str)
+def test_reductions_of_every_type(dtype: torch.dtype) -> None:
+    x = torch.arange(-15, 17).to(dtype)
+    out = torch.empty(2, dtype=torch.float64)
+    run(reduce_short, (1,), x, out, 32)
+    assert out.tolist() == [16, 16]
+
+
+def test_a_sum_of_bf16_is_a_tree() -> None:
+    """One after the other, 2048 ones would stop at 256, where bf16 has no odd numbers."""
+    out = torch.empty(2, dtype=torch.float64)
+    run(reduce_short, (1,), torch.ones(2048).bfloat16(), out, 2048)
+    assert out[0] == 2048
+
+
+@triton.jit
+def _second_moment(mean_a, m2_a, n_a, mean_b, m2_b, n_b):
+    n = n_a + n_b
+    d = mean_b - mean_a
+    return mean_a + d * (n_b / n), m2_a + m2_b + d * d * (n_a * n_b / n), n
+
+
+@triton.jit
+def welford(x, out, N: tl.constexpr):
+    v = tl.load(x + tl.arange(0, N))
+    mean, m2, n = tl.reduce((v, tl.zeros_like(v), tl.zeros_like(v) + 1), 0, _second_moment)
+    tl.store(out, mean)
+    tl.store(out + 1, m2 / n)
+
+
+def test_reduction_of_a_tuple_with_a_function_of_the_user() -> None:
+    torch.manual_seed(1)
+    x, out = torch.randn(64), torch.empty(2)
+    run(welford, (1,), x, out, 64)
+    torch.testing.assert_close(out, torch.stack([x.mean(), x.var(unbiased=False)]))
+
+
+@triton.jit
+def scans(x, out, M: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    v = tl.load(x + at)
+    tl.store(out + at, tl.cumsum(v, axis=1))
+    tl.store(out + M * N + at, tl.cumsum(v, axis=0, reverse=True))
+    tl.store(out + 2 * M * N + at, tl.cumprod(v, axis=1))
+
+
+def test_scans() -> None:
+    torch.manual_seed(2)
+    x = torch.randint(1, 4, (4, 8)).float()
+    out = torch.empty(3, 4, 8)
+    run(scans, (1,), x, out, 4, 8)
+    same(out, torch.stack([x.cumsum(1), x.flip(0).cumsum(0).flip(0), x.cumprod(1)]))
+
+
+@triton.jit
+def _last_set(va, fa, vb, fb):
+    return tl.where(fb != 0, vb, va), fa | fb
+
+
+@triton.jit
+def scan_of_pairs(x, flag, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    value, seen = tl.associative_scan((tl.load(x + o), tl.load(flag + o)), 0, _last_set)
+    tl.store(out + o, tl.where(seen != 0, value, -1))
+
+
+def test_scan_of_a_tuple() -> None:
+    x, out = torch.arange(8, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+    run(scan_of_pairs, (1,), x, torch.tensor([0, 0, 1, 0, 1, 0, 0, 1], dtype=torch.int32), out, 8)
+    assert out.tolist() == [-1, -1, 2, 2, 4, 4, 4, 7]
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def shapes(x, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    v = tl.load(x + o)
+    square: tl.constexpr = (4, N // 4)
+    m = tl.reshape(v, square)
+    tl.store(out + o, tl.reshape(tl.trans(m), (N,)))
+    pair = tl.join(v, v + 100)
+    low, high = tl.split(pair)
+    tl.store(out + N + o, high - low)
+    tl.store(out + 2 * N + tl.arange(0, 2 * N), tl.reshape(tl.interleave(v, -v), (2 * N,)))
+    tl.store(out + 4 * N + tl.arange(0, 2 * N), tl.cat(v, v, can_reorder=True))
+    cube = tl.permute(tl.reshape(v, (2, 2, N // 4)), (2, 0, 1))
+    tl.store(out + 6 * N + o, tl.ravel(cube))
+    wide = tl.broadcast_to(tl.expand_dims(v, 1), (N, 2))
+    tl.store(out + 7 * N + o, tl.sum(wide, 1))
+    tl.store(out + 8 * N + o, tl.flip(v, 0))
+    tl.store(out + 9 * N + o, tl.sort(-v))
+    tl.store(out + 10 * N + o, m.T.reshape((N,)))
+    tl.store(out + 11 * N + o, tl.gather(v, (o + 3) % N, 0))
+
+
+def test_shapes() -> None:
+    n = 16
+    x, out = torch.arange(1, n + 1).float(), torch.empty(12 * n)
+    run(shapes, (1,), x, out, n)
+    out = out.reshape(12, n)
+    same(out[0], x.reshape(4, 4).T.reshape(-1))
+    assert (out[1] == 100).all()
+    same(out[2:4].reshape(-1), torch.stack([x, -x], 1).reshape(-1))
+    assert sorted(out[4:6].reshape(-1).tolist()) == sorted([*x.tolist(), *x.tolist()])
+    same(out[6], x.reshape(2, 2, 4).permute(2, 0, 1).reshape(-1))
+    same(out[7], 2 * x)
+    same(out[8], x.flip(0))
+    same(out[9], -x.flip(0))
+    same(out[10], out[0])
+    same(out[11], x.roll(-3))
+
+
+@triton.jit
+def histogram(x, out, N: tl.constexpr, BINS: tl.constexpr):
+    v = tl.load(x + tl.arange(0, N))
+    tl.store(out + tl.arange(0, BINS), tl.histogram(v, BINS))
+    tl.store(out + BINS + tl.arange(0, BINS), tl.histogram(v, BINS, mask=v > 1))
+
+
+def test_histogram_drops_what_is_in_no_bin() -> None:
+    x = torch.tensor([0, 1, 1, 2, 3, 4, 9, -1], dtype=torch.int32)
+    out = torch.empty(2, 4, dtype=torch.int32)
+    run(histogram, (1,), x, out, 8, 4)
+    assert out.tolist() == [[1, 2, 1, 1], [0, 0, 1, 1]]
+
+
+@triton.jit
+def standard_library(x, out, ints, N: tl.constexpr):
+    o = tl.arange(0, N)
+    v = tl.load(x + o)
+    tl.store(out + o, tl.softmax(v))
+    tl.store(out + N + tl.arange(0, 4), tl.topk(v, 4))
+    tl.store(out + 2 * N + o, tl.maximum(v, 0.5, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 3 * N + o, tl.div_rn(v, 3.0))
+    tl.store(ints, tl.cdiv(N, 3))
+    tl.store(ints + 1, tl.xor_sum(o, 0))
+    tl.store(ints + 2, tl.sum((v > 0).to(tl.int32)))
+    i, j = tl.swizzle2d(tl.num_programs(0), tl.program_id(0) + 2, 4, 4, 2)
+    tl.store(ints + 3, i * 10 + j)
+    tl.assume(N > 0)
+    tl.store(ints + 4, tl.multiple_of(tl.max_contiguous(tl.load(ints), 1), 1) + 1)
+    tl.debug_barrier()
+
+
+def test_standard_library() -> None:
+    torch.manual_seed(3)
+    x, out, ints = torch.randn(16), torch.zeros(4, 16), torch.zeros(5, dtype=torch.int32)
+    x[3] = float("nan")
+    run(standard_library, (1,), x.nan_to_num(1.0), out, ints, 16)
+    y = x.nan_to_num(1.0)
+    torch.testing.assert_close(out[0], y.softmax(0))
+    same(out[1, :4], y.sort(descending=True).values[:4])
+    same(out[2], y.clamp(min=0.5))
+    same(out[3], y / 3)
+    assert ints.tolist() == [6, 0, int((y > 0).sum()), 3, 7]
+    run(standard_library, (1,), x, out, ints, 16)
+    assert out[2, 3].isnan()
+
+
+@triton.jit
+def random_numbers(out, seed, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(out + o, tl.rand(seed, o))
+    tl.store(out + N + o, tl.randn(seed, o))
+
+
+def test_random_numbers() -> None:
+    out, again, other = (torch.empty(2, 1024) for _ in range(3))
+    run(random_numbers, (1,), out, 7, 1024)
+    run(random_numbers, (1,), again, 7, 1024)
+    run(random_numbers, (1,), other, 8, 1024)
+    same(out, again)
+    assert (out != other).any()
+    assert 0 <= out[0].min() <= out[0].max() < 1
+    assert abs(out[0].mean() - 0.5) < 0.05
+    assert abs(out[1].std() - 1) < 0.1

@@ -38,6 +38,14 @@ def _value(i, rank, pid, offs):
 
 
 @triton.jit
+def _partner(pid, rank, world):
+    """(rank, program) of a program's partner, on another rank; it has this program as its own."""
+    others: tl.constexpr = world.size - 1
+    distance = pid % others + 1
+    return (rank + distance) % world.size, pid // others * others + world.size - distance - 1
+
+
+@triton.jit
 def _rows(ptr, n, ROWS: tl.constexpr, COLS: tl.constexpr):
     return tl.make_tensor_descriptor(ptr, [n * ROWS, COLS], [COLS, 1], [ROWS, COLS])
 
@@ -61,10 +69,7 @@ def pairs_kernel(
     round i + 1 says that it has read round i, so two boxes are enough."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
-    others: tl.constexpr = world.size - 1
-    distance = pid % others + 1
-    to = (rank + distance) % world.size
-    partner = pid // others * others + world.size - distance - 1
+    to, partner = _partner(pid, rank, world)
     n = tl.num_programs(0) * 2
     offs = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     theirs = _rows(pl.peer(box, to, world), n, ROWS, COLS)
@@ -140,10 +145,7 @@ def flagged_kernel(
     partner has put round i + 1 says that it has taken round i."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
-    others: tl.constexpr = world.size - 1
-    distance = pid % others + 1
-    to = (rank + distance) % world.size
-    partner = pid // others * others + world.size - distance - 1
+    to, partner = _partner(pid, rank, world)
     offs = tl.arange(0, BLOCK)
     stale = 0
     for i in range(first, first + rounds):
@@ -248,10 +250,7 @@ def tickets_kernel(
     the other's message, and somebody comes last."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
-    others: tl.constexpr = world.size - 1
-    distance = pid % others + 1
-    to = (rank + distance) % world.size
-    partner = pid // others * others + world.size - distance - 1
+    to, partner = _partner(pid, rank, world)
     home, keeper = tl.minimum(rank, to), tl.where(rank < to, pid, partner)
     offs = tl.arange(0, BLOCK)
     stale = 0

@@ -22,8 +22,9 @@ from pkt.simulate.__main__ import main
 from pkt.simulate.explore import Report, simulate
 from pkt.simulate.faults import Faults, Loss, Mutant
 from pkt.simulate.machine import Machine
-from tests.simulate.helpers import failures, outcome
-from tests.simulate.test_races import gather_main, line_of, send_main, tile_in_main, tile_out_main
+from tests.simulate.helpers import failures, line_of, outcome
+from tests.simulate.test_races import gather_main, send_main
+from tests.simulate.test_races_tma import tile_in_main, tile_out_main
 
 # -- a right program with everything in it that can be broken --------------------------------------------------------
 

@@ -22,8 +22,7 @@ from pkt.errors import (
     TooFewResident,
     UseAfterFree,
 )
-from tests.simulate.helpers import failures, outcome
-from tests.simulate.test_races import line_of
+from tests.simulate.helpers import failures, line_of, outcome
 
 SEEDS = range(6)
 

@@ -1,0 +1,223 @@
+"""Four ranks' Gluon kernels on two GPUs: each plays rank 0, and its three peers are the other GPU, in bf16.
+
+    python -m benchmarks.played --ranks 2       benchmarks/results/played_2.json
+
+As many bytes leave a GPU, and come to one, as with four, and it computes as many tiles: what links and tensor cores
+take from each other is the same, and so is what a part takes that is left alone. Each result is held to the product of
+what came. What the copy engines move is not played, and nothing of more than one kernel.
+
+The kernels' text is the operators' own. They ask `peer` where a rank's counters are; here it answers with the other GPU
+and the place that the rank's own signals would have there. Where they wait in vain, that GPU's process ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from benchmarks._case import Case, normal
+from benchmarks._command import main
+from pkt.kernels import _gluon_all_gather_matmul, _gluon_matmul_reduce_scatter
+from pkt.kernels._gluon import NARROW, TILES
+from pkt.kernels._push_plan import PushPlan, push_plan
+from pkt.runtime import factories
+from pkt.runtime.tensor import SymmetricTensor
+
+TITLE = "Four ranks' kernels on two GPUs, bf16"
+SIZE = 4
+GATHERED, SCATTERED = (4096, 6144), (4096, 6144, 8192)
+"""M = N = K of the whole product, where pushing and storing are among the fastest."""
+
+PUSHED: dict[str, dict[str, int]] = {
+    "pkt default": {},
+    "pkt 8 programs, chunks of 512": {"num_comm_sms": 8, "chunk": 512},
+    "pkt 8 programs, chunks of 256": {"num_comm_sms": 8, "chunk": 256},
+    "pkt 8 programs, chunks of 128": {"num_comm_sms": 8, "chunk": 128},
+    "pkt 12 programs, chunks of 128": {"num_comm_sms": 12, "chunk": 128},
+    "pkt 16 programs, chunks of 256": {"num_comm_sms": 16, "chunk": 256},
+    "pkt 16 programs, chunks of 64": {"num_comm_sms": 16, "chunk": 64},
+    "pkt 24 programs, chunks of 128": {"num_comm_sms": 24, "chunk": 128},
+}
+ALONE = {
+    f"(push alone, {n} programs, chunks of {chunk})": {"num_comm_sms": n, "chunk": chunk}
+    for n, chunk in ((8, 512), (8, 128), (8, 64), (16, 128), (16, 64))
+}
+NO_FENCE = {"(push alone, 8 programs, chunks of 64, no fences)": {"num_comm_sms": 8, "chunk": 64}}
+NO_WAITS: dict[str, dict[str, int]] = {"(no waits)": {}}
+STORED: dict[str, dict[str, Any]] = {
+    "pkt stored, 128x256": {},
+    "pkt stored, 128x128": {"tiles": NARROW},
+    "pkt stored, 128x128, half the lag": {"tiles": NARROW, "lag": 17},
+    "pkt stored, 128x128, twice the lag": {"tiles": NARROW, "lag": 66},
+}
+KEPT: dict[str, dict[str, Any]] = {"(nothing sent)": {}, "(nothing sent, 128x128)": {"tiles": NARROW}}
+BASELINE = "cuBLAS alone"
+
+
+def variants(device: str, quick: bool) -> list[str]:
+    return [BASELINE, *PUSHED, *ALONE, *NO_FENCE, *NO_WAITS, *STORED, *KEPT]
+
+
+def cases(quick: bool) -> dict[str, dict[str, Any]]:
+    gathered = {f"all-gather + GEMM, N = {N}": {"N": N, "scattered": False} for N in GATHERED}
+    return gathered | {f"GEMM + reduce-scatter, N = {N}": {"N": N, "scattered": True} for N in SCATTERED}
+
+
+def case(world: Any, N: int, scattered: bool) -> Case:
+    return (_scattered if scattered else _gathered)(world, N)
+
+
+# ----------------------------------------------------------------------------------------------------------- a world
+@triton.jit
+def _peer(ptr, rank, world):
+    """For `pl.peer` of a counter of rank 0's: where the other GPU has that of rank `rank`, so many elements behind."""
+    itemsize: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth // 8
+    return ptr + world.stride // itemsize + tl.cast(rank, tl.int64) * world.code
+
+
+@triton.jit
+def _no_fence(scope: tl.constexpr):
+    pass
+
+
+class Played:
+    """One of two ranks as rank 0 of four. behind: counters that the next rank's are behind a rank's own."""
+
+    def __init__(self, world: Any, behind: int) -> None:
+        self.world, self.rank, self.size, self.other = world, 0, SIZE, 1 - world.rank
+        stride = world.device.stride.value * (self.other - world.rank)
+        self.device = world.device._replace(
+            rank=0, size=tl.constexpr(SIZE), stride=tl.constexpr(stride), code=tl.constexpr(behind)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.world, name)
+
+    def workspace(self, key: Any, make: Any) -> Any:
+        return self.world.workspace(("played", key), make)
+
+
+class Inbox:
+    """An operator's inbox. rows: of each source; 0 where the kernel itself tells sources apart."""
+
+    def __init__(self, tensor: SymmetricTensor, world: Played, rows: int) -> None:
+        self.tensor, self.world, self.rows = tensor, world, rows
+
+    def plain(self) -> torch.Tensor:
+        return self.tensor.plain()
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """The other GPU's, from where it takes what comes from rank `rank`."""
+        return self.tensor.peer(self.world.other)[rank * self.rows :]
+
+
+@functools.cache
+def played(name: str, fences: bool) -> Any:
+    """A second copy of an operator's module, whose peers are the other GPU."""
+    original = {"gathered": _gluon_all_gather_matmul, "scattered": _gluon_matmul_reduce_scatter}[name]
+    alias = f"{original.__name__}_played{'' if fences else '_without_fences'}"
+    loader = SourceFileLoader(alias, str(original.__file__))
+    module: Any = importlib.util.module_from_spec(importlib.util.spec_from_loader(alias, loader))  # type: ignore[arg-type]
+    sys.modules[alias] = module
+    loader.exec_module(module)
+    module.pl = _with(pl, peer=_peer)
+    if not fences:
+        module.ptx = _with(pl.ptx, fence=_no_fence)
+
+    def empty(*shape: int, world: Played, **options: Any) -> Inbox:
+        rows = shape[0] // (2 * SIZE) if name == "gathered" else 0  # in halves, of a source each
+        return Inbox(factories.empty(*shape, world=world.world, **options), world, rows)
+
+    module.empty = empty
+    module.signals = lambda n, world, **options: factories.signals(n, world=world.world, **options)
+    return module
+
+
+def _with(module: ModuleType, **changed: Any) -> ModuleType:
+    copy = ModuleType(module.__name__ + "_played")
+    copy.__dict__.update(vars(module) | changed)
+    return copy
+
+
+# ------------------------------------------------------------------------------------------------------------- cases
+def plan(N: int, **given: int) -> PushPlan:
+    """How a variant of PUSHED deals out its work on an H200."""
+    return push_plan(N // SIZE, N // SIZE, N, SIZE, TILES, 132, **given)
+
+
+def _gathered(world: Any, N: int) -> Case:
+    m, device = N // SIZE, world.torch_device
+    a, b = normal((m, N), world.rank, device), normal((N, m), 100 + world.rank, device)
+    out = torch.empty(N, m, dtype=a.dtype, device=device)
+    whole = torch.cat([a] + [normal((m, N), 1 - world.rank, device)] * (SIZE - 1))
+
+    def run(given: dict[str, int], leave_out: str = "", fences: bool = True) -> Any:
+        @functools.cache
+        def made() -> Any:
+            chosen = plan(N, **given)
+            rows, chunks = triton.cdiv(m, TILES.block_m), triton.cdiv(N, chosen.chunk)
+            four = Played(world, rows * chunks)
+            return played("gathered", fences).push_launch(four, a, b, out, chosen, TILES, leave_out=leave_out)
+
+        return lambda: made()(a, b, out, None)
+
+    runs = {name: run(given) for name, given in PUSHED.items()}
+    runs |= {name: run(given, "product") for name, given in ALONE.items()}
+    runs |= {name: run(given, "product", fences=False) for name, given in NO_FENCE.items()}
+    runs |= {name: run(given, "wait") for name, given in NO_WAITS.items()}
+    runs[BASELINE] = lambda: torch.mm(whole, b, out=out)
+    return Case(
+        nbytes=(SIZE - 1) * m * N * 2.0,
+        flops=2.0 * N * m * N,
+        variants=runs,
+        exact=lambda: whole.float() @ b.float(),
+        scaled=a,
+        unchecked=frozenset({BASELINE, *ALONE, *NO_FENCE, *NO_WAITS}),
+    )
+
+
+def _scattered(world: Any, N: int) -> Case:
+    m, device = N // SIZE, world.torch_device
+    (a, b), (a1, b1) = (
+        (normal((N, m), r, device), normal((m, N), 100 + r, device)) for r in (world.rank, 1 - world.rank)
+    )
+    out = torch.empty(m, N, dtype=a.dtype, device=device)
+    product = torch.empty(N, N, dtype=a.dtype, device=device)
+
+    def exact() -> torch.Tensor:
+        """My own rows of my product, and of the other's those of ranks 1, 2 and 3."""
+        return a[:m].float() @ b.float() + a1.view(SIZE, m, m)[1:].float().sum(0) @ b1.float()
+
+    def run(given: dict[str, Any], leave_out: str = "") -> Any:
+        @functools.cache
+        def made() -> Any:
+            module, four = played("scattered", True), Played(world, 0)
+            tiles, lag, _ = module.settings(m, N, m, four, given.get("tiles"), given.get("lag"), copies=0)
+            return module.inbox_launch(four, a, b, out, tiles, lag, leave_out=leave_out)
+
+        return lambda: made()(a, b, out, None)
+
+    runs = {name: run(given) for name, given in STORED.items()}
+    runs |= {name: run(given, "links") for name, given in KEPT.items()}
+    runs[BASELINE] = lambda: torch.mm(a, b, out=product)
+    return Case(
+        nbytes=(SIZE - 1) * m * N * 2.0,
+        flops=2.0 * N * N * m,
+        variants=runs,
+        exact=exact,
+        scaled=a,
+        unchecked=frozenset({BASELINE, *KEPT}),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main("played", TITLE))

@@ -1,0 +1,77 @@
+"""Four ranks' kernels on two GPUs, without a GPU: where a rank's counters are, and what is compiled."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+from benchmarks import played
+from pkt.kernels._gluon_all_gather_matmul import LANES
+from tests.kernels.gluon_compiling import SIGNAL, Kernel, Symmetric, compiling_worlds
+
+
+@triton.jit
+def signal_kernel(flags, world, SIZE: tl.constexpr):
+    for d in tl.static_range(1, SIZE):
+        tl.atomic_add(played._peer(flags + 2, d, world), d, sem="relaxed", scope="sys")
+
+
+def test_a_signal_goes_to_the_other_gpu_to_the_place_of_each_rank() -> None:
+    def main(world: Any) -> list[int]:
+        flags = pkt.signals(20)
+        four = played.Played(world, 5)
+        assert (four.rank, four.size, four.other) == (0, 4, 1 - world.rank)
+        signal_kernel[(1,)](flags, four.device, four.size)
+        world.barrier()
+        return flags.tolist()
+
+    wanted = [0] * 20
+    wanted[7], wanted[12], wanted[17] = 1, 2, 3
+    assert pkt.launch(main, ranks=2, device="cpu") == [wanted, wanted]
+
+
+def test_an_inbox_takes_each_rank_s_rows_behind_those_of_the_rank_before() -> None:
+    def main(world: Any) -> list[list[int]]:
+        module = played.played("gathered", True)
+        inbox = module.empty(2 * played.SIZE * 3, 2, dtype=torch.int32, name="inbox", world=played.Played(world, 0))
+        inbox.plain().zero_()
+        world.barrier()
+        for rank in range(1, played.SIZE):
+            inbox.peer(rank)[:3] = rank
+        world.barrier()
+        return inbox.plain()[:, 0].view(-1, 3).tolist()
+
+    assert pkt.launch(main, ranks=2, device="cpu") == [[[r] * 3 for r in (0, 1, 2, 3, 0, 0, 0, 0)]] * 2
+
+
+def test_every_variant_compiles_and_signals_three_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where nothing is sent; a tile's owner is found at run time. With fences but where they are left out."""
+    world = compiling_worlds(monkeypatch)(1, 2)
+    monkeypatch.setattr(played.factories, "empty", Symmetric)
+    monkeypatch.setattr(played.factories, "signals", lambda n, **_: Symmetric(n, dtype=torch.int32))
+    monkeypatch.setattr(played, "normal", lambda shape, *_: torch.empty(shape, dtype=torch.bfloat16))
+    world.torch_device = torch.device("cpu")
+    for module, name in (
+        (played.played("gathered", True), "gluon_push_kernel"),
+        (played.played("gathered", False), "gluon_push_kernel"),
+        (played.played("scattered", True), "gluon_inbox_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Kernel(getattr(module, name), world.kernels))
+        monkeypatch.setattr(module, "check", lambda *_: None)
+    seen = set()
+    for arguments in (arguments for arguments in played.cases(True).values() if arguments["N"] == 4096):
+        for name, run in played.case(world, **arguments).variants.items():
+            if name != played.BASELINE:
+                run()
+                ptx = world.kernels[-1].ptx
+                signals = 0 if name in played.KEPT else 1 if arguments["scattered"] else 3 * LANES.value
+                assert len(re.findall(SIGNAL, ptx)) == signals, name
+                assert ("fence.acq_rel.sys" in ptx) == (name not in played.NO_FENCE and name not in played.KEPT), name
+                seen.add(name)
+    assert seen == set(played.variants("cuda", True)) - {played.BASELINE}

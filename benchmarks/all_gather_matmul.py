@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import _kraken
 from benchmarks._case import Case, normal
 from benchmarks._command import main
 from benchmarks._process_group import group_name
@@ -25,7 +26,7 @@ TITLE = "All-gather + matmul, N x N / size x N, bf16"
 SIZES = (4096, 6144, 8192, 12288, 16384, 32768)
 ROWS, INNER, OUTER = (1, 16, 128, 1024), 8192, 28672
 TARGETS = {"N = 4096": 0.78, "N = 8192": 0.92, "N = 16384": 0.98, "N = 32768": 0.97}
-BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "torch symm_mem fused")
+BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "torch symm_mem fused", _kraken.NAME)
 WIDE = Tiles(128, 256, 64, 8, 8, 3)
 SMALL = Tiles(32, 32, 32, 2, 4, 2)  # for the simulator
 
@@ -36,20 +37,20 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pkt copy, 128x256": {"mode": "copy", "tiles": WIDE},
 }
 GLUON: dict[str, dict[str, Any]] = {
-    "pkt gluon, pushed": {"mode": "gluon", "num_comm_sms": 8},
-    "pkt gluon, pushed, whole tiles": {"mode": "gluon", "num_comm_sms": 8, "split": 1},
+    "pkt gluon, pushed": {"mode": "gluon", "num_comm_sms": 16},
+    "pkt gluon, pushed, whole tiles": {"mode": "gluon", "num_comm_sms": 16, "split": 1},
     "pkt gluon, copied": {"mode": "gluon", "num_comm_sms": 0},
     "pkt gluon, copied, whole tiles": {"mode": "gluon", "num_comm_sms": 0, "split": 1},
 }
 # what one part takes, the others left out; the first launches of GLUON have filled the inboxes they read
 PARTS: dict[str, dict[str, Any]] = {
-    "(gluon, product alone)": {"leave_out": "push", "num_comm_sms": 8},
-    "(gluon, product alone, whole tiles)": {"leave_out": "push", "num_comm_sms": 8, "split": 1},
+    "(gluon, product alone)": {"leave_out": "push", "num_comm_sms": 16},
+    "(gluon, product alone, whole tiles)": {"leave_out": "push", "num_comm_sms": 16, "split": 1},
     "(gluon, push alone, 8)": {"leave_out": "product", "num_comm_sms": 8},
-    "(gluon, push alone, 12)": {"leave_out": "product", "num_comm_sms": 12},
+    "(gluon, push alone, 16)": {"leave_out": "product", "num_comm_sms": 16},
     "(gluon, push alone, 24)": {"leave_out": "product", "num_comm_sms": 24},
     "(gluon, copies alone)": {"leave_out": "product", "num_comm_sms": 0},
-    "(gluon, both, no waits)": {"leave_out": "wait", "num_comm_sms": 8},
+    "(gluon, both, no waits)": {"leave_out": "wait", "num_comm_sms": 16},
     "(gluon, copied, no waits)": {"leave_out": "wait", "num_comm_sms": 0},
 }
 COLUMNS: dict[str, dict[str, Any]] = {
@@ -130,6 +131,8 @@ def _columns(world: Any, M: int, N: int, K: int) -> Case:
 def _rows(world: Any, N: int) -> Case:
     m, n, device = N // world.size, N // world.size, world.torch_device
     a, b = normal((m, N), world.rank, device), normal((N, n), 100 + world.rank, device)
+    if device.type == "cuda":
+        a = _kraken.shard(a)
     out = torch.empty(N, n, dtype=a.dtype, device=device)
     runs: dict[str, Any] = {}
 
@@ -140,7 +143,7 @@ def _rows(world: Any, N: int) -> Case:
     for name, options in (QUICK if device.type == "cpu" else PLAIN | GLUON).items():
         runs[name] = _run(world, a, b, out, options)
     if device.type == "cuda":
-        runs |= _baselines(world, a, b, out)
+        runs |= _baselines(world, a, b, out) | _kraken.all_gather_matmul(a, b)
         runs |= {name: _part(world, a, b, out, **options) for name, options in PARTS.items()}
     return Case(
         nbytes=(world.size - 1) * m * N * 2.0,
@@ -149,6 +152,7 @@ def _rows(world: Any, N: int) -> Case:
         exact=exact,
         scaled=a,
         unchecked=frozenset({"cuBLAS alone", *PARTS}),
+        skipped=_kraken.missing(),
     )
 
 

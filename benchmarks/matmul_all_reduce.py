@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import _kraken
 from benchmarks._case import Case, normal
 from benchmarks._command import main
 from benchmarks._process_group import group_name, torch_symmetric
@@ -24,7 +25,7 @@ TITLE = "Matmul + all-reduce, N x N x N / size, bf16"
 SIZES = (4096, 6144, 8192, 12288, 16384)
 ROWS, INNER, OUTER = (1, 16, 128, 1024), 28672, 8192
 TARGETS = {"N = 4096": 0.75, "N = 8192": 0.85, "N = 16384": 0.95}
-BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "cuBLAS + torch two-shot")
+BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "cuBLAS + torch two-shot", _kraken.NAME)
 
 PLAIN: dict[str, dict[str, Any]] = {
     "pkt default": {},
@@ -82,7 +83,7 @@ def case(world: Any, N: int, M: int = 0, K: int = 0) -> Case:
         for name, options in (QUICK if device.type == "cpu" else PLAIN | GLUON).items()
     }
     if device.type == "cuda":
-        runs |= _baselines(a, b)
+        runs |= _baselines(a, b) | _kraken.matmul_all_reduce(a, b, world.size)
     return Case(
         nbytes=2.0 * (world.size - 1) / world.size * M * N * 2.0,
         flops=2.0 * M * N * k,
@@ -90,6 +91,7 @@ def case(world: Any, N: int, M: int = 0, K: int = 0) -> Case:
         exact=exact,
         scaled=a,
         unchecked=frozenset({"cuBLAS alone"}),
+        skipped=_kraken.missing(),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import _kraken
 from benchmarks._case import Case, normal
 from benchmarks._command import main
 from benchmarks._process_group import group_name
@@ -23,7 +24,7 @@ from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 TITLE = "Matmul + reduce-scatter, N x N x N / size, bf16"
 SIZES = (4096, 6144, 8192, 12288, 16384, 32768)
 TARGETS = {"N = 4096": 0.70, "N = 8192": 0.88, "N = 16384": 1.05, "N = 32768": 1.00}
-BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "torch symm_mem fused")
+BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "torch symm_mem fused", _kraken.NAME)
 WIDE, SQUARE = Tiles(128, 256, 64, 8, 8, 3), Tiles(128, 128, 64, 8, 8, 4)
 SMALL = Tiles(32, 32, 32, 2, 4, 2)  # for the simulator
 
@@ -84,7 +85,7 @@ def case(world: Any, N: int) -> Case:
         for name, options in (QUICK if device.type == "cpu" else PLAIN | GLUON).items()
     }
     if device.type == "cuda":
-        runs |= _baselines(a, b, out)
+        runs |= _baselines(a, b, out) | _kraken.matmul_reduce_scatter(a, b)
         runs |= {name: _part(world, a, b, out, **options) for name, options in PARTS.items()}
     return Case(
         nbytes=(world.size - 1) * m * N * 2.0,
@@ -93,6 +94,7 @@ def case(world: Any, N: int) -> Case:
         exact=exact,
         scaled=a,
         unchecked=frozenset({"cuBLAS alone", *PARTS}),
+        skipped=_kraken.missing(),
     )
 
 

@@ -1,0 +1,71 @@
+"""kraken's fused products as baselines, where that package is installed: github.com/meta-pytorch/kraken.
+
+It is on no package index (what has its name there is another). Its kernels take weights as a Linear holds them, and of
+the all-gather a shard in torch's symmetric memory. Its product with a one-shot all-reduce has signals for each block of
+64 x 64, of which torch's signal pads take few.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks._process_group import torch_symmetric
+
+NAME = "kraken"
+MISSING = {NAME: "kraken is not installed"}
+BLOCK = 64
+
+Run = Callable[[], torch.Tensor]
+
+
+def found() -> bool:
+    """Whether it is there, and not another package of this name."""
+    return importlib.util.find_spec("kraken") is not None and importlib.util.find_spec("kraken.fused") is not None
+
+
+def missing() -> dict[str, str]:
+    """For `Case.skipped`."""
+    return {} if found() else MISSING
+
+
+def shard(a: torch.Tensor) -> torch.Tensor:
+    """`a`, or where kraken is there its copy that kraken can gather, for all variants alike. Collective."""
+    return torch_symmetric(a).copy_(a) if found() else a
+
+
+def all_gather_matmul(a: torch.Tensor, b: torch.Tensor) -> dict[str, Run]:
+    """The variant, if it is there. `a`: of `shard`."""
+    return _variant(lambda fused, weights: fused.all_gather_matmul(a, weights)[1], b)
+
+
+def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor) -> dict[str, Run]:
+    return _variant(lambda fused, weights: fused.gemm_reduce_scatter_ce_persistent(a, weights), b)
+
+
+def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, size: int) -> dict[str, Run]:
+    """Where torch's signal pads are large enough."""
+    blocks = -(-a.shape[0] // BLOCK) * -(-b.shape[1] // BLOCK)
+    if (
+        found()
+        and blocks * size * 4 > importlib.import_module("torch.distributed._symmetric_memory").get_signal_pad_size()
+    ):
+        return {}
+    return _variant(lambda fused, weights: fused.gemm_one_shot_all_reduce_fused(a, weights), b)
+
+
+def _variant(call: Callable[[Any, torch.Tensor], torch.Tensor], b: torch.Tensor) -> dict[str, Run]:
+    if not found():
+        return {}
+    made: list[torch.Tensor] = []
+
+    def run() -> torch.Tensor:
+        if not made:
+            made.append(b.t().contiguous().t())
+        return call(importlib.import_module("kraken.fused"), made[0])
+
+    return {NAME: run}

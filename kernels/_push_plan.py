@@ -18,6 +18,11 @@ PUSHED = 41e9
 """Bytes a second that leave by one program that pushes; eight of them fill the links but for a sixteenth. On 4 x H200,
 by benchmarks/results/all_gather_matmul.json."""
 FILLS = 8
+PUSHERS, CHUNK = 16, 128
+"""Programs that push, and columns of a chunk. Each signal has a fence, for which all that a program has sent must have
+arrived, so more programs push than would fill the links. And what arrives last, a chunk from each warp that pushes, is
+still to be multiplied: so chunks are short. Four ranks' kernels, played on 2 x H200, take 0.093 ms at 4096 where 8 and
+512 take 0.098, and 0.203 at 6144 where those take 0.216 (benchmarks/results/played_2.json)."""
 MULTIPLIED = 6.3e12
 """FLOP a second of one SM, there."""
 COPIED, COPY = 392e9, 5e-6
@@ -30,8 +35,8 @@ BEGIN = 20e-6
 class PushPlan(NamedTuple):
     """How A is pushed and the tiles are dealt out, as the keywords of all_gather_matmul say it."""
 
-    num_comm_sms: int = FILLS  # 0: copied
-    chunk: int = 512  # 0: all of K, if copied
+    num_comm_sms: int = PUSHERS  # 0: copied
+    chunk: int = CHUNK  # 0: all of K, if copied
     push_rows: int = 0
     skip: int = 0
     split: int = 1
@@ -80,7 +85,7 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
     tile, count = tile_seconds(K, tiles), _count(m, N, size, tiles)
     copying = BEGIN + (size - 1) * (COPY + 2 * m * K / COPIED)
     pushes = size == 1 or given.keys() & {"chunk", "skip"} or copying > count / programs * tile
-    num_comm = given.get("num_comm_sms", FILLS if pushes else 0)
+    num_comm = given.get("num_comm_sms", PUSHERS if pushes else 0)
     if num_comm == 0:
         rounds, left = divmod(count, programs)
         halved = 0 < left <= programs // 2

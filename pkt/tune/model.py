@@ -48,7 +48,7 @@ NCCL_LATENCY = 10e-6
 """
 BESIDE = 0.86
 """Of the rate that links reach alone, what they reach while the other programs compute."""
-PUSHERS, STAGES, CHUNK = 8, 4, 512
+PUSHERS, STAGES, CHUNK = 16, 4, 128
 """Of all_gather_matmul's Gluon form, where none are given."""
 COPY = 3.5e-6
 """Seconds that a copy by an engine that waits for tiles takes, with the word behind it, beside those of its curve."""

@@ -21,7 +21,7 @@ from pkt.tune.search import Model
 from pkt.tune.spread import spread
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-PUSHERS = (8, 12)
+PUSHERS = (8, 12, 16)
 """Programs that push in the Gluon form, of which eight fill the links. The searches of commit 82b752bffbc4 had 24 too,
 and tiles of 128 columns: these were nowhere faster by half a percent."""
 SHARD_COPIES = (2, 3, 4)
@@ -89,7 +89,7 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
                 pushing = pushing_rounds({"mode": "gluon", "num_comm_sms": num_comm_sms, "tiles": tile}, key, gpu)
                 for skip, split, whole in _dealt(pushing, tasks, gpu.sms, num_comm_sms):
                     found += space(
-                        mode="gluon", num_comm_sms=num_comm_sms, chunk=[256, 512], push_rows=[0, 1], skip=skip,
+                        mode="gluon", num_comm_sms=num_comm_sms, chunk=[128, 256], push_rows=[0, 1], skip=skip,
                         split=split, whole=whole, tiles=[tile],
                     )  # fmt: skip
     return found

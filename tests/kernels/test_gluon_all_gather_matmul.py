@@ -35,7 +35,7 @@ def test_push_with_a_part_left_out(compiling, tmp_path):
         launch = product(world, 1024, 1024, 1024, leave_out=part)
         assert_fits(launch, tmp_path)
         found[part] = (count_markers(launch.ptx)["wait"], *launch.args[-6:-1:4])  # num_comm, rows
-    assert found == {"wait": (0, 8, 1024), "push": (0, 0, 1024), "product": (2, 8, 0)}
+    assert found == {"wait": (0, 16, 1024), "push": (0, 0, 1024), "product": (2, 16, 0)}
 
 
 @pytest.mark.parametrize("split", [1, 2])

@@ -9,25 +9,27 @@ def test_every_plan_that_is_chosen():
     """Copied where the product takes longer. Those that push are left out of the rounds that pushing takes. What is
     left after the last whole round is cut in two, if then it is less than a round, unless the links are the limit."""
     for side, copied, pushed in (
-        (4096, PushPlan(0, 0, 0, 0, 1, 0), PushPlan(8, 512, 0, 2, 1, 1)),
-        (6144, PushPlan(0, 0, 0, 0, 2, 2), PushPlan(8, 512, 0, 3, 1, 2)),
-        (8192, PushPlan(0, 0, 0, 0, 1, 3), PushPlan(8, 512, 0, 4, 2, 4)),
-        (12288, PushPlan(0, 0, 0, 0, 1, 8), PushPlan(8, 512, 0, 6, 2, 9)),
-        (16384, PushPlan(0, 0, 0, 0, 1, 15), PushPlan(8, 512, 0, 8, 1, 16)),
-        (32768, PushPlan(0, 0, 0, 0, 2, 62), PushPlan(8, 512, 0, 15, 1, 62)),
+        (4096, PushPlan(0, 0, 0, 0, 1, 0), PushPlan(8, 128, 0, 2, 1, 1)),
+        (6144, PushPlan(0, 0, 0, 0, 2, 2), PushPlan(8, 128, 0, 3, 1, 2)),
+        (8192, PushPlan(0, 0, 0, 0, 1, 3), PushPlan(8, 128, 0, 4, 2, 4)),
+        (12288, PushPlan(0, 0, 0, 0, 1, 8), PushPlan(8, 128, 0, 6, 2, 9)),
+        (16384, PushPlan(0, 0, 0, 0, 1, 15), PushPlan(8, 128, 0, 8, 1, 16)),
+        (32768, PushPlan(0, 0, 0, 0, 2, 62), PushPlan(8, 128, 0, 15, 1, 62)),
     ):
         case = side // 4, side // 4, side, 4, TILES, 132
         assert push_plan(*case, num_comm_sms=0) == copied
         assert push_plan(*case, num_comm_sms=8) == pushed
-        assert push_plan(*case) == (copied if side >= 8192 else pushed)
-        assert push_plan(*case, skip=1) == pushed._replace(skip=1)
-        assert push_plan(*case, chunk=64) == pushed._replace(chunk=64)
+        assert push_plan(*case)[:2] == ((0, 0) if side >= 8192 else (16, 128))
+        assert push_plan(*case) == push_plan(*case, num_comm_sms=0 if side >= 8192 else 16)
+        assert push_plan(*case, num_comm_sms=8, skip=1) == pushed._replace(skip=1)
+        assert push_plan(*case, num_comm_sms=8, chunk=64) == pushed._replace(chunk=64)
+        assert push_plan(*case, chunk=64).num_comm_sms == push_plan(*case, skip=1).num_comm_sms == 16
     case = 8192, 8192, 512
     alone = {n: push_plan(*case, 4, TILES, 132, num_comm_sms=n).skip for n in (4, 8, 16)}
     assert alone == {4: 29, 8: 15, 16: 15}  # half the programs, twice the time; eight fill the links
     assert push_plan(*case, 4, NARROW, 132, num_comm_sms=8).skip == 29  # half the tile
-    assert push_plan(128, 256, 512, 4, TILES, 2).num_comm_sms == 8  # there may be fewer programs than push
-    assert push_plan(8192, 8192, 8192, 1, TILES, 132).num_comm_sms == 8  # nobody to copy to
+    assert push_plan(128, 256, 512, 4, TILES, 2).num_comm_sms == 16  # there may be fewer programs than push
+    assert push_plan(8192, 8192, 8192, 1, TILES, 132).num_comm_sms == 16  # nobody to copy to
 
 
 def test_up_to_half_a_round_of_tiles_is_cut():

@@ -68,8 +68,12 @@ def variants(device: str, quick: bool) -> list[str]:
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
-    gathered = {f"all-gather + GEMM, N = {N}": {"N": N, "scattered": False} for N in GATHERED}
-    return gathered | {f"GEMM + reduce-scatter, N = {N}": {"N": N, "scattered": True} for N in SCATTERED}
+    found = {gathered(N): {"N": N, "scattered": False} for N in GATHERED}
+    return found | {f"GEMM + reduce-scatter, N = {N}": {"N": N, "scattered": True} for N in SCATTERED}
+
+
+def gathered(N: int) -> str:
+    return f"all-gather + GEMM, N = {N}"
 
 
 def case(world: Any, N: int, scattered: bool) -> Case:

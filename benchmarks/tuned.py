@@ -4,8 +4,9 @@
 
 <operator>.json has, for each case of benchmarks/exhaustive.py, the MOST fastest candidates and the fastest of every
 other mode, NCCL + cuBLAS among them, with their settings as keywords of the operator and their median, least and
-greatest time, the fastest first. link.json has the curves of benchmarks/link.py. Each file names its sources.
-tests/tune/test_tables.py fails where a table differs from what this program writes.
+greatest time, the fastest first. Among them are those that benchmarks/played.py has measured. link.json has the curves
+of benchmarks/link.py. Each file names its sources. tests/tune/test_tables.py fails where a table differs from what this
+program writes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import played
 from benchmarks._harness import RESULTS, ROOT
+from pkt.kernels._gluon import TILES
 
 TABLES = ROOT / "pkt" / "tune" / "tables"
+PLAYED = RESULTS / "played_2.json"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MOST = 24
 """Candidates of a case that ship."""
@@ -26,8 +30,28 @@ SIZES = re.compile(r"one peer, by message size: (.+), (\d+) ([KM])iB")
 
 
 def records(operator: str) -> list[dict[str, Any]]:
-    """The exhaustive searches for an operator, a record for each number of ranks."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"exhaustive_{operator}*.json"))]
+    """The exhaustive searches for an operator, a record for each number of ranks; of the all-gather on four with what
+    was played of the same cases, in the stead of the same settings."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"exhaustive_{operator}*.json"))]
+    for case in (case for record in found for case in record["cases"]):
+        if operator == "all_gather_matmul" and case["key"]["size"] == played.SIZE:
+            newer = pushed(case["key"]["K"])
+            tried = [row["settings"] for row in newer]
+            older = [row for row in case["measured"] if row["settings"] not in tried]
+            case["measured"] = sorted(older + newer, key=lambda row: row["seconds"])
+    return found
+
+
+def pushed(N: int) -> list[dict[str, Any]]:
+    """What benchmarks/played.py measured for a size: settings, and seconds of four ranks."""
+    found = []
+    for row in json.loads(PLAYED.read_text())["measured"]:
+        if row["case"] == played.gathered(N) and row["variant"] in played.PUSHED:
+            plan = played.plan(N, **played.PUSHED[row["variant"]])
+            settings = {"mode": "gluon", **plan._asdict(), "tiles": list(TILES[:6])}
+            seconds, low, high = (round(row[name] / 1e3, 9) for name in ("ms", "low", "high"))
+            found.append({"settings": settings, "seconds": seconds, "low": low, "high": high})
+    return found
 
 
 def operator_table(operator: str) -> dict[str, Any]:
@@ -36,10 +60,13 @@ def operator_table(operator: str) -> dict[str, Any]:
     entries = [
         {"key": case["key"], "measured": fastest(case["measured"])} for record in found for case in record["cases"]
     ]
+    sources = [{"ranks": record["ranks"], **source(record)} for record in found]
+    if operator == "all_gather_matmul":
+        sources.append({"ranks": played.SIZE, **source(json.loads(PLAYED.read_text()), PLAYED.stem)})
     return {
         "operator": operator,
         "gpu": found[0]["host"]["gpus"][0],
-        "sources": [{"ranks": record["ranks"], **source(record)} for record in found],
+        "sources": sources,
         "entries": entries,
     }
 
@@ -75,10 +102,10 @@ def link_table() -> dict[str, Any]:
     }
 
 
-def source(record: dict[str, Any]) -> dict[str, Any]:
-    """Where the figures of a table come from."""
+def source(record: dict[str, Any], stem: str = "") -> dict[str, Any]:
+    """Where the figures of a table come from. stem: of the file, if it is not the benchmark's name."""
     versions = {name: record["host"]["versions"][name] for name in ("torch", "triton")}
-    file = f"benchmarks/results/{record['benchmark']}.json"
+    file = f"benchmarks/results/{stem or record['benchmark']}.json"
     return {"file": file, "commit": record["commit"], "date": record["date"], "versions": versions}
 
 

@@ -19,10 +19,11 @@ PUSHED = 41e9
 by benchmarks/results/all_gather_matmul.json."""
 FILLS = 8
 PUSHERS, CHUNK = 16, 128
-"""Programs that push, and columns of a chunk. Each signal has a fence, for which all that a program has sent must have
-arrived, so more programs push than would fill the links. And what arrives last, a chunk from each warp that pushes, is
-still to be multiplied: so chunks are short. Four ranks' kernels, played on 2 x H200, take 0.093 ms at 4096 where 8 and
-512 take 0.098, and 0.203 at 6144 where those take 0.216 (benchmarks/results/played_2.json)."""
+"""Programs that push, and columns of a chunk; of fewer programs, twice as many. Each signal has a fence, for which all
+that a program has sent must have arrived, so more programs push than would fill the links. And what arrives last, a
+chunk from each warp that pushes, is still to be multiplied: so chunks are short. Four ranks' kernels, played on 2 x
+H200, take 0.0936 ms at 4096 where 8 and 256 take 0.0981, and 0.206 at 6144 where those take 0.212
+(benchmarks/results/played_2.json)."""
 MULTIPLIED = 6.3e12
 """FLOP a second of one SM, there."""
 COPIED, COPY = 392e9, 5e-6
@@ -92,7 +93,8 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
         return PushPlan(0, chunk=0, whole=rounds, split=2 if halved else 1)._replace(**given)
     dealt = _dealt(m, N, size, tiles, programs, num_comm)
     halved = not dealt.late and 0 < dealt.left <= programs // 2
-    rule = PushPlan(num_comm, whole=dealt.rounds, split=2 if halved else 1)._replace(**given)
+    chunk = CHUNK if num_comm >= PUSHERS else 2 * CHUNK
+    rule = PushPlan(num_comm, chunk, whole=dealt.rounds, split=2 if halved else 1)._replace(**given)
     if "skip" in given:
         return rule
     cut = max(dealt.pushing - rule.whole, 0) * rule.split

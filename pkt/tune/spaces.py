@@ -21,9 +21,10 @@ from pkt.tune.search import Model
 from pkt.tune.spread import spread
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-PUSHERS = (8, 12, 16)
-"""Programs that push in the Gluon form, of which eight fill the links. The searches of commit 82b752bffbc4 had 24 too,
-and tiles of 128 columns: these were nowhere faster by half a percent."""
+PUSHERS = ((8, 256), (12, 128), (16, 128), (16, 256))
+"""Programs that push in the Gluon form, of which eight fill the links, and columns of a chunk. Others were nowhere
+faster by more than half a percent: not 24 programs, nor tiles of 128 columns, in the searches of commit 82b752bffbc4,
+and of these programs no other chunks in those of 92389eccaa51."""
 SHARD_COPIES = (2, 3, 4)
 """That a shard goes to each peer in, in the Gluon form, if not in one."""
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -85,11 +86,11 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
                     mode="gluon", num_comm_sms=0, chunk=0, push_rows=copies, skip=0, split=split, whole=wholes,
                     tiles=[tile],
                 )  # fmt: skip
-            for num_comm_sms in (n for n in PUSHERS if n < gpu.sms):
+            for num_comm_sms, chunk in (p for p in PUSHERS if p[0] < gpu.sms):
                 pushing = pushing_rounds({"mode": "gluon", "num_comm_sms": num_comm_sms, "tiles": tile}, key, gpu)
                 for skip, split, whole in _dealt(pushing, tasks, gpu.sms, num_comm_sms):
                     found += space(
-                        mode="gluon", num_comm_sms=num_comm_sms, chunk=[128, 256], push_rows=[0, 1], skip=skip,
+                        mode="gluon", num_comm_sms=num_comm_sms, chunk=chunk, push_rows=[0, 1], skip=skip,
                         split=split, whole=whole, tiles=[tile],
                     )  # fmt: skip
     return found

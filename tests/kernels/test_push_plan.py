@@ -9,12 +9,12 @@ def test_every_plan_that_is_chosen():
     """Copied where the product takes longer. Those that push are left out of the rounds that pushing takes. What is
     left after the last whole round is cut in two, if then it is less than a round, unless the links are the limit."""
     for side, copied, pushed in (
-        (4096, PushPlan(0, 0, 0, 0, 1, 0), PushPlan(8, 128, 0, 2, 1, 1)),
-        (6144, PushPlan(0, 0, 0, 0, 2, 2), PushPlan(8, 128, 0, 3, 1, 2)),
-        (8192, PushPlan(0, 0, 0, 0, 1, 3), PushPlan(8, 128, 0, 4, 2, 4)),
-        (12288, PushPlan(0, 0, 0, 0, 1, 8), PushPlan(8, 128, 0, 6, 2, 9)),
-        (16384, PushPlan(0, 0, 0, 0, 1, 15), PushPlan(8, 128, 0, 8, 1, 16)),
-        (32768, PushPlan(0, 0, 0, 0, 2, 62), PushPlan(8, 128, 0, 15, 1, 62)),
+        (4096, PushPlan(0, 0, 0, 0, 1, 0), PushPlan(8, 256, 0, 2, 1, 1)),
+        (6144, PushPlan(0, 0, 0, 0, 2, 2), PushPlan(8, 256, 0, 3, 1, 2)),
+        (8192, PushPlan(0, 0, 0, 0, 1, 3), PushPlan(8, 256, 0, 4, 2, 4)),
+        (12288, PushPlan(0, 0, 0, 0, 1, 8), PushPlan(8, 256, 0, 6, 2, 9)),
+        (16384, PushPlan(0, 0, 0, 0, 1, 15), PushPlan(8, 256, 0, 8, 1, 16)),
+        (32768, PushPlan(0, 0, 0, 0, 2, 62), PushPlan(8, 256, 0, 15, 1, 62)),
     ):
         case = side // 4, side // 4, side, 4, TILES, 132
         assert push_plan(*case, num_comm_sms=0) == copied

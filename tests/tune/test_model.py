@@ -265,7 +265,7 @@ def test_pushing_first_by_hand():
     # those that come last are of the last whole round, of which the first rows came a good deal earlier
     wave = found.communication * 132 / (512 * 0.75)
     assert found.exposed == pytest.approx(max(
-        0.0, found.communication + max(one / 16, one - wave) - max(found.communication, found.compute)))  # fmt: skip
+        0.0, found.communication + max(one / 32, one - wave) - max(found.communication, found.compute)))  # fmt: skip
     whole = of(skip=4, split=1)
     assert whole.compute == pytest.approx(5 * one * interpolated(H200.slow, 5 * one))
     # three whole rounds, and 560 parts: four rounds of 124, and 64 for all

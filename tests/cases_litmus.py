@@ -21,6 +21,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
+from pkt.language import ptx
 
 STEP = tl.constexpr(1000003)  # between the values of two rounds
 
@@ -61,7 +62,8 @@ def pairs_kernel(
     world,
     SEND: tl.constexpr,  # "store", "tma", "tma add", "atomic add"
     RECEIVE: tl.constexpr,  # "load", "tma"
-    EARLY: tl.constexpr,  # signal before the data is written: wrong, so that the counting is tested too
+    WITHOUT: tl.constexpr,  # what is wrong, so that the counting is tested too: "order", the signal is before the data;
+    # "fence", the signal is relaxed behind stores of which this program knows that they are done
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -80,7 +82,7 @@ def pairs_kernel(
         value = _value(i, rank, pid, offs)
         # a box holds the message of two rounds ago: adding the difference makes the new one
         difference = tl.where(i < 2, value, 2 * STEP)
-        if EARLY:
+        if WITHOUT == "order":
             pl.signal(flags + partner, to, world)
         if SEND == "store":
             pl.store(box + there * ROWS * COLS + offs, value, to, world)
@@ -90,7 +92,11 @@ def pairs_kernel(
             theirs.atomic_add([there * ROWS, 0], difference)
         else:
             pl.atomic_add(box + there * ROWS * COLS + offs, difference, to, world, sem="relaxed")
-        if not EARLY:
+        if WITHOUT == "fence":
+            ptx.drain(world)
+            ptx.cta_barrier()
+            tl.atomic_add(pl.peer(flags + partner, to, world), 1, sem="relaxed", scope="sys")
+        elif WITHOUT != "order":
             pl.signal(flags + partner, to, world)
         pl.wait(flags + pid, i + 1, world)
         if RECEIVE == "tma":
@@ -103,16 +109,24 @@ def pairs_kernel(
 
 
 def pairs(
-    world: Any, programs: int, rounds: int, launches: int = 2, *, send: str, receive: str, early: bool = False
+    world: Any,
+    programs: int,
+    rounds: int,
+    launches: int = 2,
+    *,
+    send: str,
+    receive: str,
+    without: str = "",
+    rows: int = 8,
+    cols: int = 32,
 ) -> Counts:
     """Message passing: data, signal; wait, data."""
-    rows, cols = 8, 32
     programs -= programs % (world.size - 1)
     box, flags = pkt.zeros(programs, 2, rows, cols, dtype=torch.int32), pkt.signals(programs)
 
     def launch(first: int, stale: torch.Tensor) -> None:
         pairs_kernel[(programs,)](
-            box, flags, stale, first, rounds, world.device, send, receive, early, rows, cols,
+            box, flags, stale, first, rounds, world.device, send, receive, without, rows, cols,
             launch_cooperative_grid=True,
         )  # fmt: skip
 
@@ -355,8 +369,10 @@ LITMUS: dict[str, Callable[..., Counts]] = {
 }
 """What is tried -> fn(world, programs, rounds), which returns this rank's Counts."""
 
+WITHOUT_FENCE = "a relaxed signal behind TMA stores"
 WRONG: dict[str, Callable[..., Counts]] = {
-    "a signal before its data": functools.partial(pairs, send="store", receive="load", early=True),
+    "a signal before its data": functools.partial(pairs, send="store", receive="load", without="order"),
+    WITHOUT_FENCE: functools.partial(pairs, send="tma", receive="tma", without="fence", rows=64, cols=64),
     "a flag before its data": functools.partial(flagged, early=True),
 }
 """The same of what must be found stale."""

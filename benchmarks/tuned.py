@@ -23,6 +23,8 @@ from pkt.kernels._gluon import TILES
 TABLES = ROOT / "pkt" / "tune" / "tables"
 PLAYED = RESULTS / "played_2.json"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+LAST = -1
+"""Of the sources: what a row has that is not of the exhaustive search."""
 MOST = 24
 """Candidates of a case that ship."""
 CURVE = re.compile(r"(one|all) peers?, by programs: (.+), (\d+) programs")
@@ -50,7 +52,7 @@ def pushed(N: int) -> list[dict[str, Any]]:
             plan = played.plan(N, **played.PUSHED[row["variant"]])
             settings = {"mode": "gluon", **plan._asdict(), "tiles": list(TILES[:6])}
             seconds, low, high = (round(row[name] / 1e3, 9) for name in ("ms", "low", "high"))
-            found.append({"settings": settings, "seconds": seconds, "low": low, "high": high})
+            found.append({"settings": settings, "seconds": seconds, "low": low, "high": high, "source": LAST})
     return found
 
 
@@ -60,13 +62,12 @@ def operator_table(operator: str) -> dict[str, Any]:
     entries = [
         {"key": case["key"], "measured": fastest(case["measured"])} for record in found for case in record["cases"]
     ]
-    sources = [{"ranks": record["ranks"], **source(record)} for record in found]
-    if operator == "all_gather_matmul":
-        sources.append({"ranks": played.SIZE, **source(json.loads(PLAYED.read_text()), PLAYED.stem)})
+    also = [source(json.loads(PLAYED.read_text()), PLAYED.stem)] if operator == "all_gather_matmul" else []
     return {
         "operator": operator,
         "gpu": found[0]["host"]["gpus"][0],
-        "sources": sources,
+        "sources": [{"ranks": record["ranks"], **source(record)} for record in found]
+        + [{"ranks": played.SIZE, **other} for other in also],
         "entries": entries,
     }
 
@@ -78,7 +79,8 @@ def fastest(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for at, row in enumerate(measured):
         first.setdefault(row["settings"]["mode"], at)
     shipped = [row for at, row in enumerate(measured) if at < MOST or at in first.values()]
-    return [{name: row[name] for name in ("settings", "seconds", "low", "high")} for row in shipped]
+    names = ("settings", "seconds", "low", "high", "source")
+    return [{name: row[name] for name in names if name in row} for row in shipped]
 
 
 def link_table() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 import pkt
-from benchmarks import tuned
+from benchmarks import played, tuned
 from pkt.tune import RecordedTimer, cache, choice, tables, tune
 from pkt.tune.config import NCCL, Config
 from pkt.tune.gpu import H200
@@ -58,6 +58,24 @@ def test_the_fastest_of_all_that_was_measured_and_of_every_mode_ship():
                 first = min(time for config, time in times.items() if config["mode"] == mode)
                 assert first in [c.time for c in search.candidates if c.config["mode"] == mode]
             assert len(search.candidates) < tuned.MOST + len(modes)
+
+
+def test_what_was_played_is_named_as_its_source():
+    """Not what was searched with four GPUs, nor what was played of another case."""
+    record = json.loads(tuned.PLAYED.read_text())
+    commits = {}
+    for search in tables.measured("all_gather_matmul"):
+        if search.key["size"] == played.SIZE:
+            times = {c.config: c.time for c in search.candidates}
+            for row in tuned.pushed(search.key["K"]):
+                config = Config(**row["settings"])
+                if config in times:
+                    source = tables.source("all_gather_matmul", played.SIZE, search.key, config)
+                    commits.setdefault(source["commit"], set()).add(search.key["K"])
+                    assert source["file"] == "benchmarks/results/played_2.json"
+                    assert times[config] == row["seconds"]
+            assert tables.source("all_gather_matmul", played.SIZE, search.key, NCCL)["commit"] != record["commit"]
+    assert commits == {record["commit"]: set(played.GATHERED)}
 
 
 # -------------------------------------------------------------------------------------------------- the nearest shape

@@ -50,11 +50,12 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor) -> dict[str, Run]:
 
 def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, size: int) -> dict[str, Run]:
     """Where torch's signal pads are large enough."""
-    blocks = -(-a.shape[0] // BLOCK) * -(-b.shape[1] // BLOCK)
-    if (
-        found()
-        and blocks * size * 4 > importlib.import_module("torch.distributed._symmetric_memory").get_signal_pad_size()
-    ):
+    if not found():
+        return {}
+    import torch.distributed._symmetric_memory as symm_mem
+
+    signals = -(-a.shape[0] // BLOCK) * -(-b.shape[1] // BLOCK) * size
+    if 4 * signals > symm_mem.get_signal_pad_size():
         return {}
     return _variant(lambda fused, weights: fused.gemm_one_shot_all_reduce_fused(a, weights), b)
 

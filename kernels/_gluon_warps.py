@@ -224,6 +224,7 @@ def consume(
     to finish; below zero where there is none. With PARTIALS, to a tile of mine so many are added that the loader has
     put behind it; the others go out as they are."""
     steps = gl.cdiv(K, BLOCK_K)
+    _room, _ready, _taken, ahead = outbox
     # One number: of two that come out of the loop in `multiply`, Triton's loop-aware CSE takes one for the first's.
     following = begin
     if begin < end:
@@ -235,7 +236,7 @@ def consume(
             following = PLACE(after, *where)
         else:
             half, following = multiply(
-                CONSUMER, it, n, steps, ring, outbox[3], place, after, where, PLACE, TRANSPOSED,
+                CONSUMER, it, n, steps, ring, ahead, place, after, where, PLACE, TRANSPOSED,
                 BLOCK_M, BLOCK_N, STAGES, WARPS,
             )  # fmt: skip
             it += steps

@@ -77,8 +77,8 @@ def tile_seconds(K: int, tiles: Tiles) -> float:
 
 
 def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **given: int) -> PushPlan:
-    """What is given, else what follows from a shard (m, K) and `b` of N columns. Within 8 % of the fastest on 4 and
-    2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json.
+    """What is given, else what follows from a shard (m, K) and `b` of N columns. Within 3 % of the fastest on 4 and
+    2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json and played_2.json.
 
     What is left after the last whole round is cut in two where it is done sooner then. Copied, where that takes no
     longer than the product. Else pushed: the programs that push are left out of as many rounds as fit into the time

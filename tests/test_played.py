@@ -50,6 +50,13 @@ def test_an_inbox_takes_each_rank_s_rows_behind_those_of_the_rank_before() -> No
     assert pkt.launch(main, ranks=2, device="cpu") == [[[r] * 3 for r in (0, 1, 2, 3, 0, 0, 0, 0)]] * 2
 
 
+def test_the_settings_of_what_was_played() -> None:
+    """The tables have them by the rule of today: where that changes, benchmarks/results/played_2.json is of others."""
+    dealt = {N: {played.plan(N, **given)[2:] for given in played.PUSHED.values()} for N in played.GATHERED}
+    assert dealt == {4096: {(0, 2, 1, 1)}, 6144: {(0, 3, 1, 2)}}
+    assert {played.plan(N)[:2] for N in played.GATHERED} == {(16, 128)}
+
+
 def test_every_variant_compiles_and_signals_three_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """But where nothing is sent; a tile's owner is found at run time. With fences but where they are left out."""
     world = compiling_worlds(monkeypatch)(1, 2)

@@ -26,6 +26,7 @@ import triton.language as tl
 import pkt.language as pl
 from benchmarks._case import Case, normal
 from benchmarks._command import main
+from pkt.errors import Unsupported
 from pkt.kernels import _gluon_all_gather_matmul, _gluon_matmul_reduce_scatter
 from pkt.kernels._gluon import NARROW, TILES
 from pkt.kernels._push_plan import PushPlan, push_plan
@@ -77,6 +78,9 @@ def gathered(N: int) -> str:
 
 
 def case(world: Any, N: int, scattered: bool) -> Case:
+    found = f"found {world.size} ranks on {world.torch_device}"
+    if world.size != 2 or world.torch_device.type != "cuda":
+        raise Unsupported.here("benchmarks.played", found, "wanted 2 GPUs: --ranks 2")
     return (_scattered if scattered else _gathered)(world, N)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +74,8 @@ def test_every_variant_compiles_and_signals_three_peers(monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "check", lambda *_: None)
     seen = set()
     for arguments in (arguments for arguments in played.cases(True).values() if arguments["N"] == 4096):
-        for name, run in played.case(world, **arguments).variants.items():
+        made = (played._scattered if arguments["scattered"] else played._gathered)(world, arguments["N"])
+        for name, run in made.variants.items():
             if name != played.BASELINE:
                 run()
                 ptx = world.kernels[-1].ptx
@@ -82,3 +84,10 @@ def test_every_variant_compiles_and_signals_three_peers(monkeypatch: pytest.Monk
                 assert ("fence.acq_rel.sys" in ptx) == (name not in played.NO_FENCE and name not in played.KEPT), name
                 seen.add(name)
     assert seen == set(played.variants("cuda", True)) - {played.BASELINE}
+
+
+@pytest.mark.parametrize(("ranks", "device"), [(4, "cuda"), (1, "cuda"), (2, "cpu")])
+def test_other_than_two_gpus_are_refused_before_anything_is_made(ranks: int, device: str) -> None:
+    world = SimpleNamespace(size=ranks, torch_device=torch.device(device))
+    with pytest.raises(pkt.Unsupported, match=rf"found {ranks} ranks on {device}: wanted 2 GPUs: --ranks 2"):
+        played.case(world, N=4096, scattered=False)

@@ -168,6 +168,10 @@ class CudaBackend:
         """See Driver.hold."""
         self.driver.hold(address, value, stream)
 
+    def uncouple(self) -> None:
+        """See Driver.uncouple: of the current stream."""
+        self.driver.uncouple(torch.cuda.current_stream(self.device_index).cuda_stream)
+
     def allocated(self, block: Block) -> None:
         """Nothing to do: memory is mapped, and nobody checks accesses here."""
 

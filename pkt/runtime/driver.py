@@ -91,6 +91,9 @@ class Driver(Protocol):
     def hold(self, address: int, value: int, stream: int) -> None:
         """The stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
 
+    def uncouple(self, stream: int) -> None:
+        """The kernel last recorded on a stream that is captured is no longer to be launched cooperatively."""
+
     def synchronize(self, device: int) -> None: ...
     def write_words(self, address: int, words: list[int], device: int) -> None:
         """Write int32 words while kernels run, from any thread; returns when they are written."""
@@ -245,6 +248,13 @@ class CudaDriver:
 
     def hold(self, address: int, value: int, stream: int) -> None:
         self._call("cuStreamWaitValue32", stream, address, value, 0)  # 0: CU_STREAM_WAIT_VALUE_GEQ
+
+    def uncouple(self, stream: int) -> None:
+        _, _, _, nodes, *_ = self._call("cuStreamGetCaptureInfo", stream)  # those that the next one depends on
+        attribute = self._cuda.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        value = self._cuda.CUkernelNodeAttrValue()
+        value.cooperative = 0
+        self._call("cuGraphKernelNodeSetAttribute", nodes[0], attribute, value)
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)

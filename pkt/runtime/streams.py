@@ -32,16 +32,16 @@ class OneInFlight:
         found: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._raw = found if cuda is torch.cuda and found else lambda index: cuda.current_stream(index).cuda_stream
 
-    def follow(self) -> None:
-        """Make the current stream wait for all that the stream of the last call has been given, if it is another."""
-        if self._raw(self._device) != self._last:
-            self._change()
+    def follow(self) -> bool:
+        """Make the current stream wait for all that the stream of the last call has been given, if it is another.
+        Returns whether it records a CUDA graph, which a stream that was called on before may begin unnoticed."""
+        return self._raw(self._device) != self._last and self._change()
 
     def capturing(self) -> bool:
         """Whether the current stream records a CUDA graph."""
         return self._capturing(self._cuda.current_stream(self._device))
 
-    def _change(self) -> None:
+    def _change(self) -> bool:
         here = self._cuda.current_stream(self._device)
         capturing = self._capturing(here)
         if self._captured is not None and not self._capturing(self._captured):
@@ -57,6 +57,7 @@ class OneInFlight:
             if self._captured is None and self._eager is not None and self._capturing(self._eager):
                 self._captured = self._eager  # drawn into a capture after its last call outside, unnoticed
             self._last, self._eager = here.cuda_stream, here
+        return capturing
 
     def _capturing(self, stream: Any) -> bool:
         if not stream.cuda_stream:  # the legacy stream cannot be captured, and may not even be asked during a capture

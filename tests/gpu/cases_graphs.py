@@ -433,3 +433,31 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "operators on two streams": lambda world: two_streams(world, 3, operators=True),
 }
 """Small runs of each, for the simulator."""
+
+
+@triton.jit
+def nothing_kernel(x_ptr):
+    tl.store(x_ptr, 0)
+
+
+def recorded(world: Any, nbytes: int) -> list[bool]:
+    """Which kernels of a graph are launched cooperatively: those of an all-reduce, and one that is not pkt's."""
+    from cuda.bindings import driver
+
+    def found(name: str, *args: Any) -> Any:
+        code, *values = getattr(driver, name)(*args)
+        assert int(code) == 0, (name, code)
+        return values
+
+    x, graph = pkt.zeros(nbytes // 4), torch.cuda.CUDAGraph()
+    pkt.all_reduce(x)
+    nothing_kernel[(1,)](x, launch_cooperative_grid=True)
+    attribute = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    with torch.cuda.graph(graph):
+        pkt.all_reduce(x)
+        nothing_kernel[(1,)](x, launch_cooperative_grid=True)
+        _, _, recording, *_ = found("cuStreamGetCaptureInfo", torch.cuda.current_stream().cuda_stream)
+        nodes = found("cuGraphGetNodes", recording, found("cuGraphGetNodes", recording)[-1])[0]
+        values = [found("cuGraphKernelNodeGetAttribute", node, attribute)[0] for node in nodes]
+    world.barrier()
+    return [bool(value.cooperative) for value in values]

@@ -2,7 +2,16 @@
 
 import pytest
 
-from tests.gpu.cases_graphs import PROGRAMS, Product, back_to_back, not_called_before, replays, skewed, two_streams
+from tests.gpu.cases_graphs import (
+    PROGRAMS,
+    Product,
+    back_to_back,
+    not_called_before,
+    recorded,
+    replays,
+    skewed,
+    two_streams,
+)
 from tests.gpu.run import launch, on_ranks, scaled
 
 REPLAYS = scaled("REPLAYS", 10**4)
@@ -40,3 +49,9 @@ def test_skewed_ranks(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("operators", [False, True])
 def test_two_streams(operators: bool, ranks: int) -> None:
     launch(two_streams, ranks, LAUNCHES, operators)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("nbytes", [1 << 14, 1 << 24])
+def test_no_kernel_of_an_operator_is_cooperative_in_a_graph(nbytes: int, ranks: int) -> None:
+    assert launch(recorded, ranks, nbytes) == [[False, True]] * ranks

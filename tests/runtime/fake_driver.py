@@ -211,6 +211,9 @@ class FakeDriver:
         found = ctypes.c_int32.from_address(address).value
         assert ctypes.c_int32(found - value).value >= 0, (found, value)
 
+    def uncouple(self, stream: int) -> None:
+        self._count("uncouple")
+
     def synchronize(self, device: int) -> None:
         self._count("synchronize")
 

@@ -41,6 +41,19 @@ def recorded(monkeypatch):
     return fake
 
 
+def test_the_kernel_recorded_last_is_no_longer_cooperative(recorded):
+    node, status = bindings.CUgraphNode(9), bindings.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+    recorded.answers = {"cuStreamGetCaptureInfo": (status, 1, bindings.CUgraph(8), [node], None, 1)}
+    CudaDriver(rank=1).uncouple(7)
+    asked, (name, (changed, attribute, value)) = recorded.calls[-2:]
+    assert asked == ("cuStreamGetCaptureInfo", (7,))
+    assert name == "cuGraphKernelNodeSetAttribute"
+    assert changed is node
+    assert attribute == bindings.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    assert type(value) is bindings.CUkernelNodeAttrValue  # no other is taken, though it may be the same union
+    assert value.cooperative == 0
+
+
 def test_memory_is_pinned_on_the_device_and_can_be_exported(recorded):
     recorded.answers = {
         "cuMemCreate": (bindings.CUmemGenericAllocationHandle(77),),

@@ -148,6 +148,39 @@ def test_a_grid_that_cannot_be_resident(monkeypatch):
         launch.cooperative(FakeWorld, Kernel(), (132, 2), "x", BLOCK=4)
 
 
+@pytest.mark.parametrize(("programs", "fits"), [(264, True), (265, False)])
+def test_a_recorded_kernel_is_not_cooperative_but_fits(programs, fits, monkeypatch):
+    said = []
+
+    class Kernel:
+        __name__ = "persistent"
+
+        def run(self, *args, warmup, **options):
+            said.append(options["launch_cooperative_grid"])
+            return "compiled"
+
+    class Recording:
+        def follow(self):
+            return True
+
+    class FakeBackend:
+        def uncouple(self):
+            said.append("uncoupled")
+
+    class FakeWorld:
+        rank, num_sms, streams, backend = 2, 132, Recording(), FakeBackend()
+
+    monkeypatch.setattr(launch, "provide_scratch", lambda: None)
+    monkeypatch.setattr(launch, "resident_per_sm", lambda compiled: {"compiled": 2}[compiled])
+    if fits:
+        assert launch.cooperative(FakeWorld, Kernel(), (programs,), "x") == "compiled"
+        assert said == [True, "uncoupled"]
+    else:
+        with pytest.raises(GridTooLarge, match=r"rank 2: persistent: grid 265 > 264 resident programs \(132 SMs x 2\)"):
+            launch.cooperative(FakeWorld, Kernel(), (programs,), "x")
+        assert said == [True]
+
+
 def test_kernels_that_make_descriptors_get_memory_in_every_thread(monkeypatch):
     """Triton keeps the allocator in a context variable; a user's own stays."""
     seen = []

@@ -83,6 +83,17 @@ def test_another_stream_waits_for_the_last_and_only_once():
     assert Cuda.waits == 1
 
 
+def test_it_says_at_each_call_that_a_graph_is_recorded():
+    cuda = Cuda()
+    order = guard(cuda)
+    assert not order.follow()
+    cuda.now, cuda.streams[1].capture = cuda.streams[1], 1
+    assert order.follow()
+    assert order.follow()
+    cuda.streams[1].capture = None
+    assert not order.follow()
+
+
 # ("use", stream), ("begin", stream): capture into a graph, ("fork", stream): that stream joins it, ("end", 0)
 STEPS = st.lists(st.tuples(st.sampled_from(["use", "use", "use", "begin", "fork", "end"]), st.integers(0, 3)))
 
@@ -117,7 +128,8 @@ def test_every_call_comes_after_the_one_before_in_its_graph_or_outside(steps):
             graph = None
         elif step == "use":
             cuda.now = stream
-            order.follow()
+            noticed = order.follow()
+            assert not noticed or stream.capture is not None
             assert calls[stream.capture] <= stream.before
             stream.before.add(number)
             calls[stream.capture].add(number)

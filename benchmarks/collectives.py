@@ -108,6 +108,8 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         f"all-reduce {name}": {"kind": "all-reduce", "shape": [n // 2]} for name, n in messages.items()
     }
+    if not quick:  # of which a part is no whole 16 bytes
+        found["all-reduce 16 MiB + 2"] = {"kind": "all-reduce", "shape": [MESSAGES["16 MiB"] // 2 + 1]}
     found |= {
         f"all-gather {name}": {"kind": "all-gather", "shape": [n // 2]} for name, n in messages.items() if n <= SMALL
     }

@@ -25,6 +25,10 @@ from pkt.runtime.world import World
 
 from . import _common
 
+UNEVEN = 8
+"""From an eighth of the bytes on engines copy what is no whole 16 bytes long in one run: programs move it in narrower
+accesses. TODO"""
+
 MAX_PITCH = (1 << 31) - 1
 """Bytes from one run to the next that an engine can take in one copy, CU_DEVICE_ATTRIBUTE_MAX_PITCH."""
 
@@ -67,6 +71,19 @@ def copy_kernel(
         source = src_ptr + box.source.start + plane * box.source.plane + run * box.source.pitch + element
         target = dst_ptr + box.target.start + plane * box.target.plane + run * box.target.pitch + element
         pl.store(target, tl.load(source, mask=i < n), box.peer, world, mask=i < n)
+
+
+def turn(size: int, g: int) -> list[int]:
+    """In which order a rank's peers, rank + 1, ..., rank + size - 1, have the g-th copies: the last one first the next
+    time, so that ranks change peers as seldom as can be. While one has, and others have not, two send to one peer."""
+    first = -g % max(size - 1, 1)
+    return [1 + (first + i) % (size - 1) for i in range(size - 1)]
+
+
+def least(nbytes: int, run: int, itemsize: int) -> int:
+    """From how many bytes on engines are chosen for runs of `run` elements, where it is `nbytes` for those of whole 16
+    bytes."""
+    return nbytes if run * itemsize % 16 == 0 else nbytes // UNEVEN
 
 
 class Place(NamedTuple):

@@ -35,7 +35,7 @@ SCATTER_CHUNK_BYTES = 32 << 20
 """A part of c * c times this many bytes is cut into c chunks: what the last one's sum takes then grows like what the
 copies cost to start. On 4 x H200 a part of 512 MiB takes 4.48 ms in 2 chunks, 4.41 in 4, 4.60 in 8, 4.98 in 16."""
 
-REDUCE_CHUNKS = 3
+REDUCE_CHUNKS = 2
 """On 4 x H200, 256 MiB in a captured graph take 1.161 ms in 2 chunks, 1.139 in 3, 1.233 in 4: these figures are of
 benchmarks/results/collectives_tried.json, where two streams at once are, too, and slower everywhere."""
 
@@ -99,7 +99,7 @@ def scatter_launch(
 
     def copies(g: int) -> list[_copies.Box]:
         found, here = [], slice(g * step, (g + 1) * step)
-        for d in range(1, size):
+        for d in _copies.turn(size, g):
             peer = (rank + d) % size
             of, to = sent[:, peer], inboxes[_slot(d, world)]
             of, to = (of[here], to[here]) if rowwise else (of[:, here], to[:, here])
@@ -144,17 +144,18 @@ def reduce_launch(
         begin, end = owner * slot + g * step, owner * slot + min((g + 1) * step, slot)
         return slice(min(begin, n), min(end, n))
 
+    # What is copied comes in the order scattered(0), scattered(1), gathered(0), scattered(2), ..., gathered(count - 1).
     def scattered(g: int) -> list[_copies.Box]:
         found = []
-        for d in range(1, size):
+        for d in _copies.turn(size, max(2 * g - 1, 0)):
             peer = (rank + d) % size
             of = layout[chunk(g, peer)]
             found += _copies.boxes(peer, inboxes[_slot(d, world)][g * step :][: of.numel()], of, itemsize)
         return found
 
     def gathered(g: int) -> list[_copies.Box]:
-        mine = layout[chunk(g, rank)]
-        return [box for d in range(1, size) for box in _copies.boxes((rank + d) % size, mine, mine, itemsize)]
+        mine, turn = layout[chunk(g, rank)], _copies.turn(size, min(2 * g + 2, 2 * count - 1))
+        return [box for d in turn for box in _copies.boxes((rank + d) % size, mine, mine, itemsize)]
 
     count = triton.cdiv(whole.tiles, together)
     out_of, into = [scattered(g) for g in range(count)], [gathered(g) for g in range(count)]

@@ -24,8 +24,8 @@ LINE = 64  # elements that a tile's row is not cut below; 128 bytes of a 16-bit 
 
 
 class Runs(NamedTuple):
-    """A part as a kernel's argument. UNIT, the elements known to divide a run, is 16 bytes of them where they do: the
-    compiler then sees that accesses may be 16 bytes wide."""
+    """A part as a kernel's argument. UNIT, the elements known to divide a run, is 16 bytes of them where they do, else
+    the half or a quarter or less: the compiler then sees how wide accesses may be."""
 
     rows: int  # runs
     units: int  # in a run, of UNIT elements
@@ -43,7 +43,7 @@ def runs(rows: int, run: int, dtype: torch.dtype, block: int | None) -> Runs:
     while cols > LINE and 8 * triton.cdiv(run, cols) * cols > 9 * run:  # a ninth of the lanes would idle
         cols //= 2
     height = min(elements // cols, triton.next_power_of_2(rows))
-    unit = 16 // dtype.itemsize if run * dtype.itemsize % 16 == 0 else 1
+    unit = math.gcd(run, 16 // dtype.itemsize)
     across = triton.cdiv(run, cols)
     tiles = triton.cdiv(rows, height) * across
     return Runs(rows, run // unit, across, tiles, tl.constexpr(unit), tl.constexpr(height), tl.constexpr(cols))
@@ -54,6 +54,15 @@ def tile(t, part):
     """Tile t: its runs [ROWS, 1] and the elements in them [1, COLS], int64, and the mask of those that are there."""
     row = tl.cast(t // part.across, tl.int64) * part.ROWS + tl.arange(0, part.ROWS)[:, None]
     col = tl.cast(t % part.across, tl.int64) * part.COLS + tl.arange(0, part.COLS)[None, :]
+    return row, col, (row < part.rows) & (col < part.units * part.UNIT)
+
+
+@triton.jit
+def piece(t, begin, part, SIZE: tl.constexpr):
+    """The same of SIZE elements of tile t from `begin` on, counted row by row, all [SIZE]."""
+    element = begin + tl.arange(0, SIZE)
+    row = tl.cast(t // part.across, tl.int64) * part.ROWS + element // part.COLS
+    col = tl.cast(t % part.across, tl.int64) * part.COLS + element % part.COLS
     return row, col, (row < part.rows) & (col < part.units * part.UNIT)
 
 

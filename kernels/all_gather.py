@@ -115,20 +115,21 @@ def all_gather(
 def _plan(
     world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, mode: str | None, block: int | None
 ) -> _common.Launch:
-    mode = mode or _chosen(x, out, block, world)
-    _common.check_choice(CALL, "mode", mode, MODES, world)
     _common.check_block(CALL, block, world)
+    _common.check_tensor(CALL, "x", x, world)
+    dim = _runs.axis(CALL, "dim", dim, x.shape, world)
+    rows, run = _runs.around(x.shape, dim)
+    mode = mode or _chosen(x, out, run, block, world)
+    _common.check_choice(CALL, "mode", mode, MODES, world)
     check_copied(CALL, mode, block, world)
     dtypes = FLAGGED if mode == "low_latency" else DTYPES
     _common.check_tensor(CALL, "x", x, world, dtypes=dtypes, peers=mode == "pull")
-    dim = _runs.axis(CALL, "dim", dim, x.shape, world)
     shape = (*x.shape[:dim], world.size * x.shape[dim], *x.shape[dim + 1 :]) if x.ndim else (world.size,)
     fresh = _common.fresh(shape, x.dtype, world)
     if out is None and mode in ANYWHERE:
         out = fresh()
     spread = mode not in ANYWHERE
     out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=spread)
-    rows, run = _runs.around(x.shape, dim)
     _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 and mode != "pull" else None)
     # Peers find what is pushed or pulled by arithmetic; where the other tensor is, is each rank's own business.
     pulled, pushed = x if mode == "pull" else _common.anywhere(x), out if spread else None
@@ -155,12 +156,12 @@ def _plan(
     return launch
 
 
-def _chosen(x: torch.Tensor, out: torch.Tensor | None, block: int | None, world: World) -> Mode:
+def _chosen(x: torch.Tensor, out: torch.Tensor | None, run: int, block: int | None, world: World) -> Mode:
     """What mode None takes. One of the two has to be symmetric, as it must where there is more to gather."""
     if isinstance(x, SymmetricTensor) or isinstance(out, SymmetricTensor):
-        if isinstance(x, torch.Tensor) and x.dtype in FLAGGED and _low_latency.gathers(x.nbytes, world.size):
+        if x.dtype in FLAGGED and _low_latency.gathers(x.nbytes, world.size):
             return "low_latency"
-    return chosen(out, block, COPIED_BYTES)
+    return chosen(out, block, _copies.least(COPIED_BYTES, run, x.element_size()))
 
 
 def chosen(out: torch.Tensor | None, block: int | None, copied: int) -> Moved:

@@ -8,8 +8,8 @@ one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize
     shortest path for small messages.
 two_shot: block t belongs to rank t % W, which loads it from every rank, adds, and stores the sum into every
     rank's `out`: 2 * (W - 1) / W * n * itemsize bytes.
-two_shot_push: as two_shot, but each rank stores its blocks into their owners' inboxes (see reduce_scatter), because
-    stores reach more of the links than loads: 1.17 ms against 1.28 for 256 MiB on 4 x H200.
+two_shot_push: as two_shot, but each rank stores its blocks into their owners' inboxes (see reduce_scatter), some of
+    them for each signal, because stores reach more of the links than loads.
 copy: as two_shot, moved by the copy engines, see _copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
@@ -39,12 +39,13 @@ from . import _common, _low_latency
 from .reduce_scatter import (
     OPS,
     Op,
-    add_sent,
+    await_sent,
     check_chunks,
+    combine,
     in_inbox,
     inboxes,
     over_ranks,
-    pushed_block,
+    pushed_tile,
     reduced,
 )
 
@@ -58,12 +59,11 @@ SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `
 TWO_SHOT_PUSH_BYTES = 4 << 20
 """Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 16.5, 85 and 1170 us for 1,
 16 and 256 MiB, two_shot 16.7, 92 and 1279."""
-COPIED_BYTES = 512 << 20
-"""Least x for which mode None takes copy instead of two_shot_push, on two ranks half of it. On 4 x H200 it takes 1204
-us for 256 MiB and 1183 in a captured graph, two_shot_push 1170; on 2, 728 and 761. All these figures are of
-benchmarks/results/collectives*.json."""
-MOST_PUSHED = 32 << 10
-"""Bytes of a block of two_shot_push, at most: with more, registers spill; with 16 KiB 256 MiB take 1198 us."""
+COPIED_BYTES = 256 << 20
+"""Least x for which mode None takes copy instead of two_shot_push. TODO"""
+REST_BYTES = 1 << 20
+"""Least x of which what is no whole 16 bytes goes on its own, by low_latency: the rest then moves in accesses of 16
+bytes, and not element by element. TODO"""
 
 
 def reference(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
@@ -118,34 +118,41 @@ def two_shot_kernel(
 @triton.jit
 def two_shot_push_kernel(
     x_ptr,  # (n,) this rank's; may be `out`
-    out_ptr,  # (n,) on every rank; rank r stores the blocks r, r + size, ... into all of them
-    inbox_ptr,  # (2, size - 1, programs, BLOCK) on every rank, see Inboxes
+    out_ptr,  # (n,) on every rank; rank r stores the tiles r, r + size, ... into all of them
+    inbox_ptr,  # (2, size - 1, programs, TOGETHER * BLOCK) on every rank, see Inboxes
     sent_ptr,  # int32 (programs, size) on every rank
     bar_ptr,  # int32 (programs,) on every rank
     n,
     world,
     OP: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,  # blocks in a tile
 ):
     pid = tl.program_id(0)
+    TILE: tl.constexpr = TOGETHER * BLOCK
     rank = tl.cast(world.rank, tl.int32)
     counts = sent_ptr + pid * world.size
     sent = pl.atomic_add(counts + rank, 0, rank, world, sem="relaxed")
     element = tl.arange(0, BLOCK)
-    for turn in range(pid, (n - 1) // (world.size * BLOCK) + 1, tl.num_programs(0)):
-        first = tl.cast(turn, tl.int64) * (world.size * BLOCK) + element
-        for i in tl.static_range(1, world.size):
-            peer = (rank + i) % world.size
-            offs = first + peer * BLOCK
-            place = in_inbox(inbox_ptr, sent, world.size - i, world, BLOCK) + element
-            pl.store(place, tl.load(x_ptr + offs, mask=offs < n), peer, world, mask=offs < n)
+    for turn in range(pid, (n - 1) // (world.size * TILE) + 1, tl.num_programs(0)):
+        first = tl.cast(turn, tl.int64) * (world.size * TILE) + element
+        for j in range(TOGETHER):
+            for i in tl.static_range(1, world.size):
+                peer = (rank + i) % world.size
+                offs = first + peer * TILE + j * BLOCK
+                place = in_inbox(inbox_ptr, sent, world.size - i, world, TILE) + j * BLOCK + element
+                pl.store(place, tl.load(x_ptr + offs, mask=offs < n, other=0), peer, world)
         pl.signal_all(counts + rank, world)  # publish; and what I sent of x may be overwritten
-        offs = first + rank * BLOCK
-        total = tl.load(x_ptr + offs, mask=offs < n).to(tl.float32)
-        total = add_sent(total, inbox_ptr, element, offs < n, counts, sent, world, OP, BLOCK)
-        for i in tl.static_range(1, world.size + 1):
-            peer = (rank + i) % world.size
-            pl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), peer, world, mask=offs < n)
+        await_sent(counts, sent, world)
+        for j in range(TOGETHER):
+            offs = first + rank * TILE + j * BLOCK
+            total = tl.load(x_ptr + offs, mask=offs < n).to(tl.float32)
+            for i in tl.static_range(1, world.size):
+                x = tl.load(in_inbox(inbox_ptr, sent, i, world, TILE) + j * BLOCK + element)
+                total = combine(total, x.to(tl.float32), OP)
+            for i in tl.static_range(1, world.size + 1):
+                peer = (rank + i) % world.size
+                pl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), peer, world, mask=offs < n)
         sent += 1
     pl.barrier(bar_ptr + pid, world)  # publish: this program's sums are there on every rank
 
@@ -238,21 +245,43 @@ def _plan(
         return lambda x, out: out
     if mode in SHOTS:
         return _low_latency.reduce_launch(world, x, op, SHOTS[mode], block)
+    rest = n % (16 // x.element_size()) if mode != "multimem" and x.nbytes >= REST_BYTES else 0
     if mode == "copy":
         from ._copy_reduce import reduce_launch
 
-        return reduce_launch(world, n, x.dtype, op, block, chunks)
+        launch = reduce_launch(world, n - rest, x.dtype, op, block, chunks)
+    else:
+        launch = _launch(world, x, n - rest, mode, op, in_place, block, even)
+    if rest == 0:
+        return launch
+    few = _low_latency.reduce_launch(world, x.view(-1)[n - rest :], op, 1, None)
+
+    def both(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        launch(x, out)
+        few(x.view(-1)[n - rest :], out.view(-1)[n - rest :])
+        return out
+
+    return both
+
+
+def _launch(
+    world: World, x: torch.Tensor, n: int, mode: Mode, op: Op, in_place: bool, block: int | None, even: bool
+) -> _common.Launch:
+    """launch(x, out): the first n elements. even: both begin at a multiple of 16 bytes."""
+    tile = 1  # of two_shot_push
     if mode == "two_shot_push":
-        most = MOST_PUSHED if n * x.element_size() % 16 == 0 else _common.COPY_BYTES  # else element by element
-        block = block or pushed_block(triton.cdiv(n, world.size), x.element_size(), most)
+        tile = pushed_tile(triton.cdiv(n, world.size), x.element_size())
+        most = _common.COPY_BYTES if even else _common.COPY_BYTES // 4  # else each element's address has a register
+        block = block or min(tile, most // x.element_size())
     BLOCK = _common.copy_block(x, block)
-    blocks = triton.cdiv(n, BLOCK)
-    tasks = blocks if mode == "one_shot" else triton.cdiv(blocks, world.size)
+    together = triton.cdiv(tile, BLOCK)
+    tasks = triton.cdiv(n, BLOCK * together * (1 if mode == "one_shot" else world.size))
     grid = (_common.num_programs(world, tasks),)
-    bar = _common.barrier_counters(world)
+    counters: tuple[torch.Tensor, ...] = (_common.barrier_counters(world),)
+    constants = {"one_shot": (op, in_place, BLOCK), "two_shot_push": (op, BLOCK, together)}.get(mode, (op, BLOCK))
+    if mode == "two_shot_push":
+        counters = (*inboxes(grid[0], together * BLOCK, x.dtype, world), *counters)
     kernel: Any = KERNELS[mode]
-    constants = (op, in_place, BLOCK) if mode == "one_shot" else (op, BLOCK)
-    counters = (*inboxes(grid[0], BLOCK, x.dtype, world), bar) if mode == "two_shot_push" else (bar,)
     start = cooperative_launch(world, kernel, grid, **_common.COPY_OPTIONS)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -284,6 +313,6 @@ def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool
         return "one_shot"
     if world.multicast and even and op == "sum":
         return "multimem"
-    if x.nbytes >= (COPIED_BYTES // 2 if world.size == 2 else COPIED_BYTES):
+    if x.nbytes >= COPIED_BYTES:
         return "copy"
     return "two_shot" if x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"

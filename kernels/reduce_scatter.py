@@ -12,8 +12,9 @@ In all of them each reduces in fp32, in the order rank, rank + 1, ...: determini
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -26,7 +27,7 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _runs
+from . import _common, _copies, _runs
 
 CALL = "reduce_scatter"
 
@@ -43,6 +44,8 @@ PULLED_BYTES = 8192
 LEAST_PUSHED, MOST_PUSHED, PUSHED_TILES = 1 << 10, 64 << 10, 64
 """Bytes of a tile of push, and tiles that a part has where they allow it: a signal waits until all before it has
 arrived, so there are few, but for enough programs. In tiles of 16 KiB 128 MiB take 0.357 ms instead of 0.306."""
+ADDED_BYTES = 32 << 10
+"""Bytes of a tile that are added at a time: as many as registers hold in fp32, with what comes next."""
 
 
 def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
@@ -115,30 +118,28 @@ def inboxes(programs: int, tile: int, dtype: torch.dtype, world: World) -> Inbox
     return world.workspace(("pkt.kernels", "inboxes", programs, tile, dtype), make)
 
 
-def pushed_block(part: int, itemsize: int, most: int = MOST_PUSHED) -> int:
-    """Elements of a tile of a part of so many; of at most so many bytes."""
-    nbytes = max(LEAST_PUSHED, min(part * itemsize // PUSHED_TILES, most))
+def pushed_tile(part: int, itemsize: int, access: int = 16) -> int:
+    """Elements of a tile of a part of so many. access: bytes that move together; fewer take more addresses, each of
+    which has a register."""
+    nbytes = max(LEAST_PUSHED, min(part * itemsize // PUSHED_TILES, MOST_PUSHED) * access // 16)
     return (1 << nbytes.bit_length() - 1) // itemsize
 
 
 @triton.jit
-def in_inbox(inbox_ptr, sent, distance, world, tile: tl.constexpr):
-    """Where what rank + `distance` sends is, of this program's tile after `sent`."""
+def in_inbox(inbox_ptr, sent, distance, world, tile):
+    """Where what rank + `distance` sends is, of this program's tile after `sent`. Tiles are stored and loaded whole and
+    with no mask, so that accesses are 16 bytes wide however long a run of x is."""
     slot = tl.cast(sent & 1, tl.int64) * (world.size - 1) + (distance - 1)
     return inbox_ptr + (slot * tl.num_programs(0) + tl.program_id(0)) * tile
 
 
 @triton.jit
-def add_sent(total, inbox_ptr, element, inside, counts, sent, world, OP: tl.constexpr, tile: tl.constexpr):
-    """`total`, fp32, and what rank + 1, rank + 2, ... send as this program's tile after `sent`. Before a rank sent it,
-    it had added up the one before, so the half of its inbox where that was is free for my next."""
+def await_sent(counts, sent, world):
+    """Until the tile after `sent` has come from every rank. Before a rank sent it, it had added up the one before, so
+    the half of its inbox where that was is free for my next."""
     for i in tl.static_range(0, world.size):
         # Of mine there is only the count, from which the next launch goes on.
         pl.wait(counts + (tl.cast(world.rank, tl.int32) + i) % world.size, sent + 1, world)
-        if i > 0:
-            x = tl.load(in_inbox(inbox_ptr, sent, i, world, tile) + element, mask=inside)
-            total = combine(total, x.to(tl.float32), OP)
-    return total
 
 
 @triton.jit
@@ -150,6 +151,7 @@ def push_kernel(
     part,  # Runs
     world,
     OP: tl.constexpr,
+    PIECE: tl.constexpr,  # elements of a tile that are added at a time
 ):
     pid = tl.program_id(0)
     tile: tl.constexpr = part.ROWS * part.COLS
@@ -161,12 +163,17 @@ def push_kernel(
         row, col, inside = _runs.tile(t, part)
         for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
-            x = tl.load(x_ptr + _runs.beside(row, col, part, peer, world.size), mask=inside)
-            pl.store(in_inbox(inbox_ptr, sent, world.size - i, world, tile) + element, x, peer, world, mask=inside)
+            x = tl.load(x_ptr + _runs.beside(row, col, part, peer, world.size), mask=inside, other=0)
+            pl.store(in_inbox(inbox_ptr, sent, world.size - i, world, tile) + element, x, peer, world)
         pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
-        total = tl.load(x_ptr + _runs.beside(row, col, part, rank, world.size), mask=inside).to(tl.float32)
-        total = add_sent(total, inbox_ptr, element, inside, counts, sent, world, OP, tile)
-        tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
+        await_sent(counts, sent, world)
+        for begin in range(0, tile, PIECE):
+            r, c, within = _runs.piece(t, begin, part, PIECE)
+            total = tl.load(x_ptr + _runs.beside(r, c, part, rank, world.size), mask=within).to(tl.float32)
+            for i in tl.static_range(1, world.size):
+                more = tl.load(in_inbox(inbox_ptr, sent, i, world, tile) + begin + tl.arange(0, PIECE))
+                total = combine(total, more.to(tl.float32), OP)
+            tl.store(out_ptr + _runs.whole(r, c, part), total.to(out_ptr.dtype.element_ty), mask=within)
         sent += 1
 
 
@@ -203,16 +210,17 @@ def _plan(
     _common.check_choice(CALL, "op", op, OPS, world)
     _common.check_block(CALL, block, world)
     check_chunks(CALL, mode, chunks, world)
-    mode = mode or _chosen(x, world)
-    _common.check_choice(CALL, "mode", mode, MODES, world)
-    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode == "pull")
+    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS)
     dim = _runs.axis(CALL, "dim", dim, x.shape, world)
     shape = _runs.share(CALL, "x", dim, x.shape, world)
+    rows, run = _runs.around(shape, dim)
+    mode = mode or _chosen(x, run, world)
+    _common.check_choice(CALL, "mode", mode, MODES, world)
+    _common.check_tensor(CALL, "x", x, world, peers=mode == "pull")
     fresh = _common.fresh(shape, x.dtype, world)
     if out is None:
         out = fresh()
     _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype)
-    rows, run = _runs.around(shape, dim)
     _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 else None)
     pulled = x if mode == "pull" else _common.anywhere(x)
     _common.check_agreed(CALL, world, x=pulled, dim=dim, op=op, mode=mode, block=block, chunks=chunks)
@@ -225,31 +233,34 @@ def _plan(
         return lambda x, out: copied(x, fresh() if out is None else out)
     if mode == "pull":
         block = block or PULLED_BYTES // x.element_size()
-    else:  # an element at a time takes the registers of addresses
-        most = MOST_PUSHED if run * x.element_size() % 16 == 0 else _common.COPY_BYTES
-        block = block or pushed_block(rows * run, x.element_size(), most)
+    else:
+        access = math.gcd(run * x.element_size(), 16)
+        block = block or pushed_tile(rows * run, x.element_size(), access)
     part = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, part.tiles),)
     kernel = pull_kernel if mode == "pull" else push_kernel
     counters: tuple[torch.Tensor, ...]
+    constants: tuple[Any, ...] = (op,)
     if mode == "pull":
         counters = (_common.barrier_counters(world),)
     else:
-        counters = inboxes(grid[0], part.ROWS.value * part.COLS.value, x.dtype, world)
+        tile = part.ROWS.value * part.COLS.value
+        counters = inboxes(grid[0], tile, x.dtype, world)
+        constants = op, min(tile, ADDED_BYTES * access // 16 // x.element_size())
 
     start = cooperative_launch(world, kernel, grid, **_common.COPY_OPTIONS)
 
     def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         out = fresh() if out is None else out
-        start(x, out, *counters, part, world.device, op)
+        start(x, out, *counters, part, world.device, *constants)
         return out
 
     return launch
 
 
-def _chosen(x: torch.Tensor, world: World) -> Mode:
+def _chosen(x: torch.Tensor, run: int, world: World) -> Mode:
     """What mode None takes."""
-    if isinstance(x, torch.Tensor) and x.nbytes >= COPIED_BYTES:
+    if x.nbytes >= _copies.least(COPIED_BYTES, run, x.element_size()):
         return "copy"
     return "pull" if world.size == 2 and isinstance(x, SymmetricTensor) else "push"
 

@@ -141,7 +141,7 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
             call()
             assert launched.pop() is module.two_shot_kernel
         most = pkt.empty(TWO_SHOT_PUSH_BYTES // 2, dtype=torch.bfloat16)
-        for x, wanted in ((most, module.two_shot_push_kernel), (most[:-1], module.two_shot_kernel)):
+        for x, wanted in ((most, module.two_shot_push_kernel), (most[:-8], module.two_shot_kernel)):
             all_reduce(x, op="max")
             assert launched.pop() is wanted
         all_reduce(most, torch.empty_like(most.plain()))
@@ -154,18 +154,50 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     on_ranks(1, run, multicast=multicast)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_two_ranks_copy_from_half_the_size_on(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mode", ["one_shot", "two_shot", "two_shot_push", "copy"])
+def test_what_is_no_whole_16_bytes_goes_on_its_own(mode: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that kernels know that all else is; from so many bytes on, and where there is anything."""
     module = importlib.import_module(all_reduce.__module__)
-    monkeypatch.setattr(_low_latency, "FLAG_BYTES", 0)
-    monkeypatch.setattr(module, "COPIED_BYTES", 4096)
+    monkeypatch.setattr(module, "REST_BYTES", 256)
+    tails: list[int] = []
+    make = module._low_latency.reduce_launch
+
+    def reduce_launch(world: Any, x: torch.Tensor, *of: Any) -> Any:
+        tails.append(x.numel())
+        return make(world, x, *of)
+
+    monkeypatch.setattr(module._low_latency, "reduce_launch", reduce_launch)
+
+    def run(world: Any, n: int, dtype: torch.dtype) -> None:
+        for step in range(2):
+            everybody = [torch.arange(n).add(r + step).remainder(11).to(dtype) for r in range(world.size)]
+            x = pkt.empty(n, dtype=dtype)
+            out = x if in_place else pkt.empty(n, dtype=dtype)
+            assert all_reduce(x.copy_(everybody[world.rank]), out, mode=mode) is out
+            assert torch.equal(out.double(), reference(everybody))
+
+    for n, dtype, rest in (
+        (1001, torch.bfloat16, 1), (1007, torch.float16, 7), (1003, torch.float32, 3), (1008, torch.bfloat16, 0),
+        (127, torch.bfloat16, 0),
+    ):  # fmt: skip
+        tails.clear()
+        on_ranks(3, run, n, dtype)
+        assert set(tails) == ({rest} if rest else set()), n
+
+
+def test_a_tile_of_many_blocks() -> None:
+    """Of which the last one has some blocks, or a part of one; in place, too."""
 
     def run(world: Any) -> None:
-        for n, wanted in ((1024, "copy"), (512, "copy" if world.size == 2 else "two_shot"), (511, "two_shot")):
-            x = pkt.empty(n)
-            assert module._chosen(x, x, "sum", world, True) == wanted
+        for n in (24 * 512, 24 * 512 - 700, 24 * 512 + 3):
+            everybody = [torch.arange(n).add(r).remainder(11).bfloat16() for r in range(world.size)]
+            for out in (pkt.empty(n, dtype=torch.bfloat16), None):
+                x = pkt.empty(n, dtype=torch.bfloat16).copy_(everybody[world.rank])
+                got = all_reduce(x, out, mode="two_shot_push", block=64)
+                assert torch.equal(got.double(), reference(everybody))
 
-    on_ranks(ranks, run, multicast=False)
+    on_ranks(3, run, sms=2)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, None), (2, 1), (3, 100), (4, None), (5, 3), (8, 2)])
@@ -183,9 +215,9 @@ def test_chunks_of_any_number(ranks: int, chunks: int | None) -> None:
     on_ranks(ranks, run, seed=ranks)
 
 
-@pytest.mark.parametrize(("part", "elements"), [(1, 512), (1 << 18, 1 << 12), (1 << 20, 1 << 14), (1 << 22, 1 << 14)])
-def test_the_default_block_of_what_is_pushed(part: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Follows a rank's part of x, up to what registers hold."""
+@pytest.mark.parametrize(("part", "elements"), [(1, 512), (1 << 18, 1 << 12), (1 << 20, 1 << 14), (1 << 22, 1 << 15)])
+def test_the_default_tile_of_what_is_pushed(part: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Follows a rank's part of x."""
     module = importlib.import_module(all_reduce.__module__)
     blocks: list[int] = []
     make = module.inboxes

@@ -146,7 +146,9 @@ UNEVEN = {
     "all_gather low_latency": lambda t: all_gather(tensor(512, 1001, dtype=t), dim=1, mode="low_latency"),
     "reduce_scatter": lambda t: reduce_scatter(pkt.empty(512, 4004, dtype=t), dim=1, mode="pull"),
     "reduce_scatter push": lambda t: reduce_scatter(tensor(8192, 4004, dtype=t), dim=1),
-    "all_reduce two_shot_push": lambda t: all_reduce(pkt.empty(8 * N + 1, dtype=t), mode="two_shot_push"),
+    "all_reduce two_shot_push": lambda t: all_reduce(pkt.empty(8 * N + 1, dtype=t)[1:], mode="two_shot_push"),
+    "reduce_scatter push of 4 bytes": lambda t: reduce_scatter(tensor(4096, 4104, dtype=t), dim=1, op="min"),
+    "reduce_scatter push of 16 bytes": lambda t: reduce_scatter(tensor(8191, 4128, dtype=t), dim=1),
     "all_to_all": lambda t: all_to_all(
         tensor(1, 99, 12, 3, dtype=t), pkt.empty(1, 396, 3, 3, dtype=t), scatter=2, gather=1
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_what_is_copied_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def copied(call: Callable, x: torch.Tensor, out: torch.Tensor, **options: Any) -> bool:
         met.clear()
-        x.copy_(torch.arange(x.numel()))
+        x.copy_(torch.arange(x.numel()).view(x.shape))
         got = call(x, out.fill_(-1), **options)
         assert torch.equal(torch.as_tensor(got), torch.as_tensor(x))
         return bool(met)
@@ -97,4 +98,40 @@ def test_what_is_copied_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         for call in calls[1:]:
             assert copied(call, torch.empty(n), out), call
 
+        narrow = pkt.empty(n // 8), pkt.empty(n // 8)
+        for call in (reduce_scatter, all_gather):
+            columns = [t[: n // 8 - 2].view(-1, 3) for t in narrow]  # a run of 12 bytes
+            assert not copied(call, *columns, dim=1), call
+            columns = [t[: n // 8 + 1].view(-1, 3) for t in (x, out)]
+            assert copied(call, *columns, dim=1), call
+
     on_ranks(1, run, multicast=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_the_last_peer_is_the_first_again(chunks: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever is copied in chunks, so that ranks change peers as seldom as can be; and each has every chunk."""
+    assert [_copies.turn(4, g) for g in range(4)] == [[1, 2, 3], [3, 1, 2], [2, 3, 1], [1, 2, 3]]
+    assert (_copies.turn(1, 5), _copies.turn(2, 5)) == ([], [1])
+    sent: list[int] = []
+    send = _copies.send
+
+    def spy(world: Any, what: Any, *of: Any) -> None:
+        if world.rank == 0:
+            sent.extend(box.peer for box in what)
+        send(world, what, *of)
+
+    monkeypatch.setattr(_copies, "send", spy)
+
+    def run(world: Any, call: Callable, times: int) -> None:
+        sent.clear()
+        call(pkt.empty(ranks * 1024), mode="copy", block=64, chunks=chunks)
+        assert world.rank or len(sent) == times * chunks * (ranks - 1)
+
+    for call, times in ((reduce_scatter, 1), (all_reduce, 2)):
+        on_ranks(ranks, run, call, times)
+        peers = ranks - 1
+        groups = [sent[i : i + peers] for i in range(0, len(sent), peers)]
+        assert all(sorted(group) == list(range(1, ranks)) for group in groups)
+        assert all(before[-1] == group[0] for before, group in pairwise(groups))

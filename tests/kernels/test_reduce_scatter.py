@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -161,8 +162,7 @@ def test_what_is_pulled_by_default(ranks: int, symmetric: bool, monkeypatch: pyt
     ],
 )
 def test_tiles_are_few_and_large(part: int, itemsize: int, elements: int) -> None:
-    assert module.pushed_block(part, itemsize) == elements
-    assert module.pushed_block(part, itemsize, 1 << 12) == min(elements, (1 << 12) // itemsize)
+    assert module.pushed_tile(part, itemsize) == elements
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,9 @@ def test_tiles_are_few_and_large(part: int, itemsize: int, elements: int) -> Non
         ((3072, 1024), 0, 1 << 14),
         ((1024, 3072), 1, 1 << 14),  # of the part, not of a run
         ((4096, 3072), 1, 1 << 15),
-        ((4096, 3003), 1, 1 << 13),  # an element at a time
+        ((4096, 3012), 1, 1 << 14),  # of runs of whole 8 bytes, half of it
+        ((4096, 3006), 1, 1 << 13),
+        ((4096, 3003), 1, 1 << 12),
     ],
 )
 def test_the_default_tile_follows_the_part(
@@ -191,6 +193,20 @@ def test_an_inbox_has_no_place_for_what_is_not_sent(ranks: int, slots: int) -> N
         assert tuple(module.inboxes(2, 16, torch.float32, world).inbox.shape) == (2, slots, 2, 16)
 
     on_ranks(ranks, run)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((300_000,), 0), ((37, 9001), 1), ((4099, 66), 1), ((5, 2, 30_007), 2)])
+def test_a_tile_is_added_in_pieces(shape: tuple[int, ...], dim: int) -> None:
+    """Of one run and of many, even and not, and of which the last ones have nothing."""
+
+    def run(world: Any) -> None:
+        whole = (*shape[:dim], shape[dim] * world.size, *shape[dim + 1 :])
+        everybody = [torch.arange(math.prod(whole)).add(r).remainder(13).view(whole).bfloat16() for r in range(2)]
+        for _ in range(2):
+            got = reduce_scatter(everybody[world.rank], dim=dim, mode="push", block=1 << 15)
+            assert torch.equal(got.double(), reference(everybody, world.rank, dim))
+
+    on_ranks(2, run)
 
 
 def test_an_input_of_this_rank_alone_is_pushed() -> None:

@@ -27,7 +27,8 @@ from . import _common
 
 UNEVEN = 8
 """From an eighth of the bytes on engines copy what is no whole 16 bytes long in one run: programs move it in narrower
-accesses. TODO"""
+accesses. On 3 x H200 what makes 128 MiB of runs of 5460 bytes is gathered in 0.264 ms, and pushed in 0.374; such runs
+of 128 MiB are reduced in 0.300, and pushed in 0.378 (benchmarks/results/collectives_3.json)."""
 
 MAX_PITCH = (1 << 31) - 1
 """Bytes from one run to the next that an engine can take in one copy, CU_DEVICE_ATTRIBUTE_MAX_PITCH."""

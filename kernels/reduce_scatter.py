@@ -37,13 +37,13 @@ Mode = Literal["pull", "push", "copy"]
 MODES = ("pull", "push", "copy")
 
 COPIED_BYTES = 512 << 20
-"""Least x for which mode None takes copy. On 4 x H200 it takes 4.44 ms for 2 GiB, push 4.60, pull 4.85; for 128 MiB
-0.331, 0.306 and 0.318; on 2, 0.229, 0.219 and 0.214: benchmarks/results/collectives*.json."""
+"""Least x for which mode None takes copy. On 4 x H200 it takes 4.39 ms for 2 GiB, push 4.59, pull 4.85; for 128 MiB
+0.332, 0.307 and 0.318; on 2, 0.229, 0.219 and 0.214: benchmarks/results/collectives*.json."""
 PULLED_BYTES = 8192
 """Bytes of a tile of pull. On 4 x H200 it takes 4.85 ms for 2 GiB, in tiles of 16 KiB 4.94."""
 LEAST_PUSHED, MOST_PUSHED, PUSHED_TILES = 1 << 10, 64 << 10, 64
 """Bytes of a tile of push, and tiles that a part has where they allow it: a signal waits until all before it has
-arrived, so there are few, but for enough programs. In tiles of 16 KiB 128 MiB take 0.357 ms instead of 0.306."""
+arrived, so there are few, but for enough programs. In tiles of 16 KiB 128 MiB take 0.361 ms instead of 0.307."""
 ADDED_BYTES = 32 << 10
 """Bytes of a tile that are added at a time: as many as registers hold in fp32, with what comes next."""
 

@@ -52,7 +52,7 @@ def test_an_inbox_takes_each_rank_s_rows_behind_those_of_the_rank_before() -> No
 
 
 def test_the_settings_of_what_was_played() -> None:
-    """The tables have them by the rule of today: where that changes, benchmarks/results/played_2.json is of others."""
+    """They are the rule's of today: where that changes, benchmarks/results/played_2.json is of others."""
     dealt = {N: {played.plan(N, **given)[2:] for given in played.PUSHED.values()} for N in played.GATHERED}
     assert dealt == {4096: {(0, 2, 1, 1)}, 6144: {(0, 3, 1, 2)}}
     assert {played.plan(N)[:2] for N in played.GATHERED} == {(16, 128)}

@@ -226,7 +226,7 @@ def _taken(what: str, key: dict[str, Any], gpu: str, kept: Mapping[str, Any] | N
         search, distance = near
         shape = ", ".join(f"{axis}={search.key[axis]}" for axis in tables.AXES)
         there = f"the nearest shape, {shape}, {distance:.2g} doublings away" if distance else "this shape"
-        source = tables.source(what, key["size"], search.key, tabled)
+        source = tables.source(what, search.key)
         if distance:
             first = "the fastest to expect from what was"
         else:

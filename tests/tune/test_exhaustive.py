@@ -30,10 +30,10 @@ IN_TURNS = ("matmul_reduce_scatter", "matmul_all_reduce")
 def cases(what):
     """Of every case the key, and the seconds of each candidate that is still in the operator's space."""
     found = []
-    for case in (case for record in tuned.records(what) for case in record["cases"]):
-        space = set(operator_space(what, case["key"]))
-        times = {Config(**row["settings"]): row["seconds"] for row in case["measured"]}
-        found.append((case["key"], {config: seconds for config, seconds in times.items() if config in space}))
+    for case in tuned.cases(what):
+        space = set(operator_space(what, case.key))
+        times = {Config(**row["settings"]): row["seconds"] for row in case.measured}
+        found.append((case.key, {config: seconds for config, seconds in times.items() if config in space}))
     return found
 
 

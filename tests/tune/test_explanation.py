@@ -164,7 +164,7 @@ def test_a_measured_shape_has_its_figures(what):
         text = " ".join(str(found).split())
         assert f"{times[NCCL] / times[found.config]:.2f} times as long, as measured" in text
         assert f"{found.limit / times[found.config]:.2f}" in text
-        source = tables.source(what, key["size"], search.key, found.config)
+        source = tables.source(what, search.key)
         assert f"{source['file']} of commit {source['commit']}" in text
         assert "for this shape" in text
 

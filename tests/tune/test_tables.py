@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 import pkt
-from benchmarks import played, tuned
+from benchmarks import tuned
 from pkt.tune import RecordedTimer, cache, choice, tables, tune
 from pkt.tune.config import NCCL, Config
 from pkt.tune.gpu import H200
@@ -33,7 +33,7 @@ def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
     searches = tables.measured(what)
     assert {search.key["size"] for search in searches} == {2, 4}
     for search in searches:
-        source = tables.source(what, search.key["size"])
+        source = tables.source(what, search.key)
         assert set(source) == {"ranks", "file", "commit", "date", "versions"}
         record = json.loads((tuned.ROOT / source["file"]).read_text())
         assert (record["commit"], record["ranks"]) == (source["commit"], search.key["size"])
@@ -43,14 +43,14 @@ def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
             assert set(candidate.config) <= names
             low, median, high = candidate.times
             assert low <= candidate.time == median <= high
-    assert tables.source(what, 3) == {}
+    assert tables.source(what, {**searches[0].key, "size": 3}) == {}
 
 
 def test_the_fastest_of_all_that_was_measured_and_of_every_mode_ship():
-    for record in (record for what in MODELS for record in tuned.records(what)):
-        for case in record["cases"]:
-            (search,) = (s for s in tables.measured(case["operator"]) if s.key == {**case["key"], "gpu": H200.name})
-            times = {Config(**row["settings"]): row["seconds"] for row in case["measured"]}
+    for what in MODELS:
+        for case in tuned.cases(what):
+            (search,) = (s for s in tables.measured(what) if s.key == {**case.key, "gpu": H200.name})
+            times = {Config(**row["settings"]): row["seconds"] for row in case.measured}
             assert [c.time for c in search.candidates][: tuned.MOST] == sorted(times.values())[: tuned.MOST]
             modes = {config["mode"] for config in times}
             assert NCCL["mode"] in modes == {c.config["mode"] for c in search.candidates}
@@ -60,22 +60,25 @@ def test_the_fastest_of_all_that_was_measured_and_of_every_mode_ship():
             assert len(search.candidates) < tuned.MOST + len(modes)
 
 
-def test_what_was_played_is_named_as_its_source():
-    """Not what was searched with four GPUs, nor what was played of another case."""
-    record = json.loads(tuned.PLAYED.read_text())
-    commits = {}
-    for search in tables.measured("all_gather_matmul"):
-        if search.key["size"] == played.SIZE:
-            times = {c.config: c.time for c in search.candidates}
-            for row in tuned.pushed(search.key["K"]):
-                config = Config(**row["settings"])
-                if config in times:
-                    source = tables.source("all_gather_matmul", played.SIZE, search.key, config)
-                    commits.setdefault(source["commit"], set()).add(search.key["K"])
-                    assert source["file"] == "benchmarks/results/played_2.json"
-                    assert times[config] == row["seconds"]
-            assert tables.source("all_gather_matmul", played.SIZE, search.key, NCCL)["commit"] != record["commit"]
-    assert commits == {record["commit"]: set(played.GATHERED)}
+def test_of_a_case_that_was_searched_twice_the_last_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuned, "RESULTS", tmp_path)
+    monkeypatch.setattr(tuned, "ROOT", tmp_path)
+
+    def search(name, date, *sizes):
+        row = {"settings": {"mode": "unfused"}, "seconds": len(name), "low": 1, "high": 9, "shares": []}
+        found = [{"key": {"M": n, "K": n, "size": 4}, "measured": [row]} for n in sizes]
+        host = {"gpus": ["H200"], "versions": {"torch": "2", "triton": "3"}}
+        record = {"cases": found, "date": date, "commit": name, "ranks": 4, "host": host}
+        (tmp_path / f"exhaustive_one_{name}.json").write_text(json.dumps(record))
+
+    search("a", "2026-11-21", 64, 32)
+    search("bc", "2026-11-22", 32, 16)
+    search("def", "2026-11-20", 32, 128)
+    table = tuned.operator_table("one")
+    assert [s["file"] for s in table["sources"]] == [f"exhaustive_one_{name}.json" for name in ("bc", "a", "def")]
+    found = {e["key"]["M"]: (table["sources"][e["source"]]["commit"], e["measured"][0]) for e in table["entries"]}
+    assert {n: commit for n, (commit, _) in found.items()} == {16: "bc", 32: "bc", 64: "a", 128: "def"}
+    assert found[32][1] == {"settings": {"mode": "unfused"}, "seconds": 2, "low": 1, "high": 9}
 
 
 # -------------------------------------------------------------------------------------------------- the nearest shape

@@ -107,18 +107,14 @@ def near(what: str, key: Mapping[str, Any], gpu: str, size: int) -> tuple[Search
     return (search, distance) if distance <= FARTHEST else None
 
 
-def source(
-    what: str, size: int, key: Mapping[str, Any] | None = None, config: Config | None = None
-) -> Mapping[str, Any]:
-    """Results file, commit, date and versions behind the table of operator `what` for so many ranks, or behind `config`
-    in the case `key` of it, where that has another; empty where there is none."""
-    sources = _table(what).get("sources", ())
-    for entry in _table(what).get("entries", ()):
-        if key is not None and all(key[name] == value for name, value in entry["key"].items()):
-            for row in entry["measured"]:
-                if "source" in row and Config(**row["settings"]) == config:
-                    return sources[row["source"]]
-    return next((source for source in sources if source["ranks"] == size), {})
+def source(what: str, key: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Results file, commit, date and versions behind the case `key` in the table of operator `what`; empty where there
+    is none."""
+    table = _table(what)
+    for entry in table.get("entries", ()):
+        if all(key[name] == value for name, value in entry["key"].items()):
+            return table["sources"][entry["source"]]
+    return {}
 
 
 def entry(search: Search) -> dict[str, Any]:

@@ -17,7 +17,7 @@ All add in fp32 and round once; low_latency and one_shot add in the order 0, 1, 
 the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: what a switch
 makes of one is not documented; and it has them for 16-bit floats only. Barriers of the programs of one index on all
 ranks: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block of a
-program).
+program). From REST_BYTES on the elements beyond the last whole 16 bytes go by low_latency.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def operator_table(operator: str) -> dict[str, Any]:
     return {
         "operator": operator,
         "gpu": found[0].record["host"]["gpus"][0],
-        "sources": [{"ranks": record["ranks"], **source(record, path)} for path, record in records.items()],
+        "sources": [source(record, path) for path, record in records.items()],
         "entries": [
             {"key": case.key, "source": order.index(case.path), "measured": fastest(case.measured)} for case in found
         ],

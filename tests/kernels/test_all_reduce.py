@@ -186,6 +186,21 @@ def test_what_is_no_whole_16_bytes_goes_on_its_own(mode: Any, in_place: bool, mo
         assert set(tails) == ({rest} if rest else set()), n
 
 
+def test_ranks_whose_x_begins_elsewhere_send_the_same_tiles() -> None:
+    """x need not be symmetric: where it does not begin at 16 bytes its blocks are smaller."""
+
+    def run(world: Any) -> None:
+        n = 3 * (1 << 18)
+        everybody = [torch.arange(n).add(r).remainder(11).bfloat16() for r in range(world.size)]
+        x = torch.empty(n + 8, dtype=torch.bfloat16)[8 * (world.rank != 1) :][(world.rank == 1) :][:n]
+        assert (x.data_ptr() % 16 != 0) == (world.rank == 1)
+        out = pkt.empty(n, dtype=torch.bfloat16)
+        all_reduce(x.copy_(everybody[world.rank]), out, mode="two_shot_push")
+        assert torch.equal(out.double(), reference(everybody))
+
+    on_ranks(3, run)
+
+
 def test_a_tile_of_many_blocks() -> None:
     """Of which the last one has some blocks, or a part of one; in place, too."""
 

@@ -161,6 +161,22 @@ def test_runs_that_are_not_whole(name: str, arch: int, monkeypatch: pytest.Monke
     compile_checked(launched(lambda w: UNEVEN[name](torch.bfloat16), 4, False, monkeypatch), arch, tmp_path)
 
 
+@pytest.mark.parametrize("columns", [1001, 1002, 1004, 1008])
+def test_accesses_are_as_wide_as_runs_allow(columns: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An inbox takes 16 bytes at a time, whatever a run is."""
+
+    def stores(call: Callable[[], Any]) -> set[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            launch = launched(lambda w: call(), 4, False, patch)
+        return set(re.findall(r"st\.global\.(\S+)", compile_checked(launch, 90, tmp_path).asm["ptx"]))
+
+    own = {1001: "b16", 1002: "b32", 1004: "v2.b32", 1008: "v4.b32"}[columns]
+    x, whole = tensor(4096, columns, dtype=torch.bfloat16), tensor(4096, 4 * columns, dtype=torch.bfloat16)
+    gathered = (4096, 4 * columns)
+    assert stores(lambda: all_gather(x, pkt.empty(gathered, dtype=x.dtype), dim=1, mode="push")) == {own}
+    assert stores(lambda: reduce_scatter(whole, dim=1, mode="push")) == {own, "v4.b32"}
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("n", "dtype"), [(1, torch.bfloat16), *((1 << 14, t) for t in FLOATS)])
 @pytest.mark.parametrize("mode", ["low_latency", "low_latency_two_shot"])

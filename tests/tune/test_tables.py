@@ -34,7 +34,7 @@ def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
     assert {search.key["size"] for search in searches} == {2, 4}
     for search in searches:
         source = tables.source(what, search.key)
-        assert set(source) == {"ranks", "file", "commit", "date", "versions"}
+        assert set(source) == {"file", "commit", "date", "versions"}
         record = json.loads((tuned.ROOT / source["file"]).read_text())
         assert (record["commit"], record["ranks"]) == (source["commit"], search.key["size"])
         assert search.key["gpu"] == H200.name

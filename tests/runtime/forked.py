@@ -23,13 +23,13 @@ HEAP = 1 << 20
 
 @dataclass
 class End:
-    """How one rank ended. `after`: seconds from the start."""
+    """How one rank ended. `at`: when it had, by time.monotonic(), which is one clock for all processes of a host."""
 
     rank: int
     value: Any = None
     error: BaseException | None = None
     died: int = 0  # by this signal
-    after: float = 0.0
+    at: float = 0.0
 
 
 def run(size: int, main: Callable[[int], Any], patience: float = 90.0) -> list[End]:
@@ -54,7 +54,7 @@ def run(size: int, main: Callable[[int], Any], patience: float = 90.0) -> list[E
                 if not more:
                     os.close(reader)
                     del pipes[reader]
-                    ends[rank] = _end(rank, data[rank], time.monotonic() - start)
+                    ends[rank] = _end(rank, data[rank])
                     if ends[rank].died:
                         _, status = os.waitpid(pids[rank], 0)
                         ends[rank].died, pids[rank] = os.WTERMSIG(status), 0
@@ -72,13 +72,13 @@ def run(size: int, main: Callable[[int], Any], patience: float = 90.0) -> list[E
 
 def _child(rank: int, main: Callable[[int], Any], writer: int) -> None:
     try:
-        answer = ("value", main(rank))
+        answer = ("value", main(rank), time.monotonic())
     except BaseException as error:
-        answer = ("error", error)
+        answer = ("error", error, time.monotonic())
     try:
         data = pickle.dumps(answer)
     except Exception as error:
-        data = pickle.dumps(("error", RuntimeError(f"{answer[1]!r} cannot be sent: {error}")))
+        data = pickle.dumps(("error", RuntimeError(f"{answer[1]!r} cannot be sent: {error}"), answer[2]))
     while data:
         data = data[os.write(writer, data) :]
     os.close(writer)
@@ -86,11 +86,11 @@ def _child(rank: int, main: Callable[[int], Any], writer: int) -> None:
     os._exit(1)  # no exit handlers of the test run here
 
 
-def _end(rank: int, data: bytes, after: float) -> End:
+def _end(rank: int, data: bytes) -> End:
     if not data:
-        return End(rank, died=signal.SIGKILL, after=after)
-    kind, content = pickle.loads(data)
-    return End(rank, after=after, **{kind: content})
+        return End(rank, died=signal.SIGKILL, at=time.monotonic())
+    kind, content, at = pickle.loads(data)
+    return End(rank, at=at, **{kind: content})
 
 
 def _stopped(pid: int) -> bool:

@@ -92,20 +92,17 @@ def test_a_spin_ends_soon_after_its_peer_has(leaves):
                 raise ZeroDivisionError
         start = time.monotonic()
         while not page[words.STATUS_ABORT]:  # what a kernel's wait does
-            assert time.monotonic() - start < 10, "nobody raised the abort word"
+            assert time.monotonic() - start < 5, "nobody raised the abort word"
             time.sleep(0.01)
-        spun = time.monotonic() - start
         with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+\) (exited|closed its world) during a kernel") as caught:
             world.synchronize()
-        return spun, set(caught.value.lost)
+        return set(caught.value.lost)
 
     ends = forked.run(3, main)
     meeting.remove()
     for end in (ends[0], ends[2]):
         assert end.error is None, end.error
-        spun, lost = end.value
-        assert spun < 3
-        assert 1 in lost
+        assert 1 in end.value
 
 
 def test_a_peer_that_closes_its_world_is_not_lost():

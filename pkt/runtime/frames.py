@@ -93,8 +93,7 @@ class Connection:
             self._begun = sent < len(data)
 
     def discard(self) -> bool:
-        """Send nothing of what is queued; False if the other end has part of a frame and can make no sense of "
-        "another."""
+        """Send nothing of what is queued; False if the other end has part of a frame and can make no sense of more."""
         self._out = []
         return not self._begun
 

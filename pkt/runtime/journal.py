@@ -20,7 +20,7 @@ from pkt.errors import TransportError, WaitTimeout
 SLOTS = 2048
 SLOT_BYTES = 512
 _SLOT = struct.Struct("<QIH")  # ordinal, checksum, bytes of record
-_COUNTERS = 4096  # bytes before the slots: written, compared
+_COUNTERS = 4096  # bytes before the slots: how much is written, and whether the rank has left
 _WRITTEN, _LEFT = 0, 8  # words, a cache line apart
 _ROOM = SLOT_BYTES - _SLOT.size
 

@@ -11,6 +11,7 @@ with the world. torch calls back into Python for a segment only, not for a tenso
 from __future__ import annotations
 
 import ctypes
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +29,11 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, c
 
 
 class SegmentAllocator:
-    """What torch calls. An error cannot pass through C: `error` keeps it, and torch sees that there is no memory."""
+    """What torch calls. An error cannot pass through C: it is said as a warning, and torch sees that there is no
+    memory."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.error: PktError | None = None
         self.segments: dict[int, Any] = {}
         self.allocate_pointer = _ALLOCATE(self.allocate)  # kept alive as long as torch may call them
         self.free_pointer = _FREE(self.free)
@@ -44,7 +45,7 @@ class SegmentAllocator:
             number = len(self.segments) + 1
             allocation = heap.allocate((nbytes,), torch.uint8, f"pool segment {number}", "mem_pool")
         except PktError as error:
-            self.error = error
+            warnings.warn(f"pkt.mem_pool: {error}", RuntimeWarning, stacklevel=2)
             return None
         address = heap.backend.base + allocation.block.offset
         self.segments[address] = allocation

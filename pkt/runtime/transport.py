@@ -12,7 +12,7 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
@@ -42,15 +42,13 @@ def process_state(pid: int) -> str:
 
 
 class Transport:
-    """One rank's connections to all others. Not thread-safe, except `lost` and `close_quietly`."""
+    """One rank's connections to all others. Not thread-safe, except `lost`."""
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, Connection], timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.connections = dict(connections)
         self.sequence = 0
         self.closed = False
-        self.said: list[str] = []  # what each rank called the last collective call, to compare
-        self.on_idle: Callable[[], None] | None = None
 
     # ------------------------------------------------------------------------------------------------------- collective
     def exchange(self, value: Any, what: str) -> list[Any]:
@@ -226,8 +224,7 @@ class Transport:
         return None
 
     def _end_of(self, connection: Connection) -> str:
-        """How the other end of a closed connection ended. A dying process closes its files a little before it is "
-        "gone."""
+        """How the other end of a closed connection ended; a dying process closes its files shortly before it is gone."""
         if connection.host:
             return f"({connection.who}) " + ("closed its world" if connection.left() else "hung up")
         for _ in range(20):

@@ -5,9 +5,9 @@ a 4 x H200 host (docs/facts.md), divided by the programs that share them.
 """
 
 LOCAL_BYTES_PER_US = 4.2e6 / 132  # 4.2 TB/s over 132 SMs
-REMOTE_BYTES_PER_US = 348e3 / 8  # 348 GB/s with 8 programs, before the link is full
+REMOTE_BYTES_PER_US = 349e3 / 8  # 349 GB/s with 8 programs, before the link is full
 FLOPS_PER_US = 790e6 / 132  # 790 TFLOP/s over 132 SMs
-SIGNAL_US = 1.47  # one way between two GPUs
-LOCAL_SIGNAL_US = 0.7
-STEP_US = 0.3  # latency of an access that moves next to nothing
-LAUNCH_US = 5.0
+SIGNAL_US = 1.37  # one way between two GPUs
+LOCAL_SIGNAL_US = 0.97  # one way inside a GPU
+STEP_US = 0.3  # latency of an access that moves next to nothing: assumed
+LAUNCH_US = 5.0  # assumed

@@ -23,12 +23,11 @@ FULL = 0xFFFF  # all 16 bytes of a granule
 
 
 class Clocks:
-    """Columns for programs and hosts, and the clocks released at each address."""
+    """Columns for programs and hosts."""
 
     def __init__(self) -> None:
         self.columns = 0
         self.width = 256
-        self.live: list[np.ndarray] = []
 
     def column(self, count: int = 1) -> int:
         first = self.columns

@@ -286,10 +286,10 @@ class LostSignal(PktError):
     """A signal that nobody waited for when the run ended."""
 
     @classmethod
-    def unread(cls, rank: int, counter: str, value: int, seen: int, signallers: str = "") -> LostSignal:
+    def unread(cls, rank: int, counter: str, value: int, signallers: str = "") -> LostSignal:
         by = f" by {signallers}" if signallers else ""
         return cls.of(
-            f"rank {rank}: {counter} was signalled to {value}{by} but no wait asked for more than {seen}: "
+            f"rank {rank}: {counter} was signalled to {value}{by} but no wait looked at it: "
             "a wait is missing, or a signal too many",
             rank=rank,
             counter=counter,

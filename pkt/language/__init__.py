@@ -22,15 +22,12 @@ from .multimem import multimem_load_reduce, multimem_reduce_add, multimem_store
 from .sync import barrier, epoch, fence, grid_barrier, quiet, signal, signal_all, test, wait, world_barrier
 from .template import lcsc
 from .tile import Layout
-from .world import DeviceWorld, code_hash
 
 # A kernel that uses these names must not lose one of them in compilation: checked for every kernel from here on.
 inspect.install_listener()
 
 __all__ = [
-    "DeviceWorld",
     "Layout",
-    "code_hash",
     "peer",
     "multicast",
     "load",
@@ -67,4 +64,5 @@ __all__ = [
     "order",
     "template",
     "lcsc",
+    "inspect",
 ]

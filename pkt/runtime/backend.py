@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 ALIGNMENT = 256  # bytes; every allocation starts on it, so that TMA and 16-byte vectors are always possible
-STATUS_BYTES = 4096  # the status page, at offset 0 of every heap
 SIGNAL_HEADER = 64  # bytes before the counters: an int64 epoch word, then guard words
 SIGNAL_GUARD = 64  # bytes of guard words after the counters
 GUARD_WORD = 0x5AFE5AFE

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from pkt.errors import Closed, HeapFull, NotSymmetric, PktError, ShapeError, SignalIndexError, UseAfterFree
+from pkt.language.world import STATUS_BYTES
 from pkt.runtime.agreement import Agreement
 from pkt.runtime.backend import (
     GUARD_WORD,
     SIGNAL_GUARD,
     SIGNAL_HEADER,
-    STATUS_BYTES,
     Backend,
     Block,
     Kind,
@@ -35,7 +35,6 @@ DEFAULT_HEAP = "1GiB"
 FIRST_BYTES = 1 << 30  # physical memory taken at once; beyond it the heap grows by doubling
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$", re.IGNORECASE)
-_GUARD = GUARD_WORD - (1 << 32) if GUARD_WORD >= 1 << 31 else GUARD_WORD
 
 
 def heap_bytes(heap: int | str | None) -> int:
@@ -120,7 +119,7 @@ class SymmetricHeap:
         self.backend.allocated(block)
         if kind == "signals":
             words = self.words_of(allocation)
-            words.fill_(_GUARD)
+            words.fill_(GUARD_WORD)
             words[:2] = 0  # the epoch word
             words[SIGNAL_HEADER // 4 : (nbytes - SIGNAL_GUARD) // 4] = 0
         return allocation
@@ -201,9 +200,9 @@ class SymmetricHeap:
         words = self.words_of(allocation).cpu()
         first, last = SIGNAL_HEADER // 4, (block.nbytes - SIGNAL_GUARD) // 4
         guards = torch.cat([words[2:first], words[last:]])
-        if bool((guards == _GUARD).all()):
+        if bool((guards == GUARD_WORD).all()):
             return None
-        bad = [i for i in (*range(2, first), *range(last, len(words))) if words[i] != _GUARD]
+        bad = [i for i in (*range(2, first), *range(last, len(words))) if words[i] != GUARD_WORD]
         count, word = block.shape[0], bad[0]
         return SignalIndexError.guard(self.backend.rank, call, block.name, word - first, count, int(words[word]))
 

@@ -23,11 +23,10 @@ class _Chunk:
 
 
 class Ledger:
-    """A pure allocator over [0, capacity) in units of `alignment` bytes."""
+    """A pure allocator over [0, capacity) in units of ALIGNMENT bytes."""
 
-    def __init__(self, capacity: int, alignment: int = ALIGNMENT) -> None:
-        self.alignment = alignment
-        self.capacity = capacity // alignment * alignment
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity // ALIGNMENT * ALIGNMENT
         self.free_bytes = self.capacity
         self.live: dict[int, int] = {}  # offset -> bytes taken
         self._chunks: list[_Chunk] = []
@@ -41,9 +40,8 @@ class Ledger:
         return max((c.largest for c in self._chunks), default=0)
 
     def rounded(self, nbytes: int) -> int:
-        """Bytes that an allocation of `nbytes` takes; an empty one takes a unit too, so that it has an
-        address."""
-        return (-(-nbytes // self.alignment) or 1) * self.alignment
+        """Bytes that an allocation of `nbytes` takes; an empty one takes a unit too, so that it has an address."""
+        return (-(-nbytes // ALIGNMENT) or 1) * ALIGNMENT
 
     def allocate(self, nbytes: int) -> int | None:
         """Offset of the lowest hole that holds `nbytes`, or None; None changes nothing."""
@@ -69,22 +67,11 @@ class Ledger:
         self.free_bytes -= need
         return offset
 
-    def free(self, offset: int) -> int:
-        """Give back the block at `offset`; returns its bytes. KeyError if there is none."""
+    def free(self, offset: int) -> None:
+        """Give back the block at `offset`. KeyError if there is none."""
         size = self.live.pop(offset)
         self.free_bytes += size
         self._insert(offset, size)
-        return size
-
-    def grow(self, capacity: int) -> None:
-        """Extend the end of the range; nothing moves."""
-        capacity = capacity // self.alignment * self.alignment
-        more = capacity - self.capacity
-        if more <= 0:
-            return
-        self.free_bytes += more
-        self._insert(self.capacity, more)
-        self.capacity = capacity
 
     def holes(self) -> list[tuple[int, int]]:
         """(offset, bytes) of every hole, in address order."""

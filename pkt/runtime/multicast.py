@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Multicast:
     """The object, as this rank holds it."""
 
-    def __init__(self, handle: int, nbytes: int, granularity: int) -> None:
-        self.handle, self.nbytes, self.granularity = handle, nbytes, granularity
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
 
     def bind(self, backend: CudaBackend, offset: int, size: int, memory: int, undo: ExitStack) -> bool:
         """Collective: put every rank's new memory behind the window; whether it worked, the same on every rank."""
@@ -70,7 +70,7 @@ def create(backend: CudaBackend, wanted: bool, undo: ExitStack) -> Multicast | N
         if not _all(backend, lambda: driver.multicast_add(handle, backend.device_index), "multicast: adding the GPU"):
             return None
         undo.push(here.pop_all())
-    return Multicast(handle, backend.capacity, backend.granularity)
+    return Multicast(handle)
 
 
 def _share(backend: CudaBackend, here: ExitStack) -> int | None:

@@ -18,6 +18,7 @@ from pkt.runtime.callsite import call_site
 from pkt.runtime.heap import Allocation, not_symmetric
 
 if TYPE_CHECKING:
+    from pkt.runtime.backend import Backend
     from pkt.runtime.world import World
 
 _ALWAYS = frozenset(
@@ -97,13 +98,7 @@ class SymmetricTensor(torch.Tensor):
 
     def peer(self, rank: int) -> torch.Tensor:
         """Rank `rank`'s copy, same shape and strides, as a plain tensor. Raises RankError."""
-        size = self._allocation.heap.backend.size
-        try:
-            index = operator.index(rank)
-        except TypeError:
-            index = -1
-        if not 0 <= index < size:
-            raise RankError.outside(self._allocation.heap.backend.rank, f"{self.symbol}.peer", rank, size)
+        index = check_rank(rank, self._allocation.heap.backend, f"{self.symbol}.peer")
         return self._in_window(index, f"peer({index})")
 
     def free(self) -> None:
@@ -297,7 +292,7 @@ def check_signal_index(flags: torch.Tensor, index: int, count: int = 1, call: st
         raise SignalIndexError.outside(rank, call, name, index if index < 0 else index + count - 1, flags.numel())
 
 
-def check_rank(rank: Any, world: World, call: str) -> int:
+def check_rank(rank: Any, world: World | Backend, call: str) -> int:
     """`rank` as an int, or RankError."""
     try:
         index = operator.index(rank)

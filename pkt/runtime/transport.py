@@ -224,7 +224,7 @@ class Transport:
         return None
 
     def _end_of(self, connection: Connection) -> str:
-        """How the other end of a closed connection ended; a dying process closes its files shortly before it is gone."""
+        """How the other end of a closed connection ended; a dying process closes its files just before it is gone."""
         if connection.host:
             return f"({connection.who}) " + ("closed its world" if connection.left() else "hung up")
         for _ in range(20):

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+import triton.language as tl
 
 from pkt.errors import Closed, ShapeError, Unsupported, size_text
+from pkt.language.world import DeviceWorld, code_hash
 from pkt.runtime import scratch as _scratch
 from pkt.runtime import wire
 from pkt.runtime.backend import Backend
 from pkt.runtime.heap import SymmetricHeap, heap_bytes
 from pkt.runtime.streams import OneInFlight
-
-if TYPE_CHECKING:
-    from pkt.language.world import DeviceWorld
 
 T = TypeVar("T")
 
@@ -100,10 +99,6 @@ class World:
         self._check("device")
         self._heap.agreement.settle()
         if self._device is None:
-            import triton.language as tl
-
-            from pkt.language.world import DeviceWorld, code_hash  # not needed before the first kernel
-
             backend = self._backend
             self._device = DeviceWorld(
                 rank=backend.rank,

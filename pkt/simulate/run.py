@@ -167,7 +167,7 @@ def _unread(machine: Machine) -> Iterator[PktError]:
                 index = (address - region.base - SIGNAL_HEADER) // 4
                 if address not in region.waited and 0 <= index < region.shape[0]:
                     value = int(region.memory[address - region.base :][:4].view(np.int32)[0])
-                    yield LostSignal.unread(region.rank, region.element(address), value, 0, str(where))
+                    yield LostSignal.unread(region.rank, region.element(address), value, str(where))
 
 
 def run(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> list[Any]:

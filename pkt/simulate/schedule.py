@@ -22,7 +22,7 @@ class Schedule:
     """
 
     def __init__(self, seed: int, ranks: int, by_time: bool = False) -> None:
-        self.seed, self.ranks = seed, ranks
+        self.seed = seed
         self.by_time = by_time and seed == 0
         self._random = random.Random(seed)
         self.policy = "in order" if seed == 0 else "adversarial" if seed % 3 == 0 else "random"

@@ -13,9 +13,6 @@ import numpy as np
 
 from pkt.errors import NoCandidate, ShapeError
 
-LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
-"""Settings that Triton takes at a launch; every other one is an argument of the kernel."""
-
 
 class Config(Mapping[str, Any]):
     """One candidate: a value for every setting, by keyword. Immutable, hashable, and a mapping of its settings.
@@ -52,16 +49,8 @@ class Config(Mapping[str, Any]):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting by keyword, launch options among them, in the order given."""
+        """Every setting by keyword, Triton's launch options among them, in the order given."""
         return self._settings
-
-    def launch_options(self) -> dict[str, Any]:
-        """The settings that Triton takes at a launch."""
-        return {name: value for name, value in self._settings.items() if name in LAUNCH_OPTIONS}
-
-    def arguments(self) -> dict[str, Any]:
-        """The settings that are arguments of the kernel."""
-        return {name: value for name, value in self._settings.items() if name not in LAUNCH_OPTIONS}
 
     @property
     def text(self) -> str:

@@ -35,7 +35,7 @@ BUILT = {
     errors.OutOfBounds.outside(ACCESS, "x"): "out of bounds: store",
     errors.UseAfterFree.device(ACCESS, "a.py:3"): "freed at a.py:3",
     errors.MulticastAccess.plain(ACCESS): "plain access to the multicast window",
-    errors.LostSignal.unread(0, "flags[1]", 4, 3, "rank 2"): "rank 0: flags[1] was signalled to 4 by rank 2",
+    errors.LostSignal.unread(0, "flags[1]", 4, "rank 2"): "rank 0: flags[1] was signalled to 4 by rank 2",
     errors.LostSync.compiled("k", "wait", 2, 1): "k: 2 wait in the source, 1 in the PTX",
     errors.LostSync.specialized("k", "wait", 1): "k: 1 wait inside tl.range(warp_specialize=True)",
     errors.LostSync.specialized("k", "signal", 2): "k: 2 signals inside",

@@ -9,7 +9,8 @@ import torch
 
 import pkt
 from pkt.errors import AllocationMismatch, Closed, HeapFull, ShapeError, SignalIndexError, UseAfterFree
-from pkt.runtime.backend import GUARD_WORD, SIGNAL_GUARD, SIGNAL_HEADER, STATUS_BYTES
+from pkt.language.world import STATUS_BYTES
+from pkt.runtime.backend import GUARD_WORD, SIGNAL_GUARD, SIGNAL_HEADER
 from pkt.runtime.heap import heap_bytes
 
 from .conftest import CAPACITY

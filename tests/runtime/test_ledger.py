@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pkt.runtime.backend import ALIGNMENT
 from pkt.runtime.ledger import CHUNK, Ledger
 
 
@@ -41,7 +42,7 @@ def check(ledger):
     at = 0
     for offset, size in pieces:
         assert offset == at, "overlap or gap"
-        assert offset % ledger.alignment == 0
+        assert offset % ALIGNMENT == 0
         assert size > 0
         at += size
     assert at == ledger.capacity
@@ -76,7 +77,8 @@ def test_100_000_random_steps_without_overlap_and_the_same_on_four_ranks():
             at = pick.randrange(len(live))
             live[at], live[-1] = live[-1], live[at]
             offset = live.pop()
-            assert len({ledger.free(offset) for ledger in ledgers}) == 1
+            for ledger in ledgers:
+                ledger.free(offset)
         else:
             nbytes = int(2 ** pick.uniform(0, 15))
             offsets = {ledger.allocate(nbytes) for ledger in ledgers}
@@ -97,17 +99,13 @@ def test_100_000_random_steps_without_overlap_and_the_same_on_four_ranks():
     assert failed > 500
 
 
-def test_full_changes_nothing_and_growing_extends_the_last_hole():
+def test_full_changes_nothing():
     ledger = Ledger(1024)
     a, b = ledger.allocate(512), ledger.allocate(256)
     assert ledger.allocate(512) is None
     assert (ledger.free_bytes, ledger.largest, set(ledger.live)) == (256, 256, {a, b})
-    ledger.grow(2048)
-    assert ledger.holes() == [(768, 1280)]
-    assert ledger.allocate(1280) == 768
     ledger.free(a)
-    ledger.grow(4096)
-    assert ledger.holes() == [(0, 512), (2048, 2048)]
+    assert ledger.holes() == [(0, 512), (768, 256)]
     check(ledger)
 
 

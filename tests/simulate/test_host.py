@@ -25,6 +25,7 @@ from pkt.errors import (
     Unsupported,
     UseAfterFree,
 )
+from pkt.language.world import code_hash
 from tests.simulate.helpers import failures, outcome
 
 SEEDS = (0, 1, 2, 3)
@@ -74,7 +75,7 @@ def test_the_device_world() -> None:
         assert (device.size.value, device.multicast.value) == (world.size, world.multicast)
         assert device.stride.value == world.backend.stride
         assert device.status.data_ptr() == world.backend.base
-        assert device.code.value == pl.code_hash()
+        assert device.code.value == code_hash()
 
     launch(main)
     launch(main, multicast=False)

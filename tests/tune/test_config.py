@@ -26,12 +26,6 @@ def test_a_config_is_a_value():
         config.settings["BLOCK_M"] = 64
 
 
-def test_launch_options_are_apart_from_arguments():
-    config = pkt.Config(BLOCK=1, num_warps=8, num_stages=3, maxnreg=None, num_ctas=1)
-    assert config.arguments() == {"BLOCK": 1}
-    assert config.launch_options() == {"num_warps": 8, "num_stages": 3, "maxnreg": None, "num_ctas": 1}
-
-
 @pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0, False), ("1", 1), (None, "None")])
 def test_values_of_different_kinds_differ(one, other):
     assert pkt.Config(x=one) != pkt.Config(x=other)

@@ -24,10 +24,11 @@ from pkt.runtime import rendezvous
 from pkt.runtime.cuda import STRIDE, CudaBackend
 from pkt.runtime.driver import CudaDriver, Driver
 from pkt.runtime.heap import heap_bytes
-from pkt.runtime.launch import Watch, provide_scratch
+from pkt.runtime.launch import provide_scratch
 from pkt.runtime.network import Board, Network, this_host
 from pkt.runtime.rendezvous import Meeting
 from pkt.runtime.transport import Transport
+from pkt.runtime.watch import Watch
 from pkt.runtime.world import World
 
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")

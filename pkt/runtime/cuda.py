@@ -25,7 +25,7 @@ from pkt.runtime.frames import close_fds
 from pkt.runtime.transport import Transport
 
 if TYPE_CHECKING:
-    from pkt.runtime.launch import Watch
+    from pkt.runtime.watch import Watch
 
 STRIDE = 1 << 38  # bytes between two ranks' windows: more than any GPU holds, and 9 of them fit in 47 bits of address
 T = TypeVar("T")

@@ -1,0 +1,117 @@
+"""The status page in words, the deadline, and the watchdog that ends a spin when a peer dies."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import triton
+
+import pkt
+from pkt.errors import PeerLost, WaitTimeout
+from pkt.language import world as words
+from pkt.runtime import watch
+from pkt.runtime.rendezvous import prepare
+
+from . import forked
+
+
+@triton.jit
+def spinning_kernel(p):
+    pass
+
+
+def record(page, slot, rank, counter, wanted, found, epoch, aborted=False):
+    """Write a record as a wait on the device does."""
+    cmp = words.CMP_CODES["ge"] + (words.CMP_ABORTED if aborted else 0)
+    site = words.site_hash("spinning_kernel")
+    fields = [rank, 5, cmp, wanted, found, counter & 0xFFFFFFFF, counter >> 32, epoch, site, 6]
+    at = words.STATUS_FIRST_RECORD + slot * words.RECORD_WORDS
+    page[at : at + len(fields)] = torch.tensor(fields, dtype=torch.int32)
+    page[words.STATUS_RECORDS] = slot + 1
+
+
+def test_an_expired_wait_is_told_by_every_rank():
+    def main(world):
+        flags = pkt.signals(8, world=world)
+        page = world.heap.tensor(world.heap.status)
+        deadline = page.view(torch.int64)[words.STATUS_DEADLINE // 2].item()
+        counter = flags.data_ptr() - world.backend.base + 4 * 7
+        if world.rank == 1:
+            record(page, 0, 1, counter, 3, 2, 41)
+        elif world.rank == 0:
+            record(page, 0, 0, counter - 4, 9, 8, 41, aborted=True)
+        for rank in range(world.size):  # as the device raises it: everywhere
+            world.heap.backend.view(rank, 0, 4).view(torch.int32)[words.STATUS_ABORT] = 1
+        world.backend.transport.barrier("written")
+        with pytest.raises(WaitTimeout) as caught:
+            world.barrier()
+        world.backend.transport.barrier("told")
+        return deadline, str(caught.value)
+
+    for end in forked.in_worlds(2, main):
+        assert end.error is None, end.error
+        deadline, message = end.value
+        assert deadline == 10_000_000_000
+        assert message.startswith(
+            "rank 1: spinning_kernel program 5 waits on flags[7] after 10.0 s: wanted >= 3, found 2, launch 41"
+        )
+
+
+def test_records_that_are_not_whole_are_left_out():
+    page = torch.zeros(words.STATUS_BYTES // 4, dtype=torch.int32)
+    record(page, 0, 0, 4096, 1, 0, 0)
+    record(page, 1, 1, 4096, 1, 0, 0)
+    page[words.STATUS_FIRST_RECORD + words.RECORD_FIELDS.index("owner")] = 0
+    assert [r["rank"] for r in watch.records(page.tolist())] == [1]
+    page[words.STATUS_RECORDS] = 10_000
+    assert len(watch.records(page.tolist())) == 1
+    assert watch.kernel_name(0) == watch.kernel_name(12345) == "a kernel"
+
+
+@pytest.mark.parametrize("leaves", ["killed", "raises"])
+def test_a_spin_ends_soon_after_its_peer_has(leaves):
+    meeting = prepare()
+
+    def main(rank):
+        world = forked.fake_world(meeting, rank, 3, timeout=30.0)
+        page = world.heap.tensor(world.heap.status)
+        if rank == 1:
+            time.sleep(0.2)
+            if leaves == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            with world:
+                raise ZeroDivisionError
+        start = time.monotonic()
+        while not page[words.STATUS_ABORT]:  # what a kernel's wait does
+            assert time.monotonic() - start < 5, "nobody raised the abort word"
+            time.sleep(0.01)
+        with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+\) (exited|closed its world) during a kernel") as caught:
+            world.synchronize()
+        return set(caught.value.lost)
+
+    ends = forked.run(3, main)
+    meeting.remove()
+    for end in (ends[0], ends[2]):
+        assert end.error is None, end.error
+        assert 1 in end.value
+
+
+def test_a_peer_that_closes_its_world_is_not_lost():
+    meeting = prepare()
+
+    def main(rank):
+        world = forked.fake_world(meeting, rank, 2)
+        if rank == 1:
+            world.close()
+            return 0
+        time.sleep(4 * watch.PERIOD)
+        world.synchronize()
+        found = world.heap.tensor(world.heap.status)[words.STATUS_ABORT].item()
+        world.close()
+        return found
+
+    ends = forked.run(2, main)
+    meeting.remove()
+    assert [(end.error, end.value) for end in ends] == [(None, 0), (None, 0)]

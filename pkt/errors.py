@@ -249,8 +249,8 @@ class OutOfBounds(PktError):
     """An access outside every allocation of the rank it addresses."""
 
     @classmethod
-    def outside(cls, access: Access, near: str = "") -> OutOfBounds:
-        return cls.of(f"out of bounds: {access.text()}" + (f"; nearest: {near}" if near else ""), access=access)
+    def outside(cls, access: Access, hint: str = "") -> OutOfBounds:
+        return cls.of(f"out of bounds: {access.text()}" + (f"; {hint}" if hint else ""), access=access)
 
 
 class UseAfterFree(PktError):
@@ -446,6 +446,21 @@ class SignalIndexError(PktError, IndexError):
             rank=rank,
             found=found,
             count=count,
+        )
+
+    @classmethod
+    def beside(cls, access: Access, name: str, count: int) -> SignalIndexError:
+        return cls.of(
+            f"signal index: {access.text()}: wanted {name}[0] to {name}[{count - 1}]: correct the index, or allocate "
+            "more with pkt.signals(n)",
+            access=access,
+        )
+
+    @classmethod
+    def epoch(cls, access: Access) -> SignalIndexError:
+        return cls.of(
+            f"epoch: {access.text()}: wanted the first counter of pkt.signals: pass the tensor as pkt.signals gave it",
+            access=access,
         )
 
     @classmethod

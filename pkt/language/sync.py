@@ -22,6 +22,8 @@ _GE = tl.constexpr("ge")
 
 @triton.jit
 def _post(ptr, value, op: tl.constexpr, sem: tl.constexpr):
+    counter: tl.constexpr = ptr.dtype.element_ty
+    tl.static_assert(counter == tl.int32 or counter == tl.uint32, "a counter is int32")
     if op == "add":
         tl.atomic_add(ptr, tl.cast(value, ptr.dtype.element_ty), sem=sem, scope="sys")
     else:

@@ -9,7 +9,9 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
+from pkt.errors import SignalIndexError
 from pkt.simulate.accesses import Accesses, offsets_of
+from pkt.simulate.detector import accessed
 from pkt.simulate.faults import SYNC, Signal, Site
 from pkt.simulate.memory import Access, Scattered, Strided
 from pkt.simulate.sites import site
@@ -38,6 +40,10 @@ class Atomics(Accesses):
         self._step(spin=True)
         out = np.zeros(addresses.size, dtype)
         parts = self._resolve(addresses, mask, dtype.itemsize, "atomic")
+        if at.call == "epoch" and parts and parts[0][0].region.kind != "signals":
+            region = parts[0][0].region
+            tensor = f"rank {region.rank}'s {region.element(parts[0][0].first())}"
+            raise SignalIndexError.epoch(accessed(task, "atomic", tensor, at))
         task.polled = parts[0][0] if parts else None
         change = None
         if at.call in SYNC:
@@ -83,8 +89,8 @@ class Atomics(Accesses):
     def load_relaxed(self, ptr: Any) -> tl.tensor:
         addresses = ptr.handle.data
         dtype = np.dtype(np.int32 if ptr.dtype.element_ty.primitive_bitwidth == 32 else np.int64)
-        for address in addresses.reshape(-1):
-            self.m.space.find(int(address)).waited.add(int(address))
+        for access, _ in self._resolve(addresses, None, dtype.itemsize, "wait"):
+            access.region.waited.update(addresses.reshape(-1).tolist())
         old = self.atomic(addresses, None, dtype, lambda now, where: now, "relaxed", "system", reads=True)
         ty = ptr.dtype.element_ty
         return tl.tensor(TensorHandle(old, ty), tl.block_type(ty, list(old.shape)) if ptr.shape else ty)

@@ -41,7 +41,7 @@ class Task:
         "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "seen", "async_clock",
         "fence_clock", "unacquired", "pending", "blocked", "polls", "progress", "time", "intervals", "mark", "signals",
         "satisfied_by", "accesses", "waits", "undrained", "last", "repeats",
-        "polled",
+        "polled", "turns", "turned",
     )  # fmt: skip
 
     def __init__(self, rank: int, name: str, run: Callable[[], Any], parent: Any) -> None:
@@ -72,6 +72,8 @@ class Task:
         self.last: Any = None  # the word of the last load of one word, and the access that it was
         self.repeats = 0
         self.polled: Any = None  # the last access of one word, or of an atomic
+        self.turns = 0  # of a loop since its last access, and how many accesses there were then
+        self.turned = 0
         self.undrained = False  # TMA stores to the heap since the last drain
 
     @property

@@ -221,9 +221,8 @@ class AddressSpace:
         last = self._last
         if last is not None and last.base <= address < last.base + last.nbytes:
             return last
-        at = bisect.bisect_right(self._starts, address) - 1
-        region = self._regions[at] if at >= 0 else None
-        if region is None or address >= region.end:
+        region = self.holding(address)
+        if region is None:
             raise Unmapped(address)
         if region.freed_at:
             raise Unmapped(address, region)
@@ -231,8 +230,14 @@ class AddressSpace:
         return region
 
     def nearest(self, address: int) -> Region | None:
+        """The last region that begins at `address` or before."""
         at = bisect.bisect_right(self._starts, address) - 1
         return self._regions[at] if at >= 0 else None
+
+    def holding(self, address: int) -> Region | None:
+        """The region that `address` lies in, in use or freed."""
+        region = self.nearest(address)
+        return region if region is not None and address < region.end else None
 
     def resolve(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> list[tuple[Access, Any]]:
         """The accesses that `addresses` (where `mask`) make, each with the selection of the block that it covers:
@@ -289,12 +294,7 @@ class AddressSpace:
     def _strided(self, first: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
         region = self.find(first)
         access = Strided(region, first - region.base, shape, strides, itemsize)
-        end = access.span()[1]
-        if end > region.nbytes:
-            last = region.base + end - 1
-            if self.find(last) is not region:
-                return None  # rows over several regions: element by element
-        return access
+        return access if access.span()[1] <= region.nbytes else None  # else the first element outside is to be found
 
     def tile(self, address: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
         """The part of a descriptor's box inside its tensor; None if nothing is."""
@@ -303,5 +303,5 @@ class AddressSpace:
         region = self.find(address)
         access = Strided(region, address - region.base, shape, strides, itemsize)
         if access.span()[1] > region.nbytes:
-            raise Unmapped(region.base + access.span()[1] - 1)
+            raise Unmapped(region.end)
         return access

@@ -73,8 +73,9 @@ class Multimem(Atomics):
         addresses = ptr.handle.data
         owner = space.owner(int(addresses.reshape(-1)[0]))
         if owner != space.size:
-            near = f"address {int(addresses.reshape(-1)[0]):#x}, which is not in the multicast window"
-            raise errors.OutOfBounds.outside(
-                accessed(self.m.current, "multimem access", near, site()), "use multicast(ptr, world)"
-            )
+            first = int(addresses.reshape(-1)[0])
+            region = space.holding(first)
+            tensor = "an address" if region is None else f"rank {region.rank}'s {region.element(first)}"
+            access = accessed(self.m.current, "multimem access", f"{tensor}, not in the multicast window", site())
+            raise errors.OutOfBounds.outside(access, "give it multicast(ptr, world) of a symmetric tensor")
         return [addresses - np.uint64((space.size - r) * space.stride) for r in range(space.size)]

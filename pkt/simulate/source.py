@@ -91,7 +91,12 @@ class _Rewriter(ast.NodeTransformer):
         node.test = _call("true", node.test, at=node)
         return node
 
-    visit_If = visit_While = visit_IfExp = _condition
+    visit_If = visit_IfExp = _condition
+
+    def visit_While(self, node: ast.While) -> ast.While:
+        self.generic_visit(node)
+        node.test = _call("turn", node.test, at=node)
+        return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.Expr:
         self.generic_visit(node)
@@ -190,6 +195,11 @@ def _true(value: Any) -> bool:
     return bool(data.reshape(-1)[0])
 
 
+def _turn(value: Any) -> bool:
+    semantic.builder.device.turn()
+    return _true(value)
+
+
 def _assert(condition: Any, message: str = "") -> None:
     held = condition.handle.data.all() if isinstance(condition, tl.tensor) else condition
     assert held, message
@@ -257,6 +267,7 @@ HELPERS: dict[str, Any] = {
     "__pkt_or__": _either,
     "__pkt_not__": _not,
     "__pkt_true__": _true,
+    "__pkt_turn__": _turn,
     "__pkt_assert__": _assert,
     "__pkt_plain__": _plain,
 }

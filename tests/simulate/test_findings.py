@@ -258,7 +258,9 @@ def test_low_program_ids_start_first() -> None:
 
 @triton.jit
 def reach(x, at, peer, world, HOW: tl.constexpr):
-    if HOW == "load":
+    if HOW == "long":
+        tl.store(x + at + tl.arange(0, 128), 1.0)
+    elif HOW == "load":
         v = pl.load(x + at, peer, world)
         tl.store(x, v)
     elif HOW == "store":
@@ -299,14 +301,125 @@ def test_out_of_bounds_by_tma() -> None:
     assert "weights of rank 1" in str(error)
 
 
-def test_a_rank_that_does_not_exist() -> None:
+@pytest.mark.parametrize("multicast", [True, False])
+@pytest.mark.parametrize("peer", [-1, 2, 5])
+def test_a_rank_that_does_not_exist(peer: int, multicast: bool) -> None:
     def main(world: Any) -> None:
         weights = pkt.zeros(64)
-        reach[(1,)](weights, 0, world.size + 3, world.device, "load")
+        reach[(1,)](weights, 3, peer, world.device, "load")
 
-    error = outcome(main, 2).error
+    error = outcome(main, 2, multicast=multicast).error
     assert isinstance(error, OutOfBounds)
-    assert "in no rank's heap" in str(error)
+    assert f"load of rank {peer}'s weights[3] by rank 0 reach" in str(error)
+    assert "peers are ranks 0 to 1" in str(error)
+
+
+@pytest.mark.parametrize("how", ["load", "store", "atomic", "signal"])
+def test_a_peers_copy_of_a_plain_tensor(how: str) -> None:
+    def main(world: Any) -> None:
+        _, plain = pkt.zeros(64), torch.zeros(64, dtype=torch.int32 if how == "signal" else torch.float32)
+        if how == "signal":
+            signal_at[(1,)](plain, 3, world.device)
+        else:
+            reach[(1,)](plain, 3, 0, world.device, how)
+
+    error = outcome(main, 2).error  # rank 0's own copy is there
+    assert isinstance(error, OutOfBounds)
+    name = "flags" if how == "signal" else "x"
+    assert f"of rank 0's {name}[3], a peer's copy of a plain tensor by rank 1 " in str(error)
+    assert f"allocate {name} with pkt.empty or its like" in str(error)
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 127])
+def test_past_the_end_there_is_no_other_tensor(count: int) -> None:
+    """Whatever its size; and it is the first element outside that is named."""
+
+    def main(world: Any) -> None:
+        weights, _ = pkt.zeros(count), pkt.zeros(1000)
+        reach[(1,)](weights, 0, 0, world.device, "long")
+
+    error = outcome(main, 1).error
+    assert isinstance(error, OutOfBounds)
+    assert "nearest: weights of rank 0, which ends 1 byte before" in str(error)
+
+
+@triton.jit
+def count_launches(flags, world):
+    pl.epoch(flags, world)
+
+
+@pytest.mark.parametrize("which", ["data", "a slice", "plain"])
+def test_an_epoch_of_what_has_none(which: str) -> None:
+    def main(world: Any) -> None:
+        _, data, flags = pkt.zeros(64, dtype=torch.int32), pkt.zeros(64, dtype=torch.int32), pkt.signals(4)
+        count_launches[(2,)](flags, world.device)
+        odd = {"data": data, "a slice": flags[1:], "plain": torch.zeros(64, dtype=torch.int32)}
+        count_launches[(2,)](odd[which], world.device)
+
+    error = outcome(main, 1).error
+    assert isinstance(error, SignalIndexError)
+    assert "epoch: atomic of " in str(error)
+    assert "pass the tensor as pkt.signals gave it" in str(error)
+
+
+@triton.jit
+def a_barrier_each(flags, world):
+    pl.barrier(flags + tl.program_id(0), world)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("programs", [3, 40])  # the words beside the counters, and what lies past them
+def test_too_few_counters_of_a_barrier(programs: int, seed: int) -> None:
+    def main(world: Any) -> None:
+        flags = pkt.signals(2)
+        a_barrier_each[(programs,)](flags, world.device)
+
+    error = outcome(main, 2, seed).failure
+    assert isinstance(error, SignalIndexError if programs == 3 else (SignalIndexError, OutOfBounds))
+    assert ("wanted flags[0] to flags[1]" if isinstance(error, SignalIndexError) else "nearest: flags") in str(error)
+
+
+def test_a_barrier_on_freed_counters() -> None:
+    @triton.jit
+    def keep(flags, kept):
+        tl.store(kept, flags.to(tl.int64))
+
+    @triton.jit
+    def use(kept, world):
+        pl.barrier(tl.load(kept).to(tl.pointer_type(tl.int32)), world)
+
+    def main(world: Any) -> None:
+        flags, kept = pkt.signals(1), torch.zeros(1, dtype=torch.int64)
+        keep[(1,)](flags, kept)
+        flags.free()
+        use[(1,)](kept, world.device)
+
+    assert isinstance(outcome(main, 1).error, UseAfterFree)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_signal_to_what_is_no_counter(dtype: torch.dtype) -> None:
+    def main(world: Any) -> None:
+        signal_at[(1,)](pkt.zeros(4, dtype=dtype), 0, world.device)
+
+    assert "a counter is int32" in str(outcome(main, 1).error)
+
+
+@triton.jit
+def never_ends(x):
+    i = 0
+    while i < 1:
+        i = i * 1
+    tl.store(x, i)
+
+
+def test_a_loop_that_looks_at_nothing() -> None:
+    def main(world: Any) -> None:
+        never_ends[(1,)](pkt.zeros(1, dtype=torch.int32))
+
+    error = outcome(main, 1).error
+    assert isinstance(error, Deadlock)
+    assert "a loop of its own" in str(error)
 
 
 def test_a_tensor_that_was_freed() -> None:
@@ -354,7 +467,7 @@ def signal_at(flags, at, world):
 
 @pytest.mark.parametrize("at", [4, 15, -1, -13])
 def test_a_signal_beside_the_counters(at: int) -> None:
-    """The words around the counters are guarded; further out there is no allocation, or another tensor."""
+    """The words around the counters are nobody's; further out there is no allocation, or another tensor."""
 
     def main(world: Any) -> None:
         _, mailbox, _ = pkt.zeros(64), pkt.signals(4), pkt.zeros(64)
@@ -362,10 +475,8 @@ def test_a_signal_beside_the_counters(at: int) -> None:
 
     error = outcome(main, 2).error
     assert isinstance(error, SignalIndexError)
-    told = str(error)
-    assert "rank 0" in told
-    assert f"the guard word at mailbox[{at}] was overwritten" in told
-    assert "some rank signalled outside mailbox[0..3]; allocate more with pkt.signals(n)" in told
+    assert f"signal index: atomic of rank 0's mailbox[{at}] by rank 0 signal_at program 0 at " in str(error)
+    assert "wanted mailbox[0] to mailbox[3]" in str(error)
 
 
 def test_a_signal_far_from_the_counters() -> None:

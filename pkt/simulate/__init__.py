@@ -1,7 +1,7 @@
 """N ranks on the CPU: the real kernel source under a seeded scheduler, with race and deadlock detection.
 
 source        device functions as Python; interpreter runs them; builder, numerics, reductions, shortcuts under it
-machine       ranks, programs, the scheduler; schedule decides
+machine       ranks, the scheduler and launches; tasks and arguments are theirs; schedule decides
 device        what the programs do to memory and to each other; memory is the address space, cost the modelled clock
 detector      what orders the accesses, by the clocks of races; sites say where a program stands
 faults        what can be broken on purpose

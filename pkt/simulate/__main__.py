@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from pkt.simulate.explore import simulate
+from pkt.simulate.machine import SMS
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -33,16 +34,16 @@ def load(target: str) -> Callable[..., Any]:
 
 def main(
     target: Annotated[str, typer.Argument(help="file.py or file.py:function; the function takes the world")],
-    ranks: Annotated[int, typer.Option(help="ranks to simulate")] = 4,
-    seeds: Annotated[int, typer.Option(help="schedules to run")] = 1000,
+    ranks: Annotated[int, typer.Option(min=1, help="ranks to simulate")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, help="schedules to run")] = 1000,
     seed: Annotated[int | None, typer.Option(help="replay this one schedule")] = None,
-    sms: Annotated[int, typer.Option(help="programs that fit on a rank at once")] = 132,
+    sms: Annotated[int, typer.Option(min=1, help="programs that fit on a rank at once")] = SMS,
     heap: Annotated[str, typer.Option(help="symmetric heap of a rank")] = "1GiB",
     races: Annotated[bool, typer.Option(help="detect data races")] = True,
     multicast: Annotated[bool, typer.Option(help="the ranks have a multicast window")] = True,
     mutants: Annotated[bool, typer.Option(help="break every wait, signal, barrier and fence in turn")] = False,
     lost_signals: Annotated[bool, typer.Option(help="drop every signal in turn")] = False,
-    lost_ranks: Annotated[int, typer.Option(help="let a rank stop or die at so many random points")] = 0,
+    lost_ranks: Annotated[int, typer.Option(min=0, help="let a rank stop or die at so many random points")] = 0,
 ) -> None:
     """Run a function on simulated ranks under many schedules; exit status 1 if anything is found."""
     report = simulate(

@@ -38,6 +38,11 @@ class Accesses:
     def rank(self) -> int:
         return self.m.current.rank
 
+    @property
+    def on_host(self) -> bool:
+        """Host code runs now, no program of a kernel."""
+        return self.m.current is None or self.m.current.is_host
+
     def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray:
         self._step(spin=volatile or (addresses.size == 1 and self._repeats(addresses)))
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pkt.errors import ShapeError
 from pkt.runtime.heap import heap_bytes
 from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
 from pkt.simulate.interpreter import interpreting
+from pkt.simulate.machine import SMS, check_count
 from pkt.simulate.run import Outcome, execute
 
 if TYPE_CHECKING:
@@ -123,7 +126,7 @@ def simulate(
     args: Sequence[Any] = (),
     *,
     heap: int | str | None = None,
-    sms: int = 132,
+    sms: int = SMS,
     multicast: bool = True,
     races: bool = True,
     mutants: bool = False,
@@ -140,8 +143,11 @@ def simulate(
     every wait, signal, barrier and fence in turn; lost_signals: also drop every single signal of the plain schedule
     in turn; lost_ranks: at so many random points, a rank stops or dies. Each must be caught by some schedule.
     progress: a bar on the terminal. Stops after max_findings different ones. Never raises for what it finds: see
-    `Report.check`."""
+    `Report.check`. Raises ShapeError for arguments with which there is nothing to run."""
     todo = list(range(seeds) if isinstance(seeds, int) else seeds)
+    if not todo:
+        raise ShapeError.argument("pkt.simulate", "seeds", seeds, "at least one schedule")
+    check_count("pkt.simulate", "max_findings", max_findings)
     report = Report(ranks)
 
     def once(seed: int, faults: Faults = NO_FAULTS) -> Outcome:
@@ -203,22 +209,14 @@ def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
     return None
 
 
-class _bar:
+@contextmanager
+def _bar(shown: bool) -> Iterator[Callable[[Sequence[Any], str], Iterator[Any]]]:
     """A progress bar over several loops, or none."""
+    if not shown:
+        yield lambda items, what: iter(items)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, shown: bool) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, transient=True) if shown else None
-
-    def __enter__(self) -> Callable[[Sequence[Any], str], Iterator[Any]]:
-        if self.progress is None:
-            return lambda items, what: iter(items)
-        self.progress.start()
-        progress = self.progress
-        return lambda items, what: iter(progress.track(items, description=what))
-
-    def __exit__(self, *error: Any) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+    columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as progress:
+        yield lambda items, what: iter(progress.track(items, description=what))

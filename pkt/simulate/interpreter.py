@@ -210,11 +210,18 @@ def _install(patches: _Patches) -> None:
     # Builtins of pkt.language, called with no `_semantic`, take this one.
     patches.set(base, "interpreter_semantic", semantic)
     patches.set(base, "interpreter_builder", builder)
-    patches.set(JITFunction, "__call__", lambda self, *args, **named: interpret(self)(*args, **named))
+    patches.set(JITFunction, "__call__", _call)
     patches.set(JITFunction, "run", _launch)
-    patches.set(base.InterpretedFunction, "__call__", lambda self, *args, **named: interpret(self)(*args, **named))
+    patches.set(base.InterpretedFunction, "__call__", _call)
     patches.set(base.InterpretedFunction, "run", _launch)
     patches.set(Autotuner, "run", _autotuned)
+
+
+def _call(self: Any, *args: Any, **named: Any) -> Any:
+    if builder.device.on_host:
+        name = self.fn.__name__
+        raise TypeError(f"{name}(...) in host code: a kernel is launched on a grid, {name}[grid](...)")
+    return interpret(self)(*args, **named)
 
 
 def _autotuned(self: Autotuner, *args: Any, **named: Any) -> Any:

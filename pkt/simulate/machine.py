@@ -1,137 +1,40 @@
 """N ranks in one process: every program of every grid is a greenlet, and a seeded schedule says which one runs.
 
-    Machine          the ranks, the address space, the scheduler
-    Task             one program of a grid, or the host code of one rank
-    Launch           one grid on one rank; at most `sms` of its programs are resident
-
 A launch blocks its rank's host until the grid has finished, as if all work were on one stream and followed by a
 synchronisation. Other ranks go on meanwhile, so a fast rank's next launch can overtake a slow rank's last.
 """
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import heapq
-import inspect
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import greenlet
-import numpy as np
 import torch
 
-from pkt.errors import Deadlock, GridTooLarge, PeerLost, RankFailed, TooFewResident
+from pkt.errors import Deadlock, GridTooLarge, PeerLost, PktError, RankFailed, ShapeError, TooFewResident
 from pkt.simulate import cost
+from pkt.simulate.arguments import bind, parameters, register
 from pkt.simulate.device import SimulatedDevice
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
 from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options
-from pkt.simulate.memory import AddressSpace, Region
+from pkt.simulate.memory import AddressSpace
 from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
+from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task
 
+SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
+MAX_STEPS = 20_000_000  # switches between programs after which a run counts as endless
 SPIN_LIMIT = 64  # polls of a user's own spin without any change anywhere before it counts as stuck
 
 
-class Task:
-    """One greenlet and what the machine knows of it."""
-
-    __slots__ = (
-        "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "seen", "async_clock",
-        "fence_clock", "unacquired", "pending", "blocked", "polls", "progress", "time", "intervals", "mark", "signals",
-        "satisfied_by", "accesses", "waits", "undrained", "last", "repeats",
-        "polled", "turns", "turned",
-    )  # fmt: skip
-
-    def __init__(self, rank: int, name: str, run: Callable[[], Any], parent: Any) -> None:
-        self.greenlet = greenlet.greenlet(run, parent=parent)
-        self.greenlet.gr_context = contextvars.copy_context()
-        self.rank, self.name = rank, name
-        self.launch: Launch | None = None
-        self.program: tuple[int, int, int] = (0, 0, 0)
-        self.index = 0
-        self.lane = 0
-        self.column = 0
-        self.clock: Any = None
-        self.seen: Any = None  # what TMA loads of this program are ordered after
-        self.async_clock = 0
-        self.fence_clock: Any = None
-        self.unacquired: list[Any] = []
-        self.pending: list[Any] = []
-        self.blocked: Any = None
-        self.polls = 0
-        self.progress = -1
-        self.time = 0.0
-        self.intervals: list[list] = []
-        self.mark = "compute"
-        self.signals = 0
-        self.satisfied_by: str | None = None
-        self.accesses = 0
-        self.waits: set[Any] = set()  # sites of the waits so far
-        self.last: Any = None  # the word of the last load of one word, and the access that it was
-        self.repeats = 0
-        self.polled: Any = None  # the last access of one word, or of an atomic
-        self.turns = 0  # of a loop since its last access, and how many accesses there were then
-        self.turned = 0
-        self.undrained = False  # TMA stores to the heap since the last drain
-
-    @property
-    def is_host(self) -> bool:
-        return self.launch is None
-
-
-class Launch:
-    """One grid on one rank: programs in the hardware's order, x fastest."""
-
-    def __init__(self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable) -> None:
-        self.rank, self.name, self.grid, self.ordinal, self.body = rank, name, grid, ordinal, body
-        self.total = grid[0] * grid[1] * grid[2]
-        self.next = 0
-        self.running = 0
-        self.clock: Any = None  # joined clocks of the programs that have finished
-        self.time = 0.0
-
-    def take(self) -> tuple[int, tuple[int, int, int]]:
-        index = self.next
-        self.next += 1
-        x, y, _ = self.grid
-        return index, (index % x, index // x % y, index // (x * y))
-
-    @property
-    def done(self) -> bool:
-        return self.next == self.total and self.running == 0
-
-
-class Host:
-    """One rank: its host task, its SM slots, and what torch keeps for a thread: its random state, and whether gradients
-    are recorded."""
-
-    def __init__(self, rank: int, sms: int) -> None:
-        self.rank = rank
-        self.task: Task | None = None
-        self.slots = list(range(sms))
-        self.columns: list[int] = []
-        self.launches = 0
-        self.launch: Launch | None = None
-        self.calls = 0
-        self.call = ""
-        self.random = torch.get_rng_state()
-        self.grad = torch.is_grad_enabled()
-        self.result: Any = None
-
-
-class _Meeting:
-    """A collective call of the hosts: what each brought, complete when all are there."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, tuple[Any, str]] = {}
-        self.clock: Any = None
-        self.time = 0.0
-
-
-class Stopped(greenlet.GreenletExit):
-    """Thrown into the greenlets that are left when a run ends early; not an error of its own."""
+def check_count(call: str, name: str, value: Any) -> None:
+    """ShapeError unless `value` counts something."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ShapeError.argument(call, name, value, "an integer from 1")
 
 
 class Machine:
@@ -143,14 +46,16 @@ class Machine:
         ranks: int,
         *,
         seed: int = 0,
-        sms: int = 132,
+        sms: int = SMS,
         stride: int = 1 << 30,
         multicast: bool = True,
         races: bool = True,
         trace: bool = False,
         faults: Faults = NO_FAULTS,
-        max_steps: int = 20_000_000,
+        max_steps: int = MAX_STEPS,
     ) -> None:
+        check_count("the simulator", "ranks", ranks)
+        check_count("the simulator", "sms", sms)
         self.size, self.sms, self.multicast = ranks, sms, multicast
         self.schedule = Schedule(seed, ranks, by_time=trace)
         self.space = AddressSpace(ranks, stride)
@@ -162,7 +67,7 @@ class Machine:
         self.hosts = [Host(r, sms) for r in range(ranks)]
         self.ready: list[Task] = []
         self.waiting: dict[int, list[Task]] = {}  # address of the counter -> programs that wait on it
-        self.meetings: dict[int, _Meeting] = {}
+        self.meetings: dict[int, Meeting] = {}
         self.owing: list[Task] = []  # tasks with pending stores
         self.late_signals: list[Callable[[], None]] = []
         self.progress = 0
@@ -359,7 +264,7 @@ class Machine:
         unknown = options.keys() - launch_options()
         if unknown:
             raise KeyError(f"{kernel.fn.__name__}: keyword {min(unknown)!r} is neither a parameter nor a launch option")
-        bound = _bind(kernel, args, {k: v for k, v in named.items() if k in names})
+        bound = bind(kernel, args, {k: v for k, v in named.items() if k in names})
         for hook in getattr(kernel, "pre_run_hooks", ()):
             hook(*args, **named)
         where = tuple(grid(bound)) if callable(grid) else tuple(grid)
@@ -371,8 +276,8 @@ class Machine:
         if total == 0:
             return
         function = interpret(kernel)
-        values = {n: bound[n] if fixed else argument(bound[n], special) for n, fixed, special in _parameters(kernel)}
-        local = self._register(bound, host.rank, name)
+        values = {n: bound[n] if fixed else argument(bound[n], special) for n, fixed, special in parameters(kernel)}
+        local = register(bound, self.space, host.rank, name)
         host.launches += 1
         launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values))
         task = host.task
@@ -391,23 +296,6 @@ class Machine:
         task.clock[task.column] += 1
         task.time = launch.time
 
-    def _register(self, arguments: dict[str, Any], rank: int, kernel: str) -> list[int]:
-        """The launch's local tensors become addressable; returns their bases, to be dropped when it has finished."""
-        bases = []
-        for name, tensor in (t for key, value in arguments.items() for t in _tensors([value], key)):
-            storage = tensor.untyped_storage()
-            base, nbytes = storage.data_ptr(), storage.nbytes()
-            if nbytes == 0 or self.space.owner(base) is not None:
-                continue
-            if tensor.device.type != "cpu":
-                raise TypeError(f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU")
-            memory = np.asarray(_Raw(base, nbytes))
-            region = Region(base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape))
-            region.keep = storage
-            self.space.add_local(region)
-            bases.append(base)
-        return bases
-
     # -- hosts ------------------------------------------------------------------------------------------------------
 
     def host(self, call: str) -> Host:
@@ -424,7 +312,7 @@ class Machine:
         assert task is not None
         host.calls += 1
         host.call = what
-        meeting = self.meetings.setdefault(host.calls, _Meeting())
+        meeting = self.meetings.setdefault(host.calls, Meeting())
         meeting.values[host.rank] = (value, what)
         meeting.clock = task.clock if meeting.clock is None else self.clocks.join(meeting.clock, task.clock)
         meeting.time = max(meeting.time, task.time)
@@ -511,12 +399,8 @@ class Machine:
 
     def _failed(self, task: Task, error: Exception) -> Exception:
         """The error itself where it already says who and what; else the rank's failure with its traceback."""
-        from pkt.errors import PktError
-
         if isinstance(error, PktError):
             return error
-        import traceback
-
         text = "".join(traceback.format_exception(error))
         failed = RankFailed.raised(task.rank, text, seed=self.schedule.seed or None)
         failed.__cause__ = error
@@ -527,38 +411,3 @@ class Machine:
     def _record(self, task: Task) -> None:
         if self.tracing:
             self.events += [(task.rank, task.lane, kind, task.name, a, b) for kind, a, b in task.intervals]
-
-
-class _Raw:
-    """A buffer over memory that somebody else owns."""
-
-    def __init__(self, base: int, nbytes: int) -> None:
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (base, False), "version": 3}
-
-
-def _parameters(kernel: Any) -> Iterator[tuple[str, bool, bool]]:
-    """(name, is constexpr, is specialised) of every parameter."""
-    if hasattr(kernel, "params"):
-        yield from ((p.name, p.is_constexpr, not p.do_not_specialize) for p in kernel.params)
-    else:  # decorated under TRITON_INTERPRET=1, which keeps less
-        for name, p in _signature(kernel.fn).parameters.items():
-            yield name, "constexpr" in str(p.annotation), True
-
-
-_signature = functools.lru_cache(maxsize=1024)(inspect.signature)
-
-
-def _bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
-    bound = _signature(kernel.fn).bind(*args, **named)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-def _tensors(values: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, tuple):
-            yield from _tensors(value, name)
-        elif hasattr(value, "block_shape") and isinstance(getattr(value, "base", None), torch.Tensor):
-            yield name, value.base

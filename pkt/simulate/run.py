@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pkt.runtime import world as worlds
 from pkt.runtime.backend import SIGNAL_HEADER, Block
 from pkt.runtime.world import World
 from pkt.simulate.faults import NO_FAULTS, Faults
-from pkt.simulate.machine import Machine
+from pkt.simulate.machine import MAX_STEPS, SMS, Machine
 from pkt.simulate.memory import Region
 from pkt.trace.timeline import Event, Timeline
 
@@ -123,12 +124,12 @@ def execute(
     heap: int = 1 << 30,
     *,
     seed: int = 0,
-    sms: int = 132,
+    sms: int = SMS,
     multicast: bool = True,
     races: bool = True,
     trace: bool = False,
     faults: Faults = NO_FAULTS,
-    max_steps: int = 20_000_000,
+    max_steps: int = MAX_STEPS,
 ) -> Outcome:
     """Run once and say what happened; never raises for what `fn` or the detectors found."""
     stride = 1 << max(20, (heap - 1).bit_length())
@@ -157,6 +158,10 @@ def execute(
         findings += _unread(machine)
     machine.space.close()
     return Outcome(machine, results, error, findings)
+
+
+OPTIONS = frozenset(p.name for p in inspect.signature(execute).parameters.values() if p.kind is p.KEYWORD_ONLY)
+"""What `execute` takes by keyword."""
 
 
 def _unread(machine: Machine) -> Iterator[PktError]:

@@ -239,6 +239,8 @@ def arange(slow: Callable) -> Callable:
 
     def call(start: Any, end: Any, **named: Any) -> Any:
         first, last = (v.value if type(v) is core.constexpr else v for v in (start, end))
+        if type(first) is tl.tensor or type(last) is tl.tensor:
+            return slow(start, end, **named)  # raises: they are to be constants
         ramp = ramps.get((first, last))
         if ramp is None:  # `tl` checks the bounds once
             ramp = ramps[first, last] = slow(first, last, **named).handle.data

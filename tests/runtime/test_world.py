@@ -138,6 +138,11 @@ def test_launch_arguments():
             pkt.launch(print, ranks=ranks, device="cpu")
     with pytest.raises(Unsupported, match='"cuda" or "cpu"'):
         pkt.launch(print, device="tpu")
+    with pytest.raises(Unsupported, match="found the option 'smss': wanted faults, "):
+        pkt.launch(print, ranks=1, device="cpu", smss=4)
+    with pytest.raises(ShapeError, match="the simulator: sms: found 0, wanted an integer from 1"):
+        pkt.launch(print, ranks=1, device="cpu", sms=0)
+    assert pkt.launch(lambda world: world.size, ranks=2, device="cpu", timeout=3.0, multicast=False) == [2, 2]
 
 
 def test_importing_pkt_touches_no_driver():

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import pkt
 import pkt.language as pl
-from pkt.errors import DataRace, Deadlock, PeerLost
+from pkt.errors import DataRace, Deadlock, PeerLost, ShapeError
 from pkt.simulate.__main__ import main
 from pkt.simulate.explore import Report, simulate
 from pkt.simulate.faults import Faults, Loss, Mutant
@@ -264,6 +264,26 @@ def test_seeds_may_be_chosen() -> None:
     report = simulate(tile_in_main, 2, seeds=[3, 1], args=("raw",), heap="1MiB")
     assert report.schedules == 2
     assert {f.seed for f in report.findings} <= {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("seeds", 0), ("seeds", -1), ("seeds", []), ("ranks", 0), ("sms", 0), ("sms", True), ("max_findings", 0)],
+)
+def test_nothing_to_run_is_no_success(option: str, value: Any) -> None:
+    with pytest.raises(ShapeError, match=f"{option}: found .*, wanted "):
+        simulate(lambda world: None, **{option: value})
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--ranks", "--sms"])
+def test_nothing_to_run_is_no_success_on_the_command_line(option: str, tmp_path: Path) -> None:
+    file = tmp_path / "push.py"
+    file.write_text(FILE)
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, [str(file), option, "0"])
+    assert result.exit_code == 2
+    assert option in result.output
 
 
 def test_launch_raises_what_it_finds_with_the_rest_as_notes() -> None:

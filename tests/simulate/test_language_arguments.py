@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import pkt
-from pkt.errors import RankFailed
+from pkt.errors import RankFailed, ShapeError
 from tests.simulate.helpers import run
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -183,3 +183,38 @@ def assembly(out):
 def test_inline_assembly_is_refused_by_name() -> None:
     with pytest.raises(RankFailed, match=r"inline assembly cannot be simulated: 'mov.u32 \$0, 1;'"):
         run(assembly, (1,), torch.empty(1, dtype=torch.int32))
+
+
+# -- what is easily forgotten ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def ramp(x, n, world, N: tl.constexpr):
+    if N:
+        tl.store(x + tl.arange(0, N), n)
+    else:
+        tl.store(x + tl.arange(0, n), n)
+
+
+def test_a_world_in_place_of_its_device() -> None:
+    def main(world: Any) -> None:
+        ramp[(1,)](pkt.zeros(4), 4, world, 4)
+
+    with pytest.raises(ShapeError, match=r"ramp: world: found a pkt.World, wanted .* world.device"):
+        pkt.launch(main, ranks=1, device="cpu")
+
+
+def test_a_kernel_without_a_grid() -> None:
+    def main(world: Any) -> None:
+        ramp(pkt.zeros(4), 4, world.device, 4)
+
+    with pytest.raises(RankFailed, match=r"a kernel is launched on a grid, ramp\[grid\]\(...\)"):
+        pkt.launch(main, ranks=1, device="cpu")
+
+
+def test_a_block_whose_size_is_no_constant() -> None:
+    def main(world: Any) -> None:
+        ramp[(1,)](pkt.zeros(4), 4, world.device, 0)
+
+    with pytest.raises(RankFailed, match="constexpr"):
+        pkt.launch(main, ranks=1, device="cpu")

@@ -1,0 +1,71 @@
+"""The arguments of a launch: their names, and the local tensors among them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from pkt.errors import ShapeError
+from pkt.runtime.world import World
+from pkt.simulate.memory import AddressSpace, Region
+
+_signature = functools.lru_cache(maxsize=1024)(inspect.signature)
+
+
+def parameters(kernel: Any) -> Iterator[tuple[str, bool, bool]]:
+    """(name, is constexpr, is specialised) of every parameter."""
+    if hasattr(kernel, "params"):
+        yield from ((p.name, p.is_constexpr, not p.do_not_specialize) for p in kernel.params)
+    else:  # decorated under TRITON_INTERPRET=1, which keeps less
+        for name, p in _signature(kernel.fn).parameters.items():
+            yield name, "constexpr" in str(p.annotation), True
+
+
+def bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
+    """Every parameter's value by name, defaults among them."""
+    bound = _signature(kernel.fn).bind(*args, **named)
+    bound.apply_defaults()
+    for name, value in bound.arguments.items():
+        if isinstance(value, World):
+            raise ShapeError.argument(kernel.fn.__name__, name, "a pkt.World", "what kernels take of it, world.device")
+    return dict(bound.arguments)
+
+
+def register(arguments: dict[str, Any], space: AddressSpace, rank: int, kernel: str) -> list[int]:
+    """The launch's local tensors become addressable; returns their bases, to be dropped when it has finished."""
+    bases = []
+    for name, tensor in (t for key, value in arguments.items() for t in _tensors([value], key)):
+        storage = tensor.untyped_storage()
+        base, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes == 0 or space.owner(base) is not None:
+            continue
+        if tensor.device.type != "cpu":
+            raise TypeError(f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU")
+        memory = np.asarray(_Raw(base, nbytes))
+        region = Region(base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape))
+        region.keep = storage
+        space.add_local(region)
+        bases.append(base)
+    return bases
+
+
+class _Raw:
+    """A buffer over memory that somebody else owns."""
+
+    def __init__(self, base: int, nbytes: int) -> None:
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (base, False), "version": 3}
+
+
+def _tensors(values: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, tuple):
+            yield from _tensors(value, name)
+        elif hasattr(value, "block_shape") and isinstance(getattr(value, "base", None), torch.Tensor):
+            yield name, value.base

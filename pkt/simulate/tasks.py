@@ -1,0 +1,116 @@
+"""What a machine runs.
+
+Task             one program of a grid, or the host code of one rank
+Launch           one grid on one rank; at most `sms` of its programs are resident
+Host             one rank
+Meeting          a collective call of the hosts
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+import greenlet
+import torch
+
+
+class Task:
+    """One greenlet and what the machine knows of it."""
+
+    __slots__ = (
+        "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "seen", "async_clock",
+        "fence_clock", "unacquired", "pending", "blocked", "polls", "progress", "time", "intervals", "mark", "signals",
+        "satisfied_by", "accesses", "waits", "undrained", "last", "repeats",
+        "polled", "turns", "turned",
+    )  # fmt: skip
+
+    def __init__(self, rank: int, name: str, run: Callable[[], Any], parent: Any) -> None:
+        self.greenlet = greenlet.greenlet(run, parent=parent)
+        self.greenlet.gr_context = contextvars.copy_context()
+        self.rank, self.name = rank, name
+        self.launch: Launch | None = None
+        self.program: tuple[int, int, int] = (0, 0, 0)
+        self.index = 0
+        self.lane = 0
+        self.column = 0
+        self.clock: Any = None
+        self.seen: Any = None  # what TMA loads of this program are ordered after
+        self.async_clock = 0
+        self.fence_clock: Any = None
+        self.unacquired: list[Any] = []
+        self.pending: list[Any] = []
+        self.blocked: Any = None
+        self.polls = 0
+        self.progress = -1
+        self.time = 0.0
+        self.intervals: list[list] = []
+        self.mark = "compute"
+        self.signals = 0
+        self.satisfied_by: str | None = None
+        self.accesses = 0
+        self.waits: set[Any] = set()  # sites of the waits so far
+        self.last: Any = None  # the word of the last load of one word, and the access that it was
+        self.repeats = 0
+        self.polled: Any = None  # the last access of one word, or of an atomic
+        self.turns = 0  # of a loop since its last access, and how many accesses there were then
+        self.turned = 0
+        self.undrained = False  # TMA stores to the heap since the last drain
+
+    @property
+    def is_host(self) -> bool:
+        return self.launch is None
+
+
+class Launch:
+    """One grid on one rank: programs in the hardware's order, x fastest."""
+
+    def __init__(self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable) -> None:
+        self.rank, self.name, self.grid, self.ordinal, self.body = rank, name, grid, ordinal, body
+        self.total = grid[0] * grid[1] * grid[2]
+        self.next = 0
+        self.running = 0
+        self.clock: Any = None  # joined clocks of the programs that have finished
+        self.time = 0.0
+
+    def take(self) -> tuple[int, tuple[int, int, int]]:
+        index = self.next
+        self.next += 1
+        x, y, _ = self.grid
+        return index, (index % x, index // x % y, index // (x * y))
+
+    @property
+    def done(self) -> bool:
+        return self.next == self.total and self.running == 0
+
+
+class Host:
+    """One rank: its host task, its SM slots, and what torch keeps for a thread: its random state, and whether gradients
+    are recorded."""
+
+    def __init__(self, rank: int, sms: int) -> None:
+        self.rank = rank
+        self.task: Task | None = None
+        self.slots = list(range(sms))
+        self.columns: list[int] = []
+        self.launches = 0
+        self.launch: Launch | None = None
+        self.calls = 0
+        self.call = ""
+        self.random = torch.get_rng_state()
+        self.grad = torch.is_grad_enabled()
+        self.result: Any = None
+
+
+class Meeting:
+    """A collective call of the hosts: what each brought, complete when all are there."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, tuple[Any, str]] = {}
+        self.clock: Any = None
+        self.time = 0.0
+
+
+class Stopped(greenlet.GreenletExit):
+    """Thrown into the greenlets that are left when a run ends early; not an error of its own."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import pkt
+from pkt.tune.timers import sleep
 
 PASSES = 10  # in which the repeats of a variant are taken
 
@@ -45,7 +46,7 @@ def timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, A
     enqueue, whole = (max(column) for column in zip(*world.all_gather_object([enqueue, whole])))
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     world.barrier()
-    torch.cuda._sleep(int(min(0.6, 0.001 + 1.5 * enqueue * repeats) * 2e9))
+    sleep(enqueue * repeats)
     for begin, end in events:
         flush.zero_()
         gate(world)

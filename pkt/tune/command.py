@@ -24,7 +24,7 @@ from pkt.runtime.launcher import launch
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
 from pkt.tune.config import NCCL, UNFUSED, Config
-from pkt.tune.explanation import NAMES
+from pkt.tune.explanation import DTYPES, NAMES
 from pkt.tune.gpu import H200
 from pkt.tune.model import MODELS
 from pkt.tune.picture import draw
@@ -137,9 +137,6 @@ def _exact(layer: Layer, key: Mapping[str, Any], world: World, b: torch.Tensor, 
         x = x.chunk(world.size)[world.rank] if layer.what == "matmul_reduce_scatter" else x
         total = total + x.float() @ y.float()
     return total
-
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 # ------------------------------------------------------------------------------------------------------------- command

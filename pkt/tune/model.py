@@ -17,10 +17,10 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pkt.errors import dtype_text
-from pkt.tune.config import Config
 from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
 
@@ -221,28 +221,6 @@ def product_alone(key: Mapping[str, Any], gpu: Gpu = H200) -> Estimate | None:
     """The parts of the time of the product that each rank computes, by cuBLAS, for a key as `estimate` has it."""
     case = _Case.of({}, key)
     return None if case is None else _library(case, gpu)
-
-
-def all_gather_matmul(config: Config, key: Mapping[str, Any]) -> float | None:
-    """Predicted seconds on H200 of pkt.all_gather_matmul with these keywords; see `estimate`."""
-    return _total("all_gather_matmul", config, key)
-
-
-def matmul_reduce_scatter(config: Config, key: Mapping[str, Any]) -> float | None:
-    """Predicted seconds on H200 of pkt.matmul_reduce_scatter with these keywords; see `estimate`."""
-    return _total("matmul_reduce_scatter", config, key)
-
-
-def matmul_all_reduce(config: Config, key: Mapping[str, Any]) -> float | None:
-    """Predicted seconds on H200 of pkt.matmul_all_reduce with these keywords; see `estimate`."""
-    return _total("matmul_all_reduce", config, key)
-
-
-MODELS: Mapping[str, Model] = {
-    "all_gather_matmul": all_gather_matmul,
-    "matmul_reduce_scatter": matmul_reduce_scatter,
-    "matmul_all_reduce": matmul_all_reduce,
-}
 
 
 def _total(what: str, config: Mapping[str, Any], key: Mapping[str, Any]) -> float | None:
@@ -452,6 +430,9 @@ _PARTS = {
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
 }
+
+MODELS: Mapping[str, Model] = {what: partial(_total, what) for what in _PARTS}
+"""By operator: `estimate`'s total, for a config and a key."""
 
 
 # -------------------------------------------------------------------------------------------------------------- error

@@ -17,6 +17,15 @@ from pkt.tune.config import Config
 FLUSH = 256 << 20  # bytes written to empty L2
 
 
+TICKS = 2e9  # of torch.cuda._sleep in a second, about
+
+
+def sleep(enqueue: float) -> None:
+    """Hold the current stream until the host has queued what takes it `enqueue` seconds, with half of that to spare, so
+    that the runs follow each other as if nothing was launched; at most 0.6 s."""
+    torch.cuda._sleep(int(min(0.6, 0.001 + 1.5 * enqueue) * TICKS))
+
+
 class Timer(Protocol):
     """One rank's side of taking times. Made with the world: a class whose only argument that is a World will do."""
 
@@ -63,7 +72,7 @@ class CudaTimer:
 
         gate()  # compiled before the sleep begins
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        torch.cuda._sleep(int(min(0.6, 0.001 + 1.5 * self._enqueue[config] * repeats) * 2e9))
+        sleep(self._enqueue[config] * repeats)
         for begin, end in events:
             flush.zero_()
             gate()

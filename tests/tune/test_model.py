@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkt.tune import tables
+from pkt.kernels import _forms, _gluon, _gluon_matmul_all_reduce, _gluon_matmul_reduce_scatter, _push_plan
+from pkt.tune import model, spaces, tables
 from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.gpu import H200, interpolated, link_curves, link_rate
 from pkt.tune.model import (
@@ -354,3 +355,29 @@ def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
     assert cut[1] < cut[0], "half a tile after the last copy"
     alone = estimate("all_gather_matmul", Config(mode="copy", tiles=(128, 256, 64)), {**few, "size": 1})
     assert alone.communication == 0
+
+
+# -- what the operators do by themselves, which the model knows and does not import ----------------------------------
+
+
+def test_the_model_knows_what_the_gluon_forms_do_where_nothing_is_given():
+    assert (model.PUSHERS, model.CHUNK) == (_push_plan.PUSHERS, _push_plan.CHUNK)
+    assert model.SPLITS == _push_plan.SPLITS
+    assert spaces.GLUON_RANKS == range(2, _forms.MAX_RANKS + 1)
+    assert _forms.MAX_RANKS == _gluon.MAX_PEERS + 1
+    assert spaces.BARRIERS == _gluon.shared_bytes(_gluon.TILES._replace(block_m=0, block_n=0))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("K", [512, 1024, 2048, 4096, 8192])
+@pytest.mark.parametrize("M", [1024, 2048, 4096, 8192, 16384, 32768])
+def test_the_model_knows_how_far_own_tiles_are_behind_and_what_is_copied(M, K, size):
+    for tiles in (_gluon.TILES, _gluon.NARROW):
+        case = model._Case.of(
+            {"tiles": tiles[:3], "mode": "gluon"}, {"M": M, "N": M, "K": K, "dtype": "bf16", "size": size}
+        )
+        one = case.seconds(True, H200)
+        found = model._rounds("matmul_all_reduce", case, one)
+        assert found == _gluon_matmul_all_reduce.rounds_of(M, M, K, size, tiles)
+        copies = model._parcels(case, 2 * M * M / size)
+        assert copies == _gluon_matmul_reduce_scatter.copies_of(M // size, M, K, size)

@@ -19,14 +19,11 @@ ARROWS = {
         {"pkt.errors", "pkt.language", "pkt.runtime", "pkt.trace"},
         {"torch", "triton", "numpy", "greenlet", "rich", "typer"},
     ),
-    "pkt.doctor": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton", "cuda", "rich"}),
+    "pkt.doctor": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton", "rich"}),
     "pkt.bench": ({"pkt.tune.explanation"}, set()),
     "pkt.cli": ({"pkt.doctor", "pkt.simulate", "pkt.tune.command"}, {"typer", "rich"}),
     "pkt.layouts": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton"}),
-    "pkt.trace": (
-        {"pkt.errors", "pkt.language", "pkt.runtime"},
-        {"numpy", "rich", "matplotlib", "torch", "triton"},
-    ),
+    "pkt.trace": (set(), {"rich", "matplotlib"}),
     # The tuner's doors to the operators: `pkt tune` loads one by its name when a search runs, `pkt.explain` its rule.
     "pkt.tune.command": ({"pkt.errors", "pkt.runtime", "pkt.tune"}, {"torch", "typer", "rich"}),
     "pkt.tune": (

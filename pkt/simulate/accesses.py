@@ -21,10 +21,11 @@ from pkt.simulate.numerics import BITS, encode
 from pkt.simulate.sites import site
 
 UNINTERRUPTED = 4096  # accesses of one program after which others run too, and after which it may count as stuck
-TURNS = 8192  # turns of a loop with no access that count as one poll of a spin
+TURNS = 512  # turns of a loop with no access that count as one poll of a spin
 EPOCH_BYTES = 8  # the word that `epoch` counts in
 _NOWHERE = "an address in no rank's heap"
-REPEATS = 64  # loads of one word that count as one poll of a spin
+LONG = 16  # polls that so many count for
+REPEATS = 16  # loads of the same words, with nothing in between, that count as one poll of a spin
 
 
 class Accesses:
@@ -44,27 +45,29 @@ class Accesses:
         return self.m.current is None or self.m.current.is_host
 
     def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray:
-        self._step(spin=volatile or (addresses.size == 1 and self._repeats(addresses)))
+        first = int(addresses.flat[0])
+        self._step(first, spin=self._repeats(first, addresses.size) or volatile)
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")
-        self.m.current.polled = parts[0][0] if parts and addresses.size == 1 else None
+        self.m.current.polled = parts[0][0] if parts else None
+        before_read = self._before_poll if volatile else self._before_read
         if len(parts) == 1 and parts[0][1] is ...:
             access = parts[0][0]
             assert isinstance(access, Strided)
-            self._before_read(access, "load")
+            before_read(access, "load")
             return access.view(dtype).copy()
         out = np.zeros(addresses.size, dtype)
         for access, where in parts:
-            self._before_read(access, "load")
+            before_read(access, "load")
             out[where] = access.read(dtype)
         return out.reshape(addresses.shape)
 
     def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None:
-        self._step()
+        self._step(int(addresses.flat[0]))
         for access, where in self._resolve(addresses, mask, values.dtype.itemsize, "store"):
             self._write(access, values if where is ... else values.reshape(-1)[where], "store", is_async=False)
 
     def load_tile(self, tile: Tile, fill: float) -> np.ndarray:
-        self._step()
+        self._step(tile.address)
         access = self._tile(tile, "TMA load")
         if access is not None:
             self._before_read(access, "TMA load", is_async=True)
@@ -78,7 +81,7 @@ class Accesses:
         return out
 
     def store_tile(self, tile: Tile, values: np.ndarray) -> None:
-        self._step()
+        self._step(tile.address)
         access = self._tile(tile, "TMA store")
         if access is not None:
             self._write(access, values[tile.inside], "TMA store", is_async=True)
@@ -86,7 +89,7 @@ class Accesses:
     def reduce_tile(self, tile: Tile, values: np.ndarray, op: Any) -> None:
         """An atomic update of each element. Performed at once: its order among other updates is free anyway, and that
         nobody may rely on it before a drain is the race detector's business."""
-        self._step()
+        self._step(tile.address)
         access = self._tile(tile, "TMA reduce")
         if access is None:
             return
@@ -119,27 +122,34 @@ class Accesses:
         for task in [t for t in self.m.owing if t.rank == rank]:
             self._commit(task, lambda p: True)
 
-    def _step(self, spin: bool = False) -> None:
-        """Every access begins here: another program may run first; a spin lets it."""
+    def _step(self, first: int | None = None, spin: bool = False) -> None:
+        """Every access begins here: another program may run first; a spin lets it. first: where the access begins.
+
+        A poll is what may be a turn of a spin. A program that comes to an address that it has not been at since memory
+        last changed anywhere is not in one."""
         m, task = self.m, self.m.current
         task.accesses += 1
         long = not task.accesses % UNINTERRUPTED
-        if spin or long:
-            if task.progress == m.progress:
-                task.polls += 1
-            else:
+        if spin or long or task.polls:
+            if task.progress != m.progress:
                 task.progress, task.polls = m.progress, 0
-            if task.polls > 1:
+                task.touched.clear()
+            if first is None or first in task.touched:
+                task.polls += LONG if long else spin
+            else:
+                task.touched.add(first)
+                task.polls = 0
+            if (spin or long) and task.polls > 1:
                 m.pause()
                 return
         if long or m.schedule.interrupts():
             m.pause()
 
-    def _repeats(self, address: np.ndarray) -> bool:
-        """Whether a program loads one word again and again, as a spin on a plain load does."""
-        task, word = self.m.current, int(address.flat[0])
-        alone = task.last == (word, task.accesses)  # nothing else in between
-        task.last = word, task.accesses + 1
+    def _repeats(self, first: int, count: int) -> bool:
+        """Whether a program loads the same words again and again, as a spin on a plain load does."""
+        task = self.m.current
+        alone = task.last == (first, count, task.accesses)  # nothing else in between
+        task.last = first, count, task.accesses + 1
         task.repeats = task.repeats + 1 if alone else 0
         return alone and not task.repeats % REPEATS
 
@@ -229,6 +239,15 @@ class Accesses:
         self._moved(access)
         self.detector.read(access, kind, is_async)
 
+    def _before_poll(self, access: Access, kind: str) -> None:
+        """A volatile load, which is a relaxed atomic one."""
+        self._own_stores(access)
+        self._moved(access)
+        self.detector.write(access, "atomic", is_async=False)
+        words = words_of(access)
+        access.region.waited.update(words)
+        self.detector.read_relaxed(words, "system")
+
     def _own_stores(self, access: Access) -> None:
         """A program sees its own stores, and they keep their order where they overlap."""
         task = self.m.current
@@ -298,9 +317,10 @@ def mask_of(mask: Any, ptr: Any) -> Any:
     return None if data.all() else data
 
 
-def offsets_of(access: Strided) -> np.ndarray:
-    """Of every element in its region, in bytes, flat."""
-    offsets: Any = np.int64(access.offset)
-    for axis, (n, s) in enumerate(zip(access.shape, access.strides)):
-        offsets = offsets + (np.arange(n, dtype=np.int64) * s).reshape((n,) + (1,) * (len(access.shape) - 1 - axis))
-    return offsets.reshape(-1)
+def words_of(access: Access, most: int = 256) -> list[int]:
+    """Addresses of an access that can be synchronisation variables; a whole tile of data, of more than `most`, has
+    none."""
+    count = access.count()
+    if count == 1:
+        return [access.first()]
+    return (access.region.base + access.places()).tolist() if count <= most else []

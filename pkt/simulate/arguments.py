@@ -17,13 +17,14 @@ from pkt.simulate.memory import AddressSpace, Region
 _signature = functools.lru_cache(maxsize=1024)(inspect.signature)
 
 
-def parameters(kernel: Any) -> Iterator[tuple[str, bool, bool]]:
-    """(name, is constexpr, is specialised) of every parameter."""
+def parameters(kernel: Any) -> Iterator[tuple[str, bool, bool, str]]:
+    """(name, is constexpr, is specialised, the type that it is annotated with, "i64" and the like) of every
+    parameter."""
     if hasattr(kernel, "params"):
-        yield from ((p.name, p.is_constexpr, not p.do_not_specialize) for p in kernel.params)
+        yield from ((p.name, p.is_constexpr, not p.do_not_specialize, p.annotation_type) for p in kernel.params)
     else:  # decorated under TRITON_INTERPRET=1, which keeps less
         for name, p in _signature(kernel.fn).parameters.items():
-            yield name, "constexpr" in str(p.annotation), True
+            yield name, "constexpr" in str(p.annotation), True, ""
 
 
 def bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
@@ -67,5 +68,5 @@ def _tensors(values: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
         elif isinstance(value, tuple):
             yield from _tensors(value, name)
-        elif hasattr(value, "block_shape") and isinstance(getattr(value, "base", None), torch.Tensor):
+        elif isinstance(getattr(value, "base", None), torch.Tensor):  # a descriptor, or triton.reinterpret's
             yield name, value.base

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,13 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 from pkt.errors import SignalIndexError
-from pkt.simulate.accesses import Accesses, offsets_of
+from pkt.simulate.accesses import Accesses, words_of
 from pkt.simulate.detector import accessed
 from pkt.simulate.faults import SYNC, Signal, Site
 from pkt.simulate.memory import Access, Scattered, Strided
 from pkt.simulate.sites import site
 
+ALL_OF_THEM = 1 << 62
 _ALL = {1: np.arange(1)}  # flat positions of a whole block, for the commonest size
 
 
@@ -37,7 +37,7 @@ class Atomics(Accesses):
         signal that could be lost."""
         m, task = self.m, self.m.current
         at = site()
-        self._step(spin=True)
+        self._step(int(addresses.flat[0]), spin=mask is None or bool(mask.any()))
         out = np.zeros(addresses.size, dtype)
         parts = self._resolve(addresses, mask, dtype.itemsize, "atomic")
         if at.call == "epoch" and parts and parts[0][0].region.kind != "signals":
@@ -53,7 +53,8 @@ class Atomics(Accesses):
                 return out.reshape(addresses.shape)
         releases = sem in ("release", "acquire_release") and change != "relax"
         acquires = sem in ("acquire", "acquire_release") and change != "relax"
-        words = self._sync_addresses(parts)
+        most = ALL_OF_THEM if acquires or releases else 256
+        words = [word for access, _ in parts for word in words_of(access, most)]
         copies = 1
         if acquires:
             for access, _ in parts:
@@ -75,13 +76,15 @@ class Atomics(Accesses):
                 return out.reshape(addresses.shape)
         clock = self._release(releases)
         for _ in range(copies):
-            self._perform(task, at, parts, words, dtype, update, out, clock, scope)
-        if m.races:
+            changed = self._perform(task, at, parts, words, dtype, update, out, clock, scope)
+        if not changed:  # a look
+            for access, _ in parts:
+                access.region.waited.update(words)
+        if acquires:
             for address in words:
-                if acquires:
-                    self.detector.acquire(address, scope)
-                elif address in self.detector.sync:
-                    self.detector.read_relaxed(self.detector.sync[address], scope)
+                self.detector.acquire(address, scope)
+        else:
+            self.detector.read_relaxed(words, scope)
         if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
             m.pause()
         return out.reshape(addresses.shape)
@@ -112,8 +115,9 @@ class Atomics(Accesses):
         out: Any,
         clock: Any,
         scope: str,
-    ) -> None:
-        m = self.m
+    ) -> bool:
+        """The update itself; whether it changed anything."""
+        m, anything = self.m, False
         for access, where in parts:
             if m.current is task:
                 self._own_stores(access)
@@ -140,29 +144,16 @@ class Atomics(Accesses):
                     one.write(update(old[i : i + 1], flat[i : i + 1]))
             out[flat] = old
             if m.current is task:
-                self.detector.write(access, "atomic", is_async=False, at=at)
+                self.detector.write(access, "atomic", is_async=False, at=at, scope=scope)
                 self._moved(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1
+                anything = True
         for address in words:
             if clock is not None:
                 self.detector.publish(address, clock, task, scope)
             m.wake(address)
-
-    @staticmethod
-    def _sync_addresses(parts: list) -> list[int]:
-        """Addresses of an atomic that can be a synchronisation variable; a whole tile of data is not one."""
-        found: list[int] = []
-        for access, _ in parts:
-            if isinstance(access, Strided):
-                if math.prod(access.shape) == 1:
-                    found.append(access.first())
-                elif access.nbytes() <= 1024:
-                    base = access.region.base
-                    found += [base + int(o) for o in offsets_of(access)]
-            elif len(access.offsets) <= 256:
-                found += [access.region.base + int(o) for o in access.offsets]
-        return found
+        return anything
 
     def _signal(self, at: Site, access: Access) -> Signal:
         m, task = self.m, self.m.current

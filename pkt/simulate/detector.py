@@ -36,6 +36,11 @@ def accessed(task: Any, kind: str, tensor: str, at: Site) -> errors.Access:
     return errors.Access(task.rank, task.program, task.name, kind, tensor, str(at))
 
 
+def _reaches(scope: str, one: Any, other: Any) -> bool:
+    """Whether an atomic access at `scope` of one program is atomic to the other, too."""
+    return scope == "system" or (scope == "gpu" and one.rank == other.rank)
+
+
 class Detector:
     """One for the machine; `machine.current` says which program acts."""
 
@@ -43,6 +48,7 @@ class Detector:
         self.m = machine
         self.sync: dict[int, Sync] = {}
         self.reported: set[tuple] = set()
+        self.narrow: dict[tuple[int, int], str] = {}  # (stamp, region) -> scope of an update, where it is not "system"
         # (stamp, region, role) -> who made an access with that stamp there, and the newest line of it
         self.authors: dict[tuple[int, int, str], tuple[str, Any, Site]] = {}
 
@@ -83,11 +89,14 @@ class Detector:
             return self._joined(sync.system, own)
         return own if scope == "gpu" else None
 
-    def read_relaxed(self, sync: Sync, scope: str) -> None:
+    def read_relaxed(self, addresses: list[int], scope: str) -> None:
         """Only a later fence makes use of what was read: the clocks are put by, and seldom joined."""
+        if not self.m.races or scope == "cta":
+            return
         put_by = self.m.current.unacquired
-        visible = (sync.system if scope == "system" else None, sync.rank.get(self.m.current.rank))
-        put_by += [clock for clock in visible if clock is not None and scope != "cta"]
+        for sync in (self.sync[address] for address in addresses if address in self.sync):
+            visible = (sync.system if scope == "system" else None, sync.rank.get(self.m.current.rank))
+            put_by += [clock for clock in visible if clock is not None]
         if len(put_by) > 64:
             put_by[:] = [functools.reduce(self.m.clocks.join, put_by)]
 
@@ -146,8 +155,9 @@ class Detector:
         record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
         self.authors[stamp, region.base, "reader"] = (kind, task, site())
 
-    def write(self, access: Access, kind: str, is_async: bool, at: Site | None = None) -> None:
-        """A write, or an atomic update, which only other kinds of access can race with."""
+    def write(self, access: Access, kind: str, is_async: bool, at: Site | None = None, scope: str = "system") -> None:
+        """A write, or an atomic update, which only other kinds of access can race with, and updates at a scope that one
+        of the two programs is outside of."""
         m, task = self.m, self.m.current
         region = access.region
         if not m.races or region.kind == "local":
@@ -155,13 +165,26 @@ class Detector:
         updates = kind in ("atomic", "TMA reduce")
         shadow, touched = self._shadow(region), Touched(access)
         role = "updater" if updates else "writer"
+        if updates and scope != task.scope and not is_async:  # so that a stamp is of one scope
+            task.scope = scope
+            task.clock[task.column] += 1
         column = task.column + 1 if is_async else task.column
         stamp = (task.async_clock if is_async else int(task.clock[task.column])) << 32 | column << 16
         task.undrained = task.undrained or is_async
+        clock = m.clocks.fit(task.seen if is_async else task.clock)
         if not (updates and region.kind == "signals"):  # which is what counters are for
-            clock = m.clocks.fit(task.seen if is_async else task.clock)
-            earlier = {"writer": shadow.writer, "reader": shadow.reader, "reader_before": shadow.other}
-            self._look(kind, access, touched, clock, **earlier, **({} if updates else {"updater": shadow.updater}))
+            earlier = {} if updates else {"updater": shadow.updater}
+            self._look(kind, access, touched, clock, writer=shadow.writer, **earlier)
+            if is_async:  # what TMA stores was made of what this program has read
+                clock = clock.copy()
+                clock[task.column] = task.clock[task.column]
+            self._look(kind, access, touched, clock, reader=shadow.reader, reader_before=shadow.other)
+        if updates:
+            if scope != "system":
+                self.narrow[stamp, region.base] = scope
+                shadow.narrow = True
+            if shadow.narrow:
+                self._look_at_scopes(access, touched, shadow.updater, clock, scope)
         record(shadow.updater if updates else shadow.writer, touched, stamp)
         self.authors[stamp, region.base, role] = (kind, task, at or site())
 
@@ -172,13 +195,34 @@ class Detector:
             if hit is not None:
                 self._report(kind, access, touched, hit, role.removesuffix("_before"))
 
+    def _look_at_scopes(
+        self, access: Access, touched: Touched, updaters: np.ndarray, clock: np.ndarray, scope: str
+    ) -> None:
+        """Report an earlier update that is not ordered before this one, if the scope of either leaves the other out."""
+        task, base = self.m.current, access.region.base
+        earlier = touched.get(updaters)
+        for stamp in np.unique(earlier & ~FULL).tolist():
+            if not stamp or clock[(stamp >> 16) & 0xFFFF] >= stamp >> 32:
+                continue
+            other = self.authors[stamp, base, "updater"][1]
+            both = (scope, self.narrow.get((stamp, base), "system"))
+            if other is task or all(_reaches(one, task, other) for one in both):
+                continue
+            at = np.flatnonzero((((earlier & ~FULL) == stamp) & ((earlier & touched.bytes) != 0)).reshape(-1))
+            if at.size:
+                narrow = min(both, key=("cta", "gpu", "system").index)
+                note = f'one of the two is atomic at scope "{narrow}", which the other is outside of: use scope="sys"'
+                self._report("atomic", access, touched, (int(at[0]), stamp), "updater", note)
+
     @staticmethod
     def _shadow(region: Region) -> Shadow:
         if region.shadow is None:
             region.shadow = Shadow(region.nbytes)
         return region.shadow
 
-    def _report(self, kind: str, access: Access, touched: Touched, hit: tuple[int, int], role: str) -> None:
+    def _report(
+        self, kind: str, access: Access, touched: Touched, hit: tuple[int, int], role: str, note: str = ""
+    ) -> None:
         m, task = self.m, self.m.current
         position, stamp = hit
         region = access.region
@@ -192,8 +236,8 @@ class Detector:
         first_kind, author, where = self.authors[stamp & ~FULL, region.base, role]
         first = accessed(author, first_kind, tensor, where)
         error = errors.DataRace.between(first, accessed(task, kind, tensor, at))
-        if task.satisfied_by is not None:
-            error.add_note(task.satisfied_by)
+        for text in filter(None, (note, task.satisfied_by)):
+            error.add_note(text)
         m.findings.append(error)
 
     def note_stale(self, task: Any, blocked: Any, sync: Sync) -> None:

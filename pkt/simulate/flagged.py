@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 from pkt.language.ptx.flagged import VALUES
-from pkt.simulate.accesses import mask_of, offsets_of, scalar
+from pkt.simulate.accesses import mask_of, scalar
 from pkt.simulate.atomics import Atomics
 from pkt.simulate.blocked import Blocked, signed
 from pkt.simulate.faults import SYNC, Site
@@ -99,7 +99,7 @@ class Flagged(Atomics):
 
 def _words(access: Access) -> np.ndarray:
     """The addresses of an access' elements."""
-    return access.region.base + (offsets_of(access) if isinstance(access, Strided) else access.offsets)
+    return access.region.base + access.places()
 
 
 def _found(access: Access) -> np.ndarray:

@@ -67,9 +67,14 @@ interpret = _Interpreted()
 # -- arguments ------------------------------------------------------------------------------------------------------
 
 
-def argument(value: Any, specialize: bool = True) -> Any:
+def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
     """A launch argument as the kernel sees it. An int that is 1 stays a Python number, because Triton compiles it as a
-    constant (`rank.to(tl.int64)` fails there, on rank 1 only); `specialize=False` for `do_not_specialize`."""
+    constant (`rank.to(tl.int64)` fails there, on rank 1 only); `specialize=False` for `do_not_specialize`. A number
+    that is annotated ("i64") has that type, whatever its value."""
+    if annotated and isinstance(value, (bool, int, float)):
+        wide = tl.float64 if isinstance(value, float) else tl.int64 if value < 1 << 63 else tl.uint64
+        number = tl.tensor(TensorHandle(np.array([value], np_dtype(wide)), wide), wide)
+        return semantic.cast(number, tl.str_to_ty(annotated, None))
     if isinstance(value, core.constexpr):
         return value.value
     if value is None or isinstance(value, (str, core.dtype, JITFunction)):

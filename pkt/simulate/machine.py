@@ -28,7 +28,7 @@ from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
 MAX_STEPS = 20_000_000  # switches between programs after which a run counts as endless
-SPIN_LIMIT = 64  # polls of a user's own spin without any change anywhere before it counts as stuck
+SPIN_LIMIT = 1024  # polls of a user's own spin without any change anywhere before it counts as stuck
 
 
 def check_count(call: str, name: str, value: Any) -> None:
@@ -276,7 +276,10 @@ class Machine:
         if total == 0:
             return
         function = interpret(kernel)
-        values = {n: bound[n] if fixed else argument(bound[n], special) for n, fixed, special in parameters(kernel)}
+        values = {
+            n: bound[n] if fixed else argument(bound[n], special, type_)
+            for n, fixed, special, type_ in parameters(kernel)
+        }
         local = register(bound, self.space, host.rank, name)
         host.launches += 1
         launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values))

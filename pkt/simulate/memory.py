@@ -75,8 +75,15 @@ class Strided:
         reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides))
         return self.offset, self.offset + reach + self.itemsize
 
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def places(self) -> np.ndarray:
+        """Byte offsets of the elements in the region, flat."""
+        return (_ramp(self.shape, self.strides).astype(np.int64) + self.offset).reshape(-1)
+
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+        return self.count() * self.itemsize
 
     def first(self) -> int:
         return self.region.base + self.offset
@@ -107,8 +114,15 @@ class Scattered:
     def span(self) -> tuple[int, int]:
         return int(self.offsets.min()), int(self.offsets.max()) + self.itemsize
 
+    def count(self) -> int:
+        return len(self.offsets)
+
+    def places(self) -> np.ndarray:
+        """As Strided's."""
+        return self.offsets
+
     def nbytes(self) -> int:
-        return len(self.offsets) * self.itemsize
+        return self.count() * self.itemsize
 
     def first(self) -> int:
         return self.region.base + int(self.offsets[0])

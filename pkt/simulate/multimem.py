@@ -16,6 +16,8 @@ from pkt.simulate.detector import accessed
 from pkt.simulate.numerics import BITS, decode, encode
 from pkt.simulate.sites import site
 
+VECTORS = ("bf16", "fp16", "fp32")  # element types that are reduced 16 bytes at a time; all are stored so
+
 
 class Multimem(Atomics):
     """Accesses of the multicast window."""
@@ -24,6 +26,7 @@ class Multimem(Atomics):
         ty = ptr.dtype.element_ty
         dtype = np_dtype(ty)
         selected = mask_of(mask, ptr)
+        self._check_groups("multimem_load_reduce", ptr, selected, ty.name in VECTORS)
         self._step()
         total: Any = None
         combine = {"add": np.add, "min": np.minimum, "max": np.maximum}[op]
@@ -43,6 +46,7 @@ class Multimem(Atomics):
         return tl.tensor(TensorHandle(out, ty), tl.block_type(ty, list(out.shape)) if ptr.shape else ty)
 
     def multimem_store(self, ptr: Any, value: Any, mask: Any) -> None:
+        self._check_groups("multimem_store", ptr, mask_of(mask, ptr), True)
         self._step()
         data = np.broadcast_to(
             value.handle.data.astype(np_dtype(ptr.dtype.element_ty), copy=False), ptr.handle.data.shape
@@ -59,6 +63,7 @@ class Multimem(Atomics):
     def multimem_reduce_add(self, ptr: Any, value: Any, mask: Any) -> None:
         ty = ptr.dtype.element_ty
         data = np.broadcast_to(value.handle.data, ptr.handle.data.shape).reshape(-1)
+        self._check_groups("multimem_reduce_add", ptr, mask_of(mask, ptr), ty.name in VECTORS)
 
         def update(now: np.ndarray, where: Any) -> np.ndarray:
             total = np.add(decode(now, ty), decode(data[where], ty))
@@ -66,6 +71,23 @@ class Multimem(Atomics):
 
         for addresses in self._copies(ptr):
             self.atomic(addresses, mask_of(mask, ptr), np_dtype(ty), update, "relaxed", "system")
+
+    def _check_groups(self, call: str, ptr: Any, mask: Any, vectors: bool) -> None:
+        """An instruction takes 16 bytes from the first element's address, if the first element's mask is true."""
+        if not vectors:
+            return
+        itemsize = np_dtype(ptr.dtype.element_ty).itemsize
+        groups = ptr.handle.data.reshape(-1, 16 // itemsize)
+        ramp = np.arange(groups.shape[1], dtype=groups.dtype) * np.uint64(itemsize)
+        astray = (groups[:, :1] % np.uint64(16) != 0) | (groups != groups[:, :1] + ramp)
+        if mask is not None:
+            on = mask.reshape(groups.shape)
+            astray = (astray & on) | (on != on[:, :1])
+        if astray.any():
+            row, column = (int(i) for i in np.argwhere(astray)[0])
+            found = f"element {row * groups.shape[1] + column} of the block at {site()}"
+            wanted = "runs of 16 bytes that begin at multiples of 16 bytes, each masked as a whole"
+            raise errors.ShapeError.argument(call, "ptr", found, wanted, self.rank)
 
     def _copies(self, ptr: Any) -> list[np.ndarray]:
         """The addresses behind the multicast window, rank by rank."""

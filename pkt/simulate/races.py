@@ -55,7 +55,7 @@ class Shadow:
     """Per granule of one region: the last writer, two readers and the last atomic updater, each one packed stamp
     (clock << 32 | column << 16 | bytes touched)."""
 
-    __slots__ = ("writer", "reader", "other", "updater")
+    __slots__ = ("writer", "reader", "other", "updater", "narrow")
 
     def __init__(self, nbytes: int) -> None:
         n = -(-nbytes // GRANULE)
@@ -63,6 +63,7 @@ class Shadow:
         self.reader = np.zeros(n, np.int64)
         self.other = np.zeros(n, np.int64)
         self.updater = np.zeros(n, np.int64)
+        self.narrow = False  # some update was at another scope than the system's
 
 
 class Touched:
@@ -84,12 +85,7 @@ class Touched:
                 strides = (*(s // 2 for s in access.strides[:-1]), 8)
                 self.view = (shape, access.offset // 2, strides)
                 return
-            offsets: Any = np.int64(access.offset)
-            for axis, (n, s) in enumerate(zip(access.shape, access.strides)):
-                offsets = offsets + (np.arange(n, dtype=np.int64) * s).reshape(
-                    (n,) + (1,) * (len(access.shape) - 1 - axis)
-                )
-            self._scatter(offsets.reshape(-1), access.itemsize)
+            self._scatter(access.places(), access.itemsize)
         elif len(access.offsets) == 1:
             self._single(int(access.offsets[0]), access.itemsize)
         else:

@@ -23,7 +23,7 @@ class Task:
         "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "seen", "async_clock",
         "fence_clock", "unacquired", "pending", "blocked", "polls", "progress", "time", "intervals", "mark", "signals",
         "satisfied_by", "accesses", "waits", "undrained", "last", "repeats",
-        "polled", "turns", "turned",
+        "polled", "turns", "turned", "touched", "scope",
     )  # fmt: skip
 
     def __init__(self, rank: int, name: str, run: Callable[[], Any], parent: Any) -> None:
@@ -38,6 +38,7 @@ class Task:
         self.clock: Any = None
         self.seen: Any = None  # what TMA loads of this program are ordered after
         self.async_clock = 0
+        self.scope = "system"  # of its last atomic
         self.fence_clock: Any = None
         self.unacquired: list[Any] = []
         self.pending: list[Any] = []
@@ -51,9 +52,10 @@ class Task:
         self.satisfied_by: str | None = None
         self.accesses = 0
         self.waits: set[Any] = set()  # sites of the waits so far
-        self.last: Any = None  # the word of the last load of one word, and the access that it was
+        self.touched: set[int] = set()  # where its accesses began while it may have been in a spin
+        self.last: Any = None  # where the last load began, of how many elements, and the access that it was
         self.repeats = 0
-        self.polled: Any = None  # the last access of one word, or of an atomic
+        self.polled: Any = None  # the last load or atomic
         self.turns = 0  # of a loop since its last access, and how many accesses there were then
         self.turned = 0
         self.undrained = False  # TMA stores to the heap since the last drain

@@ -627,3 +627,61 @@ def test_runs_have_an_end() -> None:
     error = outcome(main, 1, 1, max_steps=5).error
     assert isinstance(error, Deadlock)
     assert "no end after 5 steps (seed 1 (random)); raise max_steps= for a longer run" in str(error)
+
+
+# -- what looks like a spin and is none ------------------------------------------------------------------------------
+
+
+@triton.jit
+def looks_often(x, m, flags, n, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    for t in range(tl.program_id(0), n, tl.num_programs(0)):
+        if HOW == "greatest":
+            tl.atomic_max(m, tl.max(tl.abs(tl.load(x + t * N + i))))
+        elif HOW == "masked":
+            v = tl.load(x + t * N + i)
+            tl.atomic_add(x + i, 1.0, mask=v > 0)
+        elif HOW == "volatile":
+            tl.load(x + t, volatile=True)
+        elif HOW == "test":
+            tl.load(x + t * N + i)
+            pl.test(flags, 1, world)
+        elif HOW == "bounded":
+            tl.atomic_add(flags + 1, 0, sem="relaxed", scope="sys")
+        elif HOW == "one word":
+            tl.load(x)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize(
+    ("how", "turns"),
+    [("greatest", 800), ("masked", 800), ("volatile", 800), ("test", 400), ("bounded", 500), ("one word", 5000)],
+)
+def test_no_deadlock(how: str, turns: int, programs: int) -> None:
+    def main(world: Any) -> None:
+        x, m = torch.zeros(4 * turns), torch.zeros(1)
+        looks_often[(programs,)](x, m, pkt.signals(2), turns, world.device, how, 4)
+
+    assert failures(main, 1, [0, 1, 3]) == {}
+
+
+@triton.jit
+def spins(flags, HOW: tl.constexpr):
+    i = tl.arange(0, 8)
+    if HOW == "block":
+        while tl.sum(tl.load(flags + i)) < 8:
+            pass
+    elif HOW == "two words":
+        while tl.load(flags, volatile=True) + tl.load(flags + 1, volatile=True) < 2:
+            pass
+    else:
+        while tl.atomic_add(flags, 0, sem="acquire", scope="sys") < 1:
+            tl.load(flags + i)
+
+
+@pytest.mark.parametrize("how", ["block", "two words", "with a load"])
+def test_spins_of_all_kinds_end(how: str) -> None:
+    def main(world: Any) -> None:
+        spins[(2,)](pkt.zeros(8, dtype=torch.int32), how)
+
+    assert isinstance(outcome(main, 1).error, Deadlock)

@@ -218,3 +218,31 @@ def test_a_block_whose_size_is_no_constant() -> None:
 
     with pytest.raises(RankFailed, match="constexpr"):
         pkt.launch(main, ranks=1, device="cpu")
+
+
+@triton.jit
+def annotated(out, n: tl.int64, small: tl.int8, wide: tl.float64, half: tl.float16):
+    tl.store(out, n * n)
+    tl.store(out + 1, n.to(tl.int64))
+    tl.store(out + 2, small.to(tl.int64))
+    tl.store(out + 3, (wide * 1e10).to(tl.int64))
+    tl.store(out + 4, half.to(tl.int64))
+
+
+@pytest.mark.parametrize("n", [1, 1 << 20])
+def test_a_number_has_the_type_that_it_is_annotated_with(n: int) -> None:
+    out = torch.zeros(5, dtype=torch.int64)
+    run(annotated, (1,), out, n, 200, 1.1, 2049.0)
+    assert out.tolist() == [n * n, n, 200 - 256, 11000000000, 2048]
+
+
+@triton.jit
+def read_bytes(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i).to(tl.float32))
+
+
+def test_a_tensor_taken_for_another_type() -> None:
+    x, out = torch.tensor([0x38, 0x40, 0x44, 0x48], dtype=torch.uint8), torch.zeros(4)
+    run(read_bytes, (1,), triton.reinterpret(x, tl.float8e4nv), out, 4)
+    assert out.tolist() == [1.0, 2.0, 3.0, 4.0]

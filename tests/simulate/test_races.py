@@ -81,6 +81,11 @@ MISSING = ["no wait", "relaxed signal", "relaxed wait", "gpu scope", "gpu scope 
 def test_a_message_without(how: str) -> None:
     race = raced(send_main, args=(how,))
     told = str(race)
+    if how == "gpu scope":  # found at the counter itself
+        assert "data race: atomic of rank" in told
+        assert "flags[0]" in told
+        assert 'atomic at scope "gpu", which the other is outside of' in "".join(race.__notes__)
+        return
     assert "data race: load of rank" in told or "data race: store of rank" in told
     assert "x[" in told
     assert "is not ordered after: " in told
@@ -331,3 +336,82 @@ def test_host_barriers_order_launches_of_different_ranks() -> None:
 
     right(main, 4, args=(True,))
     raced(main, 4, args=(False,), seeds=range(20))
+
+
+# -- atomics of too small a scope, or that only look ------------------------------------------------------------------
+
+
+@triton.jit
+def count(x, peer, world, SCOPE: tl.constexpr, SYNC: tl.constexpr, N: tl.constexpr):
+    tl.atomic_add(pl.peer(x + tl.arange(0, N), peer, world), 1, sem="relaxed", scope=SCOPE)
+    if SYNC:
+        pl.signal(x + N, peer, world)
+
+
+@pytest.mark.parametrize("size", [1, 32])
+@pytest.mark.parametrize(
+    ("scope", "ranks", "programs", "raced"),
+    [("sys", 2, 2, False), ("gpu", 2, 1, True), ("gpu", 1, 2, False), ("cta", 1, 2, True), ("cta", 1, 1, False)],
+)
+def test_updates_reach_as_far_as_their_scope(scope: str, ranks: int, programs: int, raced: bool, size: int) -> None:
+    def main(world: Any) -> None:
+        count[(programs,)](pkt.zeros(size, dtype=torch.int32), 0, world.device, scope, False, size)
+
+    found = failures(main, ranks, range(6))
+    assert all(isinstance(error, DataRace) for error in found.values())
+    assert bool(found) == raced
+    if raced:
+        assert f'scope "{scope}", which the other is outside of' in "".join(next(iter(found.values())).__notes__)
+
+
+@triton.jit
+def take_over(x, flags, out, world, HOW: tl.constexpr):
+    if world.rank == 0:
+        pl.store(x, 7, 1, world)
+        pl.signal(flags, 1, world)
+    else:
+        if HOW == "volatile":
+            while tl.load(flags, volatile=True) < 1:
+                pass
+        else:
+            while tl.atomic_add(flags, 0, sem="relaxed", scope="sys") < 1:
+                pass
+        if HOW != "no fence":
+            pl.fence()
+        tl.store(out, tl.load(x))
+
+
+@pytest.mark.parametrize("how", ["volatile", "relaxed", "no fence"])
+def test_a_relaxed_poll_and_a_fence_are_a_wait(how: str) -> None:
+    """Neither the flag is raced for, nor is the signal one that nobody looked at."""
+
+    def main(world: Any) -> None:
+        x, flags = pkt.zeros(1), pkt.signals(1)
+        take_over[(1,)](x, flags, torch.zeros(1), world.device, how)
+
+    found = failures(main, 2, range(20))
+    if how == "no fence":
+        assert any(isinstance(error, DataRace) and "x[0]" in str(error) for error in found.values())
+    else:
+        assert found == {}
+
+
+@triton.jit
+def many_flags(x, flags, out, world, N: tl.constexpr):
+    i = tl.arange(0, N)
+    if world.rank == 0:
+        pl.store(x, 7, 1, world)
+        tl.debug_barrier()
+        tl.atomic_add(pl.peer(flags + i, 1, world), 1, sem="release", scope="sys")
+    else:
+        pl.wait(flags + N - 1, 1, world)
+        tl.store(out, tl.load(x))
+
+
+def test_a_release_by_a_large_block() -> None:
+    def main(world: Any) -> None:
+        flags, out = pkt.signals(512), torch.zeros(1)
+        many_flags[(1,)](pkt.zeros(1), flags, out, world.device, 512)
+        assert world.rank == 0 or out.item() == 7
+
+    assert failures(main, 2, range(6)) == {}

@@ -136,3 +136,27 @@ def test_a_programs_own_stores_and_tma_loads() -> None:
     right(main, 1, args=(True,))
     race = raced(main, 1, args=(False,))
     assert {race.first.kind, race.second.kind} == {"TMA load", "store"}
+
+
+@triton.jit
+def doubled(x, world, HOW: tl.constexpr):
+    desc = tl.make_tensor_descriptor(x, [16, 16], [16, 1], [16, 16])
+    if HOW == "TMA":
+        v = desc.load([0, 0])
+    else:
+        v = tl.load(x + 16 * tl.arange(0, 16)[:, None] + tl.arange(0, 16)[None, :])
+    desc.store([0, 0], v * 2)
+    if HOW == "again":
+        tl.load(x)
+
+
+@pytest.mark.parametrize("how", ["TMA", "load", "again"])
+def test_a_tile_may_be_stored_where_it_was_loaded(how: str) -> None:
+    """What is stored was made of what was loaded; what is loaded afterwards may be old or new."""
+
+    def main(world: Any) -> None:
+        x = pkt.ones(16, 16)
+        doubled[(1,)](x, world.device, how)
+        assert x.eq(2).all()
+
+    assert bool(failures(main, 1, range(10))) == (how == "again")

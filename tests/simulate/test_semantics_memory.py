@@ -12,7 +12,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import RankError
+from pkt.errors import RankError, ShapeError
 from tests.simulate.helpers import failures, outcome, same
 
 SEEDS = (0, 1, 2, 3)
@@ -232,6 +232,37 @@ def test_multimem_load_reduce(op: str, dtype: torch.dtype, multicast: bool) -> N
     for _, out in found:
         same(out[:n], wanted)
         same(out[n:], torch.where(torch.arange(n) < n // 2, wanted, torch.zeros_like(wanted)))
+
+
+@triton.jit
+def in_groups(x, start, step, half, world, WHAT: tl.constexpr, N: tl.constexpr):
+    o = tl.arange(0, N)
+    ptrs, mask = x + start + o * step, (o % 4 < half) | (o >= N)
+    if WHAT == "load_reduce":
+        pl.multimem_load_reduce(ptrs, world, mask=mask)
+    elif WHAT == "store":
+        pl.multimem_store(ptrs, tl.zeros((N,), tl.float32), world, mask=mask)
+    else:
+        pl.multimem_reduce_add(ptrs, tl.zeros((N,), tl.float32), world, mask=mask)
+
+
+@pytest.mark.parametrize("what", ["load_reduce", "store", "reduce_add"])
+@pytest.mark.parametrize(
+    ("start", "step", "half", "found"), [(0, 1, 4, None), (4, 1, 4, None), (1, 1, 4, 0), (0, 2, 4, 1), (4, 1, 2, 2)]
+)
+def test_multimem_goes_16_bytes_at_a_time(start: int, step: int, half: int, found: int | None, what: str) -> None:
+    """An instruction has one address and one mask for four elements, whatever the others' are."""
+
+    def main(world: Any) -> None:
+        in_groups[(1,)](pkt.zeros(512), start, step, half, world.device, what, 128)
+
+    error = outcome(main, 1).error
+    if found is None:
+        assert error is None
+    else:
+        assert isinstance(error, ShapeError)
+        assert f"multimem_{what}: ptr: found element {found} of the block at test_semantics_memory.py:" in str(error)
+    assert outcome(main, 1, multicast=False).error is None
 
 
 @triton.jit

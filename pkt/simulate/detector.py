@@ -201,7 +201,8 @@ class Detector:
         """Report an earlier update that is not ordered before this one, if the scope of either leaves the other out."""
         task, base = self.m.current, access.region.base
         earlier = touched.get(updaters)
-        for stamp in np.unique(earlier & ~FULL).tolist():
+        stamps = [int(earlier.flat[0]) & ~FULL] if earlier.size == 1 else np.unique(earlier & ~FULL).tolist()
+        for stamp in stamps:
             if not stamp or clock[(stamp >> 16) & 0xFFFF] >= stamp >> 32:
                 continue
             other = self.authors[stamp, base, "updater"][1]

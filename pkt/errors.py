@@ -164,11 +164,15 @@ class WaitTimeout(PktError):
         return cls.of(text + "\na longer deadline: PKT_TIMEOUT (seconds)", waits=list(waits), seconds=seconds)
 
     @classmethod
-    def rendezvous(cls, rank: int, what: str, seconds: float, missing: Sequence[int]) -> WaitTimeout:
+    def rendezvous(
+        cls, rank: int, what: str, seconds: float, missing: Sequence[int], refused: Sequence[str] = ()
+    ) -> WaitTimeout:
+        """`refused`: who came and was turned away."""
         who = ", ".join(f"rank {r}" for r in missing) or "a peer"
+        away = f"\nturned away: {'; '.join(refused)}" if refused else ""
         return cls.of(
             f"rank {rank}: {what} waits for {who} after {seconds:.1f} s: every rank must make this call; "
-            "a longer deadline: PKT_TIMEOUT (seconds)",
+            f"a longer deadline: PKT_TIMEOUT (seconds){away}",
             rank=rank,
             missing=list(missing),
             seconds=seconds,
@@ -188,6 +192,10 @@ class Deadlock(PktError):
             text += f"\nhost code: {ranks_text({r: f'in {what}' for r, what in hosts.items()})}"
         return cls.of(text, waits=list(waits))
 
+    @classmethod
+    def endless(cls, steps: int, schedule: str) -> Deadlock:
+        return cls.of(f"no end after {steps} steps ({schedule}); raise max_steps= for a longer run", waits=[])
+
 
 class TooFewResident(Deadlock):
     """A deadlock because programs that others wait for have no slot to run in."""
@@ -196,8 +204,7 @@ class TooFewResident(Deadlock):
     def waiting(cls, rank: int, kernel: str, grid: int, slots: int, waits: Sequence[Waiting] = ()) -> TooFewResident:
         text = (
             f"deadlock: rank {rank}: {kernel} has {grid} programs but only {slots} are resident, and the "
-            "resident ones "
-            f"wait for the others: lower the grid to {slots} or make it persistent"
+            f"resident ones wait for the others: lower the grid to {slots} or make it persistent"
         )
         if waits:
             text += f"\n{waiting_table(waits)}"
@@ -276,8 +283,7 @@ class MulticastAccess(PktError):
     def plain(cls, access: Access) -> MulticastAccess:
         return cls.of(
             f"plain access to the multicast window: {access.text()}: use multimem_load_reduce, "
-            "multimem_store or "
-            "multimem_reduce_add",
+            "multimem_store or multimem_reduce_add",
             access=access,
         )
 
@@ -329,8 +335,7 @@ class CollectiveMismatch(PktError):
     def calls(cls, what: Mapping[int, str]) -> CollectiveMismatch:
         return cls.of(
             f"the ranks make different collective calls: {ranks_text(what)}: every rank must make the same "
-            "calls in "
-            "the same order",
+            "calls in the same order",
             calls=dict(what),
         )
 
@@ -369,6 +374,11 @@ class NoCandidate(PktError, ValueError):
         return cls.of(f"{call}: {found}: give at least one config")
 
     @classmethod
+    def wrong(cls) -> NoCandidate:
+        """For which one is dropped."""
+        return cls.of("the check found a wrong result")
+
+    @classmethod
     def left(cls, what: str, dropped: Mapping[str, str]) -> NoCandidate:
         """`dropped`: config -> why it was dropped."""
         rows = [f"  {config}: {why}" for config, why in dropped.items()]
@@ -400,8 +410,7 @@ class HeapFull(PktError, MemoryError):
     def no_memory(cls, nbytes: int, device: str, said: Mapping[int, str]) -> HeapFull:
         return cls.of(
             f"heap full: growing it to {size_text(nbytes)} on {device} failed: {ranks_text(said)}; free "
-            "other memory on "
-            "that GPU, or lower heap= or PKT_HEAP",
+            "other memory on that GPU, or lower heap= or PKT_HEAP",
             nbytes=nbytes,
             said=dict(said),
         )
@@ -415,8 +424,7 @@ class NotSymmetric(PktError, TypeError):
         where = f"{call}: " if call else ""
         return cls.of(
             f"rank {rank}: {where}{name} must be a symmetric tensor of this world (pkt.empty, pkt.zeros, "
-            "...), "
-            f"found {found}: allocate it with pkt, or copy it into one",
+            f"...), found {found}: allocate it with pkt, or copy it into one",
             rank=rank,
             name=name,
         )
@@ -467,8 +475,7 @@ class SignalIndexError(PktError, IndexError):
     def guard(cls, rank: int, call: str, name: str, word: int, count: int, found: int) -> SignalIndexError:
         return cls.of(
             f"rank {rank}: {call}: the guard word at {name}[{word}] was overwritten, found "
-            f"{found & 0xFFFFFFFF:#x}: "
-            f"some rank signalled outside {name}[0..{count - 1}]; allocate more with pkt.signals(n)",
+            f"{found & 0xFFFFFFFF:#x}: some rank signalled outside {name}[0..{count - 1}]; allocate more with pkt.signals(n)",
             rank=rank,
             word=word,
             count=count,
@@ -548,6 +555,21 @@ class DriverError(PktError):
             call=call,
             code=code,
         )
+
+    @classmethod
+    def on_ranks(cls, what: str, said: Mapping[int, str], code: int) -> DriverError:
+        """`said`: what failed where, the same on every rank."""
+        return cls.of(f"{what} failed on {ranks_text(said)}", code=code, said=dict(said))
+
+    @classmethod
+    def handles(cls, rank: int, found: Mapping[int, int]) -> DriverError:
+        """`found`: how many handles of memory came from a rank, where it is not one."""
+        text = ranks_text({r: f"sent {n} handles" for r, n in found.items()})
+        return cls.of(f"rank {rank}: {text}, wanted 1", rank=rank, code=-1)
+
+    @classmethod
+    def left_behind(cls, what: str) -> DriverError:
+        return cls.of(f"{what}: multicast could not follow", code=-1)
 
 
 class Unsupported(PktError):

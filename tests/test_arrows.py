@@ -1,6 +1,7 @@
 """Which part may import which, read off the import statements (those inside functions too)."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -106,3 +107,9 @@ def test_the_walk_sees_every_form(tmp_path):
 def test_inline_ptx_is_in_one_place():
     holders = {module for module, path in sources().items() if "inline_asm_elementwise" in path.read_text()}
     assert holders == {"pkt.language.ptx.primitive"}
+
+
+def test_messages_are_built_in_one_place():
+    """`PktError.of` takes a text; only the builders of pkt.errors call it."""
+    built = re.compile(r"\b[A-Z]\w+\.of\(\s*f?\"")
+    assert {module for module, path in sources().items() if built.search(path.read_text())} == set()

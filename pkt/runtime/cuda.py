@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from pkt.errors import AllocationMismatch, DriverError, HeapFull, PeerLost, ranks_text, size_text
+from pkt.errors import AllocationMismatch, DriverError, HeapFull, PeerLost, size_text
 from pkt.runtime import handles, journal, multicast, topology
 from pkt.runtime.backend import Block
 from pkt.runtime.driver import OUT_OF_MEMORY, Driver, Shared
@@ -112,11 +112,11 @@ class CudaBackend:
             handles.close(sent)
         try:
             self._raise_any({r: s for r, s in enumerate(said) if "error" in s}, what, offset + size)
-            odd = {r: f"sent {len(some)} handles" for r, some in received.items() if len(some) != 1}
+            odd = {r: len(some) for r, some in received.items() if len(some) != 1}
 
             def attach() -> None:
                 if odd:
-                    raise DriverError.of(f"rank {self.rank}: {ranks_text(odd)}, wanted 1", code=-1)
+                    raise DriverError.handles(self.rank, odd)
                 for peer in range(self.size):
                     self._map(peer, offset, size, handle if peer == self.rank else received[peer][0], undo)
 
@@ -126,7 +126,7 @@ class CudaBackend:
         if self.multicast_object is not None:
             bound = self.multicast_object.bind(self, offset, size, handle, undo)
             if not bound and offset:  # kernels may have been told of the window: too late to do without it
-                raise DriverError.of(f"{what}: multicast could not follow", code=-1)
+                raise DriverError.left_behind(what)
             if not bound:
                 self.multicast, self.multicast_object = False, None
 
@@ -232,7 +232,7 @@ class CudaBackend:
         if nbytes and all(s["code"] == OUT_OF_MEMORY for s in failed.values()):
             raise HeapFull.no_memory(nbytes, str(self.torch_device), texts)
         code = next(iter(failed.values()))["code"]
-        raise DriverError.of(f"{what} failed on {ranks_text(texts)}", code=code, said=texts)
+        raise DriverError.on_ranks(what, texts, code)
 
     def _keep(self, undo: ExitStack, address: int, free: Callable[[int, int], None], nbytes: int) -> int:
         undo.callback(free, address, nbytes)

@@ -139,10 +139,7 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
         _accept(meeting, listener, token, rank, size, deadline, found, refused)
         missing = [r for r in range(size) if r != rank and r not in found]
         if missing:
-            error = WaitTimeout.rendezvous(rank, "the rendezvous", timeout, missing)
-            raise (
-                error if not refused else WaitTimeout.of(f"{error}\nturned away: {'; '.join(refused)}", missing=missing)
-            )
+            raise WaitTimeout.rendezvous(rank, "the rendezvous", timeout, missing, refused)
         return found
     except BaseException as error:
         for connection in found.values():

@@ -140,9 +140,7 @@ class Machine:
                 raise self._deadlock(spinning=[task, *self.ready])
             self.steps += 1
             if self.steps > self.max_steps:
-                raise Deadlock.of(
-                    f"no end after {self.max_steps} steps ({schedule}); raise max_steps= for a longer run"
-                )
+                raise Deadlock.endless(self.max_steps, str(schedule))
             self._switch(task)
 
     def _switch(self, task: Task) -> None:

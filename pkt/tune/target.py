@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction, KernelInterface
 
-from pkt.errors import DtypeError, PktError, ShapeError, dtype_text
+from pkt.errors import DtypeError, NoCandidate, ShapeError, dtype_text
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
 from pkt.tune.compiling import compile_all
@@ -149,7 +149,7 @@ class Call:
 
     def verify(self, config: Config, result: Any) -> None:
         if self._check is not None and not self._check(self.arguments, result):
-            raise PktError.of("the check found a wrong result")
+            raise NoCandidate.wrong()
 
     def restore(self) -> None:
         for name, saved in self._saved.items():

@@ -475,7 +475,8 @@ class SignalIndexError(PktError, IndexError):
     def guard(cls, rank: int, call: str, name: str, word: int, count: int, found: int) -> SignalIndexError:
         return cls.of(
             f"rank {rank}: {call}: the guard word at {name}[{word}] was overwritten, found "
-            f"{found & 0xFFFFFFFF:#x}: some rank signalled outside {name}[0..{count - 1}]; allocate more with pkt.signals(n)",
+            f"{found & 0xFFFFFFFF:#x}: some rank signalled outside {name}[0..{count - 1}]; allocate more with "
+            "pkt.signals(n)",
             rank=rank,
             word=word,
             count=count,

@@ -1,0 +1,240 @@
+"""What the simulator reports of addresses: outside, of no rank, freed, beside the counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from pkt.errors import (
+    OutOfBounds,
+    SignalIndexError,
+    UseAfterFree,
+)
+from tests.simulate.helpers import failures, outcome
+
+SEEDS = range(6)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def reach(x, at, peer, world, HOW: tl.constexpr):
+    if HOW == "long":
+        tl.store(x + at + tl.arange(0, 128), 1.0)
+    elif HOW == "load":
+        v = pl.load(x + at, peer, world)
+        tl.store(x, v)
+    elif HOW == "store":
+        pl.store(x + at + tl.arange(0, 4), 1.0, peer, world)
+    elif HOW == "atomic":
+        pl.atomic_add(x + at, 1.0, peer, world)
+    else:
+        desc = tl.make_tensor_descriptor(pl.peer(x, peer, world), [64, 64], [64, 1], [16, 16])
+        desc.store([at, 0], tl.zeros((16, 16), tl.float32))
+
+
+@pytest.mark.parametrize(("how", "kind"), [("load", "load"), ("store", "store"), ("atomic", "atomic")])
+def test_out_of_bounds_of_a_symmetric_tensor(how: str, kind: str) -> None:
+    def main(world: Any) -> None:
+        _, weights = pkt.zeros(64), pkt.zeros(100)
+        if world.rank == 0:
+            reach[(1,)](weights, 99 if how == "store" else 100, 1, world.device, how)
+
+    error = outcome(main, 2).error
+    assert isinstance(error, OutOfBounds)
+    told = str(error)
+    assert f"out of bounds: {kind} of byte " in told
+    assert " of rank 1's heap by rank 0 reach program 0" in told
+    assert "nearest: weights of rank 1" in told
+    assert "test_addresses.py:" in told
+
+
+def test_out_of_bounds_by_tma() -> None:
+    def main(world: Any) -> None:
+        weights = pkt.zeros(32, 64)  # the descriptor says 64 rows
+        if world.rank == 0:
+            reach[(1,)](weights, 16, 1, world.device, "tma")  # these are inside
+            reach[(1,)](weights, 32, 1, world.device, "tma")
+
+    error = outcome(main, 2).error
+    assert isinstance(error, OutOfBounds)
+    assert "TMA store" in str(error)
+    assert "weights of rank 1" in str(error)
+
+
+@pytest.mark.parametrize("multicast", [True, False])
+@pytest.mark.parametrize("peer", [-1, 2, 5])
+def test_a_rank_that_does_not_exist(peer: int, multicast: bool) -> None:
+    def main(world: Any) -> None:
+        weights = pkt.zeros(64)
+        reach[(1,)](weights, 3, peer, world.device, "load")
+
+    error = outcome(main, 2, multicast=multicast).error
+    assert isinstance(error, OutOfBounds)
+    assert f"load of rank {peer}'s weights[3] by rank 0 reach" in str(error)
+    assert "peers are ranks 0 to 1" in str(error)
+
+
+@pytest.mark.parametrize("how", ["load", "store", "atomic", "signal"])
+def test_a_peers_copy_of_a_plain_tensor(how: str) -> None:
+    def main(world: Any) -> None:
+        _, plain = pkt.zeros(64), torch.zeros(64, dtype=torch.int32 if how == "signal" else torch.float32)
+        if how == "signal":
+            signal_at[(1,)](plain, 3, world.device)
+        else:
+            reach[(1,)](plain, 3, 0, world.device, how)
+
+    error = outcome(main, 2).error  # rank 0's own copy is there
+    assert isinstance(error, OutOfBounds)
+    name = "flags" if how == "signal" else "x"
+    assert f"of rank 0's {name}[3], a peer's copy of a plain tensor by rank 1 " in str(error)
+    assert f"allocate {name} with pkt.empty or its like" in str(error)
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 127])
+def test_past_the_end_there_is_no_other_tensor(count: int) -> None:
+    """Whatever its size; and it is the first element outside that is named."""
+
+    def main(world: Any) -> None:
+        weights, _ = pkt.zeros(count), pkt.zeros(1000)
+        reach[(1,)](weights, 0, 0, world.device, "long")
+
+    error = outcome(main, 1).error
+    assert isinstance(error, OutOfBounds)
+    assert "nearest: weights of rank 0, which ends 1 byte before" in str(error)
+
+
+@triton.jit
+def count_launches(flags, world):
+    pl.epoch(flags, world)
+
+
+@pytest.mark.parametrize("which", ["data", "a slice", "plain"])
+def test_an_epoch_of_what_has_none(which: str) -> None:
+    def main(world: Any) -> None:
+        _, data, flags = pkt.zeros(64, dtype=torch.int32), pkt.zeros(64, dtype=torch.int32), pkt.signals(4)
+        count_launches[(2,)](flags, world.device)
+        odd = {"data": data, "a slice": flags[1:], "plain": torch.zeros(64, dtype=torch.int32)}
+        count_launches[(2,)](odd[which], world.device)
+
+    error = outcome(main, 1).error
+    assert isinstance(error, SignalIndexError)
+    assert "epoch: atomic of " in str(error)
+    assert "pass the tensor as pkt.signals gave it" in str(error)
+
+
+@triton.jit
+def a_barrier_each(flags, world):
+    pl.barrier(flags + tl.program_id(0), world)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("programs", [3, 40])  # the words beside the counters, and what lies past them
+def test_too_few_counters_of_a_barrier(programs: int, seed: int) -> None:
+    def main(world: Any) -> None:
+        flags = pkt.signals(2)
+        a_barrier_each[(programs,)](flags, world.device)
+
+    error = outcome(main, 2, seed).failure
+    assert isinstance(error, SignalIndexError if programs == 3 else (SignalIndexError, OutOfBounds))
+    assert ("wanted flags[0] to flags[1]" if isinstance(error, SignalIndexError) else "nearest: flags") in str(error)
+
+
+def test_a_barrier_on_freed_counters() -> None:
+    @triton.jit
+    def keep(flags, kept):
+        tl.store(kept, flags.to(tl.int64))
+
+    @triton.jit
+    def use(kept, world):
+        pl.barrier(tl.load(kept).to(tl.pointer_type(tl.int32)), world)
+
+    def main(world: Any) -> None:
+        flags, kept = pkt.signals(1), torch.zeros(1, dtype=torch.int64)
+        keep[(1,)](flags, kept)
+        flags.free()
+        use[(1,)](kept, world.device)
+
+    assert isinstance(outcome(main, 1).error, UseAfterFree)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_signal_to_what_is_no_counter(dtype: torch.dtype) -> None:
+    def main(world: Any) -> None:
+        signal_at[(1,)](pkt.zeros(4, dtype=dtype), 0, world.device)
+
+    assert "a counter is int32" in str(outcome(main, 1).error)
+
+
+def test_a_tensor_that_was_freed() -> None:
+    @triton.jit
+    def keep_pointer(x, keep):
+        tl.store(keep, x.to(tl.int64))
+
+    @triton.jit
+    def use_pointer(keep, out):
+        p = tl.load(keep).to(tl.pointer_type(tl.float32))
+        tl.store(out, tl.load(p + 2))
+
+    def main(world: Any) -> None:
+        keep, out = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+        weights = pkt.ones(64)
+        keep_pointer[(1,)](weights, keep)
+        use_pointer[(1,)](keep, out)
+        assert out.item() == 1
+        weights.free()
+        use_pointer[(1,)](keep, out)
+
+    error = outcome(main, 2).error
+    assert isinstance(error, UseAfterFree)
+    told = str(error)
+    r = error.access.rank
+    assert (
+        f"use after free: load of rank {r}'s weights[2] by rank {r} use_pointer program 0 at test_addresses.py:" in told
+    )
+    assert "freed at test_addresses.py:" in told
+
+
+def test_fresh_memory_holds_nothing_useful() -> None:
+    def main(world: Any) -> None:
+        x, i = pkt.empty(8), pkt.empty(8, dtype=torch.int32)
+        assert x.isnan().all()
+        assert (i == -1).all()
+
+    assert failures(main, 2, [0]) == {}
+
+
+@triton.jit
+def signal_at(flags, at, world):
+    pl.signal(flags + at, 0, world)
+
+
+@pytest.mark.parametrize("at", [4, 15, -1, -13])
+def test_a_signal_beside_the_counters(at: int) -> None:
+    """The words around the counters are nobody's; further out there is no allocation, or another tensor."""
+
+    def main(world: Any) -> None:
+        _, mailbox, _ = pkt.zeros(64), pkt.signals(4), pkt.zeros(64)
+        signal_at[(1,)](mailbox, at, world.device)
+
+    error = outcome(main, 2).error
+    assert isinstance(error, SignalIndexError)
+    assert f"signal index: atomic of rank 0's mailbox[{at}] by rank 0 signal_at program 0 at " in str(error)
+    assert "wanted mailbox[0] to mailbox[3]" in str(error)
+
+
+def test_a_signal_far_from_the_counters() -> None:
+    def main(world: Any) -> None:
+        mailbox = pkt.signals(4)
+        signal_at[(1,)](mailbox, 4 + 16 + 100, world.device)
+
+    error = outcome(main, 2).error
+    assert isinstance(error, OutOfBounds)
+    assert "nearest: mailbox of rank 0" in str(error)

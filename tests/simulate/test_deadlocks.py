@@ -1,0 +1,334 @@
+"""What the simulator reports when programs hang, and that it does not when they only seem to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from pkt.errors import (
+    Deadlock,
+    GridTooLarge,
+    TooFewResident,
+)
+from tests.simulate.helpers import failures, line_of, outcome
+
+SEEDS = range(6)
+
+
+@triton.jit
+def ring(flags, wanted, world):
+    pid = tl.program_id(0)
+    if world.rank != 2:
+        pl.signal(flags + 3 + pid, (world.rank + 1) % world.size, world)
+    pl.wait(flags + 3 + pid, wanted, world)
+
+
+def ring_main(world: Any, wanted: int = 1) -> None:
+    mailbox = pkt.signals(8)
+    ring[(2,)](mailbox, wanted, world.device)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_deadlock_says_who_waits_for_what(seed: int) -> None:
+    error = outcome(ring_main, 3, seed).error
+    assert isinstance(error, Deadlock)
+    assert not isinstance(error, TooFewResident)
+    told = str(error)
+    site = line_of(ring, "pl.wait(")
+    assert "deadlock: 2 programs wait and nothing can move" in told
+    assert f"rank 0: ring program 0 waits on mailbox[3] at {site}: wanted >= 1, found 0, launch 1" in told
+    assert [(w.rank, w.program[0], w.counter, w.wanted, w.found, w.launch) for w in error.waits] == [
+        (0, 0, "mailbox[3]", 1, 0, 1),
+        (0, 1, "mailbox[4]", 1, 0, 1),
+    ]
+    assert all(w.site == site for w in error.waits)
+    notes = "".join(getattr(error, "__notes__", ()))
+    assert "ranks that have returned: 1, 2" in notes
+
+
+def test_a_deadlock_of_all_ranks_has_a_table() -> None:
+    error = outcome(ring_main, 3, args=(2,)).error
+    assert isinstance(error, Deadlock)
+    assert "6 programs wait" in str(error)
+    rows = [line.split() for line in str(error).splitlines() if line.startswith("  ") and "mailbox[" in line]
+    assert len(rows) == 6
+    assert {row[0] for row in rows} == {"0", "1", "2"}
+
+
+@triton.jit
+def barriers(flags, world, HOW: tl.constexpr):
+    if HOW == "barrier":
+        if world.rank != 1:
+            pl.barrier(flags, world)
+    elif HOW == "grid":
+        if tl.program_id(0) != 1:
+            pl.grid_barrier(flags, world)
+    elif HOW == "world":
+        if tl.program_id(0) + world.rank != 1:
+            pl.world_barrier(flags, world)
+
+
+@pytest.mark.parametrize("how", ["barrier", "grid", "world"])
+def test_a_barrier_that_one_does_not_reach(how: str) -> None:
+    def main(world: Any) -> None:
+        gate = pkt.signals(2)
+        barriers[(1 if how == "barrier" else 2,)](gate, world.device, how)
+
+    error = outcome(main, 2).error
+    assert isinstance(error, Deadlock)
+    told = str(error)
+    assert "barriers program" in told
+    assert "waits on gate[" in told
+    assert line_of(barriers, f"pl.{how}_barrier(" if how != "barrier" else "pl.barrier(") in told
+
+
+@triton.jit
+def spin(flags, world, HOW: tl.constexpr):
+    if HOW == "volatile":
+        while tl.load(flags, volatile=True) < 1:
+            pass
+    elif HOW == "atomic":
+        while tl.atomic_add(flags, 0, sem="acquire", scope="sys") < 1:
+            pass
+    elif HOW == "plain":
+        while tl.load(flags) < 1:
+            pass
+    else:
+        while tl.atomic_cas(flags, 1, 2, sem="acquire", scope="sys") != 1:
+            pass
+
+
+SPINS = ["volatile", "atomic", "cas", "plain"]
+
+
+@pytest.mark.parametrize("how", SPINS)
+def test_a_spin_of_the_users_own_that_never_ends(how: str) -> None:
+    """Also while other ranks wait properly: the report has both."""
+
+    def main(world: Any) -> None:
+        mailbox = pkt.signals(8)
+        if world.rank == 0:
+            spin[(2,)](mailbox, world.device, how)
+        else:
+            ring[(1,)](mailbox, 7, world.device)
+
+    text = {"volatile": "flags, vol", "atomic": "tl.atomic_add", "plain": "tl.load(flags) <", "cas": "tl.atomic_cas"}
+    for seed in (0, 1, 3):
+        error = outcome(main, 2, seed).error
+        assert isinstance(error, Deadlock), error
+        spins, (wait,) = ([w for w in error.waits if w.rank == r] for r in (0, 1))
+        assert [w.program[0] for w in spins] == [0, 1]
+        assert all(w.kernel == "spin" and w.site == line_of(spin, text[how]) for w in spins)
+        assert "rank 0: spin program 0 waits on mailbox[0] at test_deadlocks.py:" in str(error)
+        assert ": wanted != 0, found 0, launch 1" in str(error)
+        assert (wait.kernel, wait.counter, wait.wanted) == ("ring", "mailbox[3]", 7)
+
+
+@triton.jit
+def spin_and_set(flags, world, HOW: tl.constexpr):
+    if world.rank == 0:
+        if HOW == "volatile" or HOW == "plain":
+            tl.store(pl.peer(flags, 1, world), 1)
+        else:
+            tl.atomic_xchg(pl.peer(flags, 1, world), 1, sem="release", scope="sys")
+    else:
+        spin(flags, world, HOW)
+
+
+@pytest.mark.parametrize("how", SPINS)
+def test_a_spin_of_the_users_own_ends(how: str) -> None:
+    def main(world: Any) -> None:
+        mailbox = pkt.signals(1)
+        spin_and_set[(1,)](mailbox, world.device, how)
+
+    # A plain store to a plain spin is a race as well; here only that it ends.
+    assert failures(main, 2, range(10), races=False) == {}
+
+
+def test_a_rank_that_does_not_come_to_a_host_barrier() -> None:
+    def main(world: Any) -> None:
+        if world.rank != 1:
+            world.barrier()
+
+    error = outcome(main, 3).error
+    assert isinstance(error, Deadlock)
+    assert "host code: ranks 0, 2: in barrier()" in str(error)
+    assert "ranks that have returned: 1" in "".join(error.__notes__)
+
+
+def test_a_host_barrier_against_a_kernel_that_waits() -> None:
+    def main(world: Any) -> None:
+        mailbox = pkt.signals(8)
+        if world.rank == 0:
+            world.barrier()
+        else:
+            ring[(1,)](mailbox, 7, world.device)
+
+    error = outcome(main, 2).error
+    assert isinstance(error, Deadlock)
+    assert "rank 1: ring program 0 waits on mailbox[3]" in str(error)
+    assert "host code: rank 0: in barrier()" in str(error)
+
+
+@triton.jit
+def never_ends(x):
+    i = 0
+    while i < 1:
+        i = i * 1
+    tl.store(x, i)
+
+
+def test_a_loop_that_looks_at_nothing() -> None:
+    def main(world: Any) -> None:
+        never_ends[(1,)](pkt.zeros(1, dtype=torch.int32))
+
+    error = outcome(main, 1).error
+    assert isinstance(error, Deadlock)
+    assert "a loop of its own" in str(error)
+
+
+# -- what looks like a spin and is none ------------------------------------------------------------------------------
+
+
+@triton.jit
+def looks_often(x, m, flags, n, world, HOW: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    for t in range(tl.program_id(0), n, tl.num_programs(0)):
+        if HOW == "greatest":
+            tl.atomic_max(m, tl.max(tl.abs(tl.load(x + t * N + i))))
+        elif HOW == "masked":
+            v = tl.load(x + t * N + i)
+            tl.atomic_add(x + i, 1.0, mask=v > 0)
+        elif HOW == "volatile":
+            tl.load(x + t, volatile=True)
+        elif HOW == "test":
+            tl.load(x + t * N + i)
+            pl.test(flags, 1, world)
+        elif HOW == "bounded":
+            tl.atomic_add(flags + 1, 0, sem="relaxed", scope="sys")
+        elif HOW == "one word":
+            tl.load(x)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize(
+    ("how", "turns"),
+    [("greatest", 800), ("masked", 800), ("volatile", 800), ("test", 400), ("bounded", 500), ("one word", 5000)],
+)
+def test_no_deadlock(how: str, turns: int, programs: int) -> None:
+    def main(world: Any) -> None:
+        x, m = torch.zeros(4 * turns), torch.zeros(1)
+        looks_often[(programs,)](x, m, pkt.signals(2), turns, world.device, how, 4)
+
+    assert failures(main, 1, [0, 1, 3]) == {}
+
+
+@triton.jit
+def spins(flags, HOW: tl.constexpr):
+    i = tl.arange(0, 8)
+    if HOW == "block":
+        while tl.sum(tl.load(flags + i)) < 8:
+            pass
+    elif HOW == "two words":
+        while tl.load(flags, volatile=True) + tl.load(flags + 1, volatile=True) < 2:
+            pass
+    else:
+        while tl.atomic_add(flags, 0, sem="acquire", scope="sys") < 1:
+            tl.load(flags + i)
+
+
+@pytest.mark.parametrize("how", ["block", "two words", "with a load"])
+def test_spins_of_all_kinds_end(how: str) -> None:
+    def main(world: Any) -> None:
+        spins[(2,)](pkt.zeros(8, dtype=torch.int32), how)
+
+    assert isinstance(outcome(main, 1).error, Deadlock)
+
+
+# -- residency -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def all_together(flags, world):
+    pl.grid_barrier(flags, world)
+
+
+def together_main(world: Any, programs: int, **options: Any) -> None:
+    gate = pkt.signals(1)
+    all_together[(programs,)](gate, world.device, **options)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_slot_short(seed: int) -> None:
+    assert outcome(together_main, 2, seed, (4,), sms=4).failure is None
+    error = outcome(together_main, 2, seed, (5,), sms=4).error
+    assert isinstance(error, TooFewResident)
+    assert "all_together has 5 programs but only 4 are resident" in str(error)
+    assert "lower the grid to 4 or make it persistent" in str(error)
+    assert (error.grid, error.slots) == (5, 4)
+    assert len(error.waits) >= 4
+    assert "gate[0]" in str(error)
+
+
+def test_a_cooperative_launch_is_refused_before_it_starts() -> None:
+    def main(world: Any, programs: int) -> None:
+        together_main(world, programs, launch_cooperative_grid=True)
+
+    assert outcome(main, 2, args=(4,), sms=4).failure is None
+    found = outcome(main, 2, args=(5,), sms=4)
+    assert isinstance(found.error, GridTooLarge)
+    assert "all_together: grid 5 > 4 resident programs (4 SMs x 1)" in str(found.error)
+    assert "rank 0" in str(found.error)
+    assert found.machine.programs == 0
+
+
+def test_programs_take_the_slots_of_those_that_have_finished() -> None:
+    @triton.jit
+    def independent(x):
+        tl.atomic_add(x, 1)
+
+    def main(world: Any) -> None:
+        x = torch.zeros(1, dtype=torch.int32)
+        independent[(50,)](x)
+        assert x.item() == 50
+
+    assert failures(main, 2, SEEDS, sms=3) == {}
+
+
+def test_low_program_ids_start_first() -> None:
+    """The one that signals has the last index: with fewer slots than programs it never starts."""
+
+    @triton.jit
+    def last_one_signals(flags, world):
+        last = tl.num_programs(0) - 1
+        if tl.program_id(0) == last:
+            pl.signal(flags, world.rank, world, value=100)
+        else:
+            pl.wait(flags, 1, world)
+
+    def main(world: Any) -> None:
+        last_one_signals[(5,)](pkt.signals(1), world.device)
+
+    for seed in SEEDS:
+        assert outcome(main, 1, seed, sms=5).failure is None
+        assert isinstance(outcome(main, 1, seed, sms=4).error, TooFewResident)
+
+
+def test_runs_have_an_end() -> None:
+    @triton.jit
+    def busy(x):
+        while tl.atomic_add(x, 1) < 1_000_000:
+            pass
+
+    def main(world: Any) -> None:
+        busy[(2,)](torch.zeros(1, dtype=torch.int32))
+
+    error = outcome(main, 1, 1, max_steps=5).error
+    assert isinstance(error, Deadlock)
+    assert "no end after 5 steps (seed 1 (random)); raise max_steps= for a longer run" in str(error)

@@ -61,19 +61,19 @@ def planned(
     world: World,
     tensors: tuple[Any, ...],
     settings: tuple[Any, ...],
-    *also: Any,
+    out: Any = None,
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """plan(world, *tensors, *settings)(*tensors), where the plan is made once for tensors of the same facts. also: what
-    else its checks look at, see `overlap`.
+    """plan(world, *tensors, *settings)(*tensors), where the plan is made once for tensors of the same facts. out: which
+    of them is written, if any.
 
     Checks, workspaces and the choice of a grid cost a hundred microseconds, as much as a small operator: they are
     plan's, and belong to `workspace`, to the world where None. Raises what `plan` raises, each time.
     """
     if workspace is not None:
         with kept_in(workspace, world, call):
-            return planned(call, plan, world, tensors, settings, *also)
-    key = (plan, settings, also, *facts(tensors, world, call))
+            return planned(call, plan, world, tensors, settings, out)
+    key = (plan, settings, *facts(tensors, world, call, out))
     plans = world.plans
     try:
         launch = plans.get(key)
@@ -82,16 +82,6 @@ def planned(
     if launch is None:
         launch = plans[key] = plan(world, *tensors, *settings)
     return launch(*tensors)
-
-
-def overlap(x: Any, out: Any) -> int | None:
-    """Bytes from x to `out` where these are plain tensors that share memory: what `check_apart` looks at and no
-    tensor's own facts say. Those of symmetric tensors, and of all that lies in the heap, have their addresses."""
-    for tensor in (x, out):
-        if isinstance(tensor, SymmetricTensor) or not isinstance(tensor, torch.Tensor):
-            return None
-    start = out.data_ptr() - x.data_ptr()
-    return start if -out.nbytes < start < x.nbytes else None
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, world: World) -> Callable[[], torch.Tensor]:

@@ -109,7 +109,7 @@ def all_gather(
     overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
-    return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block))
+    return _common.planned(CALL, _plan, world, (x, out), (dim, mode, block), out)
 
 
 def _plan(

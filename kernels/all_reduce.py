@@ -214,7 +214,7 @@ def all_reduce(
     """
     world = _common.world_of(CALL, world, x, out)
     out = x if out is None else out
-    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block, chunks), _common.overlap(x, out))
+    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block, chunks), out)
 
 
 def _plan(

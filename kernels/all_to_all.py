@@ -86,7 +86,7 @@ def all_to_all(
     CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
-    return _common.planned(CALL, _plan, world, (x, out), (scatter, gather, mode, block))
+    return _common.planned(CALL, _plan, world, (x, out), (scatter, gather, mode, block), out)
 
 
 def _plan(

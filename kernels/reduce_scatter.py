@@ -200,7 +200,7 @@ def reduce_scatter(
     `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
-    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks), _common.overlap(x, out))
+    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks), out)
 
 
 def _plan(

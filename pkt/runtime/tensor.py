@@ -180,17 +180,21 @@ def _remember(tensor: SymmetricTensor) -> None:
     tensor.__dict__.update(_address=address + inside, dtype=plain.dtype, _facts=None)
 
 
-def facts(tensors: Iterable[Any], world: World, call: str) -> list[Any]:
+def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> list[Any]:
     """All that a check or a plan of a launch may depend on, hashable, of each: tensors of equal facts pass the same
     checks.
 
     For a plain tensor shape, strides, dtype, device and how its address is aligned. For a symmetric one, and for a
-    plain one that lies in the heap, the address itself: peers find it by arithmetic, and it may overlap another. What
-    is no tensor stands for itself. Raises UseAfterFree, Closed.
+    plain one that lies in the heap, the address itself: peers find it by arithmetic, and it may overlap another. Of
+    plain ones outside it, those that share memory with `out`, what is written, have their distance from it. What is no
+    tensor stands for itself. Raises UseAfterFree, Closed.
     """
     found: list[Any] = []
     span = world.span
+    begin = size = 0
     # Half of what a launch costs the host, hence no function for each, and no isinstance that says no: that is slow.
+    if out is not None and (type(out) is torch.Tensor or _plain(out)):
+        begin, size = out.data_ptr(), out.nbytes
     for tensor in tensors:
         if tensor is None:
             found.append(None)
@@ -201,11 +205,17 @@ def facts(tensors: Iterable[Any], world: World, call: str) -> list[Any]:
             found.append(tensor._facts or _found_out(tensor))
         elif isinstance(tensor, torch.Tensor):
             address = tensor.data_ptr()
-            place = address if address in span else address & 15
+            place: Any = address if address in span else address & 15
+            if size and -size < begin - address < tensor.nbytes:
+                place = place, begin - address
             found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place))
         else:
             found.append(tensor)
     return found
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, SymmetricTensor)
 
 
 def _found_out(tensor: SymmetricTensor) -> tuple[Any, ...]:

@@ -160,6 +160,7 @@ def test_plain_tensors_that_overlap_are_refused_after_a_call_with_others_alike()
         for sizes, operator in (
             ((64, 64), functools.partial(pkt.all_reduce, mode="low_latency", world=world)),
             ((64, 32), functools.partial(pkt.reduce_scatter, world=world)),
+            ((32, 64), functools.partial(pkt.all_gather, mode="low_latency", world=world)),
         ):
             operator(*(torch.ones(n) for n in sizes))
             mine, out = x[: sizes[0]], x[4 : 4 + sizes[1]]

@@ -128,16 +128,18 @@ def check_tensor(
     return tensor
 
 
-def check_apart(call: str, x: torch.Tensor, out: torch.Tensor, world: World, own: int | None = None) -> None:
-    """Raise ShapeError if `out` and `x` share memory, of which peers would then read what is already overwritten;
+def check_apart(
+    call: str, x: torch.Tensor, out: torch.Tensor, world: World, own: int | None = None, name: str = "x"
+) -> None:
+    """Raise ShapeError if `out` and `x`, called `name`, share memory, which would be read after it is overwritten;
     except where the smaller of the two is place `own` of the larger one, cut in parts of its size."""
     start = out.data_ptr() - x.data_ptr()
-    if start >= x.nbytes if start >= 0 else -start >= out.nbytes:
+    if not -out.nbytes < start < x.nbytes or not x.nbytes or not out.nbytes:
         return
     place = start if out.nbytes < x.nbytes else -start  # of the smaller one in the larger one
     if own is None or place != own * min(x.nbytes, out.nbytes):
         wanted = "memory of its own" + ("" if own is None else ", or this rank's part")
-        raise ShapeError.argument(call, "out", f"a tensor {start} bytes from x", wanted, world.rank)
+        raise ShapeError.argument(call, "out", f"a tensor {start} bytes from {name}", wanted, world.rank)
 
 
 def check_block(call: str, block: int | None, world: World) -> None:

@@ -237,6 +237,20 @@ def check_operands(
         raise ShapeError.argument(call, "b", tuple(b.shape), str(wanted), world.rank)
 
 
+def check_out(
+    call: str, out: torch.Tensor | None, shape: tuple[int, ...], world: World, peers: bool = False,
+    **operands: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """`out`, where one is given, is of `shape` and a's dtype, symmetric if `peers` access it, and shares no memory with
+    `operands`, of which tiles are read while others are written. Raises NotSymmetric, ShapeError, DtypeError."""
+    if out is None:
+        return
+    _common.check_tensor(call, "out", out, world, shape=shape, dtype=operands["a"].dtype, peers=peers)
+    for name, operand in operands.items():
+        if operand is not None:
+            _common.check_apart(call, operand, out, world, name=name)
+
+
 def stored(b: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """`b` (k, N) as it lies in memory, and whether that is transposed: what `b` is a view of, contiguous (N, k)."""
     transposed = isinstance(b, torch.Tensor) and b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()

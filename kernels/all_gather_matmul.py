@@ -39,6 +39,7 @@ from ._matmul import (
     accumulate,
     check_epilogue,
     check_operands,
+    check_out,
     check_tiles,
     default_tiles,
     finish,
@@ -269,12 +270,12 @@ def all_gather_matmul(
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
 
-    a: this rank's shard (m, k), the same shape on every rank, contiguous, symmetric if mode is "pull"; b: (k, N),
-    or (size * k, N) if shard is "columns", contiguous or the transposed view of a contiguous tensor, as w.t() of
-    nn.Linear's weight; both bf16, fp16 or fp32. out: (size * m, N), or (m, N) if shard is "columns", of a's dtype;
-    a new tensor where None. bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu", "gelu" (exact, with
-    erf, as torch's by default) or "silu", of the sum and the bias. All in fp32, rounded once. Returns `out`,
-    complete; `a` may be overwritten at once.
+    a: this rank's shard (m, k), the same shape on every rank, contiguous, symmetric if mode is "pull"; b: (k, N), or
+    (size * k, N) if shard is "columns", contiguous or the transposed view of a contiguous tensor, as w.t() of
+    nn.Linear's weight; both bf16, fp16 or fp32. out: (size * m, N), or (m, N) if shard is "columns", of a's dtype,
+    apart from what is read; a new tensor where None. bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu",
+    "gelu" (exact, with erf, as torch's by default) or "silu", of the sum and the bias. All in fp32, rounded once.
+    Returns `out`, complete; `a` may be overwritten at once.
 
     mode: see the module; "gluon" takes bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90,
     Triton 3.6; "copy" takes shard "rows" of rows of whole runs of 16 bytes; "unfused" and "nccl" are pkt's or, through
@@ -305,7 +306,7 @@ def all_gather_matmul(
     """
     world = _common.world_of(CALL, world, a, b, workspace)
     settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, push_rows, skip, split, whole)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, workspace=workspace)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, out, workspace)
 
 
 def _plan(
@@ -328,8 +329,7 @@ def _plan(
     (m, k), N, size = a.shape, b.shape[1], world.size
     check_epilogue(CALL, bias, epilogue, N, a.dtype, world)
     shape = (m if columns else size * m, N)
-    if out is not None:
-        _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=a.dtype)
+    check_out(CALL, out, shape, world, a=a, b=b, bias=bias)
     if mode in ("gluon", "copy") and columns:
         raise ShapeError.argument(CALL, "shard", "columns", f'shard "rows" with mode "{mode}"', world.rank)
     if mode == "copy" and padded(k, a.dtype) != k:

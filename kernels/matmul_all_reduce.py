@@ -36,6 +36,7 @@ from ._matmul import (
     accumulate,
     check_epilogue,
     check_operands,
+    check_out,
     check_tiles,
     default_tiles,
     finish,
@@ -162,11 +163,11 @@ def matmul_all_reduce(
     """The sum over ranks of `a @ b`, on every rank. Collective.
 
     a: (M, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's
-    weight; bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's dtype. A symmetric `out` whose rows
-    begin at multiples of 16 bytes is reduced in place; otherwise, and where None, the sum is copied from a workspace.
-    bias: (N,) of a's dtype, alike on all ranks, epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by
-    default) or "silu": applied once, in fp32, to the sum, by the tile's owner; in mode "lcsc" to a sum that is rounded
-    already. Returns `out`, complete.
+    weight; bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's dtype, apart from what is read. A
+    symmetric `out` whose rows begin at multiples of 16 bytes is reduced in place; otherwise, and where None, the sum is
+    copied from a workspace. bias: (N,) of a's dtype, alike on all ranks, epilogue: "none", "relu", "gelu" (exact, with
+    erf, as torch's by default) or "silu": applied once, in fp32, to the sum, by the tile's owner; in mode "lcsc" to a
+    sum that is rounded already. Returns `out`, complete.
 
     mode: "lcsc", see the module; "gluon", the Gluon form of _gluon_matmul_all_reduce, which adds in fp32 in a fixed
     order, and needs no switch: bf16 or fp16, rows of out at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6;
@@ -185,9 +186,8 @@ def matmul_all_reduce(
     Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
     world = _common.world_of(CALL, world, a, b, out, workspace)
-    return _common.planned(
-        CALL, _plan, world, (a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, lag), workspace=workspace
-    )
+    settings = (epilogue, mode, num_comm_sms, tiles, lag)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, out, workspace)
 
 
 def _plan(
@@ -201,8 +201,7 @@ def _plan(
     M, N, dtype = a.shape[0], b.shape[1], a.dtype
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
-    if out is not None:
-        _common.check_tensor(CALL, "out", out, world, shape=(M, N), dtype=dtype, peers=in_place)
+    check_out(CALL, out, (M, N), world, peers=in_place, a=a, b=b, bias=bias)
     left = mode is None and num_comm_sms is None and tiles is None and lag is None
     if left:
         key = {"M": M, "N": N, "K": a.shape[1]}

@@ -37,6 +37,7 @@ from ._matmul import (
     accumulate,
     check_epilogue,
     check_operands,
+    check_out,
     check_tiles,
     default_tiles,
     finish,
@@ -200,10 +201,10 @@ def matmul_reduce_scatter(
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
 
     a: (size * m, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of
-    nn.Linear's weight; bf16, fp16 or fp32; the same m and N on every rank. out: (m, N) of a's dtype; a new tensor where
-    None. bias: (N,) of a's dtype, epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or "silu":
-    applied once, in fp32, to the sum, by its owner, with the owner's bias; in mode "add" to a sum that is rounded
-    already. Returns `out`, complete; nothing of the call is read by a peer after it.
+    nn.Linear's weight; bf16, fp16 or fp32; the same m and N on every rank. out: (m, N) of a's dtype, apart from what is
+    read; a new tensor where None. bias: (N,) of a's dtype, epilogue: "none", "relu", "gelu" (exact, with erf, as
+    torch's by default) or "silu": applied once, in fp32, to the sum, by its owner, with the owner's bias; in mode "add"
+    to a sum that is rounded already. Returns `out`, complete; nothing of the call is read by a peer after it.
 
     mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a fixed order; see the module.
     "gluon", the Gluon form of "inbox": bf16 or fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6.
@@ -224,7 +225,7 @@ def matmul_reduce_scatter(
     """
     world = _common.world_of(CALL, world, a, b, workspace)
     settings = (epilogue, mode, tiles, lag, copies)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, workspace=workspace)
+    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, out, workspace)
 
 
 def _plan(
@@ -251,8 +252,7 @@ def _plan(
         if value is not None and mode != "gluon":
             raise ShapeError.argument(CALL, name, value, f'none with mode "{mode or "add"}"', world.rank)
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
-    if out is not None:
-        _common.check_tensor(CALL, "out", out, world, shape=(m, N), dtype=dtype)
+    check_out(CALL, out, (m, N), world, a=a, b=b, bias=bias)
     if mode in _unfused.MODES:
         _forms.check_unfused(CALL, mode, {} if chosen is None else {"tiles": chosen}, world)
     elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, dtype, m, N):

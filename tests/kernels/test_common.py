@@ -173,6 +173,46 @@ def test_plain_tensors_that_overlap_are_refused_after_a_call_with_others_alike()
     pkt.launch(main, ranks=2, device="cpu", heap="4MiB")
 
 
+FUSED = {  # with an output that b has the shape of
+    "all_gather_matmul": (pkt.all_gather_matmul, (24, 48)),
+    "matmul_reduce_scatter": (pkt.matmul_reduce_scatter, (96, 48)),
+    "matmul_all_reduce": (pkt.matmul_all_reduce, (48, 48)),
+}
+
+
+@pytest.mark.parametrize("mode", [None, "unfused"])
+@pytest.mark.parametrize("name", FUSED)
+def test_outputs_of_products_share_no_memory_with_what_is_read(name: str, mode: str | None) -> None:
+    """Nor after a call with tensors alike that do not, and none of it is written."""
+    operator, shape = FUSED[name]
+
+    def main(world: Any) -> None:
+        def call(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return operator(a, b, out, bias=bias, mode=mode, world=world)
+
+        rows, memory = shape[0], torch.arange(2.0 * 96 * 48)
+        a, bias = torch.ones(shape), torch.ones(48)
+        call(a, torch.ones(48, 48), torch.ones(48, 48), bias)
+        room = world.heap.ledger.free_bytes
+        b, lower = memory[: 48 * 48].view(48, 48), memory[16 * 48 : 64 * 48].view(48, 48)
+        for what, given in (
+            ("0 bytes from b", (a, b, b, bias)),
+            ("0 bytes from b", (a, b.t(), b, bias)),
+            ("3072 bytes from b", (a, b, lower, bias)),
+            ("-3072 bytes from b", (a, lower, b, bias)),
+            ("0 bytes from a", (memory[: rows * 48].view(shape), torch.ones(48, 48), b, bias)),
+            ("-192 bytes from bias", (a, torch.ones(48, 48), b, memory[48:96])),
+        ):
+            before = memory.clone()
+            with pytest.raises(ShapeError, match=f"rank {world.rank}: {name}: out: found a tensor {what}"):
+                call(*given)
+            assert torch.equal(memory, before)
+        assert world.heap.ledger.free_bytes == room
+        call(a, b, memory[48 * 48 : 96 * 48].view(48, 48), bias)
+
+    pkt.launch(main, ranks=2, device="cpu", heap="4MiB")
+
+
 NAMES = ("all_reduce", "reduce_scatter", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 

@@ -65,7 +65,7 @@ def planned(
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """plan(world, *tensors, *settings)(*tensors), where the plan is made once for tensors of the same facts. out: which
-    of them is written, if any.
+    of them is written, if any: autograd is told, so that a backward pass that needs what it held before raises.
 
     Checks, workspaces and the choice of a grid cost a hundred microseconds, as much as a small operator: they are
     plan's, and belong to `workspace`, to the world where None. Raises what `plan` raises, each time.
@@ -78,10 +78,15 @@ def planned(
     try:
         launch = plans.get(key)
     except TypeError:  # a list among the settings, say: nothing to look up
-        return plan(world, *tensors, *settings)(*tensors)
+        key = launch = None
     if launch is None:
-        launch = plans[key] = plan(world, *tensors, *settings)
-    return launch(*tensors)
+        launch = plan(world, *tensors, *settings)
+        if key is not None:
+            plans[key] = launch
+    result = launch(*tensors)
+    if out is not None:
+        torch._C._increment_version((out,))  # torch.autograd.graph.increment_version, in half the time
+    return result
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, world: World) -> Callable[[], torch.Tensor]:

@@ -173,6 +173,8 @@ def fitted(
     def fit_and_launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         result = fit_out(out) if fit_out else out
         launch(fit_a(a) if fit_a else a, fit_b(b) if fit_b else b, result, bias)
-        return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
+        if result.data_ptr() != out.data_ptr():
+            out.detach().copy_(result)  # as a kernel stores: also into what is trained
+        return out
 
     return fit_and_launch

@@ -363,6 +363,7 @@ def _plan(
     result = fresh() if out is None else out
     if m == 0 or N == 0 or k == 0:
 
+        @torch.no_grad()  # as of kernels
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return out.copy_(finished(torch.zeros_like(out), bias, epilogue))
 

@@ -60,7 +60,7 @@ def broadcast(x: torch.Tensor, root: int = 0, *, block: int | None = None, world
     RankError, ShapeError, DtypeError, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
-    return _common.planned(CALL, _plan, world, (x,), (root, block))
+    return _common.planned(CALL, _plan, world, (x,), (root, block), x)
 
 
 def _plan(world: World, x: torch.Tensor, root: int, block: int | None) -> _common.Launch:

@@ -273,7 +273,9 @@ def _gluon_launch(
 
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             found = two_shot(a, b, bias)
-            return out if in_place else out.copy_(found)
+            if not in_place:
+                out.detach().copy_(found)  # as a kernel stores: also into what is trained
+            return out
 
         return launch
 

@@ -191,10 +191,11 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
     """
     found: list[Any] = []
     span = world.span
-    begin = size = 0
+    begin = end = 0
     # Half of what a launch costs the host, hence no function for each, and no isinstance that says no: that is slow.
-    if out is not None and (type(out) is torch.Tensor or _plain(out)):
-        begin, size = out.data_ptr(), out.nbytes
+    if out is not None and type(out) is not SymmetricTensor and isinstance(out, torch.Tensor):
+        begin = out.data_ptr()
+        end = begin + out.nbytes
     for tensor in tensors:
         if tensor is None:
             found.append(None)
@@ -206,16 +207,12 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
         elif isinstance(tensor, torch.Tensor):
             address = tensor.data_ptr()
             place: Any = address if address in span else address & 15
-            if size and -size < begin - address < tensor.nbytes:
+            if address < end and begin - address < tensor.nbytes:
                 place = place, begin - address
             found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place))
         else:
             found.append(tensor)
     return found
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, SymmetricTensor)
 
 
 def _found_out(tensor: SymmetricTensor) -> tuple[Any, ...]:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from pkt.errors import ShapeError, Unsupported
+from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.language.inspect import count_markers
 
-from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, reduce, reduce_call
+from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, reduce, reduce_call, two_shot
 from .machine_code import sass
 
 
@@ -53,3 +54,12 @@ def test_the_two_shot_is_reached_by_name(h200s, tmp_path):
     with pytest.raises(Unsupported, match="not multiples of 16 bytes"):
         reduce_call(world, 512, 509, 512, mode="gluon")
     assert len(world.kernels) == 2
+
+
+def test_a_trained_output_is_filled(h200s, monkeypatch):
+    """With the sum, from where the peers store it."""
+    monkeypatch.setattr(two_shot, "two_shot_launch", lambda *_: lambda a, b, bias: torch.full((8, 16), 3.0).bfloat16())
+    a, b = torch.ones(8, 8).bfloat16(), torch.ones(8, 16).bfloat16()
+    out = torch.zeros(8, 16, dtype=torch.bfloat16, requires_grad=True)
+    assert matmul_all_reduce(a, b, out, mode="gluon", world=h200s()) is out
+    assert out.eq(3).all()

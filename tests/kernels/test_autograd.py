@@ -1,0 +1,116 @@
+"""Operators beside autograd: nothing is recorded, and a backward pass that needs what they overwrote raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels import _forms
+
+from .helpers import on_ranks
+
+
+def outputs(world: Any) -> list[tuple[Any, torch.Tensor]]:
+    """(call, what it writes) of each operator."""
+    size, square = world.size, torch.ones(16, 16)
+    x, part, whole = pkt.ones(4), torch.empty(4), pkt.empty(4 * size)
+    plain, summed, rows = torch.ones(4), torch.empty(16, 16), torch.empty(16 * size, 16)
+    return [
+        (lambda: pkt.all_reduce(x), x),
+        (lambda: pkt.all_reduce(plain, mode="low_latency", world=world), plain),
+        (lambda: pkt.all_reduce(x, part, mode="one_shot"), part),
+        (lambda: pkt.broadcast(x), x),
+        (lambda: pkt.all_gather(x, whole, mode="push"), whole),
+        (lambda: pkt.all_to_all(torch.ones(4 * size), whole), whole),
+        (lambda: pkt.reduce_scatter(whole, part), part),
+        (lambda: pkt.all_gather_matmul(square, square, rows, world=world), rows),
+        (lambda: pkt.all_gather_matmul(square[:, :0], square[:0], rows, world=world), rows),
+        (lambda: pkt.matmul_reduce_scatter(torch.ones(16 * size, 16), square, summed, world=world), summed),
+        (lambda: pkt.matmul_all_reduce(square, square, summed, world=world), summed),
+        (lambda: pkt.matmul_all_reduce(square, square, summed, tiles=[16, 16, 16], world=world), summed),
+    ]
+
+
+def test_what_an_operator_wrote_has_another_version() -> None:
+    """By which torch knows it, whoever saved it: once the plan is there, too."""
+
+    def run(world: Any) -> None:
+        for number, (call, written) in enumerate(outputs(world)):
+            for _ in range(2):
+                before = written._version
+                assert call() is written
+                assert written._version > before, number
+
+    on_ranks(2, run)
+
+
+def overwrites_a_result(world: Any) -> torch.Tensor:
+    result = torch.ones(3, requires_grad=True).exp()  # which its own backward pass needs
+    return pkt.all_reduce(result, mode="low_latency", world=world)
+
+
+def overwrites_an_operand(world: Any) -> torch.Tensor:
+    gathered = pkt.all_gather(pkt.ones(4, 4), pkt.empty(4 * world.size, 4))
+    product = gathered.plain() @ torch.ones(4, 4, requires_grad=True)
+    with torch.no_grad():
+        pkt.all_gather(pkt.zeros(4, 4), gathered)
+    return product
+
+
+def overwrites_a_view(world: Any) -> torch.Tensor:
+    x = pkt.ones(8)
+    product = x * torch.ones(8, requires_grad=True)
+    pkt.broadcast(x[4:], 1)
+    return product
+
+
+@pytest.mark.parametrize("forward", [overwrites_a_result, overwrites_an_operand, overwrites_a_view])
+def test_a_backward_pass_that_needs_what_was_overwritten_raises(forward: Any) -> None:
+    def run(world: Any) -> None:
+        product = forward(world)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+    on_ranks(2, run)
+
+
+def test_nothing_to_multiply_records_nothing() -> None:
+    def run(world: Any) -> None:
+        bias = torch.ones(4, requires_grad=True)
+        given = {"bias": bias, "world": world}
+        found = pkt.all_gather_matmul(torch.ones(4, 0), torch.ones(0, 4), **given)
+        assert not found.requires_grad
+        trained = torch.zeros(8, 4, requires_grad=True)
+        assert pkt.all_gather_matmul(torch.ones(4, 0), torch.ones(0, 4), trained, **given) is trained
+        assert torch.equal(trained, torch.ones(8, 4))
+
+    on_ranks(2, run)
+
+
+def test_a_trained_output_that_no_descriptor_reaches_is_filled() -> None:
+    """Where the Gluon forms copy the result to it."""
+
+    def make(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Any:
+        return lambda a, b, out, bias: out.detach().fill_(3)
+
+    trained = torch.zeros(33)[1:].view(4, 8).requires_grad_()
+    assert trained.is_leaf
+    assert trained.data_ptr() % 16
+    launch = _forms.fitted(make, torch.ones(4, 8), torch.ones(8, 8), trained)
+    assert launch(torch.ones(4, 8), torch.ones(8, 8), trained, None) is trained
+    assert trained.eq(3).all()
+
+
+def test_in_inference_mode() -> None:
+    """Where tensors have no version."""
+
+    def run(world: Any) -> None:
+        with torch.inference_mode():
+            x = torch.ones(3)
+            for factor in (2, 4):
+                assert pkt.all_reduce(x, mode="low_latency", world=world).eq(factor).all()
+
+    on_ranks(2, run)

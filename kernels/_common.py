@@ -127,7 +127,12 @@ def check_tensor(
         raise ShapeError.argument(call, name, found, str(tuple(shape)), world.rank)
     if not tensor.is_contiguous():
         strides = f"{found} with strides {tuple(tensor.stride())}"
-        raise ShapeError.argument(call, name, strides, f"a contiguous tensor: {name}.contiguous()", world.rank)
+        remedy = (
+            "allocate one of this shape with pkt" if isinstance(tensor, SymmetricTensor)
+            else "allocate one, and copy from it" if name == "out"
+            else f"{name}.contiguous()"
+        )  # fmt: skip
+        raise ShapeError.argument(call, name, strides, f"a contiguous tensor: {remedy}", world.rank)
     if tensor.device.type != world.torch_device.type:
         raise NotSymmetric.argument(world.rank, name, f"one on {tensor.device}", call)
     return tensor

@@ -173,6 +173,33 @@ def test_plain_tensors_that_overlap_are_refused_after_a_call_with_others_alike()
     pkt.launch(main, ranks=2, device="cpu", heap="4MiB")
 
 
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (
+            lambda: pkt.all_reduce(pkt.ones(4, 4).t()),
+            "x: found .*contiguous tensor: allocate one of this shape with pkt",
+        ),
+        (
+            lambda: pkt.all_reduce(torch.ones(4, 4).t(), mode="low_latency", world=pkt.current_world()),
+            "x: found .*contiguous tensor: x.contiguous",
+        ),
+        (
+            lambda: pkt.all_reduce(pkt.ones(4, 4), torch.ones(4, 4).t(), mode="one_shot"),
+            "out: found .*contiguous tensor: allocate one, and copy from it",
+        ),
+    ],
+)
+def test_the_way_to_a_contiguous_tensor(call: Any, remedy: str) -> None:
+    """Is none that peers cannot reach, and none to a copy that nobody reads."""
+
+    def main(world: Any) -> None:
+        with pytest.raises(ShapeError, match=remedy):
+            call()
+
+    pkt.launch(main, ranks=2, device="cpu", heap="1MiB")
+
+
 FUSED = {  # with an output that b has the shape of
     "all_gather_matmul": (pkt.all_gather_matmul, (24, 48)),
     "matmul_reduce_scatter": (pkt.matmul_reduce_scatter, (96, 48)),

@@ -22,13 +22,18 @@ COPY_BYTES = 16384
 """Bytes of a block that a program moves through registers at a time: with 8 warps the links are full from 16
 programs."""
 
+MAX_BLOCK = 1 << 20
+"""Elements that Triton has in a block at most."""
+
 COPY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
 """How the kernels that only move and add are launched: one program an SM, so all the registers are its own."""
 
 
 def world_of(call: str, world: World | None, *arguments: Any) -> World:
-    """`world`, or that of the first symmetric tensor or workspace, or the current one."""
+    """`world`, or that of the first symmetric tensor or workspace, or the current one. Raises DtypeError."""
     if world is not None:
+        if not isinstance(world, World):
+            raise DtypeError.argument(call, "world", type(world).__name__, "a pkt.World", current_world(call).rank)
         return world
     for argument in arguments:
         if isinstance(argument, (SymmetricTensor, Workspace)):
@@ -73,11 +78,11 @@ def planned(
     if workspace is not None:
         with kept_in(workspace, world, call):
             return planned(call, plan, world, tensors, settings, out)
-    key = (plan, settings, *facts(tensors, world, call, out))
     plans = world.plans
     try:
+        key = (plan, settings, *facts(tensors, world, call, out))
         launch = plans.get(key)
-    except TypeError:  # a list among the settings, say: nothing to look up
+    except (TypeError, RuntimeError):  # a list among the settings, or a tensor with no address: nothing to look up
         key = launch = None
     if launch is None:
         launch = plan(world, *tensors, *settings)
@@ -112,10 +117,9 @@ def check_tensor(
 
     Raises NotSymmetric, ShapeError or DtypeError, naming `name` and `call`.
     """
+    check_dense(call, name, tensor, world)
     if peers:
         symmetric(tensor, name, world, call=call)
-    if not isinstance(tensor, torch.Tensor):
-        raise DtypeError.argument(call, name, type(tensor).__name__, "a tensor", world.rank)
     if dtype is not None and tensor.dtype != dtype:
         raise DtypeError.argument(call, name, tensor.dtype, _name(dtype), world.rank)
     if dtypes is not None and tensor.dtype not in dtypes:
@@ -138,6 +142,16 @@ def check_tensor(
     return tensor
 
 
+def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
+    """Raise DtypeError unless `tensor` is a tensor that has strides."""
+    if not isinstance(tensor, torch.Tensor):
+        raise DtypeError.argument(call, name, type(tensor).__name__, "a tensor", world.rank)
+    if tensor.layout is not torch.strided:
+        found = f"a tensor with layout {_name(tensor.layout)}"
+        remedy = "" if name == "out" else f": {name}.to_dense()"
+        raise DtypeError.argument(call, name, found, f"a dense one{remedy}", world.rank)
+
+
 def check_apart(
     call: str, x: torch.Tensor, out: torch.Tensor, world: World, own: int | None = None, name: str = "x"
 ) -> None:
@@ -153,9 +167,17 @@ def check_apart(
 
 
 def check_block(call: str, block: int | None, world: World) -> None:
-    """Raise ShapeError unless `block` is None or a power of two."""
-    if block is not None and (block < 1 or block & (block - 1)):
-        raise ShapeError.argument(call, "block", block, "a power of two", world.rank)
+    """Raise ShapeError or DtypeError unless `block` is None or a power of two that Triton can take."""
+    check_integers(call, world, block=block)
+    if block is not None and (not 1 <= block <= MAX_BLOCK or block & (block - 1)):
+        raise ShapeError.argument(call, "block", block, f"a power of two up to {MAX_BLOCK}", world.rank)
+
+
+def check_integers(call: str, world: World, **given: Any) -> None:
+    """Raise DtypeError unless each of `given` is an int, as Triton takes no other, or None."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, int):
+            raise DtypeError.argument(call, name, f"{type(value).__name__} {value!r:.40}", "an integer", world.rank)
 
 
 def check_choice(call: str, name: str, found: Any, choices: tuple[str, ...], world: World) -> None:
@@ -210,7 +232,7 @@ def _described(value: Any) -> str:
     return f"{value.shape} {_name(value.dtype)}{where}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import ShapeError
+from pkt.errors import DtypeError, ShapeError
 from pkt.runtime.world import World
 
 from . import _common
@@ -194,16 +194,24 @@ MORE_ROWS_TILES = Tiles(64, 128, 128, num_warps=4)
 
 
 def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles | None:
-    """`tiles`, with the defaults for what is left out. Raises ShapeError unless the blocks are powers of two from 16,
-    for tensor cores, and the rest can be compiled."""
+    """`tiles`, with the defaults for what is left out. Raises ShapeError or DtypeError unless the blocks are powers of
+    two from 16, for tensor cores, and the rest can be compiled."""
     if tiles is None:
         return None
+    if not isinstance(tiles, Sequence) or None in tiles:
+        found = f"{type(tiles).__name__} {tiles!r:.40}"
+        raise DtypeError.argument(call, "tiles", found, "a sequence of integers", world.rank)
+    _common.check_integers(call, world, **{f"tiles[{i}]": size for i, size in enumerate(tiles)})
     powers = [size >= 16 and not size & (size - 1) for size in tiles[:3]]
     if len(tiles) < 3 or not all(powers):
         raise ShapeError.argument(call, "tiles", tuple(tiles[:3]), "three blocks, powers of two from 16", world.rank)
     if len(tiles) > len(Tiles._fields):
         raise ShapeError.argument(call, "tiles", tuple(tiles), f"at most {', '.join(Tiles._fields)}", world.rank)
     full = Tiles(*tiles)
+    m, n, k = full[:3]
+    if max(m * n, m * k, k * n) > _common.MAX_BLOCK:
+        wanted = f"at most {_common.MAX_BLOCK} elements in a block of a, b or out"
+        raise ShapeError.argument(call, "tiles", tuple(full), wanted, world.rank)
     if full.num_warps not in (1, 2, 4, 8, 16) or min(full) < 1 or full.maxnreg > 255:
         wanted = "num_warps a power of two up to 16, maxnreg up to 255, everything from 1"
         raise ShapeError.argument(call, "tiles", tuple(full), wanted, world.rank)
@@ -231,6 +239,7 @@ def check_operands(
     """`a` (M, k) and `b` (shards * k, N) are matrices of one floating dtype on this rank; `a` contiguous, and symmetric
     if `peers` read it; `b` as `stored` takes it. Raises NotSymmetric, ShapeError, DtypeError."""
     _common.check_tensor(call, "a", a, world, ndim=2, dtypes=_common.FLOATS, peers=peers)
+    _common.check_dense(call, "b", b, world)
     _common.check_tensor(call, "b", stored(b)[0], world, ndim=2, dtype=a.dtype)
     wanted = (shards * a.shape[1], b.shape[1])
     if tuple(b.shape) != wanted:
@@ -238,22 +247,22 @@ def check_operands(
 
 
 def check_out(
-    call: str, out: torch.Tensor | None, shape: tuple[int, ...], world: World, peers: bool = False,
-    **operands: torch.Tensor | None,
+    call: str, out: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor,
+    bias: torch.Tensor | None, world: World,
 ) -> None:  # fmt: skip
-    """`out`, where one is given, is of `shape` and a's dtype, symmetric if `peers` access it, and shares no memory with
-    `operands`, of which tiles are read while others are written. Raises NotSymmetric, ShapeError, DtypeError."""
+    """`out`, where one is given, is of `shape` and a's dtype, and shares no memory with the operands, whose tiles are
+    read while others are written. Raises ShapeError, DtypeError."""
     if out is None:
         return
-    _common.check_tensor(call, "out", out, world, shape=shape, dtype=operands["a"].dtype, peers=peers)
-    for name, operand in operands.items():
+    _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
+    for name, operand in (("a", a), ("b", b), ("bias", bias)):
         if operand is not None:
             _common.check_apart(call, operand, out, world, name=name)
 
 
 def stored(b: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """`b` (k, N) as it lies in memory, and whether that is transposed: what `b` is a view of, contiguous (N, k)."""
-    transposed = isinstance(b, torch.Tensor) and b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()
+    transposed = b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()
     return (b.t(), True) if transposed else (b, False)
 
 

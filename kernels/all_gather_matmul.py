@@ -323,13 +323,14 @@ def _plan(
         "split": split, "whole": whole,
     }  # fmt: skip
     tuned: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    _common.check_integers(CALL, world, **{name: value for name, value in tuned.items() if name != "tiles"})
     _common.check_choice(CALL, "shard", shard, ("rows", "columns"), world)
     columns = shard == "columns"
     check_operands(CALL, a, b, world, shards=world.size if columns else 1, peers=mode == "pull")
     (m, k), N, size = a.shape, b.shape[1], world.size
     check_epilogue(CALL, bias, epilogue, N, a.dtype, world)
     shape = (m if columns else size * m, N)
-    check_out(CALL, out, shape, world, a=a, b=b, bias=bias)
+    check_out(CALL, out, shape, a, b, bias, world)
     if mode in ("gluon", "copy") and columns:
         raise ShapeError.argument(CALL, "shard", "columns", f'shard "rows" with mode "{mode}"', world.rank)
     if mode == "copy" and padded(k, a.dtype) != k:

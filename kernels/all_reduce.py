@@ -225,10 +225,11 @@ def _plan(
     _common.check_block(CALL, block, world)
     check_chunks(CALL, mode, chunks, world)
     _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode not in SENT)
+    _common.check_tensor(CALL, "out", out, world, shape=tuple(x.shape), dtype=x.dtype)
     even = x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     mode = mode or _chosen(x, out, op, world, even)
     spread = mode in SPREAD
-    _common.check_tensor(CALL, "out", out, world, shape=tuple(x.shape), dtype=x.dtype, peers=spread)
+    _common.check_tensor(CALL, "out", out, world, peers=spread)
     if mode == "multimem" and not even:
         wanted = "a multiple of 16 bytes: multimem moves runs of 16 bytes; two_shot does not need it"
         raise ShapeError.argument(CALL, "address of x or out", hex(x.data_ptr()), wanted, world.rank)

@@ -197,11 +197,14 @@ def _plan(
     """Checks, and the form and its settings."""
     if mode is not None:
         _common.check_choice(CALL, "mode", mode, MODES, world)
+    _common.check_integers(CALL, world, num_comm_sms=num_comm_sms, lag=lag)
     check_operands(CALL, a, b, world)
     M, N, dtype = a.shape[0], b.shape[1], a.dtype
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
+    check_out(CALL, out, (M, N), a, b, bias, world)
     in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
-    check_out(CALL, out, (M, N), world, peers=in_place, a=a, b=b, bias=bias)
+    if in_place:
+        _common.check_tensor(CALL, "out", out, world, peers=True)
     left = mode is None and num_comm_sms is None and tiles is None and lag is None
     if left:
         key = {"M": M, "N": N, "K": a.shape[1]}

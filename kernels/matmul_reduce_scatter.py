@@ -235,6 +235,7 @@ def _plan(
     """Checks, and the form and its settings."""
     if mode is not None:
         _common.check_choice(CALL, "mode", mode, MODES, world)
+    _common.check_integers(CALL, world, lag=lag, copies=copies)
     check_operands(CALL, a, b, world)
     M, N, size = a.shape[0], b.shape[1], world.size
     if M % size:
@@ -252,7 +253,7 @@ def _plan(
         if value is not None and mode != "gluon":
             raise ShapeError.argument(CALL, name, value, f'none with mode "{mode or "add"}"', world.rank)
     check_epilogue(CALL, bias, epilogue, N, dtype, world)
-    check_out(CALL, out, (m, N), world, a=a, b=b, bias=bias)
+    check_out(CALL, out, (m, N), a, b, bias, world)
     if mode in _unfused.MODES:
         _forms.check_unfused(CALL, mode, {} if chosen is None else {"tiles": chosen}, world)
     elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, dtype, m, N):

@@ -266,7 +266,8 @@ def _chosen(x: torch.Tensor, run: int, world: World) -> Mode:
 
 
 def check_chunks(call: str, mode: str | None, chunks: int | None, world: World) -> None:
-    """Raise ShapeError unless `chunks` is None, or a number of copies where these are made."""
+    """Raise ShapeError or DtypeError unless `chunks` is None, or a number of copies where these are made."""
+    _common.check_integers(call, world, chunks=chunks)
     if chunks is not None and (mode != "copy" or chunks < 1):
         wanted = "at least 1" if mode == "copy" else 'none without mode "copy"'
         raise ShapeError.argument(call, "chunks", chunks, wanted, world.rank)

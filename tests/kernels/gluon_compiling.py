@@ -113,6 +113,7 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         begin = lambda: world.begun.append(parcel) or (lambda: world.begun.append(len(kernels)))  # noqa: E731
         return _copies.Scattering(inbox, torch.empty_like(inbox.tensor), counters, begin)
 
+    monkeypatch.setattr(_common, "World", World)
     monkeypatch.setattr(_copies, "gathering", gathering)
     monkeypatch.setattr(_copies, "scattering", scattering)
     return lambda rank=0, size=4: World(

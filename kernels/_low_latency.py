@@ -147,9 +147,8 @@ def one_shot_kernel(
     # which rank r puts [r] of all
     flags_ptr,  # of this rank; only its launch counter is used
     n,
-    part,  # int32 of x, all of them
     room,
-    third,  # of them, rounded up: words
+    third,  # of the int32 of x, rounded up: words
     world,
     OP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -333,9 +332,10 @@ def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int
     part = triton.cdiv(triton.cdiv(n * x.element_size(), 4), 1 if shots == 1 else size)
     kernel: Any = one_shot_kernel if shots == 1 else two_shot_kernel
     way = _way(world, kernel, x, part, size if shots == 1 else 2 * (size - 1), block)
+    numbers = (n, way.room, way.third) if shots == 1 else (n, part, way.room, way.third)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, *way.space, n, part, way.room, way.third, world.device, op, way.BLOCK)
+        way.start(x, out, *way.space, *numbers, world.device, op, way.BLOCK)
         return out
 
     return launch

@@ -45,13 +45,11 @@ def missing_anywhere(world: World) -> str:
     return known["pkt.kernels.gluon"]
 
 
-def gluon(
-    call: str, mode: str, asked: bool, chosen: bool, world: World, dtype: torch.dtype, rows: int, *columns: int
-) -> bool:
-    """Whether this call takes its Gluon form: where it is `asked` for by its name, `mode`, and where it can run, the
-    caller has left the choice open (`chosen`) and the product has `rows` enough for its tiles. columns: row lengths of
-    operands, alike on all ranks, which TMA wants to be multiples of 16 bytes. Raises Unsupported where it is asked for
-    and cannot run."""
+def gluon(call: str, asked: bool, chosen: bool, world: World, dtype: torch.dtype, rows: int, *columns: int) -> bool:
+    """Whether this call takes its Gluon form: where it is `asked` for by its name, and where it can run, the caller has
+    left the choice open (`chosen`) and the product has `rows` enough for its tiles. columns: row lengths of operands,
+    alike on all ranks, which TMA wants to be multiples of 16 bytes. Raises Unsupported where it is asked for and cannot
+    run."""
     if not asked and not chosen:
         return False
     unfit = missing_anywhere(world)
@@ -60,7 +58,7 @@ def gluon(
     if not unfit and any(n * dtype.itemsize % 16 for n in columns):
         unfit = f"rows of {' and '.join(map(str, columns))} elements, not multiples of 16 bytes"
     if unfit and asked:
-        raise Unsupported.here(f"rank {world.rank}: {call}(mode={mode!r})", f"found {unfit}", "mode=None runs anywhere")
+        raise Unsupported.here(f"rank {world.rank}: {call}(mode='gluon')", f"found {unfit}", "mode=None runs anywhere")
     # Not before the ranks have met in `missing_anywhere`: that they agree on the rows is only found out later.
     return not unfit and (asked or rows > FEW_ROWS)
 
@@ -97,7 +95,7 @@ def tuned(
         known[case] = ask()
     settings = known[case]
     mode = settings.get("mode")
-    if mode == "gluon" and not gluon(call, mode, False, True, world, dtype, rows, *columns):
+    if mode == "gluon" and not gluon(call, False, True, world, dtype, rows, *columns):
         return {}
     return dict(settings)
 

@@ -1,6 +1,6 @@
-"""The host side of the Gluon forms: their tiles, what they can take, and the TMA descriptors of it.
+"""The host side of the Gluon forms: their tiles, and the TMA descriptors of what they take.
 
-Written for Triton 3.6 (`check`): later versions renamed parts of Gluon.
+Written for Triton 3.6: later versions renamed parts of Gluon. Where they can run is asked in _forms.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pkt.errors import ShapeError, Unsupported
+from pkt.errors import ShapeError
 from pkt.runtime.world import World
 
-from . import _common
 from ._gluon_warps import CONSUMERS
 from ._matmul import Tiles, stored
 
@@ -59,24 +57,6 @@ def check_tiles(call: str, tiles: Tiles, world: World) -> None:
         raise ShapeError.argument(call, "tiles", tuple(tiles), wanted, world.rank)
 
 
-def check(call: str, world: World, *tensors: torch.Tensor) -> None:
-    """This form can run here: Unsupported says why not."""
-    form = f"{call}(mode='gluon')"
-    if torch.device(world.torch_device).type != "cuda":
-        raise Unsupported.here(form, "found the simulator", "wanted a GPU: Gluon is compiled only")
-    if world.size - 1 > MAX_PEERS:
-        raise Unsupported.here(form, f"found {world.size} ranks", f"wanted at most {MAX_PEERS + 1}")
-    for tensor in tensors:
-        if tensor.dtype not in DTYPES:
-            raise Unsupported.here(form, f"found {tensor.dtype}", "wanted bfloat16 or float16")
-    if not _common.aligned(*tensors):
-        wanted = "rows that begin at multiples of 16 bytes, as TMA needs; the plain forms take any"
-        raise ShapeError.argument(call, "operands", [tuple(t.shape) for t in tensors], wanted, world.rank)
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version != (3, 6):
-        raise Unsupported.here(form, f"found Triton {triton.__version__}", "wanted Triton 3.6")
-
-
 def weights_descriptor(b: torch.Tensor, tiles: Tiles) -> TensorDescriptor:
     """Of `b` (K, N), which is stored so, or (N, K)."""
     rows, transposed = stored(b)
@@ -100,11 +80,8 @@ def layout(dtype: torch.dtype, *block: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])
 
 
-def descriptor(
-    tensor: torch.Tensor, block: tuple[int, ...], shape: tuple[int, ...] | None = None, inner: int = 0
-) -> TensorDescriptor:
-    """A TMA descriptor of `tensor` (contiguous); `shape`: fewer columns than it has, which are cut; `inner`: columns of
-    the swizzled rows in shared memory, the block's own where 0. Its checks take as long as a launch, so a plan makes it
-    once and lends it each launch's tensor as `base`, of which only the address is read, at the launch."""
-    swizzle = layout(tensor.dtype, *block) if not inner else layout(tensor.dtype, *block[:-1], inner)
-    return TensorDescriptor(tensor, list(shape or tensor.shape), list(tensor.stride()), list(block), swizzle)
+def descriptor(tensor: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """A TMA descriptor of `tensor` (contiguous). Its checks take as long as a launch, so a plan makes it once and lends
+    it each launch's tensor as `base`, of which only the address is read, at the launch."""
+    swizzle = layout(tensor.dtype, *block)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), swizzle)

@@ -38,7 +38,6 @@ from . import _common, _copies
 from ._gluon import (
     CONSUMER_WARPS,
     TILES,
-    check,
     check_tiles,
     descriptor,
     half_block,
@@ -459,9 +458,8 @@ def push_launch(
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
     `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of the operands come before. bf16 or fp16, rows at
     multiples of 16 bytes, on sm_90. Collective. leave_out: for measurements, "wait" or "product", or "push" for both
-    waiting and pushing; the result is then nobody's. Raises Unsupported, ShapeError."""
-    rows_b, transposed = stored(b)
-    check(CALL, world, a, rows_b, out)
+    waiting and pushing; the result is then nobody's. Raises ShapeError."""
+    _, transposed = stored(b)
     check_tiles(CALL, tiles, world)
     check_plan(plan, tiles, world)
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype

@@ -35,7 +35,6 @@ from ._gluon import (
     CONSUMER_WARPS,
     NARROW,
     TILES,
-    check,
     check_tiles,
     descriptor,
     half_block,
@@ -88,7 +87,7 @@ def _place(t, rank, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
 # ------------------------------------------------------------------------------------------------------- warps
 @gluon.jit
 def _load(
-    a, b, inbox, ring, ready_ptr, places, N, K, where, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
+    a, b, inbox, ring, ready_ptr, places, K, where, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     count = places // world.size
@@ -188,7 +187,7 @@ def gluon_two_shot_kernel(
                            TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
             (consume_all, (1, places, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE, HALF,
                            TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-            (_load, (a, b, inbox, ring, ready_ptr, places, N, K, where, epoch, world, HALF, TRANSPOSED,
+            (_load, (a, b, inbox, ring, ready_ptr, places, K, where, epoch, world, HALF, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES)),
             (_store, (out, (i1, i2, i3, i4, i5, i6, i7), (o1, o2, o3, o4, o5, o6, o7), ring, outbox, ready_ptr, places,
                       tiles, K, where, epoch, world, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)),
@@ -253,9 +252,8 @@ def two_shot_launch(
 ) -> _common.Launch:
     """launch(a, b, bias) -> `out`, plain, for tensors of the same facts as these. `out` (M, N) = the sum over ranks of
     `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of the operands come before, with what `settings`
-    returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. Raises Unsupported, ShapeError."""
-    rows_b, transposed = stored(b)
-    check(CALL, world, a, rows_b, out.plain())
+    returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective."""
+    _, transposed = stored(b)
     (M, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = _common.num_programs(world, tiles_of_all)

@@ -36,7 +36,6 @@ from . import _common, _copies
 from ._gluon import (
     CONSUMER_WARPS,
     TILES,
-    check,
     check_tiles,
     descriptor,
     half_block,
@@ -295,9 +294,8 @@ def inbox_launch(
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (m, N) = my rows of the sum over ranks of
     `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose checks of the operands come before, with what
     `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out: for
-    measurements, "links": everything stays on this rank, and the result is nobody's. Raises Unsupported, ShapeError."""
-    rows_b, transposed = stored(b)
-    check(CALL, world, a, rows_b, out)
+    measurements, "links": everything stays on this rank, and the result is nobody's. Raises ShapeError."""
+    _, transposed = stored(b)
     check_tiles(CALL, tiles, world)
     (M, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     m = M // size

@@ -346,7 +346,7 @@ def _plan(
     wanted = check_tiles(CALL, tuned.pop("tiles", None), world)
     if mode in _unfused.MODES:
         _forms.check_unfused(CALL, mode, tuned | ({} if wanted is None else {"tiles": wanted}), world)
-    elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, a.dtype, m, k, N):
+    elif _forms.gluon(CALL, mode == "gluon", left, world, a.dtype, m, k, N):
         from ._gluon_all_gather_matmul import settings
 
         mode = "gluon"

@@ -221,7 +221,7 @@ def _plan(
     if mode in _unfused.MODES:
         given = {"num_comm_sms": num_comm_sms, "tiles": chosen}
         _forms.check_unfused(CALL, mode, {name: value for name, value in given.items() if value is not None}, world)
-    elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, dtype, M, N):
+    elif _forms.gluon(CALL, mode == "gluon", left, world, dtype, M, N):
         mode, tuned["lag"] = "gluon", lag
     else:
         mode, chosen = "lcsc", chosen or default_tiles(M, dtype, N)

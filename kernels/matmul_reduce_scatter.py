@@ -256,7 +256,7 @@ def _plan(
     check_out(CALL, out, (m, N), a, b, bias, world)
     if mode in _unfused.MODES:
         _forms.check_unfused(CALL, mode, {} if chosen is None else {"tiles": chosen}, world)
-    elif _forms.gluon(CALL, "gluon", mode == "gluon", left, world, dtype, m, N):
+    elif _forms.gluon(CALL, mode == "gluon", left, world, dtype, m, N):
         mode = "gluon"
     else:
         mode, chosen = mode or "add", chosen or default_tiles(m, dtype, N)

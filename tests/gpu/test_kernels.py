@@ -168,7 +168,7 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
     size, device = world.size, world.torch_device
     for columns in ((K, N), (N,)):  # else this would test the plain forms twice
         possible = m > FEW_ROWS and not _forms.missing(world) and not any(c * dtype.itemsize % 16 for c in columns)
-        assert _forms.gluon("test", "gluon", False, True, world, dtype, m, *columns) == possible
+        assert _forms.gluon("test", False, True, world, dtype, m, *columns) == possible
     a, b = torch.empty(m, K, dtype=dtype, device=device), torch.empty(K, N, dtype=dtype, device=device)
     rows = torch.empty(size * m, K, dtype=dtype, device=device)
     whole, part = torch.empty(size * m, N, dtype=dtype, device=device), torch.empty(m, N, dtype=dtype, device=device)
@@ -196,7 +196,7 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
         bits = part.clone()
         rows.copy_(operands[world.rank][0])
         pkt.matmul_reduce_scatter(rows, b, part)
-        gluon = _forms.gluon("test", "gluon", False, True, world, dtype, m, N)
+        gluon = _forms.gluon("test", False, True, world, dtype, m, N)
         assert torch.equal(part, bits) or not gluon, "it adds in one order"
     world.barrier()
 
@@ -218,7 +218,7 @@ def layers(world: Any, m: int, K: int, N: int, epilogue: Any) -> None:
     from pkt.kernels._matmul import FEW_ROWS, finished
 
     size = world.size
-    gluon = _forms.gluon("test", "gluon", False, True, world, torch.bfloat16, FEW_ROWS + 1, K, N)
+    gluon = _forms.gluon("test", False, True, world, torch.bfloat16, FEW_ROWS + 1, K, N)
     shards = [normal(world, (m, K), r) for r in range(size)]
     weights = [normal(world, (N, K), 50 + r).t() for r in range(size)]
     bias = normal(world, (1, N), 7)[0]

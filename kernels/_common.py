@@ -36,6 +36,9 @@ def world_of(call: str, world: World | None, *arguments: Any) -> World:
             raise DtypeError.argument(call, "world", type(world).__name__, "a pkt.World", current_world(call).rank)
         return world
     for argument in arguments:
+        # An isinstance that says no is slow, and these are what most arguments are.
+        if argument is None or type(argument) is torch.Tensor:
+            continue
         if isinstance(argument, (SymmetricTensor, Workspace)):
             return argument.world
     return current_world(call)

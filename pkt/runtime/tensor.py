@@ -185,9 +185,9 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
     checks.
 
     For a plain tensor shape, strides, dtype, device and how its address is aligned. For a symmetric one, and for a
-    plain one that lies in the heap, the address itself: peers find it by arithmetic, and it may overlap another. Of
-    plain ones outside it, those that share memory with `out`, what is written, have their distance from it. What is no
-    tensor stands for itself. Raises UseAfterFree, Closed.
+    plain one that lies in the heap, the address itself: peers find it by arithmetic, and it may overlap another. Plain
+    ones that share memory with `out`, what is written, have their distance from it, and `out` itself is told from
+    others. What is no tensor stands for itself. Raises UseAfterFree, Closed.
     """
     found: list[Any] = []
     span = world.span
@@ -207,7 +207,9 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
         elif isinstance(tensor, torch.Tensor):
             address = tensor.data_ptr()
             place: Any = address if address in span else address & 15
-            if address < end and begin - address < tensor.nbytes:
+            if tensor is out:
+                place = ~place
+            elif address < end and begin - address < tensor.nbytes:
                 place = place, begin - address
             found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place))
         else:

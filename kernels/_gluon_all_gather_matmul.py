@@ -208,7 +208,7 @@ def _push(
             else:
                 ptx.drain(world)
             ptx.cta_barrier()
-            ptx.fence("sys")
+            ptx.fence()
             for d in gl.static_range(1, SIZE):
                 gl.atomic_add(pl.peer(counter, (rank + d) % SIZE, world), 1, sem="relaxed", scope="sys")
 

@@ -337,7 +337,7 @@ def publish(world):
     """Before a relaxed signal: what this warp has stored by TMA has landed, for all ranks."""
     ptx.drain(world)
     ptx.cta_barrier()
-    ptx.fence("sys")
+    ptx.fence()
 
 
 @gluon.jit

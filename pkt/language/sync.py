@@ -50,7 +50,7 @@ def signal_all(ptr, world, value=1, op: tl.constexpr = _ADD):
     time of a release to each. Peers in the order rank + 1, rank + 2, ..., so that ranks do not all send to rank 0."""
     ptx.drain(world)
     ptx.cta_barrier()
-    ptx.fence("sys")
+    ptx.fence()
     for i in tl.static_range(1, world.size + 1):
         _post(address.peer(ptr, (world.rank + i) % world.size, world), value, op, "relaxed")
 
@@ -109,7 +109,7 @@ def test(ptr, at_least, world, cmp: tl.constexpr = _GE):  # noqa: PT028
 @triton.jit
 def fence():
     """`fence.acq_rel.sys` in every thread, for hand-written protocols; `signal` and `wait` need none."""
-    ptx.fence("sys")
+    ptx.fence()
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def quiet():
     after it is seen after them. `cp.async.bulk.wait_group 0`, `fence.proxy.async`, `fence.acq_rel.sys`,
     `bar.sync`."""
     ptx.drain(None)
-    ptx.fence("sys")
+    ptx.fence()
     ptx.cta_barrier()
 
 
@@ -134,7 +134,7 @@ def _arrive_everywhere(ptr, world):
     """One arrival of this rank at every rank's counter. The caller has drained, and has read its own counter: a peer
     that has seen my arrival may already arrive for the next round here."""
     share = _share(tl.cast(world.rank, tl.int32) == 0, world.size)
-    ptx.fence("sys")
+    ptx.fence()
     for i in tl.static_range(1, world.size + 1):
         tl.atomic_add(address.peer(ptr, (world.rank + i) % world.size, world), share, sem="relaxed", scope="sys")
 

@@ -62,9 +62,8 @@ class SharedJournal:
     def read(self, rank: int, ordinal: int) -> bytes:
         """What `rank` wrote as its call number `ordinal`, at most `written(rank)` and not older than the ring."""
         at, log = _COUNTERS + ordinal % SLOTS * SLOT_BYTES, self._maps[rank]
-        for _ in range(
-            1000
-        ):  # the counter may be seen before the slot: another processor's stores come in their own time
+        # The counter may be seen before the slot: another processor's stores come in their own time.
+        for _ in range(1000):
             found, checksum, length = _SLOT.unpack_from(log, at)
             record = log[at + _SLOT.size : at + _SLOT.size + min(length, _ROOM)]
             if found == ordinal and zlib.crc32(record) == checksum:

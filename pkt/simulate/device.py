@@ -24,7 +24,7 @@ from pkt.simulate.sites import site, site_of
 class SimulatedDevice(Flagged, Multimem):
     """See the module. One for the machine; `machine.current` says which program calls."""
 
-    def wait(self, ptr: Any, want: Any, cmp: str, world_rank: Any, status: Any) -> tl.tensor:
+    def wait(self, ptr: Any, want: Any, cmp: str) -> tl.tensor:
         m, task = self.m, self.m.current
         at = site()
         self._step()
@@ -57,7 +57,7 @@ class SimulatedDevice(Flagged, Multimem):
                     self.detector.order_async()
         return _int32(blocked.found())
 
-    def fence(self, scope: str) -> None:
+    def fence(self) -> None:
         m, task = self.m, self.m.current
         at = site()
         if at.call in SYNC:

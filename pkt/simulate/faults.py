@@ -14,7 +14,7 @@ Change = Literal["remove", "relax", "no drain", "no proxy fence"]
 # Calls that synchronise. atomic_*, load and store also end up here as sites of accesses, but are not mutated.
 SYNC = frozenset(
     "signal signal_all wait barrier grid_barrier world_barrier fence quiet barrier_all sync_all signal_op "
-    "signal_wait_until putmem_signal putmem_signal_nbi broadcast publish put_flagged take_flagged "
+    "signal_wait_until putmem_signal putmem_signal_nbi broadcast put_flagged take_flagged "
     "take_flagged_all".split()
 )
 

@@ -30,9 +30,8 @@ from pkt.tune.config import Config
 
 FORMAT = 1
 
-_simulated: dict[
-    str, dict[str, Any]
-] = {}  # choices made on a modelled clock: of this process, they are no measurements
+# Choices made on a modelled clock: of this process, since they are no measurements.
+_simulated: dict[str, dict[str, Any]] = {}
 _warned: set[str] = set()
 
 

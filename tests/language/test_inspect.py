@@ -250,7 +250,7 @@ def test_outside_of_kernels_and_the_simulator_the_primitives_say_so():
     from pkt.language import ptx
 
     with pytest.raises(Unsupported, match="pkt.launch"):
-        ptx.fence("sys")
+        ptx.fence()
 
 
 @pytest.mark.parametrize("arch", ARCHS)

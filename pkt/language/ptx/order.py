@@ -26,14 +26,12 @@ def load_relaxed(ptr, _semantic=None):
 
 
 @primitive
-def fence(scope, _semantic=None):
-    """`fence.acq_rel.<scope>`, in every thread; scope is "sys" or "gpu"."""
+def fence(_semantic=None):
+    """`fence.acq_rel.sys`, in every thread."""
     machine = simulator(_semantic)
     if machine is not None:
-        return machine.fence(scope)
-    if scope not in ("sys", "gpu"):
-        raise ValueError(f'scope is "sys" or "gpu", not {scope!r}')
-    asm(f"fence.acq_rel.{scope}; mov.b32 $0, 0;", "=r", [], core.int32, _semantic)
+        return machine.fence()
+    asm("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], core.int32, _semantic)
     return None
 
 

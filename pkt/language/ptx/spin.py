@@ -11,6 +11,7 @@ from ..world import (
     CMP_ABORTED,
     CMP_CODES,
     MAX_RECORDS,
+    RECORD_FIELDS,
     RECORD_WORDS,
     STATUS_ABORT,
     STATUS_DEADLINE,
@@ -163,7 +164,7 @@ def spin(
         first=4 * STATUS_FIRST_RECORD,
         record=4 * RECORD_WORDS,
         records=MAX_RECORDS,
-        owner=4 * 9,
+        owner=4 * RECORD_FIELDS.index("owner"),
         site=site_hash(_kernel_name()),
         stride=plain(world.stride),
         size=plain(world.size),
@@ -190,7 +191,7 @@ def wait(ptr, want, cmp, world, _semantic=None):
         raise ValueError(f"a counter is a scalar pointer to int32, not {ptr.type}")
     machine = simulator(_semantic)
     if machine is not None:
-        return machine.wait(ptr, want, cmp, plain(world.rank), world.status)
+        return machine.wait(ptr, want, cmp)
     holds = _HOLDS[cmp].format(found="$0", want="$2")
     load, after = "ld.acquire.sys.global.b32 $0, [$1];", proxy_fences(world, _semantic)
     text = spin(load, holds, "$0", "$1", 2, cmp, world, after=after)

@@ -85,6 +85,7 @@ class Backend(Protocol):
     multicast: bool  # the multicast window exists
     num_sms: int  # programs that can be resident, one a SM
     base: int  # address of my window
+    gap: int  # bytes that are nobody's between two blocks, where what runs past the end of one is to be found
 
     def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A tensor of one dimension over `nbytes` at `offset` of `rank`'s window; `rank == size` is the multicast

@@ -34,6 +34,8 @@ T = TypeVar("T")
 class CudaBackend:
     """pkt.runtime.backend.Backend over a Driver and a Transport; made by `open_world` in pkt.runtime.bootstrap."""
 
+    gap = 0
+
     def __init__(
         self,
         driver: Driver,

@@ -74,7 +74,7 @@ class SymmetricHeap:
         self.capacity = min(capacity, backend.capacity)
         self.closed = False
         self.world: World | None = None
-        self.ledger = Ledger(self.capacity)
+        self.ledger = Ledger(self.capacity, backend.gap)
         self.agreement = Agreement(backend)
         self.live: dict[int, Allocation] = {}
         self.allocations = 0  # so far

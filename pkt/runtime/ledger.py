@@ -1,7 +1,6 @@
 """Which bytes of a window are taken: first fit, coalescing, deterministic.
 
-Every rank runs the same ledger on the same calls, so the offsets agree without a word between them. Between two blocks
-there is at least a byte that is nobody's, so that what runs past the end of one is found by the simulator. Holes lie
+Every rank runs the same ledger on the same calls, so the offsets agree without a word between them. Holes lie
 in address order in chunks of at most 2 * CHUNK, each with its largest size noted (sqrt decomposition): an
 operation costs a scan over the chunks and one inside a chunk, about 10 us with 10^4 live blocks.
 """
@@ -24,10 +23,10 @@ class _Chunk:
 
 
 class Ledger:
-    """A pure allocator over [0, capacity) in units of ALIGNMENT bytes."""
+    """A pure allocator over [0, capacity) in units of ALIGNMENT bytes; behind each block at least `gap` are nobody's."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity // ALIGNMENT * ALIGNMENT
+    def __init__(self, capacity: int, gap: int = 0) -> None:
+        self.capacity, self.gap = capacity // ALIGNMENT * ALIGNMENT, gap
         self.free_bytes = self.capacity
         self.live: dict[int, int] = {}  # offset -> bytes taken
         self._chunks: list[_Chunk] = []
@@ -41,8 +40,8 @@ class Ledger:
         return max((c.largest for c in self._chunks), default=0)
 
     def rounded(self, nbytes: int) -> int:
-        """Bytes that an allocation of `nbytes` takes: whole units, and more than it asks for."""
-        return (nbytes // ALIGNMENT + 1) * ALIGNMENT
+        """Bytes that an allocation of `nbytes` takes; an empty one takes a unit too, so that it has an address."""
+        return (-(-(nbytes + self.gap) // ALIGNMENT) or 1) * ALIGNMENT
 
     def allocate(self, nbytes: int) -> int | None:
         """Offset of the lowest hole that holds `nbytes`, or None; None changes nothing."""

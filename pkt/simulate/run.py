@@ -32,7 +32,7 @@ class SimulatedRank:
         self.torch_device = torch.device("cpu")
         self.stride, self.capacity = machine.space.stride, min(capacity, machine.space.stride)
         self.multicast, self.num_sms = machine.multicast, machine.sms
-        self.base = machine.space.window(rank)
+        self.base, self.gap = machine.space.window(rank), 1
         self._regions: dict[int, Region] = {}
 
     def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

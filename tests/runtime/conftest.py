@@ -39,7 +39,7 @@ class Meeting:
 class ThreadBackend:
     """One rank of `Meeting`'s threads."""
 
-    num_sms = 4
+    num_sms, gap = 4, 0
     multicast = False
     torch_device = torch.device("cpu")
 

@@ -10,13 +10,10 @@ import torch
 import pkt
 from pkt.errors import AllocationMismatch, Closed, HeapFull, ShapeError, SignalIndexError, UseAfterFree
 from pkt.language.world import STATUS_BYTES
-from pkt.runtime.backend import ALIGNMENT, GUARD_WORD, SIGNAL_GUARD, SIGNAL_HEADER
+from pkt.runtime.backend import GUARD_WORD, SIGNAL_GUARD, SIGNAL_HEADER
 from pkt.runtime.heap import heap_bytes
 
 from .conftest import CAPACITY
-
-FIRST = STATUS_BYTES + ALIGNMENT  # where the first tensor lies
-MOST = CAPACITY - FIRST - 1  # bytes of the largest tensor
 
 
 def errors_of(results):
@@ -35,9 +32,9 @@ def test_offsets_agree_and_the_backend_is_told(ranks):
     kinds = [(what, block.kind, block.offset, block.nbytes, block.name) for what, block in told[0]]
     assert kinds == [
         ("allocated", "status", 0, STATUS_BYTES, "status"),
-        ("allocated", "data", FIRST, 600, "x"),
-        ("allocated", "data", FIRST + 768, 20, "mine"),
-        ("freed", "data", FIRST, 600, "x"),
+        ("allocated", "data", STATUS_BYTES, 600, "x"),
+        ("allocated", "data", STATUS_BYTES + 768, 20, "mine"),
+        ("freed", "data", STATUS_BYTES, 600, "x"),
     ]
     assert names[0] == "mine"
 
@@ -50,14 +47,14 @@ def test_full_on_every_rank_and_nothing_lost(ranks):
             big = pkt.empty(CAPACITY // 2, dtype=torch.uint8)  # noqa: F841
         assert (world.heap.ledger.free_bytes, world.heap.ledger.largest) == before
         half.free()
-        again = pkt.empty(MOST, dtype=torch.uint8)  # freed memory comes back, and all of it
+        again = pkt.empty(CAPACITY - STATUS_BYTES, dtype=torch.uint8)  # freed memory comes back, and all of it
         return str(caught.value), again.numel()
 
     (message, count), *others = ranks(3, main)
-    said = "heap full: wanted 512 KiB for 'big', free 507.5 KiB, largest block 507.5 KiB; raise heap= or PKT_HEAP"
+    said = "heap full: wanted 512 KiB for 'big', free 508 KiB, largest block 508 KiB; raise heap= or PKT_HEAP"
     assert message == f"rank 0: {said}"
     assert all(m == message.replace("rank 0", f"rank {r}") for r, (m, _) in enumerate(others, 1))
-    assert count == MOST
+    assert count == CAPACITY - STATUS_BYTES
 
 
 def test_freed_memory_is_not_reused_before_a_collective_point(ranks):

@@ -14,11 +14,11 @@ from pkt.runtime.ledger import CHUNK, Ledger
 class Plain:
     """The same allocator, a list of holes and no cleverness: what Ledger must equal."""
 
-    def __init__(self, capacity, alignment=256):
-        self.alignment, self.gaps, self.live = alignment, [(0, capacity)], {}
+    def __init__(self, capacity, gap, alignment=256):
+        self.gap, self.alignment, self.gaps, self.live = gap, alignment, [(0, capacity)], {}
 
     def allocate(self, nbytes):
-        need = (nbytes // self.alignment + 1) * self.alignment
+        need = max(1, -(-(nbytes + self.gap) // self.alignment)) * self.alignment
         for i, (offset, size) in enumerate(self.gaps):
             if size >= need:
                 self.gaps[i : i + 1] = [(offset + need, size - need)] if size > need else []
@@ -52,11 +52,12 @@ def check(ledger):
     assert ledger.largest == max((n for _, n in holes), default=0)
 
 
+@pytest.mark.parametrize("gap", [0, 1])
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=400), st.integers(0, 1 << 30))
-def test_equals_the_plain_allocator(steps, seed):
+def test_equals_the_plain_allocator(gap, steps, seed):
     pick = random.Random(seed)
-    ledger, plain = Ledger(1 << 16), Plain(1 << 16)
+    ledger, plain = Ledger(1 << 16, gap), Plain(1 << 16, gap)
     for allocate, nbytes in steps:
         if allocate or not plain.live:
             assert ledger.allocate(nbytes) == plain.allocate(nbytes)
@@ -101,8 +102,8 @@ def test_100_000_random_steps_without_overlap_and_the_same_on_four_ranks():
 
 def test_full_changes_nothing():
     ledger = Ledger(1024)
-    a, b = ledger.allocate(511), ledger.allocate(255)
-    assert ledger.allocate(256) is None
+    a, b = ledger.allocate(512), ledger.allocate(256)
+    assert ledger.allocate(512) is None
     assert (ledger.free_bytes, ledger.largest, set(ledger.live)) == (256, 256, {a, b})
     ledger.free(a)
     assert ledger.holes() == [(0, 512), (768, 256)]
@@ -124,7 +125,7 @@ def test_free_of_what_is_not_there():
 
 def test_many_holes_split_and_vanish():
     ledger = Ledger(1 << 20)
-    offsets = [ledger.allocate(255) for _ in range(4096)]
+    offsets = [ledger.allocate(256) for _ in range(4096)]
     for offset in offsets[::2]:
         ledger.free(offset)
     assert len(ledger.holes()) == 2048 > 8 * CHUNK

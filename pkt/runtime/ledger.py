@@ -23,7 +23,7 @@ class _Chunk:
 
 
 class Ledger:
-    """A pure allocator over [0, capacity) in units of ALIGNMENT bytes; behind each block at least `gap` are nobody's."""
+    """A pure allocator over [0, capacity) in units of ALIGNMENT bytes, `gap` at least behind each block nobody's."""
 
     def __init__(self, capacity: int, gap: int = 0) -> None:
         self.capacity, self.gap = capacity // ALIGNMENT * ALIGNMENT, gap

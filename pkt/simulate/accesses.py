@@ -12,20 +12,17 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from pkt import errors
 from pkt.simulate import cost
+from pkt.simulate.astray import astray, check_counters
 from pkt.simulate.builder import Tile
-from pkt.simulate.detector import Detector, accessed
+from pkt.simulate.detector import Detector
 from pkt.simulate.memory import Access, Pending, Strided, Unmapped
 from pkt.simulate.numerics import BITS, encode
-from pkt.simulate.sites import site
 
 UNINTERRUPTED = 4096  # accesses of one program after which others run too, and after which it may count as stuck
-TURNS = 512  # turns of a loop with no access that count as one poll of a spin
-EPOCH_BYTES = 8  # the word that `epoch` counts in
-_NOWHERE = "an address in no rank's heap"
-LONG = 16  # polls that so many count for
-REPEATS = 16  # loads of the same words, with nothing in between, that count as one poll of a spin
+LONG = 16  # polls of a spin that so many count for
+REPEATS = 16  # loads of the same words, with nothing in between, that count as one poll
+TURNS = 512  # turns of a loop with no access that count as one poll
 
 
 class Accesses:
@@ -157,67 +154,17 @@ class Accesses:
         try:
             parts = self.m.space.resolve(addresses, mask, itemsize)
         except Unmapped as unmapped:
-            raise self._outside(unmapped, kind) from None
+            raise astray(self.m, unmapped, kind) from None
         for access, _ in parts:
             if access.region.kind == "signals":
-                self._check_counters(access, kind)
+                check_counters(self.m, access, kind)
         return parts
 
     def _tile(self, tile: Tile, kind: str) -> Strided | None:
         try:
             return self.m.space.tile(tile.address, tile.shape, tile.strides, tile.dtype.itemsize)
         except Unmapped as unmapped:
-            raise self._outside(unmapped, kind) from None
-
-    def _check_counters(self, access: Access, kind: str) -> None:
-        """Of `pkt.signals` a kernel may touch the counters, and by `epoch` the word at the beginning; the words beside
-        them are pkt's."""
-        region = access.region
-        low, high = access.span()
-        if (low >= region.lead and high <= region.lead + 4 * region.shape[0]) or (low, high) == (0, EPOCH_BYTES):
-            return
-        at = site()
-        outside = low if low < region.lead else high - access.itemsize
-        found = accessed(self.m.current, kind, f"rank {region.rank}'s {region.element(region.base + outside)}", at)
-        if at.call == "epoch":
-            raise errors.SignalIndexError.epoch(found)
-        raise errors.SignalIndexError.beside(found, region.name, region.shape[0])
-
-    def _outside(self, unmapped: Unmapped, kind: str) -> Exception:
-        """What is wrong with an address that no live region holds. No raw address is in the text: it differs from run
-        to run, and the same finding should read the same."""
-        space, address, at = self.m.space, unmapped.address, site()
-        window = (address - space.base) // space.stride
-        home = address - (window - self.rank) * space.stride  # where it would be in my window
-
-        def access(tensor: str) -> errors.Access:
-            return accessed(self.m.current, kind, tensor, at)
-
-        if unmapped.region is not None:
-            freed = unmapped.region
-            return errors.UseAfterFree.device(access(f"rank {freed.rank}'s {freed.element(address)}"), freed.freed_at)
-        if at.call == "epoch":
-            return errors.SignalIndexError.epoch(access("what is no counter"))
-        for distance in range(-space.size, space.size + 1):
-            local = space.holding(address - distance * space.stride)
-            if local is not None and local.kind == "local":
-                element = local.element(address - distance * space.stride)
-                peer = f"rank {self.rank + distance}'s {element}, a peer's copy of a plain tensor"
-                return errors.OutOfBounds.outside(access(peer), f"allocate {local.name} with pkt.empty or its like")
-        mine = space.holding(home)
-        if window == space.size and self.m.multicast and not at.call:
-            element = mine.element(home) if mine else f"byte {home - space.window(self.rank)}"
-            return errors.MulticastAccess.plain(access(f"the multicast window at {element}"))
-        exists = 0 <= window < space.size
-        if not exists and mine is not None:
-            element, peers = f"rank {window}'s {mine.element(home)}", f"peers are ranks 0 to {space.size - 1}"
-            return errors.OutOfBounds.outside(access(element), peers)
-        where = f"byte {address - space.window(window)} of rank {window}'s heap" if exists else _NOWHERE
-        near, hint = space.nearest(address), ""
-        if near is not None and (near.rank == window if exists else address - near.end < space.stride):
-            past = address - near.end + 1
-            hint = f"nearest: {near.name} of rank {near.rank}, which ends {past} byte{'s'[: past > 1]} before"
-        return errors.OutOfBounds.outside(access(where), hint)
+            raise astray(self.m, unmapped, kind) from None
 
     # stores
 

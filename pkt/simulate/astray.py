@@ -1,0 +1,67 @@
+"""What is wrong with an address: outside, freed, of no rank, of a plain tensor, beside the counters.
+
+No raw address is in a text: it differs from run to run, and the same finding should read the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pkt import errors
+from pkt.simulate.detector import accessed
+from pkt.simulate.memory import Access, Unmapped
+from pkt.simulate.sites import site
+
+EPOCH_BYTES = 8  # the word that `epoch` counts in
+
+
+def check_counters(machine: Any, access: Access, kind: str) -> None:
+    """Of `pkt.signals` a kernel may touch the counters, and by `epoch` the word at the beginning; the words beside them
+    are pkt's."""
+    region = access.region
+    low, high = access.span()
+    if (low >= region.lead and high <= region.lead + 4 * region.shape[0]) or (low, high) == (0, EPOCH_BYTES):
+        return
+    at = site()
+    outside = low if low < region.lead else high - access.itemsize
+    found = accessed(machine.current, kind, f"rank {region.rank}'s {region.element(region.base + outside)}", at)
+    if at.call == "epoch":
+        raise errors.SignalIndexError.epoch(found)
+    raise errors.SignalIndexError.beside(found, region.name, region.shape[0])
+
+
+def astray(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
+    """The error of an access of the current program to an address that no live region holds."""
+    space, address, at, rank = machine.space, unmapped.address, site(), machine.current.rank
+    window = (address - space.base) // space.stride
+    home = address - (window - rank) * space.stride  # where it would be in the program's own window
+    mine, near, exists = space.holding(home), space.nearest(address), 0 <= window < space.size
+
+    def access(tensor: str) -> errors.Access:
+        return accessed(machine.current, kind, tensor, at)
+
+    if unmapped.region is not None:
+        freed = unmapped.region
+        return errors.UseAfterFree.device(access(f"rank {freed.rank}'s {freed.element(address)}"), freed.freed_at)
+    if at.call == "epoch":
+        return errors.SignalIndexError.epoch(access("what is no counter"))
+    for distance in range(-space.size, space.size + 1):
+        here = address - distance * space.stride
+        local = space.holding(here)
+        if local is not None and local.kind == "local":
+            peer = f"rank {rank + distance}'s {local.element(here)}, a peer's copy of a plain tensor"
+            return errors.OutOfBounds.outside(access(peer), f"allocate {local.name} with pkt.empty or its like")
+    if window == space.size and machine.multicast and not at.call:
+        element = mine.element(home) if mine else f"byte {home - space.window(rank)}"
+        return errors.MulticastAccess.plain(access(f"the multicast window at {element}"))
+    if not exists and mine is not None:
+        element, peers = f"rank {window}'s {mine.element(home)}", f"peers are ranks 0 to {space.size - 1}"
+        return errors.OutOfBounds.outside(access(element), peers)
+    where = (
+        f"byte {address - space.window(window)} of rank {window}'s heap" if exists else "an address in no rank's heap"
+    )
+    hint = ""
+    if near is not None and (near.rank == window if exists else address - near.end < space.stride):
+        past = address - near.end + 1
+        hint = f"nearest: {near.name} of rank {near.rank}, which ends {past} byte{'s'[: past > 1]} before"
+    return errors.OutOfBounds.outside(access(where), hint)

@@ -93,7 +93,7 @@ def _peer(ptr, rank, world):
 
 
 @triton.jit
-def _no_fence(scope: tl.constexpr):
+def _no_fence():
     pass
 
 

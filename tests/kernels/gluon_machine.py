@@ -287,7 +287,7 @@ class Machine:
         )
         ptx = SimpleNamespace(
             drain=lambda world, pending=0: self._wait_group("done", pending), cta_barrier=lambda: None,
-            fence=lambda scope: None,
+            fence=lambda: None,
         )  # fmt: skip
         return {
             "gl": gl, "tl": SimpleNamespace(where=_where), "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,

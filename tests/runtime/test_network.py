@@ -405,7 +405,7 @@ def test_a_rank_that_gives_up_is_heard_by_those_who_have_its_message():
     )
     start = time.monotonic()
     errors = threads(3, lambda rank: found[rank].exchange(None, "barrier()") if rank < 2 else time.sleep(1))
-    assert time.monotonic() - start < 8, "well before rank 0's own deadline"
+    assert time.monotonic() - start < 3
     assert isinstance(errors[1], WaitTimeout)
     assert isinstance(errors[0], PeerLost)
     assert errors[0].lost == {2: "did not come in time"}
@@ -428,7 +428,7 @@ def test_the_watchdog_tells_a_rank_that_left_from_one_that_was_lost(file_store):
         time.sleep(0.6)
         world.synchronize()  # rank 1 has gone, as it should
         seen[0] = 1
-        for _ in range(500):
+        for _ in range(100):
             time.sleep(0.01)
             try:
                 world.synchronize()

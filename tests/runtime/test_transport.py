@@ -116,7 +116,7 @@ def test_a_silent_peer_is_named_by_all_at_the_deadline(meeting):
     found = transports(meeting, 3, timeout=0.5)
     start = time.monotonic()
     errors = threads(3, lambda rank: found[rank].exchange(None, "barrier()") if rank != 1 else time.sleep(1))
-    assert time.monotonic() - start < 4.5, "its own deadline is 0.5 s"
+    assert time.monotonic() - start < 2.5
     for error in (errors[0], errors[2]):
         assert isinstance(error, (WaitTimeout, PeerLost))
         assert "rank 1" in str(error)
@@ -175,7 +175,7 @@ def test_an_impostor_is_turned_away_and_holds_nobody_up(meeting):
 
     start = time.monotonic()
     found = threads(2, main)
-    assert time.monotonic() - start < 4.5, "no stranger's silence was waited for, 5 s"
+    assert time.monotonic() - start < 3
     assert [set(f) for f in found] == [{1}, {0}]
     for connections in found:
         for connection in connections.values():
@@ -296,24 +296,29 @@ def lose(size, victim, step, how):
         place.remove()
 
 
-def check_survivors(size, victim, step, how):
-    """What is late is played again: a machine that stands still for a second does so once, pkt would again."""
-    for _ in range(2):
-        ends, since = lose(size, victim, step, how)
-        for end in ends:
-            what = (size, victim, step, end)
-            if end.rank == victim:
-                assert end.died == signal.SIGKILL or how == signal.SIGSTOP
-                continue
-            assert isinstance(end.error, (PeerLost, WaitTimeout)), what
-            assert f"rank {victim}" in str(end.error), what
-            if isinstance(end.error, PeerLost):
-                assert end.error.lost.keys() == {victim}, what
-        late = max(end.at for end in ends) - since
-        if late < DEADLINE + 2:
-            return
-        warnings.warn(f"{late:.1f} s after a loss: {ends}", stacklevel=2)
-    raise AssertionError((late, size, victim, step, ends))
+def slowest(size, victim, step, how):
+    """Play a loss: seconds that the last survivor took to leave, all of them naming the victim and nobody else."""
+    ends, since = lose(size, victim, step, how)
+    for end in ends:
+        what = (size, victim, step, end)
+        if end.rank == victim:
+            assert end.died == signal.SIGKILL or how == signal.SIGSTOP
+            continue
+        assert isinstance(end.error, (PeerLost, WaitTimeout)), what
+        assert f"rank {victim}" in str(end.error), what
+        if isinstance(end.error, PeerLost):
+            assert end.error.lost.keys() == {victim}, what
+    return max(end.at for end in ends) - since
+
+
+def check_survivors(*loss):
+    """What is late is played three times more, and may not be late again: a machine that stands still for a second does
+    so once."""
+    late = slowest(*loss)
+    if late >= DEADLINE + 2:
+        warnings.warn(f"{late:.1f} s after the loss {loss}", stacklevel=2)
+        late = max(slowest(*loss) for _ in range(3))
+    assert late < DEADLINE + 2, loss
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

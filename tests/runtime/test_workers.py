@@ -46,20 +46,17 @@ def test_results_warm_processes_and_labels(workers, capsys):
     first = run(workers, main, 10)
     assert [value for value, _ in first] == [44, 40]
     assert [pid for _, pid in first] == workers.pids
-    took = []
-    for _ in range(3):
-        start = time.monotonic()
-        assert run(workers, main, 0) == [(4, first[0][1]), (0, first[1][1])]
-        took.append(time.monotonic() - start)
-    assert min(took) < 1.0
+    start = time.monotonic()
+    assert run(workers, main, 0) == [(4, first[0][1]), (0, first[1][1])]
+    assert time.monotonic() - start < 1.0
     out = err = ""
     deadline = time.monotonic() + 10
-    while (len(out.splitlines()) < 8 or len(err.splitlines()) < 8) and time.monotonic() < deadline:
+    while (len(out.splitlines()) < 4 or len(err.splitlines()) < 4) and time.monotonic() < deadline:
         time.sleep(0.02)  # lines come by a pipe
         more = capsys.readouterr()
         out, err = out + more.out, err + more.err
-    assert sorted(out.splitlines()) == sorted(["[rank 0] hello", "[rank 1] hello"] * 4)
-    assert sorted(err.splitlines()) == sorted(["[rank 0] problem", "[rank 1] problem"] * 4)
+    assert sorted(out.splitlines()) == sorted(["[rank 0] hello", "[rank 1] hello"] * 2)
+    assert sorted(err.splitlines()) == sorted(["[rank 0] problem", "[rank 1] problem"] * 2)
 
 
 def test_full_passes_of_the_garbage_collector_leave_out_what_stays(workers):

@@ -121,7 +121,7 @@ def two_shot_kernel(
 def two_shot_push_kernel(
     x_ptr,  # (n,) this rank's; may be `out`
     out_ptr,  # (n,) on every rank; rank r stores the tiles r, r + size, ... into all of them
-    inbox_ptr,  # (SLOTS, size - 1, programs, TOGETHER * BLOCK) on every rank, see Inboxes
+    inbox_ptr,  # (2, size - 1, programs, TOGETHER * BLOCK) on every rank, see Inboxes
     sent_ptr,  # int32 (programs, size) on every rank
     bar_ptr,  # int32 (programs,) on every rank
     n,
@@ -131,34 +131,30 @@ def two_shot_push_kernel(
     TOGETHER: tl.constexpr,  # blocks in a tile
 ):
     pid = tl.program_id(0)
-    programs = tl.num_programs(0)
     TILE: tl.constexpr = TOGETHER * BLOCK
     rank = tl.cast(world.rank, tl.int32)
     counts = sent_ptr + pid * world.size
     sent = pl.atomic_add(counts + rank, 0, rank, world, sem="relaxed")
     element = tl.arange(0, BLOCK)
-    turns = (n - 1) // (world.size * TILE) + 1
-    for turn in range(pid, turns + programs, programs):
+    for turn in range(pid, (n - 1) // (world.size * TILE) + 1, tl.num_programs(0)):
         first = tl.cast(turn, tl.int64) * (world.size * TILE) + element
-        if turn < turns:
-            for j in range(TOGETHER):
-                for i in tl.static_range(1, world.size):
-                    peer = (rank + i) % world.size
-                    offs = first + peer * TILE + j * BLOCK
-                    place = in_inbox(inbox_ptr, sent, world.size - i, world, TILE) + j * BLOCK + element
-                    pl.store(place, tl.load(x_ptr + offs, mask=offs < n, other=0), peer, world)
-            pl.signal_all(counts + rank, world)  # publish; and what I sent of x may be overwritten
-        if turn >= programs:  # the tile before, while this one is on its way
-            await_sent(counts, sent - 1, world)
-            for j in range(TOGETHER):
-                offs = first + (rank - programs * world.size) * TILE + j * BLOCK
-                total = tl.load(x_ptr + offs, mask=offs < n).to(tl.float32)
-                for i in tl.static_range(1, world.size):
-                    x = tl.load(in_inbox(inbox_ptr, sent - 1, i, world, TILE) + j * BLOCK + element)
-                    total = combine(total, x.to(tl.float32), OP)
-                for i in tl.static_range(1, world.size + 1):
-                    peer = (rank + i) % world.size
-                    pl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), peer, world, mask=offs < n)
+        for j in range(TOGETHER):
+            for i in tl.static_range(1, world.size):
+                peer = (rank + i) % world.size
+                offs = first + peer * TILE + j * BLOCK
+                place = in_inbox(inbox_ptr, sent, world.size - i, world, TILE) + j * BLOCK + element
+                pl.store(place, tl.load(x_ptr + offs, mask=offs < n, other=0), peer, world)
+        pl.signal_all(counts + rank, world)  # publish; and what I sent of x may be overwritten
+        await_sent(counts, sent, world)
+        for j in range(TOGETHER):
+            offs = first + rank * TILE + j * BLOCK
+            total = tl.load(x_ptr + offs, mask=offs < n).to(tl.float32)
+            for i in tl.static_range(1, world.size):
+                x = tl.load(in_inbox(inbox_ptr, sent, i, world, TILE) + j * BLOCK + element)
+                total = combine(total, x.to(tl.float32), OP)
+            for i in tl.static_range(1, world.size + 1):
+                peer = (rank + i) % world.size
+                pl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), peer, world, mask=offs < n)
         sent += 1
     pl.barrier(bar_ptr + pid, world)  # publish: this program's sums are there on every rank
 
@@ -210,7 +206,7 @@ def all_reduce(
     `low_latency` says, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
     the tensors are 16-byte aligned, else two_shot, from TWO_SHOT_PUSH_BYTES on two_shot_push and from COPIED_BYTES on
     copy. Of symmetric memory low_latency keeps 8 / 3 * size times x's bytes, low_latency_two_shot 16 / 3 times, rounded
-    up to a power of two, each power once and with all_gather; two_shot_push 4 * (size - 1) tiles a program for each
+    up to a power of two, each power once and with all_gather; two_shot_push 2 * (size - 1) tiles a program for each
     size of tile and grid, as reduce_scatter, copy x's bytes less a part for each size of part. block: elements a
     program moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each
     rank at most, REDUCE_CHUNKS of _copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at

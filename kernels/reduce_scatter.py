@@ -2,9 +2,8 @@
 
 pull: each rank loads its part from every rank, run by run where it lies (see _runs). Two barriers of the programs of
     one index on all ranks.
-push: each rank stores each tile into its owner's inbox, which adds what came, the next one already on its way: `x`
-    need not be symmetric, and there is no barrier, but a signal to each rank for a tile. Stores reach more of the links
-    than loads.
+push: each rank stores each tile into its owner's inbox, which adds what came: `x` need not be symmetric, and there is
+    no barrier, but a signal to each rank for a tile. Stores reach more of the links than loads.
 copy: push by the copy engines, see _copy_reduce: for parts of many megabytes.
 
 In all of them each reduces in fp32, in the order rank, rank + 1, ...: deterministic, the same bits in all, and
@@ -101,15 +100,10 @@ def pull_kernel(
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read its part of my x
 
 
-SLOTS = tl.constexpr(4)
-"""Tiles that an inbox holds of each program of each peer. A program adds tile t when it has sent t + 1, so a peer that
-has added t knows of my t, which I sent when I had added t - 2: it may send t + 2, where t - 2 was."""
-
-
 class Inboxes(NamedTuple):
     """Where the tiles of other ranks arrive."""
 
-    inbox: SymmetricTensor  # (SLOTS, size - 1, programs, tile) on every rank; rank + d stores [:, d - 1], slots in turn
+    inbox: SymmetricTensor  # (2, size - 1, programs, tile) on every rank; rank + d stores [:, d - 1], halves in turn
     counters: SymmetricTensor  # (programs, size); [p, r]: how many tiles program p of rank r has ever sent
 
 
@@ -117,7 +111,7 @@ def inboxes(programs: int, tile: int, dtype: torch.dtype, world: World) -> Inbox
     """Made once for each grid and tile: launches that share an inbox must agree on what lies where."""
 
     def make() -> Inboxes:
-        shape = SLOTS.value, max(world.size - 1, 1), programs, tile
+        shape = 2, max(world.size - 1, 1), programs, tile
         inbox = empty(*shape, dtype=dtype, name="kernels.inbox", world=world)
         return Inboxes(inbox, signals(programs * world.size, name="kernels.sent", world=world))
 
@@ -135,13 +129,14 @@ def pushed_tile(part: int, itemsize: int, access: int = 16) -> int:
 def in_inbox(inbox_ptr, sent, distance, world, tile):
     """Where what rank + `distance` sends is, of this program's tile after `sent`. Tiles are stored and loaded whole and
     with no mask, so that accesses are 16 bytes wide however long a run of x is."""
-    slot = tl.cast(sent & (SLOTS - 1), tl.int64) * (world.size - 1) + (distance - 1)
+    slot = tl.cast(sent & 1, tl.int64) * (world.size - 1) + (distance - 1)
     return inbox_ptr + (slot * tl.num_programs(0) + tl.program_id(0)) * tile
 
 
 @triton.jit
 def await_sent(counts, sent, world):
-    """Until the tile after `sent` has come from every rank."""
+    """Until the tile after `sent` has come from every rank. Before a rank sent it, it had added up the one before, so
+    the half of its inbox where that was is free for my next."""
     for i in tl.static_range(0, world.size):
         # Of mine there is only the count, from which the next launch goes on.
         pl.wait(counts + (tl.cast(world.rank, tl.int32) + i) % world.size, sent + 1, world)
@@ -151,7 +146,7 @@ def await_sent(counts, sent, world):
 def push_kernel(
     x_ptr,  # (rows, size, run) this rank's
     out_ptr,  # (rows, run) this rank's
-    inbox_ptr,  # (SLOTS, size - 1, programs, tile) on every rank, see Inboxes
+    inbox_ptr,  # (2, size - 1, programs, tile) on every rank, see Inboxes
     sent_ptr,  # int32 (programs, size) on every rank
     part,  # Runs
     world,
@@ -159,29 +154,26 @@ def push_kernel(
     PIECE: tl.constexpr,  # elements of a tile that are added at a time
 ):
     pid = tl.program_id(0)
-    programs = tl.num_programs(0)
     tile: tl.constexpr = part.ROWS * part.COLS
     rank = tl.cast(world.rank, tl.int32)
     counts = sent_ptr + pid * world.size
     sent = pl.atomic_add(counts + rank, 0, rank, world, sem="relaxed")
     element = tl.arange(0, part.ROWS)[:, None] * part.COLS + tl.arange(0, part.COLS)[None, :]
-    for t in range(pid, part.tiles + programs, programs):
-        if t < part.tiles:
-            row, col, inside = _runs.tile(t, part)
+    for t in range(pid, part.tiles, tl.num_programs(0)):
+        row, col, inside = _runs.tile(t, part)
+        for i in tl.static_range(1, world.size):
+            peer = (rank + i) % world.size
+            x = tl.load(x_ptr + _runs.beside(row, col, part, peer, world.size), mask=inside, other=0)
+            pl.store(in_inbox(inbox_ptr, sent, world.size - i, world, tile) + element, x, peer, world)
+        pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
+        await_sent(counts, sent, world)
+        for begin in range(0, tile, PIECE):
+            r, c, within = _runs.piece(t, begin, part, PIECE)
+            total = tl.load(x_ptr + _runs.beside(r, c, part, rank, world.size), mask=within).to(tl.float32)
             for i in tl.static_range(1, world.size):
-                peer = (rank + i) % world.size
-                x = tl.load(x_ptr + _runs.beside(row, col, part, peer, world.size), mask=inside, other=0)
-                pl.store(in_inbox(inbox_ptr, sent, world.size - i, world, tile) + element, x, peer, world)
-            pl.signal_all(counts + rank, world)  # publish; and I have added the tile two before
-        if t >= programs:  # the tile before, while this one is on its way
-            await_sent(counts, sent - 1, world)
-            for begin in range(0, tile, PIECE):
-                r, c, within = _runs.piece(t - programs, begin, part, PIECE)
-                total = tl.load(x_ptr + _runs.beside(r, c, part, rank, world.size), mask=within).to(tl.float32)
-                for i in tl.static_range(1, world.size):
-                    more = tl.load(in_inbox(inbox_ptr, sent - 1, i, world, tile) + begin + tl.arange(0, PIECE))
-                    total = combine(total, more.to(tl.float32), OP)
-                tl.store(out_ptr + _runs.whole(r, c, part), total.to(out_ptr.dtype.element_ty), mask=within)
+                more = tl.load(in_inbox(inbox_ptr, sent, i, world, tile) + begin + tl.arange(0, PIECE))
+                total = combine(total, more.to(tl.float32), OP)
+            tl.store(out_ptr + _runs.whole(r, c, part), total.to(out_ptr.dtype.element_ty), mask=within)
         sent += 1
 
 
@@ -202,7 +194,7 @@ def reduce_scatter(
     that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
     any rank is a NaN. mode: see the module; None takes copy from COPIED_BYTES of x on, else push, or pull where `x` is
-    symmetric and there are two ranks. "push" keeps 4 * (size - 1) tiles of symmetric memory a program for each size of
+    symmetric and there are two ranks. "push" keeps 2 * (size - 1) tiles of symmetric memory a program for each size of
     them and of the grid, "copy" x's bytes less a part for each size of part. block: elements of a tile, a power of two.
     chunks: with "copy" only, so many copies to each rank at most; None: by size. The same bits every time. Returns
     `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.

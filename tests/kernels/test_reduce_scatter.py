@@ -190,7 +190,7 @@ def test_the_default_tile_follows_the_part(
 @pytest.mark.parametrize(("ranks", "slots"), [(1, 1), (2, 1), (3, 2)])
 def test_an_inbox_has_no_place_for_what_is_not_sent(ranks: int, slots: int) -> None:
     def run(world: Any) -> None:
-        assert tuple(module.inboxes(2, 16, torch.float32, world).inbox.shape) == (4, slots, 2, 16)
+        assert tuple(module.inboxes(2, 16, torch.float32, world).inbox.shape) == (2, slots, 2, 16)
 
     on_ranks(ranks, run)
 

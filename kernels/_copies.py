@@ -10,6 +10,7 @@ behind its copy, and a kernel counts what it has finished (`gathering`, `scatter
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -118,6 +119,8 @@ def boxes(peer: int, target: torch.Tensor, source: torch.Tensor, itemsize: int) 
     """
     if source.numel() == 0:
         return []
+    if source.is_contiguous() and target.is_contiguous():
+        target, source = target.flatten(), source.flatten()
     while source.ndim < 3:
         target, source = target[None], source[None]
     if source.shape[1] == 1:
@@ -215,34 +218,39 @@ class Gathering(NamedTuple):
     """What `gathering` sends, and what a kernel that waits for it needs."""
 
     inbox: SymmetricTensor  # (size, m, k); rank r stores [r] of all the others
-    counters: SymmetricTensor  # int32 (size * groups + 1); [r * groups + g] is the number of the last launch whose rows
-    # g * step, ... of rank r are here, the last one the number of this launch
+    counters: (
+        SymmetricTensor  # int32 (size * groups * chunks + 1); [(r * groups + g) * chunks + c] is the number of the
+    )
+    # last launch of which columns c * chunk, ... of rows g * step, ... of rank r are here, the last one that of this
+    # launch
     begin: Callable[[torch.Tensor], Callable[[], None]]
 
 
-def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int) -> Gathering:
+def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk: int | None = None) -> Gathering:
     """begin(x): when all ranks have come here, this rank's `x`, (m, k), into the inbox of every peer, `step` rows at a
-    time, every peer's first ones before anybody's next, on a stream beside the current one. Returns join(), behind
-    which on the current stream `x` may be overwritten.
+    time and of these `chunk` columns, every peer's first rows before anybody's next, on a stream beside the current
+    one. Returns join(), behind which on the current stream `x` may be overwritten.
 
     A kernel that is queued behind begin() waits for the number of this launch. An engine copies it behind the rows: of
     two copies in a stream the first is done when the second begins. So it needs no program of a kernel, and is right in
     a replayed graph. Collective.
     """
-    rank, size, groups = world.rank, world.size, triton.cdiv(m, step)
+    chunk = chunk or k
+    rank, size, groups, chunks = world.rank, world.size, triton.cdiv(m, step), triton.cdiv(k, chunk)
 
     def make() -> tuple[SymmetricTensor, SymmetricTensor]:
         inbox = empty(size, m, k, dtype=dtype, name="kernels.gathered", world=world)
-        return inbox, signals(size * groups + 1, name="kernels.gatherings", world=world)
+        return inbox, signals(size * groups * chunks + 1, name="kernels.gatherings", world=world)
 
-    inbox, counters = world.workspace(("pkt.kernels", "gathered", m, k, dtype, step), make)
+    inbox, counters = world.workspace(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
     start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), _common.barrier_counters(world)
-    shard, theirs, word, words = layout(m * k), layout(size, m * k)[rank], layout(1), layout(counters.numel())
+    shard, theirs, word, words = layout(m, k), layout(size, m, k)[rank], layout(1), layout(counters.numel())
     number, side = counters[-1:], Side(world)
 
-    def part(g: int, peer: int) -> tuple[Send, Send]:
-        """What moves rows g * step, ... to `peer`, and what then says so there."""
-        here, at = slice(g * step * k, (g + 1) * step * k), rank * groups + g
+    def part(g: int, peer: int, c: int) -> tuple[Send, Send]:
+        """What moves columns c * chunk, ... of rows g * step, ... to `peer`, and what then says so there."""
+        here = slice(g * step, (g + 1) * step), slice(c * chunk, (c + 1) * chunk)
+        at = (rank * groups + g) * chunks + c
         move = sending(world, boxes(peer, theirs[here], shard[here], dtype.itemsize), inbox)
         if hasattr(world.backend, "copy"):
             return move, sending(world, boxes(peer, words[at : at + 1], word, counters.element_size()), counters)
@@ -250,7 +258,8 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int) -> Ga
             tell_kernel, (1,), counters[at:], number, peer, world.device, num_warps=1
         )
 
-    parts, this = [part(g, (rank + d) % size) for g in range(groups) for d in range(1, size)], number.plain()
+    order = itertools.product(range(groups), range(1, size), range(chunks))
+    parts, this = [part(g, (rank + d) % size, c) for g, d, c in order], number.plain()
 
     def begin(x: torch.Tensor) -> Callable[[], None]:
         start(number, bar, 0, world.device)  # before overwrite: every rank's launch before has ended

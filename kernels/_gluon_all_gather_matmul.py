@@ -355,7 +355,7 @@ def gluon_push_kernel(
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     if COPIED:
-        epoch = gl.load(ready_ptr + world.size * gl.cdiv(gl.cdiv(m, BLOCK_M), push_rows))
+        epoch = gl.load(ready_ptr + world.size * gl.cdiv(gl.cdiv(m, BLOCK_M), push_rows) * gl.cdiv(K, CHUNK))
     else:
         epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
@@ -429,8 +429,8 @@ def _pushed(world: World, m: int, K: int, dtype: torch.dtype, chunk: int, tiles:
     return _Way(inbox.plain(), [inbox.peer((world.rank + d) % size) for d in range(1, size)], ready, None)
 
 
-def _copied(world: World, m: int, K: int, dtype: torch.dtype, rows: int, leave_out: str) -> _Way:
-    inbox, ready, begin = _copies.gathering(world, m, K, dtype, rows)
+def _copied(world: World, m: int, K: int, dtype: torch.dtype, rows: int, chunk: int, leave_out: str) -> _Way:
+    inbox, ready, begin = _copies.gathering(world, m, K, dtype, rows, min(chunk, K))
     return _Way(inbox.plain().view(world.size * m, K), [], ready, None if leave_out == "push" else begin)
 
 
@@ -469,10 +469,11 @@ def push_launch(
     together = num_m if copied else triton.cdiv(programs, num_n * max(size - 1, 1))
     push_rows = min(plan.push_rows or together, num_m)
     columns = triton.cdiv(K, tiles.block_k) * tiles.block_k
-    chunk = ALL if copied else min(plan.chunk or columns, columns)
+    chunk = min(plan.chunk or columns, columns)
     num_comm = min(plan.num_comm_sms, programs) if size > 1 and leave_out != "push" else 0
     if copied:
-        way = _copied(world, m, K, dtype, push_rows * tiles.block_m, leave_out)
+        chunk = chunk if chunk < columns else ALL
+        way = _copied(world, m, K, dtype, push_rows * tiles.block_m, chunk, leave_out)
     else:
         way = _pushed(world, m, K, dtype, chunk, tiles, leave_out)
     block = (tiles.block_m, tiles.block_k)

@@ -110,11 +110,9 @@ def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
 
     need(plan.num_comm_sms >= 0, "num_comm_sms", "at least 0")
     need(plan.push_rows >= 0, "push_rows", "at least 0")
-    if plan.num_comm_sms:
-        need(plan.chunk > 0 and plan.chunk % tiles.block_k == 0, "chunk", f"a multiple of BLOCK_K, {tiles.block_k}")
-        need(plan.skip >= 0, "skip", "at least 0")
-    else:
-        need(plan.chunk == 0, "chunk", "none with num_comm_sms=0")
-        need(plan.skip == 0, "skip", "none with num_comm_sms=0")
+    least, wanted = (1, "a positive multiple") if plan.num_comm_sms else (0, "a multiple")
+    need(plan.chunk >= least and plan.chunk % tiles.block_k == 0, "chunk", f"{wanted} of BLOCK_K, {tiles.block_k}")
+    need(plan.skip >= 0, "skip", "at least 0")
+    need(plan.num_comm_sms > 0 or plan.skip == 0, "skip", "none with num_comm_sms=0")
     need(0 <= plan.whole <= 1 << 20, "whole", f"from 0 to {1 << 20}")
     need(plan.split in SPLITS, "split", " or ".join(map(str, SPLITS)))

@@ -58,15 +58,6 @@ def tile(t, part):
 
 
 @triton.jit
-def piece(t, begin, part, SIZE: tl.constexpr):
-    """The same of SIZE elements of tile t from `begin` on, counted row by row, all [SIZE]."""
-    element = begin + tl.arange(0, SIZE)
-    row = tl.cast(t // part.across, tl.int64) * part.ROWS + element // part.COLS
-    col = tl.cast(t % part.across, tl.int64) * part.COLS + element % part.COLS
-    return row, col, (row < part.rows) & (col < part.units * part.UNIT)
-
-
-@triton.jit
 def whole(row, col, part):
     """Where an element is in a tensor that is one part and nothing else."""
     return row * (part.units * part.UNIT) + col

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -41,11 +41,9 @@ COPIED_BYTES = 512 << 20
 0.332, 0.307 and 0.318; on 2, 0.229, 0.219 and 0.214: benchmarks/results/collectives*.json."""
 PULLED_BYTES = 8192
 """Bytes of a tile of pull. On 4 x H200 it takes 4.85 ms for 2 GiB, in tiles of 16 KiB 4.94."""
-LEAST_PUSHED, MOST_PUSHED, PUSHED_TILES = 1 << 10, 64 << 10, 64
-"""Bytes of a tile of push, and tiles that a part has where they allow it: a signal waits until all before it has
-arrived, so there are few, but for enough programs. In tiles of 16 KiB 128 MiB take 0.361 ms instead of 0.307."""
-ADDED_BYTES = 32 << 10
-"""Bytes of a tile that are added at a time: as many as registers hold in fp32, with what comes next."""
+LEAST_PUSHED, MOST_PUSHED, PUSHED_SIGNALS = 1 << 10, 64 << 10, 64
+"""Bytes that push sends for each signal, and as many as that of a part where they allow it: a signal waits until all
+before it has arrived, so there are few, but for enough programs. With 16 KiB 128 MiB take 0.361 ms instead of 0.307."""
 
 
 def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
@@ -101,42 +99,41 @@ def pull_kernel(
 
 
 class Inboxes(NamedTuple):
-    """Where the tiles of other ranks arrive."""
+    """Where the tiles of other ranks arrive, those of a signal together."""
 
-    inbox: SymmetricTensor  # (2, size - 1, programs, tile) on every rank; rank + d stores [:, d - 1], halves in turn
-    counters: SymmetricTensor  # (programs, size); [p, r]: how many tiles program p of rank r has ever sent
+    inbox: SymmetricTensor  # (2, size - 1, programs, room) on every rank; rank + d stores [:, d - 1], halves in turn
+    counters: SymmetricTensor  # (programs, size); [p, r]: how often program p of rank r has ever sent
 
 
-def inboxes(programs: int, tile: int, dtype: torch.dtype, world: World) -> Inboxes:
-    """Made once for each grid and tile: launches that share an inbox must agree on what lies where."""
+def inboxes(programs: int, room: int, dtype: torch.dtype, world: World) -> Inboxes:
+    """Made once for each grid and room: launches that share an inbox must agree on what lies where."""
 
     def make() -> Inboxes:
-        shape = 2, max(world.size - 1, 1), programs, tile
+        shape = 2, max(world.size - 1, 1), programs, room
         inbox = empty(*shape, dtype=dtype, name="kernels.inbox", world=world)
         return Inboxes(inbox, signals(programs * world.size, name="kernels.sent", world=world))
 
-    return world.workspace(("pkt.kernels", "inboxes", programs, tile, dtype), make)
+    return world.workspace(("pkt.kernels", "inboxes", programs, room, dtype), make)
 
 
-def pushed_tile(part: int, itemsize: int, access: int = 16) -> int:
-    """Elements of a tile of a part of so many. access: bytes that move together; fewer take more addresses, each of
-    which has a register."""
-    nbytes = max(LEAST_PUSHED, min(part * itemsize // PUSHED_TILES, MOST_PUSHED) * access // 16)
+def pushed_room(part: int, itemsize: int) -> int:
+    """Elements for each signal of a part of so many."""
+    nbytes = max(LEAST_PUSHED, min(part * itemsize // PUSHED_SIGNALS, MOST_PUSHED))
     return (1 << nbytes.bit_length() - 1) // itemsize
 
 
 @triton.jit
-def in_inbox(inbox_ptr, sent, distance, world, tile):
-    """Where what rank + `distance` sends is, of this program's tile after `sent`. Tiles are stored and loaded whole and
-    with no mask, so that accesses are 16 bytes wide however long a run of x is."""
+def in_inbox(inbox_ptr, sent, distance, world, ROOM: tl.constexpr):
+    """Where what rank + `distance` sends is, of this program's signal after `sent`. Tiles are stored and loaded whole
+    and with no mask, so that accesses are 16 bytes wide however long a run of x is."""
     slot = tl.cast(sent & 1, tl.int64) * (world.size - 1) + (distance - 1)
-    return inbox_ptr + (slot * tl.num_programs(0) + tl.program_id(0)) * tile
+    return inbox_ptr + (slot * tl.num_programs(0) + tl.program_id(0)) * ROOM
 
 
 @triton.jit
 def await_sent(counts, sent, world):
-    """Until the tile after `sent` has come from every rank. Before a rank sent it, it had added up the one before, so
-    the half of its inbox where that was is free for my next."""
+    """Until what belongs to the signal after `sent` has come from every rank. Before a rank sent it, it had added up
+    what came before, so the half of its inbox where that was is free for my next."""
     for i in tl.static_range(0, world.size):
         # Of mine there is only the count, from which the next launch goes on.
         pl.wait(counts + (tl.cast(world.rank, tl.int32) + i) % world.size, sent + 1, world)
@@ -146,34 +143,41 @@ def await_sent(counts, sent, world):
 def push_kernel(
     x_ptr,  # (rows, size, run) this rank's
     out_ptr,  # (rows, run) this rank's
-    inbox_ptr,  # (2, size - 1, programs, tile) on every rank, see Inboxes
+    inbox_ptr,  # (2, size - 1, programs, TOGETHER tiles) on every rank, see Inboxes
     sent_ptr,  # int32 (programs, size) on every rank
     part,  # Runs
     world,
     OP: tl.constexpr,
-    PIECE: tl.constexpr,  # elements of a tile that are added at a time
+    TOGETHER: tl.constexpr,  # tiles for each signal; fewer for the first one, so that programs are out of step: while
+    # some add, others send
 ):
     pid = tl.program_id(0)
-    tile: tl.constexpr = part.ROWS * part.COLS
+    programs = tl.num_programs(0)
+    TILE: tl.constexpr = part.ROWS * part.COLS
+    ROOM: tl.constexpr = TOGETHER * TILE
     rank = tl.cast(world.rank, tl.int32)
     counts = sent_ptr + pid * world.size
     sent = pl.atomic_add(counts + rank, 0, rank, world, sem="relaxed")
     element = tl.arange(0, part.ROWS)[:, None] * part.COLS + tl.arange(0, part.COLS)[None, :]
-    for t in range(pid, part.tiles, tl.num_programs(0)):
-        row, col, inside = _runs.tile(t, part)
-        for i in tl.static_range(1, world.size):
-            peer = (rank + i) % world.size
-            x = tl.load(x_ptr + _runs.beside(row, col, part, peer, world.size), mask=inside, other=0)
-            pl.store(in_inbox(inbox_ptr, sent, world.size - i, world, tile) + element, x, peer, world)
+    mine = tl.cdiv(part.tiles - pid, programs)
+    for first in range(-(pid % TOGETHER), mine, TOGETHER):
+        begin, end = tl.maximum(first, 0), tl.minimum(first + TOGETHER, mine)
+        for t in range(begin, end):
+            row, col, inside = _runs.tile(pid + t * programs, part)
+            for i in tl.static_range(1, world.size):
+                peer = (rank + i) % world.size
+                x = tl.load(x_ptr + _runs.beside(row, col, part, peer, world.size), mask=inside, other=0)
+                at = in_inbox(inbox_ptr, sent, world.size - i, world, ROOM) + (t - first) * TILE
+                pl.store(at + element, x, peer, world)
         pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
         await_sent(counts, sent, world)
-        for begin in range(0, tile, PIECE):
-            r, c, within = _runs.piece(t, begin, part, PIECE)
-            total = tl.load(x_ptr + _runs.beside(r, c, part, rank, world.size), mask=within).to(tl.float32)
+        for t in range(begin, end):
+            row, col, inside = _runs.tile(pid + t * programs, part)
+            total = tl.load(x_ptr + _runs.beside(row, col, part, rank, world.size), mask=inside).to(tl.float32)
             for i in tl.static_range(1, world.size):
-                more = tl.load(in_inbox(inbox_ptr, sent, i, world, tile) + begin + tl.arange(0, PIECE))
-                total = combine(total, more.to(tl.float32), OP)
-            tl.store(out_ptr + _runs.whole(r, c, part), total.to(out_ptr.dtype.element_ty), mask=within)
+                at = in_inbox(inbox_ptr, sent, i, world, ROOM) + (t - first) * TILE
+                total = combine(total, tl.load(at + element).to(tl.float32), OP)
+            tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
         sent += 1
 
 
@@ -231,22 +235,19 @@ def _plan(
 
         copied = scatter_launch(world, rows, run, x.dtype, op, block, chunks)
         return lambda x, out: copied(x, fresh() if out is None else out)
-    if mode == "pull":
-        block = block or PULLED_BYTES // x.element_size()
-    else:
-        access = math.gcd(run * x.element_size(), 16)
-        block = block or pushed_tile(rows * run, x.element_size(), access)
-    part = _runs.runs(rows, run, x.dtype, block)
+    itemsize = x.element_size()
+    access = math.gcd(run * itemsize, 16)  # bytes that move together; fewer take more addresses, each in a register
+    room = pushed_room(rows * run, itemsize)
+    most = PULLED_BYTES if mode == "pull" else min(room * itemsize, _common.COPY_BYTES * access // 16)
+    part = _runs.runs(rows, run, x.dtype, block or most // itemsize)
     grid = (_common.num_programs(world, part.tiles),)
-    kernel = pull_kernel if mode == "pull" else push_kernel
     counters: tuple[torch.Tensor, ...]
-    constants: tuple[Any, ...] = (op,)
     if mode == "pull":
-        counters = (_common.barrier_counters(world),)
+        kernel, counters, constants = pull_kernel, (_common.barrier_counters(world),), (op,)
     else:
         tile = part.ROWS.value * part.COLS.value
-        counters = inboxes(grid[0], tile, x.dtype, world)
-        constants = op, min(tile, ADDED_BYTES * access // 16 // x.element_size())
+        together = max(room // tile, 1)
+        kernel, counters, constants = push_kernel, inboxes(grid[0], together * tile, x.dtype, world), (op, together)
 
     start = cooperative_launch(world, kernel, grid, **_common.COPY_OPTIONS)
 

@@ -285,12 +285,12 @@ class GluonReduce(Reduce):
 class CopiedGather(Gather):
     """all_gather_matmul by copy engines, in Gluon where there is a GPU."""
 
-    mode, own, m, n = "copy", True, 400, 520
+    mode, own, m, n, k = "copy", True, 400, 520, 136
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
         if world.torch_device.type == "cuda":
-            self.options |= {"mode": "gluon", "num_comm_sms": 0, "push_rows": 3}
+            self.options |= {"mode": "gluon", "num_comm_sms": 0, "push_rows": 3, "chunk": 64}
 
 
 class CopiedScatter(Scatter):

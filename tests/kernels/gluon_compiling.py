@@ -101,11 +101,11 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         monkeypatch.setattr(module, "signals", lambda n, **_: Symmetric(n, dtype=torch.int32))
         monkeypatch.setattr(module, name, Kernel(getattr(module, name), kernels))
 
-    def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int) -> _copies.Gathering:
+    def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk: int) -> _copies.Gathering:
         inbox, counters = Symmetric(world.size, m, k, dtype=dtype), Symmetric(4, dtype=torch.int32)
         world.begun = []
         join = lambda: world.begun.append(len(kernels))  # noqa: E731
-        return _copies.Gathering(inbox, counters, lambda x: world.begun.append((step, len(kernels))) or join)
+        return _copies.Gathering(inbox, counters, lambda x: world.begun.append((step, chunk, len(kernels))) or join)
 
     def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: int) -> _copies.Scattering:
         inbox, counters = Symmetric(world.size - 1, tiles * tile, dtype=dtype), Symmetric(4, dtype=torch.int32)

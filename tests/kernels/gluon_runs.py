@@ -7,6 +7,7 @@ functions before they run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -76,7 +77,6 @@ def run_push(
     """Shards (m, K) gathered and multiplied by (K, N). num_comm: 0 where copy engines move them."""
     machine, functions = ready(push, size, programs, seed, broken)
     copied = num_comm == 0 and size > 1
-    chunk = cdiv(K, BK) * BK if copied else chunk
     options = {
         "CHUNK": chunk, "SPLIT": split, "GROUP": 2, "STAGES": stages, "HALF": None, "HALF_PART": None,
         "COPIED": copied, "EPILOGUE": "relu" if finish else "none", "LEAVE_OUT": "", "num_warps": 4,
@@ -87,7 +87,7 @@ def run_push(
     push_rows = min(push_rows, num_m)
     shape = (size * m, K) if copied else (2 * size * num_m * chunks * (chunk // BK) * BM, BK)
     inbox = [poison(*shape) for _ in range(size)]
-    words = size * cdiv(num_m, push_rows) + 1 if copied else size * num_m * chunks
+    words = size * cdiv(num_m, push_rows) * chunks + 1 if copied else size * num_m * chunks
     counters = [np.zeros(words, np.int64) for _ in range(size)]
     a = [[integers(rng, m, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
@@ -107,7 +107,7 @@ def run_push(
 
         def body(program: int) -> None:
             if copied:
-                begin_copies(machine, [step[e] for step in a], rank, e, program, inbox, counters, push_rows)
+                begin_copies(machine, [step[e] for step in a], rank, e, program, inbox, counters, push_rows, chunk)
             functions["gluon_push_kernel"](*arguments, **options)
 
         return body
@@ -121,24 +121,23 @@ def run_push(
 
 def begin_copies(
     machine: Machine, shards: list[np.ndarray], rank: int, e: int, program: int, inbox: list[np.ndarray],
-    counters: list[np.ndarray], push_rows: int,
+    counters: list[np.ndarray], push_rows: int, chunk: int,
 ) -> None:  # fmt: skip
     """What _copies.gathering does, as the test of it has it: its `begin`, which a launch of every rank is behind."""
-    size, m = machine.size, len(shards[rank])
-    groups = (len(counters[rank]) - 1) // size
+    size, (m, K) = machine.size, shards[rank].shape
+    groups, chunks = cdiv(cdiv(m, BM), push_rows), cdiv(K, chunk)
     if program == 0:
         counters[rank][-1] += 1
     machine.until(lambda: all(c[-1] == e + 1 for c in counters))
 
-    def copy(g: int, peer: int) -> None:
-        rows = slice(g * push_rows * BM, min((g + 1) * push_rows * BM, m))
-        inbox[peer].reshape(size, m, -1)[rank, rows] = shards[rank][rows]
-        counters[peer][rank * groups + g] = e + 1
+    def copy(g: int, peer: int, c: int) -> None:
+        rows, columns = slice(g * push_rows * BM, min((g + 1) * push_rows * BM, m)), slice(c * chunk, (c + 1) * chunk)
+        inbox[peer].reshape(size, m, K)[rank, rows, columns] = shards[rank][rows, columns]
+        counters[peer][(rank * groups + g) * chunks + c] = e + 1
 
     def engine() -> None:
-        for g in range(groups):
-            for d in range(1, size):
-                machine.copied(lambda g=g, d=d: copy(g, (rank + d) % size))
+        for g, d, c in product(range(groups), range(1, size), range(chunks)):
+            machine.copied(lambda g=g, d=d, c=c: copy(g, (rank + d) % size, c))
 
     if program == 0:
         machine.start(rank, 0, engine)

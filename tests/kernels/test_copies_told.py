@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from threading import get_ident
@@ -62,7 +64,10 @@ def on_two_streams(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str,
 EDGES = [("current", "records", 1), ("side", "waits for", 1), ("side", "records", 2), ("current", "waits for", 2)]
 
 
-def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("chunk", "widths"), [(None, (6,)), (4, (4, 2)), (2, (2, 2, 2))])
+def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(
+    monkeypatch: pytest.MonkeyPatch, chunk: int | None, widths: tuple[int, ...]
+) -> None:
     """Through the driver, in the order of its calls."""
 
     def begin(world: Any, *_: Any, **options: Any) -> Callable:
@@ -78,7 +83,7 @@ def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypa
 
     def main(world: Any) -> None:
         m, k, step, copied = 5, 6, 2, []
-        inbox, counters, send = _copies.gathering(world, m, k, torch.int16, step)
+        inbox, counters, send = _copies.gathering(world, m, k, torch.int16, step, chunk)
         inbox.fill_(0)
         copy = world.backend.driver.copy
         monkeypatch.setattr(world.backend.driver, "copy", lambda *args: copied.append(args) or copy(*args))
@@ -94,13 +99,14 @@ def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(monkeypa
             for rank in range(world.size):
                 wanted = (torch.arange(m * k) + 1000 * rank + launch) * (rank != world.rank)
                 assert torch.equal(inbox.plain()[rank].flatten().long(), wanted)
-            sent = [launch if rank != world.rank else 0 for rank in range(world.size) for _ in range(3)]
+            sent = [launch if rank != world.rank else 0 for rank in range(world.size) for _ in range(3 * len(widths))]
             assert counters.tolist() == [*sent, launch]
             window, base = world.backend.stride, world.backend.base
-            order = [(world.rank + (to - base) // window, shape[2]) for to, _, shape, *_ in copied]
+            order = [(world.rank + (to - base) // window, math.prod(shape)) for to, _, shape, *_ in copied]
             assert {stream for *_, stream in copied} == {SIDE}
             peers = [(world.rank + d) % world.size for d in range(1, world.size)]
-            assert order == [sent for rows in (2, 2, 1) for peer in peers for sent in ((peer, rows * k * 2), (peer, 4))]
+            parts = itertools.product((2, 2, 1), peers, widths)
+            assert order == [sent for rows, peer, n in parts for sent in ((peer, rows * n * 2), (peer, 4))]
             world.barrier()
 
     assert open_worlds(3, main)[0] == [None] * 3

@@ -38,14 +38,14 @@ def test_push_with_a_part_left_out(compiling, tmp_path):
     assert found == {"wait": (0, 16, 1024), "push": (0, 0, 1024), "product": (2, 16, 0)}
 
 
-@pytest.mark.parametrize("split", [1, 2])
-def test_copied_fits(compiling, tmp_path, split):
+@pytest.mark.parametrize(("split", "chunk", "columns"), [(1, 0, 4096), (2, 4096, 4096), (2, 2048, 2048)])
+def test_copied_fits(compiling, tmp_path, split, chunk, columns):
     """Copies have been begun before, and are waited for behind it; the kernel sends and signals nothing."""
     world = compiling()
-    plan = push_plan(1000, 1024, 4096, 4, TILES, 132, num_comm_sms=0, split=split)
+    plan = push_plan(1000, 1024, 4096, 4, TILES, 132, num_comm_sms=0, split=split, chunk=chunk)
     launch = product(world, 1000, 1024, 4096, plan=plan)
     assert_fits(launch, tmp_path)
-    assert world.begun == [(8 * 128, 0), 1]
+    assert world.begun == [(8 * 128, columns, 0), 1]
     assert count_markers(launch.ptx) == {"wait": split, "signal": 0}
     assert not re.search(r"(?:atom|red)\.global", launch.ptx)
     assert not re.search(r"UTMASTG\.2D", sass(launch.kernel, tmp_path))
@@ -69,7 +69,7 @@ def test_push_on_any_number_of_ranks(compiling, tmp_path, size, rank):
         ({"tiles": (128, 256, 64, 8, 4, 4)}, "tiles"),
         ({"tiles": (128, 256, 64, 8, 8, 5)}, "tiles"),
         ({"num_comm_sms": -1}, "num_comm_sms"),
-        ({"num_comm_sms": 0, "chunk": 512}, "chunk"),
+        ({"num_comm_sms": 0, "chunk": 96}, "chunk"),
         ({"num_comm_sms": 0, "skip": 1}, "skip"),
         ({"chunk": 288}, "chunk"),
         ({"push_rows": -1}, "push_rows"),

@@ -111,7 +111,8 @@ def test_what_does_not_fit_is_refused_before_a_launch(compiling):
     world = compiling()
     for options in (
         {"plan": PushPlan(-1)},
-        {"plan": PushPlan(0)},
+        {"plan": PushPlan(0, chunk=96)},
+        {"plan": PushPlan(chunk=0)},
         {"plan": PushPlan(0, chunk=0, skip=1)},
         {"plan": PushPlan(chunk=96)},
         {"plan": PushPlan(split=3)},

@@ -161,30 +161,32 @@ def test_what_is_pulled_by_default(ranks: int, symmetric: bool, monkeypatch: pyt
         (1 << 26, 4, 1 << 14),
     ],
 )
-def test_tiles_are_few_and_large(part: int, itemsize: int, elements: int) -> None:
-    assert module.pushed_tile(part, itemsize) == elements
+def test_signals_are_few(part: int, itemsize: int, elements: int) -> None:
+    assert module.pushed_room(part, itemsize) == elements
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim", "elements"),
+    ("shape", "dim", "tile", "room"),
     [
-        ((3072, 1024), 0, 1 << 14),
-        ((1024, 3072), 1, 1 << 14),  # of the part, not of a run
-        ((4096, 3072), 1, 1 << 15),
-        ((4096, 3012), 1, 1 << 14),  # of runs of whole 8 bytes, half of it
-        ((4096, 3006), 1, 1 << 13),
-        ((4096, 3003), 1, 1 << 12),
+        ((3072, 1024), 0, 1 << 13, 1 << 14),
+        ((1024, 3072), 1, 1 << 13, 1 << 14),  # of the part, not of a run
+        ((4096, 3072), 1, 1 << 13, 1 << 15),
+        ((4096, 3012), 1, 1 << 12, 1 << 15),  # of runs of whole 8 bytes, half of it
+        ((4096, 3006), 1, 1 << 11, 1 << 15),
+        ((4096, 3003), 1, 1 << 10, 1 << 15),
     ],
 )
 def test_the_default_tile_follows_the_part(
-    shape: tuple[int, int], dim: int, elements: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], dim: int, tile: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles: list[int] = []
+    rooms: list[int] = []
+    parts: list[Any] = []
     make = module.inboxes
-    monkeypatch.setattr(module, "inboxes", lambda programs, tile, *of: tiles.append(tile) or make(programs, tile, *of))
-    monkeypatch.setattr(module, "cooperative_launch", lambda *_, **__: lambda *args: None)
+    monkeypatch.setattr(module, "inboxes", lambda programs, room, *of: rooms.append(room) or make(programs, room, *of))
+    monkeypatch.setattr(module, "cooperative_launch", lambda *_, **__: lambda *args: parts.append(args[4]))
     on_ranks(3, lambda world: reduce_scatter(torch.empty(shape, dtype=torch.bfloat16), dim=dim, mode="push") is None)
-    assert tiles == 3 * [elements]
+    assert rooms == 3 * [room]
+    assert [part.ROWS.value * part.COLS.value for part in parts] == 3 * [tile]
 
 
 @pytest.mark.parametrize(("ranks", "slots"), [(1, 1), (2, 1), (3, 2)])
@@ -196,14 +198,16 @@ def test_an_inbox_has_no_place_for_what_is_not_sent(ranks: int, slots: int) -> N
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((300_000,), 0), ((37, 9001), 1), ((4099, 66), 1), ((5, 2, 30_007), 2)])
-def test_a_tile_is_added_in_pieces(shape: tuple[int, ...], dim: int) -> None:
-    """Of one run and of many, even and not, and of which the last ones have nothing."""
+@pytest.mark.parametrize("block", [1 << 10, 1 << 13])
+def test_many_tiles_have_one_signal(shape: tuple[int, ...], dim: int, block: int) -> None:
+    """Of one run and of many, even and not, and of which the last ones have nothing; more of them than one signal has,
+    of which the programs' first ones have fewer."""
 
     def run(world: Any) -> None:
         whole = (*shape[:dim], shape[dim] * world.size, *shape[dim + 1 :])
         everybody = [torch.arange(math.prod(whole)).add(r).remainder(13).view(whole).bfloat16() for r in range(2)]
         for _ in range(2):
-            got = reduce_scatter(everybody[world.rank], dim=dim, mode="push", block=1 << 15)
+            got = reduce_scatter(everybody[world.rank], dim=dim, mode="push", block=block)
             assert torch.equal(got.double(), reference(everybody, world.rank, dim))
 
     on_ranks(2, run)

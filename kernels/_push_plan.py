@@ -27,8 +27,8 @@ H200, take 0.0936 ms at 4096 where 8 and 256 take 0.0981, and 0.206 at 6144 wher
 MULTIPLIED = 6.3e12
 """FLOP a second of one SM, there."""
 COPIED, COPY = 392e9, 5e-6
-"""Bytes a second that leave by the copy engines, and seconds that each copy takes more: so there is one to each peer.
-"""
+"""Bytes a second that leave by the copy engines, and seconds that each copy takes more: so there is one to each peer,
+or two."""
 BEGIN = 20e-6
 """Seconds before the first copy begins."""
 
@@ -37,7 +37,7 @@ class PushPlan(NamedTuple):
     """How A is pushed and the tiles are dealt out, as the keywords of all_gather_matmul say it."""
 
     num_comm_sms: int = PUSHERS  # 0: copied
-    chunk: int = CHUNK  # 0: all of K, if copied
+    chunk: int = CHUNK  # 0: all of K, where copied
     push_rows: int = 0
     skip: int = 0
     split: int = 1
@@ -81,7 +81,8 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
     2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json and played_2.json.
 
     What is left after the last whole round is cut in two where it is done sooner then. Copied, where that takes no
-    longer than the product. Else pushed: the programs that push are left out of as many rounds as fit into the time
+    longer than the product; each shard in two chunks, where its own is multiplied sooner than the first one comes. Else
+    pushed: the programs that push are left out of as many rounds as fit into the time
     that they push for, and what is left is not cut where they push for longer."""
     tile, count = tile_seconds(K, tiles), _count(m, N, size, tiles)
     copying = BEGIN + (size - 1) * (COPY + 2 * m * K / COPIED)
@@ -90,7 +91,10 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
     if num_comm == 0:
         rounds, left = divmod(count, programs)
         halved = 0 < left <= programs // 2
-        return PushPlan(0, chunk=0, whole=rounds, split=2 if halved else 1)._replace(**given)
+        late = BEGIN + COPY + 2 * m * K / COPIED > count / size / programs * tile
+        chunk = triton.cdiv(triton.cdiv(K, 2), tiles.block_k) * tiles.block_k
+        chunked = late and size > 1 and not given.get("push_rows")
+        return PushPlan(0, chunk if chunked else 0, whole=rounds, split=2 if halved else 1)._replace(**given)
     dealt = _dealt(m, N, size, tiles, programs, num_comm)
     halved = not dealt.late and 0 < dealt.left <= programs // 2
     chunk = CHUNK if num_comm >= PUSHERS else 2 * CHUNK

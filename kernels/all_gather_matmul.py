@@ -288,8 +288,8 @@ def all_gather_matmul(
         they compute, 0 for copy engines in their stead; if None 0 where copying takes no longer than the product, and
         neither chunk nor skip is given, else 16.
     chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; if None 1024, 256 with shard
-        "columns"; "gluon": a multiple of BLOCK_K; if None 128, 256 where fewer than 16 programs push; none where
-        copied.
+        "columns"; "gluon": a multiple of BLOCK_K; if None 128, 256 where fewer than 16 programs push. Copied, of
+        one copy: if None half of them, where the own shard is multiplied sooner than a whole one comes, else 0: all.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
         NUM_STAGES slots of its ring.

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from pkt.errors import dtype_text
 from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
@@ -55,6 +57,8 @@ COPY = 3.5e-6
 ANNOUNCED = 14e-6
 """Seconds of a launch whose copies wait for tiles: of the kernel that ranks begin with, and until the last copy joins.
 """
+COPIES_BEGIN, COPY_STARTS = 10e-6, 2e-6
+"""Seconds before the first of all_gather_matmul's copies begins, and that each takes beside those of its curve."""
 COPIES = (4, 1)
 """To a peer, of its copied forms where none are given: in plain Triton, and in Gluon."""
 PARCELS = (2, 2048, 16 << 20)
@@ -312,22 +316,47 @@ def _push_first(case: _Case, config: Mapping[str, Any], sent: float, tasks: int,
 
 
 def _copied(case: _Case, config: Mapping[str, Any], sent: float, tasks: int, gpu: Gpu) -> Estimate:
-    """By copy engines: all programs compute, in Gluon cut tiles after `whole` rounds, and begin with the last copy's
-    rows when all of it has come."""
+    """By copy engines: all programs compute, in Gluon cut tiles after `whole` rounds. Followed program by program: a
+    tile goes on with a chunk of its rows when that has come."""
     gluon = config.get("mode") == "gluon"
     split = (config.get("split") or 1) if gluon else 1
-    cut = replace(case, block_n=case.block_n // split)
-    one, part = case.seconds(gluon, gpu), cut.seconds(gluon, gpu)
+    one, part = (replace(case, block_n=case.block_n // n).seconds(gluon, gpu) for n in (1, split))
     whole = config.get("whole")
     rounds = tasks // gpu.sms if whole is None else min(whole, tasks // gpu.sms)
-    blocks = math.ceil(case.M / case.size / case.block_m)
-    step = min(config.get("push_rows") or math.ceil(blocks / COPIES[gluon]), blocks)
-    return overlapped(
-        tasks=1, task_seconds=rounds * one + math.ceil((tasks - rounds * gpu.sms) * split / gpu.sms) * part,
-        comm_bytes=sent, comm_rate=link_rate("copy engine put", 0, step * case.block_m * case.K * case.itemsize),
-        around=math.ceil(step * case.tiles_n * split / gpu.sms) * part, memory_bytes=case.memory_bytes,
-        sync=gpu.barrier + 2 * gpu.signal, interference=0.0, gpu=gpu,
+    left = (tasks - rounds * gpu.sms) * split
+    pure = rounds * one + math.ceil(left / gpu.sms) * part
+    found = overlapped(
+        tasks=1, task_seconds=pure, memory_bytes=case.memory_bytes, sync=gpu.barrier + 2 * gpu.signal, gpu=gpu,
     )  # fmt: skip
+    if not sent:
+        return found
+    blocks, others = math.ceil(case.M / case.size / case.block_m), case.size - 1
+    step = min(config.get("push_rows") or math.ceil(blocks / COPIES[gluon]), blocks)
+    own, together = blocks * case.tiles_n, others * step * case.tiles_n
+
+    def arrivals(chunk: int) -> np.ndarray:
+        """When each chunk of `step` row blocks of a peer is here: (groups of them * peers, chunks)."""
+        rows = [min(step, blocks - first) * case.block_m for first in range(0, blocks, step) for _ in range(others)]
+        widths = [min(chunk, case.K - first) for first in range(0, case.K, chunk)]
+        sizes = np.outer(rows, widths) * case.itemsize
+        copies = [n / link_rate("copy engine put", 0, int(n)) + COPY_STARTS for n in sizes.flat]
+        return COPIES_BEGIN + np.cumsum(copies).reshape(sizes.shape)
+
+    come = arrivals(case.K)
+    chunk = config.get("chunk") or 0
+    if gluon and not config.get("push_rows") and config.get("chunk") is None and come[0, 0] > own / gpu.sms * one:
+        chunk = math.ceil(case.K / 2 / case.block_k) * case.block_k
+    come = arrivals(chunk) if 0 < chunk < case.K else come
+    slow, clock = found.compute / pure, np.zeros(gpu.sms)
+    whole_tiles = [(np.arange(first, first + gpu.sms), one) for first in range(0, rounds * gpu.sms, gpu.sms)]
+    parts = [np.arange(first, min(first + gpu.sms, left)) for first in range(0, left, gpu.sms)]
+    for tile, seconds in [*whole_tiles, *((rounds * gpu.sms + at // split, part) for at in parts)]:
+        group, place = np.divmod(np.maximum(tile - own, 0), together)
+        source = place // (np.minimum(step, blocks - group * step) * case.tiles_n)
+        for column in np.where((tile < own)[:, None], 0.0, come[group * others + source]).T:
+            clock[: len(tile)] = np.maximum(clock[: len(tile)], column) + seconds * slow / come.shape[1]
+    moving = float(come[-1, -1]) - COPIES_BEGIN
+    return replace(found, communication=moving, exposed=max(0.0, float(clock.max()) - max(found.compute, moving)))
 
 
 def pushing_rounds(config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu = H200) -> float:

@@ -82,10 +82,11 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
             copies = sorted({0, *(math.ceil(rows / n) for n in SHARD_COPIES)})
             for split in SPLITS:
                 wholes = _rounds(tasks // gpu.sms, split)
-                found += space(
-                    mode="gluon", num_comm_sms=0, chunk=0, push_rows=copies, skip=0, split=split, whole=wholes,
-                    tiles=[tile],
-                )  # fmt: skip
+                for chunk, push_rows in ((0, copies), (_up(math.ceil(K / 2), tile[2]), 0)):
+                    found += space(
+                        mode="gluon", num_comm_sms=0, chunk=chunk, push_rows=push_rows, skip=0, split=split,
+                        whole=wholes, tiles=[tile],
+                    )  # fmt: skip
             for num_comm_sms, chunk in (p for p in PUSHERS if p[0] < gpu.sms):
                 pushing = pushing_rounds({"mode": "gluon", "num_comm_sms": num_comm_sms, "tiles": tile}, key, gpu)
                 for skip, split, whole in _dealt(pushing, tasks, gpu.sms, num_comm_sms):

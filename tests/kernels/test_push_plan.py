@@ -6,20 +6,22 @@ from .gluon_compiling import NARROW, TILES
 
 
 def test_every_plan_that_is_chosen():
-    """Copied where the product takes longer. Those that push are left out of the rounds that pushing takes. What is
-    left after the last whole round is cut in two, if then it is less than a round, unless the links are the limit."""
+    """Copied where the product takes longer, in chunks where the own shard is multiplied before one would come whole.
+    Those that push are left out of the rounds that pushing takes. What is left after the last whole round is cut in
+    two, if then it is less than a round, unless the links are the limit."""
     for side, copied, pushed in (
-        (4096, PushPlan(0, 0, 0, 0, 1, 0), PushPlan(8, 256, 0, 2, 1, 1)),
-        (6144, PushPlan(0, 0, 0, 0, 2, 2), PushPlan(8, 256, 0, 3, 1, 2)),
-        (8192, PushPlan(0, 0, 0, 0, 1, 3), PushPlan(8, 256, 0, 4, 2, 4)),
+        (4096, PushPlan(0, 2048, 0, 0, 1, 0), PushPlan(8, 256, 0, 2, 1, 1)),
+        (6144, PushPlan(0, 3072, 0, 0, 2, 2), PushPlan(8, 256, 0, 3, 1, 2)),
+        (8192, PushPlan(0, 4096, 0, 0, 1, 3), PushPlan(8, 256, 0, 4, 2, 4)),
         (12288, PushPlan(0, 0, 0, 0, 1, 8), PushPlan(8, 256, 0, 6, 2, 9)),
         (16384, PushPlan(0, 0, 0, 0, 1, 15), PushPlan(8, 256, 0, 8, 1, 16)),
         (32768, PushPlan(0, 0, 0, 0, 2, 62), PushPlan(8, 256, 0, 15, 1, 62)),
     ):
         case = side // 4, side // 4, side, 4, TILES, 132
         assert push_plan(*case, num_comm_sms=0) == copied
+        assert push_plan(*case, num_comm_sms=0, push_rows=2) == copied._replace(chunk=0, push_rows=2)
         assert push_plan(*case, num_comm_sms=8) == pushed
-        assert push_plan(*case)[:2] == ((0, 0) if side >= 8192 else (16, 128))
+        assert push_plan(*case)[:2] == ((0, copied.chunk) if side >= 8192 else (16, 128))
         assert push_plan(*case) == push_plan(*case, num_comm_sms=0 if side >= 8192 else 16)
         assert push_plan(*case, num_comm_sms=8, skip=1) == pushed._replace(skip=1)
         assert push_plan(*case, num_comm_sms=8, chunk=64) == pushed._replace(chunk=64)

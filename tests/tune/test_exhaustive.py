@@ -100,9 +100,10 @@ def test_the_model_takes_the_lag_that_the_operator_does():
 def test_the_model_takes_the_copies_that_the_operator_does():
     for key, _ in cases("all_gather_matmul"):
         bare = Config(mode="gluon", num_comm_sms=0, tiles=(128, 256, 64, 8, 8, 4))
-        rows = math.ceil(key["M"] / key["size"] / 128)
-        model = MODELS["all_gather_matmul"]
-        assert model(bare, key) == model(Config(**bare, push_rows=rows), key), key
+        rows, world = key["M"] // key["size"], World(size=key["size"])
+        plan, _ = push.settings(rows, key["N"], key["K"], world, None, num_comm_sms=0)
+        model, push_rows = MODELS["all_gather_matmul"], math.ceil(rows / 128)
+        assert model(bare, key) == model(Config(**bare, push_rows=push_rows, chunk=plan.chunk), key), key
 
 
 def settled(what, config, key):

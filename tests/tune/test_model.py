@@ -357,6 +357,19 @@ def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
     assert alone.communication == 0
 
 
+def test_what_comes_in_two_chunks_is_waited_for_less_where_the_own_shard_is_done_before():
+    """At 8192 on 4 ranks, 0.360 ms and not 0.374 on H200; at 16384 the first copy is here in time."""
+    for side, sooner in ((8192, True), (16384, False)):
+        key = {"M": side, "N": side // 4, "K": side, "dtype": "bf16", "size": 4}
+        whole, half, rule = (
+            estimate("all_gather_matmul", Config(mode="gluon", num_comm_sms=0, tiles=(128, 256, 64), **chunk), key)
+            for chunk in ({"chunk": 0}, {"chunk": side // 2}, {})
+        )
+        assert (half.exposed < whole.exposed) == sooner
+        assert whole.compute == half.compute
+        assert rule == (half if sooner else whole)
+
+
 # -- what the operators do by themselves, which the model knows and does not import ----------------------------------
 
 

@@ -72,7 +72,8 @@ def test_the_last_whole_round_is_cut_or_not_and_pushing_skips_what_it_takes_or_o
         copied = [c for c in found if c["num_comm_sms"] == 0]
         rows = N // 4 // 128
         assert {c["push_rows"] for c in copied} == {0, *(math.ceil(rows / n) for n in (2, 3, 4))}
-        assert all(c["chunk"] == c["skip"] == 0 for c in copied)
+        assert all(c["skip"] == 0 for c in copied)
+        assert {(c["chunk"], c["push_rows"]) for c in copied if c["chunk"]} == {(N // 2, 0)}
 
 
 def test_the_shared_memory_of_the_gpu_counts():

@@ -114,7 +114,7 @@ def _write(folder: Path, what: str, found: list[dict[str, Any]], ranks: int) -> 
     name = f"exhaustive_{what}" + ("" if ranks == 4 else f"_{ranks}")
     record = {
         "benchmark": name,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),  # of a day's searches of a case the last counts
         "command": os.environ.get("PKT_COMMAND") or " ".join(["python", "-m", "benchmarks.exhaustive", *sys.argv[1:]]),
         "commit": commit(),
         "host": host(),

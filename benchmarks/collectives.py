@@ -80,7 +80,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt pull": {"mode": "pull"},
         "pkt pull, blocks of 8192": {"mode": "pull", "block": 8192},
         "pkt push": {"mode": "push"},
-        "pkt push, blocks of 8192": {"mode": "push", "block": 8192},
+        "pkt push, blocks of 32768": {"mode": "push", "block": 32768},
         "pkt copy": {"mode": "copy"},
         "pkt copy, captured": {"mode": "copy"},
         "pkt default": {},

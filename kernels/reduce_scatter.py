@@ -37,13 +37,15 @@ Mode = Literal["pull", "push", "copy"]
 MODES = ("pull", "push", "copy")
 
 COPIED_BYTES = 512 << 20
-"""Least x for which mode None takes copy. On 4 x H200 it takes 4.39 ms for 2 GiB, push 4.59, pull 4.85; for 128 MiB
-0.332, 0.307 and 0.318; on 2, 0.229, 0.219 and 0.214: benchmarks/results/collectives*.json."""
+"""Least x for which mode None takes copy. On 4 x H200 it takes 4.38 ms for 2 GiB, push 4.52, pull 4.85; for 128 MiB
+0.335, 0.300 and 0.317; on 2, 0.230, 0.223 and 0.214: benchmarks/results/collectives*.json."""
 PULLED_BYTES = 8192
 """Bytes of a tile of pull. On 4 x H200 it takes 4.85 ms for 2 GiB, in tiles of 16 KiB 4.94."""
 LEAST_PUSHED, MOST_PUSHED, PUSHED_SIGNALS = 1 << 10, 64 << 10, 64
 """Bytes that push sends for each signal, and as many as that of a part where they allow it: a signal waits until all
-before it has arrived, so there are few, but for enough programs. With 16 KiB 128 MiB take 0.361 ms instead of 0.307."""
+before it has arrived, so there are few, but for enough programs. On 4 x H200 128 MiB take 0.298 ms in four tiles for a
+signal; in two of 32 KiB 0.300, and in one of 64, where all programs send, and add, at the same time, 0.304. With 32 KiB
+for a signal they take 0.325, with 128 KiB 0.305: benchmarks/results/collectives_steps.json."""
 
 
 def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:

@@ -218,11 +218,9 @@ class Gathering(NamedTuple):
     """What `gathering` sends, and what a kernel that waits for it needs."""
 
     inbox: SymmetricTensor  # (size, m, k); rank r stores [r] of all the others
-    counters: (
-        SymmetricTensor  # int32 (size * groups * chunks + 1); [(r * groups + g) * chunks + c] is the number of the
-    )
-    # last launch of which columns c * chunk, ... of rows g * step, ... of rank r are here, the last one that of this
-    # launch
+    counters: SymmetricTensor  # int32 (size * groups * chunks + 1); [(r * groups + g) * chunks + c] is the number of
+    # the last launch of which columns c * chunk, ... of rows g * step, ... of rank r are here; the last one that of
+    # this launch
     begin: Callable[[torch.Tensor], Callable[[], None]]
 
 

@@ -12,8 +12,9 @@ A row block is signalled in chunks of CHUNK columns, and the loader waits chunk 
 first columns are here. And the order of pushing follows the order of computing: push_rows row blocks at a time, chunk
 by chunk. What one TMA operation moves is one piece of memory in the inbox.
 
-COPIED, as copy in all_gather_matmul: no program pushes, and push_rows row blocks of a peer come at once. The links are
-faster then, and the product is, but each copy costs time before it begins: so for large ones.
+COPIED, as copy in all_gather_matmul: no program pushes, and push_rows row blocks of a peer come at once, or chunk by
+chunk of their columns, where tiles had better begin before all of a shard is here. The links are faster then, and the
+product is, but each copy costs time before it begins: so for large ones.
 """
 
 from __future__ import annotations

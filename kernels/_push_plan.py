@@ -82,9 +82,9 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
     2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json and played_2.json.
 
     What is left after the last whole round is cut in two where it is done sooner then. Copied, where that takes no
-    longer than the product; each shard in two chunks, where its own is multiplied sooner than the first one comes. Else
-    pushed: the programs that push are left out of as many rounds as fit into the time
-    that they push for, and what is left is not cut where they push for longer."""
+    longer than the product; each shard in two chunks, where the own one is multiplied sooner than the first one comes.
+    Else pushed: the programs that push are left out of as many rounds as fit into the time that they push for, and what
+    is left is not cut where they push for longer."""
     tile, count = tile_seconds(K, tiles), _count(m, N, size, tiles)
     copying = BEGIN + (size - 1) * (COPY + 2 * m * K / COPIED)
     pushes = size == 1 or given.keys() & {"chunk", "skip"} or copying > count / programs * tile

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 import pkt.language as pl
-from pkt.errors import PktError, Unsupported, size_text
+from pkt.errors import PktError, Unsupported
 from pkt.runtime import nvml
 from pkt.runtime.driver import CudaDriver, Driver
 from pkt.runtime.factories import empty
@@ -34,6 +34,7 @@ from pkt.runtime.heap import heap_bytes
 from pkt.runtime.launcher import launch
 from pkt.runtime.topology import Topology, assemble, multicast_off, probe
 from pkt.runtime.transport import timeout_seconds
+from pkt.wording import size_text
 
 if TYPE_CHECKING:
     from pkt.runtime.world import World

@@ -11,16 +11,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # part -> (parts of pkt it may import besides itself, packages of others besides the standard library)
 ARROWS = {
-    "pkt.errors": (set(), set()),
+    "pkt.wording": (set(), set()),
+    "pkt.errors": ({"pkt.wording"}, set()),
     "pkt.language": ({"pkt.errors"}, {"triton"}),
     # The one door from the host side to the simulator: pkt.launch(device="cpu") opens it when called.
     "pkt.runtime.launcher": ({"pkt.errors", "pkt.runtime", "pkt.simulate"}, {"torch"}),
-    "pkt.runtime": ({"pkt.errors", "pkt.language.world"}, {"torch", "triton", "cuda", "cloudpickle", "numpy"}),
+    "pkt.runtime": (
+        {"pkt.errors", "pkt.wording", "pkt.language.world"},
+        {"torch", "triton", "cuda", "cloudpickle", "numpy"},
+    ),
     "pkt.simulate": (
-        {"pkt.errors", "pkt.language", "pkt.runtime", "pkt.trace"},
+        {"pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.trace"},
         {"torch", "triton", "numpy", "greenlet", "rich", "typer"},
     ),
-    "pkt.doctor": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton", "rich"}),
+    "pkt.doctor": ({"pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime"}, {"torch", "triton", "rich"}),
     "pkt.bench": ({"pkt.tune.explanation"}, set()),
     "pkt.cli": ({"pkt.doctor", "pkt.simulate", "pkt.tune.command"}, {"typer", "rich"}),
     "pkt.layouts": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton"}),
@@ -28,7 +32,7 @@ ARROWS = {
     # The tuner's doors to the operators: `pkt tune` loads one by its name when a search runs, `pkt.explain` its rule.
     "pkt.tune.command": ({"pkt.errors", "pkt.runtime", "pkt.tune"}, {"torch", "typer", "rich"}),
     "pkt.tune": (
-        {"pkt.errors", "pkt.language", "pkt.runtime"},
+        {"pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime"},
         {"torch", "triton", "numpy", "rich", "platformdirs", "matplotlib"},
     ),
     # An operator asks the tuner for its settings where it is given none; the tuner knows operators by name only.

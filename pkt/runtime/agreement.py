@@ -13,8 +13,9 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pkt.errors import AllocationMismatch, dtype_text
+from pkt.errors import AllocationMismatch
 from pkt.runtime.backend import Backend, Journal
+from pkt.wording import dtype_text
 
 EVERY = 32  # calls between two looks at the peers' journals
 _SEPARATOR = "\x1f"

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from pkt.errors import AllocationMismatch, DriverError, HeapFull, PeerLost, size_text
+from pkt.errors import AllocationMismatch, DriverError, HeapFull, PeerLost
 from pkt.runtime import handles, journal, multicast, topology
 from pkt.runtime.backend import Block
 from pkt.runtime.driver import OUT_OF_MEMORY, Driver, Shared
 from pkt.runtime.frames import close_fds
 from pkt.runtime.transport import Transport
+from pkt.wording import size_text
 
 if TYPE_CHECKING:
     from pkt.runtime.watch import Watch

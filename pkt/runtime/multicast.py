@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from pkt.errors import ranks_text
 from pkt.runtime import handles
 from pkt.runtime.driver import Shared
 from pkt.runtime.topology import multicast_off
+from pkt.wording import ranks_text
 
 if TYPE_CHECKING:
     from pkt.runtime.cuda import CudaBackend

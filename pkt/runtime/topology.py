@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pkt.errors import Unsupported, table
+from pkt.errors import Unsupported
 from pkt.runtime.driver import Driver
+from pkt.wording import table
 
 # Any of these turns multicast off before the driver is asked anything: ours, and those of the libraries that share the
 # GPUs.

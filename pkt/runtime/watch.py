@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from triton.runtime.jit import JITFunction
 
-from pkt.errors import PeerLost, Waiting, WaitTimeout
+from pkt.errors import PeerLost, WaitTimeout
 from pkt.language.world import (
     CMP_ABORTED,
     CMP_CODES,
@@ -31,6 +31,7 @@ from pkt.language.world import (
     STATUS_RECORDS,
     site_hash,
 )
+from pkt.wording import Waiting
 
 if TYPE_CHECKING:
     from pkt.runtime.cuda import CudaBackend

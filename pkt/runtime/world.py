@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 import triton.language as tl
 
-from pkt.errors import Closed, ShapeError, Unsupported, size_text
+from pkt.errors import Closed, ShapeError, Unsupported
 from pkt.language.world import DeviceWorld, code_hash
 from pkt.runtime import scratch as _scratch
 from pkt.runtime import wire
 from pkt.runtime.backend import Backend
 from pkt.runtime.heap import SymmetricHeap, heap_bytes
 from pkt.runtime.streams import OneInFlight
+from pkt.wording import size_text
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pkt import errors
+from pkt import errors, wording
 from pkt.simulate.detector import accessed
 from pkt.simulate.memory import Access, Unmapped
 from pkt.simulate.sites import site
@@ -37,7 +37,7 @@ def astray(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
     home = address - (window - rank) * space.stride  # where it would be in the program's own window
     mine, near, exists = space.holding(home), space.nearest(address), 0 <= window < space.size
 
-    def access(tensor: str) -> errors.Access:
+    def access(tensor: str) -> wording.Access:
         return accessed(machine.current, kind, tensor, at)
 
     if unmapped.region is not None:

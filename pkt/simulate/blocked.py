@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from pkt.errors import Waiting
 from pkt.simulate.faults import Site
 from pkt.simulate.memory import Region
+from pkt.wording import Waiting
 
 _COMPARE: dict[str, Any] = {
     "ge": lambda d: d >= 0,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pkt import errors
+from pkt import errors, wording
 from pkt.simulate import cost
 from pkt.simulate.faults import Site
 from pkt.simulate.memory import Access, Region
@@ -31,9 +31,9 @@ class Sync:
         self.launch: dict[int, int] = {}  # releasing rank -> its newest launch that released here
 
 
-def accessed(task: Any, kind: str, tensor: str, at: Site) -> errors.Access:
+def accessed(task: Any, kind: str, tensor: str, at: Site) -> wording.Access:
     """An access of `task` as an error names it."""
-    return errors.Access(task.rank, task.program, task.name, kind, tensor, str(at))
+    return wording.Access(task.rank, task.program, task.name, kind, tensor, str(at))
 
 
 def _reaches(scope: str, one: Any, other: Any) -> bool:

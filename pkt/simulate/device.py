@@ -12,13 +12,13 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from pkt.errors import Waiting
 from pkt.simulate.accesses import scalar
 from pkt.simulate.blocked import Blocked, signed
 from pkt.simulate.faults import SYNC
 from pkt.simulate.flagged import Flagged
 from pkt.simulate.multimem import Multimem
 from pkt.simulate.sites import site, site_of
+from pkt.wording import Waiting
 
 
 class SimulatedDevice(Flagged, Multimem):

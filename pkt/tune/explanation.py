@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from pkt.errors import DtypeError, ShapeError, Unsupported, dtype_text
+from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World, current_world
 from pkt.tune import cache, tables
 from pkt.tune.config import NCCL, Config, nccl_wanted
@@ -24,6 +24,7 @@ from pkt.tune.gpu import H200
 from pkt.tune.model import ITEMSIZE, MODELS, Estimate, estimate, product_alone, sent
 from pkt.tune.report import milliseconds, text_of
 from pkt.tune.spaces import gluon_fits, operator_space
+from pkt.wording import dtype_text
 
 CALL = "pkt.explain"
 NAMES = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce"}

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from pkt.errors import dtype_text
 from pkt.tune.gpu import H200, Gpu, interpolated, link_rate
 from pkt.tune.search import Candidate, Model
+from pkt.wording import dtype_text
 
 # Fitted to benchmarks/results/*.json of H200, as gpu.py says of some of its figures; TAKEN, ARRIVES, PEERS, COPY and
 # ANNOUNCED to all candidates of benchmarks/results/exhaustive_*.json, at 4 and 2 ranks. All else is counted.

@@ -10,13 +10,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from pkt.errors import NoCandidate, ranks_text
+from pkt.errors import NoCandidate
 from pkt.runtime.interrupts import Interrupts
 from pkt.runtime.world import World
 from pkt.tune._progress import progress
 from pkt.tune.config import Config
 from pkt.tune.timers import Timer
 from pkt.tune.votes import Votes
+from pkt.wording import ranks_text
 
 MOST = 0.12  # share of the candidates that is measured at most,
 LEAST = 8  # but so many at least

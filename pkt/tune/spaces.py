@@ -13,12 +13,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pkt.errors import Unsupported, dtype_text
+from pkt.errors import Unsupported
 from pkt.tune.config import NCCL, UNFUSED, Config, nccl_wanted, space
 from pkt.tune.gpu import H200, Gpu
 from pkt.tune.model import SPLITS, pushing_rounds
 from pkt.tune.search import Model
 from pkt.tune.spread import spread
+from pkt.wording import dtype_text
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 PUSHERS = ((8, 256), (12, 128), (16, 128), (16, 256))

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction, KernelInterface
 
-from pkt.errors import DtypeError, NoCandidate, ShapeError, dtype_text
+from pkt.errors import DtypeError, NoCandidate, ShapeError
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
 from pkt.tune.compiling import compile_all
 from pkt.tune.config import Config
+from pkt.wording import dtype_text
 
 Check = Callable[[Mapping[str, Any], Any], bool]
 """Whether the arguments, by name, and what was returned (None by a kernel) are right after a run."""

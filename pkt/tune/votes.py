@@ -11,11 +11,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pkt.errors import CandidateMismatch, CollectiveMismatch, PktError, RankFailed, ranks_text
+from pkt.errors import CandidateMismatch, CollectiveMismatch, PktError, RankFailed
 from pkt.runtime import wire
 from pkt.runtime.interrupts import Interrupts
 from pkt.runtime.world import World
 from pkt.tune.config import Config
+from pkt.wording import ranks_text
 
 _REASON = 300  # characters of a reason that are kept
 

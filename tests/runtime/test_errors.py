@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from pkt import errors
-from pkt.errors import Access, Waiting
+from pkt import errors, wording
+from pkt.wording import Access, Waiting
 
 WAIT = Waiting(
     rank=2,
@@ -60,18 +60,18 @@ def test_messages(error):
 
 
 def test_sizes_and_ranks_in_words():
-    assert [errors.size_text(n) for n in (0, 1023, 1024, 1536 << 20, 3 << 40)] == [
+    assert [wording.size_text(n) for n in (0, 1023, 1024, 1536 << 20, 3 << 40)] == [
         "0 B",
         "1023 B",
         "1 KiB",
         "1.5 GiB",
         "3 TiB",
     ]
-    assert errors.ranks_text({0: "a", 2: "a", 1: "b"}) == "ranks 0, 2: a; rank 1: b"
-    assert [errors.program_text(p) for p in (3, (3, 0, 0), (0, 0, 0), (3, 1, 0))] == ["3", "3", "0", "(3, 1)"]
+    assert wording.ranks_text({0: "a", 2: "a", 1: "b"}) == "ranks 0, 2: a; rank 1: b"
+    assert [wording.program_text(p) for p in (3, (3, 0, 0), (0, 0, 0), (3, 1, 0))] == ["3", "3", "0", "(3, 1)"]
 
 
 def test_long_tables_are_cut():
-    text = errors.waiting_table([WAIT] * 40, limit=5)
+    text = wording.waiting_table([WAIT] * 40, limit=5)
     assert text.count("flags[7]") == 5
     assert text.endswith("... and 35 more")

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from pkt.errors import dtype_text
 from pkt.tune.config import NCCL, Config, nccl_wanted
 from pkt.tune.model import MODELS
 from pkt.tune.search import Candidate, Search
 from pkt.tune.spaces import gluon_fits
+from pkt.wording import dtype_text
 
 FARTHEST = 1.5
 """Doublings and halvings of M, N and K together by which a shape may differ from a measured one, see `nearest`: as far

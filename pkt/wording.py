@@ -1,0 +1,128 @@
+"""How facts are worded in messages and tables: sizes, dtypes, programs, ranks, who waits for what, who accesses what.
+
+Imports nothing of pkt, and nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+COMPARISON = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
+COMPARISON["flip"] = "the barrier round after"
+SHORT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8e4m3",
+    "float8_e5m2": "fp8e5m2",
+}
+
+
+def size_text(nbytes: int) -> str:
+    """`536870912` -> `512 MiB`; exact below 1 KiB, otherwise at most one decimal."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def dtype_text(dtype: Any) -> str:
+    """`torch.bfloat16` -> `bf16`."""
+    name = str(dtype).removeprefix("torch.")
+    return SHORT.get(name, name)
+
+
+def program_text(program: int | Sequence[int]) -> str:
+    """A program index without trailing zeros: `(3, 0, 0)` -> `3`, `(3, 1, 0)` -> `(3, 1)`."""
+    if isinstance(program, int):
+        return str(program)
+    index = list(program)
+    while len(index) > 1 and index[-1] == 0:
+        index.pop()
+    return str(index[0]) if len(index) == 1 else str(tuple(index))
+
+
+def ranks_text(values: Mapping[int, str]) -> str:
+    """Ranks that say the same are named together: `ranks 0, 2: a; rank 1: b`."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}" for text, ranks in groups.items()
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A plain text table, one line a row, columns aligned; no dependency, so it also works in a dying
+    process."""
+    cells = [[str(c) for c in row] for row in (head, *rows)]
+    width = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, width, strict=True)).rstrip() for row in cells)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One program that waits: what it waits for, and what it found there."""
+
+    rank: int
+    program: int | tuple[int, ...]
+    kernel: str
+    counter: str  # "flags[7]"
+    wanted: int
+    found: int
+    compare: str = "ge"
+    site: str = ""  # file:line of the wait, in the user's kernel
+    launch: int | None = None
+    owner: int | None = None  # the rank whose memory holds the counter, where it is not the waiting one
+
+    @property
+    def condition(self) -> str:
+        return f"{COMPARISON[self.compare]} {self.wanted}"
+
+    def text(self, after: float | None = None) -> str:
+        where = self.counter if self.owner in (None, self.rank) else f"{self.counter} of rank {self.owner}"
+        line = f"rank {self.rank}: {self.kernel} program {program_text(self.program)} waits on {where}"
+        line += f" at {self.site}" if self.site else ""
+        line += f" after {after:.1f} s" if after is not None else ""
+        line += f": wanted {self.condition}, found {self.found}"
+        return line + (f", launch {self.launch}" if self.launch is not None else "")
+
+
+def waiting_table(waits: Sequence[Waiting], limit: int = 32) -> str:
+    """Who waits for what, a line a program; at most `limit` lines, then how many were left out."""
+    rows = [
+        (
+            w.rank,
+            w.kernel,
+            program_text(w.program),
+            w.counter if w.owner in (None, w.rank) else f"{w.counter} @{w.owner}",
+            w.condition,
+            w.found,
+            "" if w.launch is None else w.launch,
+            w.site,
+        )
+        for w in waits[:limit]
+    ]
+    text = table(("rank", "kernel", "program", "waits on", "wanted", "found", "launch", "at"), rows)
+    return text + (f"\n  ... and {len(waits) - limit} more" if len(waits) > limit else "")
+
+
+@dataclass(frozen=True)
+class Access:
+    """One access of a program to a rank's memory, for the checkers."""
+
+    rank: int
+    program: int | tuple[int, ...]
+    kernel: str
+    kind: str  # "load", "store", "atomic", ...
+    tensor: str  # "rank 1's x[17]"
+    site: str = ""
+
+    def text(self) -> str:
+        by = f"rank {self.rank} {self.kernel} program {program_text(self.program)}"
+        return f"{self.kind} of {self.tensor} by {by}" + (f" at {self.site}" if self.site else "")

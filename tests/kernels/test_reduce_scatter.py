@@ -213,6 +213,20 @@ def test_many_tiles_have_one_signal(shape: tuple[int, ...], dim: int, block: int
     on_ranks(2, run)
 
 
+def test_programs_are_out_of_step() -> None:
+    """Of four, with 32 tiles each and four for each signal, all but the first begin with fewer, and end with the
+    rest."""
+
+    def run(world: Any) -> None:
+        part = 1 << 14
+        room = module.pushed_room(part, 2)
+        reduce_scatter(torch.ones(2 * part, dtype=torch.bfloat16), mode="push", block=room // 4)
+        sent = module.inboxes(4, room, torch.bfloat16, world).counters.plain().view(4, 2)[:, world.rank]
+        assert sent.tolist() == [8, 9, 9, 9]
+
+    on_ranks(2, run, sms=4)
+
+
 def test_an_input_of_this_rank_alone_is_pushed() -> None:
     def run(world: Any) -> None:
         got = reduce_scatter(torch.full((4 * world.size,), float(world.rank)))

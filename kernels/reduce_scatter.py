@@ -238,7 +238,8 @@ def _plan(
         copied = scatter_launch(world, rows, run, x.dtype, op, block, chunks)
         return lambda x, out: copied(x, fresh() if out is None else out)
     itemsize = x.element_size()
-    access = math.gcd(run * itemsize, 16)  # bytes that move together; fewer take more addresses, each in a register
+    # Bytes that move together: fewer take more addresses, each in a register. But to the inbox a thread has whole 16.
+    access = max(math.gcd(run * itemsize, 16), 4)
     room = pushed_room(rows * run, itemsize)
     most = PULLED_BYTES if mode == "pull" else min(room * itemsize, _common.COPY_BYTES * access // 16)
     part = _runs.runs(rows, run, x.dtype, block or most // itemsize)

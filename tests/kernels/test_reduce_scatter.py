@@ -173,7 +173,7 @@ def test_signals_are_few(part: int, itemsize: int, elements: int) -> None:
         ((4096, 3072), 1, 1 << 13, 1 << 15),
         ((4096, 3012), 1, 1 << 12, 1 << 15),  # of runs of whole 8 bytes, half of it
         ((4096, 3006), 1, 1 << 11, 1 << 15),
-        ((4096, 3003), 1, 1 << 10, 1 << 15),
+        ((4096, 3003), 1, 1 << 11, 1 << 15),
     ],
 )
 def test_the_default_tile_follows_the_part(

@@ -200,11 +200,11 @@ def reduce_scatter(
     that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
     any rank is a NaN. mode: see the module; None takes copy from COPIED_BYTES of x on, else push, or pull where `x` is
-    symmetric and there are two ranks. "push" keeps 2 * (size - 1) times a program's bytes for a signal of symmetric memory, at most MOST_PUSHED
-    or a tile, for each number of them and grid, "copy" x's bytes less a part for each size of part. block: elements of
-    a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most; None: by size. The same bits
-    every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported,
-    CollectiveMismatch.
+    symmetric and there are two ranks. "push" keeps 2 * (size - 1) times a program's bytes for a signal of symmetric
+    memory, at most MOST_PUSHED or a tile, for each number of them and grid, "copy" x's bytes less a part for each size
+    of part. block: elements of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most;
+    None: by size. The same bits every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric,
+    ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
     return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks), out)

@@ -343,10 +343,11 @@ def _copied(case: _Case, config: Mapping[str, Any], sent: float, tasks: int, gpu
         return COPIES_BEGIN + np.cumsum(copies).reshape(sizes.shape)
 
     come = arrivals(case.K)
-    chunk = config.get("chunk") or 0
-    if gluon and not config.get("push_rows") and config.get("chunk") is None and come[0, 0] > own / gpu.sms * one:
+    chunk = config.get("chunk")
+    if chunk is None and gluon and not config.get("push_rows") and come[0, 0] > own / gpu.sms * one:
         chunk = math.ceil(case.K / 2 / case.block_k) * case.block_k
-    come = arrivals(chunk) if 0 < chunk < case.K else come
+    if chunk:
+        come = arrivals(min(chunk, case.K))
     slow, clock = found.compute / pure, np.zeros(gpu.sms)
     whole_tiles = [(np.arange(first, first + gpu.sms), one) for first in range(0, rounds * gpu.sms, gpu.sms)]
     parts = [np.arange(first, min(first + gpu.sms, left)) for first in range(0, left, gpu.sms)]

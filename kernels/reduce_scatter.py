@@ -45,7 +45,7 @@ LEAST_PUSHED, MOST_PUSHED, PUSHED_SIGNALS = 1 << 10, 64 << 10, 64
 """Bytes that push sends for each signal, and as many as that of a part where they allow it: a signal waits until all
 before it has arrived, so there are few, but for enough programs. On 4 x H200 128 MiB take 0.298 ms in four tiles for a
 signal; in two of 32 KiB 0.300, and in one of 64, where all programs send, and add, at the same time, 0.304. With 32 KiB
-for a signal they take 0.325, with 128 KiB 0.305: benchmarks/results/collectives_steps.json."""
+for a signal they take 0.325, with 128 0.305, in runs of their own: benchmarks/results/collectives_steps.json."""
 
 
 def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:

@@ -199,7 +199,8 @@ def main() -> int:
     table = rows(pkt.launch(importable, ranks, given.device, heap="2GiB", multicast=False))
     if gpu:
         table.append(_harness.row("pkt.init, 1 GiB heap, fresh processes", of_init(ranks), "s", INIT))
-    _harness.write("runtime" if gpu else "runtime_cpu", table, ranks=ranks)
+    name = "runtime_cpu" if not gpu else "runtime" if ranks == 4 else f"runtime_{ranks}"
+    _harness.write(name, table, ranks=ranks)
     return 0
 
 

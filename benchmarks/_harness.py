@@ -90,12 +90,13 @@ def host() -> dict[str, Any]:
     }
 
 
-def write(name: str, rows: list[Row], **more: Any) -> Path:
-    """Write `benchmarks/results/<name>.json` and print the rows. `more`: further facts of the run."""
+def write(name: str, rows: list[Row], module: str = "", **more: Any) -> Path:
+    """Write `benchmarks/results/<name>.json` and print the rows. module: of benchmarks, where its name is another one.
+    more: further facts of the run."""
     record = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{module or name}", *sys.argv[1:]]),
         "commit": commit(),
         "host": host(),
         **more,

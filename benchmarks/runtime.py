@@ -200,7 +200,7 @@ def main() -> int:
     if gpu:
         table.append(_harness.row("pkt.init, 1 GiB heap, fresh processes", of_init(ranks), "s", INIT))
     name = "runtime_cpu" if not gpu else "runtime" if ranks == 4 else f"runtime_{ranks}"
-    _harness.write(name, table, ranks=ranks)
+    _harness.write(name, table, "runtime", ranks=ranks)
     return 0
 
 

@@ -273,7 +273,7 @@ def _launch(
     """launch(x, out): the first n elements. even: both begin at a multiple of 16 bytes."""
     tile = 1  # of two_shot_push
     if mode == "two_shot_push":
-        tile = pushed_room(triton.cdiv(n, world.size), x.element_size())
+        tile = pushed_room(triton.cdiv(n, world.size), x.element_size(), world.size)
         most = _common.COPY_BYTES if even else _common.COPY_BYTES // 4  # else each element's address has a register
         block = block or min(tile, most // x.element_size())
     BLOCK = _common.copy_block(x, block)

@@ -41,7 +41,7 @@ COPIED_BYTES = 512 << 20
 0.335, 0.300 and 0.317; on 2, 0.230, 0.223 and 0.214: benchmarks/results/collectives*.json."""
 PULLED_BYTES = 8192
 """Bytes of a tile of pull. On 4 x H200 it takes 4.85 ms for 2 GiB, in tiles of 16 KiB 4.94."""
-LEAST_PUSHED, MOST_PUSHED, PUSHED_SIGNALS = 1 << 10, 64 << 10, 64
+LEAST_PUSHED, MOST_PUSHED, PUSHED_SIGNALS, PUSHED_TILES = 1 << 10, 64 << 10, 64, 4
 """Bytes that push sends for each signal, and as many as that of a part where they allow it: a signal waits until all
 before it has arrived, so there are few, but for enough programs. On 4 x H200 128 MiB take 0.298 ms in four tiles for a
 signal; in two of 32 KiB 0.300, and in one of 64, where all programs send, and add, at the same time, 0.304. With 32 KiB
@@ -118,9 +118,10 @@ def inboxes(programs: int, room: int, dtype: torch.dtype, world: World) -> Inbox
     return world.workspace(("pkt.kernels", "inboxes", programs, room, dtype), make)
 
 
-def pushed_room(part: int, itemsize: int) -> int:
+def pushed_room(part: int, itemsize: int, size: int) -> int:
     """Elements for each signal of a part of so many."""
-    nbytes = max(LEAST_PUSHED, min(part * itemsize // PUSHED_SIGNALS, MOST_PUSHED))
+    most = 2 * MOST_PUSHED if size == 2 else MOST_PUSHED  # of all that a program sends, one peer has as much as two
+    nbytes = max(LEAST_PUSHED, min(part * itemsize // PUSHED_SIGNALS, most))
     return (1 << nbytes.bit_length() - 1) // itemsize
 
 
@@ -241,8 +242,9 @@ def _plan(
     itemsize = x.element_size()
     # Bytes that move together: fewer take more addresses, each in a register. But to the inbox a thread has whole 16.
     access = max(math.gcd(run * itemsize, 16), 4)
-    room = pushed_room(rows * run, itemsize)
-    most = PULLED_BYTES if mode == "pull" else min(room * itemsize, _common.COPY_BYTES * access // 16)
+    room = pushed_room(rows * run, itemsize, world.size)
+    pushed = max(room * itemsize // PUSHED_TILES, _common.COPY_BYTES)
+    most = PULLED_BYTES if mode == "pull" else min(room * itemsize, pushed * access // 16)
     part = _runs.runs(rows, run, x.dtype, block or most // itemsize)
     grid = (_common.num_programs(world, part.tiles),)
     counters: tuple[torch.Tensor, ...]

@@ -162,7 +162,7 @@ def test_what_is_pulled_by_default(ranks: int, symmetric: bool, monkeypatch: pyt
     ],
 )
 def test_signals_are_few(part: int, itemsize: int, elements: int) -> None:
-    assert module.pushed_room(part, itemsize) == elements
+    assert module.pushed_room(part, itemsize, 3) == elements
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_programs_are_out_of_step() -> None:
 
     def run(world: Any) -> None:
         part = 1 << 14
-        room = module.pushed_room(part, 2)
+        room = module.pushed_room(part, 2, world.size)
         reduce_scatter(torch.ones(2 * part, dtype=torch.bfloat16), mode="push", block=room // 4)
         sent = module.inboxes(4, room, torch.bfloat16, world).counters.plain().view(4, 2)[:, world.rank]
         assert sent.tolist() == [8, 9, 9, 9]

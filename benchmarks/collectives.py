@@ -77,8 +77,8 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt default": {},
     },
     "reduce-scatter": {
+        "pkt low-latency": {"mode": "low_latency"},
         "pkt pull": {"mode": "pull"},
-        "pkt pull, blocks of 8192": {"mode": "pull", "block": 8192},
         "pkt push": {"mode": "push"},
         "pkt push, blocks of 32768": {"mode": "push", "block": 32768},
         "pkt copy": {"mode": "copy"},
@@ -86,6 +86,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt default": {},
     },
     "all-to-all": {
+        "pkt low-latency": {"mode": "low_latency"},
         "pkt push": {"mode": "push"},
         "pkt pull": {"mode": "pull"},
         "pkt copy": {"mode": "copy"},
@@ -93,7 +94,12 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "pkt default": {},
         "pkt default, captured": {},
     },
-    "broadcast": {"pkt default": {}, "pkt pass on, blocks of 4096": {"block": 4096}},
+    "broadcast": {
+        "pkt low-latency": {"mode": "low_latency"},
+        "pkt pass on": {"mode": "pass_on"},
+        "pkt pass on, blocks of 4096": {"mode": "pass_on", "block": 4096},
+        "pkt default": {},
+    },
 }
 Run = Callable[[], torch.Tensor]
 
@@ -110,9 +116,9 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
     }
     if not quick:  # of which a part is no whole 16 bytes
         found["all-reduce 16 MiB + 2"] = {"kind": "all-reduce", "shape": [MESSAGES["16 MiB"] // 2 + 1]}
-    found |= {
-        f"all-gather {name}": {"kind": "all-gather", "shape": [n // 2]} for name, n in messages.items() if n <= SMALL
-    }
+    small = {name: [n // 2] for name, n in messages.items() if n <= SMALL}
+    for kind in ("all-gather", "reduce-scatter", "all-to-all"):
+        found |= {f"{kind} {name}": {"kind": kind, "shape": shape} for name, shape in small.items()}
     for N in squares:
         for kind in ("all-gather", "reduce-scatter"):
             found[f"{kind} {N} x {N}"] = {"kind": kind, "shape": [N, N], "dim": 0}
@@ -129,14 +135,16 @@ def case(world: Any, kind: str, shape: list[int], dim: int = 0) -> Case:
     import pkt
 
     size, device = world.size, world.torch_device
-    split = {"all-to-all": (1, 2), "all-reduce": (), "broadcast": ()}.get(kind, (dim,))
+    headed = len(shape) == 4  # of all-to-all; else plain
+    scatter, gather = (2, 1) if headed else (0, 0)
+    split = {"all-to-all": (scatter, gather), "all-reduce": (), "broadcast": ()}.get(kind, (dim,))
     whole = [n // size * size if axis in split else n for axis, n in enumerate(shape)]
 
     def shared(axis: int) -> list[int]:
         return [n // size if a == axis else n for a, n in enumerate(whole)]
 
-    given = {"all-gather": shared(dim), "all-to-all": shared(1)}.get(kind, whole)
-    result = {"reduce-scatter": shared(dim), "all-to-all": shared(2)}.get(kind, whole)
+    given = {"all-gather": shared(dim), "all-to-all": shared(gather) if headed else whole}.get(kind, whole)
+    result = {"reduce-scatter": shared(dim), "all-to-all": shared(scatter) if headed else whole}.get(kind, whole)
     x = pkt.empty(given, dtype=torch.bfloat16, world=world)
     x.copy_(normal(tuple(given), world.rank, device))
     out = x if kind == "broadcast" else pkt.empty(result, dtype=torch.bfloat16, world=world)
@@ -147,7 +155,7 @@ def case(world: Any, kind: str, shape: list[int], dim: int = 0) -> Case:
         if kind == "all-gather":
             return gathered(list(inputs), dim).float()
         if kind == "all-to-all":
-            return exchanged(list(inputs), world.rank, 2, 1).float()
+            return exchanged(list(inputs), world.rank, scatter, gather).float()
         if kind == "broadcast":
             return next(inputs).float()
         total = torch.zeros(given, device=device)
@@ -159,7 +167,7 @@ def case(world: Any, kind: str, shape: list[int], dim: int = 0) -> Case:
         "all-reduce": lambda **options: all_reduce(x, out, world=world, **options),
         "all-gather": lambda **options: all_gather(x, out, dim=dim, world=world, **options),
         "reduce-scatter": lambda **options: reduce_scatter(x, out, dim=dim, world=world, **options),
-        "all-to-all": lambda **options: all_to_all(x, out, scatter=2, gather=1, world=world, **options),
+        "all-to-all": lambda **options: all_to_all(x, out, scatter=scatter, gather=gather, world=world, **options),
         "broadcast": lambda **options: broadcast(x, 0, world=world, **options),
     }
     runs: dict[str, Run] = {name: partial(calls[kind], **options) for name, options in OURS[kind].items()}
@@ -183,6 +191,8 @@ def _baselines(kind: str, x: torch.Tensor, out: torch.Tensor, dim: int, size: in
     plain, result = x.plain(), out.plain()  # type: ignore[attr-defined]
     if kind == "broadcast":
         return {"NCCL": lambda: _after(result, dist.broadcast(result, 0))}
+    if kind == "all-to-all" and plain.ndim == 1:
+        return {"NCCL": lambda: _after(result, dist.all_to_all_single(result, plain))}
     if kind == "all-to-all":
         staged, parts = torch.empty_like(plain), plain.view(plain.shape[1], size, -1).movedim(1, 0)
 

@@ -1,11 +1,10 @@
-"""All-reduce and all-gather in words that carry their own flag (pkt/language/flagged.py): neither barrier nor fence.
+"""Collectives in words that carry their own flag (pkt/language/flagged.py): neither barrier nor fence.
 
 All-reduce in one shot: each rank puts x into a slot on every rank, and reduces what comes: one flight. In two: part r
 of x goes to rank r alone, which reduces it and puts the result into a slot on every rank: a second flight, and for more
-than two ranks fewer bytes. All-gather: each rank puts x into a slot on every other rank, and stores what comes.
-
-A word has room for three int32. The t-th of a part has its t-th, and those a third and two thirds of the part farther
-on, so that threads side by side load and store what lies side by side.
+than two ranks fewer bytes. Reduce-scatter is the first of them, and all-to-all the same with nothing reduced.
+All-gather: each rank puts x into a slot on every other rank, and stores what comes. Broadcast: root does, and the
+others put one word each, because in every launch every rank takes from every other (`_way`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common
-from .reduce_scatter import combine
+from . import _common, _words
 
 FLIGHT_BYTES = 400_000
 """Bytes that a rank sends in the time of a flight: as far as one shot sends no more than that above what two shots do,
@@ -44,9 +42,9 @@ LEAST_BLOCK, MOST_BLOCK = 128, 512
 """Words that a program moves at a time, one a thread: a thread waits for its words one after the other."""
 
 
-def gathers(nbytes: int, size: int) -> bool:
-    """Whether x of so many bytes is gathered so by default."""
-    return size <= MOST_RANKS and nbytes * (max(size, 2) - 1) / 3 <= FLAG_BYTES
+def few(sent: float, size: int) -> bool:
+    """Whether what makes a rank send so many bytes goes in flagged words by default."""
+    return size <= MOST_RANKS and sent / 3 <= FLAG_BYTES
 
 
 def shots(nbytes: int, size: int) -> int:
@@ -61,84 +59,7 @@ def shots(nbytes: int, size: int) -> int:
     return 2 if size <= MOST_RANKS else 0
 
 
-# ------------------------------------------------------------------------------------------------------- device
-@triton.jit
-def _load(x_ptr, word, inside, end, PER: tl.constexpr):
-    """PER elements in each int32; 0 for words not `inside`, and from element `end` on."""
-    if PER == 1:
-        return tl.load(x_ptr + word, mask=inside & (word < end), other=0).to(tl.int32, bitcast=True)
-    else:
-        offs = word[:, None] * PER + tl.arange(0, PER)[None, :]
-        x = tl.load(x_ptr + offs, mask=inside[:, None] & (offs < end), other=0).to(tl.uint16, bitcast=True)
-        low, high = tl.split(x.to(tl.uint32))
-        return (high << 16 | low).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _thirds(x_ptr, word, third, inside, end, PER: tl.constexpr):
-    """What goes into words."""
-    return (
-        _load(x_ptr, word, inside, end, PER),
-        _load(x_ptr, word + third, inside, end, PER),
-        _load(x_ptr, word + 2 * third, inside, end, PER),
-    )
-
-
-@triton.jit
-def _store(out_ptr, word, values, inside, end, PER: tl.constexpr):
-    """The reverse of `_load`."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if PER == 1:
-        tl.store(out_ptr + word, values.to(dtype, bitcast=True), mask=inside & (word < end))
-    else:
-        offs = word[:, None] * PER + tl.arange(0, PER)[None, :]
-        tl.store(out_ptr + offs, _halves(values).to(dtype, bitcast=True), mask=inside[:, None] & (offs < end))
-
-
-@triton.jit
-def _store_run(out_ptr, word, values, inside, end, run, index, SIZE: tl.constexpr, PER: tl.constexpr):
-    """`_store` where each `run` of elements is the `index`-th of SIZE that lie one after the other."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if PER == 1:
-        place = (word // run * SIZE + index) * run + word % run
-        tl.store(out_ptr + place, values.to(dtype, bitcast=True), mask=inside & (word < end))
-    else:
-        offs = word[:, None] * PER + tl.arange(0, PER)[None, :]
-        place = (offs // run * SIZE + index) * run + offs % run
-        tl.store(out_ptr + place, _halves(values).to(dtype, bitcast=True), mask=inside[:, None] & (offs < end))
-
-
-@triton.jit
-def _halves(words):
-    bits = words.to(tl.uint32, bitcast=True)
-    return tl.join(bits.to(tl.uint16), (bits >> 16).to(tl.uint16))
-
-
-@triton.jit
-def _elements(words, dtype: tl.constexpr, PER: tl.constexpr):
-    """In fp32: (words,), or (words, 2) where there are two in one."""
-    if PER == 1:
-        return words.to(dtype, bitcast=True).to(tl.float32)
-    else:
-        return _halves(words).to(dtype, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _reduced(
-    first, found, BEGIN: tl.constexpr, END: tl.constexpr, THIRD: tl.constexpr, dtype: tl.constexpr, OP: tl.constexpr
-):
-    """`first` and what `found` from BEGIN to END has of a third, reduced in fp32 in this order, rounded; as int32."""
-    PER: tl.constexpr = 32 // dtype.primitive_bitwidth
-    total = _elements(first, dtype, PER)
-    for i in tl.static_range(BEGIN, END):
-        total = combine(total, _elements(found[i][THIRD], dtype, PER), OP)
-    if PER == 1:
-        return total.to(dtype).to(tl.int32, bitcast=True)
-    else:
-        low, high = tl.split(total.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32))
-        return (high << 16 | low).to(tl.int32, bitcast=True)
-
-
+# ------------------------------------------------------------------------------------------------------ kernels
 @triton.jit
 def one_shot_kernel(
     x_ptr,  # (n,) this rank's
@@ -158,7 +79,7 @@ def one_shot_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth  # elements in an int32
     t = tl.cast(pid, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = _thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
+    x = _words.thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
     launch = sync.peek_epoch(flags_ptr)
     half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
     mine = half + tl.cast(world.rank, tl.int64) * third * 4
@@ -166,15 +87,15 @@ def one_shot_kernel(
         for i in tl.static_range(1, world.size + 1):  # to myself too: every rank adds in the same order
             pl.put_flagged(mine + 4 * t, x, launch, (world.rank + i) % world.size, world, mask=t < third)
         t += programs * BLOCK
-        x = _thirds(x_ptr, t, third, t < third, n, PER)
+        x = _words.thirds(x_ptr, t, third, t < third, n, PER)
     ptx.cta_barrier()
     pl.epoch(flags_ptr, world)
     for block in range(pid, tl.cdiv(third, BLOCK), programs):
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         found = pl.take_flagged_all(half + 4 * t, 4 * third, launch, world, mask=t < third)
         for j in tl.static_range(3):
-            total = _reduced(found[0][j], found, 1, world.size, j, dtype, OP)
-            _store(out_ptr, t + j * third, total, t < third, n, PER)
+            total = _words.reduced(found[0][j], found, 1, world.size, j, dtype, OP)
+            _words.store(out_ptr, t + j * third, total, t < third, n, PER)
 
 
 @triton.jit
@@ -207,7 +128,7 @@ def two_shot_kernel(
         for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
             end = tl.minimum(n, (peer + 1) * part * PER)
-            x = _thirds(x_ptr, peer * part + t, third, t < third, end, PER)
+            x = _words.thirds(x_ptr, peer * part + t, third, t < third, end, PER)
             at = half + ((PEERS - i) * third + t) * 4  # to the peer, I am rank + size - i
             pl.put_flagged(at, x, launch, peer, world, mask=t < third)
     ptx.cta_barrier()
@@ -216,17 +137,17 @@ def two_shot_kernel(
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         word = rank * part + t
         end = tl.minimum(n, (rank + 1) * part * PER)
-        x = _thirds(x_ptr, word, third, t < third, end, PER)
+        x = _words.thirds(x_ptr, word, third, t < third, end, PER)
         found = pl.take_flagged_all(half + 4 * t, 4 * third, launch, world, mask=t < third, parts=PEERS)
-        a = _reduced(x[0], found, 0, PEERS, 0, dtype, OP)
-        b = _reduced(x[1], found, 0, PEERS, 1, dtype, OP)
-        c = _reduced(x[2], found, 0, PEERS, 2, dtype, OP)
+        a = _words.reduced(x[0], found, 0, PEERS, 0, dtype, OP)
+        b = _words.reduced(x[1], found, 0, PEERS, 1, dtype, OP)
+        c = _words.reduced(x[2], found, 0, PEERS, 2, dtype, OP)
         for i in tl.static_range(1, world.size):
             at = sums + ((PEERS - i) * third + t) * 4
             pl.put_flagged(at, (a, b, c), launch, (rank + i) % world.size, world, mask=t < third)
-        _store(out_ptr, word, a, t < third, end, PER)
-        _store(out_ptr, word + third, b, t < third, end, PER)
-        _store(out_ptr, word + 2 * third, c, t < third, end, PER)
+        _words.store(out_ptr, word, a, t < third, end, PER)
+        _words.store(out_ptr, word + third, b, t < third, end, PER)
+        _words.store(out_ptr, word + 2 * third, c, t < third, end, PER)
     for block in range(pid, blocks, programs):
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         found = pl.take_flagged_all(sums + 4 * t, 4 * third, launch, world, mask=t < third, parts=PEERS)
@@ -235,18 +156,18 @@ def two_shot_kernel(
             word = peer * part + t
             end = tl.minimum(n, (peer + 1) * part * PER)
             for j in tl.static_range(3):
-                _store(out_ptr, word + j * third, found[i - 1][j], t < third, end, PER)
+                _words.store(out_ptr, word + j * third, found[i - 1][j], t < third, end, PER)
 
 
 @triton.jit
 def gather_kernel(
-    x_ptr,  # (n / run, run) this rank's
-    out_ptr,  # (n / run, size, run) this rank's; x may be [:, rank] of it
+    x_ptr,  # (n / span, span) this rank's
+    out_ptr,  # (n / span, size, span) this rank's; x may be [:, rank] of it
     slots_ptr,  # int32 (2, room, 4) on every rank; of a half, by the launch's parity, (size - 1, third, 4) is used, of
     # which rank + d puts [d - 1]
     flags_ptr,  # of this rank; only its launch counter is used
     n,
-    run,
+    span,
     room,
     third,  # of the int32 of x, rounded up: words
     world,
@@ -258,7 +179,7 @@ def gather_kernel(
     PEERS: tl.constexpr = world.size - 1
     PER: tl.constexpr = 32 // x_ptr.dtype.element_ty.primitive_bitwidth  # elements in an int32
     t = pid * BLOCK + tl.arange(0, BLOCK)  # int32, which divides sooner
-    x = _thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
+    x = _words.thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
     launch = sync.peek_epoch(flags_ptr)
     words = tl.cast(third, tl.int64)  # of a slot
     half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
@@ -267,9 +188,9 @@ def gather_kernel(
             at = half + ((PEERS - i) * words + t) * 4  # to the peer, I am rank + size - i
             pl.put_flagged(at, x, launch, (rank + i) % world.size, world, mask=t < third)
         for j in tl.static_range(3):
-            _store_run(out_ptr, t + j * third, x[j], t < third, n, run, rank, world.size, PER)
+            _words.store_part(out_ptr, t + j * third, x[j], t < third, n, span, rank, world.size, PER)
         t += programs * BLOCK
-        x = _thirds(x_ptr, t, third, t < third, n, PER)
+        x = _words.thirds(x_ptr, t, third, t < third, n, PER)
     ptx.cta_barrier()
     pl.epoch(flags_ptr, world)
     for block in range(pid, tl.cdiv(third, BLOCK), programs):
@@ -280,7 +201,137 @@ def gather_kernel(
         for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
             for j in tl.static_range(3):
-                _store_run(out_ptr, t + j * third, found[i - 1][j], t < third, n, run, peer, world.size, PER)
+                _words.store_part(out_ptr, t + j * third, found[i - 1][j], t < third, n, span, peer, world.size, PER)
+
+
+@triton.jit
+def _put_parts(
+    x_ptr, half, launch, n, span, third, world, BLOCK: tl.constexpr, PER: tl.constexpr
+):  # fmt: skip
+    """Part r of x, n elements, to every other rank r: into the slot that rank r + d has for rank r, [d - 1]."""
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    PEERS: tl.constexpr = world.size - 1
+    words = tl.cast(third, tl.int64)  # of a slot
+    for block in range(pid, tl.cdiv(third, BLOCK), tl.num_programs(0)):
+        t = block * BLOCK + tl.arange(0, BLOCK)
+        for i in tl.static_range(1, world.size):
+            peer = (rank + i) % world.size
+            x = _words.thirds_of_part(x_ptr, t, third, t < third, n, span, peer, world.size, PER)
+            at = half + ((PEERS - i) * words + t) * 4  # to the peer, I am rank + size - i
+            pl.put_flagged(at, x, launch, peer, world, mask=t < third)
+
+
+@triton.jit
+def scatter_kernel(
+    x_ptr,  # (n / span, size, span) this rank's
+    out_ptr,  # (n / span, span) this rank's; may be x[:, rank]
+    slots_ptr,  # int32 (2, room, 4) on every rank, as of gather_kernel; rank + d puts part `rank` of its x
+    flags_ptr,  # of this rank; only its launch counter is used
+    n,  # of a part
+    span,
+    room,
+    third,  # of the int32 of a part, rounded up: words
+    world,
+    OP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    PEERS: tl.constexpr = world.size - 1
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    PER: tl.constexpr = 32 // dtype.primitive_bitwidth  # elements in an int32
+    launch = sync.peek_epoch(flags_ptr)
+    half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
+    _put_parts(x_ptr, half, launch, n, span, third, world, BLOCK, PER)
+    ptx.cta_barrier()
+    pl.epoch(flags_ptr, world)
+    for block in range(pid, tl.cdiv(third, BLOCK), tl.num_programs(0)):
+        t = block * BLOCK + tl.arange(0, BLOCK)
+        x = _words.thirds_of_part(x_ptr, t, third, t < third, n, span, rank, world.size, PER)
+        slot = half + 4 * tl.cast(t, tl.int64)
+        found = pl.take_flagged_all(slot, 4 * tl.cast(third, tl.int64), launch, world, mask=t < third, parts=PEERS)
+        for j in tl.static_range(3):
+            total = _words.reduced(x[j], found, 0, PEERS, j, dtype, OP)
+            _words.store(out_ptr, t + j * third, total, t < third, n, PER)
+
+
+@triton.jit
+def exchange_kernel(
+    x_ptr,  # (n / span_x, size, span_x) this rank's
+    out_ptr,  # (n / span_out, size, span_out) this rank's
+    slots_ptr,  # int32 (2, room, 4) on every rank, as of gather_kernel; rank + d puts part `rank` of its x
+    flags_ptr,  # of this rank; only its launch counter is used
+    n,  # of a part
+    span_x,
+    span_out,
+    room,
+    third,  # of the int32 of a part, rounded up: words
+    world,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    PEERS: tl.constexpr = world.size - 1
+    PER: tl.constexpr = 32 // x_ptr.dtype.element_ty.primitive_bitwidth  # elements in an int32
+    launch = sync.peek_epoch(flags_ptr)
+    half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
+    _put_parts(x_ptr, half, launch, n, span_x, third, world, BLOCK, PER)
+    ptx.cta_barrier()
+    pl.epoch(flags_ptr, world)
+    for block in range(pid, tl.cdiv(third, BLOCK), tl.num_programs(0)):
+        t = block * BLOCK + tl.arange(0, BLOCK)
+        x = _words.thirds_of_part(x_ptr, t, third, t < third, n, span_x, rank, world.size, PER)
+        slot = half + 4 * tl.cast(t, tl.int64)
+        found = pl.take_flagged_all(slot, 4 * tl.cast(third, tl.int64), launch, world, mask=t < third, parts=PEERS)
+        for j in tl.static_range(3):
+            _words.store_part(out_ptr, t + j * third, x[j], t < third, n, span_out, rank, world.size, PER)
+            for i in tl.static_range(1, world.size):
+                peer = (rank + i) % world.size
+                _words.store_part(
+                    out_ptr, t + j * third, found[i - 1][j], t < third, n, span_out, peer, world.size, PER
+                )
+
+
+@triton.jit(do_not_specialize=["root"])
+def broadcast_kernel(
+    x_ptr,  # (n,) this rank's: root's is read, the others' are stored into
+    slots_ptr,  # int32 (2, room, 4) on every rank, as of gather_kernel; of all but root's the first word is used
+    flags_ptr,  # of this rank; only its launch counter is used
+    n,
+    root,
+    room,
+    third,  # of the int32 of x, rounded up: words
+    world,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    rank = tl.cast(world.rank, tl.int32)
+    PEERS: tl.constexpr = world.size - 1
+    PER: tl.constexpr = 32 // x_ptr.dtype.element_ty.primitive_bitwidth  # elements in an int32
+    words = tl.cast(third, tl.int64)  # of a slot
+    mine = tl.where(rank == root, third, 1)  # words that I put: who is not root says that it is here
+    launch = sync.peek_epoch(flags_ptr)
+    half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
+    for block in range(pid, tl.cdiv(mine, BLOCK), programs):
+        t = block * BLOCK + tl.arange(0, BLOCK)
+        x = _words.thirds(x_ptr, t, third, t < mine, n, PER)
+        for i in tl.static_range(1, world.size):
+            at = half + ((PEERS - i) * words + t) * 4  # to the peer, I am rank + size - i
+            pl.put_flagged(at, x, launch, (rank + i) % world.size, world, mask=t < mine)
+    ptx.cta_barrier()
+    pl.epoch(flags_ptr, world)
+    if rank != root:
+        slot = half + ((root - rank + PEERS) % world.size) * words * 4
+        for block in range(pid, tl.cdiv(third, BLOCK), programs):
+            t = block * BLOCK + tl.arange(0, BLOCK)
+            x = pl.take_flagged(slot + 4 * t, launch, world, mask=t < third)
+            for j in tl.static_range(3):
+                _words.store(x_ptr, t + j * third, x[j], t < third, n, PER)
+    if pid == 0:
+        first = tl.arange(0, BLOCK)
+        pl.take_flagged_all(half + 4 * first, 4 * words, launch, world, mask=first < 1, parts=PEERS)
 
 
 # --------------------------------------------------------------------------------------------------------- host
@@ -329,7 +380,7 @@ def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int
     """launch(x, out), for tensors of the same facts as `x`: `out` = the ranks' x reduced, as all_reduce, whose checks
     come before. block: elements a program moves at a time. Collective."""
     n, size = x.numel(), world.size
-    part = triton.cdiv(triton.cdiv(n * x.element_size(), 4), 1 if shots == 1 else size)
+    part = triton.cdiv(_int32(x, n), 1 if shots == 1 else size)
     kernel: Any = one_shot_kernel if shots == 1 else two_shot_kernel
     way = _way(world, kernel, x, part, size if shots == 1 else 2 * (size - 1), block)
     numbers = (n, way.room, way.third) if shots == 1 else (n, part, way.room, way.third)
@@ -341,18 +392,72 @@ def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int
     return launch
 
 
-def gather_launch(world: World, x: torch.Tensor, run: int, block: int | None) -> _common.Launch:
-    """launch(x, out), for tensors of the same facts as `x`, elements of 16 or 32 bits in runs of `run`: `out` = the
-    ranks' x, as all_gather, whose checks come before. Collective. Raises ShapeError."""
+def gather_launch(world: World, x: torch.Tensor, span: int, block: int | None) -> _common.Launch:
+    """launch(x, out), for tensors of the same facts as `x`, elements of 16 or 32 bits of which `span` lie together in
+    `out` before the next rank's: `out` = the ranks' x, as all_gather, whose checks come before. Collective. Raises
+    ShapeError."""
     n = x.numel()
-    if n * world.size >= 1 << 31:
-        wanted = "a whole of less than 2^31 elements with mode 'low_latency'"
-        raise ShapeError.argument("all_gather", "x", tuple(x.shape), wanted, world.rank)
-    part = triton.cdiv(n * x.element_size(), 4)
-    way = _way(world, gather_kernel, x, part, world.size - 1, block)
+    _check_whole("all_gather", x, n * world.size, world)
+    way = _way(world, gather_kernel, x, _int32(x, n), world.size - 1, block)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, *way.space, n, run, way.room, way.third, world.device, way.BLOCK)
+        way.start(x, out, *way.space, n, span, way.room, way.third, world.device, way.BLOCK)
         return out
 
     return launch
+
+
+def scatter_launch(world: World, x: torch.Tensor, span: int, op: str, block: int | None) -> _common.Launch:
+    """launch(x, out), for tensors of the same facts as `x`, of which `span` elements lie together before the next
+    rank's: `out` = this rank's part of the ranks' x reduced, as reduce_scatter, whose checks come before. Collective.
+    Raises ShapeError."""
+    n = x.numel() // world.size
+    _check_whole("reduce_scatter", x, x.numel(), world)
+    way = _way(world, scatter_kernel, x, _int32(x, n), world.size - 1, block)
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        way.start(x, out, *way.space, n, span, way.room, way.third, world.device, op, way.BLOCK)
+        return out
+
+    return launch
+
+
+def exchange_launch(world: World, x: torch.Tensor, span_x: int, span_out: int, block: int | None) -> _common.Launch:
+    """launch(x, out), for tensors of the same facts as `x`, elements of 16 or 32 bits of which `span_x` lie together in
+    `x`, and `span_out` in `out`, before another rank's: as all_to_all, whose checks come before. Collective. Raises
+    ShapeError."""
+    n = x.numel() // world.size
+    _check_whole("all_to_all", x, x.numel(), world)
+    way = _way(world, exchange_kernel, x, _int32(x, n), world.size - 1, block)
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        way.start(x, out, *way.space, n, span_x, span_out, way.room, way.third, world.device, way.BLOCK)
+        return out
+
+    return launch
+
+
+def broadcast_launch(world: World, x: torch.Tensor, root: int, block: int | None) -> _common.Launch:
+    """launch(x), for tensors of the same facts as `x`, elements of 16 or 32 bits: `x` = root's, as broadcast, whose
+    checks come before. Collective. Raises ShapeError."""
+    n = x.numel()
+    _check_whole("broadcast", x, n, world)
+    way = _way(world, broadcast_kernel, x, _int32(x, n), world.size - 1, block)
+
+    def launch(x: torch.Tensor) -> torch.Tensor:
+        way.start(x, *way.space, n, root, way.room, way.third, world.device, way.BLOCK)
+        return x
+
+    return launch
+
+
+def _int32(x: torch.Tensor, n: int) -> int:
+    """That n elements of x fill."""
+    return triton.cdiv(n * x.element_size(), 4)
+
+
+def _check_whole(call: str, x: torch.Tensor, n: int, world: World) -> None:
+    """Raise ShapeError where the kernels cannot count n elements of all ranks in 32 bits."""
+    if n >= 1 << 31:
+        wanted = "a whole of less than 2^31 elements with mode 'low_latency'"
+        raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)

@@ -102,7 +102,7 @@ def all_gather(
     x: contiguous, the same shape and dtype on every rank. out: x's shape with size times its dimension `dim`, of x's
     dtype; a new tensor where None. Unless pulled, `x` may be this rank's own place in `out` where that is contiguous.
     mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`, "low_latency" elements of 16 or 32 bits; None
-    takes that as far as `_low_latency.gathers` goes, where one of the two is symmetric, else push where `out` is, and
+    takes that as far as `_low_latency.few` goes, where one of the two is symmetric, else push where `out` is, and
     copy from COPIED_BYTES of it on unless a block is given. block: elements a program moves at a time, a power of two;
     none with "copy". Of symmetric memory low_latency keeps 8 / 3 * (size - 1) times x's bytes, rounded up to a power of
     two, each power once and with all_reduce; the others nothing for data. Returns `out`, complete; `x` may be
@@ -159,7 +159,7 @@ def _plan(
 def _chosen(x: torch.Tensor, out: torch.Tensor | None, run: int, block: int | None, world: World) -> Mode:
     """What mode None takes. One of the two has to be symmetric, as it must where there is more to gather."""
     if isinstance(x, SymmetricTensor) or isinstance(out, SymmetricTensor):
-        if x.dtype in FLAGGED and _low_latency.gathers(x.nbytes, world.size):
+        if x.dtype in FLAGGED and _low_latency.few(x.nbytes * max(world.size - 1, 1), world.size):
             return "low_latency"
     return chosen(out, block, _copies.least(COPIED_BYTES, run, x.element_size()))
 

@@ -35,19 +35,9 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _low_latency
-from .reduce_scatter import (
-    OPS,
-    Op,
-    await_sent,
-    check_chunks,
-    combine,
-    in_inbox,
-    inboxes,
-    over_ranks,
-    pushed_room,
-    reduced,
-)
+from . import _common, _copy_reduce, _low_latency
+from ._reduction import OPS, Op, combine, over_ranks, reduced
+from .reduce_scatter import await_sent, check_chunks, in_inbox, inboxes, pushed_room
 
 CALL = "all_reduce"
 Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
@@ -250,9 +240,7 @@ def _plan(
         return _low_latency.reduce_launch(world, x, op, SHOTS[mode], block)
     rest = n % (16 // x.element_size()) if mode != "multimem" and x.nbytes >= REST_BYTES else 0
     if mode == "copy":
-        from ._copy_reduce import reduce_launch
-
-        launch = reduce_launch(world, n - rest, x.dtype, op, block, chunks)
+        launch = _copy_reduce.reduce_launch(world, n - rest, x.dtype, op, block, chunks)
     else:
         launch = _launch(world, x, n - rest, mode, op, in_place, block, even)
     if rest == 0:

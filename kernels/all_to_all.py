@@ -6,8 +6,10 @@ my part of the sequence, all heads, to all of the sequence, my heads; scatter=1,
 
 push: each rank stores its parts into the ranks' `out`. pull: each rank loads its parts from the ranks' `x`.
 copy: push by the copy engines, a copy a part (see _copies): for parts of many megabytes.
+low_latency: push in words of 12 bytes of data and 4 of flag, see _low_latency: no barrier, a third more bytes, and no
+    tensor need be symmetric. For few kilobytes, of elements of 16 or 32 bits.
 
-In all of them one pass with no staging: (W - 1) / W * n * itemsize bytes leave and enter each rank, each run (see
+In the others one pass with no staging: (W - 1) / W * n * itemsize bytes leave and enter each rank, each run (see
 _runs) straight to its place. One kernel pushes and pulls, because a part is a matrix of runs on both sides and only the
 strides between its rows differ. Programs that work at the same time have different peers. Two barriers of the programs
 of one index on all ranks.
@@ -24,10 +26,11 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.runtime.launch import cooperative_launch
+from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _copies, _runs
-from .all_gather import DTYPES, MOVED, Moved, check_copied, chosen
+from . import _common, _copies, _low_latency, _runs
+from .all_gather import ANYWHERE, DTYPES, FLAGGED, MODES, Mode, check_copied, chosen
 
 CALL = "all_to_all"
 
@@ -71,7 +74,7 @@ def all_to_all(
     *,
     scatter: int = 0,
     gather: int = 0,
-    mode: Moved | None = None,
+    mode: Mode | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -79,11 +82,12 @@ def all_to_all(
 
     x: contiguous, of any number of dimensions, its axis `scatter` a multiple of size; the same shape and dtype on every
     rank. out: x's shape with axis `scatter` divided by size and then axis `gather` times size, contiguous, of x's
-    dtype, apart from x; a new tensor where None. mode "push" and "copy" need a symmetric `out`, "pull" a
-    symmetric `x`; None takes push where `out` is symmetric, and copy from COPIED_BYTES of it on unless a block is
-    given. block: elements a program moves at a time, a power of two; none with "copy". No mode keeps memory for data.
-    Returns `out`, complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
-    CollectiveMismatch.
+    dtype, apart from x; a new tensor where None. mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`,
+    "low_latency" elements of 16 or 32 bits; None takes that as far as `_low_latency.few` goes, where one of the two is
+    symmetric, else push where `out` is, and copy from COPIED_BYTES of it on unless a block is given. block: elements a
+    program moves at a time, a power of two; none with "copy". Of symmetric memory low_latency keeps at most 8 / 3 times
+    x's bytes, rounded up to a power of two, each power once and with all_gather; the others nothing for data. Returns
+    `out`, complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     return _common.planned(CALL, _plan, world, (x, out), (scatter, gather, mode, block), out)
@@ -93,21 +97,23 @@ def _plan(
     world: World, x: torch.Tensor, out: torch.Tensor | None, scatter: int, gather: int, mode: str | None,
     block: int | None,
 ) -> _common.Launch:  # fmt: skip
-    mode = mode or chosen(out, block, COPIED_BYTES)
-    _common.check_choice(CALL, "mode", mode, MOVED, world)
+    mode = mode or _chosen(x, out, block, world)
+    _common.check_choice(CALL, "mode", mode, MODES, world)
     _common.check_block(CALL, block, world)
     check_copied(CALL, mode, block, world)
-    _common.check_tensor(CALL, "x", x, world, dtypes=DTYPES, peers=mode == "pull")
+    dtypes = FLAGGED if mode == "low_latency" else DTYPES
+    _common.check_tensor(CALL, "x", x, world, dtypes=dtypes, peers=mode == "pull")
     scatter = _runs.axis(CALL, "scatter", scatter, x.shape, world)
     gather = _runs.axis(CALL, "gather", gather, x.shape, world)
     sent = _runs.share(CALL, "x", scatter, x.shape, world)
     shape = (*sent[:gather], world.size * sent[gather], *sent[gather + 1 :])
     fresh = _common.fresh(shape, x.dtype, world)
-    if out is None and mode == "pull":
+    spread = mode not in ANYWHERE
+    if out is None and not spread:
         out = fresh()
-    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=mode != "pull")
+    out = _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype, peers=spread)
     _common.check_apart(CALL, x, out, world)
-    pulled, pushed = (x, None) if mode == "pull" else (_common.anywhere(x), out)
+    pulled, pushed = x if mode == "pull" else _common.anywhere(x), out if spread else None
     _common.check_agreed(CALL, world, x=pulled, out=pushed, scatter=scatter, gather=gather, mode=mode, block=block)
     if x.numel() == 0:
         return lambda x, out: fresh() if out is None else out
@@ -118,6 +124,9 @@ def _plan(
     together_x, together_out = (together, 1) if scatter < gather else (1, together)
     if mode == "copy":
         return _copied(world, rows, run, together_x, together_out, x.dtype.itemsize)
+    if mode == "low_latency":
+        flagged = _low_latency.exchange_launch(world, x, together_x * run, together_out * run, block)
+        return lambda x, out: flagged(x, fresh() if out is None else out)
     part = _runs.runs(rows, run, x.dtype, block)
     grid = (_common.num_programs(world, part.tiles * world.size),)
     bar, push = _common.barrier_counters(world), mode == "push"
@@ -130,6 +139,14 @@ def _plan(
         return out
 
     return launch
+
+
+def _chosen(x: torch.Tensor, out: torch.Tensor | None, block: int | None, world: World) -> Mode:
+    """What mode None takes. One of the two has to be symmetric, as it must where there is more to move."""
+    if isinstance(x, SymmetricTensor) or isinstance(out, SymmetricTensor):
+        if x.dtype in FLAGGED and _low_latency.few(x.nbytes * (1 - 1 / max(world.size, 2)), world.size):
+            return "low_latency"
+    return chosen(out, block, COPIED_BYTES)
 
 
 def _copied(world: World, rows: int, run: int, together_x: int, together_out: int, itemsize: int) -> _common.Launch:

@@ -5,15 +5,16 @@ pull: each rank loads its part from every rank, run by run where it lies (see _r
 push: each rank stores each tile into its owner's inbox, which adds what came: `x` need not be symmetric, and there is
     no barrier, but a signal to each rank for a tile. Stores reach more of the links than loads.
 copy: push by the copy engines, see _copy_reduce: for parts of many megabytes.
+low_latency: push in words of 12 bytes of data and 4 of flag, see _low_latency: for few kilobytes.
 
 In all of them each reduces in fp32, in the order rank, rank + 1, ...: deterministic, the same bits in all, and
-(W - 1) / W * n * itemsize bytes into and out of each rank.
+(W - 1) / W * n * itemsize bytes into and out of each rank, a third more in low_latency.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,14 +28,13 @@ from pkt.runtime.launch import cooperative_launch
 from pkt.runtime.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _copies, _runs
+from . import _common, _copies, _copy_reduce, _low_latency, _runs
+from ._reduction import OPS, Op, combine, over_ranks, reduced
 
 CALL = "reduce_scatter"
 
-Op = Literal["sum", "min", "max"]
-OPS = ("sum", "min", "max")
-Mode = Literal["pull", "push", "copy"]
-MODES = ("pull", "push", "copy")
+Mode = Literal["pull", "push", "copy", "low_latency"]
+MODES = ("pull", "push", "copy", "low_latency")
 
 COPIED_BYTES = 512 << 20
 """Least x for which mode None takes copy. On 4 x H200 it takes 4.38 ms for 2 GiB, push 4.52, pull 4.85; for 128 MiB
@@ -48,37 +48,9 @@ signal; in two of 32 KiB 0.300, and in one of 64, where all programs send, and a
 for a signal they take 0.325, with 128 0.305, in runs of their own: benchmarks/results/collectives_steps.json."""
 
 
-def reduced(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
-    """The ranks' `x` reduced, in fp64; a NaN of any rank is a NaN."""
-    over: Callable[..., torch.Tensor] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[op]
-    return over(torch.stack([x.double() for x in inputs]), 0)
-
-
 def reference(inputs: Sequence[torch.Tensor], rank: int, dim: int = 0, op: Op = "sum") -> torch.Tensor:
     """What `rank` gets from the ranks' `x`, in fp64."""
     return reduced(inputs, op).chunk(len(inputs), dim)[rank]
-
-
-@triton.jit
-def combine(acc, x, OP: tl.constexpr):
-    """One more rank's elements. Minimum and maximum keep a NaN, as torch's do."""
-    if OP == "sum":
-        return acc + x
-    elif OP == "min":
-        return tl.minimum(acc, x, propagate_nan=tl.PropagateNan.ALL)
-    else:
-        tl.static_assert(OP == "max", 'op is "sum", "min" or "max"')
-        return tl.maximum(acc, x, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def over_ranks(ptrs, mask, world, FIRST, OP: tl.constexpr):
-    """The elements at `ptrs` on all ranks, reduced in fp32 in the order FIRST, FIRST + 1, ... (mod size)."""
-    acc = pl.load(ptrs, FIRST, world, mask=mask, other=0).to(tl.float32)
-    for i in tl.static_range(1, world.size):
-        x = pl.load(ptrs, (FIRST + i) % world.size, world, mask=mask, other=0).to(tl.float32)
-        acc = combine(acc, x, OP)
-    return acc
 
 
 @triton.jit
@@ -200,12 +172,13 @@ def reduce_scatter(
     x: its dimension `dim` a multiple of size, contiguous, bf16, fp16 or fp32; symmetric to pull. out: x's shape with
     that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
-    any rank is a NaN. mode: see the module; None takes copy from COPIED_BYTES of x on, else push, or pull where `x` is
-    symmetric and there are two ranks. "push" keeps 2 * (size - 1) times a program's bytes for a signal of symmetric
-    memory, at most MOST_PUSHED or a tile, for each number of them and grid, "copy" x's bytes less a part for each size
-    of part. block: elements of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most;
-    None: by size. The same bits every time. Returns `out`; `x` may be overwritten at once. Raises NotSymmetric,
-    ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    any rank is a NaN. mode: see the module; None takes low_latency as far as `_low_latency.few` goes, copy from
+    COPIED_BYTES of x on, on two ranks from four times as many, else push. Of symmetric memory low_latency keeps at most
+    8 / 3 times x's bytes, rounded up to a power of two, each power once and with all_gather; "push" 2 * (size - 1)
+    times a program's bytes for a signal, or a tile, for each number of them and grid; "copy" x's bytes less a part for
+    each size of part. block: elements of a tile, a power of two. chunks: with "copy" only, so many copies to each rank
+    at most; None: by size. The same bits every time. Returns `out`; `x` may be overwritten at once. Raises
+    NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
     return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks), out)
@@ -235,10 +208,11 @@ def _plan(
     if out.numel() == 0:
         return lambda x, out: fresh() if out is None else out
     if mode == "copy":
-        from ._copy_reduce import scatter_launch
-
-        copied = scatter_launch(world, rows, run, x.dtype, op, block, chunks)
+        copied = _copy_reduce.scatter_launch(world, rows, run, x.dtype, op, block, chunks)
         return lambda x, out: copied(x, fresh() if out is None else out)
+    if mode == "low_latency":
+        flagged = _low_latency.scatter_launch(world, x, run, op, block)
+        return lambda x, out: flagged(x, fresh() if out is None else out)
     itemsize = x.element_size()
     # Bytes that move together: fewer take more addresses, each in a register. But to the inbox a thread has whole 16.
     access = max(math.gcd(run * itemsize, 16), 4)
@@ -267,9 +241,10 @@ def _plan(
 
 def _chosen(x: torch.Tensor, run: int, world: World) -> Mode:
     """What mode None takes."""
-    if x.nbytes >= _copies.least(COPIED_BYTES, run, x.element_size()):
-        return "copy"
-    return "pull" if world.size == 2 and isinstance(x, SymmetricTensor) else "push"
+    if _low_latency.few(x.nbytes * (1 - 1 / max(world.size, 2)), world.size):
+        return "low_latency"
+    copied = 4 * COPIED_BYTES if world.size == 2 else COPIED_BYTES
+    return "copy" if x.nbytes >= _copies.least(copied, run, x.element_size()) else "push"
 
 
 def check_chunks(call: str, mode: str | None, chunks: int | None, world: World) -> None:

@@ -177,7 +177,7 @@ class Collectives(Program):
         super().__init__(world)
         self.n = blocks * BLOCK
         self.x, self.sum = pkt.empty(self.n), pkt.empty(self.n)
-        self.gathered = pkt.empty(world.size * self.n)
+        self.gathered, self.exchanged = pkt.empty(world.size * self.n), pkt.empty(world.size * self.n)
         world.barrier()
 
     def work(self) -> None:
@@ -193,6 +193,13 @@ class Collectives(Program):
         for mode in ("one_shot", "low_latency", "low_latency_two_shot", "copy"):
             pkt.all_reduce(self.x, self.sum, mode=mode)
             check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
+        pkt.all_to_all(self.gathered, self.exchanged, mode="low_latency")  # this rank's x, from every rank
+        pkt.reduce_scatter(self.exchanged, self.sum, mode="low_latency")
+        check_kernel[(blocks,)](self.sum, self.n, self.step, self.wrong, device, True, BLOCK)
+        if self.world.rank > 0:
+            self.gathered.fill_(-1)
+        pkt.broadcast(self.gathered, mode="low_latency")
+        check_kernel[(blocks * self.world.size,)](self.gathered, self.n, self.step, self.wrong, device, False, BLOCK)
 
 
 class Product(Program):

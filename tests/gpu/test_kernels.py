@@ -52,11 +52,12 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
         wholes = [integers(world, (world.size * n,), 77 + turn * world.size + r, dtype) for r in range(world.size)]
         whole.copy_(wholes[world.rank])
         mine = torch.stack([w.double() for w in wholes]).sum(0).chunk(world.size)[world.rank]
-        for mode in ("pull", "push", "copy"):
+        for mode in ("pull", "push", "copy", *(["low_latency"] if n <= 1 << 20 else [])):
             assert torch.equal(pkt.reduce_scatter(whole, mode=mode).double(), mine), mode
-        x.copy_(inputs[world.rank])
         root = turn % world.size
-        assert torch.equal(pkt.broadcast(x, root).plain(), inputs[root])
+        for mode in ("pass_on", *(["low_latency"] if n <= 1 << 20 else [])):
+            x.copy_(inputs[world.rank])
+            assert torch.equal(pkt.broadcast(x, root, mode=mode).plain(), inputs[root]), mode
         world.barrier()
 
 
@@ -67,7 +68,7 @@ def layouts(world: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) ->
         shards = [integers(world, shape, 9 * turn + r, dtype) for r in range(size)]
         x, whole = pkt.empty(shape, dtype=dtype), pkt.empty(torch.cat(shards, dim).shape, dtype=dtype)
         x.copy_(shards[mine])
-        for mode in ("push", "pull", "copy"):
+        for mode in ("push", "pull", "copy", "low_latency"):
             whole.fill_(-99)
             assert torch.equal(pkt.all_gather(x, whole, dim=dim, mode=mode).plain(), torch.cat(shards, dim)), (
                 dim,
@@ -76,15 +77,16 @@ def layouts(world: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) ->
         wholes = [integers(world, tuple(whole.shape), 99 + 9 * turn + r, dtype) for r in range(size)]
         whole.copy_(wholes[mine])
         total = torch.stack([w.double() for w in wholes]).sum(0).chunk(size, dim)[mine]
-        for mode in ("pull", "push", "copy"):
+        for mode in ("pull", "push", "copy", "low_latency"):
             assert torch.equal(pkt.reduce_scatter(whole, dim=dim, mode=mode).double(), total), (dim, mode)
         for gather in range(4):
             wanted = torch.cat([w.chunk(size, dim)[mine] for w in wholes], gather)
             out = pkt.empty(wanted.shape, dtype=dtype)
-            for mode in ("push", "copy"):
+            for mode in ("push", "copy", "low_latency"):
                 got = pkt.all_to_all(whole, out.fill_(-99), scatter=dim, gather=gather, mode=mode).plain()
                 assert torch.equal(got, wanted), (dim, gather, mode)
-            assert torch.equal(pkt.all_to_all(whole, scatter=dim, gather=gather), wanted), (dim, gather)
+            pulled = pkt.all_to_all(whole, scatter=dim, gather=gather, mode="pull")
+            assert torch.equal(pulled, wanted), (dim, gather)
             world.barrier()
             out.free()
         x.free(), whole.free()

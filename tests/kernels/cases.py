@@ -118,6 +118,8 @@ def gather(world: Any, mode: str, dim: int = 0, launches: int = LAUNCHES, rows: 
 @case(ranks=2, mode="push", dim=0, launches=3)
 @case(ranks=3, sms=1, mode="copy", dim=1, chunks=2)
 @case(ranks=2, mode="copy", dim=0, chunks=3)
+@case(ranks=3, mode="low_latency", dim=1, launches=3)
+@case(ranks=2, mode="low_latency", dim=0, launches=3)
 def scatter(
     world: Any, mode: Any, dim: int, launches: int = LAUNCHES, chunks: Any = None, rows: int = 4, cols: int = 10
 ) -> None:
@@ -133,22 +135,24 @@ def scatter(
 @case(ranks=3, mode="push")
 @case(ranks=2, mode="pull")
 @case(ranks=3, mode="copy")
-def exchange(world: Any, mode: str, rows: int = 3, cols: int = 5) -> None:
+@case(ranks=3, mode="low_latency", launches=3)
+def exchange(world: Any, mode: str, launches: int = LAUNCHES, rows: int = 3, cols: int = 5) -> None:
     shape, turned = (rows, world.size * cols), (world.size * rows, cols)
     x, out = pkt.empty(shape), pkt.empty(turned)
-    for launch in range(LAUNCHES):
+    for launch in range(launches):
         fill(x, seeds(world, launch)[world.rank])
         got = all_to_all(x, out, scatter=1, gather=0, mode=mode, block=None if mode == "copy" else 16)
         check(got, exchange_reference([values(shape, s) for s in seeds(world, launch)], world.rank, 1, 0))
 
 
-@case(ranks=3)
-def spread(world: Any, n: int = 40) -> None:
+@case(ranks=3, mode="pass_on")
+@case(ranks=3, mode="low_latency", launches=4)
+def spread(world: Any, mode: Any, launches: int = LAUNCHES + 1, n: int = 40) -> None:
     x = pkt.empty(n)
-    for launch in range(LAUNCHES + 1):
+    for launch in range(launches):
         fill(x, seeds(world, launch)[world.rank])
         root = int(launch > 0)  # the first call with a root compares the ranks' arguments, which orders them
-        check(broadcast(x, root, block=16), values((n,), seeds(world, launch)[root]))
+        check(broadcast(x, root, mode=mode, block=16), values((n,), seeds(world, launch)[root]))
 
 
 @case(ranks=3, mode="low_latency", launches=3, n=20)  # the third meets what the first left in its half of the slots

@@ -108,15 +108,8 @@ def test_new_tensors_and_the_choice_of_mode() -> None:
 
 
 def test_what_is_small_is_gathered_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [_low_latency.gathers(1 << 14, size) for size in (2, 8, 9)] == [True, True, False]
-    assert [_low_latency.gathers(1 << 20, size) for size in (1, 2, 3, 4, 5, 8)] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert [_low_latency.few(3e6, size) for size in (1, 2, 8, 9)] == [True, True, True, False]
+    assert not _low_latency.few(3e6 + 1, 2)
     monkeypatch.setattr(_low_latency, "FLAG_BYTES", 50)
     made, launch = [], _low_latency.gather_launch
     monkeypatch.setattr(_low_latency, "gather_launch", lambda *args: made.append(1) or launch(*args))

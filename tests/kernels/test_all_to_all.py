@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import pkt
+from pkt.kernels import _low_latency
 from pkt.kernels.all_gather import DTYPES as COPIED
+from pkt.kernels.all_gather import FLAGGED
 from pkt.kernels.all_to_all import all_to_all, reference
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
 
-MODES = ("push", "pull", "copy")
+MODES = ("push", "pull", "copy", "low_latency")
 PAIRS = tuple(itertools.product(range(4), repeat=2))
 
 
@@ -52,7 +54,9 @@ def test_any_pair_of_axes(scatter: int, gather: int, mode: str) -> None:
     on_ranks(3, exchanges, (2, 3, 5, 4), torch.bfloat16, mode, scatter, gather)
 
 
-@pytest.mark.parametrize(("scatter", "gather", "mode"), [(2, 1, "push"), (1, 2, "pull"), (2, 1, "copy")])
+@pytest.mark.parametrize(
+    ("scatter", "gather", "mode"), [(2, 1, "push"), (1, 2, "pull"), (2, 1, "copy"), (1, 2, "low_latency")]
+)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_heads_and_sequence(ranks: int, scatter: int, gather: int, mode: str) -> None:
     on_ranks(ranks, exchanges, (2, 5, 2, 8), torch.bfloat16, mode, scatter, gather, 64)
@@ -72,6 +76,33 @@ def test_every_schedule(seed: int, mode: str) -> None:
         exchanges(world, (2, 5, 3), torch.float32, mode, 1, 0)
 
     on_ranks(4, run, seed=seed, sms=2)
+
+
+def test_tensors_of_this_rank_alone_in_flagged_words() -> None:
+    def run(world: Any) -> None:
+        everybody = inputs(world, (2, 3 * world.size), torch.bfloat16, 0)
+        got = all_to_all(everybody[world.rank], scatter=1, gather=0, mode="low_latency")
+        assert torch.equal(got, reference(everybody, world.rank, 1, 0))
+
+    on_ranks(3, run)
+
+
+def test_what_is_small_is_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_low_latency, "FLAG_BYTES", 50)
+    made, launch = [], _low_latency.exchange_launch
+    monkeypatch.setattr(_low_latency, "exchange_launch", lambda *args: made.append(1) or launch(*args))
+
+    def run(world: Any) -> None:
+        for dtype, n in ((torch.float32, 74), (torch.float32, 76), (torch.int16, 150), (torch.int8, 10)):
+            made.clear()
+            x = torch.arange(n).remainder(100).to(dtype)
+            sent = all_to_all(x, pkt.empty(n, dtype=dtype))
+            assert torch.equal(torch.as_tensor(sent), x.view(2, -1)[world.rank].repeat(2))
+            world.barrier()
+            assert bool(made) == (x.nbytes <= 300 and dtype in FLAGGED)
+            world.barrier()
+
+    on_ranks(2, run)
 
 
 def test_there_and_back() -> None:

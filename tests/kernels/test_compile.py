@@ -103,14 +103,16 @@ COLLECTIVES = {
     "all_gather pull of columns": lambda t: all_gather(pkt.empty(512, 2056, dtype=t), dim=1, mode="pull"),
     "reduce_scatter": lambda t: reduce_scatter(tensor(8 * N, dtype=t)),
     "reduce_scatter pull": lambda t: reduce_scatter(pkt.empty(4 * N, dtype=t), mode="pull"),
-    "reduce_scatter push min": lambda t: reduce_scatter(tensor(512, 8224, dtype=t), dim=1, op="min"),
+    "reduce_scatter push min": lambda t: reduce_scatter(tensor(512, 8224, dtype=t), dim=1, op="min", mode="push"),
     "reduce_scatter max of columns": lambda t: reduce_scatter(
         pkt.empty(512, 8224, dtype=t), dim=1, op="max", mode="pull"
     ),
     "all_to_all push of heads": lambda t: all_to_all(
-        tensor(1, 512, 16, 24, dtype=t), pkt.empty(1, 2048, 4, 24, dtype=t), scatter=2, gather=1
+        tensor(1, 512, 16, 24, dtype=t), pkt.empty(1, 2048, 4, 24, dtype=t), scatter=2, gather=1, mode="push"
     ),
-    "all_to_all pull of tokens": lambda t: all_to_all(pkt.empty(1, 2048, 4, 24, dtype=t), scatter=1, gather=2),
+    "all_to_all pull of tokens": lambda t: all_to_all(
+        pkt.empty(1, 2048, 4, 24, dtype=t), scatter=1, gather=2, mode="pull"
+    ),
     "broadcast": lambda t: broadcast(pkt.empty(N, dtype=t), 2),
     "all_reduce one_shot": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="one_shot"),
     "all_reduce one_shot min": lambda t: all_reduce(pkt.empty(N, dtype=t), mode="one_shot", op="min"),
@@ -149,6 +151,10 @@ UNEVEN = {
     "all_reduce two_shot_push": lambda t: all_reduce(pkt.empty(8 * N + 1, dtype=t)[1:], mode="two_shot_push"),
     "reduce_scatter push of 4 bytes": lambda t: reduce_scatter(tensor(4096, 4104, dtype=t), dim=1, op="min"),
     "reduce_scatter push of 16 bytes": lambda t: reduce_scatter(tensor(8191, 4128, dtype=t), dim=1),
+    "reduce_scatter low_latency": lambda t: reduce_scatter(tensor(512, 4004, dtype=t), dim=1, mode="low_latency"),
+    "all_to_all low_latency": lambda t: all_to_all(
+        tensor(1, 99, 12, 3, dtype=t), scatter=2, gather=1, mode="low_latency"
+    ),
     "all_to_all": lambda t: all_to_all(
         tensor(1, 99, 12, 3, dtype=t), pkt.empty(1, 396, 3, 3, dtype=t), scatter=2, gather=1
     ),
@@ -194,6 +200,22 @@ def test_low_latency(
     looked, counted = ptx.index("ld.relaxed.sys.global.b64"), re.search(r"atom\S*add\S*64", ptx).start()
     assert "bar.sync" in ptx[looked:counted]
     # neither barrier between ranks nor fence; the atomics at gpu scope are the launch counter's
+    outside = re.sub(r"// pkt\.wait.*?// end inline asm", "", ptx, flags=re.S)
+    assert not re.search(r"fence|(atom|red)\S*\.sys", outside)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("move", [all_gather, reduce_scatter, all_to_all, broadcast])
+def test_low_latency_moves(
+    move: Any, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One flight: what goes to each peer is flagged and nothing else is, and there is neither barrier nor fence."""
+    launch = launched(lambda w: move(tensor(1 << 12, dtype=dtype), mode="low_latency"), 4, False, monkeypatch)
+    ptx = compile_checked(launch, arch, tmp_path).asm["ptx"]
+    assert len(re.findall(r"st\.relaxed\.sys\.global\.b128", ptx)) == 3
+    looked = len(re.findall(r"ld\.relaxed\.sys\.global\.b128 word", ptx))
+    assert looked == (4 if move is broadcast else 3)  # root's, and a word of everybody
     outside = re.sub(r"// pkt\.wait.*?// end inline asm", "", ptx, flags=re.S)
     assert not re.search(r"fence|(atom|red)\S*\.sys", outside)
 

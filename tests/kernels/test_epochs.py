@@ -11,8 +11,10 @@ import torch
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_reduce import all_reduce
+from pkt.kernels.broadcast import broadcast
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from pkt.kernels.reduce_scatter import reduce_scatter
 
 from .cases import TILES, operand, parts, seeds, values
 from .helpers import on_ranks
@@ -51,6 +53,18 @@ def gather_words(world: Any, launch: int, n: int) -> None:
     assert torch.equal(all_gather(everybody[world.rank], mode="low_latency"), torch.cat(everybody)), launch
 
 
+def scatter_words(world: Any, launch: int, n: int) -> None:
+    everybody = [values((world.size * n,), s) for s in seeds(world, launch)]
+    got = reduce_scatter(everybody[world.rank], mode="low_latency")
+    assert torch.equal(got, sum(everybody).chunk(world.size)[world.rank]), launch
+
+
+def broadcast_words(world: Any, launch: int, n: int) -> None:
+    everybody = [values((n,), s) for s in seeds(world, launch)]
+    root = launch % world.size
+    assert torch.equal(broadcast(everybody[world.rank].clone(), root, mode="low_latency"), everybody[root]), launch
+
+
 def set_launches(world: Any, launches: int) -> None:
     """After one launch: the operators' counters and launch numbers as `launches` launches leave them.
 
@@ -76,6 +90,8 @@ def set_launches(world: Any, launches: int) -> None:
         (reduce_words, "low_latency"),
         (reduce_words, "low_latency_two_shot"),
         (gather_words, 20),
+        (scatter_words, 20),
+        (broadcast_words, 20),
         (product_push, "rows"),
         (product_push, "columns"),
         (product_scatter, "add"),

@@ -15,7 +15,7 @@ from pkt.kernels.reduce_scatter import Op, reduce_scatter, reference
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
 module = importlib.import_module("pkt.kernels.reduce_scatter")
-MODES = ("pull", "push", "copy")
+MODES = ("pull", "push", "copy", "low_latency")
 
 
 def scatters(
@@ -133,21 +133,22 @@ def test_sizes_in_turn_share_an_inbox() -> None:
     on_ranks(3, run, seed=3, sms=2)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_is_pulled_by_default(ranks: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[Any] = []
-    start = module.cooperative_launch
-    monkeypatch.setattr(
-        module, "cooperative_launch", lambda w, kernel, *a, **o: launched.append(kernel) or start(w, kernel, *a, **o)
-    )
-
+@pytest.mark.parametrize(
+    ("ranks", "kib", "mode"),
+    [
+        (1, 1, "low_latency"),
+        *((ranks, 1 << 10, "low_latency") for ranks in (2, 3, 4, 8)),
+        *((ranks, 8 << 10, "push") for ranks in (2, 4, 9)),
+        (9, 1, "push"),
+        *((ranks, 512 << 10, mode) for ranks, mode in ((2, "push"), (3, "copy"), (4, "copy"))),
+        *((2, kib, mode) for kib, mode in ((2047 << 10, "push"), (2 << 20, "copy"))),
+    ],
+)
+def test_what_is_taken_by_default(ranks: int, kib: int, mode: str) -> None:
     def run(world: Any) -> None:
-        x = (pkt.ones if symmetric else torch.ones)(6 * world.size)
-        assert torch.equal(reduce_scatter(x), torch.full((6,), float(world.size)))
+        assert module._chosen(torch.empty(kib << 9, dtype=torch.bfloat16, device="meta"), 1 << 13, world) == mode
 
     on_ranks(ranks, run)
-    assert set(launched) == {module.pull_kernel if symmetric and ranks == 2 else module.push_kernel}
 
 
 @pytest.mark.parametrize(
@@ -227,9 +228,10 @@ def test_programs_are_out_of_step() -> None:
     on_ranks(2, run, sms=4)
 
 
-def test_an_input_of_this_rank_alone_is_pushed() -> None:
+@pytest.mark.parametrize("mode", ["push", "low_latency", None])
+def test_an_input_of_this_rank_alone(mode: Any) -> None:
     def run(world: Any) -> None:
-        got = reduce_scatter(torch.full((4 * world.size,), float(world.rank)))
+        got = reduce_scatter(torch.full((4 * world.size,), float(world.rank)), mode=mode)
         assert torch.equal(got, torch.full((4,), float(sum(range(world.size)))))
 
     on_ranks(3, run)

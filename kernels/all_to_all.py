@@ -7,7 +7,7 @@ my part of the sequence, all heads, to all of the sequence, my heads; scatter=1,
 push: each rank stores its parts into the ranks' `out`. pull: each rank loads its parts from the ranks' `x`.
 copy: push by the copy engines, a copy a part (see _copies): for parts of many megabytes.
 low_latency: push in words of 12 bytes of data and 4 of flag, see _low_latency: no barrier, a third more bytes, and no
-    tensor need be symmetric. For few kilobytes, of elements of 16 or 32 bits.
+    tensor need be symmetric. For small tensors, of elements of 16 or 32 bits.
 
 In the others one pass with no staging: (W - 1) / W * n * itemsize bytes leave and enter each rank, each run (see
 _runs) straight to its place. One kernel pushes and pulls, because a part is a matrix of runs on both sides and only the
@@ -83,11 +83,12 @@ def all_to_all(
     x: contiguous, of any number of dimensions, its axis `scatter` a multiple of size; the same shape and dtype on every
     rank. out: x's shape with axis `scatter` divided by size and then axis `gather` times size, contiguous, of x's
     dtype, apart from x; a new tensor where None. mode "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`,
-    "low_latency" elements of 16 or 32 bits; None takes that as far as `_low_latency.few` goes, where one of the two is
-    symmetric, else push where `out` is, and copy from COPIED_BYTES of it on unless a block is given. block: elements a
-    program moves at a time, a power of two; none with "copy". Of symmetric memory low_latency keeps at most 8 / 3 times
-    x's bytes, rounded up to a power of two, each power once and with all_gather; the others nothing for data. Returns
-    `out`, complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    "low_latency" elements of 16 or 32 bits; None takes that as far as `_low_latency.few_of_parts` goes, where one of
+    the two is symmetric, else push where `out` is, and copy from COPIED_BYTES of it on unless a block is given. block:
+    elements a program moves at a time, a power of two; none with "copy". Of symmetric memory low_latency keeps at most
+    8 / 3 times x's bytes, rounded up to a power of two, each power once and with all_gather; the others nothing for
+    data. Returns `out`, complete; `x` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
+    CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x, out)
     return _common.planned(CALL, _plan, world, (x, out), (scatter, gather, mode, block), out)
@@ -97,6 +98,7 @@ def _plan(
     world: World, x: torch.Tensor, out: torch.Tensor | None, scatter: int, gather: int, mode: str | None,
     block: int | None,
 ) -> _common.Launch:  # fmt: skip
+    _common.check_tensor(CALL, "x", x, world)
     mode = mode or _chosen(x, out, block, world)
     _common.check_choice(CALL, "mode", mode, MODES, world)
     _common.check_block(CALL, block, world)
@@ -144,7 +146,7 @@ def _plan(
 def _chosen(x: torch.Tensor, out: torch.Tensor | None, block: int | None, world: World) -> Mode:
     """What mode None takes. One of the two has to be symmetric, as it must where there is more to move."""
     if isinstance(x, SymmetricTensor) or isinstance(out, SymmetricTensor):
-        if x.dtype in FLAGGED and _low_latency.few(x.nbytes * (1 - 1 / max(world.size, 2)), world.size):
+        if x.dtype in FLAGGED and _low_latency.few_of_parts(x.nbytes, world.size):
             return "low_latency"
     return chosen(out, block, COPIED_BYTES)
 

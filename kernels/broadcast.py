@@ -4,7 +4,7 @@ pass_on: tile t belongs to one rank other than root, which loads it from root an
     root sends each element once, n * itemsize bytes, and no other rank more than (W - 2) / (W - 1) of that: for large
     messages no schedule sends less from root. Two barriers of the programs of one index on all ranks.
 low_latency: root puts x into a slot on every rank, as words of 12 bytes of data and 4 of flag, see _low_latency: no
-    barrier, 4 / 3 * (W - 1) * n * itemsize bytes out of root, and `x` need not be symmetric. For few kilobytes, of
+    barrier, 4 / 3 * (W - 1) * n * itemsize bytes out of root, and `x` need not be symmetric. For small ones, of
     elements of 16 or 32 bits.
 """
 
@@ -80,6 +80,7 @@ def broadcast(
 def _plan(world: World, x: torch.Tensor, root: int, mode: str | None, block: int | None) -> _common.Launch:
     root = check_rank(root, world, CALL)
     _common.check_block(CALL, block, world)
+    _common.check_tensor(CALL, "x", x, world)
     mode = mode or _chosen(x, world)
     _common.check_choice(CALL, "mode", mode, MODES, world)
     flagged = mode == "low_latency"

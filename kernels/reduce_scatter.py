@@ -5,7 +5,7 @@ pull: each rank loads its part from every rank, run by run where it lies (see _r
 push: each rank stores each tile into its owner's inbox, which adds what came: `x` need not be symmetric, and there is
     no barrier, but a signal to each rank for a tile. Stores reach more of the links than loads.
 copy: push by the copy engines, see _copy_reduce: for parts of many megabytes.
-low_latency: push in words of 12 bytes of data and 4 of flag, see _low_latency: for few kilobytes.
+low_latency: push in words of 12 bytes of data and 4 of flag, see _low_latency: no signal. For small x.
 
 In all of them each reduces in fp32, in the order rank, rank + 1, ...: deterministic, the same bits in all, and
 (W - 1) / W * n * itemsize bytes into and out of each rank, a third more in low_latency.
@@ -37,15 +37,18 @@ Mode = Literal["pull", "push", "copy", "low_latency"]
 MODES = ("pull", "push", "copy", "low_latency")
 
 COPIED_BYTES = 512 << 20
-"""Least x for which mode None takes copy. On 4 x H200 it takes 4.38 ms for 2 GiB, push 4.52, pull 4.85; for 128 MiB
-0.335, 0.300 and 0.317; on 2, 0.230, 0.223 and 0.214: benchmarks/results/collectives*.json."""
+"""Least x for which mode None takes copy on more than two ranks, and four times as much on two. On 4 x H200 it takes
+4.38 ms for 2 GiB, push 4.52, pull 4.85; for 128 MiB 0.335, 0.300 and 0.317; on 2 it takes 2.94, 2.96 and 3.21 for
+2 GiB, 0.819, 0.754 and 0.816 for 512 MiB: benchmarks/results/collectives.json, collectives_sizes_2.json."""
 PULLED_BYTES = 8192
 """Bytes of a tile of pull. On 4 x H200 it takes 4.85 ms for 2 GiB, in tiles of 16 KiB 4.94."""
 LEAST_PUSHED, MOST_PUSHED, PUSHED_SIGNALS, PUSHED_TILES = 1 << 10, 64 << 10, 64, 4
 """Bytes that push sends for each signal, and as many as that of a part where they allow it: a signal waits until all
 before it has arrived, so there are few, but for enough programs. On 4 x H200 128 MiB take 0.298 ms in four tiles for a
 signal; in two of 32 KiB 0.300, and in one of 64, where all programs send, and add, at the same time, 0.304. With 32 KiB
-for a signal they take 0.325, with 128 0.305, in runs of their own: benchmarks/results/collectives_steps.json."""
+for a signal they take 0.325, with 128 0.305, in runs of their own. On 2, where one peer has all that a program sends,
+128 KiB, in tiles of 32, take 0.201 ms and 64 0.223: benchmarks/results/collectives_steps.json, collectives_steps_2.json.
+"""
 
 
 def reference(inputs: Sequence[torch.Tensor], rank: int, dim: int = 0, op: Op = "sum") -> torch.Tensor:
@@ -172,13 +175,13 @@ def reduce_scatter(
     x: its dimension `dim` a multiple of size, contiguous, bf16, fp16 or fp32; symmetric to pull. out: x's shape with
     that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
-    any rank is a NaN. mode: see the module; None takes low_latency as far as `_low_latency.few` goes, copy from
-    COPIED_BYTES of x on, on two ranks from four times as many, else push. Of symmetric memory low_latency keeps at most
-    8 / 3 times x's bytes, rounded up to a power of two, each power once and with all_gather; "push" 2 * (size - 1)
-    times a program's bytes for a signal, or a tile, for each number of them and grid; "copy" x's bytes less a part for
-    each size of part. block: elements of a tile, a power of two. chunks: with "copy" only, so many copies to each rank
-    at most; None: by size. The same bits every time. Returns `out`; `x` may be overwritten at once. Raises
-    NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    any rank is a NaN. mode: see the module; None takes low_latency as far as `_low_latency.few_of_parts` goes, copy
+    from COPIED_BYTES of x on, on two ranks from four times as many, else push. Of symmetric memory pull keeps none,
+    low_latency at most 8 / 3 times x's bytes, rounded up to a power of two, each power once and with all_gather; push
+    2 * (size - 1) times a program's bytes for a signal, or a tile, for each number of them and grid; copy x's bytes
+    less a part for each size of part. block: elements of a tile, a power of two. chunks: with "copy" only, so many
+    copies to each rank at most; None: by size. The same bits every time. Returns `out`; `x` may be overwritten at once.
+    Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     world = _common.world_of(CALL, world, x)
     return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks), out)
@@ -241,7 +244,7 @@ def _plan(
 
 def _chosen(x: torch.Tensor, run: int, world: World) -> Mode:
     """What mode None takes."""
-    if _low_latency.few(x.nbytes * (1 - 1 / max(world.size, 2)), world.size):
+    if _low_latency.few_of_parts(x.nbytes, world.size):
         return "low_latency"
     copied = 4 * COPIED_BYTES if world.size == 2 else COPIED_BYTES
     return "copy" if x.nbytes >= _copies.least(copied, run, x.element_size()) else "push"

@@ -93,13 +93,13 @@ def test_what_is_small_is_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(_low_latency, "exchange_launch", lambda *args: made.append(1) or launch(*args))
 
     def run(world: Any) -> None:
-        for dtype, n in ((torch.float32, 74), (torch.float32, 76), (torch.int16, 150), (torch.int8, 10)):
+        for dtype, n in ((torch.float32, 36), (torch.float32, 38), (torch.int16, 74), (torch.int8, 10)):
             made.clear()
             x = torch.arange(n).remainder(100).to(dtype)
             sent = all_to_all(x, pkt.empty(n, dtype=dtype))
             assert torch.equal(torch.as_tensor(sent), x.view(2, -1)[world.rank].repeat(2))
             world.barrier()
-            assert bool(made) == (x.nbytes <= 300 and dtype in FLAGGED)
+            assert bool(made) == (x.nbytes <= 150 and dtype in FLAGGED)
             world.barrier()
 
     on_ranks(2, run)

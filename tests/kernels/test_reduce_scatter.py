@@ -138,7 +138,8 @@ def test_sizes_in_turn_share_an_inbox() -> None:
     [
         (1, 1, "low_latency"),
         *((ranks, 1 << 10, "low_latency") for ranks in (2, 3, 4, 8)),
-        *((ranks, 8 << 10, "push") for ranks in (2, 4, 9)),
+        *((ranks, 4 << 10, "push") for ranks in (2, 4, 9)),
+        (2, 2 << 10, "low_latency"),
         (9, 1, "push"),
         *((ranks, 512 << 10, mode) for ranks, mode in ((2, "push"), (3, "copy"), (4, "copy"))),
         *((2, kib, mode) for kib, mode in ((2047 << 10, "push"), (2 << 20, "copy"))),

@@ -47,7 +47,7 @@ LEAST_PUSHED, MOST_PUSHED, PUSHED_SIGNALS, PUSHED_TILES = 1 << 10, 64 << 10, 64,
 before it has arrived, so there are few, but for enough programs. On 4 x H200 128 MiB take 0.298 ms in four tiles for a
 signal; in two of 32 KiB 0.300, and in one of 64, where all programs send, and add, at the same time, 0.304. With 32 KiB
 for a signal they take 0.325, with 128 0.305, in runs of their own. On 2, where one peer has all that a program sends,
-128 KiB, in tiles of 32, take 0.201 ms and 64 0.223: benchmarks/results/collectives_steps.json, collectives_steps_2.json.
+they take 0.201 ms with 128 KiB, and 0.223 with 64: benchmarks/results/collectives_steps.json, collectives_steps_2.json.
 """
 
 

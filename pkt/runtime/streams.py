@@ -37,6 +37,10 @@ class OneInFlight:
         Returns whether it records a CUDA graph, which a stream that was called on before may begin unnoticed."""
         return self._raw(self._device) != self._last and self._change()
 
+    def handle(self) -> int:
+        """The current stream, as the driver names it."""
+        return self._raw(self._device)
+
     def capturing(self) -> bool:
         """Whether the current stream records a CUDA graph."""
         return self._capturing(self._cuda.current_stream(self._device))

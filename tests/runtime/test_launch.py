@@ -10,6 +10,22 @@ from pkt.errors import GridTooLarge
 from pkt.runtime import launch
 
 
+class Stream:
+    """Of a GPU."""
+
+    capturing = False
+
+    def follow(self):
+        return self.capturing
+
+    def handle(self):
+        return 5
+
+
+class Captured(Stream):
+    capturing = True
+
+
 def test_a_grid_that_cannot_be_resident(monkeypatch):
     class Kernel:
         __name__ = "persistent"
@@ -23,9 +39,10 @@ def test_a_grid_that_cannot_be_resident(monkeypatch):
             return "compiled"
 
     class FakeWorld:
-        rank, num_sms, streams = 2, 132, None
+        rank, num_sms, streams = 2, 132, Stream()
 
     wanted = {"grid": (132, 2), "launch_cooperative_grid": True, "BLOCK": 4}
+    monkeypatch.setattr(launch, "provide_scratch", lambda: None)
     monkeypatch.setattr(launch, "resident_per_sm", lambda compiled: {"compiled": 1}[compiled])
     with pytest.raises(GridTooLarge, match=r"rank 2: persistent: grid 264 > 132 resident programs \(132 SMs x 1\)"):
         launch.cooperative(FakeWorld, Kernel(), (132, 2), "x", BLOCK=4)
@@ -42,16 +59,12 @@ def test_a_recorded_kernel_is_not_cooperative_but_fits(programs, fits, monkeypat
             said.append(options["launch_cooperative_grid"])
             return "compiled"
 
-    class Recording:
-        def follow(self):
-            return True
-
     class FakeBackend:
         def uncouple(self):
             said.append("uncoupled")
 
     class FakeWorld:
-        rank, num_sms, streams, backend = 2, 132, Recording(), FakeBackend()
+        rank, num_sms, streams, backend = 2, 132, Captured(), FakeBackend()
 
     monkeypatch.setattr(launch, "provide_scratch", lambda: None)
     monkeypatch.setattr(launch, "resident_per_sm", lambda compiled: {"compiled": 2}[compiled])
@@ -62,6 +75,31 @@ def test_a_recorded_kernel_is_not_cooperative_but_fits(programs, fits, monkeypat
         with pytest.raises(GridTooLarge, match=r"rank 2: persistent: grid 265 > 264 resident programs \(132 SMs x 2\)"):
             launch.cooperative(FakeWorld, Kernel(), (programs,), "x")
         assert said == [True]
+
+
+def test_from_the_third_launch_on_it_is_repeated(monkeypatch):
+    said, prepared = [], []
+
+    class Kernel:
+        def run(self, *args, warmup, **options):
+            said.append(("run", args))
+            return "compiled"
+
+    class FakeWorld:
+        streams = Stream()
+
+    def repeated(kernel, compiled, grid, args, named):
+        prepared.append(args)
+        assert (compiled, grid, named["BLOCK"]) == ("compiled", (8,), 4)
+        return lambda now, stream: said.append(("repeat", now, stream)) or (compiled if now[0] == args[0] else None)
+
+    monkeypatch.setattr(launch, "provide_scratch", lambda: None)
+    monkeypatch.setattr(launch, "repeated", repeated)
+    start = launch.cooperative_launch(FakeWorld, Kernel(), (8,), BLOCK=4)
+    assert [start(x) for x in "aaaab"] == ["compiled"] * 5
+    assert prepared == [("a",), ("b",)]
+    repeats = [("repeat", ("a",), 5)] * 2 + [("repeat", ("b",), 5)]
+    assert said == [("run", ("a",))] * 2 + repeats + [("run", ("b",))]
 
 
 def test_kernels_that_make_descriptors_get_memory_in_every_thread(monkeypatch):

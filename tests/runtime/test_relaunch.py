@@ -1,0 +1,271 @@
+"""A launch that is repeated passes what Triton's own launcher would, and leaves to Triton what may need another kernel.
+
+Kernels are compiled here as for a GPU, and Triton's own code encodes what it encodes; in the place of the function in C
+there is a list.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import _allocation
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from pkt.language.inspect import compile_only
+from pkt.runtime import relaunch
+from pkt.runtime.relaunch import repeated
+
+if not relaunch.KNOWN:
+    pytest.skip("launches are repeated with Triton 3.6 only", allow_module_level=True)
+from triton.backends.nvidia.driver import wrap_handle_tensordesc
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+STREAM, FUNCTION = 77, 88
+
+
+class Pair(NamedTuple):
+    scale: int
+    words: torch.Tensor
+    width: tl.constexpr
+
+
+@triton.jit
+def plain_kernel(x_ptr, y_ptr, bias_ptr, n, one, pair, BLOCK: tl.constexpr, ODD: tl.constexpr = 3):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n, other=0) * pair.scale + one + ODD
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + i)
+    tl.store(y_ptr + i, x + tl.load(pair.words) + pair.width, mask=i < n)
+
+
+@triton.jit
+def described_kernel(a, n, b, y_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    total = a.load([0, 0]) + b.load([n, 0])
+    tl.store(y_ptr + i[:, None] * BLOCK + i[None, :], total)
+
+
+@gluon.jit
+def gluon_kernel(a, c, n):
+    smem = gl.allocate_shared_memory(a.dtype, a.block_type.shape, a.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, a.block_type.nbytes)
+    tma.async_copy_global_to_shared(a, [n, 0], bar, smem)
+    mbarrier.wait(bar, 0)
+    tma.async_copy_shared_to_global(c, [0, 0], smem)
+
+
+class CudaLauncher:
+    """Triton's, but for the function in C."""
+
+    num_ctas, launch_cooperative_grid, launch_pdl = 1, True, False
+    global_scratch_align = profile_scratch_size = 0
+
+    def __init__(self, compiled: Any, scratch: int = 0) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        metas = getattr(compiled.metadata, "tensordesc_meta", None)
+        self.launch = wrap_handle_tensordesc(self.take, dict(compiled.src.signature), metas)
+        self.global_scratch_size = scratch
+
+    def take(self, *args: Any) -> None:
+        self.launches.append(args)
+
+
+@pytest.fixture(autouse=True)
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The descriptors that were encoded; what comes of one is their facts."""
+    made: list[tuple[Any, ...]] = []
+
+    def encode(*facts: Any) -> Any:
+        made.append(facts)
+        return tuple(tuple(f) if isinstance(f, list) else f for f in facts)
+
+    utils = SimpleNamespace(fill_tma_descriptor=encode)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+    return made
+
+
+def of_triton(launcher: CudaLauncher, kernel: Any, args: tuple[Any, ...], named: dict[str, Any], packed: Any) -> Any:
+    """What Triton passes on to C: addresses in the place of pointers."""
+    bound = kernel.signature.bind(*args, **{k: v for k, v in named.items() if k in kernel.arg_names})
+    bound.apply_defaults()
+    launcher.launch(
+        4, 1, 1, STREAM, FUNCTION, True, False, None, None, packed, None, None, None, *bound.arguments.values()
+    )
+    return tuple(address(x) for x in launcher.launches.pop())
+
+
+def address(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(address(v) for v in x)
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+
+def prepared(kernel: Any, args: tuple[Any, ...], scratch: int = 0, **named: Any) -> tuple[Any, Any, Any]:
+    """repeat(*args), its launcher, and the compiled kernel."""
+    named = {"launch_cooperative_grid": True, "grid": (4,)} | named
+    standing = [f"*{NAMES[x.dtype]}" if isinstance(x, torch.Tensor) else x for x in args]
+    standing = [x._replace(words="*i32") if isinstance(x, Pair) else x for x in standing]
+    options = {k: v for k, v in named.items() if k not in ("grid", "launch_cooperative_grid")}
+    compiled = compile_only(kernel, *pointers(standing), **options)
+    launcher = compiled._run = CudaLauncher(compiled, scratch)
+    compiled.module, compiled.function = object(), FUNCTION
+    repeat = repeated(kernel, compiled, (4,), args, named)
+    return lambda *args: repeat(args, STREAM), launcher, compiled
+
+
+NAMES = {torch.float32: "fp32", torch.int32: "i32", torch.bfloat16: "bf16"}
+
+
+def pointers(args: list[Any]) -> list[Any]:
+    from pkt.language.inspect import Pointer
+
+    return [a._replace(words=Pointer("i32")) if isinstance(a, Pair) else a for a in args]
+
+
+def plain_args(bias: bool = False) -> tuple[Any, ...]:
+    x, y, words = torch.zeros(64), torch.zeros(64), torch.zeros(4, dtype=torch.int32)
+    return x, y, torch.zeros(64) if bias else None, 48, 1, Pair(7, words, tl.constexpr(5))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_pointers_numbers_tuples_and_constants(bias: bool) -> None:
+    args = plain_args(bias)
+    repeat, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
+    assert repeat(*args) is compiled
+    found = launcher.launches.pop()
+    assert found == of_triton(launcher, plain_kernel, args, {"BLOCK": 64}, compiled.packed_metadata)
+    assert not any(isinstance(x, torch.Tensor) for x in found), "an address is not looked up again"
+
+
+def test_other_tensors() -> None:
+    args = plain_args()
+    repeat, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
+    others = (torch.ones(64), torch.ones(80)[16:], *args[2:])
+    assert repeat(*others) is compiled
+    found = launcher.launches.pop()
+    assert found == of_triton(launcher, plain_kernel, others, {"BLOCK": 64}, compiled.packed_metadata)
+    assert repeat(*args) is compiled
+    assert launcher.launches.pop() != found
+
+
+def test_what_may_need_another_kernel_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, bias, n, one, pair = args = plain_args()
+    repeat, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
+    large = 10**6
+    for other in (
+        (torch.zeros(65)[1:], y, bias, n, one, pair),  # at no multiple of 16 bytes
+        (x.bfloat16(), y, bias, n, one, pair),
+        (x, None, bias, n, one, pair),
+        (x, y, x, n, one, pair),
+        (x, y, bias, 49, one, pair),
+        (x, y, bias, n, True, pair),  # which is another type
+        (x, y, bias, n, one, pair._replace(scale=8)),
+    ):
+        assert repeat(*other) is None
+    assert repeat(x, y, bias, int("48"), one, pair) is compiled, "the same number"
+    assert prepared(plain_kernel, (x, y, bias, large, one, pair), BLOCK=64)[0](*args) is None
+    launcher.launches.clear()
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton.knobs.runtime, name, SimpleNamespace(calls=[print]))
+            assert repeat(*args) is None
+            patch.setattr(triton.knobs.runtime, name, print)
+            assert repeat(*args) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", lambda *args, **named: None)  # as where launches only compile
+        assert repeat(*args) is None
+    assert not launcher.launches
+    assert repeat(*args) is compiled
+
+
+def test_memory_that_a_kernel_needs() -> None:
+    asked = []
+    args = plain_args()
+    repeat, launcher, compiled = prepared(plain_kernel, args, scratch=128, BLOCK=64)
+    before = _allocation._allocator.get()
+    triton.set_allocator(lambda *how: asked.append(how) or "room")
+    try:
+        assert repeat(*args) is compiled
+    finally:
+        triton.set_allocator(before)
+    assert asked == [(4 * 128, 0, STREAM)]
+    assert launcher.launches[0][7] == "room"
+
+
+@pytest.mark.parametrize("kernel", [described_kernel, gluon_kernel])
+def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
+    a, b = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    if kernel is gluon_kernel:
+        swizzled = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
+        first, second = (GluonDescriptor(t, [64, 64], [64, 1], [16, 64], swizzled) for t in (a, b))
+        args, named = (first, second, 32), {}
+    else:
+        first, second = (TensorDescriptor(t, [64, 64], [64, 1], [16, 16]) for t in (a, b))
+        args, named = (first, 16, second, torch.zeros(16, 16)), {"BLOCK": 16}
+    repeat, launcher, compiled = prepared(kernel, args, **named)
+
+    def same() -> bool:
+        assert repeat(*args) is compiled
+        found = tuple(address(x) for x in launcher.launches.pop())
+        return bool(found == of_triton(launcher, kernel, args, named, compiled.packed_metadata))
+
+    assert same()
+    made, bases = len(encoded), [torch.zeros_like(a) for _ in range(2)]
+    described = made > 0
+    for base in (*bases, *bases):  # of which each is encoded once
+        first.base = base
+        assert same()
+    of_triton_alone = 4 * 2 * described
+    assert len(encoded) - made == 2 * described + of_triton_alone
+    for base in (torch.zeros(64, 64), a.to(torch.float16)):
+        first.base = base
+        assert repeat(*args) is None
+    first.base = a
+    again = type(first)(*(getattr(first, f) for f in first.__dataclass_fields__))
+    assert (repeat(again, *args[1:]) is None) == described, "an encoded descriptor is the plan's own"
+    assert same()
+
+
+def test_addresses_that_never_come_again_are_not_kept(encoded: list[tuple[Any, ...]]) -> None:
+    swizzled = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
+    tensors = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3 * relaunch.MOST_ENCODED)]
+    first, second = (GluonDescriptor(t, [64, 64], [64, 1], [16, 64], swizzled) for t in tensors[:2])
+    repeat, launcher, _ = prepared(gluon_kernel, (first, second, 32))
+    for tensor in tensors:
+        first.base = tensor
+        repeat(first, second, 32)
+        assert launcher.launches.pop()[13][0] == tensor.data_ptr()
+    assert len(encoded) == 2 + len(tensors) - 1
+    first.base = tensors[0]
+    repeat(first, second, 32)
+    assert len(encoded) == 2 + len(tensors), "encoded anew"
+
+
+@pytest.mark.parametrize("why", ["another release", "hooks before a run", "another launcher", "it is profiled", "fp4"])
+def test_what_is_not_known_is_left_to_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = plain_args()
+    _, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
+    if why == "another release":
+        monkeypatch.setattr(relaunch, "KNOWN", False)
+    elif why == "hooks before a run":
+        monkeypatch.setattr(plain_kernel, "pre_run_hooks", [print])
+    elif why == "another launcher":
+        compiled._run = SimpleNamespace()
+    elif why == "it is profiled":
+        monkeypatch.setattr(launcher, "profile_scratch_size", 8)
+    else:
+        launcher.launch = wrap_handle_tensordesc(launcher.take, {"a": "tensordesc<"}, [{"fp4_padded": True}])
+    repeat = repeated(plain_kernel, compiled, (4,), args, {"BLOCK": 64, "grid": (4,)})
+    assert repeat(args, STREAM) is None
+    assert not launcher.launches

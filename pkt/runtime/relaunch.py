@@ -16,9 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.runtime import _allocation, driver
 from triton.runtime.jit import JITFunction
+
+from pkt.language.world import DeviceWorld
 
 KNOWN = triton.__version__.startswith("3.6.")
 """Whether this is a release of Triton whose launcher takes what is passed here."""
@@ -28,6 +31,9 @@ MOST_ENCODED = 16
 _run = JITFunction.run
 
 Repeat = Callable[[tuple[Any, ...], int], Any]
+Take = Callable[[Any], Any]
+"""take(argument): what is passed for it; OTHER where another kernel might be compiled for it."""
+OTHER = object()
 
 
 def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> Repeat:
@@ -54,11 +60,10 @@ def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any,
             if args[at] is not value and not _same(args[at], value):
                 return None
         now = passed.copy()
-        for at, place, address in moved:
-            found = address(args[at])
-            if found is None:
+        for at, place, take in moved:
+            found = now[place] = take(args[at])
+            if found is OTHER:
                 return None
-            now[place] = found
         room = _allocation._allocator.get()(scratch, align, stream) if scratch else None
         launch(x, y, z, stream, function, cooperative, pdl, room, None, packed, None, None, None, *now)
         return compiled
@@ -73,7 +78,14 @@ def _watched() -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, (int, float, str)) and a == b
+    """Of what is no tensor: whether one kernel serves both."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(x is y or _same(x, y) for x, y in zip(a, b))
+    if isinstance(a, tl.constexpr):
+        return a.value is b.value or _same(a.value, b.value)
+    return isinstance(a, (int, float, str)) and a == b
 
 
 def _raw(kernel: Any, compiled: Any) -> tuple[Callable[..., None], list[Any]] | None:
@@ -93,48 +105,86 @@ def _raw(kernel: Any, compiled: Any) -> tuple[Callable[..., None], list[Any]] | 
 
 def _laid_out(
     kernel: Any, args: tuple[Any, ...], named: dict[str, Any], metas: list[Any]
-) -> tuple[list[tuple[int, int, Callable[[Any], Any]]], list[tuple[int, Any]], list[Any]]:
-    """Of the arguments those that may move, by their place in `args` and in what is passed, and what is passed for one;
-    those that may not, likewise; and what is passed."""
-    moved: list[tuple[int, int, Callable[[Any], Any]]] = []
+) -> tuple[list[tuple[int, int, Take]], list[tuple[int, Any]], list[Any]]:
+    """Of the arguments those that may move: where in `args`, where in what is passed, and how they are taken; those
+    that may not; and what is passed."""
+    moved: list[tuple[int, int, Take]] = []
     fixed: list[tuple[int, Any]] = []
     passed: list[Any] = []
     meta = iter(metas)
     for at, name in enumerate(kernel.arg_names):
-        value = args[at] if at < len(args) else named.get(name, kernel.signature.parameters[name].default)
-        if hasattr(value, "block_shape"):
-            how = next(meta)
-            address = _address(value.base) if how is None else _encoded(value, how)
-            base = (lambda d, address=address: address(d.base)) if how is None else address
-            moved.append((at, len(passed), base))
-            sizes = [*value.shape, *value.strides]
-            passed += [base(value), *([*sizes, value.padding == "nan"] if how is None else []), *sizes]
-        elif hasattr(value, "data_ptr"):
-            address = _address(value)
-            moved.append((at, len(passed), address))
-            passed.append(address(value))
+        if at >= len(args):
+            passed.append(named.get(name, kernel.signature.parameters[name].default))
+            continue
+        value = args[at]
+        described = hasattr(value, "block_shape")
+        how = next(meta) if described else None
+        take = _described(value, how) if described else _taken(value)
+        if take is None:
+            fixed.append((at, value))
+            passed.append(value)
         else:
-            if at < len(args):
-                fixed.append((at, value))
-            passed.append(_addresses(value))
+            moved.append((at, len(passed), take))
+            passed.append(take(value))
+        if described:
+            sizes = [*value.shape, *value.strides]
+            passed += sizes if how else [*sizes, value.padding == "nan", *sizes]
     return moved, fixed, passed
 
 
-def _address(of: Any) -> Callable[[Any], int | None]:
-    """address(tensor), of one like `of`; None where another kernel might be compiled for it."""
+def _taken(of: Any) -> Take | None:
+    """How what is like `of` is taken; None where it has no pointers, and may not move."""
+    if hasattr(of, "data_ptr"):
+        return _address(of)
+    if isinstance(of, DeviceWorld):  # it stays while there are launches, its status page too
+        passed = tuple(take(x) if (take := _taken(x)) else x for x in of)
+        return lambda world: passed if world is of else OTHER
+    if isinstance(of, tuple):
+        takes = [_taken(x) for x in of]
+        return _each(of, takes) if any(takes) else None
+    return None
+
+
+def _address(of: Any) -> Take:
+    """Of a tensor."""
     dtype, aligned = of.dtype, of.data_ptr() % 16 == 0
 
-    def address(tensor: Any) -> int | None:
+    def address(tensor: Any) -> Any:
         if getattr(tensor, "dtype", None) is not dtype:
-            return None
-        found: int = tensor.data_ptr()
-        return found if (found % 16 == 0) is aligned else None
+            return OTHER
+        found = tensor.data_ptr()
+        return found if (found % 16 == 0) is aligned else OTHER
 
     return address
 
 
-def _encoded(of: Any, how: dict[str, Any]) -> Callable[[Any], Any]:
-    """encoded(descriptor) of one whose `base` alone changes."""
+def _each(of: tuple[Any, ...], takes: list[Take | None]) -> Take:
+    """Of a tuple with tensors, which are not kept."""
+    kind, fixed = type(of), [None if take else x for x, take in zip(of, takes)]
+
+    def each(values: Any) -> Any:
+        if type(values) is not kind or len(values) != len(takes):
+            return OTHER
+        found = []
+        for value, take, same in zip(values, takes, fixed):
+            if take is None:
+                if value is not same and not _same(value, same):
+                    return OTHER
+                found.append(value)
+            else:
+                found.append(take(value))
+                if found[-1] is OTHER:
+                    return OTHER
+        return tuple(found)
+
+    return each
+
+
+def _described(of: Any, how: dict[str, Any] | None) -> Take:
+    """Of a descriptor: its tensor's address where how is None, else encoded so."""
+    if how is None:
+        address = _address(of.base)
+        return lambda descriptor: address(of.base) if descriptor is of else OTHER
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     dtype, kept = of.base.dtype, dict[int, Any]()
@@ -144,7 +194,7 @@ def _encoded(of: Any, how: dict[str, Any]) -> Callable[[Any], Any]:
 
     def encoded(descriptor: Any) -> Any:
         if descriptor is not of or of.base.dtype is not dtype:
-            return None
+            return OTHER
         at = of.base.data_ptr()
         found = kept.get(at)
         if found is None:
@@ -156,11 +206,3 @@ def _encoded(of: Any, how: dict[str, Any]) -> Callable[[Any], Any]:
         return found
 
     return encoded
-
-
-def _addresses(value: Any) -> Any:
-    """A tuple's pointers as addresses; they are the world's, or of the plan."""
-    if isinstance(value, tuple):
-        inside = [_addresses(v) for v in value]
-        return type(value)(*inside) if hasattr(value, "_fields") else tuple(inside)
-    return value.data_ptr() if hasattr(value, "data_ptr") else value

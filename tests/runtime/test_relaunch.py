@@ -6,6 +6,8 @@ there is a list.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,7 +19,8 @@ from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pkt.language.inspect import compile_only
+from pkt.language.inspect import Pointer, compile_only
+from pkt.language.world import DeviceWorld
 from pkt.runtime import relaunch
 from pkt.runtime.relaunch import repeated
 
@@ -45,6 +48,11 @@ def plain_kernel(x_ptr, y_ptr, bias_ptr, n, one, pair, BLOCK: tl.constexpr, ODD:
     if bias_ptr is not None:
         x += tl.load(bias_ptr + i)
     tl.store(y_ptr + i, x + tl.load(pair.words) + pair.width, mask=i < n)
+
+
+@triton.jit
+def world_kernel(x_ptr, numbers, world):
+    tl.store(x_ptr, numbers[0] + numbers[1][0] + numbers[1][1] + world.rank + world.size + tl.load(world.status))
 
 
 @triton.jit
@@ -114,10 +122,8 @@ def address(x: Any) -> Any:
 def prepared(kernel: Any, args: tuple[Any, ...], scratch: int = 0, **named: Any) -> tuple[Any, Any, Any]:
     """repeat(*args), its launcher, and the compiled kernel."""
     named = {"launch_cooperative_grid": True, "grid": (4,)} | named
-    standing = [f"*{NAMES[x.dtype]}" if isinstance(x, torch.Tensor) else x for x in args]
-    standing = [x._replace(words="*i32") if isinstance(x, Pair) else x for x in standing]
     options = {k: v for k, v in named.items() if k not in ("grid", "launch_cooperative_grid")}
-    compiled = compile_only(kernel, *pointers(standing), **options)
+    compiled = compile_only(kernel, *map(standing, args), **options)
     launcher = compiled._run = CudaLauncher(compiled, scratch)
     compiled.module, compiled.function = object(), FUNCTION
     repeat = repeated(kernel, compiled, (4,), args, named)
@@ -127,10 +133,14 @@ def prepared(kernel: Any, args: tuple[Any, ...], scratch: int = 0, **named: Any)
 NAMES = {torch.float32: "fp32", torch.int32: "i32", torch.bfloat16: "bf16"}
 
 
-def pointers(args: list[Any]) -> list[Any]:
-    from pkt.language.inspect import Pointer
-
-    return [a._replace(words=Pointer("i32")) if isinstance(a, Pair) else a for a in args]
+def standing(argument: Any) -> Any:
+    """For one, where a kernel is compiled."""
+    if isinstance(argument, torch.Tensor):
+        return Pointer(NAMES[argument.dtype])
+    if isinstance(argument, tuple):
+        found = map(standing, argument)
+        return type(argument)(*found) if hasattr(argument, "_fields") else tuple(found)
+    return argument
 
 
 def plain_args(bias: bool = False) -> tuple[Any, ...]:
@@ -189,6 +199,45 @@ def test_what_may_need_another_kernel_is_left_to_triton(monkeypatch: pytest.Monk
     assert repeat(*args) is compiled
 
 
+def test_tuples_and_worlds() -> None:
+    *most, pair = plain_args()
+    repeat, launcher, compiled = prepared(plain_kernel, (*most, pair), BLOCK=64)
+    words = torch.ones(8, dtype=torch.int32)
+    for other in (pair._replace(words=words), Pair(7, words[4:], tl.constexpr(5))):
+        assert repeat(*most, other) is compiled
+        found = launcher.launches.pop()
+        assert found == of_triton(launcher, plain_kernel, (*most, other), {"BLOCK": 64}, compiled.packed_metadata)
+    for other in (
+        pair._replace(words=words[1:]),
+        pair._replace(words=words.float()),
+        pair._replace(width=tl.constexpr(6)),
+        pair._replace(width=5),
+        tuple(pair),
+    ):
+        assert repeat(*most, other) is None
+
+    world = DeviceWorld(1, tl.constexpr(4), tl.constexpr(64), tl.constexpr(False), words, tl.constexpr(3))
+    args = (torch.zeros(4, dtype=torch.int32), (5, (6, 7)), world)
+    repeat, launcher, compiled = prepared(world_kernel, args)
+    assert repeat(*args) is compiled
+    assert launcher.launches.pop() == of_triton(launcher, world_kernel, args, {}, compiled.packed_metadata)
+    assert repeat(args[0], (5, (int("6"), 7)), world) is compiled
+    assert repeat(args[0], (5, (6, 8)), world) is None
+    assert repeat(args[0], (5, (6, 7, 8)), world) is None
+    assert repeat(*args[:2], world._replace(rank=1)) is None, "another world"
+
+
+def test_no_tensor_is_kept() -> None:
+    *most, pair = plain_args()
+    repeat, _, compiled = prepared(plain_kernel, (*most, pair), BLOCK=64)
+    others = [torch.ones_like(most[0]), torch.ones_like(pair.words)]
+    assert repeat(others[0], *most[1:], pair._replace(words=others[1])) is compiled
+    gone = [weakref.ref(t) for t in (most[0], most[1], pair.words, *others)]
+    del most, pair, others
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 5
+
+
 def test_memory_that_a_kernel_needs() -> None:
     asked = []
     args = plain_args()
@@ -233,7 +282,7 @@ def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
         assert repeat(*args) is None
     first.base = a
     again = type(first)(*(getattr(first, f) for f in first.__dataclass_fields__))
-    assert (repeat(again, *args[1:]) is None) == described, "an encoded descriptor is the plan's own"
+    assert repeat(again, *args[1:]) is None, "a descriptor is the plan's own"
     assert same()
 
 

@@ -29,10 +29,10 @@ from . import _common, _words
 
 FLIGHT_BYTES = 400_000
 """Bytes that a rank sends in the time of a flight: as far as one shot sends no more than that above what two shots do,
-it is chosen. 16 KiB take 7.1 us in one and 8.4 in two on 2 x H200, benchmarks/results/collectives_2.json."""
+it is chosen. 16 KiB take 7.1 us in one and 8.2 in two on 2 x H200, benchmarks/results/collectives_2.json."""
 FLAG_BYTES = 1_000_000
 """Flags that a rank sends in the time of the barriers that they save: as far as there are no more, a flagged form is
-chosen. In that file 1 MiB takes 11.6 and 11.8 us, and 14.1 without flags."""
+chosen. In that file 1 MiB takes 11.4 and 11.7 us, and 14.1 without flags."""
 MOST_RANKS = 8
 """More of which have but one shot by default, and gather without flags: a thread takes a word of each rank, all at
 once."""

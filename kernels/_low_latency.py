@@ -212,9 +212,7 @@ def gather_kernel(
 
 
 @triton.jit
-def _put_parts(
-    x_ptr, half, launch, n, span, third, world, BLOCK: tl.constexpr, PER: tl.constexpr
-):  # fmt: skip
+def _put_parts(x_ptr, half, launch, n, span, third, world, BLOCK: tl.constexpr, PER: tl.constexpr):
     """Part r of x, n elements, to every other rank r: into the slot that rank r + d has for rank r, [d - 1]."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)

@@ -14,7 +14,8 @@ def peer(ptr, rank, world):
     Returns pointers of the same shape and type. `ptr + (rank - world.rank) * stride`: 64-bit integer arithmetic, and
     the compiler still sees the alignment, so 16-byte accesses stay 16 bytes wide. No ordering.
     """
-    itemsize: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth // 8
+    bits: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth
+    itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1  # of a bool there is one bit, in a byte
     # rank may be the constant 1, on rank 1 only: tl.cast takes constants and tensors alike
     distance = tl.cast(rank, tl.int64) - tl.cast(world.rank, tl.int64)
     return ptr + distance * (world.stride // itemsize)

@@ -85,7 +85,7 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(x is y or _same(x, y) for x, y in zip(a, b))
     if isinstance(a, tl.constexpr):
         return a.value is b.value or _same(a.value, b.value)
-    return isinstance(a, (int, float, str)) and a == b
+    return isinstance(a, (int, str)) and a == b
 
 
 def _raw(kernel: Any, compiled: Any) -> tuple[Callable[..., None], list[Any]] | None:

@@ -128,7 +128,7 @@ class Atomics(Accesses):
                 view = access.view(dtype)
                 old = view.reshape(-1).copy()
                 new = update(old, flat)
-                changed = bool((old != new).any())
+                changed = bool(old[0] != new[0] if len(old) == 1 else (old != new).any())
                 view[...] = new.reshape(view.shape)
             elif len(np.unique(access.offsets)) == len(access.offsets):
                 old = access.read(dtype).copy()

@@ -24,6 +24,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
+from pkt.language import address
 from pkt.simulate import reductions, shortcuts, source
 from pkt.simulate.builder import Builder, np_dtype
 from pkt.simulate.source import builder, semantic
@@ -58,8 +59,9 @@ class _Interpreted:
         scope |= source.HELPERS
         made = FunctionType(code, scope, fn.__name__, fn.__defaults__)
         made.__kwdefaults__ = fn.__kwdefaults__
-        self.functions[id(jit)] = jit, made  # kept, so that its id stays its own
-        return made
+        called = shortcuts.peer(made) if jit is address.peer else made
+        self.functions[id(jit)] = jit, called  # kept, so that its id stays its own
+        return called
 
 
 interpret = _Interpreted()

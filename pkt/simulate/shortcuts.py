@@ -119,12 +119,12 @@ def binary(name: str, slow: Callable) -> Callable:
         elif kind is int and have in INTEGERS and have in types and -_LIMIT[have] <= other < _LIMIT[have]:
             right = left.dtype.type(other)
         elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS and have in types:
-            left, right = left.astype(np.int64), other.handle.data.astype(np.int64)
+            left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
             ty = tl.int64
         elif moves and ty.is_ptr() and (kind is int or (is_tensor and other.dtype.name in INTEGERS)):
             size = max(1, ty.element_ty.primitive_bitwidth // 8)
-            offset = np.int64(other) if kind is int else other.handle.data.astype(np.int64)
-            right = (offset * size).astype(np.uint64)
+            offset = np.int64(other) if kind is int else other.handle.data.astype(np.int64, copy=False)
+            right = (offset * size).view(np.uint64)
         else:
             return slow(self, other)
         out = op(left, right)
@@ -173,6 +173,29 @@ def cast(slow: Callable) -> Callable:
         return slow(input, dtype, *args, **named)
 
     return call
+
+
+def peer(slow: Callable) -> Callable:
+    """`pkt.language.address.peer` for one rank, in one step of its arithmetic."""
+
+    def call(ptr: Any, rank: Any, world: Any) -> Any:
+        if type(ptr) is tl.tensor and ptr.dtype.is_ptr() and ptr.dtype.element_ty.primitive_bitwidth >= 8:
+            to, here, stride = _number(rank), _number(world.rank), _number(world.stride)
+            if to is not None and here is not None and stride is not None:
+                data = ptr.handle.data + np.uint64((to - here) * stride % (1 << 64))
+                return made(data, ptr.dtype, not ptr.shape)
+        return slow(ptr, rank, world)
+
+    return call
+
+
+def _number(x: Any) -> int | None:
+    """The value of one integer, whatever it is for `tl`."""
+    if type(x) is core.constexpr:
+        x = x.value
+    if type(x) is tl.tensor and not x.shape and x.dtype.name in INTEGERS:
+        return int(x.handle.data.item())
+    return x if type(x) is int else None
 
 
 def atomic(name: str, slow: Callable, builder: Any) -> Callable:

@@ -1,0 +1,63 @@
+"""What is done in one step is what its source does in several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from pkt.simulate import shortcuts
+
+
+@triton.jit
+def spelled_out(ptr, rank, world):
+    bits: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth
+    itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1
+    return ptr + (tl.cast(rank, tl.int64) - tl.cast(world.rank, tl.int64)) * (world.stride // itemsize)
+
+
+@triton.jit
+def peers_kernel(x_ptr, ranks_ptr, found_ptr, wanted_ptr, rank, world, BLOCK: tl.constexpr, FIXED: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    wide = tl.load(ranks_ptr).to(tl.int64)
+    tl.store(found_ptr, pl.peer(x_ptr, rank, world).to(tl.int64))
+    tl.store(wanted_ptr, spelled_out(x_ptr, rank, world).to(tl.int64))
+    tl.store(found_ptr + 1, pl.peer(x_ptr, wide, world).to(tl.int64))
+    tl.store(wanted_ptr + 1, spelled_out(x_ptr, wide, world).to(tl.int64))
+    tl.store(found_ptr + 2, pl.peer(x_ptr, FIXED, world).to(tl.int64))
+    tl.store(wanted_ptr + 2, spelled_out(x_ptr, FIXED, world).to(tl.int64))
+    tl.store(found_ptr + 3, pl.peer(x_ptr, world.size, world).to(tl.int64))
+    tl.store(wanted_ptr + 3, spelled_out(x_ptr, world.size, world).to(tl.int64))
+    block = pl.peer(x_ptr + i, rank, world)
+    tl.store(found_ptr + 4 + i, block.to(tl.int64))
+    tl.store(wanted_ptr + 4 + i, spelled_out(x_ptr + i, rank, world).to(tl.int64))
+    ranks = tl.load(ranks_ptr + i)
+    tl.store(found_ptr + 4 + BLOCK + i, pl.peer(x_ptr + i, ranks, world).to(tl.int64))
+    tl.store(wanted_ptr + 4 + BLOCK + i, spelled_out(x_ptr + i, ranks, world).to(tl.int64))
+    tl.static_assert(block.dtype == (x_ptr + i).dtype)
+    tl.static_assert(block.shape[0] == BLOCK)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool], ids=str)
+def test_the_address_of_a_peers_copy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, slow = [], shortcuts.made
+    monkeypatch.setattr(shortcuts, "made", lambda data, ty, scalar: short.append(ty) or slow(data, ty, scalar))
+    block = 8
+
+    def run(world: Any) -> None:
+        x = pkt.empty(block, dtype=dtype)
+        ranks = torch.arange(block, dtype=torch.int32) % world.size
+        for rank in range(world.size):
+            found, wanted = (torch.zeros(4 + 2 * block, dtype=torch.int64) for _ in range(2))
+            ranks[0] = rank
+            peers_kernel[(1,)](x, ranks, found, wanted, rank, world.device, block, rank)
+            assert torch.equal(found, wanted), rank
+            assert found[0] == x.plain().data_ptr() + (rank - world.rank) * world.device.stride.value
+
+    pkt.launch(run, ranks=3, device="cpu")
+    assert any(ty.is_ptr() for ty in short)

@@ -45,7 +45,8 @@ def int_p(dest, value, pe, world):
 
 @triton.jit
 def _move(dest, source, nbytes, to_pe, from_pe, world, BLOCK: tl.constexpr):
-    itemsize: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
+    bits: tl.constexpr = source.dtype.element_ty.primitive_bitwidth
+    itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1
     n = tl.cast(nbytes, tl.int64) // itemsize
     target = address.peer(dest, to_pe, world)
     origin = address.peer(source, from_pe, world)

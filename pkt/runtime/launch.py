@@ -64,7 +64,7 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
             compiled = repeat(args, streams.handle()) if repeat is not None else None
             if compiled is None:
                 compiled = kernel.run(*args, warmup=False, **named)
-                if compiled is last:  # so it is launched again and again
+                if compiled is not None and compiled is last:  # so it is launched again and again
                     repeat = repeated(kernel, compiled, grid, args, named)
                 last = compiled
         except RuntimeError as error:

@@ -102,6 +102,22 @@ def test_from_the_third_launch_on_it_is_repeated(monkeypatch):
     assert said == [("run", ("a",))] * 2 + repeats + [("run", ("b",))]
 
 
+def test_what_is_not_compiled_is_not_repeated(monkeypatch):
+    """Triton's run returns nothing where a hook of the user's takes the compilation."""
+
+    class Kernel:
+        def run(self, *args, warmup, **options):
+            return None
+
+    class FakeWorld:
+        streams = Stream()
+
+    monkeypatch.setattr(launch, "provide_scratch", lambda: None)
+    monkeypatch.setattr(launch, "repeated", lambda *_: pytest.fail("repeated"))
+    start = launch.cooperative_launch(FakeWorld, Kernel(), (8,))
+    assert [start("a") for _ in range(3)] == [None] * 3
+
+
 def test_kernels_that_make_descriptors_get_memory_in_every_thread(monkeypatch):
     """Triton keeps the allocator in a context variable; a user's own stays."""
     seen = []

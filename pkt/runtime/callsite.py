@@ -6,6 +6,7 @@ import ast
 import linecache
 import os
 import sys
+import threading
 from itertools import islice
 from types import CodeType
 from typing import NamedTuple
@@ -57,10 +58,8 @@ def _assigned(path: str, line: int, column: int | None, call: str) -> str:
     for extra in range(_STATEMENT_LINES):
         source += linecache.getline(path, line + extra)[indent if extra == 0 else 0 :]
         try:
-            (statement,) = ast.parse(source).body
-        except (SyntaxError, ValueError, SystemError):
-            # Not the whole statement yet, or not the start of one; SystemError is gh-106905, two threads in
-            # ast.parse.
+            (statement,) = _parsed(source)
+        except (SyntaxError, ValueError):  # not the whole statement yet, or not the start of one
             continue
         break
     else:
@@ -80,6 +79,19 @@ def _assigned(path: str, line: int, column: int | None, call: str) -> str:
         if len(here) == 1:
             return _name(here[0])
     return ""
+
+
+def _parsed(source: str) -> list[ast.stmt]:
+    """Its statements. Two threads in ast.parse may end in a SystemError (gh-106905): so one at a time, and once more
+    where the other one is not from here."""
+    with _parsing:
+        try:
+            return ast.parse(source).body
+        except SystemError:
+            return ast.parse(source).body
+
+
+_parsing = threading.Lock()
 
 
 def _called(call: ast.Call) -> str:

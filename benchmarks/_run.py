@@ -20,7 +20,7 @@ import pkt
 from benchmarks._job import job
 from benchmarks._timing import Settings
 from pkt.errors import PktError
-from pkt.runtime import workers
+from pkt.runtime.workers import workers
 
 GIVE_UP = 4  # Gluon variants of a benchmark that end their jobs before the rest of them is left out
 WAIT_SECONDS = 20  # that a counter may stand still; the ranks compile a variant's first launch each for itself

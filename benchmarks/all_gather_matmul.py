@@ -18,9 +18,9 @@ from benchmarks import _kraken
 from benchmarks._case import Case, normal
 from benchmarks._command import main
 from benchmarks._process_group import group_name
-from pkt.kernels._gluon_all_gather_matmul import push_launch, settings
-from pkt.kernels._matmul import Tiles
 from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.all_gather_matmul.gluon import push_launch, settings
+from pkt.kernels.shared.tile_product import Tiles
 
 TITLE = "All-gather + matmul, N x N / size x N, bf16"
 SIZES = (4096, 6144, 8192, 12288, 16384, 32768)

@@ -21,10 +21,10 @@ import pkt
 import pkt.language as pl
 from benchmarks._case import Case
 from benchmarks._command import main
-from pkt.kernels._common import num_programs
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_gather_matmul import all_gather_matmul
-from pkt.runtime.launch import cooperative
+from pkt.kernels.shared.common import num_programs
+from pkt.runtime.launch.launch import cooperative
 
 TITLE = "Seven ways to all-gather + matmul, N x N x N, fp16"
 TARGETS: dict[str, float] = {}

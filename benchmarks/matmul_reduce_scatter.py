@@ -17,9 +17,9 @@ from benchmarks import _kraken
 from benchmarks._case import Case, normal
 from benchmarks._command import main
 from benchmarks._process_group import group_name
-from pkt.kernels._gluon_matmul_reduce_scatter import inbox_launch, settings
-from pkt.kernels._matmul import Tiles
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from pkt.kernels.matmul_reduce_scatter.gluon import inbox_launch, settings
+from pkt.kernels.shared.tile_product import Tiles
 
 TITLE = "Matmul + reduce-scatter, N x N x N / size, bf16"
 SIZES = (4096, 6144, 8192, 12288, 16384, 32768)

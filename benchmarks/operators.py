@@ -25,12 +25,12 @@ from benchmarks._case import normal
 from benchmarks._check import BOUND, distance
 from benchmarks._harness import RESULTS
 from benchmarks._process_group import ENVIRONMENT, prepare
-from pkt.kernels._gluon import TILES
-from pkt.kernels._matmul import Tiles
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from pkt.runtime import workers
+from pkt.kernels.shared.gluon_host import TILES
+from pkt.kernels.shared.tile_product import Tiles
+from pkt.runtime.workers import workers
 
 SHARES = {"all_gather_matmul": 0.33, "matmul_reduce_scatter": 0.2, "matmul_all_reduce": 0.15, "collectives": 0.32}
 PLANS: tuple[tuple[Tiles, dict[str, Any]], ...] = (

@@ -27,11 +27,12 @@ import pkt.language as pl
 from benchmarks._case import Case, normal
 from benchmarks._command import main
 from pkt.errors import Unsupported
-from pkt.kernels import _gluon_all_gather_matmul, _gluon_matmul_reduce_scatter
-from pkt.kernels._gluon import NARROW, TILES
-from pkt.kernels._push_plan import PushPlan, push_plan
-from pkt.runtime import factories
-from pkt.runtime.tensor import SymmetricTensor
+from pkt.kernels.all_gather_matmul import gluon as _gluon_all_gather_matmul
+from pkt.kernels.all_gather_matmul.rules import PushPlan, push_plan
+from pkt.kernels.matmul_reduce_scatter import gluon as _gluon_matmul_reduce_scatter
+from pkt.kernels.shared.gluon_host import NARROW, TILES
+from pkt.runtime.memory import factories
+from pkt.runtime.memory.tensor import SymmetricTensor
 
 TITLE = "Four ranks' kernels on two GPUs, bf16"
 SIZE = 4

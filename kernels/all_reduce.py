@@ -31,13 +31,15 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.errors import ShapeError, Unsupported
-from pkt.runtime.launch import cooperative_launch
-from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _copy_reduce, _low_latency
-from ._reduction import OPS, Op, combine, over_ranks, reduced
 from .reduce_scatter import await_sent, check_chunks, in_inbox, inboxes, pushed_room
+from .shared import common as _common
+from .shared import copy_reduce as _copy_reduce
+from .shared import flagged as _low_latency
+from .shared.reduction import OPS, Op, combine, over_ranks, reduced
 
 CALL = "all_reduce"
 Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]

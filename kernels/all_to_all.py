@@ -25,12 +25,15 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch import cooperative_launch
-from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _copies, _low_latency, _runs
 from .all_gather import ANYWHERE, DTYPES, FLAGGED, MODES, Mode, check_copied, chosen
+from .shared import common as _common
+from .shared import copies as _copies
+from .shared import flagged as _low_latency
+from .shared import runs as _runs
 
 CALL = "all_to_all"
 

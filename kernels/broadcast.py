@@ -18,12 +18,14 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch import cooperative_launch
-from pkt.runtime.tensor import SymmetricTensor, check_rank
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.memory.tensor import SymmetricTensor, check_rank
 from pkt.runtime.world import World
 
-from . import _common, _low_latency, _runs
 from .all_gather import DTYPES, FLAGGED
+from .shared import common as _common
+from .shared import flagged as _low_latency
+from .shared import runs as _runs
 
 CALL = "broadcast"
 Mode = Literal["pass_on", "low_latency"]

@@ -23,13 +23,27 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.errors import ShapeError
-from pkt.runtime.factories import empty, signals
-from pkt.runtime.launch import cooperative_launch
-from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import _common, _copies, _copy_reduce, _low_latency, _runs
-from ._reduction import OPS, Op, combine, over_ranks, reduced
+from .shared import (
+    common as _common,
+)
+from .shared import (
+    copies as _copies,
+)
+from .shared import (
+    copy_reduce as _copy_reduce,
+)
+from .shared import (
+    flagged as _low_latency,
+)
+from .shared import (
+    runs as _runs,
+)
+from .shared.reduction import OPS, Op, combine, over_ranks, reduced
 
 CALL = "reduce_scatter"
 

@@ -38,8 +38,9 @@ from pkt.errors import (
     UseAfterFree,
     WaitTimeout,
 )
+from pkt.launcher import launch
 from pkt.layouts import layout
-from pkt.runtime.factories import (
+from pkt.runtime.memory.factories import (
     arange,
     empty,
     empty_like,
@@ -57,9 +58,8 @@ from pkt.runtime.factories import (
     zeros,
     zeros_like,
 )
-from pkt.runtime.launcher import launch
-from pkt.runtime.pool import mem_pool
-from pkt.runtime.tensor import SymmetricTensor, check_rank, check_signal_index, symmetric
+from pkt.runtime.memory.pool import mem_pool
+from pkt.runtime.memory.tensor import SymmetricTensor, check_rank, check_signal_index, symmetric
 from pkt.runtime.workspace import Workspace
 from pkt.runtime.world import World, current_world, init
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import

@@ -27,13 +27,13 @@ from rich.text import Text
 
 import pkt.language as pl
 from pkt.errors import PktError, Unsupported
-from pkt.runtime import nvml
-from pkt.runtime.driver import CudaDriver, Driver
-from pkt.runtime.factories import empty
-from pkt.runtime.heap import heap_bytes
-from pkt.runtime.launcher import launch
-from pkt.runtime.topology import Topology, assemble, multicast_off, probe
-from pkt.runtime.transport import timeout_seconds
+from pkt.launcher import launch
+from pkt.runtime.gpu import nvml
+from pkt.runtime.gpu.driver import CudaDriver, Driver
+from pkt.runtime.gpu.topology import Topology, assemble, multicast_off, probe
+from pkt.runtime.memory.factories import empty
+from pkt.runtime.memory.heap import heap_bytes
+from pkt.runtime.processes.transport import timeout_seconds
 from pkt.wording import size_text
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ ARROWS = {
     "pkt.errors": ({"pkt.wording"}, set()),
     "pkt.language": ({"pkt.errors"}, {"triton"}),
     # The one door from the host side to the simulator: pkt.launch(device="cpu") opens it when called.
-    "pkt.runtime.launcher": ({"pkt.errors", "pkt.runtime", "pkt.simulate"}, {"torch"}),
+    "pkt.launcher": ({"pkt.errors", "pkt.runtime", "pkt.simulate"}, {"torch"}),
     "pkt.runtime": (
         {"pkt.errors", "pkt.wording", "pkt.language.world"},
         {"torch", "triton", "cuda", "cloudpickle", "numpy"},
@@ -24,13 +24,16 @@ ARROWS = {
         {"pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.trace"},
         {"torch", "triton", "numpy", "greenlet", "rich", "typer"},
     ),
-    "pkt.doctor": ({"pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime"}, {"torch", "triton", "rich"}),
+    "pkt.doctor": (
+        {"pkt.errors", "pkt.wording", "pkt.language", "pkt.launcher", "pkt.runtime"},
+        {"torch", "triton", "rich"},
+    ),
     "pkt.bench": ({"pkt.tune.explanation"}, set()),
     "pkt.cli": ({"pkt.doctor", "pkt.simulate", "pkt.tune.command"}, {"typer", "rich"}),
     "pkt.layouts": ({"pkt.errors", "pkt.language", "pkt.runtime"}, {"torch", "triton"}),
     "pkt.trace": (set(), {"rich", "matplotlib"}),
     # The tuner's doors to the operators: `pkt tune` loads one by its name when a search runs, `pkt.explain` its rule.
-    "pkt.tune.command": ({"pkt.errors", "pkt.runtime", "pkt.tune"}, {"torch", "typer", "rich"}),
+    "pkt.tune.command": ({"pkt.errors", "pkt.launcher", "pkt.runtime", "pkt.tune"}, {"torch", "typer", "rich"}),
     "pkt.tune": (
         {"pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime"},
         {"torch", "triton", "numpy", "rich", "platformdirs", "matplotlib"},

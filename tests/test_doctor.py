@@ -15,7 +15,7 @@ import pkt
 from pkt import cli, doctor
 from pkt.errors import DriverError, RankFailed
 from pkt.language.inspect import compile_only, device_world
-from pkt.runtime.topology import OFF_SWITCHES
+from pkt.runtime.gpu.topology import OFF_SWITCHES
 from tests.runtime.fake_driver import FakeDriver, FakeGpu
 
 ROOT = Path(__file__).resolve().parents[1]

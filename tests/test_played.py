@@ -13,7 +13,7 @@ import triton.language as tl
 
 import pkt
 from benchmarks import played
-from pkt.kernels._gluon_all_gather_matmul import LANES
+from pkt.kernels.all_gather_matmul.gluon import LANES
 from tests.kernels.gluon_compiling import SIGNAL, Kernel, Symmetric, compiling_worlds
 
 

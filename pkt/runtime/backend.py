@@ -2,7 +2,7 @@
 
 Everything above (World, SymmetricHeap, SymmetricTensor) is written once against `Backend`. There are two
 implementations: `pkt.simulate.run.SimulatedRank` (N ranks in one process, on the CPU) and
-`pkt.runtime.cuda.CudaBackend` (one process a GPU). One Backend object is one rank's side; calls marked
+`pkt.runtime.gpu.cuda.CudaBackend` (one process a GPU). One Backend object is one rank's side; calls marked
 collective are made by every rank, in the same order.
 
 The memory below is W + 1 windows of `stride` bytes: rank r's copy of what I have at `base + o` is at
@@ -74,7 +74,8 @@ class Backend(Protocol):
 
     Some members are optional: `journal`, a Journal; `abandon(why)`, called before close() when an error ends the
     world; `timed(run)`, collective, of a backend whose clock is a model: what `run()` returns, and its seconds; and of
-    GPUs alone `topology`, `transport`, and `copy(...)`, `hold(...)` and `uncouple()`, see `pkt.runtime.driver.Driver`.
+    GPUs alone `topology`, `transport`, and `copy(...)`, `hold(...)` and `uncouple()`, see
+    `pkt.runtime.gpu.driver.Driver`.
     """
 
     rank: int

@@ -3,7 +3,7 @@
 Three ways in: torch.distributed's store (an initialised process group, a subgroup, a device mesh's dimension),
 torchrun's environment, or the launcher of pkt, which hands every worker its place. Only a key of the store is used,
 never a collective of the group, so subgroups may come in any order: the key is (group, its members, how many-th world
-of that group). Over the same store the ranks find out whether they are on one host or several (pkt.runtime.network).
+of that group). Over the same store the ranks find out whether they are on one host or several (`processes.network`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 
 from pkt.errors import RankError, WaitTimeout
-from pkt.runtime import rendezvous
-from pkt.runtime.cuda import STRIDE, CudaBackend
-from pkt.runtime.driver import CudaDriver, Driver
-from pkt.runtime.heap import heap_bytes
-from pkt.runtime.launch import provide_scratch
-from pkt.runtime.network import Board, Network, this_host
-from pkt.runtime.rendezvous import Meeting
-from pkt.runtime.transport import Transport
-from pkt.runtime.watch import Watch
+from pkt.runtime.gpu.cuda import STRIDE, CudaBackend
+from pkt.runtime.gpu.driver import CudaDriver, Driver
+from pkt.runtime.gpu.watch import Watch
+from pkt.runtime.launch.launch import provide_scratch
+from pkt.runtime.memory.heap import heap_bytes
+from pkt.runtime.processes import rendezvous
+from pkt.runtime.processes.network import Board, Network, this_host
+from pkt.runtime.processes.rendezvous import Meeting
+from pkt.runtime.processes.transport import Transport
 from pkt.runtime.world import World
 
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pkt.errors import SignalIndexError
 
 if TYPE_CHECKING:
-    from pkt.runtime.heap import Allocation
+    from pkt.runtime.memory.heap import Allocation
     from pkt.runtime.world import World
 
 Made = dict[int, "Allocation"]

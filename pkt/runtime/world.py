@@ -13,10 +13,10 @@ import triton.language as tl
 from pkt.errors import Closed, ShapeError, Unsupported
 from pkt.language.world import DeviceWorld, code_hash
 from pkt.runtime import scratch as _scratch
-from pkt.runtime import wire
 from pkt.runtime.backend import Backend
-from pkt.runtime.heap import SymmetricHeap, heap_bytes
-from pkt.runtime.streams import OneInFlight
+from pkt.runtime.launch.streams import OneInFlight
+from pkt.runtime.memory.heap import SymmetricHeap, heap_bytes
+from pkt.runtime.processes import wire
 from pkt.wording import size_text
 
 T = TypeVar("T")
@@ -124,14 +124,14 @@ class World:
 
     def all_gather_object(self, obj: T) -> list[T]:
         """Collective: every rank's `obj`, in rank order; each is a copy. For what is carried see
-        pkt.runtime.wire."""
+        pkt.runtime.processes.wire."""
         self._check("all_gather_object()")
         texts = self._backend.exchange(wire.encode(obj, "all_gather_object"), "all_gather_object()")
         return [wire.decode(text) for text in texts]
 
     def broadcast(self, obj: T, root: int = 0) -> T:
         """Collective: a copy of `root`'s `obj`; what other ranks give is ignored. Raises RankError."""
-        from pkt.runtime.tensor import check_rank
+        from pkt.runtime.memory.tensor import check_rank
 
         self._check("broadcast()")
         root = check_rank(root, self, "broadcast(root=)")
@@ -268,7 +268,7 @@ def init(
     if not torch.cuda.is_available():
         raise Unsupported.no_gpu("pkt.init()", "found no CUDA GPU here and no world around this code")
     from pkt.runtime import bootstrap  # the driver's bindings load only where they are used
-    from pkt.runtime.transport import timeout_seconds
+    from pkt.runtime.processes.transport import timeout_seconds
 
     seconds = timeout_seconds(timeout)
     where = bootstrap.place(group, seconds)

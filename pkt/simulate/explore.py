@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pkt.errors import ShapeError
-from pkt.runtime.heap import heap_bytes
+from pkt.runtime.memory.heap import heap_bytes
 from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.machine import SMS, check_count

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pkt.errors import ShapeError, Unsupported
-from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
 from pkt.tune.compiling import only_compiling
 from pkt.tune.config import Config, configs_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pkt.runtime.interrupts import Interrupts
+from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import current_world
 from pkt.tune.config import Config
 from pkt.tune.timers import timer_of

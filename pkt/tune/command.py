@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 
 from pkt.errors import PktError, ShapeError, Unsupported
-from pkt.runtime.factories import empty
-from pkt.runtime.launcher import launch
+from pkt.launcher import launch
+from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
 from pkt.tune.config import NCCL, UNFUSED, Config
@@ -81,7 +81,7 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
         shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     everybody = world.all_gather_object((world.num_sms, shared))  # what fits on every rank: all have one space
     gpu = replace(H200, sms=min(sms for sms, _ in everybody), shared=min(nbytes for _, nbytes in everybody))
-    unfit = importlib.import_module("pkt.kernels._forms").missing_anywhere(world)
+    unfit = importlib.import_module("pkt.kernels.shared.forms").missing_anywhere(world)
     configs, most = operator_space(layer.what, key, gpu, gluon=not unfit), MOST
     model = MODELS[layer.what] if cuda and dtype != torch.float32 else None
     if exhaustive:

@@ -13,7 +13,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from pkt.runtime.driver import CudaDriver
+from pkt.runtime.gpu.driver import CudaDriver
 from pkt.tune.votes import reason
 
 

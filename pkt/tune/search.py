@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pkt.errors import NoCandidate
-from pkt.runtime.interrupts import Interrupts
+from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import World
 from pkt.tune._progress import progress
 from pkt.tune.config import Config

@@ -13,7 +13,7 @@ import torch
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from pkt.errors import DtypeError, NoCandidate, ShapeError
-from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
 from pkt.tune.compiling import compile_all
 from pkt.tune.config import Config

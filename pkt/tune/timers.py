@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from pkt.errors import Unsupported
-from pkt.runtime.factories import signals
+from pkt.runtime.memory.factories import signals
 from pkt.runtime.world import World
 from pkt.tune.config import Config
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pkt.errors import CandidateMismatch, CollectiveMismatch, PktError, RankFailed
-from pkt.runtime import wire
-from pkt.runtime.interrupts import Interrupts
+from pkt.runtime.processes import wire
+from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import World
 from pkt.tune.config import Config
 from pkt.wording import ranks_text
@@ -64,9 +64,9 @@ def settle(
 ) -> tuple[Sequence[Config], Any]:
     """Collective: this rank's candidates, which are those of every rank, and what rank 0 offers.
 
-    offer: called on rank 0 with the candidates; what it returns pkt.runtime.wire carries. Raises CollectiveMismatch if
-    the ranks tune different things, CandidateMismatch if they have different candidates in any order, and on all ranks
-    what `candidates` or `offer` raised on one.
+    offer: called on rank 0 with the candidates; what it returns is sent to all (see `pkt.runtime.processes.wire`).
+    Raises CollectiveMismatch if the ranks tune different things, CandidateMismatch if they have different candidates
+    in any order, and on all ranks what `candidates` or `offer` raised on one.
     """
     mine: Sequence[Config] = ()
     said: dict[str, Any] = {"case": f"tune {what} for {case_text(key)}"}

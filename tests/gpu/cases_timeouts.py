@@ -110,7 +110,7 @@ def wide_kernel(flags, world):
 
 def too_wide(world: Any) -> int:
     """As many programs as fit, then one more; returns how many fit on an SM."""
-    from pkt.runtime.launch import cooperative, resident_per_sm
+    from pkt.runtime.launch.launch import cooperative, resident_per_sm
 
     flags, device = pkt.signals(1), world.device
     compiled = wide_kernel.warmup(flags, device, grid=(1,), num_warps=32, launch_cooperative_grid=True)

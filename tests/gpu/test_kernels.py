@@ -164,8 +164,8 @@ def all_products(world: Any) -> None:
 def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
     """What is chosen where nothing is asked for, thrice with other inputs in the same tensors: a result of an earlier
     launch, or inputs of one, are then wrong. Rows of `m` may be few, ragged or many."""
-    from pkt.kernels import _forms
-    from pkt.kernels._matmul import FEW_ROWS
+    from pkt.kernels.shared import forms as _forms
+    from pkt.kernels.shared.tile_product import FEW_ROWS
 
     size, device = world.size, world.torch_device
     for columns in ((K, N), (N,)):  # else this would test the plain forms twice
@@ -216,8 +216,8 @@ def test_default_forms(dtype: torch.dtype, ranks: int) -> None:
 
 def layers(world: Any, m: int, K: int, N: int, epilogue: Any) -> None:
     """Weights as a Linear holds them, bias and epilogue, in all forms that can run, against torch."""
-    from pkt.kernels import _forms
-    from pkt.kernels._matmul import FEW_ROWS, finished
+    from pkt.kernels.shared import forms as _forms
+    from pkt.kernels.shared.tile_product import FEW_ROWS, finished
 
     size = world.size
     gluon = _forms.gluon("test", False, True, world, torch.bfloat16, FEW_ROWS + 1, K, N)

@@ -12,12 +12,13 @@ import pytest
 import torch
 import triton
 
-from pkt.kernels import _common, _copies
-from pkt.kernels._matmul import Tiles
-from pkt.kernels._push_plan import PushPlan
 from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.all_gather_matmul.rules import PushPlan
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from pkt.kernels.shared import common as _common
+from pkt.kernels.shared import copies as _copies
+from pkt.kernels.shared.tile_product import Tiles
 from pkt.language.inspect import compile_only, device_world
 from pkt.tune import tuner
 from pkt.tune.config import Config
@@ -27,10 +28,10 @@ from .machine_code import resources, sass
 
 if not triton.__version__.startswith("3.6"):
     pytest.skip("written for Triton 3.6", allow_module_level=True)
-from pkt.kernels import _gluon
-from pkt.kernels import _gluon_all_gather_matmul as push
-from pkt.kernels import _gluon_matmul_all_reduce as two_shot
-from pkt.kernels import _gluon_matmul_reduce_scatter as inbox
+from pkt.kernels.all_gather_matmul import gluon as push
+from pkt.kernels.matmul_all_reduce import gluon as two_shot
+from pkt.kernels.matmul_reduce_scatter import gluon as inbox
+from pkt.kernels.shared import gluon_host as _gluon
 
 TILES, NARROW = _gluon.TILES, _gluon.NARROW
 SIGNAL = r"(?:atom|red)\.global\.sys\.relaxed"  # in PTX

@@ -17,10 +17,10 @@ from triton import cdiv
 
 from .gluon_machine import Descriptor, Machine, Pointer, Vector, as_python
 
-warps = pytest.importorskip("pkt.kernels._gluon_warps")
-from pkt.kernels import _gluon_all_gather_matmul as push  # noqa: E402
-from pkt.kernels import _gluon_matmul_all_reduce as two_shot  # noqa: E402
-from pkt.kernels import _gluon_matmul_reduce_scatter as scatter  # noqa: E402
+warps = pytest.importorskip("pkt.kernels.shared.gluon_warps")
+from pkt.kernels.all_gather_matmul import gluon as push  # noqa: E402
+from pkt.kernels.matmul_all_reduce import gluon as two_shot  # noqa: E402
+from pkt.kernels.matmul_reduce_scatter import gluon as scatter  # noqa: E402
 
 BM, BN, BK = 8, 8, 4  # (BM // 2) * BN = BK * BN: half a tile fits where a step of B was
 HALF, SWIZZLED = (BM // 2, BN), 2

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels import _low_latency
 from pkt.kernels.all_gather import DTYPES as COPIED
 from pkt.kernels.all_gather import FLAGGED, MODES, all_gather, reference
+from pkt.kernels.shared import flagged as _low_latency
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
 

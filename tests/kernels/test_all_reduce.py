@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels import _low_latency
 from pkt.kernels.all_reduce import MODES, TWO_SHOT_PUSH_BYTES, all_reduce, reference
 from pkt.kernels.reduce_scatter import Op
+from pkt.kernels.shared import flagged as _low_latency
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 

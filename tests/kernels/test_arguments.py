@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels._matmul import Tiles
+from pkt.kernels.shared.tile_product import Tiles
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels import _forms
+from pkt.kernels.shared import forms as _forms
 
 from .helpers import on_ranks
 

@@ -12,8 +12,8 @@ import torch
 
 import pkt
 from pkt.errors import Closed, ShapeError, UseAfterFree
-from pkt.kernels import _common
-from pkt.runtime.tensor import facts
+from pkt.kernels.shared import common as _common
+from pkt.runtime.memory.tensor import facts
 
 
 def plan(world: Any, x: torch.Tensor, out: torch.Tensor | None, factor: int) -> _common.Launch:

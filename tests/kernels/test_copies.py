@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels import _copies, _low_latency
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_reduce import all_reduce
 from pkt.kernels.all_to_all import all_to_all
 from pkt.kernels.reduce_scatter import reduce_scatter
+from pkt.kernels.shared import copies as _copies
+from pkt.kernels.shared import flagged as _low_latency
 from tests.runtime.test_cuda import open_worlds
 
 from .helpers import on_ranks

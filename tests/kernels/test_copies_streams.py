@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels import _copies, _copy_all_gather_matmul, _copy_reduce
 from pkt.kernels.all_gather_matmul import all_gather_matmul
+from pkt.kernels.all_gather_matmul import copy as _copy_all_gather_matmul
 from pkt.kernels.all_reduce import all_reduce
 from pkt.kernels.all_to_all import all_to_all
 from pkt.kernels.all_to_all import reference as exchanged
 from pkt.kernels.reduce_scatter import reduce_scatter
+from pkt.kernels.shared import copies as _copies
+from pkt.kernels.shared import copy_reduce as _copy_reduce
 
 from .cases import seeds, values
 from .helpers import on_ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels import _copies
+from pkt.kernels.shared import copies as _copies
 from tests.runtime.test_cuda import open_worlds
 
 from .helpers import on_ranks

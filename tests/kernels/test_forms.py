@@ -8,7 +8,8 @@ import torch
 import triton
 
 from pkt.errors import Unsupported
-from pkt.kernels import _common, _forms
+from pkt.kernels.shared import common as _common
+from pkt.kernels.shared import forms as _forms
 
 from .gluon_compiling import gather_call, inbox, reduce_call, scatter_call, two_shot
 

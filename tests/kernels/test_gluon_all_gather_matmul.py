@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pkt.errors import ShapeError
-from pkt.kernels._push_plan import PushPlan, push_plan
+from pkt.kernels.all_gather_matmul.rules import PushPlan, push_plan
 from pkt.language.inspect import count_markers
 
 from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, gather_call, product

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pkt.errors import PktError
-from pkt.kernels._matmul import Tiles
-from pkt.kernels._push_plan import PushPlan
+from pkt.kernels.all_gather_matmul.rules import PushPlan
+from pkt.kernels.shared.tile_product import Tiles
 
 from .gluon_compiling import (
     NARROW,

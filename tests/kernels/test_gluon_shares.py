@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from triton import cdiv
 
-from pkt.kernels._push_plan import SPLITS
+from pkt.kernels.all_gather_matmul.rules import SPLITS
 
 from .gluon_machine import Machine, as_python
 from .gluon_runs import push, two_shot, warps

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pkt.kernels import _low_latency
+from pkt.kernels.shared import flagged as _low_latency
 
 from .helpers import on_ranks
 

@@ -1,6 +1,6 @@
 """How the Gluon all_gather_matmul deals out its work by default."""
 
-from pkt.kernels._push_plan import PushPlan, push_plan
+from pkt.kernels.all_gather_matmul.rules import PushPlan, push_plan
 
 from .gluon_compiling import NARROW, TILES
 

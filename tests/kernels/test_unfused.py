@@ -11,7 +11,10 @@ import torch
 
 import pkt
 from pkt.errors import CollectiveMismatch, ShapeError, Unsupported
-from pkt.kernels import _low_latency, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from pkt.kernels.all_gather_matmul import plain as all_gather_matmul
+from pkt.kernels.matmul_all_reduce import plain as matmul_all_reduce
+from pkt.kernels.matmul_reduce_scatter import plain as matmul_reduce_scatter
+from pkt.kernels.shared import flagged as _low_latency
 from tests.runtime import forked
 
 from .helpers import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pkt.runtime.bootstrap import Place, open_world
-from pkt.runtime.rendezvous import Meeting, prepare
+from pkt.runtime.processes.rendezvous import Meeting, prepare
 from pkt.runtime.world import World
 
 from .fake_driver import FakeDriver

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from pkt.runtime import bootstrap
-from pkt.runtime.rendezvous import NONCE, Meeting
+from pkt.runtime.processes.rendezvous import NONCE, Meeting
 from pkt.runtime.world import World
 
 from .fake_driver import FakeDriver

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pkt.runtime import callsite
-from pkt.runtime.callsite import call_site
+from pkt.runtime.memory import callsite
+from pkt.runtime.memory.callsite import call_site
 
 
 def test_the_name_is_found_where_another_thread_disturbs_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:

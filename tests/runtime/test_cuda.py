@@ -14,8 +14,8 @@ import torch
 import pkt
 from pkt.errors import AllocationMismatch, DriverError, HeapFull, PeerLost, PktError, Unsupported, WaitTimeout
 from pkt.runtime import bootstrap
-from pkt.runtime.rendezvous import prepare
-from pkt.runtime.topology import OFF_SWITCHES
+from pkt.runtime.gpu.topology import OFF_SWITCHES
+from pkt.runtime.processes.rendezvous import prepare
 
 from . import forked
 from .fake_driver import PAGE, FakeDriver, FakeGpu
@@ -84,7 +84,7 @@ def test_peers_read_each_others_memory():
 
 
 def test_the_heap_grows_and_nothing_moves(monkeypatch):
-    monkeypatch.setattr("pkt.runtime.heap.FIRST_BYTES", PAGE)
+    monkeypatch.setattr("pkt.runtime.memory.heap.FIRST_BYTES", PAGE)
 
     def main(world):
         first = pkt.full((100,), world.rank, dtype=torch.uint8, world=world)
@@ -125,7 +125,7 @@ def test_every_call_failing_at_every_rank(call, rank, nth):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("code", [2, 999])
 def test_growth_that_fails_leaves_the_world_as_it_was(monkeypatch, call, rank, code):
-    monkeypatch.setattr("pkt.runtime.heap.FIRST_BYTES", PAGE)
+    monkeypatch.setattr("pkt.runtime.memory.heap.FIRST_BYTES", PAGE)
 
     def main(world):
         kept = pkt.full((10,), world.rank, dtype=torch.uint8, world=world)
@@ -303,7 +303,7 @@ def test_every_multicast_call_failing_at_every_rank_falls_back(failing, rank):
 
 
 def test_multicast_that_cannot_follow_a_growth_is_an_error_for_all(monkeypatch):
-    monkeypatch.setattr("pkt.runtime.heap.FIRST_BYTES", PAGE)
+    monkeypatch.setattr("pkt.runtime.memory.heap.FIRST_BYTES", PAGE)
 
     def main(world):
         driver = world.backend.driver

@@ -8,8 +8,8 @@ import torch
 from cuda.bindings import driver as bindings
 
 from pkt.errors import DriverError
-from pkt.runtime import nvml
-from pkt.runtime.driver import CudaDriver
+from pkt.runtime.gpu import nvml
+from pkt.runtime.gpu.driver import CudaDriver
 
 from .fake_driver import DEFAULTS
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from pkt.errors import TransportError
-from pkt.runtime.frames import HEADER, MAGIC, Connection, LostConnection, pack
+from pkt.runtime.processes.frames import HEADER, MAGIC, Connection, LostConnection, pack
 
 
 @pytest.fixture

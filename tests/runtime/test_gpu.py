@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 import pkt
-from pkt.runtime.workers import warm
+from pkt.runtime.workers.workers import warm
 
 pytestmark = pytest.mark.gpu
 

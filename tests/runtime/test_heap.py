@@ -11,7 +11,7 @@ import pkt
 from pkt.errors import AllocationMismatch, Closed, HeapFull, ShapeError, SignalIndexError, UseAfterFree
 from pkt.language.world import STATUS_BYTES
 from pkt.runtime.backend import GUARD_WORD, SIGNAL_GUARD, SIGNAL_HEADER
-from pkt.runtime.heap import heap_bytes
+from pkt.runtime.memory.heap import heap_bytes
 
 from .conftest import CAPACITY
 
@@ -71,7 +71,7 @@ def test_freed_memory_is_not_reused_before_a_collective_point(ranks):
 
 
 def test_the_heap_grows_by_reserving_more(ranks, monkeypatch):
-    monkeypatch.setattr("pkt.runtime.heap.FIRST_BYTES", 1 << 16)
+    monkeypatch.setattr("pkt.runtime.memory.heap.FIRST_BYTES", 1 << 16)
 
     def main(world):
         for _ in range(3):
@@ -82,7 +82,7 @@ def test_the_heap_grows_by_reserving_more(ranks, monkeypatch):
 
 
 def test_a_failed_growth_loses_nothing(ranks, monkeypatch):
-    monkeypatch.setattr("pkt.runtime.heap.FIRST_BYTES", 1 << 16)
+    monkeypatch.setattr("pkt.runtime.memory.heap.FIRST_BYTES", 1 << 16)
 
     def main(world):
         def refuse(nbytes):

@@ -7,7 +7,7 @@ import triton
 from triton.runtime import _allocation
 
 from pkt.errors import GridTooLarge
-from pkt.runtime import launch
+from pkt.runtime.launch import launch
 
 
 class Stream:

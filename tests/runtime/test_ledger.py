@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkt.runtime.backend import ALIGNMENT
-from pkt.runtime.ledger import CHUNK, Ledger
+from pkt.runtime.memory.ledger import CHUNK, Ledger
 
 
 class Plain:

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 import pkt
 from pkt.errors import AllocationMismatch, DriverError, PeerLost, TransportError, Unsupported, WaitTimeout
-from pkt.runtime import bootstrap, network, rendezvous
-from pkt.runtime.frames import GOODBYE, Connection, LostConnection, pack
-from pkt.runtime.network import Board, Network
-from pkt.runtime.rendezvous import connect, prepare
-from pkt.runtime.topology import OFF_SWITCHES
-from pkt.runtime.transport import Transport
+from pkt.runtime import bootstrap
+from pkt.runtime.gpu.topology import OFF_SWITCHES
+from pkt.runtime.processes import network, rendezvous
+from pkt.runtime.processes.frames import GOODBYE, Connection, LostConnection, pack
+from pkt.runtime.processes.network import Board, Network
+from pkt.runtime.processes.rendezvous import connect, prepare
+from pkt.runtime.processes.transport import Transport
 
 from . import forked
 from .fake_driver import PAGE, FakeDriver, FakeGpu
@@ -97,7 +98,7 @@ def file_store(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abcd", "abba"])
 def test_ranks_on_several_hosts_read_each_others_memory(file_store, hosts, monkeypatch):
-    monkeypatch.setattr("pkt.runtime.heap.FIRST_BYTES", PAGE)
+    monkeypatch.setattr("pkt.runtime.memory.heap.FIRST_BYTES", PAGE)
     size = len(hosts)
 
     def main(world):
@@ -167,7 +168,7 @@ def test_every_call_failing_at_every_rank(call, rank, nth):
 @pytest.mark.parametrize("call", ["export", "import_memory"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_growth_that_fails_leaves_the_world_as_it_was(monkeypatch, call, rank):
-    monkeypatch.setattr("pkt.runtime.heap.FIRST_BYTES", PAGE)
+    monkeypatch.setattr("pkt.runtime.memory.heap.FIRST_BYTES", PAGE)
 
     def main(world):
         driver = world.backend.driver

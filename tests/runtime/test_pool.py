@@ -7,7 +7,7 @@ import torch
 
 import pkt
 from pkt.errors import NotSymmetric, Unsupported
-from pkt.runtime.pool import _KEY, SegmentAllocator
+from pkt.runtime.memory.pool import _KEY, SegmentAllocator
 
 from .conftest import CAPACITY
 

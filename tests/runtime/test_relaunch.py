@@ -21,8 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pkt.language.inspect import Pointer, compile_only
 from pkt.language.world import DeviceWorld
-from pkt.runtime import relaunch
-from pkt.runtime.relaunch import repeated
+from pkt.runtime.launch import relaunch
+from pkt.runtime.launch.relaunch import repeated
 
 if not relaunch.KNOWN:
     pytest.skip("launches are repeated with Triton 3.6 only", allow_module_level=True)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import pkt
 from pkt.errors import Unsupported
-from pkt.runtime import launch
-from pkt.runtime.streams import OneInFlight
+from pkt.runtime.launch import launch
+from pkt.runtime.launch.streams import OneInFlight
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 

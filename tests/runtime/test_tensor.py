@@ -9,7 +9,7 @@ import torch
 
 import pkt
 from pkt.errors import DtypeError, NotSymmetric, RankError, ShapeError, SignalIndexError
-from pkt.runtime.tensor import SymmetricTensor
+from pkt.runtime.memory.tensor import SymmetricTensor
 
 
 def test_peers_see_each_others_values(ranks):

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pkt.errors import Unsupported
-from pkt.runtime.topology import OFF_SWITCHES, assemble, multicast_off, probe
+from pkt.runtime.gpu.topology import OFF_SWITCHES, assemble, multicast_off, probe
 
 from .fake_driver import FakeDriver, FakeGpu
 

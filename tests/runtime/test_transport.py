@@ -11,10 +11,10 @@ import warnings
 import pytest
 
 from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
-from pkt.runtime import rendezvous
-from pkt.runtime.frames import pack
-from pkt.runtime.rendezvous import Meeting, connect, prepare
-from pkt.runtime.transport import Transport, process_state
+from pkt.runtime.processes import rendezvous
+from pkt.runtime.processes.frames import pack
+from pkt.runtime.processes.rendezvous import Meeting, connect, prepare
+from pkt.runtime.processes.transport import Transport, process_state
 
 from . import forked
 from .processes import without_the_token

@@ -11,8 +11,8 @@ import triton
 import pkt
 from pkt.errors import PeerLost, WaitTimeout
 from pkt.language import world as words
-from pkt.runtime import watch
-from pkt.runtime.rendezvous import prepare
+from pkt.runtime.gpu import watch
+from pkt.runtime.processes.rendezvous import prepare
 
 from . import forked
 

@@ -14,8 +14,8 @@ import triton
 
 import pkt
 from pkt.errors import PeerLost, RankFailed
-from pkt.runtime.carry import dumps, loads
-from pkt.runtime.workers import Workers
+from pkt.runtime.workers.carry import dumps, loads
+from pkt.runtime.workers.workers import Workers
 
 from .processes import OPENER
 
@@ -175,7 +175,7 @@ def test_a_killed_worker_is_named_and_replaced():
 
 PARENT = """
 import sys, time
-from pkt.runtime.workers import Workers
+from pkt.runtime.workers.workers import Workers
 pool = Workers(2)
 print(*pool.pids, flush=True)
 time.sleep(60)

@@ -9,7 +9,7 @@ import torch
 
 import pkt
 from pkt.errors import CollectiveMismatch, DtypeError, RankError, ShapeError, Unsupported
-from pkt.runtime import wire
+from pkt.runtime.processes import wire
 
 
 def test_objects_go_round(ranks):

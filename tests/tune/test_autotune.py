@@ -10,7 +10,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.errors import CollectiveMismatch, NoCandidate, ShapeError, Unsupported
-from pkt.runtime.carry import dumps, loads
+from pkt.runtime.workers.carry import dumps, loads
 from pkt.runtime.world import World
 from pkt.simulate import cost
 from pkt.tune import bench

@@ -10,10 +10,10 @@ import pytest
 
 import pkt
 from benchmarks import tuned
-from pkt.kernels import _gluon_all_gather_matmul as push
-from pkt.kernels import _gluon_matmul_all_reduce as two_shot
-from pkt.kernels import _gluon_matmul_reduce_scatter as scatter
-from pkt.kernels._matmul import Tiles
+from pkt.kernels.all_gather_matmul import gluon as push
+from pkt.kernels.matmul_all_reduce import gluon as two_shot
+from pkt.kernels.matmul_reduce_scatter import gluon as scatter
+from pkt.kernels.shared.tile_product import Tiles
 from pkt.tune import RecordedTimer, tables, tune
 from pkt.tune.command import shortlist
 from pkt.tune.config import Config

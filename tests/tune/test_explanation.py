@@ -112,8 +112,8 @@ class Agreed(Exception):
 @pytest.mark.parametrize("shape", [(4096, 1024, 4096), (128, 8192, 2048), (130, 100, 64), (4096, 8192, 8192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_its_own_rule_is_the_operator_s(what, gluon, shape, dtype, monkeypatch):
-    forms = importlib.import_module("pkt.kernels._forms")
-    common = importlib.import_module("pkt.kernels._common")
+    forms = importlib.import_module("pkt.kernels.shared.forms")
+    common = importlib.import_module("pkt.kernels.shared.common")
     if gluon:
         monkeypatch.setattr(forms, "missing_anywhere", lambda world: "")
         monkeypatch.setattr(forms, "unfused", lambda call, world, rows: rows <= forms.unfused_rows(call, world.size))
@@ -127,7 +127,7 @@ def test_its_own_rule_is_the_operator_s(what, gluon, shape, dtype, monkeypatch):
 
     monkeypatch.setattr(common, "check_agreed", about_to)
     for name in ("matmul_all_reduce", "matmul_reduce_scatter"):  # which settle the rest behind it
-        module = importlib.import_module(f"pkt.kernels._gluon_{name}")
+        module = importlib.import_module(f"pkt.kernels.{name}.gluon")
         monkeypatch.setattr(module, "settings", functools.partial(settled, settings=module.settings))
     (M, N, K), size = shape, 2
 

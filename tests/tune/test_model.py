@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkt.kernels import _forms, _gluon, _gluon_matmul_all_reduce, _gluon_matmul_reduce_scatter, _push_plan
+from pkt.kernels.all_gather_matmul import rules as _push_plan
+from pkt.kernels.matmul_all_reduce import gluon as _gluon_matmul_all_reduce
+from pkt.kernels.matmul_reduce_scatter import gluon as _gluon_matmul_reduce_scatter
+from pkt.kernels.shared import forms as _forms
+from pkt.kernels.shared import gluon_host as _gluon
 from pkt.tune import model, spaces, tables
 from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.gpu import H200, interpolated, link_curves, link_rate

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from pkt.errors import Unsupported
-from pkt.runtime.driver import CudaDriver
+from pkt.runtime.gpu.driver import CudaDriver
 from pkt.tune import RecordedTimer, _gate, timer_of
 from pkt.tune.autotune import autotune
 from pkt.tune.compiling import _Later, compile_all

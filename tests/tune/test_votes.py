@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from pkt.errors import PeerLost, WaitTimeout
-from pkt.runtime.interrupts import Interrupts
-from pkt.runtime.rendezvous import prepare
+from pkt.runtime.processes.rendezvous import prepare
+from pkt.runtime.workers.interrupts import Interrupts
 from pkt.tune import choice, tune
 from pkt.tune.autotune import autotune
 from pkt.tune.config import Config

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from pkt.runtime import interrupts
-from pkt.runtime.workers import Workers
+from pkt.runtime.workers import interrupts
+from pkt.runtime.workers.workers import Workers
 from pkt.tune import tune
 from pkt.tune.config import Config
 from tests.runtime.processes import OPENER

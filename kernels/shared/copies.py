@@ -1,0 +1,351 @@
+"""Copies by the copy engines: no SM moves data, and a link takes 392 GB/s instead of 362 out of an H200.
+
+What moves is a box, runs of elements at even distances on both sides, so that a part of a tensor goes straight to its
+place. A rank's copies go on one stream of their own, one after the other and to the next peer each time: one engine
+fills the links, and ranks that begin together send to different peers throughout. Where kernels of several ranks must
+know of each other's copies, the stream is joined first and they meet inside; or, while they run, an engine says so
+behind its copy, and a kernel counts what it has finished (`gathering`, `scattering`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from . import common as _common
+
+UNEVEN = 8
+"""From an eighth of the bytes on engines copy what is no whole 16 bytes long in one run: programs move it in narrower
+accesses. On 3 x H200 what makes 128 MiB of runs of 5460 bytes is gathered in 0.264 ms, and pushed in 0.374; such runs
+of 128 MiB are reduced in 0.300, and pushed in 0.378 (benchmarks/results/collectives_3.json)."""
+
+MAX_PITCH = (1 << 31) - 1
+"""Bytes from one run to the next that an engine can take in one copy, CU_DEVICE_ATTRIBUTE_MAX_PITCH."""
+
+
+@triton.jit
+def meet_kernel(bar_ptr, world):
+    """All ranks have come here: their copies have arrived, and what they have read may be overwritten."""
+    pl.barrier(bar_ptr, world)
+
+
+@triton.jit(do_not_specialize=["zeros"])
+def begin_kernel(number_ptr, bar_ptr, zeros, world):
+    """All ranks have come to a launch whose copies are announced: to the one of this number, counted here. `zeros`:
+    words behind it that count from zero in each launch."""
+    pl.barrier(bar_ptr, world)
+    tl.store(number_ptr, tl.load(number_ptr) + 1)
+    for i in range(zeros):
+        tl.store(number_ptr + 1 + i, 0)
+
+
+@triton.jit
+def tell_kernel(counter_ptr, number_ptr, peer, world):
+    """In the place of a copy engine in the simulator: behind a copy, the number of the launch into `peer`'s counter."""
+    pl.signal(counter_ptr, peer, world, tl.load(number_ptr), "set")
+
+
+@triton.jit
+def copy_kernel(
+    dst_ptr,  # on `peer`
+    src_ptr,  # this rank's
+    box,  # Box
+    world,
+    BLOCK: tl.constexpr,
+):
+    """In the place of a copy engine in the simulator, where a copy of torch's would escape the race detector."""
+    n = box.planes * box.runs * box.run
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        plane, run, element = i // (box.runs * box.run), i // box.run % box.runs, i % box.run
+        source = src_ptr + box.source.start + plane * box.source.plane + run * box.source.pitch + element
+        target = dst_ptr + box.target.start + plane * box.target.plane + run * box.target.pitch + element
+        pl.store(target, tl.load(source, mask=i < n), box.peer, world, mask=i < n)
+
+
+def turn(size: int, g: int) -> list[int]:
+    """In which order a rank's peers, rank + 1, ..., rank + size - 1, have the g-th copies: the last one first the next
+    time, so that ranks change peers as seldom as can be. While one has, and others have not, two send to one peer."""
+    first = -g % max(size - 1, 1)
+    return [1 + (first + i) % (size - 1) for i in range(size - 1)]
+
+
+def least(nbytes: int, run: int, itemsize: int) -> int:
+    """From how many bytes on engines are chosen for runs of `run` elements, where it is `nbytes` for those of whole 16
+    bytes."""
+    return nbytes if run * itemsize % 16 == 0 else nbytes // UNEVEN
+
+
+class Place(NamedTuple):
+    """Where a box is in a tensor, in elements."""
+
+    start: int
+    pitch: int  # from one run to the next
+    plane: int  # from one plane to the next
+
+
+class Box(NamedTuple):
+    """Elements of a tensor of this rank, and where they go in one of `peer`."""
+
+    peer: int
+    planes: int
+    runs: int  # in a plane
+    run: int  # elements together in memory on both sides
+    target: Place
+    source: Place
+
+
+def layout(*shape: int) -> torch.Tensor:
+    """A contiguous tensor with no memory, to cut the views for `boxes` from."""
+    return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+
+def boxes(peer: int, target: torch.Tensor, source: torch.Tensor, itemsize: int) -> list[Box]:
+    """What moves `source` to `target` of `peer`: one box, unless the runs lie too far apart for that; none for nothing.
+
+    target, source: views of a `layout` of 1 to 3 dimensions, of the same shape, the last dimension contiguous.
+    """
+    if source.numel() == 0:
+        return []
+    if source.is_contiguous() and target.is_contiguous():
+        target, source = target.flatten(), source.flatten()
+    while source.ndim < 3:
+        target, source = target[None], source[None]
+    if source.shape[1] == 1:
+        target, source = target.transpose(0, 1), source.transpose(0, 1)
+    planes, runs, run = source.shape
+    places = [Place(int(v.storage_offset()), v.stride(1), v.stride(0)) for v in (target, source)]
+    if planes * runs > 1 and max(p.pitch for p in places) * itemsize > MAX_PITCH:
+        rows = [(p, r) for p in range(planes) for r in range(runs)]  # of gigabytes each, so there are few
+        return [box for row in rows for box in boxes(peer, target[row], source[row], itemsize)]
+    return [Box(peer, planes, runs, run, *places)]
+
+
+Send = Callable[[torch.Tensor, "int | None"], None]
+
+
+def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
+    """send(x, stream): queue the copy of each box of `x`, this rank's, into its peer's `target`, on a stream by its
+    handle, the current one where None. The addresses are worked out here: at each launch that would take as long as the
+    driver does."""
+    copy = getattr(world.backend, "copy", None)
+    if copy is None:
+
+        def simulate(x: torch.Tensor, stream: int | None) -> None:
+            for box in what:
+                beside(copy_kernel, (1,), target, x, box, world.device, 1024)
+
+        return simulate
+    itemsize, window, to = target.element_size(), world.backend.stride, target.data_ptr()
+    moves = [
+        (
+            to + (box.peer - world.rank) * window + box.target.start * itemsize, box.source.start * itemsize,
+            (box.planes, box.runs, box.run * itemsize),
+            (box.target.pitch * itemsize, box.target.plane * itemsize),
+            (box.source.pitch * itemsize, box.source.plane * itemsize),
+        )
+        for box in what
+    ]  # fmt: skip
+
+    def send(x: torch.Tensor, stream: int | None) -> None:
+        of = x.data_ptr()
+        for to, start, *how in moves:
+            copy(to, of + start, *how, stream)
+
+    return send
+
+
+def send(
+    world: World, what: Sequence[Box], target: torch.Tensor, source: torch.Tensor, stream: int | None = None
+) -> None:
+    """The same, into what is another tensor at each launch."""
+    sending(world, what, target)(source, stream)
+
+
+class Side:
+    """A world's stream for copies beside the current one. In the simulator everything is done in the order in which it
+    is queued, and so it may be on GPUs: what waits is always queued behind what it waits for."""
+
+    def __init__(self, world: World) -> None:
+        self.stream: torch.cuda.Stream | None = None
+        if world.torch_device.type == "cuda":
+            device = world.torch_device
+            self.stream = world.workspace(("pkt.kernels", "copies"), lambda: torch.cuda.Stream(device))
+
+    def here(self) -> torch.cuda.Event | None:
+        """What the current stream has so far, for `behind`."""
+        return None if self.stream is None else torch.cuda.current_stream(self.stream.device).record_event()
+
+    @contextlib.contextmanager
+    def behind(self, here: torch.cuda.Event | None = None) -> Iterator[int | None]:
+        """This stream's handle: what is queued there inside runs behind what the current stream has so far, or had
+        `here`."""
+        if self.stream is None:
+            yield None
+            return
+        self.stream.wait_event(here or torch.cuda.current_stream(self.stream.device).record_event())
+        yield self.stream.cuda_stream
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What this stream has so far, for `reach`."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def reach(self, mark: torch.cuda.Event | None) -> None:
+        """The current stream goes on when all before `mark` is done."""
+        if self.stream is not None and mark is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(mark)
+
+
+def meeting(world: World) -> Callable[[], None]:
+    """meet(): all ranks' current streams come to one point."""
+    start, bar = cooperative_launch(world, meet_kernel, (1,), num_warps=1), _common.barrier_counters(world)
+    return lambda: start(bar, world.device)
+
+
+class Gathering(NamedTuple):
+    """What `gathering` sends, and what a kernel that waits for it needs."""
+
+    inbox: SymmetricTensor  # (size, m, k); rank r stores [r] of all the others
+    counters: SymmetricTensor  # int32 (size * groups * chunks + 1); [(r * groups + g) * chunks + c] is the number of
+    # the last launch of which columns c * chunk, ... of rows g * step, ... of rank r are here; the last one that of
+    # this launch
+    begin: Callable[[torch.Tensor], Callable[[], None]]
+
+
+def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk: int | None = None) -> Gathering:
+    """begin(x): when all ranks have come here, this rank's `x`, (m, k), into the inbox of every peer, `step` rows at a
+    time and of these `chunk` columns, every peer's first rows before anybody's next, on a stream beside the current
+    one. Returns join(), behind which on the current stream `x` may be overwritten.
+
+    A kernel that is queued behind begin() waits for the number of this launch. An engine copies it behind the rows: of
+    two copies in a stream the first is done when the second begins. So it needs no program of a kernel, and is right in
+    a replayed graph. Collective.
+    """
+    chunk = chunk or k
+    rank, size, groups, chunks = world.rank, world.size, triton.cdiv(m, step), triton.cdiv(k, chunk)
+
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
+        inbox = empty(size, m, k, dtype=dtype, name="kernels.gathered", world=world)
+        return inbox, signals(size * groups * chunks + 1, name="kernels.gatherings", world=world)
+
+    inbox, counters = world.workspace(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
+    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), _common.barrier_counters(world)
+    shard, theirs, word, words = layout(m, k), layout(size, m, k)[rank], layout(1), layout(counters.numel())
+    number, side = counters[-1:], Side(world)
+
+    def part(g: int, peer: int, c: int) -> tuple[Send, Send]:
+        """What moves columns c * chunk, ... of rows g * step, ... to `peer`, and what then says so there."""
+        here = slice(g * step, (g + 1) * step), slice(c * chunk, (c + 1) * chunk)
+        at = (rank * groups + g) * chunks + c
+        move = sending(world, boxes(peer, theirs[here], shard[here], dtype.itemsize), inbox)
+        if hasattr(world.backend, "copy"):
+            return move, sending(world, boxes(peer, words[at : at + 1], word, counters.element_size()), counters)
+        return move, lambda this, stream: beside(
+            tell_kernel, (1,), counters[at:], number, peer, world.device, num_warps=1
+        )
+
+    order = itertools.product(range(groups), range(1, size), range(chunks))
+    parts, this = [part(g, (rank + d) % size, c) for g, d, c in order], number.plain()
+
+    def begin(x: torch.Tensor) -> Callable[[], None]:
+        start(number, bar, 0, world.device)  # before overwrite: every rank's launch before has ended
+        with side.behind() as stream:
+            for move, tell in parts:
+                move(x, stream)
+                tell(this, stream)
+            sent = side.mark()
+        return lambda: side.reach(sent)
+
+    return Gathering(inbox, counters, begin)
+
+
+class Scattering(NamedTuple):
+    """What `scattering` sends, and what a kernel that fills and waits for it needs."""
+
+    inbox: SymmetricTensor  # (size - 1, tiles * tile); rank - d stores [d - 1]
+    outbox: torch.Tensor  # the same of this rank, for rank + d
+    counters: SymmetricTensor  # int32 (2 * (size - 1) * parcels + 1); [(d - 1) * parcels + g] is the number of the last
+    # launch whose parcel g of rank - d is here; then the number of this launch; and then, in the same order, how many
+    # tiles of a parcel for rank + d this launch has finished
+    begin: Callable[[], Callable[[], None]]
+
+
+def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: int) -> Scattering:
+    """begin(): all ranks have come here. Returns send(), to call when the kernel is queued that fills the outbox: each
+    parcel of `parcel` tiles, as soon as all of them are finished, into its owner's inbox, on a stream beside the
+    current one, in the order in which they are finished: all of rank + 1's, all of rank + 2's, ... The current stream
+    goes on when all have gone.
+
+    tile: elements of one. The owner's kernel waits for the number of this launch, as in `gathering`. The waits are
+    queued behind the kernel that they wait for, because streams may share a queue of the GPU's. On GPUs only.
+    Collective.
+    """
+    rank, size, parcels = world.rank, world.size, triton.cdiv(tiles, parcel)
+    count, shape = (size - 1) * parcels, (size - 1, tiles * tile)
+
+    def make() -> tuple[SymmetricTensor, torch.Tensor, SymmetricTensor]:
+        inbox = empty(*shape, dtype=dtype, name="kernels.scattered", world=world)
+        return inbox, torch.empty_like(inbox.plain()), signals(2 * count + 1, name="kernels.scatterings", world=world)
+
+    inbox, outbox, counters = world.workspace(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
+    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), _common.barrier_counters(world)
+    boxed, word, words = layout(*shape), layout(1), layout(counters.numel())
+    number, side, hold = counters[count:], Side(world), world.backend.hold
+
+    def part(d: int, g: int) -> tuple[int, int, Send, Send]:
+        """Of parcel g for rank + d: its word of finished tiles, how many it has, what moves it, and what says so."""
+        at, peer = (d - 1) * parcels + g, (rank + d) % size
+        here = boxed[d - 1, g * parcel * tile : (g + 1) * parcel * tile]
+        told = boxes(peer, words[at : at + 1], word, counters.element_size())
+        finished = counters.data_ptr() + (count + 1 + at) * counters.element_size()
+        move = sending(world, boxes(peer, here, here, dtype.itemsize), inbox)
+        return finished, min(parcel, tiles - g * parcel), move, sending(world, told, counters)
+
+    parts, this = [part(d, g) for d in range(1, size) for g in range(parcels)], number.plain()
+
+    def begin() -> Callable[[], None]:
+        start(number, bar, count, world.device)  # before overwrite: every rank's launch before has ended
+        here = side.here()
+
+        def send() -> None:
+            with side.behind(here) as stream:
+                for finished, wanted, move, tell in parts:
+                    hold(finished, wanted, stream)
+                    move(outbox, stream)
+                    tell(this, stream)
+                sent = side.mark()
+            side.reach(sent)
+
+        return send
+
+    return Scattering(inbox, outbox, counters, begin)
+
+
+def exchange_launch(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """launch(x, out): each box of this rank's `x` into its peer's `out`, and when it ends that of all ranks. Two
+    meetings of all ranks around the copies."""
+    side, meet = Side(world), meeting(world)
+    own, others = ([box for box in what if (box.peer == world.rank) == mine] for mine in (True, False))
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> None:
+        meet()  # before overwrite: every rank is done with what it had in `out`
+        with side.behind() as stream:
+            send(world, others, out, x, stream)
+            sent = side.mark()
+        send(world, own, out, x)
+        side.reach(sent)
+        meet()  # publish: all parts are there
+
+    return launch

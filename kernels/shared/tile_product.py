@@ -1,0 +1,310 @@
+"""The tile product that the fused matmuls share, and the host side of their tiles.
+
+A tile goes through TMA where every row begins at a multiple of 16 bytes, else through masked registers: any M,
+N, K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pkt.errors import DtypeError, ShapeError
+from pkt.runtime.world import World
+
+from . import common as _common
+
+
+# ------------------------------------------------------------------------------------------------------ device
+@triton.jit
+def stack(ptr, count, rows, cols, ld, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """`count` matrices (rows, cols) of row stride ld, one behind the other, for `accumulate` and `store_tile`.
+
+    With TMA a descriptor of (1, ROWS, COLS) boxes, which stop at the end of a matrix. It takes a microsecond to make:
+    once in a program where that is possible. Otherwise `ptr` itself.
+    """
+    if TMA:
+        ld = tl.cast(ld, tl.int64)
+        return tl.make_tensor_descriptor(ptr, [count, rows, cols], [rows * ld, ld, 1], [1, ROWS, COLS])
+    else:
+        return ptr
+
+
+@triton.jit
+def weights(
+    ptr, count, k, N, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """B as `count` matrices (k, N), one below the other, for `accumulate`. TRANSPOSED: `ptr` is (N, count * k)."""
+    if TMA and TRANSPOSED:
+        ld = tl.cast(k, tl.int64) * count
+        return tl.make_tensor_descriptor(ptr, [count, N, k], [tl.cast(k, tl.int64), ld, 1], [1, BLOCK_N, BLOCK_K])
+    else:
+        return stack(ptr, count, k, N, N, BLOCK_K, BLOCK_N, TMA)
+
+
+@triton.jit
+def accumulate(
+    acc,  # fp32 (BLOCK_M, BLOCK_N)
+    a,  # stack of (M, K), boxes of BLOCK_M x BLOCK_K; its matrix a_index is A
+    a_index,
+    b,  # `weights` of (K, N), `shards` of them, boxes of BLOCK_K x BLOCK_N; its matrix b_index is B
+    b_index,
+    shards,
+    row,
+    col,
+    M,
+    N,
+    K,
+    lda,
+    TMA: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc + A[row : row + BLOCK_M] @ B[:, col : col + BLOCK_N]; what lies outside is zero.
+
+    No wait is in here, so the loop is pipelined. fp32 operands are multiplied in fp32 (no tf32).
+    """
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    if TMA:
+        for k in range(0, K, BLOCK_K):
+            x = tl.reshape(a.load([a_index, row, k]), (BLOCK_M, BLOCK_K))
+            if TRANSPOSED:
+                y = tl.trans(tl.reshape(b.load([b_index, col, k]), (BLOCK_N, BLOCK_K)))
+            else:
+                y = tl.reshape(b.load([b_index, k, col]), (BLOCK_K, BLOCK_N))
+            acc = tl.dot(x, y, acc, input_precision="ieee")
+    else:
+        # 64-bit bases, 32-bit offsets inside a tile: a register less for each element.
+        rows = tl.arange(0, BLOCK_M)
+        cols = tl.arange(0, BLOCK_N)
+        ks = tl.arange(0, BLOCK_K)
+        a_ptr = a + (tl.cast(a_index, tl.int64) * M + row) * lda
+        a_offs = rows[:, None] * lda + ks[None, :]
+        if TRANSPOSED:
+            b_ptr = b + tl.cast(col, tl.int64) * shards * K + b_index * K
+            b_offs = ks[:, None] + cols[None, :] * (shards * K)
+            step = tl.cast(BLOCK_K, tl.int64)
+        else:
+            b_ptr = b + tl.cast(b_index, tl.int64) * K * N + col
+            b_offs = ks[:, None] * N + cols[None, :]
+            step = tl.cast(N, tl.int64) * BLOCK_K
+        for k in range(0, K, BLOCK_K):
+            x = tl.load(a_ptr + a_offs, mask=(rows < M - row)[:, None] & (ks < K - k)[None, :], other=0)
+            y = tl.load(b_ptr + b_offs, mask=(ks < K - k)[:, None] & (cols < N - col)[None, :], other=0)
+            acc = tl.dot(x, y, acc, input_precision="ieee")
+            a_ptr += BLOCK_K
+            b_ptr += step
+    return acc
+
+
+@triton.jit
+def finish(x, bias_ptr, col, N, EPILOGUE: tl.constexpr):
+    """`x`, the columns from `col` on of a finished product of N columns, plus the bias where there is one, through the
+    epilogue, in fp32. `x` itself where there is neither."""
+    if bias_ptr is None and EPILOGUE == "none":
+        return x
+    else:
+        x = x.to(tl.float32)
+        if bias_ptr is not None:
+            cols = col + tl.arange(0, x.shape[1])
+            x += tl.load(bias_ptr + cols, mask=cols < N, other=0).to(tl.float32)[None, :]
+        return activate(x, EPILOGUE)
+
+
+@triton.jit
+def activate(x, EPILOGUE: tl.constexpr):
+    """The epilogue of `x`, fp32. What is not a number stays so."""
+    if EPILOGUE == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    elif EPILOGUE == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif EPILOGUE == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def store_tile(dst, index, tile, row, col, M, N, ld, TMA: tl.constexpr):
+    """`tile`, cast, to (row, col) of matrix `index` of the stack `dst` of (M, N), row stride ld; the outside is cut.
+
+    With TMA the data has landed after the next `pl.signal`, `signal_all`, `barrier` or `quiet`.
+    """
+    ROWS: tl.constexpr = tile.shape[0]
+    COLS: tl.constexpr = tile.shape[1]
+    if TMA:
+        dst.store([index, row, col], tl.reshape(tile.to(dst.dtype), (1, ROWS, COLS)))
+    else:
+        ptrs, inside = tile_pointers(dst + tl.cast(index, tl.int64) * M * ld, row, col, M, N, ld, ROWS, COLS)
+        tl.store(ptrs, tile.to(dst.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_pointers(ptr, row, col, M, N, ld, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Element pointers (ROWS, COLS) of the tile at (row, col), and the mask of those inside (M, N)."""
+    rows = row + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, COLS)
+    ptrs = ptr + tl.cast(rows, tl.int64)[:, None] * ld + cols[None, :]
+    return ptrs, (rows < M)[:, None] & (cols < N)[None, :]
+
+
+# -------------------------------------------------------------------------------------------------------- host
+class Tiles(NamedTuple):
+    """Tile of the output (block_m x block_n), step along K, rows of tiles that share L2, and how to compile it."""
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    group: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+    maxnreg: int = 255
+
+    def launch_options(self) -> dict[str, int]:
+        """What a launch takes beside the arguments."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.maxnreg,
+        }
+
+
+FP32_TILES = Tiles(64, 32, 16, num_stages=3)
+"""fp32 without tf32 has no tensor cores: operands sit in registers, 214 of 255 with this tile."""
+
+UNALIGNED_TILES = Tiles(64, 64, 32, num_stages=3)
+"""Where TMA cannot go, each element has an address and a mask in registers."""
+
+FEW_ROWS = 64
+"""Of a product: so many or fewer are bound by the bytes of the weights, not by the tensor cores."""
+
+FEW_ROWS_TILES = Tiles(64, 64, 128, num_warps=4, num_stages=6)
+"""16 KB of weights a stage, and enough tiles for all SMs where N is some thousands."""
+
+MORE_ROWS = 128
+"""Of a product: from FEW_ROWS to here two rows of tiles keep more SMs at the weights than one of Tiles()."""
+
+MORE_ROWS_TILES = Tiles(64, 128, 128, num_warps=4)
+"""all_gather_matmul by columns, N = 7168 and K = 8192 on 4 x H200, at commit 769b572e2300: 64 us for 128 rows, Tiles()
+78. For 1 and 16 rows 63 and 59, FEW_ROWS_TILES 52 and 55; for 1024 rows 292, Tiles() 254."""
+
+
+def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles | None:
+    """`tiles`, with the defaults for what is left out. Raises ShapeError or DtypeError unless the blocks are powers of
+    two from 16, for tensor cores, and the rest can be compiled."""
+    if tiles is None:
+        return None
+    if not isinstance(tiles, Sequence) or None in tiles:
+        found = f"{type(tiles).__name__} {tiles!r:.40}"
+        raise DtypeError.argument(call, "tiles", found, "a sequence of integers", world.rank)
+    _common.check_integers(call, world, **{f"tiles[{i}]": size for i, size in enumerate(tiles)})
+    powers = [size >= 16 and not size & (size - 1) for size in tiles[:3]]
+    if len(tiles) < 3 or not all(powers):
+        raise ShapeError.argument(call, "tiles", tuple(tiles[:3]), "three blocks, powers of two from 16", world.rank)
+    if len(tiles) > len(Tiles._fields):
+        raise ShapeError.argument(call, "tiles", tuple(tiles), f"at most {', '.join(Tiles._fields)}", world.rank)
+    full = Tiles(*tiles)
+    m, n, k = full[:3]
+    if max(m * n, m * k, k * n) > _common.MAX_BLOCK:
+        wanted = f"at most {_common.MAX_BLOCK} elements in a block of a, b or out"
+        raise ShapeError.argument(call, "tiles", tuple(full), wanted, world.rank)
+    if full.num_warps not in (1, 2, 4, 8, 16) or min(full) < 1 or full.maxnreg > 255:
+        wanted = "num_warps a power of two up to 16, maxnreg up to 255, everything from 1"
+        raise ShapeError.argument(call, "tiles", tuple(full), wanted, world.rank)
+    return full
+
+
+def default_tiles(m: int, dtype: torch.dtype, *columns: int) -> Tiles:
+    """Tiles for m rows of output, or of each part of it, and operands whose rows are `columns` long: the same on every
+    rank. No higher than m needs, from 16, the least that tensor cores take. Reasoned, and where a figure stands beside
+    them measured.
+
+    maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
+    the SM, which never comes.
+    """
+    even = all(padded(n, dtype) == n for n in columns)
+    tiles = FP32_TILES if dtype == torch.float32 else UNALIGNED_TILES
+    if even and dtype != torch.float32:
+        tiles = FEW_ROWS_TILES if m <= FEW_ROWS else MORE_ROWS_TILES if m <= MORE_ROWS else Tiles()
+    return tiles._replace(block_m=min(tiles.block_m, max(16, triton.next_power_of_2(m))))
+
+
+def check_operands(
+    call: str, a: torch.Tensor, b: torch.Tensor, world: World, *, shards: int = 1, peers: bool = False
+) -> None:
+    """`a` (M, k) and `b` (shards * k, N) are matrices of one floating dtype on this rank; `a` contiguous, and symmetric
+    if `peers` read it; `b` as `stored` takes it. Raises NotSymmetric, ShapeError, DtypeError."""
+    _common.check_tensor(call, "a", a, world, ndim=2, dtypes=_common.FLOATS, peers=peers)
+    _common.check_dense(call, "b", b, world)
+    _common.check_tensor(call, "b", stored(b)[0], world, ndim=2, dtype=a.dtype)
+    wanted = (shards * a.shape[1], b.shape[1])
+    if tuple(b.shape) != wanted:
+        raise ShapeError.argument(call, "b", tuple(b.shape), str(wanted), world.rank)
+
+
+def check_out(
+    call: str, out: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor,
+    bias: torch.Tensor | None, world: World,
+) -> None:  # fmt: skip
+    """`out`, where one is given, is of `shape` and a's dtype, and shares no memory with the operands, whose tiles are
+    read while others are written. Raises ShapeError, DtypeError."""
+    if out is None:
+        return
+    _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
+    for name, operand in (("a", a), ("b", b), ("bias", bias)):
+        if operand is not None:
+            _common.check_apart(call, operand, out, world, name=name)
+
+
+def stored(b: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """`b` (k, N) as it lies in memory, and whether that is transposed: what `b` is a view of, contiguous (N, k)."""
+    transposed = b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()
+    return (b.t(), True) if transposed else (b, False)
+
+
+Epilogue = Literal["none", "relu", "gelu", "silu"]
+EPILOGUES: tuple[Epilogue, ...] = ("none", "relu", "gelu", "silu")
+
+
+def check_epilogue(
+    call: str, bias: torch.Tensor | None, epilogue: str, N: int, dtype: torch.dtype, world: World
+) -> None:
+    """`bias` (N,) of the operands' dtype, or None; an `epilogue` that there is. Raises ShapeError, DtypeError,
+    Unsupported."""
+    _common.check_choice(call, "epilogue", epilogue, EPILOGUES, world)
+    if bias is not None:
+        _common.check_tensor(call, "bias", bias, world, shape=(N,), dtype=dtype)
+
+
+def finished(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue) -> torch.Tensor:
+    """`finish` in torch, in x's dtype. gelu is the exact form with erf, as torch's is by default."""
+    x = x if bias is None else x + bias.to(x.dtype)
+    functional = torch.nn.functional
+    return {"none": lambda x: x, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}[epilogue](x)
+
+
+def padded(columns: int, dtype: torch.dtype) -> int:
+    """Row length, in elements, of a buffer of pkt's own: a multiple of 16 bytes, as TMA and multimem need."""
+    run = 16 // dtype.itemsize
+    return triton.cdiv(columns, run) * run
+
+
+def whole_runs(
+    a: torch.Tensor,
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
+    """What gives `a` (M, k) and `b` (k, N) with zeros behind k up to a multiple of 16 bytes of a row of a, as TMA
+    needs; None where they have it. Ranks may differ in k, and must not differ in tiles for it."""
+    missing = padded(max(a.shape[1], 1), a.dtype) - a.shape[1]
+    if not missing:
+        return None
+    pad = torch.nn.functional.pad
+
+    def padded_out(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, transposed = stored(b)
+        return pad(a, (0, missing)), pad(rows, (0, missing)).t() if transposed else pad(b, (0, 0, 0, missing))
+
+    return padded_out

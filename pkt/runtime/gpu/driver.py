@@ -1,0 +1,298 @@
+"""The CUDA driver calls that the heap is made of, behind one protocol: CudaDriver here, a fake in the tests.
+
+Every call either succeeds or raises DriverError, which names rank, call and code; nothing is retried or hidden.
+Addresses, sizes and handles are ints. What is exported is a file descriptor, the caller's to close, or the 64 bytes of
+a fabric handle, which mean the memory on other hosts of one NVLink domain too. The multicast calls at the end are made
+by `multicast.py` alone, and only after every rank has voted for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+
+from pkt.errors import DriverError
+from pkt.runtime.gpu import nvml
+
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+Shared = int | bytes  # a file descriptor, or a fabric handle
+_storage_at = getattr(torch._C, "_construct_storage_from_data_pointer", None)  # private: newer torch may lack it
+_REMEDY = {
+    2: "free memory on this GPU, or lower heap= or PKT_HEAP",
+    100: "no CUDA device is visible (CUDA_VISIBLE_DEVICES, or the container's --gpus)",
+    304: "the operating system refused; try a larger `ulimit -n` and `ulimit -v`",
+    800: "ranks on several hosts need nvidia-imex on each, and its channel in each container",
+    801: "this GPU or driver does not support it",
+    802: "the NVLink fabric is not ready: is nvidia-fabricmanager running?",
+    999: "see dmesg for an Xid",
+}
+
+
+class Driver(Protocol):
+    """What the runtime asks of a GPU driver. `device` is an ordinal of this process."""
+
+    rank: int
+    fabric: bool  # export fabric handles, not file descriptors; set before anything is made
+
+    # -- what is there
+    def version(self) -> int:
+        """The newest CUDA that the driver knows: 13010 is 13.1."""
+
+    def device_count(self) -> int: ...
+    def name(self, device: int) -> str: ...
+    def uuid(self, device: int) -> str: ...
+    def memory(self, device: int) -> int:
+        """Bytes of the GPU's memory, free or not."""
+
+    def attribute(self, device: int, name: str) -> int:
+        """A CU_DEVICE_ATTRIBUTE by its name without the prefix, such as "MULTIPROCESSOR_COUNT"."""
+
+    def p2p(self, device: int, peer: int, name: str) -> int:
+        """A CU_DEVICE_P2P_ATTRIBUTE by its name without the prefix, such as "ACCESS_SUPPORTED"."""
+
+    def domain(self, device: int) -> str:
+        """The NVLink domain over several hosts that the GPU is in, as "cluster/clique"; "" where it is in none."""
+
+    # -- physical memory
+    def granularity(self, device: int) -> int: ...
+    def create(self, device: int, nbytes: int) -> int:
+        """Handle of new physical memory that can be exported."""
+
+    def release(self, handle: int) -> None:
+        """Drop a handle; what is mapped stays until it is unmapped."""
+
+    def export(self, handle: int) -> Shared:
+        """What stands for the memory. While a file descriptor is open the memory stays: close it at once."""
+
+    def import_memory(self, shared: Shared) -> int:
+        """Handle of the memory behind what a peer exported; a file descriptor stays open and the caller's."""
+
+    # -- addresses
+    def reserve(self, nbytes: int, alignment: int) -> int: ...
+    def free(self, address: int, nbytes: int) -> None: ...
+    def map(self, address: int, nbytes: int, handle: int) -> None: ...
+    def unmap(self, address: int, nbytes: int) -> None: ...
+    def allow(self, address: int, nbytes: int, device: int) -> None:
+        """Let `device` read and write what is mapped there."""
+
+    # -- use
+    def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Tensor of one dimension over mapped memory."""
+
+    def copy(
+        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Queue a copy by a copy engine on a stream. shape: planes, runs in a plane, bytes in a run; to, of: bytes from
+        one run to the next, and from one plane to the next, which is a multiple, at target and source."""
+
+    def hold(self, address: int, value: int, stream: int) -> None:
+        """The stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
+
+    def uncouple(self, stream: int) -> None:
+        """The kernel last recorded on a stream that is captured is no longer to be launched cooperatively."""
+
+    def synchronize(self, device: int) -> None: ...
+    def write_words(self, address: int, words: list[int], device: int) -> None:
+        """Write int32 words while kernels run, from any thread; returns when they are written."""
+
+    # -- multicast
+    def multicast_granularity(self, devices: int, nbytes: int) -> int: ...
+    def multicast_create(self, devices: int, nbytes: int) -> int: ...
+    def multicast_add(self, handle: int, device: int) -> None: ...
+    def multicast_bind(self, handle: int, offset: int, memory: int, nbytes: int) -> None: ...
+    def multicast_unbind(self, handle: int, device: int, offset: int, nbytes: int) -> None: ...
+
+
+class _Array:
+    """An address range as __cuda_array_interface__, which is how torch takes memory that is not its own."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3
+        }  # fmt: skip
+
+
+class CudaDriver:
+    """The real one, over cuda.bindings. The current device's primary context is torch's."""
+
+    def __init__(self, rank: int) -> None:
+        from cuda.bindings import driver  # only here: importing pkt must not need a driver
+
+        self.rank, self.fabric = rank, False
+        self._cuda = driver
+        self._side: tuple[torch.cuda.Stream, torch.Tensor] | None = None
+        self._empty: dict[Any, torch.Tensor] = {}  # (device, dtype) -> a tensor of nothing, to make others from
+        self._lock = threading.Lock()
+        self._call("cuInit", 0)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        code, *result = getattr(self._cuda, name)(*args)
+        if int(code) != 0:
+            number = int(code)
+            raise DriverError.failed(self.rank, name, number, str(getattr(code, "name", code)), _REMEDY.get(number, ""))
+        return result[0] if len(result) == 1 else tuple(result)
+
+    # -- what is there
+    def version(self) -> int:
+        return int(self._call("cuDriverGetVersion"))
+
+    def device_count(self) -> int:
+        return int(self._call("cuDeviceGetCount"))
+
+    def name(self, device: int) -> str:
+        return self._call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
+
+    def uuid(self, device: int) -> str:
+        return bytes(self._call("cuDeviceGetUuid", device).bytes).hex()
+
+    def memory(self, device: int) -> int:
+        return int(self._call("cuDeviceTotalMem", device))
+
+    def attribute(self, device: int, name: str) -> int:
+        kind = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._call("cuDeviceGetAttribute", kind, device))
+
+    def p2p(self, device: int, peer: int, name: str) -> int:
+        kind = getattr(self._cuda.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
+        return int(self._call("cuDeviceGetP2PAttribute", kind, device, peer))
+
+    def domain(self, device: int) -> str:
+        return nvml.domain(self.uuid(device))
+
+    # -- physical memory
+    @property
+    def _shared(self) -> Any:
+        kinds = self._cuda.CUmemAllocationHandleType
+        return kinds.CU_MEM_HANDLE_TYPE_FABRIC if self.fabric else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _kind(self, device: int) -> Any:
+        cuda = self._cuda
+        kind = cuda.CUmemAllocationProp()
+        kind.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        kind.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        kind.location.id = device
+        kind.requestedHandleTypes = self._shared
+        return kind
+
+    def granularity(self, device: int) -> int:
+        option = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(self._call("cuMemGetAllocationGranularity", self._kind(device), option))
+
+    def create(self, device: int, nbytes: int) -> int:
+        return int(self._call("cuMemCreate", nbytes, self._kind(device), 0))
+
+    def release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def export(self, handle: int) -> Shared:
+        found = self._call("cuMemExportToShareableHandle", handle, self._shared, 0)
+        return bytes(found.data) if self.fabric else int(found)
+
+    def import_memory(self, shared: Shared) -> int:
+        # Bytes are taken where they lie; the CUmemFabricHandle that an export gives is not taken back.
+        return int(self._call("cuMemImportFromShareableHandle", shared, self._shared))
+
+    # -- addresses
+    def reserve(self, nbytes: int, alignment: int) -> int:
+        return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0))
+
+    def free(self, address: int, nbytes: int) -> None:
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        self._call("cuMemMap", address, nbytes, 0, handle, 0)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._call("cuMemUnmap", address, nbytes)
+
+    def allow(self, address: int, nbytes: int, device: int) -> None:
+        cuda = self._cuda
+        access = cuda.CUmemAccessDesc()
+        access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = device
+        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    # -- use
+    def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        if _storage_at is None:
+            return torch.as_tensor(_Array(address, nbytes), device=torch.device("cuda", device)).view(dtype)
+        # Takes a tenth of the time, and every allocation of the heap makes one of these.
+        empty = self._empty.get((device, dtype))
+        if empty is None:
+            empty = self._empty[device, dtype] = torch.empty(0, dtype=dtype, device=torch.device("cuda", device))
+        return empty.new_empty(0).set_(_storage_at(address, empty.device, nbytes))
+
+    def copy(
+        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
+        stream: int,
+    ) -> None:  # fmt: skip
+        planes, runs, nbytes = shape
+        if planes * runs == 1:
+            self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
+            return
+        # Between tensors of such strides torch's copy_ is a kernel.
+        box = self._cuda.CUDA_MEMCPY3D()
+        box.srcMemoryType = box.dstMemoryType = self._cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        box.dstDevice, box.srcDevice = target, source
+        (box.dstPitch, target_plane), (box.srcPitch, source_plane) = to, of
+        if planes > 1:
+            box.dstHeight, box.srcHeight = target_plane // to[0], source_plane // of[0]
+        else:
+            box.dstHeight = box.srcHeight = runs
+        box.WidthInBytes, box.Height, box.Depth = nbytes, runs, planes
+        self._call("cuMemcpy3DAsync", box, stream)
+
+    def hold(self, address: int, value: int, stream: int) -> None:
+        self._call("cuStreamWaitValue32", stream, address, value, 0)  # 0: CU_STREAM_WAIT_VALUE_GEQ
+
+    def uncouple(self, stream: int) -> None:
+        _, _, _, nodes, *_ = self._call("cuStreamGetCaptureInfo", stream)  # those that the next one depends on
+        attribute = self._cuda.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        value = self._cuda.CUkernelNodeAttrValue()
+        value.cooperative = 0
+        self._call("cuGraphKernelNodeSetAttribute", nodes[0], attribute, value)
+
+    def synchronize(self, device: int) -> None:
+        torch.cuda.synchronize(device)
+
+    def write_words(self, address: int, words: list[int], device: int) -> None:
+        # A stream of its own: the current one may be full of kernels that spin until these words are there.
+        # Stream and pinned page are made at the first call, before any kernel runs; making them may wait for kernels.
+        with self._lock, torch.cuda.device(device):
+            if self._side is None:
+                self._side = (
+                    torch.cuda.Stream(device),
+                    torch.empty(64, dtype=torch.int32, device="cpu", pin_memory=True),
+                )
+            stream, page = self._side
+            source = page[: len(words)]
+            source.copy_(torch.tensor(words, dtype=torch.int32))
+            with torch.cuda.stream(stream):
+                self.view(address, 4 * len(words), device).view(torch.int32).copy_(source, non_blocking=True)
+            stream.synchronize()
+
+    # -- multicast
+    def _multicast(self, devices: int, nbytes: int) -> Any:
+        prop = self._cuda.CUmulticastObjectProp()
+        prop.numDevices, prop.size, prop.handleTypes, prop.flags = devices, nbytes, int(self._shared), 0
+        return prop
+
+    def multicast_granularity(self, devices: int, nbytes: int) -> int:
+        option = self._cuda.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_RECOMMENDED
+        return int(self._call("cuMulticastGetGranularity", self._multicast(devices, nbytes), option))
+
+    def multicast_create(self, devices: int, nbytes: int) -> int:
+        return int(self._call("cuMulticastCreate", self._multicast(devices, nbytes)))
+
+    def multicast_add(self, handle: int, device: int) -> None:
+        self._call("cuMulticastAddDevice", handle, device)
+
+    def multicast_bind(self, handle: int, offset: int, memory: int, nbytes: int) -> None:
+        self._call("cuMulticastBindMem", handle, offset, memory, 0, nbytes, 0)
+
+    def multicast_unbind(self, handle: int, device: int, offset: int, nbytes: int) -> None:
+        self._call("cuMulticastUnbind", handle, device, offset, nbytes)

@@ -1,0 +1,206 @@
+"""What the GPUs of a world can do for each other, found before anything is created: probe() and the refusals.
+
+A refusal prints the whole matrix, so that one message says which pair is at fault and which are not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pkt.errors import Unsupported
+from pkt.runtime.gpu.driver import Driver
+from pkt.wording import table
+
+# Any of these turns multicast off before the driver is asked anything: ours, and those of the libraries that share the
+# GPUs.
+OFF_SWITCHES = {
+    "PKT_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+ACROSS = (
+    "ranks on several hosts need GPUs of one NVLink domain (GB200 NVL72) with nvidia-imex running on every host; "
+    "otherwise make a world a host: pkt.init(group=)"
+)
+
+
+def multicast_off(environment: Mapping[str, str] = os.environ) -> str:
+    """The switch that turns multicast off ("NCCL_NVLS_ENABLE=0"), or ""."""
+    for name, value in OFF_SWITCHES.items():
+        if environment.get(name, "").strip() == value:
+            return f"{name}={value}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One rank's GPU. `device` is its ordinal in that rank's process, -1 where the process does not see it."""
+
+    device: int
+    uuid: str
+    name: str
+    num_sms: int
+    capability: tuple[int, int]
+    virtual_memory: bool
+    posix_fds: bool
+    fabric_handles: bool
+    cooperative_launch: bool
+    multicast: bool  # supported, from the attribute; says nothing of whether it is wanted
+    host: str = ""
+    domain: str = ""  # of NVLink over several hosts, "cluster/clique"; asked for only where ranks are on several
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one GPU can do in another's memory; None where the process cannot tell (it does not see the other GPU)."""
+
+    access: bool | None
+    atomics: bool | None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The GPUs by rank, and links[a][b]: what rank a's GPU can do in rank b's memory."""
+
+    gpus: tuple[Gpu, ...]
+    links: tuple[tuple[Link, ...], ...]
+
+    @property
+    def spans(self) -> bool:
+        """The ranks are on several hosts."""
+        return len({gpu.host for gpu in self.gpus}) > 1
+
+    @property
+    def multicast(self) -> bool:
+        """Every GPU supports it; whether it is used is a vote."""
+        return all(gpu.multicast for gpu in self.gpus)
+
+    def matrix(self) -> str:
+        """A line a rank: its GPU, its fabric where hosts are several, what it can do in each other rank's memory."""
+        words = {(True, True): "yes", (True, False): "no atomics", (True, None): "yes"}
+        rows = []
+        for a, gpu in enumerate(self.gpus):
+            cells = [
+                "-" if a == b else "?" if link.access is None else words.get((link.access, link.atomics), "no access")
+                for b, link in enumerate(self.links[a])
+            ]
+            fabric = (gpu.host, "yes" if gpu.fabric_handles else "no", gpu.domain or "none") if self.spans else ()
+            rows.append((f"rank {a}", gpu.device, gpu.name, *fabric, *cells))
+        fabric = ("host", "fabric handles", "NVLink domain") if self.spans else ()
+        return table(("", "GPU", "model", *fabric, *(f"-> {r}" for r in range(len(self.gpus)))), rows)
+
+    def check(self) -> None:
+        """Raise Unsupported, with the matrix, for what cannot work."""
+        problem = self._problem()
+        if problem:
+            found, remedy = problem
+            raise Unsupported.here("pkt.init", found, f"{remedy}\n{self.matrix()}")
+
+    def _problem(self) -> tuple[str, str] | None:
+        owner: dict[str, int] = {}
+        first = self.gpus[0]
+        for rank, gpu in enumerate(self.gpus):
+            if gpu.uuid in owner:
+                who = f"ranks {owner[gpu.uuid]} and {rank}"
+                return (
+                    f"{who} are on the same GPU ({gpu.name})",
+                    "give every rank a GPU of its own: torch.cuda.set_device(local_rank)",
+                )
+            owner[gpu.uuid] = rank
+            if "MIG" in gpu.name:
+                return (
+                    f"rank {rank} is on a MIG slice ({gpu.name})",
+                    "slices have no peer access: turn MIG off or use whole GPUs",
+                )
+            for what, has in (
+                ("virtual memory management", gpu.virtual_memory),
+                ("POSIX file descriptor handles", gpu.posix_fds or self.spans),
+                ("cooperative launch", gpu.cooperative_launch),
+            ):
+                if not has:
+                    return (
+                        f"rank {rank}'s GPU ({gpu.name}) has no {what}",
+                        "use GPUs of compute capability 9.0 or later",
+                    )
+            if gpu.capability != first.capability:
+                return (
+                    f"rank 0 is on a {first.name} and rank {rank} on a {gpu.name}",
+                    "a world needs GPUs of one compute capability: choose them with CUDA_VISIBLE_DEVICES",
+                )
+        for a, row in enumerate(self.links):
+            for b, link in enumerate(row):
+                if a != b and link.access is False:
+                    here, there = self.gpus[a].device, self.gpus[b].device
+                    return (
+                        f"GPU {here} -> {there}: no peer access",
+                        "ranks need GPUs joined by NVLink, or PCIe with P2P enabled",
+                    )
+                if a != b and link.atomics is False:
+                    here, there = self.gpus[a].device, self.gpus[b].device
+                    return f"GPU {here} -> {there}: no native atomics", "signals need NVLink between the ranks' GPUs"
+        return self._apart() if self.spans else None
+
+    def _apart(self) -> tuple[str, str] | None:
+        """What keeps ranks on several hosts from one another's memory."""
+        first = self.gpus[0]
+        away = next(rank for rank, gpu in enumerate(self.gpus) if gpu.host != first.host)
+        ranks = f"rank 0 runs on host {first.host} and rank {away} on {self.gpus[away].host}"
+        for rank, gpu in enumerate(self.gpus):
+            for what, has in (
+                ("has no fabric handles", gpu.fabric_handles),
+                ("is in no NVLink domain that spans hosts", gpu.domain),
+                (f"is in NVLink domain {gpu.domain} and rank 0's in {first.domain}", gpu.domain == first.domain),
+            ):
+                if not has:
+                    return f"{ranks}, but rank {rank}'s GPU ({gpu.name}) {what}", ACROSS
+        return None
+
+
+def probe(driver: Driver, device: int, host: str, spans: bool) -> dict[str, Any]:
+    """What this rank knows, as JSON values: its own GPU, and the links to every GPU that this process sees, by uuid.
+
+    `spans`: the GPU's NVLink domain is of interest, which NVML has to be asked for."""
+    flag = driver.attribute
+    major, minor = flag(device, "COMPUTE_CAPABILITY_MAJOR"), flag(device, "COMPUTE_CAPABILITY_MINOR")
+    gpu = Gpu(
+        device=device,
+        uuid=driver.uuid(device),
+        name=driver.name(device),
+        num_sms=flag(device, "MULTIPROCESSOR_COUNT"),
+        capability=(major, minor),
+        virtual_memory=bool(flag(device, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")),
+        posix_fds=bool(flag(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
+        fabric_handles=bool(flag(device, "HANDLE_TYPE_FABRIC_SUPPORTED")),
+        cooperative_launch=bool(flag(device, "COOPERATIVE_LAUNCH")),
+        multicast=not multicast_off() and bool(flag(device, "MULTICAST_SUPPORTED")),
+        host=host,
+        domain=driver.domain(device) if spans else "",
+    )
+    links = {
+        driver.uuid(peer): [
+            bool(driver.p2p(device, peer, "ACCESS_SUPPORTED")),
+            bool(driver.p2p(device, peer, "NATIVE_ATOMIC_SUPPORTED")),
+        ]
+        for peer in range(driver.device_count())
+        if peer != device
+    }
+    return {"gpu": asdict(gpu), "links": links}
+
+
+def assemble(probes: Sequence[Mapping[str, Any]]) -> Topology:
+    """The topology of a world from every rank's probe, in rank order."""
+    gpus = tuple(Gpu(**{**p["gpu"], "capability": tuple(p["gpu"]["capability"])}) for p in probes)
+    rows = []
+    for mine, gpu in zip(probes, gpus, strict=True):
+        known = mine["links"]
+        rows.append(
+            tuple(
+                Link(True, True) if peer.uuid == gpu.uuid else Link(*known.get(peer.uuid, (None, None)))
+                for peer in gpus
+            )
+        )
+    return Topology(gpus, tuple(rows))

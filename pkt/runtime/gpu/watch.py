@@ -1,0 +1,132 @@
+"""The deadline that waits obey on GPUs, the status page they report to, and who watches over the peers.
+
+A wait that meets its deadline writes a record to its rank's status page (see pkt.language.world), raises the abort word
+of every rank and returns; all programs drain. The host finds out when it next synchronises and raises WaitTimeout with
+the records of all ranks. A thread looks after the peers' processes meanwhile: when one is gone, it raises this rank's
+abort word, so that nothing spins until the deadline for a peer that cannot answer. A world that was aborted stays so:
+close it.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from pkt.errors import PeerLost, WaitTimeout
+from pkt.language.world import (
+    CMP_ABORTED,
+    CMP_CODES,
+    MAX_RECORDS,
+    RECORD_FIELDS,
+    RECORD_WORDS,
+    STATUS_ABORT,
+    STATUS_BYTES,
+    STATUS_DEADLINE,
+    STATUS_FIRST_RECORD,
+    STATUS_RECORDS,
+    site_hash,
+)
+from pkt.wording import Waiting
+
+if TYPE_CHECKING:
+    from pkt.runtime.gpu.cuda import CudaBackend
+    from pkt.runtime.memory.heap import SymmetricHeap
+
+PERIOD = 0.25  # seconds between two looks at the peers
+_COMPARISONS = {code: name for name, code in CMP_CODES.items()}
+
+
+def records(words: Sequence[int]) -> list[dict[str, int]]:
+    """The records of a status page that are whole, as {field: word}."""
+    found = []
+    for slot in range(min(words[STATUS_RECORDS], MAX_RECORDS) if words[STATUS_RECORDS] >= 0 else MAX_RECORDS):
+        at = STATUS_FIRST_RECORD + slot * RECORD_WORDS
+        record = dict(zip(RECORD_FIELDS, words[at : at + RECORD_WORDS], strict=False))
+        if record["owner"]:
+            found.append(record)
+    return found
+
+
+def kernel_name(site: int) -> str:
+    """The kernel that `site_hash` gave `site` for, among those loaded; asked only when something went wrong."""
+    # type(), because isinstance() asks objects that pretend to be something else, some of which warn when asked.
+    kernels = (o for o in gc.get_objects() if issubclass(type(o), JITFunction)) if site else ()
+    names = {kernel.__name__ for kernel in kernels}
+    return next((name for name in sorted(names) if site_hash(name) == site), "a kernel")
+
+
+def waiting(record: dict[str, int], heap: SymmetricHeap) -> Waiting:
+    """A record in words: which counter of which signals, by name."""
+    offset = (record["offset_low"] & 0xFFFFFFFF) | record["offset_high"] << 32
+    allocation = heap.find(heap.backend.base + offset)
+    counter = f"heap offset {offset:#x}"
+    if allocation is not None:
+        block = allocation.block
+        counter = f"{block.name}[{(offset - block.start) // block.dtype.itemsize}]"
+    return Waiting(
+        rank=record["rank"],
+        program=record["program"],
+        kernel=kernel_name(record["site"]),
+        counter=counter,
+        wanted=record["wanted"],
+        found=record["found"],
+        compare=_COMPARISONS.get(record["cmp"] & (CMP_ABORTED - 1), "ge"),
+        launch=record["epoch"] or None,
+    )
+
+
+class Watch:
+    """This rank's deadline, status page and watchdog. `check()` is called whenever the host has synchronised."""
+
+    def __init__(self, backend: CudaBackend, heap: SymmetricHeap, timeout: float) -> None:
+        self.backend, self.heap, self.timeout = backend, heap, timeout
+        self.lost: dict[int, str] = {}
+        nanoseconds = int(timeout * 1e9)
+        words = [nanoseconds & 0x7FFFFFFF | -(nanoseconds & 0x80000000), nanoseconds >> 32]
+        backend.driver.write_words(backend.base + 4 * STATUS_DEADLINE, words, backend.device_index)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="pkt-watch", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise PeerLost or WaitTimeout if this rank's waits were cut short."""
+        page = self._page(self.backend.rank)
+        if not self.lost and not page[STATUS_ABORT] and not page[STATUS_RECORDS]:
+            return
+        found = [r for rank in range(self.backend.size) for r in records(self._page(rank))]
+        expired = [r for r in found if not r["cmp"] & CMP_ABORTED]
+        waits = [waiting(record, self.heap) for record in expired or found]
+        lost = self.lost or self._gone()
+        if lost:
+            launch = max((w.launch or 0 for w in waits), default=0)
+            raise PeerLost.exited(self.backend.rank, lost, f"launch {launch}" if launch else "a kernel")
+        raise WaitTimeout.after(self.timeout, waits)
+
+    def close(self) -> None:
+        """Stop looking; idempotent."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _page(self, rank: int) -> list[int]:
+        return self.backend.view(rank, 0, STATUS_BYTES).view(torch.int32).tolist()
+
+    def _gone(self) -> dict[int, str]:
+        """Peers whose process is gone although they have not closed their world."""
+        backend = self.backend
+        lost = backend.transport.lost()
+        return {r: text for r, text in lost.items() if "stopped" not in text and not backend.left(r)}
+
+    def _look(self) -> None:
+        backend = self.backend
+        while not self._stop.wait(PERIOD):
+            lost = self._gone()
+            if lost:
+                self.lost = lost
+                backend.driver.write_words(backend.base + 4 * STATUS_ABORT, [1], backend.device_index)
+                return

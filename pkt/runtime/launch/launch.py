@@ -1,0 +1,102 @@
+"""Launches on GPUs of kernels whose programs wait for each other: all resident, behind the world's last call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import triton
+from triton.runtime import _allocation
+
+from pkt.errors import GridTooLarge
+from pkt.runtime.launch.relaunch import Repeat, repeated
+
+if TYPE_CHECKING:
+    from pkt.runtime.gpu.cuda import CudaBackend
+    from pkt.runtime.world import World
+
+
+def _scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.int8, device="cuda")  # on the launch's stream; torch aligns to 512 bytes
+
+
+def provide_scratch() -> None:
+    """Let Triton take memory from torch for the descriptors that kernels make, unless the user has said otherwise.
+
+    Without, such a kernel cannot be launched. Triton keeps this by thread and by notebook cell: once is not enough.
+    """
+    kept = getattr(_allocation, "_allocator", None)  # private to Triton: where it is gone, nobody is asked
+    if kept is None or isinstance(kept.get(), _allocation.NullAllocator):
+        triton.set_allocator(_scratch)
+
+
+def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **options: Any) -> Callable[..., Any]:
+    """start(*args): kernel[grid](*args, **options) behind the world's last call; GridTooLarge unless all its programs
+    are resident.
+
+    For kernels whose programs wait for each other or for peers; every operator of pkt.kernels is launched so. For
+    streams see `streams`. The driver's own check of the grid costs nothing; the numbers are found on refusal.
+    A replay takes a microsecond or two longer for each node that is cooperative (an all-reduce of 16 KiB 8.7 us and not
+    7.8 on 4 x H200), so nodes are not, once their grid is known to fit: nothing else of the world runs beside them, and
+    what does run ends, so that all programs become resident. From the third launch on it is repeated, see relaunch.
+    """
+    streams = world.streams
+    last: Any = None
+    repeat: Repeat | None = None
+    # kernel[grid] would pack all options anew at each launch, twice: half the host time of one with twenty of them.
+    named = options | {"launch_cooperative_grid": True, "grid": grid}
+
+    def fit(compiled: Any, refusal: RuntimeError | None = None) -> None:
+        per_sm, programs = resident_per_sm(compiled), math.prod(grid)
+        if refusal is not None or programs > per_sm * world.num_sms:
+            name = getattr(kernel, "__name__", "a kernel")
+            raise GridTooLarge.resident(name, programs, world.num_sms, per_sm, world.rank) from refusal
+
+    def start(*args: Any) -> Any:
+        nonlocal last, repeat
+        if streams is None:
+            return kernel.run(*args, warmup=False, **named)
+        captured = streams.follow()
+        provide_scratch()
+        try:
+            compiled = repeat(args, streams.handle()) if repeat is not None else None
+            if compiled is None:
+                compiled = kernel.run(*args, warmup=False, **named)
+                if compiled is not None and compiled is last:  # so it is launched again and again
+                    repeat = repeated(kernel, compiled, grid, args, named)
+                last = compiled
+        except RuntimeError as error:
+            if "cooperative" not in str(error).lower():
+                raise
+            fit(kernel.warmup(*args, **named), error)
+        if captured:
+            fit(compiled)
+            cast("CudaBackend", world.backend).uncouple()
+        return compiled
+
+    return start
+
+
+def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """One such launch, of what is not launched again and again."""
+    return cooperative_launch(world, kernel, grid, **options)(*args)
+
+
+def beside(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """kernel[grid](*args, **options) in no order with the world's other calls: a part of an operator that goes on
+    beside its other kernels, on a stream that the operator forks and joins. It must wait for nobody."""
+    return kernel[grid](*args, **options)
+
+
+def resident_per_sm(compiled: Any) -> int:
+    """Programs of a compiled kernel that fit on one SM, by its registers, warps and shared memory."""
+    from cuda.bindings import driver
+
+    compiled._init_handles()
+    threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+    code, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(compiled.function, threads, shared)
+    if int(code) != 0:
+        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor: {code}")
+    return int(blocks)

@@ -1,0 +1,265 @@
+"""pkt.empty and its like: torch's factories, in the symmetric heap.
+
+All are collective: every rank makes the same calls in the same order with the same shapes and dtypes. Those
+that fill the memory return when every rank's is filled, so a peer may be read or signalled at once; `empty`
+does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pkt.errors import DtypeError, ShapeError
+from pkt.runtime import world as _world
+from pkt.runtime.backend import Kind
+from pkt.runtime.memory.callsite import call_site
+from pkt.runtime.memory.tensor import SymmetricTensor, symmetric_over
+from pkt.runtime.world import World
+
+Size = int | Sequence[int]
+_QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+def empty(
+    *size: Size, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
+) -> SymmetricTensor:
+    """A symmetric tensor of undefined contents: `empty((m, k))` or `empty(m, k)`.
+
+    dtype is torch's default where None; name is what messages call it (the variable it is assigned to where
+    None); world is the current one where None. Raises ShapeError, DtypeError, AllocationMismatch, HeapFull,
+    Closed.
+    """
+    return _make("empty", torch.empty, (_shape("empty", size),), dtype, name, world, fill=False)
+
+
+def zeros(
+    *size: Size, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
+) -> SymmetricTensor:
+    """`empty`, filled with zeros on every rank."""
+    return _make("zeros", torch.zeros, (_shape("zeros", size),), dtype, name, world)
+
+
+def ones(
+    *size: Size, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
+) -> SymmetricTensor:
+    """`empty`, filled with ones on every rank."""
+    return _make("ones", torch.ones, (_shape("ones", size),), dtype, name, world)
+
+
+def full(
+    size: Size,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """`empty`, filled with `fill_value` (this rank's own), whose dtype it takes where dtype is None."""
+    return _make("full", torch.full, (_shape("full", (size,)), fill_value), dtype, name, world)
+
+
+def rand(
+    *size: Size,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """Uniform in [0, 1), from `generator` or this rank's default one, as torch.rand: the same seed, the same
+    values."""
+    return _make("rand", torch.rand, (_shape("rand", size),), dtype, name, world, generator=generator)
+
+
+def randn(
+    *size: Size,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """Standard normal, from `generator` or this rank's default one, as torch.randn: the same seed, the same
+    values."""
+    return _make("randn", torch.randn, (_shape("randn", size),), dtype, name, world, generator=generator)
+
+
+def randint(
+    low: int,
+    high: int | Size | None = None,
+    size: Size | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """Integers in [low, high), as torch.randint: `randint(low, high, size)` or `randint(high, size)`; int64
+    by default."""
+    if size is None:
+        low, high, size = 0, low, high if isinstance(high, Sequence) else None
+    if size is None or not isinstance(high, int):
+        raise ShapeError.argument("randint", "arguments", (low, high, size), "(low, high, size) or (high, size)")
+    if high <= low:
+        raise ShapeError.argument("randint", "low and high", (low, high), "low < high")
+    shape = _shape("randint", (size,))
+    return _make("randint", torch.randint, (low, high, shape), dtype, name, world, generator=generator)
+
+
+def arange(
+    start: float,
+    end: float | None = None,
+    step: float = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """start, start + step, ... below end, as torch.arange; `arange(end)` starts at 0."""
+    if end is None:
+        start, end = 0, start
+    if step == 0 or (end - start) / step < 0:
+        raise ShapeError.argument(
+            "arange", "start, end, step", (start, end, step), "a step that leads from start to end"
+        )
+    return _make("arange", torch.arange, (start, end, step), dtype, name, world)
+
+
+def empty_like(
+    x: torch.Tensor, *, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
+) -> SymmetricTensor:
+    """`empty` with the shape and dtype of `x`; contiguous, whatever x's strides are."""
+    return _make("empty_like", torch.empty, (tuple(x.shape),), dtype or x.dtype, name, world, fill=False)
+
+
+def zeros_like(
+    x: torch.Tensor, *, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
+) -> SymmetricTensor:
+    """`zeros` with the shape and dtype of `x`."""
+    return _make("zeros_like", torch.zeros, (tuple(x.shape),), dtype or x.dtype, name, world)
+
+
+def ones_like(
+    x: torch.Tensor, *, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
+) -> SymmetricTensor:
+    """`ones` with the shape and dtype of `x`."""
+    return _make("ones_like", torch.ones, (tuple(x.shape),), dtype or x.dtype, name, world)
+
+
+def full_like(
+    x: torch.Tensor,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """`full` with the shape and dtype of `x`."""
+    return _make("full_like", torch.full, (tuple(x.shape), fill_value), dtype or x.dtype, name, world)
+
+
+def rand_like(
+    x: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """`rand` with the shape and dtype of `x`."""
+    return _make("rand_like", torch.rand, (tuple(x.shape),), dtype or x.dtype, name, world, generator=generator)
+
+
+def randn_like(
+    x: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """`randn` with the shape and dtype of `x`."""
+    return _make("randn_like", torch.randn, (tuple(x.shape),), dtype or x.dtype, name, world, generator=generator)
+
+
+def randint_like(
+    x: torch.Tensor,
+    low: int,
+    high: int,
+    *,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """`randint` with the shape and dtype of `x`."""
+    if high <= low:
+        raise ShapeError.argument("randint_like", "low and high", (low, high), "low < high")
+    args = (low, high, tuple(x.shape))
+    return _make("randint_like", torch.randint, args, dtype or x.dtype, name, world, generator=generator)
+
+
+def signals(n: int, *, name: str | None = None, world: World | None = None) -> SymmetricTensor:
+    """`n` int32 counters for signal and wait, apart from data, zero when every rank has them, never reset.
+
+    In front of them lie 64 bytes (an int64 epoch word, then guard words), behind them 64 bytes of guard
+    words; free, close and world.check() raise SignalIndexError if a guard word was overwritten.
+    """
+    shape = _shape("signals", (n,))
+    if shape == (0,):
+        raise ShapeError.argument("signals", "n", n, "at least 1")
+    return _make("signals", torch.empty, (shape,), torch.int32, name, world, kind="signals")
+
+
+def _shape(call: str, size: tuple[Any, ...]) -> tuple[int, ...]:
+    # An int first: to ask whether it is a Sequence costs as much as the rest.
+    given = size[0] if len(size) == 1 and type(size[0]) is not int and isinstance(size[0], Sequence) else size
+    for extent in given:
+        if type(extent) is not int or extent < 0:
+            raise ShapeError.argument(call, "size", tuple(given), "integers that are not negative")
+    return tuple(given)
+
+
+def _make(
+    call: str,
+    like: Any,
+    args: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    name: str | None,
+    world: World | None,
+    *,
+    kind: Kind = "data",
+    fill: bool = True,
+    generator: torch.Generator | None = None,
+) -> SymmetricTensor:
+    """Allocate what `like(*args)` would be, and let torch fill it."""
+    world = world or _world.current_world(f"pkt.{call}")
+    heap = world.heap
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise DtypeError.argument(call, "dtype", dtype, "a torch.dtype", world.rank)
+    if fill and kind == "data":
+        try:  # torch says what shape and dtype its own factory would give, and refuses what it would refuse
+            meta = like(*args, dtype=dtype, device="meta")
+        except (RuntimeError, TypeError, ValueError) as error:
+            wanted = f"what torch.{like.__name__} takes ({error})"
+            raise DtypeError.argument(call, "arguments", args, wanted, world.rank) from error
+        shape, dtype = tuple(meta.shape), meta.dtype
+    else:
+        (shape,), dtype = args, dtype or torch.get_default_dtype()
+    if dtype in _QUANTIZED:
+        raise DtypeError.argument(call, "dtype", dtype, "a dtype that is not quantized", world.rank)
+    site = call_site(call)
+    label = name or site.assigned or f"{call}@{site.text}"
+    allocation = heap.allocate(shape, dtype, label, site.text, kind)
+    plain = heap.tensor(allocation)
+    if fill:
+        if kind == "data":
+            options = {"generator": generator} if generator is not None else {}
+            try:
+                like(*args, out=plain, **options)
+            except (RuntimeError, TypeError, ValueError):  # torch has no such kernel; it has none on any rank
+                heap.free(allocation, site.text)
+                raise
+        heap.collective_point(f"filling {label}")
+    return symmetric_over(plain, allocation)

@@ -1,0 +1,227 @@
+"""The symmetric heap: the same offsets on every rank, over a Backend.
+
+An allocation is a collective call with no wait in it: the ranks' ledgers agree by construction, and
+`agreement` decides when that is checked. A freed block is reused only after the next collective point (a
+barrier), because until then a peer's kernel may still read it; an allocation that finds no room makes such a
+point itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from pkt.errors import Closed, HeapFull, NotSymmetric, PktError, ShapeError, SignalIndexError, UseAfterFree
+from pkt.language.world import STATUS_BYTES
+from pkt.runtime.backend import (
+    GUARD_WORD,
+    SIGNAL_GUARD,
+    SIGNAL_HEADER,
+    Backend,
+    Block,
+    Kind,
+)
+from pkt.runtime.memory.agreement import Agreement
+from pkt.runtime.memory.ledger import Ledger
+
+if TYPE_CHECKING:
+    from pkt.runtime.world import World
+
+DEFAULT_HEAP = "1GiB"
+FIRST_BYTES = 1 << 30  # physical memory taken at once; beyond it the heap grows by doubling
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$", re.IGNORECASE)
+
+
+def heap_bytes(heap: int | str | None) -> int:
+    """Bytes meant by `heap`: a number, "8GiB", "512M", or None for PKT_HEAP and then 1 GiB."""
+    value = heap if heap is not None else os.environ.get("PKT_HEAP", DEFAULT_HEAP)
+    match = _SIZE.match(str(value))
+    nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if nbytes < 2 * STATUS_BYTES:
+        raise ShapeError.argument(
+            "heap", "heap= or PKT_HEAP", repr(value), f'at least {2 * STATUS_BYTES} bytes, as in "8GiB"'
+        )
+    return nbytes
+
+
+class Allocation:
+    """One block and its life; every view of a symmetric tensor holds the same one."""
+
+    __slots__ = ("block", "freed_at", "heap", "number")
+
+    def __init__(self, heap: SymmetricHeap, block: Block, number: int) -> None:
+        self.heap, self.block, self.number = heap, block, number
+        self.freed_at = ""
+
+    def use(self, call: str) -> None:
+        """Raise UseAfterFree or Closed unless the memory is there."""
+        if self.heap.closed:
+            raise Closed.used(self.heap.backend.rank, f"{call} on {self.block.name!r}")
+        if self.freed_at:
+            raise UseAfterFree.host(self.heap.backend.rank, call, self.block.name, self.freed_at)
+
+
+class SymmetricHeap:
+    """Allocates, frees and checks; `backend` holds the memory."""
+
+    def __init__(self, backend: Backend, capacity: int) -> None:
+        self.backend = backend
+        self.capacity = min(capacity, backend.capacity)
+        self.closed = False
+        self.world: World | None = None
+        self.ledger = Ledger(self.capacity, backend.gap)
+        self.agreement = Agreement(backend)
+        self.live: dict[int, Allocation] = {}
+        self.allocations = 0  # so far
+        self._freed: list[int] = []  # offsets that become reusable at the next collective point
+        self._reserved = min(self.capacity, FIRST_BYTES)
+        backend.reserve(self._reserved)
+        offset = self.ledger.allocate(STATUS_BYTES)
+        block = Block(offset or 0, STATUS_BYTES, (STATUS_BYTES // 4,), torch.int32, "status", "status", "")
+        self.status = Allocation(self, block, 0)
+        self.tensor(self.status).zero_()
+        backend.allocated(block)
+
+    # -------------------------------------------------------------------------------------- allocate and free
+    def allocate(
+        self, shape: tuple[int, ...], dtype: torch.dtype, name: str, site: str, kind: Kind = "data"
+    ) -> Allocation:
+        """Collective. The block for a tensor; its contents are undefined, except guard words and counters of
+        signals.
+
+        Raises AllocationMismatch before the memory can be used, and HeapFull on every rank with nothing lost.
+        """
+        self.check_open("allocation")
+        number = self.allocations + 1
+        self.agreement.check("allocate", number, str(shape), str(dtype)[6:], kind, site)
+        self.allocations = number
+        payload = math.prod(shape) * dtype.itemsize
+        nbytes = payload + (SIGNAL_HEADER + SIGNAL_GUARD if kind == "signals" else 0)
+        offset = self.ledger.allocate(nbytes)
+        if offset is None and self._freed:
+            self.collective_point("reclaiming the heap")
+            offset = self.ledger.allocate(nbytes)
+        if offset is None:
+            raise HeapFull.wanted(nbytes, self.ledger.free_bytes, self.ledger.largest, name, self.backend.rank)
+        block = Block(offset, nbytes, shape, dtype, name, kind, site)
+        if offset + nbytes > self._reserved:
+            try:
+                self._reserve(offset + nbytes)
+            except PktError:  # on every rank alike: the block is given back and nothing has happened
+                self.ledger.free(offset)
+                raise
+        allocation = self.live[offset] = Allocation(self, block, number)
+        self.backend.allocated(block)
+        if kind == "signals":
+            words = self.words_of(allocation)
+            words.fill_(GUARD_WORD)
+            words[:2] = 0  # the epoch word
+            words[SIGNAL_HEADER // 4 : (nbytes - SIGNAL_GUARD) // 4] = 0
+        return allocation
+
+    def free(self, allocation: Allocation, site: str) -> None:
+        """Collective. Give `allocation` back; any later use of it raises, and its guard words are checked."""
+        allocation.use("free()")
+        block = allocation.block
+        self.agreement.check("free", allocation.number, str(block.shape), str(block.dtype)[6:], block.kind, site)
+        overwritten = self._overwritten(allocation, "free()")
+        allocation.freed_at = site
+        del self.live[block.offset]
+        self._freed.append(block.offset)
+        self.backend.freed(block)
+        if overwritten is not None:
+            raise overwritten
+
+    def collective_point(self, what: str) -> None:
+        """Every rank has come here and its device work is done: freed blocks may be used again."""
+        self.agreement.settle()
+        self.backend.synchronize()
+        self.backend.barrier(what)
+        for offset in self._freed:
+            self.ledger.free(offset)
+        self._freed.clear()
+
+    def close(self) -> None:
+        """No use after this; the backend is closed by the world."""
+        self.closed = True
+
+    # --------------------------------------------------------------------------------------------- the memory
+    def words_of(self, allocation: Allocation, rank: int | None = None) -> torch.Tensor:
+        """int32 view of a whole block of signals in `rank`'s window (mine by default): header, counters,
+        guard."""
+        block = allocation.block
+        window = self.backend.rank if rank is None else rank
+        return self.backend.view(window, block.offset, block.nbytes).view(torch.int32)
+
+    def payload(self, allocation: Allocation, rank: int | None = None) -> torch.Tensor:
+        """uint8 view of the block's elements in `rank`'s window; its storage starts with them. An empty block
+        has a byte."""
+        block = allocation.block
+        nbytes = max(1, math.prod(block.shape) * block.dtype.itemsize)
+        return self.backend.view(self.backend.rank if rank is None else rank, block.start, nbytes)
+
+    def tensor(self, allocation: Allocation) -> torch.Tensor:
+        """The block's elements in my window, as a plain contiguous tensor of the block's shape and dtype."""
+        block, backend = allocation.block, self.backend
+        count = math.prod(block.shape)
+        # An empty tensor's storage has an address too.
+        memory = backend.view(backend.rank, block.start, (count or 1) * block.dtype.itemsize, block.dtype)
+        elements = memory if count else memory[:0]
+        return elements if len(block.shape) == 1 else elements.view(block.shape)
+
+    def find(self, address: int) -> Allocation | None:
+        """The live allocation of this rank that holds `address`."""
+        offset = address - self.backend.base
+        if not 0 <= offset < self.capacity:
+            return None
+        return next((a for a in self.live.values() if a.block.offset <= offset < a.block.end), None)
+
+    def check_open(self, call: str) -> None:
+        """Raise Closed after close()."""
+        if self.closed:
+            raise Closed.used(self.backend.rank, call)
+
+    def check_guards(self, call: str) -> None:
+        """Raise SignalIndexError if a guard word around any signals was overwritten."""
+        for allocation in list(self.live.values()):
+            overwritten = self._overwritten(allocation, call)
+            if overwritten is not None:
+                raise overwritten
+
+    def _overwritten(self, allocation: Allocation, call: str) -> SignalIndexError | None:
+        block = allocation.block
+        if block.kind != "signals":
+            return None
+        words = self.words_of(allocation).cpu()
+        first, last = SIGNAL_HEADER // 4, (block.nbytes - SIGNAL_GUARD) // 4
+        guards = torch.cat([words[2:first], words[last:]])
+        if bool((guards == GUARD_WORD).all()):
+            return None
+        bad = [i for i in (*range(2, first), *range(last, len(words))) if words[i] != GUARD_WORD]
+        count, word = block.shape[0], bad[0]
+        return SignalIndexError.guard(self.backend.rank, call, block.name, word - first, count, int(words[word]))
+
+    def _reserve(self, nbytes: int) -> None:
+        """Physical memory behind [0, nbytes): the heap grows by doubling, and nothing moves."""
+        wanted = min(self.capacity, max(nbytes, 2 * self._reserved))
+        self.agreement.settle()
+        self.backend.reserve(wanted)
+        self._reserved = wanted
+
+
+def describe(tensor: object) -> str:
+    """What an argument is that should have been a symmetric tensor, for NotSymmetric."""
+    if isinstance(tensor, torch.Tensor):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"a plain tensor {tuple(tensor.shape)} {dtype} on {tensor.device}"
+    return f"{type(tensor).__name__} {tensor!r}"[:80]
+
+
+def not_symmetric(rank: int, name: str, tensor: object, call: str) -> NotSymmetric:
+    """The error for `tensor` given as `name` to `call`."""
+    return NotSymmetric.argument(rank, name, describe(tensor), call)

@@ -1,0 +1,92 @@
+"""pkt.mem_pool(): torch's own allocations in the symmetric heap, so that any operator's output can be read by peers.
+
+    with torch.cuda.use_mem_pool(pkt.mem_pool()):
+        y = a @ b                                  # lies in the heap: pkt.symmetric(y, "y", world).peer(2)
+
+torch asks for segments, a few megabytes each, and divides them; every rank must make the same allocations in the same
+order inside the pool, as with the factories, and a segment is an allocation like any other: compared, named, and freed
+with the world. torch calls back into Python for a segment only, not for a tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pkt.errors import PktError, Unsupported
+from pkt.runtime import world as _world
+from pkt.runtime.memory.tensor import SymmetricTensor, symmetric_over
+
+if TYPE_CHECKING:
+    from pkt.runtime.world import World
+
+_KEY = "pkt.mem_pool"
+_ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+
+class SegmentAllocator:
+    """What torch calls. An error cannot pass through C: it is said as a warning, and torch sees that there is no
+    memory."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.segments: dict[int, Any] = {}
+        self.allocate_pointer = _ALLOCATE(self.allocate)  # kept alive as long as torch may call them
+        self.free_pointer = _FREE(self.free)
+
+    def allocate(self, nbytes: int, device: int, stream: int | None) -> int | None:
+        """Address of a segment in this rank's window, or None (a null pointer)."""
+        heap = self.world._heap
+        try:
+            number = len(self.segments) + 1
+            allocation = heap.allocate((nbytes,), torch.uint8, f"pool segment {number}", "mem_pool")
+        except PktError as error:
+            warnings.warn(f"pkt.mem_pool: {error}", RuntimeWarning, stacklevel=2)
+            return None
+        address = heap.backend.base + allocation.block.offset
+        self.segments[address] = allocation
+        return address
+
+    def free(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
+        """torch gives a segment back when it likes, at another time on each rank: it stays the pool's until the world
+        ends."""
+
+
+def adopt(tensor: torch.Tensor, world: World) -> SymmetricTensor | None:
+    """`tensor`, if it lies in a segment of the world's pool, as a symmetric tensor over the same memory; else None.
+
+    The result does not keep `tensor` alive: torch may give its place to another when it is gone.
+    """
+    _, pool = world.lasting.get(_KEY, (None, None))
+    if pool is None:
+        return None
+    heap, address, itemsize = world.heap, tensor.data_ptr(), tensor.dtype.itemsize
+    for start, allocation in pool.segments.items():
+        if start <= address < start + allocation.block.nbytes:
+            segment = heap.tensor(allocation)
+            elements = segment[: segment.numel() // itemsize * itemsize].view(tensor.dtype)
+            view = elements.as_strided(tensor.size(), tensor.stride(), (address - start) // itemsize)
+            return symmetric_over(view, allocation)
+    return None
+
+
+def mem_pool(world: World | None = None) -> torch.cuda.MemPool:
+    """A pool for torch.cuda.use_mem_pool whose memory is this rank's part of the symmetric heap; one a world.
+
+    Collective in its use: see the module. Raises Unsupported where there is no GPU.
+    """
+    world = world or _world.current_world("pkt.mem_pool")
+    if world.torch_device.type != "cuda" or not torch.cuda.is_available():
+        raise Unsupported.no_gpu("pkt.mem_pool", "found no CUDA GPU for torch's allocator to serve")
+
+    if _KEY not in world.lasting:
+        segments = SegmentAllocator(world)
+        allocate = ctypes.cast(segments.allocate_pointer, ctypes.c_void_p).value or 0
+        free = ctypes.cast(segments.free_pointer, ctypes.c_void_p).value or 0
+        allocator = torch._C._cuda_customAllocator(allocate, free)
+        world.lasting[_KEY] = torch.cuda.MemPool(allocator), segments
+    return world.lasting[_KEY][0]

@@ -1,0 +1,312 @@
+"""Symmetric tensors: ordinary torch tensors over the symmetric heap, with the peers' copies one call away.
+
+A view of a symmetric tensor is symmetric; a result with storage of its own is a plain tensor. What is checked
+on the host: use after free and after close, rank numbers, and (see `agreement`) that every rank made the same
+allocations before anything that a peer can see.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from pkt.errors import DtypeError, NotSymmetric, RankError, ShapeError, SignalIndexError, Unsupported
+from pkt.runtime.memory.callsite import call_site
+from pkt.runtime.memory.heap import Allocation, not_symmetric
+
+if TYPE_CHECKING:
+    from pkt.runtime.backend import Backend
+    from pkt.runtime.world import World
+
+_ALWAYS = frozenset(
+    {
+        "__get__",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "element_size",
+        "storage_offset",
+        "__repr__",
+        "is_contiguous",
+    }
+)
+
+
+# What changes where a tensor lies or how, in place; what is remembered of it is then read anew.
+_RESHAPING = frozenset(
+    {
+        "__set__",
+        "as_strided_",
+        "resize_",
+        "resize_as_",
+        "set_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+    }
+)
+
+
+class _Once:
+    """A non-data descriptor: an entry of the same name in the instance's __dict__ wins over it."""
+
+    def __init__(self, getter: Any) -> None:
+        self.getter = getter
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self.getter if instance is None else self.getter.__get__(instance, owner)
+
+
+class SymmetricTensor(torch.Tensor):
+    """A tensor that every rank of a world has at the same offset of its heap. Made by pkt.empty and its
+    like."""
+
+    _allocation: Allocation
+    _address: int
+    _facts: tuple[Any, ...] | None
+
+    # Triton reads dtype and data_ptr of every argument at every launch: a look-up in the instance costs a
+    # tenth of a getter that goes through __torch_function__.
+    dtype = cast(torch.dtype, _Once(torch.Tensor.dtype))
+
+    @property
+    def world(self) -> World:
+        """The world this tensor belongs to."""
+        world = self._allocation.heap.world
+        if world is None:
+            raise Unsupported.no_world(f"{self.symbol}.world")
+        return world
+
+    @property
+    def symbol(self) -> str:
+        """What messages call this tensor: `name=` of the factory, or the variable it was assigned to."""
+        return self._allocation.block.name
+
+    @property
+    def multicast(self) -> torch.Tensor | None:
+        """This tensor in the multicast window, for multimem instructions only; None where there is no
+        multicast."""
+        heap = self._allocation.heap
+        return self._in_window(heap.backend.size, "multicast") if heap.backend.multicast else None
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """Rank `rank`'s copy, same shape and strides, as a plain tensor. Raises RankError."""
+        index = check_rank(rank, self._allocation.heap.backend, f"{self.symbol}.peer")
+        return self._in_window(index, f"peer({index})")
+
+    def free(self) -> None:
+        """Collective: give the memory back. Every rank frees the same tensors in the same order; later use
+        raises."""
+        self._allocation.heap.free(self._allocation, call_site("free").text)
+
+    def plain(self) -> torch.Tensor:
+        """The same memory as a torch.Tensor that knows nothing of ranks."""
+        self._allocation.use("plain()")
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def data_ptr(self) -> int:
+        """Address in this rank's window. What Triton calls at a launch, hence the checks."""
+        allocation = self._allocation
+        if allocation.freed_at or allocation.heap.closed:
+            allocation.use("a launch or data_ptr()")
+        allocation.heap.agreement.settle()
+        return self._address
+
+    def _in_window(self, rank: int, call: str) -> torch.Tensor:
+        allocation = self._allocation
+        allocation.use(call)
+        allocation.heap.agreement.settle()
+        with torch._C.DisableTorchFunctionSubclass():
+            itemsize, theirs = self.dtype.itemsize, allocation.heap.payload(allocation, rank)
+            elements = theirs[: theirs.numel() // itemsize * itemsize].view(self.dtype)
+            # A view's storage is the block's, which starts with the first element, as does the peer's.
+            return elements.as_strided(self.size(), self.stride(), self.storage_offset())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        block, rank = self._allocation.block, self._allocation.heap.backend.rank
+        if self._allocation.heap.closed or self._allocation.freed_at:
+            return f"symmetric {block.name!r} of rank {rank}, {block.shape} {block.dtype}, no longer allocated"
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"symmetric {block.name!r} of rank {rank}: {self.as_subclass(torch.Tensor)!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = self.plain().clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sources = list(_symmetric_in((*args, *kwargs.values())))
+        if getattr(func, "__name__", "") not in _ALWAYS:
+            for source in sources:
+                source._allocation.use(getattr(func, "__name__", "a torch function"))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if getattr(func, "__name__", "") in _RESHAPING and args and isinstance(args[0], SymmetricTensor):
+                _remember(args[0])
+            return _wrap(result, sources)
+
+
+def symmetric_over(plain: torch.Tensor, allocation: Allocation) -> SymmetricTensor:
+    """`plain`, which lies in `allocation`, as a symmetric tensor."""
+    tensor = plain.as_subclass(SymmetricTensor)
+    kept, dtype = tensor.__dict__, plain.dtype
+    offset = plain.storage_offset() * dtype.itemsize  # its storage begins with the block's elements
+    kept["_allocation"], kept["dtype"], kept["_facts"] = allocation, dtype, None
+    kept["_address"] = allocation.heap.backend.base + allocation.block.start + offset
+    return tensor
+
+
+def _remember(tensor: SymmetricTensor) -> None:
+    """`tensor` was reshaped in place."""
+    block, plain = tensor._allocation.block, tensor.as_subclass(torch.Tensor)
+    address = tensor._allocation.heap.backend.base + block.start
+    inside = plain.data_ptr() - address
+    if not 0 <= inside <= block.end - block.start:
+        raise NotSymmetric.argument(
+            tensor._allocation.heap.backend.rank, block.name, "memory outside its allocation", "a change in place"
+        )
+    tensor.__dict__.update(_address=address + inside, dtype=plain.dtype, _facts=None)
+
+
+def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> list[Any]:
+    """All that a check or a plan of a launch may depend on, hashable, of each: tensors of equal facts pass the same
+    checks.
+
+    For a plain tensor shape, strides, dtype, device and how its address is aligned. For a symmetric one, and for a
+    plain one that lies in the heap, the address itself: peers find it by arithmetic, and it may overlap another. Plain
+    ones that share memory with `out`, what is written, have their distance from it, and `out` itself is told from
+    others. What is no tensor stands for itself. Raises UseAfterFree, Closed.
+    """
+    found: list[Any] = []
+    span = world.span
+    begin = end = 0
+    # Half of what a launch costs the host, hence no function for each, and no isinstance that says no: that is slow.
+    if out is not None and type(out) is not SymmetricTensor and isinstance(out, torch.Tensor):
+        begin = out.data_ptr()
+        end = begin + out.nbytes
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+        elif type(tensor) is not torch.Tensor and isinstance(tensor, SymmetricTensor):
+            allocation = tensor._allocation
+            if allocation.freed_at or allocation.heap.closed:
+                allocation.use(call)
+            found.append(tensor._facts or _found_out(tensor))
+        elif isinstance(tensor, torch.Tensor):
+            address = tensor.data_ptr()
+            place: Any = address if address in span else address & 15
+            if tensor is out:
+                place = ~place
+            elif address < end and begin - address < tensor.nbytes:
+                place = place, begin - address
+            found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place))
+        else:
+            found.append(tensor)
+    return found
+
+
+def _found_out(tensor: SymmetricTensor) -> tuple[Any, ...]:
+    """`facts` of a symmetric tensor, which it remembers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        known = (tensor.shape, tensor.stride(), tensor.dtype, tensor._address, id(tensor._allocation))
+    tensor._facts = known
+    return known
+
+
+def _symmetric_in(values: Any) -> Iterator[SymmetricTensor]:
+    for value in values:
+        if isinstance(value, SymmetricTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _symmetric_in(value)
+
+
+def _wrap(result: Any, sources: list[SymmetricTensor]) -> Any:
+    """Views of a source become symmetric; everything else stays as it is."""
+    if isinstance(result, SymmetricTensor):
+        return result
+    if isinstance(result, torch.Tensor):
+        if result.device.type == "meta":
+            return result
+        address = result.untyped_storage().data_ptr() + result.storage_offset() * result.dtype.itemsize
+        for source in sources:
+            block, base = source._allocation.block, source._allocation.heap.backend.base
+            if base + block.offset <= address <= base + block.end and _same_storage(result, source):
+                return symmetric_over(result, source._allocation)
+        return result
+    if isinstance(result, (list, tuple)) and any(isinstance(r, torch.Tensor) for r in result):
+        wrapped = [_wrap(r, sources) for r in result]
+        if isinstance(result, list):
+            return wrapped
+        return type(result)(wrapped) if type(result) is not tuple else tuple(wrapped)
+    return result
+
+
+def _same_storage(result: torch.Tensor, source: SymmetricTensor) -> bool:
+    return result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
+# --------------------------------------------------------------------------- checks that kernel wrappers make
+def symmetric(
+    tensor: Any,
+    name: str,
+    world: World,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype | None = None,
+    call: str = "",
+) -> SymmetricTensor:
+    """Check a wrapper's argument: `tensor` is a live symmetric tensor of `world`, of `shape` and `dtype`
+    where given.
+
+    Returns it; a tensor of the world's mem_pool comes back as a symmetric one over the same memory. Raises
+    NotSymmetric, UseAfterFree, Closed, ShapeError or DtypeError, naming `name` and `call`.
+    """
+    rank = world.rank
+    if isinstance(tensor, torch.Tensor) and not isinstance(tensor, SymmetricTensor):
+        from pkt.runtime.memory.pool import adopt  # which needs this module
+
+        adopted = adopt(tensor, world)
+        tensor = tensor if adopted is None else adopted
+    if not isinstance(tensor, SymmetricTensor):
+        raise not_symmetric(rank, name, tensor, call)
+    if tensor._allocation.heap.world is not world:
+        raise NotSymmetric.argument(rank, name, f"a symmetric tensor of another world, {tensor.symbol!r}", call)
+    tensor._allocation.use(call or name)
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise ShapeError.argument(call or "call", name, tuple(tensor.shape), str(tuple(shape)), rank)
+    if dtype is not None and tensor.dtype != dtype:
+        raise DtypeError.argument(call or "call", name, tensor.dtype, str(dtype).removeprefix("torch."), rank)
+    return tensor
+
+
+def check_signal_index(flags: torch.Tensor, index: int, count: int = 1, call: str = "signal") -> None:
+    """Raise SignalIndexError unless flags[index : index + count] are counters that exist."""
+    allocation = getattr(flags, "_allocation", None)
+    rank = allocation.heap.backend.rank if allocation else 0
+    name = allocation.block.name if allocation else "flags"
+    if index < 0 or count < 0 or index + count > flags.numel():
+        raise SignalIndexError.outside(rank, call, name, index if index < 0 else index + count - 1, flags.numel())
+
+
+def check_rank(rank: Any, world: World | Backend, call: str) -> int:
+    """`rank` as an int, or RankError."""
+    try:
+        index = operator.index(rank)
+    except TypeError:
+        index = -1
+    if not 0 <= index < world.size:
+        raise RankError.outside(world.rank, call, rank, world.size)
+    return index

@@ -1,0 +1,149 @@
+"""Where the ranks of one world are: their hosts, told over torch's store, and TCP between them where those are several.
+
+Every rank writes its host down and reads all of them. Where they are one, the ranks meet in a directory of it (see
+`rendezvous`). Where they are several, every rank listens on the address that leads to the others, writes it
+down, and connections are made and proved as on one host. What the store holds, the token among it, is as private as the
+store is, and what goes over TCP is not encrypted: as with torch.distributed itself, the network must be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pkt.errors import TransportError, WaitTimeout
+
+# A host without power says no farewell: after so many seconds of silence the kernel asks, and gives up after so many
+# questions without an answer. TCP_USER_TIMEOUT would be no help: it also ends a peer that is slow to read.
+_SILENT, _PROBE, _PROBES = 5, 5, 3
+
+
+def this_host() -> str:
+    """Name and boot of this host: containers of one host may be called alike, and hosts too."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()[:8]
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}:{boot}"
+
+
+@dataclass(frozen=True)
+class Board:
+    """What the ranks of one world write down for each other: torch's `store`, under a `key` of theirs."""
+
+    store: Any
+    key: str
+
+    def write(self, what: str, rank: int, value: Any) -> None:
+        """Put down JSON, once."""
+        self.store.set(self._name(what, rank), json.dumps(value))
+
+    def read(self, what: str, rank: int, timeout: float) -> Any:
+        """What `rank` wrote; TimeoutError."""
+        try:
+            self.store.wait([self._name(what, rank)], datetime.timedelta(seconds=timeout))
+        except RuntimeError as error:  # DistStoreError is one
+            raise TimeoutError(f"{what} of rank {rank}") from error
+        return json.loads(self.store.get(self._name(what, rank)))
+
+    def gather(self, what: str, rank: int, size: int, value: Any, timeout: float) -> list[Any]:
+        """Every rank's `value`; WaitTimeout naming those who did not come."""
+        deadline = time.monotonic() + timeout
+        self.write(what, rank, value)
+        found: dict[int, Any] = {}
+        for peer in range(size):  # after the deadline each for a moment: who is late does not hide who is there
+            with contextlib.suppress(TimeoutError):
+                found[peer] = self.read(what, peer, max(0.05, deadline - time.monotonic()))
+        missing = [peer for peer in range(size) if peer not in found]
+        if missing:
+            raise WaitTimeout.rendezvous(rank, "pkt.init()", timeout, missing)
+        return [found[peer] for peer in range(size)]
+
+    def address(self) -> str:
+        """This host's address on the way to the one that serves the store; "" if there is none."""
+        store = self.store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return address_towards(getattr(store, "host", "") or os.environ.get("MASTER_ADDR") or socket.gethostname())
+
+    def _name(self, what: str, rank: int) -> str:
+        return f"{self.key}/{what}/{rank}"
+
+
+def address_towards(target: str) -> str:
+    """This host's address on the way to `target`; "" if there is none. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+    return ""
+
+
+class Network:
+    """The meeting place of ranks on several hosts, a `rendezvous.MeetingPlace`. `hosts` and `addresses`, as
+    Board.address has them, are in rank order."""
+
+    def __init__(self, board: Board, token: str, rank: int, hosts: Sequence[str], addresses: Sequence[str]) -> None:
+        self.board, self.token, self.hosts = board, token, hosts
+        self._address = addresses[rank]
+        if _is_loopback(self._address):  # the store is served here: then the way to another host is the one that counts
+            elsewhere = (a for h, a in zip(hosts, addresses, strict=True) if h != hosts[rank] and not _is_loopback(a))
+            target = next(elsewhere, "")
+            self._address = (target and address_towards(target)) or self._address
+        if not self._address:
+            found = "no address that leads to the host of torch's store"
+            raise TransportError.refused(rank, f"the network of host {hosts[rank]}", found, "one (MASTER_ADDR)")
+
+    def listen(self, rank: int, size: int) -> socket.socket:
+        """A listening socket, whose address the others can read."""
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        listener = socket.create_server((self._address, 0), family=family, backlog=size + 8)
+        self.board.write("listens", rank, listener.getsockname()[:2])
+        return listener
+
+    def dial(self, rank: int, peer: int, timeout: float) -> socket.socket:
+        """Connected to `peer`'s socket."""
+        deadline = time.monotonic() + timeout
+        address, port = self.board.read("listens", peer, timeout)
+        try:
+            return socket.create_connection((address, port), max(1e-3, deadline - time.monotonic()))
+        except ConnectionError:
+            raise
+        except OSError as error:
+            what = f"{address}:{port}, where rank {peer} on host {self.hosts[peer]} listens"
+            raise TransportError.refused(rank, what, str(error), "a network that leads there") from error
+
+    def greet(self, sock: socket.socket) -> tuple[int, str, str]:
+        """No process number, the other end's address, no objection: the token alone tells friend from stranger."""
+        with contextlib.suppress(OSError):  # it has gone already, which reading will tell
+            for level, option, value in (
+                (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+                (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+                (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT),
+                (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE),
+                (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES),
+            ):
+                sock.setsockopt(level, option, value)
+            return 0, "{}:{}".format(*sock.getpeername()[:2]), ""
+        return 0, "who left at once", ""
+
+    def host(self, peer: int) -> str:
+        """The host that `peer` says it is on."""
+        return self.hosts[peer]
+
+    def leave(self, rank: int) -> None:
+        """Nothing is left behind."""
+
+
+def _is_loopback(address: str) -> bool:
+    return not address or ipaddress.ip_address(address).is_loopback

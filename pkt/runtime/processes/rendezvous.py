@@ -1,0 +1,286 @@
+"""How the ranks of one world find each other: a private directory of their host, one socket a rank, a shared secret.
+
+Rank 0 makes a directory (mode 0700, random name) and a random token, and hands both to the others over the channel that
+started them (the launcher's pipe, or torch.distributed's store). Each pair of ranks then makes one connection: the
+higher rank connects, and each side proves that it knows the token by answering the other's fresh challenge, so what a
+stranger recorded is of no use to him. The kernel's word on the other end's user is checked as well. Strangers are
+turned away and counted; they cannot hold up the ranks, whose every step has a deadline. Where the ranks are on several
+hosts, only the sockets differ: pkt.runtime.processes.network has those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import stat
+import struct
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from pkt.errors import TransportError, WaitTimeout
+from pkt.runtime.processes.frames import MAGIC, Connection
+
+NONCE = 16
+_HELLO = struct.Struct(f"!4sI{NONCE}s32s")  # magic, rank, nonce, proof
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+_SUN_PATH = 100  # bytes that a socket's path may have, with some to spare
+_POLL = 0.01
+_CROWD = 64  # callers beyond the ranks that are listened to at once; of more, the one that has been silent longest goes
+
+
+class MeetingPlace(Protocol):
+    """Where ranks meet: the sockets, and what is known of who is at their other end."""
+
+    @property
+    def token(self) -> str:
+        """The shared secret, hexadecimal."""
+
+    def listen(self, rank: int, size: int) -> socket.socket: ...
+
+    def dial(self, rank: int, peer: int, timeout: float) -> socket.socket:
+        """One attempt; FileNotFoundError, ConnectionError or BlockingIOError while `peer` does not take calls."""
+
+    def greet(self, sock: socket.socket) -> tuple[int, str, str]:
+        """Of a new connection's other end: pid (0 where it cannot be known), what to call it, why it is refused."""
+
+    def host(self, peer: int) -> str:
+        """The host of `peer`, where there are several."""
+
+    def leave(self, rank: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how to meet on one host: what rank 0 hands to the others."""
+
+    directory: str
+    token: str  # hex
+
+    def values(self) -> list[str]:
+        """As JSON."""
+        return [self.directory, self.token]
+
+    def remove(self) -> None:
+        """Take the directory away; every rank may try, the last one leaves nothing."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def listen(self, rank: int, size: int) -> socket.socket:
+        """A listening socket in the directory, which must be private."""
+        _check_private(self.directory, rank)
+        listener = _unix()
+        try:
+            listener.bind(self._path(rank))
+            listener.listen(size + 8)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def dial(self, rank: int, peer: int, timeout: float) -> socket.socket:
+        """Connected to `peer`'s socket."""
+        sock = _unix()
+        try:
+            sock.settimeout(timeout)
+            sock.connect(self._path(peer))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def greet(self, sock: socket.socket) -> tuple[int, str, str]:
+        """The kernel's word on the other end: it must be of this user."""
+        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return pid, f"pid {pid}", "" if uid == os.getuid() else f"pid {pid} of uid {uid}"
+
+    def host(self, peer: int) -> str:
+        """There is one, and nothing to tell."""
+        return ""
+
+    def leave(self, rank: int) -> None:
+        """Take this rank's socket away."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(rank))
+
+    def _path(self, rank: int) -> str:
+        return os.path.join(self.directory, str(rank))
+
+
+def prepare() -> Meeting:
+    """A new meeting place, of this user alone."""
+    directory = tempfile.mkdtemp(prefix="pkt-")
+    if len(directory) > _SUN_PATH - 8:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="pkt-", dir="/tmp")
+    return Meeting(directory, secrets.token_hex(32))
+
+
+def _unix() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+
+
+def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict[int, Connection]:
+    """A connection to every other rank. Raises WaitTimeout naming who is missing, and who was turned away."""
+    deadline = time.monotonic() + timeout
+    token = bytes.fromhex(meeting.token)
+    found: dict[int, Connection] = {}
+    refused: list[str] = []
+    listener = meeting.listen(rank, size)
+    try:
+        for peer in range(rank):
+            found[peer] = _join(meeting, token, rank, peer, deadline)
+        _accept(meeting, listener, token, rank, size, deadline, found, refused)
+        missing = [r for r in range(size) if r != rank and r not in found]
+        if missing:
+            raise WaitTimeout.rendezvous(rank, "the rendezvous", timeout, missing, refused)
+        return found
+    except BaseException as error:
+        for connection in found.values():
+            connection.close()
+        if isinstance(error, TimeoutError):
+            waiting = [r for r in range(size) if r != rank and r not in found]
+            raise WaitTimeout.rendezvous(rank, "the rendezvous", timeout, waiting) from error
+        raise
+    finally:
+        listener.close()
+        meeting.leave(rank)
+
+
+def _check_private(directory: str, rank: int) -> None:
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
+        found = f"{stat.filemode(status.st_mode)} of uid {status.st_uid}"
+        wanted = f"drwx------ of uid {os.getuid()}"
+        raise TransportError.refused(rank, f"the rendezvous directory {directory}", found, wanted)
+
+
+def _proof(token: bytes, role: str, nonce: bytes, speaker: int, listener: int) -> bytes:
+    return hmac.digest(token, f"{role} {speaker} {listener} ".encode() + nonce, hashlib.sha256)
+
+
+def _exactly(sock: socket.socket, length: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < length:
+        sock.settimeout(max(1e-3, deadline - time.monotonic()))
+        more = sock.recv(length - len(data))
+        if not more:
+            raise ConnectionError("end of file")
+        data += more
+    return data
+
+
+def _join(meeting: MeetingPlace, token: bytes, rank: int, peer: int, deadline: float) -> Connection:
+    """Connect to a lower rank, as soon as it listens. TimeoutError at the deadline."""
+    while True:
+        sock: socket.socket | None = None
+        try:
+            sock = meeting.dial(rank, peer, max(1e-3, deadline - time.monotonic()))
+            pid, _, refused = meeting.greet(sock)
+            if refused:
+                raise TransportError.refused(rank, f"the socket of rank {peer}", refused, f"uid {os.getuid()}")
+            challenge = _exactly(sock, NONCE, deadline)
+            mine = secrets.token_bytes(NONCE)
+            sock.sendall(_HELLO.pack(MAGIC, rank, mine, _proof(token, "join", challenge, rank, peer)))
+            if not hmac.compare_digest(_exactly(sock, 32, deadline), _proof(token, "welcome", mine, peer, rank)):
+                raise TransportError.refused(
+                    rank, f"the socket of rank {peer}", "a wrong proof", "one made with the token"
+                )
+            return Connection(sock, rank, peer, pid, meeting.host(peer))
+        except (FileNotFoundError, ConnectionError, BlockingIOError):  # not listening yet, or too many callers
+            if sock is not None:
+                sock.close()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {peer}") from None
+            time.sleep(_POLL)
+        except BaseException:
+            if sock is not None:
+                sock.close()
+            raise
+
+
+def _accept(
+    meeting: MeetingPlace,
+    listener: socket.socket,
+    token: bytes,
+    rank: int,
+    size: int,
+    deadline: float,
+    found: dict[int, Connection],
+    refused: list[str],
+) -> None:
+    """Take in the higher ranks. Strangers, silent or not, are handled beside them."""
+    listener.setblocking(False)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    pending: dict[socket.socket, tuple[int, str, bytes, bytearray]] = {}
+
+    def drop(sock: socket.socket, why: str) -> None:
+        selector.unregister(sock)
+        pending.pop(sock)
+        sock.close()
+        refused.append(why)
+
+    try:
+        while len(found) < size - 1 and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                if sock is listener:
+                    with contextlib.suppress(BlockingIOError, ConnectionError):
+                        caller, _ = listener.accept()
+                        caller.setblocking(False)
+                        pid, who, stranger = meeting.greet(caller)
+                        challenge = secrets.token_bytes(NONCE)
+                        selector.register(caller, selectors.EVENT_READ)
+                        pending[caller] = (pid, who, challenge, bytearray())
+                        if stranger:
+                            drop(caller, stranger)
+                        else:
+                            _send_or_drop(caller, challenge, drop, who)
+                        if len(pending) > size + _CROWD:
+                            silent = next(iter(pending))
+                            drop(silent, f"{pending[silent][1]} stayed silent")
+                    continue
+                if sock not in pending:  # dropped for the crowd's sake
+                    continue
+                pid, who, challenge, said = pending[sock]
+                try:
+                    more = sock.recv(_HELLO.size - len(said))
+                except (BlockingIOError, InterruptedError):
+                    continue
+                except OSError as error:
+                    drop(sock, f"{who}: {error}")
+                    continue
+                said += more
+                if not more:
+                    drop(sock, f"{who} hung up")
+                elif len(said) == _HELLO.size:
+                    magic, peer, nonce, proof = _HELLO.unpack(said)
+                    right = hmac.compare_digest(proof, _proof(token, "join", challenge, peer, rank))
+                    if magic != MAGIC or not right or not rank < peer < size or peer in found:
+                        drop(sock, f"{who} as rank {peer} " + ("without the token" if not right else "a second time"))
+                        continue
+                    selector.unregister(sock)
+                    pending.pop(sock)
+                    sock.setblocking(True)
+                    sock.sendall(_proof(token, "welcome", nonce, rank, peer))
+                    found[peer] = Connection(sock, rank, peer, pid, meeting.host(peer))
+    finally:
+        selector.close()
+        refused.extend(f"{who} stayed silent" for _, who, _, _ in pending.values())
+        for sock in pending:
+            sock.close()
+
+
+def _send_or_drop(sock: socket.socket, data: bytes, drop, who: str) -> None:  # type: ignore[no-untyped-def]
+    try:
+        sock.send(data)  # a fresh socket's buffer holds 16 bytes
+    except OSError as error:
+        drop(sock, f"{who}: {error}")

@@ -1,0 +1,278 @@
+"""Collective calls between the processes of a world: values and file descriptors to every rank, a deadline on each.
+
+Every rank has a connection to every other. A rank that dies is seen as end of file on its connection and named by all
+survivors; one that is stopped or late is named at the deadline. A rank that gives up says why to the others before it
+closes, so nobody blames the messenger. Over TCP nothing is known of a process but its connection: one that is stopped
+is found at the deadline alone. After any failure the transport is closed: the world is lost, the process is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
+from pkt.runtime.processes.frames import GOODBYE, Connection, Frame, LostConnection, close_fds, pack
+
+DEFAULT_TIMEOUT = 60.0
+_GIVES_UP = 0  # sequence number of a farewell; calls count from 1
+
+
+def timeout_seconds(timeout: float | None = None) -> float:
+    """`timeout`, or PKT_TIMEOUT, or 60 s."""
+    return float(timeout if timeout is not None else os.environ.get("PKT_TIMEOUT", DEFAULT_TIMEOUT))
+
+
+def process_state(pid: int) -> str:
+    """ "stopped", "exited" or "" (alive, or not for us to see) of a process of this host."""
+    if pid <= 0:
+        return ""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "exited"
+    except OSError:
+        return ""
+    return {"T": "stopped", "t": "stopped", "Z": "exited", "X": "exited"}.get(state, "")
+
+
+class Transport:
+    """One rank's connections to all others. Not thread-safe, except `lost`."""
+
+    def __init__(self, rank: int, size: int, connections: Mapping[int, Connection], timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.connections = dict(connections)
+        self.sequence = 0
+        self.closed = False
+
+    # ------------------------------------------------------------------------------------------------------- collective
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Every rank's `value`, in rank order."""
+        values, fds = self.exchange_fds(value, {}, what)
+        for rank, received in fds.items():
+            if received:
+                close_fds([fd for some in fds.values() for fd in some])
+                raise self._fail(
+                    TransportError.refused(
+                        self.rank, f"{what} of rank {rank}", f"{len(received)} file descriptors", "none"
+                    )
+                )
+        return values
+
+    def exchange_fds(
+        self, value: Any, fds: Mapping[int, list[int]], what: str
+    ) -> tuple[list[Any], dict[int, list[int]]]:
+        """Every rank's `value`, and the descriptors that each rank meant for me; these are mine to close.
+
+        `fds[r]` go to rank r and stay the caller's. On any failure nothing that arrived stays open.
+        """
+        if self.closed:
+            raise TransportError.refused(self.rank, what, "a closed transport", "an open one")
+        self.sequence += 1
+        deadline = time.monotonic() + self.timeout
+        frames: dict[int, Frame] = {}
+        try:
+            for peer, connection in self.connections.items():
+                mine = list(fds.get(peer, ()))
+                connection.queue(pack(self.sequence, [what, value], len(mine)), mine)
+            self._pump(deadline, frames, what)
+        except BaseException as error:
+            close_fds([fd for frame in frames.values() for fd in frame.fds])
+            if isinstance(error, PktError):
+                raise self._fail(error) from error.__cause__
+            self.close()
+            raise
+        said = {self.rank: what} | {peer: frame.value[0] for peer, frame in frames.items()}
+        if len(set(said.values())) > 1:
+            close_fds([fd for frame in frames.values() for fd in frame.fds])
+            self.close()  # without a farewell: every rank has or gets the same frames, and finds the same
+            raise CollectiveMismatch.calls(said)
+        values = [value if r == self.rank else frames[r].value[1] for r in range(self.size)]
+        return values, {peer: frame.fds for peer, frame in frames.items()}
+
+    def barrier(self, what: str) -> None:
+        """Return when every rank has come here."""
+        self.exchange(None, what)
+
+    # ----------------------------------------------------------------------------------------------------------- peers
+    def lost(self) -> dict[int, str]:
+        """Ranks known to be gone or stopped now, with what is known; takes no message off the wire."""
+        found: dict[int, str] = {}
+        for peer, connection in list(self.connections.items()):
+            poller = select.poll()
+            try:
+                poller.register(connection, select.POLLRDHUP)
+                hung_up = any(
+                    event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, event in poller.poll(0)
+                )
+            except (OSError, ValueError):  # closed under us
+                continue
+            state = process_state(connection.pid)
+            if state == "exited" or hung_up:
+                found[peer] = self._end_of(connection)
+            elif state:
+                found[peer] = f"({connection.who}) is {state}"
+        return found
+
+    def close(self) -> None:
+        """Close all connections; idempotent. The others see it as this rank's leaving."""
+        self.closed = True
+        for connection in self.connections.values():
+            connection.close()
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+    def _pump(self, deadline: float, frames: dict[int, Frame], what: str) -> None:
+        """Write and read until every peer's frame of this call is here."""
+        poller = select.poll()
+        ends = {connection.fileno(): connection for connection in self.connections.values()}
+        state: dict[int, int] = {}
+
+        def interest(connection: Connection) -> None:
+            events = (select.POLLOUT if connection.unsent else 0) | (
+                select.POLLRDHUP if connection.peer in frames else select.POLLIN
+            )
+            if state.get(connection.fileno()) != events:
+                poller.register(connection, events)
+                state[connection.fileno()] = events
+
+        for connection in ends.values():
+            poller.register(connection, 0)
+            state[connection.fileno()] = 0
+            interest(connection)
+        while len(frames) < len(ends) or any(c.unsent for c in ends.values()):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._late(frames, what)
+            for fileno, event in poller.poll(min(left, 1.0) * 1e3):
+                connection = ends[fileno]
+                if connection.peer in frames and event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
+                    # It said what it had to, and left: at the end of its program, or because it gave up this call.
+                    poller.unregister(connection)
+                    connection.discard()
+                    farewell = self._last_words(connection)
+                    if farewell is not None:
+                        raise PeerLost.exited(self.rank, self._blamed(connection, farewell), what)
+                    continue
+                try:
+                    if connection.peer not in frames and event & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                        self._take(connection, frames, what)
+                    if event & select.POLLOUT:
+                        connection.write()
+                except LostConnection as error:
+                    if not self._farewell(connection, frames, what):
+                        raise self._gone(connection, what) from error
+                interest(connection)
+
+    def _take(self, connection: Connection, frames: dict[int, Frame], what: str) -> None:
+        frame = connection.read()
+        if frame is None:
+            return
+        frames[connection.peer] = frame
+        if frame.sequence == _GIVES_UP:
+            raise PeerLost.exited(self.rank, self._blamed(connection, frame.value), what)
+        if frame.sequence != self.sequence or not isinstance(frame.value, list) or len(frame.value) != 2:
+            raise TransportError.refused(
+                self.rank,
+                f"a message of rank {connection.peer}",
+                f"call number {frame.sequence}",
+                f"call number {self.sequence}",
+            )
+
+    def _farewell(self, connection: Connection, frames: dict[int, Frame], what: str) -> bool:
+        """Writing failed: what the peer said before it left, if it is this call's frame or its reason (raised)."""
+        if connection.peer in frames:
+            connection.discard()
+            return True
+        try:
+            self._take(connection, frames, what)
+        except LostConnection:
+            return False
+        return connection.peer in frames
+
+    def _gone(self, connection: Connection, what: str) -> PktError:
+        """The peer at `connection` hung up, and others may have too; those that said why are not the ones to blame."""
+        lost = {connection.peer: self._end_of(connection)} | self.lost()
+        blamed: dict[int, str] = {}
+        for peer in list(lost):
+            farewell = self._last_words(self.connections[peer])
+            if farewell is not None:
+                blamed |= self._blamed(self.connections[peer], farewell)
+                del lost[peer]
+        # A peer that lives and left without a word was cut off in the middle of one: it is not the cause either.
+        gone = {peer: text for peer, text in lost.items() if "closed its world" not in text}
+        return PeerLost.exited(self.rank, gone or blamed or lost, what)
+
+    def _blamed(self, connection: Connection, farewell: Mapping[str, Any]) -> dict[int, str]:
+        """Which ranks a farewell says are lost; where none, the one that gave up, and why."""
+        lost = {int(rank): text for rank, text in farewell["lost"].items() if int(rank) != self.rank}
+        return lost or {connection.peer: f"({connection.who}) gave up: {farewell['why']}"}
+
+    def _last_words(self, connection: Connection) -> dict[str, Any] | None:
+        """The farewell among what a peer that has hung up sent before."""
+        try:
+            while (frame := connection.read()) is not None:
+                close_fds(frame.fds)
+                if frame.sequence == _GIVES_UP:
+                    return frame.value
+        except (LostConnection, PktError):
+            return None
+        return None
+
+    def _end_of(self, connection: Connection) -> str:
+        """How the other end of a closed connection ended; a dying process closes its files just before it is gone."""
+        if connection.host:
+            return f"({connection.who}) " + ("closed its world" if connection.left() else "hung up")
+        for _ in range(20):
+            if process_state(connection.pid) == "exited":
+                return f"({connection.who}) exited"
+            time.sleep(0.005)
+        return f"({connection.who}) closed its world"
+
+    def _late(self, frames: Mapping[int, Frame], what: str) -> PktError:
+        missing = [peer for peer in self.connections if peer not in frames]
+        known = {peer: text for peer, text in self.lost().items() if peer in missing}
+        if known:
+            return PeerLost.exited(self.rank, known, what)
+        return WaitTimeout.rendezvous(self.rank, what, self.timeout, missing)
+
+    def _fail(self, error: PktError) -> PktError:
+        """Tell the others why, close, and give the error back to be raised."""
+        late = dict.fromkeys(getattr(error, "missing", ()), "did not come in time")
+        self.give_up(str(error), getattr(error, "lost", late))
+        return error
+
+    def give_up(self, why: str, lost: Mapping[int, str] | None = None) -> None:
+        """Tell the others why this rank leaves before its time, and close. Idempotent."""
+        if self.closed:
+            return
+        ranks = {str(rank): text for rank, text in (lost or {}).items()}
+        self._say(pack(_GIVES_UP, {"lost": ranks, "why": why[:2000]}), 0.0)
+        self.close()
+
+    def leave(self) -> None:
+        """Tell the others that this rank closes its world as it should; close() follows."""
+        self._say(GOODBYE, 1.0)
+
+    def left(self, rank: int) -> bool:
+        """`rank`, which has hung up, said that it leaves as it should."""
+        return self.connections[rank].left()
+
+    def _say(self, words: bytes, patience: float) -> None:
+        """The last words to every rank. A large message that a rank is still reading may be in the way for a while."""
+        deadline = time.monotonic() + patience
+        for connection in self.connections.values():
+            if not connection.discard():
+                continue  # it will see the end of file instead
+            connection.queue(words)
+            with contextlib.suppress(LostConnection, OSError):  # it is the lost one
+                connection.write()
+                poller = select.poll()
+                poller.register(connection, select.POLLOUT)
+                while connection.unsent and (left := deadline - time.monotonic()) > 0:
+                    poller.poll(left * 1e3)
+                    connection.write()

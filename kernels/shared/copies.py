@@ -24,7 +24,7 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import common as _common
+from .grid import barrier_counters
 
 UNEVEN = 8
 """From an eighth of the bytes on engines copy what is no whole 16 bytes long in one run: programs move it in narrower
@@ -210,7 +210,7 @@ class Side:
 
 def meeting(world: World) -> Callable[[], None]:
     """meet(): all ranks' current streams come to one point."""
-    start, bar = cooperative_launch(world, meet_kernel, (1,), num_warps=1), _common.barrier_counters(world)
+    start, bar = cooperative_launch(world, meet_kernel, (1,), num_warps=1), barrier_counters(world)
     return lambda: start(bar, world.device)
 
 
@@ -241,7 +241,7 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk
         return inbox, signals(size * groups * chunks + 1, name="kernels.gatherings", world=world)
 
     inbox, counters = world.workspace(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
-    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), _common.barrier_counters(world)
+    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
     shard, theirs, word, words = layout(m, k), layout(size, m, k)[rank], layout(1), layout(counters.numel())
     number, side = counters[-1:], Side(world)
 
@@ -300,7 +300,7 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
         return inbox, torch.empty_like(inbox.plain()), signals(2 * count + 1, name="kernels.scatterings", world=world)
 
     inbox, outbox, counters = world.workspace(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
-    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), _common.barrier_counters(world)
+    start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
     boxed, word, words = layout(*shape), layout(1), layout(counters.numel())
     number, side, hold = counters[count:], Side(world), world.backend.hold
 

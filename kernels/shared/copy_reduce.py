@@ -25,9 +25,9 @@ from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import common as _common
-from . import copies as _copies
-from . import runs as _runs
+from ..declaration import Launch
+from . import copies, runs
+from .grid import COPY_OPTIONS, barrier_counters, num_programs
 from .reduction import Op, combine
 
 SCATTER_CHUNKS = 2
@@ -62,9 +62,9 @@ def sum_kernel(
     pid = tl.program_id(0)
     pl.barrier(bar_ptr + pid, world)  # publish: the copies of this chunk, queued before, have come from every rank
     for t in range(begin + pid, end, tl.num_programs(0)):
-        row, col, inside = _runs.tile(t, part)
+        row, col, inside = runs.tile(t, part)
         total = tl.load(x_ptr + (x_before + row * x_apart) * part.UNIT + col, mask=inside).to(tl.float32)
-        place = _runs.whole(row, col, part)
+        place = runs.whole(row, col, part)
         for i in tl.static_range(0, world.size - 1):
             more = inbox_ptr + tl.cast(slot, tl.int64) * (i * part.UNIT) + place
             total = combine(total, tl.load(more, mask=inside).to(tl.float32), OP)
@@ -87,10 +87,10 @@ def _slot(distance: int, world: World) -> int:
 
 def scatter_launch(
     world: World, rows: int, run: int, dtype: torch.dtype, op: Op, block: int | None, chunks: int | None
-) -> _common.Launch:
+) -> Launch:
     """launch(x, out) for x of (rows, size, run). Collective."""
     rank, size, itemsize = world.rank, world.size, dtype.itemsize
-    part = _runs.runs(rows, run, dtype, block)
+    part = runs.runs(rows, run, dtype, block)
     chunks = chunks or max(SCATTER_CHUNKS, math.isqrt(rows * run * itemsize // SCATTER_CHUNK_BYTES))
     # A chunk is some rows of tiles, or some tiles of the only row.
     rowwise = part.tiles > part.across
@@ -98,22 +98,22 @@ def scatter_launch(
     lines = part.tiles // across
     together = triton.cdiv(lines, min(chunks, lines))
     tiles, step = together * across, together * line
-    sent, inboxes = _copies.layout(rows, size, run), _copies.layout(max(size - 1, 1), rows, run)
+    sent, inboxes = copies.layout(rows, size, run), copies.layout(max(size - 1, 1), rows, run)
 
-    def copies(g: int) -> list[_copies.Box]:
+    def parcel(g: int) -> list[copies.Box]:
         found, here = [], slice(g * step, (g + 1) * step)
-        for d in _copies.turn(size, g):
+        for d in copies.turn(size, g):
             peer = (rank + d) % size
             of, to = sent[:, peer], inboxes[_slot(d, world)]
             of, to = (of[here], to[here]) if rowwise else (of[:, here], to[:, here])
-            found += _copies.boxes(peer, to, of, itemsize)
+            found += copies.boxes(peer, to, of, itemsize)
         return found
 
-    moved = [copies(g) for g in range(triton.cdiv(lines, together))]
-    inbox, bar = _inbox(rows * run, dtype, world), _common.barrier_counters(world)
-    meet, side = _copies.meeting(world), _copies.Side(world)
-    grid = (_common.num_programs(world, tiles),)
-    start = cooperative_launch(world, sum_kernel, grid, **_common.COPY_OPTIONS)
+    moved = [parcel(g) for g in range(triton.cdiv(lines, together))]
+    inbox, bar = _inbox(rows * run, dtype, world), barrier_counters(world)
+    meet, side = copies.meeting(world), copies.Side(world)
+    grid = (num_programs(world, tiles),)
+    start = cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS)
     places = (rank * part.units, size * part.units, 0, rows * part.units)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def scatter_launch(
         sent = []
         with side.behind() as stream:
             for boxes in moved:
-                _copies.send(world, boxes, inbox, x, stream)
+                copies.send(world, boxes, inbox, x, stream)
                 sent.append(side.mark())
         for g, mark in enumerate(sent):
             side.reach(mark)
@@ -132,33 +132,31 @@ def scatter_launch(
     return launch
 
 
-def reduce_launch(
-    world: World, n: int, dtype: torch.dtype, op: Op, block: int | None, chunks: int | None
-) -> _common.Launch:
+def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int | None, chunks: int | None) -> Launch:
     """launch(x, out) for x of n elements, of which rank r owns a slot from r * slot on, less at the end. Collective."""
     rank, size, itemsize = world.rank, world.size, dtype.itemsize
-    slot = triton.cdiv(triton.cdiv(n, size), _runs.LINE) * _runs.LINE  # so that parts are aligned
-    whole = _runs.runs(1, slot, dtype, block)
+    slot = triton.cdiv(triton.cdiv(n, size), runs.LINE) * runs.LINE  # so that parts are aligned
+    whole = runs.runs(1, slot, dtype, block)
     together = triton.cdiv(whole.tiles, min(chunks or REDUCE_CHUNKS, whole.tiles))
     step = together * whole.COLS.value
-    layout, inboxes = _copies.layout(n), _copies.layout(max(size - 1, 1), slot)
+    layout, inboxes = copies.layout(n), copies.layout(max(size - 1, 1), slot)
 
     def chunk(g: int, owner: int) -> slice:
         begin, end = owner * slot + g * step, owner * slot + min((g + 1) * step, slot)
         return slice(min(begin, n), min(end, n))
 
     # What is copied comes in the order scattered(0), scattered(1), gathered(0), scattered(2), ..., gathered(count - 1).
-    def scattered(g: int) -> list[_copies.Box]:
+    def scattered(g: int) -> list[copies.Box]:
         found = []
-        for d in _copies.turn(size, max(2 * g - 1, 0)):
+        for d in copies.turn(size, max(2 * g - 1, 0)):
             peer = (rank + d) % size
             of = layout[chunk(g, peer)]
-            found += _copies.boxes(peer, inboxes[_slot(d, world)][g * step :][: of.numel()], of, itemsize)
+            found += copies.boxes(peer, inboxes[_slot(d, world)][g * step :][: of.numel()], of, itemsize)
         return found
 
-    def gathered(g: int) -> list[_copies.Box]:
-        mine, turn = layout[chunk(g, rank)], _copies.turn(size, min(2 * g + 2, 2 * count - 1))
-        return [box for d in turn for box in _copies.boxes((rank + d) % size, mine, mine, itemsize)]
+    def gathered(g: int) -> list[copies.Box]:
+        mine, turn = layout[chunk(g, rank)], copies.turn(size, min(2 * g + 2, 2 * count - 1))
+        return [box for d in turn for box in copies.boxes((rank + d) % size, mine, mine, itemsize)]
 
     count = triton.cdiv(whole.tiles, together)
     out_of, into = [scattered(g) for g in range(count)], [gathered(g) for g in range(count)]
@@ -167,27 +165,27 @@ def reduce_launch(
     tiles = triton.cdiv(own, whole.COLS.value)
     part = whole._replace(units=own // unit, across=max(tiles, 1), tiles=tiles, UNIT=tl.constexpr(unit))
     places = (rank * slot // unit, 0, rank * slot // unit, slot // unit)
-    inbox, bar = _inbox(slot, dtype, world), _common.barrier_counters(world)
-    meet, side = _copies.meeting(world), _copies.Side(world)
-    grid = (_common.num_programs(world, together),)
-    start = cooperative_launch(world, sum_kernel, grid, **_common.COPY_OPTIONS)
+    inbox, bar = _inbox(slot, dtype, world), barrier_counters(world)
+    meet, side = copies.meeting(world), copies.Side(world)
+    grid = (num_programs(world, together),)
+    start = cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank has added what is in its inbox, and is done with what it had in `out`
         with side.behind() as stream:
-            _copies.send(world, out_of[0], inbox, x, stream)
+            copies.send(world, out_of[0], inbox, x, stream)
             sent = side.mark()
         for g in range(count):
             here = sent
             if g + 1 < count:
                 with side.behind() as stream:
-                    _copies.send(world, out_of[g + 1], inbox, x, stream)
+                    copies.send(world, out_of[g + 1], inbox, x, stream)
                     sent = side.mark()
             side.reach(here)
             end = min((g + 1) * together, tiles)
             start(x, out, inbox, bar, part, *places, min(g * together, end), end, world.device, op)
             with side.behind() as stream:
-                _copies.send(world, into[g], out, out, stream)
+                copies.send(world, into[g], out, out, stream)
         side.reach(side.mark())
         meet()  # publish: every rank's sums are there
         return out

@@ -25,8 +25,9 @@ from pkt.runtime.memory.factories import signals, zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from . import common as _common
-from . import words as _words
+from ..declaration import Launch
+from . import packing
+from .grid import num_programs
 
 FLIGHT_BYTES = 400_000
 """Bytes that a rank sends in the time of a flight: as far as one shot sends no more than that above what two shots do,
@@ -87,7 +88,7 @@ def one_shot_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth  # elements in an int32
     t = tl.cast(pid, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = _words.thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
+    x = packing.thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
     launch = sync.peek_epoch(flags_ptr)
     half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
     mine = half + tl.cast(world.rank, tl.int64) * third * 4
@@ -95,15 +96,15 @@ def one_shot_kernel(
         for i in tl.static_range(1, world.size + 1):  # to myself too: every rank adds in the same order
             pl.put_flagged(mine + 4 * t, x, launch, (world.rank + i) % world.size, world, mask=t < third)
         t += programs * BLOCK
-        x = _words.thirds(x_ptr, t, third, t < third, n, PER)
+        x = packing.thirds(x_ptr, t, third, t < third, n, PER)
     ptx.cta_barrier()
     pl.epoch(flags_ptr, world)
     for block in range(pid, tl.cdiv(third, BLOCK), programs):
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         found = pl.take_flagged_all(half + 4 * t, 4 * third, launch, world, mask=t < third)
         for j in tl.static_range(3):
-            total = _words.reduced(found[0][j], found, 1, world.size, j, dtype, OP)
-            _words.store(out_ptr, t + j * third, total, t < third, n, PER)
+            total = packing.reduced(found[0][j], found, 1, world.size, j, dtype, OP)
+            packing.store(out_ptr, t + j * third, total, t < third, n, PER)
 
 
 @triton.jit
@@ -136,7 +137,7 @@ def two_shot_kernel(
         for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
             end = tl.minimum(n, (peer + 1) * part * PER)
-            x = _words.thirds(x_ptr, peer * part + t, third, t < third, end, PER)
+            x = packing.thirds(x_ptr, peer * part + t, third, t < third, end, PER)
             at = half + ((PEERS - i) * third + t) * 4  # to the peer, I am rank + size - i
             pl.put_flagged(at, x, launch, peer, world, mask=t < third)
     ptx.cta_barrier()
@@ -145,17 +146,17 @@ def two_shot_kernel(
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         word = rank * part + t
         end = tl.minimum(n, (rank + 1) * part * PER)
-        x = _words.thirds(x_ptr, word, third, t < third, end, PER)
+        x = packing.thirds(x_ptr, word, third, t < third, end, PER)
         found = pl.take_flagged_all(half + 4 * t, 4 * third, launch, world, mask=t < third, parts=PEERS)
-        a = _words.reduced(x[0], found, 0, PEERS, 0, dtype, OP)
-        b = _words.reduced(x[1], found, 0, PEERS, 1, dtype, OP)
-        c = _words.reduced(x[2], found, 0, PEERS, 2, dtype, OP)
+        a = packing.reduced(x[0], found, 0, PEERS, 0, dtype, OP)
+        b = packing.reduced(x[1], found, 0, PEERS, 1, dtype, OP)
+        c = packing.reduced(x[2], found, 0, PEERS, 2, dtype, OP)
         for i in tl.static_range(1, world.size):
             at = sums + ((PEERS - i) * third + t) * 4
             pl.put_flagged(at, (a, b, c), launch, (rank + i) % world.size, world, mask=t < third)
-        _words.store(out_ptr, word, a, t < third, end, PER)
-        _words.store(out_ptr, word + third, b, t < third, end, PER)
-        _words.store(out_ptr, word + 2 * third, c, t < third, end, PER)
+        packing.store(out_ptr, word, a, t < third, end, PER)
+        packing.store(out_ptr, word + third, b, t < third, end, PER)
+        packing.store(out_ptr, word + 2 * third, c, t < third, end, PER)
     for block in range(pid, blocks, programs):
         t = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         found = pl.take_flagged_all(sums + 4 * t, 4 * third, launch, world, mask=t < third, parts=PEERS)
@@ -164,7 +165,7 @@ def two_shot_kernel(
             word = peer * part + t
             end = tl.minimum(n, (peer + 1) * part * PER)
             for j in tl.static_range(3):
-                _words.store(out_ptr, word + j * third, found[i - 1][j], t < third, end, PER)
+                packing.store(out_ptr, word + j * third, found[i - 1][j], t < third, end, PER)
 
 
 @triton.jit
@@ -187,7 +188,7 @@ def gather_kernel(
     PEERS: tl.constexpr = world.size - 1
     PER: tl.constexpr = 32 // x_ptr.dtype.element_ty.primitive_bitwidth  # elements in an int32
     t = pid * BLOCK + tl.arange(0, BLOCK)  # int32, which divides sooner
-    x = _words.thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
+    x = packing.thirds(x_ptr, t, third, t < third, n, PER)  # on its way with the count of launches
     launch = sync.peek_epoch(flags_ptr)
     words = tl.cast(third, tl.int64)  # of a slot
     half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
@@ -196,9 +197,9 @@ def gather_kernel(
             at = half + ((PEERS - i) * words + t) * 4  # to the peer, I am rank + size - i
             pl.put_flagged(at, x, launch, (rank + i) % world.size, world, mask=t < third)
         for j in tl.static_range(3):
-            _words.store_part(out_ptr, t + j * third, x[j], t < third, n, span, rank, world.size, PER)
+            packing.store_part(out_ptr, t + j * third, x[j], t < third, n, span, rank, world.size, PER)
         t += programs * BLOCK
-        x = _words.thirds(x_ptr, t, third, t < third, n, PER)
+        x = packing.thirds(x_ptr, t, third, t < third, n, PER)
     ptx.cta_barrier()
     pl.epoch(flags_ptr, world)
     for block in range(pid, tl.cdiv(third, BLOCK), programs):
@@ -209,7 +210,7 @@ def gather_kernel(
         for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
             for j in tl.static_range(3):
-                _words.store_part(out_ptr, t + j * third, found[i - 1][j], t < third, n, span, peer, world.size, PER)
+                packing.store_part(out_ptr, t + j * third, found[i - 1][j], t < third, n, span, peer, world.size, PER)
 
 
 @triton.jit
@@ -223,7 +224,7 @@ def _put_parts(x_ptr, half, launch, n, span, third, world, BLOCK: tl.constexpr, 
         t = block * BLOCK + tl.arange(0, BLOCK)
         for i in tl.static_range(1, world.size):
             peer = (rank + i) % world.size
-            x = _words.thirds_of_part(x_ptr, t, third, t < third, n, span, peer, world.size, PER)
+            x = packing.thirds_of_part(x_ptr, t, third, t < third, n, span, peer, world.size, PER)
             at = half + ((PEERS - i) * words + t) * 4  # to the peer, I am rank + size - i
             pl.put_flagged(at, x, launch, peer, world, mask=t < third)
 
@@ -254,12 +255,12 @@ def scatter_kernel(
     pl.epoch(flags_ptr, world)
     for block in range(pid, tl.cdiv(third, BLOCK), tl.num_programs(0)):
         t = block * BLOCK + tl.arange(0, BLOCK)
-        x = _words.thirds_of_part(x_ptr, t, third, t < third, n, span, rank, world.size, PER)
+        x = packing.thirds_of_part(x_ptr, t, third, t < third, n, span, rank, world.size, PER)
         slot = half + 4 * tl.cast(t, tl.int64)
         found = pl.take_flagged_all(slot, 4 * tl.cast(third, tl.int64), launch, world, mask=t < third, parts=PEERS)
         for j in tl.static_range(3):
-            total = _words.reduced(x[j], found, 0, PEERS, j, dtype, OP)
-            _words.store(out_ptr, t + j * third, total, t < third, n, PER)
+            total = packing.reduced(x[j], found, 0, PEERS, j, dtype, OP)
+            packing.store(out_ptr, t + j * third, total, t < third, n, PER)
 
 
 @triton.jit
@@ -287,14 +288,14 @@ def exchange_kernel(
     pl.epoch(flags_ptr, world)
     for block in range(pid, tl.cdiv(third, BLOCK), tl.num_programs(0)):
         t = block * BLOCK + tl.arange(0, BLOCK)
-        x = _words.thirds_of_part(x_ptr, t, third, t < third, n, span_x, rank, world.size, PER)
+        x = packing.thirds_of_part(x_ptr, t, third, t < third, n, span_x, rank, world.size, PER)
         slot = half + 4 * tl.cast(t, tl.int64)
         found = pl.take_flagged_all(slot, 4 * tl.cast(third, tl.int64), launch, world, mask=t < third, parts=PEERS)
         for j in tl.static_range(3):
-            _words.store_part(out_ptr, t + j * third, x[j], t < third, n, span_out, rank, world.size, PER)
+            packing.store_part(out_ptr, t + j * third, x[j], t < third, n, span_out, rank, world.size, PER)
             for i in tl.static_range(1, world.size):
                 peer = (rank + i) % world.size
-                _words.store_part(
+                packing.store_part(
                     out_ptr, t + j * third, found[i - 1][j], t < third, n, span_out, peer, world.size, PER
                 )
 
@@ -322,7 +323,7 @@ def broadcast_kernel(
     half = slots_ptr + tl.cast(launch & 1, tl.int64) * room * 4
     for block in range(pid, tl.cdiv(mine, BLOCK), programs):
         t = block * BLOCK + tl.arange(0, BLOCK)
-        x = _words.thirds(x_ptr, t, third, t < mine, n, PER)
+        x = packing.thirds(x_ptr, t, third, t < mine, n, PER)
         for i in tl.static_range(1, world.size):
             at = half + ((PEERS - i) * words + t) * 4  # to the peer, I am rank + size - i
             pl.put_flagged(at, x, launch, (rank + i) % world.size, world, mask=t < mine)
@@ -334,7 +335,7 @@ def broadcast_kernel(
             t = block * BLOCK + tl.arange(0, BLOCK)
             x = pl.take_flagged(slot + 4 * t, launch, world, mask=t < third)
             for j in tl.static_range(3):
-                _words.store(x_ptr, t + j * third, x[j], t < third, n, PER)
+                packing.store(x_ptr, t + j * third, x[j], t < third, n, PER)
     if pid == 0:
         first = tl.arange(0, BLOCK)
         pl.take_flagged_all(half + 4 * first, 4 * words, launch, world, mask=first < 1, parts=PEERS)
@@ -375,14 +376,14 @@ def _way(world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, bloc
     if block:
         words = triton.next_power_of_2(max(block * x.element_size() // (4 * VALUES), 1))
     else:
-        share = triton.next_power_of_2(triton.cdiv(third, _common.num_programs(world, third)))
+        share = triton.next_power_of_2(triton.cdiv(third, num_programs(world, third)))
         words = min(max(share, LEAST_BLOCK), MOST_BLOCK, triton.next_power_of_2(third))
-    grid = (_common.num_programs(world, triton.cdiv(third, words)),)
+    grid = (num_programs(world, triton.cdiv(third, words)),)
     start = cooperative_launch(world, kernel, grid, num_warps=max(1, min(words, MOST_BLOCK) // 32))
     return _Way(space, room, third, words, start)
 
 
-def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int | None) -> _common.Launch:
+def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int | None) -> Launch:
     """launch(x, out), for tensors of the same facts as `x`: `out` = the ranks' x reduced, as all_reduce, whose checks
     come before. block: elements a program moves at a time. Collective."""
     n, size = x.numel(), world.size
@@ -398,7 +399,7 @@ def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int
     return launch
 
 
-def gather_launch(world: World, x: torch.Tensor, span: int, block: int | None) -> _common.Launch:
+def gather_launch(world: World, x: torch.Tensor, span: int, block: int | None) -> Launch:
     """launch(x, out), for tensors of the same facts as `x`, elements of 16 or 32 bits of which `span` lie together in
     `out` before the next rank's: `out` = the ranks' x, as all_gather, whose checks come before. Collective. Raises
     ShapeError."""
@@ -413,7 +414,7 @@ def gather_launch(world: World, x: torch.Tensor, span: int, block: int | None) -
     return launch
 
 
-def scatter_launch(world: World, x: torch.Tensor, span: int, op: str, block: int | None) -> _common.Launch:
+def scatter_launch(world: World, x: torch.Tensor, span: int, op: str, block: int | None) -> Launch:
     """launch(x, out), for tensors of the same facts as `x`, of which `span` elements lie together before the next
     rank's: `out` = this rank's part of the ranks' x reduced, as reduce_scatter, whose checks come before. Collective.
     Raises ShapeError."""
@@ -428,7 +429,7 @@ def scatter_launch(world: World, x: torch.Tensor, span: int, op: str, block: int
     return launch
 
 
-def exchange_launch(world: World, x: torch.Tensor, span_x: int, span_out: int, block: int | None) -> _common.Launch:
+def exchange_launch(world: World, x: torch.Tensor, span_x: int, span_out: int, block: int | None) -> Launch:
     """launch(x, out), for tensors of the same facts as `x`, elements of 16 or 32 bits of which `span_x` lie together in
     `x`, and `span_out` in `out`, before another rank's: as all_to_all, whose checks come before. Collective. Raises
     ShapeError."""
@@ -443,7 +444,7 @@ def exchange_launch(world: World, x: torch.Tensor, span_x: int, span_out: int, b
     return launch
 
 
-def broadcast_launch(world: World, x: torch.Tensor, root: int, block: int | None) -> _common.Launch:
+def broadcast_launch(world: World, x: torch.Tensor, root: int, block: int | None) -> Launch:
     """launch(x), for tensors of the same facts as `x`, elements of 16 or 32 bits: `x` = root's, as broadcast, whose
     checks come before. Collective. Raises ShapeError."""
     n = x.numel()

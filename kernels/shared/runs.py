@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,8 @@ import triton.language as tl
 from pkt.errors import ShapeError
 from pkt.runtime.world import World
 
-from . import common as _common
+from ..declaration import Call, Check
+from .grid import COPY_BYTES
 
 LINE = 64  # elements that a tile's row is not cut below; 128 bytes of a 16-bit type
 
@@ -38,7 +39,7 @@ class Runs(NamedTuple):
 
 def runs(rows: int, run: int, dtype: torch.dtype, block: int | None) -> Runs:
     """A part of `rows` runs of `run` elements, in tiles of `block` elements or COPY_BYTES."""
-    elements = block or _common.COPY_BYTES // dtype.itemsize
+    elements = block or COPY_BYTES // dtype.itemsize
     cols = min(elements, triton.next_power_of_2(run))
     while cols > LINE and 8 * triton.cdiv(run, cols) * cols > 9 * run:  # a ninth of the lanes would idle
         cols //= 2
@@ -77,12 +78,17 @@ def stacked(row, col, part, index, size, together):
     return (turn * together + row % together) * (part.units * part.UNIT) + col
 
 
-def axis(call: str, name: str, dim: int, shape: Sequence[int], world: World) -> int:
-    """`dim` of a tensor of `shape`, counted from the front. Raises ShapeError."""
-    ndim = max(len(shape), 1)
-    if not isinstance(dim, int) or not -ndim <= dim < ndim:
-        raise ShapeError.argument(call, name, dim, f"an axis from {-ndim} to {ndim - 1} of {tuple(shape)}", world.rank)
-    return dim % ndim
+def axis(operand: str) -> Check:
+    """A dimension of `operand`, counted from the front."""
+
+    def check(call: Call, name: str, dim: Any) -> int:
+        shape = call[operand].shape
+        ndim = max(len(shape), 1)
+        if not isinstance(dim, int) or not -ndim <= dim < ndim:
+            raise call.refuse(name, dim, f"an axis from {-ndim} to {ndim - 1} of {tuple(shape)}")
+        return dim % ndim
+
+    return check
 
 
 def share(call: str, name: str, dim: int, shape: Sequence[int], world: World) -> tuple[int, ...]:

@@ -8,25 +8,27 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_gather import DTYPES as COPIED
-from pkt.kernels.all_gather import FLAGGED, MODES, all_gather, reference
-from pkt.kernels.shared import flagged as _low_latency
+from pkt.kernels.all_gather import FLAGGED, OPERATOR, all_gather, reference
+from pkt.kernels.shared import flagged
+from pkt.kernels.shared.checks import NUMBERS
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
+
+MODES = tuple(OPERATOR.forms)
 
 
 def gathers(
     world: Any, shape: tuple[int, ...], dtype: torch.dtype, mode: str, block: int | None = 16, dim: int = 0
 ) -> None:
     x = pkt.empty(shape, dtype=dtype)
-    out = pkt.empty(reference([torch.empty(shape)] * world.size, dim).shape, dtype=dtype)
+    out = pkt.empty(reference(0, [torch.empty(shape)] * world.size, dim).shape, dtype=dtype)
     block = None if mode == "copy" else block
     for launch in range(LAUNCHES):
         shards = inputs(world, shape, dtype, launch)
         x.copy_(shards[world.rank])
         got = all_gather(x, out, dim=dim, mode=mode, block=block)
         assert got is out
-        assert torch.equal(got.plain(), reference(shards, dim)), (world.rank, launch)
+        assert torch.equal(got.plain(), reference(world.rank, shards, dim)), (world.rank, launch)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -64,7 +66,7 @@ def test_in_place(mode: Any) -> None:
             shards = inputs(world, (5, 3), torch.float32, launch)
             out.chunk(world.size)[world.rank].copy_(shards[world.rank])
             all_gather(out.chunk(world.size)[world.rank], out, mode=mode)
-            assert torch.equal(out.plain(), reference(shards))
+            assert torch.equal(out.plain(), reference(world.rank, shards))
 
     on_ranks(3, run, seed=2)
 
@@ -82,7 +84,7 @@ def test_one_program_and_the_default_block(mode: str) -> None:
 
 def test_any_element_type() -> None:
     def run(world: Any) -> None:
-        for dtype in COPIED:
+        for dtype in NUMBERS:
             x = torch.arange(11, dtype=torch.int64).add(100 * world.rank % 100).to(dtype)
             out = pkt.empty(11 * world.size, dtype=dtype)
             assert torch.equal(all_gather(x, out).plain(), x.repeat(world.size))
@@ -108,11 +110,11 @@ def test_new_tensors_and_the_choice_of_mode() -> None:
 
 
 def test_what_is_small_is_gathered_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [_low_latency.few(3e6, size) for size in (1, 2, 8, 9)] == [True, True, True, False]
-    assert not _low_latency.few(3e6 + 1, 2)
-    monkeypatch.setattr(_low_latency, "FLAG_BYTES", 50)
-    made, launch = [], _low_latency.gather_launch
-    monkeypatch.setattr(_low_latency, "gather_launch", lambda *args: made.append(1) or launch(*args))
+    assert [flagged.few(3e6, size) for size in (1, 2, 8, 9)] == [True, True, True, False]
+    assert not flagged.few(3e6 + 1, 2)
+    monkeypatch.setattr(flagged, "FLAG_BYTES", 50)
+    made, launch = [], flagged.gather_launch
+    monkeypatch.setattr(flagged, "gather_launch", lambda *args: made.append(1) or launch(*args))
 
     def run(world: Any) -> None:
         for dtype, n in ((torch.float32, 38), (torch.float32, 37), (torch.int16, 75), (torch.int8, 10)):

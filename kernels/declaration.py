@@ -1,0 +1,209 @@
+"""What an operator declares: operands, forms, cases and checks of its keywords; and a call that is being planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.runtime.memory.tensor import check_rank
+from pkt.runtime.world import World
+
+Launch = Callable[..., torch.Tensor]
+"""launch(*tensors) -> the result, for tensors like those it was planned with. It keeps none of them."""
+Shape = tuple[int, ...]
+MAX_BLOCK = 1 << 20
+"""Most elements of a block in Triton."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that an operator takes.
+
+    shape: a letter for each dimension, such as "m k", with "W*" before one that is a multiple of the world size; "..."
+        for any shape; or a function of the call that returns one of these.
+    dtypes: those it may have; () for that of the first operand.
+    optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix.
+    """
+
+    shape: str | Callable[[Call], str]
+    dtypes: tuple[torch.dtype, ...] = ()
+    optional: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to compute an operator, chosen by `mode=` or by the operator's default.
+
+    plan: makes buffers and returns what launches; collective.
+    how, moves: for the reference page: what it does in a few words; the bytes that leave a rank.
+    settings: keywords that it takes, with their defaults; a default may be a function of the call.
+    complete: settles the settings together, where one follows from another; may be collective.
+    fits: why it cannot run a call, in words; "" where it can. Alike on all ranks.
+    symmetric: operands that peers access.
+    dtypes: fewer than the operands', where it takes fewer.
+    agrees: further facts in which all ranks must agree.
+    gpu: it runs on GPUs alone.
+    space: its candidates for the tuner, for a case and a GPU. seconds: what a candidate will take there.
+    roundings: how often an element of the result is rounded to its dtype, for a world size.
+    small: settings for shapes of some dozen elements, as tests simulate them.
+    """
+
+    plan: Callable[[Call], Launch]
+    how: str = ""
+    moves: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    complete: Callable[[Call], Mapping[str, Any]] | None = None
+    fits: Callable[[Call], str] = lambda call: ""
+    symmetric: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    agrees: Callable[[Call], Mapping[str, Any]] = lambda call: {}
+    gpu: bool = False
+    space: Callable[[Mapping[str, Any], Any], Sequence[Any]] | None = None
+    seconds: Callable[[Mapping[str, Any], Mapping[str, Any], Any], Any] | None = None
+    roundings: Callable[[int], int] = lambda size: 1
+    small: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small call that breaks things, for the conformance suite.
+
+    sizes: of the letters of the shapes. shapes: of operands of any shape. arguments: keywords of the call, `mode` and
+    settings among them. ranks, sms, multicast: of the world. launches: how many, with other inputs and nothing reset
+    between. out: "new", "given", "symmetric", or "x" for the operand x itself. explore: run it under many schedules,
+    and with every piece of synchronisation broken in turn.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 3
+    sms: int = 2
+    multicast: bool = True
+    launches: int = 2
+    out: str = "symmetric"
+    explore: bool = True
+
+
+class Tuning(NamedTuple):
+    """How the tuner sees an operator.
+
+    short: its short name, as "ag_gemm". key: M, N and K of the product that each rank computes; None where nothing is
+    looked up. sent: least bytes that leave a GPU, for such a key with dtype and size. shared: which of m, n and k of a
+    product (m, k) @ (k, n) the ranks share.
+    """
+
+    short: str
+    key: Callable[[Call], Mapping[str, int] | None]
+    sent: Callable[[Mapping[str, Any]], float]
+    shared: tuple[str, ...]
+
+
+class Call:
+    """A call that is being planned: call["m"] is an operand, an argument, a setting or the size of a letter."""
+
+    def __init__(
+        self, name: str, world: World, tensors: Mapping[str, Any], arguments: Mapping[str, Any],
+        given: Mapping[str, Any], mode: str | None,
+    ) -> None:  # fmt: skip
+        self.name, self.world = name, world
+        self.tensors, self.arguments = dict(tensors), dict(arguments)
+        self.given = dict(given)
+        """Settings as the caller gave them, or the tuner found them."""
+        self.asked = mode
+        """The form that the caller named."""
+        self.mode = ""
+        """The form that is taken."""
+        self.settings: dict[str, Any] = {}
+        """All settings of that form."""
+        self.sizes: dict[str, int] = {}
+        self.shape: Shape = ()
+        """Of the result."""
+
+    def __getitem__(self, name: str) -> Any:
+        for space in (self.tensors, self.arguments, self.settings, self.given, self.sizes):
+            if name in space:
+                return space[name]
+        raise KeyError(name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first operand, and of the result."""
+        return next(iter(self.tensors.values())).dtype
+
+    @property
+    def on_gpu(self) -> bool:
+        return torch.device(self.world.torch_device).type == "cuda"
+
+    @property
+    def left(self) -> bool:
+        """The caller has left the form and all settings open, and nothing was tuned."""
+        return self.asked is None and not self.given
+
+    def bound(self, shape: str) -> Shape:
+        """`shape` in numbers, once its letters are known."""
+        return tuple(
+            self.sizes[word.removeprefix("W*")] * (self.world.size if word.startswith("W*") else 1)
+            for word in shape.split()
+        )
+
+    def refuse(self, name: str, found: Any, wanted: str) -> ShapeError:
+        """The error to raise for argument `name`."""
+        return ShapeError.argument(self.name, name, found, wanted, self.world.rank)
+
+
+# ---------------------------------------------------------------------------------------------- checks of keywords
+Check = Callable[["Call", str, Any], Any]
+"""check(call, name, value) -> the value to use; raises one of pkt's errors, naming both."""
+
+
+# ---------------------------------------------------------------------------------------------------------- keywords
+def integer(least: int | None = None) -> Check:
+    """An int, `least` or more."""
+
+    def check(call: Call, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, int):
+            found = f"{type(value).__name__} {value!r:.40}"
+            raise DtypeError.argument(call.name, name, found, "an integer", call.world.rank)
+        if least is not None and value < least:
+            raise call.refuse(name, value, f"at least {least}")
+        return value
+
+    return check
+
+
+def choice(*choices: str) -> Check:
+    """One of `choices`."""
+
+    def check(call: Call, name: str, value: Any) -> Any:
+        if value not in choices:
+            where = f"rank {call.world.rank}: {call.name}"
+            raise Unsupported.here(where, f"found {name} {value!r}", f"wanted {' or '.join(map(repr, choices))}")
+        return value
+
+    return check
+
+
+def block(call: Call, name: str, value: Any) -> Any:
+    """None, or a power of two that Triton takes as the length of a block."""
+    integer()(call, name, value)
+    if value is not None and (not 1 <= value <= MAX_BLOCK or value & (value - 1)):
+        raise call.refuse(name, value, f"a power of two up to {MAX_BLOCK}")
+    return value
+
+
+def rank(call: Call, name: str, value: Any) -> int:
+    """A rank of the world."""
+    return check_rank(value, call.world, call.name)
+
+
+def anything(call: Call, name: str, value: Any) -> Any:
+    """Whatever it is: the operator looks at it when it makes the shape of its result."""
+    return value

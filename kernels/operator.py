@@ -1,0 +1,383 @@
+"""The registry: an operator is declared once, in its own file, and everything else reads the declaration.
+
+A file declares an operator with a typed function that users call and an `Operator` that says what the call takes:
+
+    def all_gather(x, out=None, *, dim=0, mode=None, block=None, world=None) -> torch.Tensor:
+        \"""What the caller gets.\"""
+        return OPERATOR((x, out), world=world, dim=dim, mode=mode, block=block)
+
+    OPERATOR = Operator(all_gather, tensors={...}, result=..., forms={...}, reference=..., cases=(...))
+
+tensors: the operands, their shapes by letters. arguments: keywords that change the result. settings: keywords that
+change only how it is computed. forms: the ways to compute it, by the name that `mode=` takes.
+
+The first call with tensors of some shapes, dtypes, strides and alignment goes through `Operator.plan`: checks, the
+choice of a form, agreement between the ranks, buffers. It returns a closure that only launches, which later calls with
+tensors alike look up. The rules of autograd, aliases, empty tensors, fresh outputs and workspaces are here, for all
+operators.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pkt.errors import CollectiveMismatch, DtypeError, ShapeError, Unsupported
+from pkt.runtime.memory.tensor import SymmetricTensor, facts
+from pkt.runtime.workspace import Workspace, kept_in
+from pkt.runtime.world import World, current_world
+
+from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice
+from .shared import checks
+
+Advice = Callable[["Operator", Mapping[str, Any], World], Mapping[str, Any]]
+"""Settings that were tuned for an operator and a case, `mode` among them; {} where there are none. Collective."""
+_advice: list[Advice] = []
+
+
+def take_advice(advice: Advice) -> None:
+    """From now on operators ask `advice` where the caller gives no settings. `pkt` hands the tuner in."""
+    _advice[:] = [advice]
+
+
+class Operator:
+    """A declared operator; `register` adds it to the registry. Calling it is the body of the operator's function."""
+
+    def __init__(
+        self,
+        function: Callable[..., torch.Tensor],
+        *,
+        tensors: Mapping[str, Operand],
+        result: str | Callable[[Call], str | Shape],
+        forms: Mapping[str, Form],
+        reference: Callable[..., torch.Tensor],
+        default: Callable[[Call], str] | None = None,
+        arguments: Mapping[str, Check] | None = None,
+        settings: Mapping[str, Check] | None = None,
+        written: str = "out",
+        place: Callable[[Call], int | None] = lambda call: None,
+        private: str = "",
+        exact: bool = False,
+        terms: Callable[[Mapping[str, int], int], int] = lambda sizes, size: size,
+        tuning: Tuning | None = None,
+        cases: Sequence[Case] = (),
+    ) -> None:
+        """function: what users call. result: the shape of what it returns, of the first operand's dtype. default: the
+        form taken where the caller names none; the first of `forms` without it. written: the operand that is written.
+        place: which part of x, or of `out`, of the other's size the two may share. private: letters in which ranks may
+        differ. exact: data is moved, not computed with. terms: how many numbers an element of the result is a sum of,
+        from the sizes of the letters and of the world. reference(rank, **operands of all ranks, **arguments): the exact
+        result of a rank, in fp64."""
+        self.function, self.name = function, function.__name__
+        self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
+        self.default = default or (lambda call: next(iter(self.forms)))
+        self.arguments, self.settings = dict(arguments or {}), dict(settings or {})
+        self.written, self.place, self.private = written, place, private
+        self.exact, self.terms, self.tuning, self.cases = exact, terms, tuning, tuple(cases)
+        parameters = list(inspect.signature(function).parameters)
+        self.names = [name for name in parameters if name in self.tensors or name == "out"]
+        self._written = self.names.index(written)
+        keywords = {*self.arguments, *self.settings, "mode"}
+        if missing := {*self.tensors, *keywords} ^ ({*parameters} - {"out", "world", "workspace"}):
+            raise TypeError(f"{self.name}: declared or taken, but not both: {', '.join(sorted(missing))}")
+
+    def __repr__(self) -> str:
+        return f"Operator({self.name})"
+
+    # ------------------------------------------------------------------------------------------------------ each call
+    def __call__(
+        self,
+        tensors: tuple[Any, ...],
+        *,
+        world: World | None = None,
+        workspace: Workspace | None = None,
+        **keywords: Any,
+    ) -> torch.Tensor:
+        """Run the operator: planned once for tensors of the same facts, launched each time."""
+        world = world_of(self.name, world, *tensors, workspace)
+        if workspace is not None:
+            with kept_in(workspace, world, self.name):
+                return self._run(world, tensors, keywords)
+        return self._run(world, tensors, keywords)
+
+    def _run(self, world: World, tensors: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
+        out = tensors[self._written]
+        plans = world.plans
+        try:
+            key = (self, *keywords.values(), *facts(tensors, world, self.name, out))
+            launch = plans.get(key)
+        except (TypeError, RuntimeError):  # a list among the settings, or a tensor with no address: nothing to look up
+            key = launch = None
+        if launch is None:
+            launch = self.plan(world, tensors, keywords)
+            if key is not None:
+                plans[key] = launch
+        result = launch(*tensors)
+        if out is not None:
+            torch.autograd.graph.increment_version(out)  # a backward pass that needs the old values raises
+        return result
+
+    # --------------------------------------------------------------------------------- the first with tensors alike
+    def plan(self, world: World, tensors: Sequence[Any], keywords: Mapping[str, Any]) -> Launch:
+        """Check everything, agree with the other ranks, and make what launches. Collective. Raises NotSymmetric,
+        ShapeError, DtypeError, Unsupported, CollectiveMismatch."""
+        arguments = {name: keywords[name] for name in self.arguments}
+        given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
+        call = Call(self.name, world, dict(zip(self.names, tensors)), arguments, given, keywords["mode"])
+        self._check_operands(call)
+        form = self._choose(call)
+        self._check_form(call, form)
+        self._agree(call, form)
+        if form.complete is not None:
+            call.settings = dict(form.complete(call))
+        return self._filled(call, form)
+
+    def _check_operands(self, call: Call) -> None:
+        """What does not depend on the form: dtypes, shapes, arguments, settings, and `out` where there is one."""
+        world, first = call.world, next(iter(self.tensors))
+        if call.asked is not None:
+            choice(*self.forms)(call, "mode", call.asked)
+        for name, operand in self.tensors.items():
+            tensor = call.tensors[name]
+            if tensor is None and operand.optional:
+                continue
+            checks.check_dense(call.name, name, tensor, world)
+            stored = checks.stored(tensor)[0] if operand.transposed else tensor
+            given = {"dtypes": operand.dtypes} if operand.dtypes else {"dtype": call.tensors[first].dtype}
+            checks.check_tensor(call.name, name, stored, world, **given)
+        for name, value in call.arguments.items():
+            call.arguments[name] = self.arguments[name](call, name, value)
+        call.given = self._checked(call, call.given)
+        for name, operand in self.tensors.items():
+            if call.tensors[name] is not None:
+                self._bind(call, name, operand)
+        shape = self.result(call) if callable(self.result) else self.result
+        call.shape = call.bound(shape) if isinstance(shape, str) else tuple(shape)
+        if call.tensors.get("out") is not None:
+            checks.check_tensor(call.name, "out", call["out"], world, shape=call.shape, dtype=call.dtype)
+
+    def _bind(self, call: Call, name: str, operand: Operand) -> None:
+        """Learn the letters of an operand's shape, or hold the shape against them."""
+        shape = operand.shape(call) if callable(operand.shape) else operand.shape
+        if shape == "...":
+            return
+        words, found, rank, size = shape.split(), tuple(call.tensors[name].shape), call.world.rank, call.world.size
+        if len(words) != len(found):
+            raise ShapeError.argument(call.name, name, found, f"{len(words)} dimensions", rank)
+        for at, word in enumerate(words):
+            letter, times = word.removeprefix("W*"), size if word.startswith("W*") else 1
+            if letter not in call.sizes:
+                if found[at] % times:
+                    wanted = f"dimension {at} divisible by {times} ranks"
+                    raise ShapeError.argument(call.name, name, found, wanted, rank)
+                call.sizes[letter] = found[at] // times
+        wanted = call.bound(shape)
+        if found != wanted:
+            raise ShapeError.argument(call.name, name, found, str(wanted), rank)
+
+    def _choose(self, call: Call) -> Form:
+        """The form that the caller named, or that was tuned, or the operator's default."""
+        mode = call.asked
+        if call.left:
+            call.given = self._tuned(call)
+            mode = call.given.pop("mode", None)
+        call.mode = mode or self.default(call)
+        form = self.forms[call.mode]
+        for name in call.given:
+            if name not in form.settings:
+                raise call.refuse(name, call.given[name], f'none with mode "{call.mode}"')
+        unfit = form.fits(call)
+        if unfit:
+            raise Unsupported.here(
+                f"rank {call.world.rank}: {call.name}(mode={call.mode!r})", f"found {unfit}", "mode=None runs anywhere"
+            )
+        for name, default in form.settings.items():
+            call.settings[name] = (
+                call.given[name] if name in call.given else default(call) if callable(default) else default
+            )
+        return form
+
+    def _tuned(self, call: Call) -> dict[str, Any]:
+        """Settings that were tuned here for this case, or measured for a shape like it; {} where there are none, where
+        their form cannot run, and in the simulator, whose clock is modelled. On GPUs collective the first time, which
+        may not be in a capture."""
+        key = self.tuning.key(call) if self.tuning and _advice and call.on_gpu else None
+        if key is None:
+            return {}
+        known: dict[Any, dict[str, Any]] = call.world.lasting.setdefault("tune.settings", {})
+        shared = {name: value for name, value in key.items() if name.lower() not in self.private}
+        case = (self.name, *shared.values(), call.dtype)
+        if case not in known:
+            if call.world.capturing:
+                raise Unsupported.captured(call.world.rank, case)
+            # Of sizes in which ranks may differ the greatest counts, that of the first call.
+            sizes = {n: v if n in shared else max(call.world.all_gather_object(v)) for n, v in key.items()}
+            case_key = {**sizes, "dtype": call.dtype, "size": call.world.size}
+            known[case] = dict(_advice[0](self, case_key, call.world))
+        settings = dict(known[case])
+        mode = settings.get("mode")
+        return {} if mode is not None and self.forms[mode].fits(call) else self._checked(call, settings)
+
+    def _checked(self, call: Call, settings: dict[str, Any]) -> dict[str, Any]:
+        """Settings, each as its check returns it."""
+        return {name: v if name == "mode" else self.settings[name](call, name, v) for name, v in settings.items()}
+
+    def _check_form(self, call: Call, form: Form) -> None:
+        """What depends on the form: who must be symmetric, and what may share memory."""
+        for name in form.symmetric:
+            checks.check_tensor(call.name, name, call.tensors[name], call.world, peers=True)
+        first = next(iter(self.tensors))
+        if form.dtypes:
+            checks.check_tensor(call.name, first, call.tensors[first], call.world, dtypes=form.dtypes)
+        out = call.tensors.get("out")
+        if out is not None:
+            for name in self.tensors:
+                if call.tensors[name] is not None:
+                    checks.check_apart(call.name, call.tensors[name], out, call.world, self.place(call), name)
+
+    def _agree(self, call: Call, form: Form) -> None:
+        """Every rank makes this call. Raises CollectiveMismatch."""
+        known: dict[str, Any] = {}
+        for name, operand in self.tensors.items():
+            tensor = call.tensors[name]
+            known[name] = None if tensor is None else self._shared(call, name, operand, name in form.symmetric)
+        if "out" in form.symmetric:
+            known["out"] = call.tensors["out"]
+        check_agreed(
+            call.name, call.world, **known, **call.arguments, mode=call.mode, **call.given, **form.agrees(call)
+        )
+
+    def _shared(self, call: Call, name: str, operand: Operand, symmetric: bool) -> Any:
+        """An operand as far as the ranks must agree on it: its place in the heap counts where peers access it."""
+        tensor = call.tensors[name]
+        if symmetric:
+            return tensor
+        shape = operand.shape(call) if callable(operand.shape) else operand.shape
+        words = shape.split() if shape != "..." else [""] * tensor.ndim
+        sizes = (word if word and word in self.private else n for n, word in zip(tensor.shape, words))
+        return Agreed(tuple(sizes), tensor.dtype, None)
+
+    def _filled(self, call: Call, form: Form) -> Launch:
+        """What launches, with a new result where the caller gives none; nothing is launched for an empty one."""
+        new = self._new_result(call)
+        given = "out" not in self.names or call.tensors["out"] is not None
+        if not given:
+            call.tensors["out"] = new()
+        launch = self._empty(call) or form.plan(call)
+        if given:
+            return launch
+        at = self.names.index("out")
+        return lambda *tensors: launch(*tensors[:at], new(), *tensors[at + 1 :])
+
+    def _new_result(self, call: Call) -> Callable[[], torch.Tensor]:
+        shape, dtype, device = call.shape, call.dtype, call.world.torch_device
+        return lambda: torch.empty(shape, dtype=dtype, device=device)
+
+    def _empty(self, call: Call) -> Launch | None:
+        """What "launches" where there is nothing to compute; None where there is."""
+        written, size = call.tensors[self.written], call.world.size
+        if written.numel() == 0:
+            return lambda *tensors: tensors[self._written]
+        ranks_agree = not any(n == 0 for letter, n in call.sizes.items() if letter in self.private)
+        if ranks_agree and any(t is not None and t.numel() == 0 for n, t in call.tensors.items() if n in self.tensors):
+            arguments = dict(call.arguments)
+
+            @torch.no_grad()  # as of kernels
+            def launch(*tensors: Any) -> torch.Tensor:
+                named = zip(self.names, tensors)
+                operands = {n: None if t is None else [t] * size for n, t in named if n in self.tensors}
+                return tensors[self._written].copy_(self.reference(call.world.rank, **operands, **arguments))
+
+            return launch
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------ the registry
+def operators() -> dict[str, Operator]:
+    """Every operator of pkt by name: each module or folder of kernels/ that declares an OPERATOR."""
+    package = importlib.import_module(__package__ or "pkt.kernels")
+    found = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        operator = getattr(importlib.import_module(f"{package.__name__}.{info.name}"), "OPERATOR", None)
+        if operator is not None:
+            found[operator.name] = operator
+    return found | _registered
+
+
+_registered: dict[str, Operator] = {}
+
+
+def register(operator: Operator) -> Operator:
+    """Add an operator from outside kernels/: `pkt.NAME`, the tuner and the conformance suite then find it."""
+    _registered[operator.name] = operator
+    return operator
+
+
+def named(name: str) -> Operator | None:
+    """The operator of that name, or short name; only its own module is loaded where the name is a module's."""
+    if name in _registered:
+        return _registered[name]
+    package = importlib.import_module(__package__ or "pkt.kernels")
+    if any(info.name == name for info in pkgutil.iter_modules(package.__path__)):
+        operator = getattr(importlib.import_module(f"{package.__name__}.{name}"), "OPERATOR", None)
+        if operator is not None:
+            return operator
+    return next((o for o in operators().values() if o.tuning and o.tuning.short == name), None)
+
+
+# ------------------------------------------------------------------------------------------------- worlds, agreement
+def world_of(call: str, world: World | None, *arguments: Any) -> World:
+    """`world`, or that of the first symmetric tensor or workspace, or the current one. Raises DtypeError."""
+    if world is not None:
+        if not isinstance(world, World):
+            raise DtypeError.argument(call, "world", type(world).__name__, "a pkt.World", current_world(call).rank)
+        return world
+    for argument in arguments:
+        # A failing isinstance is slow, and most arguments are None or plain tensors.
+        if argument is None or type(argument) is torch.Tensor:
+            continue
+        if isinstance(argument, (SymmetricTensor, Workspace)):
+            return argument.world
+    return current_world(call)
+
+
+class Agreed(NamedTuple):
+    """A tensor as the ranks compare it."""
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    offset: int | None  # in the heap, if peers access it
+
+    def __str__(self) -> str:
+        where = "" if self.offset is None else f" at heap offset {self.offset}"
+        sizes = ", ".join(map(str, self.shape)) + "," * (len(self.shape) == 1)
+        return f"({sizes}) {str(self.dtype).removeprefix('torch.')}{where}"
+
+
+def check_agreed(call: str, world: World, **arguments: Any) -> None:
+    """Collective the first time a signature is seen: every rank made the same call. Raises CollectiveMismatch.
+    Symmetric tensors count with their offset in the heap, because peers find them by arithmetic."""
+    if world.handed_in is not None:
+        arguments["workspace"] = world.handed_in
+    signature = tuple(_signature(value, world) for value in arguments.values())
+
+    def compare() -> bool:
+        said = ", ".join(f"{n}={v if isinstance(v, Agreed) else repr(v)}" for n, v in zip(arguments, signature))
+        everybody = world.all_gather_object(f"{call}({said})")
+        if len(set(everybody)) > 1:
+            raise CollectiveMismatch.calls(dict(enumerate(everybody)))
+        return True
+
+    world.workspace(("pkt.kernels", "agreed", call, signature), compare)
+
+
+def _signature(value: Any, world: World) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    offset = value.data_ptr() - world.backend.base if isinstance(value, SymmetricTensor) else None
+    return Agreed(tuple(value.shape), value.dtype, offset)

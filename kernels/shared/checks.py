@@ -1,0 +1,88 @@
+"""Checks of tensors, before any launch or allocation: an error names rank, call and argument, and says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pkt.errors import DtypeError, NotSymmetric, ShapeError
+from pkt.runtime.memory.tensor import SymmetricTensor, symmetric
+from pkt.runtime.world import World
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""What reduces and multiplies; every one accumulates in fp32."""
+NUMBERS = (*FLOATS, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+"""What can be moved."""
+
+
+def check_tensor(
+    call: str,
+    name: str,
+    tensor: Any,
+    world: World,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype | None = None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    peers: bool = False,
+) -> None:
+    """`tensor` is contiguous, on this rank's device, of the shape and dtype asked for; symmetric if `peers` access it.
+    Raises NotSymmetric, ShapeError or DtypeError, naming `name` and `call`."""
+    check_dense(call, name, tensor, world)
+    if peers:
+        symmetric(tensor, name, world, call=call)
+    if dtype is not None and tensor.dtype != dtype:
+        raise DtypeError.argument(call, name, tensor.dtype, _name(dtype), world.rank)
+    if dtypes is not None and tensor.dtype not in dtypes:
+        raise DtypeError.argument(call, name, tensor.dtype, " or ".join(map(_name, dtypes)), world.rank)
+    found = tuple(tensor.shape)
+    if shape is not None and found != tuple(shape):
+        raise ShapeError.argument(call, name, found, str(tuple(shape)), world.rank)
+    if not tensor.is_contiguous():
+        strides = f"{found} with strides {tuple(tensor.stride())}"
+        remedy = (
+            "allocate one of this shape with pkt" if isinstance(tensor, SymmetricTensor)
+            else "allocate one, and copy from it" if name == "out"
+            else f"{name}.contiguous()"
+        )  # fmt: skip
+        raise ShapeError.argument(call, name, strides, f"a contiguous tensor: {remedy}", world.rank)
+    if tensor.device.type != world.torch_device.type:
+        raise NotSymmetric.argument(world.rank, name, f"one on {tensor.device}", call)
+
+
+def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
+    """Raise DtypeError unless `tensor` is a tensor that has strides."""
+    if not isinstance(tensor, torch.Tensor):
+        raise DtypeError.argument(call, name, type(tensor).__name__, "a tensor", world.rank)
+    if tensor.layout is not torch.strided:
+        found = f"a tensor with layout {_name(tensor.layout)}"
+        remedy = "" if name == "out" else f": {name}.to_dense()"
+        raise DtypeError.argument(call, name, found, f"a dense one{remedy}", world.rank)
+
+
+def check_apart(call: str, x: torch.Tensor, out: torch.Tensor, world: World, place: int | None, name: str) -> None:
+    """Raise ShapeError if `out` and `x`, called `name`, share memory, which would be read after it is overwritten. They
+    may share it where the smaller of the two is part number `place` of the larger, cut into parts of its size."""
+    start = out.data_ptr() - x.data_ptr()
+    if not -out.nbytes < start < x.nbytes or not x.nbytes or not out.nbytes:
+        return
+    found = start if out.nbytes < x.nbytes else -start
+    if place is None or found != place * min(x.nbytes, out.nbytes):
+        wanted = "memory of its own" + ("" if place is None else ", or this rank's part")
+        raise ShapeError.argument(call, "out", f"a tensor {start} bytes from {name}", wanted, world.rank)
+
+
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Whether every row of these begins at a multiple of 16 bytes, as TMA and multimem need."""
+    return all(t.data_ptr() % 16 == 0 and (t.shape[-1] * t.element_size()) % 16 == 0 for t in tensors if t.numel())
+
+
+def stored(b: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """`b` (k, N) as it lies in memory, and whether that is transposed: a contiguous (N, k)."""
+    transposed = b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()
+    return (b.t(), True) if transposed else (b, False)
+
+
+def _name(dtype: torch.dtype | torch.layout) -> str:
+    return str(dtype).removeprefix("torch.")

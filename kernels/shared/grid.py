@@ -1,0 +1,36 @@
+"""Grids that are resident on every rank, and the counters of their barriers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from pkt.runtime.memory.factories import signals
+from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+COPY_BYTES = 16384
+"""Bytes of a block that a program moves through registers at a time: with 8 warps, 16 programs fill the links."""
+
+COPY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
+"""How kernels are launched that only move and add: one program an SM, so all registers are its own."""
+
+
+def num_programs(world: World, tasks: int) -> int:
+    """A grid that is resident on every rank, the same on all, no larger than `tasks` asks for. Collective the first
+    time."""
+    known = world.lasting  # of the world, whatever the workspace: otherwise some ranks might ask alone
+    if "pkt.kernels.sms" not in known:
+        known["pkt.kernels.sms"] = min(world.all_gather_object(world.num_sms))
+    return max(1, min(known["pkt.kernels.sms"], tasks))
+
+
+def barrier_counters(world: World) -> SymmetricTensor:
+    """A counter for each program index, for `pl.barrier`. All operators share them and leave them balanced."""
+    sms = num_programs(world, world.num_sms)
+    return world.workspace(("pkt.kernels", "barrier"), lambda: signals(sms, name="kernels.barrier", world=world))
+
+
+def copy_block(tensor: torch.Tensor, block: int | None) -> int:
+    """Elements a program moves at a time: `block`, or COPY_BYTES of them, less where there are fewer."""
+    return block or min(COPY_BYTES // tensor.element_size(), triton.next_power_of_2(max(tensor.numel(), 16)))

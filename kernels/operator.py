@@ -176,9 +176,9 @@ class Operator:
                     wanted = f"dimension {at} divisible by {times} ranks"
                     raise ShapeError.argument(call.name, name, found, wanted, rank)
                 call.sizes[letter] = found[at] // times
-        wanted = call.bound(shape)
-        if found != wanted:
-            raise ShapeError.argument(call.name, name, found, str(wanted), rank)
+        bound = call.bound(shape)
+        if found != bound:
+            raise ShapeError.argument(call.name, name, found, str(bound), rank)
 
     def _choose(self, call: Call) -> Form:
         """The form that the caller named, or that was tuned, or the operator's default."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,66 +23,13 @@ from pkt.kernels.broadcast import broadcast
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.kernels.reduce_scatter import reduce_scatter
-from pkt.language.inspect import Pointer, compile_only, count_markers, device_world
+from pkt.language.inspect import compile_only, count_markers
 from pkt.language.world import DeviceWorld
-from pkt.simulate.machine import Machine
 
+from .launches import NAMES, SHARED_LIMIT, all_launched, compile_checked, launched
 from .machine_code import resources
 
-SHARED_LIMIT = 232448  # bytes of shared memory a program may have, sm_90 and sm_100
 ARCHS = (90, 100)
-RANK = 1  # the rank whose launch is compiled: Triton makes a constant of the integer 1, which is the harder case
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-
-
-class Launch(NamedTuple):
-    kernel: Any
-    args: tuple
-    options: dict[str, Any]
-
-
-def stand_in(argument: Any) -> Any:
-    """An argument of the recorded launch as `compile_only` takes it."""
-    if isinstance(argument, DeviceWorld):
-        return device_world(argument.rank, argument.size.value, multicast=argument.multicast.value)
-    if isinstance(argument, torch.Tensor):
-        return Pointer(NAMES[argument.dtype], 4096 + argument.data_ptr() % 16)
-    if isinstance(argument, tuple):
-        return type(argument)(*map(stand_in, argument))
-    return argument
-
-
-def launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch) -> Launch:
-    """The one kernel that `fn(world)` launches on rank RANK (0 where there is one rank)."""
-    (launch,) = all_launched(fn, ranks, multicast, patch)
-    return launch
-
-
-def all_launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch) -> list[Launch]:
-    """All of them."""
-    found: dict[int, list[Launch]] = {r: [] for r in range(ranks)}
-
-    def record(machine: Any, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-        found[machine.current.rank].append(Launch(kernel, tuple(map(stand_in, args)), options))
-
-    patch.setattr(Machine, "launch", record)
-    pkt.launch(fn, ranks, device="cpu", multicast=multicast, races=False)
-    return found[min(RANK, ranks - 1)]
-
-
-def compile_checked(launch: Launch, arch: int, folder: Path) -> Any:
-    """Compiled; every wait and signal is there (`compile_only` raises LostSync), no spill, shared memory fits."""
-    compiled = compile_only(launch.kernel, *launch.args, arch=arch, **launch.options)
-    usage = resources(compiled, folder)
-    assert usage["STACK"] == 0, usage
-    assert usage["LOCAL"] == 0, usage
-    assert compiled.metadata.shared <= SHARED_LIMIT
-    markers = count_markers(compiled.asm["ptx"])
-    alone = launch.args[-1].size.value == 1 if isinstance(launch.args[-1], DeviceWorld) else False
-    assert markers["wait"] >= 1
-    assert markers["signal"] >= 1 or alone
-    assert launch.options["launch_cooperative_grid"]
-    return compiled
 
 
 def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:

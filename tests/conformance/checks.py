@@ -1,0 +1,436 @@
+"""One function for each property that must hold of an operator; each raises AssertionError where it does not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.operator import Case, Operator
+from pkt.kernels.shared.checks import FLOATS
+from pkt.runtime.world import World
+from tests.conformance import inputs
+from tests.kernels.helpers import on_ranks
+from tests.kernels.launches import all_launched, compile_checked
+
+LAUNCHES = 3
+CALLS = 24  # of Python functions that a planned call may make before its kernel is launched
+WRAP = 2**32 - 3  # launches that counters claim to have seen
+
+
+def dtypes_of(operator: Operator, mode: str) -> tuple[torch.dtype, ...]:
+    """Those that the first operand may have in a form."""
+    return operator.forms[mode].dtypes or next(iter(operator.tensors.values())).dtypes
+
+
+def given(
+    world: Any, operator: Operator, mode: str | None, operands: dict[str, Any], out: Any = None, offset: int = 0
+) -> dict[str, Any]:
+    """This rank's operands, symmetric where the form's peers access them, and `out` where the function takes one."""
+    symmetric = operator.forms[mode].symmetric if mode else tuple(operator.names)
+    mine = {
+        n: None if ts is None else inputs.placed(world, ts[world.rank], n in symmetric, offset)
+        for n, ts in operands.items()
+    }
+    return mine | ({"out": out} if "out" in operator.names else {})
+
+
+def result_for(
+    world: Any, operator: Operator, mode: str, case: Case, like: torch.Tensor, dtype: torch.dtype, kind: str
+) -> Any:
+    """`out` of a kind: None for "new", an own tensor for "given", one in the heap for "symmetric"."""
+    if "out" not in operator.names or kind == "x":
+        return None
+    if "out" in operator.forms[mode].symmetric or kind == "symmetric":
+        return pkt.empty(tuple(like.shape), dtype=dtype)
+    return None if kind == "new" else torch.empty(tuple(like.shape), dtype=dtype, device=world.torch_device)
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+def check_results(operator: Operator, mode: str, ranks: int, dtype: torch.dtype, kind: str, offset: int = 0) -> None:
+    """Right within the bound for every case, launch after launch with other inputs and nothing reset."""
+
+    def run(world: Any) -> None:
+        for case in inputs.cases_of(operator, mode):
+            keep: dict[str, torch.Tensor] = {}
+            for launch in range(LAUNCHES):
+                right(world, operator, mode, case, launch, dtype, kind, offset, keep)
+
+    on_ranks(ranks, run, sms=4)
+
+
+def right(
+    world: Any, operator: Operator, mode: str, case: Case, launch: int, dtype: torch.dtype, kind: str, offset: int,
+    keep: dict[str, torch.Tensor],
+) -> None:  # fmt: skip
+    """One call of a case, and whether its result is right. keep: tensors of the launch before, which are used again."""
+    operands = inputs.everybody(operator, case, world.size, launch, dtype)
+    exact = inputs.exact(operator, case, world.rank, operands)
+    if not keep:
+        out = result_for(world, operator, mode, case, exact, dtype, kind)
+        keep.update(given(world, operator, mode, operands, out, offset))
+    for name, ranks in operands.items():
+        if ranks is not None:
+            keep[name].copy_(ranks[world.rank])
+    out = keep.get("out")
+    found = inputs.called(operator, mode, keep, case, world=world)
+    if out is not None:
+        assert found is out, f"{mode}: returned another tensor than `out`"
+    limit = inputs.bound(operator, mode, case, world.rank, world.size, operands, dtype)
+    error = (found.cpu().double() - exact.cpu().double()).abs()
+    assert tuple(found.shape) == tuple(exact.shape), (mode, case, found.shape, exact.shape)
+    assert (error <= limit).all(), f"{mode}, {case}, launch {launch}: off by {error.max():.3g}"
+
+
+def check_empty(operator: Operator, mode: str) -> None:
+    """No elements in one dimension or another: the result is the reference's, and nothing fails."""
+
+    def run(world: Any) -> None:
+        for case in inputs.cases_of(operator, mode):
+            for shapes, sizes in emptied(case):
+                none = Case(sizes=sizes, shapes=shapes, arguments=case.arguments)
+                right(world, operator, mode, none, 0, dtypes_of(operator, mode)[0], "new", 0, {})
+
+    on_ranks(2, run)
+
+
+def emptied(case: Case) -> list[tuple[dict[str, Any], dict[str, int]]]:
+    """(shapes, sizes) of a case with one of its dimensions or letters 0."""
+    found: list[tuple[dict[str, Any], dict[str, int]]] = []
+    found += [(dict(case.shapes), {**case.sizes, letter: 0}) for letter in case.sizes]
+    for name, shape in case.shapes.items():
+        words = [str(w) for w in (shape.split() if isinstance(shape, str) else shape)]
+        without = [" ".join([*words[:at], "0", *words[at + 1 :]]) for at in range(len(words))]
+        found += [({**case.shapes, name: shape}, dict(case.sizes)) for shape in without]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- wrong calls
+def refuses(world: Any, operator: Operator, tensors: dict[str, Any], case: Case, **more: Any) -> None:
+    """The call raises one of pkt's errors that names rank and call, before it launches or allocates anything."""
+    before = world.heap.ledger.free_bytes
+    with pytest.raises(pkt.PktError) as caught:
+        inputs.called(operator, None, tensors, case, **{"world": world, **more})
+    assert re.match(rf"rank {world.rank}: {operator.name}\b", str(caught.value)), str(caught.value)
+    assert world.heap.ledger.free_bytes == before, "memory was allocated"
+
+
+def check_refusals(operator: Operator) -> None:
+    """Wrong tensors and keywords, of each kind."""
+    case = operator.cases[0]
+    first = next(iter(operator.tensors))
+
+    def run(world: Any) -> None:
+        dtype = next(iter(operator.tensors.values())).dtypes[0]
+        operands = inputs.everybody(operator, case, world.size, 0, dtype)
+        like = inputs.exact(operator, case, world.rank, operands)
+        out = pkt.empty(tuple(like.shape), dtype=dtype) if "out" in operator.names else None
+        good = given(world, operator, None, operands, out)
+        x = good[first]
+        strided = torch.empty((*x.shape, 2), dtype=dtype)[..., 0] if x.numel() > 1 else None
+        for wrong in (None, 3, "x", x.to(torch.complex64), torch.ones(2).to_sparse(), strided):
+            if wrong is not None or not operator.tensors[first].optional:
+                refuses(world, operator, {**good, first: wrong}, case)
+        refuses(world, operator, good, case, mode="no such form")
+        for name, form in operator.forms.items():
+            for setting in operator.settings.keys() - form.settings.keys():
+                refuses(world, operator, good, case, mode=name, **{setting: 1})
+        for setting in operator.settings:
+            refuses(world, operator, good, case, **{setting: object()})
+        if out is not None:
+            wide = pkt.empty((*like.shape, 2), dtype=dtype)
+            for wrong in (3, wide, out.to(torch.complex64)):
+                refuses(world, operator, {**good, "out": wrong}, case)
+
+    on_ranks(2, run)
+
+
+def check_overlap(operator: Operator) -> None:
+    """`out` one element into an operand, or the other way round, is refused."""
+    if "out" not in operator.names:
+        return
+
+    def run(world: Any) -> None:
+        for case in operator.cases:
+            dtype = next(iter(operator.tensors.values())).dtypes[0]
+            operands = inputs.everybody(operator, case, world.size, 0, dtype)
+            like = inputs.exact(operator, case, world.rank, operands)
+            for name, ranks in operands.items():
+                if ranks is None or min(ranks[0].numel(), like.numel()) < 2:
+                    continue
+                room = pkt.empty(ranks[0].numel() + like.numel(), dtype=dtype)
+                good = given(world, operator, None, operands)
+                good["out"], good[name] = room[1:][: like.numel()].view(like.shape), room[: ranks[0].numel()]
+                good[name] = good[name].view(ranks[0].shape)
+                refuses(world, operator, good, case)
+
+    on_ranks(2, run)
+
+
+def check_agreement(operator: Operator) -> None:
+    """Ranks that call with other sizes, dtypes, arguments or forms are told, all of them, what each called with."""
+    case = operator.cases[0]
+    types = next(iter(operator.tensors.values())).dtypes
+
+    def differ(change: Callable[[Any], tuple[Case, torch.dtype, str]]) -> None:
+        def run(world: Any) -> None:
+            mine, dtype, mode = change(world)
+            operands = inputs.everybody(operator, mine, world.size, 0, dtype)
+            like = inputs.exact(operator, mine, world.rank, operands)
+            out = pkt.empty(64, dtype=torch.float64) if "out" in operator.names else None
+            if out is not None:
+                size = torch.Size(like.shape).numel()
+                pool = pkt.empty(4096, dtype=torch.uint8)
+                out = pool[: size * dtype.itemsize].view(dtype).view(like.shape)
+            rooms = {}
+            for name, ranks in operands.items():
+                if ranks is not None:
+                    room = pkt.empty(16384, dtype=torch.uint8)[: ranks[0].nbytes].view(dtype).view(ranks[0].shape)
+                    room.copy_(ranks[world.rank])
+                    rooms[name] = room
+                else:
+                    rooms[name] = None
+            tensors = {**rooms, **({"out": out} if out is not None else {})}
+            inputs.called(operator, mode, tensors, mine, world=world)
+
+        with pytest.raises(pkt.CollectiveMismatch, match=rf"rank 0: {operator.name}\(.*rank 1: {operator.name}\("):
+            on_ranks(2, run)
+
+    modes = [mode for mode, form in operator.forms.items() if not form.gpu and types[0] in dtypes_of(operator, mode)]
+    mode = case.arguments.get("mode", modes[0])
+    own = Case(sizes=case.sizes, shapes=case.shapes, arguments={**case.arguments, "mode": mode})
+    other = next(t for t in dtypes_of(operator, mode) if t.itemsize == 4 and t != types[0])
+    differ(lambda world: (own, other if world.rank else types[0], mode))
+    plain = Case(sizes=case.sizes, shapes=case.shapes, arguments={k: v for k, v in case.arguments.items() if k == "x"})
+    if len(modes) > 1:
+        differ(lambda world: (plain, types[0], modes[1 if world.rank else 0]))
+
+    def larger(by: int) -> Case:
+        sizes = {n: v + by * (n not in operator.private) for n, v in case.sizes.items()}
+        shapes = {}
+        for name, shape in case.shapes.items():
+            words = [*inputs.numbers(shape, 2)]
+            shapes[name] = (*words[:-1], words[-1] + 2 * by) if words else (2 * by,)
+        return Case(sizes=sizes, shapes=shapes, arguments=own.arguments)
+
+    differ(lambda world: (larger(2 * world.rank), types[0], mode))
+
+
+# -------------------------------------------------------------------------------------------------- what calls cost
+def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> None:
+    """A second call with tensors alike calls few Python functions before its first launch: the plan is kept."""
+    case = next(inputs.cases_of(operator, mode))
+    dtype = dtypes_of(operator, mode)[0]
+    count: list[str] = []
+
+    def run(world: Any) -> None:
+        operands = inputs.everybody(operator, case, world.size, 0, dtype)
+        like = inputs.exact(operator, case, world.rank, operands)
+        tensors = given(world, operator, mode, operands, result_for(world, operator, mode, case, like, dtype, "given"))
+        inputs.called(operator, mode, tensors, case, world=world)
+        world.barrier()
+        patch.setattr(Operator, "plan", lambda *_: pytest.fail("planned again"))
+
+        def profile(frame: Any, event: str, _: Any) -> None:
+            if event == "call":
+                if frame.f_code.co_name in ("start", "launch_rank"):  # of cooperative_launch
+                    sys.setprofile(None)
+                else:
+                    count.append(frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else "")
+
+        keywords = {n: v for n, v in case.arguments.items() if n in operator.arguments}
+        keywords |= inputs.settings_of(operator.forms[mode], case, operator)
+        sys.setprofile(profile)
+        try:
+            operator.function(**tensors, **keywords, mode=mode, world=world)
+        finally:
+            sys.setprofile(None)
+
+    on_ranks(1, run)
+    assert len(count) <= CALLS, count
+
+
+def check_autograd(operator: Operator, mode: str) -> None:
+    """The written tensor has another version after each call, the first and later ones, and nothing is recorded."""
+    case = next(inputs.cases_of(operator, mode))
+    dtype = next(t for t in dtypes_of(operator, mode) if t.is_floating_point)
+
+    def run(world: Any) -> None:
+        operands = inputs.everybody(operator, case, world.size, 0, dtype)
+        like = inputs.exact(operator, case, world.rank, operands)
+        out = result_for(world, operator, mode, case, like, dtype, "given")
+        tensors = given(world, operator, mode, operands, out)
+        for _ in range(2):
+            before = None if tensors[operator.written] is None else tensors[operator.written]._version
+            found = inputs.called(operator, mode, tensors, case, world=world)
+            assert not found.requires_grad
+            if before is not None:
+                assert tensors[operator.written]._version > before, "torch is not told of the write"
+
+    on_ranks(2, run)
+
+
+def check_capture(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> None:
+    """A first call while a CUDA graph is captured is refused, because it allocates and meets the other ranks."""
+    case = next(inputs.cases_of(operator, mode))
+    dtype = dtypes_of(operator, mode)[0]
+
+    def run(world: Any) -> None:
+        operands = inputs.everybody(operator, case, world.size, 0, dtype)
+        like = inputs.exact(operator, case, world.rank, operands)
+        tensors = given(world, operator, mode, operands, result_for(world, operator, mode, case, like, dtype, "given"))
+        with pytest.MonkeyPatch.context() as capturing:
+            capturing.setattr(World, "capturing", property(lambda self: True))
+            with pytest.raises(pkt.Unsupported, match="captur"):
+                inputs.called(operator, mode, tensors, case, world=world)
+
+    on_ranks(1, run)
+
+
+def check_workspace(operator: Operator, mode: str) -> None:
+    """What an operator keeps in a scratch scope is free when the scope ends."""
+    case = next(inputs.cases_of(operator, mode))
+    dtype = dtypes_of(operator, mode)[0]
+
+    def run(world: Any) -> None:
+        operands = inputs.everybody(operator, case, world.size, 0, dtype)
+        like = inputs.exact(operator, case, world.rank, operands)
+        tensors = given(world, operator, mode, operands, result_for(world, operator, mode, case, like, dtype, "given"))
+        before = world.heap.ledger.free_bytes
+        with world.scratch():
+            inputs.called(operator, mode, tensors, case, world=world)
+        assert world.heap.ledger.free_bytes == before, "a buffer outlives its scope"
+
+    on_ranks(2, run)
+
+
+# ------------------------------------------------------------------------------------------------------------ protocol
+def explored(operator: Operator, case: Case) -> Callable[[Any], None]:
+    """A program for `pkt.simulate`: launches with other inputs each time, whose every access the race detector sees."""
+    mode = case.arguments["mode"]
+
+    def run(world: Any) -> None:
+        first = inputs.everybody(operator, case, world.size, 0, torch.float32, inputs.whole)
+        like = inputs.exact(operator, case, world.rank, first)
+        any_shape = {n for n, o in operator.tensors.items() if o.shape == "..."}
+        symmetric = {*operator.forms[mode].symmetric, *any_shape}
+        x = {n: pkt.empty(tuple(ts[0].shape)) for n, ts in first.items() if ts is not None and n in symmetric}
+        out = result_for(world, operator, mode, case, like, torch.float32, case.out)
+        for launch in range(case.launches):
+            operands = inputs.everybody(operator, case, world.size, launch, torch.float32, inputs.whole)
+            mine = {n: None if ts is None else ts[world.rank] for n, ts in operands.items()}
+            for number, name in enumerate(operands):
+                if name in x:
+                    inputs.fill(x[name], inputs.seed_of(launch, world.rank, number))
+            tensors = {**mine, **x, **({"out": x.get(case.out, out)} if "out" in operator.names else {})}
+            found = inputs.read(inputs.called(operator, mode, tensors, case, world=world))
+            exact = inputs.exact(operator, case, world.rank, operands)
+            assert torch.equal(found.double(), exact.double()), (found, exact)
+
+    run.__name__ = name_of(operator, case)
+    return run
+
+
+def name_of(operator: Operator, case: Case) -> str:
+    """A short name for a case."""
+    words = [operator.name, *(f"{v}" for v in case.arguments.values()), *(["in_place"] if case.out == "x" else [])]
+    return "_".join(re.sub(r"\W+", "", word) for word in (*words, *("" if case.multicast else "unicast",)) if word)
+
+
+def check_exploration(operator: Operator, case: Case, schedules: int, lost_ranks: int = 0) -> Any:
+    """Right under every schedule, and every broken piece of synchronisation and every lost signal is caught."""
+    report = pkt.simulate(
+        explored(operator, case), ranks=case.ranks, seeds=schedules, mutants=True, lost_signals=True,
+        lost_ranks=lost_ranks, sms=case.sms, multicast=case.multicast,
+    )  # fmt: skip
+    print(report)
+    report.check()
+    assert report.schedules == schedules
+    assert report.mutants, "nothing to break"
+    assert report.signals, "no signals to lose"
+    return report
+
+
+def check_wrap(operator: Operator, mode: str, seed: int = 0) -> None:
+    """Launches across the point where the launch number and the counters wrap."""
+    case = next(inputs.cases_of(operator, mode))
+    dtype = torch.float32 if torch.float32 in dtypes_of(operator, mode) else dtypes_of(operator, mode)[0]
+
+    def run(world: Any) -> None:
+        keep: dict[str, torch.Tensor] = {}
+        right(world, operator, mode, case, 0, dtype, "given", 0, keep)
+        world.barrier()
+        set_launches(world, WRAP)
+        world.barrier()
+        for launch in range(1, 6):
+            right(world, operator, mode, case, launch, dtype, "given", 0, keep)
+
+    on_ranks(3, run, seed=seed, sms=2)
+
+
+def set_launches(world: Any, launches: int) -> None:
+    """After one launch: counters and launch numbers as `launches` launches leave them. Every counter but a barrier's
+    grows by the same in each launch, so it becomes that many times what it is, as 32 bits."""
+    for allocation in world.heap.live.values():
+        block = allocation.block
+        if block.kind != "signals" or block.name == "kernels.barrier":
+            continue
+        count = torch.Size(block.shape).numel()
+        counters = world.backend.view(world.rank, block.start, 4 * count).view(torch.int32)
+        counters.copy_(((counters.long() * launches + 2**31) % 2**32 - 2**31).int())
+        header = world.backend.view(world.rank, block.offset, 8).view(torch.int64)
+        if header.item():
+            assert header.item() == 1 << 32, "one launch, and nobody in the next"
+            header.fill_((launches % 2**32 << 32) - (launches >> 31 << 64))
+
+
+# -------------------------------------------------------------------------------------------------------- compilation
+def big(case: Case) -> Case:
+    """The case with dimensions that fill a GPU."""
+    shapes = {}
+    for name, shape in case.shapes.items():
+        words = [str(w) for w in (shape.split() if isinstance(shape, str) else shape)] or ["1"]
+        first, _, n = words[0].rpartition("*")
+        shapes[name] = " ".join([f"{first}*{int(n) << 12}" if first else f"{int(n) << 12}", *words[1:]])
+    return Case(sizes={n: 256 << (i > 0) for i, n in enumerate(case.sizes)}, shapes=shapes, arguments=case.arguments)
+
+
+def check_compilation(operator: Operator, mode: str, arch: int, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Every kernel that the form launches compiles: no wait or signal lost, nothing spilled, no memory short."""
+    own = next(case for case in operator.cases if case.arguments.get("mode", mode) == mode)
+    named = {n: v for n, v in own.arguments.items() if n in operator.arguments}
+    case = big(Case(sizes=own.sizes or {}, shapes=own.shapes, arguments=named))
+    dtype = dtypes_of(operator, mode)[0]
+
+    def run(world: Any) -> None:
+        symmetric = operator.forms[mode].symmetric
+        tensors: dict[str, Any] = {}
+        for name, shape in inputs.shapes_of(operator, case, world.size).items():
+            if operator.tensors[name].optional:
+                tensors[name] = None
+            elif name in symmetric:
+                tensors[name] = pkt.empty(shape, dtype=dtype)
+            else:
+                tensors[name] = torch.empty(shape, dtype=dtype)
+        if "out" in symmetric:
+            empties = {n: None if t is None else [t.to("meta")] * world.size for n, t in tensors.items()}
+            like = operator.reference(world.rank, **empties, **inputs.arguments_of(operator, case))
+            tensors["out"] = pkt.empty(tuple(like.shape), dtype=dtype)
+        operator.function(**tensors, **named, mode=mode, world=world)
+
+    launches = all_launched(run, 2, False, patch)
+    assert launches, "nothing was launched"
+    kernels = {id(x.kernel): x for x in launches if x.options.get("launch_cooperative_grid")}
+    waits = [compile_checked(launch, arch, folder) for launch in kernels.values()]
+    assert waits, "no kernel waits for a peer"
+
+
+def floats(operator: Operator, mode: str) -> list[torch.dtype]:
+    """The dtypes of a form that the reference can be held to."""
+    return [t for t in dtypes_of(operator, mode) if t in FLOATS or operator.exact is True]

@@ -1,0 +1,104 @@
+"""Every operator in the registry, each of its forms: results, wrong calls, costs, protocol, compilation."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+
+from pkt.kernels.operator import Case, Operator
+from tests.conformance import checks
+
+OPERATORS = {"all_gather": importlib.import_module("pkt.kernels.all_gather").OPERATOR}
+FORMS = [(name, mode) for name, o in OPERATORS.items() for mode, form in o.forms.items() if not form.gpu]
+EXPLORED = [(o, case) for o in OPERATORS.values() for case in o.cases if case.explore]
+SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2000"))  # in all
+LOST_RANKS = 3  # random points at which a rank stops or dies, for each case
+every_form = pytest.mark.parametrize(("name", "mode"), FORMS)
+every_operator = pytest.mark.parametrize("name", OPERATORS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@every_form
+def test_results_on_any_number_of_ranks(name: str, mode: str, ranks: int) -> None:
+    operator = OPERATORS[name]
+    dtypes = checks.floats(operator, mode)
+    kinds = ("new", "given", "symmetric")
+    checks.check_results(operator, mode, ranks, dtypes[ranks % len(dtypes)], kinds[ranks % 3])
+
+
+@every_form
+def test_results_in_every_dtype(name: str, mode: str) -> None:
+    for dtype in checks.floats(OPERATORS[name], mode):
+        checks.check_results(OPERATORS[name], mode, 2, dtype, "given")
+
+
+@every_form
+def test_results_of_operands_that_begin_anywhere(name: str, mode: str) -> None:
+    checks.check_results(OPERATORS[name], mode, 3, checks.floats(OPERATORS[name], mode)[0], "new", offset=1)
+
+
+@every_form
+def test_empty_operands(name: str, mode: str) -> None:
+    checks.check_empty(OPERATORS[name], mode)
+
+
+@every_operator
+def test_wrong_calls_are_refused_before_anything_happens(name: str) -> None:
+    checks.check_refusals(OPERATORS[name])
+
+
+@every_operator
+def test_an_output_that_overlaps_an_operand_is_refused(name: str) -> None:
+    checks.check_overlap(OPERATORS[name])
+
+
+@every_operator
+def test_ranks_that_disagree_are_told(name: str) -> None:
+    checks.check_agreement(OPERATORS[name])
+
+
+@every_form
+def test_a_planned_call_costs_the_host_little(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.check_host_cost(OPERATORS[name], mode, monkeypatch)
+
+
+@every_form
+def test_autograd_is_told_of_what_is_written(name: str, mode: str) -> None:
+    checks.check_autograd(OPERATORS[name], mode)
+
+
+@every_form
+def test_a_first_call_in_a_capture_is_refused(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.check_capture(OPERATORS[name], mode, monkeypatch)
+
+
+@every_form
+def test_a_scope_gives_back_what_the_operator_keeps(name: str, mode: str) -> None:
+    checks.check_workspace(OPERATORS[name], mode)
+
+
+@pytest.mark.parametrize(
+    ("operator", "case"),
+    [pytest.param(o, c, id=f"{checks.name_of(o, c)}-{c.ranks}") for o, c in EXPLORED],
+)
+def test_every_schedule_is_right_and_every_fault_is_caught(operator: Operator, case: Case) -> None:
+    checks.check_exploration(operator, case, -(-SCHEDULES // len(EXPLORED)), LOST_RANKS)
+
+
+@every_form
+def test_counters_wrap(name: str, mode: str) -> None:
+    checks.check_wrap(OPERATORS[name], mode)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@every_form
+def test_kernels_compile(name: str, mode: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checks.check_compilation(OPERATORS[name], mode, arch, monkeypatch, tmp_path)
+
+
+def test_operators_are_found() -> None:
+    assert len(OPERATORS) >= 1
+    assert all(o.cases and any(case.explore for case in o.cases) for o in OPERATORS.values()), "nothing to explore"

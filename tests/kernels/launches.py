@@ -1,0 +1,74 @@
+"""The kernels that a program launches, recorded in the simulator, and compiled without a GPU.
+
+What is compiled is what would run: the operators' tiles, arguments and options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import pkt
+from pkt.language.inspect import Pointer, compile_only, count_markers, device_world
+from pkt.language.world import DeviceWorld
+from pkt.simulate.machine import Machine
+
+from .machine_code import resources
+
+SHARED_LIMIT = 232448  # bytes of shared memory a program may have, sm_90 and sm_100
+RANK = 1  # the rank whose launch is compiled: Triton makes a constant of the integer 1, which is the harder case
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    args: tuple
+    options: dict[str, Any]
+
+
+def stand_in(argument: Any) -> Any:
+    """An argument of the recorded launch as `compile_only` takes it."""
+    if isinstance(argument, DeviceWorld):
+        return device_world(argument.rank, argument.size.value, multicast=argument.multicast.value)
+    if isinstance(argument, torch.Tensor):
+        return Pointer(NAMES[argument.dtype], 4096 + argument.data_ptr() % 16)
+    if isinstance(argument, tuple):
+        return type(argument)(*map(stand_in, argument))
+    return argument
+
+
+def launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch) -> Launch:
+    """The one kernel that `fn(world)` launches on rank RANK (0 where there is one rank)."""
+    (launch,) = all_launched(fn, ranks, multicast, patch)
+    return launch
+
+
+def all_launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch) -> list[Launch]:
+    """All of them."""
+    found: dict[int, list[Launch]] = {r: [] for r in range(ranks)}
+
+    def record(machine: Any, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        found[machine.current.rank].append(Launch(kernel, tuple(map(stand_in, args)), options))
+
+    patch.setattr(Machine, "launch", record)
+    pkt.launch(fn, ranks, device="cpu", multicast=multicast, races=False)
+    return found[min(RANK, ranks - 1)]
+
+
+def compile_checked(launch: Launch, arch: int, folder: Path) -> Any:
+    """Compiled; every wait and signal is there (`compile_only` raises LostSync), no spill, shared memory fits."""
+    compiled = compile_only(launch.kernel, *launch.args, arch=arch, **launch.options)
+    usage = resources(compiled, folder)
+    assert usage["STACK"] == 0, usage
+    assert usage["LOCAL"] == 0, usage
+    assert compiled.metadata.shared <= SHARED_LIMIT
+    markers = count_markers(compiled.asm["ptx"])
+    alone = launch.args[-1].size.value == 1 if isinstance(launch.args[-1], DeviceWorld) else False
+    assert markers["wait"] >= 1
+    assert markers["signal"] >= 1 or alone
+    assert launch.options["launch_cooperative_grid"]
+    return compiled

@@ -182,7 +182,7 @@ class Side:
         self.stream: torch.cuda.Stream | None = None
         if world.torch_device.type == "cuda":
             device = world.torch_device
-            self.stream = world.workspace(("pkt.kernels", "copies"), lambda: torch.cuda.Stream(device))
+            self.stream = world.keep(("pkt.kernels", "copies"), lambda: torch.cuda.Stream(device))
 
     def here(self) -> torch.cuda.Event | None:
         """What the current stream has so far, for `behind`."""
@@ -240,7 +240,7 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk
         inbox = empty(size, m, k, dtype=dtype, name="kernels.gathered", world=world)
         return inbox, signals(size * groups * chunks + 1, name="kernels.gatherings", world=world)
 
-    inbox, counters = world.workspace(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
+    inbox, counters = world.keep(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
     start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
     shard, theirs, word, words = layout(m, k), layout(size, m, k)[rank], layout(1), layout(counters.numel())
     number, side = counters[-1:], Side(world)
@@ -299,7 +299,7 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
         inbox = empty(*shape, dtype=dtype, name="kernels.scattered", world=world)
         return inbox, torch.empty_like(inbox.plain()), signals(2 * count + 1, name="kernels.scatterings", world=world)
 
-    inbox, outbox, counters = world.workspace(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
+    inbox, outbox, counters = world.keep(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
     start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
     boxed, word, words = layout(*shape), layout(1), layout(counters.numel())
     number, side, engines = counters[count:], Side(world), world.backend.copies

@@ -50,8 +50,8 @@ class CudaTimer:
         self._enqueue: dict[Config, float] = {}  # seconds that the host takes to queue a run
         # Made here, they outlast every candidate's workspaces.
         make_flush = functools.partial(torch.empty, FLUSH, dtype=torch.uint8, device=world.torch_device)
-        self._flush = world.workspace("tune.flush", make_flush)
-        self._counters = world.workspace("tune.gate", lambda: signals(2, name="tune.gate", world=world))
+        self._flush = world.keep("tune.flush", make_flush)
+        self._counters = world.keep("tune.gate", lambda: signals(2, name="tune.gate", world=world))
 
     def first(self, config: Config, run: Callable[[], Any]) -> Any:
         result = run()

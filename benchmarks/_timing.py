@@ -34,7 +34,7 @@ class Settings:
 
 def timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, Any]:
     """One pass: milliseconds of each repeat, the greatest of the ranks', and of the host."""
-    flush = world.workspace("benchmarks.flush", lambda: torch.empty(settings.flush, dtype=torch.uint8, device="cuda"))
+    flush = world.keep("benchmarks.flush", lambda: torch.empty(settings.flush, dtype=torch.uint8, device="cuda"))
     repeats = -(-settings.repeats // PASSES)
     run()
     world.synchronize()
@@ -72,5 +72,5 @@ def gate(world: Any) -> None:
     """All ranks' streams meet here."""
     from pkt.tune._gate import gate_kernel
 
-    counters = world.workspace("benchmarks.gate", lambda: pkt.signals(2, name="benchmarks.gate", world=world))
+    counters = world.keep("benchmarks.gate", lambda: pkt.signals(2, name="benchmarks.gate", world=world))
     gate_kernel[(1,)](counters, world.device, num_warps=1)

@@ -178,7 +178,7 @@ def _run(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, option
         return lambda: all_gather_matmul(a, b, out, world=world, **options)
 
     def run() -> torch.Tensor:
-        shard = world.workspace("shard", lambda: pkt.empty(*a.shape, dtype=a.dtype, world=world))
+        shard = world.keep("shard", lambda: pkt.empty(*a.shape, dtype=a.dtype, world=world))
         shard.copy_(a)  # counted: what a caller without a symmetric shard pays
         return all_gather_matmul(shard, b, out, world=world, **options)
 

@@ -76,7 +76,7 @@ def case(world: Any, N: int, M: int = 0, K: int = 0) -> Case:
     def out() -> torch.Tensor:
         import pkt
 
-        return world.workspace("out", lambda: pkt.empty(M, N, dtype=a.dtype, world=world))
+        return world.keep("out", lambda: pkt.empty(M, N, dtype=a.dtype, world=world))
 
     runs: dict[str, Any] = {
         name: lambda options=options: matmul_all_reduce(a, b, out(), world=world, **options)

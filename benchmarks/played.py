@@ -111,8 +111,8 @@ class Played:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.world, name)
 
-    def workspace(self, key: Any, make: Any) -> Any:
-        return self.world.workspace(("played", key), make)
+    def keep(self, key: Any, make: Any) -> Any:
+        return self.world.keep(("played", key), make)
 
 
 class Inbox:

@@ -19,8 +19,8 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import cooperative_launch
-from pkt.runtime.memory.tensor import SymmetricTensor, check_rank
-from pkt.runtime.world import World
+from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import World, check_rank
 
 from .all_gather import DTYPES, FLAGGED
 from .shared import common as _common

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pkt.errors import DtypeError, ShapeError, Unsupported
-from pkt.runtime.memory.tensor import check_rank
-from pkt.runtime.world import World
+from pkt.runtime.world import World, check_rank
 
 Launch = Callable[..., torch.Tensor]
 """launch(*tensors) -> the result, for tensors like those it was planned with. It keeps none of them."""

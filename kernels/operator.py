@@ -29,8 +29,7 @@ import torch
 
 from pkt.errors import CollectiveMismatch, DtypeError, ShapeError, Unsupported
 from pkt.runtime.memory.tensor import SymmetricTensor, facts
-from pkt.runtime.workspace import Workspace, kept_in
-from pkt.runtime.world import World, current_world
+from pkt.runtime.world import Workspace, World, current_world
 
 from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice
 from .shared import checks
@@ -101,7 +100,7 @@ class Operator:
         """Run the operator: planned once for tensors of the same facts, launched each time."""
         world = world_of(self.name, world, *tensors, workspace)
         if workspace is not None:
-            with kept_in(workspace, world, self.name):
+            with world.using(workspace, self.name):
                 return self._run(world, tensors, keywords)
         return self._run(world, tensors, keywords)
 
@@ -373,7 +372,7 @@ def check_agreed(call: str, world: World, **arguments: Any) -> None:
             raise CollectiveMismatch.calls(dict(enumerate(everybody)))
         return True
 
-    world.workspace(("pkt.kernels", "agreed", call, signature), compare)
+    world.keep(("pkt.kernels", "agreed", call, signature), compare)
 
 
 def _signature(value: Any, world: World) -> Any:

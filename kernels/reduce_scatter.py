@@ -104,7 +104,7 @@ def inboxes(programs: int, room: int, dtype: torch.dtype, world: World) -> Inbox
         inbox = empty(*shape, dtype=dtype, name="kernels.inbox", world=world)
         return Inboxes(inbox, signals(programs * world.size, name="kernels.sent", world=world))
 
-    return world.workspace(("pkt.kernels", "inboxes", programs, room, dtype), make)
+    return world.keep(("pkt.kernels", "inboxes", programs, room, dtype), make)
 
 
 def pushed_room(part: int, itemsize: int, size: int) -> int:

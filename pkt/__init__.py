@@ -38,8 +38,9 @@ from pkt.errors import (
     UseAfterFree,
     WaitTimeout,
 )
-from pkt.launcher import launch
+from pkt.launcher import init, launch
 from pkt.layouts import layout
+from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.factories import (
     arange,
     empty,
@@ -59,9 +60,8 @@ from pkt.runtime.memory.factories import (
     zeros_like,
 )
 from pkt.runtime.memory.pool import mem_pool
-from pkt.runtime.memory.tensor import SymmetricTensor, check_rank, check_signal_index, symmetric
-from pkt.runtime.workspace import Workspace
-from pkt.runtime.world import World, current_world, init
+from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import Workspace, World, check_rank, current_world
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
 
 if TYPE_CHECKING:
@@ -101,7 +101,6 @@ __all__ = [
     "mem_pool",
     "symmetric",
     "check_rank",
-    "check_signal_index",
     "PktError",
     "WaitTimeout",
     "Deadlock",

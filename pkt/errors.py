@@ -33,7 +33,9 @@ class PktError(Exception):
 
 
 class WaitTimeout(PktError):
-    """A wait met its deadline. `.waits` has one `Waiting` a program."""
+    """A wait met its deadline. `.waits` has one `Waiting` a program, `.missing` the ranks that did not come."""
+
+    missing: Sequence[int] = ()
 
     @classmethod
     def after(cls, seconds: float, waits: Sequence[Waiting]) -> WaitTimeout:
@@ -328,16 +330,6 @@ class SignalIndexError(PktError, IndexError):
     """A signal index outside its counters."""
 
     @classmethod
-    def outside(cls, rank: int, call: str, name: str, found: Any, count: int) -> SignalIndexError:
-        return cls.of(
-            f"rank {rank}: {call}: found {name}[{found}], wanted an index from 0 to {count - 1}: "
-            f"allocate more with pkt.signals(n), n > {found}",
-            rank=rank,
-            found=found,
-            count=count,
-        )
-
-    @classmethod
     def beside(cls, access: Access, name: str, count: int) -> SignalIndexError:
         return cls.of(
             f"signal index: {access.text()}: wanted {name}[0] to {name}[{count - 1}]: correct the index, or allocate "
@@ -396,6 +388,8 @@ class Closed(PktError):
 class PeerLost(PktError):
     """Another rank exited, was killed or stopped answering. `.lost`: {rank: what is known}."""
 
+    lost: Mapping[int, str]
+
     @classmethod
     def exited(cls, rank: int, lost: Mapping[int, str], during: str) -> PeerLost:
         who = "; ".join(f"rank {r} {what}" for r, what in sorted(lost.items()))
@@ -427,7 +421,9 @@ class TransportError(PktError):
 
 
 class DriverError(PktError):
-    """A CUDA driver call failed."""
+    """A CUDA driver call failed. `.code`: CUDA's number of the error; -1 where it is none of CUDA's."""
+
+    code: int
 
     @classmethod
     def failed(cls, rank: int, call: str, code: int, name: str, remedy: str = "") -> DriverError:

@@ -1,4 +1,4 @@
-"""pkt.launch: one call runs a function on every rank, on GPUs or in the simulator."""
+"""pkt.launch and pkt.init: how a program gets its world, on GPUs or in the simulator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any, Literal
 import torch
 
 from pkt.errors import ShapeError, Unsupported
+from pkt.runtime import world as worlds
 from pkt.runtime.memory.heap import heap_bytes
+from pkt.runtime.world import World
+from pkt.wording import size_text
 
 
 def launch(
@@ -56,3 +59,38 @@ def launch(
         heap=heap_bytes(heap),
         multicast=multicast,
     )
+
+
+def init(
+    heap: int | str | None = None,
+    *,
+    group: Any = None,
+    timeout: float | None = None,
+    multicast: bool = True,
+) -> World:
+    """The world of this process: the one it runs in, or a new one over its GPU.
+
+    group: a ProcessGroup or a DeviceMesh of one dimension (mesh["tp"]) whose ranks make the world; without it the
+    default process group, else torchrun's environment, else this process alone. Rank and size are those of the group.
+    timeout: seconds for every step of the rendezvous and every wait (PKT_TIMEOUT, then 60 where None). multicast: False
+    does without the multicast window; it is used only if every rank has it. heap: most bytes of symmetric memory a rank
+    may come to hold ("8GiB" or a number; PKT_HEAP, then 1 GiB where None). Inside pkt.launch the world is there
+    already. Raises Unsupported where there is no GPU, with what to do instead, and where the ranks' GPUs cannot work
+    together, with a table of them: ranks on several hosts need one NVLink domain over these.
+    """
+    world = worlds._current()
+    if world is not None and group is None:
+        if heap is not None and heap_bytes(heap) > world.heap.capacity:
+            found, wanted = size_text(heap_bytes(heap)), size_text(world.heap.capacity)
+            wanted = f"at most {wanted}, which this world was made with"
+            raise ShapeError.argument("pkt.init", "heap", found, wanted, world.rank)
+        return world
+    if not torch.cuda.is_available():
+        raise Unsupported.no_gpu("pkt.init()", "found no CUDA GPU here and no world around this code")
+    from pkt.runtime import bootstrap  # here, so that importing pkt loads no driver and no torch.distributed
+    from pkt.runtime.processes.transport import timeout_seconds
+
+    seconds = timeout_seconds(timeout)
+    where = bootstrap.place(group, seconds)
+    world = bootstrap.open_world(where, bootstrap.own_device(), heap, seconds, multicast=multicast)
+    return world.__enter__()

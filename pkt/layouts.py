@@ -7,7 +7,8 @@ import triton.language as tl
 
 from pkt.errors import ShapeError
 from pkt.language.tile import Layout
-from pkt.runtime.memory.tensor import SymmetricTensor, symmetric
+from pkt.runtime.memory.checks import symmetric
+from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import current_world
 
 

@@ -425,9 +425,9 @@ def _pushed(world: World, m: int, K: int, dtype: torch.dtype, chunk: int, tiles:
 
     # What the counters count; so plans that differ otherwise share one workspace and its launches.
     counted = (m, K, dtype, tiles.block_m, chunk, _common.num_programs(world, world.num_sms))
-    inbox, ready = world.workspace((CALL, "gluon", *counted), make)
+    inbox, ready = world.keep((CALL, "gluon", *counted), make)
     if leave_out:  # counters of its own, which may fall behind
-        ready = world.workspace((CALL, leave_out, *counted), counters)
+        ready = world.keep((CALL, leave_out, *counted), counters)
     return _Way(inbox.plain(), [inbox.peer((world.rank + d) % size) for d in range(1, size)], ready, None)
 
 

@@ -29,8 +29,7 @@ from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
-from pkt.runtime.workspace import Workspace
-from pkt.runtime.world import World
+from pkt.runtime.world import Workspace, World
 
 from ..shared import common as _common
 from ..shared import forms as _forms
@@ -430,7 +429,7 @@ def _push_launch(
         return _PushSpace(inbox, signals(size * num_m + 1, name="all_gather_matmul.ready", world=world))
 
     # By what the counters count: settings that differ otherwise share an inbox, and its launches.
-    space = world.workspace((CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)
+    space = world.keep((CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)
     args = Push(
         a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, inbox_ptr=space.inbox, ready_ptr=space.counters,
         queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=ld, num_comm_sms=max(1, min(num_comm_sms, programs - 1)),

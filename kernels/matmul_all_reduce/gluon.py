@@ -263,7 +263,7 @@ def two_shot_launch(
         inbox = empty(places * tiles.block_m, tiles.block_n, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
         return _Space(inbox, signals(places + 1, name=f"{CALL}.gluon.ready", world=world))
 
-    space = world.workspace((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
+    space = world.keep((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
     block, part = (tiles.block_m, tiles.block_k), half_block(tiles)
 
     def described(tensor: SymmetricTensor) -> list:

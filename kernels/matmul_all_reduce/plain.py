@@ -26,8 +26,7 @@ from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
-from pkt.runtime.workspace import Workspace
-from pkt.runtime.world import World
+from pkt.runtime.world import Workspace, World
 
 from ..shared import common as _common
 from ..shared import forms as _forms
@@ -271,7 +270,7 @@ def _gluon_launch(
     if isinstance(out, SymmetricTensor) and in_place:
         result = out
     else:  # where peers store the finished tiles of an output that they cannot reach
-        result = world.workspace((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
+        result = world.keep((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
 
     def make(a: torch.Tensor, b: torch.Tensor, _: None) -> _common.Launch:
         two_shot = two_shot_launch(world, a, b, result, tiles, lag, epilogue)
@@ -303,7 +302,7 @@ def _lcsc_launch(
             buffer = empty(M, ld, dtype=dtype, name="matmul_all_reduce.sum", world=world)
         return _Space(buffer, signals(total + 2, name="matmul_all_reduce.ready", world=world))
 
-    space = world.workspace((CALL, M, N, dtype, programs, tiles[:2], in_place), make)
+    space = world.keep((CALL, M, N, dtype, programs, tiles[:2], in_place), make)
     counters = space.counters
     work = Work(
         a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, sum_ptr=space.sum, ready_ptr=counters,

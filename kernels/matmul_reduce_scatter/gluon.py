@@ -266,10 +266,10 @@ def _stored(world: World, m: int, N: int, dtype: torch.dtype, count: int, tiles:
         return inbox, signals(counters, name=f"{CALL}.gluon.ready", world=world)
 
     counted = (m, N, dtype, _common.num_programs(world, size * count), tiles[:2])
-    inbox, ready = world.workspace((CALL, "gluon", *counted), make)
+    inbox, ready = world.keep((CALL, "gluon", *counted), make)
     targets = [inbox.peer((world.rank + d) % size) for d in range(1, size)]
     if leave_out:  # counters of its own, which fall behind
-        ready = world.workspace((CALL, leave_out, *counted), lambda: signals(counters, world=world))
+        ready = world.keep((CALL, leave_out, *counted), lambda: signals(counters, world=world))
         targets = [inbox.plain()] * len(targets)
     return _Way(inbox.plain(), targets, ready, 1, None)
 

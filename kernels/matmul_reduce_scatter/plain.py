@@ -27,8 +27,7 @@ from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
-from pkt.runtime.workspace import Workspace
-from pkt.runtime.world import World
+from pkt.runtime.world import Workspace, World
 
 from ..shared import common as _common
 from ..shared import forms as _forms
@@ -319,7 +318,7 @@ def _plain_launch(
         buffer = empty(2, size, m, ld, dtype=dtype, name="matmul_reduce_scatter.inbox", world=world)
         return _Space(buffer, signals(size * owned, name="matmul_reduce_scatter.ready", world=world))
 
-    space = world.workspace((CALL, m, N, dtype, programs, tiles[:2], mode), make)
+    space = world.keep((CALL, m, N, dtype, programs, tiles[:2], mode), make)
     kernel = add_kernel if mode == "add" else inbox_kernel
     constants = (_common.aligned(a, rows, out), transposed, epilogue, *tiles[:4])
     start = cooperative_launch(world, kernel, (programs,), **tiles.launch_options())

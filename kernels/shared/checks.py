@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from pkt.errors import DtypeError, NotSymmetric, ShapeError
-from pkt.runtime.memory.tensor import SymmetricTensor, symmetric
+from pkt.runtime.memory.checks import symmetric
+from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

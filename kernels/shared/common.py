@@ -10,10 +10,10 @@ import torch
 import triton
 
 from pkt.errors import CollectiveMismatch, DtypeError, NotSymmetric, ShapeError, Unsupported
+from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.factories import signals
-from pkt.runtime.memory.tensor import SymmetricTensor, facts, symmetric
-from pkt.runtime.workspace import Workspace, kept_in
-from pkt.runtime.world import World, current_world
+from pkt.runtime.memory.tensor import SymmetricTensor, facts
+from pkt.runtime.world import Workspace, World, current_world
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """What reduces and multiplies; every one accumulates in fp32."""
@@ -55,7 +55,7 @@ def num_programs(world: World, tasks: int) -> int:
 def barrier_counters(world: World) -> SymmetricTensor:
     """A counter for each program index, for `pl.barrier`; shared by all operators, which leave it balanced."""
     sms = num_programs(world, world.num_sms)
-    return world.workspace(("pkt.kernels", "barrier"), lambda: signals(sms, name="kernels.barrier", world=world))
+    return world.keep(("pkt.kernels", "barrier"), lambda: signals(sms, name="kernels.barrier", world=world))
 
 
 Launch = Callable[..., torch.Tensor]
@@ -79,7 +79,7 @@ def planned(
     plan's, and belong to `workspace`, to the world where None. Raises what `plan` raises, each time.
     """
     if workspace is not None:
-        with kept_in(workspace, world, call):
+        with world.using(workspace, call):
             return planned(call, plan, world, tensors, settings, out)
     plans = world.plans
     try:
@@ -207,7 +207,7 @@ def check_agreed(call: str, world: World, **arguments: Any) -> None:
             raise CollectiveMismatch.calls(dict(enumerate(everybody)))
         return True
 
-    world.workspace(("pkt.kernels", "agreed", call, signature), compare)
+    world.keep(("pkt.kernels", "agreed", call, signature), compare)
 
 
 def anywhere(tensor: Any) -> Any:

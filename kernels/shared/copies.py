@@ -140,8 +140,8 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
     """send(x, stream): queue the copy of each box of `x`, this rank's, into its peer's `target`, on a stream by its
     handle, the current one where None. The addresses are worked out here: at each launch that would take as long as the
     driver does."""
-    copy = getattr(world.backend, "copy", None)
-    if copy is None:
+    engines = world.backend.copies
+    if engines is None:
 
         def simulate(x: torch.Tensor, stream: int | None) -> None:
             for box in what:
@@ -162,7 +162,7 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
     def send(x: torch.Tensor, stream: int | None) -> None:
         of = x.data_ptr()
         for to, start, *how in moves:
-            copy(to, of + start, *how, stream)
+            engines.copy(to, of + start, *how, stream)
 
     return send
 
@@ -182,7 +182,7 @@ class Side:
         self.stream: torch.cuda.Stream | None = None
         if world.torch_device.type == "cuda":
             device = world.torch_device
-            self.stream = world.workspace(("pkt.kernels", "copies"), lambda: torch.cuda.Stream(device))
+            self.stream = world.keep(("pkt.kernels", "copies"), lambda: torch.cuda.Stream(device))
 
     def here(self) -> torch.cuda.Event | None:
         """What the current stream has so far, for `behind`."""
@@ -240,7 +240,7 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk
         inbox = empty(size, m, k, dtype=dtype, name="kernels.gathered", world=world)
         return inbox, signals(size * groups * chunks + 1, name="kernels.gatherings", world=world)
 
-    inbox, counters = world.workspace(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
+    inbox, counters = world.keep(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
     start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
     shard, theirs, word, words = layout(m, k), layout(size, m, k)[rank], layout(1), layout(counters.numel())
     number, side = counters[-1:], Side(world)
@@ -250,7 +250,7 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk
         here = slice(g * step, (g + 1) * step), slice(c * chunk, (c + 1) * chunk)
         at = (rank * groups + g) * chunks + c
         move = sending(world, boxes(peer, theirs[here], shard[here], dtype.itemsize), inbox)
-        if hasattr(world.backend, "copy"):
+        if world.backend.copies is not None:
             return move, sending(world, boxes(peer, words[at : at + 1], word, counters.element_size()), counters)
         return move, lambda this, stream: beside(
             tell_kernel, (1,), counters[at:], number, peer, world.device, num_warps=1
@@ -299,10 +299,11 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
         inbox = empty(*shape, dtype=dtype, name="kernels.scattered", world=world)
         return inbox, torch.empty_like(inbox.plain()), signals(2 * count + 1, name="kernels.scatterings", world=world)
 
-    inbox, outbox, counters = world.workspace(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
+    inbox, outbox, counters = world.keep(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
     start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
     boxed, word, words = layout(*shape), layout(1), layout(counters.numel())
-    number, side, hold = counters[count:], Side(world), world.backend.hold
+    number, side, engines = counters[count:], Side(world), world.backend.copies
+    assert engines is not None, "GPUs have copy engines"
 
     def part(d: int, g: int) -> tuple[int, int, Send, Send]:
         """Of parcel g for rank + d: its word of finished tiles, how many it has, what moves it, and what says so."""
@@ -322,7 +323,7 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
         def send() -> None:
             with side.behind(here) as stream:
                 for finished, wanted, move, tell in parts:
-                    hold(finished, wanted, stream)
+                    engines.hold(finished, wanted, stream)
                     move(outbox, stream)
                     tell(this, stream)
                 sent = side.mark()

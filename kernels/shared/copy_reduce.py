@@ -74,7 +74,7 @@ def sum_kernel(
 
 def _inbox(slot: int, dtype: torch.dtype, world: World) -> SymmetricTensor:
     """(size - 1, slot). Launches that share it need not agree on anything: they meet before they write."""
-    return world.workspace(
+    return world.keep(
         ("pkt.kernels", "copied", slot, dtype),
         lambda: empty(world.size - 1, slot, dtype=dtype, name="kernels.copied", world=world),
     )

@@ -372,7 +372,7 @@ def _way(world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, bloc
         filled = zeros(2, room, 4, dtype=torch.int32, name="kernels.flagged", world=world)
         return _Space(filled, signals(1, name="kernels.flagged launches", world=world))
 
-    space = world.workspace(("pkt.kernels", "flagged", room), make)
+    space = world.keep(("pkt.kernels", "flagged", room), make)
     if block:
         words = triton.next_power_of_2(max(block * x.element_size() // (4 * VALUES), 1))
     else:

@@ -28,7 +28,7 @@ def num_programs(world: World, tasks: int) -> int:
 def barrier_counters(world: World) -> SymmetricTensor:
     """A counter for each program index, for `pl.barrier`. All operators share them and leave them balanced."""
     sms = num_programs(world, world.num_sms)
-    return world.workspace(("pkt.kernels", "barrier"), lambda: signals(sms, name="kernels.barrier", world=world))
+    return world.keep(("pkt.kernels", "barrier"), lambda: signals(sms, name="kernels.barrier", world=world))
 
 
 def copy_block(tensor: torch.Tensor, block: int | None) -> int:

@@ -123,7 +123,7 @@ def _launch(product: Product, epilogue: Epilogue) -> Launch:
 def _symmetric(world: World, rows: int, cols: int, *, dtype: torch.dtype) -> SymmetricTensor:
     """What cuBLAS and a collective of pkt hand over to each other: one for all operators, of which one is in flight."""
     name = "kernels.unfused"
-    return world.workspace((name, rows, cols, dtype), lambda: empty(rows, cols, dtype=dtype, name=name, world=world))
+    return world.keep((name, rows, cols, dtype), lambda: empty(rows, cols, dtype=dtype, name=name, world=world))
 
 
 def _multiply(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,23 +1,23 @@
-"""The seam between the host side and what lies below it.
+"""`Backend`: what World, SymmetricHeap and SymmetricTensor need of the machine below them.
 
-Everything above (World, SymmetricHeap, SymmetricTensor) is written once against `Backend`. There are two
-implementations: `pkt.simulate.run.SimulatedRank` (N ranks in one process, on the CPU) and
-`pkt.runtime.gpu.cuda.CudaBackend` (one process a GPU). One Backend object is one rank's side; calls marked
-collective are made by every rank, in the same order.
+There are two implementations: `pkt.simulate.run.SimulatedRank` (N ranks in one process, on the CPU) and
+`pkt.runtime.gpu.cuda.CudaBackend` (one process a GPU). One Backend object is one rank's side. Every rank makes the
+calls marked collective, in the same order.
 
-The memory below is W + 1 windows of `stride` bytes: rank r's copy of what I have at `base + o` is at
-`base + (r - rank) * stride + o`, and the multicast window, where there is one, is window number `size`.
+The memory consists of W + 1 windows of `stride` bytes. If this rank has a byte at `base + o`, then rank r has its copy
+at `base + (r - rank) * stride + o`. The multicast window, where there is one, is window number `size`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 ALIGNMENT = 256  # bytes; every allocation starts on it, so that TMA and 16-byte vectors are always possible
 SIGNAL_HEADER = 64  # bytes before the counters: an int64 epoch word, then guard words
-SIGNAL_GUARD = 64  # bytes of guard words after the counters
+SIGNAL_GUARD = 64  # bytes: guard words after the counters
 GUARD_WORD = 0x5AFE5AFE
 
 Kind = Literal["data", "signals", "status"]
@@ -26,9 +26,9 @@ Kind = Literal["data", "signals", "status"]
 class Block(NamedTuple):
     """One allocation, the same on every rank: `nbytes` at `offset` of the window hold a `shape` of `dtype`.
 
-    For kind "signals" the counters start SIGNAL_HEADER bytes into the block (see `start`) and `nbytes` counts
-    header, counters and guard. `site` is where the user's code made it ("train.py:12"), `name` what that code
-    calls it.
+    For kind "signals" the counters start SIGNAL_HEADER bytes into the block (see `start`), and `nbytes` counts header,
+    counters and guard. `site` is the line of the user's code that allocated the block ("train.py:12"); `name` is the
+    name that this code gives it.
     """
 
     offset: int
@@ -51,32 +51,43 @@ class Block(NamedTuple):
 
 
 class Journal(Protocol):
-    """A log of collective calls that peers can read without waiting (see `agreement`); optional in a
-    backend."""
+    """A log of collective calls that peers read without waiting (see `memory.agreement`)."""
 
-    period: int  # a rank settles at least every so many calls, for the log is a ring
+    period: int  # a rank settles at least once in so many calls, because the log is a ring
 
     def append(self, record: bytes) -> None:
-        """Write down this rank's next call."""
+        """Record this rank's next call."""
 
     def written(self, rank: int) -> int:
-        """How many calls `rank` has written down."""
+        """How many calls `rank` has recorded."""
 
     def read(self, rank: int, ordinal: int) -> bytes:
-        """What `rank` wrote down as its call number `ordinal`, which it has."""
+        """The record of `rank`'s call number `ordinal`, which `rank` must have written."""
 
     def settle(self, ordinal: int) -> None:
-        """Return once every rank has written its call number `ordinal`; raises WaitTimeout or PeerLost."""
+        """Return once every rank has recorded its call number `ordinal`; raises WaitTimeout or PeerLost."""
+
+
+class CopyEngines(Protocol):
+    """Work that the host queues on a stream of a GPU without a kernel; `stream` is the driver's handle."""
+
+    def copy(
+        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
+        stream: int | None = None,
+    ) -> None:  # fmt: skip
+        """Copy between addresses of any windows and of this GPU, on the current stream where `stream` is None. For the
+        shape and the pitches see `pkt.runtime.gpu.driver.Driver.copy`."""
+
+    def hold(self, address: int, value: int, stream: int) -> None:
+        """The stream goes on when the int32 at `address` is `value` or more, by the sign of the 32-bit difference."""
+
+    def uncouple(self) -> None:
+        """Make the kernel that the current stream has just recorded in a graph an ordinary node, not a cooperative
+        one."""
 
 
 class Backend(Protocol):
-    """One rank's side of the machine.
-
-    Some members are optional: `journal`, a Journal; `abandon(why)`, called before close() when an error ends the
-    world; `timed(run)`, collective, of a backend whose clock is a model: what `run()` returns, and its seconds; and of
-    GPUs alone `topology`, `transport`, and `copy(...)`, `hold(...)` and `uncouple()`, see
-    `pkt.runtime.gpu.driver.Driver`.
-    """
+    """One rank's side of the machine."""
 
     rank: int
     size: int
@@ -85,35 +96,53 @@ class Backend(Protocol):
     capacity: int  # bytes that a window may come to hold; <= stride
     multicast: bool  # the multicast window exists
     num_sms: int  # programs that can be resident, one a SM
-    base: int  # address of my window
-    gap: int  # bytes that are nobody's between two blocks, where what runs past the end of one is to be found
+    base: int  # address of this rank's window
+    gap: int  # bytes between two blocks that belong to neither, so that an access past the end of a block is found
+    gpu: str  # model of this rank's GPU; "simulated" where there is none
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a host call waits for another rank's process; None where all ranks share a process."""
+
+    @property
+    def journal(self) -> Journal | None:
+        """The log in which ranks compare heap calls; None: they exchange each call at once."""
+
+    @property
+    def copies(self) -> CopyEngines | None:
+        """The GPU's copy engines; None in the simulator, where kernels copy instead."""
+
+    @property
+    def timed(self) -> Callable[[Callable[[], Any]], tuple[Any, float]] | None:
+        """Where the clock is a model: collective, `timed(run)` returns the result of `run()` and its seconds."""
 
     def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A tensor of one dimension over `nbytes` at `offset` of `rank`'s window; `rank == size` is the multicast
-        window. The tensor's storage starts there too (torch.frombuffer with an offset, not a slice):
+        window. The tensor's storage starts there too (torch.frombuffer with an offset, not a slice), because
         as_strided counts from it."""
 
     def reserve(self, nbytes: int) -> None:
-        """Collective: put physical memory behind [0, nbytes) of every window; raises HeapFull on every rank
-        alike."""
+        """Collective: put physical memory behind [0, nbytes) of every window; raises HeapFull on all ranks."""
 
     def allocated(self, block: Block) -> None:
-        """Told of every allocation, for checkers."""
+        """Called after every allocation, for checkers."""
 
     def freed(self, block: Block) -> None:
-        """Told of every free, for checkers."""
+        """Called after every free, for checkers."""
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Collective: every rank's `value` in rank order. Values are made of None, bool, int, float, str,
-        list and dict with str keys (JSON). `what` names the call ("allocation #5") and is the same on every
-        rank: a different one is a CollectiveMismatch; a rank that does not come in time is a WaitTimeout or
-        PeerLost."""
+        """Collective: every rank's `value` in rank order. Values are made of None, bool, int, float, str, list and dict
+        with str keys (JSON). `what` names the call ("allocation #5"). Raises CollectiveMismatch if ranks give different
+        names, WaitTimeout or PeerLost if a rank does not come in time."""
 
     def barrier(self, what: str) -> None:
-        """Collective: return when every rank's host has come here. Says nothing of device work."""
+        """Collective: return when every rank's host has called it. Does not wait for device work."""
 
     def synchronize(self) -> None:
         """Return when this rank's device work is done."""
 
+    def abandon(self, why: str) -> None:
+        """Tell the other ranks that an error ends this rank's world; close() follows."""
+
     def close(self) -> None:
-        """Give everything back. Called once; not collective: peers may be in use of their own copies."""
+        """Release everything. Called once; not collective, because other ranks may still use their own copies."""

@@ -146,7 +146,8 @@ def open_world(
     try:
         world = World(backend, capacity, where.group)
         backend.synchronize()  # the status page is zeroed on the current stream, the deadline written on another
-        backend.attach(Watch(backend, world.heap, timeout))
+        watch = Watch(backend, world.heap, timeout)
+        backend.attach(watch.check, watch.close)
         provide_scratch()
         transport.timeout = timeout + HOST_GRACE
         world.barrier()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from pkt.errors import Unsupported
-
-if TYPE_CHECKING:
-    from pkt.runtime.world import World
+from pkt.runtime.world import World
 
 _KEY = "pkt.process_group"
 
@@ -29,12 +26,13 @@ def process_group(world: World) -> dist.ProcessGroup:
 
 def _default(world: World) -> dist.ProcessGroup:
     call = f"rank {world.rank}: torch's process group of a world"
-    if getattr(world.backend, "transport", None) is None:
+    seconds = world.backend.timeout
+    if seconds is None:
         raise Unsupported.here(call, "found the simulator, whose ranks share a process", "pkt's own forms run there")
     if not dist.is_available():
         raise Unsupported.here(call, "found a torch without torch.distributed", "pkt's own forms do without")
     if not dist.is_initialized():
-        _initialise(world)
+        _initialise(world, datetime.timedelta(seconds=seconds))
     group = dist.group.WORLD
     assert group is not None
     places = world.all_gather_object([dist.get_rank(), dist.get_world_size()])
@@ -44,10 +42,9 @@ def _default(world: World) -> dist.ProcessGroup:
     return group
 
 
-def _initialise(world: World) -> None:
-    """A default group over a store that rank 0 serves on a port of the system's choice."""
+def _initialise(world: World, timeout: datetime.timedelta) -> None:
+    """Make a default group over a store that rank 0 serves on a free port."""
     cuda = world.torch_device.type == "cuda"
-    timeout = datetime.timedelta(seconds=world.backend.transport.timeout)  # type: ignore[attr-defined]
     store = None
     if world.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, world.size, is_master=True, wait_for_workers=False, timeout=timeout)

@@ -1,8 +1,10 @@
-"""World: who takes part, and the collective calls of host code."""
+"""World: the ranks that work together, the collective calls of host code, and what operators keep between calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+import itertools
+import operator
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -10,14 +12,13 @@ from typing import Any, TypeVar
 import torch
 import triton.language as tl
 
-from pkt.errors import Closed, ShapeError, Unsupported
+from pkt.errors import Closed, DtypeError, RankError, Unsupported
 from pkt.language.world import DeviceWorld, code_hash
-from pkt.runtime import scratch as _scratch
 from pkt.runtime.backend import Backend
+from pkt.runtime.kept import Scope, entered, scratch
 from pkt.runtime.launch.streams import OneInFlight
 from pkt.runtime.memory.heap import SymmetricHeap, heap_bytes
 from pkt.runtime.processes import wire
-from pkt.wording import size_text
 
 T = TypeVar("T")
 
@@ -28,8 +29,7 @@ def _last_open() -> World | None:
     return _open[-1] if _open else None
 
 
-# Which world host code runs in. The simulator, where many ranks share a thread, puts its own function here
-# for a run.
+# Returns the world that host code runs in. The simulator, where many ranks share a thread, puts its own function here.
 _current: Callable[[], World | None] = _last_open
 
 
@@ -49,18 +49,12 @@ class World:
 
     def __init__(self, backend: Backend, heap: int | str | None = None, group: Any = None) -> None:
         """Collective: `heap` bytes (see pkt.init) of symmetric memory on `backend`. group: torch's process group of the
-        same ranks, if there is one."""
+        same ranks, where there is one."""
         self._backend, self.group = backend, group
         self._closed = False
         self._device: DeviceWorld | None = None
-        self._workspaces: dict[Hashable, Any] = {}
-        self._plans: dict[Hashable, Any] = {}
-        self._lasting: dict[Hashable, Any] = {}
-        self._scopes: list[_scratch.Made] = []
-        self.handed_in: int | None = None
-        """The number of the pkt.Workspace that the call under way was given; None: it keeps what it needs here."""
-        self._heap = SymmetricHeap(backend, heap_bytes(heap))
-        self._heap.world = self
+        self._heap = SymmetricHeap(backend, heap_bytes(heap), self)
+        self._scopes = [Scope(self._heap)]  # the world's own, then those that are open, innermost last
         self.span = range(backend.base, backend.base + self._heap.capacity)
         """Addresses of this rank's window."""
         self.rank, self.size = backend.rank, backend.size
@@ -74,13 +68,13 @@ class World:
 
     @property
     def backend(self) -> Backend:
-        """What lies below; Closed after close()."""
+        """The machine below. Raises Closed after close()."""
         self._check("backend")
         return self._backend
 
     @property
     def heap(self) -> SymmetricHeap:
-        """The symmetric heap; Closed after close()."""
+        """The symmetric heap. Raises Closed after close()."""
         self._check("heap")
         return self._heap
 
@@ -96,7 +90,7 @@ class World:
 
     @property
     def device(self) -> DeviceWorld:
-        """What a kernel needs to know of the world, by value: the `world` argument of pkt.language."""
+        """The `world` argument of a kernel, passed by value: rank, size and addresses, see pkt.language."""
         self._check("device")
         self._heap.agreement.settle()
         if self._device is None:
@@ -113,7 +107,7 @@ class World:
 
     # -------------------------------------------------------------------------------------------- collectives
     def barrier(self) -> None:
-        """Collective: return when every rank has come here and its device work is done."""
+        """Collective: return when every rank has called it and its device work is done."""
         self._check("barrier()")
         self._heap.collective_point("barrier()")
 
@@ -123,72 +117,80 @@ class World:
         self._backend.synchronize()
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Collective: every rank's `obj`, in rank order; each is a copy. For what is carried see
-        pkt.runtime.processes.wire."""
+        """Collective: every rank's `obj`, in rank order, each a copy. For the types see pkt.runtime.processes.wire."""
         self._check("all_gather_object()")
         texts = self._backend.exchange(wire.encode(obj, "all_gather_object"), "all_gather_object()")
         return [wire.decode(text) for text in texts]
 
     def broadcast(self, obj: T, root: int = 0) -> T:
-        """Collective: a copy of `root`'s `obj`; what other ranks give is ignored. Raises RankError."""
-        from pkt.runtime.memory.tensor import check_rank
-
+        """Collective: a copy of `root`'s `obj`; the `obj` of other ranks is ignored. Raises RankError."""
         self._check("broadcast()")
         root = check_rank(root, self, "broadcast(root=)")
         text = wire.encode(obj, "broadcast") if self.rank == root else None
         return wire.decode(self._backend.exchange(text, f"broadcast() from rank {root}")[root])
 
-    def workspace(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make()` returned for `key` the first time: buffers that live as long as the world, or as the
-        pkt.Workspace that was given to the operator that asks. Collective if make is. Raises Unsupported where it
-        would have to be made while a CUDA graph is captured."""
-        self._check("workspace()")
-        if key not in self._workspaces:
-            if self.capturing:
-                raise Unsupported.captured(self.rank, key)
-            with _scratch.made(self):
-                self._workspaces[key] = make()
-        return self._workspaces[key]
+    # ------------------------------------------------------------------------------------------ kept between calls
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The result of the first `make()` for `key` in the innermost open scope, see pkt.runtime.kept: the buffers of
+        an operator. Collective if `make` is. Raises Unsupported if it would have to call `make` during the capture of a
+        CUDA graph."""
+        self._check("keep()")
+        scope = self._scopes[-1]
+        if key not in scope.kept and self.capturing:
+            raise Unsupported.captured(self.rank, key)
+        return scope.keep(key, make)
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Collective, a context: on leaving it the workspaces and plans that were made inside are forgotten, and the
-        symmetric memory that those workspaces allocated is free again. The next call makes them anew.
+        """Collective: a scope around a search or an experiment. Operators inside find all that is kept already; what
+        they keep in addition is given back at the end of the `with`.
 
-        What was there before stays, and so does what was allocated inside but not by a workspace. Scopes may be nested.
-        A graph that was captured inside must not be replayed afterwards. Left by an exception, a scope frees nothing
-        and meets nobody, because it may be one rank's alone: what was made stays, to an enclosing scope or the world;
-        peers that left it otherwise wait there, and find this rank in another call, or lost. Raises SignalIndexError
-        as SymmetricTensor.free does.
+        The end frees buffers and counters once the device work of every rank is done, and drops the plans. Tensors that
+        the user allocated inside stay. Scopes may be nested. A graph that was captured inside must not be replayed
+        afterwards. Raises SignalIndexError as SymmetricTensor.free does.
+
+        On an exception nothing is freed and no rank is awaited, because the failure may be this rank's alone: the
+        enclosing scope owns what was made. Ranks that leave the scope normally then wait there, and find this rank in
+        another call, or lost.
         """
         self._check("scratch()")
-        return _scratch.scratch(self)
+        return scratch(self._scopes, self._heap)
 
     @contextmanager
-    def _keeping(
-        self, number: int, workspaces: dict[Hashable, Any], plans: dict[Hashable, Any], made: _scratch.Made
-    ) -> Iterator[None]:
-        """Workspaces and plans are kept in these meanwhile, and what the former allocate is noted in `made`."""
-        before = self.handed_in, self._workspaces, self._plans
-        self.handed_in, self._workspaces, self._plans = number, workspaces, plans
-        self._scopes.append(made)
-        try:
+    def using(self, workspace: Workspace, call: str) -> Iterator[None]:
+        """Operators inside keep everything in `workspace`. Raises Closed if it is closed, DtypeError or Unsupported if
+        it is no pkt.Workspace of this world."""
+        if not isinstance(workspace, Workspace):
+            raise DtypeError.argument(call, "workspace", type(workspace).__name__, "a pkt.Workspace", self.rank)
+        if workspace.world is not self:
+            found = f"found workspace {workspace.number} of another world"
+            raise Unsupported.here(f"rank {self.rank}: {call}", found, "make one with pkt.Workspace(world)")
+        if workspace.closed:
+            raise Closed.used(self.rank, call, f"workspace {workspace.number}", "pkt.Workspace()")
+        with entered(self._scopes, workspace):
             yield
-        finally:
-            self._scopes.pop()
-            self.handed_in, self._workspaces, self._plans = before
+
+    @property
+    def handed_in(self) -> int | None:
+        """The number of the pkt.Workspace that the current call was given; None if it was given none."""
+        return self._scopes[-1].number
 
     @property
     def plans(self) -> dict[Hashable, Any]:
-        """What operators have found out about their arguments, by those; this rank's own. Closed after close()."""
+        """What operators derived from their arguments, in the innermost open scope; this rank's own. Raises Closed."""
         self._check("an operator")
-        return self._plans
+        return self._scopes[-1].plans
 
     @property
-    def lasting(self) -> dict[Hashable, Any]:
-        """What is no buffer of an operator and known as long as the world: choices of the tuner, a process group,
-        torch's pool. Closed after close()."""
+    def lasting(self) -> MutableMapping[Hashable, Any]:
+        """What the world's own scope keeps, whatever scopes are open: choices of the tuner, a process group, torch's
+        pool. Raises Closed."""
         self._check("an operator")
-        return self._lasting
+        return self._scopes[0].kept.maps[0]
+
+    def forget_plans(self) -> None:
+        """Operators derive everything anew at their next call; buffers stay."""
+        for scope in self._scopes:
+            scope.plans.clear()
 
     def check(self) -> None:
         """Raise SignalIndexError if a guard word around this rank's signals was overwritten."""
@@ -198,11 +200,11 @@ class World:
     # --------------------------------------------------------------------------------------------------- life
     @property
     def closed(self) -> bool:
-        """close() was called."""
+        """Whether close() was called."""
         return self._closed
 
     def close(self) -> None:
-        """Give everything back; guard words are checked first. A second call does nothing."""
+        """Release everything, after a check of the guard words. A second call does nothing."""
         if self._closed:
             return
         try:
@@ -221,17 +223,14 @@ class World:
         if error is None:
             self.close()
         elif not self._closed:
-            abandon = getattr(self._backend, "abandon", None)
-            if abandon is not None:
-                abandon(f"{type(error).__name__}: {error}")
-            self._discard()  # the error on its way out says more than a guard word
+            self._backend.abandon(f"{type(error).__name__}: {error}")
+            self._discard()  # without the check of guard words: the error that is raised says more
 
     def _discard(self) -> None:
         self._closed = True
         self._heap.close()
-        self._workspaces.clear()
-        self._plans.clear()
-        self._lasting.clear()
+        for scope in self._scopes:
+            scope.clear()
         self._device = None
         _open[:] = [world for world in _open if world is not self]
         self._backend.close()
@@ -241,37 +240,69 @@ class World:
             raise Closed.used(self.rank, call)
 
 
-def init(
-    heap: int | str | None = None,
-    *,
-    group: Any = None,
-    timeout: float | None = None,
-    multicast: bool = True,
-) -> World:
-    """The world of this process: the one it runs in, or a new one over its GPU.
+def check_rank(rank: Any, world: World | Backend, call: str) -> int:
+    """`rank` as an int. Raises RankError if it is none from 0 to world.size - 1."""
+    try:
+        index = operator.index(rank)
+    except TypeError:
+        index = -1
+    if not 0 <= index < world.size:
+        raise RankError.outside(world.rank, call, rank, world.size)
+    return index
 
-    group: a ProcessGroup or a DeviceMesh of one dimension (mesh["tp"]) whose ranks make the world; without it the
-    default process group, else torchrun's environment, else this process alone. Rank and size are those of the group.
-    timeout: seconds for every step of the rendezvous and every wait (PKT_TIMEOUT, then 60 where None). multicast: False
-    does without the multicast window; it is used only if every rank has it. heap: most bytes of symmetric memory a rank
-    may come to hold ("8GiB" or a number; PKT_HEAP, then 1 GiB where None). Inside pkt.launch the world is there
-    already. Raises Unsupported where there is no GPU, with what to do instead, and where the ranks' GPUs cannot work
-    together, with a table of them: ranks on several hosts need one NVLink domain over these.
+
+class Workspace(Scope):
+    """Buffers, counters and plans of the calls that it is given to as `workspace=`. A context manager:
+
+        with pkt.Workspace() as workspace:
+            for x in layers:
+                y = pkt.matmul_all_reduce(x, w, workspace=workspace)
+        # its memory is free again
+
+    Every rank makes its workspaces in the same order and gives them to the same calls; otherwise the first call with
+    given shapes raises CollectiveMismatch. Making one allocates nothing and is not collective. The first call with
+    given shapes allocates, so it must come before the capture of a graph. A workspace that is never closed lasts as
+    long as the world.
+
+    Calls with different workspaces share no memory. They still run in the order in which host code makes them, on
+    whatever streams, like all operators of a world: each takes as many SMs as it can get, so two at once might each
+    wait for peers that run the other.
     """
-    world = _current()
-    if world is not None and group is None:
-        if heap is not None and heap_bytes(heap) > world.heap.capacity:
-            found, wanted = size_text(heap_bytes(heap)), size_text(world.heap.capacity)
-            wanted = f"at most {wanted}, which this world was made with"
-            raise ShapeError.argument("pkt.init", "heap", found, wanted, world.rank)
-        return world
-    if not torch.cuda.is_available():
-        raise Unsupported.no_gpu("pkt.init()", "found no CUDA GPU here and no world around this code")
-    from pkt.runtime import bootstrap  # the driver's bindings load only where they are used
-    from pkt.runtime.processes.transport import timeout_seconds
 
-    seconds = timeout_seconds(timeout)
-    where = bootstrap.place(group, seconds)
-    world = bootstrap.open_world(where, bootstrap.own_device(), heap, seconds, multicast=multicast)
-    _open.append(world)
-    return world
+    def __init__(self, world: World | None = None) -> None:
+        """world: the current one where None."""
+        self.world = world or current_world("pkt.Workspace")
+        super().__init__(self.world.heap)
+        numbers = self.world.lasting.setdefault(_NUMBERS, itertools.count(1))
+        self.number = next(numbers)  # by which ranks find out that they gave different ones to a call
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"Workspace({self.number} of {self.world}{', closed' if self.closed else ''})"
+
+    def close(self) -> None:
+        """Collective: free everything once the device work of every rank is done. A second call does nothing. Every
+        other use afterwards raises Closed, and a graph that was captured with it must not be replayed. Raises
+        SignalIndexError as SymmetricTensor.free does."""
+        if not self.closed:
+            self._forget()
+            if not self.world.closed:
+                self.free("Workspace.close()", f"the end of workspace {self.number}")
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the error may be this rank's alone, and freeing is collective: the memory stays allocated
+            self._forget()
+
+    def _forget(self) -> None:
+        self.closed = True
+        self.clear()
+
+
+_NUMBERS = "pkt.Workspace"

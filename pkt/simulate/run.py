@@ -26,6 +26,8 @@ POISON = 0xFF  # what fresh memory holds: NaN in every float format, -1 in the i
 class SimulatedRank:
     """pkt.runtime.backend.Backend over one rank of a Machine."""
 
+    gpu, timeout, journal, copies = "simulated", None, None, None
+
     def __init__(self, machine: Machine, rank: int, capacity: int) -> None:
         self.machine = machine
         self.rank, self.size = rank, machine.size
@@ -73,6 +75,9 @@ class SimulatedRank:
     def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
         result, microseconds = self.machine.timed(run)
         return result, 1e-6 * microseconds
+
+    def abandon(self, why: str) -> None:
+        """The error itself ends the run: the other ranks need not be told."""
 
     def close(self) -> None:
         for region in self._regions.values():

@@ -55,9 +55,8 @@ def case(world: World, source: str, key: Mapping[str, Any]) -> str:
 def machine(world: World) -> dict[str, Any]:
     """{"gpu": "NVIDIA H200", "sms": 132, "topology": "peer"}; topology is "multicast" where the world has it. The gpu
     of a simulated rank is "simulated"."""
-    topology = getattr(world.backend, "topology", None)
-    gpu = topology.gpus[world.rank].name if topology is not None else "simulated"
-    return {"gpu": gpu, "sms": world.num_sms, "topology": "multicast" if world.multicast else "peer"}
+    topology = "multicast" if world.multicast else "peer"
+    return {"gpu": world.backend.gpu, "sms": world.num_sms, "topology": topology}
 
 
 @functools.cache
@@ -104,7 +103,7 @@ def store(world: World, what: str, text: str, config: Config, seconds: float) ->
 
 
 def _modelled(world: World) -> bool:
-    return hasattr(world.backend, "timed")
+    return world.backend.timed is not None
 
 
 def _path(what: str) -> Path:

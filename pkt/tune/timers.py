@@ -50,8 +50,8 @@ class CudaTimer:
         self._enqueue: dict[Config, float] = {}  # seconds that the host takes to queue a run
         # Made here, they outlast every candidate's workspaces.
         make_flush = functools.partial(torch.empty, FLUSH, dtype=torch.uint8, device=world.torch_device)
-        self._flush = world.workspace("tune.flush", make_flush)
-        self._counters = world.workspace("tune.gate", lambda: signals(2, name="tune.gate", world=world))
+        self._flush = world.keep("tune.flush", make_flush)
+        self._counters = world.keep("tune.gate", lambda: signals(2, name="tune.gate", world=world))
 
     def first(self, config: Config, run: Callable[[], Any]) -> Any:
         result = run()
@@ -89,7 +89,9 @@ class ClockTimer:
     threads = 0
 
     def __init__(self, world: World) -> None:
-        self._timed: Callable[[Callable[[], Any]], tuple[Any, float]] = world.backend.timed  # type: ignore[attr-defined]
+        timed = world.backend.timed
+        assert timed is not None, "a world on the simulator"
+        self._timed = timed
         self._seconds: dict[Config, float] = {}
 
     def first(self, config: Config, run: Callable[[], Any]) -> Any:
@@ -117,7 +119,7 @@ class RecordedTimer:
 
 def timer_of(world: World) -> Timer:
     """The timer of what the world runs on."""
-    if hasattr(world.backend, "timed"):
+    if world.backend.timed is not None:
         return ClockTimer(world)
     if world.torch_device.type == "cuda":
         return CudaTimer(world)

@@ -122,7 +122,7 @@ def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Call
     if plan.by_name:  # operators ask again
         for asked in ("tune.choices", "tune.settings"):
             world.lasting.pop(asked, None)
-        world.plans.clear()
+        world.forget_plans()
     return found
 
 

@@ -86,7 +86,7 @@ class World(SimpleNamespace):
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
 
-    def workspace(self, key: Any, make: Callable[[], Any]) -> Any:
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self.spaces:
             self.spaces[key] = make()
         return self.spaces[key]

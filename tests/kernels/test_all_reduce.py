@@ -250,7 +250,7 @@ def test_sizes_and_types_in_turn() -> None:
                 reduces(world, (n // 2 + 1,), torch.float32, mode, block=64)
                 gathered = pkt.all_gather(torch.full((n,), float(world.rank)), mode="low_latency")
                 assert torch.equal(gathered, torch.arange(3.0).repeat_interleave(n))
-        flagged = [key for key in world._workspaces if key[:2] == ("pkt.kernels", "flagged")]
+        flagged = [key for key in world._scopes[-1].kept if key[:2] == ("pkt.kernels", "flagged")]
         assert flagged == [("pkt.kernels", "flagged", _low_latency.LEAST_ROOM)], "one for all of them"
 
     on_ranks(3, run, seed=3)

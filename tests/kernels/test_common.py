@@ -18,7 +18,7 @@ from pkt.runtime.memory.tensor import facts
 
 def plan(world: Any, x: torch.Tensor, out: torch.Tensor | None, factor: int) -> _common.Launch:
     """Counts its calls in a workspace."""
-    calls = world.workspace("calls", list)
+    calls = world.keep("calls", list)
     calls.append((tuple(x.shape), factor))
     if x.ndim != 1:
         raise ShapeError.argument("scaled", "x", tuple(x.shape), "1 dimension", world.rank)
@@ -38,7 +38,7 @@ def test_a_plan_is_made_once_for_tensors_alike() -> None:
         for values in ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0]):
             x = torch.tensor(values)
             assert _common.planned("scaled", plan, world, (x, None), (2,)).tolist() == [2 * v for v in values]
-        return world.workspace("calls", list)
+        return world.keep("calls", list)
 
     assert on_one_rank(main) == [((2,), 2)]
 
@@ -61,7 +61,7 @@ def test_tensors_that_differ_have_plans_of_their_own(what: str) -> None:
         _common.planned("scaled", plan, world, (x, None), (2,))
         other, factor = DIFFERENT[what](x)
         _common.planned("scaled", plan, world, (other, None), (factor,))
-        return len(world.workspace("calls", list))
+        return len(world.keep("calls", list))
 
     assert on_one_rank(main) == 2
 
@@ -71,7 +71,7 @@ def test_symmetric_tensors_at_other_addresses_have_plans_of_their_own() -> None:
         x, y = (pkt.zeros(4, dtype=torch.float32, name=name) for name in "xy")
         for tensor in (x, y, x, y, y[0:], y[1:]):
             _common.planned("scaled", plan, world, (tensor, None), (2,))
-        return len(world.workspace("calls", list))
+        return len(world.keep("calls", list))
 
     assert on_one_rank(main) == 3
 
@@ -81,7 +81,7 @@ def test_a_plan_that_raises_is_not_kept() -> None:
         for _ in range(2):
             with pytest.raises(ShapeError, match="1 dimension"):
                 _common.planned("scaled", plan, world, (torch.zeros(2, 2), None), (2,))
-        return len(world.workspace("calls", list))
+        return len(world.keep("calls", list))
 
     assert on_one_rank(main) == 2
 
@@ -106,7 +106,7 @@ def test_settings_that_cannot_be_looked_up_are_checked_each_time() -> None:
         for _ in range(2):
             with pytest.raises(TypeError, match="not dict"):
                 _common.planned("scaled", plan, world, (torch.zeros(4), None), ({},))
-        return len(world.workspace("calls", list))
+        return len(world.keep("calls", list))
 
     assert on_one_rank(main) == 2
 

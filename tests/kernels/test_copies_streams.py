@@ -50,7 +50,7 @@ class Deferred:
     lost = ""
 
     def __init__(self, world: Any) -> None:
-        self.queue = world.workspace("queue", Queue)
+        self.queue = world.keep("queue", Queue)
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Deferred:
 
 def exchange(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     x = values((3, 2 * world.size), seed[world.rank])
-    out = world.workspace("out", lambda: pkt.empty(3 * world.size, 2))
+    out = world.keep("out", lambda: pkt.empty(3 * world.size, 2))
     wanted = exchanged([values((3, 2 * world.size), s) for s in seed], world.rank, 1, 0)
     return all_to_all(x, out, scatter=1, gather=0, mode="copy"), wanted
 
@@ -78,21 +78,21 @@ def exchange(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 def scatter(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     x = values((8, 4 * world.size), seed[world.rank])
     total = sum(values((8, 4 * world.size), s) for s in seed).chunk(world.size, 1)[world.rank]
-    out = world.workspace("out", lambda: torch.empty(8, 4))
+    out = world.keep("out", lambda: torch.empty(8, 4))
     return reduce_scatter(x, out, dim=1, mode="copy", block=8, chunks=4), total
 
 
 def reduce(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    out = world.workspace("out", lambda: pkt.empty(600))
+    out = world.keep("out", lambda: pkt.empty(600))
     out.copy_(values((600,), seed[world.rank]))
     return all_reduce(out, mode="copy", block=64, chunks=3), sum(values((600,), s) for s in seed)
 
 
 def multiply(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    a, b = world.workspace("operands", lambda: (torch.empty(40, 16), torch.eye(16)))
+    a, b = world.keep("operands", lambda: (torch.empty(40, 16), torch.eye(16)))
     a.copy_(values((40, 16), seed[world.rank]))
     out = all_gather_matmul(a, b, mode="copy", tiles=(16, 16, 16), push_rows=1)
-    world.workspace("queue", Queue).add(lambda: a.fill_(float("nan")))  # the caller's next use of it
+    world.keep("queue", Queue).add(lambda: a.fill_(float("nan")))  # the caller's next use of it
     return out, torch.cat([values((40, 16), s) for s in seed])
 
 
@@ -107,11 +107,11 @@ ORDERS: dict[str, Callable[[str, int], float]] = {
 def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: str = "") -> None:
     def later(start: Callable) -> Callable:
         return lambda world, *args, **options: (
-            lambda *given: world.workspace("queue", Queue).add(lambda: start(world, *args, **options)(*given))
+            lambda *given: world.keep("queue", Queue).add(lambda: start(world, *args, **options)(*given))
         )
 
     def beside(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
-        pkt.init().workspace("queue", Queue).add(lambda: kernel[grid](*args, **options))
+        pkt.init().keep("queue", Queue).add(lambda: kernel[grid](*args, **options))
 
     monkeypatch.setattr(Deferred, "lost", lost)
     monkeypatch.setattr(_copies, "Side", Deferred)
@@ -123,7 +123,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: 
     def run(world: Any) -> None:
         for launch in range(3):
             got, wanted = call(world, seeds(world, launch))
-            world.workspace("queue", Queue).run(lambda stream: ORDERS[order](stream, world.rank))
+            world.keep("queue", Queue).run(lambda stream: ORDERS[order](stream, world.rank))
             assert torch.equal(torch.as_tensor(got), wanted), launch
 
     on_ranks(3, run, seed=1)

@@ -71,7 +71,7 @@ def set_launches(world: Any, launches: int) -> None:
     Every counter grows by the same in each launch, so it is that many times what it is now, as 32 bits.
     """
     found = 0
-    for space in world._workspaces.values():
+    for space in world._scopes[-1].kept.values():
         counters = getattr(space, "counters", None)
         if counters is not None:
             now = counters.plain()

@@ -128,7 +128,7 @@ def test_sizes_in_turn_share_an_inbox() -> None:
     def run(world: Any) -> None:
         for n in (70, 33, 70, 100, 16, 70):  # some of one grid, some not
             scatters(world, (n,), torch.float32, "push")
-        assert sum("inboxes" in key for key in world._workspaces if isinstance(key, tuple)) == 2
+        assert sum("inboxes" in key for key in world._scopes[-1].kept if isinstance(key, tuple)) == 2
 
     on_ranks(3, run, seed=3, sms=2)
 

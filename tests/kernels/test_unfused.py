@@ -125,7 +125,7 @@ def test_sums_too_large_for_low_latency(kind: str) -> None:
 
     def run(world: Any) -> Any:
         multiplies(world, (18, 24, 20), torch.float32, kind)
-        return [key for key in world._workspaces if key[:3] == ("kernels.unfused", 18, 20)]
+        return [key for key in world._scopes[-1].kept if key[:3] == ("kernels.unfused", 18, 20)]
 
     keys = on_ranks(3, run, multicast=kind == "plain")
     assert [len(found) for found in keys] == [0 if kind == "symmetric" else 1] * 3
@@ -265,7 +265,7 @@ def test_one_buffer_is_kept_for_operators_of_one_shape() -> None:
         for _ in range(2):
             assert pkt.matmul_all_reduce(a, b, mode="unfused").eq(180).all()
             assert pkt.matmul_reduce_scatter(a, b, mode="unfused").eq(180).all()
-        assert sum(key[0] == "kernels.unfused" for key in world._workspaces) == 1
+        assert sum(key[0] == "kernels.unfused" for key in world._scopes[-1].kept) == 1
 
     on_ranks(2, run)
 

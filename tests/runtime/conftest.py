@@ -39,7 +39,8 @@ class Meeting:
 class ThreadBackend:
     """One rank of `Meeting`'s threads."""
 
-    num_sms, gap = 4, 0
+    num_sms, gap, gpu = 4, 0, "none"
+    timeout = journal = copies = timed = None
     multicast = False
     torch_device = torch.device("cpu")
 
@@ -73,6 +74,9 @@ class ThreadBackend:
 
     def synchronize(self) -> None:
         self.told.append(("synchronized", None))  # type: ignore[arg-type]
+
+    def abandon(self, why: str) -> None:
+        self.told.append(("abandoned", None))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.closed += 1

@@ -1,6 +1,7 @@
 """Cooperative launches: what does not fit, what a graph records, and memory for descriptors."""
 
 import contextvars
+from types import SimpleNamespace
 
 import pytest
 import triton
@@ -59,12 +60,10 @@ def test_a_recorded_kernel_is_not_cooperative_but_fits(programs, fits, monkeypat
             said.append(options["launch_cooperative_grid"])
             return "compiled"
 
-    class FakeBackend:
-        def uncouple(self):
-            said.append("uncoupled")
+    copies = SimpleNamespace(uncouple=lambda: said.append("uncoupled"))
 
     class FakeWorld:
-        rank, num_sms, streams, backend = 2, 132, Captured(), FakeBackend()
+        rank, num_sms, streams, backend = 2, 132, Captured(), SimpleNamespace(copies=copies)
 
     monkeypatch.setattr(launch, "provide_scratch", lambda: None)
     monkeypatch.setattr(launch, "resident_per_sm", lambda compiled: {"compiled": 2}[compiled])

@@ -147,21 +147,21 @@ def test_a_capture_makes_no_workspace(ranks):
         def make():
             return pkt.signals(4, world=world)
 
-        before = world.workspace("before", make)
+        before = world.keep("before", make)
         asked, free, live = cuda.asked, world.heap.ledger.free_bytes, len(world.heap.live)
         cuda.now = cuda.streams[1]
         cuda.now.capture = 1
         with pytest.raises(Unsupported) as refused:
-            world.workspace(("pkt.all_reduce", "inbox"), make)
+            world.keep(("pkt.all_reduce", "inbox"), make)
         assert world.heap.ledger.free_bytes == free
         assert len(world.heap.live) == live
         assert cuda.asked == asked + 1
-        assert world.workspace("before", make) is before
+        assert world.keep("before", make) is before
         assert cuda.asked == asked + 1, "nothing is asked where the workspace is there"
         cuda.now = cuda.streams[0]  # beside the capture
-        inbox = world.workspace(("pkt.all_reduce", "inbox"), make)
+        inbox = world.keep(("pkt.all_reduce", "inbox"), make)
         cuda.now = cuda.streams[1]
-        assert world.workspace(("pkt.all_reduce", "inbox"), make) is inbox
+        assert world.keep(("pkt.all_reduce", "inbox"), make) is inbox
         return str(refused.value)
 
     assert ranks(2, main) == [

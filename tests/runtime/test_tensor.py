@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.errors import DtypeError, NotSymmetric, RankError, ShapeError, SignalIndexError
+from pkt.errors import DtypeError, NotSymmetric, RankError, ShapeError
 from pkt.runtime.memory.tensor import SymmetricTensor
 
 
@@ -247,7 +247,7 @@ def test_a_fill_that_torch_cannot_do_gives_the_memory_back(ranks):
 
 def test_arguments_of_kernel_wrappers(ranks):
     def main(world):
-        x, flags = pkt.zeros(4), pkt.signals(3)
+        x = pkt.zeros(4)
         assert pkt.symmetric(x, "x", world, shape=(4,), dtype=torch.float32) is x
         assert pkt.symmetric(x[2:], "x", world).shape == (2,)
         for wrong, said in (
@@ -264,10 +264,5 @@ def test_arguments_of_kernel_wrappers(ranks):
             pkt.symmetric(x, "x", world, shape=(5,), call="gather")
         with pytest.raises(DtypeError, match="gather: x: found fp32, wanted bfloat16"):
             pkt.symmetric(x, "x", world, dtype=torch.bfloat16, call="gather")
-        pkt.check_signal_index(flags, 2)
-        pkt.check_signal_index(flags, 0, count=3)
-        for index, count in ((3, 1), (-1, 1), (1, 3)):
-            with pytest.raises(SignalIndexError, match=r"signal: found flags\[-?\d\], wanted an index from 0 to 2"):
-                pkt.check_signal_index(flags, index, count)
 
     ranks(1, main)

@@ -67,9 +67,9 @@ def test_ranks_in_different_calls(ranks):
 
 def test_workspaces_are_made_once(ranks):
     def main(world):
-        made = [world.workspace(("inbox", 4), lambda: pkt.empty(4)) for _ in range(3)]
+        made = [world.keep(("inbox", 4), lambda: pkt.empty(4)) for _ in range(3)]
         assert made[0] is made[1] is made[2]
-        assert world.workspace("other", lambda: 5) == 5
+        assert world.keep("other", lambda: 5) == 5
         return len(world.heap.live)
 
     assert ranks(2, main) == [1, 1]

@@ -205,7 +205,7 @@ def test_a_choice_that_is_no_candidate_any_more_is_searched_again():
 # ------------------------------------------------------------------------------------------------------------- races
 def test_jobs_that_write_at_once_lose_nothing(own_cache):
     """7 processes, 30 choices each into one file; an eighth reads until all are there, and finds it whole each time."""
-    measured, wanted = SimpleNamespace(backend=None), 7 * 30
+    measured, wanted = SimpleNamespace(backend=SimpleNamespace(timed=None)), 7 * 30
 
     def job(number):
         found = 0

@@ -27,7 +27,7 @@ def operator(world, n):
     def make():
         return pkt.empty(HEAP // 2, dtype=torch.uint8, name=f"inbox {n}", world=world), pkt.signals(4, world=world)
 
-    return world.workspace(("operator", n), make)
+    return world.keep(("operator", n), make)
 
 
 class Running(Rough):
@@ -144,7 +144,7 @@ def test_no_allocation_falls_into_a_time(monkeypatch):
     def main(world):
         def small(world, n):
             made = []
-            world.workspace(("small", n), lambda: made.append(pkt.empty(CAPACITY // 2, dtype=torch.uint8)))
+            world.keep(("small", n), lambda: made.append(pkt.empty(CAPACITY // 2, dtype=torch.uint8)))
             assert not (made and asleep), "a time with an allocation in it"
 
         synchronize = world.synchronize

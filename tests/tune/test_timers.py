@@ -40,14 +40,14 @@ def test_every_repeat_is_flushed_gated_and_timed(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **options: log.append("gate")
 
-    def workspace(key, make):
+    def keep(key, make):
         return SimpleNamespace(zero_=lambda: log.append("flush"))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("sleep"), raising=False)
     monkeypatch.setattr(_gate, "gate_kernel", Gate())
     world = SimpleNamespace(
-        torch_device="cuda:0", device=None, workspace=workspace, synchronize=lambda: log.append("synchronize")
+        torch_device="cuda:0", device=None, keep=keep, synchronize=lambda: log.append("synchronize")
     )
     timer = CudaTimer(world)
     assert timer.first(Config(), lambda: log.append("run") or "result") == "result"

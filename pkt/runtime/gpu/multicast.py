@@ -1,120 +1,107 @@
 """The multicast window: one object over all GPUs of the world, bound chunk by chunk. Optional at every point.
 
-Nothing here is called unless every rank wants it: the first vote is on the off-switches and the device attribute,
-neither of which touches a multicast object. Each later step is voted on as well; if one rank fails, all undo what they
-did and go on without the window, with one warning that says which rank failed at what. Not yet run on hardware.
+Nothing here touches a multicast object unless every rank wants one: the first vote is on the off-switches and the
+device attribute, which the driver answers without one. The ranks vote on each later step as well. If one rank fails,
+all undo what they did and go on without the window, and rank 0 warns once which rank failed at what. Not yet run on
+hardware.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
 
 from pkt.runtime.gpu import handles
-from pkt.runtime.gpu.driver import Shared
+from pkt.runtime.gpu.driver import Driver, Shared
 from pkt.runtime.gpu.topology import multicast_off
-from pkt.wording import ranks_text
-
-if TYPE_CHECKING:
-    from pkt.runtime.gpu.cuda import CudaBackend
+from pkt.runtime.gpu.votes import Votes
 
 
 class Multicast:
-    """The object, as this rank holds it."""
+    """The object, as this rank holds it. `granularity`, `capacity`: bytes that the heap has to keep to."""
 
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
+    def __init__(self, votes: Votes, driver: Driver, device: int, handle: int, granularity: int, capacity: int) -> None:
+        self._votes, self._driver, self._device, self._handle = votes, driver, device, handle
+        self.granularity, self.capacity = granularity, capacity
 
-    def bind(self, backend: CudaBackend, offset: int, size: int, memory: int, undo: ExitStack) -> bool:
-        """Collective: put every rank's new memory behind the window; whether it worked, the same on every rank."""
-        driver, device = backend.driver, backend.device_index
-        address = backend._windows + backend.size * backend.stride + offset
+    def bind(self, window: int, offset: int, size: int, memory: int, undo: ExitStack) -> bool:
+        """Collective: put every rank's new `memory` behind [offset, offset + size) of the window at address `window`.
+        Returns whether it worked, the same on every rank."""
+        driver, device, address = self._driver, self._device, window + offset
         with ExitStack() as here:
 
             def attach() -> None:
-                driver.multicast_bind(self.handle, offset, memory, size)
-                here.callback(driver.multicast_unbind, self.handle, device, offset, size)
+                driver.multicast_bind(self._handle, offset, memory, size)
+                here.callback(driver.multicast_unbind, self._handle, device, offset, size)
 
             def map_window() -> None:
-                driver.map(address, size, self.handle)
+                driver.map(address, size, self._handle)
                 here.callback(driver.unmap, address, size)
                 driver.allow(address, size, device)
 
             for step, what in ((attach, "multicast: binding memory"), (map_window, "multicast: mapping the window")):
-                if not _all(backend, step, what):
+                if not self._votes.worked(step, what):
                     return False
             undo.push(here.pop_all())
             return True
 
 
-def create(backend: CudaBackend, wanted: bool, undo: ExitStack) -> Multicast | None:
-    """Collective: the object with every GPU added to it, or None on every rank."""
-    off = multicast_off() or ("" if wanted else "multicast=False") or ("" if backend.size > 1 else "one rank")
-    votes = backend.exchange({"off": off, "supported": not off and backend.topology.multicast}, "multicast: vote")
-    if any(vote["off"] or not vote["supported"] for vote in votes):
+def create(
+    votes: Votes, driver: Driver, device: int, granularity: int, capacity: int, wanted: bool, supported: bool,
+    undo: ExitStack,
+) -> Multicast | None:  # fmt: skip
+    """Collective: the object with every GPU added to it, or None on every rank.
+
+    granularity, capacity: of the heap, bytes. supported: by every GPU.
+    """
+    transport = votes.transport
+    size = transport.size
+    off = multicast_off() or ("" if wanted else "multicast=False") or ("" if size > 1 else "one rank")
+    said = transport.exchange({"off": off, "supported": not off and supported}, "multicast: vote")
+    if any(vote["off"] or not vote["supported"] for vote in said):
         return None
-    driver, size = backend.driver, backend.size
     with ExitStack() as here:
         unit: list[int] = []
-        step = lambda: unit.append(driver.multicast_granularity(size, backend.capacity))  # noqa: E731
-        if not _all(backend, step, "multicast: granularity"):
+        step = lambda: unit.append(driver.multicast_granularity(size, capacity))  # noqa: E731
+        if not votes.worked(step, "multicast: granularity"):
             return None
-        # Chunks are bound where they lie in the heap, so the heap's own granularity must be fit for both.
-        backend.granularity = max(backend.granularity, *backend.exchange(unit[0], "multicast: unit"))
-        backend.capacity = -(-backend.capacity // backend.granularity) * backend.granularity
-        handle = _share(backend, here)
+        # Chunks are bound at their offsets in the heap, so the heap's granularity must fit the object's too.
+        granularity = max(granularity, *transport.exchange(unit[0], "multicast: unit"))
+        capacity = -(-capacity // granularity) * granularity
+        handle = _share(votes, driver, capacity, here)
         if handle is None:
             return None
-        if not _all(backend, lambda: driver.multicast_add(handle, backend.device_index), "multicast: adding the GPU"):
+        if not votes.worked(lambda: driver.multicast_add(handle, device), "multicast: adding the GPU"):
             return None
         undo.push(here.pop_all())
-    return Multicast(handle)
+    return Multicast(votes, driver, device, handle, granularity, capacity)
 
 
-def _share(backend: CudaBackend, here: ExitStack) -> int | None:
-    """Rank 0 makes the object and sends what stands for it; every rank's handle of it, or None on every rank."""
-    driver, sent = backend.driver, list[Shared]()
+def _share(votes: Votes, driver: Driver, capacity: int, here: ExitStack) -> int | None:
+    """Every rank's handle of the object that rank 0 makes and exports; None on every rank if a step failed."""
+    transport, sent = votes.transport, list[Shared]()
     held: list[int] = []
 
     def make() -> None:
-        held.append(driver.multicast_create(backend.size, backend.capacity))
+        held.append(driver.multicast_create(transport.size, capacity))
         here.callback(driver.release, held[0])
         sent.append(driver.export(held[0]))
 
     try:
-        mine = backend._safely(make) if backend.rank == 0 else {}
+        mine = votes.attempt(make) if transport.rank == 0 else {}
         vote = {k: v for k, v in mine.items() if k != "value"}
-        said, received = handles.exchange(backend.transport, vote, sent, "multicast: creating")
+        said, received = handles.exchange(transport, vote, sent, "multicast: creating")
     finally:
         handles.close(sent)
     try:
-        if not _agreed(said, "multicast: creating", backend.rank):
+        if not votes.agreed(said, "multicast: creating"):
             return None
 
         def take() -> None:
-            if backend.rank != 0:
+            if transport.rank != 0:
                 (shared,) = received[0]
                 held.append(driver.import_memory(shared))
                 here.callback(driver.release, held[0])
 
-        return held[0] if _all(backend, take, "multicast: importing") else None
+        return held[0] if votes.worked(take, "multicast: importing") else None
     finally:
         handles.close(shared for some in received.values() for shared in some)
-
-
-def _all(backend: CudaBackend, step: Callable[[], Any], what: str) -> bool:
-    """`step()` on every rank; whether it worked on all. Where it did not, rank 0 warns once."""
-    mine = backend._safely(step)
-    said = backend.exchange({k: v for k, v in mine.items() if k != "value"}, what)
-    return _agreed(said, what, backend.rank)
-
-
-def _agreed(said: list[dict[str, Any]], what: str, rank: int) -> bool:
-    failed = {r: vote["error"] for r, vote in enumerate(said) if "error" in vote}
-    if failed and rank == 0:
-        warnings.warn(
-            f"{what} failed on {ranks_text(failed)}; going on without multicast", RuntimeWarning, stacklevel=2
-        )
-    return not failed

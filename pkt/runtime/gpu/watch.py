@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from triton.runtime.jit import JITFunction
@@ -31,11 +30,9 @@ from pkt.language.world import (
     STATUS_RECORDS,
     site_hash,
 )
+from pkt.runtime.gpu.cuda import CudaBackend
+from pkt.runtime.memory.heap import SymmetricHeap
 from pkt.wording import Waiting
-
-if TYPE_CHECKING:
-    from pkt.runtime.gpu.cuda import CudaBackend
-    from pkt.runtime.memory.heap import SymmetricHeap
 
 PERIOD = 0.25  # seconds between two looks at the peers
 _COMPARISONS = {code: name for name, code in CMP_CODES.items()}

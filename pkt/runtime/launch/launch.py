@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import triton
@@ -12,10 +12,7 @@ from triton.runtime import _allocation
 
 from pkt.errors import GridTooLarge
 from pkt.runtime.launch.relaunch import Repeat, repeated
-
-if TYPE_CHECKING:
-    from pkt.runtime.gpu.cuda import CudaBackend
-    from pkt.runtime.world import World
+from pkt.runtime.world import World
 
 
 def _scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
@@ -51,8 +48,7 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
     def fit(compiled: Any, refusal: RuntimeError | None = None) -> None:
         per_sm, programs = resident_per_sm(compiled), math.prod(grid)
         if refusal is not None or programs > per_sm * world.num_sms:
-            name = getattr(kernel, "__name__", "a kernel")
-            raise GridTooLarge.resident(name, programs, world.num_sms, per_sm, world.rank) from refusal
+            raise GridTooLarge.resident(kernel.__name__, programs, world.num_sms, per_sm, world.rank) from refusal
 
     def start(*args: Any) -> Any:
         nonlocal last, repeat
@@ -73,7 +69,9 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
             fit(kernel.warmup(*args, **named), error)
         if captured:
             fit(compiled)
-            cast("CudaBackend", world.backend).uncouple()
+            engines = world.backend.copies
+            assert engines is not None, "only GPUs record graphs"
+            engines.uncouple()
         return compiled
 
     return start

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pkt.errors import AllocationMismatch
-from pkt.runtime.backend import Backend, Journal
+from pkt.runtime.backend import Backend
 from pkt.wording import dtype_text
 
 EVERY = 32  # calls between two looks at the peers' journals
@@ -51,7 +51,7 @@ class Agreement:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.ordinal = 0  # collective heap calls so far
-        self._journal: Journal | None = getattr(backend, "journal", None)
+        self._journal = backend.journal
         self._digest = 0  # of all calls so far
         self._agreed = 0  # ordinal up to which all ranks are known to agree
 

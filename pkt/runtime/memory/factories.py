@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from pkt.errors import DtypeError, ShapeError
-from pkt.runtime import world as _world
 from pkt.runtime.backend import Kind
 from pkt.runtime.memory.callsite import call_site
 from pkt.runtime.memory.tensor import SymmetricTensor, symmetric_over
-from pkt.runtime.world import World
+from pkt.runtime.world import World, current_world
 
 Size = int | Sequence[int]
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -234,7 +233,7 @@ def _make(
     generator: torch.Generator | None = None,
 ) -> SymmetricTensor:
     """Allocate what `like(*args)` would be, and let torch fill it."""
-    world = world or _world.current_world(f"pkt.{call}")
+    world = world or current_world(f"pkt.{call}")
     heap = world.heap
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise DtypeError.argument(call, "dtype", dtype, "a torch.dtype", world.rank)

@@ -11,25 +11,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import TYPE_CHECKING
 
 import torch
 
-from pkt.errors import Closed, HeapFull, NotSymmetric, PktError, ShapeError, SignalIndexError, UseAfterFree
+from pkt.errors import Closed, HeapFull, PktError, ShapeError, SignalIndexError, UseAfterFree
 from pkt.language.world import STATUS_BYTES
-from pkt.runtime.backend import (
-    GUARD_WORD,
-    SIGNAL_GUARD,
-    SIGNAL_HEADER,
-    Backend,
-    Block,
-    Kind,
-)
+from pkt.runtime.backend import GUARD_WORD, SIGNAL_GUARD, SIGNAL_HEADER, Backend, Block, Kind
 from pkt.runtime.memory.agreement import Agreement
 from pkt.runtime.memory.ledger import Ledger
-
-if TYPE_CHECKING:
-    from pkt.runtime.world import World
 
 DEFAULT_HEAP = "1GiB"
 FIRST_BYTES = 1 << 30  # physical memory taken at once; beyond it the heap grows by doubling
@@ -69,11 +58,11 @@ class Allocation:
 class SymmetricHeap:
     """Allocates, frees and checks; `backend` holds the memory."""
 
-    def __init__(self, backend: Backend, capacity: int) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, capacity: int, owner: object) -> None:
+        """Collective. capacity: bytes. owner: the World that this is the heap of."""
+        self.backend, self.owner = backend, owner
         self.capacity = min(capacity, backend.capacity)
         self.closed = False
-        self.world: World | None = None
         self.ledger = Ledger(self.capacity, backend.gap)
         self.agreement = Agreement(backend)
         self.live: dict[int, Allocation] = {}
@@ -212,16 +201,3 @@ class SymmetricHeap:
         self.agreement.settle()
         self.backend.reserve(wanted)
         self._reserved = wanted
-
-
-def describe(tensor: object) -> str:
-    """What an argument is that should have been a symmetric tensor, for NotSymmetric."""
-    if isinstance(tensor, torch.Tensor):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return f"a plain tensor {tuple(tensor.shape)} {dtype} on {tensor.device}"
-    return f"{type(tensor).__name__} {tensor!r}"[:80]
-
-
-def not_symmetric(rank: int, name: str, tensor: object, call: str) -> NotSymmetric:
-    """The error for `tensor` given as `name` to `call`."""
-    return NotSymmetric.argument(rank, name, describe(tensor), call)

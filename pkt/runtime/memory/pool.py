@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pkt.errors import PktError, Unsupported
-from pkt.runtime import world as _world
 from pkt.runtime.memory.tensor import SymmetricTensor, symmetric_over
-
-if TYPE_CHECKING:
-    from pkt.runtime.world import World
+from pkt.runtime.world import World, current_world
 
 _KEY = "pkt.mem_pool"
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -79,7 +76,7 @@ def mem_pool(world: World | None = None) -> torch.cuda.MemPool:
 
     Collective in its use: see the module. Raises Unsupported where there is no GPU.
     """
-    world = world or _world.current_world("pkt.mem_pool")
+    world = world or current_world("pkt.mem_pool")
     if world.torch_device.type != "cuda" or not torch.cuda.is_available():
         raise Unsupported.no_gpu("pkt.mem_pool", "found no CUDA GPU for torch's allocator to serve")
 

@@ -7,19 +7,15 @@ allocations before anything that a peer can see.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
-from pkt.errors import DtypeError, NotSymmetric, RankError, ShapeError, SignalIndexError, Unsupported
+from pkt.errors import NotSymmetric, Unsupported
 from pkt.runtime.memory.callsite import call_site
-from pkt.runtime.memory.heap import Allocation, not_symmetric
-
-if TYPE_CHECKING:
-    from pkt.runtime.backend import Backend
-    from pkt.runtime.world import World
+from pkt.runtime.memory.heap import Allocation
+from pkt.runtime.world import World, check_rank
 
 _ALWAYS = frozenset(
     {
@@ -79,10 +75,10 @@ class SymmetricTensor(torch.Tensor):
     @property
     def world(self) -> World:
         """The world this tensor belongs to."""
-        world = self._allocation.heap.world
-        if world is None:
+        owner = self._allocation.heap.owner
+        if not isinstance(owner, World):
             raise Unsupported.no_world(f"{self.symbol}.world")
-        return world
+        return owner
 
     @property
     def symbol(self) -> str:
@@ -256,57 +252,3 @@ def _wrap(result: Any, sources: list[SymmetricTensor]) -> Any:
 
 def _same_storage(result: torch.Tensor, source: SymmetricTensor) -> bool:
     return result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
-
-
-# --------------------------------------------------------------------------- checks that kernel wrappers make
-def symmetric(
-    tensor: Any,
-    name: str,
-    world: World,
-    *,
-    shape: tuple[int, ...] | None = None,
-    dtype: torch.dtype | None = None,
-    call: str = "",
-) -> SymmetricTensor:
-    """Check a wrapper's argument: `tensor` is a live symmetric tensor of `world`, of `shape` and `dtype`
-    where given.
-
-    Returns it; a tensor of the world's mem_pool comes back as a symmetric one over the same memory. Raises
-    NotSymmetric, UseAfterFree, Closed, ShapeError or DtypeError, naming `name` and `call`.
-    """
-    rank = world.rank
-    if isinstance(tensor, torch.Tensor) and not isinstance(tensor, SymmetricTensor):
-        from pkt.runtime.memory.pool import adopt  # which needs this module
-
-        adopted = adopt(tensor, world)
-        tensor = tensor if adopted is None else adopted
-    if not isinstance(tensor, SymmetricTensor):
-        raise not_symmetric(rank, name, tensor, call)
-    if tensor._allocation.heap.world is not world:
-        raise NotSymmetric.argument(rank, name, f"a symmetric tensor of another world, {tensor.symbol!r}", call)
-    tensor._allocation.use(call or name)
-    if shape is not None and tuple(tensor.shape) != tuple(shape):
-        raise ShapeError.argument(call or "call", name, tuple(tensor.shape), str(tuple(shape)), rank)
-    if dtype is not None and tensor.dtype != dtype:
-        raise DtypeError.argument(call or "call", name, tensor.dtype, str(dtype).removeprefix("torch."), rank)
-    return tensor
-
-
-def check_signal_index(flags: torch.Tensor, index: int, count: int = 1, call: str = "signal") -> None:
-    """Raise SignalIndexError unless flags[index : index + count] are counters that exist."""
-    allocation = getattr(flags, "_allocation", None)
-    rank = allocation.heap.backend.rank if allocation else 0
-    name = allocation.block.name if allocation else "flags"
-    if index < 0 or count < 0 or index + count > flags.numel():
-        raise SignalIndexError.outside(rank, call, name, index if index < 0 else index + count - 1, flags.numel())
-
-
-def check_rank(rank: Any, world: World | Backend, call: str) -> int:
-    """`rank` as an int, or RankError."""
-    try:
-        index = operator.index(rank)
-    except TypeError:
-        index = -1
-    if not 0 <= index < world.size:
-        raise RankError.outside(world.rank, call, rank, world.size)
-    return index

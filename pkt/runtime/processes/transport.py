@@ -242,8 +242,8 @@ class Transport:
 
     def _fail(self, error: PktError) -> PktError:
         """Tell the others why, close, and give the error back to be raised."""
-        late = dict.fromkeys(getattr(error, "missing", ()), "did not come in time")
-        self.give_up(str(error), getattr(error, "lost", late))
+        late = dict.fromkeys(error.missing, "did not come in time") if isinstance(error, WaitTimeout) else {}
+        self.give_up(str(error), error.lost if isinstance(error, PeerLost) else late)
         return error
 
     def give_up(self, why: str, lost: Mapping[int, str] | None = None) -> None:

@@ -49,7 +49,7 @@ def test_sizes_that_the_ranks_do_not_divide_are_left_out(
         assert found == list(importlib.import_module(f"benchmarks.{name}").cases(False))
         return
     assert found == ["N = 6144", "N = 12288"]
-    assert "N = 4096: left out, N = 4096 is no multiple of 3" in capsys.readouterr().out
+    assert "N = 4096: left out, N = 4096 is not a multiple of 3" in capsys.readouterr().out
 
 
 def test_three_ranks_are_held_to_two_by_the_bytes() -> None:
@@ -77,7 +77,7 @@ def test_a_results_file_says_what_it_is_compared_with(tmp_path: Path, capsys: py
     assert {row["case"]: row["held"] for row in made["rows"]} == {
         "N, pkt default": None, "N, limit / time of pkt default": False, "N, time of pkt default / on 2 ranks": True,
     }  # fmt: skip
-    assert "N, time of pkt default / on 2 ranks: 1.20, by the bytes 1.50" in capsys.readouterr().out
+    assert "N, time of pkt default / on 2 ranks: 1.20, the bytes alone 1.50" in capsys.readouterr().out
 
 
 def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

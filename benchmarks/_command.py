@@ -20,7 +20,7 @@ def main(name: str, title: str, targets: dict[str, float] | None = None, argv: I
     """Run the benchmark module `benchmarks.<name>`. Returns 1 if a variant of pkt failed or was wrong, else 0."""
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--sizes", default="", help="words, as 4096,8192: only cases whose label has one of them")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check in the simulator, time nothing")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check only, simulated")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="small sizes, few variants")
     parser.add_argument("--repeats", type=int, default=20)

@@ -140,8 +140,8 @@ def _gpus() -> list[str]:
 
 
 def commit() -> str:
-    """The commit, with "+" if tracked files differ from it; "" outside a repository. PKT_COMMIT overrides it, for a copy
-    of the tree that has no history."""
+    """The commit, with "+" if tracked files differ from it; "" outside a repository. PKT_COMMIT overrides it, for a
+    copy of the tree that has no history."""
     if said := os.environ.get("PKT_COMMIT"):
         return said
 

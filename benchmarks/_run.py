@@ -56,7 +56,7 @@ def run(
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar if standard error is a terminal. Gives a function: call it with the name of each step done."""
+    """Show a progress bar if standard error is a terminal. Call the function that it gives with each finished step."""
     bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with bar:
         task = bar.add_task(title, total=total)

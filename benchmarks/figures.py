@@ -2,8 +2,8 @@
 
     python -m benchmarks.figures
 
-Two comments mark a place in a page: the first names the results file, the second ends the place. A comment that names the
-files of several operators gives one table:
+Two comments mark a place in a page: the first names the results file, the second ends the place. A comment that names
+the files of several operators gives one table:
 
     <!-- benchmarks/results/simulator.json -->
     <!-- end -->

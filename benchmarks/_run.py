@@ -69,7 +69,7 @@ def _case(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield the rows of one case. given_up: variant -> why it is not tried again; this function adds to it."""
     yield from ({"case": label, "variant": n, "failed": given_up[n], "skipped": True} for n in names if n in given_up)
-    names = _hopeful([n for n in names if n not in given_up], given_up)
+    names = _worth_trying([n for n in names if n not in given_up], given_up)
     while names:
         rows, begun, failure = _one_job(module, device, ranks, label, arguments, names, settings)
         if failure:  # run the others again without the culprit
@@ -80,10 +80,10 @@ def _case(
             if not row.get("skipped"):
                 print(_line(row), flush=True)
             yield row
-        names = _hopeful([n for n in names if n != culprit], given_up) if failure else []
+        names = _worth_trying([n for n in names if n != culprit], given_up) if failure else []
 
 
-def _hopeful(names: list[str], given_up: dict[str, str]) -> list[str]:
+def _worth_trying(names: list[str], given_up: dict[str, str]) -> list[str]:
     """The names to try: without Gluon variants if GIVE_UP of them have failed, because each failure takes long."""
     enough = sum("gluon" in name for name in given_up) >= GIVE_UP
     return [name for name in names if "gluon" not in name] if enough else names

@@ -3,8 +3,8 @@
     python -m benchmarks.exhaustive --ranks 4      benchmarks/results/exhaustive_<operator>.json
     python -m benchmarks.exhaustive --ranks 2      ... exhaustive_<operator>_2.json
 
-The tuner searches a case first, with nothing compiled. Then an exhaustive search times all candidates. pkt's tables hold
-the fastest of these, see benchmarks/tuned.py. Choices are stored in PKT_TUNE_CACHE if it is set, else nowhere.
+The tuner searches a case first, with nothing compiled. Then an exhaustive search times all candidates. pkt's tables
+hold the fastest of these, see benchmarks/tuned.py. Choices are stored in PKT_TUNE_CACHE if it is set, else nowhere.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def case(world: pkt.World, what: str, N: int) -> dict[str, Any]:
     layer = Layer(what, N, N, N)
     tuned, _ = search_layer(world, layer)
     swept, _ = search_layer(world, layer, exhaustive=True)
-    return {"operator": what, "key": dict(swept.key), "tuner": of_tuner(tuned, swept), **of_sweep(swept)}
+    return {"operator": what, "key": dict(swept.key), "tuner": tuner_row(tuned, swept), **sweep_rows(swept)}
 
 
-def of_tuner(tuned: Search, swept: Search) -> dict[str, Any]:
+def tuner_row(tuned: Search, swept: Search) -> dict[str, Any]:
     """The tuner's choice, and how much slower it is than the best, with the times of the exhaustive search."""
     times = {c.config: c.time for c in swept.candidates if c.time and not c.dropped}
     chosen = times.get(tuned.best) if tuned.best is not None else None
@@ -55,7 +55,7 @@ def of_tuner(tuned: Search, swept: Search) -> dict[str, Any]:
     }
 
 
-def of_sweep(swept: Search) -> dict[str, Any]:
+def sweep_rows(swept: Search) -> dict[str, Any]:
     """All measured candidates, the fastest first, and the dropped ones with the reason."""
     kept = sorted((c for c in swept.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
     dropped = [{"settings": dict(c.config), "why": c.dropped} for c in swept.candidates if c.dropped]

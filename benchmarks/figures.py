@@ -43,7 +43,7 @@ def filled(page: str) -> str:
     def table_for(match: re.Match[str]) -> str:
         files = [ROOT / name for name in match[2].split()]
         records = [json.loads(file.read_text()) for file in files if file.exists()]
-        text = "" if not records else table(records[0]) if len(files) == 1 else together(records)
+        text = "" if not records else table(records[0]) if len(files) == 1 else operators_table(records)
         return match[1] + text + match[3]
 
     return PLACE.sub(table_for, page)
@@ -60,7 +60,7 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def together(records: list[dict[str, Any]]) -> str:
+def operators_table(records: list[dict[str, Any]]) -> str:
     """A Markdown table of milliseconds, one row an operator: pkt's default (its fastest variant if the default was not
     measured), then the baselines in brackets."""
     (on,) = {title(record) for record in records}

@@ -55,7 +55,7 @@ def test_table_gives_ratios_two_decimals_and_times_a_unit():
     assert "| N | 0.4 s | ≤ 0.5 s |" in figures.table({"host": host, "ranks": 4, "date": "2026-11-21", "rows": [row]})
 
 
-def test_together_shows_the_default_or_the_fastest_variant_beside_the_baselines():
+def test_operators_table_shows_the_default_or_the_fastest_variant_beside_the_baselines():
     """A case without a baseline leaves its cell empty."""
 
     def row(case, variant, ms, error=1e-3):
@@ -66,7 +66,7 @@ def test_together_shows_the_default_or_the_fastest_variant_beside_the_baselines(
     rows += [row("N = 3", "pkt a", 1.0), row("N = 3", "pkt default", 1.1)]
     rows += [row("N = 3", "NCCL + cuBLAS", 3.0), row("N = 3", "torch symm_mem fused", 2.0)]
     record = {"benchmark": "matmul_all_reduce", "host": {"gpus": ["GPU"] * 2, "cores": 1}, "ranks": 2, "date": "D"}
-    assert figures.together([record | {"measured": rows}]).splitlines() == [
+    assert figures.operators_table([record | {"measured": rows}]).splitlines() == [
         "| pkt (NCCL + cuBLAS; torch fused) in ms, 2 ranks on 2 GPU, D | N = 1 | N = 2 | N = 3 |",
         "|---|--:|--:|--:|",
         "| GEMM + all-reduce | 0.2 (0.4) |  | 1.1 (3; 2) |",

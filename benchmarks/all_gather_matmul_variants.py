@@ -27,7 +27,6 @@ from pkt.kernels.shared.common import num_programs
 from pkt.runtime.launch.launch import cooperative
 
 TITLE = "Seven ways to all-gather + matmul, N x N x N, fp16"
-TARGETS: dict[str, float] = {}
 SIZES = (1024, 4096)
 NCCL, NATIVE = "NCCL all-gather, cuBLAS", "pkt.all_gather, cuBLAS"
 NAIVE, LOADS, SWITCH = "fused, remote reads", "fused, rows gathered by loads", "fused, rows multicast"
@@ -231,4 +230,4 @@ def _normal(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Te
 
 
 if __name__ == "__main__":
-    sys.exit(main("all_gather_matmul_variants", TITLE, TARGETS))
+    sys.exit(main("all_gather_matmul_variants", TITLE))

@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from triton.language.core import constexpr
 
 import pkt
 import pkt.language as pl
+from tests.test_arrows import imported, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -90,6 +92,52 @@ def test_links_have_a_target(page):
             there = page.parent / target if target else page
             assert there.exists(), f"{page.name} links to {target}"
             assert not anchor or anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
+
+
+class Row(NamedTuple):
+    """A row of the tour in docs/design.md: places, what they hold, and what they may import ("" for everything)."""
+
+    places: list[str]
+    text: str
+    imports: list[str]
+
+
+def tour() -> list[Row]:
+    section = (ROOT / "docs" / "design.md").read_text().split("## Tour\n")[1].split("\n## ")[0]
+    path = re.compile(r"`([\w./]+)`|everything")
+    rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| `")]
+    return [Row(path.findall(places), text, path.findall(imports)) for places, text, imports in rows]
+
+
+def exists(name: str) -> bool:
+    return (ROOT / name).is_dir() if name.endswith("/") else (ROOT / name).is_file()
+
+
+def test_the_tour_names_what_is_in_the_tree():
+    missing = set()
+    for row in tour():
+        beside = re.findall(r"`([\w./]+/[\w./]*)`", row.text)
+        missing |= {name for name in (*row.places, *row.imports, *beside) if name and not exists(name)}
+        for folder in (place for place in row.places if place.endswith("/")):
+            names = {f"{folder}{name}" for name in re.findall(r"`(\w+)`", row.text)}
+            missing |= {name for name in names if not exists(name + ".py") and not exists(name + "/")}
+    assert not missing, f"docs/design.md names what is not there: {sorted(missing)}"
+
+
+def test_imports_follow_the_tour():
+    """A row may import its top folder, its last column, pkt/errors.py and pkt/wording.py."""
+    always = {"pkt/errors.py", "pkt/wording.py"}
+    allowed: dict[str, set[str]] = {}
+    for row in tour():
+        for top in {re.sub(r"^(pkt/\w+/|kernels/).*", r"\1", place) for place in row.places}:
+            allowed[top] = allowed.get(top, always) | {top, *row.imports}
+    files = {module: path.relative_to(ROOT).as_posix() for module, path in sources().items()}
+    wrong = []
+    for module, path in files.items():
+        may = next((names for top, names in allowed.items() if path.startswith(top)), always)
+        found = {files[name] for name in imported(module, ROOT / path) & files.keys() - {"pkt"}}
+        wrong += [f"{path} imports {name}" for name in sorted(found) if not name.startswith(tuple(may))]
+    assert not wrong, "\n".join(wrong)
 
 
 def signature(fn) -> str:

@@ -1,10 +1,11 @@
-"""What a benchmark of an operator makes of one size.
+"""One size of an operator's benchmark: its inputs, its reference and its variants.
 
-A benchmark module has `variants(device, quick)`, the names in the order of the table, `cases(quick)`, label -> keyword
-arguments, and `case(world, **arguments)`, which makes a case on a rank. Inputs are standard normal.
+A benchmark module has three functions. `variants(device, quick)` returns names in the order of the table.
+`cases(quick)` maps labels to keyword arguments. `case(world, **arguments)` makes a case on a rank. Inputs are standard
+normal.
 
-What becomes of it: _check.py finds whether a variant is right and _timing.py what it takes, _job.py does both on each
-rank, _run.py starts the jobs, _report.py shows the rows, _results.py writes them, and _command.py is asked for it all.
+_command.py is the command line. It calls _run.py, which starts jobs; _job.py, on each rank, checks variants with
+_check.py and times them with _timing.py; _report.py shows the rows, and _results.py writes them.
 """
 
 from __future__ import annotations
@@ -14,21 +15,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-LINK = 390e9  # bytes a second out of one GPU: what the copy engines reach on an H200 with 18 links
+LINK = 390e9  # bytes a second out of one GPU, reached by the copy engines of an H200 with 18 links
 
 
 @dataclass
 class Case:
-    """One size on one rank. `variants`: name -> what computes the result once; `exact()`: the result in fp32, made
-    when it is first needed; `scaled`: an input that the result is linear in, multiplied between launches."""
+    """One size on one rank."""
 
-    nbytes: float  # that leave a GPU at least
-    variants: dict[str, Callable[[], torch.Tensor]]
-    exact: Callable[[], torch.Tensor]
-    scaled: torch.Tensor
+    nbytes: float  # least number of bytes that leave a GPU
+    variants: dict[str, Callable[[], torch.Tensor]]  # name -> computes the result once
+    exact: Callable[[], torch.Tensor]  # the result in fp32; called when it is first needed
+    scaled: torch.Tensor  # an input in which the result is linear; multiplied between launches
     flops: float = 0.0  # on a GPU
     unchecked: frozenset[str] = frozenset()  # variants that compute something else: a part, with no communication
-    skipped: dict[str, str] = field(default_factory=dict)  # variant -> why there is none of it at this size
+    skipped: dict[str, str] = field(default_factory=dict)  # variant -> why it is left out at this size
 
 
 def normal(shape: tuple[int, ...], seed: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -38,8 +38,8 @@ def normal(shape: tuple[int, ...], seed: int, device: torch.device, scale: float
 
 
 def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """`run` as a CUDA graph: called once to compile and allocate, then captured, then replayed, with the same result
-    tensor each time. Without a GPU `run` itself."""
+    """`run` as a CUDA graph, whose replays return the same tensor each time. The first call runs once to compile and
+    allocate, then captures. Without a GPU this is `run` itself."""
     if not torch.cuda.is_available():
         return run
     made: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []

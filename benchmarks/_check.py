@@ -1,7 +1,6 @@
-"""Whether a variant is right.
+"""Check a variant against an fp32 reference, after each of five launches.
 
-Its result is compared with an fp32 reference after each of five launches, between which the inputs are multiplied by
-powers of two: what a kernel reads of an earlier launch is then wrong, not a copy.
+The inputs are multiplied by powers of two between launches, so that data left over from an earlier launch is wrong.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ import torch
 from benchmarks._case import Case
 from pkt.errors import PktError, WaitTimeout
 
-BOUND = 1e-2  # greatest ||out - exact|| / ||exact|| in bf16; a tile that is wrong or late is far above
-SCALES = (1.0, -2.0, -2.0, 1.0, 4.0)  # of the inputs, launch by launch; both halves of a double buffer are met
+BOUND = 1e-2  # greatest ||out - exact|| / ||exact|| in bf16; a wrong or late tile is far above it
+SCALES = (1.0, -2.0, -2.0, 1.0, 4.0)  # of the inputs, launch by launch; they reach both halves of a double buffer
 
 
 def checked(world: Any, case: Case, name: str, exact: list, cuda: bool) -> dict[str, Any]:
-    """Whether a variant runs, and is right, on every rank."""
+    """The row of a variant: its greatest error on any rank and the seconds of its first calls, or why it failed.
+    Collective."""
     if name in case.skipped:
         return {"failed": case.skipped[name], "skipped": True}
     run, problem, error = case.variants.get(name), "", 0.0
@@ -34,11 +34,11 @@ def checked(world: Any, case: Case, name: str, exact: list, cuda: bool) -> dict[
             error = _error(case, run, exact)
         world.synchronize()
     except (WaitTimeout, torch.AcceleratorError):
-        raise  # the device is not fit for another launch: end the job
+        raise  # the device cannot launch again: end the job
     except (PktError, RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as failure:
         problem = f"{type(failure).__name__}: {failure}"
         if cuda:
-            torch.cuda.synchronize()  # raises where the context is lost
+            torch.cuda.synchronize()  # raises if the context is lost
     problems = world.all_gather_object(problem)
     if any(problems):
         return {"failed": next(p for p in problems if p)[:600]}
@@ -53,7 +53,7 @@ def checked(world: Any, case: Case, name: str, exact: list, cuda: bool) -> dict[
 
 
 def _error(case: Case, run: Callable[[], torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """The greatest relative error over launches whose inputs differ."""
+    """The greatest relative error over the launches of SCALES."""
     if not exact:
         exact.append(case.exact())
     before, worst = 1.0, 0.0
@@ -66,8 +66,8 @@ def _error(case: Case, run: Callable[[], torch.Tensor], exact: list[torch.Tensor
 
 
 def distance(found: torch.Tensor, exact: torch.Tensor, scale: float) -> float:
-    """||found - scale * exact|| / ||scale * exact||; infinite where `found` holds what is no number. In slices of 64 Mi
-    elements, because an fp32 copy of the whole may not be wanted beside everything else."""
+    """||found - scale * exact|| / ||scale * exact||; infinite if `found` has a NaN. It works in slices of 64 Mi
+    elements, because an fp32 copy of the whole tensor may not fit into memory."""
     found, exact = found.reshape(-1), exact.reshape(-1)
     off = norm = 0.0
     for start in range(0, exact.numel(), 1 << 26):

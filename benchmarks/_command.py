@@ -1,4 +1,4 @@
-"""The command line of an operator's benchmark: it runs, shows and writes."""
+"""The command line of an operator's benchmark: run it, show its table, write its results."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from benchmarks._timing import Settings
 
 
 def main(name: str, title: str, targets: dict[str, float] | None = None, argv: Iterable[str] | None = None) -> int:
-    """The command line of a benchmark module `benchmarks.<name>`. Returns 1 if something of pkt failed or was wrong."""
+    """Run the benchmark module `benchmarks.<name>`. Returns 1 if a variant of pkt failed or was wrong, else 0."""
     parser = argparse.ArgumentParser(description=title)
-    parser.add_argument("--sizes", default="", help="words; a case whose label has none of them is left out")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the simulator, results only")
+    parser.add_argument("--sizes", default="", help="words, as 4096,8192: only cases whose label has one of them")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check only, simulated")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="small sizes, few variants")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=300.0, help="no variant is begun after these")
-    parser.add_argument("--only", default="", help="words; a variant whose name has none of them is left out")
+    parser.add_argument("--seconds", type=float, default=300.0, help="no variant starts after these")
+    parser.add_argument("--only", default="", help="words: only variants whose name has one of them")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for NAME.json, .md and .png")
     options = parser.parse_args(None if argv is None else list(argv))
     os.environ.update(ENVIRONMENT)
@@ -38,7 +38,7 @@ def main(name: str, title: str, targets: dict[str, float] | None = None, argv: I
     text = markdown(f"{title}, {options.ranks} ranks", rows)
     print(text)
     if options.device == "cuda" and not any("ms" in row for row in rows):
-        print(f"{name}: nothing was measured, so no results are written")
+        print(f"{name}: nothing was measured, so no results file is written")
     elif options.device == "cuda":
         asked = targets or {} if options.ranks == 4 else {}
         write(options.out, title, record(name, rows, options.ranks, asked), text)

@@ -1,7 +1,7 @@
-"""What every benchmark shares: who measured what where, medians, a progress bar, a table, and one JSON file.
+"""Medians, a progress bar, a table and one results file: shared by the benchmarks.
 
-A results file is `benchmarks/results/<name>.json`: the host, the command, the commit, and a list of rows.
-A row is one measured figure with its unit, the runs behind it, and the limit it is held to, if there is one.
+A results file is `benchmarks/results/<name>.json`: the host, the command, the commit, and a list of rows. A row is one
+figure with its unit, the number of its runs, and its limit, if it has one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: the median of `runs` measurements, the least and the greatest, and what it must not pass.
+    """One figure: the median of `runs` measurements, the least and the greatest, and its limit.
 
-    `limit` is an upper bound, or a lower bound where `at_least` is true; None where nothing was promised.
+    `limit` is an upper bound, or a lower bound if `at_least` is true; None if the figure has no limit.
     """
 
     case: str
@@ -42,20 +42,20 @@ class Row:
 
     @property
     def held(self) -> bool | None:
-        """Whether the limit holds for the median; None without one."""
+        """Whether the median keeps the limit; None without a limit."""
         if self.limit is None:
             return None
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 def row(case: str, values: Iterable[float], unit: str, limit: float | None = None, at_least: bool = False) -> Row:
-    """The row of several measurements of one figure."""
+    """Make a row from several measurements of one figure."""
     values = list(values)
     return Row(case, statistics.median(values), unit, min(values), max(values), len(values), limit, at_least)
 
 
 def seconds(run: Callable[[], Any], repeats: int = 5, warmup: int = 1) -> list[float]:
-    """Wall-clock seconds of each of `repeats` calls, after `warmup` calls that only fill caches."""
+    """Wall-clock seconds of each of `repeats` calls, after `warmup` calls that are not counted."""
     for _ in range(warmup):
         run()
     taken = []
@@ -67,7 +67,7 @@ def seconds(run: Callable[[], Any], repeats: int = 5, warmup: int = 1) -> list[f
 
 
 def progress(cases: Iterable[Any], what: str) -> Iterator[Any]:
-    """Yield the cases behind a progress bar on standard error."""
+    """Yield the cases and show a progress bar on standard error."""
     from rich.console import Console
     from rich.progress import track
 
@@ -75,7 +75,7 @@ def progress(cases: Iterable[Any], what: str) -> Iterator[Any]:
 
 
 def host() -> dict[str, Any]:
-    """The machine and the versions: what somebody needs to measure the same thing again."""
+    """The machine and the versions, so that somebody else can repeat the measurement."""
     versions = {"python": platform.python_version()}
     for name in ("pkt-triton", "triton", "torch", "numpy", "greenlet", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -91,8 +91,10 @@ def host() -> dict[str, Any]:
 
 
 def write(name: str, rows: list[Row], module: str = "", **more: Any) -> Path:
-    """Write `benchmarks/results/<name>.json` and print the rows. module: of benchmarks, where its name is another one.
-    more: further facts of the run."""
+    """Write `benchmarks/results/<name>.json`, print the rows, and return the file.
+
+    module: the module of benchmarks that measured, if it has another name. more: further facts of the run.
+    """
     record = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -110,7 +112,7 @@ def write(name: str, rows: list[Row], module: str = "", **more: Any) -> Path:
 
 
 def show(title: str, rows: list[Row]) -> None:
-    """Print the rows as a table; a figure past its limit is marked."""
+    """Print the rows as a table that marks whether each limit is kept."""
     from rich.console import Console
     from rich.table import Table
 
@@ -138,8 +140,8 @@ def _gpus() -> list[str]:
 
 
 def commit() -> str:
-    """The commit, with "+" if tracked files differ from it; "" outside a repository. PKT_COMMIT says it for a measured
-    copy, which may lack its history."""
+    """The commit, with "+" if tracked files differ from it; "" outside a repository. PKT_COMMIT overrides it, for a
+    copy of the tree that has no history."""
     if said := os.environ.get("PKT_COMMIT"):
         return said
 

@@ -1,6 +1,6 @@
-"""A job: the variants of a case, checked and then timed, on one rank of `pkt.launch`.
+"""A job: check and then time the variants of a case, on one rank of `pkt.launch`.
 
-A variant that fails is recorded with its message; one that takes too long ends its process, so that nothing hangs.
+A variant that fails leaves a row with its message. A variant that takes too long ends its process, so nothing hangs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from benchmarks._timing import PASSES, Settings, summary, timed
 def job(
     world: pkt.World, module: str, label: str, arguments: dict, names: list[str], settings: Settings, journal: str
 ) -> list[dict[str, Any]]:
-    """The variants `names` of a case, on one rank; a row each. `journal`: file where rank 0 says what it begins."""
+    """Check and time the variants `names` of a case on this rank; returns a row each. Collective.
+
+    journal: the file to which rank 0 writes the name of each variant that it begins.
+    """
     cuda = world.torch_device.type == "cuda"
     if cuda:
         prepare(world)
@@ -55,7 +58,8 @@ def job(
 
 @contextlib.contextmanager
 def _watched(world: Any, name: str, settings: Settings, journal: str) -> Iterator[None]:
-    """What takes too long ends its process; the journal's last line is then its variant."""
+    """End the process if the block takes longer than `settings.seconds`. The last line of the journal then names the
+    variant."""
     if not journal:
         yield
         return

@@ -1,8 +1,8 @@
-"""kraken's fused products as baselines, where that package is installed: github.com/meta-pytorch/kraken.
+"""kraken's fused products as baselines, if that package is installed: github.com/meta-pytorch/kraken.
 
-It is on no package index (what has its name there is another). Its kernels take weights as a Linear holds them, and of
-the all-gather a shard in torch's symmetric memory. Its product with a one-shot all-reduce has signals for each block of
-64 x 64, of which torch's signal pads take few.
+Install it from there: the package index has another package of its name. Its kernels take weights in a Linear's layout.
+Its all-gather takes a shard in torch's symmetric memory. Its product with a one-shot all-reduce needs signals for each
+block of 64 x 64, and torch's signal pads have room for few.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Run = Callable[[], torch.Tensor]
 
 
 def found() -> bool:
-    """Whether it is there, and not another package of this name."""
+    """Whether kraken is installed, and not another package of this name."""
     return importlib.util.find_spec("kraken") is not None and importlib.util.find_spec("kraken.fused") is not None
 
 
 def missing() -> dict[str, str]:
-    """For `Case.skipped`."""
+    """The variant and the reason to skip it, for `Case.skipped`; {} if kraken is installed."""
     return {} if found() else MISSING
 
 
 def shard(a: torch.Tensor) -> torch.Tensor:
-    """`a`, or where kraken is there its copy that kraken can gather, for all variants alike. Collective."""
+    """`a`, or, if kraken is installed, a copy that kraken can gather. All variants use it. Collective."""
     return torch_symmetric(a).copy_(a) if found() else a
 
 
 def all_gather_matmul(a: torch.Tensor, b: torch.Tensor) -> dict[str, Run]:
-    """The variant, if it is there. `a`: of `shard`."""
+    """kraken's all-gather + product by name; {} if kraken is missing. a: a result of `shard`."""
     return _variant(lambda fused, weights: fused.all_gather_matmul(a, weights)[1], b)
 
 
@@ -49,7 +49,7 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor) -> dict[str, Run]:
 
 
 def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, size: int) -> dict[str, Run]:
-    """Where torch's signal pads are large enough."""
+    """kraken's product + all-reduce by name; {} if kraken is missing or torch's signal pads are too small."""
     if not found():
         return {}
     import torch.distributed._symmetric_memory as symm_mem
@@ -75,7 +75,7 @@ def _variant(call: Callable[[Any, torch.Tensor], torch.Tensor], b: torch.Tensor)
 
 
 def _forget() -> None:
-    """Its modules keep a descriptor of each result, and so each result: at 32768 the memory does not last."""
+    """Clear kraken's caches. They hold a descriptor of each result, and so each result, which fills memory at 32768."""
     for name, module in list(sys.modules.items()):
         if name.startswith("kraken.fused."):
             getattr(module, "_tma_desc_cache", {}).clear()

@@ -1,4 +1,4 @@
-"""torch's process group beside pkt: what the baselines need, with no multicast on either side."""
+"""torch's process group and symmetric memory for the baselines, with multicast off in torch and in pkt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENVIRONMENT = OFF | {"PKT_DISABLE_MULTICAST": "1"}
 
 
 def prepare(world: Any) -> None:
-    """Allocator for descriptors that kernels make; a process group for the baselines, kept between jobs."""
+    """Set the allocator for descriptors that kernels make, and make a process group that is kept between jobs."""
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symm_mem  # its import registers the fused operators
     import triton
@@ -43,14 +43,14 @@ def prepare(world: Any) -> None:
 
 
 def group_name() -> Any:
-    """The process group's name, as torch.ops.symm_mem wants it."""
+    """The process group's name, for torch.ops.symm_mem."""
     import torch.distributed as dist
 
     return dist.group.WORLD.group_name  # type: ignore[union-attr]
 
 
 def torch_symmetric(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of torch's symmetric memory, with peers' addresses exchanged. Collective."""
+    """A tensor in torch's symmetric memory, after the ranks have exchanged addresses. Collective."""
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symm_mem
 

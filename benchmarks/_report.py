@@ -1,6 +1,6 @@
-"""What is shown of a run: its times beside their limits, in a table and in bars.
+"""A run's times beside their limits, as a table and as a bar chart.
 
-The limit of a product is the greater of cuBLAS's time and the bytes that leave a GPU over 390 GB/s.
+The limit of a product is the greater of two times: cuBLAS's, and the bytes that leave a GPU divided by 390 GB/s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from benchmarks._case import LINK
 
 
 def limits(rows: list[dict[str, Any]], alone: str = "cuBLAS alone") -> None:
-    """Adds `limit_ms` and `ratio` = limit / time to the rows of each case."""
+    """Add `limit_ms` and `ratio` = limit / time to the rows of each case."""
     for case in dict.fromkeys(row["case"] for row in rows):
         of = [row for row in rows if row["case"] == case]
         compute = next((row["ms"] for row in of if row["variant"] == alone and "ms" in row), 0.0)
@@ -23,8 +23,8 @@ def limits(rows: list[dict[str, Any]], alone: str = "cuBLAS alone") -> None:
 
 
 def markdown(title: str, rows: list[dict[str, Any]]) -> str:
-    """A line for each variant, a column for each case: milliseconds, and the ratio to the limit; the fastest of pkt and
-    of the baselines are set in bold."""
+    """A table with a line for each variant and a column for each case: milliseconds and, in brackets, limit / time. The
+    fastest of pkt's variants and of the baselines are bold."""
     cases = list(dict.fromkeys(row["case"] for row in rows if "ms" in row or "error" in row))
     names = list(dict.fromkeys(row["variant"] for row in rows))
     cell = {(row["variant"], row["case"]): row for row in rows}
@@ -51,11 +51,11 @@ def markdown(title: str, rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     right = [row for row in rows if row.get("error") is not None and not row.get("failed")]
     worst = max((row["error"] for row in right), default=0.0)
-    return "\n".join([*lines, "", f"Greatest error against fp32, of those timed or checked: {worst:.1e}.", ""])
+    return "\n".join([*lines, "", f"Greatest error against fp32 of the correct variants: {worst:.1e}.", ""])
 
 
 def picture(title: str, rows: list[dict[str, Any]], path: Path) -> None:
-    """Bars of limit / time: a group for each case, a bar for each baseline and for pkt's fastest variant."""
+    """Draw bars of limit / time: a group for each case, a bar for each baseline and for pkt's fastest variant."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""The results file of a run, with its table and bars beside it.
+"""The results file of a run, its table and its bar chart.
 
-It is `NAME.json`, or `NAME_RANKS.json` for other than four ranks. Three ranks are compared with two, where the same
-folder has those.
+The file is `NAME.json` for four ranks, else `NAME_RANKS.json`. A run on three ranks is compared with one on two, if the
+same folder has that.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from benchmarks._harness import commit, host
 from benchmarks._report import picture
 
-AGAINST = {3: 2}  # ranks -> with how many what they take is compared
+AGAINST = {3: 2}  # ranks -> the smaller number of ranks whose times they are compared with
 
 
 def record(name: str, rows: list[dict[str, Any]], ranks: int, targets: dict[str, float]) -> dict[str, Any]:
-    """The results file. `targets`: case -> least ratio to the limit that is asked of pkt's fastest variant."""
+    """The content of a results file. targets: case -> least limit / time wanted of pkt's fastest variant."""
     report = [
         {"case": f"{row['case']}, {row['variant']}", "value": row["ms"], "unit": "ms", "low": row["low"],
          "high": row["high"], "runs": row["runs"], "limit": None, "at_least": False, "held": None}
@@ -51,13 +51,13 @@ def record(name: str, rows: list[dict[str, Any]], ranks: int, targets: dict[str,
 
 
 def _machine(found: dict[str, Any]) -> dict[str, Any]:
-    """Its host, but for the memory, of which some show more the more is in use."""
+    """The host of a results file without its memory: on some hosts that figure depends on how much is in use."""
     return {name: what for name, what in found["host"].items() if name != "memory_gib"}
 
 
 def against(fewer: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a results file: what pkt's default takes of what it took in `fewer`, of fewer ranks; held to the bytes
-    that leave a GPU of what left one there. Nothing where the two are of different hosts or commits."""
+    """Rows that compare pkt's default with `fewer`, a results file of fewer ranks: the ratio of the times, with the
+    ratio of the bytes that leave a GPU as its limit. [] if the two files are of different hosts or commits."""
     if fewer["commit"] != now["commit"] or _machine(fewer) != _machine(now):
         return []
     right = [
@@ -78,7 +78,7 @@ def against(fewer: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, title: str, made: dict[str, Any], text: str) -> None:
-    """`made` of `record`, with how it compares; `text`, its table, and its bars beside it."""
+    """Write three files: `made` (from `record`) with its comparison, its table `text`, and its bar chart."""
     name, ranks = made["benchmark"], made["ranks"]
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / (name if ranks == 4 else f"{name}_{ranks}")
@@ -87,9 +87,9 @@ def write(folder: Path, title: str, made: dict[str, Any], text: str) -> None:
         compared = against(json.loads(fewer.read_text()), made)
         made["rows"] += compared
         for row in compared:
-            print(f"{row['case']}: {row['value']:.2f}, by the bytes {row['limit']:.2f}")
+            print(f"{row['case']}: {row['value']:.2f}, the bytes alone {row['limit']:.2f}")
         if not compared:
-            print(f"{fewer.name}: not compared, of another host or commit, or with no case in common")
+            print(f"{fewer.name}: not compared: its host or commit differs, or it has no case of this run")
     stem.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
     stem.with_suffix(".md").write_text(text)
     with contextlib.suppress(ImportError):

@@ -1,6 +1,6 @@
-"""A run: the cases of a benchmark, each a job in the same warm processes, one a GPU.
+"""A run: each case of a benchmark is a job in the same warm processes, one process a GPU.
 
-Every variant is beside its baselines in one job; where one ended it, the others run in a new one.
+A job has all variants of a case and their baselines. If a variant ends the job, the others run in a new job.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from benchmarks._timing import Settings
 from pkt.errors import PktError
 from pkt.runtime.workers import workers
 
-GIVE_UP = 4  # Gluon variants of a benchmark that end their jobs before the rest of them is left out
-WAIT_SECONDS = 20  # that a counter may stand still; the ranks compile a variant's first launch each for itself
+GIVE_UP = 4  # after so many Gluon variants have ended their jobs, the other Gluon variants are left out
+WAIT_SECONDS = 20  # that a counter may stand still; each rank compiles a variant's first launch for itself
 Device = Literal["cuda", "cpu"]
 HEAP = {"cuda": "60GiB", "cpu": "256MiB"}
 
@@ -31,8 +31,8 @@ HEAP = {"cuda": "60GiB", "cpu": "256MiB"}
 def run(
     module: str, device: Device, ranks: int, quick: bool, settings: Settings, only: str = "", sizes: str = ""
 ) -> list[dict[str, Any]]:
-    """All cases of a benchmark whose N and K the ranks share alike; rows as of `job`. A variant that ended its job is
-    not tried again at other sizes."""
+    """Run all cases of a benchmark whose N and K are multiples of `ranks`; returns the rows of `job`. A variant that
+    ended its job is not tried at other sizes."""
     benchmark = importlib.import_module(module)
     rows: list[dict[str, Any]] = []
     given_up: dict[str, str] = {}
@@ -42,7 +42,7 @@ def run(
         if sizes and not any(word in label for word in sizes.split(",")):
             continue
         if ragged:
-            print(f"{label}: left out, {ragged[0]} = {arguments[ragged[0]]} is no multiple of {ranks}", flush=True)
+            print(f"{label}: left out, {ragged[0]} = {arguments[ragged[0]]} is not a multiple of {ranks}", flush=True)
         else:
             chosen[label] = arguments
     names = [n for n in benchmark.variants(device, quick) if not only or any(w in n for w in only.split(","))]
@@ -56,7 +56,7 @@ def run(
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, nothing elsewhere; call what it gives with each step's name when the step is done."""
+    """Show a progress bar if standard error is a terminal. Call the function that it gives with each finished step."""
     bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with bar:
         task = bar.add_task(title, total=total)
@@ -67,12 +67,12 @@ def _case(
     module: str, device: Device, ranks: int, label: str, arguments: dict, names: list[str], given_up: dict[str, str],
     settings: Settings,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The rows of one case. `given_up`: variant -> why it is not tried again; added to."""
+    """Yield the rows of one case. given_up: variant -> why it is not tried again; this function adds to it."""
     yield from ({"case": label, "variant": n, "failed": given_up[n], "skipped": True} for n in names if n in given_up)
-    names = _hopeful([n for n in names if n not in given_up], given_up)
+    names = _worth_trying([n for n in names if n not in given_up], given_up)
     while names:
         rows, begun, failure = _one_job(module, device, ranks, label, arguments, names, settings)
-        if failure:  # and the others again without it
+        if failure:  # run the others again without the culprit
             culprit = begun if begun in names else names[0]
             given_up[culprit] = f"ended its job at {label}"
             rows = [{"case": label, "variant": culprit, "failed": failure}]
@@ -80,11 +80,11 @@ def _case(
             if not row.get("skipped"):
                 print(_line(row), flush=True)
             yield row
-        names = _hopeful([n for n in names if n != culprit], given_up) if failure else []
+        names = _worth_trying([n for n in names if n != culprit], given_up) if failure else []
 
 
-def _hopeful(names: list[str], given_up: dict[str, str]) -> list[str]:
-    """No time to find out one by one that no Gluon form runs here."""
+def _worth_trying(names: list[str], given_up: dict[str, str]) -> list[str]:
+    """The names to try: without Gluon variants if GIVE_UP of them have failed, because each failure takes long."""
     enough = sum("gluon" in name for name in given_up) >= GIVE_UP
     return [name for name in names if "gluon" not in name] if enough else names
 
@@ -92,7 +92,7 @@ def _hopeful(names: list[str], given_up: dict[str, str]) -> list[str]:
 def _one_job(
     module: str, device: Device, ranks: int, label: str, arguments: dict, names: list[str], settings: Settings
 ) -> tuple[list[dict[str, Any]], str, str]:
-    """The rows; or none, the variant that was begun last, and why it ended."""
+    """The rows, "" and ""; or, if the job failed, no rows, the variant that began last, and the failure."""
     cuda = device == "cuda"
     options: dict[str, Any] = {"timeout": WAIT_SECONDS} if cuda else {"sms": 4}
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +106,7 @@ def _one_job(
         print("\n".join(lines[-25:]), file=sys.stderr, flush=True)
         begun = journal.read_text().splitlines()[-1] if journal.exists() else ""
     if cuda and "WaitTimeout" not in lines[-1] and ranks in workers._warm:
-        workers.warm(ranks).kill()  # a CUDA error stays with its process
+        workers.warm(ranks).kill()  # after a CUDA error a process is unusable
     return [], begun, f"{lines[0]} ... {lines[-1]}"[:600]
 
 

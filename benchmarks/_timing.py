@@ -1,9 +1,9 @@
-"""What a variant takes.
+"""Time a variant.
 
-Everything is queued behind a sleep, so the host's launches do not count. Each repeat empties L2, meets all ranks in a
-barrier kernel, and is timed by two events; of the ranks' times the greatest counts. A GPU that has worked for a tenth
-of a second lowers its clock, by as much as a fifth: so the variants of a case take turns, a repeat or two each and
-PASSES times, every time in another order, and all find the clock that the mixture of them leaves.
+All repeats are queued behind a sleep, so the host's launches do not count. Each repeat empties L2, meets all ranks in a
+barrier kernel, and is timed by two events; the slowest rank's time counts. A GPU that has worked for a tenth of a
+second lowers its clock, by as much as a fifth. So the variants of a case take turns: PASSES times, each time in another
+order, with a repeat or two each. Then all variants run at the same clock.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ import torch
 import pkt
 from pkt.tune.timers import sleep
 
-PASSES = 10  # in which the repeats of a variant are taken
+PASSES = 10  # turns over which the repeats of a variant are spread
 
 
 @dataclass
 class Settings:
-    """How long and how often."""
+    """How often and how long a variant runs."""
 
     repeats: int = 20
     seconds: float = 45.0  # that a variant may take, compilation included
     flush: int = 256 << 20  # bytes written to empty L2
-    end: float = float("inf")  # time.time() after which no variant is begun
+    end: float = float("inf")  # time.time() after which no variant begins
 
 
 def timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, Any]:
-    """One pass: milliseconds of each repeat, the greatest of the ranks', and of the host."""
+    """One pass: the slowest rank's milliseconds for each repeat, its host time for a call in us, and its time for an
+    eager call in ms. Collective."""
     flush = world.keep("benchmarks.flush", lambda: torch.empty(settings.flush, dtype=torch.uint8, device="cuda"))
     repeats = -(-settings.repeats // PASSES)
     run()
@@ -60,7 +61,7 @@ def timed(world: Any, run: Callable[[], Any], settings: Settings) -> dict[str, A
 
 
 def summary(passes: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a row says of its passes."""
+    """The figures of a row: median, least and greatest time of all passes, least host and eager time."""
     every = [ms for found in passes for ms in found["ms"]]
     return {
         "ms": statistics.median(every), "low": min(every), "high": max(every), "runs": len(every),
@@ -69,7 +70,7 @@ def summary(passes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gate(world: Any) -> None:
-    """All ranks' streams meet here."""
+    """Launch a barrier kernel in which the streams of all ranks meet."""
     from pkt.tune._gate import gate_kernel
 
     counters = world.keep("benchmarks.gate", lambda: pkt.signals(2, name="benchmarks.gate", world=world))

@@ -1,10 +1,12 @@
-"""All-gather + matrix product, C (N, N / size) = A (N, N) @ B (N, N / size), A sharded by rows, in bf16; and
-C (M, N / size) = A (M, K) @ B (K, N / size), A sharded by columns, as in decoding: K = 8192, N = 28672 of Three Taxes.
+"""Benchmark of all-gather + matrix product in bf16.
+
+A sharded by rows: C (N, N / size) = A (N, N) @ B (N, N / size). A sharded by columns, as in decoding: C (M, N / size) =
+A (M, K) @ B (K, N / size), with K = 8192, N = 28672 of the paper Three Taxes.
 
     python -m benchmarks.all_gather_matmul                       4 GPUs; benchmarks/results/all_gather_matmul.json
-    python -m benchmarks.all_gather_matmul --device cpu --quick  the same variants in the simulator: results only
+    python -m benchmarks.all_gather_matmul --device cpu --quick  check in the simulator; time nothing
 
-(size - 1) / size * |A| * 2 bytes leave each GPU at least.
+At least (size - 1) / size * |A| * 2 bytes leave each GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon, copied": {"mode": "gluon", "num_comm_sms": 0},
     "pkt gluon, copied, whole tiles": {"mode": "gluon", "num_comm_sms": 0, "split": 1},
 }
-# what one part takes, the others left out; the first launches of GLUON have filled the inboxes they read
+# One part timed without the others. These variants read inboxes that the first launches of GLUON have filled.
 PARTS: dict[str, dict[str, Any]] = {
     "(gluon, product alone)": {"leave_out": "push", "num_comm_sms": 16},
     "(gluon, product alone, whole tiles)": {"leave_out": "push", "num_comm_sms": 16, "split": 1},
@@ -105,7 +107,7 @@ def _columns(world: Any, M: int, N: int, K: int) -> Case:
     runs: dict[str, Any] = {}
     for name, options in (QUICK if device.type == "cpu" else COLUMNS).items():
         if options.get("mode") == "copy":
-            continue  # rows only
+            continue  # only for A sharded by rows
         runs[name] = _run(world, a, b, out, {"shard": "columns"} | options)
     if device.type == "cuda":
         import torch.distributed as dist
@@ -163,7 +165,7 @@ def _part(
     made: list[Any] = []
 
     def run() -> torch.Tensor:
-        if not made:  # workspaces of variants that do not run are not made
+        if not made:  # a variant that does not run makes no workspace
             chosen = settings(a.shape[0], b.shape[1], a.shape[1], world, tiles, **given)
             made.append(push_launch(world, a, b, out, *chosen, leave_out=leave_out))
         return made[0](a, b, out, None)
@@ -179,7 +181,7 @@ def _run(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, option
 
     def run() -> torch.Tensor:
         shard = world.keep("shard", lambda: pkt.empty(*a.shape, dtype=a.dtype, world=world))
-        shard.copy_(a)  # counted: what a caller without a symmetric shard pays
+        shard.copy_(a)  # timed, because a caller without a symmetric shard pays for it
         return all_gather_matmul(shard, b, out, world=world, **options)
 
     return run

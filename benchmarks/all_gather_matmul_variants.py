@@ -1,11 +1,11 @@
-"""Seven ways to all-gather and multiply, C (M, N) = gathered A (M, K) @ B (K, N), and pkt's own, in fp16.
+"""Benchmark of seven ways to all-gather and multiply, and pkt's own: C (M, N) = gathered A (M, K) @ B (K, N), fp16.
 
     python -m benchmarks.all_gather_matmul_variants                       4 GPUs
-    python -m benchmarks.all_gather_matmul_variants --device cpu --quick  in the simulator: results only
+    python -m benchmarks.all_gather_matmul_variants --device cpu --quick  check in the simulator; time nothing
 
-The seven of nvFuser's experiment with fused remote products (two of them multicast): what fusing alone costs when the
-product is scalar, what a gather kernel ahead of a library's product reaches, and so what is left for one kernel that
-does both well. Two write through the multicast window: those run in the simulator only.
+The seven are those of nvFuser's experiment with fused remote products. They show the cost of fusing if the product is
+scalar, the time of a gather kernel before a library's product, and so how much one good kernel can gain. Two of them
+write through the multicast window and run in the simulator only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pkt.kernels.shared.common import num_programs
 from pkt.runtime.launch.launch import cooperative
 
 TITLE = "Seven ways to all-gather + matmul, N x N x N, fp16"
-TARGETS: dict[str, float] = {}
 SIZES = (1024, 4096)
 NCCL, NATIVE = "NCCL all-gather, cuBLAS", "pkt.all_gather, cuBLAS"
 NAIVE, LOADS, SWITCH = "fused, remote reads", "fused, rows gathered by loads", "fused, rows multicast"
@@ -63,7 +62,7 @@ def naive_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Every block of C reads its row of A from the owner anew."""
+    """Each block of C reads its row of A from the owner."""
     pid = tl.program_id(0)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's shard is complete
     blocks = tl.cdiv(N, BLOCK_N)
@@ -82,7 +81,7 @@ def loads_kernel(
     a_ptr,  # (m, K) on every rank
     b_ptr,  # (K, N) this rank's
     out_ptr,  # (size * m, N) this rank's
-    rows_ptr,  # (size * m, K) this rank's: the rows, as they come
+    rows_ptr,  # (size * m, K) this rank's: the gathered rows
     bar_ptr,  # int32 (programs,) on every rank
     m,
     N,
@@ -91,7 +90,7 @@ def loads_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program gathers a row, then multiplies it with all of B. N = 0: it only gathers."""
+    """A program gathers a row, then multiplies it by all of B. N = 0: it only gathers."""
     pid = tl.program_id(0)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's shard is complete
     for row in range(pid, world.size * m, tl.num_programs(0)):
@@ -113,8 +112,8 @@ def multicast_kernel(
     a_ptr,  # (m, K) this rank's
     b_ptr,  # (K, N) this rank's
     out_ptr,  # (size * m, N) this rank's
-    rows_ptr,  # (2, size * m, K) on every rank; rank r writes its rows of all; halves by the launch's parity
-    ready_ptr,  # int32 (size * m,) on every rank: row i has come, in how many launches
+    rows_ptr,  # (2, size * m, K) on every rank; rank r writes its rows on all; the launch's parity selects the half
+    ready_ptr,  # int32 (size * m,) on every rank: the number of launches in which row i has arrived
     m,
     N,
     K,
@@ -122,7 +121,7 @@ def multicast_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The owner writes each of its rows once, to all ranks. N = 0: rows are only gathered."""
+    """The owner writes each of its rows once, to all ranks. N = 0: it only gathers."""
     pid = tl.program_id(0)
     epoch = pl.epoch(ready_ptr, world)
     rank = tl.cast(world.rank, tl.int32)
@@ -174,7 +173,7 @@ def case(world: Any, N: int) -> Case:
         cooperative(world, loads_kernel, (programs,), a, b, out, rows, bar, m, columns, N, world.device, **blocks)
 
     def by_multicast(columns: int) -> int:
-        """Returns which half of `staged` holds the rows."""
+        """Launch, and return which half of `staged` holds the rows."""
         cooperative(world, multicast_kernel, (programs,), a, b, out, staged, ready, m, columns, N, world.device,
                     **blocks)  # fmt: skip
         launches[0] += 1
@@ -213,7 +212,7 @@ def case(world: Any, N: int) -> Case:
             return torch.mm(gathered.plain(), b, out=out)
 
         runs |= {ALONE: lambda: torch.mm(gathered.plain(), b, out=out), NCCL: nccl}
-        skipped = dict.fromkeys(MULTICAST, "writes through the multicast window: simulated only")
+        skipped = dict.fromkeys(MULTICAST, "writes through the multicast window: runs in the simulator only")
     return Case(
         nbytes=(world.size - 1) * m * N * 2.0,
         flops=2.0 * N * N * N,
@@ -231,4 +230,4 @@ def _normal(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Te
 
 
 if __name__ == "__main__":
-    sys.exit(main("all_gather_matmul_variants", TITLE, TARGETS))
+    sys.exit(main("all_gather_matmul_variants", TITLE))

@@ -1,14 +1,19 @@
-"""The collectives alone, in bf16, beside NCCL and torch's symmetric memory.
+"""Benchmark of the collectives in bf16, beside NCCL and torch's symmetric memory.
 
     python -m benchmarks.collectives                       4 GPUs
-    python -m benchmarks.collectives --device cpu --quick  in the simulator: results only
+    python -m benchmarks.collectives --device cpu --quick  check in the simulator; time nothing
 
-Bytes that leave each GPU at least: all-reduce of n bytes 2 * (size - 1) / size * n; all-gather of a shard of n bytes
-and reduce-scatter to one (size - 1) * n; all-to-all of n bytes (size - 1) / size * n; broadcast of n bytes n. A short
-message has no limit here but a signal's flight, 1.5 us one way.
+The least number of bytes that leave each GPU is the limit of a case:
 
-"columns" is along the last dimension, with the result in the original layout: NCCL needs a transposed copy. "heads" is
-the all-to-all of Ulysses, (1, S / size, 128, 128) to (1, S, 128 / size, 128). "captured" is one replay of a CUDA graph.
+    all-reduce of n bytes                                    2 * (size - 1) / size * n
+    all-gather of a shard, reduce-scatter to one, n bytes    (size - 1) * n
+    all-to-all of n bytes                                    (size - 1) / size * n
+    broadcast of n bytes                                     n
+
+A short message also needs the flight of a signal, 1.5 us one way, which the limit ignores.
+
+"columns": along the last dimension, with the result in the original layout; NCCL needs a transposed copy. "heads": the
+all-to-all of Ulysses, (1, S / size, 128, 128) to (1, S, 128 / size, 128). "captured": one replay of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,10 +38,10 @@ from pkt.kernels.reduce_scatter import reduce_scatter
 
 TITLE = "Collectives, bf16"
 MESSAGES = {"16 KiB": 1 << 14, "128 KiB": 1 << 17, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "256 MiB": 1 << 28}
-SQUARES = (8192, 32768)  # N x N gathered, or scattered
+SQUARES = (8192, 32768)  # N of N x N matrices to gather or scatter
 SEQUENCES = {"16k": 1 << 14, "64k": 1 << 16, "256k": 1 << 18}
-SMALL = 1 << 20  # bytes up to which low-latency is tried
-LARGE = 1 << 24  # bytes from which copy engines are
+SMALL = 1 << 20  # most bytes for which the low-latency forms are timed
+LARGE = 1 << 24  # least bytes for which the copy engines are timed
 TARGETS = {
     **{
         f"all-reduce {name}": 1.5 * MESSAGES[name] / LINK / seconds  # on 4 ranks
@@ -114,7 +119,7 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         f"all-reduce {name}": {"kind": "all-reduce", "shape": [n // 2]} for name, n in messages.items()
     }
-    if not quick:  # of which a part is no whole 16 bytes
+    if not quick:  # the last part is not a multiple of 16 bytes
         found["all-reduce 16 MiB + 2"] = {"kind": "all-reduce", "shape": [MESSAGES["16 MiB"] // 2 + 1]}
     small = {name: [n // 2] for name, n in messages.items() if n <= SMALL}
     for kind in ("all-gather", "reduce-scatter", "all-to-all"):
@@ -130,12 +135,12 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
 
 
 def case(world: Any, kind: str, shape: list[int], dim: int = 0) -> Case:
-    """shape: with no axis divided among the ranks; axes that will be are cut to a multiple of size. dim: that of
-    all-gather and reduce-scatter."""
+    """One size of a collective. shape: of the whole tensor; axes that the ranks share are cut to a multiple of size.
+    dim: the dimension of all-gather and reduce-scatter."""
     import pkt
 
     size, device = world.size, world.torch_device
-    headed = len(shape) == 4  # of all-to-all; else plain
+    headed = len(shape) == 4  # the all-to-all of Ulysses
     scatter, gather = (2, 1) if headed else (0, 0)
     split = {"all-to-all": (scatter, gather), "all-reduce": (), "broadcast": ()}.get(kind, (dim,))
     whole = [n // size * size if axis in split else n for axis, n in enumerate(shape)]
@@ -177,11 +182,11 @@ def case(world: Any, kind: str, shape: list[int], dim: int = 0) -> Case:
     sent = {"all-reduce": 2.0 * (size - 1) / size, "broadcast": 1.0, "all-gather": size - 1.0}.get(
         kind, (size - 1) / size
     )
-    # Root's alone: elsewhere what a lost broadcast leaves must not be right.
+    # Only root scales x, so that a rank that misses a broadcast keeps a wrong x.
     scaled = x if kind != "broadcast" or world.rank == 0 else torch.zeros(1, device=device)
     idle = [name for name in runs if "low-latency" in name and x.nbytes > SMALL]
     idle += [name for name in runs if "copy" in name and x.nbytes < LARGE and device.type == "cuda"]
-    skipped = dict.fromkeys(idle, "not worth trying at this size")
+    skipped = dict.fromkeys(idle, "not timed at this size")
     return Case(nbytes=sent * x.nbytes, variants=runs, exact=exact, scaled=scaled, skipped=skipped)
 
 
@@ -247,7 +252,7 @@ def _baselines(kind: str, x: torch.Tensor, out: torch.Tensor, dim: int, size: in
 
 
 def _after(result: torch.Tensor, work: Any) -> torch.Tensor:
-    """`result`, once the call that gave `work` has been made."""
+    """`result`. The caller's expression for `work` has launched the collective."""
     return result
 
 

@@ -1,11 +1,11 @@
-"""`make demo`: a fused GEMM + all-reduce on four simulated ranks, checked, searched for races, and broken on purpose.
+"""`make demo`: run a fused GEMM + all-reduce on four simulated ranks, check it, search it for races, and break it.
 
-1. M = N = K = 512 in bf16 through the LCSC template: every rank multiplies its share of K while other programs of the
-same
-   kernel reduce finished tiles; compared with an fp64 reference on every rank.
-2. 200 random schedules of a smaller one with the race detector on: none may find anything.
-3. The same kernel with one wait removed: the simulator finds it and says where.
-A table of the results, and a picture of the first run's timeline.
+1. M = N = K = 512 in bf16 with the LCSC template. Every rank multiplies its share of K while other programs of the same
+   kernel reduce finished tiles. Every rank compares the result with an fp64 reference.
+2. 200 random schedules of a smaller product, with the race detector on. No schedule may have a finding.
+3. The same kernel with one wait removed. The simulator finds the error and says where it is.
+
+The demo prints a table of the results and draws the timeline of the first run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ RANKS, SMS, COMM_SMS = 4, 8, 2
 SIZE, TILE = 512, 128  # of the run that is timed and drawn
 SMALL, SMALL_TILE = 128, 64  # of the runs that are explored
 SCHEDULES = 200
-EPSILON = 2.0**-8  # of bf16: half a unit in the last place, relative
+EPSILON = 2.0**-8  # bf16's greatest relative rounding error
 
 
 def shards(rank: int, ranks: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's (size, size / ranks) of A and (size / ranks, size) of B, the same matrices in every run."""
+    """This rank's parts of A, (size, size / ranks), and B, (size / ranks, size). Every run has the same matrices."""
     generator = torch.Generator().manual_seed(2026)
     a, b = (torch.randn(size, size, generator=generator).bfloat16() for _ in "ab")
     k = size // ranks
@@ -41,12 +41,12 @@ def shards(rank: int, ranks: int, size: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def fused(world: pkt.World, size: int, tile: int) -> float:
-    """One fused product; returns its largest error in units of the bound that bf16 and fp32 accumulation allow."""
+    """The greatest error of one fused product, divided by the bound that bf16 and fp32 accumulation allow."""
     a, b = shards(world.rank, world.size, size)
     out = matmul_all_reduce(a, b, num_comm_sms=COMM_SMS, tiles=(tile, tile, tile // 2))
     operands = [shards(r, world.size, size) for r in range(world.size)]
     exact = reference(operands)
-    # Each rank's product is rounded to bf16 once, and so is their sum.
+    # Each rank rounds its product to bf16 once, and the sum is rounded once.
     products = sum((x.double() @ y.double()).abs() for x, y in operands)
     bound = EPSILON * (products + exact.abs()) * 1.01
     worst = ((out.double() - exact).abs() / bound).max().item()
@@ -78,7 +78,7 @@ def main() -> int:
         return 1
     worst = max(outcome.results)
     table.add_row(
-        f"{SIZE} x {SIZE} x {SIZE} against fp64", f"right; largest error {worst:.2f} of the bound", f"{seconds:.1f}"
+        f"{SIZE} x {SIZE} x {SIZE} against fp64", f"correct; greatest error {worst:.2f} of the bound", f"{seconds:.1f}"
     )
 
     start = time.perf_counter()
@@ -97,7 +97,7 @@ def main() -> int:
     console.print(table)
     console.print(outcome.timeline().table())
     if caught is not None:
-        console.print(f"\n[bold]What the simulator says without that wait[/bold]\n{type(caught).__name__}: {caught}")
+        console.print(f"\n[bold]The simulator's finding without that wait[/bold]\n{type(caught).__name__}: {caught}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     title = f"GEMM + all-reduce, {SIZE} x {SIZE} x {SIZE} bf16, {COMM_SMS} of {SMS} programs communicate"
     outcome.timeline(title).to_png(arguments.out)
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def one_wait_removed(mutants: list[Mutant]) -> Mutant:
-    """The mutant that takes away the communicators' wait for finished tiles."""
+    """The mutant without the communicators' wait for finished tiles."""
     return next(m for m in mutants if m.change == "remove" and m.site.call == "wait")
 
 

@@ -1,10 +1,10 @@
-"""Every candidate of an operator's space at the sizes of its benchmark, and what the tuner finds having seen a few.
+"""Time every candidate of an operator's search space at its benchmark's sizes, and compare the tuner's choice.
 
     python -m benchmarks.exhaustive --ranks 4      benchmarks/results/exhaustive_<operator>.json
     python -m benchmarks.exhaustive --ranks 2      ... exhaustive_<operator>_2.json
 
-A case is searched by the tuner first, with nothing compiled, and then exhaustively. pkt's tables are the fastest of the
-exhaustive search, see benchmarks/tuned.py. What is found is remembered where PKT_TUNE_CACHE says, else nowhere.
+The tuner searches a case first, with nothing compiled. Then an exhaustive search times all candidates. pkt's tables
+hold the fastest of these, see benchmarks/tuned.py. Choices are stored in PKT_TUNE_CACHE if it is set, else nowhere.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ SIZES = {
 
 
 def case(world: pkt.World, what: str, N: int) -> dict[str, Any]:
-    """Both searches of a case, on one rank."""
+    """Run both searches of a case on this rank; returns a case of the results file. Collective."""
     layer = Layer(what, N, N, N)
     tuned, _ = search_layer(world, layer)
     swept, _ = search_layer(world, layer, exhaustive=True)
-    return {"operator": what, "key": dict(swept.key), "tuner": of_tuner(tuned, swept), **of_sweep(swept)}
+    return {"operator": what, "key": dict(swept.key), "tuner": tuner_row(tuned, swept), **sweep_rows(swept)}
 
 
-def of_tuner(tuned: Search, swept: Search) -> dict[str, Any]:
-    """What the tuner chose, and how much slower that is than the best, both as the exhaustive search timed them."""
+def tuner_row(tuned: Search, swept: Search) -> dict[str, Any]:
+    """The tuner's choice, and how much slower it is than the best, with the times of the exhaustive search."""
     times = {c.config: c.time for c in swept.candidates if c.time and not c.dropped}
     chosen = times.get(tuned.best) if tuned.best is not None else None
     return {
@@ -55,8 +55,8 @@ def of_tuner(tuned: Search, swept: Search) -> dict[str, Any]:
     }
 
 
-def of_sweep(swept: Search) -> dict[str, Any]:
-    """Each candidate that was measured, the fastest first, and why others were not."""
+def sweep_rows(swept: Search) -> dict[str, Any]:
+    """All measured candidates, the fastest first, and the dropped ones with the reason."""
     kept = sorted((c for c in swept.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
     dropped = [{"settings": dict(c.config), "why": c.dropped} for c in swept.candidates if c.dropped]
     return {"seconds": swept.seconds, "measured": [_row(c) for c in kept], "dropped": dropped}
@@ -74,14 +74,14 @@ def _row(candidate: Candidate) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=600.0, help="no case is begun after these")
-    parser.add_argument("--sizes", default="", help="some of them, as 4096,8192")
-    parser.add_argument("--operators", default="", help="some of them, by name")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no case begins after these")
+    parser.add_argument("--sizes", default="", help="only these, as 4096,8192")
+    parser.add_argument("--operators", default="", help="only these, by name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     end = time.monotonic() + given.seconds
-    from benchmarks.exhaustive import case as importable  # not as a part of __main__
+    from benchmarks.exhaustive import case as importable  # workers cannot import it from __main__
 
     wanted = [int(size) for size in given.sizes.split(",") if size] or sorted(set().union(*SIZES.values()))
     operators = [what for what in given.operators.split(",") if what] or list(SIZES)
@@ -92,7 +92,7 @@ def main() -> int:
             found: list[dict[str, Any]] = []
             for N in (N for N in wanted if N in SIZES[what]):
                 if time.monotonic() > end:
-                    print(f"{what}, {N}: left out, no time", flush=True)
+                    print(f"{what}, {N}: left out, out of time", flush=True)
                     failed += 1
                     continue
                 start = time.perf_counter()
@@ -114,7 +114,7 @@ def _write(folder: Path, what: str, found: list[dict[str, Any]], ranks: int) -> 
     name = f"exhaustive_{what}" + ("" if ranks == 4 else f"_{ranks}")
     record = {
         "benchmark": name,
-        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),  # of a day's searches of a case the last counts
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),  # the tables take the last search of a case
         "command": os.environ.get("PKT_COMMAND") or " ".join(["python", "-m", "benchmarks.exhaustive", *sys.argv[1:]]),
         "commit": commit(),
         "host": host(),
@@ -127,9 +127,9 @@ def _write(folder: Path, what: str, found: list[dict[str, Any]], ranks: int) -> 
 
 def _show(found: dict[str, Any], seconds: float) -> None:
     key, tuner = found["key"], found["tuner"]
-    over = "not among those measured" if tuner["over_best"] is None else f"{tuner['over_best']:.3f} of the best"
+    over = "its choice was not measured" if tuner["over_best"] is None else f"{tuner['over_best']:.3f} of the best"
     print(
-        f"{found['operator']}, M={key['M']} N={key['N']} K={key['K']}: the tuner saw {tuner['measured']} of "
+        f"{found['operator']}, M={key['M']} N={key['N']} K={key['K']}: the tuner measured {tuner['measured']} of "
         f"{tuner['of']} in {tuner['seconds']:.1f} s, {over}; all {len(found['measured'])} in {found['seconds']:.1f} s, "
         f"{len(found['dropped'])} dropped; {seconds:.0f} s"
     )

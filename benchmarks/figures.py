@@ -1,16 +1,16 @@
-"""Puts measured figures into README.md and docs/: every figure a page quotes comes from a committed results file.
+"""Write measured figures into README.md and docs/. Every figure of a page comes from a committed results file.
 
     python -m benchmarks.figures
 
-A page marks the place with a comment that names the file, and one that ends it; the files of several operators, in one
-comment, become one table:
+Two comments mark a place in a page: the first names the results file, the second ends the place. A comment that names
+the files of several operators gives one table:
 
     <!-- benchmarks/results/simulator.json -->
     <!-- end -->
     <!-- benchmarks/results/all_gather_matmul.json benchmarks/results/matmul_reduce_scatter.json -->
     <!-- end -->
 
-What stands between them is written by this program, and tests/test_readme_figures.py fails where it differs.
+This program writes the text between the comments. tests/test_readme_figures.py fails if a page has another text.
 """
 
 from __future__ import annotations
@@ -33,41 +33,40 @@ OPERATORS = {
 }
 DEFAULT = "pkt default"
 BETWEEN = ("N = 6144", "N = 12288")
-"""Cases that a table of several operators has no room for."""
+"""Cases that a table of several operators leaves out."""
 BASELINES = {"NCCL + cuBLAS": "NCCL + cuBLAS", "torch symm_mem fused": "torch fused"}
 
 
 def filled(page: str) -> str:
-    """`page` with the figures of the results files that it names, as they are now; nothing where there is none yet."""
+    """`page` with the current figures of the results files that it names; no table for a file that does not exist."""
 
     def table_for(match: re.Match[str]) -> str:
         files = [ROOT / name for name in match[2].split()]
         records = [json.loads(file.read_text()) for file in files if file.exists()]
-        text = "" if not records else table(records[0]) if len(files) == 1 else together(records)
+        text = "" if not records else table(records[0]) if len(files) == 1 else operators_table(records)
         return match[1] + text + match[3]
 
     return PLACE.sub(table_for, page)
 
 
 def table(record: dict[str, Any]) -> str:
-    """The rows that are held to a limit, with the medians."""
+    """A Markdown table of the medians and limits of the rows that have a limit."""
     lines = [f"| {title(record)} | measured | limit |", "|---|--:|--:|"]
     for row in record["rows"]:
         if row["limit"] is not None:
             sign, unit, missed = "≥" if row["at_least"] else "≤", row["unit"], "" if row["held"] else ", missed"
-            # a ratio has no unit, and 1.05 is not 1.1
-            value, limit = (number(x) + f" {unit}" if unit else f"{x:.2f}" for x in (row["value"], row["limit"]))
+            value, limit = (number(x) + f" {unit}" if unit else ratio(x) for x in (row["value"], row["limit"]))
             lines.append(f"| {row['case']} | {value}{missed} | {sign} {limit} |")
     return "\n".join(lines) + "\n"
 
 
-def together(records: list[dict[str, Any]]) -> str:
-    """Milliseconds of operators, a row each: pkt as it chooses for itself, its fastest setting where that was not
-    measured, and in brackets the baselines."""
+def operators_table(records: list[dict[str, Any]]) -> str:
+    """A Markdown table of milliseconds, one row an operator: pkt's default (its fastest variant if the default was not
+    measured), then the baselines in brackets."""
     (on,) = {title(record) for record in records}
     measured = [row["case"] for record in records for row in record["measured"] if "ms" in row]
     cases = [case for case in dict.fromkeys(measured) if case.startswith("N") and case not in BETWEEN]
-    head = f"| ms ({'; '.join(BASELINES.values())}), {on} | "
+    head = f"| pkt ({'; '.join(BASELINES.values())}) in ms, {on} | "
     lines = [head + " | ".join(cases) + " |", "|---|" + "--:|" * len(cases)]
     for record in records:
         cells = []
@@ -82,7 +81,7 @@ def together(records: list[dict[str, Any]]) -> str:
 
 
 def title(record: dict[str, Any]) -> str:
-    """What was measured on: GPUs where there are any, else CPU cores."""
+    """The ranks, the machine (its GPUs, or its CPU cores if it has none) and the date."""
     gpus, cores = record["host"]["gpus"], record["host"]["cores"]
     on = f"{len(gpus)} {gpus[0]}" if gpus else f"{cores} CPU cores"
     ranks = f"{'' if gpus else 'simulated '}rank{'s' if record['ranks'] != 1 else ''}"
@@ -90,8 +89,13 @@ def title(record: dict[str, Any]) -> str:
 
 
 def number(value: float) -> str:
-    """Two significant digits below 10, three up to 1,000, thousands apart."""
+    """`value` with two significant digits below 10, three up to 1,000, and commas between thousands."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}" if value < 10 else f"{value:.3g}"
+
+
+def ratio(value: float) -> str:
+    """`value` with two decimals, which tell 1.05 from 1.1; below 0.1 with two significant digits."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def main() -> None:

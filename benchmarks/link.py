@@ -1,12 +1,13 @@
-"""What the links between the GPUs of this host give, by mechanism: ParallelKittens' figures 2 and 3 and tables 1 and 2.
+"""Measure the links between this host's GPUs, by mechanism: figures 2 and 3, tables 1 and 2 of ParallelKittens.
 
-    python -m benchmarks.link --ranks 4                     all of it, about two minutes on 4 GPUs
+    python -m benchmarks.link --ranks 4                     everything, about two minutes on 4 GPUs
     python -m benchmarks.link --ranks 2 --parts signals     one part
-    python -m benchmarks.link --ranks 4 --quick             each kernel once or twice, to see that it is right
-    python -m benchmarks.link --device cpu --quick          the same kernels in the simulator; nothing is timed
+    python -m benchmarks.link --ranks 4 --quick             each kernel once or twice, to check it
+    python -m benchmarks.link --device cpu --quick          check the same kernels in the simulator; time nothing
 
-Every transfer carries random numbers and is compared with what was sent, before it is timed and after. A figure is the
-median over the repeats of the slowest rank's time. Results: benchmarks/results/link.json and link.png.
+Every transfer carries random numbers. The receiver compares them with the sender's, before the transfer is timed and
+after. A figure is the median over repeats of the slowest rank's time. Results go to benchmarks/results/link.json and
+link.png.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from benchmarks import _harness
 from benchmarks.link_measure import MIB, PARTS, Plan, Record, measure
 
 RAW, PRACTICAL = 478.0, 390.0
-"""GB/s out of an H200: 18 NVLinks of 26.56 GB/s; and the most that a mechanism has been seen to give (copy engine)."""
+"""GB/s out of an H200: the rate of 18 NVLinks of 26.56 GB/s, and the greatest measured rate (copy engine)."""
 
 BEST = {
     "register store": 362.0,
@@ -37,9 +38,9 @@ BEST = {
     "register store, all peers": 327.0,
     "TMA store in Gluon, all peers": 331.0,
 }
-"""GB/s out of an H200 to one peer, or to the other three, all ranks at once, as measured before pkt was there; a push
-must give 95% of it."""
+"""GB/s out of an H200 to one peer, or to the other three, with all ranks sending, measured before pkt existed."""
 SHARE = 0.95
+"""The part of BEST that a mechanism must reach."""
 
 LIMITS = {
     "signal to rank 1": 1.1 * 1.47,
@@ -53,7 +54,7 @@ OVERHEAD = 10.0
 
 
 def merged(ranks: list[list[Record]]) -> list[Record]:
-    """The ranks' records of the same figures as one: each repeat took as long as the slowest rank's."""
+    """Merge the ranks' records of the same figures. A repeat takes as long as on the slowest rank."""
     together = []
     for records in zip(*ranks, strict=True):
         first = records[0]
@@ -64,14 +65,15 @@ def merged(ranks: list[list[Record]]) -> list[Record]:
 
 
 def figures(record: Record) -> list[float]:
-    """GB/s of each repeat, or microseconds of one."""
+    """GB/s of each repeat, or its microseconds for one access if the record is of a latency."""
     if record.nbytes:
         return [record.nbytes / us / 1e3 for us in record.us]
     return [us / record.count for us in record.us]
 
 
 def rows(records: list[Record], held: bool, ranks: int = 4) -> tuple[list[_harness.Row], list[_harness.Row]]:
-    """The best of each mechanism and the latencies, with their limits if `held`; and every point of the curves."""
+    """Two lists of rows: the best of each mechanism and the latencies, with limits if `held`; every point of the
+    curves."""
     best: dict[str, tuple[str, list[float]]] = {}
     points, latencies, host = [], [], {}
     for record in records:
@@ -107,7 +109,7 @@ def _size(nbytes: float) -> str:
 
 
 def draw(records: list[Record], title: str, path: Path, limits: bool) -> None:
-    """Four panels: bandwidth by message size, by programs to one peer and to all, and the latencies."""
+    """Draw four panels: bandwidth by message size, by programs to one peer and to all, and the latencies."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -126,7 +128,7 @@ def draw(records: list[Record], title: str, path: Path, limits: bool) -> None:
             else:
                 axis.plot(*zip(*sorted(found)), marker="o", markersize=3, label=series)
         if limits:
-            for value, name in ((RAW, f"links, {RAW:g}"), (PRACTICAL, f"most seen, {PRACTICAL:g}")):
+            for value, name in ((RAW, f"links, {RAW:g}"), (PRACTICAL, f"greatest measured, {PRACTICAL:g}")):
                 axis.axhline(value, color="black", linewidth=0.8, linestyle="--")
                 axis.annotate(name, (0.01, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
         axis.set(title=group, ylabel="GB/s out of each GPU", ylim=(0, None))
@@ -148,14 +150,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="few sizes and repeats: to see that the kernels are right")
+    parser.add_argument("--quick", action="store_true", help="few sizes and repeats, to check the kernels")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     given = parser.parse_args()
     if given.device == "cpu":
         ranks = pkt.launch(
             measure, given.ranks, "cpu", args=(Plan.simulated(), given.parts), heap="8MiB", multicast=False
         )
-        print(f"{len(ranks[0])} transfers and latencies of {given.ranks} simulated ranks were right; nothing is timed")
+        print(
+            f"{len(ranks[0])} transfers and latencies of {given.ranks} simulated ranks are correct; nothing was timed"
+        )
         return 0
     plan = Plan.quick() if given.quick else Plan()
     # No mechanism here uses the multicast window.

@@ -1,5 +1,8 @@
-"""From each rank to all others as plain Triton cannot: one TMA load, then a TMA store to each peer from the same shared
-tile, several tiles in flight, one warp a program. Written for Triton 3.6's Gluon, whose names change later."""
+"""A Gluon kernel that sends from each rank to all others: one TMA load, then a TMA store to each peer from the same
+shared tile, with several tiles in flight and one warp a program. Plain Triton cannot store a shared tile twice.
+
+It is written for the Gluon of Triton 3.6. Later releases have other names.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ def _target(row, i: gl.constexpr, n, world, ROWS: gl.constexpr, COLS: gl.constex
 
 @gluon.jit
 def push_all_kernel(dst, src, n, world, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr):
-    """My src, n elements, into row `rank` of the dst (size, n) of every other rank; 2 to 4 ranks; n in whole tiles."""
+    """Store my src, n elements, into row `rank` of the dst (size, n) of every other rank.
+
+    It takes 2 to 4 ranks. n is a multiple of a tile.
+    """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], gl.bfloat16)
     source = tma.make_tensor_descriptor(src, [n // COLS, COLS], [COLS, 1], [ROWS, COLS], LAYOUT)
     row = dst + gl.cast(world.rank, gl.int64) * n
@@ -50,7 +56,7 @@ def push_all_kernel(dst, src, n, world, ROWS: gl.constexpr, COLS: gl.constexpr, 
             tma.async_copy_shared_to_global(second, [at, 0], tiles.index(stage))
         if others > 2:
             tma.async_copy_shared_to_global(third, [at, 0], tiles.index(stage))
-        # The next load takes the stage whose stores are the oldest: all but this round's must have read it.
+        # The next load reuses the stage with the oldest stores: all stores but this round's must have read their tile.
         later = i + STAGES - 1
         tma.store_wait(others)
         gl.thread_barrier()

@@ -1,4 +1,4 @@
-"""The kernels of benchmarks.link: one mechanism or one latency each, and nothing else in the program."""
+"""The kernels of benchmarks.link. Each has one mechanism or one latency, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pkt.language as pl
 
 @triton.jit
 def register_kernel(dst, src, n, world, distance, PUSH: tl.constexpr, BLOCK: tl.constexpr):
-    """My src into the dst of the rank `distance` ahead, or its src into my dst; n elements, a multiple of BLOCK."""
+    """PUSH: store my src into the dst of the rank `distance` ahead. Else load its src into my dst. n elements, a
+    multiple of BLOCK."""
     other = (world.rank + distance) % world.size
     for block in range(tl.program_id(0), n // BLOCK, tl.num_programs(0)):
         offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -22,7 +23,7 @@ def register_kernel(dst, src, n, world, distance, PUSH: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def register_all_kernel(dst, src, n, world, BLOCK: tl.constexpr):
-    """My src into row `rank` of the dst (size, n) of every other rank: loaded once, stored size - 1 times."""
+    """Load my src once and store it size - 1 times, into row `rank` of the dst (size, n) of every other rank."""
     row = dst + tl.cast(world.rank, tl.int64) * n
     for block in range(tl.program_id(0), n // BLOCK, tl.num_programs(0)):
         offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -33,7 +34,7 @@ def register_all_kernel(dst, src, n, world, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tiles(ptr, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """n elements as a matrix of COLS columns, taken ROWS at a time: a tile is contiguous."""
+    """n elements as a matrix of COLS columns, in contiguous tiles of ROWS rows."""
     return tl.make_tensor_descriptor(ptr, [n // COLS, COLS], [COLS, 1], [ROWS, COLS])
 
 
@@ -41,7 +42,7 @@ def _tiles(ptr, n, ROWS: tl.constexpr, COLS: tl.constexpr):
 def tma_kernel(
     dst, src, n, world, distance, MODE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr
 ):
-    """As register_kernel, by TMA. MODE: "store" and "add" push, "load" pulls. n is a multiple of a tile."""
+    """As register_kernel, with TMA. MODE: "store" and "add" push, "load" pulls. n is a multiple of a tile."""
     other = (world.rank + distance) % world.size
     if MODE == "load":
         source, target = _tiles(pl.peer(src, other, world), n, ROWS, COLS), _tiles(dst, n, ROWS, COLS)
@@ -58,7 +59,7 @@ def tma_kernel(
 
 @triton.jit
 def tma_all_kernel(dst, src, n, world, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr):
-    """As register_all_kernel, by TMA: one load, size - 1 stores."""
+    """As register_all_kernel, with TMA: one load, size - 1 stores."""
     row = dst + tl.cast(world.rank, tl.int64) * n
     source = _tiles(src, n, ROWS, COLS)
     for tile in tl.range(tl.program_id(0), n // (ROWS * COLS), tl.num_programs(0), num_stages=STAGES):
@@ -69,13 +70,14 @@ def tma_all_kernel(dst, src, n, world, ROWS: tl.constexpr, COLS: tl.constexpr, S
     pl.quiet()
 
 
-# -- latencies: each kernel does `rounds` of one thing, so that a launch costs nothing ---------------------------------
+# -- latencies: each kernel repeats one thing `rounds` times, so that the launch does not count ------------------------
 @triton.jit(do_not_specialize=["first", "rounds", "one", "two"])
 def pingpong_kernel(flags, box, src, first, rounds, one, two, world, BLOCK: tl.constexpr):
-    """Rank `one` and rank `two` signal each other in turn, `one` first; other ranks do nothing. If they are the same,
-    its programs 0 and 1. With each signal goes a message of BLOCK elements; none if BLOCK is 0.
+    """Ranks `one` and `two` signal each other in turn, `one` first; other ranks do nothing. If `one` equals `two`,
+    programs 0 and 1 of that rank signal each other. A message of BLOCK elements goes with each signal; none if BLOCK
+    is 0.
 
-    flags: int32 (2,), [0] for who begins, [1] for who answers; box: (2, BLOCK) alike.
+    flags: int32 (2,): [0] belongs to the side that begins, [1] to the side that answers; box: (2, BLOCK) in that order.
     """
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
@@ -109,11 +111,11 @@ def barriers_kernel(bar, rounds, world, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["steps", "other"])
 def chase_kernel(table, out, steps, other, world, ATOMIC: tl.constexpr):
-    """A chain of dependent accesses in rank `other`'s table: each entry is the index of the next."""
+    """Follow a chain of dependent accesses in rank `other`'s table, where each entry is the index of the next."""
     at = 0
     for _ in range(steps):
         if ATOMIC:
-            at = pl.atomic_max(table + at, -1, other, world, sem="relaxed")  # entries are not negative: they stay
+            at = pl.atomic_max(table + at, -1, other, world, sem="relaxed")  # keeps the entry: none is negative
         else:
             at = pl.load(table + at, other, world)
     tl.store(out, at)
@@ -122,13 +124,13 @@ def chase_kernel(table, out, steps, other, world, ATOMIC: tl.constexpr):
 # -- launches ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def bare_kernel(x, y, n, BLOCK: tl.constexpr):
-    """A launch as Triton makes it: two tensors and a number."""
+    """For a plain Triton launch: two tensors and a number."""
     offs = tl.arange(0, BLOCK)
     tl.store(y + offs, tl.load(x + offs, mask=offs < n), mask=offs < n)
 
 
 @triton.jit
 def pkt_kernel(x, y, n, world, BLOCK: tl.constexpr):
-    """The same with symmetric tensors and a world."""
+    """The same kernel with symmetric tensors and a world."""
     offs = tl.arange(0, BLOCK)
     pl.store(y + offs, tl.load(x + offs, mask=offs < n), world.rank, world, mask=offs < n)

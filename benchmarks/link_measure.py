@@ -1,7 +1,7 @@
-"""What benchmarks.link runs on each rank: every mechanism and latency, checked with random data, then timed.
+"""The part of benchmarks.link that runs on each rank: check every mechanism and latency with random data, then time it.
 
-Bandwidths are of one direction out of (or into) one GPU while all ranks do the same at once. A repeat is timed by two
-events of the GPU behind a delay and a barrier of the ranks, so neither the host's launches nor a late rank count.
+A bandwidth is that of one direction, out of or into one GPU, while all ranks do the same. Two events of the GPU time a
+repeat. They are queued behind a delay and a barrier of the ranks, so neither the host's launches nor a late rank count.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pkt.kernels.all_reduce import all_reduce, one_shot_kernel
 MIB = 1 << 20
 ITEM = 2  # bytes of a bf16
 COLS = 128  # of a tile
-DELAY = 6_000_000  # clock ticks, 3 ms: the host queues a measurement behind it
+DELAY = 6_000_000  # clock ticks, 3 ms, in which the host queues a measurement
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything. Bytes are those of one transfer to one peer."""
+    """Sizes and numbers of repeats. Bytes are those of one transfer to one peer."""
 
     nbytes: int = 256 * MIB
-    most: int = 1024 * MIB  # the largest single copy; also what all peers together send to one
+    most: int = 1024 * MIB  # the largest single copy; also the bytes that all peers together send to one
     programs: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 64, 132)
     copies: int = 256  # of one size in a row
     repeats: int = 20
@@ -38,23 +38,23 @@ class Plan:
     rounds: int = 2000  # signals or barriers in a launch
     nodes: int = 50  # barriers in a graph
     steps: int = 4000  # dependent accesses in a launch
-    lines: int = 1 << 19  # of 128 bytes: more than caches hold
+    lines: int = 1 << 19  # of 128 bytes: more than the caches hold
     launches: int = 200
 
     @classmethod
     def quick(cls) -> Plan:
-        """Enough to run every kernel once with the constants it is timed with."""
+        """A plan that runs every kernel once, with the constants it is timed with."""
         return cls(128 << 10, 512 << 10, (1, 3), 4, 2, 1, 3, 2, 10, 64, 5)
 
     @classmethod
     def simulated(cls) -> Plan:
-        """As quick, with fewer bytes."""
+        """A quick plan with fewer bytes."""
         return cls(64 << 10, 256 << 10, (3,), 2, 1, 0, 2, 2, 10, 16, 2)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One figure of one rank: microseconds of each repeat, for `nbytes` (bandwidth) or `count` things (latency)."""
+    """One figure of one rank: microseconds of each repeat, for `nbytes` (bandwidth) or `count` accesses (latency)."""
 
     group: str
     series: str
@@ -65,7 +65,7 @@ class Record:
 
 
 class Bench:
-    """The buffers of one rank, its clock, and what it has recorded."""
+    """The buffers of one rank, its clock, and its records."""
 
     def __init__(self, world: pkt.World, plan: Plan) -> None:
         self.world, self.plan = world, plan
@@ -79,14 +79,14 @@ class Bench:
         self.bar = pkt.signals(2 + max(world.num_sms, 1), name="bar")
 
     def values(self, rank: int) -> torch.Tensor:
-        """What `rank` sends: random normal numbers."""
+        """The random normal numbers that `rank` sends."""
         generator = torch.Generator(device=self.world.torch_device).manual_seed(1000 + rank % self.world.size)
         shape, device = (self.plan.most // ITEM,), self.world.torch_device
         return torch.randn(shape, generator=generator, dtype=torch.bfloat16, device=device)
 
     # -- timing
     def clock(self, op: Callable[[], Any], delay: int = DELAY) -> list[float]:
-        """Microseconds of each repeat of `op` on this rank; nothing where there is no GPU to time."""
+        """Microseconds of each repeat of `op` on this rank; [] without a GPU."""
         plan = self.plan
         if not self.gpu:
             return []
@@ -104,10 +104,10 @@ class Bench:
         return [1e3 * a.elapsed_time(b) for a, b in pairwise(marks)]
 
     def captured(self, op: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
-        """`op` so often as one graph, where there is a GPU."""
+        """`op`, `times` in a row, as one CUDA graph; without a GPU, as plain calls."""
         if not self.gpu:
             return lambda: [op() for _ in range(times)]
-        op()  # compiled
+        op()  # compile it
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -119,8 +119,11 @@ class Bench:
     def transfer(
         self, group: str, series: str, x: float, n: int, op: Callable[[], Any], arrives: str = "before"
     ) -> None:
-        """Check what `op` brings into dst, then time it. n: elements from one rank to another; arrives: whose values
-        ("before", "next"), or "sum" (added to zeros), or "all" (rows of everybody but this rank)."""
+        """Check the data that `op` brings into dst, then time it.
+
+        n: elements from one rank to another. arrives: whose data arrive: "before" and "next" (of the rank before or
+        after), "all" (a row of every other rank), or "sum" (added to zeros).
+        """
         world, whole = self.world, n * (self.world.size if arrives == "all" else 1)
         self.dst[:whole].fill_(0.0 if arrives == "sum" else torch.nan)
         world.barrier()
@@ -131,12 +134,12 @@ class Bench:
         world.barrier()
         us = self.clock(op)
         world.barrier()
-        if arrives != "sum":  # added up again and again by now
+        if arrives != "sum":  # each repeat has added to the sum
             self.verify(n, arrives, f"{series} at {x}, timed")
         self.records.append(Record(group, series, x, us, n * ITEM * (world.size - 1 if arrives == "all" else 1)))
 
     def verify(self, n: int, arrives: str, what: str) -> None:
-        """Raise unless dst holds what was sent."""
+        """Raise AssertionError unless dst holds the data that were sent."""
         rank, size, found = self.world.rank, self.world.size, self.dst.plain()
         rows = [(rank, self.next if arrives == "next" else self.before)]
         if arrives == "all":
@@ -164,7 +167,7 @@ class Bench:
         return op
 
     def copy_engine(self, n: int, times: int, push: bool) -> Callable[[], Any]:
-        """`times` copies of n elements each, one behind the other."""
+        """`times` copies of n elements each, one after another."""
         other = (self.world.rank + 1) % self.world.size
         there = (self.dst if push else self.src).peer(other)
         source, target = (self.src.plain(), there) if push else (there, self.dst.plain())
@@ -177,7 +180,7 @@ class Bench:
         return self.captured(op)
 
     def by_programs(self) -> None:
-        """The paper's figure 3: how many SMs each mechanism needs. One peer."""
+        """The paper's figure 3: bandwidth of each mechanism by number of SMs, to one peer."""
         n = self.plan.nbytes // ITEM
         group = "one peer, by programs"
         for p in self.plan.programs:
@@ -192,11 +195,11 @@ class Bench:
             self.transfer(group, "TMA reduce-add, 128x128, 3 stages", p, n, self.tma(n, p, "add", 128, 3), "sum")
 
     def by_size(self) -> None:
-        """The paper's figure 2: how large a message each mechanism needs. One peer, all SMs."""
+        """The paper's figure 2: bandwidth of each mechanism by message size, to one peer from all SMs."""
         plan, group = self.plan, "one peer, by message size"
         n, programs = plan.nbytes // ITEM, plan.programs[-1]
         for rows in (8, 16, 32, 64, 128, 256):
-            stages = 1 if rows == 256 else 3  # shared memory
+            stages = 1 if rows == 256 else 3  # as many as fit into shared memory
             x = rows * COLS * ITEM
             self.transfer(group, "TMA store", x, n, self.tma(n, programs, "store", rows, stages))
             self.transfer(group, "TMA load", x, n, self.tma(n, programs, "load", rows, stages), "next")
@@ -215,7 +218,7 @@ class Bench:
             size *= 4
 
     def all_peers(self) -> None:
-        """From each rank to all others, by programs, and by copy engines."""
+        """Bandwidth from each rank to all others by number of programs, and by copy engines."""
         world, group = self.world, "all peers, by programs"
         if world.size == 1:
             return
@@ -263,7 +266,7 @@ class Bench:
         self.records.append(Record("latency", series, x, us, count=count))
 
     def signals(self) -> None:
-        """Ping-pong: signal alone and behind a message, across GPUs and inside one."""
+        """Ping-pong of a signal alone and behind a message, between GPUs and inside one."""
         self.pingpong("signal inside a GPU", 0, 0)
         for other in range(1, self.world.size):
             self.pingpong(f"signal to rank {other}", 0, other)
@@ -297,7 +300,7 @@ class Bench:
         world.barrier()
 
     def barriers(self) -> None:
-        """Inside a kernel, and as nodes of a graph."""
+        """Barriers inside a kernel, and as nodes of a graph."""
         world, plan = self.world, self.plan
         most = plan.programs[-1]
         cases = (("barrier", 1, 1), ("world_barrier", 1, 1), ("world_barrier", most, 4), ("grid_barrier", most, 4))
@@ -317,7 +320,7 @@ class Bench:
         self.latency("world_barrier as a graph's node", 1, self.captured(once, plan.nodes), plan.nodes)
 
     def remote_access(self) -> None:
-        """One element after the other, each at an address that the one before gave."""
+        """Dependent accesses: each element gives the address of the next."""
         world, lines, steps = self.world, self.plan.lines, self.plan.steps
         generator = torch.Generator(device=world.torch_device).manual_seed(7)
         way = torch.randperm(lines - 1, generator=generator, device=world.torch_device).int() + 1
@@ -340,7 +343,7 @@ class Bench:
 
     # -- the host
     def launches(self) -> None:
-        """Host time of a launch, of a small kernel and of an operator."""
+        """Host time of a launch, for a small kernel and for an operator."""
         world, n = self.world, 256
         x, y = pkt.ones(n, name="x"), pkt.ones(n, name="y")
         bare_x, bare_y, device = x.plain(), y.plain(), world.device
@@ -388,11 +391,11 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "all": Bench.all_peers,
     "sizes": Bench.by_size,
 }
-"""In the order in which they run."""
+"""The parts, in the order in which they run."""
 
 
 def measure(world: pkt.World, plan: Plan, parts: Iterable[str] = tuple(PARTS)) -> list[Record]:
-    """Run the parts on this rank; its records."""
+    """Run the parts on this rank and return its records."""
     bench = Bench(world, plan)
     world.barrier()
     for part in parts:

@@ -1,8 +1,8 @@
-"""Element-wise access to a peer's memory: NVSHMEM's device functions, in Triton kernels of torch's, beside pkt's loads.
+"""Compare element-wise loads from a peer: NVSHMEM's device functions, called as torch calls them, and pkt's loads.
 
     python -m benchmarks.link_nvshmem --ranks 2
 
-Each access gives the index of the next one, so no two are under way at once. Every rank reads its successor's table.
+Each access gives the index of the next one, so only one is in flight. Every rank reads its successor's table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import _harness
 from benchmarks import link_kernels as kernels
 from benchmarks._process_group import ENVIRONMENT, prepare
 
-LINES, WORDS = 1 << 19, 32  # of 128 bytes: more than caches hold
+LINES, WORDS = 1 << 19, 32  # lines of 128 bytes: more than the caches hold
 STEPS, REPEATS = 4000, 20
 
 
@@ -43,7 +43,7 @@ def getmem(target, source, nbytes, pe, _semantic=None):
 
 @triton.jit(do_not_specialize=["steps", "pe"])
 def chase_g(table, out, steps, pe):
-    """As link_kernels.chase_kernel, element by element."""
+    """As link_kernels.chase_kernel, with `nvshmem_int_g`."""
     at = 0
     for _ in range(steps):
         at = int_g((table + at).to(tl.int64), pe)
@@ -52,7 +52,7 @@ def chase_g(table, out, steps, pe):
 
 @triton.jit(do_not_specialize=["steps", "pe"])
 def chase_getmem(table, out, steps, pe):
-    """The same into a word of memory."""
+    """As link_kernels.chase_kernel, with `nvshmem_getmem` into a word of memory."""
     at = 0
     for _ in range(steps):
         getmem(out.to(tl.int64), (table + at).to(tl.int64), tl.full((), 4, tl.int64), pe)
@@ -60,7 +60,7 @@ def chase_getmem(table, out, steps, pe):
 
 
 def measure(world: pkt.World) -> dict[str, list[float]]:
-    """Microseconds of an access, by whose function it was."""
+    """Microseconds of an access in each repeat, by function."""
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symm_mem
     from torch.distributed._symmetric_memory._nvshmem_triton import requires_nvshmem
@@ -111,7 +111,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     ranks = parser.parse_args().ranks
     os.environ.update(ENVIRONMENT)
-    from benchmarks.link_nvshmem import measure as importable  # not as a part of __main__
+    from benchmarks.link_nvshmem import measure as importable  # workers cannot import it from __main__
 
     found = pkt.launch(importable, ranks, "cuda", heap="1GiB", multicast=False)
     rows = [

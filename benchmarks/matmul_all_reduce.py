@@ -1,10 +1,12 @@
-"""Matrix product + all-reduce, the sum over ranks of A (N, N / size) @ B (N / size, N) on every rank, in bf16; and of
-A (M, K / size) @ B (K / size, N), as in decoding: K = 28672, N = 8192.
+"""Benchmark of matrix product + all-reduce in bf16.
+
+Every rank gets the sum over ranks of A (N, N / size) @ B (N / size, N), and, as in decoding, of A (M, K / size) @
+B (K / size, N) with K = 28672, N = 8192.
 
     python -m benchmarks.matmul_all_reduce                       4 GPUs
-    python -m benchmarks.matmul_all_reduce --device cpu --quick  in the simulator: results only
+    python -m benchmarks.matmul_all_reduce --device cpu --quick  check in the simulator; time nothing
 
-2 * (size - 1) / size * |C| * 2 bytes leave each GPU where the switch does not add.
+2 * (size - 1) / size * |C| * 2 bytes leave each GPU if the switch does not add.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def operands(rank: int, M: int, k: int, N: int, device: torch.device) -> tuple[t
 
 
 def case(world: Any, N: int, M: int = 0, K: int = 0) -> Case:
-    """M, K: N where 0."""
+    """M and K of 0 stand for N."""
     M, k, device = M or N, (K or N) // world.size, world.torch_device
     a, b = operands(world.rank, M, k, N, device)
 

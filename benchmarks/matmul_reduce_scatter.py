@@ -1,9 +1,11 @@
-"""Matrix product + reduce-scatter, the sum over ranks of A (N, N / size) @ B (N / size, N), sharded by rows, in bf16.
+"""Benchmark of matrix product + reduce-scatter in bf16.
+
+Each rank gets its rows of the sum over ranks of A (N, N / size) @ B (N / size, N).
 
     python -m benchmarks.matmul_reduce_scatter                       4 GPUs
-    python -m benchmarks.matmul_reduce_scatter --device cpu --quick  in the simulator: results only
+    python -m benchmarks.matmul_reduce_scatter --device cpu --quick  check in the simulator; time nothing
 
-(size - 1) / size * N * N * 2 bytes leave each GPU at least.
+At least (size - 1) / size * N * N * 2 bytes leave each GPU.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ def _part(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **giv
     made: list[Any] = []
 
     def run() -> torch.Tensor:
-        if not made:  # workspaces of variants that do not run are not made
+        if not made:  # a variant that does not run makes no workspace
             tiles, lag, _ = settings(*out.shape, a.shape[1], world, None, **{"lag": None, **given})
             made.append(inbox_launch(world, a, b, out, tiles, lag, leave_out="links"))
         return made[0](a, b, out, None)

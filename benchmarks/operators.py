@@ -1,9 +1,9 @@
-"""All benchmarks of the operators one after the other, in the same warm processes, after a check of the Gluon forms.
+"""Check the Gluon forms, then run all benchmarks of the operators, one after another in the same warm processes.
 
     python -m benchmarks.operators --out FOLDER --seconds 420
 
-Each benchmark has a share of the seconds and begins no variant after its end. Sizes that the ranks do not divide are
-left out. Behind a run with --ranks 2, one with --ranks 3 into the same folder says how its times compare.
+Each benchmark has a share of the seconds and begins no variant after its share. Sizes that are not multiples of the
+number of ranks are left out. A run with --ranks 3 into the folder of a run with --ranks 2 compares the times of both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAPES = ((512, 512, 512), (128, 256, 64), (96, 264, 200), (333, 1032, 1544), (1
 
 
 def check(world: Any) -> list[str]:
-    """The Gluon forms on small and ragged shapes against fp32, three launches each; a line for each."""
+    """Compare the Gluon forms with fp32 on small and ragged shapes, three launches each; returns a line for each."""
     prepare(world)
     lines = []
     for m, N, K in SHAPES:
@@ -88,14 +88,14 @@ def main() -> int:
     end = time.monotonic() + options.seconds
     try:
         start = time.perf_counter()
-        from benchmarks.operators import check as importable  # not as a part of __main__
+        from benchmarks.operators import check as importable  # workers cannot import it from __main__
 
         answers = pkt.launch(importable, options.ranks, "cuda", heap="2GiB", timeout=20, multicast=False)
         for rank, lines in enumerate(answers):
             shown = lines if rank == 0 else [line for line in lines if not line.startswith("right")]
             print(*(f"rank {rank}: {line}" for line in shown), sep="\n", flush=True)
         print(f"check: {time.perf_counter() - start:.0f} s", flush=True)
-    except Exception:  # whatever it was, the benchmarks say more: they record a failure and go on
+    except Exception:  # the benchmarks record failures in more detail, so go on
         traceback.print_exc()
         if options.ranks in workers._warm:
             workers.warm(options.ranks).kill()

@@ -1,13 +1,13 @@
-"""Four ranks' Gluon kernels on two GPUs: each plays rank 0, and its three peers are the other GPU, in bf16.
+"""Run four ranks' Gluon kernels on two GPUs, in bf16: each GPU plays rank 0, and the other GPU plays its three peers.
 
     python -m benchmarks.played --ranks 2       benchmarks/results/played_2.json
 
-As many bytes leave a GPU, and come to one, as with four, and it computes as many tiles: what links and tensor cores
-take from each other is the same, and so is what a part takes that is left alone. Each result is held to the product of
-what came. What the copy engines move is not played, and nothing of more than one kernel.
+As many bytes leave and enter a GPU as with four GPUs, and it computes as many tiles. So links and tensor cores slow
+each other down as with four, and a part timed alone takes as long. Each result is compared with the product of the data
+that arrived. Copy engines and operators of more than one kernel are not played.
 
-The kernels' text is the operators' own. They ask `peer` where a rank's counters are; here it answers with the other GPU
-and the place that the rank's own signals would have there. Where they wait in vain, that GPU's process ends.
+The kernels' text is the operators' own. A kernel asks `peer` for the address of a rank's counters. Here `peer` answers
+with the place on the other GPU where that rank's signals go. If a kernel waits in vain, the process of its GPU ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 TITLE = "Four ranks' kernels on two GPUs, bf16"
 SIZE = 4
 GATHERED, SCATTERED = (4096, 6144), (4096, 6144, 8192)
-"""M = N = K of the whole product, where pushing and storing are among the fastest."""
+"""M = N = K of the whole product: sizes at which pushing and storing are among the fastest forms."""
 
 PUSHED: dict[str, dict[str, int]] = {
     "pkt default": {},
@@ -88,7 +88,8 @@ def case(world: Any, N: int, scattered: bool) -> Case:
 # ----------------------------------------------------------------------------------------------------------- a world
 @triton.jit
 def _peer(ptr, rank, world):
-    """For `pl.peer` of a counter of rank 0's: where the other GPU has that of rank `rank`, so many elements behind."""
+    """Replaces `pl.peer` for the counters: the address on the other GPU of rank `rank`'s counter, `world.code` elements
+    a rank after rank 0's."""
     itemsize: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth // 8
     return ptr + world.stride // itemsize + tl.cast(rank, tl.int64) * world.code
 
@@ -99,7 +100,7 @@ def _no_fence():
 
 
 class Played:
-    """One of two ranks as rank 0 of four. behind: counters that the next rank's are behind a rank's own."""
+    """A world in which one of two ranks is rank 0 of four. behind: counters from one rank's to the next rank's."""
 
     def __init__(self, world: Any, behind: int) -> None:
         self.world, self.rank, self.size, self.other = world, 0, SIZE, 1 - world.rank
@@ -116,7 +117,7 @@ class Played:
 
 
 class Inbox:
-    """An operator's inbox. rows: of each source; 0 where the kernel itself tells sources apart."""
+    """An operator's inbox. rows: rows of each source; 0 if the kernel itself separates the sources."""
 
     def __init__(self, tensor: SymmetricTensor, world: Played, rows: int) -> None:
         self.tensor, self.world, self.rows = tensor, world, rows
@@ -125,13 +126,13 @@ class Inbox:
         return self.tensor.plain()
 
     def peer(self, rank: int) -> torch.Tensor:
-        """The other GPU's, from where it takes what comes from rank `rank`."""
+        """The part of the other GPU's inbox for the data from rank `rank`."""
         return self.tensor.peer(self.world.other)[rank * self.rows :]
 
 
 @functools.cache
 def played(name: str, fences: bool) -> Any:
-    """A second copy of an operator's module, whose peers are the other GPU."""
+    """A second copy of an operator's module in which every peer is the other GPU."""
     original = {"gathered": _gluon_all_gather_matmul, "scattered": _gluon_matmul_reduce_scatter}[name]
     alias = f"{original.__name__}_played{'' if fences else '_without_fences'}"
     loader = SourceFileLoader(alias, str(original.__file__))
@@ -143,7 +144,7 @@ def played(name: str, fences: bool) -> Any:
         module.ptx = _with(pl.ptx, fence=_no_fence)
 
     def empty(*shape: int, world: Played, **options: Any) -> Inbox:
-        rows = shape[0] // (2 * SIZE) if name == "gathered" else 0  # in halves, of a source each
+        rows = shape[0] // (2 * SIZE) if name == "gathered" else 0  # two halves of SIZE sources
         return Inbox(factories.empty(*shape, world=world.world, **options), world, rows)
 
     module.empty = empty
@@ -159,7 +160,7 @@ def _with(module: ModuleType, **changed: Any) -> ModuleType:
 
 # ------------------------------------------------------------------------------------------------------------- cases
 def plan(N: int, **given: int) -> PushPlan:
-    """How a variant of PUSHED deals out its work on an H200."""
+    """How a variant of PUSHED divides its work on an H200."""
     return push_plan(N // SIZE, N // SIZE, N, SIZE, TILES, 132, **given)
 
 
@@ -203,7 +204,7 @@ def _scattered(world: Any, N: int) -> Case:
     product = torch.empty(N, N, dtype=a.dtype, device=device)
 
     def exact() -> torch.Tensor:
-        """My own rows of my product, and of the other's those of ranks 1, 2 and 3."""
+        """My own rows of my product, plus the rows of ranks 1, 2 and 3 of the other GPU's product."""
         return a[:m].float() @ b.float() + a1.view(SIZE, m, m)[1:].float().sum(0) @ b1.float()
 
     def run(given: dict[str, Any], leave_out: str = "") -> Any:

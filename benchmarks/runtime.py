@@ -1,10 +1,10 @@
-"""What pkt costs the host: opening a world, allocating, and an operator beside the bare launch of its kernel.
+"""Measure pkt's host cost: opening a world, allocating, and calling an operator.
 
     python -m benchmarks.runtime --ranks 4       on GPUs
     python -m benchmarks.runtime --device cpu    the operators' own host code on a simulated rank, without any launch
 
-A figure is the slowest rank's. An operator's overhead is its time less that of `kernel[grid](...)` with the arguments
-that it launched its kernel with, launched as it does; queued, not waited for.
+A figure is that of the slowest rank. The overhead of an operator is the host time of a call less that of a bare launch:
+`kernel[grid](...)` with the same arguments and launch options. Both queue their kernel and do not wait for it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import pkt
 from benchmarks import _harness
 
 INIT, HEAP_CALL, OVERHEAD = 1.5, 20.0, 10.0  # s; us for an allocation or a free; us that an operator may add
-CALLS = 50  # of an operator, between two waits for the device: all of them fit into its queue
+CALLS = 50  # calls between two waits for the device; its queue has room for all of them
 REPEATS = 20
 TENSORS = 10_000
 
 
 def operators(world: pkt.World) -> dict[str, Callable[[], Any]]:
-    """Calls of each operator on small tensors, and on symmetric ones where it takes them."""
+    """A call of each operator on small tensors, which are symmetric where the operator takes symmetric ones."""
     device, dtype, size = world.torch_device, torch.bfloat16, world.size
     x, y = pkt.ones(4096, dtype=dtype, name="x"), pkt.ones(4096, dtype=dtype, name="y")
     shards = pkt.ones(size * 4096, dtype=dtype, name="shards")
@@ -52,14 +52,14 @@ def operators(world: pkt.World) -> dict[str, Callable[[], Any]]:
 
 
 class Recorder:
-    """In the place of `cooperative_launch`: keeps what would be launched, and launches nothing."""
+    """Replaces `cooperative_launch`: records each launch and launches nothing."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, Any, Any, Any]] = []
 
     def __call__(self, world: Any, kernel: Any, grid: Any, **options: Any) -> Callable[..., None]:
         def start(*args: Any) -> None:
-            # A descriptor has its tensor only while it is launched.
+            # A descriptor holds its tensor only during the launch.
             self.launches.append((kernel, grid, [copy.copy(a) if hasattr(a, "base") else a for a in args], options))
 
         return start
@@ -79,16 +79,16 @@ def per_call(call: Callable[[], Any], settle: Callable[[], Any]) -> list[float]:
     return taken
 
 
-def of_operators(world: pkt.World) -> dict[str, list[float]]:
-    """Microseconds of host time, by figure."""
+def time_operators(world: pkt.World) -> dict[str, list[float]]:
+    """Microseconds of host time in each repeat, by figure. Collective."""
     found = {}
     gpu = world.torch_device.type == "cuda"
     for name, call in operators(world).items():
-        call()  # compiled, and its plan made
+        call()  # compiles, and makes the plan
         world.synchronize()
         world.barrier()
         recorder = Recorder()
-        with _in_place_of_launches(recorder, world):
+        with _recording(recorder, world):
             call()
             launches = list(recorder.launches)
             if not gpu:
@@ -107,8 +107,8 @@ def of_operators(world: pkt.World) -> dict[str, list[float]]:
 
 
 @contextlib.contextmanager
-def _in_place_of_launches(recorder: Recorder, world: pkt.World) -> Iterator[None]:
-    """`cooperative_launch` of every module of pkt.kernels that is loaded, for plans that are made meanwhile."""
+def _recording(recorder: Recorder, world: pkt.World) -> Iterator[None]:
+    """Plans made in this context use `recorder` instead of `cooperative_launch`, in every loaded pkt.kernels module."""
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("pkt.kernels.") and hasattr(module, "cooperative_launch"):
@@ -117,10 +117,10 @@ def _in_place_of_launches(recorder: Recorder, world: pkt.World) -> Iterator[None
         yield
 
 
-def of_the_heap(world: pkt.World) -> dict[str, list[float]]:
-    """Microseconds of an allocation and of a free, while the GPU is busy: one that waited for it would show. Without
-    the garbage collector's walks through all that was compiled before, which are not theirs: they come with any objects
-    that a program makes."""
+def time_heap(world: pkt.World) -> dict[str, list[float]]:
+    """Microseconds of an allocation and of a free. The GPU is busy, so that a call that waits for it shows. Objects
+    that exist before are frozen: the garbage collector's walks through them are not a cost of an allocation.
+    Collective."""
     gc.collect()
     gc.freeze()
     found: dict[str, list[float]] = {"allocation": [], "free": []}
@@ -149,8 +149,8 @@ world.close()
 """
 
 
-def of_init(ranks: int) -> list[float]:
-    """Seconds of pkt.init() in fresh processes, CUDA's own start included; the slowest rank of each try."""
+def time_init(ranks: int) -> list[float]:
+    """Seconds of pkt.init() in fresh processes, with CUDA's own start; the slowest rank of each attempt."""
     taken = []
     for attempt in range(3):
         job = {
@@ -171,9 +171,9 @@ def of_init(ranks: int) -> list[float]:
 
 
 def measure(world: pkt.World) -> dict[str, list[float]]:
-    """All figures of a rank but init's."""
-    found = of_operators(world)
-    return found | of_the_heap(world) if world.torch_device.type == "cuda" else found
+    """All figures of a rank except those of pkt.init."""
+    found = time_operators(world)
+    return found | time_heap(world) if world.torch_device.type == "cuda" else found
 
 
 def rows(ranks: list[dict[str, list[float]]]) -> list[_harness.Row]:
@@ -193,12 +193,12 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = parser.parse_args()
     gpu = given.device == "cuda"
-    ranks = given.ranks if gpu else 1  # simulated ranks take turns in one thread: more of them cost a call nothing
-    from benchmarks.runtime import measure as importable  # not as a part of __main__
+    ranks = given.ranks if gpu else 1  # simulated ranks share a thread, so more ranks add no cost to a call
+    from benchmarks.runtime import measure as importable  # workers cannot import it from __main__
 
     table = rows(pkt.launch(importable, ranks, given.device, heap="2GiB", multicast=False))
     if gpu:
-        table.append(_harness.row("pkt.init, 1 GiB heap, fresh processes", of_init(ranks), "s", INIT))
+        table.append(_harness.row("pkt.init, 1 GiB heap, fresh processes", time_init(ranks), "s", INIT))
     name = "runtime_cpu" if not gpu else "runtime" if ranks == 4 else f"runtime_{ranks}"
     _harness.write(name, table, "runtime", ranks=ranks)
     return 0

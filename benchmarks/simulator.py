@@ -1,10 +1,10 @@
-"""Speed and memory of the simulator: four ranks on this machine's cores.
+"""Measure the simulator's speed and memory: four ranks on this machine's cores.
 
     python -m benchmarks.simulator
 
-Fused GEMM + all-reduce (bf16, 128 x 128 tiles, the LCSC template) with and without the race detector; programs a
-second of a push all-gather; schedules a second of a small kernel; the largest resident memory of it all. Times are of
-the whole run: making the world, filling the inputs, launching, and the fences of the detector.
+It times a fused GEMM + all-reduce (bf16, 128 x 128 tiles, the LCSC template) with and without the race detector. It
+counts programs a second of a push all-gather and schedules a second of a small kernel, and reports the largest resident
+memory. A time is that of the whole run: making the world, filling the inputs, launching, and the detector's fences.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Writes the tables that ship in pkt/tune/tables/ from the committed results: what the tuner knows without measuring.
+"""Write the tables that ship in pkt/tune/tables/ from the committed results.
 
     python -m benchmarks.tuned
 
 <operator>.json has, for each case of benchmarks/exhaustive.py, the MOST fastest candidates and the fastest of every
-other mode, NCCL + cuBLAS among them, with their settings as keywords of the operator and their median, least and
-greatest time, the fastest first; of a case that was searched more than once what was found last. link.json has the
-curves of benchmarks/link.py. Each file names its sources. tests/tune/test_tables.py fails where a table differs from
-what this program writes.
+other mode, including NCCL + cuBLAS. Each has its settings, as keywords of the operator, and its median, least and
+greatest time. The fastest comes first. The last search of a case counts. link.json has the curves of
+benchmarks/link.py. Each file names its sources. tests/tune/test_tables.py fails if a table differs from the output of
+this program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks._harness import RESULTS, ROOT
 TABLES = ROOT / "pkt" / "tune" / "tables"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MOST = 24
-"""Candidates of a case that ship."""
+"""Fastest candidates of a case that a table has."""
 CURVE = re.compile(r"(one|all) peers?, by programs: (.+), (\d+) programs")
 SIZES = re.compile(r"one peer, by message size: (.+), (\d+) ([KM])iB")
 
@@ -32,11 +32,11 @@ class Case(NamedTuple):
     key: dict[str, Any]
     measured: list[dict[str, Any]]  # the fastest first
     path: Path
-    record: dict[str, Any]  # what stands in that file, this case among others
+    record: dict[str, Any]  # the content of that file
 
 
 def cases(operator: str) -> list[Case]:
-    """Those of an operator, each as it was searched last."""
+    """The cases of an operator, each from its last search."""
     found: dict[tuple, Case] = {}
     for path in sorted(RESULTS.glob(f"exhaustive_{operator}*.json")):
         record = json.loads(path.read_text())
@@ -48,7 +48,7 @@ def cases(operator: str) -> list[Case]:
 
 
 def operator_table(operator: str) -> dict[str, Any]:
-    """What pkt/tune/tables/<operator>.json is."""
+    """The content of pkt/tune/tables/<operator>.json."""
     found = cases(operator)
     records = {case.path: case.record for case in found}
     order = list(records)
@@ -63,8 +63,8 @@ def operator_table(operator: str) -> dict[str, Any]:
 
 
 def fastest(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first of what was measured, which is the fastest first, and the first of each mode: NCCL + cuBLAS, and what a
-    case takes that the fastest forms cannot have."""
+    """The MOST fastest rows of `measured`, which is sorted, and the fastest of each mode: a case that cannot use the
+    fastest forms needs another mode."""
     first: dict[str, int] = {}
     for at, row in enumerate(measured):
         first.setdefault(row["settings"]["mode"], at)
@@ -73,7 +73,7 @@ def fastest(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def link_table() -> dict[str, Any]:
-    """What pkt/tune/tables/link.json is: GB/s out of one GPU, all ranks sending at once."""
+    """The content of pkt/tune/tables/link.json: GB/s out of one GPU while all ranks send."""
     path = RESULTS / "link.json"
     record = json.loads(path.read_text())
     by_programs: dict[str, list] = {}
@@ -95,21 +95,21 @@ def link_table() -> dict[str, Any]:
 
 
 def source(record: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Where the figures of a table come from."""
+    """The results file, commit, date and versions from which a table comes."""
     versions = {name: record["host"]["versions"][name] for name in ("torch", "triton")}
     file = path.relative_to(ROOT).as_posix()
     return {"file": file, "commit": record["commit"], "date": record["date"], "versions": versions}
 
 
 def tables() -> dict[Path, str]:
-    """Every table: its file and what stands in it."""
+    """Every table: its file -> its text."""
     found = {TABLES / "link.json": link_table()}
     found |= {TABLES / f"{operator}.json": operator_table(operator) for operator in OPERATORS}
     return {path: text(table) + "\n" for path, table in found.items()}
 
 
 def text(value: Any, indent: str = "") -> str:
-    """JSON, on one line what fits there."""
+    """JSON in which a value that fits into 320 characters takes one line."""
     line = json.dumps(value)
     if len(line) <= 320 or not isinstance(value, (dict, list)):
         return line

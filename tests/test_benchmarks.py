@@ -1,4 +1,4 @@
-"""The operators' benchmarks in the simulator: every variant gives the right result; and the command that runs one."""
+"""The operators' benchmarks in the simulator: variants are correct, failures are kept, results are written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_variant_is_right_in_the_simulator(name: str, ranks: int, capsys: 
     module = importlib.import_module(f"benchmarks.{name}")
     rows = _run.run(f"benchmarks.{name}", "cpu", ranks, True, Settings())
     assert [row["variant"] for row in rows] == module.variants("cpu", True) * len(module.cases(True))
-    tried = [row for row in rows if not row.get("skipped")]  # a variant need not be there in every case
+    tried = [row for row in rows if not row.get("skipped")]  # a variant may be left out in some cases
     assert {row["variant"] for row in tried} == set(module.variants("cpu", True))
     assert [row["failed"] for row in tried if row.get("failed")] == []
     assert all(row["error"] <= BOUND for row in tried)
@@ -45,14 +45,14 @@ def test_sizes_that_the_ranks_do_not_divide_are_left_out(
     monkeypatch.setattr(_run, "_case", lambda *given: [{"case": given[3], "variant": "pkt default"}])
     rows = _run.run(f"benchmarks.{name}", "cuda", 3, False, Settings())
     found = [row["case"] for row in rows]
-    if name == "collectives":  # which cut their own
+    if name == "collectives":  # they cut their sizes themselves
         assert found == list(importlib.import_module(f"benchmarks.{name}").cases(False))
         return
     assert found == ["N = 6144", "N = 12288"]
-    assert "N = 4096: left out, N = 4096 is no multiple of 3" in capsys.readouterr().out
+    assert "N = 4096: left out, N = 4096 is not a multiple of 3" in capsys.readouterr().out
 
 
-def test_three_ranks_are_held_to_two_by_the_bytes() -> None:
+def test_against_limits_three_ranks_by_the_ratio_of_bytes() -> None:
     def of(ranks: int, ms: float, nbytes: float, **more: object) -> dict:
         row = {"case": "N", "variant": "pkt default", "error": 1e-3, "ms": ms, "low": ms / 2, "high": 2 * ms}
         measured = [row | {"bytes": nbytes, "runs": 20}, row | {"variant": "pkt gluon"}, {"case": "N", "variant": "x"}]
@@ -66,7 +66,7 @@ def test_three_ranks_are_held_to_two_by_the_bytes() -> None:
     assert against(of(2, 1.0, 3.0, commit="d"), of(3, 1.25, 4.0)) == []
 
 
-def test_a_results_file_says_what_it_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_results_file_has_the_comparison_with_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for ranks, ms in ((2, 1.0), (3, 1.2)):
         row = {"case": "N", "variant": "pkt default", "ms": ms, "low": ms, "high": ms, "runs": 20}
         rows = [row | {"error": 0.0, "ratio": 0.5 / ms, "bytes": ranks}]
@@ -77,7 +77,7 @@ def test_a_results_file_says_what_it_is_compared_with(tmp_path: Path, capsys: py
     assert {row["case"]: row["held"] for row in made["rows"]} == {
         "N, pkt default": None, "N, limit / time of pkt default": False, "N, time of pkt default / on 2 ranks": True,
     }  # fmt: skip
-    assert "N, time of pkt default / on 2 ranks: 1.20, by the bytes 1.50" in capsys.readouterr().out
+    assert "N, time of pkt default / on 2 ranks: 1.20, the bytes alone 1.50" in capsys.readouterr().out
 
 
 def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -93,13 +93,13 @@ def test_a_wrong_variant_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         return case
 
     monkeypatch.setattr(module, "case", wrong)
-    monkeypatch.setattr(_command, "ENVIRONMENT", {})  # it is this process's too
+    monkeypatch.setattr(_command, "ENVIRONMENT", {})  # it would change this process's environment
     assert _command.main("matmul_reduce_scatter", "title", argv=["--device", "cpu", "--quick"]) == 1
     assert "FAILED wrong: error 0.1" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
-def test_where_nothing_can_be_measured_no_results_are_written(
+def test_main_without_gpus_writes_no_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(_command, "ENVIRONMENT", {})
@@ -108,7 +108,7 @@ def test_where_nothing_can_be_measured_no_results_are_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_operators_host_code_is_timed_without_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_times_host_code_without_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "CALLS", 2)
     monkeypatch.setattr(runtime, "REPEATS", 3)
     table = runtime.rows(pkt.launch(runtime.measure, ranks=1, device="cpu", heap="64MiB"))
@@ -118,7 +118,7 @@ def test_the_operators_host_code_is_timed_without_its_launch(monkeypatch: pytest
     assert all(row.limit == runtime.OVERHEAD and 0 < row.value < 1e5 for row in table)
 
 
-def test_a_variant_that_ends_its_job_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_variants_run_after_one_ends_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[list[str]] = []
 
     def one_job(module, device, ranks, label, arguments, names, settings):
@@ -139,7 +139,7 @@ def test_a_variant_that_ends_its_job_loses_no_other(monkeypatch: pytest.MonkeyPa
     assert jobs == [["first", "hangs", "last"], ["first", "last"], ["first", "last"]]
 
 
-def test_variants_take_turns_in_orders_that_all_ranks_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_take_turns_in_the_same_order_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(torch_device=torch.device("cuda"), broadcast=lambda value: value)
     names = ["a", "wrong", "b"]
     variants = {name: name for name in names}

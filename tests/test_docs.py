@@ -1,4 +1,4 @@
-"""README and docs: every Python block runs, every output shown is what it prints, every public name is described."""
+"""README.md and docs: every Python block runs and prints the output shown, and every public name is described."""
 
 import inspect
 import os
@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from triton.language.core import constexpr
 
 import pkt
 import pkt.language as pl
+from tests.test_arrows import imported, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,9 +25,9 @@ MODULES = {"pl": pl, "pl.tile": pl.tile, "pl.shmem": pl.shmem, "pl.order": pl.or
 
 
 def blocks(page: Path) -> str:
-    """The page's Python blocks as one program, each line at its line number in the page.
+    """The page's Python blocks as one program, in which each line keeps its line number of the page.
 
-    They go to a file, because Triton reads a kernel's text from its file.
+    The caller writes it to a file, because Triton reads a kernel's text from its file.
     """
     text, lines = page.read_text(), []
     for match in BLOCK.finditer(text):
@@ -35,7 +37,7 @@ def blocks(page: Path) -> str:
 
 
 def normal(line: str) -> str:
-    """A line of output without what may differ: file and line, speed."""
+    """A line of output without the parts that may differ: file, line and speed."""
     line = re.sub(r"[\w-]+\.py:\d+", "file.py:N", line)
     line = re.sub(r"\(\d+ a second\)", "(N a second)", line)
     return re.sub(r"[\s━─]+", " ", line).strip()
@@ -50,18 +52,18 @@ def not_printed(page: Path, printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_run(page, tmp_path):
+def test_blocks_run_and_print_what_the_page_shows(page, tmp_path):
     program = tmp_path / f"{page.stem}.py"
     program.write_text(blocks(page))
     clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PKT_NCCL")}
-    clean["PKT_TUNE_CACHE"] = str(tmp_path / "tuned")  # what was tuned here is not what the page shows
+    clean["PKT_TUNE_CACHE"] = str(tmp_path / "tuned")  # the page does not show choices of this machine
     done = subprocess.run(
         [sys.executable, str(program)], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240
     )
     said = f"{page.name} (line numbers are the page's)\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, said
     missing = not_printed(page, done.stdout)
-    assert not missing, "\n".join(["the page shows, and its program does not print:", *missing, "", said])
+    assert not missing, "\n".join(["the page shows these lines, which its program does not print:", *missing, "", said])
 
 
 def test_blocks_keep_their_line_numbers(tmp_path):
@@ -70,20 +72,20 @@ def test_blocks_keep_their_line_numbers(tmp_path):
     assert blocks(page).splitlines() == ["", "", "", "x = 1", "", "", "", "", "", "", "", "y = x"]
 
 
-def test_an_output_that_was_not_printed_is_found(tmp_path):
+def test_not_printed_finds_a_missing_output(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```text\nrank 0: at ring.py:9, found 1\nrank 1: found 2\n```\n```python\nprint(x)  # 5\n```\n")
     assert not_printed(page, "rank 0: at page.py:31, found 1\nrank 1:  found 3\n") == ["rank 1: found 2", "5"]
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may lead to: the headings, as they are named in a link."""
+    """The page's headings as a link's `#...` names them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_have_a_target(page):
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", prose):
         if "://" not in target:
@@ -92,8 +94,54 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
 
 
+class Row(NamedTuple):
+    """A row of the tour in docs/design.md: places, what they hold, and what they may import ("" for everything)."""
+
+    places: list[str]
+    text: str
+    imports: list[str]
+
+
+def tour() -> list[Row]:
+    section = (ROOT / "docs" / "design.md").read_text().split("## Tour\n")[1].split("\n## ")[0]
+    path = re.compile(r"`([\w./]+)`|everything")
+    rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| `")]
+    return [Row(path.findall(places), text, path.findall(imports)) for places, text, imports in rows]
+
+
+def exists(name: str) -> bool:
+    return (ROOT / name).is_dir() if name.endswith("/") else (ROOT / name).is_file()
+
+
+def test_the_tour_names_what_is_in_the_tree():
+    missing = set()
+    for row in tour():
+        beside = re.findall(r"`([\w./]+/[\w./]*)`", row.text)
+        missing |= {name for name in (*row.places, *row.imports, *beside) if name and not exists(name)}
+        for folder in (place for place in row.places if place.endswith("/")):
+            names = {f"{folder}{name}" for name in re.findall(r"`(\w+)`", row.text)}
+            missing |= {name for name in names if not exists(name + ".py") and not exists(name + "/")}
+    assert not missing, f"docs/design.md names what is not there: {sorted(missing)}"
+
+
+def test_imports_follow_the_tour():
+    """A row may import its top folder, its last column, pkt/errors.py and pkt/wording.py."""
+    always = {"pkt/errors.py", "pkt/wording.py"}
+    allowed: dict[str, set[str]] = {}
+    for row in tour():
+        for top in {re.sub(r"^(pkt/\w+/|kernels/).*", r"\1", place) for place in row.places}:
+            allowed[top] = allowed.get(top, always) | {top, *row.imports}
+    files = {module: path.relative_to(ROOT).as_posix() for module, path in sources().items()}
+    wrong = []
+    for module, path in files.items():
+        may = next((names for top, names in allowed.items() if path.startswith(top)), always)
+        found = {files[name] for name in imported(module, ROOT / path) & files.keys() - {"pkt"}}
+        wrong += [f"{path} imports {name}" for name in sorted(found) if not name.startswith(tuple(may))]
+    assert not wrong, "\n".join(wrong)
+
+
 def signature(fn) -> str:
-    """`ptr, value, peer, world, mask=None`: names and defaults, as the device page writes them."""
+    """Names and defaults as the device page writes them: `ptr, value, peer, world, mask=None`."""
     parts = []
     for p in inspect.signature(getattr(fn, "fn", fn)).parameters.values():
         default = p.default.value if isinstance(p.default, constexpr) else p.default
@@ -103,7 +151,7 @@ def signature(fn) -> str:
 
 
 def device_functions() -> dict[str, str]:
-    """Every device function a kernel may call, `pl.tile.wait`, and its signature."""
+    """Every device function that a kernel may call, as `pl.tile.wait`, -> its signature."""
     found = {}
     for prefix, module in MODULES.items():
         for name, value in vars(module).items():
@@ -114,17 +162,17 @@ def device_functions() -> dict[str, str]:
     return found
 
 
-def test_every_device_function_is_described_with_its_signature():
+def test_device_page_describes_every_function_with_its_signature():
     written = re.findall(r"`(pl(?:\.\w+)?\.\w+)\(([^`]*)\)`", DEVICE_PAGE.read_text())
     missing = [f"{name}({args})" for name, args in device_functions().items() if (name, args) not in written]
     assert not missing, f"{DEVICE_PAGE.name} lacks, or gives another signature for: {missing}"
     assert len(device_functions()) > 50
 
 
-def test_every_public_name_of_the_host_is_described():
+def test_host_page_describes_every_public_name():
     text = HOST_PAGE.read_text()
     missing = [name for name in pkt.__all__ if not re.search(rf"`(?:pkt\.)?{name}\b", text)]
-    assert not missing, f"{HOST_PAGE.name} says nothing of {missing}"
+    assert not missing, f"{HOST_PAGE.name} does not describe {missing}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

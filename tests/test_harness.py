@@ -1,4 +1,4 @@
-"""The benchmarks' harness: medians, limits, and a results file that says where it comes from."""
+"""The benchmarks' harness: medians, limits, and a results file with host, commit and command."""
 
 import json
 
@@ -13,17 +13,17 @@ def test_a_row_has_the_median_and_the_spread():
 
 
 @pytest.mark.parametrize(("limit", "at_least", "held"), [(1.9, False, False), (1.9, True, True), (2.1, True, False)])
-def test_limits_hold_on_their_side(limit, at_least, held):
+def test_held_compares_with_an_upper_or_a_lower_limit(limit, at_least, held):
     assert _harness.row("case", [2.0], "s", limit, at_least).held is held
 
 
-def test_warm_up_is_not_counted():
+def test_seconds_does_not_count_the_warm_up():
     calls = []
     assert len(_harness.seconds(lambda: calls.append(None), repeats=3, warmup=2)) == 3
     assert len(calls) == 5
 
 
-def test_the_file_names_host_commit_and_command(tmp_path, monkeypatch, capsys):
+def test_results_file_names_host_and_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_harness, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["/some/where/probe.py", "--quick"])
     path = _harness.write("probe", [_harness.row("GEMM", [0.25], "s", limit=0.5)], ranks=4)

@@ -1,4 +1,4 @@
-"""The baseline that is another package: there, not there, and another package of its name."""
+"""The baseline kraken: installed, missing, and hidden by another package of its name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         del sys.modules[name]
 
 
-def test_without_it_there_is_no_variant_and_a_reason() -> None:
+def test_missing_kraken_gives_no_variant_and_a_reason() -> None:
     a = torch.ones(4, 4)
     assert _kraken.all_gather_matmul(a, a) == _kraken.matmul_reduce_scatter(a, a) == {}
     assert _kraken.matmul_all_reduce(a, a, 2) == {}
@@ -40,11 +40,11 @@ def test_without_it_there_is_no_variant_and_a_reason() -> None:
     assert _kraken.shard(a) is a
 
 
-def test_another_package_of_its_name_is_not_it(package: Path) -> None:
+def test_found_rejects_another_package_named_kraken(package: Path) -> None:
     assert not _kraken.found()
 
 
-def test_weights_are_turned_once_and_what_it_keeps_is_forgotten(package: Path) -> None:
+def test_variants_transpose_weights_once_and_clear_the_cache(package: Path) -> None:
     (package / "fused").mkdir()
     (package / "fused" / "__init__.py").write_text(FUSED)
     (package / "fused" / "kept.py").write_text("_tma_desc_cache = {}\n")
@@ -61,8 +61,8 @@ def test_weights_are_turned_once_and_what_it_keeps_is_forgotten(package: Path) -
             torch.testing.assert_close(run(), a @ b)
 
 
-def test_more_blocks_than_signals_are_no_variant(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal of four bytes from each rank for each block of 64 x 64."""
+def test_all_reduce_has_no_variant_with_too_few_signals(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kraken needs a signal of four bytes from each rank for each block of 64 x 64."""
     import torch.distributed._symmetric_memory as symm_mem
 
     (package / "fused").mkdir()

@@ -1,4 +1,4 @@
-"""benchmarks.link without a GPU: its kernels in the simulator, its arithmetic, and that a wrong transfer is noticed."""
+"""benchmarks.link without a GPU: its kernels in the simulator, its arithmetic, and its check of transfers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def simulated(fn: Any, ranks: int, *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("part", PARTS)
-def test_every_kernel_is_right(part: str, ranks: int) -> None:
+def test_every_kernel_passes_its_check(part: str, ranks: int) -> None:
     for records in simulated(measure, ranks, Plan.simulated(), [part]):
         assert records
-        assert all(r.us == [] for r in records), "times of a simulation mean nothing"
+        assert all(r.us == [] for r in records), "a simulation gives no times"
 
 
-@pytest.mark.skipif(not link_gluon.AVAILABLE, reason="Gluon's names are others in this Triton")
+@pytest.mark.skipif(not link_gluon.AVAILABLE, reason="this Triton has other Gluon names")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_gluon_kernel_stores_each_tile_to_every_peer(ranks: int) -> None:
     world = device_world(1, ranks)
     compiled = compile_only(link_gluon.push_all_kernel, "*bf16", "*bf16", 1 << 27, world, 128, 128, 4, num_warps=1)
     stores = compiled.asm["ptx"].count("cp.async.bulk.tensor.2d.global.shared::cta")
-    assert stores == 2 * (ranks - 1)  # a tile of 256 bytes a row goes in two halves
+    assert stores == 2 * (ranks - 1)  # TMA stores rows of 256 bytes as two halves
 
 
 @pytest.mark.parametrize("arrives", ["before", "next", "all"])
-def test_a_wrong_element_is_noticed(arrives: str) -> None:
+def test_verify_finds_a_wrong_element(arrives: str) -> None:
     def main(world: Any) -> None:
         bench, n = Bench(world, Plan.simulated()), 64
         rows = [bench.values(r)[:n] for r in range(world.size)]
@@ -54,7 +54,7 @@ def test_a_wrong_element_is_noticed(arrives: str) -> None:
         simulated(main, 3)
 
 
-def test_the_slowest_rank_counts() -> None:
+def test_merged_takes_the_slowest_rank() -> None:
     mine = [Record("g", "s", 4, [10.0, 20.0, 30.0], nbytes=10**6)]
     theirs = [Record("g", "s", 4, [15.0, 5.0, 30.0], nbytes=10**6)]
     (record,) = link.merged([mine, theirs])
@@ -65,7 +65,7 @@ def test_the_slowest_rank_counts() -> None:
         link.merged([mine, [dataclasses.replace(theirs[0], x=8)]])
 
 
-def test_limits_hold_or_not() -> None:
+def test_rows_compare_figures_with_limits() -> None:
     def one(group: str, series: str, us: float, **of: Any) -> Record:
         return Record(group, series, 8, [us, us], **of)
 
@@ -92,7 +92,7 @@ def test_limits_hold_or_not() -> None:
     assert all(r.held is None for r in link.rows(records, held=False)[0])
 
 
-def test_picture(tmp_path: Path) -> None:
+def test_draw_writes_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     groups = ("one peer, by message size", "one peer, by programs", "all peers, by programs")
     records = [Record(g, "TMA store", x, [100.0], nbytes=x * 10**6) for g in groups for x in (1, 2, 4)]

@@ -1,4 +1,4 @@
-"""Four ranks' kernels on two GPUs, without a GPU: where a rank's counters are, and what is compiled."""
+"""benchmarks.played without a GPU: the places of counters and inboxes, the settings, and the compiled kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def signal_kernel(flags, world, SIZE: tl.constexpr):
         tl.atomic_add(played._peer(flags + 2, d, world), d, sem="relaxed", scope="sys")
 
 
-def test_a_signal_goes_to_the_other_gpu_to_the_place_of_each_rank() -> None:
+def test_peer_finds_each_ranks_counters_on_the_other_gpu() -> None:
     def main(world: Any) -> list[int]:
         flags = pkt.signals(20)
         four = played.Played(world, 5)
@@ -37,7 +37,7 @@ def test_a_signal_goes_to_the_other_gpu_to_the_place_of_each_rank() -> None:
     assert pkt.launch(main, ranks=2, device="cpu") == [wanted, wanted]
 
 
-def test_an_inbox_takes_each_rank_s_rows_behind_those_of_the_rank_before() -> None:
+def test_inbox_holds_the_ranks_rows_in_rank_order() -> None:
     def main(world: Any) -> list[list[int]]:
         module = played.played("gathered", True)
         inbox = module.empty(2 * played.SIZE * 3, 2, dtype=torch.int32, name="inbox", world=played.Played(world, 0))
@@ -51,15 +51,16 @@ def test_an_inbox_takes_each_rank_s_rows_behind_those_of_the_rank_before() -> No
     assert pkt.launch(main, ranks=2, device="cpu") == [[[r] * 3 for r in (0, 1, 2, 3, 0, 0, 0, 0)]] * 2
 
 
-def test_the_settings_of_what_was_played() -> None:
-    """They are the rule's of today: where that changes, benchmarks/results/played_2.json is of others."""
+def test_plan_chooses_the_settings_that_were_played() -> None:
+    """If the rule changes, benchmarks/results/played_2.json no longer shows the rule's settings."""
     dealt = {N: {played.plan(N, **given)[2:] for given in played.PUSHED.values()} for N in played.GATHERED}
     assert dealt == {4096: {(0, 2, 1, 1)}, 6144: {(0, 3, 1, 2)}}
     assert {played.plan(N)[:2] for N in played.GATHERED} == {(16, 128)}
 
 
 def test_every_variant_compiles_and_signals_three_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But where nothing is sent; a tile's owner is found at run time. With fences but where they are left out."""
+    """Variants that send nothing have no signal. A tile's owner is found at run time, so one signal is compiled. Every
+    variant that sends has a fence, except those without fences."""
     world = compiling_worlds(monkeypatch)(1, 2)
     monkeypatch.setattr(played.factories, "empty", Symmetric)
     monkeypatch.setattr(played.factories, "signals", lambda n, **_: Symmetric(n, dtype=torch.int32))
@@ -86,7 +87,7 @@ def test_every_variant_compiles_and_signals_three_peers(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("ranks", "device"), [(4, "cuda"), (1, "cuda"), (2, "cpu")])
-def test_other_than_two_gpus_are_refused_before_anything_is_made(ranks: int, device: str) -> None:
+def test_case_refuses_anything_but_two_gpus(ranks: int, device: str) -> None:
     world = SimpleNamespace(size=ranks, torch_device=torch.device(device))
     with pytest.raises(pkt.Unsupported, match=rf"found {ranks} ranks on {device}: wanted 2 GPUs: --ranks 2"):
         played.case(world, N=4096, scattered=False)

@@ -1,4 +1,4 @@
-"""The README opens with a sentence, a measured table and a program; its figures are those of the committed results."""
+"""README.md opens with a sentence, a measured table and a program; every quoted figure is from a results file."""
 
 import pytest
 
@@ -9,12 +9,12 @@ README = ROOT / "README.md"
 
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
-def test_figures_are_those_of_the_results_files(page):
+def test_page_quotes_the_figures_of_the_results_files(page):
     text = page.read_text()
     assert text == figures.filled(text), f"{page.name}: run python -m benchmarks.figures"
 
 
-def test_only_what_three_ranks_take_is_still_to_come():
+def test_only_results_files_of_three_ranks_may_be_missing():
     named = {
         name for page in figures.PAGES for place in figures.PLACE.findall(page.read_text()) for name in place[1].split()
     }
@@ -23,14 +23,14 @@ def test_only_what_three_ranks_take_is_still_to_come():
     assert figures.filled(place % "| stale |\n") == place % ""
 
 
-def test_a_changed_figure_is_found():
+def test_filled_corrects_a_changed_figure():
     text = README.read_text()
     measured = next(line for line in text.splitlines() if line.startswith("| GEMM"))
     wrong = measured.replace(measured.split("|")[2], " 0.0001 s ")
     assert figures.filled(text.replace(measured, wrong)) == text
 
 
-def test_the_first_forty_lines_say_what_it_is_and_run():
+def test_the_first_forty_lines_have_a_table_and_a_program():
     text = README.read_text()
     head = "\n".join(text.splitlines()[:39]) + "\n"
     assert figures.PLACE.search(head), "a measured table before line 40"
@@ -40,21 +40,23 @@ def test_the_first_forty_lines_say_what_it_is_and_run():
     assert "pkt.launch(" in programs[0]
 
 
-def test_numbers_are_short():
+def test_number_keeps_two_or_three_digits():
     assert [figures.number(x) for x in (0.4214, 1.374, 24.23, 100, 1234.5)] == ["0.42", "1.4", "24.2", "100", "1,234"]
 
 
-def test_a_ratio_keeps_two_places_and_a_time_its_unit():
+def test_table_gives_ratios_two_decimals_and_times_a_unit():
     row = {"case": "N", "value": 0.932, "unit": "", "limit": 1.05, "at_least": True, "held": False}
     host = {"gpus": [], "cores": 2}
     text = figures.table({"host": host, "ranks": 4, "date": "2026-11-21", "rows": [row]})
     assert "| N | 0.93, missed | ≥ 1.05 |" in text
+    row |= {"value": 0.0086, "limit": 0.0092}
+    assert "| N | 0.0086, missed | ≥ 0.0092 |" in figures.table({"host": host, "ranks": 4, "date": "", "rows": [row]})
     row |= {"value": 0.4, "unit": "s", "limit": 0.5, "at_least": False, "held": True}
     assert "| N | 0.4 s | ≤ 0.5 s |" in figures.table({"host": host, "ranks": 4, "date": "2026-11-21", "rows": [row]})
 
 
-def test_operators_side_by_side():
-    """What pkt chooses, or its fastest right variant, and the baselines of the same size; where none is, nothing."""
+def test_operators_table_shows_the_default_or_the_fastest_variant_beside_the_baselines():
+    """A case without a baseline leaves its cell empty."""
 
     def row(case, variant, ms, error=1e-3):
         return {"case": case, "variant": variant, "ms": ms, "error": error}
@@ -64,8 +66,8 @@ def test_operators_side_by_side():
     rows += [row("N = 3", "pkt a", 1.0), row("N = 3", "pkt default", 1.1)]
     rows += [row("N = 3", "NCCL + cuBLAS", 3.0), row("N = 3", "torch symm_mem fused", 2.0)]
     record = {"benchmark": "matmul_all_reduce", "host": {"gpus": ["GPU"] * 2, "cores": 1}, "ranks": 2, "date": "D"}
-    assert figures.together([record | {"measured": rows}]).splitlines() == [
-        "| ms (NCCL + cuBLAS; torch fused), 2 ranks on 2 GPU, D | N = 1 | N = 2 | N = 3 |",
+    assert figures.operators_table([record | {"measured": rows}]).splitlines() == [
+        "| pkt (NCCL + cuBLAS; torch fused) in ms, 2 ranks on 2 GPU, D | N = 1 | N = 2 | N = 3 |",
         "|---|--:|--:|--:|",
         "| GEMM + all-reduce | 0.2 (0.4) |  | 1.1 (3; 2) |",
     ]

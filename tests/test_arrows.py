@@ -99,13 +99,13 @@ def test_parts_exist():
 def test_the_walk_sees_every_form(tmp_path):
     path = tmp_path / "probe.py"
     path.write_text(
-        "import numpy.linalg\nfrom pkt import errors\nfrom . import timeline\n"
+        "import numpy.linalg\nfrom pkt import errors\nfrom . import machine\n"
         "from ..language import world as w\ndef f():\n    from pkt.runtime import anything\n"
     )
-    assert imported("pkt.trace.probe", path) == {
+    assert imported("pkt.simulate.probe", path) == {
         "numpy.linalg",
         "pkt.errors",
-        "pkt.trace.timeline",
+        "pkt.simulate.machine",
         "pkt.language.world",
         "pkt.runtime",
     }

@@ -18,7 +18,7 @@ from pkt.runtime.world import World
 from pkt.simulate.faults import NO_FAULTS, Faults
 from pkt.simulate.machine import MAX_STEPS, SMS, Machine
 from pkt.simulate.memory import Region
-from pkt.trace.timeline import Event, Timeline
+from pkt.trace import Event, Timeline
 
 POISON = 0xFF  # what fresh memory holds: NaN in every float format, -1 in the integers
 

@@ -83,7 +83,7 @@ def test_picture_has_the_colours_in_place(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     from matplotlib.colors import to_rgb
 
-    from pkt.trace.picture import COLOURS
+    from pkt.trace import COLOURS
 
     path = Timeline(TWO_RANKS, title="two ranks").to_png(tmp_path / "timeline.png", dpi=100)
     pixels = image.imread(path)[..., :3]

@@ -181,7 +181,7 @@ def assembly(out):
 
 
 def test_inline_assembly_is_refused_by_name() -> None:
-    with pytest.raises(RankFailed, match=r"inline assembly cannot be simulated: 'mov.u32 \$0, 1;'"):
+    with pytest.raises(RankFailed, match=r"the simulator cannot run inline assembly: 'mov.u32 \$0, 1;'"):
         run(assembly, (1,), torch.empty(1, dtype=torch.int32))
 
 

@@ -84,7 +84,7 @@ def test_a_message_without(how: str) -> None:
     if how == "gpu scope":  # found at the counter itself
         assert "data race: atomic of rank" in told
         assert "flags[0]" in told
-        assert 'atomic at scope "gpu", which the other is outside of' in "".join(race.__notes__)
+        assert 'atomic at scope "gpu", which leaves the other out' in "".join(race.__notes__)
         return
     assert "data race: load of rank" in told or "data race: store of rank" in told
     assert "x[" in told
@@ -361,7 +361,7 @@ def test_updates_reach_as_far_as_their_scope(scope: str, ranks: int, programs: i
     assert all(isinstance(error, DataRace) for error in found.values())
     assert bool(found) == raced
     if raced:
-        assert f'scope "{scope}", which the other is outside of' in "".join(next(iter(found.values())).__notes__)
+        assert f'scope "{scope}", which leaves the other out' in "".join(next(iter(found.values())).__notes__)
 
 
 @triton.jit

@@ -104,7 +104,7 @@ def test_the_words_of_all_ranks_are_loaded_before_the_first_is_looked_at(masked:
 def test_words_are_four_int32(kernel: Any, more: tuple[str, ...]) -> None:
     with pytest.raises(triton.CompilationError) as caught:
         compiled(kernel, "*int64", *more, 5, device_world())
-    assert "takes pointers to int32, of which a word has four, not pointer<int64>" in reasons(caught.value)
+    assert "takes pointers to int32, four of them a word, not pointer<int64>" in reasons(caught.value)
 
 
 class Scene:

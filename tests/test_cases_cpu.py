@@ -37,7 +37,7 @@ def test_names_of_cases_are_distinct() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_case(case: Case, ranks: int) -> None:
+def test_case_is_right(case: Case, ranks: int) -> None:
     seeds = {2: (0, 1), 3: (6,)}[ranks]  # in order, random; adversarial
     multicast = ranks != 3  # without it the same source loops over the ranks
     pkt.simulate(case.fn, ranks=ranks, seeds=seeds, heap="1MiB", multicast=multicast).check()

@@ -35,7 +35,7 @@ def test_each_part_of_the_synchronisation_is_needed(name: str) -> None:
 
 @pytest.mark.parametrize("races", [True, False])
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_stale_is_found(name: str, races: bool) -> None:
+def test_a_stale_message_is_detected(name: str, races: bool) -> None:
     """By the race detector; and by the values alone, as a GPU would show it, but where only the fence is missing: what
     TMA has done is seen at once by all simulated ranks."""
 

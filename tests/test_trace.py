@@ -18,7 +18,7 @@ TWO_RANKS = [
 ]
 
 
-def test_a_wait_inside_a_stretch_is_a_wait():
+def test_a_wait_inside_another_event_counts_as_wait():
     lane = Timeline(TWO_RANKS).lanes(0)[0]
     assert [(e.kind, e.start_us, e.end_us) for e in lane] == [
         ("communicate", 0.0, 2.0),
@@ -41,7 +41,7 @@ def test_summary_counts_over_the_span_of_all_ranks():
         max_size=12,
     )
 )
-def test_lanes_hold_the_latest_to_begin(rows):
+def test_the_event_that_began_last_holds_the_lane(rows):
     events = [Event(0, lane, kind, str(i), t, t + d) for i, (lane, kind, t, d) in enumerate(rows)]
     timeline = Timeline(events)
     lanes = timeline.lanes(0)
@@ -68,7 +68,7 @@ def test_perfetto_keeps_every_event(tmp_path):
     assert names == {(0, "rank 0"), (1, "rank 1")}
 
 
-def test_table_has_a_row_a_rank():
+def test_the_table_has_a_row_for_each_rank():
     console = Console(width=100)
     with console.capture() as capture:
         console.print(Timeline(TWO_RANKS, title="two ranks").table())
@@ -79,7 +79,7 @@ def test_table_has_a_row_a_rank():
     ]
 
 
-def test_picture_has_the_colours_in_place(tmp_path):
+def test_the_picture_shows_each_kind_in_its_colour(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     from matplotlib.colors import to_rgb
 

@@ -55,7 +55,7 @@ def partitions_kernel(flags, world):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_push_with_a_signal(arch, rank):
+def test_gluon_compiles_a_push_with_a_signal(arch, rank):
     layout = gl.BlockedLayout([8], [32], [4], [0])
     k = compiled(kernel, "*bf16", "*i32", device_world(rank), B=1024, LAYOUT=layout, arch=arch)
     epoch = "one:atomic.relaxed.gpu.add.u64"
@@ -67,7 +67,7 @@ def test_a_push_with_a_signal(arch, rank):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_other_sync_functions(arch):
+def test_gluon_compiles_the_other_sync_functions(arch):
     k = compiled(others_kernel, "*i32", device_world(), arch=arch)
     assert len(waits(k)) == 3
     # signal_all; barrier; world_barrier of a program alone, and of many
@@ -77,7 +77,7 @@ def test_the_other_sync_functions(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_in_a_partition_of_a_warp_specialised_kernel(arch):
+def test_a_gluon_partition_joins_its_own_threads(arch):
     k = compiled(partitions_kernel, "*i32", device_world(), arch=arch)
     assert count_markers(k.asm["ptx"]) == {"wait": 1, "signal": 1}
     # the barriers are of the partition's 128 threads, not of the kernel's 256

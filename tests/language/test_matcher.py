@@ -50,7 +50,7 @@ def mutants(kernel):
 
 
 @pytest.mark.parametrize("name", list(KERNELS))
-def test_each_weakening_is_seen(name):
+def test_each_weakening_changes_the_reading(name):
     kernel = compiled(*KERNELS[name])
     right = seen(kernel)
     number = 0
@@ -63,7 +63,7 @@ def test_each_weakening_is_seen(name):
     assert number >= {"test": 2, "wait": 4}.get(name, 3)
 
 
-def test_what_the_wait_does_in_every_thread_is_not_taken_for_one():
+def test_accesses_of_every_thread_are_not_read_as_those_of_one():
     kernel = compiled(*KERNELS["signal"])
     assert order(kernel)[-1].startswith("one:")
     everywhere = kernel.asm["ptx"].replace("setp.eq.b32", "setp.ne.b32")

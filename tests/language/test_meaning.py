@@ -54,7 +54,7 @@ def tile_kernel(
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize(("to_all", "add"), [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize(("multicast", "tma"), [(True, True), (False, True), (True, False)])
-def test_tiles(ranks: int, to_all: bool, add: bool, multicast: bool, tma: bool) -> None:
+def test_tile_functions_move_and_add_tiles(ranks: int, to_all: bool, add: bool, multicast: bool, tma: bool) -> None:
     rows, cols = 40, 72 if tma else 71  # neither is whole tiles; 71 floats are not whole groups of 16 bytes
 
     def main(world: Any) -> None:
@@ -97,7 +97,7 @@ def all_reduce_kernel(x, bar, world, R: tl.constexpr, C: tl.constexpr):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("multicast", [False, True])
-def test_all_reduce_in_place(ranks: int, multicast: bool) -> None:
+def test_all_reduce_works_in_place(ranks: int, multicast: bool) -> None:
     def main(world: Any) -> None:
         x = pkt.empty((1, 1, 4 * R, C), dtype=torch.bfloat16)
         x.copy_(torch.arange(4 * R * C).reshape(x.shape) % 31 + world.rank)
@@ -138,7 +138,7 @@ def shmem_kernel(x, y, z, flags, nbytes, world):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_openshmem(ranks: int) -> None:
+def test_openshmem_functions_move_the_data(ranks: int) -> None:
     def main(world: Any) -> None:
         n = 200
         x = pkt.full((n,), world.rank, dtype=torch.int32)
@@ -209,7 +209,7 @@ def long_lived_kernel(out, flags, world):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_counters_and_epochs_pass_their_wrap(ranks: int) -> None:
+def test_counters_and_epochs_work_across_their_wrap(ranks: int) -> None:
     grid, launches = 2, 6
 
     def main(world: Any) -> list[int]:

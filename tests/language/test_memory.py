@@ -137,7 +137,7 @@ def test_masked_loads_from_peers_are_16_bytes_wide(arch, rank):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("how", ["get", "put", "copy"])
-def test_moves_go_through_registers_16_bytes_at_a_time(arch, how):
+def test_copies_move_16_bytes_at_a_time_through_registers(arch, how):
     k = compiled(move_kernel, "*bf16", "*bf16", 2, 3, device_world(1), B=1024, HOW=how, arch=arch)
     assert order(k) == ["ld.global.v4.b32", "st.global.v4.b32"]
     # one far end for put and get, two for copy
@@ -176,7 +176,7 @@ def test_the_multicast_window_lies_behind_the_last_rank(size):
         ("cas", "cas.b32"),
     ],
 )
-def test_atomics_run_once_at_system_scope_behind_a_barrier(arch, sem, op, suffix):
+def test_a_scalar_atomic_runs_once_at_system_scope_behind_a_barrier(arch, sem, op, suffix):
     k = compiled(atomic_kernel, "*i32", 5, device_world(), op, sem, arch=arch)
     before = ["bar.sync"] if sem in ("release", "acq_rel") else []
     ops = order(k)
@@ -186,6 +186,6 @@ def test_atomics_run_once_at_system_scope_behind_a_barrier(arch, sem, op, suffix
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_block_of_atomics_is_an_atomic_for_each_element(arch):
+def test_a_block_of_atomics_compiles_to_one_atomic_an_element(arch):
     k = compiled(atomic_block_kernel, "*i32", "*i32", 100, device_world(), B=512, arch=arch)
     assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.u32") == 4

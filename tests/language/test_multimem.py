@@ -113,7 +113,7 @@ def instructions_of(dtype, form, elements):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize(("dtype", "op", "form"), LOADS)
-def test_load_reduce(arch, mask, dtype, op, form):
+def test_load_reduce_compiles_to_the_forms_of_the_isa(arch, mask, dtype, op, form):
     k = compiled(load_kernel, "*" + dtype, "*" + dtype, 8192, SWITCH, B=4096, OP=op, MASK=mask, arch=arch)
     found = [x for x in instructions(k) if x.op.startswith("multimem")]
     assert {x.op for x in found} == {f"multimem.ld_reduce.relaxed.sys.global.{form}"}
@@ -127,7 +127,7 @@ def test_load_reduce(arch, mask, dtype, op, form):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("dtype", list(ITEMSIZE))
-def test_store_is_16_bytes_of_any_type(arch, mask, dtype):
+def test_store_moves_16_bytes_of_any_type(arch, mask, dtype):
     k = compiled(store_kernel, "*" + dtype, "*" + dtype, 8192, SWITCH, B=4096, MASK=mask, arch=arch)
     found = [x for x in instructions(k) if x.op.startswith("multimem")]
     assert {x.op for x in found} == {"multimem.st.relaxed.sys.global.v4.f32"}
@@ -141,7 +141,7 @@ def test_store_is_16_bytes_of_any_type(arch, mask, dtype):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize(("dtype", "form"), ADDS)
-def test_reduce_add(arch, mask, dtype, form):
+def test_reduce_add_compiles_to_the_forms_of_the_isa(arch, mask, dtype, form):
     k = compiled(add_kernel, "*" + dtype, "*" + dtype, 8192, SWITCH, B=4096, MASK=mask, arch=arch)
     found = [x for x in instructions(k) if x.op.startswith("multimem")]
     assert {x.op for x in found} == {f"multimem.red.relaxed.sys.global.{form}"}
@@ -151,7 +151,7 @@ def test_reduce_add(arch, mask, dtype, form):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_tile_of_a_matrix(arch):
+def test_a_tile_of_a_matrix_uses_the_switch(arch):
     k = compiled(matrix_kernel, "*bf16", "*bf16", SWITCH, R=64, C=128, STRIDE=4096, arch=arch)
     assert count(k, r"multimem\.ld_reduce") == count(k, r"multimem\.st") == 64 * 128 * 2 // 16 // THREADS
     assert count(k, r"shfl|(ld|st)\.shared|stmatrix") == 0
@@ -201,7 +201,7 @@ def test_each_group_is_added_by_one_thread(arch, num_warps, source):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_block_with_less_than_16_bytes_a_thread_adds_rank_by_rank(arch):
+def test_a_block_below_16_bytes_a_thread_adds_rank_by_rank(arch):
     # 64 groups for 128 threads: two threads hold each, and each would add
     k = compiled(add_kernel, "*bf16", "*bf16", 1, SWITCH, B=512, MASK=False, arch=arch)
     assert count(k, "multimem") == 0
@@ -220,7 +220,7 @@ def test_scalars_go_rank_by_rank(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_without_a_switch_each_is_a_loop_over_ranks(arch):
+def test_without_a_switch_each_form_is_a_loop_over_ranks(arch):
     k = compiled(load_kernel, "*bf16", "*bf16", 1, NO_SWITCH, B=1024, OP="add", MASK=False, arch=arch)
     assert count(k, "multimem") == 0
     assert count(k, r"ld\.global\.v4\.b32") == 4
@@ -236,7 +236,7 @@ def test_without_a_switch_each_is_a_loop_over_ranks(arch):
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
-def test_what_the_isa_lacks_is_a_loop_over_ranks(op):
+def test_a_form_that_the_isa_lacks_is_a_loop_over_ranks(op):
     k = compiled(load_kernel, "*fp32", "*fp32", 1, SWITCH, B=1024, OP=op, MASK=False)
     assert count(k, "multimem") == 0
     assert count(k, r"ld\.global\.v4\.b32") == 8

@@ -39,7 +39,7 @@ def run(rank, size, num_m, num_n, group):
 @pytest.mark.parametrize(
     ("size", "num_m", "num_n", "group"), [(1, 3, 4, 2), (2, 6, 5, 4), (3, 7, 3, 2), (4, 8, 2, 3), (5, 5, 5, 8)]
 )
-def test_orders_are_permutations(size, num_m, num_n, group):
+def test_each_order_is_a_permutation(size, num_m, num_n, group):
     n = num_m * num_n
     for rank in range(size):
         table = run(rank, size, num_m, num_n, group)

@@ -75,5 +75,5 @@ def test_no_wait_or_signal_is_lost_and_each_claim_is_one_atomic(arch, multicast)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_marks_of_the_timeline_cost_nothing(arch):
+def test_marks_of_the_timeline_compile_to_nothing(arch):
     assert "communicate" not in "".join(x.op + x.operands for x in instructions(compile_kernel(arch)))

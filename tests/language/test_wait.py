@@ -152,7 +152,7 @@ def test_an_expired_wait_writes_one_record_a_program_and_aborts_every_rank(seed)
     assert [scene.status(r, 0) for r in range(SIZE)] == [1, 1, 1]
 
 
-def test_a_wait_that_another_rank_aborts_leaves_and_says_so():
+def test_a_wait_that_another_rank_aborts_leaves_and_records_it():
     scene = Scene(deadline=0)
     scene.memory.store(STATUS, 1, 32)
     thread = scene.thread(3, (1, 0, 0))
@@ -164,7 +164,7 @@ def test_a_wait_that_another_rank_aborts_leaves_and_says_so():
     assert [scene.status(r, 0) for r in range(SIZE)] == [0, 0, 1]
 
 
-def test_a_satisfied_wait_does_not_look_at_the_abort_word():
+def test_a_satisfied_wait_does_not_read_the_abort_word():
     scene = Scene()
     scene.memory.store(STATUS, 1, 32)
     scene.memory.store(COUNTER, 3, 32)
@@ -187,7 +187,7 @@ def test_the_deadline_begins_anew_when_the_counter_moves():
     assert record["found"] == 20
 
 
-def test_full_records_still_abort():
+def test_a_full_page_of_records_still_aborts():
     scene = Scene(deadline=100)
     for i in range(MAX_RECORDS):
         scene.memory.store(STATUS + 4 * (STATUS_FIRST_RECORD + RECORD_WORDS * i + 9), 10_000 + i, 32)
@@ -200,7 +200,7 @@ def test_full_records_still_abort():
     assert all(a < STATUS + STATUS_BYTES or a >= COUNTER for a in scene.memory.words if a >= STATUS)
 
 
-def test_a_program_that_goes_on_writes_no_second_record():
+def test_a_program_writes_at_most_one_record():
     scene = Scene(deadline=100)
     for _ in range(3):
         thread = scene.thread(3, (2, 1, 1))

@@ -1,4 +1,4 @@
-"""The cases of cases_language in the simulator, and that none of the public device functions is missing among them."""
+"""The cases of cases_language in the simulator; every public device function has one."""
 
 import inspect
 
@@ -13,7 +13,7 @@ CONSTANTS = {"SIGNAL_SET", "SIGNAL_ADD", "CMP_EQ", "CMP_NE", "CMP_GT", "CMP_GE",
 
 
 def public_functions() -> set[str]:
-    """Names a kernel may call, those of the sub-modules with their module in front."""
+    """Names that a kernel may call; those of a submodule with its name in front."""
     names = {n for n in pl.__all__ if not inspect.ismodule(getattr(pl, n)) and not inspect.isclass(getattr(pl, n))}
     for part in PARTS:
         module = getattr(pl, part)

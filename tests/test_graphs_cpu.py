@@ -1,4 +1,4 @@
-"""The programs that gpu/test_graphs.py replays, a few launches of each in the simulator."""
+"""The programs that gpu/test_graphs.py replays; a few launches of each in the simulator."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_skewed_launches_are_right(name: str) -> None:
 
 def test_the_result_of_an_earlier_launch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Late(PROGRAMS["all_gather_matmul"]):
-        """Hands out what the launch before it made."""
+        """Returns the result of the launch before."""
 
         before = None
 

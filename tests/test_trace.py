@@ -1,4 +1,4 @@
-"""The timeline's arithmetic, and that its three outputs say what the events say."""
+"""The timeline's arithmetic, and its three outputs, which must agree with the events."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_the_event_that_began_last_holds_the_lane(rows):
     lanes = timeline.lanes(0)
     for lane in {event.lane for event in events}:
         mine = [event for event in timeline.events if event.lane == lane]
-        for t in np.arange(0.5, 45):  # ends are integers, so halves are never on an edge
+        for t in np.arange(0.5, 45):  # events end at integers, so halves are never at an edge
             open_ = [event for event in mine if event.start_us < t < event.end_us]
             found = [event for event in lanes[lane] if event.start_us < t < event.end_us]
             assert len(found) == bool(open_), (t, found, open_)

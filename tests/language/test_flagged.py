@@ -1,4 +1,4 @@
-"""Flagged words: their instructions, the spin executed, and what they mean on simulated ranks."""
+"""Flagged words: their instructions, the execution of the spin, and their behaviour on simulated ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .ptx_machine import Memory, Thread, blocks, run
 SIZE, STRIDE, RANK = 3, 1 << 38, 2
 STATUS = (1 << 40) + RANK * STRIDE
 WORD = STATUS + (5 << 32) + 80
-APART = 1000  # int32 from one rank's words to the next one's
+APART = 1000  # int32 from one rank's words to the next rank's
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def test_a_take_spins_on_whole_words_and_no_fence(masked: bool, arch: int) -> No
     assert order(k) == ["pkt.wait", "st.global.b32"]  # 128 threads
     for text in blocks(body(k), "// pkt.wait"):
         assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128 word", text)) == 1
-        assert text.count('.pragma "nounroll"') == 2  # or the ends of spins were most of a kernel
+        assert text.count('.pragma "nounroll"') == 2  # otherwise the ends of spins would be most of a kernel
         assert "acquire" not in text
         assert "fence" not in text
     assert count_markers(k.asm["ttir"]) == {"wait": 1, "signal": 0}
@@ -108,7 +108,7 @@ def test_pointers_to_other_types_than_int32_are_refused(kernel: Any, more: tuple
 
 
 class Scene:
-    """Rank 2's memory, and the assembly of one put or take of a masked block; or of a take of all ranks' blocks."""
+    """Rank 2's memory, and the assembly of one put or take of a masked block, or of a take of all ranks' blocks."""
 
     def __init__(self, put: bool, deadline: int = 0, every: bool = False) -> None:
         world = device_world(RANK, SIZE, STRIDE)
@@ -118,13 +118,13 @@ class Scene:
             args = ("*int32", 5, 100, world) if put else ("*int32", "*int32", 5, 100, world)
             kernel = compiled(put_kernel if put else take_kernel, *args, 128, True)
         (self.text,) = blocks(body(kernel), "// pkt.signal" if put else "// pkt.wait")
-        self.text = self.text.replace(f", {POLLS_PER_CHECK - 1};", ", 3;")  # a look at the clock every 4th poll
+        self.text = self.text.replace(f", {POLLS_PER_CHECK - 1};", ", 3;")  # the spin reads the clock at every 4th poll
         self.memory = Memory()
         self.time = 1000
         self.memory.store(STATUS + 4 * STATUS_DEADLINE, deadline, 64)
 
     def taking(self, flag: int, mask: bool = True) -> Thread:
-        """A thread that takes WORD, and every APART int32 from there one more; its results are `thread.found()`."""
+        """A thread that takes WORD and the words at multiples of APART int32 from it, with results in `found()`."""
         low = re.findall(r"mov\.b64 \{(%r\d+), (%r\d+)\}, low\d", self.text)
         high = re.findall(r"mov\.b64 \{(%r\d+), flag\d\}, high\d", self.text)
         registers = {
@@ -231,7 +231,7 @@ N = 20
 def exchange_kernel(
     x, out, slots, flags, world, N: tl.constexpr, B: tl.constexpr, HALVES: tl.constexpr, HOW: tl.constexpr
 ):
-    """The ranks' x side by side, each its N words of three."""
+    """Gather the ranks' x side by side, N words of three numbers from each."""
     launch = pl.epoch(flags, world)
     half = slots + launch % HALVES * world.size * N * 4
     i = tl.arange(0, B)
@@ -278,7 +278,7 @@ def test_two_halves_by_parity_are_right(ranks: int, how: str, call: str) -> None
 
 
 def test_one_half_alone_deadlocks() -> None:
-    """A rank that is a launch ahead overwrites what a slow one has not taken, whose flag then never comes."""
+    """A rank one launch ahead overwrites words that a slow rank has not taken, which then never finds its flag."""
     report = pkt.simulate(exchange, 3, seeds=40, args=(1,), sms=1)
     assert {f.kind for f in report.findings} == {"Deadlock"}
     assert "exchange_kernel program 0 waits on slots[" in str(report.findings[0])
@@ -292,7 +292,7 @@ def test_a_plain_load_of_a_word_is_a_race() -> None:
 
 def test_a_poisoned_word_is_data_only_with_the_launchs_flag() -> None:
     pkt.simulate(exchange, 2, seeds=20, args=(2, "each", -1), sms=1).check()
-    found = outcome(exchange, 2, args=(2, "each", 1))  # as if launch 1 had been here: what zeros() rules out
+    found = outcome(exchange, 2, args=(2, "each", 1))  # as if launch 1 had put them, which zeros() rules out
     assert isinstance(found.failure, Exception)
 
 

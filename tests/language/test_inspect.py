@@ -1,4 +1,4 @@
-"""Compiling without a GPU, and the check that no wait or signal is lost on the way."""
+"""Compiling without a GPU, and the check that the compiler loses no wait or signal."""
 
 import os
 import pathlib
@@ -86,7 +86,7 @@ def test_a_persistent_loop_keeps_its_calls(arch):
 
 @pytest.mark.parametrize("num_warps", [4, 8])
 def test_a_call_lost_in_a_warp_specialised_loop_is_an_error(num_warps):
-    # At 8 warps Triton keeps it on sm_90, but whether a kernel is right must not depend on that.
+    # At 8 warps Triton keeps the call on sm_90, but no kernel may depend on that.
     with pytest.raises(LostSync, match=r"tile_kernel: 1 wait inside tl.range\(warp_specialize=True\)"):
         tile(90, specialize=True, num_warps=num_warps)
 
@@ -171,7 +171,7 @@ def test_the_listener_checks_cached_kernels_too(monkeypatch):
         checked = []
         monkeypatch.setattr(inspect, "check_sync", lambda asm, kernel: checked.append(asm["ptx"]))
         for _ in range(2):
-            branches_kernel.device_caches.clear()  # forget what this process compiled
+            branches_kernel.device_caches.clear()  # drop the kernels that this process has compiled
             compile_only(branches_kernel, "*i32", "*i32", device_world(0, 3))
     finally:
         inspect.remove_listener()
@@ -262,6 +262,6 @@ def test_a_wait_in_the_persistent_loop_leaves_the_inner_loop_pipelined(arch):
     assert len(loads) >= 6
     wait = ops.index("ld.acquire.sys.global.b32")
     assert wait < loads[0]
-    # TMA loads come behind the wait's proxy fence and barrier
+    # TMA loads come after the wait's proxy fence and barrier
     assert "fence.proxy.async.global" in ops[wait : loads[0]]
     assert "bar.sync" in ops[wait : loads[0]]

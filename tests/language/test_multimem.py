@@ -1,4 +1,4 @@
-"""The in-switch forms: one instruction for 16 bytes, the ISA's operations and types, masks, and the loop without a
+"""The forms in the switch: one instruction for 16 bytes, the ISA's operations and types, masks, and the loop without a
 switch."""
 
 import re
@@ -105,7 +105,7 @@ def groups(dtype, elements):
 
 
 def instructions_of(dtype, form, elements):
-    """How many of the 128 threads' instructions a block takes: one for 16 bytes, or one for an element."""
+    """Number of instructions that a block takes in each of 128 threads: one for 16 bytes, or one for an element."""
     per_thread = max(1, groups(dtype, elements) // THREADS)
     return per_thread * (1 if ".v4." in form or form == "st" else 16 // ITEMSIZE[dtype])
 
@@ -119,7 +119,7 @@ def test_load_reduce_compiles_to_the_forms_of_the_isa(arch, mask, dtype, op, for
     assert {x.op for x in found} == {f"multimem.ld_reduce.relaxed.sys.global.{form}"}
     assert len(found) == instructions_of(dtype, form, 4096)
     assert all(bool(x.guard) == mask for x in found)
-    # the result leaves 16 bytes at a time, with no shuffle and no way through shared memory
+    # the result is stored 16 bytes at a time, with no shuffle and not through shared memory
     assert count(k, r"st\.global\.(v4\.b32|v2\.b64)") == groups(dtype, 4096) // THREADS
     assert count(k, r"shfl|(ld|st)\.shared|stmatrix") == 0
 
@@ -158,8 +158,8 @@ def test_a_tile_of_a_matrix_uses_the_switch(arch):
 
 
 def holders(ttgir):
-    """(elements of the block, elements its layout gives to all threads) of each multimem.red: equal if none is held
-    twice. Layouts that are neither blocked nor linear are not read, and fail."""
+    """(elements of the block, elements that its layout gives to all threads) of each multimem.red: equal if no element
+    is held twice. Fails for layouts that are neither blocked nor linear."""
     aliases = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.M))
     result = []
     for line in ttgir.splitlines():
@@ -202,11 +202,11 @@ def test_each_group_is_added_by_one_thread(arch, num_warps, source):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_block_below_16_bytes_a_thread_adds_rank_by_rank(arch):
-    # 64 groups for 128 threads: two threads hold each, and each would add
+    # 64 groups for 128 threads: two threads hold each group, and both would add it
     k = compiled(add_kernel, "*bf16", "*bf16", 1, SWITCH, B=512, MASK=False, arch=arch)
     assert count(k, "multimem") == 0
     assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add") > 0
-    # loads and stores may be done twice
+    # several threads may do the same load or store
     assert count(compiled(store_kernel, "*bf16", "*bf16", 1, SWITCH, B=512, MASK=False, arch=arch), "multimem") == 1
 
 

@@ -1,4 +1,4 @@
-"""OpenSHMEM names: the same instructions as the functions they stand for."""
+"""OpenSHMEM names: they compile to the same instructions as pkt's own functions."""
 
 import pytest
 import triton

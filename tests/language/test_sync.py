@@ -1,4 +1,4 @@
-"""What each synchronisation function is compiled to: instruction, order, scope, and who executes it."""
+"""The instructions of each synchronisation function: their order, their scopes and the threads that execute them."""
 
 import pytest
 import triton
@@ -9,7 +9,7 @@ from pkt.language.inspect import count_markers, device_world
 
 from .compiled import ARCHS, compiled, count, order, reasons, waits
 
-RANKS = (0, 1, 2, 16)  # 1 is compiled as a constant, 16 as a multiple of 16
+RANKS = (0, 1, 2, 16)  # Triton compiles 1 as a constant, and 16 as a multiple of 16
 DRAIN = ["cp.async.bulk.wait_group", "fence.proxy.async.global"]
 ADD = "u32"
 
@@ -157,7 +157,7 @@ def test_threads_agree_on_the_value_found_only_where_it_is_used(arch):
     used = compiled(wait_result_kernel, "*int32", 7, device_world(), arch=arch)
     assert count(unused, "shfl") == 0
     assert count(unused, r"[ls][dt]\.shared") == 0
-    # a maximum over 32 lanes, then over the 4 warps by way of shared memory
+    # a maximum over 32 lanes, then over the 4 warps through shared memory
     assert count(used, r"shfl|redux") >= 1
     assert count(used, r"st\.shared") >= 1
 
@@ -198,7 +198,7 @@ def test_grid_barrier_releases_once_then_spins(arch):
 def test_world_barrier_arrives_at_every_rank_once_a_rank(arch):
     k = compiled(world_barrier_kernel, "*int32", device_world(0, 4), arch=arch)
     everywhere = ["fence.acq_rel.sys"] + ["one:atomic.relaxed.sys.add.u32"] * 4
-    # a grid of one program as `barrier`; of others the last one. Triton 3.9 makes one end of the two.
+    # a grid of one program acts as `barrier`; in others the last program arrives. Triton 3.9 merges the two ends.
     ways = ["one:atomic.acq_rel.gpu.add.u32", *everywhere]
     before, after = ["ld.relaxed.sys.global.b32", *DRAIN, "bar.sync"], ["pkt.wait", "bar.sync"]
     assert order(k) in ([*before, *everywhere, *ways, *after], [*before, *ways, *after])

@@ -1,12 +1,12 @@
-"""Litmus tests: small patterns of messages, each of which a wrong memory order would one day deliver stale.
+"""Litmus tests: small patterns of messages that a wrong memory order would deliver stale at some time.
 
-A message is a block of values that differ from those of every other round, written by one rank, published in the way
-the test is named for, and compared by the receiver, in the kernel, element by element. A launch runs many rounds in
-many programs, so ten million messages take a second or so on GPUs; in the simulator a few rounds under many schedules
-are enough, because the race detector sees a missing order whatever the values are.
+A message is a block of values that differ from those of every other round. One rank writes it and publishes it in the
+way the test is named for. The receiving kernel compares it element by element. A launch runs many rounds in many
+programs, so ten million messages take a second or so on GPUs. In the simulator a few rounds under many schedules are
+enough, because the race detector finds a missing order whatever the values are.
 
-Boxes are reused every other round, so that what the receiver read before is still in its caches. Nothing is reset
-between launches: rounds are counted on.
+Boxes are reused every other round, so that the receiver's earlier reads are still in its caches. Nothing is reset
+between launches; the count of rounds continues.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import pkt
 import pkt.language as pl
 from pkt.language import ptx
 
-STEP = tl.constexpr(1000003)  # between the values of two rounds
+STEP = tl.constexpr(1000003)  # difference between the values of two rounds
 
 
 class Counts(NamedTuple):
-    """What one rank received."""
+    """Counts of one rank: messages received, and stale ones among them."""
 
     messages: int
     stale: int
@@ -40,7 +40,7 @@ def _value(i, rank, pid, offs):
 
 @triton.jit
 def _partner(pid, rank, world):
-    """(rank, program) of a program's partner, on another rank; it has this program as its own."""
+    """(rank, program) of a program's partner on another rank; the partner's partner is this program."""
     others: tl.constexpr = world.size - 1
     distance = pid % others + 1
     return (rank + distance) % world.size, pid // others * others + world.size - distance - 1
@@ -62,13 +62,13 @@ def pairs_kernel(
     world,
     SEND: tl.constexpr,  # "store", "tma", "tma add", "atomic add"
     RECEIVE: tl.constexpr,  # "load", "tma"
-    WITHOUT: tl.constexpr,  # what is wrong, so that the counting is tested too: "order", the signal is before the data;
-    # "fence", the signal is relaxed behind stores of which this program knows that they are done
+    WITHOUT: tl.constexpr,  # a planted mistake, which tests the counting, too: "order", the signal is before the data;
+    # "fence", the signal is relaxed after stores that this program knows to be done
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Program p has one partner, on another rank, and exchanges a message with it each round. That the partner has sent
-    round i + 1 says that it has read round i, so two boxes are enough."""
+    """Program p has one partner, on another rank, and exchanges a message with it each round. A partner that has sent
+    round i + 1 has read round i, so two boxes are enough."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
     to, partner = _partner(pid, rank, world)
@@ -80,7 +80,7 @@ def pairs_kernel(
     for i in range(first, first + rounds):
         there, here = 2 * partner + (i & 1), 2 * pid + (i & 1)
         value = _value(i, rank, pid, offs)
-        # a box holds the message of two rounds ago: adding the difference makes the new one
+        # a box holds the message of two rounds ago: adding the difference gives the new message
         difference = tl.where(i < 2, value, 2 * STEP)
         if WITHOUT == "order":
             pl.signal(flags + partner, to, world)
@@ -120,7 +120,7 @@ def pairs(
     rows: int = 8,
     cols: int = 32,
 ) -> Counts:
-    """Message passing: data, signal; wait, data."""
+    """Message passing: one side stores data and signals, the other waits and loads data."""
     programs -= programs % (world.size - 1)
     box, flags = pkt.zeros(programs, 2, rows, cols, dtype=torch.int32), pkt.signals(programs)
 
@@ -134,7 +134,7 @@ def pairs(
 
 
 def _count(world: Any, launch: Callable, programs: int, rounds: int, launches: int, each: int) -> Counts:
-    """Run the launches; `each` messages a program and round."""
+    """Run the launches and count; a program receives `each` messages a round."""
     stale = torch.full((launches, programs), -1, dtype=torch.int32, device=world.torch_device)
     for i in range(launches):
         launch(i * rounds, stale[i])
@@ -152,11 +152,11 @@ def flagged_kernel(
     first,
     rounds,
     world,
-    EARLY: tl.constexpr,  # the flag before its data: wrong
+    EARLY: tl.constexpr,  # planted mistake: the flag before its data
     BLOCK: tl.constexpr,
 ):
-    """As `pairs_kernel`, in flagged words, one a thread: a torn one would have the data of two rounds ago. That the
-    partner has put round i + 1 says that it has taken round i."""
+    """As `pairs_kernel`, in flagged words, one a thread: a torn word would have the data of two rounds ago. A
+    partner that has put round i + 1 has taken round i."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
     to, partner = _partner(pid, rank, world)
@@ -181,7 +181,7 @@ def flagged_kernel(
 
 
 def flagged(world: Any, programs: int, rounds: int, launches: int = 2, *, early: bool = False) -> Counts:
-    """Words of 16 bytes are stored and loaded whole."""
+    """Flagged words: 16 bytes are stored and loaded as a whole."""
     block = 128
     programs -= programs % (world.size - 1)
     box = pkt.zeros(programs, 2, block, 4, dtype=torch.int32)
@@ -204,8 +204,8 @@ def everybody_kernel(
     SYNC: tl.constexpr,  # "signal_all", "barrier", "world_barrier"
     BLOCK: tl.constexpr,
 ):
-    """Store to all, synchronise, read what all have stored: with two ranks this is store buffering, where each must see
-    the other's store; behind a world barrier a program reads what another program index has stored."""
+    """Store to all, synchronise, read all ranks' stores. With two ranks this is store buffering, where each must see
+    the other's store. After a world barrier a program reads the stores of another program index."""
     pid = tl.program_id(0)
     n = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int32)
@@ -250,18 +250,18 @@ def everybody(world: Any, programs: int, rounds: int, launches: int = 2, *, sync
 @triton.jit(do_not_specialize=["first", "rounds"])
 def tickets_kernel(
     box,  # int32 (programs, SLOTS, BLOCK) on every rank; program p receives in box p
-    tickets,  # int32 (programs, SLOTS) on every rank; those of the lower rank of two partners count
+    tickets,  # int32 (programs, SLOTS) on every rank; two partners use those of the lower rank
     bar,  # int32 (2,) on every rank
     stale_ptr,  # int32 (programs,) of this rank
-    seen_ptr,  # int32 (programs,) of this rank: rounds in which it came last
+    seen_ptr,  # int32 (programs,) of this rank: number of rounds in which it was last
     first,
     rounds,  # a multiple of SLOTS
     world,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Two partners each write to the other and then take a ticket, with acquire and release: who comes last must see
-    the other's message, and somebody comes last."""
+    """Two partners each write to the other and then take a ticket, with acquire and release. The last one must see
+    the other's message, and one of them is last."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
     to, partner = _partner(pid, rank, world)
@@ -274,19 +274,19 @@ def tickets_kernel(
         pl.store(box + (partner * SLOTS + slot) * BLOCK + offs, _value(i, rank, pid, offs), to, world)
         before = pl.atomic_add(tickets + keeper * SLOTS + slot, 1, home, world)
         if (before & 1) == 1:
-            tl.debug_barrier()  # the atomic is one thread's, the loads are everyone's
+            tl.debug_barrier()  # one thread does the atomic, all threads do the loads
             found = tl.load(box + (pid * SLOTS + slot) * BLOCK + offs)
             wrong = tl.sum((found != _value(i, to, partner, offs)).to(tl.int32), 0)
             stale += (wrong > 0).to(tl.int32)
             seen += 1
         if slot == SLOTS - 1:
-            pl.world_barrier(bar, world)  # before overwrite; a partner has another index, so all programs meet
+            pl.world_barrier(bar, world)  # before overwrite; a partner has another program index, so all programs meet
     tl.store(stale_ptr + pid, stale)
     tl.store(seen_ptr + pid, seen)
 
 
 def tickets(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts:
-    """Store buffering with acquire-release atomics. Every pair and round has one message that must be seen."""
+    """Store buffering with acquire-release atomics. In every round one message of each pair must be seen."""
     slots, block = 4, 128
     rounds = max(slots, rounds - rounds % slots)
     programs -= programs % (world.size - 1)
@@ -310,7 +310,7 @@ def tickets(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts
 @triton.jit(do_not_specialize=["first", "rounds"])
 def relay_kernel(
     box,  # int32 (programs, BLOCK) on every rank
-    flags,  # int32 (2, programs) on every rank: told by the writer; told by the messenger
+    flags,  # int32 (2, programs) on every rank: signals of the writer; signals of the messenger
     bar,  # int32 (programs,) on every rank
     stale_ptr,  # int32 (programs,) of this rank
     first,
@@ -318,7 +318,7 @@ def relay_kernel(
     world,
     BLOCK: tl.constexpr,
 ):
-    """A writes to C and tells B, B tells C: C must see what A wrote, although A never told it. Each is all three."""
+    """A writes to C and signals B, B signals C: C must see A's stores without A's signal. Each rank is A, B and C."""
     pid = tl.program_id(0)
     n = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int32)
@@ -340,7 +340,7 @@ def relay_kernel(
 
 
 def relay(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts:
-    """Causality over three ranks (of two ranks A is C)."""
+    """Causality over three ranks (with two ranks A is C)."""
     block = 128
     box, flags, bar = pkt.zeros(programs, block, dtype=torch.int32), pkt.signals(2 * programs), pkt.signals(programs)
 
@@ -367,7 +367,7 @@ LITMUS: dict[str, Callable[..., Counts]] = {
     "store buffering, tickets": tickets,
     "through a third rank": relay,
 }
-"""What is tried -> fn(world, programs, rounds), which returns this rank's Counts."""
+"""Name of a pattern -> fn(world, programs, rounds), which returns this rank's Counts."""
 
 WITHOUT_FENCE = "a relaxed signal behind TMA stores"
 WRONG: dict[str, Callable[..., Counts]] = {

@@ -289,7 +289,7 @@ def test_every_part_and_exception_exists():
 def test_every_form_of_import_is_seen(tmp_path):
     path = tmp_path / "probe.py"
     path.write_text(
-        "import numpy.linalg\nfrom pkt import errors\nfrom . import timeline\n"
+        "import numpy.linalg\nfrom pkt import errors\nfrom . import machine\n"
         "from ..language import world as w\ndef f():\n    from pkt.runtime import anything\n"
         "if TYPE_CHECKING:\n    from pkt.doctor import Report\n"
         "import_module('pkt.cli')\nimportlib.import_module(f'pkt.kernels.{x}')\n"

@@ -191,14 +191,17 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_bench_runs_a_benchmark_by_its_short_name(checkout: Path, capsys: pytest.CaptureFixture) -> None:
-    assert bench.main(["ag_gemm", "--ranks", "2"], checkout) == 3
-    assert bench.main(["quiet"], checkout) == 0
+    with pytest.raises(SystemExit, match="3"):
+        bench.main(["ag_gemm", "--ranks", "2"], checkout)
+    with pytest.raises(SystemExit, match=r"^$"):
+        bench.main(["quiet"], checkout)
     assert capsys.readouterr().out == "ran __main__ ['--ranks', '2']\nran __main__ []\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["module"], ["_shared"]], ids=str)
-def test_bench_names_what_there_is(arguments: list[str], checkout: Path, capsys: pytest.CaptureFixture) -> None:
-    assert bench.main(arguments, checkout) == 2
+def test_bench_lists_the_benchmarks(arguments: list[str], checkout: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(arguments, checkout)
     said = capsys.readouterr().out
     assert "ag_gemm" in said
     assert "quiet" in said
@@ -206,10 +209,10 @@ def test_bench_names_what_there_is(arguments: list[str], checkout: Path, capsys:
 
 
 def test_bench_without_a_checkout_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert bench.main(["ag_gemm"], tmp_path) == 2
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["ag_gemm"], tmp_path)
     assert "come with a checkout" in capsys.readouterr().out
 
 
 def test_every_short_name_has_a_benchmark() -> None:
-    found = bench.names(Path(bench.__file__).resolve().parents[1] / "benchmarks")
-    assert set(bench.SHORT.values()) <= set(found)
+    assert all((bench.CHECKOUT / "benchmarks" / f"{name}.py").is_file() for name in bench.NAMES.values())

@@ -1,4 +1,4 @@
-"""The cases of cases_language in the simulator, and that none of the public device functions is missing among them."""
+"""The cases of cases_language in the simulator; every public device function has one."""
 
 import inspect
 
@@ -13,7 +13,7 @@ CONSTANTS = {"SIGNAL_SET", "SIGNAL_ADD", "CMP_EQ", "CMP_NE", "CMP_GT", "CMP_GE",
 
 
 def public_functions() -> set[str]:
-    """Names a kernel may call, those of the sub-modules with their module in front."""
+    """Names that a kernel may call; those of a submodule with its name in front."""
     names = {n for n in pl.__all__ if not inspect.ismodule(getattr(pl, n)) and not inspect.isclass(getattr(pl, n))}
     for part in PARTS:
         module = getattr(pl, part)
@@ -37,7 +37,7 @@ def test_names_of_cases_are_distinct() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_case(case: Case, ranks: int) -> None:
+def test_case_is_right(case: Case, ranks: int) -> None:
     seeds = {2: (0, 1), 3: (6,)}[ranks]  # in order, random; adversarial
     multicast = ranks != 3  # without it the same source loops over the ranks
     pkt.simulate(case.fn, ranks=ranks, seeds=seeds, heap="1MiB", multicast=multicast).check()

@@ -1,4 +1,4 @@
-"""The programs that gpu/test_graphs.py replays, a few launches of each in the simulator."""
+"""The programs that gpu/test_graphs.py replays; a few launches of each in the simulator."""
 
 import pytest
 
@@ -14,13 +14,13 @@ def test_many_launches(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_skewed(name: str) -> None:
+def test_skewed_launches_are_right(name: str) -> None:
     pkt.simulate(skewed, ranks=2, seeds=(4, 6), args=(name, 4), heap="1MiB", multicast=False).check()
 
 
-def test_a_result_of_the_launch_before_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_of_an_earlier_launch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Late(PROGRAMS["all_gather_matmul"]):
-        """Hands out what the launch before it made."""
+        """Returns the result of the launch before."""
 
         before = None
 

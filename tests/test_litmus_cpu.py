@@ -1,4 +1,4 @@
-"""The litmus tests in the simulator: right in every schedule, wrong where a part of the synchronisation is missing."""
+"""The litmus tests in the simulator: right in every schedule, wrong if a part of the synchronisation is missing."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PROGRAMS, ROUNDS = 3, 3
 
 def program(world: Any, name: str, rounds: int = ROUNDS) -> None:
     found = LITMUS[name](world, PROGRAMS, rounds)
-    assert found.messages > 0 or name == "store buffering, tickets"  # one of two partners may come last each time
+    assert found.messages > 0 or name == "store buffering, tickets"  # one of two partners may be last every time
     assert found.stale == 0
 
 
@@ -35,9 +35,9 @@ def test_each_part_of_the_synchronisation_is_needed(name: str) -> None:
 
 @pytest.mark.parametrize("races", [True, False])
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_stale_is_found(name: str, races: bool) -> None:
-    """By the race detector; and by the values alone, as a GPU would show it, but where only the fence is missing: what
-    TMA has done is seen at once by all simulated ranks."""
+def test_a_stale_message_is_detected(name: str, races: bool) -> None:
+    """The race detector finds it, and so do the values alone, as on a GPU, except where only the fence is missing: all
+    simulated ranks see TMA accesses at once."""
 
     def early(world: Any) -> None:
         assert WRONG[name](world, PROGRAMS, ROUNDS).stale == 0, "stale messages"

@@ -1,4 +1,4 @@
-"""Device functions: `import pkt.language as pl`, then `pl.wait(...)` in a @triton.jit function."""
+"""Device functions: `import pkt.language as pl`, then call `pl.wait(...)` and the others in a @triton.jit function."""
 
 from . import inspect, order, shmem, template, tile
 from .address import multicast, peer
@@ -23,7 +23,7 @@ from .sync import barrier, epoch, fence, grid_barrier, quiet, signal, signal_all
 from .template import lcsc
 from .tile import Layout
 
-# A kernel that uses these names must not lose one of them in compilation: checked for every kernel from here on.
+# Checks every kernel compiled from here on: the compiler must not drop a wait or a signal.
 inspect.install_listener()
 
 __all__ = [

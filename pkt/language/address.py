@@ -1,4 +1,4 @@
-"""Where a rank's copy of my memory is: by arithmetic alone, with no table and no load."""
+"""Addresses of other ranks' copies of my memory, by arithmetic alone: no table and no load."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import triton.language as tl
 
 @triton.jit
 def peer(ptr, rank, world):
-    """The address on `rank` of what `ptr` is on mine.
+    """The address of rank `rank`'s copy of `ptr`.
 
     ptr: scalar or block of pointers into my own heap, any element type; rank: int, 0 <= rank < world.size.
-    Returns pointers of the same shape and type. `ptr + (rank - world.rank) * stride`: 64-bit integer arithmetic, and
-    the compiler still sees the alignment, so 16-byte accesses stay 16 bytes wide. No ordering.
+    Returns pointers of the same shape and type, `ptr + (rank - world.rank) * stride` in 64-bit integer arithmetic. The
+    compiler still sees the alignment, so 16-byte accesses stay 16 bytes wide. No ordering.
     """
     bits: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth
-    itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1  # of a bool there is one bit, in a byte
-    # rank may be the constant 1, on rank 1 only: tl.cast takes constants and tensors alike
+    itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1  # a bool is one bit, in a byte
+    # world.rank is the constant 1 on rank 1: tl.cast takes constants and tensors alike
     distance = tl.cast(rank, tl.int64) - tl.cast(world.rank, tl.int64)
     return ptr + distance * (world.stride // itemsize)
 
 
 @triton.jit
 def multicast(ptr, world):
-    """The address in the multicast window of what `ptr` is in my heap; only for multimem instructions, and only where
-    `world.multicast`. The window lies behind the last rank's: `peer(ptr, world.size, world)`."""
+    """The address of `ptr` in the multicast window, for multimem instructions only, and only where `world.multicast`.
+    The window lies behind the last rank's, at `peer(ptr, world.size, world)`."""
     return peer(ptr, world.size, world)

@@ -1,4 +1,4 @@
-"""Looking at what a kernel was compiled to: without a GPU, and for every compilation of the process."""
+"""Compile a kernel without a GPU to look at its PTX, and check every compilation of the process for lost waits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .ptx import SIGNAL_MARKER, WAIT_MARKER
 from .world import DeviceWorld, code_hash
 
 MARKERS = {WAIT_MARKER: "wait", SIGNAL_MARKER: "signal"}
-"""Comment in the assembly -> the call it stands for, as an error names it."""
+"""Comment in the assembly -> name of its call in errors."""
 
 
 class Pointer:
-    """Stands for a tensor where only its type matters: `Pointer("bf16")`. Aligned to 16 bytes unless told otherwise."""
+    """A stand-in for a tensor where only its type matters: `Pointer("bf16")`; by default aligned to 16 bytes."""
 
     def __init__(self, dtype: str, address: int = 4096) -> None:
         self.dtype = dtype
@@ -32,7 +32,7 @@ class Pointer:
 
 
 class _Target:
-    """A driver that names a target and does nothing else: enough to compile, nothing to run on."""
+    """A driver that only names a target: enough to compile, not to run."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -41,7 +41,7 @@ class _Target:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> str:
-        # The key of the kernel's cache: never a real device's.
+        # The key of the kernel's cache, which must differ from every real device's.
         return f"sm_{self.arch}"
 
     def get_current_stream(self, device: object) -> int:
@@ -50,7 +50,7 @@ class _Target:
 
 @contextlib.contextmanager
 def _targeting(arch: int) -> Iterator[None]:
-    # `driver.active` would look for a GPU; what is there may be nothing yet, and is put back as it was.
+    # `driver.active` would look for a GPU; `driver._active` may still be unset.
     before = driver._active
     driver.set_active(_Target(arch))
     try:
@@ -62,7 +62,7 @@ def _targeting(arch: int) -> Iterator[None]:
 def device_world(
     rank: int = 0, size: int = 4, stride: int = 1 << 38, multicast: bool = False, code: int | None = None
 ) -> DeviceWorld:
-    """A `world` argument to compile with, of the given constants; the status page is an aligned pointer."""
+    """A `world` argument with the given constants to compile with; its status page is an aligned pointer."""
     return DeviceWorld(
         rank=rank,
         size=core.constexpr(size),
@@ -76,12 +76,12 @@ def device_world(
 def compile_only(
     kernel: Any, *args: Any, arch: int = 90, grid: tuple[int, ...] = (1,), **kwargs: Any
 ) -> triton.compiler.CompiledKernel:
-    """Compile `kernel` for sm_`arch` through the ordinary JIT path, on any machine; returns what a launch would run.
+    """Compile `kernel` for sm_`arch` through the ordinary JIT path, on any machine; return the kernel of a launch.
 
     kernel: a @triton.jit or @gluon.jit function; args, kwargs: as for a launch, where a string "*bf16" stands for an
-    aligned pointer to bf16 and `device_world()` for the world. `.asm` of the result has "ttir", "ttgir", "llir",
-    "ptx" and "cubin"; `.metadata.shared` the shared memory in bytes. The active driver is left as it was. Raises
-    LostSync when the compiler dropped a wait or a signal.
+    aligned pointer to bf16 and `device_world()` for the world. `.asm` of the result has "ttir", "ttgir", "llir", "ptx"
+    and "cubin"; `.metadata.shared` is the shared memory in bytes. The active driver stays as it was. Raises LostSync if
+    the compiler dropped a wait or a signal.
     """
 
     def argument(x: Any) -> Any:
@@ -94,19 +94,20 @@ def compile_only(
 
 
 def count_markers(text: str) -> dict[str, int]:
-    """How many waits and signals a stage of compilation holds: {"wait": n, "signal": m}."""
+    """Number of waits and signals in the text of a stage of compilation: {"wait": n, "signal": m}."""
     return {call: len(re.findall(re.escape(marker) + r"\b", text)) for marker, call in MARKERS.items()}
 
 
 def check_sync(asm: Mapping[str, str], kernel: str = "kernel") -> None:
-    """Raise errors.LostSync if a wait or signal of the source did not reach the PTX, or stands where it has no effect.
+    """Raise errors.LostSync if a wait or signal of the source did not reach the PTX, or has no effect where it is.
 
-    asm: stage -> text, as `CompiledKernel.asm`; Gluon has no "ttir", its "ttgir" is the source.
+    asm: stage -> text, as `CompiledKernel.asm`; Gluon has no "ttir", so its "ttgir" counts as the source.
 
-    In `tl.range(warp_specialize=True)` Triton drops the assembly without a word on sm_90 (in the passes from TTIR to
-    TTGIR) and lets TMA loads pass it on sm_100; at other numbers of warps it keeps it. So a call in such a loop is an
-    error whatever became of it. From TTGIR to PTX only a call that is gone altogether is one: LLVM may merge the
-    calls at the end of two branches into one behind them, or unroll a loop and make more of it.
+    - Every call in `tl.range(warp_specialize=True)` is an error. There Triton drops the assembly silently on sm_90 (in
+      the passes from TTIR to TTGIR), lets TMA loads pass it on sm_100, and keeps it with other numbers of warps.
+    - A call that is missing in the TTGIR is an error.
+    - From TTGIR to PTX the loss of all calls of a kind is an error. Their number may change: LLVM may merge the calls
+      at the ends of two branches, or unroll a loop.
     """
     ttir, ttgir, ptx = (asm.get(stage, "") for stage in ("ttir", "ttgir", "ptx"))
     specialized = count_markers("\n".join(_specialized_loops(ttir)))
@@ -122,7 +123,7 @@ def check_sync(asm: Mapping[str, str], kernel: str = "kernel") -> None:
 
 
 def _specialized_loops(ttir: str) -> Iterator[str]:
-    """The bodies of the loops that TTIR marks `tt.warp_specialize`, found by indentation."""
+    """Yield the bodies of the loops that TTIR marks `tt.warp_specialize`, found by their indentation."""
     lines = ttir.splitlines()
     for end, line in enumerate(lines):
         if re.match(r"\s*\} \{[^}]*tt\.warp_specialize", line):
@@ -134,7 +135,7 @@ def _specialized_loops(ttir: str) -> Iterator[str]:
 
 
 class _Listener:
-    """`knobs.compilation.listener` that checks each compilation, after the listener that was there before."""
+    """A `knobs.compilation.listener` that calls the listener installed before it, then checks the compilation."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -151,14 +152,14 @@ class _Listener:
 
 
 def install_listener() -> None:
-    """Check every kernel that this process compiles or takes from Triton's cache; a lost wait or signal then raises
-    errors.LostSync at its first launch. Idempotent; keeps a listener that was installed before. Not possible with
+    """Check every kernel that this process compiles or takes from Triton's cache, so that a lost wait or signal raises
+    errors.LostSync at its first launch. Idempotent; calls a listener that was installed before, too. Has no effect with
     TRITON_STORE_BINARY_ONLY, where the cache holds no text."""
     if not isinstance(triton.knobs.compilation.listener, _Listener):
         triton.knobs.compilation.listener = _Listener(triton.knobs.compilation.listener)
 
 
 def remove_listener() -> None:
-    """Undo `install_listener`, if no other listener was installed over it."""
+    """Undo `install_listener`, unless another listener has been installed since."""
     if isinstance(triton.knobs.compilation.listener, _Listener):
         triton.knobs.compilation.listener = triton.knobs.compilation.listener.before

@@ -1,7 +1,7 @@
 """Loads, stores, copies and atomics on any rank's copy of a symmetric tensor.
 
-Pointers are into my own heap; `peer` says whose copy is meant. Blocks and masks are those of `tl`. Plain accesses carry
-no order of their own: publish with `signal`, see what was published after `wait`.
+Pointers are into my own heap; `peer` is the rank whose copy is accessed. Blocks and masks are those of `tl`. Plain
+accesses have no order of their own: `signal` publishes them, and they are visible after `wait`.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ _ACQ_REL = tl.constexpr("acq_rel")
 
 @triton.jit
 def load(ptr, peer, world, mask=None, other=None):
-    """`tl.load` from rank `peer`'s copy: `ld.global`, up to 16 bytes a thread.
+    """The values at `ptr` of rank `peer`'s copy, as `tl.load`: `ld.global`, up to 16 bytes a thread.
 
-    ptr: scalar or block of pointers; mask: bool block; other: value where the mask is false. Returns the values.
+    ptr: scalar or block of pointers; mask: bool block; other: value where the mask is false.
     """
     return tl.load(address.peer(ptr, peer, world), mask=mask, other=other)
 
 
 @triton.jit
 def store(ptr, value, peer, world, mask=None):
-    """`tl.store` into rank `peer`'s copy: `st.global`, up to 16 bytes a thread. Visible there after a `signal`."""
+    """Store into rank `peer`'s copy, as `tl.store`: `st.global`, up to 16 bytes a thread. Visible after a `signal`."""
     tl.store(address.peer(ptr, peer, world), value, mask=mask)
 
 
 @triton.jit
 def copy(dst, src, to_rank, from_rank, world, mask=None):
-    """Rank `from_rank`'s `src` into rank `to_rank`'s `dst`, through registers; any two ranks, blocks of equal shape and
-    element type."""
+    """Copy rank `from_rank`'s `src` into rank `to_rank`'s `dst` through registers. Any two ranks; blocks of equal shape
+    and element type."""
     tl.store(address.peer(dst, to_rank, world), tl.load(address.peer(src, from_rank, world), mask=mask), mask=mask)
 
 
 @triton.jit
 def get(dst, src, peer, world, mask=None):
-    """Rank `peer`'s `src` into my `dst`."""
+    """Copy rank `peer`'s `src` into my `dst`."""
     tl.store(dst, tl.load(address.peer(src, peer, world), mask=mask), mask=mask)
 
 
 @triton.jit
 def put(dst, src, peer, world, mask=None):
-    """My `src` into rank `peer`'s `dst`. Visible there after a `signal`."""
+    """Copy my `src` into rank `peer`'s `dst`. Visible there after a `signal`."""
     tl.store(address.peer(dst, peer, world), tl.load(src, mask=mask), mask=mask)
 
 
 @triton.jit
 def _before_release(sem: tl.constexpr):
-    # An atomic on a scalar is executed by one thread; before a release all threads must have done their accesses, and
-    # Triton 3.6 puts no barrier there.
+    # One thread executes an atomic on a scalar. Before a release all threads must have done their accesses, and Triton
+    # 3.6 puts no barrier there.
     if sem == "release" or sem == "acq_rel":
         ptx.cta_barrier()
 
@@ -60,9 +60,9 @@ def _before_release(sem: tl.constexpr):
 def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
     """`*ptr += value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.add`.
 
-    ptr: scalar or block of pointers, 32- or 64-bit integers or floats, fp16, bf16; sem: "relaxed", "acquire",
-    "release", "acq_rel". Scope is the system. A release covers the plain accesses of the whole program, not its TMA
-    stores: those are what `signal` is for. The other atomics are alike.
+    ptr: scalar or block of pointers to 32- or 64-bit integers or floats, fp16 or bf16; sem: "relaxed", "acquire",
+    "release", "acq_rel". The scope is the system. A release covers the plain accesses of the whole program, but not its
+    TMA stores: use `signal` for those. The other atomics are alike.
     """
     _before_release(sem)
     return tl.atomic_add(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
@@ -70,8 +70,8 @@ def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL)
 
 @triton.jit
 def atomic_cas(ptr, expected, value, peer, world, sem: tl.constexpr = _ACQ_REL):
-    """`value` into rank `peer`'s `*ptr` if that is `expected`; returns the old value. `atom.global.<sem>.sys.cas`.
-    No mask, as `tl.atomic_cas`."""
+    """`*ptr = value` on rank `peer` if it is `expected`; returns the old value. `atom.global.<sem>.sys.cas`. Takes no
+    mask, like `tl.atomic_cas`."""
     _before_release(sem)
     return tl.atomic_cas(address.peer(ptr, peer, world), expected, value, sem=sem, scope="sys")
 

@@ -1,9 +1,12 @@
-"""In-switch (NVLS) load-reduce, store and reduce-add, and the same meaning without a switch.
+"""Load-reduce, store and reduce-add in the switch (NVLS), or with the same meaning by a loop over the ranks.
 
 Pointers are blocks of element pointers into my own heap, contiguous in runs of 16 bytes that begin at multiples of
-16 bytes; masks are uniform in each run. Each is a loop over the ranks where `world.multicast` is false, and where the
-switch cannot: the ISA has no such form (fp32 min, say), the pointers are a scalar or a block whose last dimension is
-less than 16 bytes, or an addition has fewer than 16 bytes for each thread.
+16 bytes. Masks are uniform in each run. Each function is a loop over the ranks where
+
+- `world.multicast` is false,
+- the ISA has no such form (fp32 min, say),
+- the pointers are a scalar, or a block whose last dimension is less than 16 bytes,
+- an addition has fewer than 16 bytes for each thread.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ def _wide(x):
 
 @triton.jit
 def multimem_load_reduce(ptr, world, op: tl.constexpr = _ADD, mask=None):
-    """The elements at `ptr` on all ranks, reduced; 0 where the mask is false. Returns a block of the element type.
+    """The reduction over all ranks of the elements at `ptr`, a block of the element type; 0 where the mask is false.
 
     op: "add" (16-bit floats accumulate in fp32 and round once), "min", "max".
-    `multimem.ld_reduce.relaxed.sys.global.<op>`, 16 bytes an instruction for bf16, fp16, fp32; an element for integers
-    and fp64. Relaxed: see what was published after `wait`.
+    `multimem.ld_reduce.relaxed.sys.global.<op>`, 16 bytes an instruction for bf16, fp16 and fp32, an element for
+    integers and fp64. Relaxed: published data is visible after `wait`.
     """
     if ptx.multimem_can(ptr, "load_reduce", op, world):
         return ptx.multimem_load_reduce(address.multicast(ptr, world), mask, op)
@@ -63,7 +66,7 @@ def _load_or_zero(ptr, mask):
 
 @triton.jit
 def multimem_store(ptr, value, world, mask=None):
-    """`value` to `ptr` on all ranks. `multimem.st.relaxed.sys.global.v4.f32`, 16 bytes an instruction whatever the
+    """Store `value` to `ptr` on all ranks: `multimem.st.relaxed.sys.global.v4.f32`, 16 bytes an instruction for every
     element type. Visible there after a `signal`."""
     if ptx.multimem_can(ptr, "store", "", world):
         ptx.multimem_store(address.multicast(ptr, world), value, mask)
@@ -74,8 +77,8 @@ def multimem_store(ptr, value, world, mask=None):
 
 @triton.jit
 def multimem_reduce_add(ptr, value, world, mask=None):
-    """`value` added to `ptr` on all ranks, atomically an element at a time, in no fixed order.
-    `multimem.red.relaxed.sys.global.add`, 16 bytes an instruction for bf16, fp16, fp32; an element for integers and
+    """Add `value` to `ptr` on all ranks, each element atomically, in no fixed order:
+    `multimem.red.relaxed.sys.global.add`, 16 bytes an instruction for bf16, fp16 and fp32, an element for integers and
     fp64."""
     if ptx.multimem_can(ptr, "reduce_add", "add", world):
         ptx.multimem_reduce_add(address.multicast(ptr, world), value, mask)

@@ -1,7 +1,8 @@
-"""OpenSHMEM names over pkt's functions. A PE is a rank; addresses are into my own heap, as everywhere in pkt.
+"""OpenSHMEM names for pkt's functions. A PE is a rank; addresses are into my own heap, as everywhere in pkt.
 
-Called by all threads of a program; sizes are in bytes and multiples of the element size of the pointers. A `_nbi`
-call may return before the transfer is complete; here both forms do, for stores, until `quiet`, a signal or a barrier.
+All threads of a program make each call. Sizes are in bytes, and multiples of the pointers' element size. A `_nbi` call
+may return before the transfer is complete. Here both forms may do so for stores: `quiet`, a signal or a barrier
+completes them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def n_pes(world):
 
 @triton.jit
 def int_p(dest, value, pe, world):
-    """One value into PE `pe`'s `*dest`: `st.global` by one thread."""
+    """Store one value into PE `pe`'s `*dest`: `st.global` by one thread."""
     tl.store(address.peer(dest, pe, world), value)
 
 
@@ -57,26 +58,26 @@ def _move(dest, source, nbytes, to_pe, from_pe, world, BLOCK: tl.constexpr):
 
 @triton.jit
 def putmem_nbi(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
-    """My `source` into PE `pe`'s `dest`, in blocks of BLOCK elements. Complete after `quiet`."""
+    """Copy my `source` into PE `pe`'s `dest`, in blocks of BLOCK elements. Complete after `quiet`."""
     _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
 
 
 @triton.jit
 def putmem(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
-    """As `putmem_nbi`; `source` may be reused on return, as in OpenSHMEM."""
+    """As `putmem_nbi`, but the caller may reuse `source` on return, as in OpenSHMEM."""
     _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
     sync.ptx.cta_barrier()
 
 
 @triton.jit
 def getmem_nbi(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
-    """PE `pe`'s `source` into my `dest`. Complete after `quiet`."""
+    """Copy PE `pe`'s `source` into my `dest`. Complete after `quiet`."""
     _move(dest, source, nbytes, world.rank, pe, world, BLOCK)
 
 
 @triton.jit
 def getmem(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
-    """As `getmem_nbi`, and all threads of the program may read `dest` on return."""
+    """As `getmem_nbi`, but all threads of the program may read `dest` on return."""
     _move(dest, source, nbytes, world.rank, pe, world, BLOCK)
     sync.ptx.cta_barrier()
 
@@ -105,27 +106,27 @@ def putmem_signal(dest, source, nbytes, sig_addr, signal, sig_op: tl.constexpr, 
 
 @triton.jit
 def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, world):
-    """Until my `*sig_addr cmp cmp_value` (CMP_GE, ...); returns the value found. As `pl.wait`."""
+    """Wait until my `*sig_addr cmp cmp_value` (CMP_GE, ...); return the value found. As `pl.wait`."""
     return sync.wait(sig_addr, cmp_value, world, cmp)
 
 
 @triton.jit
 def sync_all(counters, world):
-    """All programs of all PEs; `counters`: two int32 of `pkt.signals`. OpenSHMEM's needs no memory of the caller's,
-    this one does. What was stored before is visible afterwards, which is more than OpenSHMEM promises."""
+    """Wait for all programs of all PEs. counters: two int32 of `pkt.signals`, which OpenSHMEM's form does not take. All
+    earlier stores are visible afterwards, which OpenSHMEM does not promise."""
     sync.world_barrier(counters, world)
 
 
 @triton.jit
 def barrier_all(counters, world):
-    """`quiet` and `sync_all`: all programs of all PEs, all stores complete."""
+    """`quiet`, then `sync_all`: wait for all programs of all PEs and for their stores."""
     sync.world_barrier(counters, world)
 
 
 @triton.jit
 def broadcast(dest, source, nbytes, root, counter, world, BLOCK: tl.constexpr = 4096):
-    """PE `root`'s `source` into every PE's `dest`. Collective over the programs of this index on all PEs: each waits
-    until its part has arrived and the root until all have; `counter`: one int32 for each program index."""
+    """Copy PE `root`'s `source` into every PE's `dest`. Collective over the programs of this index on all PEs, which
+    end in `pl.barrier`. counter: one int32 for each program index."""
     if tl.cast(world.rank, tl.int32) == root:
         for i in tl.static_range(1, world.size + 1):
             _move(dest, source, nbytes, (world.rank + i) % world.size, world.rank, world, BLOCK)

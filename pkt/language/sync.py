@@ -1,11 +1,11 @@
 """Signals, waits, barriers and epochs.
 
-What a program did before `signal` (plain accesses, multimem and TMA stores, by any of its threads) is visible, to TMA
-loads too, to the program whose `wait` found the signal. Nothing else needs saying about memory order. Counters are
-int32 in symmetric memory, compared so that they may wrap, and are never reset.
+A `signal` publishes everything that its program did before: plain accesses, multimem and TMA stores, by any of its
+threads. The program whose `wait` finds the signal sees all of it, by TMA loads too. There are no other rules of memory
+order. Counters are int32 in symmetric memory. Comparisons allow for a wrap, and counters are never reset.
 
-No call here belongs inside a K loop or a warp-specialised loop: the first stops being pipelined, the second loses the
-call (`pkt.language.inspect` makes that an error).
+Call none of these functions inside a K loop, which would no longer be pipelined, or in a warp-specialised loop, which
+loses the call (`pkt.language.inspect` makes that an error).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _post(ptr, value, op: tl.constexpr, sem: tl.constexpr):
 
 @triton.jit
 def signal(ptr, peer, world, value=1, op: tl.constexpr = _ADD):
-    """Publish what this program has done and add `value` to (op="set": write it into) rank `peer`'s counter.
+    """Publish everything this program has done, then add `value` to rank `peer`'s counter (op="set": store it).
 
     ptr: scalar pointer to int32 in my heap; peer: int; value: int32.
     `cp.async.bulk.wait_group 0`, `fence.proxy.async` (TMA stores have landed), `bar.sync`, then in one thread
@@ -46,8 +46,9 @@ def signal(ptr, peer, world, value=1, op: tl.constexpr = _ADD):
 
 @triton.jit
 def signal_all(ptr, world, value=1, op: tl.constexpr = _ADD):
-    """`signal` to every rank, this one included: one `fence.acq_rel.sys`, then a relaxed atomic for each rank, half the
-    time of a release to each. Peers in the order rank + 1, rank + 2, ..., so that ranks do not all send to rank 0."""
+    """`signal` to every rank, this one included: one `fence.acq_rel.sys`, then a relaxed atomic to each rank. This
+    takes half the time of a release to each. The order rank + 1, rank + 2, ... keeps ranks from all sending to rank
+    0."""
     ptx.drain(world)
     ptx.cta_barrier()
     ptx.fence()
@@ -57,8 +58,8 @@ def signal_all(ptr, world, value=1, op: tl.constexpr = _ADD):
 
 @triton.jit
 def _uniform(found, want):
-    # Each thread polls on its own and may find another value. One value for all, so that it may steer control flow: the
-    # one farthest ahead of `want`. Reductions are pure, so this costs nothing where the result is not used.
+    # Threads poll independently and may find different values. All get the one farthest ahead of `want`, so that it may
+    # steer control flow. Reductions are pure: where the result is not used, the compiler removes this one.
     threads: tl.constexpr = ptx.threads_to_agree()
     if threads > 1:
         want = tl.cast(want, tl.int32)
@@ -69,13 +70,14 @@ def _uniform(found, want):
 
 @triton.jit
 def wait(ptr, at_least, world, cmp: tl.constexpr = _GE):
-    """Until my counter `*ptr` is at least `at_least`; afterwards what its signallers published is visible, to TMA too.
+    """Wait until my counter `*ptr` is at least `at_least`; then everything its signallers published is visible.
 
-    ptr: scalar pointer to int32 in my heap; at_least: int; cmp: "ge", "gt", "le", "lt", "eq", "ne": the sign of the
-    32-bit difference, so counters may wrap. Returns the value found, int32, the same in every thread.
-    Spin on `ld.acquire.sys`, `fence.proxy.async.global`, `bar.sync`. When the counter stands still for longer than
-    the deadline in the status page, one record is written, every rank's wait leaves and the host raises WaitTimeout:
-    the value returned then does not satisfy the comparison, and what the program still computes is thrown away.
+    ptr: scalar pointer to int32 in my heap; at_least: int; cmp: "ge", "gt", "le", "lt", "eq", "ne", on the sign of the
+    32-bit difference, so that counters may wrap. Returns the value found, int32, the same in every thread.
+    Spin on `ld.acquire.sys`, `fence.proxy.async.global` (so TMA sees the data, too), `bar.sync`.
+    If the counter stands still for longer than the deadline in the status page, the wait writes one record, every
+    rank's waits leave, and the host raises WaitTimeout. The value returned then does not satisfy the comparison, and
+    the program's further results are discarded.
     """
     found = ptx.wait(ptr, at_least, cmp, world)
     ptx.cta_barrier()
@@ -84,9 +86,9 @@ def wait(ptr, at_least, world, cmp: tl.constexpr = _GE):
 
 @triton.jit
 def test(ptr, at_least, world, cmp: tl.constexpr = _GE):  # noqa: PT028
-    """Whether a `wait` with these arguments would return at once; if so what was published is visible, as after `wait`.
+    """Whether a `wait` with these arguments would return at once; if so, published data is visible as after `wait`.
 
-    Returns a bool, the same in every thread: one thread reads with `atom.add.acquire.sys` of 0 and tells the others.
+    Returns a bool, the same in every thread: one thread reads by `atom.add.acquire.sys` of 0 and tells the others.
     """
     found = tl.atomic_add(ptr, tl.cast(0, ptr.dtype.element_ty), sem="acquire", scope="sys")
     ptx.proxy_fence(world)
@@ -114,8 +116,8 @@ def fence():
 
 @triton.jit
 def quiet():
-    """All stores of this program, TMA ones too, have been performed everywhere: what a plain or relaxed store made
-    after it is seen after them. `cp.async.bulk.wait_group 0`, `fence.proxy.async`, `fence.acq_rel.sys`,
+    """Wait until all stores of this program, TMA stores too, have been performed everywhere. Other ranks see its later
+    plain and relaxed stores after them. `cp.async.bulk.wait_group 0`, `fence.proxy.async`, `fence.acq_rel.sys`,
     `bar.sync`."""
     ptx.drain(None)
     ptx.fence()
@@ -124,15 +126,15 @@ def quiet():
 
 @triton.jit
 def _share(first, n):
-    # A round of n arrivals adds 2^31: the first participant adds 2^31 - (n - 1), the others 1 each. So a round flips
-    # the counter's top bit exactly when it is complete, and nothing has to be reset or counted. In int32, which wraps.
+    # The n arrivals of a round add 2^31 in all: the first participant adds 2^31 - (n - 1), the others 1 each. So the
+    # counter's top bit flips exactly when a round is complete, with nothing to reset or count. int32 wraps.
     return tl.where(first, tl.cast(0x7FFFFFFF, tl.int32) - tl.cast(n, tl.int32) + 2, 1)
 
 
 @triton.jit
 def _arrive_everywhere(ptr, world):
-    """One arrival of this rank at every rank's counter. The caller has drained, and has read its own counter: a peer
-    that has seen my arrival may already arrive for the next round here."""
+    """Add this rank's arrival to every rank's counter. The caller must have drained, and must have read its own counter
+    before: a peer that has seen my arrival may already arrive here for the next round."""
     share = _share(tl.cast(world.rank, tl.int32) == 0, world.size)
     ptx.fence()
     for i in tl.static_range(1, world.size + 1):
@@ -141,11 +143,11 @@ def _arrive_everywhere(ptr, world):
 
 @triton.jit
 def barrier(ptr, world):
-    """The program with this index, on all ranks. One counter (int32, zeroed once) for each program index that calls it.
+    """Wait for the program with this index on all ranks; uses one counter (int32, zeroed once) a program index.
 
-    Everything published as by `signal_all`, visible as after `wait`. One relaxed atomic to each rank behind one fence.
+    Publishes as `signal_all` and acquires as `wait`. One fence, then one relaxed atomic to each rank.
     """
-    # Stable: this round cannot complete without me. Every thread reads it, so it must be before the barrier.
+    # The value is stable, because this round cannot complete without me. Every thread reads it, so before the barrier.
     round_bit = ptx.load_relaxed(ptr)
     ptx.drain(world)
     ptx.cta_barrier()
@@ -166,8 +168,8 @@ def _is_first_program():
 
 @triton.jit
 def grid_barrier(ptr, world):
-    """All programs of this rank's launch, which must all be resident. One counter. System scope: what a program put
-    into another rank's memory counts as done too."""
+    """Wait for all programs of this rank's launch, which must all be resident. Uses one counter. The scope is the
+    system: stores into other ranks' memory are visible afterwards, too."""
     ptx.drain(world)
     ptx.cta_barrier()
     before = tl.atomic_add(ptr, _share(_is_first_program(), _num_programs()), sem="release", scope="sys")
@@ -177,17 +179,17 @@ def grid_barrier(ptr, world):
 
 @triton.jit
 def world_barrier(ptr, world):
-    """All programs of all ranks. Two counters, `ptr` and `ptr + 1`: the last program to arrive on a rank arrives for
-    the rank. Grids may differ between ranks."""
+    """Wait for all programs of all ranks. Uses two counters, `ptr` and `ptr + 1`: the last program to arrive on a rank
+    arrives for the rank. Grids may differ between ranks."""
     round_bit = ptx.load_relaxed(ptr + 1)  # as in `barrier`
     ptx.drain(world)
     ptx.cta_barrier()
-    if _num_programs() == 1:  # nobody to wait for at home
+    if _num_programs() == 1:  # no other program on this rank
         _arrive_everywhere(ptr + 1, world)
     else:
         share = _share(_is_first_program(), _num_programs())
-        # Of this GPU only: what the others here have done goes on to the peers with the last one's fence, and to my
-        # rank's other programs, who wait for its arrival at home.
+        # The scope of this GPU is enough. The last program's fence passes on everything that the others here have done:
+        # to the peers, and to the rank's other programs, which wait for its arrival on this rank.
         before = tl.atomic_add(ptr, share, sem="acq_rel", scope="gpu")
         if ((before + share) ^ before) < 0:
             _arrive_everywhere(ptr + 1, world)
@@ -197,19 +199,19 @@ def world_barrier(ptr, world):
 
 @triton.jit
 def peek_epoch(flags):
-    """What `epoch` will return in this program, which calls it later, behind `ptx.cta_barrier`: a load instead of an
-    atomic whose result goes round the threads, which has its time while something else is waited for."""
+    """The value that `epoch` will return in this program, by a plain load. The program must call `epoch` later, behind
+    `ptx.cta_barrier`: the distribution of the atomic's result among the threads then overlaps with another wait."""
     return (ptx.load_relaxed((flags - _HEADER_WORDS).to(tl.pointer_type(tl.int64))) >> 32).to(tl.int32) + 1
 
 
 @triton.jit
 def epoch(flags, world):
-    """Which launch this is on these counters: 1, 2, ..., int32; counted in device memory, so graph replays count too.
+    """The number of this launch on these counters: 1, 2, ..., int32, counted on the device, so graph replays count too.
 
-    flags: pointer to the first of `pkt.signals`' counters. Call it exactly once in each program. `wait(flags + i,
-    epoch * arrivals_per_launch, world)` is then right on every launch with nothing reset.
-    `atom.add.relaxed` on the 64-bit word 64 bytes before `flags`: epoch above, arrivals below; the last to arrive
-    begins the next epoch.
+    flags: pointer to the first of `pkt.signals`' counters. Call it exactly once in each program. Then `wait(flags + i,
+    epoch * arrivals_per_launch, world)` is right in every launch with nothing reset.
+    `atom.add.relaxed` on the 64-bit word that lies 64 bytes before `flags`. Its high half is the epoch, its low half
+    the arrivals; the last program to arrive begins the next epoch.
     """
     word = (flags - _HEADER_WORDS).to(tl.pointer_type(tl.int64))
     n = tl.cast(_num_programs(), tl.int64)

@@ -1,8 +1,8 @@
 """ParallelKittens' eight primitives on a parallel global layout: an array of one shape (b, d, r, c) on every rank.
 
-Source of the set and its meaning: ParallelKittens, section 3.2.2 and appendix C. `coord` is (b, d, r, c); b and d count
-elements, r and c count tiles of the shape at hand (elements for the counters of `signal` and `wait`). Tiles at the edge
-are cut. Stores are asynchronous: they have landed after `signal`, `signal_all`, `barrier` or `pl.quiet`.
+Section 3.2.2 and appendix C of the ParallelKittens paper define the primitives. In a `coord` (b, d, r, c), b and d
+count elements, and r and c count tiles of the call's shape (elements for the counters of `signal` and `wait`). Tiles at
+the edge are cut. Stores are asynchronous: they have landed after `signal`, `signal_all`, `barrier` or `pl.quiet`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Layout(NamedTuple):
     """A contiguous array (b, d, r, c) in the symmetric heap; `pkt.layout(x)` makes one from a symmetric tensor.
 
     ptr: pointer to this rank's copy, any element type; b, d, r, c: int32 sizes.
-    tma: constexpr bool: each row begins at a multiple of 16 bytes, so that TMA and multimem may be used; otherwise
-        tiles move through registers, an element at a time where they must.
+    tma: constexpr bool: each row begins at a multiple of 16 bytes, so that TMA and multimem may be used. Otherwise
+        tiles move through registers, one element at a time where alignment requires it.
     """
 
     ptr: Any
@@ -43,7 +43,7 @@ def _plane(x, coord):
 
 @triton.jit
 def _elements(x, coord, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Block of element pointers [ROWS, COLS] of a tile, and the mask of those inside."""
+    """Block of element pointers [ROWS, COLS] of a tile, and the mask of the elements inside the layout."""
     rows = coord[2] * ROWS + tl.arange(0, ROWS)
     cols = coord[3] * COLS + tl.arange(0, COLS)
     ptrs = _plane(x, coord) + tl.cast(rows, tl.int64)[:, None] * x.c + cols[None, :]
@@ -82,12 +82,12 @@ def _add_to(dst, tile, coord, rank, world):
 
 @triton.jit
 def store_async(dst, tile, coord, world, peer=None):
-    """Tile [R, C] into rank `peer`'s array, or into every rank's (peer=None).
+    """Store tile [R, C] into rank `peer`'s array, or into every rank's (peer=None).
 
     dst: Layout; tile: 2-D block, cast to the element type; coord: (b, d, r, c).
-    TMA: `cp.async.bulk.tensor.2d.global.shared::cta.bulk_group`. To every rank: `multimem.st` where
-    `world.multicast`, else a TMA store to each. A descriptor made here costs 13 `tensormap.replace` and a fence,
-    hoisted where dst and coord[0:2] do not change: for many tiles a loop prefer one descriptor made before it.
+    TMA: `cp.async.bulk.tensor.2d.global.shared::cta.bulk_group`. To every rank: `multimem.st` where `world.multicast`,
+    else a TMA store to each. Making the descriptor takes 13 `tensormap.replace` and a fence, which the compiler hoists
+    while dst and coord[0:2] do not change. For many tiles make one descriptor before the loop.
     """
     tile = tile.to(dst.ptr.dtype.element_ty)
     if peer is not None:
@@ -102,8 +102,8 @@ def store_async(dst, tile, coord, world, peer=None):
 
 @triton.jit
 def store_add_async(dst, tile, coord, world, peer=None):
-    """Tile [R, C] added to rank `peer`'s array, or to every rank's; each element atomically, in no fixed order,
-    rounding at every addition. TMA: `cp.reduce.async.bulk.tensor.2d...add`; to every rank `multimem.red` where
+    """Add tile [R, C] to rank `peer`'s array, or to every rank's: each element atomically, in no fixed order, rounded
+    at every addition. TMA: `cp.reduce.async.bulk.tensor.2d...add`; to every rank `multimem.red` where
     `world.multicast`."""
     tile = tile.to(dst.ptr.dtype.element_ty)
     if peer is not None:
@@ -136,7 +136,7 @@ def reduce(
     COLS: tl.constexpr,
     op: tl.constexpr = _ADD,
 ):
-    """The tile at `src_coord` of every rank's `src`, reduced in the switch (or rank by rank, fp32 accumulation), into
+    """Reduce the tile at `src_coord` of every rank's `src`, in the switch or rank by rank with fp32 accumulation, into
     my own `dst` at `dst_coord`. op: "add", "min", "max"."""
     value = _load_reduce(src, src_coord, world, ROWS, COLS, op)
     ptrs, inside = _elements(dst, dst_coord, ROWS, COLS)
@@ -145,8 +145,8 @@ def reduce(
 
 @triton.jit
 def all_reduce(x, coord, world, ROWS: tl.constexpr, COLS: tl.constexpr, op: tl.constexpr = _ADD):
-    """The tile at `coord` of every rank's `x`, reduced and written back to every rank's `x`. One rank does this for a
-    given tile, after all have published theirs."""
+    """Reduce the tile at `coord` of every rank's `x` and write it back to every rank's `x`. One rank calls this for a
+    tile, after all ranks have published theirs."""
     value = _load_reduce(x, coord, world, ROWS, COLS, op)
     ptrs, inside = _elements(x, coord, ROWS, COLS)
     if x.tma:
@@ -181,5 +181,5 @@ def wait(bar, coord, at_least, world):
 
 @triton.jit
 def barrier(bar, coord, world):
-    """`pl.barrier` on the counter at element `coord`, of the programs of all ranks that call it with this `coord`."""
+    """`pl.barrier` on the counter at element `coord` of `bar`, for the programs that call it with this `coord`."""
     sync.barrier(_counter(bar, coord), world)

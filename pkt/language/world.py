@@ -1,7 +1,7 @@
-"""What a kernel is told about its ranks: one argument, `world.device` on the host, `world` in the kernel.
+"""The kernel argument that describes the ranks: `world.device` on the host, `world` in the kernel.
 
-The heap of rank r is mapped at `base + r * stride` in every process and the multicast window at `base + size * stride`,
-so a kernel needs no table: its own rank, the number of ranks and the stride are the whole address translation.
+The heap of rank r is mapped at `base + r * stride` in every process, and the multicast window at `base + size *
+stride`. So a kernel translates addresses by its own rank, the number of ranks and the stride, with no table.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 STATUS_BYTES = 4096
-"""The status page, at offset 0 of every rank's heap, so that peers reach it by arithmetic; int32 words."""
+"""Size of the status page of int32 words, at offset 0 of every rank's heap, where peers reach it by arithmetic."""
 
 STATUS_ABORT = 0
 """Word: not 0 once some rank's wait has expired; every wait of this rank then leaves."""
 STATUS_RECORDS = 1
-"""Word: records written since the host last cleared the page."""
+"""Word: number of records written since the host last cleared the page."""
 STATUS_DEADLINE = 2
-"""Words 2 and 3, an int64: nanoseconds a wait may spin while its counter stands still; 0 is no limit."""
+"""Words 2 and 3, an int64: nanoseconds that a wait may spin while its counter stands still; 0 is no limit."""
 STATUS_FIRST_RECORD = 16
-"""Word where the first record begins."""
+"""First word of the first record."""
 RECORD_WORDS = 16
-"""Words in a record: at most one record a program, in the order of arrival."""
+"""Words in a record. A program writes at most one record; records are in the order of arrival."""
 MAX_RECORDS = (STATUS_BYTES // 4 - STATUS_FIRST_RECORD) // RECORD_WORDS
 
 RECORD_FIELDS = ("rank", "program", "cmp", "wanted", "found", "offset_low", "offset_high", "epoch", "site", "owner")
-"""Words 0 to 9 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words; `epoch`
-is 0 where the wait does not know it; `site` is `site_hash` of the kernel's name; `owner` is program + 1, and 0 in a
-slot that nobody has claimed."""
+"""Words 0 to 9 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words. `epoch`
+is 0 where the wait does not know it. `site` is `site_hash` of the kernel's name. `owner` is program + 1, and 0 in a
+slot that no program has claimed."""
 
 CMP_CODES = {"ge": 0, "gt": 1, "le": 2, "lt": 3, "eq": 4, "ne": 5, "flip": 6}
-"""Word `cmp` of a record, low byte. "flip": the counter's top bit differs from that of `wanted` (barriers)."""
+"""Low byte of a record's word `cmp`. "flip": the counter's top bit differs from that of `wanted` (barriers)."""
 CMP_ABORTED = 256
-"""Added to word `cmp` when the wait left because another one had expired, not because its own time was up."""
+"""Added to word `cmp` if the wait left because another wait had expired, not because its own time was up."""
 
 
 def site_hash(kernel: str) -> int:
-    """Word `site` of a record: 31 bits that stand for a kernel's name (`CompiledKernel.metadata.name`); 0 for none."""
+    """Word `site` of a record: a 31-bit hash of a kernel's name (`CompiledKernel.metadata.name`), or 0 for no name."""
     return zlib.crc32(kernel.encode()) & 0x7FFFFFFF if kernel else 0
 
 
@@ -52,9 +52,9 @@ class DeviceWorld(NamedTuple):
     rank: this rank, 0 <= rank < size.
     size: number of ranks.
     stride: bytes between the windows of two ranks; rank r's copy of an address p is `p + (r - rank) * stride`.
-    multicast: whether multimem instructions may be used; otherwise every multicast form is a loop over ranks.
+    multicast: whether multimem instructions may be used; otherwise every multicast form is a loop over the ranks.
     status: pointer to int32, this rank's status page.
-    code: `code_hash()`. Triton's cache key does not see the bodies of Python builtins, so the kernel's key carries it.
+    code: `code_hash()`, part of the kernel's cache key, because Triton's key leaves out the bodies of Python builtins.
     """
 
     rank: Any
@@ -67,8 +67,8 @@ class DeviceWorld(NamedTuple):
 
 @functools.cache
 def code_hash() -> int:
-    """60 bits of SHA-256 over the names and sources of pkt's device code: part of every kernel's cache key. A number: a
-    string in the world would keep kernels from putting the world into a tuple."""
+    """60 bits of SHA-256 over the names and sources of pkt's device code, a part of every kernel's cache key. It is a
+    number, because a kernel cannot put a world with a string into a tuple."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
     for path in sorted(here.rglob("*.py")):

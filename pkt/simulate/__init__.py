@@ -1,10 +1,10 @@
-"""N ranks on the CPU: the real kernel source under a seeded scheduler, with race and deadlock detection.
+"""N ranks on the CPU: the kernel source itself under a seeded scheduler, with race and deadlock detection.
 
-source        device functions as Python; interpreter runs them; builder, numerics, reductions, shortcuts under it
-machine       ranks, the scheduler and launches; tasks and arguments are theirs; schedule decides
-device        what the programs do to memory and to each other; memory is the address space, astray says what is not in
-              it, cost is the modelled clock
-detector      what orders the accesses, by the clocks of races; sites say where a program stands
-faults        what can be broken on purpose
+source        rewrites device functions as Python; interpreter runs them, on builder, numerics, reductions, shortcuts
+machine       the ranks, the scheduler and the launches, on tasks and arguments; schedule makes every random choice
+device        the memory accesses and the waits of programs, on accesses, atomics, flagged, multimem and blocked;
+              memory is the address space, bad_address explains a wrong address, cost is the modelled clock
+detector      finds the accesses that nothing orders, by the clocks of races; sites finds a program's line
+faults        the faults that can be injected
 run           one run; explore: many seeds, mutants and lost signals
 """

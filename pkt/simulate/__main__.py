@@ -15,7 +15,7 @@ from pkt.simulate.machine import SMS
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function `name` of "path/file.py:name"; without a name, `main`."""
+    """Return the function `name` of "path/file.py:name", or `main` where no name is given."""
     path, _, name = target.partition(":")
     if not Path(path).is_file():
         raise typer.BadParameter(f"no file {path}; wanted file.py or file.py:function")
@@ -38,12 +38,12 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="schedules to run")] = 1000,
     seed: Annotated[int | None, typer.Option(help="replay this one schedule")] = None,
     sms: Annotated[int, typer.Option(min=1, help="programs that fit on a rank at once")] = SMS,
-    heap: Annotated[str, typer.Option(help="symmetric heap of a rank")] = "1GiB",
+    heap: Annotated[str, typer.Option(help="size of each rank's symmetric heap")] = "1GiB",
     races: Annotated[bool, typer.Option(help="detect data races")] = True,
-    multicast: Annotated[bool, typer.Option(help="the ranks have a multicast window")] = True,
+    multicast: Annotated[bool, typer.Option(help="give the ranks a multicast window")] = True,
     mutants: Annotated[bool, typer.Option(help="break every wait, signal, barrier and fence in turn")] = False,
     lost_signals: Annotated[bool, typer.Option(help="drop every signal in turn")] = False,
-    lost_ranks: Annotated[int, typer.Option(min=0, help="let a rank stop or die at so many random points")] = 0,
+    lost_ranks: Annotated[int, typer.Option(min=0, help="how often a rank stops or dies at a random point")] = 0,
 ) -> None:
     """Run a function on simulated ranks under many schedules; exit status 1 if anything is found."""
     report = simulate(

@@ -1,8 +1,8 @@
-"""What the accesses of the simulated programs do to memory.
+"""The effect of the simulated programs' accesses on memory.
 
 A plain store stays pending in its program until something makes it visible: an overlapping access of the same program,
-a release, the end of the grid, or the schedule. TMA stores are pending in the async proxy, which a release does not
-wait for: only `drain` does.
+a release, the end of the grid, or the schedule. TMA stores are pending in the async proxy. A release does not wait for
+TMA stores; only `drain` does.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 import triton.language as tl
 
 from pkt.simulate import cost
-from pkt.simulate.astray import astray, check_counters
+from pkt.simulate.bad_address import bad_address, check_counters
 from pkt.simulate.builder import Tile
 from pkt.simulate.detector import Detector
 from pkt.simulate.memory import Access, Pending, Strided, Unmapped
 from pkt.simulate.numerics import BITS, encode
 
-UNINTERRUPTED = 4096  # accesses of one program after which others run too, and after which it may count as stuck
-LONG = 16  # polls of a spin that so many count for
-REPEATS = 16  # loads of the same words, with nothing in between, that count as one poll
-TURNS = 512  # turns of a loop with no access that count as one poll
+UNINTERRUPTED = 4096  # accesses of one program before it must let others run
+LONG = 16  # polls that such a stretch of accesses counts for
+REPEATS = 16  # loads of the same words, with no other access in between, that count as one poll
+TURNS = 512  # iterations of a `while` with no access that count as one poll
 
 
 class Accesses:
-    """Loads and stores, plain and by tiles; `machine.current` says which program's."""
+    """Loads and stores, plain and by tiles, of the program `machine.current`."""
 
     def __init__(self, machine: Any) -> None:
         self.m = machine
@@ -38,7 +38,7 @@ class Accesses:
 
     @property
     def on_host(self) -> bool:
-        """Host code runs now, no program of a kernel."""
+        """Whether host code runs now, and not a program of a kernel."""
         return self.m.current is None or self.m.current.is_host
 
     def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray:
@@ -84,8 +84,8 @@ class Accesses:
             self._write(access, values[tile.inside], "TMA store", is_async=True)
 
     def reduce_tile(self, tile: Tile, values: np.ndarray, op: Any) -> None:
-        """An atomic update of each element. Performed at once: its order among other updates is free anyway, and that
-        nobody may rely on it before a drain is the race detector's business."""
+        """Update each element atomically, at once: the order among updates is free anyway, and the race detector
+        reports a program that relies on the update before a drain."""
         self._step(tile.address)
         access = self._tile(tile, "TMA reduce")
         if access is None:
@@ -98,7 +98,8 @@ class Accesses:
         self._changed(access)
 
     def turn(self) -> None:
-        """A `while` goes round. One that makes no access in so many turns may wait for what it never looks at."""
+        """Count an iteration of a `while`. A loop without accesses may wait for a value that it never loads, so every
+        TURNS iterations count as a poll."""
         task = self.m.current
         task.turns = task.turns + 1 if task.turned == task.accesses else 0
         task.turned = task.accesses
@@ -120,10 +121,10 @@ class Accesses:
             self._commit(task, lambda p: True)
 
     def _step(self, first: int | None = None, spin: bool = False) -> None:
-        """Every access begins here: another program may run first; a spin lets it. first: where the access begins.
+        """Begin an access: another program may run first, and a spin lets it.
 
-        A poll is what may be a turn of a spin. A program that comes to an address that it has not been at since memory
-        last changed anywhere is not in one."""
+        first: address of the first element. spin: the access may be a poll of a spin loop. The poll count restarts
+        when memory changes anywhere, and when the program accesses an address that is new since that change."""
         m, task = self.m, self.m.current
         task.accesses += 1
         long = not task.accesses % UNINTERRUPTED
@@ -143,9 +144,9 @@ class Accesses:
             m.pause()
 
     def _repeats(self, first: int, count: int) -> bool:
-        """Whether a program loads the same words again and again, as a spin on a plain load does."""
+        """Whether a program loads the same words repeatedly, as a spin on a plain load does."""
         task = self.m.current
-        alone = task.last == (first, count, task.accesses)  # nothing else in between
+        alone = task.last == (first, count, task.accesses)  # no other access in between
         task.last = first, count, task.accesses + 1
         task.repeats = task.repeats + 1 if alone else 0
         return alone and not task.repeats % REPEATS
@@ -154,7 +155,7 @@ class Accesses:
         try:
             parts = self.m.space.resolve(addresses, mask, itemsize)
         except Unmapped as unmapped:
-            raise astray(self.m, unmapped, kind) from None
+            raise bad_address(self.m, unmapped, kind) from None
         for access, _ in parts:
             if access.region.kind == "signals":
                 check_counters(self.m, access, kind)
@@ -164,7 +165,7 @@ class Accesses:
         try:
             return self.m.space.tile(tile.address, tile.shape, tile.strides, tile.dtype.itemsize)
         except Unmapped as unmapped:
-            raise astray(self.m, unmapped, kind) from None
+            raise bad_address(self.m, unmapped, kind) from None
 
     # stores
 
@@ -187,7 +188,7 @@ class Accesses:
         self.detector.read(access, kind, is_async)
 
     def _before_poll(self, access: Access, kind: str) -> None:
-        """A volatile load, which is a relaxed atomic one."""
+        """As `_before_read` for a volatile load, which is a relaxed atomic load."""
         self._own_stores(access)
         self._moved(access)
         self.detector.write(access, "atomic", is_async=False)
@@ -196,7 +197,7 @@ class Accesses:
         self.detector.read_relaxed(words, "system")
 
     def _own_stores(self, access: Access) -> None:
-        """A program sees its own stores, and they keep their order where they overlap."""
+        """Commit the program's own pending stores that `access` overlaps: it sees them, and they keep their order."""
         task = self.m.current
         if task.pending:
             hit = [p for p in task.pending if p.overlaps(access)]
@@ -216,7 +217,7 @@ class Accesses:
             self.m.owing.remove(task)
 
     def _changed(self, access: Access) -> None:
-        """Memory changed by something other than a signal: programs that wait on a word inside look again."""
+        """Wake the programs that wait on a word of `access`, which something other than a signal has changed."""
         m = self.m
         m.progress += 1
         if m.waiting:
@@ -252,12 +253,12 @@ class Accesses:
 
 
 def scalar(value: Any) -> int:
-    """The one value of a scalar."""
+    """The value of a scalar as a Python int."""
     return int(value.handle.data.reshape(-1)[0]) if isinstance(value, tl.tensor) else int(value)
 
 
 def mask_of(mask: Any, ptr: Any) -> Any:
-    """As an array of ptr's shape; None where all of it is true."""
+    """The mask as an array of ptr's shape, or None if it is true everywhere."""
     if mask is None:
         return None
     data = np.broadcast_to(mask.handle.data if isinstance(mask, tl.tensor) else np.asarray(mask), ptr.handle.data.shape)
@@ -265,8 +266,8 @@ def mask_of(mask: Any, ptr: Any) -> Any:
 
 
 def words_of(access: Access, most: int = 256) -> list[int]:
-    """Addresses of an access that can be synchronisation variables; a whole tile of data, of more than `most`, has
-    none."""
+    """Addresses of the elements of an access, as possible synchronisation variables; empty for more than `most`
+    elements, which are a tile of data."""
     count = access.count()
     if count == 1:
         return [access.first()]

@@ -18,27 +18,26 @@ _signature = functools.lru_cache(maxsize=1024)(inspect.signature)
 
 
 def parameters(kernel: Any) -> Iterator[tuple[str, bool, bool, str]]:
-    """(name, is constexpr, is specialised, the type that it is annotated with, "i64" and the like) of every
-    parameter."""
+    """Yield (name, is constexpr, is specialised, annotated type such as "i64" or "") for every parameter."""
     if hasattr(kernel, "params"):
         yield from ((p.name, p.is_constexpr, not p.do_not_specialize, p.annotation_type) for p in kernel.params)
-    else:  # decorated under TRITON_INTERPRET=1, which keeps less
+    else:  # decorated under TRITON_INTERPRET=1, where Triton keeps less of each parameter
         for name, p in _signature(kernel.fn).parameters.items():
             yield name, "constexpr" in str(p.annotation), True, ""
 
 
 def bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
-    """Every parameter's value by name, defaults among them."""
+    """Every parameter's value by name, default values included."""
     bound = _signature(kernel.fn).bind(*args, **named)
     bound.apply_defaults()
     for name, value in bound.arguments.items():
         if isinstance(value, World):
-            raise ShapeError.argument(kernel.fn.__name__, name, "a pkt.World", "what kernels take of it, world.device")
+            raise ShapeError.argument(kernel.fn.__name__, name, "a pkt.World", "world.device, its form for kernels")
     return dict(bound.arguments)
 
 
 def register(arguments: dict[str, Any], space: AddressSpace, rank: int, kernel: str) -> list[int]:
-    """The launch's local tensors become addressable; returns their bases, to be dropped when it has finished."""
+    """Make the launch's local tensors addressable; return their base addresses, to be dropped after the launch."""
     bases = []
     for name, tensor in (t for key, value in arguments.items() for t in _tensors([value], key)):
         storage = tensor.untyped_storage()
@@ -56,7 +55,7 @@ def register(arguments: dict[str, Any], space: AddressSpace, rank: int, kernel: 
 
 
 class _Raw:
-    """A buffer over memory that somebody else owns."""
+    """An array interface over memory that something else owns."""
 
     def __init__(self, base: int, nbytes: int) -> None:
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (base, False), "version": 3}

@@ -1,4 +1,4 @@
-"""What the atomic accesses of the simulated programs do, to memory and to the order of everything else."""
+"""The effect of the simulated programs' atomic accesses on memory and on the order of other accesses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pkt.simulate.memory import Access, Scattered, Strided
 from pkt.simulate.sites import site
 
 ALL_OF_THEM = 1 << 62
-_ALL = {1: np.arange(1)}  # flat positions of a whole block, for the commonest size
+_ALL = {1: np.arange(1)}  # size of a block -> its flat positions, for the most frequent size
 
 
 class Atomics(Accesses):
-    """Atomic updates, signals among them."""
+    """Atomic updates, signals included."""
 
     def atomic(
         self,
@@ -33,8 +33,10 @@ class Atomics(Accesses):
         *,
         reads: bool = False,
     ) -> np.ndarray:
-        """`update(old, where)` gives the new values of the flat positions `where`. reads: it only looks, so it is no
-        signal that could be lost."""
+        """Perform an atomic update; return the old values, in the shape of `addresses`.
+
+        update: `update(old, where)` returns the new values of the flat positions `where`. reads: the update changes
+        nothing, so it is no signal that could be lost."""
         m, task = self.m, self.m.current
         at = site()
         self._step(int(addresses.flat[0]), spin=mask is None or bool(mask.any()))
@@ -63,7 +65,7 @@ class Atomics(Accesses):
             access = parts[0][0]
             access.region.signalled[access.first()] = at
             event = self._signal(at, parts[0][0])
-            if event == m.faults.drop:  # lost on its way: the sender goes on with what it would have found
+            if event == m.faults.drop:  # lost in transit: the sender still gets the old values
                 for part, where in parts:
                     out[where] = part.view(dtype).reshape(-1) if isinstance(part, Strided) else part.read(dtype)
                 return out.reshape(addresses.shape)
@@ -77,7 +79,7 @@ class Atomics(Accesses):
         clock = self._release(releases)
         for _ in range(copies):
             changed = self._perform(task, at, parts, words, dtype, update, out, clock, scope)
-        if not changed:  # a look
+        if not changed:  # the program has only looked at the words
             for access, _ in parts:
                 access.region.waited.update(words)
         if acquires:
@@ -99,7 +101,7 @@ class Atomics(Accesses):
         return tl.tensor(TensorHandle(old, ty), tl.block_type(ty, list(old.shape)) if ptr.shape else ty)
 
     def _release(self, releases: bool) -> Any:
-        """The clock that an atomic publishes; a release makes the program's plain stores visible first."""
+        """Return the clock that an atomic publishes; if it releases, make the program's plain stores visible first."""
         if releases:
             self._commit(self.m.current, lambda p: not p.is_async)
         return self.detector.released(releases)
@@ -116,7 +118,7 @@ class Atomics(Accesses):
         clock: Any,
         scope: str,
     ) -> bool:
-        """The update itself; whether it changed anything."""
+        """Perform the update itself; return whether it changed anything."""
         m, anything = self.m, False
         for access, where in parts:
             if m.current is task:

@@ -1,4 +1,4 @@
-"""A program in a wait: what it waits for, and whether that is there."""
+"""A program in a wait: the condition that it waits for, and whether it holds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The builder behind the interpreted `tl`: arithmetic with the GPU's rounding, memory through a `Device`.
+"""The builder behind the interpreted `tl`: arithmetic with the GPU's rounding, memory accesses through a `Device`.
 
-Triton's own interpreter supplies most of the ~150 builder calls; this class replaces those that it lacks or gets wrong
-(bf16, fp8, tf32, rounding modes, descriptors' reductions) and every access to memory, which goes to the simulated
-machine instead of straight to an address.
+Triton's own interpreter supplies most of the ~150 builder calls. This class replaces those that Triton's lacks or gets
+wrong (bf16, fp8, tf32, rounding modes, reductions by descriptors), and every memory access: the simulated machine
+performs it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _DESCRIPTOR_ATOMICS: dict[Any, Any] = {
 
 
 class Device(Protocol):
-    """What the builder needs of the machine. Addresses are uint64 arrays, masks bool arrays or None (all)."""
+    """The part of the machine that the builder uses. Addresses are uint64 arrays; masks are bool arrays, or None for
+    all true."""
 
     def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray: ...
     def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None: ...
@@ -66,10 +67,10 @@ class Device(Protocol):
 
 
 class Tile:
-    """A descriptor's box at given offsets, clipped to the tensor: what one TMA instruction touches.
+    """The elements that one TMA instruction accesses: a descriptor's box at given offsets, clipped to the tensor.
 
-    `address` of the first element inside, `shape` and byte `strides` of the part inside, `box` the full block shape and
-    `inside` the slices of the box that the part fills.
+    box: full block shape. inside: the slices of the box that lie inside the tensor. address, shape, strides: first
+    address, shape and byte strides of that part.
     """
 
     def __init__(self, desc: Any, offsets: list[TensorHandle]) -> None:
@@ -108,15 +109,15 @@ def handle(data: np.ndarray, ty: tl.dtype) -> TensorHandle:
 
 
 class Builder(InterpreterBuilder):
-    """One for the process; `device` is set while a program of the simulated machine runs."""
+    """The one builder of the process; `device` is set while a program of the simulated machine runs."""
 
     device: Device
     pkt: Any  # the primitives of pkt.language.ptx; the machine sets it
 
     def __init__(self) -> None:
         super().__init__()
-        # The overflow checks of `tl` cost a quarter of the run and the GPU has none.
-        # `tl.device_assert` is checked, as with debug=True on the GPU.
+        # The overflow checks of `tl` take a quarter of the run, and the GPU has none.
+        # debug=True checks `tl.device_assert`, as on the GPU.
         self.options = InterpreterOptions(sanitize_overflow=False, debug=True)
 
     # -- arithmetic -------------------------------------------------------------------------------------------------
@@ -152,12 +153,12 @@ class Builder(InterpreterBuilder):
 
     def create_umulhi(self, lhs, rhs):
         dtype, bits = lhs.data.dtype, lhs.data.itemsize * 8
-        # Python's integers: 128 bits are needed, and it is rare.
+        # Python's integers, because the product needs 128 bits.
         a, b = (h.data.view(f"u{h.data.itemsize}").astype(object) for h in (lhs, rhs))
         return handle(((a * b) >> bits).astype(f"u{dtype.itemsize}").view(dtype), lhs.dtype)
 
     def create_histogram(self, data, bins, mask):
-        inside = (data.data >= 0) & (data.data < bins)  # what falls in no bin is not counted
+        inside = (data.data >= 0) & (data.data < bins)  # values outside the bins are not counted
         chosen = data.data[inside if mask is None else inside & mask.data]
         return handle(np.bincount(chosen.astype(np.int64), minlength=bins).astype(np.int32), tl.int32)
 
@@ -165,7 +166,7 @@ class Builder(InterpreterBuilder):
         return handle(np.array([True] if type == tl.int1 else [-1]).astype(np_dtype(type)), type)
 
     def create_minnumf(self, lhs, rhs):
-        """What `tl.minimum` is unless it is told to keep a NaN: the other operand."""
+        """`tl.minimum` by default: of a NaN and a number, the number."""
         return self.binary_op(lhs, rhs, np.fmin)
 
     def create_maxnumf(self, lhs, rhs):
@@ -325,7 +326,7 @@ class Builder(InterpreterBuilder):
 
     def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
         raise NotImplementedError(
-            f"inline assembly cannot be simulated: {inlineAsm!r}; use the functions of pkt.language or tl, which can"
+            f"the simulator cannot run inline assembly: {inlineAsm!r}; use the functions of pkt.language or tl"
         )
 
     def create_print(self, prefix, hex, values, isSigned):
@@ -345,12 +346,12 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
 
 @functools.cache
 def _order(sem: Any, scope: Any) -> tuple[str, str]:
-    """("acquire_release", "system") and the like, lower case."""
+    """The names of `sem` and `scope` in lower case: ("acquire_release", "system") for example."""
     return str(sem).split(".")[-1].lower(), str(scope).split(".")[-1].lower()
 
 
 def _rounded(op: Any, ty: tl.dtype) -> Any:
-    """`op` on stored bits of format `ty`, rounded as the hardware's reduction does."""
+    """`op` on stored bits of format `ty`, with the rounding of the hardware's reduction."""
     if ty not in BITS:
         return op
     return lambda old, new: encode(op(decode(old, ty), decode(new, ty)), ty)

@@ -1,7 +1,7 @@
-"""What orders one access before another, followed while the programs run; what is not ordered is a race.
+"""The race detector: follows which accesses are ordered while the programs run, and reports those that are not.
 
-The arithmetic of clocks and shadows is in `races`; here it is applied to programs: what each has released and
-acquired, and at which line it touched what. Off unless the machine looks for races.
+`races` has the arithmetic of clocks and shadows. This module applies it to programs: it follows the releases, the
+acquires and the accesses of each, with their lines. It does nothing unless the machine looks for races.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pkt.simulate.sites import site
 
 
 class Sync:
-    """Clocks released at one address: by anybody at system scope, and by each rank at any scope."""
+    """The clocks released at one address: by any rank at system scope, and by each rank at any scope."""
 
     __slots__ = ("system", "rank", "time", "launch")
 
@@ -28,7 +28,7 @@ class Sync:
         self.system: Any = None
         self.rank: dict[int, Any] = {}
         self.time = 0.0
-        self.launch: dict[int, int] = {}  # releasing rank -> its newest launch that released here
+        self.launch: dict[int, int] = {}  # rank -> its newest launch that released here
 
 
 def accessed(task: Any, kind: str, tensor: str, at: Site) -> wording.Access:
@@ -37,26 +37,26 @@ def accessed(task: Any, kind: str, tensor: str, at: Site) -> wording.Access:
 
 
 def _reaches(scope: str, one: Any, other: Any) -> bool:
-    """Whether an atomic access at `scope` of one program is atomic to the other, too."""
+    """Whether an atomic access at `scope` of one program is atomic for the other program, too."""
     return scope == "system" or (scope == "gpu" and one.rank == other.rank)
 
 
 class Detector:
-    """One for the machine; `machine.current` says which program acts."""
+    """The race detector of one machine; it follows the program `machine.current`."""
 
     def __init__(self, machine: Any) -> None:
         self.m = machine
         self.sync: dict[int, Sync] = {}
         self.reported: set[tuple] = set()
-        self.narrow: dict[tuple[int, int], str] = {}  # (stamp, region) -> scope of an update, where it is not "system"
-        # (stamp, region, role) -> who made an access with that stamp there, and the newest line of it
+        self.narrow: dict[tuple[int, int], str] = {}  # (stamp, region) -> scope of an update, unless it is "system"
+        # (stamp, region, role) -> (kind, program, newest line) of the accesses with that stamp there
         self.authors: dict[tuple[int, int, str], tuple[str, Any, Site]] = {}
 
-    # -- what is published and taken over ---------------------------------------------------------------------------
+    # -- releases, acquires and fences ------------------------------------------------------------------------------
 
     def released(self, releases: bool) -> Any:
-        """What an atomic of the current program publishes: everything so far if it releases, else everything before its
-        last fence; None if nothing, or if nobody asks."""
+        """Return the clock that an atomic of the current program publishes: its clock now if the atomic releases, else
+        its clock at the last fence. None if there was no fence, or if the detector is off."""
         m, task = self.m, self.m.current
         if not m.races:
             return None
@@ -83,14 +83,14 @@ class Detector:
         sync.launch[task.rank] = task.launch.ordinal
 
     def _visible(self, sync: Sync, scope: str) -> Any:
-        """Clocks that an acquire of the current program at `scope` synchronises with."""
+        """The clock that an acquire of the current program at `scope` takes over, or None."""
         own = sync.rank.get(self.m.current.rank)
         if scope == "system":
             return self._joined(sync.system, own)
         return own if scope == "gpu" else None
 
     def read_relaxed(self, addresses: list[int], scope: str) -> None:
-        """Only a later fence makes use of what was read: the clocks are put by, and seldom joined."""
+        """Keep the clocks at these addresses for a later fence, the only use of a relaxed read; join them seldom."""
         if not self.m.races or scope == "cta":
             return
         put_by = self.m.current.unacquired
@@ -114,7 +114,7 @@ class Detector:
         return self.m.clocks.join(a, b)
 
     def fence(self) -> None:
-        """What earlier relaxed atomics read is acquired; later ones publish all before the fence, that included."""
+        """Acquire the clocks that earlier relaxed atomics read; later relaxed atomics publish the joined clock."""
         task = self.m.current
         if self.m.races:
             task.clock = functools.reduce(self.m.clocks.join, task.unacquired, task.clock)
@@ -123,7 +123,7 @@ class Detector:
             task.clock[task.column] += 1
 
     def drained(self) -> None:
-        """The program's TMA stores are as its own now. The proxy fence that goes with it works both ways."""
+        """Order the program's TMA stores like its own stores. The proxy fence of a drain works in both directions."""
         task = self.m.current
         if self.m.races:
             task.clock[task.column + 1] = task.async_clock
@@ -131,7 +131,7 @@ class Detector:
             self.order_async()
 
     def order_async(self) -> None:
-        """TMA loads issued from now on see what the program has seen and done until now."""
+        """Order the TMA loads from now on after everything that the program has seen and done until now."""
         task = self.m.current
         if self.m.races:
             task.seen = task.clock.copy()
@@ -140,7 +140,7 @@ class Detector:
     # -- accesses ---------------------------------------------------------------------------------------------------
 
     def read(self, access: Access, kind: str, is_async: bool = False) -> None:
-        """The current program reads; `is_async` by TMA."""
+        """Check and record a read of the current program, by TMA if `is_async`."""
         m, task = self.m, self.m.current
         region = access.region
         if not m.races or region.kind == "local":
@@ -156,8 +156,8 @@ class Detector:
         self.authors[stamp, region.base, "reader"] = (kind, task, site())
 
     def write(self, access: Access, kind: str, is_async: bool, at: Site | None = None, scope: str = "system") -> None:
-        """A write, or an atomic update, which only other kinds of access can race with, and updates at a scope that one
-        of the two programs is outside of."""
+        """Check and record a write or an atomic update. Two updates race only if the scope of one leaves the other
+        program out."""
         m, task = self.m, self.m.current
         region = access.region
         if not m.races or region.kind == "local":
@@ -165,17 +165,17 @@ class Detector:
         updates = kind in ("atomic", "TMA reduce")
         shadow, touched = self._shadow(region), Touched(access)
         role = "updater" if updates else "writer"
-        if updates and scope != task.scope and not is_async:  # so that a stamp is of one scope
+        if updates and scope != task.scope and not is_async:  # so that all updates of a stamp have one scope
             task.scope = scope
             task.clock[task.column] += 1
         column = task.column + 1 if is_async else task.column
         stamp = (task.async_clock if is_async else int(task.clock[task.column])) << 32 | column << 16
         task.undrained = task.undrained or is_async
         clock = m.clocks.fit(task.seen if is_async else task.clock)
-        if not (updates and region.kind == "signals"):  # which is what counters are for
+        if not (updates and region.kind == "signals"):  # updates of counters never race
             earlier = {} if updates else {"updater": shadow.updater}
             self._look(kind, access, touched, clock, writer=shadow.writer, **earlier)
-            if is_async:  # what TMA stores was made of what this program has read
+            if is_async:  # the tile that TMA stores is taken to depend on this program's earlier reads
                 clock = clock.copy()
                 clock[task.column] = task.clock[task.column]
             self._look(kind, access, touched, clock, reader=shadow.reader, reader_before=shadow.other)
@@ -189,7 +189,7 @@ class Detector:
         self.authors[stamp, region.base, role] = (kind, task, at or site())
 
     def _look(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, **earlier: np.ndarray) -> None:
-        """Report the first access of each role that is not ordered before this one."""
+        """Report the first earlier access of each role that is not ordered before this access."""
         for role, array in earlier.items():
             hit = unordered(touched.get(array), touched, clock)
             if hit is not None:
@@ -198,7 +198,7 @@ class Detector:
     def _look_at_scopes(
         self, access: Access, touched: Touched, updaters: np.ndarray, clock: np.ndarray, scope: str
     ) -> None:
-        """Report an earlier update that is not ordered before this one, if the scope of either leaves the other out."""
+        """Report each earlier unordered update if the scope of either update leaves the other program out."""
         task, base = self.m.current, access.region.base
         earlier = touched.get(updaters)
         stamps = [int(earlier.flat[0]) & ~FULL] if earlier.size == 1 else np.unique(earlier & ~FULL).tolist()
@@ -212,7 +212,7 @@ class Detector:
             at = np.flatnonzero((((earlier & ~FULL) == stamp) & ((earlier & touched.bytes) != 0)).reshape(-1))
             if at.size:
                 narrow = min(both, key=("cta", "gpu", "system").index)
-                note = f'one of the two is atomic at scope "{narrow}", which the other is outside of: use scope="sys"'
+                note = f'one of the two is atomic at scope "{narrow}", which leaves the other out: use scope="sys"'
                 self._report("atomic", access, touched, (int(at[0]), stamp), "updater", note)
 
     @staticmethod
@@ -242,8 +242,8 @@ class Detector:
         m.findings.append(error)
 
     def note_stale(self, task: Any, blocked: Any, sync: Sync) -> None:
-        """The wait passed at once, and every signal behind it is of an earlier launch: right only if meant so. Said
-        together with a race, if one follows."""
+        """Keep a note for later races: this wait passed at once, on signals of earlier launches only. A program may
+        intend that, so it is no finding of its own."""
         newest = max(sync.launch.values(), default=0)
         if newest < task.launch.ordinal:
             task.satisfied_by = str(errors.StaleFlag.found(blocked.waiting(), newest))

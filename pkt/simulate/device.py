@@ -1,7 +1,7 @@
-"""What the programs of the simulated machine do to memory and to each other: the device side of `Machine`.
+"""The device side of `Machine`: the accesses and the synchronisation of the simulated programs.
 
 The builder sends every access of `tl` here, and pkt.language sends its primitives. Each kind of access has a file of
-its own; here is what makes a program wait, and what orders its accesses.
+its own. This file has the waits, the fences and the drain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pkt.wording import Waiting
 
 
 class SimulatedDevice(Flagged, Multimem):
-    """See the module. One for the machine; `machine.current` says which program calls."""
+    """The device of one machine; `machine.current` is the program that calls."""
 
     def wait(self, ptr: Any, want: Any, cmp: str) -> tl.tensor:
         m, task = self.m, self.m.current
@@ -86,12 +86,12 @@ class SimulatedDevice(Flagged, Multimem):
         self.m.current.mark = kind
 
     def check_exit(self, task: Any) -> None:
-        """TMA stores are performed before a grid ends; what is still pending stays until the whole grid has."""
+        """Order a program's TMA stores when it ends. Stores that are still pending stay so until the grid ends."""
         if self.m.races:
             task.clock[task.column + 1] = task.async_clock
 
     def spinning(self, task: Any) -> Waiting:
-        """What a program that polls by itself waits for, as far as one can know: another value than it finds."""
+        """The Waiting of a program that polls in a loop of its own. It is taken to wait for another value."""
         at, launch = site_of(task), task.launch.ordinal
         if task.polled is None:
             return Waiting(task.rank, task.program, task.name, "a loop of its own", 0, 0, "ne", str(at), launch)

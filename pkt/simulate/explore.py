@@ -1,4 +1,4 @@
-"""Many schedules of one program, and the same program broken on purpose: `pkt.simulate` and its report."""
+"""`pkt.simulate` and its report: many schedules of one program, and of the same program with injected faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = 5  # different findings a report prints in full
 
 @dataclass(frozen=True)
 class Found:
-    """Something wrong in one schedule. `seed` (and `faults`, if any) replay it exactly."""
+    """A failure in one schedule. `seed`, with `faults` if there are any, replays it exactly."""
 
     seed: int
     failure: Exception
@@ -43,10 +43,10 @@ class Found:
 
 @dataclass
 class Report:
-    """What `pkt.simulate` did and found.
+    """What `pkt.simulate` ran and found.
 
-    findings: of the program as it is; empty if it is right in every schedule that ran.
-    mutants, signals, losses: every fault that was tried, with what caught it, or None if nothing did.
+    findings: failures of the program as it is; empty if every schedule that ran is right.
+    mutants, signals, losses: every fault that was tried, with the failure that caught it, or None if nothing did.
     """
 
     ranks: int
@@ -69,7 +69,7 @@ class Report:
         return not self.findings and not self.survivors
 
     def check(self) -> Report:
-        """Self, or the first finding raised, or an AssertionError naming the faults that nothing caught."""
+        """Return self. Raises the first finding, or an AssertionError that names the faults that nothing caught."""
         if self.findings:
             first = self.findings[0]
             first.failure.add_note(f"seed {first.seed} replays it")
@@ -80,7 +80,7 @@ class Report:
         return self
 
     def table(self) -> Table:
-        from rich.table import Table  # rich takes longer to import than all of this package: only where it is used
+        from rich.table import Table  # imported here: rich takes longer to import than this whole package
 
         table = Table(show_header=True, header_style="bold", title_justify="left")
         table.add_column("what")
@@ -135,15 +135,19 @@ def simulate(
     progress: bool = False,
     max_findings: int = 20,
 ) -> Report:
-    """Run `fn(world, *args)` on `ranks` simulated ranks under many schedules and report what goes wrong in any.
+    """Run `fn(world, *args)` on `ranks` simulated ranks under many schedules and report every failure.
 
-    fn checks its own results (assert, or raise) and launches its kernels as on GPUs; nothing in it is special. seeds:
-    how many schedules, or which; seed 0 is the plain order. sms: programs that fit on a rank at once. races: the race
-    detector; without it a missing order still shows as a wrong value in some schedule. mutants: also remove or weaken
-    every wait, signal, barrier and fence in turn; lost_signals: also drop every single signal of the plain schedule
-    in turn; lost_ranks: at so many random points, a rank stops or dies. Each must be caught by some schedule.
-    progress: a bar on the terminal. Stops after max_findings different ones. Never raises for what it finds: see
-    `Report.check`. Raises ShapeError for arguments with which there is nothing to run."""
+    fn: checks its own results (assert, or raise) and launches its kernels as on GPUs.
+    seeds: the number of schedules, or the seeds themselves; seed 0 is the plain order.
+    sms: programs that fit on a rank at once.
+    races: run the race detector. Without it a missing order still shows as a wrong value in some schedule.
+    mutants: also remove or weaken every wait, signal, barrier and fence in turn.
+    lost_signals: also drop every single signal of the plain schedule in turn.
+    lost_ranks: also stop or kill a rank, at this many random points. Some schedule must catch each of these faults.
+    progress: show a bar on the terminal.
+    max_findings: stop after this many different findings.
+
+    Never raises for a finding; `Report.check` does. Raises ShapeError if the arguments leave nothing to run."""
     todo = list(range(seeds) if isinstance(seeds, int) else seeds)
     if not todo:
         raise ShapeError.argument("pkt.simulate", "seeds", seeds, "at least one schedule")
@@ -195,7 +199,7 @@ def simulate(
             for _ in step(range(lost_ranks), "lost ranks"):
                 loss = Loss(chance.randrange(ranks), chance.randrange(steps), dies=chance.random() < 0.5)
                 outcome = once(0, Faults(lose=loss))
-                if outcome.machine.lost:  # it had something left to do
+                if outcome.machine.lost:  # the rank had work left to do
                     failure = outcome.failure
                     report.losses[loss] = None if failure is None else Found(0, failure, Faults(lose=loss))
     return report
@@ -211,7 +215,7 @@ def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
 
 @contextmanager
 def _bar(shown: bool) -> Iterator[Callable[[Sequence[Any], str], Iterator[Any]]]:
-    """A progress bar over several loops, or none."""
+    """Yield a function that wraps a loop's items in a progress bar, or only iterates if not `shown`."""
     if not shown:
         yield lambda items, what: iter(items)
         return

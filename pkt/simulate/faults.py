@@ -1,7 +1,7 @@
-"""What can go wrong on purpose: mutants of the synchronisation code, lost signals, ranks that stop or die.
+"""Faults to inject: mutants of the synchronisation code, lost signals, ranks that stop or die.
 
-A site is a call of a pkt synchronisation function in a user's kernel. Sites and signals are found by a run without
-faults; each is then broken in turn, and a simulator that finds nothing has missed something."""
+A site is a call of a pkt synchronisation function in a user's kernel. A run without faults finds the sites and the
+signals. Each is then broken in turn, and a fault that no schedule catches shows a gap in the checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 Change = Literal["remove", "relax", "no drain", "no proxy fence"]
 
-# Calls that synchronise. atomic_*, load and store also end up here as sites of accesses, but are not mutated.
+# Calls that synchronise and get mutants. Accesses of atomic_*, load and store have sites too, but get no mutants.
 SYNC = frozenset(
     "signal signal_all wait barrier grid_barrier world_barrier fence quiet barrier_all sync_all signal_op "
     "signal_wait_until putmem_signal putmem_signal_nbi broadcast put_flagged take_flagged "
@@ -57,7 +57,7 @@ class Signal:
     program: int
     n: int
     site: Site
-    counter: Any = field(compare=False, repr=False)  # () -> what it went to; only a message needs the words
+    counter: Any = field(compare=False, repr=False)  # () -> the counter's name; made only where a message needs it
 
     @property
     def target(self) -> str:
@@ -70,8 +70,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Loss:
-    """A rank of which nothing runs from `step` of the scheduler on: it stands still, or its process is gone
-    (`dies`)."""
+    """A rank that runs nothing from `step` of the scheduler on: it stands still or, if `dies`, its process is gone."""
 
     rank: int
     step: int
@@ -83,7 +82,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Faults:
-    """What one run does wrong, on purpose."""
+    """The faults that are injected into one run."""
 
     mutant: Mutant | None = None
     drop: Signal | None = None
@@ -110,7 +109,7 @@ NO_FAULTS = Faults()
 
 @dataclass
 class Census:
-    """What a run had that can be broken."""
+    """The sites and signals of a run that can be broken."""
 
     sites: dict[Site, set[Change]] = field(default_factory=dict)
     signals: list[Signal] = field(default_factory=list)

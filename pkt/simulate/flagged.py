@@ -1,4 +1,4 @@
-"""Words that carry their own flag: what `put_flagged` and `take_flagged` do."""
+"""Words that carry their own flag: `put_flagged` and `take_flagged`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Flagged(Atomics):
     """Flagged words."""
 
     def put_flagged(self, ptr: Any, values: tuple, flag: Any, mask: Any) -> None:
-        """Words that may become visible late and in any order, as plain stores do, but each one whole."""
+        """Store words that become visible late and in any order, like plain stores, but each word as a whole."""
         m, task = self.m, self.m.current
         at = site()
         self._step()
@@ -48,7 +48,7 @@ class Flagged(Atomics):
                 m.late_signals.append(functools.partial(self._arrive, Pending(access, data.copy(), False)))
             else:
                 self._write(access, data, "atomic", is_async=False)
-            self.detector.publish(access.first(), None, task, "system")  # no clock: only the time of arrival
+            self.detector.publish(access.first(), None, task, "system")  # no clock, only the time of arrival
 
     def take_flagged(self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any) -> tuple[tuple, ...]:
         at = site()
@@ -64,9 +64,9 @@ class Flagged(Atomics):
 
     def _flagged(self, words: np.ndarray, mask: Any, call: str) -> list:
         parts = self._resolve(words, mask, FLAGGED.itemsize, call)
-        astray = words[(words % FLAGGED.itemsize != 0) & (True if mask is None else mask)]
-        if astray.size:
-            at = int(astray.flat[0])
+        misaligned = words[(words % FLAGGED.itemsize != 0) & (True if mask is None else mask)]
+        if misaligned.size:
+            at = int(misaligned.flat[0])
             raise ValueError(f"{call}: {self.m.space.find(at).element(at)} is not at a multiple of 16 bytes")
         return parts
 
@@ -75,7 +75,7 @@ class Flagged(Atomics):
         self._changed(late.access)
 
     def _take(self, words: np.ndarray, mask: Any, flag: int, compare: bool, at: Site) -> list[np.ndarray]:
-        """The values of the words, once each has the flag, or at once."""
+        """The values of the words, once each word has the flag, or at once if not `compare`."""
         m, task = self.m, self.m.current
         out = np.zeros((VALUES, words.size), np.int32)
         for access, where in self._flagged(words, mask, "take_flagged"):
@@ -91,7 +91,7 @@ class Flagged(Atomics):
             if sync is not None and sync.time > task.time:
                 self._interval("wait", task.time, sync.time)
                 task.time = sync.time
-            self.detector.write(access, "atomic", is_async=False)  # which races with plain accesses, not with puts
+            self.detector.write(access, "atomic", is_async=False)  # as an atomic it races with plain accesses only
             self._moved(access)
             out[:, where] = _found(access)["values"].T
         return [value.reshape(words.shape) for value in out]

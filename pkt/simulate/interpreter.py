@@ -1,7 +1,7 @@
-"""For as long as a simulation runs, `tl` executes, and calls of `@triton.jit` functions run their own source.
+"""While a simulation runs, functions of `tl` compute, and calls of `@triton.jit` functions run their own source.
 
-Nothing has to be set before triton is imported. `interpreting()` patches `tl`, and what was patched is put back at the
-end; `interpret(jit_function)` gives the Python function of a kernel or helper (see pkt.simulate.source).
+Nothing has to be set before triton is imported. `interpreting()` patches `tl` and undoes its patches at the end.
+`interpret(jit_function)` returns the Python function of a kernel or helper (see pkt.simulate.source).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from pkt.simulate.source import builder, semantic
 
 
 class _Interpreted:
-    """The functions of one simulation; a new one sees the globals as they are then (a notebook redefines helpers)."""
+    """The Python functions of one simulation. A new simulation makes them anew, because globals may have changed: a
+    notebook redefines helpers."""
 
     def __init__(self) -> None:
         self.functions: dict[int, tuple[Any, Callable]] = {}
-        self.replaced: dict[int, Any] = {}  # id of a function of `tl` -> what stands for it now
+        self.replaced: dict[int, Any] = {}  # id of a function of `tl` -> the function that replaces it
         self.code: weakref.WeakKeyDictionary[FunctionType, Any] = weakref.WeakKeyDictionary()
 
     def __call__(self, jit: Any) -> Callable:
@@ -47,20 +48,20 @@ class _Interpreted:
         fn = jit.fn
         code = self.code.get(fn)
         if code is None:
-            # As they were when it was decorated: its file may have changed since.
+            # The source as it was when the function was decorated: its file may have changed since.
             lines, first = (
                 (jit.raw_src, jit.starting_line_number) if hasattr(jit, "raw_src") else inspect.getsourcelines(fn)
             )
             code = self.code[fn] = source.code(fn, lines, first)
         scope = {**source.NAMES, **source.captured(fn)}
-        for name, value in scope.items():  # `from triton.language import load`
+        for name, value in scope.items():  # names from `from triton.language import load`
             if id(value) in self.replaced:
                 scope[name] = self.replaced[id(value)]
         scope |= source.HELPERS
         made = FunctionType(code, scope, fn.__name__, fn.__defaults__)
         made.__kwdefaults__ = fn.__kwdefaults__
         called = shortcuts.peer(made) if jit is address.peer else made
-        self.functions[id(jit)] = jit, called  # kept, so that its id stays its own
+        self.functions[id(jit)] = jit, called  # jit is kept alive, so that no other object gets its id
         return called
 
 
@@ -70,9 +71,11 @@ interpret = _Interpreted()
 
 
 def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
-    """A launch argument as the kernel sees it. An int that is 1 stays a Python number, because Triton compiles it as a
-    constant (`rank.to(tl.int64)` fails there, on rank 1 only); `specialize=False` for `do_not_specialize`. A number
-    that is annotated ("i64") has that type, whatever its value."""
+    """Return a launch argument as the kernel sees it.
+
+    The int 1 stays a Python number, because Triton compiles it as a constant (`rank.to(tl.int64)` fails on rank 1
+    only). specialize: false for a parameter in `do_not_specialize`, where 1 is an ordinary number. annotated: the type
+    that the parameter is annotated with, such as "i64", which a number then has whatever its value; "" for none."""
     if annotated and isinstance(value, (bool, int, float)):
         wide = tl.float64 if isinstance(value, float) else tl.int64 if value < 1 << 63 else tl.uint64
         number = tl.tensor(TensorHandle(np.array([value], np_dtype(wide)), wide), wide)
@@ -110,7 +113,7 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
 
 @functools.cache
 def launch_options() -> frozenset[str]:
-    """The keywords of a launch that are no parameter of the kernel: num_warps and so on."""
+    """Names of a launch's keyword arguments that are no parameters of the kernel: num_warps and so on."""
     from triton.backends.nvidia.compiler import CUDAOptions
 
     return frozenset(CUDAOptions.__dataclass_fields__)
@@ -135,7 +138,7 @@ class _Patches:
         self.saved: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        # A class's own dictionary, not getattr, which would bind descriptors and find inherited names.
+        # The class's own dictionary: getattr would bind descriptors and find inherited names.
         old = vars(owner).get(name, _MISSING)
         self.saved.append((owner, name, old))
         if owner in (tl, core, tl.math) and old is not _MISSING:
@@ -206,7 +209,7 @@ def _install(patches: _Patches) -> None:
         ):
             patches.set(owner, name, value)
     patches.set(tl.tensor, "__init__", shortcuts.tensor_init)
-    patches.set(TensorHandle, "__post_init__", lambda self: None)  # a check of sizes, at every operation
+    patches.set(TensorHandle, "__post_init__", lambda self: None)  # Triton's checks sizes at every operation
     patches.set(tl.tensor, "reduce", reductions.reduce)
     patches.set(tl.tensor, "associative_scan", reductions.associative_scan)
     patches.set(tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
@@ -214,7 +217,7 @@ def _install(patches: _Patches) -> None:
     patches.set(tl.tensor, "__str__", lambda self: str(self.handle.data))
     patches.set(tl.tensor, "T", property(_transposed))
     patches.set(core.dtype, "to_ir", _to_ir)
-    # Builtins of pkt.language, called with no `_semantic`, take this one.
+    # Builtins of pkt.language that are called with no `_semantic` use this one.
     patches.set(base, "interpreter_semantic", semantic)
     patches.set(base, "interpreter_builder", builder)
     patches.set(JITFunction, "__call__", _call)
@@ -232,7 +235,8 @@ def _call(self: Any, *args: Any, **named: Any) -> Any:
 
 
 def _autotuned(self: Autotuner, *args: Any, **named: Any) -> Any:
-    """The first configuration that pruning leaves: a simulated time is no measure, and every run is the same."""
+    """Run the first configuration that pruning leaves: a simulated time measures nothing, and the choice must be the
+    same in every run."""
     self.nargs = dict(zip(self.arg_names, args))
     try:
         config = self.prune_configs(named)[0]
@@ -248,7 +252,7 @@ _IR_TYPES = {"fp16": "half", "bf16": "bf16", "fp32": "float", "fp64": "double"}
 
 
 def _to_ir(self: core.dtype, b: Builder) -> Any:
-    # Signedness matters to numpy, not to the IR: Triton's own mapping drops it.
+    # Triton's own mapping drops signedness, which the IR does not need but numpy does.
     name = _IR_TYPES.get(self.name, self.name)
     return getattr(b, f"get_{name}_ty")()
 
@@ -262,19 +266,21 @@ def _launch(kernel: Any, *args: Any, **named: Any) -> Any:
 
 @contextmanager
 def interpreting(launch: Callable | None = None) -> Iterator[None]:
-    """While it lasts, calls of `tl` compute, calls of jit functions run their source, and `kernel[grid](...)` calls
-    `launch(kernel, *args, grid=..., warmup=..., **named)`. May be nested: the inner one only changes who launches, so
-    an outer one without a launch keeps `tl` patched over many runs."""
+    """Patch `tl` while the context lasts: its functions compute, calls of jit functions run their source, and
+    `kernel[grid](...)` calls `launch(kernel, *args, grid=..., warmup=..., **named)`.
+
+    Contexts may be nested. An inner one only replaces `launch`, so an outer one without `launch` keeps `tl` patched
+    over many runs."""
     outermost = not _launchers
     patches, replaced, thresholds = _Patches(), dict(interpret.replaced), gc.get_threshold()
     _launchers.append(launch or _refuse)
     try:
         if outermost:
-            # Imported in a simulation for the first time, its tables would hold what stands for tl's functions here,
-            # and no kernel that is compiled later would have a static_assert.
+            # If this module were first imported during a simulation, its tables would hold the patched functions of
+            # tl, and kernels compiled later would have no static_assert.
             importlib.import_module("triton.compiler.code_generator")
             _install(patches)
-            # An operation makes a handful of objects and no cycle; torch and triton are a million that never go.
+            # Operations make few objects and no cycles, while torch and triton keep a million objects for ever.
             gc.freeze()
             gc.set_threshold(100_000, *thresholds[1:])
         with np.errstate(all="ignore"):
@@ -290,4 +296,4 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
 
 
 def _refuse(kernel: Any, *args: Any, **named: Any) -> None:
-    raise RuntimeError(f"{kernel.fn.__name__}: no simulated rank launches here")
+    raise RuntimeError(f"{kernel.fn.__name__} is launched outside a simulated rank")

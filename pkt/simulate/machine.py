@@ -1,7 +1,7 @@
-"""N ranks in one process: every program of every grid is a greenlet, and a seeded schedule says which one runs.
+"""N ranks in one process: every program of every grid is a greenlet, and a seeded schedule decides which one runs.
 
-A launch blocks its rank's host until the grid has finished, as if all work were on one stream and followed by a
-synchronisation. Other ranks go on meanwhile, so a fast rank's next launch can overtake a slow rank's last.
+A launch blocks its rank's host until the grid has finished, as if the rank had one stream and synchronised after every
+launch. Other ranks go on meanwhile, so a fast rank's next launch can overtake a slow rank's current one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
 MAX_STEPS = 20_000_000  # switches between programs after which a run counts as endless
-SPIN_LIMIT = 1024  # polls of a user's own spin without any change anywhere before it counts as stuck
+SPIN_LIMIT = 1024  # polls of a user's own spin, with no change of memory anywhere, after which it counts as stuck
 
 
 def check_count(call: str, name: str, value: Any) -> None:
-    """ShapeError unless `value` counts something."""
+    """Raise ShapeError unless `value` is an integer from 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ShapeError.argument(call, name, value, "an integer from 1")
 
 
 class Machine:
-    """Runs `ranks` host functions and what they launch. One run each; see `run` in pkt.simulate.run for the caller's
-    side."""
+    """Runs `ranks` host functions and the kernels that they launch, once. `execute` in pkt.simulate.run makes one."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Machine:
         self.races, self.tracing, self.faults = races, trace, faults
         self.census = Census()
         self.findings: list[Any] = []
-        self.events: list[tuple[int, int, str, str, float, float]] = []  # the fields of trace.Event
+        self.events: list[tuple[int, int, str, str, float, float]] = []  # fields of trace.Event
         self.clocks = Clocks()
         self.hosts = [Host(r, sms) for r in range(ranks)]
         self.ready: list[Task] = []
@@ -75,7 +74,7 @@ class Machine:
         self.programs = 0
         self.max_steps = max_steps
         self.ended = False
-        self.lost = False  # a task was kept from running by a fault
+        self.lost = False  # a fault has kept a task from running
         self.timing = 0  # hosts inside timed()
         self._was_by_time = False
         self.current: Task | None = None
@@ -85,11 +84,11 @@ class Machine:
     # -- running ----------------------------------------------------------------------------------------------------
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """`body(rank)` on every rank; its results in rank order. Raises the first error of any rank."""
+        """Run `body(rank)` on every rank and return the results in rank order. Raises the first error of any rank."""
         self.hub = greenlet.getcurrent()
         saved, grad, threads = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads()
-        torch.set_num_threads(1)  # tiles are small: more threads wait for each other longer than they compute
-        outer = {name: vars(builder).get(name) for name in ("device", "pkt")}  # of a run that this one is inside of
+        torch.set_num_threads(1)  # tiles are small: several threads would mostly wait for each other
+        outer = {name: vars(builder).get(name) for name in ("device", "pkt")}  # of an enclosing run
         builder.device = builder.pkt = self.device
         try:
             with interpreting(self.launch):
@@ -182,7 +181,7 @@ class Machine:
             self.ready.append(waiter)
 
     def _fill(self, launch: Launch) -> None:
-        """Start programs while there are slots."""
+        """Start programs of `launch` while its rank has free slots."""
         host = self.hosts[launch.rank]
         while launch.next < launch.total and host.slots:
             index, program = launch.take()
@@ -209,20 +208,20 @@ class Machine:
         hosts = [host.task for host in self.hosts if host.task is not None]
         for task in [*hosts, *self.ready, *(t for tasks in self.waiting.values() for t in tasks)]:
             if not task.greenlet.dead:
-                with suppress(Exception):  # of its `finally`: the run has ended for an earlier reason
+                with suppress(Exception):  # raised in a `finally` of the task: the run has ended for an earlier reason
                     task.greenlet.throw(Stopped)
 
     # -- switching, called from inside a task -----------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Let another task run; this one stays ready."""
+        """Let another task run; the current task stays ready."""
         task = self.current
         assert task is not None
         self.ready.append(task)
         self._leave()
 
     def block(self, blocked: Any) -> None:
-        """Until something clears it."""
+        """Suspend the current task until something puts it back into `ready`."""
         task = self.current
         assert task is not None
         task.blocked = blocked
@@ -234,7 +233,7 @@ class Machine:
         self.hub.switch()
 
     def wake(self, address: int) -> None:
-        """A counter changed: programs whose condition holds now become ready."""
+        """Make the programs ready that wait on the counter at `address` and whose condition holds now."""
         tasks = self.waiting.get(address)
         if not tasks:
             return
@@ -253,7 +252,7 @@ class Machine:
     # -- launching --------------------------------------------------------------------------------------------------
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-        """`kernel[grid](*args, **named)` on the rank whose host runs now."""
+        """Launch `kernel[grid](*args, **named)` on the rank whose host runs now, and wait until the grid has ended."""
         if warmup:
             return
         host = self.host("a kernel launch")
@@ -300,14 +299,15 @@ class Machine:
     # -- hosts ------------------------------------------------------------------------------------------------------
 
     def host(self, call: str) -> Host:
+        """The host that runs now. Raises RuntimeError where a program of a kernel makes the call."""
         task = self.current
         if task is None or not task.is_host:
             raise RuntimeError(f"{call} belongs in the host code of a simulated rank, not in a kernel")
         return self.hosts[task.rank]
 
     def meet(self, value: Any, what: str) -> list[tuple[Any, str]]:
-        """Every host's (value, what) in rank order, once all have come. Orders everything before it before everything
-        after, on all ranks."""
+        """Return every host's (value, what) in rank order, once every host has called. Everything before the call is
+        ordered before everything after it, on all ranks."""
         host = self.host(what)
         task = host.task
         assert task is not None
@@ -332,10 +332,10 @@ class Machine:
         return [meeting.values[r] for r in range(self.size)]
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        """What `run()` returns on the host that calls, and the microseconds that it takes on the modelled clock.
+        """Return the result of `run()` on the calling host, and the microseconds that it took on the modelled clock.
 
-        Collective: all begin at one time. In seed 0 programs run in the order of that clock meanwhile, as for a
-        timeline, because who takes what from a queue must be what the clock says.
+        Collective: all hosts begin at the same time. In seed 0 programs meanwhile run in the order of that clock, as
+        for a timeline, so that they take tasks from a queue in that order.
         """
         self.meet(None, "timed()")
         task = self.host("timed()").task
@@ -354,7 +354,7 @@ class Machine:
     # -- when nothing can run ---------------------------------------------------------------------------------------
 
     def _settle(self) -> bool:
-        """Make something visible that was held back; False if there is nothing."""
+        """Make one delayed signal or pending store visible; return False if there is none."""
         if self.late_signals:
             self.late_signals.pop(0)()
             return True
@@ -364,7 +364,7 @@ class Machine:
         return False
 
     def _all_spin(self, task: Task) -> bool:
-        """Every ready task has polled without a change anywhere, and no store or signal is held back."""
+        """Whether every ready task polls with no change of memory anywhere, and no store or signal is held back."""
         stuck = all(t.polls > SPIN_LIMIT and t.progress == self.progress for t in (task, *self.ready))
         return stuck and not self._settle()
 
@@ -399,7 +399,7 @@ class Machine:
         return error
 
     def _failed(self, task: Task, error: Exception) -> Exception:
-        """The error itself where it already says who and what; else the rank's failure with its traceback."""
+        """The error itself if it is one of pkt's, else RankFailed with the rank's traceback."""
         if isinstance(error, PktError):
             return error
         text = "".join(traceback.format_exception(error))

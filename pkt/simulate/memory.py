@@ -1,8 +1,8 @@
-"""The simulated address space: every rank's heap at a fixed stride, the launch's local tensors, and nothing else.
+"""The simulated address space: every rank's heap at a fixed stride, and the local tensors of launches.
 
-An access is resolved to the region it falls in before it happens, so a wrong address is an error that names the nearest
-tensor and never a crash. Regular accesses (rows of contiguous elements at a constant distance, which is what tiles are)
-are handled as strided views; anything else element by element.
+Every access is resolved to its region before it happens, so a wrong address is an error that names the nearest tensor
+and never a crash. Regular accesses, such as tiles (rows of contiguous elements at a constant distance), become strided
+views. Other accesses are performed element by element.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-GRANULE = 16  # bytes one entry of the race detector's shadow stands for
-# Linux's value, which Python names from 3.13 on. Without it every window counts as promised memory, whole: a machine of
-# many ranks is refused, and so is any fork while a few machines wait for the garbage collector.
+GRANULE = 16  # bytes that one entry of the race detector's shadow stands for
+# Linux's value; Python has the name from 3.13 on. Without the flag Linux counts every window in full as committed
+# memory, and refuses a machine of many ranks, or a fork while a few machines wait for the garbage collector.
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -36,17 +36,17 @@ class Region:
     shape: tuple[int, ...]
     lead: int = 0  # bytes before element 0: the header of signals
     freed_at: str = ""
-    keep: Any = None  # what must live as long as the region
-    shadow: Any = None  # of the race detector
+    keep: Any = None  # an object that must live as long as the region
+    shadow: Any = None  # the race detector's
     waited: set[int] = field(default_factory=set)  # addresses that some program waited on or tested
-    signalled: dict[int, Any] = field(default_factory=dict)  # address -> where it was signalled last
+    signalled: dict[int, Any] = field(default_factory=dict)  # address -> site of its last signal
 
     @property
     def end(self) -> int:
         return self.base + self.nbytes
 
     def element(self, address: int) -> str:
-        """`name[2, 5]` for an address inside."""
+        """The element at `address`, as `name[2, 5]`."""
         index = (address - self.base - self.lead) // self.itemsize
         if index < 0 or not self.shape or index >= math.prod(self.shape):
             return f"{self.name}{'' if not self.shape else f'[{index}]'}"
@@ -59,13 +59,8 @@ class Strided:
     __slots__ = ("region", "offset", "shape", "strides", "itemsize")
 
     def __init__(self, region: Region, offset: int, shape: tuple, strides: tuple, itemsize: int) -> None:
-        self.region, self.offset, self.shape, self.strides, self.itemsize = (
-            region,
-            offset,
-            shape,
-            strides,
-            itemsize,
-        )
+        self.region, self.offset = region, offset
+        self.shape, self.strides, self.itemsize = shape, strides, itemsize
 
     def view(self, dtype: np.dtype) -> np.ndarray:
         return np.ndarray(self.shape, dtype, self.region.memory, self.offset, self.strides)
@@ -90,7 +85,7 @@ class Strided:
 
 
 class Scattered:
-    """Elements of one region at any `offsets` (bytes, int64, 1-D)."""
+    """Elements of one region at arbitrary `offsets` (bytes, int64, 1-D)."""
 
     __slots__ = ("region", "offsets", "itemsize")
 
@@ -118,7 +113,7 @@ class Scattered:
         return len(self.offsets)
 
     def places(self) -> np.ndarray:
-        """As Strided's."""
+        """Byte offsets of the elements in the region, flat."""
         return self.offsets
 
     def nbytes(self) -> int:
@@ -132,7 +127,7 @@ Access = Strided | Scattered
 
 
 class Pending:
-    """A store that its program has made and nobody else sees yet."""
+    """A store that its own program has made and that no other program sees yet."""
 
     __slots__ = ("access", "values", "low", "high", "is_async")
 
@@ -154,7 +149,7 @@ class Pending:
 
 
 class Unmapped(Exception):
-    """An address that no live region holds; the machine turns it into an error with names."""
+    """An address that no live region holds; pkt.simulate.bad_address turns it into an error with names."""
 
     def __init__(self, address: int, region: Region | None = None) -> None:
         self.address, self.region = address, region
@@ -162,7 +157,7 @@ class Unmapped(Exception):
 
 @functools.lru_cache(maxsize=256)
 def _ramp(shape: tuple, strides: tuple) -> np.ndarray:
-    """Byte offsets of the elements of a block from its first."""
+    """Byte offsets of the elements of a block from its first element."""
     out: Any = np.uint64(0)
     for axis, (n, s) in enumerate(zip(shape, strides)):
         steps = np.arange(0, n * s, s, dtype=np.uint64) if s else np.zeros(n, np.uint64)
@@ -186,7 +181,7 @@ class AddressSpace:
         self._last: Region | None = None
 
     def close(self) -> None:
-        """Lets go of the memory; it is unmapped with the last tensor over it."""
+        """Release the memory. It is unmapped when the last tensor over it is gone."""
         self._regions, self._starts, self._last = [], [], None
         self._bytes = np.empty(0, np.uint8)
 
@@ -198,13 +193,13 @@ class AddressSpace:
         return self._bytes[at : at + nbytes]
 
     def owner(self, address: int) -> int | None:
-        """The rank whose window holds `address`; `size` is the multicast window; None is local memory."""
+        """The rank whose window holds `address`, `size` for the multicast window, or None for local memory."""
         rank = (address - self.base) // self.stride
         return int(rank) if 0 <= rank <= self.size else None
 
     def add(self, region: Region) -> None:
         at = bisect.bisect_left(self._starts, region.base)
-        while at < len(self._starts) and self._starts[at] < region.end:  # freed regions make room
+        while at < len(self._starts) and self._starts[at] < region.end:  # remove the freed regions that it replaces
             del self._starts[at], self._regions[at]
         if at and self._regions[at - 1].freed_at and self._regions[at - 1].end > region.base:
             at -= 1
@@ -249,13 +244,13 @@ class AddressSpace:
         return self._regions[at] if at >= 0 else None
 
     def holding(self, address: int) -> Region | None:
-        """The region that `address` lies in, in use or freed."""
+        """The region, in use or freed, that contains `address`."""
         region = self.nearest(address)
         return region if region is not None and address < region.end else None
 
     def resolve(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> list[tuple[Access, Any]]:
-        """The accesses that `addresses` (where `mask`) make, each with the selection of the block that it covers:
-        an Ellipsis for all of it, else flat indices."""
+        """The accesses to `addresses` where `mask` is true, each with the part of the block that it covers: an Ellipsis
+        for the whole block, else flat indices."""
         if addresses.size == 1 and (mask is None or mask.all()):
             address = int(addresses.flat[0])
             region = self.find(address)
@@ -308,10 +303,10 @@ class AddressSpace:
     def _strided(self, first: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
         region = self.find(first)
         access = Strided(region, first - region.base, shape, strides, itemsize)
-        return access if access.span()[1] <= region.nbytes else None  # else the first element outside is to be found
+        return access if access.span()[1] <= region.nbytes else None  # then `resolve` finds the first element outside
 
     def tile(self, address: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
-        """The part of a descriptor's box inside its tensor; None if nothing is."""
+        """The access to the part of a descriptor's box inside its tensor; None if that part is empty."""
         if not all(shape):
             return None
         region = self.find(address)

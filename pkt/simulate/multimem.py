@@ -1,4 +1,4 @@
-"""What multimem instructions do: one access of the multicast window is one of every rank's memory behind it."""
+"""Multimem instructions: one access of the multicast window accesses the memory of every rank behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pkt.simulate.detector import accessed
 from pkt.simulate.numerics import BITS, decode, encode
 from pkt.simulate.sites import site
 
-VECTORS = ("bf16", "fp16", "fp32")  # element types that are reduced 16 bytes at a time; all are stored so
+VECTORS = ("bf16", "fp16", "fp32")  # element types reduced 16 bytes at a time; every type is stored 16 bytes at a time
 
 
 class Multimem(Atomics):
@@ -73,18 +73,19 @@ class Multimem(Atomics):
             self.atomic(addresses, mask_of(mask, ptr), np_dtype(ty), update, "relaxed", "system")
 
     def _check_groups(self, call: str, ptr: Any, mask: Any, vectors: bool) -> None:
-        """An instruction takes 16 bytes from the first element's address, if the first element's mask is true."""
+        """Raise ShapeError unless the pointers are runs of 16 bytes, each masked as a whole: an instruction accesses
+        16 bytes from the address of its first element, if that element's mask is true."""
         if not vectors:
             return
         itemsize = np_dtype(ptr.dtype.element_ty).itemsize
         groups = ptr.handle.data.reshape(-1, 16 // itemsize)
         ramp = np.arange(groups.shape[1], dtype=groups.dtype) * np.uint64(itemsize)
-        astray = (groups[:, :1] % np.uint64(16) != 0) | (groups != groups[:, :1] + ramp)
+        wrong = (groups[:, :1] % np.uint64(16) != 0) | (groups != groups[:, :1] + ramp)
         if mask is not None:
             on = mask.reshape(groups.shape)
-            astray = (astray & on) | (on != on[:, :1])
-        if astray.any():
-            row, column = (int(i) for i in np.argwhere(astray)[0])
+            wrong = (wrong & on) | (on != on[:, :1])
+        if wrong.any():
+            row, column = (int(i) for i in np.argwhere(wrong)[0])
             found = f"element {row * groups.shape[1] + column} of the block at {site()}"
             wanted = "runs of 16 bytes that begin at multiples of 16 bytes, each masked as a whole"
             raise errors.ShapeError.argument(call, "ptr", found, wanted, self.rank)

@@ -1,9 +1,9 @@
-"""Number formats numpy lacks, with the GPU's rounding: bf16, fp8 e4m3 and e5m2, tf32.
+"""Number formats that numpy lacks, with the GPU's rounding: bf16, fp8 e4m3 and e5m2, tf32.
 
-Triton's interpreter stores these as raw bits (uint16, uint8). `decode` turns the bits into float32, exactly; `encode`
-rounds float32 to nearest even, as `cvt.rn` does, saturating for fp8 (`cvt.rn.satfinite`). A sum or product of two such
-numbers rounded once to float32 and once more to the short format equals the single rounding of the hardware, because
-24 bits are at least 2 * 8 + 2.
+Triton's interpreter stores these formats as raw bits (uint16, uint8). `decode` converts the bits to float32, exactly.
+`encode` rounds float32 to nearest even, as `cvt.rn` does, and saturates for fp8 (`cvt.rn.satfinite`). A sum or product
+of two such numbers may be rounded twice, to float32 and then to the short format: the result equals the hardware's
+single rounding, because 24 bits are at least 2 * 8 + 2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BITS = {tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8, tl.float8e5: np.uint8}
 
 
 def _fp8_values(mantissa_bits: int, bias: int, largest: int) -> np.ndarray:
-    """The finite magnitudes of an fp8 format in the order of their codes, 0 .. `largest`."""
+    """The finite magnitudes of an fp8 format in the order of their codes, 0 to `largest`."""
     code = np.arange(largest + 1)
     exponent, mantissa = code >> mantissa_bits, (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
     normal = (1 + mantissa) * 2.0 ** (exponent - bias)
@@ -41,7 +41,7 @@ _NAN = {tl.float8e4nv: 0x7F, tl.float8e5: 0x7F}
 
 
 def decode(bits: np.ndarray, ty: tl.dtype) -> np.ndarray:
-    """float32 values of raw `bits` of format `ty`; any other format is returned as it is."""
+    """float32 values of raw `bits` of format `ty`; the values of any other format are returned unchanged."""
     if ty == tl.bfloat16:
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     table = _DECODE.get(ty)
@@ -49,7 +49,7 @@ def decode(bits: np.ndarray, ty: tl.dtype) -> np.ndarray:
 
 
 def encode(values: np.ndarray, ty: tl.dtype, toward_zero: bool = False) -> np.ndarray:
-    """Raw bits of format `ty` for real `values`, to nearest even, or truncated if `toward_zero`."""
+    """Raw bits of format `ty` for real `values`, rounded to nearest even, or truncated if `toward_zero`."""
     x = np.asarray(values, dtype=np.float32)
     if ty == tl.bfloat16:
         u = x.view(np.uint32)
@@ -80,7 +80,8 @@ def to_half(values: np.ndarray, toward_zero: bool) -> np.ndarray:
 
 
 def to_integer(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Integers of float `values`, as `cvt.rzi`: towards zero, clamped, NaN to 0; under 32 bits cut from 32."""
+    """Integers of float `values`, as `cvt.rzi`: rounded towards zero, clamped, NaN to 0. Types of fewer than 32 bits
+    take the low bits of the 32-bit result."""
     wide = np.dtype(f"{dtype.kind}{max(dtype.itemsize, 4)}")
     info = np.iinfo(wide)
     out = values.astype(wide)
@@ -92,21 +93,21 @@ def to_integer(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def to_nearest_tf32(values: np.ndarray) -> np.ndarray:
-    """float32 rounded to tf32, to nearest even, as a TMA load through a TFLOAT32 map does."""
+    """float32 values rounded to tf32, to nearest even, as a TMA load through a TFLOAT32 map does."""
     u = np.ascontiguousarray(values).view(np.uint32)
     rounded = (u + (((u >> np.uint32(13)) & np.uint32(1)) + np.uint32(0xFFF))) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(values), rounded, u).view(np.float32)
 
 
 def to_tf32(values: np.ndarray) -> np.ndarray:
-    """float32 as the tensor cores read it in tf32 mode: the low 13 bits are ignored."""
+    """float32 values as the tensor cores read them in tf32 mode, without the low 13 bits."""
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: bool) -> np.ndarray:
     """A @ b as the tensor cores compute it: exact products, float32 (int32, float64) sums."""
     if a.dtype.kind in "iu" and a_ty not in BITS:
-        # Exact below 2^53; there is no fast integer product.
+        # float64 is exact below 2^53, and numpy has no fast integer product.
         return _product(a.astype(np.float64), b.astype(np.float64)).astype(np.int32)
     x, y = decode(a, a_ty), decode(b, b_ty)
     if a.dtype != np.float64:
@@ -117,5 +118,5 @@ def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: b
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    # By torch, whose threads the machine limits to one: tiles are small, and numpy's BLAS would spin on every core.
+    # By torch, which the machine limits to one thread: tiles are small, and numpy's BLAS would spin on every core.
     return torch.matmul(*(torch.from_numpy(np.require(m, requirements=("C", "W"))) for m in (a, b))).numpy()

@@ -1,13 +1,14 @@
-"""Happens-before by vector clocks, with a shadow of the heap that remembers who touched each granule last.
+"""Happens-before by vector clocks, and a shadow of the heap with the last accesses to each granule of 16 bytes.
 
-Every program has two columns: its own instructions, and the async proxy (TMA) that works for it. A stamp is the
-column and its clock; an earlier access is ordered before me when my clock of that column has reached its stamp. A
-release publishes my clocks, an acquire takes them over; the async column reaches my own clocks only when the program
-drains its TMA stores, and my TMA loads see what I have acquired only after a proxy fence. So a missing release,
-acquire, drain or proxy fence each leaves two accesses unordered, which is what a race is, whatever the values happen
-to be in this schedule.
+Every program has two columns in the clocks: one for its own instructions, one for its TMA accesses (the async proxy). A
+stamp is a column and its clock. An earlier access is ordered before a program when the program's clock for that column
+has reached the access' stamp. A release publishes the program's clocks, and an acquire takes them over. The async
+column enters the program's own clocks only when the program drains its TMA stores. Its TMA loads follow its acquires
+only after a proxy fence. So a missing release, acquire, drain or proxy fence leaves two accesses unordered. That is a
+race, whatever values this schedule produces.
 
-Clocks as in Flanagan and Freund, FastTrack (PLDI 2009); a granule keeps one writer, two readers and one atomic updater.
+The clocks follow Flanagan and Freund, FastTrack (PLDI 2009). A granule keeps one writer, two readers and one atomic
+updater.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FULL = 0xFFFF  # all 16 bytes of a granule
 
 
 class Clocks:
-    """Columns for programs and hosts."""
+    """The columns of all programs and hosts, and the arithmetic of clocks."""
 
     def __init__(self) -> None:
         self.columns = 0
@@ -42,7 +43,7 @@ class Clocks:
         return np.zeros(self.width, np.int64)
 
     def fit(self, clock: np.ndarray) -> np.ndarray:
-        """`clock`, widened if columns were added since it was made."""
+        """`clock`, widened if columns have been added since it was made."""
         if len(clock) < self.width:
             clock = np.concatenate([clock, np.zeros(self.width - len(clock), np.int64)])
         return clock
@@ -52,8 +53,8 @@ class Clocks:
 
 
 class Shadow:
-    """Per granule of one region: the last writer, two readers and the last atomic updater, each one packed stamp
-    (clock << 32 | column << 16 | bytes touched)."""
+    """Per granule of one region: the last writer, two readers and the last atomic updater. Each is one packed stamp,
+    clock << 32 | column << 16 | mask of the bytes touched."""
 
     __slots__ = ("writer", "reader", "other", "updater", "narrow")
 
@@ -63,11 +64,11 @@ class Shadow:
         self.reader = np.zeros(n, np.int64)
         self.other = np.zeros(n, np.int64)
         self.updater = np.zeros(n, np.int64)
-        self.narrow = False  # some update was at another scope than the system's
+        self.narrow = False  # some update had a scope narrower than the system
 
 
 class Touched:
-    """The granules of one access: how to read and write them in a shadow array, and which bytes of each are touched."""
+    """The granules of one access: their place in a shadow array, and a mask of the bytes that it touches in each."""
 
     __slots__ = ("view", "index", "bytes")
 
@@ -128,7 +129,7 @@ class Touched:
 
 
 def unordered(stamps: np.ndarray, touched: Touched, clock: np.ndarray) -> tuple[int, int] | None:
-    """(position, stamp) of the first earlier access among `stamps` that overlaps and is not ordered before `clock`."""
+    """(position, stamp) of the first access among `stamps` that overlaps and is not ordered before `clock`, or None."""
     first = int(stamps.flat[0])
     if isinstance(touched.bytes, int) and (stamps == first).all():  # most tiles have one author
         hit = first & touched.bytes and clock[(first >> 16) & 0xFFFF] < first >> 32
@@ -144,7 +145,7 @@ def unordered(stamps: np.ndarray, touched: Touched, clock: np.ndarray) -> tuple[
 
 
 def record(array: np.ndarray, touched: Touched, stamp: int) -> None:
-    """`stamp` (without bytes) becomes the last access in `array`."""
+    """Make `stamp` (without its mask of bytes) the last access in `array`."""
     if isinstance(touched.bytes, int) and touched.bytes == FULL:
         touched.put(array, stamp | FULL)
         return
@@ -154,7 +155,7 @@ def record(array: np.ndarray, touched: Touched, stamp: int) -> None:
 
 
 def record_read(shadow: Shadow, touched: Touched, stamp: int, clock: np.ndarray) -> None:
-    """Like `record`, but the reader before me is kept as `other` while it is not ordered before me."""
+    """Like `record` for the readers, but keep the previous reader as `other` unless it is ordered before `clock`."""
     now = touched.get(shadow.reader)
     first = int(now.flat[0])
     column = stamp & ~FULL & 0xFFFF0000

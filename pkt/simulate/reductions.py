@@ -1,7 +1,7 @@
 """`tl.reduce` and `tl.associative_scan` of the interpreter, a block at a time instead of an element at a time.
 
-The combine function runs on blocks: neighbours are combined pair by pair, as a tree, so an axis of n costs log n calls
-and the error of a sum in bf16 grows as on the GPU. Plain sums, minima and maxima go to numpy.
+The combine function runs on blocks: a tree combines neighbours pair by pair, so an axis of n takes log n calls, and
+the error of a sum in bf16 grows as on the GPU. numpy computes plain sums, products, minima and maxima.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _numpy_op(combine_fn: Any) -> Any:
 
 
 def _combine(combine_fn: Any, left: list[np.ndarray], right: list[np.ndarray], types: list) -> list[np.ndarray]:
-    """One call of the combine function for all pairs of two equally long parts."""
+    """Combine two equally long parts element by element, by one call of the combine function."""
     out = combine_fn(*(_tensor(a, ty) for part in (left, right) for a, ty in zip(part, types)))
     values = out if isinstance(out, tuple) else (out,)
     return [np.broadcast_to(v.handle.data, a.shape) for v, a in zip(values, left)]
@@ -87,7 +87,7 @@ def associative_scan(input, axis, combine_fn, reverse=False, _semantic=None, _ge
     else:
         distance = 1
         while distance < n:  # Hillis and Steele
-            before = [np.roll(a, distance, at) for a in arrays]  # whole blocks, for a block has 2^k elements
+            before = [np.roll(a, distance, at) for a in arrays]  # the whole block: its size must be a power of two
             for a, new in zip(arrays, _combine(combine_fn, before, arrays, types)):
                 _along(a, at, slice(distance, n))[...] = _along(new, at, slice(distance, n))
             distance *= 2

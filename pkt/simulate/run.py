@@ -1,4 +1,4 @@
-"""One simulated run: `fn(world, *args)` on every rank, on one Machine. The simulator's Backend, and what comes out."""
+"""One simulated run of `fn(world, *args)` on every rank: the simulator's Backend, `execute` and its Outcome."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pkt.runtime.world import World
 from pkt.simulate.faults import NO_FAULTS, Faults
 from pkt.simulate.machine import MAX_STEPS, SMS, Machine
 from pkt.simulate.memory import Region
-from pkt.trace.timeline import Event, Timeline
+from pkt.trace import Event, Timeline
 
-POISON = 0xFF  # what fresh memory holds: NaN in every float format, -1 in the integers
+POISON = 0xFF  # the bytes of fresh memory: NaN in every float format, -1 in the integers
 
 
 class SimulatedRank:
-    """pkt.runtime.backend.Backend over one rank of a Machine."""
+    """One rank of a Machine as a pkt.runtime.backend.Backend."""
 
     gpu, timeout, journal, copies = "simulated", None, None, None
 
@@ -70,7 +70,7 @@ class SimulatedRank:
         self.exchange(None, what)
 
     def synchronize(self) -> None:
-        """A launch returns when its grid has finished: nothing is left to wait for."""
+        """Do nothing: a launch returns only when its grid has finished."""
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
         result, microseconds = self.machine.timed(run)
@@ -87,7 +87,7 @@ class SimulatedRank:
 
 @dataclass
 class Outcome:
-    """What one run gave: results in rank order or the error that ended it, and what the detectors found on the way."""
+    """The outcome of one run: the results in rank order or the error that ended it, and what the detectors found."""
 
     machine: Machine
     results: list[Any] | None
@@ -96,20 +96,20 @@ class Outcome:
 
     @property
     def failure(self) -> Exception | None:
-        """What a caller should see first. A race explains a wrong result or a hang better than they do themselves,
-        except where the run ended for a reason that needs no explanation."""
+        """The error that a caller should see first, or None. A race comes before the error that ended the run, because
+        it often explains that error."""
         races: list[Exception] = [f for f in self.findings if isinstance(f, DataRace)]
         ended = [self.error] if self.error is not None else []
         return next(iter([*races, *ended, *self.findings]), None)
 
     def timeline(self, title: str = "") -> Timeline:
-        """What every program did when, on the modelled clock; empty unless traced."""
+        """When every program did what, on the modelled clock; empty unless the run was traced."""
         return Timeline((Event(*fields) for fields in self.machine.events), title)
 
 
 @contextmanager
-def _ambient(machine: Machine, members: dict[int, World]) -> Iterator[None]:
-    """Host code asks for the current world; the answer depends on whose host runs."""
+def _current_world(machine: Machine, members: dict[int, World]) -> Iterator[None]:
+    """Make the current world that of the rank whose host code runs."""
 
     def current() -> World | None:
         task = machine.current
@@ -136,7 +136,7 @@ def execute(
     faults: Faults = NO_FAULTS,
     max_steps: int = MAX_STEPS,
 ) -> Outcome:
-    """Run once and say what happened; never raises for what `fn` or the detectors found."""
+    """Return the outcome of one run; never raises for an error of `fn` or a finding of the detectors."""
     stride = 1 << max(20, (heap - 1).bit_length())
     machine = Machine(
         ranks, seed=seed, sms=sms, stride=stride, multicast=multicast, races=races, trace=trace, faults=faults,
@@ -150,27 +150,27 @@ def execute(
 
     error: Exception | None = None
     results = None
-    with _ambient(machine, members):
+    with _current_world(machine, members):
         try:
             results = machine.run(body)
-            # Not as each returns: a rank that is done early may still be read and signalled.
+            # Not before all have returned: the others may still read and signal a rank that is done early.
             for world in members.values():
                 world.close()
         except Exception as raised:
             error = raised
     findings = list(machine.findings)
     if error is None:
-        findings += _unread(machine)
+        findings += _signals_without_wait(machine)
     machine.space.close()
     return Outcome(machine, results, error, findings)
 
 
 OPTIONS = frozenset(p.name for p in inspect.signature(execute).parameters.values() if p.kind is p.KEYWORD_ONLY)
-"""What `execute` takes by keyword."""
+"""Names of the keyword arguments of `execute`."""
 
 
-def _unread(machine: Machine) -> Iterator[PktError]:
-    """Signals that nobody ever waited for."""
+def _signals_without_wait(machine: Machine) -> Iterator[PktError]:
+    """An error for each counter that was signalled and that no program ever looked at."""
     for region in machine.space.regions():
         if region.kind == "signals":
             for address, where in region.signalled.items():
@@ -181,7 +181,7 @@ def _unread(machine: Machine) -> Iterator[PktError]:
 
 
 def run(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> list[Any]:
-    """`execute`, for pkt.launch(device="cpu"): the results, or the first thing that was wrong."""
+    """Return the results of one run, for pkt.launch(device="cpu"), or raise its first failure."""
     outcome = execute(fn, ranks, args, heap, **options)
     failure = outcome.failure
     if failure is not None:

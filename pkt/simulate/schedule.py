@@ -1,7 +1,7 @@
-"""Who runs next, and when a store becomes visible: the only sources of chance in a simulation, all from one seed.
+"""Which task runs next and when a store becomes visible: all the randomness of a simulation, from one seed.
 
-Seed 0 is the plain order: programs run until they block, stores are visible at once. Of the other seeds every third is
-adversarial: one rank is slow, and no store is visible before something orders it. The rest are random.
+Seed 0 is the plain order: programs run until they block, and stores are visible at once. Every third of the other seeds
+is adversarial: one rank is slow, and no store is visible before something orders it. The rest are random.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ LINGERING = 0.5  # how often a program with pending stores stops after an atomic
 
 
 class Schedule:
-    """Decisions of one run; the same seed and ranks give the same run.
+    """The decisions of one run; the same seed and ranks give the same run.
 
-    by_time: in seed 0, the program that is earliest on the modelled clock runs next, and only until its next access:
-    who takes which task from a queue is then what the clock says, so that a timeline shows a plausible run.
+    by_time: in seed 0, the program that is earliest on the modelled clock runs next, and only until its next access.
+    Programs then take tasks from a queue in the order of that clock, so that a timeline shows a plausible run.
     """
 
     def __init__(self, seed: int, ranks: int, by_time: bool = False) -> None:
@@ -28,7 +28,7 @@ class Schedule:
         self.policy = "in order" if seed == 0 else "adversarial" if seed % 3 == 0 else "random"
         self.victim = (seed // 3) % ranks if self.policy == "adversarial" else None
         self.late_stores = seed != 0
-        # A slow rank that runs in long stretches once it does would hide what happens between two of its steps.
+        # A slow rank is interrupted often: long stretches would hide what other ranks do between two of its steps.
         rates = (0.1, 0.4) if self.victim is not None else (0.0, 0.05, 0.3)
         self._interrupts = 0.0 if seed == 0 else self._random.choice(rates)
         self._commits = 0.0 if self.policy == "adversarial" else self._random.choice((0.02, 0.2, 0.6))
@@ -59,7 +59,7 @@ class Schedule:
         return self._commits > 0 and self._random.random() < self._commits
 
     def lingers(self) -> bool:
-        """Whether a program stops just after an atomic with stores still pending: when a missing order shows."""
+        """Whether a program with pending stores stops just after an atomic, where a missing order shows."""
         return self._random.random() < LINGERING
 
     def choose(self, count: int) -> int:

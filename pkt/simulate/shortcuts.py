@@ -1,7 +1,8 @@
-"""Short cuts past `tl`'s type rules, which cost ten times the arithmetic of a simulated kernel.
+"""Shortcuts past the type rules of `tl`, which take ten times as long as the arithmetic of a simulated kernel.
 
-Each takes the common case of one operation (operands of one plain type, a load with a mask of the pointers' own
-shape) and leaves every other case to `tl` itself, so that rules and error messages stay Triton's."""
+Each shortcut handles the common case of one operation: operands of one plain type, or a load with a mask of the
+pointers' own shape. It leaves every other case to `slow`, the function of `tl`, so that the rules and the error
+messages stay Triton's."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _blocks: dict[tuple, tl.dtype] = {}
 
 
 def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
-    """`tl.tensor.__init__`, with the shape made once for all tensors that have it."""
+    """`tl.tensor.__init__`, except that all tensors of one shape share the shape's objects."""
     shape = tuple(type.shape) if type.is_block() else ()
     known = _shapes.get(shape)
     if known is None:
@@ -38,7 +39,7 @@ def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
 
 
 def made(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
-    """The tensor of `data`, of elements `ty`: what the two constructors make, in a third of their time."""
+    """The tensor of `data` with elements `ty`, in a third of the time that Triton's two constructors take."""
     handle = _new_handle(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, ty, {}
     tensor = _new_tensor(tl.tensor)
@@ -71,7 +72,7 @@ def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
 
 
 def _truncated(left: Any, right: Any) -> Any:
-    """`//` of Triton's integers: towards zero, as in C."""
+    """`//` of Triton's integers, rounded towards zero as in C."""
     return (left - np.fmod(left, right)) // right
 
 
@@ -176,7 +177,7 @@ def cast(slow: Callable) -> Callable:
 
 
 def peer(slow: Callable) -> Callable:
-    """`pkt.language.address.peer` for one rank, in one step of its arithmetic."""
+    """`pkt.language.address.peer` for one rank, in one addition."""
 
     def call(ptr: Any, rank: Any, world: Any) -> Any:
         if type(ptr) is tl.tensor and ptr.dtype.is_ptr() and ptr.dtype.element_ty.primitive_bitwidth >= 8:
@@ -190,7 +191,7 @@ def peer(slow: Callable) -> Callable:
 
 
 def _number(x: Any) -> int | None:
-    """The value of one integer, whatever it is for `tl`."""
+    """The value of one integer (a Python int, a constexpr or a scalar tensor), or None."""
     if type(x) is core.constexpr:
         x = x.value
     if type(x) is tl.tensor and not x.shape and x.dtype.name in INTEGERS:
@@ -222,7 +223,7 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
 
 
 def _matches(ptr: Any, mask: Any) -> bool:
-    """Pointers of a plain element type, and a mask of just their shape or none."""
+    """Whether the pointers have a plain element type, and the mask, if any, has their shape."""
     if type(ptr) is not tl.tensor or not ptr.dtype.is_ptr() or ptr.dtype.element_ty.is_block():
         return False
     if ptr.dtype.element_ty.name == "int1" or ptr.type.is_const():
@@ -236,7 +237,7 @@ def load(slow: Callable, builder: Any) -> Callable:
             return slow(pointer, mask, other, *args, **named)
         ty = pointer.dtype.element_ty
         fill = None
-        if other:  # nothing or zero is what masked elements are anyway
+        if other:  # without it masked elements are zero anyway
             fill = builder.cast_impl(TensorHandle(np.array([other], np.float32), tl.float32), ty)
             if ty.is_int():
                 return slow(pointer, mask, other)
@@ -263,9 +264,9 @@ def arange(slow: Callable) -> Callable:
     def call(start: Any, end: Any, **named: Any) -> Any:
         first, last = (v.value if type(v) is core.constexpr else v for v in (start, end))
         if type(first) is tl.tensor or type(last) is tl.tensor:
-            return slow(start, end, **named)  # raises: they are to be constants
+            return slow(start, end, **named)  # raises: bounds must be constants
         ramp = ramps.get((first, last))
-        if ramp is None:  # `tl` checks the bounds once
+        if ramp is None:  # the first call lets `tl` check the bounds
             ramp = ramps[first, last] = slow(first, last, **named).handle.data
             ramp.flags.writeable = False
         return made(ramp, tl.int32, False)
@@ -274,7 +275,7 @@ def arange(slow: Callable) -> Callable:
 
 
 def of_grid(sizes: Callable[[], tuple[int, int, int]]) -> Callable:
-    """`tl.program_id` and `tl.num_programs`: an axis of what `sizes()` gives now."""
+    """`tl.program_id` and `tl.num_programs`: one axis of the result of `sizes()`."""
 
     def call(axis: Any = 0) -> Any:
         at = axis.value if type(axis) is core.constexpr else axis

@@ -1,4 +1,4 @@
-"""Where a program stands: the user's line, and which function of pkt.language it is in."""
+"""The site where a program stands: the user's line, and the function of pkt.language that the line calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def _kind(file: str) -> int:
 
 
 def _outward(frame: Any) -> Site:
-    """The first frame of the user's on the way out, and the outermost function of pkt.language before it."""
+    """The site of the innermost frame of user code from `frame` outwards. Its call is the outermost function of
+    pkt.language inside that frame."""
     call = ""
     while frame is not None:
         kind = _kind(frame.f_code.co_filename)
@@ -40,10 +41,10 @@ def _outward(frame: Any) -> Site:
 
 
 def site() -> Site:
-    """Where the program that runs now stands."""
+    """The site of the program that runs now."""
     return _outward(sys._getframe(1))
 
 
 def site_of(task: Any) -> Site:
-    """Where a task that is not running stands."""
+    """The site of a task that is not running."""
     return _outward(task.greenlet.gr_frame)

@@ -1,7 +1,8 @@
-"""The source of device functions, rewritten so that Python means by it what Triton means.
+"""The source of device functions, rewritten so that Python gives it Triton's meaning.
 
 `code()` compiles a function's own lines with their own numbers, so that a frame of the simulator points at the user's
-line. What the rewritten code calls, and the Python builtins that mean something else in a kernel, are in `NAMES`.
+line. `HELPERS` has the functions that rewritten code calls, and `NAMES` the Python builtins that mean something else in
+a kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pkt.simulate.builder import Builder, np_dtype
 
 class _Semantic(TritonSemantic):
     def _has_native_tma(self) -> bool:
-        return True  # and there is no driver to ask
+        return True  # Triton's own would ask the GPU driver
 
 
 builder = Builder()
@@ -38,8 +39,8 @@ semantic: TritonSemantic = _Semantic(builder)
 
 @functools.cache
 def _returns_tensors() -> bool:
-    """Triton 3.6 makes a tensor of a number that a helper returns; later it stays a constant."""
-    from triton.compiler import code_generator  # with half of Triton behind it: not when pkt is imported
+    """Whether Triton makes a tensor of a number that a helper returns. 3.6 does; in later ones it stays a constant."""
+    from triton.compiler import code_generator  # imported here: it imports half of Triton
 
     return not hasattr(code_generator.CodeGenerator, "decide_return_type")
 
@@ -49,16 +50,18 @@ def _call(name: str, *arguments: ast.expr, at: ast.AST) -> Any:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Where Triton's meaning of a statement is not Python's.
+    """Rewrites the statements to which Triton gives another meaning than Python.
 
-    `x = 3` makes a tensor of the number. `and` and `or` of run-time values evaluate every operand, because there is
-    nothing to branch on inside an expression; so does `not` of a block, element by element. A condition is a scalar.
-    The truth of a tensor is asked here only: `tl` itself takes every tensor for true, to tell it from None. A plain
-    number of the module is refused where it is used, as in compiling: only constexpr globals are in a kernel's key.
+    - `x = 3` makes a tensor of the number.
+    - `and` and `or` of run-time values evaluate every operand, because an expression cannot branch.
+    - `not` of a block works element by element.
+    - A condition must be a scalar. Only conditions ask for the truth of a tensor: `tl` itself takes every tensor for
+      true, to tell it from None.
+    - Using a plain number of the module is an error, as in Triton: only constexpr globals are in a kernel's key.
     """
 
     def __init__(self, plain: set[str]) -> None:
-        self.plain = plain  # names of module or closure that hold plain numbers or strings
+        self.plain = plain  # names of the module or closure that hold plain numbers or strings
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id not in self.plain:
@@ -108,22 +111,22 @@ _PLAIN = (bool, int, float, str)
 
 
 def captured(fn: FunctionType) -> dict[str, Any]:
-    """What a function can see outside itself."""
+    """The names that a function can see outside itself, with their values: its globals and its closure."""
     scope = dict(fn.__globals__)
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
-        with suppress(ValueError):  # assigned later than the function was defined, and not yet
+        with suppress(ValueError):  # a closure variable that is not yet assigned
             scope[name] = cell.cell_contents
     return scope
 
 
 def code(fn: FunctionType, lines: list[str], first: int) -> CodeType:
-    """The rewritten body of `fn`, whose source, decorators included, is `lines` from line `first` on."""
+    """The rewritten code of `fn`. Its source, decorators included, is `lines`, which begin at line `first`."""
     tree = ast.parse(textwrap.dedent("".join(lines)))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
     definition.decorator_list = []
     definition.returns = None
-    # Defaults and annotations were evaluated when the user's module ran: taken from `fn`, not evaluated again.
+    # Defaults and annotations were evaluated when the user's module ran: they come from `fn`.
     arguments = definition.args
     arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
     for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
@@ -137,11 +140,11 @@ def code(fn: FunctionType, lines: list[str], first: int) -> CodeType:
     return next(c for c in module.co_consts if inspect.iscode(c) and c.co_name == fn.__name__)
 
 
-# -- what rewritten code calls ----------------------------------------------------------------------------------------
+# -- functions that rewritten code calls ------------------------------------------------------------------------------
 
 
 def to_tensor(value: Any) -> Any:
-    """A plain number as a tensor, in tuples too; anything else as it is."""
+    """Convert plain numbers, in tuples too, to tensors; return anything else unchanged."""
     if type(value) is tl.tensor:
         return value
     if isinstance(value, (bool, int, float, core.constexpr)):
@@ -150,12 +153,12 @@ def to_tensor(value: Any) -> Any:
 
 
 def same_tuple(like: tuple, values: Iterable[Any]) -> tuple:
-    """A tuple or named tuple of `values`, as `like` is."""
+    """A tuple of `values`, or a named tuple of the type of `like` if `like` is one."""
     return type(like)(*values) if hasattr(like, "_fields") else tuple(values)
 
 
 def _both(*operands: Callable[[], Any]) -> Any:
-    """`and`: a false constant ends it, run-time values are all evaluated."""
+    """`and`: a false constant ends the evaluation; run-time values do not."""
     return _combined(operands, False, "logical_and")
 
 
@@ -229,7 +232,7 @@ def static_range(start: Any, end: Any = None, step: Any = None, **_: Any) -> ran
     """`tl.static_range`: the index is a constant."""
     bounds = (0, start, step) if end is None else (start, end, step)
     if any(isinstance(v, tl.tensor) for v in bounds):
-        raise TypeError("tl.static_range takes constants; for a run-time number of rounds there is tl.range")
+        raise TypeError("tl.static_range takes constants; use tl.range for a run-time number of iterations")
     return range(*(operator.index(v) for v in (*bounds[:2], 1 if step is None else step)))
 
 
@@ -259,7 +262,7 @@ NAMES: dict[str, Any] = {
     "max": _extreme(builtins.max, "builtin_max"),
     "print": lambda *values: core.device_print(*values),
 }
-"""Python's names that mean something else in a kernel, where its module does not define them."""
+"""Python's builtins that mean something else in a kernel, unless its module defines the name."""
 
 HELPERS: dict[str, Any] = {
     "__pkt_tensor__": to_tensor,

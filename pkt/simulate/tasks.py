@@ -1,4 +1,4 @@
-"""What a machine runs.
+"""The things that a machine runs.
 
 Task             one program of a grid, or the host code of one rank
 Launch           one grid on one rank; at most `sms` of its programs are resident
@@ -17,7 +17,7 @@ import torch
 
 
 class Task:
-    """One greenlet and what the machine knows of it."""
+    """One greenlet and the machine's state for it."""
 
     __slots__ = (
         "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "seen", "async_clock",
@@ -36,9 +36,9 @@ class Task:
         self.lane = 0
         self.column = 0
         self.clock: Any = None
-        self.seen: Any = None  # what TMA loads of this program are ordered after
+        self.seen: Any = None  # clocks that this program's TMA loads are ordered after
         self.async_clock = 0
-        self.scope = "system"  # of its last atomic
+        self.scope = "system"  # scope of its last atomic
         self.fence_clock: Any = None
         self.unacquired: list[Any] = []
         self.pending: list[Any] = []
@@ -52,13 +52,13 @@ class Task:
         self.satisfied_by: str | None = None
         self.accesses = 0
         self.waits: set[Any] = set()  # sites of the waits so far
-        self.touched: set[int] = set()  # where its accesses began while it may have been in a spin
-        self.last: Any = None  # where the last load began, of how many elements, and the access that it was
+        self.touched: set[int] = set()  # first addresses of its accesses while it may have been in a spin
+        self.last: Any = None  # the last load: first address, number of elements, number of the access
         self.repeats = 0
         self.polled: Any = None  # the last load or atomic
-        self.turns = 0  # of a loop since its last access, and how many accesses there were then
-        self.turned = 0
-        self.undrained = False  # TMA stores to the heap since the last drain
+        self.turns = 0  # iterations of a `while` since its last access
+        self.turned = 0  # value of `accesses` at the last iteration of a `while`
+        self.undrained = False  # it has stored to the heap by TMA since the last drain
 
     @property
     def is_host(self) -> bool:
@@ -66,7 +66,7 @@ class Task:
 
 
 class Launch:
-    """One grid on one rank: programs in the hardware's order, x fastest."""
+    """One grid on one rank. Its programs start in the hardware's order, x fastest."""
 
     def __init__(self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable) -> None:
         self.rank, self.name, self.grid, self.ordinal, self.body = rank, name, grid, ordinal, body
@@ -88,8 +88,8 @@ class Launch:
 
 
 class Host:
-    """One rank: its host task, its SM slots, and what torch keeps for a thread: its random state, and whether gradients
-    are recorded."""
+    """One rank: its host task, its SM slots, and torch's state of a thread (random state, whether gradients are
+    recorded)."""
 
     def __init__(self, rank: int, sms: int) -> None:
         self.rank = rank
@@ -106,7 +106,7 @@ class Host:
 
 
 class Meeting:
-    """A collective call of the hosts: what each brought, complete when all are there."""
+    """A collective call of the hosts: the value of each host so far; complete when every host has called."""
 
     def __init__(self) -> None:
         self.values: dict[int, tuple[Any, str]] = {}
@@ -115,4 +115,4 @@ class Meeting:
 
 
 class Stopped(greenlet.GreenletExit):
-    """Thrown into the greenlets that are left when a run ends early; not an error of its own."""
+    """Thrown into the remaining greenlets when a run ends early; not an error of its own."""

@@ -1,8 +1,8 @@
-"""Every function of pkt.language in a small program that checks its own result, on any device and number of ranks.
+"""Small programs that call every function of pkt.language and check their results, on any device and number of ranks.
 
 A case is `fn(world)`, run on each rank by pkt.launch: in the simulator by test_cases_cpu, on GPUs by gpu/test_language.
-Nothing in it knows which. Values are small integers, so results are exact in every dtype, and each kernel is launched
-more than once with nothing reset between.
+The case does not know which. Values are small integers, so results are exact in every dtype. Each kernel is launched
+several times with no reset in between.
 """
 
 from . import atomics, barriers, memory, multimem, orders, shmem, signals, tiles

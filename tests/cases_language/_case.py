@@ -1,4 +1,4 @@
-"""What a case is, and what cases share."""
+"""A case of pkt.language, and helpers of the cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAUNCHES = 2
 
 @dataclass(frozen=True)
 class Case:
-    """fn(world), and the names in pkt.language that it runs, such as "wait" or "tile.wait"."""
+    """fn(world), and the names in pkt.language that it calls, such as "wait" or "tile.wait"."""
 
     name: str
     fn: Callable[[Any], None]
@@ -44,13 +44,13 @@ def local(world: Any, *shape: int, dtype: torch.dtype = torch.int32, fill: float
 
 
 def put_in(x: torch.Tensor, values: torch.Tensor, world: Any) -> None:
-    """Fill a symmetric tensor; no rank goes on before all have."""
+    """Fill a symmetric tensor; return when all ranks have."""
     x.copy_(values.to(x.dtype).reshape(x.shape))
     world.barrier()
 
 
 def same(world: Any, found: torch.Tensor, wanted: Any) -> None:
-    """Equal, when this rank's device is done."""
+    """Whether the tensors are equal, once this rank's device is done."""
     world.synchronize()
     wanted = torch.as_tensor(wanted).cpu()
     found = found.cpu().reshape(wanted.shape)

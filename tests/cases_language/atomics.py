@@ -72,7 +72,7 @@ def atomics(world: Any, op: str, dtype: torch.dtype, sem: str, n: int = 13, bloc
         atomics_kernel[(PROGRAMS,)](x, old, value, bar, n, world.device, op, sem, block)
         world.barrier()
         same(world, x, [wanted] * n + [start] * (block - n))
-        if op == "add":  # each update finds another sum
+        if op == "add":  # each update finds a different sum
             firsts = [r[:, :, 0].flatten().tolist() for r in gather(world, old)]
             mine = [
                 firsts[r][p * world.size + (world.rank - r - 1) % world.size]
@@ -85,7 +85,7 @@ def atomics(world: Any, op: str, dtype: torch.dtype, sem: str, n: int = 13, bloc
 
 @case("atomic_xchg")
 def exchange_values(world: Any, block: int = 16) -> None:
-    """What goes in comes out, once, or stays."""
+    """Each exchanged value is returned exactly once, or is still there."""
     x, bar = pkt.empty(block, dtype=torch.int32), pkt.signals(PROGRAMS)
     old = local(world, PROGRAMS, world.size, block)
     put_in(x, torch.full((block,), 99), world)
@@ -111,14 +111,14 @@ def compare_and_swap_kernel(x, out, bar, world):
     for r in tl.static_range(world.size):
         tl.store(out + r, pl.atomic_cas(x, 0, rank + 1, r, world))
     pl.barrier(bar, world)
-    # nobody's value is 77: nothing is swapped
+    # no cell holds 77, so nothing is swapped
     tl.store(out + world.size, pl.atomic_cas(x, 77, 5, world.rank, world, sem="relaxed"))
     pl.barrier(bar, world)
 
 
 @case("atomic_cas")
 def compare_and_swap(world: Any) -> None:
-    """On each rank's cell one rank wins; the others find the winner's value."""
+    """One rank wins each cell; the others find the winner's value."""
     x, bar, out = pkt.zeros(1, dtype=torch.int32), pkt.signals(1), local(world, world.size + 1)
     compare_and_swap_kernel[(1,)](x, out, bar, world.device)
     found = gather(world, out)
@@ -142,7 +142,7 @@ def lock_kernel(lock, cell, n, world):
 
 @case("atomic_cas", "atomic_xchg")
 def lock(world: Any, n: int = 3) -> None:
-    """A lock on rank 0 around a plain counter there: system scope, or increments are lost."""
+    """A lock on rank 0 around a plain counter there, which loses increments unless the scope is the system."""
     guard, cell = pkt.zeros(1, dtype=torch.int32), pkt.zeros(1, dtype=torch.int64)
     lock_kernel[(PROGRAMS,)](guard, cell, n, world.device)
     world.synchronize()

@@ -16,8 +16,9 @@ from ._case import LAUNCHES, PROGRAMS, case, local, same
 
 @triton.jit
 def barrier_kernel(x, out, bar, first, rounds, world, KIND: tl.constexpr):
-    """Each round every program writes where another one reads behind the barrier: the next rank's program of this
-    index ("barrier"), this rank's next program ("grid_barrier"), the next rank's next program ("world_barrier")."""
+    """In each round every program writes a cell that another one reads after the barrier: the next rank's program of
+    this index ("barrier"), this rank's next program ("grid_barrier"), the next rank's next program
+    ("world_barrier")."""
     pid = tl.program_id(0)
     n = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int32)
@@ -62,7 +63,7 @@ def barriers(world: Any, kind: str, rounds: int = 3) -> None:
 
 @triton.jit
 def uneven_kernel(x, out, bar, world):
-    """Grids of different size meet: rank r has r + 1 programs."""
+    """Grids of different sizes meet: rank r has r + 1 programs."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
     for r in tl.static_range(world.size):
@@ -97,7 +98,7 @@ def by_hand_kernel(x, flags, out, bar, epoch, world, HOW: tl.constexpr, BLOCK: t
         pl.quiet()
     else:
         pl.store(x + offs, offs + rank * 100 + epoch, to, world)
-        pl.fence()  # in every thread: each is ordered, then all have met
+        pl.fence()  # in every thread: each orders its accesses, then all meet
         tl.debug_barrier()
     pl.atomic_add(flags, 1, to, world, sem="relaxed")
     pl.wait(flags, epoch, world)
@@ -117,7 +118,7 @@ def by_hand(world: Any, how: str, block: int = 32) -> None:
 
 @triton.jit
 def flagged_kernel(flags, slots, x, out, n, world, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
-    """Everybody's x, (n, 3), a block at a time, in words of the half of the slots that the epoch's parity says."""
+    """Gather every rank's x, (n, 3), a block at a time, in words of the half of the slots of the epoch's parity."""
     launch = pl.epoch(flags, world)
     half = slots + (launch & 1) * world.size * n * 4
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -155,12 +156,12 @@ def flagged(world: Any, together: bool, n: int = 41, block: int = 16) -> None:
 
 @triton.jit
 def epoch_kernel(flags, x, out, seed, world):
-    """Each launch leaves a value with every rank, in the half of the buffer that its epoch's parity says."""
+    """Each launch leaves a value with every rank, in the half of the buffer of its epoch's parity."""
     pid = tl.program_id(0)
     n = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int32)
     epoch = pl.epoch(flags, world)
-    half = x + (epoch & 1) * world.size * n  # not %: an epoch that has wrapped is negative
+    half = x + (epoch & 1) * world.size * n  # & instead of %, because a wrapped epoch is negative
     for r in tl.static_range(world.size):
         pl.store(half + rank * n + pid, seed * 10 + rank + pid, r, world)
     pl.signal_all(flags + pid, world)
@@ -175,7 +176,7 @@ def epoch_kernel(flags, x, out, seed, world):
 @case("epoch", "signal_all", "wait", start=0)
 @case("epoch", "signal_all", "wait", start=2**31 - 3)
 def epochs(world: Any, start: int) -> None:
-    """Counters that no host resets, also where they wrap; they begin where `start` launches would have left them."""
+    """Use counters that no host resets, across their wrap, too; they begin as after `start` launches."""
     flags, x = pkt.signals(PROGRAMS), pkt.empty(2, world.size, PROGRAMS, dtype=torch.int32)
     out = local(world, 2, PROGRAMS)
     if start:

@@ -41,7 +41,7 @@ def load_store_kernel(x, y, out, bar, n, world, BLOCK: tl.constexpr):
     for d in tl.static_range(1, world.size + 1):
         other = (world.rank + d) % world.size
         v = pl.load(x + offs, other, world, mask=offs < n, other=1)
-        # row `rank` of the array of the rank behind `other`: nobody else writes there
+        # row `rank` of the array of the rank after `other`: no other rank writes there
         row = y + tl.cast(world.rank, tl.int32) * tl.num_programs(0) * BLOCK
         pl.store(row + offs, v, (other + 1) % world.size, world, mask=offs < n + 1)
     pl.barrier(bar + pid, world)
@@ -69,7 +69,7 @@ def load_store(world: Any, dtype: torch.dtype, n: int = 42, block: int = 16) -> 
         y.fill_(-1)
         put_in(x, (torch.arange(total) + 7 * world.rank + launch) % 50, world)
         load_store_kernel[(PROGRAMS,)](x, y, out, bar, n, world.device, block)
-        # the rank behind `other` has other's values, from everybody
+        # the rank after `other` has other's values, from every rank
         row = (torch.arange(total) + 7 * ((world.rank - 1) % world.size) + launch) % 50
         row[n], row[n + 1 :] = 1, -1
         same(world, out, row.expand(world.size, total))
@@ -84,7 +84,7 @@ def copies_kernel(x, y, out, bar, n, world, HOW: tl.constexpr, BLOCK: tl.constex
         pl.put(y + offs, x + offs, to, world, mask=offs < n)
     elif HOW == "get":
         pl.get(y + offs, x + offs, to, world, mask=offs < n)
-    else:  # between two others: from the next rank to the one before
+    else:  # between two other ranks: from the next rank to the previous one
         pl.copy(y + offs, x + offs, (world.rank + world.size - 1) % world.size, to, world, mask=offs < n)
     pl.barrier(bar + pid, world)
     tl.store(out + offs, tl.load(y + offs))

@@ -17,7 +17,7 @@ from ._case import LAUNCHES, case, put_in, same
 
 @triton.jit
 def multimem_kernel(x, y, z, bar, n, world, OP: tl.constexpr, BLOCK: tl.constexpr):
-    """Rank r reduces the blocks of program r, r + size, ...; all ranks get the result, and its sum again in z."""
+    """Rank r reduces the blocks of programs r, r + size, ...; all ranks get the result, and its sum once more in z."""
     pid = tl.program_id(0)
     offs = pid * BLOCK + tl.arange(0, BLOCK)
     pl.barrier(bar + pid, world)
@@ -44,7 +44,7 @@ MULTIMEM = ("multimem_load_reduce", "multimem_store", "multimem_reduce_add")
 @case(*MULTIMEM, op="min", dtype=torch.int32)
 @case(*MULTIMEM, op="add", dtype=torch.int64)
 def multimem(world: Any, op: str, dtype: torch.dtype, block: int = 1024) -> None:
-    """Blocks of 1024: below a group of 16 bytes for each thread the addition does not use the switch."""
+    """Blocks of 1024 elements: with less than 16 bytes for each thread the addition would not use the switch."""
     programs = world.size + 1
     total = programs * block
     n = total - 16  # whole runs of 16 bytes

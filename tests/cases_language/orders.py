@@ -29,7 +29,7 @@ def order_kernel(out, n, m, world, GROUP: tl.constexpr):
 
 @case("order.supergroup", "order.own_first", "order.own_last", "order.peers_interleaved")
 def orders(world: Any, rows: int = 7, group: int = 3) -> None:
-    """Each order takes every tile once, beginning where it says."""
+    """Each order takes every tile once and begins with the right tile."""
     cols, rank = 2 * world.size, world.rank
     n = rows * cols
     out = local(world, n, 6)
@@ -66,7 +66,7 @@ def _send(task, x, y, flags, n, world):
 
 @triton.jit
 def lcsc_kernel(x, y, flags, queue, bar, n, num_comm_sms, world):
-    """Compute tasks square, communicate tasks send the squares round."""
+    """Compute tasks square numbers, and communicate tasks send the squares to all ranks."""
     epoch = pl.epoch(flags, world)
     pl.lcsc(_square, _send, (x, y, flags, n, world), n, n, queue, epoch, num_comm_sms)
     pl.world_barrier(bar, world)

@@ -16,7 +16,7 @@ from ._case import PROGRAMS, case, local, put_in, same
 
 @triton.jit
 def signals_kernel(flags, out, first, step, world, ALL: tl.constexpr):
-    """Each rank sets a counter of the next to `first`, then adds `step`, and waits for both."""
+    """Each rank sets a counter of the next rank to `first`, then adds `step`, and waits for both."""
     to = (world.rank + 1) % world.size
     if ALL:
         pl.signal_all(flags, world, first)
@@ -26,7 +26,7 @@ def signals_kernel(flags, out, first, step, world, ALL: tl.constexpr):
     else:
         pl.signal(flags, to, world, first, "set")
         tl.store(out, pl.wait(flags, first, world, "eq"))
-        pl.signal(flags + 1, (world.rank + world.size - 1) % world.size, world)  # it may add now
+        pl.signal(flags + 1, (world.rank + world.size - 1) % world.size, world)  # the other rank may add now
         pl.wait(flags + 1, 1, world)
         pl.signal(flags, to, world, step)
         tl.store(out + 1, pl.wait(flags, first + step, world))
@@ -35,7 +35,7 @@ def signals_kernel(flags, out, first, step, world, ALL: tl.constexpr):
 @case("signal", "wait", first=5, step=3)
 @case("signal", "wait", first=2**31 - 2, step=4)
 def signals(world: Any, first: int, step: int) -> None:
-    """The second wraps: 2^31 + 2 is at least 2^31 - 2."""
+    """The second counter wraps: 2^31 + 2 is at least 2^31 - 2."""
     flags, out = pkt.signals(2), local(world, 2)
     signals_kernel[(1,)](flags, out, first, step, world.device, False)
     same(world, out, [first, (first + step + 2**31) % 2**32 - 2**31])
@@ -69,7 +69,7 @@ def set_on_all(world: Any) -> None:
 
 @triton.jit
 def comparisons_kernel(flags, out, start, world):
-    """Every comparison, each on a counter that begins at `start` and is changed by the rank before."""
+    """Wait by every comparison, each on a counter that begins at `start` and that the previous rank changes."""
     to = (world.rank + 1) % world.size
     pl.signal(flags, to, world, 2)
     tl.store(out, pl.wait(flags, start + 2, world, "ge"))
@@ -105,7 +105,7 @@ def comparisons(world: Any, start: int) -> None:
 
 @triton.jit
 def many_waiters_kernel(flags, x, out, world):
-    """Program 0 publishes to every program of every rank at once; the others only look and wait."""
+    """Program 0 publishes to every program of every rank at once; the others only test and wait."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
     if pid == 0:

@@ -16,14 +16,14 @@ from .multimem import REDUCTIONS
 
 
 def layout(x: torch.Tensor, tma: bool = True) -> pl.Layout:
-    """A symmetric tensor (b, d, r, c) as kernels take it."""
+    """The Layout of a symmetric tensor (b, d, r, c)."""
     b, d, r, c = x.shape
     return pl.Layout(x, b, d, r, c, tl.constexpr(tma))
 
 
 @triton.jit
 def tile_kernel(x, y, bar, flags, epoch, world, HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """My tile (b, d, pid, 1) of x into y, or added to it: of the next rank, or of all; published with tile.signal."""
+    """Store my tile (b, d, pid, 1) of x into y of the next rank or of all, or add it; publish with tile.signal."""
     pid = tl.program_id(0)
     to = (world.rank + 1) % world.size
     rows = pid * R + tl.arange(0, R)
@@ -62,7 +62,7 @@ TILE_SYNC = ("tile.signal", "tile.signal_all", "tile.wait", "tile.barrier")
 @case("tile.store_add_async", *TILE_SYNC, how="add", dtype=torch.float32, tma=False)
 @case("tile.store_add_async", *TILE_SYNC, how="add_all", dtype=torch.float32, tma=True)
 def tiles(world: Any, how: str, dtype: torch.dtype, tma: bool, rows: int = 16, cols: int = 32) -> None:
-    """The last tile row and column are cut; without TMA rows begin anywhere."""
+    """The last tile row and column are cut; without TMA rows may begin at any byte."""
     shape = (2, 2, PROGRAMS * rows - 3, 2 * cols - (8 if tma else 3))
     x, y, flags = pkt.empty(shape, dtype=dtype), pkt.empty(shape, dtype=dtype), pkt.signals(3 * 4)
     bar = layout(flags.view(1, 1, 3, 4), tma=False)

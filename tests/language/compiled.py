@@ -12,7 +12,7 @@ _cache: dict[Any, Any] = {}
 
 
 def compiled(kernel: Any, *args: Any, arch: int = 90, **kwargs: Any) -> Any:
-    """`compile_only`, once for equal arguments."""
+    """The result of `compile_only`, cached by its arguments."""
 
     def hashable(x: Any) -> Any:
         return tuple(map(hashable, x)) if isinstance(x, tuple) else getattr(x, "dtype", x)
@@ -37,7 +37,7 @@ def body(kernel: Any) -> str:
 
 
 def parse(text: str) -> list[Instruction]:
-    """Instructions in the order of the text."""
+    """The instructions in the order of the text."""
     text = re.sub(r"//.*", "", text)
     text = re.sub(r"^\s*\.(loc|file|section).*$", "", text, flags=re.M)
     found = []
@@ -55,16 +55,16 @@ def instructions(kernel: Any) -> list[Instruction]:
 
 
 def waits(kernel: Any) -> list[list[Instruction]]:
-    """The instructions of each `// pkt.wait`."""
+    """The instructions of each `// pkt.wait`, as a list a wait."""
     return [parse(m) for m in re.findall(r"// pkt\.wait(.*?)// end inline asm", body(kernel), re.S)]
 
 
-# An atomic whose result is not used is `red` in one version of Triton and `atom` in another.
+# An atomic with an unused result is `red` in one version of Triton and `atom` in another.
 _MEMORY = re.compile(r"(?:multimem|ld|st|red|atom)\.(?!param|shared)|fence|cp\.async|bar\.sync|cp\.reduce")
 
 
 def order(kernel: Any) -> list[str]:
-    """Global memory accesses, fences and barriers in order: "one:" before what one thread executes, "pkt.wait" for a
+    """Global memory accesses, fences and barriers in order: "one:" before those of a single thread, "pkt.wait" for a
     wait, atomics as "atomic.<semantics>.<scope>.<operation>". Broadcasts of an atomic's result are left out."""
     text = re.sub(r"// pkt\.wait(.*?)// end inline asm", "\n pkt.wait;\n", body(kernel), flags=re.S)
     all_of_them = parse(text)
@@ -73,7 +73,7 @@ def order(kernel: Any) -> list[str]:
         if op == "pkt.wait":
             result.append(op)
         elif _MEMORY.match(op):
-            # Triton 3.9 puts a barrier of its own before a release: two in a row are one
+            # Triton 3.9 puts a barrier of its own before a release: two in a row count as one
             if op == "bar.sync" and (_is_broadcast(all_of_them, i) or result[-1:] == ["bar.sync"]):
                 continue
             match = re.match(r"(?:red|atom)\.global\.(?:(gpu|sys)\.(\w+)|(\w+)\.(gpu|sys))\.(.*)", op)
@@ -83,8 +83,8 @@ def order(kernel: Any) -> list[str]:
 
 
 def _is_broadcast(all_of_them: list[Instruction], i: int) -> bool:
-    """Whether the barrier lies between one thread's store to shared memory and everyone's load of it (or before that
-    store, to protect what was read there before)."""
+    """Whether the barrier lies between one thread's store to shared memory and all threads' load of it (or before that
+    store, to protect earlier reads)."""
     before = next((x for x in reversed(all_of_them[:i]) if not x.op.startswith(("mov", "add", "sub", "shl"))), None)
     after = next((x for x in all_of_them[i + 1 :] if not x.op.startswith(("mov", "add", "sub", "shl"))), None)
     return bool(before and before.op.startswith("st.shared") and after and after.op.startswith("ld.shared")) or bool(
@@ -93,13 +93,13 @@ def _is_broadcast(all_of_them: list[Instruction], i: int) -> bool:
 
 
 def threads(kernel: Any) -> int:
-    """Threads in the program."""
+    """Number of threads in the program."""
     return int(re.search(r"\.(?:reqntid|maxntid) (\d+)", kernel.asm["ptx"])[1])
 
 
 def one_thread(all_of_them: list[Instruction], guard: str, threads: int) -> bool:
-    """Whether the predicate can hold in thread 0 alone. It is worked out from the thread's index; what else it
-    depends on is taken for true."""
+    """Whether the predicate can hold in thread 0 alone. It is evaluated for each thread's index; other values that it
+    depends on count as true."""
     if not guard or guard.startswith("!"):
         return False
     definitions: dict[str, Instruction] = {}
@@ -109,7 +109,7 @@ def one_thread(all_of_them: list[Instruction], guard: str, threads: int) -> bool
 
 
 def _value(definitions: dict[str, Instruction], name: str, thread: int) -> int | None:
-    """A register or constant in a thread; None where that is not known."""
+    """The value of a register or constant in a thread; None if it is unknown."""
     if re.fullmatch(r"-?\d+", name):
         return int(name)
     if name == "%tid.x":
@@ -146,7 +146,7 @@ def count(kernel: Any, pattern: str) -> int:
 
 
 def reasons(error: BaseException) -> str:
-    """The messages of an error and of its causes: Triton's front end says only where."""
+    """The messages of an error and of its causes: the error of Triton's front end names only the place."""
     texts, at = [], error
     while at is not None:
         texts.append(str(at))

@@ -1,4 +1,4 @@
-"""A few PTX instructions, executed: enough to run the assembly of a wait, several threads of it, without a GPU."""
+"""An interpreter of a few PTX instructions, enough to run several threads of a wait's assembly without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def signed(value: int, bits: int) -> int:
 
 
 class Memory:
-    """32-bit words by address; what was never written is 0."""
+    """32-bit words by address; words never written are 0."""
 
     def __init__(self) -> None:
         self.words: dict[int, int] = {}
@@ -32,7 +32,7 @@ class Memory:
 
 
 class Thread:
-    """Runs statements an instruction at a time: `step()` until `done`."""
+    """A thread that runs statements one instruction at a time: call `step()` until `done`."""
 
     def __init__(self, text: str, registers: dict[str, int], memory: Memory, clock: Callable[[], int]) -> None:
         self.statements, self.labels = _assemble(text)
@@ -133,7 +133,7 @@ def _assemble(text: str) -> tuple[list[tuple[str, str, list[str]]], dict[str, in
 
 
 def run(threads: list[Thread], seed: int = 0, tick: Callable[[], Any] = lambda: None, limit: int = 200_000) -> int:
-    """Interleave the threads at random until all are done or `limit` steps were made; returns the steps."""
+    """Interleave the threads at random until all are done or `limit` steps are made; return the number of steps."""
     pick = random.Random(seed)
     live = [t for t in threads if not t.done]
     steps = 0

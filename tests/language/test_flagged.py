@@ -1,4 +1,4 @@
-"""Flagged words: their instructions, the spin executed, and what they mean on simulated ranks."""
+"""Flagged words: their instructions, the execution of the spin, and their behaviour on simulated ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .ptx_machine import Memory, Thread, blocks, run
 SIZE, STRIDE, RANK = 3, 1 << 38, 2
 STATUS = (1 << 40) + RANK * STRIDE
 WORD = STATUS + (5 << 32) + 80
-APART = 1000  # int32 from one rank's words to the next one's
+APART = 1000  # int32 from one rank's words to the next rank's
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def take_all_kernel(words, out, stride, flag, n, world, B: tl.constexpr, MASKED:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("rank", [0, 1, 2, 16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_put_is_one_store_a_word_and_no_fence(masked: bool, rank: int, arch: int) -> None:
+def test_a_put_compiles_to_one_store_a_word_and_no_fence(masked: bool, rank: int, arch: int) -> None:
     k = compiled(put_kernel, "*int32", 5, 100, device_world(rank, 32), 512, masked, arch=arch)
     assert order(k) == ["st.relaxed.sys.global.b128"] * 4  # 128 threads
     assert count_markers(k.asm["ttir"]) == {"wait": 0, "signal": 1}
@@ -80,7 +80,7 @@ def test_a_take_spins_on_whole_words_and_no_fence(masked: bool, arch: int) -> No
     assert order(k) == ["pkt.wait", "st.global.b32"]  # 128 threads
     for text in blocks(body(k), "// pkt.wait"):
         assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128 word", text)) == 1
-        assert text.count('.pragma "nounroll"') == 2  # or the ends of spins were most of a kernel
+        assert text.count('.pragma "nounroll"') == 2  # otherwise the ends of spins would be most of a kernel
         assert "acquire" not in text
         assert "fence" not in text
     assert count_markers(k.asm["ttir"]) == {"wait": 1, "signal": 0}
@@ -90,7 +90,7 @@ def test_a_take_spins_on_whole_words_and_no_fence(masked: bool, arch: int) -> No
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_words_of_all_ranks_are_loaded_before_the_first_is_looked_at(masked: bool, size: int, arch: int) -> None:
+def test_the_words_of_all_ranks_are_loaded_before_any_is_compared(masked: bool, size: int, arch: int) -> None:
     world = device_world(0, size)
     k = compiled(take_all_kernel, "*int32", "*int32", 100, 5, 100, world, 128, masked, arch=arch)
     (text,) = blocks(body(k), "// pkt.wait")
@@ -101,14 +101,14 @@ def test_the_words_of_all_ranks_are_loaded_before_the_first_is_looked_at(masked:
 
 
 @pytest.mark.parametrize(("kernel", "more"), [(put_one_kernel, ()), (take_one_kernel, ("*int32",))])
-def test_words_are_four_int32(kernel: Any, more: tuple[str, ...]) -> None:
+def test_pointers_to_other_types_than_int32_are_refused(kernel: Any, more: tuple[str, ...]) -> None:
     with pytest.raises(triton.CompilationError) as caught:
         compiled(kernel, "*int64", *more, 5, device_world())
-    assert "takes pointers to int32, of which a word has four, not pointer<int64>" in reasons(caught.value)
+    assert "takes pointers to int32, four of them a word, not pointer<int64>" in reasons(caught.value)
 
 
 class Scene:
-    """Rank 2's memory, and the assembly of one put or take of a masked block; or of a take of all ranks' blocks."""
+    """Rank 2's memory, and the assembly of one put or take of a masked block, or of a take of all ranks' blocks."""
 
     def __init__(self, put: bool, deadline: int = 0, every: bool = False) -> None:
         world = device_world(RANK, SIZE, STRIDE)
@@ -118,13 +118,13 @@ class Scene:
             args = ("*int32", 5, 100, world) if put else ("*int32", "*int32", 5, 100, world)
             kernel = compiled(put_kernel if put else take_kernel, *args, 128, True)
         (self.text,) = blocks(body(kernel), "// pkt.signal" if put else "// pkt.wait")
-        self.text = self.text.replace(f", {POLLS_PER_CHECK - 1};", ", 3;")  # a look at the clock every 4th poll
+        self.text = self.text.replace(f", {POLLS_PER_CHECK - 1};", ", 3;")  # the spin reads the clock at every 4th poll
         self.memory = Memory()
         self.time = 1000
         self.memory.store(STATUS + 4 * STATUS_DEADLINE, deadline, 64)
 
     def taking(self, flag: int, mask: bool = True) -> Thread:
-        """A thread that takes WORD, and every APART int32 from there one more; its results are `thread.found()`."""
+        """A thread that takes WORD and the words at multiples of APART int32 from it, with results in `found()`."""
         low = re.findall(r"mov\.b64 \{(%r\d+), (%r\d+)\}, low\d", self.text)
         high = re.findall(r"mov\.b64 \{(%r\d+), flag\d\}, high\d", self.text)
         registers = {
@@ -157,7 +157,7 @@ DATA = (0xDEADBEEF, 5, 0x80000000)
 
 
 @pytest.mark.parametrize("flag", [1, -1, -(2**31), 2**31 - 1])
-def test_what_is_put_is_taken_when_the_flag_is_there(flag: int) -> None:
+def test_a_take_returns_the_data_when_the_flag_is_there(flag: int) -> None:
     scene = Scene(put=True)
     low = re.search(r"mov\.b64 low, \{(%r\d+), (%r\d+)\}", scene.text).groups()
     high = re.search(r"mov\.b64 high, \{(%r\d+), (%r\d+)\}", scene.text).groups()
@@ -188,7 +188,7 @@ def test_a_masked_word_is_not_waited_for(every: bool) -> None:
 
 
 @pytest.mark.parametrize("late", range(SIZE))
-def test_all_are_taken_when_the_last_has_come(late: int) -> None:
+def test_a_take_of_all_ranks_ends_with_the_last_word(late: int) -> None:
     scene = Scene(put=False, every=True)
     thread = scene.taking(5)
     data = [(70 + r, 80 + r, 90 + r) for r in range(SIZE)]
@@ -202,7 +202,7 @@ def test_all_are_taken_when_the_last_has_come(late: int) -> None:
     assert thread.found() == data
 
 
-def test_a_take_that_stands_still_writes_the_record_of_a_wait() -> None:
+def test_an_expired_take_writes_the_record_of_a_wait() -> None:
     scene = Scene(put=False, deadline=3000)
     scene.put(0, DATA, 3)
     run([scene.taking(5) for _ in range(4)], tick=scene.tick)
@@ -213,7 +213,7 @@ def test_a_take_that_stands_still_writes_the_record_of_a_wait() -> None:
 
 
 @pytest.mark.parametrize("missing", [{0}, {1}, {2}, {1, 2}, {0, 1, 2}])
-def test_its_record_names_the_first_word_that_has_not_come(missing: set[int]) -> None:
+def test_the_record_of_a_take_names_the_first_missing_word(missing: set[int]) -> None:
     scene = Scene(put=False, deadline=3000, every=True)
     for rank in range(SIZE):
         scene.put(rank, DATA, 40 + rank if rank in missing else 5)
@@ -231,7 +231,7 @@ N = 20
 def exchange_kernel(
     x, out, slots, flags, world, N: tl.constexpr, B: tl.constexpr, HALVES: tl.constexpr, HOW: tl.constexpr
 ):
-    """The ranks' x side by side, each its N words of three."""
+    """Gather the ranks' x side by side, N words of three numbers from each."""
     launch = pl.epoch(flags, world)
     half = slots + launch % HALVES * world.size * N * 4
     i = tl.arange(0, B)
@@ -265,20 +265,20 @@ def exchange(world: Any, halves: int = 2, how: str = "each", fill: int = 0) -> N
         assert out.tolist() == expected, (launch, out)
 
 
-def test_on_one_rank() -> None:
+def test_flagged_words_work_on_one_rank() -> None:
     pkt.simulate(exchange, 1, seeds=5, sms=1).check()
 
 
 @pytest.mark.parametrize(("how", "call"), [("each", "take_flagged"), ("all", "take_flagged_all")])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_two_halves_by_parity_are_enough(ranks: int, how: str, call: str) -> None:
+def test_two_halves_by_parity_are_right(ranks: int, how: str, call: str) -> None:
     report = pkt.simulate(exchange, ranks, seeds=40, args=(2, how), mutants=True, lost_signals=True, sms=1)
     report.check()
     assert {m.site.call for m in report.mutants} == {"put_flagged", call}
 
 
-def test_one_half_is_not() -> None:
-    """A rank that is a launch ahead overwrites what a slow one has not taken, whose flag then never comes."""
+def test_one_half_alone_deadlocks() -> None:
+    """A rank one launch ahead overwrites words that a slow rank has not taken, which then never finds its flag."""
     report = pkt.simulate(exchange, 3, seeds=40, args=(1,), sms=1)
     assert {f.kind for f in report.findings} == {"Deadlock"}
     assert "exchange_kernel program 0 waits on slots[" in str(report.findings[0])
@@ -290,9 +290,9 @@ def test_a_plain_load_of_a_word_is_a_race() -> None:
     assert "DataRace" in {f.kind for f in report.findings}
 
 
-def test_a_poisoned_word_is_not_data_unless_its_flag_is_the_launch() -> None:
+def test_a_poisoned_word_is_data_only_with_the_launchs_flag() -> None:
     pkt.simulate(exchange, 2, seeds=20, args=(2, "each", -1), sms=1).check()
-    found = outcome(exchange, 2, args=(2, "each", 1))  # as if launch 1 had been here: what zeros() rules out
+    found = outcome(exchange, 2, args=(2, "each", 1))  # as if launch 1 had put them, which zeros() rules out
     assert isinstance(found.failure, Exception)
 
 
@@ -314,7 +314,7 @@ def constants_kernel(slots, out, world):
         tl.store(out + j, pl.take_flagged(slots, 1, world)[j])
 
 
-def test_what_is_put_may_be_constants() -> None:
+def test_a_put_may_store_constants() -> None:
     def run(world: Any) -> None:
         out = torch.zeros(3, dtype=torch.int32)
         constants_kernel[(1,)](pkt.zeros(4, dtype=torch.int32), out, world.device)

@@ -1,6 +1,6 @@
-"""The same functions called from Gluon: its front end compiles @triton.jit helpers with its own semantic, on 3.6 and
-3.9 alike, so one definition serves both. What needs a block layout of its own (multimem, tiles) is Triton's alone;
-and the value that `wait` returns is each thread's own there."""
+"""The functions called from Gluon. Gluon's front end compiles @triton.jit helpers with its own semantic, on 3.6 and
+3.9 alike, so one definition serves both. Functions that need a block layout (multimem, tiles) are for Triton alone,
+and in Gluon `wait` returns each thread's own value."""
 
 import pytest
 from triton.experimental import gluon
@@ -55,7 +55,7 @@ def partitions_kernel(flags, world):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_push_with_a_signal(arch, rank):
+def test_gluon_compiles_a_push_with_a_signal(arch, rank):
     layout = gl.BlockedLayout([8], [32], [4], [0])
     k = compiled(kernel, "*bf16", "*i32", device_world(rank), B=1024, LAYOUT=layout, arch=arch)
     epoch = "one:atomic.relaxed.gpu.add.u64"
@@ -67,20 +67,20 @@ def test_a_push_with_a_signal(arch, rank):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_other_sync_functions(arch):
+def test_gluon_compiles_the_other_sync_functions(arch):
     k = compiled(others_kernel, "*i32", device_world(), arch=arch)
     assert len(waits(k)) == 3
-    # signal_all; barrier; world_barrier of a program alone, and of many
+    # signal_all; barrier; world_barrier of one program, and of several
     ends = (4, 4 + 4)  # the two may share one
     assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.u32") - 4 - 4 in ends
     assert count_markers(k.asm["ptx"]) == {"wait": 3, "signal": 5}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_in_a_partition_of_a_warp_specialised_kernel(arch):
+def test_a_gluon_partition_joins_its_own_threads(arch):
     k = compiled(partitions_kernel, "*i32", device_world(), arch=arch)
     assert count_markers(k.asm["ptx"]) == {"wait": 1, "signal": 1}
-    # the barriers are of the partition's 128 threads, not of the kernel's 256
+    # the barriers join the partition's 128 threads, not the kernel's 256
     barriers = [x.operands for x in instructions(k) if x.op == "bar.sync"]
     assert len(barriers) >= 2
     assert set(barriers) == {"2, 128"}

@@ -1,4 +1,4 @@
-"""Compiling without a GPU, and the check that no wait or signal is lost on the way."""
+"""Compiling without a GPU, and the check that the compiler loses no wait or signal."""
 
 import os
 import pathlib
@@ -86,7 +86,7 @@ def test_a_persistent_loop_keeps_its_calls(arch):
 
 @pytest.mark.parametrize("num_warps", [4, 8])
 def test_a_call_lost_in_a_warp_specialised_loop_is_an_error(num_warps):
-    # At 8 warps Triton keeps it on sm_90, but whether a kernel is right must not depend on that.
+    # At 8 warps Triton keeps the call on sm_90, but no kernel may depend on that.
     with pytest.raises(LostSync, match=r"tile_kernel: 1 wait inside tl.range\(warp_specialize=True\)"):
         tile(90, specialize=True, num_warps=num_warps)
 
@@ -113,7 +113,7 @@ def test_calls_that_llvm_merges_are_not_lost(arch):
     assert all(1 <= n <= 2 for n in count_markers(k.asm["ptx"]).values())
 
 
-def test_the_check_finds_a_call_missing_at_either_step():
+def test_the_check_detects_a_call_missing_at_either_step():
     k = compiled(wait_kernel, "*int32", 7, WORLD, "ge")
     asm = dict(k.asm)
     check_sync(asm)
@@ -125,7 +125,7 @@ def test_the_check_finds_a_call_missing_at_either_step():
         check_sync({**k.asm, "ptx": k.asm["ptx"].replace("pkt.signal", "")})
 
 
-def test_the_driver_is_left_as_it_was():
+def test_compiling_restores_the_driver():
     marker = object()
     before = driver._active
     try:
@@ -146,7 +146,7 @@ def test_targets_do_not_mix():
         assert k.metadata.target.arch == arch
 
 
-def test_the_listener_raises_where_a_call_is_lost_and_calls_the_one_before(monkeypatch):
+def test_the_listener_raises_on_a_lost_call_and_calls_the_previous_listener(monkeypatch):
     heard = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **facts: heard.append(facts["metadata"]["name"]))
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
@@ -163,7 +163,7 @@ def test_the_listener_raises_where_a_call_is_lost_and_calls_the_one_before(monke
     assert triton.knobs.compilation.listener is before
 
 
-def test_the_listener_reads_kernels_from_the_cache_too(monkeypatch):
+def test_the_listener_checks_cached_kernels_too(monkeypatch):
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **facts: hits.append(facts["cache_hit"]))
     inspect.install_listener()
@@ -171,7 +171,7 @@ def test_the_listener_reads_kernels_from_the_cache_too(monkeypatch):
         checked = []
         monkeypatch.setattr(inspect, "check_sync", lambda asm, kernel: checked.append(asm["ptx"]))
         for _ in range(2):
-            branches_kernel.device_caches.clear()  # forget what this process compiled
+            branches_kernel.device_caches.clear()  # drop the kernels that this process has compiled
             compile_only(branches_kernel, "*i32", "*i32", device_world(0, 3))
     finally:
         inspect.remove_listener()
@@ -239,13 +239,13 @@ def test_the_hash_covers_every_source_of_the_language(tmp_path, monkeypatch):
     assert len(hashes) == len(sources) + 1
 
 
-def test_a_change_of_device_code_is_another_kernel():
+def test_a_change_of_device_code_changes_the_kernels_key():
     one = compile_only(wait_kernel, "*int32", 7, device_world(code=1), "ge")
     other = compile_only(wait_kernel, "*int32", 7, device_world(code=2), "ge")
     assert one.hash != other.hash
 
 
-def test_outside_of_kernels_and_the_simulator_the_primitives_say_so():
+def test_primitives_outside_kernels_are_refused():
     from pkt.errors import Unsupported
     from pkt.language import ptx
 
@@ -262,6 +262,6 @@ def test_a_wait_in_the_persistent_loop_leaves_the_inner_loop_pipelined(arch):
     assert len(loads) >= 6
     wait = ops.index("ld.acquire.sys.global.b32")
     assert wait < loads[0]
-    # TMA loads come behind the wait's proxy fence and barrier
+    # TMA loads come after the wait's proxy fence and barrier
     assert "fence.proxy.async.global" in ops[wait : loads[0]]
     assert "bar.sync" in ops[wait : loads[0]]

@@ -1,4 +1,4 @@
-"""The reading of PTX notices what it is there for: each way to break a synchronisation changes what the tests
+"""The reading of PTX in `compiled` is sharp: every way to break a synchronisation changes the list that the tests
 compare."""
 
 import re
@@ -40,7 +40,7 @@ def seen(kernel):
 
 
 def mutants(kernel):
-    """(what was changed, kernel) for each single change of the kernel's text that `WEAKER` makes."""
+    """Yield (change, kernel) for each single change that `WEAKER` makes to the kernel's text."""
     ptx = kernel.asm["ptx"]
     text = body(kernel)
     for name, pattern, weaker in WEAKER:
@@ -50,20 +50,20 @@ def mutants(kernel):
 
 
 @pytest.mark.parametrize("name", list(KERNELS))
-def test_each_weakening_is_seen(name):
+def test_each_weakening_changes_the_reading(name):
     kernel = compiled(*KERNELS[name])
     right = seen(kernel)
     number = 0
     for what, mutant in mutants(kernel):
         number += 1
         if seen(mutant) == right:
-            # Triton 3.9 has a barrier of its own beside pkt's: one of the two may go, not both
+            # Triton 3.9 has a barrier of its own beside pkt's: one of the two may be missing, not both
             assert "bar.sync" in what, what
             assert len(re.findall(r"bar\.sync", body(kernel))) > right[0].count("bar.sync"), what
     assert number >= {"test": 2, "wait": 4}.get(name, 3)
 
 
-def test_what_the_wait_does_in_every_thread_is_not_taken_for_one():
+def test_accesses_of_every_thread_are_not_read_as_those_of_one():
     kernel = compiled(*KERNELS["signal"])
     assert order(kernel)[-1].startswith("one:")
     everywhere = kernel.asm["ptx"].replace("setp.eq.b32", "setp.ne.b32")

@@ -1,4 +1,4 @@
-"""What tiles, OpenSHMEM names, the template and long-lived counters do, on simulated ranks."""
+"""Tiles, OpenSHMEM names, the template and long-lived counters on simulated ranks."""
 
 import ctypes
 from typing import Any
@@ -36,7 +36,7 @@ def tile_kernel(
     if ALL and ADD:
         pl.tile.store_add_async(dst, v, coord, world)
     elif ALL:
-        # ranks write the same place one after the other
+        # the ranks write to the same place one after the other
         for r in range(world.size):
             if r == world.rank:
                 pl.tile.store_async(dst, v, coord, world)
@@ -54,8 +54,8 @@ def tile_kernel(
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize(("to_all", "add"), [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize(("multicast", "tma"), [(True, True), (False, True), (True, False)])
-def test_tiles(ranks: int, to_all: bool, add: bool, multicast: bool, tma: bool) -> None:
-    rows, cols = 40, 72 if tma else 71  # neither is whole tiles; 71 floats are not whole groups of 16 bytes
+def test_tile_functions_move_and_add_tiles(ranks: int, to_all: bool, add: bool, multicast: bool, tma: bool) -> None:
+    rows, cols = 40, 72 if tma else 71  # no multiples of the tile; 71 floats are not whole groups of 16 bytes
 
     def main(world: Any) -> None:
         dst = pkt.zeros((2, 1, rows, cols), dtype=torch.float32)
@@ -97,7 +97,7 @@ def all_reduce_kernel(x, bar, world, R: tl.constexpr, C: tl.constexpr):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("multicast", [False, True])
-def test_all_reduce_in_place(ranks: int, multicast: bool) -> None:
+def test_all_reduce_works_in_place(ranks: int, multicast: bool) -> None:
     def main(world: Any) -> None:
         x = pkt.empty((1, 1, 4 * R, C), dtype=torch.bfloat16)
         x.copy_(torch.arange(4 * R * C).reshape(x.shape) % 31 + world.rank)
@@ -138,7 +138,7 @@ def shmem_kernel(x, y, z, flags, nbytes, world):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_openshmem(ranks: int) -> None:
+def test_openshmem_functions_move_the_data(ranks: int) -> None:
     def main(world: Any) -> None:
         n = 200
         x = pkt.full((n,), world.rank, dtype=torch.int32)
@@ -150,7 +150,7 @@ def test_openshmem(ranks: int) -> None:
         world.barrier()
         left = (world.rank - 1) % world.size
         assert y.tolist() == [left] * n
-        last = (world.size - 2) % world.size  # what the last PE received
+        last = (world.size - 2) % world.size  # the data that the last PE received
         assert x.tolist() == [last] * n
         assert z.tolist() == [last] * 4 + [left] * (n - 4)
         assert flags[:4].tolist() == [1, 7, 8, 9]
@@ -209,12 +209,12 @@ def long_lived_kernel(out, flags, world):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_counters_and_epochs_pass_their_wrap(ranks: int) -> None:
+def test_counters_and_epochs_work_across_their_wrap(ranks: int) -> None:
     grid, launches = 2, 6
 
     def main(world: Any) -> list[int]:
         flags, out = pkt.signals(8), torch.zeros(grid, dtype=torch.int32)
-        # as after 2^32 - 3 launches: the epoch word, and the counter that the epoch says
+        # the state after 2^32 - 3 launches: the epoch word, and the counter that the epoch implies
         start = 2**32 - 3
         ctypes.c_int64.from_address(flags.data_ptr() - 64).value = (start - 2**32) << 32
         flags[0] = (start * world.size * grid + 2**31) % 2**32 - 2**31

@@ -1,4 +1,4 @@
-"""Addresses and memory accesses: peer addresses by arithmetic, with accesses as wide as for local ones."""
+"""Addresses and memory accesses: peer addresses are arithmetic, and accesses to them as wide as local ones."""
 
 import re
 
@@ -100,7 +100,7 @@ def test_a_loop_that_reads_a_peers_matrix_is_pipelined_like_a_local_one(arch, tm
         pull_kernel, "*bf16", "*bf16", "*bf16", "*i32", 4096, device_world(2), B=128, BK=64, TMA=tma,
         arch=arch, num_warps=8, num_stages=3,
     )  # fmt: skip
-    # two operands, each in the two prologue stages and the loop; for sm_100 one iteration is peeled
+    # two operands, each in the two prologue stages and in the loop; sm_100 peels one iteration
     loads = 2 * (3 if arch == 90 else 4)
     if tma:
         assert count(k, r"cp\.async\.bulk\.tensor\.2d\.shared") == loads
@@ -120,7 +120,7 @@ def test_stores_to_peers_are_16_bytes_wide(arch, rank, dtype):
     assert set(stores) <= {"st.global.v4.b32", "st.global.v2.b64"}
     itemsize = {"bf16": 2, "fp32": 4, "fp8e4nv": 1, "i32": 4, "fp64": 8}[dtype]
     assert len(stores) == 3 * 4096 * itemsize // (16 * 128)  # three peers, 128 threads, 16 bytes each
-    # by arithmetic alone: nothing is loaded but the data, once a block
+    # addresses are arithmetic: the only loads are those of the data, once a block
     loads = [x.op for x in instructions(k) if x.op.startswith("ld.global")]
     assert set(loads) == {op.replace("st", "ld") for op in stores}
 
@@ -137,18 +137,18 @@ def test_masked_loads_from_peers_are_16_bytes_wide(arch, rank):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("how", ["get", "put", "copy"])
-def test_moves_go_through_registers_16_bytes_at_a_time(arch, how):
+def test_copies_move_16_bytes_at_a_time_through_registers(arch, how):
     k = compiled(move_kernel, "*bf16", "*bf16", 2, 3, device_world(1), B=1024, HOW=how, arch=arch)
     assert order(k) == ["ld.global.v4.b32", "st.global.v4.b32"]
-    # one far end for put and get, two for copy
+    # put and get compute one remote address, copy computes two
     assert count(k, r"(shl|mul\.lo|mad\.lo)\.[bsu]64") == (2 if how == "copy" else 1)
 
 
 def test_the_distance_is_a_multiple_of_the_stride():
-    # rank 1 to rank 3, both known: the address is the pointer and 2 strides
+    # from rank 1 to rank 3, both constant: the address is the pointer plus 2 strides
     k = compiled(address_kernel, "*fp32", device_world(1))
     assert re.search(rf"add\.s64\s+%rd\d+, %rd\d+, {2 * STRIDE};", k.asm["ptx"])
-    # rank 2 is not known in compiling: (3 - rank) * 2^36 elements of 4 bytes, with no multiplication and no load
+    # rank 2 is a run-time value: (3 - rank) * 2^36 elements of 4 bytes, with no multiplication and no load
     k = compiled(address_kernel, "*fp32", device_world(2))
     assert any(x.op == "sub.s64" and f", {3 * STRIDE // 4}, " in x.operands for x in instructions(k))
     assert count(k, r"mul|mad|ld\.global|ld\.const") == 0
@@ -176,16 +176,16 @@ def test_the_multicast_window_lies_behind_the_last_rank(size):
         ("cas", "cas.b32"),
     ],
 )
-def test_atomics_run_once_at_system_scope_behind_a_barrier(arch, sem, op, suffix):
+def test_a_scalar_atomic_runs_once_at_system_scope_behind_a_barrier(arch, sem, op, suffix):
     k = compiled(atomic_kernel, "*i32", 5, device_world(), op, sem, arch=arch)
     before = ["bar.sync"] if sem in ("release", "acq_rel") else []
     ops = order(k)
-    # Triton 3.9 adds a barrier behind an acquire, which does no harm
+    # Triton 3.9 adds a barrier after an acquire, which does no harm
     assert ops[: len(before) + 1] == [*before, f"one:atomic.{sem}.sys.{suffix}"]
     assert set(ops[len(before) + 1 :]) <= {"bar.sync"}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_block_of_atomics_is_an_atomic_for_each_element(arch):
+def test_a_block_of_atomics_compiles_to_one_atomic_an_element(arch):
     k = compiled(atomic_block_kernel, "*i32", "*i32", 100, device_world(), B=512, arch=arch)
     assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.u32") == 4

@@ -1,4 +1,4 @@
-"""The in-switch forms: one instruction for 16 bytes, the ISA's operations and types, masks, and the loop without a
+"""The forms in the switch: one instruction for 16 bytes, the ISA's operations and types, masks, and the loop without a
 switch."""
 
 import re
@@ -105,7 +105,7 @@ def groups(dtype, elements):
 
 
 def instructions_of(dtype, form, elements):
-    """How many of the 128 threads' instructions a block takes: one for 16 bytes, or one for an element."""
+    """Number of instructions that a block takes in each of 128 threads: one for 16 bytes, or one for an element."""
     per_thread = max(1, groups(dtype, elements) // THREADS)
     return per_thread * (1 if ".v4." in form or form == "st" else 16 // ITEMSIZE[dtype])
 
@@ -113,13 +113,13 @@ def instructions_of(dtype, form, elements):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize(("dtype", "op", "form"), LOADS)
-def test_load_reduce(arch, mask, dtype, op, form):
+def test_load_reduce_compiles_to_the_forms_of_the_isa(arch, mask, dtype, op, form):
     k = compiled(load_kernel, "*" + dtype, "*" + dtype, 8192, SWITCH, B=4096, OP=op, MASK=mask, arch=arch)
     found = [x for x in instructions(k) if x.op.startswith("multimem")]
     assert {x.op for x in found} == {f"multimem.ld_reduce.relaxed.sys.global.{form}"}
     assert len(found) == instructions_of(dtype, form, 4096)
     assert all(bool(x.guard) == mask for x in found)
-    # the result leaves 16 bytes at a time, with no shuffle and no way through shared memory
+    # the result is stored 16 bytes at a time, with no shuffle and not through shared memory
     assert count(k, r"st\.global\.(v4\.b32|v2\.b64)") == groups(dtype, 4096) // THREADS
     assert count(k, r"shfl|(ld|st)\.shared|stmatrix") == 0
 
@@ -127,7 +127,7 @@ def test_load_reduce(arch, mask, dtype, op, form):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("dtype", list(ITEMSIZE))
-def test_store_is_16_bytes_of_any_type(arch, mask, dtype):
+def test_store_moves_16_bytes_of_any_type(arch, mask, dtype):
     k = compiled(store_kernel, "*" + dtype, "*" + dtype, 8192, SWITCH, B=4096, MASK=mask, arch=arch)
     found = [x for x in instructions(k) if x.op.startswith("multimem")]
     assert {x.op for x in found} == {"multimem.st.relaxed.sys.global.v4.f32"}
@@ -141,7 +141,7 @@ def test_store_is_16_bytes_of_any_type(arch, mask, dtype):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize(("dtype", "form"), ADDS)
-def test_reduce_add(arch, mask, dtype, form):
+def test_reduce_add_compiles_to_the_forms_of_the_isa(arch, mask, dtype, form):
     k = compiled(add_kernel, "*" + dtype, "*" + dtype, 8192, SWITCH, B=4096, MASK=mask, arch=arch)
     found = [x for x in instructions(k) if x.op.startswith("multimem")]
     assert {x.op for x in found} == {f"multimem.red.relaxed.sys.global.{form}"}
@@ -151,15 +151,15 @@ def test_reduce_add(arch, mask, dtype, form):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_tile_of_a_matrix(arch):
+def test_a_tile_of_a_matrix_uses_the_switch(arch):
     k = compiled(matrix_kernel, "*bf16", "*bf16", SWITCH, R=64, C=128, STRIDE=4096, arch=arch)
     assert count(k, r"multimem\.ld_reduce") == count(k, r"multimem\.st") == 64 * 128 * 2 // 16 // THREADS
     assert count(k, r"shfl|(ld|st)\.shared|stmatrix") == 0
 
 
 def holders(ttgir):
-    """(elements of the block, elements its layout gives to all threads) of each multimem.red: equal if none is held
-    twice. Layouts that are neither blocked nor linear are not read, and fail."""
+    """(elements of the block, elements that its layout gives to all threads) of each multimem.red: equal if no element
+    is held twice. Fails for layouts that are neither blocked nor linear."""
     aliases = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.M))
     result = []
     for line in ttgir.splitlines():
@@ -201,12 +201,12 @@ def test_each_group_is_added_by_one_thread(arch, num_warps, source):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_block_with_less_than_16_bytes_a_thread_adds_rank_by_rank(arch):
-    # 64 groups for 128 threads: two threads hold each, and each would add
+def test_a_block_below_16_bytes_a_thread_adds_rank_by_rank(arch):
+    # 64 groups for 128 threads: two threads hold each group, and both would add it
     k = compiled(add_kernel, "*bf16", "*bf16", 1, SWITCH, B=512, MASK=False, arch=arch)
     assert count(k, "multimem") == 0
     assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add") > 0
-    # loads and stores may be done twice
+    # several threads may do the same load or store
     assert count(compiled(store_kernel, "*bf16", "*bf16", 1, SWITCH, B=512, MASK=False, arch=arch), "multimem") == 1
 
 
@@ -220,7 +220,7 @@ def test_scalars_go_rank_by_rank(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_without_a_switch_each_is_a_loop_over_ranks(arch):
+def test_without_a_switch_each_form_is_a_loop_over_ranks(arch):
     k = compiled(load_kernel, "*bf16", "*bf16", 1, NO_SWITCH, B=1024, OP="add", MASK=False, arch=arch)
     assert count(k, "multimem") == 0
     assert count(k, r"ld\.global\.v4\.b32") == 4
@@ -236,7 +236,7 @@ def test_without_a_switch_each_is_a_loop_over_ranks(arch):
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
-def test_what_the_isa_lacks_is_a_loop_over_ranks(op):
+def test_a_form_that_the_isa_lacks_is_a_loop_over_ranks(op):
     k = compiled(load_kernel, "*fp32", "*fp32", 1, SWITCH, B=1024, OP=op, MASK=False)
     assert count(k, "multimem") == 0
     assert count(k, r"ld\.global\.v4\.b32") == 8

@@ -1,4 +1,4 @@
-"""Tile orders: each is a permutation of the tasks, and puts first or last what it says. Run by Triton's own
+"""Tile orders: each is a permutation of the tasks, with the right tasks first or last. Run by Triton's own
 interpreter."""
 
 import pytest
@@ -39,7 +39,7 @@ def run(rank, size, num_m, num_n, group):
 @pytest.mark.parametrize(
     ("size", "num_m", "num_n", "group"), [(1, 3, 4, 2), (2, 6, 5, 4), (3, 7, 3, 2), (4, 8, 2, 3), (5, 5, 5, 8)]
 )
-def test_orders_are_permutations(size, num_m, num_n, group):
+def test_each_order_is_a_permutation(size, num_m, num_n, group):
     n = num_m * num_n
     for rank in range(size):
         table = run(rank, size, num_m, num_n, group)
@@ -50,7 +50,7 @@ def test_orders_are_permutations(size, num_m, num_n, group):
             assert sorted((row[4], row[5]) for row in table) == [(r, i) for r in range(size) for i in range(per)]
             assert [row[2] for row in table[:per]] == list(range(rank * per, (rank + 1) * per))
             assert [row[3] for row in table[-per:]] == list(range(rank * per, (rank + 1) * per))
-            # my own first, then the first of each peer beginning with my neighbour
+            # my own tasks first, then the first task of each peer, beginning with my neighbour
             assert [(row[4], row[5]) for row in table[:per]] == [(rank, i) for i in range(per)]
             assert [row[4:6] for row in table[per : per + size - 1]] == [
                 [(rank + 1 + k) % size, 0] for k in range(size - 1)

@@ -1,4 +1,4 @@
-"""OpenSHMEM names: the same instructions as the functions they stand for."""
+"""OpenSHMEM names: they compile to the same instructions as pkt's own functions."""
 
 import pytest
 import triton
@@ -55,14 +55,14 @@ def sync_kernel(flag, world, HOW: tl.constexpr):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_identity_and_single_stores(arch):
+def test_my_pe_n_pes_and_int_p_compile_to_one_store(arch):
     k = compiled(identity_kernel, "*i32", device_world(2), arch=arch)
     assert order(k) == ["one:st.global.b32"] * 4
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("how", ["putmem", "putmem_nbi", "getmem", "getmem_nbi"])
-def test_moves_are_16_bytes_wide(arch, how):
+def test_putmem_and_getmem_are_16_bytes_wide(arch, how):
     k = compiled(move_kernel, "*bf16", "*bf16", "*i32", 65536, device_world(2), HOW=how, arch=arch)
     assert count(k, r"ld\.global\.v4\.b32") == count(k, r"st\.global\.v4\.b32") == 4
     assert count(k, r"(ld|st)\.global") == 8
@@ -70,7 +70,7 @@ def test_moves_are_16_bytes_wide(arch, how):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("how", "atomic"), [("putmem_signal", "add.u32"), ("putmem_signal_nbi", "exch.b32")])
-def test_a_put_with_a_signal_releases_once_after_the_data(arch, how, atomic):
+def test_putmem_signal_releases_once_after_the_data(arch, how, atomic):
     k = compiled(move_kernel, "*bf16", "*bf16", "*i32", 65536, device_world(2), HOW=how, arch=arch)
     ops = order(k)
     assert ops[-4:] == [*DRAIN, f"one:atomic.release.sys.{atomic}"]
@@ -78,7 +78,7 @@ def test_a_put_with_a_signal_releases_once_after_the_data(arch, how, atomic):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_broadcast_pushes_to_every_pe_and_meets(arch):
+def test_broadcast_pushes_to_every_pe_then_meets(arch):
     k = compiled(move_kernel, "*bf16", "*bf16", "*i32", 65536, device_world(2), HOW="broadcast", arch=arch)
     ops = order(k)
     one = "one:atomic.relaxed.sys.add.u32"
@@ -88,7 +88,7 @@ def test_broadcast_pushes_to_every_pe_and_meets(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_sync_names(arch):
+def test_sync_names_compile_to_pkts_functions(arch):
     def ops(how):
         return order(compiled(sync_kernel, "*i32", device_world(2), HOW=how, arch=arch))
 

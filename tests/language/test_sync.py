@@ -1,4 +1,4 @@
-"""What each synchronisation function is compiled to: instruction, order, scope, and who executes it."""
+"""The instructions of each synchronisation function: their order, their scopes and the threads that execute them."""
 
 import pytest
 import triton
@@ -9,7 +9,7 @@ from pkt.language.inspect import count_markers, device_world
 
 from .compiled import ARCHS, compiled, count, order, reasons, waits
 
-RANKS = (0, 1, 2, 16)  # 1 is compiled as a constant, 16 as a multiple of 16
+RANKS = (0, 1, 2, 16)  # Triton compiles 1 as a constant, and 16 as a multiple of 16
 DRAIN = ["cp.async.bulk.wait_group", "fence.proxy.async.global"]
 ADD = "u32"
 
@@ -136,14 +136,14 @@ def block_kernel(flags, world):
 @pytest.mark.parametrize(
     ("kernel", "args"), [(wait_kernel, ("*fp32", 7)), (wait_kernel, ("*i64", 7)), (block_kernel, ("*i32",))]
 )
-def test_a_counter_that_is_none_is_refused(kernel, args):
+def test_a_counter_of_another_type_is_refused(kernel, args):
     with pytest.raises(triton.CompilationError) as caught:
         compiled(kernel, *args, device_world(), *(["ge"] if kernel is wait_kernel else []))
     assert "scalar pointer to int32" in reasons(caught.value)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_multicast_worlds_order_the_other_virtual_address_too(arch):
+def test_multicast_worlds_fence_the_multicast_address_too(arch):
     world = device_world(multicast=True)
     k = compiled(signal_kernel, "*int32", 3, world, "add", arch=arch)
     assert order(k) == [*DRAIN, "fence.proxy.alias", "bar.sync", "one:atomic.release.sys.add.u32"]
@@ -152,19 +152,19 @@ def test_multicast_worlds_order_the_other_virtual_address_too(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_value_found_is_made_one_for_all_threads_only_where_it_is_used(arch):
+def test_threads_agree_on_the_value_found_only_where_it_is_used(arch):
     unused = compiled(wait_kernel, "*int32", 7, device_world(), "ge", arch=arch)
     used = compiled(wait_result_kernel, "*int32", 7, device_world(), arch=arch)
     assert count(unused, "shfl") == 0
     assert count(unused, r"[ls][dt]\.shared") == 0
-    # a maximum over 32 lanes, then over the 4 warps by way of shared memory
+    # a maximum over 32 lanes, then over the 4 warps through shared memory
     assert count(used, r"shfl|redux") >= 1
     assert count(used, r"st\.shared") >= 1
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("cmp", ["ge", "gt", "le", "lt", "eq", "ne"])
-def test_test_reads_once_in_one_thread(arch, cmp):
+def test_pl_test_reads_once_in_one_thread(arch, cmp):
     k = compiled(poll_kernel, "*int32", 7, device_world(), cmp, arch=arch)
     ops = order(k)
     # Triton turns the addition of 0 into a load
@@ -189,23 +189,23 @@ def test_barrier_reads_its_counter_then_fences_once_then_arrives_everywhere(arch
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_grid_barrier(arch):
+def test_grid_barrier_releases_once_then_spins(arch):
     k = compiled(grid_barrier_kernel, "*int32", device_world(), arch=arch)
     assert order(k) == [*DRAIN, "bar.sync", "one:atomic.release.sys.add.u32", "pkt.wait", "bar.sync"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_world_barrier_crosses_ranks_once_a_rank(arch):
+def test_world_barrier_arrives_at_every_rank_once_a_rank(arch):
     k = compiled(world_barrier_kernel, "*int32", device_world(0, 4), arch=arch)
     everywhere = ["fence.acq_rel.sys"] + ["one:atomic.relaxed.sys.add.u32"] * 4
-    # a grid of one program as `barrier`; of others the last one. Triton 3.9 makes one end of the two.
+    # a grid of one program acts as `barrier`; in others the last program arrives. Triton 3.9 merges the two ends.
     ways = ["one:atomic.acq_rel.gpu.add.u32", *everywhere]
     before, after = ["ld.relaxed.sys.global.b32", *DRAIN, "bar.sync"], ["pkt.wait", "bar.sync"]
     assert order(k) in ([*before, *everywhere, *ways, *after], [*before, *ways, *after])
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_quiet_and_fence(arch):
+def test_quiet_and_fence_compile_to_their_fences(arch):
     assert order(compiled(quiet_kernel, "*int32", device_world(), arch=arch)) == [
         *DRAIN,
         "fence.proxy.alias",

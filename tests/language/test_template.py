@@ -1,4 +1,4 @@
-"""LCSC: what it compiles to. That it computes the right thing, the simulator's tests and the kernels' show."""
+"""LCSC: the instructions it compiles to. The tests of the simulator and of the kernels check its results."""
 
 import pytest
 import triton
@@ -58,7 +58,7 @@ def test_the_compute_loop_stays_pipelined(arch):
     assert count(k, r"cp\.async\.cg\.shared\.global") > 0
     assert count(k, r"cp\.async\.wait_group") >= 1
     groups = [int(x.operands) for x in instructions(k) if x.op == "cp.async.wait_group"]
-    assert max(groups) >= 1  # it waits while later stages are under way
+    assert max(groups) >= 1  # it waits while later stages are in flight
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -75,5 +75,5 @@ def test_no_wait_or_signal_is_lost_and_each_claim_is_one_atomic(arch, multicast)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_marks_of_the_timeline_cost_nothing(arch):
+def test_marks_of_the_timeline_compile_to_nothing(arch):
     assert "communicate" not in "".join(x.op + x.operands for x in instructions(compile_kernel(arch)))

@@ -102,7 +102,7 @@ def test_a_tile_to_every_rank_through_the_switch(arch, add):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("add", [False, True])
-def test_rows_that_tma_cannot_take_go_through_registers(arch, add):
+def test_rows_that_tma_cannot_address_go_through_registers(arch, add):
     k = compiled(store_kernel, layout(c=4095, tma=False), "*bf16", SWITCH, 3, R=64, C=64, ALL=True, ADD=add, arch=arch)
     assert count(k, f"{STORE}|{ADD}|multimem") == 0
     assert (
@@ -118,7 +118,7 @@ def test_registers_are_stored_16_bytes_wide_where_rows_allow(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_descriptor_of_one_matrix_is_made_before_the_loop(arch):
+def test_the_descriptor_of_one_matrix_is_made_before_the_loop(arch):
     k = compiled(loop_kernel, layout(), "*bf16", 7, WORLD, 3, R=64, C=64, arch=arch)
     ops = [x.op for x in instructions(k)]
     made = [i for i, op in enumerate(ops) if op.startswith("tensormap.replace")]
@@ -131,7 +131,7 @@ def test_a_descriptor_of_one_matrix_is_made_before_the_loop(arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("op", ["add", "min", "max"])
-def test_reduce(arch, op):
+def test_tile_reduce_reads_through_the_switch(arch, op):
     k = compiled(reduce_kernel, layout(), layout(), SWITCH, R=64, C=64, OP=op, arch=arch)
     form = {"add": "add.acc::f32.v4.bf16x2", "min": "min.v4.bf16x2", "max": "max.v4.bf16x2"}[op]
     assert count(k, "multimem.ld_reduce.relaxed.sys.global." + form) == 4
@@ -143,7 +143,7 @@ def test_reduce(arch, op):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_all_reduce_reads_and_writes_every_rank_once(arch):
+def test_tile_all_reduce_reads_and_writes_every_rank_once(arch):
     k = compiled(all_reduce_kernel, layout(), SWITCH, R=64, C=64, arch=arch)
     assert count(k, r"multimem\.ld_reduce") == count(k, r"multimem\.st") == 4
     assert count(k, r"(ld|st)\.global|shfl|(ld|st)\.shared") == 0
@@ -152,7 +152,7 @@ def test_all_reduce_reads_and_writes_every_rank_once(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_signals_and_waits_on_elements_of_a_layout(arch):
+def test_signals_and_waits_take_elements_of_a_layout(arch):
     k = compiled(sync_kernel, pl.Layout(Pointer("int32"), 1, 1, 64, 8, tl.constexpr(False)), 5, WORLD, arch=arch)
     drain = ["cp.async.bulk.wait_group", "fence.proxy.async.global", "bar.sync"]
     one = "one:atomic.relaxed.sys.add.u32"

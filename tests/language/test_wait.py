@@ -1,4 +1,4 @@
-"""The assembly of a wait, executed: comparisons across the wrap, deadline, abort, the record."""
+"""Execution of a wait's assembly: comparisons across the wrap, deadline, abort, the record."""
 
 import re
 
@@ -30,7 +30,7 @@ GRID = (4, 3, 2)
 
 
 class Scene:
-    """The ranks' memory and some threads that wait on rank 2."""
+    """The ranks' memory, and some threads that wait on rank 2."""
 
     def __init__(self, cmp="ge", deadline=0):
         world = device_world(RANK, SIZE, STRIDE)
@@ -40,7 +40,7 @@ class Scene:
             else compiled(wait_kernel, "*int32", 7, world, cmp)
         )
         (self.text,) = blocks(body(kernel), "// pkt.wait")
-        # look at the clock at every 4th poll, so that the machine need not make a million steps
+        # reads the clock at every 4th poll, so that the machine need not make a million steps
         assert f", {POLLS_PER_CHECK - 1};" in self.text
         self.text = self.text.replace(f", {POLLS_PER_CHECK - 1};", ", 3;")
         self.name = kernel.metadata.name
@@ -134,7 +134,7 @@ def test_without_a_deadline_a_wait_does_not_expire():
 @pytest.mark.parametrize("seed", range(10))
 def test_an_expired_wait_writes_one_record_a_program_and_aborts_every_rank(seed):
     scene = Scene("gt", deadline=3000)
-    scene.memory.store(COUNTER, 3, 32)  # as wanted, which is not more
+    scene.memory.store(COUNTER, 3, 32)  # equal to the wanted value, which is not greater
     programs = [(3, 2, 1), (0, 0, 0), (1, 2, 0)]
     run([scene.thread(3, p) for p in programs for _ in range(5)], seed, scene.tick)
     records = scene.records()
@@ -152,7 +152,7 @@ def test_an_expired_wait_writes_one_record_a_program_and_aborts_every_rank(seed)
     assert [scene.status(r, 0) for r in range(SIZE)] == [1, 1, 1]
 
 
-def test_a_wait_that_another_rank_aborts_leaves_and_says_so():
+def test_a_wait_that_another_rank_aborts_leaves_and_records_it():
     scene = Scene(deadline=0)
     scene.memory.store(STATUS, 1, 32)
     thread = scene.thread(3, (1, 0, 0))
@@ -160,11 +160,11 @@ def test_a_wait_that_another_rank_aborts_leaves_and_says_so():
     assert thread.done
     (record,) = scene.records()
     assert record["cmp"] == CMP_CODES["ge"] + CMP_ABORTED
-    # who was told does not tell others
+    # a rank that another one aborts does not abort others
     assert [scene.status(r, 0) for r in range(SIZE)] == [0, 0, 1]
 
 
-def test_a_satisfied_wait_does_not_look_at_the_abort_word():
+def test_a_satisfied_wait_does_not_read_the_abort_word():
     scene = Scene()
     scene.memory.store(STATUS, 1, 32)
     scene.memory.store(COUNTER, 3, 32)
@@ -187,7 +187,7 @@ def test_the_deadline_begins_anew_when_the_counter_moves():
     assert record["found"] == 20
 
 
-def test_full_records_still_abort():
+def test_a_full_page_of_records_still_aborts():
     scene = Scene(deadline=100)
     for i in range(MAX_RECORDS):
         scene.memory.store(STATUS + 4 * (STATUS_FIRST_RECORD + RECORD_WORDS * i + 9), 10_000 + i, 32)
@@ -196,11 +196,11 @@ def test_full_records_still_abort():
     assert thread.done
     assert scene.status(RANK, 1) == 0
     assert [scene.status(r, 0) for r in range(SIZE)] == [1, 1, 1]
-    # nothing was written behind the page
+    # nothing was written past the page
     assert all(a < STATUS + STATUS_BYTES or a >= COUNTER for a in scene.memory.words if a >= STATUS)
 
 
-def test_a_program_that_goes_on_writes_no_second_record():
+def test_a_program_writes_at_most_one_record():
     scene = Scene(deadline=100)
     for _ in range(3):
         thread = scene.thread(3, (2, 1, 1))

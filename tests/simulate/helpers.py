@@ -1,4 +1,4 @@
-"""What the simulator's tests share: a kernel run on one rank, and a program run under many schedules."""
+"""Helpers of the simulator's tests: run a kernel on one rank, and a program under many schedules."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ SEEDS = range(50)
 
 
 def run(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
-    """`kernel[grid](*args, **named)` on a world of one rank; any finding is raised."""
+    """Launch `kernel[grid](*args, **named)` on a world of one rank; raise any finding."""
     pkt.launch(lambda world: kernel[grid](*args, **named), ranks=1, device="cpu", heap=HEAP)
 
 
 def outcome(fn: Callable, ranks: int = 2, seed: int = 0, args: tuple = (), **options: Any) -> Outcome:
-    """One run of `fn(world, *args)`, whatever comes of it."""
+    """The outcome of one run of `fn(world, *args)`, right or wrong."""
     return execute(fn, ranks, args, HEAP, seed=seed, **options)
 
 
 def failures(fn: Callable, ranks: int = 2, seeds: Iterable[int] = SEEDS, **options: Any) -> dict[int, Exception]:
-    """What `fn` fails with, by seed; empty if it is right in every schedule."""
+    """The failures of `fn` by seed; empty if every schedule is right."""
     found = {seed: outcome(fn, ranks, seed, **options).failure for seed in seeds}
     return {seed: error for seed, error in found.items() if error is not None}
 
 
 def line_of(kernel: Any, text: str) -> str:
-    """`file.py:12`, where `text` is in the kernel's source."""
+    """The place of `text` in the kernel's source, as `file.py:12`."""
     at = next(i for i, line in enumerate(kernel.raw_src) if text in line)
     return f"{kernel.fn.__code__.co_filename.rsplit('/', 1)[1]}:{kernel.starting_line_number + at}"
 
 
 def right(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Iterable[int] = SEEDS) -> None:
-    """No finding and no wrong result in any schedule, and none without the race detector."""
+    """Assert that no schedule has a finding or a wrong result, with the race detector and without it."""
     assert failures(fn, ranks, seeds, args=args) == {}
     assert failures(fn, ranks, seeds, args=args, races=False) == {}
 
 
 def raced(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Any = range(8)) -> DataRace:
-    """A race that some of the first schedules shows; what the values happen to be does not matter."""
+    """A race that one of the first schedules shows, whatever the values are."""
     found = [f for s in seeds for f in outcome(fn, ranks, s, args).findings if isinstance(f, DataRace)]
     assert found
     return found[0]
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal bit for bit, NaN of any kind equal to NaN."""
+    """Assert that the tensors are equal bit for bit, except that every NaN equals every other."""
     assert found.dtype == wanted.dtype
     assert found.shape == wanted.shape
     f, w = (t.double() if t.is_floating_point() else t for t in (found, wanted))

@@ -1,4 +1,4 @@
-"""Device functions in a module of their own, which test_language uses from another one."""
+"""Device functions that test_language uses from another module."""
 
 import triton
 import triton.language as tl

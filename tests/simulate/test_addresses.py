@@ -1,4 +1,4 @@
-"""What the simulator reports of addresses: outside, of no rank, freed, beside the counters."""
+"""The simulator's errors for bad addresses: outside a tensor, of no rank, freed, beside the counters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reach(x, at, peer, world, HOW: tl.constexpr):
 
 
 @pytest.mark.parametrize(("how", "kind"), [("load", "load"), ("store", "store"), ("atomic", "atomic")])
-def test_out_of_bounds_of_a_symmetric_tensor(how: str, kind: str) -> None:
+def test_an_access_past_a_symmetric_tensor_is_out_of_bounds(how: str, kind: str) -> None:
     def main(world: Any) -> None:
         _, weights = pkt.zeros(64), pkt.zeros(100)
         if world.rank == 0:
@@ -56,11 +56,11 @@ def test_out_of_bounds_of_a_symmetric_tensor(how: str, kind: str) -> None:
     assert "test_addresses.py:" in told
 
 
-def test_out_of_bounds_by_tma() -> None:
+def test_a_tma_store_past_a_tensor_is_out_of_bounds() -> None:
     def main(world: Any) -> None:
         weights = pkt.zeros(32, 64)  # the descriptor says 64 rows
         if world.rank == 0:
-            reach[(1,)](weights, 16, 1, world.device, "tma")  # these are inside
+            reach[(1,)](weights, 16, 1, world.device, "tma")  # rows 16 to 31 are inside
             reach[(1,)](weights, 32, 1, world.device, "tma")
 
     error = outcome(main, 2).error
@@ -71,7 +71,7 @@ def test_out_of_bounds_by_tma() -> None:
 
 @pytest.mark.parametrize("multicast", [True, False])
 @pytest.mark.parametrize("peer", [-1, 2, 5])
-def test_a_rank_that_does_not_exist(peer: int, multicast: bool) -> None:
+def test_an_access_to_a_rank_that_does_not_exist_is_out_of_bounds(peer: int, multicast: bool) -> None:
     def main(world: Any) -> None:
         weights = pkt.zeros(64)
         reach[(1,)](weights, 3, peer, world.device, "load")
@@ -83,7 +83,7 @@ def test_a_rank_that_does_not_exist(peer: int, multicast: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["load", "store", "atomic", "signal"])
-def test_a_peers_copy_of_a_plain_tensor(how: str) -> None:
+def test_an_access_to_a_peers_copy_of_a_plain_tensor_is_out_of_bounds(how: str) -> None:
     def main(world: Any) -> None:
         _, plain = pkt.zeros(64), torch.zeros(64, dtype=torch.int32 if how == "signal" else torch.float32)
         if how == "signal":
@@ -91,7 +91,7 @@ def test_a_peers_copy_of_a_plain_tensor(how: str) -> None:
         else:
             reach[(1,)](plain, 3, 0, world.device, how)
 
-    error = outcome(main, 2).error  # rank 0's own copy is there
+    error = outcome(main, 2).error  # rank 0 accesses its own copy, which is right
     assert isinstance(error, OutOfBounds)
     name = "flags" if how == "signal" else "x"
     assert f"of rank 0's {name}[3], a peer's copy of a plain tensor by rank 1 " in str(error)
@@ -99,8 +99,8 @@ def test_a_peers_copy_of_a_plain_tensor(how: str) -> None:
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 127])
-def test_past_the_end_there_is_no_other_tensor(count: int) -> None:
-    """Whatever its size; and it is the first element outside that is named."""
+def test_no_other_tensor_begins_right_behind_the_end_of_one(count: int) -> None:
+    """Whatever the size of a tensor; and the error names the first element outside."""
 
     def main(world: Any) -> None:
         weights, _ = pkt.zeros(count), pkt.zeros(1000)
@@ -117,7 +117,7 @@ def count_launches(flags, world):
 
 
 @pytest.mark.parametrize("which", ["data", "a slice", "plain"])
-def test_an_epoch_of_what_has_none(which: str) -> None:
+def test_epoch_refuses_tensors_that_are_no_signals(which: str) -> None:
     def main(world: Any) -> None:
         _, data, flags = pkt.zeros(64, dtype=torch.int32), pkt.zeros(64, dtype=torch.int32), pkt.signals(4)
         count_launches[(2,)](flags, world.device)
@@ -136,8 +136,8 @@ def a_barrier_each(flags, world):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("programs", [3, 40])  # the words beside the counters, and what lies past them
-def test_too_few_counters_of_a_barrier(programs: int, seed: int) -> None:
+@pytest.mark.parametrize("programs", [3, 40])  # the words beside the counters, and the memory behind them
+def test_a_barrier_with_too_few_counters_is_reported(programs: int, seed: int) -> None:
     def main(world: Any) -> None:
         flags = pkt.signals(2)
         a_barrier_each[(programs,)](flags, world.device)
@@ -147,7 +147,7 @@ def test_too_few_counters_of_a_barrier(programs: int, seed: int) -> None:
     assert ("wanted flags[0] to flags[1]" if isinstance(error, SignalIndexError) else "nearest: flags") in str(error)
 
 
-def test_a_barrier_on_freed_counters() -> None:
+def test_a_barrier_on_freed_counters_is_use_after_free() -> None:
     @triton.jit
     def keep(flags, kept):
         tl.store(kept, flags.to(tl.int64))
@@ -166,14 +166,14 @@ def test_a_barrier_on_freed_counters() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_a_signal_to_what_is_no_counter(dtype: torch.dtype) -> None:
+def test_a_signal_refuses_a_tensor_that_is_not_int32(dtype: torch.dtype) -> None:
     def main(world: Any) -> None:
         signal_at[(1,)](pkt.zeros(4, dtype=dtype), 0, world.device)
 
     assert "a counter is int32" in str(outcome(main, 1).error)
 
 
-def test_a_tensor_that_was_freed() -> None:
+def test_a_load_from_a_freed_tensor_is_use_after_free() -> None:
     @triton.jit
     def keep_pointer(x, keep):
         tl.store(keep, x.to(tl.int64))
@@ -202,7 +202,7 @@ def test_a_tensor_that_was_freed() -> None:
     assert "freed at test_addresses.py:" in told
 
 
-def test_fresh_memory_holds_nothing_useful() -> None:
+def test_fresh_memory_holds_nan_and_minus_one() -> None:
     def main(world: Any) -> None:
         x, i = pkt.empty(8), pkt.empty(8, dtype=torch.int32)
         assert x.isnan().all()
@@ -217,8 +217,8 @@ def signal_at(flags, at, world):
 
 
 @pytest.mark.parametrize("at", [4, 15, -1, -13])
-def test_a_signal_beside_the_counters(at: int) -> None:
-    """The words around the counters are nobody's; further out there is no allocation, or another tensor."""
+def test_a_signal_beside_the_counters_is_reported(at: int) -> None:
+    """The words around the counters are reserved; farther away there is no allocation, or another tensor."""
 
     def main(world: Any) -> None:
         _, mailbox, _ = pkt.zeros(64), pkt.signals(4), pkt.zeros(64)
@@ -230,7 +230,7 @@ def test_a_signal_beside_the_counters(at: int) -> None:
     assert "wanted mailbox[0] to mailbox[3]" in str(error)
 
 
-def test_a_signal_far_from_the_counters() -> None:
+def test_a_signal_far_from_the_counters_is_out_of_bounds() -> None:
     def main(world: Any) -> None:
         mailbox = pkt.signals(4)
         signal_at[(1,)](mailbox, 4 + 16 + 100, world.device)

@@ -1,4 +1,4 @@
-"""`timed`: how long a launch takes on the modelled clock, which the tuner reads."""
+"""`timed`: the time of a launch on the modelled clock, which the tuner reads."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import pkt.language as pl
 from pkt.simulate import cost
 
 BLOCK = tl.constexpr(4096)
-BLOCK_SECONDS = 1e-6 * 2 * 4 * BLOCK.value / cost.LOCAL_BYTES_PER_US  # load and store of one
+BLOCK_SECONDS = 1e-6 * 2 * 4 * BLOCK.value / cost.LOCAL_BYTES_PER_US  # load and store of one block
 
 
 @triton.jit
@@ -22,8 +22,8 @@ def queue_kernel(x_ptr, queue_ptr, tasks):
         task = tl.atomic_add(queue_ptr, 1)
 
 
-def test_who_takes_what_from_a_queue_is_what_the_clock_says():
-    """12 equal tasks for 4 programs: in the order of the schedule the first program would take them all."""
+def test_programs_take_tasks_from_a_queue_in_the_order_of_the_clock():
+    """Of 12 equal tasks for 4 programs; in the order of the schedule the first program would take them all."""
 
     def main(world):
         x, queue = torch.zeros(12 * BLOCK.value), torch.zeros(1, dtype=torch.int32)
@@ -42,8 +42,8 @@ def meet_kernel(flags, world):
     pl.world_barrier(flags, world)
 
 
-def test_ranks_begin_together():
-    """Rank 0 was busy before: rank 1's time does not count the wait for it."""
+def test_timed_begins_on_all_ranks_together():
+    """Rank 0 is busy before, and the time of rank 1 does not include the wait for it."""
 
     def main(world):
         flags = pkt.signals(2)
@@ -57,7 +57,7 @@ def test_ranks_begin_together():
     assert second < 4 * BLOCK_SECONDS + 1e-6 * (cost.LAUNCH_US + 4 * cost.SIGNAL_US)
 
 
-def test_the_schedule_is_its_own_again_after_it():
+def test_timed_restores_the_schedule():
     def main(world):
         schedule = world.backend.machine.schedule
         inside = []
@@ -67,4 +67,4 @@ def test_the_schedule_is_its_own_again_after_it():
 
     assert pkt.launch(main, 2, device="cpu") == [([True], False)] * 2
     assert pkt.launch(main, 2, device="cpu", trace=True) == [([True], True)] * 2
-    assert pkt.launch(main, 2, device="cpu", seed=7) == [([False], False)] * 2, "an explored schedule stays what it is"
+    assert pkt.launch(main, 2, device="cpu", seed=7) == [([False], False)] * 2, "an explored schedule does not change"

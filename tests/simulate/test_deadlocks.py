@@ -1,4 +1,4 @@
-"""What the simulator reports when programs hang, and that it does not when they only seem to."""
+"""The simulator reports programs that hang, and no programs that only seem to hang."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ring_main(world: Any, wanted: int = 1) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_deadlock_says_who_waits_for_what(seed: int) -> None:
+def test_a_deadlock_names_the_waiters_and_their_counters(seed: int) -> None:
     error = outcome(ring_main, 3, seed).error
     assert isinstance(error, Deadlock)
     assert not isinstance(error, TooFewResident)
@@ -75,7 +75,7 @@ def barriers(flags, world, HOW: tl.constexpr):
 
 
 @pytest.mark.parametrize("how", ["barrier", "grid", "world"])
-def test_a_barrier_that_one_does_not_reach(how: str) -> None:
+def test_a_barrier_that_one_program_misses_is_a_deadlock(how: str) -> None:
     def main(world: Any) -> None:
         gate = pkt.signals(2)
         barriers[(1 if how == "barrier" else 2,)](gate, world.device, how)
@@ -108,8 +108,8 @@ SPINS = ["volatile", "atomic", "cas", "plain"]
 
 
 @pytest.mark.parametrize("how", SPINS)
-def test_a_spin_of_the_users_own_that_never_ends(how: str) -> None:
-    """Also while other ranks wait properly: the report has both."""
+def test_an_endless_spin_of_the_user_is_a_deadlock(how: str) -> None:
+    """Even while other ranks wait by pl.wait: the report has both."""
 
     def main(world: Any) -> None:
         mailbox = pkt.signals(8)
@@ -142,16 +142,16 @@ def spin_and_set(flags, world, HOW: tl.constexpr):
 
 
 @pytest.mark.parametrize("how", SPINS)
-def test_a_spin_of_the_users_own_ends(how: str) -> None:
+def test_a_spin_of_the_user_sees_the_store_that_ends_it(how: str) -> None:
     def main(world: Any) -> None:
         mailbox = pkt.signals(1)
         spin_and_set[(1,)](mailbox, world.device, how)
 
-    # A plain store to a plain spin is a race as well; here only that it ends.
+    # A plain store to a plain spin is also a race; this test checks only that the spin ends.
     assert failures(main, 2, range(10), races=False) == {}
 
 
-def test_a_rank_that_does_not_come_to_a_host_barrier() -> None:
+def test_a_rank_that_misses_a_host_barrier_is_a_deadlock() -> None:
     def main(world: Any) -> None:
         if world.rank != 1:
             world.barrier()
@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_come_to_a_host_barrier() -> None:
     assert "ranks that have returned: 1" in "".join(error.__notes__)
 
 
-def test_a_host_barrier_against_a_kernel_that_waits() -> None:
+def test_a_host_barrier_and_a_waiting_kernel_are_a_deadlock() -> None:
     def main(world: Any) -> None:
         mailbox = pkt.signals(8)
         if world.rank == 0:
@@ -184,7 +184,7 @@ def never_ends(x):
     tl.store(x, i)
 
 
-def test_a_loop_that_looks_at_nothing() -> None:
+def test_an_endless_loop_without_accesses_is_a_deadlock() -> None:
     def main(world: Any) -> None:
         never_ends[(1,)](pkt.zeros(1, dtype=torch.int32))
 
@@ -193,7 +193,7 @@ def test_a_loop_that_looks_at_nothing() -> None:
     assert "a loop of its own" in str(error)
 
 
-# -- what looks like a spin and is none ------------------------------------------------------------------------------
+# -- code that looks like a spin and is none -------------------------------------------------------------------------
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def looks_often(x, m, flags, n, world, HOW: tl.constexpr, N: tl.constexpr):
     ("how", "turns"),
     [("greatest", 800), ("masked", 800), ("volatile", 800), ("test", 400), ("bounded", 500), ("one word", 5000)],
 )
-def test_no_deadlock(how: str, turns: int, programs: int) -> None:
+def test_repeated_polls_that_end_are_no_deadlock(how: str, turns: int, programs: int) -> None:
     def main(world: Any) -> None:
         x, m = torch.zeros(4 * turns), torch.zeros(1)
         looks_often[(programs,)](x, m, pkt.signals(2), turns, world.device, how, 4)
@@ -244,7 +244,7 @@ def spins(flags, HOW: tl.constexpr):
 
 
 @pytest.mark.parametrize("how", ["block", "two words", "with a load"])
-def test_spins_of_all_kinds_end(how: str) -> None:
+def test_endless_spins_of_all_kinds_are_deadlocks(how: str) -> None:
     def main(world: Any) -> None:
         spins[(2,)](pkt.zeros(8, dtype=torch.int32), how)
 
@@ -265,7 +265,7 @@ def together_main(world: Any, programs: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_one_slot_short(seed: int) -> None:
+def test_a_grid_of_one_program_too_many_is_too_few_resident(seed: int) -> None:
     assert outcome(together_main, 2, seed, (4,), sms=4).failure is None
     error = outcome(together_main, 2, seed, (5,), sms=4).error
     assert isinstance(error, TooFewResident)
@@ -288,7 +288,7 @@ def test_a_cooperative_launch_is_refused_before_it_starts() -> None:
     assert found.machine.programs == 0
 
 
-def test_programs_take_the_slots_of_those_that_have_finished() -> None:
+def test_programs_take_the_slots_of_finished_programs() -> None:
     @triton.jit
     def independent(x):
         tl.atomic_add(x, 1)
@@ -302,7 +302,7 @@ def test_programs_take_the_slots_of_those_that_have_finished() -> None:
 
 
 def test_low_program_ids_start_first() -> None:
-    """The one that signals has the last index: with fewer slots than programs it never starts."""
+    """The program that signals has the last index: with fewer slots than programs it never starts."""
 
     @triton.jit
     def last_one_signals(flags, world):
@@ -320,7 +320,7 @@ def test_low_program_ids_start_first() -> None:
         assert isinstance(outcome(main, 1, seed, sms=4).error, TooFewResident)
 
 
-def test_runs_have_an_end() -> None:
+def test_an_endless_run_ends_after_max_steps() -> None:
     @triton.jit
     def busy(x):
         while tl.atomic_add(x, 1) < 1_000_000:

@@ -1,4 +1,4 @@
-"""The simulator in a script, in pytest, in a notebook cell; and that it leaves Triton as it found it."""
+"""The simulator works in a script, in pytest and in a notebook cell, and undoes its patches of Triton."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ def script(path: Path, early: str = "", **environment: str) -> subprocess.Comple
     )
 
 
-def test_a_script_with_no_environment_variable(tmp_path: Path) -> None:
+def test_a_script_needs_no_environment_variable(tmp_path: Path) -> None:
     done = script(tmp_path / "plain.py")
     assert done.stdout.strip() == RING, done.stderr
 
 
-def test_a_script_run_under_tritons_own_interpreter_switch(tmp_path: Path) -> None:
-    """Not needed, but some have it set: kernels are then InterpretedFunctions."""
+def test_a_script_runs_with_tritons_interpreter_switch_set(tmp_path: Path) -> None:
+    """pkt does not need TRITON_INTERPRET, but some users set it: kernels are then InterpretedFunctions."""
     done = script(tmp_path / "switched.py", TRITON_INTERPRET="1")
     assert done.stdout.strip() == RING, done.stderr
 
 
-def test_triton_used_before_pkt_is_imported(tmp_path: Path) -> None:
+def test_triton_may_be_used_before_pkt_is_imported(tmp_path: Path) -> None:
     early = textwrap.dedent("""
         @triton.jit
         def earlier(x):
@@ -100,7 +100,7 @@ def test_triton_used_before_pkt_is_imported(tmp_path: Path) -> None:
 
 
 def cell(source: str, name: str, scope: dict[str, Any]) -> None:
-    """Run `source` as IPython runs a cell: no file, its lines in linecache."""
+    """Run `source` as IPython runs a cell: without a file, with its lines in linecache."""
     source = textwrap.dedent(source)
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     exec(compile(source, name, "exec"), scope)
@@ -127,13 +127,13 @@ CELL = """
 """
 
 
-def test_a_notebook_cell_and_its_second_version() -> None:
+def test_a_notebook_cell_may_be_run_again_with_changes() -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
     cell(CELL.format(factor=10), "/tmp/ipykernel_1/1.py", scope)
     assert scope["result"] == [10.0, 20.0]
     cell(CELL.format(factor=100), "/tmp/ipykernel_1/2.py", scope)
     assert scope["result"] == [100.0, 200.0]
-    # A helper alone is redefined: the kernel of the first cell takes the new one, as Triton does.
+    # Only a helper is redefined: the kernel of the first cell uses the new helper, as in Triton.
     cell("@triton.jit\ndef scale(x):\n    return x - 1\n", "/tmp/ipykernel_1/3.py", scope)
     assert pkt.launch(scope["main"], ranks=2, device="cpu") == [0.0, 1.0]
 
@@ -146,7 +146,7 @@ def test_errors_in_a_cell_name_its_line() -> None:
     assert "return x * nothing" in str(caught.value)
 
 
-def test_ipython() -> None:
+def test_a_simulation_runs_in_ipython() -> None:
     shell_module = pytest.importorskip("IPython.core.interactiveshell")
     shell = shell_module.InteractiveShell.instance()
     done = shell.run_cell(textwrap.dedent(CELL.format(factor=3)))
@@ -235,8 +235,8 @@ def host_interrupted(world: Any) -> None:
     ],
     ids=lambda p: getattr(p, "__name__", str(p)),
 )
-def test_everything_is_put_back(fn: Any, error: type | None) -> None:
-    pkt.launch(good, ranks=1, device="cpu")  # what is imported on the first use
+def test_a_run_undoes_all_its_patches(fn: Any, error: type | None) -> None:
+    pkt.launch(good, ranks=1, device="cpu")  # imports that happen on the first use
     before = state()
     if error is None:
         pkt.launch(fn, ranks=2, device="cpu")
@@ -246,10 +246,10 @@ def test_everything_is_put_back(fn: Any, error: type | None) -> None:
     after = state()
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     assert not changed
-    assert not {"device", "pkt"} & vars(builder).keys()  # the machine, with all its memory
+    assert not {"device", "pkt"} & vars(builder).keys()  # lets go of the machine with all its memory
 
 
-def test_the_snapshot_sees_what_is_patched() -> None:
+def test_the_snapshot_detects_patches() -> None:
     before, during = state(), {}
 
     def main(world: Any) -> None:
@@ -261,7 +261,7 @@ def test_the_snapshot_sees_what_is_patched() -> None:
     assert (str(tl), "load") in changed
 
 
-def test_kernels_still_compile_afterwards() -> None:
+def test_kernels_still_compile_after_a_run() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -290,8 +290,8 @@ compile_only(narrow, "*fp32", 128)
 """
 
 
-def test_a_static_assert_holds_in_what_is_compiled_after_a_run(tmp_path: Path) -> None:
-    """In a process whose first compilation comes after its first simulation."""
+def test_a_kernel_compiled_after_a_run_keeps_its_static_assert(tmp_path: Path) -> None:
+    """In a process that compiles for the first time after its first simulation."""
     (tmp_path / "asserting.py").write_text(ASSERTING)
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, tmp_path / "asserting.py"], capture_output=True, text=True, env=environment)
@@ -299,7 +299,7 @@ def test_a_static_assert_holds_in_what_is_compiled_after_a_run(tmp_path: Path) -
     assert done.stderr.strip().endswith("too wide")
 
 
-def test_kernels_outside_a_run_do_not_run() -> None:
+def test_launches_outside_a_run_are_tritons_own() -> None:
     with pytest.raises(Exception, match=r"driver|CUDA|cpu|Pointer") as caught:
         plain[(1,)](torch.zeros(1))
     assert not isinstance(caught.value, pkt.PktError)
@@ -308,15 +308,15 @@ def test_kernels_outside_a_run_do_not_run() -> None:
 # -- several runs ----------------------------------------------------------------------------------------------------
 
 
-def test_runs_one_after_the_other() -> None:
+def test_runs_may_follow_each_other() -> None:
     for ranks in (1, 3, 2):
         assert pkt.launch(lambda world: world.size * 10 + world.rank, ranks=ranks, device="cpu") == [
             ranks * 10 + r for r in range(ranks)
         ]
 
 
-def test_a_run_inside_a_run() -> None:
-    """A host function may simulate something else on the way; its own ranks go on afterwards."""
+def test_a_run_may_contain_a_run() -> None:
+    """A host function may run another simulation; its own ranks go on afterwards."""
 
     def inner(world: Any) -> float:
         x = torch.zeros(1)
@@ -338,7 +338,7 @@ def test_a_run_inside_a_run() -> None:
     assert state() == before
 
 
-def test_a_run_inside_a_run_that_fails() -> None:
+def test_a_failing_inner_run_leaves_the_outer_run_intact() -> None:
     def outer(world: Any) -> float:
         x = torch.zeros(1)
         with pytest.raises(Deadlock):

@@ -26,12 +26,12 @@ from tests.simulate.helpers import failures, line_of, outcome
 from tests.simulate.test_races import gather_main, send_main
 from tests.simulate.test_races_tma import tile_in_main, tile_out_main
 
-# -- a right program with everything in it that can be broken --------------------------------------------------------
+# -- a right program with every call that can be broken --------------------------------------------------------------
 
 
 @triton.jit
 def exchange(x, tiles, out, back, flags, world, N: tl.constexpr):
-    """Two messages to the right neighbour: one stored plainly and read by TMA, one stored by TMA and read plainly; then
+    """Send two messages to the right neighbour, one by plain stores read by TMA, one by TMA stores read plainly; then
     a barrier, so that the next launch may overwrite them."""
     o = tl.arange(0, N * N)
     epoch = pl.epoch(flags, world)
@@ -70,7 +70,7 @@ def test_the_program_is_right() -> None:
 
 
 def history(monkeypatch: pytest.MonkeyPatch, fn: Any, ranks: int, seed: int, args: tuple) -> tuple[list, list]:
-    """Which task ran after which, and every finding."""
+    """The order in which the tasks ran, and every finding."""
     steps: list[tuple] = []
     switch = Machine._switch
 
@@ -82,7 +82,7 @@ def history(monkeypatch: pytest.MonkeyPatch, fn: Any, ranks: int, seed: int, arg
         patch.setattr(Machine, "_switch", record)
         found = outcome(fn, ranks, seed, args)
     told = [str(found.error), *(str(f) + str(getattr(f, "__notes__", "")) for f in found.findings)]
-    return steps, [re.sub(r" at 0x\w+>", "", text) for text in told]  # of objects in pytest's assertions
+    return steps, [re.sub(r" at 0x\w+>", "", text) for text in told]  # addresses of objects in pytest's assertions
 
 
 PROGRAMS = [(gather_main, 3, ("none",)), (send_main, 2, ("relaxed wait",)), (tile_out_main, 2, ("no drain",))]
@@ -95,10 +95,10 @@ def test_a_seed_replays_exactly(monkeypatch: pytest.MonkeyPatch, fn: Any, ranks:
         first = history(monkeypatch, fn, ranks, seed, args)
         assert history(monkeypatch, fn, ranks, seed, args) == first
         seen.add(str(first[0]))
-    assert len(seen) >= 8  # and seeds differ
+    assert len(seen) >= 8  # other seeds give other orders
 
 
-def test_found_by_exploring_and_replayed_alone() -> None:
+def test_a_finding_of_an_exploration_replays_alone() -> None:
     report = simulate(gather_main, 3, seeds=40, args=("none",), heap="1MiB")
     assert report.findings
     assert report.schedules == 40
@@ -134,12 +134,12 @@ def test_every_dropped_signal_is_reported() -> None:
         owner, counter = str(signal.target).split("'s ")
         waits = {(f"rank {w.rank}", w.counter): (w.wanted, w.found) for w in found.failure.waits}
         assert (owner, counter) in waits, signal
-        if counter != "mailbox[2]":  # that one is the barrier's
+        if counter != "mailbox[2]":  # the dropped signal is the barrier's
             assert waits[owner, counter] == (signal.launch, signal.launch - 1)
 
 
 def test_a_duplicated_signal_is_found() -> None:
-    """A message too many lets a later wait go early: a race, wrong values or a barrier out of step."""
+    """An extra signal ends a later wait too early: a race, wrong values or a barrier out of step."""
     for signal in signals():
         if signal.launch == 1:
             faults = Faults(duplicate=signal)
@@ -153,7 +153,7 @@ def test_a_delayed_signal_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_rank_that_stops_or_dies(dies: bool) -> None:
+def test_a_rank_that_stops_or_dies_is_reported(dies: bool) -> None:
     steps = outcome(exchange_main, 2).machine.steps
     for step in range(steps):
         for rank in (0, 1):
@@ -168,7 +168,7 @@ def test_a_rank_that_stops_or_dies(dies: bool) -> None:
                 assert f"rank {rank} stopped at step {step}" in notes
 
 
-def test_mutants_cover_every_call_and_all_are_caught() -> None:
+def test_every_call_has_mutants_and_all_are_caught() -> None:
     report = simulate(
         exchange_main, 2, seeds=20, args=(3,), heap="1MiB", mutants=True, lost_signals=True, lost_ranks=10
     )
@@ -201,8 +201,8 @@ def test_mutants_cover_every_call_and_all_are_caught() -> None:
     assert "24 caught, 0 not" in told
 
 
-def test_a_mutant_is_that_change_alone() -> None:
-    """Without the drain it is a TMA store that has not landed; without the proxy fence a TMA load too early."""
+def test_a_mutant_makes_one_change_only() -> None:
+    """Without the drain a TMA store has not landed; without the proxy fence a TMA load comes too early."""
     census = outcome(exchange_main, 2).machine.census
     by_change: dict[str, list[Mutant]] = {}
     for mutant in census.mutants():
@@ -218,7 +218,7 @@ def test_a_mutant_is_that_change_alone() -> None:
         assert {race.first.kind, race.second.kind} == {"TMA load", "store"}
 
 
-def test_an_unused_wait_survives_and_is_named() -> None:
+def test_the_mutant_of_an_unused_wait_survives_and_is_named() -> None:
     @triton.jit
     def twice(flags, world):
         pl.signal(flags, world.rank, world)
@@ -241,7 +241,7 @@ def test_an_unused_wait_survives_and_is_named() -> None:
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_without_findings() -> None:
+def test_a_report_without_findings_is_ok() -> None:
     report = simulate(exchange_main, 2, seeds=5, heap="1MiB")
     assert isinstance(report, Report)
     assert report.ok
@@ -270,13 +270,13 @@ def test_seeds_may_be_chosen() -> None:
     ("option", "value"),
     [("seeds", 0), ("seeds", -1), ("seeds", []), ("ranks", 0), ("sms", 0), ("sms", True), ("max_findings", 0)],
 )
-def test_nothing_to_run_is_no_success(option: str, value: Any) -> None:
+def test_simulate_refuses_to_run_nothing(option: str, value: Any) -> None:
     with pytest.raises(ShapeError, match=f"{option}: found .*, wanted "):
         simulate(lambda world: None, **{option: value})
 
 
 @pytest.mark.parametrize("option", ["--seeds", "--ranks", "--sms"])
-def test_nothing_to_run_is_no_success_on_the_command_line(option: str, tmp_path: Path) -> None:
+def test_the_command_line_refuses_to_run_nothing(option: str, tmp_path: Path) -> None:
     file = tmp_path / "push.py"
     file.write_text(FILE)
     app = typer.Typer()
@@ -286,7 +286,7 @@ def test_nothing_to_run_is_no_success_on_the_command_line(option: str, tmp_path:
     assert option in result.output
 
 
-def test_launch_raises_what_it_finds_with_the_rest_as_notes() -> None:
+def test_launch_raises_its_first_finding_with_the_others_as_notes() -> None:
     with pytest.raises(DataRace):
         pkt.launch(send_main, ranks=2, device="cpu", args=("no wait",), heap="1MiB")
 
@@ -319,13 +319,13 @@ def run(world, wait):
 
 
 def command(*arguments: str) -> Any:
-    """The command in this process; a fresh one takes three seconds to import torch."""
+    """Run the command in this process; a fresh process takes three seconds to import torch."""
     app = typer.Typer()
     app.command()(main)
     return CliRunner().invoke(app, [*arguments, "--ranks", "2", "--heap", "1MiB"])
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line_explores_and_replays(tmp_path: Path) -> None:
     file = tmp_path / "push.py"
     file.write_text(FILE)
     good = command(str(file), "--seeds", "5")
@@ -346,7 +346,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "broken" in missing.output
 
 
-def test_the_command_as_a_process(tmp_path: Path) -> None:
+def test_the_command_runs_as_a_process(tmp_path: Path) -> None:
     file = tmp_path / "push.py"
     file.write_text(FILE)
     command = [sys.executable, "-m", "pkt.simulate", f"{file}:broken", "--ranks", "2", "--seeds", "3", "--heap", "1MiB"]

@@ -1,4 +1,4 @@
-"""What the simulator reports of signals that nobody looks at, and of hosts that raise or disagree."""
+"""The simulator reports signals that nobody waits for, and host code that raises or disagrees between ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def signal_only(flags, world, ALL: tl.constexpr):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3])
-def test_signals_nobody_waits_for(seed: int) -> None:
+def test_signals_that_nobody_waits_for_are_reported(seed: int) -> None:
     def main(world: Any, everyone: bool) -> None:
         mailbox = pkt.signals(4)
         signal_only[(1,)](mailbox, world.device, everyone)
@@ -46,7 +46,7 @@ def test_signals_nobody_waits_for(seed: int) -> None:
     assert [str(f).split(" was")[0] for f in lost] == ["rank 0: mailbox[2]", "rank 1: mailbox[2]"]
 
 
-def test_signals_that_a_test_or_a_spin_looks_at_are_not_lost() -> None:
+def test_signals_read_by_a_test_or_a_spin_are_not_lost() -> None:
     @triton.jit
     def look(flags, out, world):
         pl.signal(flags, world.rank, world)
@@ -104,7 +104,7 @@ def test_a_kernel_that_raises_names_its_line() -> None:
     assert "in broken\n    tl.store(x, y + tl.undefined)" in str(error)
 
 
-def test_collective_calls_that_differ() -> None:
+def test_different_collective_calls_are_reported() -> None:
     def main(world: Any) -> None:
         if world.rank == 0:
             world.barrier()
@@ -117,7 +117,7 @@ def test_collective_calls_that_differ() -> None:
     assert "ranks 1, 2: all_gather_object()" in str(error)
 
 
-def test_allocations_that_differ() -> None:
+def test_different_allocations_are_reported() -> None:
     def main(world: Any) -> None:
         pkt.zeros(4)
         if world.rank == 2:
@@ -132,8 +132,8 @@ def test_allocations_that_differ() -> None:
     assert "rank 2: (16,) bf16 at test_findings.py:" in told
 
 
-def test_an_error_on_the_way_out_does_not_hide_the_first() -> None:
-    """Code in `finally` of the ranks that are stopped runs, and what it raises is not the news."""
+def test_an_error_in_finally_does_not_hide_the_first() -> None:
+    """The other ranks' code in `finally` runs, but its errors are not reported."""
 
     def main(world: Any) -> None:
         mailbox = pkt.signals(8)

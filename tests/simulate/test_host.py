@@ -60,7 +60,7 @@ def test_every_rank_has_its_world(ranks: int) -> None:
         assert found == [(r, ranks, "tag", "cpu", 7, True) for r in range(ranks)]
 
 
-def test_there_is_no_world_outside() -> None:
+def test_there_is_no_world_outside_a_run() -> None:
     launch(lambda world: None)
     with pytest.raises(Unsupported, match="there is no world"):
         pkt.current_world()
@@ -68,7 +68,7 @@ def test_there_is_no_world_outside() -> None:
         pkt.zeros(3)
 
 
-def test_the_device_world() -> None:
+def test_the_device_world_describes_the_ranks() -> None:
     def main(world: Any) -> None:
         device = world.device
         assert device.rank == world.rank
@@ -81,7 +81,7 @@ def test_the_device_world() -> None:
     launch(main, multicast=False)
 
 
-def test_worlds_one_after_the_other_share_nothing() -> None:
+def test_consecutive_worlds_share_nothing() -> None:
     kept = []
 
     def main(world: Any) -> float:
@@ -97,7 +97,7 @@ def test_worlds_one_after_the_other_share_nothing() -> None:
             x.sum()
 
 
-def test_bad_numbers_of_ranks() -> None:
+def test_bad_numbers_of_ranks_are_refused() -> None:
     for ranks in (0, -1, 1.5, True, "2"):
         with pytest.raises(ShapeError, match="ranks"):
             pkt.launch(lambda world: None, ranks=ranks, device="cpu")  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_bad_numbers_of_ranks() -> None:
 # -- collectives -----------------------------------------------------------------------------------------------------
 
 
-def test_collectives() -> None:
+def test_host_collectives_return_every_ranks_value() -> None:
     def main(world: Any) -> None:
         gathered = world.all_gather_object({"rank": world.rank, "list": [1, world.rank]})
         assert gathered == [{"rank": r, "list": [1, r]} for r in range(world.size)]
@@ -117,7 +117,7 @@ def test_collectives() -> None:
         mine = [world.rank]
         others = world.all_gather_object(mine)
         others[world.rank].append(7)
-        assert mine == [world.rank]  # copies
+        assert mine == [world.rank]  # the results are copies
         with pytest.raises(RankError, match="found rank 9, wanted an integer from 0 to 3"):
             world.broadcast(1, root=9)
         world.synchronize()
@@ -143,7 +143,7 @@ def test_a_barrier_waits_for_everybody() -> None:
         assert order == [(what, i) for i in range(3) for what in ["before"] * 3 + ["after"] * 3]
 
 
-def test_workspaces_are_made_once_a_world() -> None:
+def test_a_workspace_is_made_once_a_world() -> None:
     made = []
 
     def main(world: Any) -> None:
@@ -163,7 +163,7 @@ def test_workspaces_are_made_once_a_world() -> None:
 
 
 def test_every_rank_has_its_own_random_state() -> None:
-    """As in processes of their own: seeding one rank, or drawing on it, is nothing to the others."""
+    """As in separate processes: seeding one rank, or drawing on it, does not affect the others."""
 
     def main(world: Any) -> list[float]:
         flags = pkt.signals(1)
@@ -185,8 +185,8 @@ def test_every_rank_has_its_own_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_every_rank_says_for_itself_whether_gradients_are_recorded() -> None:
-    """Also while others go on in the middle of what one of them does without."""
+def test_every_rank_has_its_own_gradient_mode() -> None:
+    """Even if other ranks run while one of them is inside torch.no_grad()."""
 
     def main(world: Any) -> list[bool]:
         found = []
@@ -204,7 +204,7 @@ def test_every_rank_says_for_itself_whether_gradients_are_recorded() -> None:
         assert torch.is_grad_enabled()
 
 
-def test_whether_gradients_are_recorded_is_as_before_once_a_run_is_over() -> None:
+def test_a_run_restores_the_callers_gradient_mode() -> None:
     def main(world: Any) -> bool:
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(not before)
@@ -216,7 +216,7 @@ def test_whether_gradients_are_recorded_is_as_before_once_a_run_is_over() -> Non
             assert torch.is_grad_enabled() == outside
 
 
-def test_unseeded_ranks_draw_the_same() -> None:
+def test_unseeded_ranks_draw_the_same_numbers() -> None:
     torch.manual_seed(11)
     assert len({tuple(v) for v in launch(lambda world: torch.rand(3).tolist(), 3)}) == 1
 
@@ -224,7 +224,7 @@ def test_unseeded_ranks_draw_the_same() -> None:
 # -- factories -------------------------------------------------------------------------------------------------------
 
 
-def test_factories() -> None:
+def test_factories_make_tensors_like_torchs() -> None:
     def main(world: Any) -> None:
         assert pkt.empty((2, 3)).shape == (2, 3)
         assert pkt.zeros(2, 3, dtype=torch.int32).tolist() == [[0] * 3] * 2
@@ -288,7 +288,7 @@ def test_filled_tensors_may_be_read_at_once(ranks: int) -> None:
     assert failures(main, ranks, SEEDS) == {}
 
 
-def test_empty_tensors_and_single_elements() -> None:
+def test_empty_tensors_and_single_elements_work() -> None:
     @triton.jit
     def count(x, out, n, BLOCK: tl.constexpr):
         o = tl.arange(0, BLOCK)
@@ -307,7 +307,7 @@ def test_empty_tensors_and_single_elements() -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_free_and_reuse() -> None:
+def test_freed_memory_is_reused() -> None:
     def main(world: Any) -> None:
         a = pkt.zeros(1024, name="a")
         b = pkt.ones(1024, name="b")
@@ -331,7 +331,7 @@ def test_free_and_reuse() -> None:
 
 
 def test_a_freed_tensor_leaves_no_trace_for_the_detector() -> None:
-    """The next owner of the memory does not race with the last one."""
+    """The tensor that reuses the memory does not race with the freed one."""
 
     @triton.jit
     def write(x, world, N: tl.constexpr):
@@ -347,7 +347,7 @@ def test_a_freed_tensor_leaves_no_trace_for_the_detector() -> None:
     assert failures(main, 2, range(10)) == {}
 
 
-def test_a_full_heap() -> None:
+def test_a_full_heap_is_reported() -> None:
     def main(world: Any) -> None:
         a = pkt.zeros(100_000, name="a")
         with pytest.raises(HeapFull) as caught:
@@ -356,7 +356,7 @@ def test_a_full_heap() -> None:
         assert f"rank {world.rank}: heap full: wanted 781.2 KiB for 'too large', free " in told
         assert "raise heap= or PKT_HEAP" in told
         assert (a == 0).all()
-        b = pkt.ones(100_000)  # nothing is lost
+        b = pkt.ones(100_000)  # the failed allocation has taken no memory
         assert b.sum() == 100_000
         a.free()
         world.barrier()
@@ -366,13 +366,13 @@ def test_a_full_heap() -> None:
         launch(main, 3, seed=seed)
 
 
-def test_use_after_close() -> None:
+def test_use_after_close_is_refused() -> None:
     def main(world: Any) -> None:
         x = pkt.zeros(4)
         device = world.device
         world.barrier()
         world.close()
-        world.close()  # twice is fine
+        world.close()  # closing twice is fine
         assert world.closed
         calls: list[tuple[str, Any]] = [
             ("barrier()", world.barrier),
@@ -389,7 +389,7 @@ def test_use_after_close() -> None:
     launch(main, 2)
 
 
-def test_checks_of_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     def main(world: Any) -> None:
         x = pkt.zeros(4, name="x")
         assert pkt.symmetric(x, "x", world) is x
@@ -417,7 +417,7 @@ def test_tensors_of_another_device_are_refused() -> None:
     assert "touch: argument x is on meta; simulated ranks compute on the CPU" in str(error)
 
 
-def test_results_are_the_ranks_own_objects() -> None:
+def test_launch_returns_the_ranks_own_objects() -> None:
     def main(world: Any) -> Any:
         return {"rank": world.rank, "values": torch.full((2,), float(world.rank))}
 
@@ -431,8 +431,8 @@ def address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
-def test_a_heap_beyond_the_machines_memory_promises_none_of_it() -> None:
-    """Nothing is set aside for a window before it is written: neither the windows nor a fork beside them is refused."""
+def test_a_heap_larger_than_memory_commits_no_memory() -> None:
+    """The kernel reserves no memory for a window before it is written: it refuses neither the windows nor a fork."""
 
     def main(world: Any) -> bool:
         if world.rank == 0:
@@ -445,7 +445,7 @@ def test_a_heap_beyond_the_machines_memory_promises_none_of_it() -> None:
     assert launch(main, 4, heap=1 << 42) == [True] * 4
 
 
-def test_a_run_that_is_over_holds_no_memory() -> None:
+def test_a_finished_run_holds_no_memory() -> None:
     def main(world: Any) -> float:
         return pkt.full((4,), float(world.rank), dtype=torch.float32)[0].item()
 

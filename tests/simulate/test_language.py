@@ -1,4 +1,4 @@
-"""The language as the simulator runs it: control flow, functions. Blocks, arguments and memory have their own files."""
+"""Control flow and functions in the simulator. Blocks, arguments and memory have their own files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def loops(out, n, N: tl.constexpr):
     tl.store(out + 6, total)
 
 
-def test_control_flow() -> None:
+def test_control_flow_follows_run_time_values() -> None:
     out = torch.empty(7, dtype=torch.int64)
     run(loops, (1,), out, 9, 4)
     total, wanted = sum(range(9)), []
@@ -80,7 +80,7 @@ def index_types(out, n, far):
         tl.static_assert(i.dtype == tl.int64)
         tl.store(out, i)
     for i in tl.static_range(2):
-        block = tl.zeros((2 << i,), tl.float32)  # a constant, which a shape wants
+        block = tl.zeros((2 << i,), tl.float32)  # a constant, as a shape needs
         tl.store(out + 1 + i, tl.sum(block + 1).to(tl.int64))
 
 
@@ -96,7 +96,7 @@ def static_loop_of_run_time_length(out, n):
         tl.store(out + i, i)
 
 
-def test_static_range_wants_constants() -> None:
+def test_static_range_refuses_run_time_bounds() -> None:
     with pytest.raises(RankFailed, match="tl.static_range takes constants"):
         run(static_loop_of_run_time_length, (1,), torch.empty(4), 4)
 
@@ -127,7 +127,7 @@ def test_and_evaluates_both_sides_as_on_the_gpu() -> None:
     out, counter = torch.full((7,), -1, dtype=torch.int32), torch.zeros(1)
     run(logic, (1,), out, counter, 2, 9, False)
     assert out.tolist() == [0, 0, 1, 0, 1, 1, 0]
-    assert counter.item() == 1  # Python would have stopped at a > 3
+    assert counter.item() == 1  # Python would stop at a > 3
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def block_condition(x, out):
         tl.store(out, 1)
 
 
-def test_a_block_is_no_condition() -> None:
+def test_a_block_is_refused_as_a_condition() -> None:
     with pytest.raises(RankFailed, match=r"a block of shape \(4,\) has no truth value"):
         run(block_condition, (1,), torch.ones(4), torch.ones(1))
 
@@ -152,7 +152,7 @@ def tuples(out):
     tl.store(out + 2, a - b)
 
 
-def test_tuples_in_the_kernel() -> None:
+def test_kernels_may_use_tuples() -> None:
     out = torch.empty(3)
     run(tuples, (1,), out)
     assert out.tolist() == [3.5, 6.5, 0.5]
@@ -161,13 +161,13 @@ def test_tuples_in_the_kernel() -> None:
 @triton.jit
 def builtins(out, n, N: tl.constexpr):
     tl.store(out, min(n, 3) + max(n, 5, 1))
-    block = tl.zeros((max(N, 4),), tl.int32) + min(7, N)  # of constants: a constant
+    block = tl.zeros((max(N, 4),), tl.int32) + min(7, N)  # a function of constants returns a constant
     tl.store(out + 1, tl.sum(block))
     assert n > 0, "n must be positive"
     print("n is", n)
 
 
-def test_min_max_assert_and_print_of_python(capsys: pytest.CaptureFixture) -> None:
+def test_pythons_min_max_assert_and_print_work(capsys: pytest.CaptureFixture) -> None:
     out = torch.empty(2, dtype=torch.int32)
     run(builtins, (1,), out, 4, 2)
     assert out.tolist() == [8, 8]
@@ -204,15 +204,15 @@ def helpers_everywhere(x, out, N: tl.constexpr):
     tl.store(out + 5 * N + o, other_module.through_another(v, N))
 
 
-def test_helpers_across_modules() -> None:
+def test_helpers_of_other_modules_work() -> None:
     x, out = torch.arange(8).float(), torch.empty(6, 8)
     run(helpers_everywhere, (1,), x, out, 8)
     wanted = [3 * x, 2 * x + 1, x + 2, x + (x + 1) * (x + 2), 2**x, x.sum() + x]
     same(out, torch.stack(wanted))
 
 
-def test_closures_of_each_rank() -> None:
-    """A kernel made anew by every rank, with what that rank's function knows; nothing is confused by reuse of ids."""
+def test_each_rank_has_its_own_closures() -> None:
+    """Every rank makes the kernel anew, with its own closure; reused ids confuse nothing."""
 
     def main(world: Any) -> float:
         offset = tl.constexpr(10 * world.rank)
@@ -227,7 +227,7 @@ def test_closures_of_each_rank() -> None:
 
         out = torch.empty(1)
         kernel[(1,)](out)
-        assert interpret.functions[id(kernel)][0] is kernel  # which keeps the id from being given to another
+        assert interpret.functions[id(kernel)][0] is kernel  # keeps the id from being given to another object
         return out.item()
 
     assert pkt.launch(main, ranks=4, device="cpu") == [1.0, 11.0, 21.0, 31.0]
@@ -244,7 +244,7 @@ def uses_a_plain_global(out, USE: tl.constexpr):
         tl.store(out, WIDTH)
 
 
-def test_plain_globals_are_refused_where_they_are_used() -> None:
+def test_using_a_plain_global_is_refused() -> None:
     out = torch.zeros(1)
     run(uses_a_plain_global, (1,), out, False)
     with pytest.raises(RankFailed, match=r"cannot use the global variable WIDTH = 4: make it a constexpr"):
@@ -262,7 +262,7 @@ def program_ids(out, X: tl.constexpr, Y: tl.constexpr):
     tl.store(out + (z * Y + y) * X + x, n + x * 0)
 
 
-def test_grids_of_three_dimensions() -> None:
+def test_grids_may_have_three_dimensions() -> None:
     out = torch.zeros(4, 3, 2, dtype=torch.int32)
     run(program_ids, (2, 3, 4), out, 2, 3)
     assert (out == 20304).all()

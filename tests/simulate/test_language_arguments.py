@@ -1,4 +1,4 @@
-"""What a kernel is called with, and how it ends when that or what it asserts is wrong."""
+"""Arguments of a kernel, and its errors when an argument is wrong or an assertion fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nested(out, p, t):
     tl.store(out + 3, tl.sum(block + 1))
 
 
-def test_nested_tuples_and_named_tuples() -> None:
+def test_nested_tuples_and_named_tuples_are_arguments() -> None:
     x, out = torch.tensor([2.0]), torch.empty(4)
     run(nested, (1,), out, Pair(5, (7, Pair(x, tl.constexpr(4)))), ((1, 9), 4, tl.constexpr(8)))
     assert out.tolist() == [12.0, 8.0, 5.0, 8.0]
@@ -47,7 +47,7 @@ def not_specialised(out, n):
 
 
 def test_the_integer_one_is_a_constant() -> None:
-    """Triton compiles an argument of 1 as a constant, on rank 1 only: what fails there must fail here."""
+    """Triton compiles an argument of 1 as a constant, so on rank 1 only: code that fails there must fail here."""
     out = torch.empty(1, dtype=torch.int64)
     for n in (0, 2, 16, 2**40):
         run(specialised, (1,), out, n)
@@ -68,7 +68,7 @@ def argument_types(i, j, k, f, b, none):
     tl.static_assert(none is None)
 
 
-def test_types_of_numbers() -> None:
+def test_numbers_have_the_types_of_a_launch() -> None:
     run(argument_types, (1,), 5, 2**31, 2**63, 0.1, True, None)
 
 
@@ -79,7 +79,7 @@ def options(x, BLOCK: tl.constexpr, NAME: tl.constexpr = "none", DTYPE: tl.const
         tl.store(x + o, tl.load(x + o).to(DTYPE) * 2)
 
 
-def test_launch_options_and_meta_parameters() -> None:
+def test_launch_options_and_meta_parameters_work() -> None:
     x = torch.ones(8)
     seen: list[Any] = []
 
@@ -97,7 +97,7 @@ def test_launch_options_and_meta_parameters() -> None:
     assert seen == [8]
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(RankFailed, match="missing a required argument: 'BLOCK'"):
         run(options, (1,), torch.ones(8))
     with pytest.raises(RankFailed, match="wrong_name"):
@@ -130,8 +130,8 @@ def pruned(out, n, BLOCK: tl.constexpr, TWICE: tl.constexpr):
 def test_autotuned_kernels_run_their_first_configuration() -> None:
     out = torch.zeros(8, dtype=torch.int32)
     run(tuned, lambda meta: (triton.cdiv(8, meta["BLOCK"]),), out, 8)
-    assert (out == 4).all()  # once: nothing is benchmarked
-    assert tuned.cache == {}  # and nothing is remembered for the GPU
+    assert (out == 4).all()  # it runs once: nothing is benchmarked
+    assert tuned.cache == {}  # no choice is kept for the GPU
     run(pruned, lambda meta: (triton.cdiv(8, meta["BLOCK"]),), out, 8)
     assert (out == 116).all()
 
@@ -157,7 +157,7 @@ def asserts(x, n):
     tl.device_assert(tl.load(x + o) < n, "too large", mask=o < 3)
 
 
-def test_device_assert() -> None:
+def test_a_device_assert_fails_the_run() -> None:
     x = torch.tensor([1, 2, 3, 99])
     run(asserts, (1,), x, 4)
     with pytest.raises(RankFailed, match="too large"):
@@ -169,7 +169,7 @@ def fails_static(N: tl.constexpr):
     tl.static_assert(N % 2 == 0, "N must be even")
 
 
-def test_static_assert() -> None:
+def test_a_static_assert_fails_the_run() -> None:
     run(fails_static, (1,), 2)
     with pytest.raises(RankFailed, match="N must be even"):
         run(fails_static, (1,), 3)
@@ -181,11 +181,11 @@ def assembly(out):
 
 
 def test_inline_assembly_is_refused_by_name() -> None:
-    with pytest.raises(RankFailed, match=r"inline assembly cannot be simulated: 'mov.u32 \$0, 1;'"):
+    with pytest.raises(RankFailed, match=r"the simulator cannot run inline assembly: 'mov.u32 \$0, 1;'"):
         run(assembly, (1,), torch.empty(1, dtype=torch.int32))
 
 
-# -- what is easily forgotten ----------------------------------------------------------------------------------------
+# -- frequent mistakes -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def ramp(x, n, world, N: tl.constexpr):
         tl.store(x + tl.arange(0, n), n)
 
 
-def test_a_world_in_place_of_its_device() -> None:
+def test_a_world_in_place_of_its_device_is_refused() -> None:
     def main(world: Any) -> None:
         ramp[(1,)](pkt.zeros(4), 4, world, 4)
 
@@ -204,7 +204,7 @@ def test_a_world_in_place_of_its_device() -> None:
         pkt.launch(main, ranks=1, device="cpu")
 
 
-def test_a_kernel_without_a_grid() -> None:
+def test_a_kernel_without_a_grid_is_refused() -> None:
     def main(world: Any) -> None:
         ramp(pkt.zeros(4), 4, world.device, 4)
 
@@ -212,7 +212,7 @@ def test_a_kernel_without_a_grid() -> None:
         pkt.launch(main, ranks=1, device="cpu")
 
 
-def test_a_block_whose_size_is_no_constant() -> None:
+def test_a_block_size_that_is_no_constant_is_refused() -> None:
     def main(world: Any) -> None:
         ramp[(1,)](pkt.zeros(4), 4, world.device, 0)
 
@@ -230,7 +230,7 @@ def annotated(out, n: tl.int64, small: tl.int8, wide: tl.float64, half: tl.float
 
 
 @pytest.mark.parametrize("n", [1, 1 << 20])
-def test_a_number_has_the_type_that_it_is_annotated_with(n: int) -> None:
+def test_an_annotated_number_has_the_annotated_type(n: int) -> None:
     out = torch.zeros(5, dtype=torch.int64)
     run(annotated, (1,), out, n, 200, 1.1, 2049.0)
     assert out.tolist() == [n * n, n, 200 - 256, 11000000000, 2048]
@@ -242,7 +242,7 @@ def read_bytes(x, out, N: tl.constexpr):
     tl.store(out + i, tl.load(x + i).to(tl.float32))
 
 
-def test_a_tensor_taken_for_another_type() -> None:
+def test_a_tensor_may_be_reinterpreted_as_another_type() -> None:
     x, out = torch.tensor([0x38, 0x40, 0x44, 0x48], dtype=torch.uint8), torch.zeros(4)
     run(read_bytes, (1,), triton.reinterpret(x, tl.float8e4nv), out, 4)
     assert out.tolist() == [1.0, 2.0, 3.0, 4.0]

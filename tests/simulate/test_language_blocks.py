@@ -1,4 +1,4 @@
-"""Blocks as the simulator computes them: reductions, scans, shapes, the standard library."""
+"""Operations on blocks in the simulator: reductions, scans, shapes, the standard library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reductions(x, rows, cols, whole, M: tl.constexpr, N: tl.constexpr):
     tl.store(whole + 3, tl.sum(tl.sum(v, keep_dims=True)))
 
 
-def test_reductions() -> None:
+def test_reductions_match_torch() -> None:
     torch.manual_seed(0)
     x = torch.randint(-50, 50, (8, 16)).float()
     rows, cols, whole = torch.empty(3, 8), torch.empty(4, 16, dtype=torch.int32), torch.empty(4)
@@ -41,7 +41,7 @@ def test_reductions() -> None:
     same(rows, torch.stack([x.sum(1), x.amax(1), x.amin(1)]))
     first = torch.stack([(x == x.amax(0)).int().argmax(0), (x == x.amin(0)).int().argmax(0)]).int()
     same(cols[:2], first)
-    same(cols[2], first[0])  # ties go to the left
+    same(cols[2], first[0])  # of equal values the leftmost wins
     assert cols[3].all()
     same(whole, torch.stack([x.sum(), x.amax(), x.sum(), x.sum()]))
 
@@ -54,15 +54,15 @@ def reduce_short(x, out, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.int32, torch.int64], ids=str)
-def test_reductions_of_every_type(dtype: torch.dtype) -> None:
+def test_reductions_work_for_every_type(dtype: torch.dtype) -> None:
     x = torch.arange(-15, 17).to(dtype)
     out = torch.empty(2, dtype=torch.float64)
     run(reduce_short, (1,), x, out, 32)
     assert out.tolist() == [16, 16]
 
 
-def test_a_sum_of_bf16_is_a_tree() -> None:
-    """One after the other, 2048 ones would stop at 256, where bf16 has no odd numbers."""
+def test_a_bf16_sum_adds_as_a_tree() -> None:
+    """A sequential sum of 2048 ones would stop at 256, where bf16 has no odd numbers."""
     out = torch.empty(2, dtype=torch.float64)
     run(reduce_short, (1,), torch.ones(2048).bfloat16(), out, 2048)
     assert out[0] == 2048
@@ -83,7 +83,7 @@ def welford(x, out, N: tl.constexpr):
     tl.store(out + 1, m2 / n)
 
 
-def test_reduction_of_a_tuple_with_a_function_of_the_user() -> None:
+def test_a_users_function_may_reduce_a_tuple() -> None:
     torch.manual_seed(1)
     x, out = torch.randn(64), torch.empty(2)
     run(welford, (1,), x, out, 64)
@@ -99,7 +99,7 @@ def scans(x, out, M: tl.constexpr, N: tl.constexpr):
     tl.store(out + 2 * M * N + at, tl.cumprod(v, axis=1))
 
 
-def test_scans() -> None:
+def test_scans_match_torch() -> None:
     torch.manual_seed(2)
     x = torch.randint(1, 4, (4, 8)).float()
     out = torch.empty(3, 4, 8)
@@ -119,7 +119,7 @@ def scan_of_pairs(x, flag, out, N: tl.constexpr):
     tl.store(out + o, tl.where(seen != 0, value, -1))
 
 
-def test_scan_of_a_tuple() -> None:
+def test_a_users_function_may_scan_a_tuple() -> None:
     x, out = torch.arange(8, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
     run(scan_of_pairs, (1,), x, torch.tensor([0, 0, 1, 0, 1, 0, 0, 1], dtype=torch.int32), out, 8)
     assert out.tolist() == [-1, -1, 2, 2, 4, 4, 4, 7]
@@ -150,7 +150,7 @@ def shapes(x, out, N: tl.constexpr):
     tl.store(out + 11 * N + o, tl.gather(v, (o + 3) % N, 0))
 
 
-def test_shapes() -> None:
+def test_shape_operations_match_torch() -> None:
     n = 16
     x, out = torch.arange(1, n + 1).float(), torch.empty(12 * n)
     run(shapes, (1,), x, out, n)
@@ -174,7 +174,7 @@ def histogram(x, out, N: tl.constexpr, BINS: tl.constexpr):
     tl.store(out + BINS + tl.arange(0, BINS), tl.histogram(v, BINS, mask=v > 1))
 
 
-def test_histogram_drops_what_is_in_no_bin() -> None:
+def test_histogram_ignores_values_outside_the_bins() -> None:
     x = torch.tensor([0, 1, 1, 2, 3, 4, 9, -1], dtype=torch.int32)
     out = torch.empty(2, 4, dtype=torch.int32)
     run(histogram, (1,), x, out, 8, 4)
@@ -199,7 +199,7 @@ def standard_library(x, out, ints, N: tl.constexpr):
     tl.debug_barrier()
 
 
-def test_standard_library() -> None:
+def test_the_standard_library_matches_torch() -> None:
     torch.manual_seed(3)
     x, out, ints = torch.randn(16), torch.zeros(4, 16), torch.zeros(5, dtype=torch.int32)
     x[3] = float("nan")
@@ -221,7 +221,7 @@ def random_numbers(out, seed, N: tl.constexpr):
     tl.store(out + N + o, tl.randn(seed, o))
 
 
-def test_random_numbers() -> None:
+def test_random_numbers_depend_on_the_seed() -> None:
     out, again, other = (torch.empty(2, 1024) for _ in range(3))
     run(random_numbers, (1,), out, 7, 1024)
     run(random_numbers, (1,), again, 7, 1024)

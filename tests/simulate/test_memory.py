@@ -31,7 +31,7 @@ def masked(x, out, n, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32], ids=str)
-def test_masks(dtype: torch.dtype) -> None:
+def test_masked_elements_are_not_accessed(dtype: torch.dtype) -> None:
     x = torch.arange(1, 17).to(dtype)
     out = torch.zeros(4, 16).to(dtype)
     run(masked, (1,), x, out, 10, 16)
@@ -55,7 +55,7 @@ def strided(x, out, rows, stride, M: tl.constexpr, N: tl.constexpr):
     tl.store(out + 2 * M * N + m, tl.load(x + (M - 1 - m) * stride))  # backwards
 
 
-def test_blocks_of_any_stride() -> None:
+def test_blocks_may_have_any_stride() -> None:
     x, out = torch.arange(8 * 24).float().reshape(8, 24), torch.full((3, 8, 16), -1.0)
     run(strided, (1,), x, out, 5, 24, 8, 16)
     wanted = torch.zeros(8, 16)
@@ -75,7 +75,7 @@ def scalars(x, out):
     tl.store(out + 3, 1.5)
 
 
-def test_scalars_and_pointers_as_integers() -> None:
+def test_scalars_and_integer_pointers_may_be_accessed() -> None:
     x, out = torch.tensor([5.0, 6.0, 7.0, 1.0]), torch.empty(4)
     run(scalars, (1,), x, out)
     assert out.tolist() == [1.0, 7.0, 1.0, 1.5]
@@ -125,7 +125,7 @@ MEANING: dict[str, Any] = {
 
 
 def as_dtype(values: list, dtype: torch.dtype) -> torch.Tensor:
-    """torch has few operations on unsigned integers: through the signed ones of the same bits."""
+    """As a tensor of dtype, by way of the signed integers: torch has few operations on unsigned ones."""
     signed = {torch.uint32: torch.int32, torch.uint64: torch.int64}.get(dtype)
     if signed is None:
         return torch.tensor(values, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype)
@@ -134,8 +134,8 @@ def as_dtype(values: list, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=lambda p: str(p).removeprefix("torch."))
-def test_atomics(op: str, dtype: torch.dtype) -> None:
-    """Two neighbours of a block update one element, one after the other."""
+def test_atomics_update_an_element_one_after_the_other(op: str, dtype: torch.dtype) -> None:
+    """Two neighbours of a block update the same element."""
     unsigned = dtype in (torch.uint32, torch.uint64)
     big = (1 << (dtype.itemsize * 8 - 1)) + 5 if unsigned else 12
     start, values = [3, 10, 7, 3], [1, 2, big, 5, 4, 100, 6, 2]
@@ -149,7 +149,7 @@ def test_atomics(op: str, dtype: torch.dtype) -> None:
             was[i] = state[i // 2]
             state[i // 2] = MEANING[op](state[i // 2], v)
     assert x.tolist() == as_dtype(state, dtype).tolist()
-    if not (op in ("max", "min") and dtype.is_floating_point):  # those are made of two integer atomics
+    if not (op in ("max", "min") and dtype.is_floating_point):  # those take two integer atomics
         assert old.tolist() == as_dtype(was, dtype).tolist()
 
 
@@ -162,7 +162,7 @@ def atomics_of_a_tile(x, M: tl.constexpr, N: tl.constexpr):
     tl.atomic_cas(x + 2 * M * N + at, at % 3, at + 100)
 
 
-def test_atomics_of_a_tile() -> None:
+def test_atomics_work_on_a_tile() -> None:
     x = torch.ones(3, 4, 8, dtype=torch.int32)
     x[2] = 1
     run(atomics_of_a_tile, (1,), x, 4, 8)
@@ -182,7 +182,7 @@ def compare_and_swap(x, old, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_compare_and_swap(dtype: torch.dtype) -> None:
+def test_compare_and_swap_writes_only_on_a_match(dtype: torch.dtype) -> None:
     x, old = torch.tensor([0, 9, 2, 9], dtype=dtype), torch.empty(6, dtype=dtype)
     run(compare_and_swap, (1,), x, old, 4)
     assert x.tolist() == [7, 9, 102, 9]
@@ -210,14 +210,14 @@ def lock(guard, total, ROUNDS: tl.constexpr):
         tl.atomic_xchg(guard, 0, sem="release", scope="gpu")
 
 
-def test_a_lock_of_compare_and_swap() -> None:
+def test_a_lock_made_of_compare_and_swap_excludes() -> None:
     for seed in range(6):
         guard, total = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
         pkt.launch(lambda w, *args: lock[(6,)](*args), ranks=1, device="cpu", args=(guard, total, 4), seed=seed)
         assert total.item() == 24, f"seed {seed}"
 
 
-# Module level, because Triton reads the source of the whole function: names that 3.6 lacks may not be looked up.
+# At module level, because Triton reads the source of the whole function and must not look up names that 3.6 lacks.
 if NEWEST:
 
     @triton.jit
@@ -226,7 +226,7 @@ if NEWEST:
         tl.store(out, tl.atomic_load(x, sem="acquire", scope="sys"))
         tl.atomic_poll(x, 5, sem="acquire", scope="sys")
 
-    def test_atomic_load_store_and_poll() -> None:
+    def test_atomic_load_store_and_poll_work() -> None:
         x, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         run(atomic_accesses, (1,), x, out)
         assert [x.item(), out.item()] == [5, 5]
@@ -262,7 +262,7 @@ def descriptor_edges(desc, out, PAD: tl.constexpr):
 
 
 @pytest.mark.parametrize("padding", ["zero", "nan"])
-def test_host_descriptors_fill_what_is_outside(padding: str) -> None:
+def test_host_descriptors_fill_elements_outside(padding: str) -> None:
     x, out = torch.arange(64).float().reshape(8, 8), torch.empty(3, 8, 8)
     desc = TensorDescriptor(x, list(x.shape), list(x.stride()), [8, 8], padding)
     run(descriptor_edges, (1,), desc, out, padding)
@@ -282,7 +282,7 @@ def descriptor_reduce(desc, low, high, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32], ids=str)
-def test_descriptor_reductions(dtype: torch.dtype) -> None:
+def test_descriptor_reductions_update_elements(dtype: torch.dtype) -> None:
     n = 8
     x, v = torch.ones(n, n).to(dtype), torch.arange(n * n).reshape(n, n)
     short = torch.int32 if dtype == torch.float32 else dtype  # TMA has no fp32 minimum
@@ -303,7 +303,7 @@ def descriptor_gather(src, dst, rows, out, N: tl.constexpr):
     dst.scatter(v, at, 0)
 
 
-def test_descriptor_gather_and_scatter() -> None:
+def test_descriptors_gather_and_scatter_rows() -> None:
     x, y, out = torch.arange(16 * 32).float().reshape(16, 32), torch.zeros(16, 16), torch.empty(8, 16)
     rows = torch.tensor([3, 1, 15, 0, 7, 8, 9, 4], dtype=torch.int32)
     src, dst = TensorDescriptor.from_tensor(x, [1, 16]), TensorDescriptor.from_tensor(y, [1, 16])
@@ -318,7 +318,7 @@ def descriptor_3d(desc, out):
     tl.store(out + tl.arange(0, 32), tl.reshape(v, (32,)))
 
 
-def test_descriptors_of_three_dimensions() -> None:
+def test_descriptors_may_have_three_dimensions() -> None:
     x, out = torch.arange(3 * 4 * 16).float().reshape(3, 4, 16), torch.empty(4, 8)
     run(descriptor_3d, (1,), TensorDescriptor.from_tensor(x, [1, 4, 8]), out)
     same(out, x[1, :, 8:])
@@ -329,13 +329,13 @@ def descriptor_unaligned(desc, out):
     tl.store(out + tl.arange(0, 8), tl.reshape(desc.load([0, 1]), (8,)))
 
 
-def test_descriptor_offsets_are_multiples_of_16_bytes() -> None:
+def test_descriptor_offsets_must_be_multiples_of_16_bytes() -> None:
     desc = TensorDescriptor.from_tensor(torch.zeros(8, 8), [1, 8])
     with pytest.raises(RankFailed, match="offset 1 of the last dimension is not 16-byte aligned"):
         run(descriptor_unaligned, (1,), desc, torch.empty(8))
 
 
-if not NEWEST:  # later releases have none
+if not NEWEST:  # later releases have no minimum
 
     @triton.jit
     def block_pointers(x, y, m, n, BM: tl.constexpr, BN: tl.constexpr):
@@ -345,7 +345,7 @@ if not NEWEST:  # later releases have none
             tl.store(q, tl.load(p, boundary_check=(0, 1), padding_option="zero") + 1, boundary_check=(0, 1))
             p, q = tl.advance(p, (0, BN)), tl.advance(q, (0, BN))
 
-    def test_block_pointers() -> None:
+    def test_block_pointers_load_and_store_tiles() -> None:
         x, y = torch.arange(5 * 10).float().reshape(5, 10), torch.zeros(6, 10)
         run(block_pointers, (1,), x, y, 5, 10, 8, 8)
         same(y[:5], x + 1)
@@ -361,7 +361,7 @@ def far(x, at):
 
 
 @pytest.mark.parametrize("at", [6, -1, 10**12])
-def test_accesses_outside_a_local_tensor(at: int) -> None:
+def test_an_access_outside_a_local_tensor_is_out_of_bounds(at: int) -> None:
     x = torch.zeros(8)
     with pytest.raises(
         OutOfBounds, match=r"out of bounds: store of an address in no rank's heap by rank 0 far program 0"
@@ -379,7 +379,7 @@ def across_the_end(x, out, n):
     tl.store(out + o, tl.load((x + o * 2 + 1).to(tl.pointer_type(tl.int64)), mask=(o < n) & (o > 0)))
 
 
-def test_an_element_half_outside() -> None:
+def test_an_element_half_outside_is_out_of_bounds() -> None:
     x, out = torch.arange(8, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     run(across_the_end, (1,), x, out, 3)
     assert out.tolist() == [0, 3 + (4 << 32), 5 + (6 << 32), 0]

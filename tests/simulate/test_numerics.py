@@ -23,7 +23,7 @@ def convert(x, y, N: tl.constexpr, ROUNDING: tl.constexpr):
 
 
 def patterns(dtype: torch.dtype) -> torch.Tensor:
-    """Every value of a short format; of fp32 a spread of bit patterns with all ties of the short formats."""
+    """Every value of a short format; for fp32 many bit patterns, with all ties of the short formats."""
     if dtype.itemsize == 1:
         return torch.arange(256).to(torch.uint8).view(dtype)
     if dtype.itemsize == 2:
@@ -35,21 +35,21 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
 
 
 def reference(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """torch's conversion, saturating for fp8 as `cvt.rn.satfinite` does."""
+    """torch's conversion, but saturating for fp8 as `cvt.rn.satfinite` does."""
     x = x.float()
     return (x.clamp(-LARGEST[dtype], LARGEST[dtype]) if dtype in LARGEST else x).to(dtype)
 
 
 @pytest.mark.parametrize("to", FLOATS, ids=str)
 @pytest.mark.parametrize("have", FLOATS, ids=str)
-def test_conversion(have: torch.dtype, to: torch.dtype) -> None:
+def test_conversions_match_torch(have: torch.dtype, to: torch.dtype) -> None:
     x = patterns(have)
     y = torch.empty(x.shape, dtype=to)
     run(convert, (1,), x, y, x.numel(), None)
     same(y, x if have == to else reference(x, to))
 
 
-def test_saturation_keeps_the_sign_and_nan() -> None:
+def test_fp8_saturation_keeps_the_sign_and_nan() -> None:
     x = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), float("nan"), -0.0, 448.0, 464.0])
     e4m3, e5m2 = torch.empty(8, dtype=torch.float8_e4m3fn), torch.empty(8, dtype=torch.float8_e5m2)
     run(convert, (1,), x, e4m3, 8, None)
@@ -63,7 +63,7 @@ def test_saturation_keeps_the_sign_and_nan() -> None:
 
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
-def test_rounding_toward_zero(to: torch.dtype) -> None:
+def test_rounding_toward_zero_never_enlarges(to: torch.dtype) -> None:
     x = patterns(torch.float32)
     x = x[x.isfinite()][: 1 << 18].contiguous()
     y = torch.empty(x.shape, dtype=to)
@@ -72,7 +72,7 @@ def test_rounding_toward_zero(to: torch.dtype) -> None:
     assert (back.abs() <= x.abs()).all()
     assert (back.signbit() == x.signbit()).all()
     largest = torch.finfo(to).max
-    # The next value away from zero is too large, except where there is none.
+    # The next value away from zero must be too large, unless there is none.
     after = (y.view(torch.uint8) + 1 if to.itemsize == 1 else (y.view(torch.int16) + 1)).view(to).float().abs()
     assert ((after > x.abs()) | (back.abs() == largest)).all()
 
@@ -135,7 +135,7 @@ def extremes(a, b, out, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_nan_is_dropped_unless_it_is_to_be_kept(dtype: torch.dtype) -> None:
+def test_minimum_and_maximum_drop_nan_unless_told_to_keep_it(dtype: torch.dtype) -> None:
     nan = float("nan")
     a, b = torch.tensor([1, nan, 3, nan], dtype=dtype), torch.tensor([2, 2, nan, nan], dtype=dtype)
     out = torch.empty(4, 4, dtype=dtype)
@@ -175,7 +175,7 @@ def elementary(x, out, N: tl.constexpr):
     tl.store(out + 8 * N + o, tl.erf(v))
 
 
-def test_elementary_functions() -> None:
+def test_elementary_functions_match_torch() -> None:
     torch.manual_seed(2)
     x = torch.rand(1024) * 3 + 0.01
     out = torch.empty(9, 1024)
@@ -211,7 +211,7 @@ def to_integer(x, out, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
 def test_float_to_integer_saturates(dtype: torch.dtype) -> None:
-    """`cvt.rzi` clamps and turns NaN into 0, for the types it has; the short ones are cut from 32 bits."""
+    """`cvt.rzi` clamps, and turns NaN into 0. Integers of 8 and 16 bits are the low bits of the 32-bit result."""
     x = torch.tensor([1.9, -1.9, 100.0, -100.0, 3e38, -3e38, float("nan"), 0.5])
     out = torch.empty(8, dtype=dtype)
     run(to_integer, (1,), x, out, 8)
@@ -313,7 +313,7 @@ def operands(dtype: torch.dtype, m: int = 32, n: int = 16, k: int = 64) -> tuple
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2],
     ids=str,
 )
-def test_dot_of_floats(dtype: torch.dtype) -> None:
+def test_dot_matches_torch(dtype: torch.dtype) -> None:
     a, b = operands(dtype)
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     c = torch.empty(32, 16, dtype=acc)
@@ -329,10 +329,10 @@ def test_dot_in_tf32_drops_the_low_bits() -> None:
     run(dot, (1,), a, b, c, 32, 16, 64, "tf32", tl.float32)
     short = [(x.view(torch.int32) & -(1 << 13)).view(torch.float32).double() for x in (a, b)]
     torch.testing.assert_close(c.double(), short[0] @ short[1], rtol=1e-5, atol=1e-5)
-    assert (c.double() - a.double() @ b.double()).abs().max() > 1e-4  # it is not fp32
+    assert (c.double() - a.double() @ b.double()).abs().max() > 1e-4  # the result differs from fp32
 
 
-def test_dot_accumulates_in_fp16_where_asked() -> None:
+def test_dot_accumulates_in_fp16_on_request() -> None:
     a, b = operands(torch.float16)
     c = torch.empty(32, 16, dtype=torch.float16)
     run(dot, (1,), a, b, c, 32, 16, 64, None, tl.float16)
@@ -357,7 +357,7 @@ def dot_accumulate(a, b, c, N: tl.constexpr):
     tl.store(c + at, acc)
 
 
-def test_dot_into_an_accumulator() -> None:
+def test_dot_adds_to_an_accumulator() -> None:
     torch.manual_seed(6)
     a, b = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
     c = torch.randn(16, 16)
@@ -373,7 +373,7 @@ def dot_batched(a, b, c, B: tl.constexpr, N: tl.constexpr):
     tl.store(c + at, tl.dot(tl.load(a + at), tl.load(b + at)))
 
 
-def test_dot_of_batches() -> None:
+def test_dot_works_on_batches() -> None:
     torch.manual_seed(7)
     a, b, c = torch.randn(4, 16, 16).half(), torch.randn(4, 16, 16).half(), torch.empty(4, 16, 16)
     run(dot_batched, (1,), a, b, c, 4, 16)
@@ -384,9 +384,9 @@ def test_dot_of_batches() -> None:
 def scaled(x, out, scale, N: tl.constexpr):
     o = tl.arange(0, N)
     v = tl.load(x + o) * scale
-    tl.static_assert(v.dtype == tl.float32)  # a float argument is fp32 at run time: it takes part in promotion
+    tl.static_assert(v.dtype == tl.float32)  # a float argument is fp32 at run time, and takes part in promotion
     tl.store(out + o, v)
-    tl.store(out + N + o, tl.load(x + o) * 0.1)  # a number in the source does not
+    tl.store(out + N + o, tl.load(x + o) * 0.1)  # a number in the source does not take part in promotion
 
 
 def test_float_arguments_are_fp32() -> None:
@@ -405,7 +405,7 @@ def bits(x, out, N: tl.constexpr):
     tl.store(out + N + o, v.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32))
 
 
-def test_bitcast() -> None:
+def test_bitcast_keeps_the_bits() -> None:
     x = torch.randn(32)
     out = torch.empty(2, 32, dtype=torch.int32)
     run(bits, (1,), x, out, 32)
@@ -423,7 +423,7 @@ def boolean(x, out, N: tl.constexpr):
     tl.store(out + 3 * N + o, (b ^ True).to(tl.int32))
 
 
-def test_booleans() -> None:
+def test_booleans_are_one_bit() -> None:
     x = torch.tensor([True, False, True, True])
     out = torch.empty(4, 4, dtype=torch.int32)
     run(boolean, (1,), x, out, 4)

@@ -1,4 +1,4 @@
-"""The race detector: each wrong program is found, its right twin never is. Overlaps and TMA have their own files."""
+"""The race detector reports each wrong program and never its right twin. Overlaps and TMA have their own files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pkt.language as pl
 from pkt.errors import DataRace
 from tests.simulate.helpers import SEEDS, failures, line_of, outcome, raced, right
 
-# -- waits and signals that are missing ------------------------------------------------------------------------------
+# -- missing waits and signals ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def send_main(world: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["right", "raw", "raw, default order"])
-def test_a_message_with_its_signal(how: str) -> None:
+def test_a_message_with_its_signal_is_right(how: str) -> None:
     right(send_main, args=(how,))
 
 
@@ -78,13 +78,13 @@ MISSING = ["no wait", "relaxed signal", "relaxed wait", "gpu scope", "gpu scope 
 
 
 @pytest.mark.parametrize("how", [*MISSING, "no signal"])
-def test_a_message_without(how: str) -> None:
+def test_a_message_without_its_signal_is_a_race(how: str) -> None:
     race = raced(send_main, args=(how,))
     told = str(race)
-    if how == "gpu scope":  # found at the counter itself
+    if how == "gpu scope":  # reported for the counter itself
         assert "data race: atomic of rank" in told
         assert "flags[0]" in told
-        assert 'atomic at scope "gpu", which the other is outside of' in "".join(race.__notes__)
+        assert 'atomic at scope "gpu", which leaves the other out' in "".join(race.__notes__)
         return
     assert "data race: load of rank" in told or "data race: store of rank" in told
     assert "x[" in told
@@ -98,15 +98,15 @@ def test_a_message_without(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["no wait", "no signal", "relaxed signal"])
-def test_late_stores_are_real(how: str) -> None:
-    """With no race detector: in some schedule the value itself is wrong. A missing acquire or a scope too small cannot
-    be seen this way (loads are never early here, a release of any scope is seen by all): those the detector knows."""
+def test_a_missing_order_shows_as_a_wrong_value(how: str) -> None:
+    """Without the race detector, some schedule shows a wrong value. Only the detector finds a missing acquire or too
+    small a scope: simulated loads are never early, and every program sees a release of any scope."""
     found = failures(send_main, 2, SEEDS, args=(how,), races=False)
     assert any("wrong values" in str(e) for e in found.values())
 
 
 def test_stores_arrive_late_and_out_of_order() -> None:
-    """Two stores and no order: all four outcomes are seen."""
+    """Two stores without an order show all four outcomes."""
     seen = set()
 
     @triton.jit
@@ -157,8 +157,8 @@ def test_a_program_sees_its_own_stores() -> None:
 
 @triton.jit
 def gather(x, inbox, out, flags, world, HOW: tl.constexpr):
-    """All-gather of one number, launched again and again (FAILURES: a fast rank's next launch overwrites what a slow
-    one still reads)."""
+    """All-gather of one number, launched repeatedly: a fast rank's next launch may overwrite data that a slow rank
+    still reads."""
     epoch = pl.epoch(flags, world)
     if HOW == "entry barrier":
         pl.barrier(flags + world.size, world)
@@ -185,11 +185,11 @@ def gather_main(world: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["double buffer", "entry barrier"])
-def test_relaunches_that_cannot_overtake(how: str) -> None:
+def test_relaunches_that_cannot_overtake_are_right(how: str) -> None:
     right(gather_main, 3, args=(how,), seeds=range(30))
 
 
-def test_a_fast_ranks_next_launch_overtakes() -> None:
+def test_a_fast_ranks_next_launch_that_overtakes_is_a_race() -> None:
     race = raced(gather_main, 3, args=("none",), seeds=SEEDS)
     assert "inbox[" in str(race)
     assert "store of rank" in str(race)
@@ -197,7 +197,7 @@ def test_a_fast_ranks_next_launch_overtakes() -> None:
     assert any("wrong values" in str(e) for e in wrong.values())
 
 
-def test_waiting_for_a_constant_is_satisfied_by_the_last_launch() -> None:
+def test_the_last_launchs_signal_satisfies_a_wait_for_a_constant() -> None:
     race = raced(gather_main, 3, args=("constant",), seeds=SEEDS)
     notes = [
         note
@@ -265,7 +265,7 @@ def test_gpu_scope_is_enough_within_a_rank() -> None:
 
 
 def test_order_is_transitive() -> None:
-    """0 publishes to 1, 1 to 2: what 0 wrote is there for 2."""
+    """Rank 0 publishes to 1, and 1 to 2: rank 2 sees the stores of rank 0."""
 
     @triton.jit
     def chain(x, out, flags, world):
@@ -288,7 +288,7 @@ def test_order_is_transitive() -> None:
 
 
 def test_one_fence_acquires_and_releases() -> None:
-    """The same chain by relaxed atomics: the fence in the middle takes over what 0 published and passes it on to 2."""
+    """The same chain by relaxed atomics: the fence of rank 1 acquires from rank 0 and releases to rank 2."""
 
     @triton.jit
     def fenced_chain(x, out, flag, world, MIDDLE: tl.constexpr):
@@ -338,7 +338,7 @@ def test_host_barriers_order_launches_of_different_ranks() -> None:
     raced(main, 4, args=(False,), seeds=range(20))
 
 
-# -- atomics of too small a scope, or that only look ------------------------------------------------------------------
+# -- atomics of too small a scope, and atomics that only read ---------------------------------------------------------
 
 
 @triton.jit
@@ -353,7 +353,7 @@ def count(x, peer, world, SCOPE: tl.constexpr, SYNC: tl.constexpr, N: tl.constex
     ("scope", "ranks", "programs", "raced"),
     [("sys", 2, 2, False), ("gpu", 2, 1, True), ("gpu", 1, 2, False), ("cta", 1, 2, True), ("cta", 1, 1, False)],
 )
-def test_updates_reach_as_far_as_their_scope(scope: str, ranks: int, programs: int, raced: bool, size: int) -> None:
+def test_updates_of_too_small_a_scope_race(scope: str, ranks: int, programs: int, raced: bool, size: int) -> None:
     def main(world: Any) -> None:
         count[(programs,)](pkt.zeros(size, dtype=torch.int32), 0, world.device, scope, False, size)
 
@@ -361,7 +361,7 @@ def test_updates_reach_as_far_as_their_scope(scope: str, ranks: int, programs: i
     assert all(isinstance(error, DataRace) for error in found.values())
     assert bool(found) == raced
     if raced:
-        assert f'scope "{scope}", which the other is outside of' in "".join(next(iter(found.values())).__notes__)
+        assert f'scope "{scope}", which leaves the other out' in "".join(next(iter(found.values())).__notes__)
 
 
 @triton.jit
@@ -382,8 +382,8 @@ def take_over(x, flags, out, world, HOW: tl.constexpr):
 
 
 @pytest.mark.parametrize("how", ["volatile", "relaxed", "no fence"])
-def test_a_relaxed_poll_and_a_fence_are_a_wait(how: str) -> None:
-    """Neither the flag is raced for, nor is the signal one that nobody looked at."""
+def test_a_relaxed_poll_and_a_fence_act_as_a_wait(how: str) -> None:
+    """The flag is no race, and the signal counts as waited for."""
 
     def main(world: Any) -> None:
         x, flags = pkt.zeros(1), pkt.signals(1)
@@ -408,7 +408,7 @@ def many_flags(x, flags, out, world, N: tl.constexpr):
         tl.store(out, tl.load(x))
 
 
-def test_a_release_by_a_large_block() -> None:
+def test_a_large_block_of_atomics_releases() -> None:
     def main(world: Any) -> None:
         flags, out = pkt.signals(512), torch.zeros(1)
         many_flags[(1,)](pkt.zeros(1), flags, out, world.device, 512)

@@ -1,4 +1,4 @@
-"""The race detector on bytes, granules and regions: what overlaps is found, what lies beside it is not."""
+"""The race detector on bytes, granules and regions: it reports overlaps, and no neighbours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simulate.helpers import raced, right
 
 @triton.jit
 def neighbours(x, world, STEP: tl.constexpr):
-    """Every rank writes its own bytes of one 16-byte granule of rank 0's copy."""
+    """Every rank writes its own bytes of one 16-byte granule in rank 0's copy."""
     pl.store(x + world.rank * STEP, world.rank + 1, 0, world)
 
 
@@ -68,8 +68,8 @@ def test_readers_alone_are_no_race() -> None:
 
 
 @pytest.mark.parametrize("readers", [1, 3])
-def test_a_write_after_several_reads(readers: int) -> None:
-    """Every reader is remembered, not only the last one."""
+def test_a_write_races_with_every_earlier_reader(readers: int) -> None:
+    """The detector remembers every reader, not only the last one."""
 
     @triton.jit
     def read_then_write(x, out, flags, wanted, world):
@@ -92,8 +92,8 @@ def test_a_write_after_several_reads(readers: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(4, 4), (16, 32), (32, 16)])
 @pytest.mark.parametrize("awaited", [0, 1])
-def test_a_reader_behind_the_last_one_is_remembered(awaited: int, sizes: tuple[int, int]) -> None:
-    """In the plain order two ranks read one after the other; the writer waits for one of them, whichever came last."""
+def test_the_reader_before_the_last_one_is_remembered(awaited: int, sizes: tuple[int, int]) -> None:
+    """In the plain order two ranks read one after the other; the writer waits for only one of them."""
 
     @triton.jit
     def read_both(x, out, flags, awaited, size, world, N: tl.constexpr):
@@ -115,7 +115,7 @@ def test_a_reader_behind_the_last_one_is_remembered(awaited: int, sizes: tuple[i
     assert (race.first.rank, race.first.kind, race.second.kind) == (1 - awaited, "load", "store")
 
 
-def test_atomics_do_not_race_with_each_other_but_with_stores() -> None:
+def test_atomics_race_with_stores_but_not_with_each_other() -> None:
     @triton.jit
     def update(x, world, STORE: tl.constexpr):
         if STORE and world.rank == 0:

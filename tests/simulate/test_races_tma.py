@@ -1,4 +1,4 @@
-"""The race detector on TMA: another proxy, and stores that land late."""
+"""The race detector on TMA, a proxy of its own with stores that land late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simulate.helpers import SEEDS, failures, line_of, raced, right
 
 @triton.jit
 def tile_out(x, out, flags, world, HOW: tl.constexpr):
-    """A tile to the neighbour by TMA, and its signal."""
+    """Store a tile to the neighbour by TMA, then signal."""
     o = tl.arange(0, 256)
     other = (world.rank + 1) % world.size
     desc = tl.make_tensor_descriptor(pl.peer(x, other, world), [16, 16], [16, 1], [16, 16])
@@ -81,7 +81,7 @@ def test_a_raw_release_does_not_wait_for_tma_stores() -> None:
 
 @triton.jit
 def tile_in(x, out, flags, world, HOW: tl.constexpr):
-    """Plain stores to the neighbour, which loads them by TMA."""
+    """Store plainly to the neighbour, which loads by TMA."""
     o = tl.arange(0, 256)
     other = (world.rank + 1) % world.size
     pl.store(x + o, 6, other, world)
@@ -116,8 +116,8 @@ def test_a_raw_acquire_does_not_order_tma_loads() -> None:
     assert line_of(tile_in, "desc.load") in (race.first.site, race.second.site)
 
 
-def test_a_programs_own_stores_and_tma_loads() -> None:
-    """Generic and async proxy differ within one program too: it needs a fence of the two (pl.quiet has one)."""
+def test_a_programs_own_tma_load_after_its_store_needs_a_fence() -> None:
+    """Even one program needs a fence between the generic and the async proxy (pl.quiet has one)."""
 
     @triton.jit
     def own(x, out, world, FENCE: tl.constexpr):
@@ -152,7 +152,7 @@ def doubled(x, world, HOW: tl.constexpr):
 
 @pytest.mark.parametrize("how", ["TMA", "load", "again"])
 def test_a_tile_may_be_stored_where_it_was_loaded(how: str) -> None:
-    """What is stored was made of what was loaded; what is loaded afterwards may be old or new."""
+    """The stored tile depends on the loaded one; a later load may see old or new values."""
 
     def main(world: Any) -> None:
         x = pkt.ones(16, 16)

@@ -1,4 +1,4 @@
-"""What pkt.language's addresses, accesses, atomics and multimem forms mean in the simulator, on several ranks."""
+"""Addresses, accesses, atomics and multimem forms of pkt.language in the simulator, on several ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_store(x, y, out, flags, world, N: tl.constexpr):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_load_and_store(ranks: int, seed: int) -> None:
+def test_load_and_store_reach_every_rank(ranks: int, seed: int) -> None:
     n = 8
 
     def main(world: Any) -> None:
@@ -103,7 +103,7 @@ def copies(x, got, put, between, flags, world, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_get_put_and_copy(seed: int) -> None:
+def test_get_put_and_copy_move_blocks(seed: int) -> None:
     n = 8
 
     def main(world: Any) -> None:
@@ -141,7 +141,7 @@ def atomics(x, old, world, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_atomics_on_a_peer(seed: int) -> None:
+def test_atomics_update_a_peers_copy(seed: int) -> None:
     n, ranks = 4, 3
 
     def main(world: Any) -> tuple:
@@ -154,7 +154,7 @@ def test_atomics_on_a_peer(seed: int) -> None:
 
     found = launch(main, ranks, seed)
     x = found[0][0]
-    assert all(f[0][0] == [0] * n for f in found[1:])  # only rank 0's copy was touched
+    assert all(f[0][0] == [0] * n for f in found[1:])  # only rank 0's copy has changed
     assert x[0] == [0, 6, 6, 6]
     assert x[1] == [0, 3, 6, 9]
     assert x[2] == [0, 1, 2, 3]
@@ -162,7 +162,7 @@ def test_atomics_on_a_peer(seed: int) -> None:
     assert x[4] == [7] * n
     assert x[5] == [7 ^ 16] * n
     olds = [f[1] for f in found]
-    # Whatever the order, every old value is the sum of those before, and each exchange takes what the last one left.
+    # In any order every old value is the sum of the updates before, and each exchange returns the last one's value.
     sums = sorted((o[1], r + 1) for r, o in enumerate(olds))
     for (a, step), (b, _) in pairwise(sums):
         assert a + step == b
@@ -178,7 +178,7 @@ def float_atomics(x, world):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_atomic_add_of_floats(dtype: torch.dtype) -> None:
+def test_atomic_add_adds_floats(dtype: torch.dtype) -> None:
     def main(world: Any) -> None:
         x = pkt.ones(4, dtype=dtype)
         float_atomics[(5,)](x, world.device)
@@ -250,8 +250,8 @@ def in_groups(x, start, step, half, world, WHAT: tl.constexpr, N: tl.constexpr):
 @pytest.mark.parametrize(
     ("start", "step", "half", "found"), [(0, 1, 4, None), (4, 1, 4, None), (1, 1, 4, 0), (0, 2, 4, 1), (4, 1, 2, 2)]
 )
-def test_multimem_goes_16_bytes_at_a_time(start: int, step: int, half: int, found: int | None, what: str) -> None:
-    """An instruction has one address and one mask for four elements, whatever the others' are."""
+def test_multimem_refuses_irregular_groups(start: int, step: int, half: int, found: int | None, what: str) -> None:
+    """An instruction has one address and one mask for all elements of its 16 bytes."""
 
     def main(world: Any) -> None:
         in_groups[(1,)](pkt.zeros(512), start, step, half, world.device, what, 128)
@@ -279,7 +279,7 @@ def multimem_write(x, y, flags, world, N: tl.constexpr):
 
 @pytest.mark.parametrize("multicast", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.float16], ids=str)
-def test_multimem_store_and_reduce_add(dtype: torch.dtype, multicast: bool) -> None:
+def test_multimem_store_and_reduce_add_reach_all_ranks(dtype: torch.dtype, multicast: bool) -> None:
     n = 32
 
     def main(world: Any) -> None:

@@ -1,4 +1,4 @@
-"""What pkt.language's signals, waits, barriers, fences and epochs mean in the simulator."""
+"""Signals, waits, barriers, fences and epochs of pkt.language in the simulator."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def publish_all(x, y, flags, world, N: tl.constexpr):
         tl.store(y + r * N + o, tl.load(x + r * N + o))
 
 
-def test_what_was_stored_before_a_signal_is_there_after_the_wait() -> None:
+def test_stores_before_a_signal_are_visible_after_the_wait() -> None:
     def main(world: Any) -> None:
         x, y, flags = pkt.empty(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), pkt.signals(1)
         publish[(1,)](x, y, flags, world.device, 8)
@@ -115,12 +115,12 @@ HOLDS = {
     "eq": lambda d: d == 0,
     "ne": lambda d: d != 0,
 }
-# around zero, and on both sides of where an int32 and a uint32 wrap
+# around zero, and on both sides of the wraps of int32 and uint32
 VALUES = [(5, 5), (4, 5), (6, 5), (2**31 - 1, 2**31 + 2), (2**31 + 2, 2**31 - 1), (2**32 - 2, 1), (1, 2**32 - 2)]
 
 
 @pytest.mark.parametrize("cmp", HOLDS)
-def test_comparisons_across_the_wrap(cmp: str) -> None:
+def test_comparisons_hold_across_the_wrap_of_the_counter(cmp: str) -> None:
     def main(world: Any) -> None:
         flags, found = pkt.signals(1), torch.zeros(1, dtype=torch.int32)
         for value, want in VALUES:
@@ -148,7 +148,7 @@ def test_comparisons_across_the_wrap(cmp: str) -> None:
 
 @triton.jit
 def wrapping_handshake(flags, found, start, rounds, world):
-    """Counters that run through the wrap, one step a round."""
+    """Advance counters through the wrap, one step a round."""
     other = (world.rank + 1) % world.size
     for i in range(rounds):
         pl.signal(flags, other, world)
@@ -178,11 +178,11 @@ def poll(x, flags, out, world):
         polls = 0
         while not pl.test(flags, 1, world):
             polls += 1
-        tl.store(out, tl.load(x))  # a test that holds makes visible what was published, as a wait does
+        tl.store(out, tl.load(x))  # a true pl.test makes published data visible, as pl.wait does
         tl.store(out + 1, polls)
 
 
-def test_test_does_not_wait() -> None:
+def test_pl_test_does_not_wait() -> None:
     seen = set()
 
     def main(world: Any) -> None:
@@ -193,7 +193,7 @@ def test_test_does_not_wait() -> None:
             seen.add(out[1].item() > 0)
 
     assert failures(main, 2) == {}
-    assert seen == {True, False}  # in some schedules it had to poll, in some not
+    assert seen == {True, False}  # some schedules make it poll, some do not
 
 
 # -- barriers --------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_test_does_not_wait() -> None:
 
 @triton.jit
 def barrier_rounds(x, bad, flags, rounds, world):
-    """In each round every program of an index writes its rank's cell everywhere and must then see all of them."""
+    """In each round every program of an index writes its rank's cell everywhere, then must see all cells."""
     pid = tl.program_id(0)
     cells = x + pid * world.size
     for i in range(rounds):
@@ -215,7 +215,7 @@ def barrier_rounds(x, bad, flags, rounds, world):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_barrier_of_programs_with_one_index(ranks: int) -> None:
+def test_barrier_joins_the_programs_of_one_index(ranks: int) -> None:
     def main(world: Any) -> None:
         x, flags = pkt.zeros((3, world.size), dtype=torch.int32), pkt.signals(3)
         bad = torch.zeros(1, dtype=torch.int32)
@@ -223,7 +223,7 @@ def test_barrier_of_programs_with_one_index(ranks: int) -> None:
             barrier_rounds[(3,)](x, bad, flags, 5, world.device)
             assert bad.item() == 0
             world.barrier()
-        assert (flags.plain() & 0x7FFFFFFF == 0).all()  # nothing but the top bit is left
+        assert (flags.plain() & 0x7FFFFFFF == 0).all()  # only the top bit is left
 
     assert failures(main, ranks, (0, 1, 2, 3)) == {}
 
@@ -245,7 +245,7 @@ def grid_barrier_rounds(x, bad, flags, rounds, world):
         pl.grid_barrier(flags, world)
 
 
-def test_grid_barrier_of_one_ranks_programs() -> None:
+def test_grid_barrier_joins_one_ranks_programs() -> None:
     def main(world: Any) -> None:
         n = 3 + world.rank
         x, flags = pkt.zeros((world.size + 1, 8), dtype=torch.int32), pkt.signals(1)
@@ -272,7 +272,7 @@ def world_barrier_rounds(x, bad, total, flags, first, rounds, world):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_world_barrier_of_all_programs(ranks: int) -> None:
+def test_world_barrier_joins_all_programs(ranks: int) -> None:
     """Grids differ between ranks: rank r has 2 * (r + 1) programs."""
 
     def main(world: Any) -> None:
@@ -293,7 +293,7 @@ def test_world_barrier_of_all_programs(ranks: int) -> None:
 
 @triton.jit
 def message(x, out, flag, world, FENCE: tl.constexpr):
-    """Message passing by hand: a relaxed flag, with a fence on both sides or not."""
+    """Pass a message by hand: a relaxed flag, with or without a fence on both sides."""
     o = tl.arange(0, 16)
     if world.rank == 0:
         pl.store(x + o, o + 1, 1, world)
@@ -324,16 +324,16 @@ def test_fence_and_quiet_order_relaxed_flags(kind: str) -> None:
     assert failures(message_main, 2, args=(kind,), races=False) == {}
 
 
-def test_without_a_fence_the_message_is_stale() -> None:
+def test_a_message_without_fences_is_stale() -> None:
     stale = failures(message_main, 2, args=("none",), races=False)
-    assert sum("stale" in str(e) for e in stale.values()) >= 6  # of 50: not only by luck
+    assert sum("stale" in str(e) for e in stale.values()) >= 6  # of 50 schedules, so it is no rare case
     raced = failures(message_main, 2, args=("none",))
     assert any(isinstance(e, pkt.DataRace) for e in raced.values())
 
 
 @triton.jit
 def tiles_message(x, out, flag, world, QUIET: tl.constexpr):
-    """The same with a TMA store, which a fence does not wait for."""
+    """The same with a TMA store, for which a fence does not wait."""
     if world.rank == 0:
         desc = tl.make_tensor_descriptor(pl.peer(x, 1, world), [16, 16], [16, 1], [16, 16])
         desc.store([0, 0], tl.full((16, 16), 3, tl.int32))
@@ -378,10 +378,10 @@ def epochs(flags, seen, world):
 
 @triton.jit
 def epoch_waits(x, bad, flags, world):
-    """All-to-all of one number a launch; resets nothing. A counter for each sender: the sum of two senders' signals
+    """All-to-all of one number a launch, without resets. Each sender has a counter: the sum of two senders' signals
     would not say which of them is one launch ahead."""
     e = pl.epoch(flags, world)
-    parity = (e % 2 + 2) % 2 * world.size  # fast ranks write one launch ahead
+    parity = (e % 2 + 2) % 2 * world.size  # fast ranks may be one launch ahead
     for r in range(world.size):
         pl.store(x + parity + world.rank, e, r, world)
         pl.signal(flags + world.rank, r, world)
@@ -393,12 +393,12 @@ def epoch_waits(x, bad, flags, world):
 
 @pytest.mark.parametrize("start", [0, 2**31 - 2, 2**32 - 3])
 def test_epochs_count_launches(start: int) -> None:
-    """Whatever the grids are, and through the wrap of the 32-bit count."""
+    """For all grids, and through the wrap of the 32-bit count."""
 
     def main(world: Any) -> None:
         flags, seen = pkt.signals(1), torch.zeros(12, dtype=torch.int32)
         words = world.heap.words_of(flags._allocation)
-        words[1] = signed(start)  # the epochs so far, in the high half of the first 64 bits
+        words[1] = signed(start)  # the number of epochs is the high half of the first 64 bits
         world.barrier()
         for i, grid in enumerate([(3,), (5, 2), (1,), (2, 3), (4,)]):
             seen.fill_(-77)
@@ -435,7 +435,7 @@ def two_rounds_of_flags(a, b, seen, world):
     tl.store(seen + 1, pl.epoch(b, world))
 
 
-def test_epochs_of_two_sets_of_counters_are_their_own() -> None:
+def test_two_sets_of_counters_have_separate_epochs() -> None:
     def main(world: Any) -> None:
         a, b, seen = pkt.signals(1), pkt.signals(1), torch.zeros(2, dtype=torch.int32)
         other = torch.zeros(2, dtype=torch.int32)
@@ -479,12 +479,12 @@ def flagged_by_all(slots, flags, x, out, world, N: tl.constexpr):
 
 
 def filled(n: int, turn: int, rank: int) -> list[list[int]]:
-    """Three rows of n, of which the last three words were masked."""
+    """Three rows of n numbers; the last three words are masked."""
     return [[1000 * turn + 100 * rank + n * j + i if i < n - 3 else 0 for i in range(n)] for j in range(3)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_words_of_all_ranks_with_a_flag(ranks: int) -> None:
+def test_take_flagged_all_returns_every_ranks_words(ranks: int) -> None:
     n = 16
 
     def main(world: Any) -> None:
@@ -499,8 +499,8 @@ def test_words_of_all_ranks_with_a_flag(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_words_with_a_flag(ranks: int) -> None:
-    """Each rank takes what the one before it put in the same launch, which nothing else orders; masked words are 0."""
+def test_take_flagged_returns_the_words_of_this_launch(ranks: int) -> None:
+    """Each rank takes the previous rank's words of this launch, ordered by their flags alone; masked words are 0."""
     n = 16
 
     def main(world: Any) -> None:
@@ -509,7 +509,7 @@ def test_words_with_a_flag(ranks: int) -> None:
         for turn in range(3):
             x.copy_(torch.arange(3 * n).view(3, n) + 1000 * turn + 100 * world.rank)
             flagged_to_the_next[(1,)](slots, flags, x, out, world.device, n)
-            world.barrier()  # or a rank could be two launches ahead of the next but one
+            world.barrier()  # otherwise a rank could be two launches ahead of the rank after the next
             assert out.tolist() == filled(n, turn, (world.rank - 1) % world.size)
 
     assert failures(main, ranks, SEEDS) == {}

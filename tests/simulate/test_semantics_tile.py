@@ -1,4 +1,4 @@
-"""Tiles, OpenSHMEM names, orders and the template under many schedules; and that no function is without such a test."""
+"""Tiles, OpenSHMEM names, orders and the template under many schedules; every function has such a test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layout(x: Any, tma: bool = True) -> pl.Layout:
 
 @triton.jit
 def store_tiles(dst, add, everywhere, bar, world, R: tl.constexpr, C: tl.constexpr):
-    """Rank r's tile goes to plane r of its right neighbour and of all; every rank adds to tile (1, 0) of all."""
+    """Store rank r's tile to plane r of its right neighbour and of all ranks; add to tile (1, 0) of all ranks."""
     me = tl.cast(world.rank, tl.int32)
     right = (me + 1) % world.size
     tile = tl.zeros((R, C), tl.float32) + me + 1
@@ -73,14 +73,14 @@ def reduce_tiles(x, out, inplace, bar, world, R: tl.constexpr, C: tl.constexpr, 
     pl.tile.reduce(out, (0, 0, 0, 1), x, (0, 1, 0, 0), world, R, C, OP)
     me = tl.cast(world.rank, tl.int32)
     pl.tile.all_reduce(inplace, (0, 0, me, 0), world, R, C, OP)
-    pl.tile.signal(bar, (0, 0, 0, 1), (me + 1) % world.size, world)  # only so that it is used
+    pl.tile.signal(bar, (0, 0, 0, 1), (me + 1) % world.size, world)  # only to have a test of it
     pl.tile.wait(bar, (0, 0, 0, 1), 1, world)
     pl.tile.barrier(bar, (0, 0, 0, 0), world)
 
 
 @pytest.mark.parametrize("multicast", [True, False])
 @pytest.mark.parametrize("op", ["add", "min", "max"])
-def test_reductions_of_tiles(op: str, multicast: bool) -> None:
+def test_tile_reductions_combine_all_ranks(op: str, multicast: bool) -> None:
     def main(world: Any) -> None:
         n = world.size
         x, inplace = (
@@ -130,7 +130,7 @@ def puts_and_gets(x, y, got, flags, nbytes, world):
     pl.shmem.broadcast(x + 64, x, nbytes, n - 1, flags + 6, world, BLOCK=16)
 
 
-def test_openshmem_names() -> None:
+def test_openshmem_names_behave_as_their_functions() -> None:
     def main(world: Any) -> None:
         n, left = world.size, (world.rank - 1) % world.size
         x, y = pkt.zeros(128, dtype=torch.int32), pkt.zeros(256, dtype=torch.int32)
@@ -162,7 +162,7 @@ def orders(out, n, num_m, num_n, world, GROUP: tl.constexpr):
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_orders_are_permutations_with_their_own_shard_where_it_belongs(ranks: int) -> None:
+def test_orders_are_permutations_with_the_own_shard_in_place(ranks: int) -> None:
     num_m, num_n, group = 5, 12, 2
 
     def main(world: Any) -> None:
@@ -195,7 +195,7 @@ def produce(task, x, y, flags, out, epoch, world):
 
 @triton.jit
 def send(task, x, y, flags, out, epoch, world):
-    """Sends a task's value to the right neighbour once it has been computed, and takes the left one's."""
+    """Send a computed task's value to the right neighbour, and take the left neighbour's."""
     pl.wait(flags + task, epoch, world)
     pl.store(y + task, tl.load(x + task), (world.rank + 1) % world.size, world)
     pl.signal(flags + 16 + task, (world.rank + 1) % world.size, world)
@@ -232,8 +232,7 @@ MODULES = {"tile", "shmem", "order", "template", "inspect"}
 
 
 def test_every_function_of_the_language_has_a_test_here() -> None:
-    """A backend that silently does nothing would be found: each name below is called by a kernel whose result is
-    checked."""
+    """Each public name is called by a kernel with a checked result, so that a function that does nothing is found."""
     source = "".join(p.read_text() for p in Path(__file__).parent.glob("test_semantics_*.py"))
     wanted = {f"pl.{name}" for name in set(pl.__all__) - MODULES}
     for module in (pl.tile, pl.shmem, pl.order, pl.template):
@@ -250,7 +249,7 @@ def hand_made(x):
     pl.fence()
 
 
-def test_primitives_outside_the_simulator_say_so() -> None:
+def test_primitives_outside_the_simulator_are_refused() -> None:
     with pytest.raises(Exception, match=r"pkt\.launch|driver|CUDA|cpu"):
         hand_made[(1,)](torch.zeros(1))
     run(hand_made, (1,), torch.zeros(1))

@@ -1,4 +1,4 @@
-"""What is done in one step is what its source does in several."""
+"""Shortcuts of the simulator give the same results as the source that they replace."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def peers_kernel(x_ptr, ranks_ptr, found_ptr, wanted_ptr, rank, world, BLOCK: tl
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool], ids=str)
-def test_the_address_of_a_peers_copy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shortcut_of_peer_equals_its_source(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     short, slow = [], shortcuts.made
     monkeypatch.setattr(shortcuts, "made", lambda data, ty, scalar: short.append(ty) or slow(data, ty, scalar))
     block = 8

@@ -1,14 +1,14 @@
-"""All inline PTX of pkt, and the choice between compiled and simulated code, see `primitive`. Everything else in
+"""All inline PTX of pkt, and the choice between compiled and simulated code (see `primitive`). Everything else in
 pkt.language is plain Triton over these primitives.
 
-Inline assembly runs in every thread of the program: what must happen once (an atomic on a scalar) is left to
-`tl.atomic_*`, which Triton executes in one thread.
+Inline assembly runs in every thread of the program. An operation that must happen once, such as an atomic on a scalar,
+uses `tl.atomic_*`, which Triton executes in one thread.
 """
 
 from .flagged import put_flagged, take_flagged
 from .multimem import multimem_can, multimem_load_reduce, multimem_reduce_add, multimem_store
 from .order import SIGNAL_MARKER, cta_barrier, drain, fence, load_relaxed, proxy_fence
-from .primitive import mark, settle, threads_to_agree
+from .primitive import mark, retype_tuples, threads_to_agree
 from .spin import POLLS_PER_CHECK, WAIT_MARKER, wait
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "multimem_store",
     "proxy_fence",
     "put_flagged",
-    "settle",
+    "retype_tuples",
     "take_flagged",
     "threads_to_agree",
     "wait",

@@ -11,12 +11,12 @@ from .primitive import asm, element, primitive, simulator
 from .spin import arguments, spin
 
 VALUES = 3
-"""int32 of a word that are data; the fourth is the flag."""
+"""Number of int32 of a word that are data; the fourth is the flag."""
 
 
 def _check(ptr: Any, call: str) -> None:
     if not ptr.type.scalar.is_ptr() or element(ptr).name not in ("int32", "uint32"):
-        raise ValueError(f"{call} takes pointers to int32, of which a word has four, not {ptr.type}")
+        raise ValueError(f"{call} takes pointers to int32, four of them a word, not {ptr.type}")
 
 
 def _int32(x: Any, semantic: Any) -> Any:
@@ -30,7 +30,7 @@ def _guard(mask: Any, semantic: Any) -> list:
 
 @primitive
 def put_flagged(ptr, values, flag, mask, _semantic=None):
-    """`st.relaxed.sys.global.b128` of three `values` and `flag` in the four quarters of each word, one store a word.
+    """Store three `values` and `flag` in the four quarters of each word by one `st.relaxed.sys.global.b128` a word.
 
     ptr: scalar or block of pointers to int32; values: a tuple of int32 of that shape; flag: int32 scalar; mask: bool
     block or None.
@@ -56,11 +56,11 @@ def put_flagged(ptr, values, flag, mask, _semantic=None):
 
 @primitive
 def take_flagged(ptr, stride, parts, flag, mask, world, _semantic=None):
-    """Spin with `ld.relaxed.sys.global.b128` on words of `parts` parts, `stride` int32 apart, until the last quarter of
-    each is `flag`; returns for each part a tuple of the three others, int32, 0 where masked.
+    """Spin on the words of `parts` parts by `ld.relaxed.sys.global.b128` until the last quarter of each is `flag`.
 
-    ptr: to the words of the first part; mask: of each part; both as for `put_flagged`. A thread's words of all parts
-    are loaded together, one flight, and again until all have the flag. Leaves at the deadline as `wait` does.
+    Returns for each part a tuple of the other three quarters, int32, 0 where masked. ptr: to the words of the first
+    part; mask: of each part; both as for `put_flagged`; stride: int32 from one part to the next. A thread loads its
+    words of all parts together, in one flight, until all have the flag. Leaves at the deadline, as `wait` does.
     """
     machine = simulator(_semantic)
     if machine is not None:
@@ -89,7 +89,7 @@ def take_flagged(ptr, stride, parts, flag, mask, world, _semantic=None):
         poll += [f"mov.b128 {{low{i}, high{i}}}, word{i};"]
         poll += [f"mov.b64 {{{a}, {b}}}, low{i};", f"mov.b64 {{{c}, flag{i}}}, high{i};"]
     holds = [f"setp.eq.s32 p, flag0, {want};", *(f"setp.eq.and.s32 p, flag{i}, {want}, p;" for i in others)]
-    look = [f"mov.b32 flag, flag{last}; add.s64 there, at{last}, 12;"]  # the first that has not come
+    look = [f"mov.b32 flag, flag{last}; add.s64 there, at{last}, 12;"]  # names the first part that has not arrived
     for i in reversed(range(last)):
         look += [f"setp.ne.s32 q, flag{i}, {want};", f"@q mov.b32 flag, flag{i};", f"@q add.s64 there, at{i}, 12;"]
     text = spin(

@@ -1,4 +1,4 @@
-"""Reductions and stores that the NVLink switch does for all ranks at once."""
+"""Reductions and stores that the NVLink switch performs for all ranks at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from triton.language import core
 
 from .primitive import asm, element, plain, primitive, simulator, threads_to_agree
 
-# What the ISA has (PTX ISA 8.1, sm_90): (element type, operation) -> the instruction's operation and type. The 16-bit
-# types add in fp32 and round once. Vector forms move 16 bytes; integers and fp64 have only scalar forms.
+# The forms of the ISA (PTX ISA 8.1, sm_90): (element type, operation) -> the instruction's operation and type. 16-bit
+# types add in fp32 and round once. Vector forms move 16 bytes; integers and fp64 have scalar forms only.
 _LOAD_REDUCE = {
     ("bf16", "add"): "add.acc::f32.v4.bf16x2",
     ("bf16", "min"): "min.v4.bf16x2",
@@ -49,8 +49,9 @@ _REDUCE_ADD = {
 def multimem_can(ptr, what, op, world, _semantic=None):
     """Compile-time bool: whether these pointers may go through the switch. what: "load_reduce", "store", "reduce_add".
 
-    `world.multicast`; the ISA has the form; the last dimension is whole groups of 16 bytes; and, for an addition,
-    there is a group for each thread: of a smaller block several threads hold the same group, and each would add it.
+    It is true if all of these hold: `world.multicast`; the ISA has the form; the last dimension is whole groups of 16
+    bytes; for an addition, each thread has a group. In a smaller block several threads hold the same group, and each
+    would add it.
     """
     dtype = element(ptr)
     groups = _num_groups(ptr)
@@ -67,7 +68,7 @@ def _shape(x: Any) -> list:
 
 
 def _num_groups(ptr: Any) -> int:
-    """Groups of 16 bytes in a block of element pointers; 0 if it is not made of whole ones."""
+    """Number of 16-byte groups in a block of element pointers; 0 if its last dimension is not whole groups."""
     per = 128 // element(ptr).primitive_bitwidth
     shape = _shape(ptr)
     if not shape or shape[-1] % per:
@@ -92,8 +93,8 @@ def _join(parts: list, semantic: Any) -> Any:
 
 
 def _grouped(x: Any, bits: int, semantic: Any) -> tuple:
-    """Reshape to groups of 16 bytes of elements of `bits`: ([groups, 2, ..., 2], number of 2s). A split of that costs
-    nothing for values loaded 16 bytes a thread, and index arithmetic is done again instead of shuffled."""
+    """Reshape to groups of 16 bytes of elements of `bits`: ([groups, 2, ..., 2], number of 2s). Splitting the result is
+    free for values loaded 16 bytes a thread, and the compiler recomputes index arithmetic instead of shuffling it."""
     levels = (128 // bits).bit_length() - 1
     groups = functools.reduce(lambda a, b: a * b, _shape(x)) >> levels
     return core.reshape(x, [groups] + [2] * levels, _semantic=semantic), levels
@@ -152,7 +153,7 @@ def _guard(mask: Any, ptr: Any, semantic: Any) -> list:
 
 @primitive
 def multimem_load_reduce(ptr, mask, op, _semantic=None):
-    """`multimem.ld_reduce.relaxed.sys.global`, one instruction for 16 bytes (vector forms) or for an element.
+    """Reduce by `multimem.ld_reduce.relaxed.sys.global`, one instruction for 16 bytes (vector forms) or an element.
 
     ptr: block of element pointers in the multicast window, contiguous in runs of 16 bytes; mask: bool block, uniform in
     each run, or None; masked elements are 0.
@@ -177,7 +178,7 @@ def multimem_load_reduce(ptr, mask, op, _semantic=None):
     if guard:
         zeros = [f"mov.b{8 * size} ${i}, 0;" for i in range(n)]
         lines = ["{ .reg .pred p;", f"setp.ne.b32 p, ${n + 1}, 0;", *zeros, *lines, "}"]
-    # "&": with more than one instruction a result is written before the address was last read
+    # "&": with several instructions a result is written before the last read of the address
     constraints = ",".join([f"=&{kind}"] * n + ["l"] + ["r"] * len(guard))
     at = _first(ptr, dtype.primitive_bitwidth, _semantic)
     words = list(asm("\n".join(lines), constraints, [at, *guard], (result,) * n, _semantic))
@@ -186,7 +187,7 @@ def multimem_load_reduce(ptr, mask, op, _semantic=None):
 
 
 def _send(instruction: str, ptr: Any, parts: list, kind: str, mask: Any, semantic: Any) -> None:
-    """A store or reduction of 16 bytes: in one instruction if it is a vector form, else in one for each part."""
+    """Store or reduce 16 bytes, by one instruction if it is a vector form, else by one for each part."""
     n, bits = len(parts), element(ptr).primitive_bitwidth
     guard = _guard(mask, ptr, semantic)
     predicate = "@p " if guard else ""
@@ -203,7 +204,7 @@ def _send(instruction: str, ptr: Any, parts: list, kind: str, mask: Any, semanti
 
 @primitive
 def multimem_store(ptr, value, mask, _semantic=None):
-    """`multimem.st.relaxed.sys.global.v4.f32`: 16 bytes, of any element type, to every rank.
+    """Store 16 bytes, of any element type, to every rank: `multimem.st.relaxed.sys.global.v4.f32`.
 
     ptr: block of element pointers in the multicast window, contiguous in runs of 16 bytes; value: block of that shape;
     mask: uniform in each run.
@@ -218,8 +219,9 @@ def multimem_store(ptr, value, mask, _semantic=None):
 
 @primitive
 def multimem_reduce_add(ptr, value, mask, _semantic=None):
-    """`multimem.red.relaxed.sys.global.add`: 16 bytes (floats of 16 and 32 bits) or an element, added on every rank.
-    Arguments as for `multimem_store`; there must be a group of 16 bytes for each thread (see `multimem_can`)."""
+    """Add 16 bytes (floats of 16 and 32 bits) or an element on every rank: `multimem.red.relaxed.sys.global.add`.
+
+    Arguments as for `multimem_store`. Each thread must have a group of 16 bytes (see `multimem_can`)."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.multimem_reduce_add(ptr, value, mask)

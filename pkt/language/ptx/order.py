@@ -1,4 +1,4 @@
-"""Loads, fences and barriers: what orders a program's accesses."""
+"""The loads, fences and barriers that order a program's accesses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.language import core
 from .primitive import asm, capability, plain, primitive, simulator
 
 SIGNAL_MARKER = "// pkt.signal"
-"""In the assembly of what may be lost in compilation; `pkt.language.inspect` looks for it."""
+"""Comment in the assembly of a signal, which the compiler may drop; `pkt.language.inspect` counts it."""
 
 
 @primitive
@@ -37,8 +37,8 @@ def fence(_semantic=None):
 
 @primitive
 def proxy_fence(world, _semantic=None):
-    """What the program accesses later by TMA (and, where `world.multicast`, through the multicast window) is ordered
-    after what this thread has acquired: `fence.proxy.async.global`, `fence.proxy.alias`."""
+    """Order the program's later TMA accesses, and with `world.multicast` those through the multicast window, after
+    everything this thread has acquired: `fence.proxy.async.global`, `fence.proxy.alias`."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.proxy_fence()
@@ -50,10 +50,11 @@ def proxy_fence(world, _semantic=None):
 
 @primitive
 def drain(world, pending=0, _semantic=None):
-    """This thread's TMA stores have been performed, not only read from shared memory, and are, with its stores
-    through the multicast window, ordered before what it does next: `cp.async.bulk.wait_group 0` and the proxy fences.
-    The part of a signal that may be lost in compilation, so it carries the marker. world=None: as if
-    `world.multicast`. pending: newest TMA stores (commit groups) of this thread that need not have been performed."""
+    """Wait until this thread's TMA stores have been performed, not only read from shared memory, and order them and its
+    stores through the multicast window before its next accesses: `cp.async.bulk.wait_group 0` and the proxy fences.
+
+    The compiler may drop this part of a signal, so it carries the marker. world=None: as if
+    `world.multicast`. pending: number of this thread's newest TMA stores (commit groups) that need not be performed."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.drain()
@@ -67,7 +68,7 @@ def drain(world, pending=0, _semantic=None):
 
 
 def proxy_fences(world: Any, semantic: Any) -> str:
-    # The async proxy is TMA's; one memory at two virtual addresses, mine and the multicast window's, is two as well.
+    # TMA is a proxy of its own (async). So is each virtual address of one memory: mine and the multicast window's.
     fences = ["fence.proxy.async.global;"] if capability(semantic) >= 90 else []
     if world is None or plain(world.multicast):
         fences.append("fence.proxy.alias;")
@@ -76,7 +77,7 @@ def proxy_fences(world: Any, semantic: Any) -> str:
 
 @primitive
 def cta_barrier(_semantic=None):
-    """`bar.sync` of the program's threads; in a Gluon partition, of the partition's. `tl.debug_barrier` under a name
-    that Gluon's module has too."""
+    """`bar.sync` of the program's threads, or in a Gluon partition of the partition's threads. `tl.debug_barrier` under
+    a name that works in Gluon, too."""
     core.debug_barrier(_semantic=_semantic)
     return None

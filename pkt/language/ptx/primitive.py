@@ -1,7 +1,7 @@
-"""What a primitive is: a Python function that Triton takes for a builtin, with two bodies side by side.
+"""Primitives: Python functions that Triton takes for builtins, each with two bodies side by side.
 
-Compiled, it emits inline assembly. Run by the simulator, whose builder has an attribute `pkt`, it calls the method of
-the same name there.
+In compiled code a primitive emits inline assembly. In the simulator it calls the method of the same name of the
+simulated device, which is the attribute `pkt` of the simulator's builder.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from triton.language import core
 
 
 def plain(x: Any) -> Any:
-    """The value of a constexpr; anything else, tuples too, as it is."""
+    """The value of a constexpr; anything else, tuples too, unchanged."""
     return x.value if isinstance(x, core.constexpr) else x
 
 
 def primitive(fn: Callable) -> Callable:
-    """Mark `fn` as a Triton builtin that has a second meaning in the simulator.
+    """Mark `fn` as a Triton builtin that has a second body for the simulator.
 
-    Triton's code generator supplies `_semantic`; interpreted code does not, and gets that of the interpreter that runs.
+    Triton's code generator supplies `_semantic`. Interpreted code does not, so it gets the running interpreter's.
     """
 
     @functools.wraps(fn)
@@ -61,7 +61,7 @@ def capability(semantic: Any) -> int:
 
 
 def asm(text: str, constraints: str, args: list, dtype: Any, semantic: Any) -> Any:
-    """One inline assembly with side effects, an element at a time."""
+    """Emit inline assembly with side effects that handles one element at a time; return its results."""
     return core.inline_asm_elementwise(text, constraints, args, dtype, False, 1, _semantic=semantic)
 
 
@@ -71,31 +71,31 @@ def element(ptr: Any) -> Any:
 
 @primitive
 def threads_to_agree(_semantic=None):
-    """Threads among which a value read by each may differ: 32 * num_warps; 1 in the simulator, where a program is one
-    thread, and in Gluon, where a block needs a layout (there a found value is this thread's own)."""
+    """Number of threads that may read different values: 32 * num_warps; 1 in the simulator, where a program is one
+    thread, and in Gluon, where a block needs a layout, so that each thread keeps the value it found."""
     if simulator(_semantic) is not None or "gluon" in type(_semantic).__module__:
         return core.constexpr(1)
     return core.constexpr(32 * _semantic.builder.options.num_warps)
 
 
 @primitive
-def settle(args, _semantic=None):
-    """Make the types of nested tuples those of their values, in place.
+def retype_tuples(args, _semantic=None):
+    """Set the types of nested tuples from their values, in place.
 
-    Triton gives a function that takes a tuple in a tuple a type of the outer one without the constants of the inner
-    one; a loop copies what it uses by that type, and `world.size` is None in its body.
+    For a tuple in a tuple, Triton's type of the outer tuple lacks the constants of the inner one. A loop copies the
+    values it uses by that type, so that `world.size` would be None in its body.
     """
     if isinstance(args, core.tuple):
         for value in args.values:
             if isinstance(value, core.tuple):
-                settle(value, _semantic=_semantic)
+                retype_tuples(value, _semantic=_semantic)
         args.type = core.tuple_type([value.type for value in args.values], args.type.fields)
     return None
 
 
 @primitive
 def mark(kind, _semantic=None):
-    """A region of the simulator's timeline begins: "compute", "communicate" or "wait". Compiled to nothing."""
+    """Begin a region of the simulator's timeline: "compute", "communicate" or "wait". Compiled to nothing."""
     machine = simulator(_semantic)
     if machine is not None:
         return machine.mark(kind)

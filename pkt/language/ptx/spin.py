@@ -1,4 +1,4 @@
-"""A spin that ends: with what it waits for, at the deadline, or when another wait has met its own. And `wait`."""
+"""`wait`, and the spin loop under it, which ends when its condition holds, at its deadline, or at another wait's."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .order import proxy_fences
 from .primitive import asm, element, plain, primitive, simulator
 
 WAIT_MARKER = "// pkt.wait"
-"""As SIGNAL_MARKER."""
+"""Comment in the assembly of a wait, as SIGNAL_MARKER."""
 
 POLLS_PER_CHECK = 1024
-"""Polls between two looks at the abort word and the clock: about a millisecond, so a poll costs nothing more."""
+"""Polls between two checks of the abort word and the clock: about a millisecond, so that polls stay fast."""
 FIRST_CHECK = 64
-"""Polls before the first look, so that a kernel whose waits all leave because of an abort is soon at its end."""
+"""Polls before the first check, so that a kernel whose waits all leave because of an abort ends soon."""
 
 
 def _kernel_name() -> str:
-    """Name of the kernel that is being compiled, "" if Triton does not tell."""
+    """Name of the kernel that is being compiled, or "" if Triton does not reveal it."""
     frame = sys._getframe()
     while frame is not None:
         generator = frame.f_locals.get("self")
@@ -42,7 +42,7 @@ def _kernel_name() -> str:
     return ""
 
 
-# What is tested, on `d` = found - wanted as a signed number: right across a wrap of the counter.
+# The tests of each comparison, on d = found - wanted as a signed number, which is right across a wrap of the counter.
 _HOLDS = {
     "ge": "sub.s32 d, {found}, {want}; setp.ge.s32 p, d, 0;",
     "gt": "sub.s32 d, {found}, {want}; setp.gt.s32 p, d, 0;",
@@ -53,10 +53,12 @@ _HOLDS = {
     "flip": "xor.b32 d, {found}, {want}; setp.lt.s32 p, d, 0;",
 }
 
-# The fast path is {poll}, {holds} and the branch. The rest runs every POLLS_PER_CHECK polls: leave when aborted;
-# restart the clock when what was found has changed; when the deadline has passed write one record a program and raise
-# the abort word of every rank. Threads of one program agree on the record's writer by compare-and-swap on the slot's
-# owner word. No trap: a trap loses the CUDA context.
+# The fast path is {poll}, {holds} and the branch. The rest runs every POLLS_PER_CHECK polls:
+# - if the abort word is set, leave;
+# - if the value found has changed, restart the clock;
+# - if the deadline has passed, write one record a program and set the abort word of every rank.
+# The threads of a program choose the record's writer by compare-and-swap on the slot's owner word. There is no trap,
+# because a trap loses the CUDA context.
 _SPIN = """{{
 {marker}
 .reg .pred p, q, late;
@@ -134,11 +136,11 @@ def spin(
     poll: str, holds: str, found: str, where: str, operand: int, cmp: str, world: Any,
     before: str = "", look: str = "", after: str = "", small: bool = False,
 ) -> str:  # fmt: skip
-    """Assembly that repeats `poll` until `holds` has set the predicate p, between `before` and `after`.
+    """Assembly that runs `before`, repeats `poll` until `holds` sets the predicate p, and runs `after`.
 
-    found, where: registers of what was found and of its address, for the record; `look` sets them, where polls do not.
-    operand: number of the first of `arguments`. cmp: of CMP_CODES, for the record. small: less code, which is loaded
-    sooner where time is short; kernels that are short of registers spill more.
+    found, where: registers of the value found and of its address, for the record; `look` sets them if polls do not.
+    operand: number of the first of `arguments`. cmp: of CMP_CODES, for the record. small: emit less code, which loads
+    sooner where time is short, but makes kernels that are short of registers spill more.
     """
     want, status, rank = (f"${operand + i}" for i in range(3))
     return _SPIN.format(
@@ -172,7 +174,7 @@ def spin(
 
 
 def arguments(want: Any, world: Any, semantic: Any) -> list:
-    """The operands of `spin`: what is waited for, the status page and the rank."""
+    """The operands of `spin`: the wanted value, the status page and the rank."""
     want = core.cast(semantic.to_tensor(want), core.int32, _semantic=semantic)
     rank = core.cast(semantic.to_tensor(plain(world.rank)), core.int32, _semantic=semantic)
     return [want, world.status, rank]
@@ -180,10 +182,11 @@ def arguments(want: Any, world: Any, semantic: Any) -> list:
 
 @primitive
 def wait(ptr, want, cmp, world, _semantic=None):
-    """Spin with `ld.acquire.sys` until `*ptr cmp want`; then order TMA loads and multimem accesses after it.
+    """Spin on `ld.acquire.sys` until `*ptr cmp want`; then order TMA loads and multimem accesses after it.
 
-    ptr: scalar pointer to int32; want: int32; cmp: ge gt le lt eq ne (wrap-safe) or flip (the top bit differs from
-    that of `want`). Returns what this thread found, which may differ between threads: `sync.wait` makes it uniform.
+    ptr: scalar pointer to int32; want: int32; cmp: ge gt le lt eq ne (safe across a wrap) or flip (the top bit differs
+    from that of `want`). Returns the value that this thread found. Threads may find different values; `sync.wait` makes
+    them uniform.
     """
     if cmp not in CMP_CODES:
         raise ValueError(f"cmp is one of {', '.join(CMP_CODES)}, not {cmp!r}")

@@ -1,6 +1,6 @@
-"""What is wrong with an address: outside, freed, of no rank, of a plain tensor, beside the counters.
+"""The errors of bad addresses: outside a tensor, freed, of no rank, of a plain tensor, beside the counters.
 
-No raw address is in a text: it differs from run to run, and the same finding should read the same.
+No text contains a raw address: addresses differ from run to run, and the same finding should read the same.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ EPOCH_BYTES = 8  # the word that `epoch` counts in
 
 
 def check_counters(machine: Any, access: Access, kind: str) -> None:
-    """Of `pkt.signals` a kernel may touch the counters, and by `epoch` the word at the beginning; the words beside them
-    are pkt's."""
+    """Raise SignalIndexError unless `access` touches only the counters of `pkt.signals`, or the word of `epoch` at the
+    beginning. The other words are pkt's own."""
     region = access.region
     low, high = access.span()
     if (low >= region.lead and high <= region.lead + 4 * region.shape[0]) or (low, high) == (0, EPOCH_BYTES):
@@ -30,11 +30,11 @@ def check_counters(machine: Any, access: Access, kind: str) -> None:
     raise errors.SignalIndexError.beside(found, region.name, region.shape[0])
 
 
-def astray(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
+def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
     """The error of an access of the current program to an address that no live region holds."""
     space, address, at, rank = machine.space, unmapped.address, site(), machine.current.rank
     window = (address - space.base) // space.stride
-    home = address - (window - rank) * space.stride  # where it would be in the program's own window
+    home = address - (window - rank) * space.stride  # the same place in the program's own window
     mine, near, exists = space.holding(home), space.nearest(address), 0 <= window < space.size
 
     def access(tensor: str) -> wording.Access:
@@ -44,7 +44,7 @@ def astray(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
         freed = unmapped.region
         return errors.UseAfterFree.device(access(f"rank {freed.rank}'s {freed.element(address)}"), freed.freed_at)
     if at.call == "epoch":
-        return errors.SignalIndexError.epoch(access("what is no counter"))
+        return errors.SignalIndexError.epoch(access("memory that is no counter"))
     for distance in range(-space.size, space.size + 1):
         here = address - distance * space.stride
         local = space.holding(here)

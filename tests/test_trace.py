@@ -1,4 +1,4 @@
-"""The timeline's arithmetic, and that its three outputs say what the events say."""
+"""The timeline's arithmetic, and its three outputs, which must agree with the events."""
 
 import json
 
@@ -18,7 +18,7 @@ TWO_RANKS = [
 ]
 
 
-def test_a_wait_inside_a_stretch_is_a_wait():
+def test_a_wait_inside_another_event_counts_as_wait():
     lane = Timeline(TWO_RANKS).lanes(0)[0]
     assert [(e.kind, e.start_us, e.end_us) for e in lane] == [
         ("communicate", 0.0, 2.0),
@@ -41,13 +41,13 @@ def test_summary_counts_over_the_span_of_all_ranks():
         max_size=12,
     )
 )
-def test_lanes_hold_the_latest_to_begin(rows):
+def test_the_event_that_began_last_holds_the_lane(rows):
     events = [Event(0, lane, kind, str(i), t, t + d) for i, (lane, kind, t, d) in enumerate(rows)]
     timeline = Timeline(events)
     lanes = timeline.lanes(0)
     for lane in {event.lane for event in events}:
         mine = [event for event in timeline.events if event.lane == lane]
-        for t in np.arange(0.5, 45):  # ends are integers, so halves are never on an edge
+        for t in np.arange(0.5, 45):  # events end at integers, so halves are never at an edge
             open_ = [event for event in mine if event.start_us < t < event.end_us]
             found = [event for event in lanes[lane] if event.start_us < t < event.end_us]
             assert len(found) == bool(open_), (t, found, open_)
@@ -68,7 +68,7 @@ def test_perfetto_keeps_every_event(tmp_path):
     assert names == {(0, "rank 0"), (1, "rank 1")}
 
 
-def test_table_has_a_row_a_rank():
+def test_the_table_has_a_row_for_each_rank():
     console = Console(width=100)
     with console.capture() as capture:
         console.print(Timeline(TWO_RANKS, title="two ranks").table())
@@ -79,11 +79,11 @@ def test_table_has_a_row_a_rank():
     ]
 
 
-def test_picture_has_the_colours_in_place(tmp_path):
+def test_the_picture_shows_each_kind_in_its_colour(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     from matplotlib.colors import to_rgb
 
-    from pkt.trace.picture import COLOURS
+    from pkt.trace import COLOURS
 
     path = Timeline(TWO_RANKS, title="two ranks").to_png(tmp_path / "timeline.png", dpi=100)
     pixels = image.imread(path)[..., :3]

@@ -40,14 +40,14 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon, pushed": {"mode": "gluon", "num_comm_sms": 16},
-    "pkt gluon, pushed, whole tiles": {"mode": "gluon", "num_comm_sms": 16, "split": 1},
+    "pkt gluon, pushed, whole tiles": {"mode": "gluon", "num_comm_sms": 16, "cut_last": 1},
     "pkt gluon, copied": {"mode": "gluon", "num_comm_sms": 0},
-    "pkt gluon, copied, whole tiles": {"mode": "gluon", "num_comm_sms": 0, "split": 1},
+    "pkt gluon, copied, whole tiles": {"mode": "gluon", "num_comm_sms": 0, "cut_last": 1},
 }
 # One part timed without the others. These variants read inboxes that the first launches of GLUON have filled.
 PARTS: dict[str, dict[str, Any]] = {
     "(gluon, product alone)": {"leave_out": "push", "num_comm_sms": 16},
-    "(gluon, product alone, whole tiles)": {"leave_out": "push", "num_comm_sms": 16, "split": 1},
+    "(gluon, product alone, whole tiles)": {"leave_out": "push", "num_comm_sms": 16, "cut_last": 1},
     "(gluon, push alone, 8)": {"leave_out": "product", "num_comm_sms": 8},
     "(gluon, push alone, 16)": {"leave_out": "product", "num_comm_sms": 16},
     "(gluon, push alone, 24)": {"leave_out": "product", "num_comm_sms": 24},

@@ -36,7 +36,7 @@ SHARES = {"all_gather_matmul": 0.33, "matmul_reduce_scatter": 0.2, "matmul_all_r
 PLANS: tuple[tuple[Tiles, dict[str, Any]], ...] = (
     (TILES, {"num_comm_sms": 132, "chunk": 512}),
     (TILES, {"num_comm_sms": 0}),
-    (Tiles(128, 128, 64, num_stages=6), {"num_comm_sms": 5, "chunk": 256, "skip": 1, "split": 4}),
+    (Tiles(128, 128, 64, num_stages=6), {"num_comm_sms": 5, "chunk": 256, "rounds_alone": 1, "cut_last": 4}),
 )  # of the all-gather
 SHAPES = ((512, 512, 512), (128, 256, 64), (96, 264, 200), (333, 1032, 1544), (16, 128, 4096))  # m, N, K
 

@@ -24,6 +24,8 @@ MOST = 24
 """Fastest candidates of a case that a table has."""
 CURVE = re.compile(r"(one|all) peers?, by programs: (.+), (\d+) programs")
 SIZES = re.compile(r"one peer, by message size: (.+), (\d+) ([KM])iB")
+NAMES = {"skip": "rounds_alone", "split": "cut_last", "whole": "whole_rounds"}
+"""Settings by the name that they had when the committed results were measured, and their name today."""
 
 
 class Case(NamedTuple):
@@ -43,8 +45,14 @@ def cases(operator: str) -> list[Case]:
         for case in record["cases"]:
             key = tuple(case["key"].items())
             if key not in found or found[key].record["date"] < record["date"]:
-                found[key] = Case(case["key"], case["measured"], path, record)
+                measured = [{**row, "settings": today(row["settings"])} for row in case["measured"]]
+                found[key] = Case(case["key"], measured, path, record)
     return sorted(found.values(), key=lambda case: (-case.key["size"], case.key["M"], case.key["K"]))
+
+
+def today(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a result under today's names."""
+    return {NAMES.get(name, name): value for name, value in settings.items()}
 
 
 def operator_table(operator: str) -> dict[str, Any]:

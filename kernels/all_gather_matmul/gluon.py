@@ -5,8 +5,9 @@ store to each peer: their loader and their storer, each some chunks, through the
 does not need yet. A chunk's signal waits until the chunk has arrived; one of the two is then still sending. A program
 that pushes beside its product computes slowly, because its loads queue behind stores that the links hold back, and the
 slowest program is the time: so they push first, wait for nothing while they do, and then compute like the others. Until
-then the others compute alone, for `skip` rounds of tiles: which tile is whose is known beforehand. After `whole`
-rounds, or where there is no whole one left, tiles are cut in `SPLIT`: so all programs have a part of the last round.
+then the others compute alone, for `rounds_alone` rounds of tiles: which tile is whose is known beforehand. After
+`whole_rounds` rounds, or where there is no whole one left, tiles are cut in PIECES: so all programs have a part of the
+last round.
 
 A row block is signalled in chunks of CHUNK columns, and the loader waits chunk by chunk, so a tile begins when its
 first columns are here. And the order of pushing follows the order of computing: push_rows row blocks at a time, chunk
@@ -97,39 +98,39 @@ def _tile(t, rank, num_m, num_n, SIZE: gl.constexpr, GROUP: gl.constexpr, push_r
 
 
 @gluon.jit
-def _share(tiles, num_comm, skip, whole, SPLIT: gl.constexpr):
-    """Rounds of one tile a program: `whole` of them of whole tiles, if there are so many, then those of tiles cut in
-    SPLIT. The programs that push are left out of the first `skip` rounds.
+def _share(tiles, num_comm, rounds_alone, whole_rounds, PIECES: gl.constexpr):
+    """Rounds of one tile a program: `whole_rounds` of them of whole tiles, if there are so many, then those of tiles
+    cut in PIECES. The programs that push are left out of the first `rounds_alone` rounds.
 
     Returns, of the whole tiles and of the parts, where this program begins, the end, and how many rounds those that
     push are left out of; and how many tiles are cut. A place in the rounds, and its tile by `_place`, is
     round * num_programs + first_tile()."""
     programs = gl.num_programs(0)
     computing = programs - num_comm
-    alone = gl.minimum(gl.minimum(skip, whole), tiles // gl.maximum(computing, 1))
+    alone = gl.minimum(gl.minimum(rounds_alone, whole_rounds), tiles // gl.maximum(computing, 1))
     left = tiles - alone * computing
-    joined = gl.minimum(whole - alone, left // programs)
-    cut = left - joined * programs if SPLIT > 1 else 0
-    late = gl.minimum(gl.maximum(skip - alone - joined, 0), cut * SPLIT // gl.maximum(computing, 1))
+    joined = gl.minimum(whole_rounds - alone, left // programs)
+    cut = left - joined * programs if PIECES > 1 else 0
+    late = gl.minimum(gl.maximum(rounds_alone - alone - joined, 0), cut * PIECES // gl.maximum(computing, 1))
     pushes = gl.program_id(0) < num_comm
     begin = gl.where(pushes, alone * programs, 0) + first_tile()
     begin_part = gl.where(pushes, late * programs, 0) + first_tile()
-    return begin, tiles - cut + alone * num_comm, alone, begin_part, cut * SPLIT + late * num_comm, late, cut
+    return begin, tiles - cut + alone * num_comm, alone, begin_part, cut * PIECES + late * num_comm, late, cut
 
 
 @gluon.jit
-def _place(v, first, skip, num_comm, PARTS: gl.constexpr, order):
+def _place(v, first, rounds_alone, num_comm, PARTS: gl.constexpr, order):
     """Place v in the rounds of tiles of PARTS columns from tile `first` on: `_tile` of it, whose other arguments are
-    `order`. In the first `skip` rounds the places of the `num_comm` programs are no tiles."""
-    v -= gl.minimum(v // gl.num_programs(0), skip) * num_comm
+    `order`. In the first `rounds_alone` rounds the places of the `num_comm` programs are no tiles."""
+    v -= gl.minimum(v // gl.num_programs(0), rounds_alone) * num_comm
     source, i, j, own = _tile(first + v // PARTS, *order)
     return source, i, j * PARTS + v % PARTS, own
 
 
 @gluon.jit
-def _column(v, first, skip, num_comm, PARTS: gl.constexpr, order):
+def _column(v, first, rounds_alone, num_comm, PARTS: gl.constexpr, order):
     """For `consume`: every tile is mine."""
-    _, _, j, _ = _place(v, first, skip, num_comm, PARTS, order)
+    _, _, j, _ = _place(v, first, rounds_alone, num_comm, PARTS, order)
     return 2 * j + 1
 
 
@@ -252,7 +253,7 @@ def _load_share(
 @gluon.jit
 def _load(
     push, rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
     CHUNK: gl.constexpr, COPIED: gl.constexpr, LEAVE_OUT: gl.constexpr,
 ):  # fmt: skip
     if (world.size > 1) and (not COPIED):
@@ -263,16 +264,16 @@ def _load(
     it = 0
     it = _load_share(it, *rounds, push, a, inbox, b, ring, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CHUNK, COPIED, LEAVE_OUT)  # fmt: skip
-    if SPLIT > 1:
+    if PIECES > 1:
         _load_share(it, *left, push, a, inbox, b_part, narrow, ready_ptr, num_m, K, epoch, world, TRANSPOSED,
-                    BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, CHUNK, COPIED, LEAVE_OUT)  # fmt: skip
+                    BLOCK_M, BLOCK_N // PIECES, BLOCK_K, STAGES, CHUNK, COPIED, LEAVE_OUT)  # fmt: skip
 
 
 @gluon.jit
 def _compute(
     CONSUMER: gl.constexpr, rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN: gl.constexpr,
     EPILOGUE: gl.constexpr, HALF: gl.constexpr, HALF_PART: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     it = 0
@@ -280,10 +281,10 @@ def _compute(
     begin, end, where = rounds
     it, n = consume(CONSUMER, it, n, begin, end, ring, outbox, where, bias, N, K, COLUMN, 0, EPILOGUE, HALF, TRANSPOSED,
                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
-    if SPLIT > 1:
+    if PIECES > 1:
         begin, end, where = left
         consume(CONSUMER, it, n, begin, end, narrow, outbox_part, where, bias, N, K, COLUMN, 0, EPILOGUE, HALF_PART,
-                TRANSPOSED, BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES, WARPS)  # fmt: skip
+                TRANSPOSED, BLOCK_M, BLOCK_N // PIECES, BLOCK_K, STAGES, WARPS)  # fmt: skip
 
 
 @gluon.jit
@@ -309,7 +310,7 @@ def _store_share(
 def _store(
     push, rounds, left, a, c, c_part, ring, narrow, outbox, outbox_part, ready_ptr, K, epoch, world,
     HALF: gl.constexpr, HALF_PART: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, CHUNK: gl.constexpr, COPIED: gl.constexpr,
+    STAGES: gl.constexpr, PIECES: gl.constexpr, CHUNK: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
     if (world.size > 1) and (not COPIED):
         m, num_comm, push_rows, peers, lanes, pushed = push
@@ -319,22 +320,22 @@ def _store(
     it = 0
     n = 0
     it, n = _store_share(it, n, *rounds, c, ring, outbox, K, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
-    if SPLIT > 1:
+    if PIECES > 1:
         _store_share(
-            it, n, *left, c_part, narrow, outbox_part, K, HALF_PART, BLOCK_M, BLOCK_N // SPLIT, BLOCK_K, STAGES
+            it, n, *left, c_part, narrow, outbox_part, K, HALF_PART, BLOCK_M, BLOCK_N // PIECES, BLOCK_K, STAGES
         )
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
-@gluon.jit(do_not_specialize=["num_comm", "skip", "whole", "push_rows", "rows"])
+@gluon.jit(do_not_specialize=["num_comm", "rounds_alone", "whole_rounds", "push_rows", "rows"])
 def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
     inbox,  # (2 * size * blocks of a shard * BLOCK_M, BLOCK_K) this rank's, the same blocks, each one piece of memory,
     # which links and memory take fastest; halves by the parity of the launch. If COPIED (size * m, K)
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
-    b_part,  # the same, blocks of BLOCK_K and BLOCK_N / SPLIT
+    b_part,  # the same, blocks of BLOCK_K and BLOCK_N / PIECES
     c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M / 2 x BLOCK_N
-    c_part,  # the same, blocks of 1 x BLOCK_M / 2 x BLOCK_N / SPLIT
+    c_part,  # the same, blocks of 1 x BLOCK_M / 2 x BLOCK_N / PIECES
     d1, d2, d3, d4, d5, d6, d7,  # the inboxes of ranks rank + 1, ...; those past size - 1 are not used
     ready_ptr,  # int32 (size, row blocks, chunks) on every rank; [r] counts how often rank r has pushed each chunk. If
     # COPIED, as _copies.Gathering has it
@@ -343,13 +344,13 @@ def gluon_push_kernel(
     N,
     K,
     num_comm,  # programs that push; 0 if COPIED
-    skip,  # rounds of tiles that they are left out of
-    whole,  # rounds before those of tiles that are cut
+    rounds_alone,  # rounds of tiles that they are left out of
+    whole_rounds,  # rounds before those of tiles that are cut
     push_rows,  # row blocks that are pushed, or copied, and computed together
     rows,  # m; 0 where, for measurements, nothing is computed
     world,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SPLIT: gl.constexpr, CHUNK: gl.constexpr, HALF: gl.constexpr, HALF_PART: gl.constexpr,
+    PIECES: gl.constexpr, CHUNK: gl.constexpr, HALF: gl.constexpr, HALF_PART: gl.constexpr,
     TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
     COPIED: gl.constexpr,  # by copy engines: this kernel only computes
     LEAVE_OUT: gl.constexpr,  # for measurements: "wait" is left out, "" nothing
@@ -361,10 +362,10 @@ def gluon_push_kernel(
     else:
         epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
-    narrow = narrowed(ring, b_part, TRANSPOSED, BLOCK_N, BLOCK_K, STAGES, SPLIT)
+    narrow = narrowed(ring, b_part, TRANSPOSED, BLOCK_N, BLOCK_K, STAGES, PIECES)
     outbox = open_outbox(a.dtype, HALF, BLOCK_M, BLOCK_N)
     room, there, taken, ahead = outbox
-    part = room._reinterpret(a.dtype, [SPLIT, BLOCK_M // CONSUMERS, BLOCK_N // SPLIT], HALF_PART).index(0)
+    part = room._reinterpret(a.dtype, [PIECES, BLOCK_M // CONSUMERS, BLOCK_N // PIECES], HALF_PART).index(0)
     outbox_part = (part, there, taken, ahead)
     push = (m, num_comm, push_rows)
     if (world.size > 1) and (not COPIED):
@@ -377,21 +378,21 @@ def gluon_push_kernel(
     num_m = gl.cdiv(rows, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     tiles = world.size * num_m * num_n
-    begin, end, alone, begin_part, end_part, late, cut = _share(tiles, num_comm, skip, whole, SPLIT)
+    begin, end, alone, begin_part, end_part, late, cut = _share(tiles, num_comm, rounds_alone, whole_rounds, PIECES)
     order = (gl.cast(world.rank, gl.int32), num_m, num_n, world.size, GROUP, push_rows, COPIED)
     rounds = (begin, end, (0, alone, num_comm, 1, order))
-    left = (begin_part, end_part, (tiles - cut, late, num_comm, SPLIT, order))
+    left = (begin_part, end_part, (tiles - cut, late, num_comm, PIECES, order))
     COLUMN: gl.constexpr = _column
     gl.warp_specialize(
         [
             (_compute, (0, rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN, EPILOGUE, HALF,
-                        HALF_PART, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
+                        HALF_PART, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PIECES, num_warps)),
             (_compute, (1, rounds, left, ring, narrow, outbox, outbox_part, bias, N, K, COLUMN, EPILOGUE, HALF,
-                        HALF_PART, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, num_warps)),
+                        HALF_PART, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PIECES, num_warps)),
             (_load, (push, rounds, left, a, inbox, b, b_part, ring, narrow, ready_ptr, num_m, K, epoch, world,
-                     TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, COPIED, LEAVE_OUT)),
+                     TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PIECES, CHUNK, COPIED, LEAVE_OUT)),
             (_store, (push, rounds, left, a, c, c_part, ring, narrow, outbox, outbox_part, ready_ptr, K, epoch, world,
-                      HALF, HALF_PART, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SPLIT, CHUNK, COPIED)),
+                      HALF, HALF_PART, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PIECES, CHUNK, COPIED)),
         ],
         [num_warps, 1, 1],
         REGISTERS,
@@ -480,11 +481,11 @@ def push_launch(
         way = _pushed(world, m, K, dtype, chunk, tiles, leave_out)
     block = (tiles.block_m, tiles.block_k)
     inbox, targets = descriptor(way.inbox, block), peer_descriptors(way.peers, way.inbox, block)
-    numbers = (m, N, K, num_comm, plan.skip, plan.whole, push_rows, 0 if leave_out == "product" else m)
-    part = tiles._replace(block_n=tiles.block_n // plan.split)
+    numbers = (m, N, K, num_comm, plan.rounds_alone, plan.whole_rounds, push_rows, 0 if leave_out == "product" else m)
+    part = tiles._replace(block_n=tiles.block_n // plan.cut_last)
     constants = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
-        "GROUP": tiles.group, "SPLIT": plan.split, "CHUNK": chunk,
+        "GROUP": tiles.group, "PIECES": plan.cut_last, "CHUNK": chunk,
         "HALF": layout(dtype, *half_block(tiles)), "HALF_PART": layout(dtype, *half_block(part)),
         "TRANSPOSED": transposed, "EPILOGUE": epilogue, "COPIED": copied,
         "LEAVE_OUT": "wait" if leave_out in ("wait", "push") or size == 1 else "", "num_warps": CONSUMER_WARPS,

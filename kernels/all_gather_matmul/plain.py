@@ -263,9 +263,9 @@ def all_gather_matmul(
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
     push_rows: int | None = None,
-    skip: int | None = None,
-    split: int | None = None,
-    whole: int | None = None,
+    rounds_alone: int | None = None,
+    cut_last: int | None = None,
+    whole_rounds: int | None = None,
     workspace: Workspace | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -287,7 +287,7 @@ def all_gather_matmul(
 
     num_comm_sms: programs that push. "push": from 1 to all but one of the grid, 16 if None; "gluon": which push before
         they compute, 0 for copy engines in their stead; if None 0 where copying takes no longer than the product, and
-        neither chunk nor skip is given, else 16.
+        neither chunk nor rounds_alone is given, else 16.
     chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; if None 1024, 256 with shard
         "columns"; "gluon": a multiple of BLOCK_K; if None 128, 256 where fewer than 16 programs push. Copied, of
         one copy: if None half of them, where the own shard is multiplied sooner than a whole one comes, else 0: all.
@@ -296,32 +296,32 @@ def all_gather_matmul(
         NUM_STAGES slots of its ring.
     push_rows: "gluon": row blocks pushed, and computed, together; 0: as many as the programs compute at a time.
         Copied: row blocks that one copy moves and one signal stands for; 0: a quarter of them, in "gluon" all.
-    skip: "gluon" only: rounds of tiles, one a program, that the programs that push are left out of, if there are so
-        many; none where copied.
-    split: "gluon" only: 1, 2 or 4 columns that tiles are cut in after whole rounds.
-    whole: "gluon" only: so many whole rounds at most.
+    rounds_alone: "gluon" only: rounds of tiles, one a program, that the other programs compute while num_comm_sms
+        programs push, if there are so many; 0 where copied.
+    cut_last: "gluon" only: 1, 2 or 4 pieces, by columns, that each tile after the whole rounds is cut into.
+    whole_rounds: "gluon" only: the most rounds of whole tiles, one a program.
 
     workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
 
     Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
     world = _common.world_of(CALL, world, a, b, workspace)
-    settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, push_rows, skip, split, whole)
+    settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, push_rows, rounds_alone, cut_last, whole_rounds)
     return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, out, workspace)
 
 
 def _plan(
     world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
     epilogue: Epilogue, shard: Shard, mode: Mode | None, num_comm_sms: int | None, chunk: int | None,
-    tiles: Sequence[int] | None, push_rows: int | None, skip: int | None, split: int | None,
-    whole: int | None,
+    tiles: Sequence[int] | None, push_rows: int | None, rounds_alone: int | None,
+    cut_last: int | None, whole_rounds: int | None,
 ) -> _common.Launch:  # fmt: skip
     """Checks, and the form and its settings."""
     if mode is not None:
         _common.check_choice(CALL, "mode", mode, MODES, world)
     given = {
-        "num_comm_sms": num_comm_sms, "chunk": chunk, "tiles": tiles, "push_rows": push_rows, "skip": skip,
-        "split": split, "whole": whole,
+        "num_comm_sms": num_comm_sms, "chunk": chunk, "tiles": tiles, "push_rows": push_rows,
+        "rounds_alone": rounds_alone, "cut_last": cut_last, "whole_rounds": whole_rounds,
     }  # fmt: skip
     tuned: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     _common.check_integers(CALL, world, **{name: value for name, value in tuned.items() if name != "tiles"})

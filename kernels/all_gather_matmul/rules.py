@@ -13,7 +13,7 @@ from pkt.runtime.world import World
 from ..shared.tile_product import Tiles
 
 CALL = "all_gather_matmul"
-SPLITS = (1, 2, 4)
+CUTS = (1, 2, 4)
 PUSHED = 41e9
 """Bytes a second that leave by one program that pushes; eight of them fill the links but for a sixteenth. On 4 x H200,
 by benchmarks/results/all_gather_matmul.json."""
@@ -40,9 +40,9 @@ class PushPlan(NamedTuple):
     num_comm_sms: int = PUSHERS  # 0: copied
     chunk: int = CHUNK  # 0: all of K, where copied
     push_rows: int = 0
-    skip: int = 0
-    split: int = 1
-    whole: int = 1 << 20
+    rounds_alone: int = 0
+    cut_last: int = 1
+    whole_rounds: int = 1 << 20
 
 
 class _Dealt(NamedTuple):
@@ -87,7 +87,7 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
     is left is not cut where they push for longer."""
     tile, count = tile_seconds(K, tiles), _count(m, N, size, tiles)
     copying = BEGIN + (size - 1) * (COPY + 2 * m * K / COPIED)
-    pushes = size == 1 or given.keys() & {"chunk", "skip"} or copying > count / programs * tile
+    pushes = size == 1 or given.keys() & {"chunk", "rounds_alone"} or copying > count / programs * tile
     num_comm = given.get("num_comm_sms", PUSHERS if pushes else 0)
     if num_comm == 0:
         rounds, left = divmod(count, programs)
@@ -95,15 +95,15 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
         late = BEGIN + COPY + 2 * m * K / COPIED > count / size / programs * tile
         chunk = triton.cdiv(triton.cdiv(K, 2), tiles.block_k) * tiles.block_k
         chunked = late and size > 1 and not given.get("push_rows")
-        return PushPlan(0, chunk if chunked else 0, whole=rounds, split=2 if halved else 1)._replace(**given)
+        return PushPlan(0, chunk if chunked else 0, whole_rounds=rounds, cut_last=2 if halved else 1)._replace(**given)
     dealt = _dealt(m, N, size, tiles, programs, num_comm)
     halved = not dealt.late and 0 < dealt.left <= programs // 2
     chunk = CHUNK if num_comm >= PUSHERS else 2 * CHUNK
-    rule = PushPlan(num_comm, chunk, whole=dealt.rounds, split=2 if halved else 1)._replace(**given)
-    if "skip" in given:
+    rule = PushPlan(num_comm, chunk, whole_rounds=dealt.rounds, cut_last=2 if halved else 1)._replace(**given)
+    if "rounds_alone" in given:
         return rule
-    cut = max(dealt.pushing - rule.whole, 0) * rule.split
-    return rule._replace(skip=math.ceil(min(dealt.pushing, rule.whole) + cut))
+    cut = max(dealt.pushing - rule.whole_rounds, 0) * rule.cut_last
+    return rule._replace(rounds_alone=math.ceil(min(dealt.pushing, rule.whole_rounds) + cut))
 
 
 def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
@@ -117,7 +117,7 @@ def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
     need(plan.push_rows >= 0, "push_rows", "at least 0")
     least, wanted = (1, "a positive multiple") if plan.num_comm_sms else (0, "a multiple")
     need(plan.chunk >= least and plan.chunk % tiles.block_k == 0, "chunk", f"{wanted} of BLOCK_K, {tiles.block_k}")
-    need(plan.skip >= 0, "skip", "at least 0")
-    need(plan.num_comm_sms > 0 or plan.skip == 0, "skip", "none with num_comm_sms=0")
-    need(0 <= plan.whole <= 1 << 20, "whole", f"from 0 to {1 << 20}")
-    need(plan.split in SPLITS, "split", " or ".join(map(str, SPLITS)))
+    need(plan.rounds_alone >= 0, "rounds_alone", "at least 0")
+    need(plan.num_comm_sms > 0 or plan.rounds_alone == 0, "rounds_alone", "none with num_comm_sms=0")
+    need(0 <= plan.whole_rounds <= 1 << 20, "whole_rounds", f"from 0 to {1 << 20}")
+    need(plan.cut_last in CUTS, "cut_last", " or ".join(map(str, CUTS)))

@@ -64,15 +64,15 @@ def open_ring(
 @gluon.jit
 def narrowed(
     ring, b, TRANSPOSED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """The same ring, for tiles of BLOCK_N / SPLIT columns: each slot of B has the blocks of `b`, of which the first is
-    used."""
+    """The same ring, for tiles of BLOCK_N / PIECES columns: each slot of B has the blocks of `b`, of which the first
+    is used."""
     a_ring, b_ring, full, empty = ring
     if TRANSPOSED:
-        b_ring = b_ring._reinterpret(b.dtype, [STAGES * SPLIT, BLOCK_N // SPLIT, BLOCK_K], b.layout)
+        b_ring = b_ring._reinterpret(b.dtype, [STAGES * PIECES, BLOCK_N // PIECES, BLOCK_K], b.layout)
     else:
-        b_ring = b_ring._reinterpret(b.dtype, [STAGES * SPLIT, BLOCK_K, BLOCK_N // SPLIT], b.layout)
+        b_ring = b_ring._reinterpret(b.dtype, [STAGES * PIECES, BLOCK_K, BLOCK_N // PIECES], b.layout)
     return a_ring, b_ring, full, empty
 
 

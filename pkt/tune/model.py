@@ -63,7 +63,7 @@ COPIES = (4, 1)
 """To a peer, of its copied forms where none are given: in plain Triton, and in Gluon."""
 PARCELS = (2, 2048, 16 << 20)
 """Copies that a part of the reduce-scatter goes in, in Gluon, from which K and which bytes on; else none."""
-SPLITS = (1, 2, 4)
+CUTS = (1, 2, 4)
 """Columns that it cuts a tile in."""
 ITEMSIZE = {"bf16": 2, "fp16": 2}
 
@@ -275,9 +275,9 @@ def _all_gather_matmul(case: _Case, config: Mapping[str, Any], gpu: Gpu) -> Esti
 
 
 def _push_first(case: _Case, config: Mapping[str, Any], sent: float, tasks: int, gpu: Gpu) -> Estimate:
-    """Some programs push, through the slots of their ring, while the others compute `skip` rounds of tiles; then all
-    compute. After `whole` rounds tiles are cut. A tile begins with its first chunk; where the links are the limit, the
-    last ones, cut or whole, are computed when the last rows have come."""
+    """Some programs push, through the slots of their ring, while the others compute `rounds_alone` rounds of tiles;
+    then all compute. After `whole_rounds` tiles are cut. A tile begins with its first chunk; where the links are the
+    limit, the last ones, cut or whole, are computed when the last rows have come."""
     pushers = min(config.get("num_comm_sms") or PUSHERS, gpu.sms) if sent else 0
     one = case.seconds(True, gpu)
     pushing, rate = 0.0, 1.0
@@ -287,22 +287,22 @@ def _push_first(case: _Case, config: Mapping[str, Any], sent: float, tasks: int,
         rate = BESIDE * link_rate("TMA store", pushers, ring, peers="all")
         pushing = sent / rate
     computing = max(gpu.sms - pushers, 1)
-    whole, skip, given = (config.get(name) for name in ("whole", "skip", "split"))
+    whole, alone, given = (config.get(name) for name in ("whole_rounds", "rounds_alone", "cut_last"))
     whole = tasks if whole is None else whole
-    skip = math.ceil(pushing / one) if skip is None else skip
-    alone = min(skip, whole, tasks // computing)
+    wanted = math.ceil(pushing / one) if alone is None else alone
+    alone = min(wanted, whole, tasks // computing)
     joined, left = divmod(tasks - alone * computing, gpu.sms)
     left += max(joined - (whole - alone), 0) * gpu.sms
     joined = min(joined, whole - alone)
 
-    def after(split: int) -> float:
+    def after(pieces: int) -> float:
         """The time of what is cut, in rounds that those that push are left out of, and of all."""
-        part = replace(case, block_n=case.block_n // split).seconds(True, gpu)
-        late = min(max(skip - alone - joined, 0), left * split // computing)
-        return (late + math.ceil((left * split - late * computing) / gpu.sms)) * part
+        part = replace(case, block_n=case.block_n // pieces).seconds(True, gpu)
+        late = min(max(wanted - alone - joined, 0), left * pieces // computing)
+        return (late + math.ceil((left * pieces - late * computing) / gpu.sms)) * part
 
     compute = alone * one if not joined else max(alone * one, pushing) + joined * one
-    compute += min(map(after, (given,) if given else SPLITS))
+    compute += min(map(after, (given,) if given else CUTS))
     chunk = min(1.0, (config.get("chunk") or CHUNK * (1 if pushers >= PUSHERS else 2)) / case.K)
     cut = (given or 1) if left >= computing else 1
     last = replace(case, block_n=case.block_n // cut).seconds(True, gpu)
@@ -316,14 +316,14 @@ def _push_first(case: _Case, config: Mapping[str, Any], sent: float, tasks: int,
 
 
 def _copied(case: _Case, config: Mapping[str, Any], sent: float, tasks: int, gpu: Gpu) -> Estimate:
-    """By copy engines: all programs compute, in Gluon cut tiles after `whole` rounds. Followed program by program: a
+    """By copy engines: all programs compute, in Gluon cut tiles after `whole_rounds`. Followed program by program: a
     tile goes on with a chunk of its rows when that has come."""
     gluon = config.get("mode") == "gluon"
-    split = (config.get("split") or 1) if gluon else 1
-    one, part = (replace(case, block_n=case.block_n // n).seconds(gluon, gpu) for n in (1, split))
-    whole = config.get("whole")
+    pieces = (config.get("cut_last") or 1) if gluon else 1
+    one, part = (replace(case, block_n=case.block_n // n).seconds(gluon, gpu) for n in (1, pieces))
+    whole = config.get("whole_rounds")
     rounds = tasks // gpu.sms if whole is None else min(whole, tasks // gpu.sms)
-    left = (tasks - rounds * gpu.sms) * split
+    left = (tasks - rounds * gpu.sms) * pieces
     pure = rounds * one + math.ceil(left / gpu.sms) * part
     found = overlapped(
         tasks=1, task_seconds=pure, memory_bytes=case.memory_bytes, sync=gpu.barrier + 2 * gpu.signal, gpu=gpu,
@@ -351,7 +351,7 @@ def _copied(case: _Case, config: Mapping[str, Any], sent: float, tasks: int, gpu
     slow, clock = found.compute / pure, np.zeros(gpu.sms)
     whole_tiles = [(np.arange(first, first + gpu.sms), one) for first in range(0, rounds * gpu.sms, gpu.sms)]
     parts = [np.arange(first, min(first + gpu.sms, left)) for first in range(0, left, gpu.sms)]
-    for tile, seconds in [*whole_tiles, *((rounds * gpu.sms + at // split, part) for at in parts)]:
+    for tile, seconds in [*whole_tiles, *((rounds * gpu.sms + at // pieces, part) for at in parts)]:
         group, place = np.divmod(np.maximum(tile - own, 0), together)
         source = place // (np.minimum(step, blocks - group * step) * case.tiles_n)
         for column in np.where((tile < own)[:, None], 0.0, come[group * others + source]).T:

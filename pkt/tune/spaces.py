@@ -16,7 +16,7 @@ from typing import Any
 from pkt.errors import Unsupported
 from pkt.tune.config import NCCL, UNFUSED, Config, nccl_wanted, space
 from pkt.tune.gpu import H200, Gpu
-from pkt.tune.model import SPLITS, pushing_rounds
+from pkt.tune.model import CUTS, pushing_rounds
 from pkt.tune.search import Model
 from pkt.tune.spread import spread
 from pkt.wording import dtype_text
@@ -81,39 +81,39 @@ def _all_gather_matmul(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: b
             rows = math.ceil(m / tile[0])
             tasks = key["size"] * rows * math.ceil(N / tile[1])
             copies = sorted({0, *(math.ceil(rows / n) for n in SHARD_COPIES)})
-            for split in SPLITS:
-                wholes = _rounds(tasks // gpu.sms, split)
+            for cut in CUTS:
+                wholes = _rounds(tasks // gpu.sms, cut)
                 for chunk, push_rows in ((0, copies), (_up(math.ceil(K / 2), tile[2]), 0)):
                     found += space(
-                        mode="gluon", num_comm_sms=0, chunk=chunk, push_rows=push_rows, skip=0, split=split,
-                        whole=wholes, tiles=[tile],
+                        mode="gluon", num_comm_sms=0, chunk=chunk, push_rows=push_rows, rounds_alone=0, cut_last=cut,
+                        whole_rounds=wholes, tiles=[tile],
                     )  # fmt: skip
             for num_comm_sms, chunk in (p for p in PUSHERS if p[0] < gpu.sms):
                 pushing = pushing_rounds({"mode": "gluon", "num_comm_sms": num_comm_sms, "tiles": tile}, key, gpu)
-                for skip, split, whole in _dealt(pushing, tasks, gpu.sms, num_comm_sms):
+                for alone, cut, whole in _dealt(pushing, tasks, gpu.sms, num_comm_sms):
                     found += space(
-                        mode="gluon", num_comm_sms=num_comm_sms, chunk=chunk, push_rows=[0, 1], skip=skip,
-                        split=split, whole=whole, tiles=[tile],
+                        mode="gluon", num_comm_sms=num_comm_sms, chunk=chunk, push_rows=[0, 1], rounds_alone=alone,
+                        cut_last=cut, whole_rounds=whole, tiles=[tile],
                     )  # fmt: skip
     return found
 
 
 def _dealt(pushing: float, tasks: int, sms: int, num_comm_sms: int) -> Iterator[tuple[int, int, int]]:
-    """(skip, split, whole): ways to deal out `tasks` tiles where pushing takes as long as `pushing` of them. The last
-    whole round is cut or not, and those that push are left out of a round more or less."""
+    """(rounds_alone, cut_last, whole_rounds): ways to deal out `tasks` tiles where pushing takes as long as `pushing`
+    of them. The last whole round is cut or not, and those that push are left out of a round more or less."""
     computing = sms - num_comm_sms
-    alone = min(math.ceil(pushing), tasks // computing)
-    rounds = alone + (tasks - alone * computing) // sms
-    for split in SPLITS:
-        for whole in _rounds(rounds, split):
-            skip = math.ceil(min(pushing, whole) + max(pushing - whole, 0) * split)
+    first = min(math.ceil(pushing), tasks // computing)
+    rounds = first + (tasks - first * computing) // sms
+    for cut in CUTS:
+        for whole in _rounds(rounds, cut):
+            alone = math.ceil(min(pushing, whole) + max(pushing - whole, 0) * cut)
             for more in (-1, 0, 1):
-                if skip + more >= 0:
-                    yield skip + more, split, whole
+                if alone + more >= 0:
+                    yield alone + more, cut, whole
 
 
-def _rounds(rounds: int, split: int) -> list[int]:
-    return sorted({rounds, max(rounds - 1, 0)}) if split > 1 else [rounds]
+def _rounds(rounds: int, cut: int) -> list[int]:
+    return sorted({rounds, max(rounds - 1, 0)}) if cut > 1 else [rounds]
 
 
 def _matmul_reduce_scatter(key: Mapping[str, Any], itemsize: int, gpu: Gpu, gluon: bool) -> list[Config]:

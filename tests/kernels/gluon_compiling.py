@@ -176,7 +176,7 @@ def product(
     plan: PushPlan | None = None, tiles: Tiles | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
     a, b, out, added = tensors((m, K), (K, N), (world.size * m, N), dtype, transposed, bias)
-    launch = push.push_launch(world, a, b, out, plan or PushPlan(split=4), tiles or TILES, **options)
+    launch = push.push_launch(world, a, b, out, plan or PushPlan(cut_last=4), tiles or TILES, **options)
     launch(a, b, out, added)
     return world.kernels[-1]
 

@@ -71,14 +71,14 @@ def assert_exact(found: np.ndarray, exact: np.ndarray, finish: bool) -> None:
 # ----------------------------------------------------------------------------------------------- all_gather_matmul
 def run_push(
     size: int, m: int, N: int, K: int, programs: int, seed: int, launches: int = 3, broken: Broken | None = None,
-    stages: int = 3, transposed: bool = False, finish: bool = False, width: int = BN, chunk: int = 8, split: int = 2,
-    push_rows: int = 1, num_comm: int = 1, skip: int = 1, whole: int = 99,
+    stages: int = 3, transposed: bool = False, finish: bool = False, width: int = BN, chunk: int = 8, cut_last: int = 2,
+    push_rows: int = 1, num_comm: int = 1, rounds_alone: int = 1, whole_rounds: int = 99,
 ) -> None:  # fmt: skip
     """Shards (m, K) gathered and multiplied by (K, N). num_comm: 0 where copy engines move them."""
     machine, functions = ready(push, size, programs, seed, broken)
     copied = num_comm == 0 and size > 1
     options = {
-        "CHUNK": chunk, "SPLIT": split, "GROUP": 2, "STAGES": stages, "HALF": None, "HALF_PART": None,
+        "CHUNK": chunk, "PIECES": cut_last, "GROUP": 2, "STAGES": stages, "HALF": None, "HALF_PART": None,
         "COPIED": copied, "EPILOGUE": "relu" if finish else "none", "LEAVE_OUT": "", "num_warps": 4,
         "TRANSPOSED": transposed,
     }  # fmt: skip
@@ -98,11 +98,11 @@ def run_push(
         weight, out = b[rank][e], outs[rank][e]
         arguments = (
             Descriptor(a[rank][e], BM, BK), Descriptor(inbox[rank], BM, BK),
-            weights(weight, transposed, width), weights(weight, transposed, width // split),
-            Descriptor(out, 1, BM // 2, width), Descriptor(out, 1, BM // 2, width // split),
+            weights(weight, transposed, width), weights(weight, transposed, width // cut_last),
+            Descriptor(out, 1, BM // 2, width), Descriptor(out, 1, BM // 2, width // cut_last),
             *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), bias(N, finish),
-            m, N, K, min(num_comm, programs) if size > 1 else 0, skip, whole, push_rows, m, world(rank, size, e),
-            BM, width, BK,
+            m, N, K, min(num_comm, programs) if size > 1 else 0, rounds_alone, whole_rounds, push_rows, m,
+            world(rank, size, e), BM, width, BK,
         )  # fmt: skip
 
         def body(program: int) -> None:

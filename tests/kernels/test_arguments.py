@@ -68,7 +68,7 @@ def test_tiles(name: str) -> None:
         ("all_gather_matmul", {"mode": "copy", "push_rows": 1.5}),
         ("all_gather_matmul", {"mode": "push", "num_comm_sms": 1.5}),
         ("all_gather_matmul", {"mode": "push", "chunk": "16"}),
-        ("all_gather_matmul", {"mode": "gluon", "split": 2.0}),
+        ("all_gather_matmul", {"mode": "gluon", "cut_last": 2.0}),
         ("matmul_reduce_scatter", {"mode": "gluon", "lag": 1.5}),
         ("matmul_reduce_scatter", {"mode": "gluon", "copies": "1"}),
         ("matmul_all_reduce", {"num_comm_sms": 1.5}),

@@ -91,7 +91,7 @@ OPERATORS = {
         "all_gather_matmul",
         gather_call,
         rule="push",
-        gluon={"mode": "gluon", "num_comm_sms": 12, "chunk": 256, "skip": 3, "split": 2, "push_rows": 1},
+        gluon={"mode": "gluon", "num_comm_sms": 12, "chunk": 256, "rounds_alone": 3, "cut_last": 2, "push_rows": 1},
         other={"mode": "push", "num_comm_sms": 5, "chunk": 512, "tiles": (64, 64, 64)},
     ),
     "scatter": Operator(

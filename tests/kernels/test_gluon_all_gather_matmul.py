@@ -12,15 +12,15 @@ from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, gather_call, pr
 from .machine_code import sass
 
 
-@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("cut_last", [1, 2, 4])
 @pytest.mark.parametrize("tiles", [TILES, NARROW])
-def test_push_fits(compiling, tmp_path, split, tiles):
-    launch = product(compiling(2), 1024, 1024, 4096, plan=PushPlan(split=split), tiles=tiles)
+def test_push_fits(compiling, tmp_path, cut_last, tiles):
+    launch = product(compiling(2), 1024, 1024, 4096, plan=PushPlan(cut_last=cut_last), tiles=tiles)
     assert launch.grid == (132,)
     assert launch.options["launch_cooperative_grid"]
     assert_fits(launch, tmp_path)
     code = sass(launch.kernel, tmp_path)
-    widths = sorted({tiles.block_n, tiles.block_n // split})
+    widths = sorted({tiles.block_n, tiles.block_n // cut_last})
     found = re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", code)
     assert sorted(map(int, found)) == [width for width in widths for _ in range(2 * 4)]
     assert len(re.findall(r"UTMASTG\.2D", code)) == 2 * 3  # a unit of each lane, to each peer
@@ -38,15 +38,15 @@ def test_push_with_a_part_left_out(compiling, tmp_path):
     assert found == {"wait": (0, 16, 1024), "push": (0, 0, 1024), "product": (2, 16, 0)}
 
 
-@pytest.mark.parametrize(("split", "chunk", "columns"), [(1, 0, 4096), (2, 4096, 4096), (2, 2048, 2048)])
-def test_copied_fits(compiling, tmp_path, split, chunk, columns):
+@pytest.mark.parametrize(("cut_last", "chunk", "columns"), [(1, 0, 4096), (2, 4096, 4096), (2, 2048, 2048)])
+def test_copied_fits(compiling, tmp_path, cut_last, chunk, columns):
     """Copies have been begun before, and are waited for behind it; the kernel sends and signals nothing."""
     world = compiling()
-    plan = push_plan(1000, 1024, 4096, 4, TILES, 132, num_comm_sms=0, split=split, chunk=chunk)
+    plan = push_plan(1000, 1024, 4096, 4, TILES, 132, num_comm_sms=0, cut_last=cut_last, chunk=chunk)
     launch = product(world, 1000, 1024, 4096, plan=plan)
     assert_fits(launch, tmp_path)
     assert world.begun == [(8 * 128, columns, 0), 1]
-    assert count_markers(launch.ptx) == {"wait": split, "signal": 0}
+    assert count_markers(launch.ptx) == {"wait": cut_last, "signal": 0}
     assert not re.search(r"(?:atom|red)\.global", launch.ptx)
     assert not re.search(r"UTMASTG\.2D", sass(launch.kernel, tmp_path))
     product(world, 1000, 1024, 4096, plan=plan, leave_out="push")
@@ -70,12 +70,12 @@ def test_push_on_any_number_of_ranks(compiling, tmp_path, size, rank):
         ({"tiles": (128, 256, 64, 8, 8, 5)}, "tiles"),
         ({"num_comm_sms": -1}, "num_comm_sms"),
         ({"num_comm_sms": 0, "chunk": 96}, "chunk"),
-        ({"num_comm_sms": 0, "skip": 1}, "skip"),
+        ({"num_comm_sms": 0, "rounds_alone": 1}, "rounds_alone"),
         ({"chunk": 288}, "chunk"),
         ({"push_rows": -1}, "push_rows"),
-        ({"skip": -1}, "skip"),
-        ({"split": 3}, "split"),
-        ({"whole": -1}, "whole"),
+        ({"rounds_alone": -1}, "rounds_alone"),
+        ({"cut_last": 3}, "cut_last"),
+        ({"whole_rounds": -1}, "whole_rounds"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(h200s, options, name):

@@ -95,14 +95,14 @@ def test_the_keywords_reach_it(h200s, tmp_path):
     world.num_sms = 100
     gather_call(
         world, 1024, 1024, 4096, mode="gluon", num_comm_sms=32, chunk=512, tiles=[128, 128, 64, 4, 8, 5],
-        push_rows=3, skip=2, split=2, whole=5,
+        push_rows=3, rounds_alone=2, cut_last=2, whole_rounds=5,
     )  # fmt: skip
     scatter_call(world, 1024, 1024, 4096, mode="gluon", tiles=[128, 128, 64, 4, 8, 5], lag=7)
     for launch in world.kernels:
         assert_fits(launch, tmp_path)
         assert [launch.options[name] for name in ("BLOCK_N", "GROUP", "STAGES")] == [128, 4, 5]
     gathered, scattered = world.kernels
-    assert [gathered.options[n] for n in ("CHUNK", "SPLIT")] == [512, 2]
+    assert [gathered.options[n] for n in ("CHUNK", "PIECES")] == [512, 2]
     assert gathered.args[-6:-1] == (32, 2, 5, 3, 1024)
     assert scattered.args[-3:-1] == (7, 1)
 
@@ -113,9 +113,9 @@ def test_what_does_not_fit_is_refused_before_a_launch(compiling):
         {"plan": PushPlan(-1)},
         {"plan": PushPlan(0, chunk=96)},
         {"plan": PushPlan(chunk=0)},
-        {"plan": PushPlan(0, chunk=0, skip=1)},
+        {"plan": PushPlan(0, chunk=0, rounds_alone=1)},
         {"plan": PushPlan(chunk=96)},
-        {"plan": PushPlan(split=3)},
+        {"plan": PushPlan(cut_last=3)},
         {"tiles": Tiles(64, 256, 64)},
     ):
         with pytest.raises(PktError, match="wanted"):

@@ -7,13 +7,13 @@ from .gluon_runs import SIZES, run_inbox, run_push, run_two_shot
 # -------------------------------------------------------------------------------------------------- all_gather_matmul
 PLANS = [
     {},
-    {"num_comm": 9, "split": 1, "chunk": 4},  # all push
-    {"num_comm": 2, "skip": 2, "push_rows": 2, "stages": 4, "width": 16, "split": 4},
-    {"skip": 99, "chunk": 16, "push_rows": 2, "split": 4},
-    {"skip": 2, "whole": 0, "split": 2},
-    {"skip": 3, "whole": 1, "width": 16, "split": 4, "stages": 4},
+    {"num_comm": 9, "cut_last": 1, "chunk": 4},  # all push
+    {"num_comm": 2, "rounds_alone": 2, "push_rows": 2, "stages": 4, "width": 16, "cut_last": 4},
+    {"rounds_alone": 99, "chunk": 16, "push_rows": 2, "cut_last": 4},
+    {"rounds_alone": 2, "whole_rounds": 0, "cut_last": 2},
+    {"rounds_alone": 3, "whole_rounds": 1, "width": 16, "cut_last": 4, "stages": 4},
     {"num_comm": 0},
-    {"num_comm": 0, "push_rows": 2, "whole": 1, "width": 16, "split": 4, "stages": 4},
+    {"num_comm": 0, "push_rows": 2, "whole_rounds": 1, "width": 16, "cut_last": 4, "stages": 4},
 ]
 
 
@@ -30,13 +30,13 @@ def test_chunks_of_few_and_many_units(chunk, stages):
     """Of one, of more than are stored at a time, and of more than a row has; and more programs push than there are
     chunks for."""
     for num_comm in (1, 2, 3):
-        run_push(3, 21, 16, 18, 3, num_comm, chunk=chunk, stages=stages, num_comm=num_comm, skip=2)
+        run_push(3, 21, 16, 18, 3, num_comm, chunk=chunk, stages=stages, num_comm=num_comm, rounds_alone=2)
 
 
 def test_fewer_tiles_than_programs():
     for seed in range(3):
-        for split in (1, 2, 4):
-            run_push(2, 5, 7, 6, 5, seed, num_comm=1 + seed, split=split)
+        for cut_last in (1, 2, 4):
+            run_push(2, 5, 7, 6, 5, seed, num_comm=1 + seed, cut_last=cut_last)
 
 
 def test_push_on_eight_ranks():
@@ -74,7 +74,7 @@ def test_a_short_inner_dimension(stages):
     """Fewer steps than slots: the ring comes round more than once before a tile is out."""
     for seed in range(4):
         run_push(2, 16, 32, 4, 2, seed, stages=stages)
-        run_push(2, 16, 40, 4, 3, seed, stages=stages, split=4)
+        run_push(2, 16, 40, 4, 3, seed, stages=stages, cut_last=4)
         run_inbox(3, 16, 32, 3, 2, seed, stages=stages)
 
 

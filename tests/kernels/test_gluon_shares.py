@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from triton import cdiv
 
-from pkt.kernels.all_gather_matmul.rules import SPLITS
+from pkt.kernels.all_gather_matmul.rules import CUTS
 
 from .gluon_machine import Machine, as_python
 from .gluon_runs import push, two_shot, warps
@@ -28,9 +28,9 @@ def test_copied_tiles_come_in_the_order_of_the_copies(size):
         )
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("pieces", CUTS)
 @pytest.mark.parametrize("programs", [1, 2, 5, 8])
-def test_every_tile_and_every_part_once(programs, split):
+def test_every_tile_and_every_part_once(programs, pieces):
     """Whoever pushes, however many rounds without them, however many tiles; and those who push are left out of as many
     rounds as there are, or as are asked for."""
     machine = SimpleNamespace(programs=programs, here=lambda: here, random=None)
@@ -41,30 +41,30 @@ def test_every_tile_and_every_part_once(programs, split):
     for num_m, num_n in ((0, 3), (1, 1), (1, 3), (2, 2), (3, 3), (5, 4), (7, 6)):
         tiles = num_m * num_n
         for num_comm in range(programs + 1):
-            for skip, most in ((0, 99), (1, 99), (2, 99), (5, 99), (99, 99), (0, 0), (2, 0), (1, 1), (4, 1), (1, 2)):
+            for wanted, most in ((0, 99), (1, 99), (2, 99), (5, 99), (99, 99), (0, 0), (2, 0), (1, 1), (4, 1), (1, 2)):
                 seen = []
                 counts = []
                 for here.program in range(programs):
                     begin, end, alone, begin_part, end_part, late, cut = functions["_share"](
-                        tiles, num_comm, skip, most, split
+                        tiles, num_comm, wanted, most, pieces
                     )
                     order = (0, num_m, num_n, 1, 2, 1, False)
                     whole = list(range(begin, end, programs))
                     seen += [
-                        (i, j * split + part)
+                        (i, j * pieces + part)
                         for _, i, j, _ in (functions["_place"](v, 0, alone, num_comm, 1, order) for v in whole)
-                        for part in range(split)
+                        for part in range(pieces)
                     ]
                     left = range(begin_part, end_part, programs)
-                    places = [functions["_place"](v, tiles - cut, late, num_comm, split, order) for v in left]
+                    places = [functions["_place"](v, tiles - cut, late, num_comm, pieces, order) for v in left]
                     seen += [(i, j) for _, i, j, _ in places]
                     counts.append(len(whole))
-                assert sorted(seen) == [(i, j) for i in range(num_m) for j in range(num_n * split)]
-                assert alone == min(skip, most, tiles // max(programs - num_comm, 1))
-                assert late <= max(skip - alone, 0)
+                assert sorted(seen) == [(i, j) for i in range(num_m) for j in range(num_n * pieces)]
+                assert alone == min(wanted, most, tiles // max(programs - num_comm, 1))
+                assert late <= max(wanted - alone, 0)
                 if most == 99:
                     assert cut < programs
-                if split > 1 and 0 < num_comm < programs:  # whole rounds for all
+                if pieces > 1 and 0 < num_comm < programs:  # whole rounds for all
                     assert set(counts[:num_comm]) == {counts[-1] - alone}
                     assert len(set(counts[num_comm:])) == 1
                     assert counts[-1] <= most

@@ -23,13 +23,13 @@ def test_every_plan_that_is_chosen():
         assert push_plan(*case, num_comm_sms=8) == pushed
         assert push_plan(*case)[:2] == ((0, copied.chunk) if side >= 8192 else (16, 128))
         assert push_plan(*case) == push_plan(*case, num_comm_sms=0 if side >= 8192 else 16)
-        assert push_plan(*case, num_comm_sms=8, skip=1) == pushed._replace(skip=1)
+        assert push_plan(*case, num_comm_sms=8, rounds_alone=1) == pushed._replace(rounds_alone=1)
         assert push_plan(*case, num_comm_sms=8, chunk=64) == pushed._replace(chunk=64)
-        assert push_plan(*case, chunk=64).num_comm_sms == push_plan(*case, skip=1).num_comm_sms == 16
+        assert push_plan(*case, chunk=64).num_comm_sms == push_plan(*case, rounds_alone=1).num_comm_sms == 16
     case = 8192, 8192, 512
-    alone = {n: push_plan(*case, 4, TILES, 132, num_comm_sms=n).skip for n in (4, 8, 16)}
+    alone = {n: push_plan(*case, 4, TILES, 132, num_comm_sms=n).rounds_alone for n in (4, 8, 16)}
     assert alone == {4: 29, 8: 15, 16: 15}  # half the programs, twice the time; eight fill the links
-    assert push_plan(*case, 4, NARROW, 132, num_comm_sms=8).skip == 29  # half the tile
+    assert push_plan(*case, 4, NARROW, 132, num_comm_sms=8).rounds_alone == 29  # half the tile
     assert push_plan(128, 256, 512, 4, TILES, 2).num_comm_sms == 16  # there may be fewer programs than push
     assert push_plan(8192, 8192, 8192, 1, TILES, 132).num_comm_sms == 16  # nobody to copy to
 
@@ -39,5 +39,5 @@ def test_up_to_half_a_round_of_tiles_is_cut():
     for num_comm, missing, cases in ((0, 0, {7: 0, 2: 1, 6: 3, 1: 4}), (8, 6, {2: 0, 4: 1, 1: 3, 3: 4})):
         for columns, left in cases.items():
             plan = push_plan(128, 256 * columns, 512, 4, TILES, 7, num_comm_sms=num_comm)
-            assert 4 * columns == 7 * plan.whole - missing + left, plan
-            assert plan.split == (2 if left in (1, 3) else 1), (num_comm, left)
+            assert 4 * columns == 7 * plan.whole_rounds - missing + left, plan
+            assert plan.cut_last == (2 if left in (1, 3) else 1), (num_comm, left)

@@ -264,23 +264,23 @@ def test_pushing_first_by_hand():
     def of(key=case, **settings):
         return estimate("all_gather_matmul", Config(mode="gluon", num_comm_sms=8, **settings), key)
 
-    found = of(skip=4, split=4)
+    found = of(rounds_alone=4, cut_last=4)
     assert found.compute == pytest.approx((4 * one + part) * interpolated(H200.slow, 4 * one + part))
     assert found.communication == pytest.approx(3 * 2048 * 8192 * 2 / (BESIDE * link_rate("TMA store", 8, peers="all")))
     # those that come last are of the last whole round, of which the first rows came a good deal earlier
     wave = found.communication * 132 / (512 * 0.75)
     assert found.exposed == pytest.approx(max(
         0.0, found.communication + max(one / 32, one - wave) - max(found.communication, found.compute)))  # fmt: skip
-    whole = of(skip=4, split=1)
+    whole = of(rounds_alone=4, cut_last=1)
     assert whole.compute == pytest.approx(5 * one * interpolated(H200.slow, 5 * one))
     # three whole rounds, and 560 parts: four rounds of 124, and 64 for all
-    cut = of(skip=7, split=4, whole=3)
+    cut = of(rounds_alone=7, cut_last=4, whole_rounds=3)
     assert cut.compute == pytest.approx((3 * one + 5 * part) * interpolated(H200.slow, 3 * one + 5 * part))
     assert cut.exposed < found.exposed
     big = product(16384)  # 9 rounds while they push; earlier and later it is more
-    skipped = {n: of(big, skip=n).total for n in (0, 7, 9, 16)}
-    assert min(skipped, key=skipped.get) == 9
-    assert of().total == pytest.approx(min(of(split=split).total for split in (1, 2, 4)), rel=0.05)
+    totals = {n: of(big, rounds_alone=n).total for n in (0, 7, 9, 16)}
+    assert min(totals, key=totals.get) == 9
+    assert of().total == pytest.approx(min(of(cut_last=n).total for n in (1, 2, 4)), rel=0.05)
     few = estimate("all_gather_matmul", Config(mode="gluon", num_comm_sms=2), case)
     assert few.communication > 3 * found.communication
     assert pushing_rounds(Config(mode="gluon", num_comm_sms=8), case) == pytest.approx(found.communication / one)
@@ -353,8 +353,8 @@ def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
     copied = [estimate("all_gather_matmul", Config(mode=mode, **wide), few) for mode in ("copy", "gluon")]
     assert copied[1].communication < copied[0].communication, "one copy to each peer, not four"
     cut = [
-        estimate("all_gather_matmul", Config(mode="gluon", push_rows=8, split=split, **wide), few).exposed
-        for split in (1, 2)
+        estimate("all_gather_matmul", Config(mode="gluon", push_rows=8, cut_last=n, **wide), few).exposed
+        for n in (1, 2)
     ]
     assert cut[1] < cut[0], "half a tile after the last copy"
     alone = estimate("all_gather_matmul", Config(mode="copy", tiles=(128, 256, 64)), {**few, "size": 1})
@@ -379,7 +379,7 @@ def test_what_comes_in_two_chunks_is_waited_for_less_where_the_own_shard_is_done
 
 def test_the_model_knows_what_the_gluon_forms_do_where_nothing_is_given():
     assert (model.PUSHERS, model.CHUNK) == (_push_plan.PUSHERS, _push_plan.CHUNK)
-    assert model.SPLITS == _push_plan.SPLITS
+    assert model.CUTS == _push_plan.CUTS
     assert spaces.GLUON_RANKS == range(2, _forms.MAX_RANKS + 1)
     assert _forms.MAX_RANKS == _gluon.MAX_PEERS + 1
     assert spaces.BARRIERS == _gluon.shared_bytes(_gluon.TILES._replace(block_m=0, block_n=0))

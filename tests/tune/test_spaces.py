@@ -55,7 +55,7 @@ def test_every_tile_fits(what, dtype):
         elif config["mode"] == "gluon":
             assert config["chunk"] % block_k == 0
             assert config["num_comm_sms"] < H200.sms
-            assert config["skip"] >= 0
+            assert config["rounds_alone"] >= 0
 
 
 def test_the_last_whole_round_is_cut_or_not_and_pushing_skips_what_it_takes_or_one_more_or_less():
@@ -63,16 +63,16 @@ def test_the_last_whole_round_is_cut_or_not_and_pushing_skips_what_it_takes_or_o
         found = [c for c in own("all_gather_matmul", key(N, N // 4, N)) if c["mode"] == "gluon"]
         assert len(found) <= 160
         mine = [c for c in found if c["num_comm_sms"] == 8 and c["tiles"][1] == 256]
-        assert {c["whole"] for c in mine if c["split"] == 1} == rounds
-        assert {c["whole"] for c in mine} == rounds | {n - 1 for n in rounds}
-        assert {len({c["skip"] for c in mine if (c["split"], c["whole"]) == how}) for how in
-                {(c["split"], c["whole"]) for c in mine}} == {3}  # fmt: skip
-        assert {c["split"] for c in found} == {1, 2, 4}
+        assert {c["whole_rounds"] for c in mine if c["cut_last"] == 1} == rounds
+        assert {c["whole_rounds"] for c in mine} == rounds | {n - 1 for n in rounds}
+        assert {len({c["rounds_alone"] for c in mine if (c["cut_last"], c["whole_rounds"]) == how}) for how in
+                {(c["cut_last"], c["whole_rounds"]) for c in mine}} == {3}  # fmt: skip
+        assert {c["cut_last"] for c in found} == {1, 2, 4}
         assert {c["tiles"][1]: c["tiles"][5] for c in found} == {256: 4}
         copied = [c for c in found if c["num_comm_sms"] == 0]
         rows = N // 4 // 128
         assert {c["push_rows"] for c in copied} == {0, *(math.ceil(rows / n) for n in (2, 3, 4))}
-        assert all(c["skip"] == 0 for c in copied)
+        assert all(c["rounds_alone"] == 0 for c in copied)
         assert {(c["chunk"], c["push_rows"]) for c in copied if c["chunk"]} == {(N // 2, 0)}
 
 

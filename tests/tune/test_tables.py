@@ -136,7 +136,16 @@ def test_what_is_right_for_one_shape_only_is_left_to_the_operator():
         there, beside = (tables.nearest(what, {**case, "K": case["K"] + more}, H200.name, 4) for more in (0, 8))
         assert {"mode", "tiles"} < set(there)
         assert beside == Config(mode="gluon")
-    gluon = Config(mode="gluon", num_comm_sms=8, chunk=512, push_rows=1, skip=3, split=2, whole=4, tiles=(128, 256, 64))
+    gluon = Config(
+        mode="gluon",
+        num_comm_sms=8,
+        chunk=512,
+        push_rows=1,
+        rounds_alone=3,
+        cut_last=2,
+        whole_rounds=4,
+        tiles=(128, 256, 64),
+    )
     assert set(tables.carried(gluon)) == {"mode", "num_comm_sms", "chunk", "push_rows", "tiles"}
     assert tables.carried(Config(mode="copy", push_rows=1, tiles=(128, 256, 64))) == (
         Config(mode="copy", tiles=(128, 256, 64))

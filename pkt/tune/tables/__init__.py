@@ -25,7 +25,7 @@ FARTHEST = 1.5
 as half-way between two sizes of which one is twice the other."""
 
 AXES = ("M", "N", "K")
-OF_A_SHAPE = {"gluon": ("skip", "split", "whole"), "copy": ("push_rows",)}
+OF_A_SHAPE = {"gluon": ("rounds_alone", "cut_last", "whole_rounds"), "copy": ("push_rows",)}
 """By mode, settings that are right for one shape only. An operator derives them from its own where they are not given.
 """
 

@@ -14,6 +14,9 @@ hypothesis.settings.register_profile("pkt", deadline=None, print_blob=True, max_
 hypothesis.settings.load_profile("pkt")
 
 
+pytest_plugins = ["tests.explored"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if not wanting:

@@ -217,6 +217,8 @@ def _install(patches: _Patches) -> None:
     patches.set(tl.tensor, "__str__", lambda self: str(self.handle.data))
     patches.set(tl.tensor, "T", property(_transposed))
     patches.set(core.dtype, "to_ir", _to_ir)
+    patches.set(core.block_type, "to_ir", lambda self, b: shortcuts.block_like(self, self.element_ty.to_ir(b)))
+    patches.set(core.block_type, "with_element_ty", shortcuts.block_like)
     # Builtins of pkt.language that are called with no `_semantic` use this one.
     patches.set(base, "interpreter_semantic", semantic)
     patches.set(base, "interpreter_builder", builder)

@@ -71,6 +71,11 @@ def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
     return known
 
 
+def block_like(self: tl.block_type, ty: tl.dtype) -> tl.dtype:
+    """`tl.block_type.with_element_ty`, and `to_ir`, which here is the type itself."""
+    return block(ty, tuple(self.shape))
+
+
 def _truncated(left: Any, right: Any) -> Any:
     """`//` of Triton's integers, rounded towards zero as in C."""
     return (left - np.fmod(left, right)) // right
@@ -155,23 +160,27 @@ def getitem(slow: Callable) -> Callable:
 _EVERY = slice(None)
 
 
-_WIDTH: dict[str, Any] = {"int32": np.int32, "int64": np.int64}
+_WIDTH: dict[str, Any] = {f"{u}int{n}": np.dtype(f"{u}int{n}") for u in ("", "u") for n in (16, 32, 64)}
+_BITS = _WIDTH | {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 
 
 def cast(slow: Callable) -> Callable:
-    """`tl.cast` and `x.to` between integers."""
+    """`tl.cast` and `x.to` between integers, between types of one width bit by bit, and to the type that x has."""
 
-    def call(input: Any, dtype: Any, *args: Any, **named: Any) -> Any:
-        if not args and not named and getattr(dtype, "name", "") in INTEGERS:
+    def call(input: Any, dtype: Any, rounding: Any = None, bitcast: Any = False, **named: Any) -> Any:
+        wanted = getattr(dtype, "name", "")
+        if rounding is None and not named and wanted in _BITS:
             if type(input) is tl.tensor:
-                if input.dtype.name == dtype.name:
+                have, data = input.dtype.name, input.handle.data
+                if have == wanted:
                     return input
-                if input.dtype.name in INTEGERS:
-                    data = input.handle.data.astype(_WIDTH[dtype.name])
-                    return made(data, dtype, not input.shape)
-            elif type(input) is int and -_LIMIT[dtype.name] <= input < _LIMIT[dtype.name]:
-                return made(np.array([input], _WIDTH[dtype.name]), dtype, True)
-        return slow(input, dtype, *args, **named)
+                if bitcast is True and have in _BITS and _BITS[have].itemsize == _BITS[wanted].itemsize:
+                    return made(data.view(_BITS[wanted]), dtype, not input.shape)
+                if bitcast is False and have in _WIDTH and wanted in _WIDTH:
+                    return made(data.astype(_WIDTH[wanted]), dtype, not input.shape)
+            elif wanted in INTEGERS and type(input) is int and -_LIMIT[wanted] <= input < _LIMIT[wanted]:
+                return made(np.array([input], _WIDTH[wanted]), dtype, True)
+        return slow(input, dtype, rounding, bitcast, **named)
 
     return call
 

@@ -116,7 +116,8 @@ def refuses(world: Any, operator: Operator, tensors: dict[str, Any], case: Case,
     """The call raises one of pkt's errors that names rank and call, before it launches or allocates anything."""
     before = world.heap.ledger.free_bytes
     with pytest.raises(pkt.PktError) as caught:
-        inputs.called(operator, None, tensors, case, **{"world": world, **more})
+        keywords = {n: v for n, v in case.arguments.items() if n in operator.arguments}
+        operator.function(**tensors, **{**keywords, "world": world, **more})
     assert re.match(rf"rank {world.rank}: {operator.name}\b", str(caught.value)), str(caught.value)
     assert world.heap.ledger.free_bytes == before, "memory was allocated"
 

@@ -115,8 +115,8 @@ def emptied(case: Case) -> list[tuple[dict[str, Any], dict[str, int]]]:
 def refuses(world: Any, operator: Operator, tensors: dict[str, Any], case: Case, **more: Any) -> None:
     """The call raises one of pkt's errors that names rank and call, before it launches or allocates anything."""
     before = world.heap.ledger.free_bytes
+    keywords = {n: v for n, v in case.arguments.items() if n in operator.arguments}
     with pytest.raises(pkt.PktError) as caught:
-        keywords = {n: v for n, v in case.arguments.items() if n in operator.arguments}
         operator.function(**tensors, **{**keywords, "world": world, **more})
     assert re.match(rf"rank {world.rank}: {operator.name}\b", str(caught.value)), str(caught.value)
     assert world.heap.ledger.free_bytes == before, "memory was allocated"
@@ -142,8 +142,8 @@ def check_refusals(operator: Operator) -> None:
         for name, form in operator.forms.items():
             for setting in operator.settings.keys() - form.settings.keys():
                 refuses(world, operator, good, case, mode=name, **{setting: 1})
-        for setting in operator.settings:
-            refuses(world, operator, good, case, **{setting: object()})
+        for keyword in (*operator.settings, *operator.arguments):
+            refuses(world, operator, good, case, **{keyword: object()})
         if out is not None:
             wide = pkt.empty((*like.shape, 2), dtype=dtype)
             for wrong in (3, wide, out.to(torch.complex64)):

@@ -133,9 +133,7 @@ TEMPORARY = {
     ("pkt.tune.explanation", "pkt.kernels.shared.gluon_host"),
 }
 # Circles that the tree still has.
-TEMPORARY_CIRCLES = {
-    frozenset({"pkt.kernels.all_gather_matmul.copy", "pkt.kernels.all_gather_matmul.plain"}),
-}
+TEMPORARY_CIRCLES = {frozenset({"pkt.kernels.all_gather_matmul.copy", "pkt.kernels.all_gather_matmul.plain"})}
 NOT_THERE_YET = {"pkt.model"}
 
 # These import a module whose name they are given at run time: a job's, a kernel's, each operator's.
@@ -292,14 +290,14 @@ def test_every_form_of_import_is_seen(tmp_path):
         "from ..language import world as w\ndef f():\n    from pkt.runtime import anything\n"
         "if TYPE_CHECKING:\n    from pkt.doctor import Report\n"
         "import_module('pkt.cli')\nimportlib.import_module(f'pkt.kernels.{x}')\n"
-        "import_module('.model', 'pkt.tune')\n"
+        "import_module('.memory', 'pkt.simulate')\n"
         "import_module(x)\nimport_module(f'{x}.y')\nrunpy.run_module(f'benchmarks.{x}')\n"
         "run([python, '-m', 'pkt.simulate', '-m'])\n"
         "start('pkt.runtime.bootstrap:open_job', 'pkt.simulate: a text')\n"
     )
     assert imported("pkt.simulate.probe", path) == {
         "numpy.linalg", "pkt.errors", "pkt.simulate.machine", "pkt.language.world", "pkt.runtime", "pkt.doctor",
-        "pkt.cli", "pkt.kernels.*", "pkt.tune.model", "?", "benchmarks.*", "pkt.simulate", "pkt.runtime.bootstrap",
+        "pkt.cli", "pkt.kernels.*", "pkt.simulate.memory", "?", "benchmarks.*", "pkt.simulate", "pkt.runtime.bootstrap",
     }  # fmt: skip
 
 

@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "dtypes": ("off by", [("mask=offs < n), mask", "mask=offs < n).to(tl.float16), mask")]),
     "offsets": ("off by", [("start(x, out, inbox", "start(torch.as_strided(x, (n,), (1,), 0), out, inbox")]),
     "empty": ("shape", [('result="n"', 'result=lambda call: (max(call["n"], 1),)')]),
-    "refusals": ("unsupported operand", [("integer(least=0)", "lambda call, name, value: value")]),
+    "refusals": ("different collective calls", [("integer(least=0)", "lambda call, name, value: value")]),
     "overlap": ("DID NOT RAISE", [(BODY, f"return {NEW} if out is None else out.copy_({NEW})")]),
     "agreement": ("DID NOT RAISE", [("exact=True", 'exact=True, private="n"')]),
     "host cost": (

@@ -186,6 +186,9 @@ def test_what_may_need_another_kernel_is_left_to_triton(monkeypatch: pytest.Monk
     assert repeat(x, y, bias, int("48"), one, pair) is compiled, "the same number"
     assert prepared(plain_kernel, (x, y, bias, large, one, pair), BLOCK=64)[0](*args) is None
     launcher.launches.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(plain_kernel, "pre_run_hooks", [print])
+        assert repeat(*args) is None
     for name in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:
             patch.setattr(triton.knobs.runtime, name, SimpleNamespace(calls=[print]))

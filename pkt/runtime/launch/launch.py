@@ -1,4 +1,4 @@
-"""Launches on GPUs of kernels whose programs wait for each other: all resident, behind the world's last call."""
+"""Launches of kernels whose programs wait for each other: all resident, and after the world's last call."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from pkt.runtime.world import World
 
 
 def _scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.int8, device="cuda")  # on the launch's stream; torch aligns to 512 bytes
+    return torch.empty(nbytes, dtype=torch.int8, device="cuda")  # for the current stream; torch aligns to 512 bytes
 
 
 def provide_scratch() -> None:
-    """Let Triton take memory from torch for the descriptors that kernels make, unless the user has said otherwise.
+    """Let Triton take memory from torch for the descriptors that kernels make, unless the user has set an allocator.
 
-    Without, such a kernel cannot be launched. Triton keeps this by thread and by notebook cell: once is not enough.
+    Triton cannot launch such a kernel without one. It keeps the allocator in a context variable, which threads and
+    notebook cells do not share, so this is called before each launch.
     """
-    kept = getattr(_allocation, "_allocator", None)  # private to Triton: where it is gone, nobody is asked
+    kept = getattr(_allocation, "_allocator", None)  # private to Triton: another release may not have it
     if kept is None or isinstance(kept.get(), _allocation.NullAllocator):
         triton.set_allocator(_scratch)
 
 
 def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **options: Any) -> Callable[..., Any]:
-    """start(*args): kernel[grid](*args, **options) behind the world's last call; GridTooLarge unless all its programs
-    are resident.
+    """start(*args): kernel[grid](*args, **options), after the world's last call on whatever stream (see `streams`).
 
-    For kernels whose programs wait for each other or for peers; every operator of pkt.kernels is launched so. For
-    streams see `streams`. The driver's own check of the grid costs nothing; the numbers are found on refusal.
-    A replay takes a microsecond or two longer for each node that is cooperative (an all-reduce of 16 KiB 8.7 us and not
-    7.8 on 4 x H200), so nodes are not, once their grid is known to fit: nothing else of the world runs beside them, and
-    what does run ends, so that all programs become resident. From the third launch on it is repeated, see relaunch.
+    Every operator of pkt.kernels is launched like this, because its programs wait for each other or for peers, so all
+    must be resident. The driver checks that at no cost; `start` raises GridTooLarge with the numbers if it refuses.
+    Nodes of a graph are made ordinary once their grid is known to fit: a cooperative node makes a replay a microsecond
+    or two slower (an all-reduce of 16 KiB takes 8.7 us instead of 7.8 on 4 x H200). No other operator of the world runs
+    beside such a node, and all other kernels end, so all its programs become resident. From the third launch on
+    `relaunch` repeats the launch.
     """
     streams = world.streams
     last: Any = None
     repeat: Repeat | None = None
-    # kernel[grid] would pack all options anew at each launch, twice: half the host time of one with twenty of them.
+    # kernel[grid] packs all options twice at each launch: half the host time of a launch with twenty of them.
     named = options | {"launch_cooperative_grid": True, "grid": grid}
 
     def fit(compiled: Any, refusal: RuntimeError | None = None) -> None:
@@ -60,7 +61,7 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
             compiled = repeat(args, streams.handle()) if repeat is not None else None
             if compiled is None:
                 compiled = kernel.run(*args, warmup=False, **named)
-                if compiled is not None and compiled is last:  # so it is launched again and again
+                if compiled is not None and compiled is last:  # a kernel that is launched repeatedly
                     repeat = repeated(kernel, compiled, grid, args, named)
                 last = compiled
         except RuntimeError as error:
@@ -78,13 +79,13 @@ def cooperative_launch(world: World, kernel: Any, grid: tuple[int, ...], **optio
 
 
 def cooperative(world: World, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """One such launch, of what is not launched again and again."""
+    """One such launch, for a kernel that is launched once."""
     return cooperative_launch(world, kernel, grid, **options)(*args)
 
 
 def beside(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """kernel[grid](*args, **options) in no order with the world's other calls: a part of an operator that goes on
-    beside its other kernels, on a stream that the operator forks and joins. It must wait for nobody."""
+    """kernel[grid](*args, **options), not ordered with the world's other calls: for a part of an operator that runs
+    beside its other kernels, on a stream that the operator forks and joins. It must not wait for another kernel."""
     return kernel[grid](*args, **options)
 
 

@@ -1,12 +1,13 @@
-"""The same launch again with other addresses, past what Triton does anew for each.
+"""The same launch again with other addresses, without the work that Triton repeats for each launch.
 
 `kernel[grid](...)` binds and specialises every argument, asks the driver about every pointer and encodes every tensor
-descriptor: on an H200's host 15 to 20 us, and 60 to 80 for a kernel with a dozen descriptors, while what it computes
-may take 7. Of a plan's launches all of that is the same but for the addresses, and often for them, too.
+descriptor. On an H200's host this takes 15 to 20 us, and 60 to 80 us for a kernel with a dozen descriptors; the kernel
+itself may take 7 us. Between the launches of a plan nothing changes but the addresses, and often not even those.
 
-What is passed here is what Triton's own launcher passes on, an address for each pointer. It is Triton's inside, so it
-is done for releases that were looked at; for others, and where anything has changed, `repeat` says no, and Triton
-launches.
+`repeated` calls the function in C that Triton's launcher calls, with the same arguments, an address for each pointer.
+That function is internal to Triton, so this is enabled only for releases that were checked. For other releases, and
+whenever anything else has changed, `repeat` launches nothing and returns None, and the caller lets Triton launch.
+Triton's check that the kernel's globals still have their values is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -24,43 +26,43 @@ from triton.runtime.jit import JITFunction
 from pkt.language.world import DeviceWorld
 
 KNOWN = triton.__version__.startswith("3.6.")
-"""Whether this is a release of Triton whose launcher takes what is passed here."""
+"""Whether the launcher of this release of Triton was checked to take the arguments that are passed here."""
 MOST_ENCODED = 16
-"""Addresses for which a descriptor is kept encoded."""
+"""Addresses for which the encoding of a descriptor is kept."""
 
 _run = JITFunction.run
 
 Repeat = Callable[[tuple[Any, ...], int], Any]
 Take = Callable[[Any], Any]
-"""take(argument): what is passed for it; OTHER where another kernel might be compiled for it."""
+"""take(argument): the value to pass for it, or OTHER if another kernel might have to be compiled for it."""
 OTHER = object()
 
 
 def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> Repeat:
-    """repeat(args, stream): launch `compiled` again, as kernel.run(*args, **named) has just done, on a stream by its
-    handle, and return it; None, with nothing launched, where these arguments might need another kernel.
+    """repeat(args, stream): launch `compiled` again on the stream with this handle, as kernel.run(*args, **named) has
+    just done, and return it. Returns None, with nothing launched, if these arguments might need another kernel.
 
-    Pointers and the tensors of descriptors may be others, of the same dtype and the same alignment to 16 bytes; what
-    else is passed has to be the same. A descriptor is one of the plan's, of which nothing but its `base` changes.
+    Tensors, and the tensors of descriptors, may be others of the same dtype and the same alignment to 16 bytes. All
+    other arguments have to be equal. A descriptor has to be the same object, and only its `base` may change.
     """
-    raw = _raw(kernel, compiled)
-    if raw is None:
+    found = _in_c(kernel, compiled.run)
+    if found is None:
         return lambda args, stream: None
-    launch, metas = raw
-    moved, fixed, passed = _laid_out(kernel, args, named, metas)
+    launch, encodings = found
+    moving, fixed, passed = _arguments(kernel, args, named, encodings)
     launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     x, y, z = (*grid, 1, 1)[:3]
     scratch, align = launcher.global_scratch_size * x * y * z * launcher.num_ctas, launcher.global_scratch_align
     cooperative, pdl = launcher.launch_cooperative_grid, launcher.launch_pdl
 
     def repeat(args: tuple[Any, ...], stream: int) -> Any:
-        if _watched():
+        if _watched(kernel):
             return None
         for at, value in fixed:
-            if args[at] is not value and not _same(args[at], value):
+            if args[at] is not value and not _equal(args[at], value):
                 return None
         now = passed.copy()
-        for at, place, take in moved:
+        for at, place, take in moving:
             found = now[place] = take(args[at])
             if found is OTHER:
                 return None
@@ -71,117 +73,119 @@ def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any,
     return repeat
 
 
-def _watched() -> bool:
-    """Whether somebody wants to see each launch, or has put another one in its place."""
+def _watched(kernel: Any) -> bool:
+    """Whether a hook wants to see each launch, or something has replaced Triton's launch."""
     before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return JITFunction.run is not _run or bool(getattr(before, "calls", True) or getattr(after, "calls", True))
+    # Triton's chain of hooks has `calls`; a user may have put a function in its place.
+    hooked = getattr(before, "calls", True) or getattr(after, "calls", True) or kernel.pre_run_hooks
+    return bool(hooked) or JITFunction.run is not _run
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Of what is no tensor: whether one kernel serves both."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(x is y or _same(x, y) for x, y in zip(a, b))
-    if isinstance(a, tl.constexpr):
-        return a.value is b.value or _same(a.value, b.value)
-    return isinstance(a, (int, str)) and a == b
-
-
-def _raw(kernel: Any, compiled: Any) -> tuple[Callable[..., None], list[Any]] | None:
-    """What launches in C, and how each descriptor is encoded; None where Triton is to launch."""
-    if not KNOWN or _watched() or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+def _in_c(kernel: Any, launcher: Any) -> tuple[Callable[..., None], list[Any]] | None:
+    """The function in C behind `launcher`, and how Triton encodes each descriptor for it; None if Triton has to
+    launch."""
+    if not KNOWN or not isinstance(kernel, JITFunction) or _watched(kernel):
         return None
-    launcher = compiled.run
     if type(launcher).__name__ != "CudaLauncher" or launcher.profile_scratch_size:
         return None
-    launch = launcher.launch
-    if not inspect.isfunction(launch):
-        return launch, []
-    kept = inspect.getclosurevars(launch).nonlocals  # it encodes the descriptors, and then calls the one in C
-    metas = kept["tensordesc_meta"]
-    return None if any(meta and meta["fp4_padded"] for meta in metas) else (kept["launcher"], metas)
+    if not inspect.isfunction(launcher.launch):
+        return launcher.launch, []
+    # A closure in Python, which encodes the descriptors and then calls the function in C.
+    inside = inspect.getclosurevars(launcher.launch).nonlocals
+    encodings = inside["tensordesc_meta"]
+    return None if any(how and how["fp4_padded"] for how in encodings) else (inside["launcher"], encodings)
 
 
-def _laid_out(
-    kernel: Any, args: tuple[Any, ...], named: dict[str, Any], metas: list[Any]
+def _arguments(
+    kernel: Any, args: tuple[Any, ...], named: dict[str, Any], encodings: list[Any]
 ) -> tuple[list[tuple[int, int, Take]], list[tuple[int, Any]], list[Any]]:
-    """Of the arguments those that may move: where in `args`, where in what is passed, and how they are taken; those
-    that may not; and what is passed."""
-    moved: list[tuple[int, int, Take]] = []
+    """The arguments that may change, as (index in `args`, index in the list passed, take); those that may not, as
+    (index in `args`, value); and the list passed for `args`."""
+    moving: list[tuple[int, int, Take]] = []
     fixed: list[tuple[int, Any]] = []
     passed: list[Any] = []
-    meta = iter(metas)
+    remaining = iter(encodings)
     for at, name in enumerate(kernel.arg_names):
         if at >= len(args):
             passed.append(named.get(name, kernel.signature.parameters[name].default))
             continue
-        value = args[at]
-        described = hasattr(value, "block_shape")
-        how = next(meta) if described else None
-        take = _described(value, how) if described else _taken(value)
+        value, sizes = args[at], list[Any]()
+        if hasattr(value, "block_shape"):  # a descriptor, Triton's or Gluon's, which have no class in common
+            how = next(remaining)
+            take: Take | None = _descriptor(value, how)
+            sizes = [*value.shape, *value.strides]
+            if how is None:
+                sizes += [value.padding == "nan", *sizes]
+        else:
+            take = _pointers(value)
         if take is None:
             fixed.append((at, value))
-            passed.append(value)
         else:
-            moved.append((at, len(passed), take))
-            passed.append(take(value))
-        if described:
-            sizes = [*value.shape, *value.strides]
-            passed += sizes if how else [*sizes, value.padding == "nan", *sizes]
-    return moved, fixed, passed
+            moving.append((at, len(passed), take))
+        passed += [value if take is None else take(value), *sizes]
+    return moving, fixed, passed
 
 
-def _taken(of: Any) -> Take | None:
-    """How what is like `of` is taken; None where it has no pointers, and may not move."""
-    if hasattr(of, "data_ptr"):
+def _equal(a: Any, b: Any) -> bool:
+    """Whether one kernel serves both of two arguments without pointers."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(x is y or _equal(x, y) for x, y in zip(a, b))
+    if isinstance(a, tl.constexpr):
+        return a.value is b.value or _equal(a.value, b.value)
+    return isinstance(a, (int, str)) and a == b
+
+
+def _pointers(of: Any) -> Take | None:
+    """How to take arguments like `of`; None if it has no pointers."""
+    if isinstance(of, torch.Tensor):
         return _address(of)
-    if isinstance(of, DeviceWorld):  # it stays while there are launches, its status page too
-        passed = tuple(take(x) if (take := _taken(x)) else x for x in of)
-        return lambda world: passed if world is of else OTHER
     if isinstance(of, tuple):
-        takes = [_taken(x) for x in of]
-        return _each(of, takes) if any(takes) else None
+        takes = [_pointers(x) for x in of]
+        if isinstance(of, DeviceWorld):  # the world's own, whose status page lasts as long as the world
+            passed = tuple(take(x) if take else x for x, take in zip(of, takes))
+            return lambda world: passed if world is of else OTHER
+        return _elements(of, takes) if any(takes) else None
     return None
 
 
-def _address(of: Any) -> Take:
-    """Of a tensor."""
+def _address(of: torch.Tensor) -> Take:
+    """How to take a tensor like `of`."""
     dtype, aligned = of.dtype, of.data_ptr() % 16 == 0
 
-    def address(tensor: Any) -> Any:
-        if getattr(tensor, "dtype", None) is not dtype:
+    def take(tensor: Any) -> Any:
+        if getattr(tensor, "dtype", None) is not dtype:  # by its dtype, because isinstance is slow where it says no
             return OTHER
         found = tensor.data_ptr()
         return found if (found % 16 == 0) is aligned else OTHER
 
-    return address
+    return take
 
 
-def _each(of: tuple[Any, ...], takes: list[Take | None]) -> Take:
-    """Of a tuple with tensors, which are not kept."""
+def _elements(of: tuple[Any, ...], takes: list[Take | None]) -> Take:
+    """How to take a tuple like `of`, element by element. Keeps no tensor."""
     kind, fixed = type(of), [None if take else x for x, take in zip(of, takes)]
 
-    def each(values: Any) -> Any:
+    def take_all(values: Any) -> Any:
         if type(values) is not kind or len(values) != len(takes):
             return OTHER
         found = []
-        for value, take, same in zip(values, takes, fixed):
-            if take is None:
-                if value is not same and not _same(value, same):
+        for value, take, wanted in zip(values, takes, fixed):
+            if take is not None:
+                value = take(value)
+                if value is OTHER:
                     return OTHER
-                found.append(value)
-            else:
-                found.append(take(value))
-                if found[-1] is OTHER:
-                    return OTHER
+            elif value is not wanted and not _equal(value, wanted):
+                return OTHER
+            found.append(value)
         return tuple(found)
 
-    return each
+    return take_all
 
 
-def _described(of: Any, how: dict[str, Any] | None) -> Take:
-    """Of a descriptor: its tensor's address where how is None, else encoded so."""
+def _descriptor(of: Any, how: dict[str, Any] | None) -> Take:
+    """How to take the descriptor `of`: the address of its tensor if `how` is None, else encoded as `how` says."""
     if how is None:
         address = _address(of.base)
         return lambda descriptor: address(of.base) if descriptor is of else OTHER
@@ -189,8 +193,8 @@ def _described(of: Any, how: dict[str, Any] | None) -> Take:
 
     dtype, kept = of.base.dtype, dict[int, Any]()
     encode = driver.active.utils.fill_tma_descriptor
-    shape, strides, padding = of.shape, of.strides, int(of.padding == "nan")
-    element = TMA_DTYPE_DEVICE_TO_HOST[how["elem_type"]]
+    form = how["swizzle"], how["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[how["elem_type"]], how["block_size"]
+    extent = of.shape, of.strides, int(of.padding == "nan")
 
     def encoded(descriptor: Any) -> Any:
         if descriptor is not of or of.base.dtype is not dtype:
@@ -200,9 +204,7 @@ def _described(of: Any, how: dict[str, Any] | None) -> Take:
         if found is None:
             if len(kept) == MOST_ENCODED:
                 kept.clear()
-            found = kept[at] = encode(
-                at, how["swizzle"], how["elem_size"], element, how["block_size"], shape, strides, padding
-            )
+            found = kept[at] = encode(at, *form, *extent)
         return found
 
     return encoded

@@ -1,14 +1,13 @@
-"""pkt.empty and its like: torch's factories, in the symmetric heap.
+"""pkt.empty, pkt.zeros, ...: torch's factories, in the symmetric heap.
 
-All are collective: every rank makes the same calls in the same order with the same shapes and dtypes. Those
-that fill the memory return when every rank's is filled, so a peer may be read or signalled at once; `empty`
-does not wait.
+All are collective: every rank makes the same calls in the same order with the same shapes and dtypes. Those that fill
+the memory return when every rank's memory is filled, so a peer may be read or signalled at once. `empty` does not wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -27,9 +26,8 @@ def empty(
 ) -> SymmetricTensor:
     """A symmetric tensor of undefined contents: `empty((m, k))` or `empty(m, k)`.
 
-    dtype is torch's default where None; name is what messages call it (the variable it is assigned to where
-    None); world is the current one where None. Raises ShapeError, DtypeError, AllocationMismatch, HeapFull,
-    Closed.
+    dtype: torch's default where None. name: used in messages; where None, the name of the variable that the tensor is
+    assigned to. world: the current one where None. Raises ShapeError, DtypeError, AllocationMismatch, HeapFull, Closed.
     """
     return _make("empty", torch.empty, (_shape("empty", size),), dtype, name, world, fill=False)
 
@@ -56,7 +54,7 @@ def full(
     name: str | None = None,
     world: World | None = None,
 ) -> SymmetricTensor:
-    """`empty`, filled with `fill_value` (this rank's own), whose dtype it takes where dtype is None."""
+    """`empty`, filled with `fill_value`, which may differ between ranks; of its dtype where dtype is None."""
     return _make("full", torch.full, (_shape("full", (size,)), fill_value), dtype, name, world)
 
 
@@ -67,8 +65,7 @@ def rand(
     name: str | None = None,
     world: World | None = None,
 ) -> SymmetricTensor:
-    """Uniform in [0, 1), from `generator` or this rank's default one, as torch.rand: the same seed, the same
-    values."""
+    """Uniform in [0, 1), the values of torch.rand for `generator` or this rank's default generator."""
     return _make("rand", torch.rand, (_shape("rand", size),), dtype, name, world, generator=generator)
 
 
@@ -79,8 +76,7 @@ def randn(
     name: str | None = None,
     world: World | None = None,
 ) -> SymmetricTensor:
-    """Standard normal, from `generator` or this rank's default one, as torch.randn: the same seed, the same
-    values."""
+    """Standard normal, the values of torch.randn for `generator` or this rank's default generator."""
     return _make("randn", torch.randn, (_shape("randn", size),), dtype, name, world, generator=generator)
 
 
@@ -94,8 +90,8 @@ def randint(
     name: str | None = None,
     world: World | None = None,
 ) -> SymmetricTensor:
-    """Integers in [low, high), as torch.randint: `randint(low, high, size)` or `randint(high, size)`; int64
-    by default."""
+    """Integers in [low, high), as torch.randint: `randint(low, high, size)` or `randint(high, size)`; int64 by
+    default."""
     if size is None:
         low, high, size = 0, low, high if isinstance(high, Sequence) else None
     if size is None or not isinstance(high, int):
@@ -119,31 +115,52 @@ def arange(
     if end is None:
         start, end = 0, start
     if step == 0 or (end - start) / step < 0:
-        raise ShapeError.argument(
-            "arange", "start, end, step", (start, end, step), "a step that leads from start to end"
-        )
+        found = (start, end, step)
+        raise ShapeError.argument("arange", "start, end, step", found, "a step that leads from start to end")
     return _make("arange", torch.arange, (start, end, step), dtype, name, world)
 
 
-def empty_like(
-    x: torch.Tensor, *, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
-) -> SymmetricTensor:
-    """`empty` with the shape and dtype of `x`; contiguous, whatever x's strides are."""
-    return _make("empty_like", torch.empty, (tuple(x.shape),), dtype or x.dtype, name, world, fill=False)
+class Like(Protocol):
+    """The type of `empty_like` and others."""
+
+    __name__: str
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+        name: str | None = None,
+        world: World | None = None,
+    ) -> SymmetricTensor: ...
 
 
-def zeros_like(
-    x: torch.Tensor, *, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
-) -> SymmetricTensor:
-    """`zeros` with the shape and dtype of `x`."""
-    return _make("zeros_like", torch.zeros, (tuple(x.shape),), dtype or x.dtype, name, world)
+def _like(factory: Callable[..., SymmetricTensor], filled: Callable[..., torch.Tensor], fill: bool = True) -> Like:
+    """`factory`, which allocates what torch's `filled` would, for the shape and dtype of another tensor."""
+    call = f"{factory.__name__}_like"
+
+    def like(
+        x: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+        name: str | None = None,
+        world: World | None = None,
+    ) -> SymmetricTensor:
+        shape = (tuple(x.shape),)
+        return _make(call, filled, shape, dtype or x.dtype, name, world, fill=fill, generator=generator)
+
+    like.__name__ = like.__qualname__ = call
+    like.__doc__ = f"`{factory.__name__}` with the shape and dtype of `x`; contiguous, whatever the strides of x are."
+    return like
 
 
-def ones_like(
-    x: torch.Tensor, *, dtype: torch.dtype | None = None, name: str | None = None, world: World | None = None
-) -> SymmetricTensor:
-    """`ones` with the shape and dtype of `x`."""
-    return _make("ones_like", torch.ones, (tuple(x.shape),), dtype or x.dtype, name, world)
+empty_like = _like(empty, torch.empty, fill=False)
+zeros_like = _like(zeros, torch.zeros)
+ones_like = _like(ones, torch.ones)
+rand_like = _like(rand, torch.rand)
+randn_like = _like(randn, torch.randn)
 
 
 def full_like(
@@ -156,30 +173,6 @@ def full_like(
 ) -> SymmetricTensor:
     """`full` with the shape and dtype of `x`."""
     return _make("full_like", torch.full, (tuple(x.shape), fill_value), dtype or x.dtype, name, world)
-
-
-def rand_like(
-    x: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    generator: torch.Generator | None = None,
-    name: str | None = None,
-    world: World | None = None,
-) -> SymmetricTensor:
-    """`rand` with the shape and dtype of `x`."""
-    return _make("rand_like", torch.rand, (tuple(x.shape),), dtype or x.dtype, name, world, generator=generator)
-
-
-def randn_like(
-    x: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    generator: torch.Generator | None = None,
-    name: str | None = None,
-    world: World | None = None,
-) -> SymmetricTensor:
-    """`randn` with the shape and dtype of `x`."""
-    return _make("randn_like", torch.randn, (tuple(x.shape),), dtype or x.dtype, name, world, generator=generator)
 
 
 def randint_like(
@@ -200,10 +193,10 @@ def randint_like(
 
 
 def signals(n: int, *, name: str | None = None, world: World | None = None) -> SymmetricTensor:
-    """`n` int32 counters for signal and wait, apart from data, zero when every rank has them, never reset.
+    """`n` int32 counters for signal and wait, apart from data. They begin at zero and are never reset.
 
-    In front of them lie 64 bytes (an int64 epoch word, then guard words), behind them 64 bytes of guard
-    words; free, close and world.check() raise SignalIndexError if a guard word was overwritten.
+    64 bytes lie before them (an int64 epoch word, then guard words) and 64 bytes of guard words after them. free, close
+    and world.check() raise SignalIndexError if a guard word was overwritten.
     """
     shape = _shape("signals", (n,))
     if shape == (0,):
@@ -212,7 +205,7 @@ def signals(n: int, *, name: str | None = None, world: World | None = None) -> S
 
 
 def _shape(call: str, size: tuple[Any, ...]) -> tuple[int, ...]:
-    # An int first: to ask whether it is a Sequence costs as much as the rest.
+    # The test for an int comes first, because the test for a Sequence costs as much as the rest of this function.
     given = size[0] if len(size) == 1 and type(size[0]) is not int and isinstance(size[0], Sequence) else size
     for extent in given:
         if type(extent) is not int or extent < 0:
@@ -232,13 +225,13 @@ def _make(
     fill: bool = True,
     generator: torch.Generator | None = None,
 ) -> SymmetricTensor:
-    """Allocate what `like(*args)` would be, and let torch fill it."""
+    """Allocate the tensor that torch's `like(*args)` would return, and let torch fill it."""
     world = world or current_world(f"pkt.{call}")
     heap = world.heap
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise DtypeError.argument(call, "dtype", dtype, "a torch.dtype", world.rank)
     if fill and kind == "data":
-        try:  # torch says what shape and dtype its own factory would give, and refuses what it would refuse
+        try:  # torch knows the shape and dtype of its factory's result, and refuses wrong arguments
             meta = like(*args, dtype=dtype, device="meta")
         except (RuntimeError, TypeError, ValueError) as error:
             wanted = f"what torch.{like.__name__} takes ({error})"
@@ -257,7 +250,7 @@ def _make(
             options = {"generator": generator} if generator is not None else {}
             try:
                 like(*args, out=plain, **options)
-            except (RuntimeError, TypeError, ValueError):  # torch has no such kernel; it has none on any rank
+            except (RuntimeError, TypeError, ValueError):  # torch has no such kernel, and so on every rank
                 heap.free(allocation, site.text)
                 raise
         heap.collective_point(f"filling {label}")

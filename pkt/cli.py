@@ -1,4 +1,4 @@
-"""The command `pkt`: doctor, simulate, tune."""
+"""The command `pkt` with its subcommands doctor, simulate and tune."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ app.command("tune")(tune)
 def doctor(
     bandwidth: Annotated[bool, typer.Option(help="open a world on the GPUs and time transfers between them")] = True,
 ) -> None:
-    """Show what this machine can do; exit status 0 only if pkt runs on GPUs here."""
+    """Show what pkt can use on this machine; exit status 0 only if pkt runs on GPUs here."""
     report = examine()
     if bandwidth and report.ok:
         measure(report)
-    # In a file or a pipe, rich would take 80 columns and break the lines of tables.
+    # For a file or a pipe rich assumes 80 columns, which would break the lines of tables.
     show(report, Console(width=None if sys.stdout.isatty() else 120))
     raise typer.Exit(report.status)
 

@@ -1,4 +1,4 @@
-"""Timelines: what each resident program of each rank did when, as a Perfetto trace, a picture or a table."""
+"""Timelines of the resident programs of each rank, as a Perfetto trace, a picture or a table."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["KINDS", "Event", "RankSummary", "Timeline"]
 
 KINDS = ("compute", "communicate", "wait")
 
-# Okabe and Ito's blue and orange with a grey: apart for every common kind of colour blindness, and in print.
+# Okabe and Ito's blue and orange with a grey: distinct in print and for every common kind of colour blindness.
 COLOURS = {"compute": "#0072B2", "communicate": "#E69F00", "wait": "#B9BEC6"}
 INK, FAINT, IDLE = "#22262B", "#7A828C", "#F3F5F7"
 
-# Inches. The bands take what the margins leave.
+# In inches. The bands fill the space between the margins.
 WIDTH, LEFT, RIGHT = 11.0, 0.85, 1.75
 GAP, LEGEND, FOOT = 0.16, 0.45, 0.52
 
@@ -28,10 +28,10 @@ GAP, LEGEND, FOOT = 0.16, 0.45, 0.52
 class Event(NamedTuple):
     """A stretch of one kind of work on one lane.
 
-    rank: the rank it ran on.
-    lane: where on that rank: the slot of the resident program (an SM, or a share of one).
+    rank: the rank that it ran on.
+    lane: the slot of the resident program on that rank (an SM, or a share of one).
     kind: one of `KINDS`.
-    name: what it was, for people: "tile 3", "wait flags[7]".
+    name: a description for people: "tile 3", "wait flags[7]".
     start_us, end_us: microseconds from the start of the run.
     """
 
@@ -44,10 +44,10 @@ class Event(NamedTuple):
 
 
 class RankSummary(NamedTuple):
-    """How one rank spent its time. The shares are of lanes x span; what they leave to 1 was idle.
+    """The shares of one rank's time, of lanes x span; the rest is idle time.
 
-    overlap: of the time in which any lane communicated, the share in which another lane computed; None if no
-    lane communicated.
+    overlap: the share of the time with any lane communicating in which another lane computed; None if no lane
+    communicated.
     """
 
     rank: int
@@ -61,10 +61,9 @@ class RankSummary(NamedTuple):
 class Timeline:
     """Events of one run, on one clock.
 
-    Where two events of a lane overlap, the one that began later counts: a wait inside a communicate stretch
-    is a wait. All ranks are measured over the same span, from the first start to the last end, so that a rank
-    that finishes early shows as idle. `clock` says what the microseconds are: "modelled µs" for the
-    simulator's machine, whose clock counts work and not wall time.
+    Where two events of a lane overlap, the one that began later counts: a wait inside a communicate event is a wait.
+    All ranks share one span, from the first start to the last end, so that a rank that finishes early shows as idle.
+    clock: the unit of the times, "modelled µs" for the simulator, whose clock counts work and not wall time.
     """
 
     def __init__(self, events: Iterable[Event], title: str = "", clock: str = "modelled µs") -> None:
@@ -90,7 +89,7 @@ class Timeline:
         return min(e.start_us for e in self.events), max(e.end_us for e in self.events)
 
     def lanes(self, rank: int) -> dict[int, list[Event]]:
-        """Events of each lane of `rank`, cut so that they don't overlap, in order of time."""
+        """The events of each lane of `rank`, cut so that none overlap, in order of time."""
         by_lane: dict[int, list[Event]] = defaultdict(list)
         for event in self.events:
             if event.rank == rank:
@@ -131,7 +130,7 @@ class Timeline:
         return table
 
     def to_perfetto(self, path: str | Path) -> Path:
-        """Write Chrome's trace JSON, which ui.perfetto.dev and chrome://tracing open: a process a rank."""
+        """Write Chrome's trace JSON, one process a rank, for ui.perfetto.dev and chrome://tracing."""
         records: list[dict[str, object]] = []
         for rank in self.ranks:
             records += [
@@ -161,16 +160,16 @@ class Timeline:
         return path
 
     def to_png(self, path: str | Path, dpi: int = 160) -> Path:
-        """Draw a band a rank with a row a lane. Needs matplotlib (`pip install 'pkt-triton[plot]'`)."""
+        """Draw a band for each rank with a row for each lane. Needs matplotlib (`pip install 'pkt-triton[plot]'`)."""
         path = Path(path)
         _draw(self, dpi).savefig(path)
         return path
 
 
 def _without_overlaps(events: list[Event]) -> list[Event]:
-    """Cut one lane's events, in order of start, longest first, so that the latest to begin holds the lane."""
+    """Cut one lane's events so that the one that began last holds the lane. In order of start, longest first."""
     out: list[Event] = []
-    open_: list[Event] = []  # begun and not ended, the latest last; `now` is where the lane is drawn up to
+    open_: list[Event] = []  # begun and not ended, the latest last; `now` is the time up to which the lane is cut
     now = 0.0
 
     def run_until(until: float) -> None:
@@ -193,7 +192,7 @@ def _without_overlaps(events: list[Event]) -> list[Event]:
 
 
 def _union(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time as a list of stretches apart from one another, in order."""
+    """The same time as a list of disjoint stretches, in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(stretches):
         if merged and start <= merged[-1][1]:
@@ -204,7 +203,7 @@ def _union(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _common(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
-    """Length of the time in both; each a list of stretches apart from one another, in order."""
+    """Length of the time in both lists of disjoint stretches, each in order."""
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
@@ -219,7 +218,7 @@ def _common(left: list[tuple[float, float]], right: list[tuple[float, float]]) -
 
 
 def _draw(timeline: Timeline, dpi: int = 160) -> Figure:
-    """Return the figure of `timeline`; its height follows from the number of ranks and lanes."""
+    """The figure of `timeline`; its height depends on the numbers of ranks and lanes."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
@@ -232,7 +231,7 @@ def _draw(timeline: Timeline, dpi: int = 160) -> Figure:
     figure = Figure(figsize=(WIDTH, height), dpi=dpi, facecolor="white")
     start, end = timeline.span_us
     if 0 < start < 0.05 * end:
-        start = 0.0  # so that the axis has its zero
+        start = 0.0  # so that the axis begins at zero
 
     top, axes = height - head, None
     for row, inches in zip(timeline.summary(), heights):
@@ -257,9 +256,9 @@ def _draw(timeline: Timeline, dpi: int = 160) -> Figure:
 
 
 def _band_inches(lanes: int, dpi: int) -> float:
-    """Tall enough to tell rows apart while there are few, not so tall that four ranks leave the screen.
+    """Height of a rank's band: rows are distinct while there are few, and four ranks fit on a screen.
 
-    A whole number of pixels a row, so that all rows look alike.
+    Each row has a whole number of pixels, so that all rows look alike.
     """
     inches = min(1.75, max(0.62, 0.16 * lanes))
     return lanes * max(1, round(inches * dpi / lanes)) / dpi
@@ -273,7 +272,7 @@ def _band(axes: Any, lanes: list[list[Event]], inches: float) -> None:
         side.set_visible(False)
     axes.grid(axis="x", color="#DDE1E6", linewidth=0.6)
     axes.set_axisbelow(True)
-    # Lines of background between rows, and between one task and the next, only where they don't eat them.
+    # Gaps between rows and between tasks, only where rows and tasks are large enough.
     row_points = inches * 72 / len(lanes)
     gap = 0.12 if row_points > 4 else 0.0
     left, right = axes.get_xlim()
@@ -289,7 +288,7 @@ def _band(axes: Any, lanes: list[list[Event]], inches: float) -> None:
 def _shares(axes: Any, row: RankSummary, inches: float) -> None:
     """Write the rank's shares beside its band, in the colours of the legend."""
     lines = [(f"{row.compute:.0%} compute", COLOURS["compute"]),
-             (f"{row.communicate:.0%} communicate", "#9A6A00"),  # orange text on white needs to be darker
+             (f"{row.communicate:.0%} communicate", "#9A6A00"),  # a darker orange, for text on white
              (f"{row.wait:.0%} wait", FAINT)]  # fmt: skip
     if row.overlap is not None:
         lines.append((f"{row.overlap:.0%} overlapped", INK))
@@ -300,7 +299,7 @@ def _shares(axes: Any, row: RankSummary, inches: float) -> None:
 
 
 def _legend(figure: Any, y: float) -> None:
-    """One square a kind, in a row under the title."""
+    """Draw one square for each kind, in a row under the title."""
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=kind, linewidth=0) for kind, colour in COLOURS.items()]

@@ -375,4 +375,4 @@ WRONG: dict[str, Callable[..., Counts]] = {
     WITHOUT_FENCE: functools.partial(pairs, send="tma", receive="tma", without="fence", rows=64, cols=64),
     "a flag before its data": functools.partial(flagged, early=True),
 }
-"""The same of what must be found stale."""
+"""Patterns with a planted mistake, whose messages must be found stale."""

@@ -157,9 +157,3 @@ def install_listener() -> None:
     TRITON_STORE_BINARY_ONLY, where the cache holds no text."""
     if not isinstance(triton.knobs.compilation.listener, _Listener):
         triton.knobs.compilation.listener = _Listener(triton.knobs.compilation.listener)
-
-
-def remove_listener() -> None:
-    """Undo `install_listener`, unless another listener has been installed since."""
-    if isinstance(triton.knobs.compilation.listener, _Listener):
-        triton.knobs.compilation.listener = triton.knobs.compilation.listener.before

@@ -59,25 +59,37 @@ def _descriptor(x, coord, rank, world, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _store_to(dst, tile, coord, rank, world):
+def _send_to(dst, tile, coord, rank, world, ADD: tl.constexpr):
     ROWS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = tile.shape[1]
     if dst.tma:
-        _descriptor(dst, coord, rank, world, ROWS, COLS).store([coord[2] * ROWS, coord[3] * COLS], tile)
+        desc = _descriptor(dst, coord, rank, world, ROWS, COLS)
+        if ADD:
+            desc.atomic_add([coord[2] * ROWS, coord[3] * COLS], tile)
+        else:
+            desc.store([coord[2] * ROWS, coord[3] * COLS], tile)
     else:
         ptrs, inside = _elements(dst, coord, ROWS, COLS)
-        tl.store(address.peer(ptrs, rank, world), tile, mask=inside)
+        if ADD:
+            tl.atomic_add(address.peer(ptrs, rank, world), tile, mask=inside, sem="relaxed", scope="sys")
+        else:
+            tl.store(address.peer(ptrs, rank, world), tile, mask=inside)
 
 
 @triton.jit
-def _add_to(dst, tile, coord, rank, world):
-    ROWS: tl.constexpr = tile.shape[0]
-    COLS: tl.constexpr = tile.shape[1]
-    if dst.tma:
-        _descriptor(dst, coord, rank, world, ROWS, COLS).atomic_add([coord[2] * ROWS, coord[3] * COLS], tile)
+def _send(dst, tile, coord, world, peer, ADD: tl.constexpr):
+    tile = tile.to(dst.ptr.dtype.element_ty)
+    if peer is not None:
+        _send_to(dst, tile, coord, peer, world, ADD)
+    elif world.multicast and dst.tma:
+        ptrs, inside = _elements(dst, coord, tile.shape[0], tile.shape[1])
+        if ADD:
+            multimem.multimem_reduce_add(ptrs, tile, world, mask=inside)
+        else:
+            multimem.multimem_store(ptrs, tile, world, mask=inside)
     else:
-        ptrs, inside = _elements(dst, coord, ROWS, COLS)
-        tl.atomic_add(address.peer(ptrs, rank, world), tile, mask=inside, sem="relaxed", scope="sys")
+        for i in tl.static_range(1, world.size + 1):
+            _send_to(dst, tile, coord, (world.rank + i) % world.size, world, ADD)
 
 
 @triton.jit
@@ -89,15 +101,7 @@ def store_async(dst, tile, coord, world, peer=None):
     else a TMA store to each. Making the descriptor takes 13 `tensormap.replace` and a fence, which the compiler hoists
     while dst and coord[0:2] do not change. For many tiles make one descriptor before the loop.
     """
-    tile = tile.to(dst.ptr.dtype.element_ty)
-    if peer is not None:
-        _store_to(dst, tile, coord, peer, world)
-    elif world.multicast and dst.tma:
-        ptrs, inside = _elements(dst, coord, tile.shape[0], tile.shape[1])
-        multimem.multimem_store(ptrs, tile, world, mask=inside)
-    else:
-        for i in tl.static_range(1, world.size + 1):
-            _store_to(dst, tile, coord, (world.rank + i) % world.size, world)
+    _send(dst, tile, coord, world, peer, False)
 
 
 @triton.jit
@@ -105,15 +109,7 @@ def store_add_async(dst, tile, coord, world, peer=None):
     """Add tile [R, C] to rank `peer`'s array, or to every rank's: each element atomically, in no fixed order, rounded
     at every addition. TMA: `cp.reduce.async.bulk.tensor.2d...add`; to every rank `multimem.red` where
     `world.multicast`."""
-    tile = tile.to(dst.ptr.dtype.element_ty)
-    if peer is not None:
-        _add_to(dst, tile, coord, peer, world)
-    elif world.multicast and dst.tma:
-        ptrs, inside = _elements(dst, coord, tile.shape[0], tile.shape[1])
-        multimem.multimem_reduce_add(ptrs, tile, world, mask=inside)
-    else:
-        for i in tl.static_range(1, world.size + 1):
-            _add_to(dst, tile, coord, (world.rank + i) % world.size, world)
+    _send(dst, tile, coord, world, peer, True)
 
 
 @triton.jit

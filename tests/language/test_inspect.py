@@ -150,31 +150,25 @@ def test_the_listener_raises_on_a_lost_call_and_calls_the_previous_listener(monk
     heard = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **facts: heard.append(facts["metadata"]["name"]))
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    before = triton.knobs.compilation.listener
     inspect.install_listener()
-    inspect.install_listener()  # once is enough
+    inspect.install_listener()  # a second call has no effect
     monkeypatch.setattr(inspect, "check_sync", _strict(inspect.check_sync))
     compile_only(wait_kernel, "*int32", 7, device_world(0, 7), "ge")
     assert heard == ["wait_kernel"]
     assert _strict.seen >= 1
     with pytest.raises(LostSync):
         tile(90, specialize=True)
-    inspect.remove_listener()
-    assert triton.knobs.compilation.listener is before
 
 
 def test_the_listener_checks_cached_kernels_too(monkeypatch):
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **facts: hits.append(facts["cache_hit"]))
     inspect.install_listener()
-    try:
-        checked = []
-        monkeypatch.setattr(inspect, "check_sync", lambda asm, kernel: checked.append(asm["ptx"]))
-        for _ in range(2):
-            branches_kernel.device_caches.clear()  # drop the kernels that this process has compiled
-            compile_only(branches_kernel, "*i32", "*i32", device_world(0, 3))
-    finally:
-        inspect.remove_listener()
+    checked = []
+    monkeypatch.setattr(inspect, "check_sync", lambda asm, kernel: checked.append(asm["ptx"]))
+    for _ in range(2):
+        branches_kernel.device_caches.clear()  # drop the kernels that this process has compiled
+        compile_only(branches_kernel, "*i32", "*i32", device_world(0, 3))
     assert hits[-1] is True
     assert len(checked) == 4  # by the listener and by compile_only, each time
     assert all(count_markers(text)["wait"] for text in checked)

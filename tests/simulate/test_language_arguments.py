@@ -200,7 +200,7 @@ def test_a_world_in_place_of_its_device_is_refused() -> None:
     def main(world: Any) -> None:
         ramp[(1,)](pkt.zeros(4), 4, world, 4)
 
-    with pytest.raises(ShapeError, match=r"ramp: world: found a pkt.World, wanted .* world.device"):
+    with pytest.raises(ShapeError, match=r"ramp: world: found a pkt.World, wanted world.device"):
         pkt.launch(main, ranks=1, device="cpu")
 
 

@@ -1,8 +1,12 @@
-"""Eighty lines in an empty folder make an operator: the conformance suite finds it, and every fault planted in it."""
+"""Eighty lines in an empty folder make an operator: the conformance suite finds it, and every fault planted in it.
+
+The operator is the one of docs/adding-an-operator.md.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +22,9 @@ from pkt.kernels import operator as registry
 from pkt.kernels.operator import Operator
 from tests.conformance import checks
 
-TEXT = (Path(__file__).parent / "new_operator.py").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "adding-an-operator.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE[: PAGE.index("## Try it")], re.MULTILINE | re.DOTALL)
+TEXT = "\n\n".join(BLOCKS)
 SCHEDULES = 40
 
 

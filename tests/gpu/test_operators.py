@@ -1,0 +1,115 @@
+"""Every operator in the registry on GPUs, each of its forms: results eagerly, in replayed graphs, and on two streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.operator import Case, operators
+from tests.conformance import checks, inputs
+from tests.gpu.run import FOUND, Batch, on_ranks
+
+OPERATORS = operators()
+FORMS = [f"{name} {mode}" for name, operator in OPERATORS.items() for mode in operator.forms]
+GPU_SIZES = ((256, 128, 64, 192), (64, 512, 256, 40), (144, 136, 264, 8))  # of letters, in their order
+
+
+def gpu_cases(name: str, mode: str) -> list[Case]:
+    """The operator's own cases without the simulator's settings, and larger ones of an operator of letters."""
+    operator = OPERATORS[name]
+    cases, letters = list(inputs.cases_of(operator, mode)), inputs.letters_of(operator)
+    for sizes in GPU_SIZES if letters else ():
+        cases.append(Case(sizes=dict(zip(letters, sizes * len(letters)))))
+    return cases
+
+
+class Calls:
+    """Calls of one form with tensors of one case: launched, captured, checked."""
+
+    def __init__(self, world: Any, name: str, mode: str, case: Case, dtype: torch.dtype) -> None:
+        self.world, self.operator, self.mode, self.case, self.dtype = world, OPERATORS[name], mode, case, dtype
+        operands = inputs.everybody(self.operator, case, world.size, 0, dtype)
+        like = inputs.exact(self.operator, case, world.rank, operands)
+        out = checks.result_for(world, self.operator, mode, case, like, dtype, "given")
+        self.tensors = checks.given(world, self.operator, mode, operands, out)
+
+    def fill(self, launch: int) -> None:
+        """Other operands."""
+        self.operands = inputs.everybody(self.operator, self.case, self.world.size, launch, self.dtype)
+        for name, ranks in self.operands.items():
+            if ranks is not None:
+                self.tensors[name].copy_(ranks[self.world.rank])
+
+    def call(self) -> torch.Tensor:
+        keywords = {n: v for n, v in self.case.arguments.items() if n in self.operator.arguments}
+        self.found = self.operator.function(**self.tensors, **keywords, mode=self.mode, world=self.world)
+        return self.found
+
+    def check(self) -> None:
+        """The last result is within the bound of the last operands."""
+        rank, size = self.world.rank, self.world.size
+        exact = inputs.exact(self.operator, self.case, rank, self.operands)
+        limit = inputs.bound(self.operator, self.mode, self.case, rank, size, self.operands, self.dtype)
+        error = (self.found.cpu().double() - exact.double()).abs()
+        assert (error <= limit).all(), f"{self.mode}, {self.case}: off by {error.max():.3g}"
+
+
+def program(name: str, mode: str) -> Callable[[Any], None]:
+    def run(world: Any) -> None:
+        ran = 0
+        for case in gpu_cases(name, mode):
+            dtype = checks.floats(OPERATORS[name], mode)[ran % 2]
+            try:
+                ran += everything(world, name, mode, case, dtype)
+            except pkt.Unsupported as unfit:  # this form does not take the case: on any rank
+                print(f"{name} {mode}: {unfit}")
+        assert ran, f"no case of {name} suits {mode}"
+
+    return run
+
+
+def everything(world: Any, name: str, mode: str, case: Case, dtype: torch.dtype) -> int:
+    """1 after eager calls, replays of a graph, and calls on two streams, all of them right."""
+    calls = [Calls(world, name, mode, case, dtype) for _ in range(2)]
+    for launch in range(3):
+        calls[0].fill(launch)
+        calls[0].call()
+        calls[0].check()
+    torch.cuda.synchronize()
+    world.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls[0].call()
+    world.barrier()
+    for launch in range(3, 6):
+        calls[0].fill(launch)
+        graph.replay()
+        calls[0].check()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for launch in range(6, 8):
+        for one, stream in zip(calls, streams):
+            with torch.cuda.stream(stream):
+                one.fill(launch)
+                one.call()
+        torch.cuda.synchronize()
+        for one in calls:
+            one.check()
+    return 1
+
+
+BATCH = Batch({form.replace(" ", "-"): program(*form.split()) for form in FORMS})
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("form", [form.replace(" ", "-") for form in FORMS])
+def test_form(form: str, ranks: int) -> None:
+    BATCH.check(form, ranks)
+
+
+def test_there_are_gpus_to_test_on() -> None:
+    assert FOUND >= 2

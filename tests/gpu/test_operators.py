@@ -1,4 +1,4 @@
-"""Every operator in the registry on GPUs, each of its forms: results eagerly, in replayed graphs, and on two streams."""
+"""Every form of every operator in the registry on GPUs: right eagerly, in replayed graphs, and on two streams."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def gpu_cases(name: str, mode: str) -> list[Case]:
     """The operator's own cases without the simulator's settings, and larger ones of an operator of letters."""
     operator = OPERATORS[name]
     cases, letters = list(inputs.cases_of(operator, mode)), inputs.letters_of(operator)
-    for sizes in GPU_SIZES if letters else ():
-        cases.append(Case(sizes=dict(zip(letters, sizes * len(letters)))))
-    return cases
+    larger = [Case(sizes=dict(zip(letters, sizes * len(letters)))) for sizes in GPU_SIZES if letters]
+    return cases + larger
 
 
 class Calls:

@@ -9,8 +9,9 @@ from .operator import Operator, operators
 
 HEAD = """# Operators
 
-Every operator in the registry: its signature, what it returns, and its forms, the values of `mode=`. W is the number of ranks; bytes
-are those that leave each rank. This page is made by `python -m pkt.kernels.page`. [Add one](adding-an-operator.md)
+Every operator in the registry: its signature, what it returns, and its forms, the values of `mode=`. W is the number of
+ranks. The column "bytes" counts what leaves each rank. `python -m pkt.kernels.page` makes this page.
+[Add an operator](adding-an-operator.md)
 """
 
 

@@ -1,9 +1,9 @@
 """The CUDA driver calls that the heap is made of, behind one protocol: CudaDriver here, a fake in the tests.
 
-Every call either succeeds or raises DriverError, which names rank, call and code; nothing is retried or hidden.
-Addresses, sizes and handles are ints. What is exported is a file descriptor, the caller's to close, or the 64 bytes of
-a fabric handle, which mean the memory on other hosts of one NVLink domain too. The multicast calls at the end are made
-by `multicast.py` alone, and only after every rank has voted for them.
+Every call either succeeds or raises DriverError, which names rank, call and code. Addresses, sizes and handles are
+ints. An export is a file descriptor, which the caller closes, or the 64 bytes of a fabric handle, which other hosts of
+the NVLink domain can import too. Only `multicast.py` makes the multicast calls at the end, after every rank has voted
+for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pkt.runtime.gpu import nvml
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 Shared = int | bytes  # a file descriptor, or a fabric handle
-_storage_at = getattr(torch._C, "_construct_storage_from_data_pointer", None)  # private: newer torch may lack it
+_storage_at = getattr(torch._C, "_construct_storage_from_data_pointer", None)  # private: other releases may lack it
 _REMEDY = {
     2: "free memory on this GPU, or lower heap= or PKT_HEAP",
     100: "no CUDA device is visible (CUDA_VISIBLE_DEVICES, or the container's --gpus)",
@@ -31,12 +31,12 @@ _REMEDY = {
 
 
 class Driver(Protocol):
-    """What the runtime asks of a GPU driver. `device` is an ordinal of this process."""
+    """The driver calls that the runtime makes. `device` is an ordinal of this process."""
 
     rank: int
     fabric: bool  # export fabric handles, not file descriptors; set before anything is made
 
-    # -- what is there
+    # -- queries
     def version(self) -> int:
         """The newest CUDA that the driver knows: 13010 is 13.1."""
 
@@ -64,10 +64,10 @@ class Driver(Protocol):
         """Drop a handle; what is mapped stays until it is unmapped."""
 
     def export(self, handle: int) -> Shared:
-        """What stands for the memory. While a file descriptor is open the memory stays: close it at once."""
+        """A file descriptor or fabric handle of the memory. An open descriptor keeps the memory: close it at once."""
 
     def import_memory(self, shared: Shared) -> int:
-        """Handle of the memory behind what a peer exported; a file descriptor stays open and the caller's."""
+        """Handle of the memory that a peer exported. The caller still has to close a file descriptor."""
 
     # -- addresses
     def reserve(self, nbytes: int, alignment: int) -> int: ...
@@ -75,7 +75,7 @@ class Driver(Protocol):
     def map(self, address: int, nbytes: int, handle: int) -> None: ...
     def unmap(self, address: int, nbytes: int) -> None: ...
     def allow(self, address: int, nbytes: int, device: int) -> None:
-        """Let `device` read and write what is mapped there."""
+        """Let `device` read and write the memory that is mapped there."""
 
     # -- use
     def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -85,14 +85,15 @@ class Driver(Protocol):
         self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
         stream: int,
     ) -> None:  # fmt: skip
-        """Queue a copy by a copy engine on a stream. shape: planes, runs in a plane, bytes in a run; to, of: bytes from
-        one run to the next, and from one plane to the next, which is a multiple, at target and source."""
+        """Queue a copy by a copy engine on a stream. shape: planes, runs in a plane, bytes in a run. to, of: at target
+        and source, bytes from one run to the next and from one plane to the next; the second is a multiple of the
+        first."""
 
     def hold(self, address: int, value: int, stream: int) -> None:
         """The stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
 
     def uncouple(self, stream: int) -> None:
-        """The kernel last recorded on a stream that is captured is no longer to be launched cooperatively."""
+        """Make the kernel last recorded on a capturing stream an ordinary node of the graph, not a cooperative one."""
 
     def synchronize(self, device: int) -> None: ...
     def write_words(self, address: int, words: list[int], device: int) -> None:
@@ -116,26 +117,29 @@ class _Array:
 
 
 class CudaDriver:
-    """The real one, over cuda.bindings. The current device's primary context is torch's."""
+    """The Driver over cuda.bindings. It uses the current device's primary context, as torch does."""
 
     def __init__(self, rank: int) -> None:
-        from cuda.bindings import driver  # only here: importing pkt must not need a driver
+        from cuda.bindings import driver  # here, because importing pkt must not need a driver
 
         self.rank, self.fabric = rank, False
         self._cuda = driver
         self._side: tuple[torch.cuda.Stream, torch.Tensor] | None = None
-        self._empty: dict[Any, torch.Tensor] = {}  # (device, dtype) -> a tensor of nothing, to make others from
+        self._empty: dict[Any, torch.Tensor] = {}  # (device, dtype) -> an empty tensor, to make others from
         self._lock = threading.Lock()
         self._call("cuInit", 0)
 
     def _call(self, name: str, *args: Any) -> Any:
-        code, *result = getattr(self._cuda, name)(*args)
+        code, *result = getattr(self._cuda, name)(*args)  # by name, for the error message
         if int(code) != 0:
-            number = int(code)
-            raise DriverError.failed(self.rank, name, number, str(getattr(code, "name", code)), _REMEDY.get(number, ""))
+            number, known = (
+                int(code),
+                str(getattr(code, "name", code)),
+            )  # an int if the driver is newer than the bindings
+            raise DriverError.failed(self.rank, name, number, known, _REMEDY.get(number, ""))
         return result[0] if len(result) == 1 else tuple(result)
 
-    # -- what is there
+    # -- queries
     def version(self) -> int:
         return int(self._call("cuDriverGetVersion"))
 
@@ -152,11 +156,11 @@ class CudaDriver:
         return int(self._call("cuDeviceTotalMem", device))
 
     def attribute(self, device: int, name: str) -> int:
-        kind = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        kind = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")  # an enum, but not subscriptable
         return int(self._call("cuDeviceGetAttribute", kind, device))
 
     def p2p(self, device: int, peer: int, name: str) -> int:
-        kind = getattr(self._cuda.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
+        kind = getattr(self._cuda.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")  # the same
         return int(self._call("cuDeviceGetP2PAttribute", kind, device, peer))
 
     def domain(self, device: int) -> str:
@@ -192,7 +196,7 @@ class CudaDriver:
         return bytes(found.data) if self.fabric else int(found)
 
     def import_memory(self, shared: Shared) -> int:
-        # Bytes are taken where they lie; the CUmemFabricHandle that an export gives is not taken back.
+        # cuda.bindings takes the bytes of a fabric handle, but not the CUmemFabricHandle that an export returns.
         return int(self._call("cuMemImportFromShareableHandle", shared, self._shared))
 
     # -- addresses
@@ -220,7 +224,7 @@ class CudaDriver:
     def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         if _storage_at is None:
             return torch.as_tensor(_Array(address, nbytes), device=torch.device("cuda", device)).view(dtype)
-        # Takes a tenth of the time, and every allocation of the heap makes one of these.
+        # Takes a tenth of the time, and every allocation of the heap makes such a tensor.
         empty = self._empty.get((device, dtype))
         if empty is None:
             empty = self._empty[device, dtype] = torch.empty(0, dtype=dtype, device=torch.device("cuda", device))
@@ -234,7 +238,7 @@ class CudaDriver:
         if planes * runs == 1:
             self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
             return
-        # Between tensors of such strides torch's copy_ is a kernel.
+        # Not torch's copy_, which is a kernel between tensors of such strides.
         box = self._cuda.CUDA_MEMCPY3D()
         box.srcMemoryType = box.dstMemoryType = self._cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED
         box.dstDevice, box.srcDevice = target, source
@@ -250,7 +254,7 @@ class CudaDriver:
         self._call("cuStreamWaitValue32", stream, address, value, 0)  # 0: CU_STREAM_WAIT_VALUE_GEQ
 
     def uncouple(self, stream: int) -> None:
-        _, _, _, nodes, *_ = self._call("cuStreamGetCaptureInfo", stream)  # those that the next one depends on
+        _, _, _, nodes, *_ = self._call("cuStreamGetCaptureInfo", stream)  # the nodes that the next one depends on
         attribute = self._cuda.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         value = self._cuda.CUkernelNodeAttrValue()
         value.cooperative = 0
@@ -260,8 +264,8 @@ class CudaDriver:
         torch.cuda.synchronize(device)
 
     def write_words(self, address: int, words: list[int], device: int) -> None:
-        # A stream of its own: the current one may be full of kernels that spin until these words are there.
-        # Stream and pinned page are made at the first call, before any kernel runs; making them may wait for kernels.
+        # On a stream of its own, because the current one may hold kernels that spin until these words arrive. Stream
+        # and pinned page are made at the first call, before any kernel runs, because making them may wait for kernels.
         with self._lock, torch.cuda.device(device):
             if self._side is None:
                 self._side = (

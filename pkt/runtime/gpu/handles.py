@@ -1,4 +1,4 @@
-"""What stands for memory, on its way to other ranks: descriptors beside a frame, the bytes of fabric handles in it."""
+"""Exported memory on its way to other ranks: descriptors go beside a frame, the bytes of fabric handles in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pkt.runtime.processes.transport import Transport
 def exchange(
     transport: Transport, vote: dict[str, Any], mine: list[Shared], what: str
 ) -> tuple[list[dict[str, Any]], dict[int, list[Shared]]]:
-    """Collective: `mine` to every other rank. Every rank's `vote`, and what each peer sent, to be given to `close`."""
+    """Collective: send `mine` to every other rank. Returns every rank's `vote`, and each peer's exports, which the
+    caller has to `close`."""
     fds = [shared for shared in mine if isinstance(shared, int)]
     texts = [shared.hex() for shared in mine if isinstance(shared, bytes)]
     said, received = transport.exchange_fds(vote | {"handles": texts}, dict.fromkeys(transport.connections, fds), what)
@@ -23,5 +24,5 @@ def exchange(
 
 
 def close(shared: Iterable[Shared]) -> None:
-    """Close the descriptors among these."""
+    """Close the file descriptors among `shared`."""
     close_fds([some for some in shared if isinstance(some, int)])

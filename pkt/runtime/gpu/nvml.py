@@ -1,4 +1,4 @@
-"""NVML, asked for what the CUDA driver does not tell: links that are up, the NVLink domain that spans hosts."""
+"""Queries that NVML answers and the CUDA driver does not: NVLinks that are up, the NVLink domain over several hosts."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ _COMPLETED = 3  # nvmlGpuFabricState: the fabric manager has placed this GPU in 
 
 
 def ask(call: str, *args: Any) -> Any:
-    """What NVML answers; None where it cannot."""
+    """The result of one of NVML's functions; None if NVML cannot answer."""
     try:
         from cuda.bindings import nvml
-    except ImportError:  # of an older cuda-python
+    except ImportError:  # an older cuda-python
         return None
     try:
         nvml.init_v2()
-        return getattr(nvml, call)(*args)
-    except (nvml.NvmlError, RuntimeError, AttributeError):  # not supported; no library; no such call in it
+        return getattr(nvml, call)(*args)  # by name, because an older library may lack the function
+    except (nvml.NvmlError, RuntimeError, AttributeError):  # not supported; no library; no such function in it
         return None
 
 
 def _handle(uuid: str) -> Any:
-    """NVML's of a GPU by the driver's `uuid`, 32 hexadecimal digits; None where it knows none."""
+    """NVML's handle of the GPU with the driver's `uuid`, 32 hexadecimal digits; None if NVML does not know it."""
     groups = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])
     return ask("device_get_handle_by_uuid", "GPU-" + "-".join(groups))
 
 
 def nvlinks(uuid: str) -> int | None:
-    """NVLinks of a GPU that are up; None where NVML cannot say."""
+    """The number of a GPU's NVLinks that are up; None if NVML cannot say."""
     handle = _handle(uuid)
     if handle is None:
         return None
-    # A link that a GPU does not have is an error of NVML too.
+    # NVML also raises for a link that the GPU does not have.
     states = [ask("device_get_nvlink_state", handle, link) for link in range(NVLINKS)]
     return sum(int(state) == 1 for state in states if state is not None)
 
 
 def domain(uuid: str) -> str:
-    """The NVLink domain of a GPU as "cluster/clique"; "" where it is in none that spans hosts, or NVML cannot say."""
+    """The NVLink domain of a GPU as "cluster/clique"; "" if it is in none that spans hosts, or NVML cannot say."""
     handle = _handle(uuid)
     info = None if handle is None else ask("device_get_gpu_fabric_info_v", handle)
     if info is None or int(info.state) != _COMPLETED or int(info.status) != 0:
         return ""
     cluster = bytes(bytearray(info.cluster_uuid)).hex()
-    return f"{cluster}/{int(info.clique_id)}" if cluster.strip("0") else ""  # of zeros: a domain within one host
+    return f"{cluster}/{int(info.clique_id)}" if cluster.strip("0") else ""  # zeros: a domain within one host

@@ -1,6 +1,6 @@
-"""What the GPUs of a world can do for each other, found before anything is created: probe() and the refusals.
+"""Whether the GPUs of a world can work together, found out before anything is created.
 
-A refusal prints the whole matrix, so that one message says which pair is at fault and which are not.
+A refusal prints the whole matrix, so that one message shows which pairs are at fault and which are not.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from pkt.errors import Unsupported
 from pkt.runtime.gpu.driver import Driver
 from pkt.wording import table
 
-# Any of these turns multicast off before the driver is asked anything: ours, and those of the libraries that share the
-# GPUs.
+# Each of these turns multicast off before any call of the driver: pkt's switch, and those of other libraries.
 OFF_SWITCHES = {
     "PKT_DISABLE_MULTICAST": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -29,7 +28,7 @@ ACROSS = (
 
 
 def multicast_off(environment: Mapping[str, str] = os.environ) -> str:
-    """The switch that turns multicast off ("NCCL_NVLS_ENABLE=0"), or ""."""
+    """The switch that turns multicast off ("NCCL_NVLS_ENABLE=0"); "" if none does."""
     for name, value in OFF_SWITCHES.items():
         if environment.get(name, "").strip() == value:
             return f"{name}={value}"
@@ -38,7 +37,7 @@ def multicast_off(environment: Mapping[str, str] = os.environ) -> str:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One rank's GPU. `device` is its ordinal in that rank's process, -1 where the process does not see it."""
+    """One rank's GPU. `device` is its ordinal in that rank's process, -1 if the process does not see it."""
 
     device: int
     uuid: str
@@ -49,14 +48,14 @@ class Gpu:
     posix_fds: bool
     fabric_handles: bool
     cooperative_launch: bool
-    multicast: bool  # supported, from the attribute; says nothing of whether it is wanted
+    multicast: bool  # supported and not switched off; whether it is used is a vote
     host: str = ""
-    domain: str = ""  # of NVLink over several hosts, "cluster/clique"; asked for only where ranks are on several
+    domain: str = ""  # of NVLink over several hosts, "cluster/clique"; "" if ranks are on one host
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one GPU can do in another's memory; None where the process cannot tell (it does not see the other GPU)."""
+    """What one GPU can do in another's memory; None if the process does not see the other GPU."""
 
     access: bool | None
     atomics: bool | None
@@ -71,16 +70,16 @@ class Topology:
 
     @property
     def spans(self) -> bool:
-        """The ranks are on several hosts."""
+        """Whether the ranks are on several hosts."""
         return len({gpu.host for gpu in self.gpus}) > 1
 
     @property
     def multicast(self) -> bool:
-        """Every GPU supports it; whether it is used is a vote."""
+        """Whether every GPU supports it; whether it is used is a vote."""
         return all(gpu.multicast for gpu in self.gpus)
 
     def matrix(self) -> str:
-        """A line a rank: its GPU, its fabric where hosts are several, what it can do in each other rank's memory."""
+        """A line per rank: its GPU, its fabric if there are several hosts, its access to each other rank's memory."""
         words = {(True, True): "yes", (True, False): "no atomics", (True, None): "yes"}
         rows = []
         for a, gpu in enumerate(self.gpus):
@@ -94,7 +93,7 @@ class Topology:
         return table(("", "GPU", "model", *fabric, *(f"-> {r}" for r in range(len(self.gpus)))), rows)
 
     def check(self) -> None:
-        """Raise Unsupported, with the matrix, for what cannot work."""
+        """Raise Unsupported, with the matrix, if the GPUs cannot work together."""
         problem = self._problem()
         if problem:
             found, remedy = problem
@@ -145,7 +144,7 @@ class Topology:
         return self._apart() if self.spans else None
 
     def _apart(self) -> tuple[str, str] | None:
-        """What keeps ranks on several hosts from one another's memory."""
+        """Why ranks on several hosts cannot reach each other's memory, and a remedy; None if they can."""
         first = self.gpus[0]
         away = next(rank for rank, gpu in enumerate(self.gpus) if gpu.host != first.host)
         ranks = f"rank 0 runs on host {first.host} and rank {away} on {self.gpus[away].host}"
@@ -161,9 +160,9 @@ class Topology:
 
 
 def probe(driver: Driver, device: int, host: str, spans: bool) -> dict[str, Any]:
-    """What this rank knows, as JSON values: its own GPU, and the links to every GPU that this process sees, by uuid.
+    """This rank's GPU, and its links to every GPU that this process sees, by uuid, as JSON values.
 
-    `spans`: the GPU's NVLink domain is of interest, which NVML has to be asked for."""
+    spans: also ask NVML for the GPU's NVLink domain."""
     flag = driver.attribute
     major, minor = flag(device, "COMPUTE_CAPABILITY_MAJOR"), flag(device, "COMPUTE_CAPABILITY_MINOR")
     gpu = Gpu(

@@ -1,10 +1,10 @@
-"""The deadline that waits obey on GPUs, the status page they report to, and who watches over the peers.
+"""The deadline of waits on GPUs, the status page that waits report to, and the thread that watches the peers.
 
 A wait that meets its deadline writes a record to its rank's status page (see pkt.language.world), raises the abort word
-of every rank and returns; all programs drain. The host finds out when it next synchronises and raises WaitTimeout with
-the records of all ranks. A thread looks after the peers' processes meanwhile: when one is gone, it raises this rank's
-abort word, so that nothing spins until the deadline for a peer that cannot answer. A world that was aborted stays so:
-close it.
+of every rank and returns, as do all other waits. The host finds out when it next synchronises, and raises WaitTimeout
+with the records of all ranks. Meanwhile a thread watches the peers' processes. When one is gone, the thread raises this
+rank's abort word, so that no wait spins until the deadline for a peer that cannot answer. An aborted world stays
+aborted: close it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from pkt.runtime.gpu.cuda import CudaBackend
 from pkt.runtime.memory.heap import SymmetricHeap
 from pkt.wording import Waiting
 
-PERIOD = 0.25  # seconds between two looks at the peers
+PERIOD = 0.25  # seconds between two checks of the peers
 _COMPARISONS = {code: name for name, code in CMP_CODES.items()}
 
 
 def records(words: Sequence[int]) -> list[dict[str, int]]:
-    """The records of a status page that are whole, as {field: word}."""
+    """The complete records of a status page, as {field: word}."""
     found = []
     for slot in range(min(words[STATUS_RECORDS], MAX_RECORDS) if words[STATUS_RECORDS] >= 0 else MAX_RECORDS):
         at = STATUS_FIRST_RECORD + slot * RECORD_WORDS
@@ -50,15 +50,15 @@ def records(words: Sequence[int]) -> list[dict[str, int]]:
 
 
 def kernel_name(site: int) -> str:
-    """The kernel that `site_hash` gave `site` for, among those loaded; asked only when something went wrong."""
-    # type(), because isinstance() asks objects that pretend to be something else, some of which warn when asked.
+    """The name of the loaded kernel whose `site_hash` is `site`; slow, for error messages only."""
+    # type() and not isinstance(), which asks objects for their class, and some warn when asked.
     kernels = (o for o in gc.get_objects() if issubclass(type(o), JITFunction)) if site else ()
     names = {kernel.__name__ for kernel in kernels}
     return next((name for name in sorted(names) if site_hash(name) == site), "a kernel")
 
 
 def waiting(record: dict[str, int], heap: SymmetricHeap) -> Waiting:
-    """A record in words: which counter of which signals, by name."""
+    """A record as a Waiting, with the name of the signals and the index of the counter."""
     offset = (record["offset_low"] & 0xFFFFFFFF) | record["offset_high"] << 32
     allocation = heap.find(heap.backend.base + offset)
     counter = f"heap offset {offset:#x}"
@@ -78,7 +78,7 @@ def waiting(record: dict[str, int], heap: SymmetricHeap) -> Waiting:
 
 
 class Watch:
-    """This rank's deadline, status page and watchdog. `check()` is called whenever the host has synchronised."""
+    """This rank's deadline, status page and watchdog. CudaBackend calls `check()` after every synchronisation."""
 
     def __init__(self, backend: CudaBackend, heap: SymmetricHeap, timeout: float) -> None:
         self.backend, self.heap, self.timeout = backend, heap, timeout
@@ -105,7 +105,7 @@ class Watch:
         raise WaitTimeout.after(self.timeout, waits)
 
     def close(self) -> None:
-        """Stop looking; idempotent."""
+        """Stop the thread; idempotent."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
@@ -114,7 +114,7 @@ class Watch:
         return self.backend.view(rank, 0, STATUS_BYTES).view(torch.int32).tolist()
 
     def _gone(self) -> dict[int, str]:
-        """Peers whose process is gone although they have not closed their world."""
+        """Peers whose process is gone although they did not close their world."""
         backend = self.backend
         lost = backend.transport.lost()
         return {r: text for r, text in lost.items() if "stopped" not in text and not backend.left(r)}

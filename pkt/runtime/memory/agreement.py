@@ -1,10 +1,10 @@
-"""Do the ranks make the same collective calls? The only place that decides when that is checked.
+"""Checks that the ranks make the same collective calls of the heap, and decides when.
 
-A call is described by a `Request`. Where the backend keeps a journal that peers can read without waiting, a rank only
-writes the request down, with a digest of all its calls so far; every few calls it compares digests as far as all ranks
-have come, and `settle` waits for the rest. That is called before anything another rank can see (a launch, a peer view,
-a barrier). Without a journal the ranks exchange each request at once. Either way the first difference is raised, by
-name, on the ranks that see it, before the memory is used.
+A `Request` describes a call. If the backend keeps a journal, which peers read without waiting, a rank only records the
+request, with a digest of all its calls so far. Every few calls it compares digests up to the last call that all ranks
+have made. `settle` waits for the other ranks; it is called before anything that another rank can see (a launch, a peer
+view, a barrier). Without a journal the ranks exchange each request at once. Either way the ranks that see the first
+difference raise it, by name, before the memory is used.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Request(NamedTuple):
     """One collective call on the heap, as it is compared."""
 
     op: str  # "allocate" or "free"
-    number: int  # the how many-th allocation; for a free, of the tensor that is freed
+    number: int  # allocations are counted from 1; a free has the number of its allocation
     shape: str
     dtype: str
     kind: str
     site: str
 
     def text(self) -> str:
-        """`(1024,) bf16 at a.py:12`, the form of every message about it."""
+        """`(1024,) bf16 at a.py:12`, as in every message about the call."""
         what = f"{self.shape} {dtype_text(self.dtype)}" + (" signals" if self.kind == "signals" else "")
         if self.op == "free":
             what = f"frees #{self.number} {what}"
@@ -40,7 +40,7 @@ class Request(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: str) -> Request:
-        """What `Agreement.check` wrote down."""
+        """The request that `Agreement.check` recorded as `packed`."""
         op, number, shape, dtype, kind, site = packed.split(_SEPARATOR)
         return cls(op, int(number), shape, dtype, kind, site)
 
@@ -53,11 +53,11 @@ class Agreement:
         self.ordinal = 0  # collective heap calls so far
         self._journal = backend.journal
         self._digest = 0  # of all calls so far
-        self._agreed = 0  # ordinal up to which all ranks are known to agree
+        self._agreed = 0  # the ordinal up to which all ranks are known to agree
 
     def check(self, op: str, number: int, shape: str, dtype: str, kind: str, site: str) -> None:
-        """This rank makes the call that `Request` describes; raises AllocationMismatch if a peer is known to have made
-        another. Every allocation passes here: the line is written without a Request."""
+        """Record a call, described as in `Request`. Raises AllocationMismatch if a peer is known to have made another.
+        It packs the fields itself, because building a Request would slow down every allocation."""
         packed = f"{op}\x1f{number}\x1f{shape}\x1f{dtype}\x1f{kind}\x1f{site[-200:]}"
         self.ordinal += 1
         if self._journal is None:
@@ -74,13 +74,13 @@ class Agreement:
             self._compare()
 
     def settle(self) -> None:
-        """Every rank is known to have made all calls that this one made; waits where needed."""
+        """Return when every rank has made all calls that this rank made. Raises AllocationMismatch if one differs."""
         if self._journal is not None and self._agreed < self.ordinal:
             self._journal.settle(self.ordinal)
             self._compare()
 
     def _compare(self) -> None:
-        """Compare as far as all ranks have come; equal digests there mean equal calls up to there."""
+        """Compare up to the last call that all ranks have made. Equal digests mean equal calls up to there."""
         assert self._journal is not None
         last = min(self.ordinal, *(self._journal.written(r) for r in range(self.backend.size)))
         if last <= self._agreed:
@@ -110,5 +110,5 @@ def _mismatch(said: Mapping[int, str], rank: int) -> AllocationMismatch:
 def _readable(text: str) -> Request:
     try:
         return Request.unpack(text)
-    except ValueError:  # too long for the journal, which then keeps a digest
+    except ValueError:  # it was too long for the journal, which keeps a digest of it
         return Request("allocate", 0, "?", "?", "data", text[:80])

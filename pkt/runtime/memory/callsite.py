@@ -1,4 +1,4 @@
-"""Where in the user's code a call was made, and what that code calls the result."""
+"""The line of the user's code that made a call, and the variable that takes the result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import islice
 from types import CodeType
 from typing import NamedTuple
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_RUNTIME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STATEMENT_LINES = 12  # the longest statement that is read for a name
 
 
@@ -29,10 +29,10 @@ _known: dict[tuple[int, int, str], tuple[CodeType, CallSite]] = {}
 def call_site(call: str) -> CallSite:
     """The innermost line outside pkt.runtime that led here; `call` ("empty") is what was called there."""
     frame = sys._getframe(1)
-    while (caller := frame.f_back) is not None and frame.f_code.co_filename.startswith(_HERE):
+    while (caller := frame.f_back) is not None and frame.f_code.co_filename.startswith(_RUNTIME):
         frame = caller
     code, lasti = frame.f_code, frame.f_lasti
-    # By id: the hash of a code object goes over all of its code. It is kept beside, so that no other gets its id.
+    # By id, because hashing a code object reads all of its code. The entry keeps the object, so its id stays its own.
     place = (id(code), lasti, call)
     found = _known.get(place)
     if found is None:
@@ -44,14 +44,13 @@ def call_site(call: str) -> CallSite:
 
 def _at(code: CodeType, lasti: int, line: int, call: str) -> CallSite:
     column: int | None = None
-    if hasattr(code, "co_positions"):  # Python 3.11: tells two calls on one line apart
+    if sys.version_info >= (3, 11):  # the column tells two calls on one line apart
         column = next(islice(code.co_positions(), lasti // 2, None))[2]
     return CallSite(f"{os.path.basename(code.co_filename)}:{line}", _assigned(code.co_filename, line, column, call))
 
 
 def _assigned(path: str, line: int, column: int | None, call: str) -> str:
-    """The target of the assignment that starts at `line`, where the call at `column` is all, or one element,
-    of its value."""
+    """The target of the assignment that starts at `line`, if the call at `column` is its value or an element of it."""
     first = linecache.getline(path, line)
     indent = len(first) - len(first.lstrip())
     source = ""
@@ -82,8 +81,8 @@ def _assigned(path: str, line: int, column: int | None, call: str) -> str:
 
 
 def _parsed(source: str) -> list[ast.stmt]:
-    """Its statements. Two threads in ast.parse may end in a SystemError (gh-106905): so one at a time, and once more
-    where the other one is not from here."""
+    """The statements of `source`. ast.parse may raise SystemError if two threads are in it (gh-106905). So one thread
+    at a time calls it here, and tries again after such an error, which a thread elsewhere caused."""
     with _parsing:
         try:
             return ast.parse(source).body

@@ -1,9 +1,8 @@
 """The symmetric heap: the same offsets on every rank, over a Backend.
 
-An allocation is a collective call with no wait in it: the ranks' ledgers agree by construction, and
-`agreement` decides when that is checked. A freed block is reused only after the next collective point (a
-barrier), because until then a peer's kernel may still read it; an allocation that finds no room makes such a
-point itself.
+An allocation is a collective call that waits for nobody: the ranks' ledgers agree by construction, and `agreement`
+decides when that is checked. A freed block is reused only after the next collective point (a barrier), because a peer's
+kernel may read it until then. An allocation that finds no room makes such a point itself.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$", re.IGNORECASE
 
 
 def heap_bytes(heap: int | str | None) -> int:
-    """Bytes meant by `heap`: a number, "8GiB", "512M", or None for PKT_HEAP and then 1 GiB."""
+    """`heap` in bytes: a number, "8GiB", "512M", or None for PKT_HEAP, then 1 GiB. Raises ShapeError."""
     value = heap if heap is not None else os.environ.get("PKT_HEAP", DEFAULT_HEAP)
     match = _SIZE.match(str(value))
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
@@ -39,7 +38,7 @@ def heap_bytes(heap: int | str | None) -> int:
 
 
 class Allocation:
-    """One block and its life; every view of a symmetric tensor holds the same one."""
+    """One block, and whether it was freed. All views of a symmetric tensor hold the same Allocation."""
 
     __slots__ = ("block", "freed_at", "heap", "number")
 
@@ -48,7 +47,7 @@ class Allocation:
         self.freed_at = ""
 
     def use(self, call: str) -> None:
-        """Raise UseAfterFree or Closed unless the memory is there."""
+        """Raise UseAfterFree or Closed if the memory was given back. call: named in the message."""
         if self.heap.closed:
             raise Closed.used(self.heap.backend.rank, f"{call} on {self.block.name!r}")
         if self.freed_at:
@@ -56,7 +55,7 @@ class Allocation:
 
 
 class SymmetricHeap:
-    """Allocates, frees and checks; `backend` holds the memory."""
+    """Allocates blocks of a backend's memory, frees and checks them."""
 
     def __init__(self, backend: Backend, capacity: int, owner: object) -> None:
         """Collective. capacity: bytes. owner: the World that this is the heap of."""
@@ -66,8 +65,8 @@ class SymmetricHeap:
         self.ledger = Ledger(self.capacity, backend.gap)
         self.agreement = Agreement(backend)
         self.live: dict[int, Allocation] = {}
-        self.allocations = 0  # so far
-        self._freed: list[int] = []  # offsets that become reusable at the next collective point
+        self.allocations = 0  # made so far
+        self._freed: list[int] = []  # offsets that may be used again after the next collective point
         self._reserved = min(self.capacity, FIRST_BYTES)
         backend.reserve(self._reserved)
         offset = self.ledger.allocate(STATUS_BYTES)
@@ -80,10 +79,10 @@ class SymmetricHeap:
     def allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str, site: str, kind: Kind = "data"
     ) -> Allocation:
-        """Collective. The block for a tensor; its contents are undefined, except guard words and counters of
-        signals.
+        """Collective. The block for a tensor. Its contents are undefined, except guard words and counters of signals.
 
-        Raises AllocationMismatch before the memory can be used, and HeapFull on every rank with nothing lost.
+        Raises AllocationMismatch before the memory can be used. Raises HeapFull on every rank, and then nothing is
+        lost.
         """
         self.check_open("allocation")
         number = self.allocations + 1
@@ -101,7 +100,7 @@ class SymmetricHeap:
         if offset + nbytes > self._reserved:
             try:
                 self._reserve(offset + nbytes)
-            except PktError:  # on every rank alike: the block is given back and nothing has happened
+            except PktError:  # the same on every rank: all give the block back
                 self.ledger.free(offset)
                 raise
         allocation = self.live[offset] = Allocation(self, block, number)
@@ -114,7 +113,8 @@ class SymmetricHeap:
         return allocation
 
     def free(self, allocation: Allocation, site: str) -> None:
-        """Collective. Give `allocation` back; any later use of it raises, and its guard words are checked."""
+        """Collective. Give `allocation` back; any later use of it raises. Raises SignalIndexError, after the block is
+        free, if a guard word was overwritten. site: where the user's code frees it."""
         allocation.use("free()")
         block = allocation.block
         self.agreement.check("free", allocation.number, str(block.shape), str(block.dtype)[6:], block.kind, site)
@@ -127,7 +127,8 @@ class SymmetricHeap:
             raise overwritten
 
     def collective_point(self, what: str) -> None:
-        """Every rank has come here and its device work is done: freed blocks may be used again."""
+        """Collective: return when every rank has called it and its device work is done. Freed blocks may be used again
+        afterwards. what: names the call in messages."""
         self.agreement.settle()
         self.backend.synchronize()
         self.backend.barrier(what)
@@ -136,29 +137,28 @@ class SymmetricHeap:
         self._freed.clear()
 
     def close(self) -> None:
-        """No use after this; the backend is closed by the world."""
+        """Every later use raises Closed. The world closes the backend."""
         self.closed = True
 
     # --------------------------------------------------------------------------------------------- the memory
     def words_of(self, allocation: Allocation, rank: int | None = None) -> torch.Tensor:
-        """int32 view of a whole block of signals in `rank`'s window (mine by default): header, counters,
-        guard."""
+        """int32 view of a whole block of signals in the window of `rank`, or of this rank: header, counters, guard."""
         block = allocation.block
         window = self.backend.rank if rank is None else rank
         return self.backend.view(window, block.offset, block.nbytes).view(torch.int32)
 
     def payload(self, allocation: Allocation, rank: int | None = None) -> torch.Tensor:
-        """uint8 view of the block's elements in `rank`'s window; its storage starts with them. An empty block
-        has a byte."""
+        """uint8 view of the block's elements in the window of `rank`, or of this rank. The storage starts with them. An
+        empty block has one byte."""
         block = allocation.block
         nbytes = max(1, math.prod(block.shape) * block.dtype.itemsize)
         return self.backend.view(self.backend.rank if rank is None else rank, block.start, nbytes)
 
     def tensor(self, allocation: Allocation) -> torch.Tensor:
-        """The block's elements in my window, as a plain contiguous tensor of the block's shape and dtype."""
+        """The block's elements in this rank's window, as a plain contiguous tensor of the block's shape and dtype."""
         block, backend = allocation.block, self.backend
         count = math.prod(block.shape)
-        # An empty tensor's storage has an address too.
+        # One element at least: the storage of an empty tensor has an address too.
         memory = backend.view(backend.rank, block.start, (count or 1) * block.dtype.itemsize, block.dtype)
         elements = memory if count else memory[:0]
         return elements if len(block.shape) == 1 else elements.view(block.shape)
@@ -196,7 +196,7 @@ class SymmetricHeap:
         return SignalIndexError.guard(self.backend.rank, call, block.name, word - first, count, int(words[word]))
 
     def _reserve(self, nbytes: int) -> None:
-        """Physical memory behind [0, nbytes): the heap grows by doubling, and nothing moves."""
+        """Put physical memory behind [0, nbytes), or twice what there is if that is more. Nothing moves."""
         wanted = min(self.capacity, max(nbytes, 2 * self._reserved))
         self.agreement.settle()
         self.backend.reserve(wanted)

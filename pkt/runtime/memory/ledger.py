@@ -1,8 +1,8 @@
-"""Which bytes of a window are taken: first fit, coalescing, deterministic.
+"""The allocator of a window: first fit, coalescing, deterministic.
 
-Every rank runs the same ledger on the same calls, so the offsets agree without a word between them. Holes lie
-in address order in chunks of at most 2 * CHUNK, each with its largest size noted (sqrt decomposition): an
-operation costs a scan over the chunks and one inside a chunk, about 10 us with 10^4 live blocks.
+Every rank runs the same ledger on the same calls, so the ranks' offsets agree without communication. Holes are kept in
+address order, in chunks of at most 2 * CHUNK, each with the size of its largest hole (sqrt decomposition). An operation
+costs a scan over the chunks and one inside a chunk, about 10 us with 10^4 live blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Chunk:
 
 
 class Ledger:
-    """A pure allocator over [0, capacity) in units of ALIGNMENT bytes, `gap` at least behind each block nobody's."""
+    """An allocator over [0, capacity) in units of ALIGNMENT bytes, with at least `gap` bytes between two blocks."""
 
     def __init__(self, capacity: int, gap: int = 0) -> None:
         self.capacity, self.gap = capacity // ALIGNMENT * ALIGNMENT, gap
@@ -40,11 +40,11 @@ class Ledger:
         return max((c.largest for c in self._chunks), default=0)
 
     def rounded(self, nbytes: int) -> int:
-        """Bytes that an allocation of `nbytes` takes; an empty one takes a unit too, so that it has an address."""
+        """Bytes that an allocation of `nbytes` takes. An empty one takes a unit, so that it has its own address."""
         return (-(-(nbytes + self.gap) // ALIGNMENT) or 1) * ALIGNMENT
 
     def allocate(self, nbytes: int) -> int | None:
-        """Offset of the lowest hole that holds `nbytes`, or None; None changes nothing."""
+        """Take the lowest hole that holds `nbytes` and return its offset; None if no hole does."""
         need = self.rounded(nbytes)
         for at, chunk in enumerate(self._chunks):  # noqa: B007
             if chunk.largest >= need:
@@ -57,7 +57,7 @@ class Ledger:
         offset = chunk.offsets[index]
         if size == need:
             self._remove(at, index)
-        else:  # the rest of the hole stays where it is in the order
+        else:  # the rest of the hole keeps its place in the order
             chunk.offsets[index], chunk.sizes[index] = offset + need, size - need
             if size == chunk.largest:
                 chunk.largest = max(chunk.sizes)
@@ -90,7 +90,7 @@ class Ledger:
             chunk.largest = max(chunk.sizes)
 
     def _insert(self, offset: int, size: int) -> None:
-        """Add a hole, joined with the ones it touches."""
+        """Add a hole, joined with the holes that it touches."""
         if not self._chunks:
             self._chunks, self._starts = [_Chunk([offset], [size])], [offset]
             return

@@ -1,11 +1,11 @@
-"""pkt.mem_pool(): torch's own allocations in the symmetric heap, so that any operator's output can be read by peers.
+"""pkt.mem_pool(): torch's own allocations in the symmetric heap, so that peers can read the output of any operator.
 
     with torch.cuda.use_mem_pool(pkt.mem_pool()):
         y = a @ b                                  # lies in the heap: pkt.symmetric(y, "y", world).peer(2)
 
-torch asks for segments, a few megabytes each, and divides them; every rank must make the same allocations in the same
-order inside the pool, as with the factories, and a segment is an allocation like any other: compared, named, and freed
-with the world. torch calls back into Python for a segment only, not for a tensor.
+torch asks for segments of a few megabytes and divides them itself, so it calls back into Python for segments only. A
+segment is an allocation like any other: compared between the ranks, named, and freed with the world. So every rank must
+make the same allocations in the same order inside the pool, as with the factories.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, c
 
 
 class SegmentAllocator:
-    """What torch calls. An error cannot pass through C: it is said as a warning, and torch sees that there is no
+    """The functions that torch calls. An error cannot pass through C: it becomes a warning, and torch gets no
     memory."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.segments: dict[int, Any] = {}
-        self.allocate_pointer = _ALLOCATE(self.allocate)  # kept alive as long as torch may call them
+        self.allocate_pointer = _ALLOCATE(self.allocate)  # must live as long as torch may call them
         self.free_pointer = _FREE(self.free)
 
     def allocate(self, nbytes: int, device: int, stream: int | None) -> int | None:
@@ -49,14 +49,13 @@ class SegmentAllocator:
         return address
 
     def free(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
-        """torch gives a segment back when it likes, at another time on each rank: it stays the pool's until the world
-        ends."""
+        """Nothing: torch frees at another time on each rank, so the pool keeps a segment until the world ends."""
 
 
 def adopt(tensor: torch.Tensor, world: World) -> SymmetricTensor | None:
-    """`tensor`, if it lies in a segment of the world's pool, as a symmetric tensor over the same memory; else None.
+    """`tensor` as a symmetric tensor over the same memory, if that lies in the world's pool; else None.
 
-    The result does not keep `tensor` alive: torch may give its place to another when it is gone.
+    The result does not keep `tensor` alive: once `tensor` is gone, torch may use the memory for another.
     """
     _, pool = world.lasting.get(_KEY, (None, None))
     if pool is None:
@@ -72,9 +71,9 @@ def adopt(tensor: torch.Tensor, world: World) -> SymmetricTensor | None:
 
 
 def mem_pool(world: World | None = None) -> torch.cuda.MemPool:
-    """A pool for torch.cuda.use_mem_pool whose memory is this rank's part of the symmetric heap; one a world.
+    """The world's pool for torch.cuda.use_mem_pool: torch allocates from this rank's part of the symmetric heap.
 
-    Collective in its use: see the module. Raises Unsupported where there is no GPU.
+    Every rank must make the same allocations in it. Raises Unsupported where there is no GPU.
     """
     world = world or current_world("pkt.mem_pool")
     if world.torch_device.type != "cuda" or not torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""Symmetric tensors: ordinary torch tensors over the symmetric heap, with the peers' copies one call away.
+"""Symmetric tensors: ordinary torch tensors over the symmetric heap, whose copies on other ranks `peer` returns.
 
-A view of a symmetric tensor is symmetric; a result with storage of its own is a plain tensor. What is checked
-on the host: use after free and after close, rank numbers, and (see `agreement`) that every rank made the same
-allocations before anything that a peer can see.
+A view of a symmetric tensor is symmetric; a result with storage of its own is a plain tensor. The host checks for use
+after free and after close, and checks rank numbers. Before anything that a peer can see, it checks that every rank made
+the same allocations (see `agreement`).
 """
 
 from __future__ import annotations
@@ -17,36 +17,11 @@ from pkt.runtime.memory.callsite import call_site
 from pkt.runtime.memory.heap import Allocation
 from pkt.runtime.world import World, check_rank
 
-_ALWAYS = frozenset(
-    {
-        "__get__",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "element_size",
-        "storage_offset",
-        "__repr__",
-        "is_contiguous",
-    }
-)
-
-
-# What changes where a tensor lies or how, in place; what is remembered of it is then read anew.
+# Allowed after free() and close().
+_ALWAYS = frozenset("__get__ size dim numel stride element_size storage_offset __repr__ is_contiguous".split())
+# These change the address or the shape of a tensor in place: the facts that it remembers are then read again.
 _RESHAPING = frozenset(
-    {
-        "__set__",
-        "as_strided_",
-        "resize_",
-        "resize_as_",
-        "set_",
-        "squeeze_",
-        "swapaxes_",
-        "swapdims_",
-        "t_",
-        "transpose_",
-        "unsqueeze_",
-    }
+    "__set__ as_strided_ resize_ resize_as_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
 )
 
 
@@ -61,15 +36,14 @@ class _Once:
 
 
 class SymmetricTensor(torch.Tensor):
-    """A tensor that every rank of a world has at the same offset of its heap. Made by pkt.empty and its
-    like."""
+    """A tensor that every rank of a world has at the same offset of its heap. Made by pkt.empty, pkt.zeros, ..."""
 
     _allocation: Allocation
     _address: int
     _facts: tuple[Any, ...] | None
 
-    # Triton reads dtype and data_ptr of every argument at every launch: a look-up in the instance costs a
-    # tenth of a getter that goes through __torch_function__.
+    # Triton reads dtype and data_ptr of every argument at every launch: a look-up in the instance costs a tenth of a
+    # getter that goes through __torch_function__. The cast says what the descriptor returns.
     dtype = cast(torch.dtype, _Once(torch.Tensor.dtype))
 
     @property
@@ -82,13 +56,12 @@ class SymmetricTensor(torch.Tensor):
 
     @property
     def symbol(self) -> str:
-        """What messages call this tensor: `name=` of the factory, or the variable it was assigned to."""
+        """The name of this tensor in messages: `name=` of the factory, or the variable it was assigned to."""
         return self._allocation.block.name
 
     @property
     def multicast(self) -> torch.Tensor | None:
-        """This tensor in the multicast window, for multimem instructions only; None where there is no
-        multicast."""
+        """This tensor in the multicast window, for multimem instructions only; None if the world has no multicast."""
         heap = self._allocation.heap
         return self._in_window(heap.backend.size, "multicast") if heap.backend.multicast else None
 
@@ -98,18 +71,18 @@ class SymmetricTensor(torch.Tensor):
         return self._in_window(index, f"peer({index})")
 
     def free(self) -> None:
-        """Collective: give the memory back. Every rank frees the same tensors in the same order; later use
-        raises."""
+        """Collective: give the memory back. Every rank frees the same tensors in the same order. Later use raises
+        UseAfterFree."""
         self._allocation.heap.free(self._allocation, call_site("free").text)
 
     def plain(self) -> torch.Tensor:
-        """The same memory as a torch.Tensor that knows nothing of ranks."""
+        """The same memory as an ordinary torch.Tensor."""
         self._allocation.use("plain()")
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
     def data_ptr(self) -> int:
-        """Address in this rank's window. What Triton calls at a launch, hence the checks."""
+        """Address in this rank's window. Triton calls this at each launch, so the checks of a launch are here."""
         allocation = self._allocation
         if allocation.freed_at or allocation.heap.closed:
             allocation.use("a launch or data_ptr()")
@@ -123,10 +96,10 @@ class SymmetricTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             itemsize, theirs = self.dtype.itemsize, allocation.heap.payload(allocation, rank)
             elements = theirs[: theirs.numel() // itemsize * itemsize].view(self.dtype)
-            # A view's storage is the block's, which starts with the first element, as does the peer's.
+            # The storage of a view is the block's, which starts with the first element, as the peer's storage does.
             return elements.as_strided(self.size(), self.stride(), self.storage_offset())
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch passes it by keyword
         block, rank = self._allocation.block, self._allocation.heap.backend.rank
         if self._allocation.heap.closed or self._allocation.freed_at:
             return f"symmetric {block.name!r} of rank {rank}, {block.shape} {block.dtype}, no longer allocated"
@@ -144,12 +117,13 @@ class SymmetricTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         sources = list(_symmetric_in((*args, *kwargs.values())))
-        if getattr(func, "__name__", "") not in _ALWAYS:
+        name = getattr(func, "__name__", "a torch function")  # some callables of torch have no name
+        if name not in _ALWAYS:
             for source in sources:
-                source._allocation.use(getattr(func, "__name__", "a torch function"))
+                source._allocation.use(name)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            if getattr(func, "__name__", "") in _RESHAPING and args and isinstance(args[0], SymmetricTensor):
+            if name in _RESHAPING and args and isinstance(args[0], SymmetricTensor):
                 _remember(args[0])
             return _wrap(result, sources)
 
@@ -158,14 +132,14 @@ def symmetric_over(plain: torch.Tensor, allocation: Allocation) -> SymmetricTens
     """`plain`, which lies in `allocation`, as a symmetric tensor."""
     tensor = plain.as_subclass(SymmetricTensor)
     kept, dtype = tensor.__dict__, plain.dtype
-    offset = plain.storage_offset() * dtype.itemsize  # its storage begins with the block's elements
+    offset = plain.storage_offset() * dtype.itemsize  # the storage begins with the block's elements
     kept["_allocation"], kept["dtype"], kept["_facts"] = allocation, dtype, None
     kept["_address"] = allocation.heap.backend.base + allocation.block.start + offset
     return tensor
 
 
 def _remember(tensor: SymmetricTensor) -> None:
-    """`tensor` was reshaped in place."""
+    """Read the facts of `tensor` again, which was reshaped in place."""
     block, plain = tensor._allocation.block, tensor.as_subclass(torch.Tensor)
     address = tensor._allocation.heap.backend.base + block.start
     inside = plain.data_ptr() - address
@@ -177,18 +151,23 @@ def _remember(tensor: SymmetricTensor) -> None:
 
 
 def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> list[Any]:
-    """All that a check or a plan of a launch may depend on, hashable, of each: tensors of equal facts pass the same
-    checks.
+    """For each tensor, hashable, all that the checks and the plan of a launch may depend on: tensors with equal facts
+    pass the same checks.
 
-    For a plain tensor shape, strides, dtype, device and how its address is aligned. For a symmetric one, and for a
-    plain one that lies in the heap, the address itself: peers find it by arithmetic, and it may overlap another. Plain
-    ones that share memory with `out`, what is written, have their distance from it, and `out` itself is told from
-    others. What is no tensor stands for itself. Raises UseAfterFree, Closed.
+    | argument | facts |
+    |---|---|
+    | plain tensor | shape, strides, dtype, device, alignment of its address to 16 bytes |
+    | symmetric tensor, or plain one that lies in the heap | the address itself: peers compute theirs from it |
+    | plain tensor that shares memory with `out`, the tensor written | its distance from `out` in addition |
+    | `out` | differ from those of any other tensor |
+    | no tensor | itself |
+
+    Raises UseAfterFree, Closed.
     """
     found: list[Any] = []
     span = world.span
     begin = end = 0
-    # Half of what a launch costs the host, hence no function for each, and no isinstance that says no: that is slow.
+    # Half of a launch's host cost: so no function for each tensor, and no isinstance that says no, which is slow.
     if out is not None and type(out) is not SymmetricTensor and isinstance(out, torch.Tensor):
         begin = out.data_ptr()
         end = begin + out.nbytes
@@ -214,7 +193,7 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
 
 
 def _found_out(tensor: SymmetricTensor) -> tuple[Any, ...]:
-    """`facts` of a symmetric tensor, which it remembers."""
+    """`facts` of a symmetric tensor, which remembers them."""
     with torch._C.DisableTorchFunctionSubclass():
         known = (tensor.shape, tensor.stride(), tensor.dtype, tensor._address, id(tensor._allocation))
     tensor._facts = known
@@ -230,7 +209,7 @@ def _symmetric_in(values: Any) -> Iterator[SymmetricTensor]:
 
 
 def _wrap(result: Any, sources: list[SymmetricTensor]) -> Any:
-    """Views of a source become symmetric; everything else stays as it is."""
+    """`result`, with views of a source as symmetric tensors."""
     if isinstance(result, SymmetricTensor):
         return result
     if isinstance(result, torch.Tensor):

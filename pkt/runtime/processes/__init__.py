@@ -1,2 +1,9 @@
-"""Between processes: how ranks meet (`rendezvous`, `network`), and what they say then (`transport` over `frames` and
-`wire`; `journal`, which peers read without waiting)."""
+"""Communication between the ranks' processes.
+
+| module | holds |
+|---|---|
+| `rendezvous`, `network` | how ranks find and prove each other, on one host and on several |
+| `frames`, `transport` | one connection; collective calls over all of them |
+| `wire` | Python values as JSON text |
+| `journal` | a log that other ranks read without waiting |
+"""

@@ -1,9 +1,9 @@
-"""One connection between two ranks: frames, over a Unix stream socket with file descriptors, never blocking.
+"""One connection between two ranks: frames over a Unix stream socket, with file descriptors, without blocking.
 
-A frame is a fixed header (magic, sequence number, length, number of descriptors) and JSON text. The header and the text
-are read with exact lengths, so descriptors, which travel with a frame's first byte, can only belong to the frame being
-read. Whatever does not fit (truncated control data, too many or too few descriptors, a wrong sequence number) is
-refused. Between hosts the socket is TCP's, and no frame has descriptors.
+A frame is a fixed header (magic, sequence number, length, number of descriptors) and JSON text. Descriptors travel with
+a frame's first byte. Both header and text are read with exact lengths, so descriptors that arrive belong to the frame
+being read. Truncated control data, a wrong number of descriptors and a wrong sequence number are refused. Between hosts
+the connection is TCP, and no frame has descriptors.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ def pack(sequence: int, value: Any, fds: int = 0) -> bytes:
     return HEADER.pack(MAGIC, sequence, len(text), fds) + text
 
 
-_LEAVES = (1 << 64) - 1  # sequence number of the last frame of a rank that closes its world as it should
+_LEAVES = (1 << 64) - 1  # sequence number of a goodbye: the last frame of a rank that closes its world
 GOODBYE = pack(_LEAVES, None)
 
 
 class Frame:
-    """What arrived: the value, and descriptors that are now ours to close."""
+    """A frame that arrived. The receiver has to close its descriptors."""
 
     def __init__(self, sequence: int, value: Any, fds: list[int]) -> None:
         self.sequence, self.value, self.fds = sequence, value, fds
 
 
 class LostConnection(Exception):
-    """The other end is gone: end of file, or a reset."""
+    """The other end closed the connection: end of file, or a reset."""
 
 
 class Connection:
-    """One authenticated peer. `pid` is what the kernel says of the other end, 0 where it cannot; `host` where the
-    connection is over TCP."""
+    """One authenticated peer. pid: of the other end as the kernel knows it, 0 if it does not. host: of the other end if
+    the connection is TCP."""
 
     def __init__(self, sock: socket.socket, rank: int, peer: int, pid: int, host: str = "") -> None:
         sock.setblocking(False)
         self.sock, self.rank, self.peer, self.pid = sock, rank, peer, pid
         self.host, self.who = host, f"on host {host}" if host else f"pid {pid}"
         self._left = False
-        self._reading = threading.Lock()  # one thread reads, and the watchdog looks
+        self._reading = threading.Lock()  # one thread reads, and the watchdog peeks
         self._out: list[tuple[memoryview, list[int]]] = []
         self._begun = False  # part of the first frame in _out has been sent
         self._head, self._text, self._fds = bytearray(), bytearray(), list[int]()
@@ -68,7 +68,7 @@ class Connection:
 
     # -- out
     def queue(self, frame: bytes, fds: list[int] | None = None) -> None:
-        """Send when `write` is called; `fds` stay the caller's and must stay open until then."""
+        """Send the frame at the next `write`. The caller keeps `fds`, and must keep them open until then."""
         self._out.append((memoryview(frame), list(fds or ())))
 
     @property
@@ -76,7 +76,7 @@ class Connection:
         return bool(self._out)
 
     def write(self) -> None:
-        """Send what the socket takes."""
+        """Send as much as the socket takes."""
         while self._out:
             data, fds = self._out[0]
             control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -93,13 +93,13 @@ class Connection:
             self._begun = sent < len(data)
 
     def discard(self) -> bool:
-        """Send nothing of what is queued; False if the other end has part of a frame and can make no sense of more."""
+        """Drop the queued frames. Returns False if part of one was sent: the other end could then read no further."""
         self._out = []
         return not self._begun
 
     # -- in
     def read(self) -> Frame | None:
-        """The next whole frame, or None while it is still on its way. A goodbye is the end of file that follows it."""
+        """The next whole frame; None if it has not arrived. A goodbye raises LostConnection, like an end of file."""
         with self._reading:
             frame = self._read()
             if frame is not None and frame.sequence == _LEAVES:
@@ -108,8 +108,8 @@ class Connection:
             return frame
 
     def left(self) -> bool:
-        """The other end said goodbye. Takes nothing off the wire; only for ends that have hung up, and only over TCP:
-        a look at a Unix socket ends at the first descriptors."""
+        """Whether the other end sent a goodbye. Takes nothing off the socket. Only for an end that has hung up, and
+        only over TCP, because peeking at a Unix socket ends at the first descriptors."""
         with self._reading, contextlib.suppress(OSError):
             if not self._left:
                 waiting = array.array("i", [0])
@@ -139,7 +139,7 @@ class Connection:
         return frame
 
     def _take(self, into: bytearray, length: int) -> bool:
-        """Read until `into` has `length` bytes; never beyond, so the next frame stays in the socket."""
+        """Read until `into` has `length` bytes, and no further: the next frame stays in the socket."""
         space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
         while len(into) < length:
             try:
@@ -167,14 +167,14 @@ class Connection:
         return TransportError.refused(self.rank, f"a message of rank {self.peer} ({self.who})", found, wanted)
 
     def close(self) -> None:
-        """Close the socket and every descriptor that was received but not handed on."""
+        """Close the socket, and every received descriptor that no frame has handed on."""
         close_fds(self._fds)
         self._fds, self._out = [], []
         self.sock.close()
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close each; one that is closed already is somebody else's mistake, but no reason to leak the rest."""
+    """Close each, even if some are closed already."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)

@@ -1,8 +1,8 @@
-"""A log of collective calls in shared memory, so that allocations are compared without waiting for anybody.
+"""A log of collective calls in shared memory, so that ranks compare allocations without waiting for each other.
 
-Every rank has one anonymous memory file that all ranks map: a counter of calls written and a ring of slots. A slot
-carries its ordinal and a checksum, so a reader never takes a half-written one for whole. Nobody overwrites what a peer
-has not read, because all ranks settle at least every `period` calls, half the ring.
+Every rank has one anonymous memory file that all ranks map: a counter of calls written, and a ring of slots. A slot
+carries its ordinal and a checksum, so a reader recognises a half-written one. No rank overwrites a slot that a peer has
+not read, because all ranks settle at least every `period` calls, which is half the ring.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from pkt.errors import TransportError, WaitTimeout
 SLOTS = 2048
 SLOT_BYTES = 512
 _SLOT = struct.Struct("<QIH")  # ordinal, checksum, bytes of record
-_COUNTERS = 4096  # bytes before the slots: how much is written, and whether the rank has left
+_COUNTERS = 4096  # bytes before the slots: how many calls are written, and whether the rank has left
 _WRITTEN, _LEFT = 0, 8  # words, a cache line apart
 _ROOM = SLOT_BYTES - _SLOT.size
 
 
 def create() -> int:
-    """A file descriptor of a new, empty log; in the end its maps alone keep it."""
+    """A file descriptor of a new, empty log. The log lives until the last map of it is closed."""
     fd = os.memfd_create("pkt-journal", os.MFD_CLOEXEC)
     os.ftruncate(fd, _COUNTERS + SLOTS * SLOT_BYTES)
     return fd
 
 
 class SharedJournal:
-    """pkt.runtime.backend.Journal over one log a rank. `check_peers` raises if a rank is lost."""
+    """pkt.runtime.backend.Journal over one log per rank. `check_peers` raises if a rank is lost."""
 
     period = SLOTS // 2
 
     def __init__(self, rank: int, fds: Sequence[int], timeout: float, check_peers: Callable[[str], None]) -> None:
-        """Map every rank's log; `fds`, in rank order, stay the caller's to close."""
+        """Map every rank's log. fds: in rank order; the caller closes them."""
         self.rank, self.timeout, self._check_peers = rank, timeout, check_peers
         self._maps = [mmap.mmap(fd, _COUNTERS + SLOTS * SLOT_BYTES) for fd in fds]
         self._counters = [memoryview(m)[:_COUNTERS].cast("Q") for m in self._maps]
         self._written = 0
 
     def append(self, record: bytes) -> None:
-        """Write down this rank's next call."""
+        """Record this rank's next call."""
         ordinal = self._written + 1
-        if len(record) > _ROOM:  # compared by digest; what a message shows of it is cut
+        if len(record) > _ROOM:  # a digest takes the place of the end, which a message then lacks
             digest = hashlib.sha256(record).hexdigest().encode()
             record = record[: _ROOM - len(digest)] + digest
         at = _COUNTERS + ordinal % SLOTS * SLOT_BYTES
@@ -60,9 +60,9 @@ class SharedJournal:
         return self._counters[rank][_WRITTEN]
 
     def read(self, rank: int, ordinal: int) -> bytes:
-        """What `rank` wrote as its call number `ordinal`, at most `written(rank)` and not older than the ring."""
+        """The record of `rank`'s call number `ordinal`: at most `written(rank)`, and not older than the ring."""
         at, log = _COUNTERS + ordinal % SLOTS * SLOT_BYTES, self._maps[rank]
-        # The counter may be seen before the slot: another processor's stores come in their own time.
+        # The counter may be visible before the slot: a processor may see another one's stores out of order.
         for _ in range(1000):
             found, checksum, length = _SLOT.unpack_from(log, at)
             record = log[at + _SLOT.size : at + _SLOT.size + min(length, _ROOM)]
@@ -86,11 +86,11 @@ class SharedJournal:
                 self._check_peers(what)
 
     def leave(self) -> None:
-        """This rank is about to close its world, as it should."""
+        """Record that this rank closes its world, so that the others do not take it for lost."""
         self._counters[self.rank][_LEFT] = 1
 
     def left(self, rank: int) -> bool:
-        """`rank` closed its world; that its connection ended is no loss."""
+        """Whether `rank` closed its world, so that the end of its connection is no loss."""
         return bool(self._counters[rank][_LEFT]) if self._counters else True
 
     def close(self) -> None:

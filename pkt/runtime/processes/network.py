@@ -1,9 +1,9 @@
-"""Where the ranks of one world are: their hosts, told over torch's store, and TCP between them where those are several.
+"""The hosts of a world's ranks, exchanged over torch's store, and TCP between the ranks if there are several hosts.
 
-Every rank writes its host down and reads all of them. Where they are one, the ranks meet in a directory of it (see
-`rendezvous`). Where they are several, every rank listens on the address that leads to the others, writes it
-down, and connections are made and proved as on one host. What the store holds, the token among it, is as private as the
-store is, and what goes over TCP is not encrypted: as with torch.distributed itself, the network must be trusted.
+Every rank writes its host to the store and reads all hosts. On one host the ranks meet in a directory (see
+`rendezvous`). On several, every rank listens on the address that leads to the others and writes it to the store; the
+connections are then made and proved as on one host. The token is as private as the store, and TCP is not encrypted: as
+with torch.distributed itself, the network must be trusted.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from pkt.errors import TransportError, WaitTimeout
 
-# A host without power says no farewell: after so many seconds of silence the kernel asks, and gives up after so many
-# questions without an answer. TCP_USER_TIMEOUT would be no help: it also ends a peer that is slow to read.
+# A host that loses power says no goodbye. The kernel probes a connection after 5 s of silence, every 5 s, and gives up
+# after 3 probes without an answer. TCP_USER_TIMEOUT would also end a peer that is slow to read.
 _SILENT, _PROBE, _PROBES = 5, 5, 3
 
 
 def this_host() -> str:
-    """Name and boot of this host: containers of one host may be called alike, and hosts too."""
+    """Name and boot id of this host: two hosts, or two containers, may have the same name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()[:8]
@@ -38,17 +40,17 @@ def this_host() -> str:
 
 @dataclass(frozen=True)
 class Board:
-    """What the ranks of one world write down for each other: torch's `store`, under a `key` of theirs."""
+    """Values that the ranks of one world write for each other in torch's `store`, under the world's `key`."""
 
     store: Any
     key: str
 
     def write(self, what: str, rank: int, value: Any) -> None:
-        """Put down JSON, once."""
+        """Write `value`, as JSON, once."""
         self.store.set(self._name(what, rank), json.dumps(value))
 
     def read(self, what: str, rank: int, timeout: float) -> Any:
-        """What `rank` wrote; TimeoutError."""
+        """The value that `rank` wrote; TimeoutError if it does not come in `timeout` seconds."""
         try:
             self.store.wait([self._name(what, rank)], datetime.timedelta(seconds=timeout))
         except RuntimeError as error:  # DistStoreError is one
@@ -56,7 +58,7 @@ class Board:
         return json.loads(self.store.get(self._name(what, rank)))
 
     def gather(self, what: str, rank: int, size: int, value: Any, timeout: float) -> list[Any]:
-        """Every rank's `value`; WaitTimeout naming those who did not come."""
+        """Every rank's `value`. Raises WaitTimeout naming the ranks that did not come."""
         deadline = time.monotonic() + timeout
         self.write(what, rank, value)
         found: dict[int, Any] = {}
@@ -69,18 +71,19 @@ class Board:
         return [found[peer] for peer in range(size)]
 
     def address(self) -> str:
-        """This host's address on the way to the one that serves the store; "" if there is none."""
+        """The address from which this host reaches the host of the store; "" if none does."""
         store = self.store
-        while hasattr(store, "underlying_store"):
+        while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        return address_towards(getattr(store, "host", "") or os.environ.get("MASTER_ADDR") or socket.gethostname())
+        host = store.host if isinstance(store, dist.TCPStore) else ""
+        return address_towards(host or os.environ.get("MASTER_ADDR") or socket.gethostname())
 
     def _name(self, what: str, rank: int) -> str:
         return f"{self.key}/{what}/{rank}"
 
 
 def address_towards(target: str) -> str:
-    """This host's address on the way to `target`; "" if there is none. Nothing is sent."""
+    """The address from which this host reaches `target`; "" if none does. Sends nothing."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -96,7 +99,7 @@ class Network:
     def __init__(self, board: Board, token: str, rank: int, hosts: Sequence[str], addresses: Sequence[str]) -> None:
         self.board, self.token, self.hosts = board, token, hosts
         self._address = addresses[rank]
-        if _is_loopback(self._address):  # the store is served here: then the way to another host is the one that counts
+        if _is_loopback(self._address):  # this host serves the store: take the address that reaches another host
             elsewhere = (a for h, a in zip(hosts, addresses, strict=True) if h != hosts[rank] and not _is_loopback(a))
             target = next(elsewhere, "")
             self._address = (target and address_towards(target)) or self._address
@@ -105,7 +108,7 @@ class Network:
             raise TransportError.refused(rank, f"the network of host {hosts[rank]}", found, "one (MASTER_ADDR)")
 
     def listen(self, rank: int, size: int) -> socket.socket:
-        """A listening socket, whose address the others can read."""
+        """A listening socket, with its address written to the board."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         listener = socket.create_server((self._address, 0), family=family, backlog=size + 8)
         self.board.write("listens", rank, listener.getsockname()[:2])
@@ -124,8 +127,8 @@ class Network:
             raise TransportError.refused(rank, what, str(error), "a network that leads there") from error
 
     def greet(self, sock: socket.socket) -> tuple[int, str, str]:
-        """No process number, the other end's address, no objection: the token alone tells friend from stranger."""
-        with contextlib.suppress(OSError):  # it has gone already, which reading will tell
+        """No process number, the other end's address, no reason to refuse: over TCP only the token proves a rank."""
+        with contextlib.suppress(OSError):  # the other end has hung up; reading will find that out
             for level, option, value in (
                 (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
                 (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -138,11 +141,11 @@ class Network:
         return 0, "who left at once", ""
 
     def host(self, peer: int) -> str:
-        """The host that `peer` says it is on."""
+        """The host that `peer` wrote to the store."""
         return self.hosts[peer]
 
     def leave(self, rank: int) -> None:
-        """Nothing is left behind."""
+        """Nothing to take away."""
 
 
 def _is_loopback(address: str) -> bool:

@@ -2,10 +2,10 @@
 
 Rank 0 makes a directory (mode 0700, random name) and a random token, and hands both to the others over the channel that
 started them (the launcher's pipe, or torch.distributed's store). Each pair of ranks then makes one connection: the
-higher rank connects, and each side proves that it knows the token by answering the other's fresh challenge, so what a
-stranger recorded is of no use to him. The kernel's word on the other end's user is checked as well. Strangers are
-turned away and counted; they cannot hold up the ranks, whose every step has a deadline. Where the ranks are on several
-hosts, only the sockets differ: pkt.runtime.processes.network has those.
+higher rank connects, and each side proves that it knows the token by answering the other's fresh challenge. A recorded
+proof is therefore useless to a stranger. The kernel tells the user id of the other end, which is checked as well. Every
+step has a deadline. Strangers are refused, and named in the error if a rank is missing in the end. If the ranks are on
+several hosts, only the sockets differ, see pkt.runtime.processes.network.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import stat
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,13 +32,13 @@ from pkt.runtime.processes.frames import MAGIC, Connection
 NONCE = 16
 _HELLO = struct.Struct(f"!4sI{NONCE}s32s")  # magic, rank, nonce, proof
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
-_SUN_PATH = 100  # bytes that a socket's path may have, with some to spare
-_POLL = 0.01
-_CROWD = 64  # callers beyond the ranks that are listened to at once; of more, the one that has been silent longest goes
+_SUN_PATH = 100  # bytes: the longest path of a socket that is used; the limit is a little higher
+_POLL = 0.01  # seconds between two attempts to connect
+_CROWD = 64  # callers heard at once, beyond the number of ranks; of more, the one that called first is dropped
 
 
 class MeetingPlace(Protocol):
-    """Where ranks meet: the sockets, and what is known of who is at their other end."""
+    """The sockets of the ranks, and what is known of their other ends."""
 
     @property
     def token(self) -> str:
@@ -46,30 +47,32 @@ class MeetingPlace(Protocol):
     def listen(self, rank: int, size: int) -> socket.socket: ...
 
     def dial(self, rank: int, peer: int, timeout: float) -> socket.socket:
-        """One attempt; FileNotFoundError, ConnectionError or BlockingIOError while `peer` does not take calls."""
+        """One attempt to connect. Raises FileNotFoundError, ConnectionError or BlockingIOError while `peer` does not
+        listen."""
 
     def greet(self, sock: socket.socket) -> tuple[int, str, str]:
-        """Of a new connection's other end: pid (0 where it cannot be known), what to call it, why it is refused."""
+        """For the other end of a new connection: its pid (0 if not known), its name in messages, and why it is refused
+        ("" if it is not)."""
 
     def host(self, peer: int) -> str:
-        """The host of `peer`, where there are several."""
+        """The host of `peer` if there are several hosts, else ""."""
 
     def leave(self, rank: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how to meet on one host: what rank 0 hands to the others."""
+    """The MeetingPlace on one host, which rank 0 hands to the others."""
 
     directory: str
     token: str  # hex
 
     def values(self) -> list[str]:
-        """As JSON."""
+        """Directory and token, as JSON values."""
         return [self.directory, self.token]
 
     def remove(self) -> None:
-        """Take the directory away; every rank may try, the last one leaves nothing."""
+        """Remove the directory; every rank may do so."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def listen(self, rank: int, size: int) -> socket.socket:
@@ -96,16 +99,16 @@ class Meeting:
         return sock
 
     def greet(self, sock: socket.socket) -> tuple[int, str, str]:
-        """The kernel's word on the other end: it must be of this user."""
+        """As the kernel knows the other end, which must belong to this user."""
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         return pid, f"pid {pid}", "" if uid == os.getuid() else f"pid {pid} of uid {uid}"
 
     def host(self, peer: int) -> str:
-        """There is one, and nothing to tell."""
+        """None to name: there is one host."""
         return ""
 
     def leave(self, rank: int) -> None:
-        """Take this rank's socket away."""
+        """Remove this rank's socket."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(rank))
 
@@ -114,7 +117,7 @@ class Meeting:
 
 
 def prepare() -> Meeting:
-    """A new meeting place, of this user alone."""
+    """A new meeting place, which only this user can enter."""
     directory = tempfile.mkdtemp(prefix="pkt-")
     if len(directory) > _SUN_PATH - 8:
         os.rmdir(directory)
@@ -127,7 +130,8 @@ def _unix() -> socket.socket:
 
 
 def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict[int, Connection]:
-    """A connection to every other rank. Raises WaitTimeout naming who is missing, and who was turned away."""
+    """A connection to every other rank. Raises WaitTimeout naming the ranks that are missing and the callers that were
+    refused."""
     deadline = time.monotonic() + timeout
     token = bytes.fromhex(meeting.token)
     found: dict[int, Connection] = {}
@@ -177,7 +181,7 @@ def _exactly(sock: socket.socket, length: int, deadline: float) -> bytes:
 
 
 def _join(meeting: MeetingPlace, token: bytes, rank: int, peer: int, deadline: float) -> Connection:
-    """Connect to a lower rank, as soon as it listens. TimeoutError at the deadline."""
+    """Connect to a lower rank as soon as it listens. Raises TimeoutError at the deadline."""
     while True:
         sock: socket.socket | None = None
         try:
@@ -193,7 +197,7 @@ def _join(meeting: MeetingPlace, token: bytes, rank: int, peer: int, deadline: f
                     rank, f"the socket of rank {peer}", "a wrong proof", "one made with the token"
                 )
             return Connection(sock, rank, peer, pid, meeting.host(peer))
-        except (FileNotFoundError, ConnectionError, BlockingIOError):  # not listening yet, or too many callers
+        except (FileNotFoundError, ConnectionError, BlockingIOError):  # it does not listen yet, or has too many callers
             if sock is not None:
                 sock.close()
             if time.monotonic() > deadline:
@@ -215,7 +219,7 @@ def _accept(
     found: dict[int, Connection],
     refused: list[str],
 ) -> None:
-    """Take in the higher ranks. Strangers, silent or not, are handled beside them."""
+    """Accept the higher ranks until the deadline, and refuse strangers meanwhile; a silent one delays nobody."""
     listener.setblocking(False)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
@@ -248,7 +252,7 @@ def _accept(
                             silent = next(iter(pending))
                             drop(silent, f"{pending[silent][1]} stayed silent")
                     continue
-                if sock not in pending:  # dropped for the crowd's sake
+                if sock not in pending:  # dropped because there were too many callers
                     continue
                 pid, who, challenge, said = pending[sock]
                 try:
@@ -279,8 +283,8 @@ def _accept(
             sock.close()
 
 
-def _send_or_drop(sock: socket.socket, data: bytes, drop, who: str) -> None:  # type: ignore[no-untyped-def]
+def _send_or_drop(sock: socket.socket, data: bytes, drop: Callable[[socket.socket, str], None], who: str) -> None:
     try:
-        sock.send(data)  # a fresh socket's buffer holds 16 bytes
+        sock.send(data)  # the buffer of a new socket has room for 16 bytes
     except OSError as error:
         drop(sock, f"{who}: {error}")

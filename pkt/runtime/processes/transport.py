@@ -1,9 +1,9 @@
-"""Collective calls between the processes of a world: values and file descriptors to every rank, a deadline on each.
+"""Collective calls between the processes of a world: values and file descriptors to every rank, each with a deadline.
 
-Every rank has a connection to every other. A rank that dies is seen as end of file on its connection and named by all
-survivors; one that is stopped or late is named at the deadline. A rank that gives up says why to the others before it
-closes, so nobody blames the messenger. Over TCP nothing is known of a process but its connection: one that is stopped
-is found at the deadline alone. After any failure the transport is closed: the world is lost, the process is not.
+Every rank has a connection to every other. All survivors name a rank that dies, which ends its connection, and name one
+that is stopped or late at the deadline. A rank that gives up sends the others a farewell with the reason before it
+closes, so that they name the cause and not this rank. Over TCP only the connection shows how a process is, so a stopped
+one is found at the deadline. Any failure closes the transport: the world is lost, but the process is not.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _GIVES_UP = 0  # sequence number of a farewell; calls count from 1
 
 
 def timeout_seconds(timeout: float | None = None) -> float:
-    """`timeout`, or PKT_TIMEOUT, or 60 s."""
+    """Seconds: `timeout`, else PKT_TIMEOUT, else 60."""
     return float(timeout if timeout is not None else os.environ.get("PKT_TIMEOUT", DEFAULT_TIMEOUT))
 
 
 def process_state(pid: int) -> str:
-    """ "stopped", "exited" or "" (alive, or not for us to see) of a process of this host."""
+    """The state of a process of this host: "stopped", "exited", or "" if it is alive or cannot be seen."""
     if pid <= 0:
         return ""
     try:
@@ -67,9 +67,9 @@ class Transport:
     def exchange_fds(
         self, value: Any, fds: Mapping[int, list[int]], what: str
     ) -> tuple[list[Any], dict[int, list[int]]]:
-        """Every rank's `value`, and the descriptors that each rank meant for me; these are mine to close.
+        """Every rank's `value`, and the descriptors that each rank sent to this one, which the caller has to close.
 
-        `fds[r]` go to rank r and stay the caller's. On any failure nothing that arrived stays open.
+        `fds[r]` go to rank r, and the caller keeps them too. A failure closes all descriptors that arrived.
         """
         if self.closed:
             raise TransportError.refused(self.rank, what, "a closed transport", "an open one")
@@ -90,18 +90,18 @@ class Transport:
         said = {self.rank: what} | {peer: frame.value[0] for peer, frame in frames.items()}
         if len(set(said.values())) > 1:
             close_fds([fd for frame in frames.values() for fd in frame.fds])
-            self.close()  # without a farewell: every rank has or gets the same frames, and finds the same
+            self.close()  # without a farewell: every rank gets the same frames and finds the same difference
             raise CollectiveMismatch.calls(said)
         values = [value if r == self.rank else frames[r].value[1] for r in range(self.size)]
         return values, {peer: frame.fds for peer, frame in frames.items()}
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
         self.exchange(None, what)
 
     # ----------------------------------------------------------------------------------------------------------- peers
     def lost(self) -> dict[int, str]:
-        """Ranks known to be gone or stopped now, with what is known; takes no message off the wire."""
+        """The ranks that are gone or stopped now, with what is known. Takes no message off the connections."""
         found: dict[int, str] = {}
         for peer, connection in list(self.connections.items()):
             poller = select.poll()
@@ -110,7 +110,7 @@ class Transport:
                 hung_up = any(
                     event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, event in poller.poll(0)
                 )
-            except (OSError, ValueError):  # closed under us
+            except (OSError, ValueError):  # another thread closed it
                 continue
             state = process_state(connection.pid)
             if state == "exited" or hung_up:
@@ -120,7 +120,7 @@ class Transport:
         return found
 
     def close(self) -> None:
-        """Close all connections; idempotent. The others see it as this rank's leaving."""
+        """Close all connections; idempotent. To the others this rank has left."""
         self.closed = True
         for connection in self.connections.values():
             connection.close()
@@ -151,7 +151,7 @@ class Transport:
             for fileno, event in poller.poll(min(left, 1.0) * 1e3):
                 connection = ends[fileno]
                 if connection.peer in frames and event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
-                    # It said what it had to, and left: at the end of its program, or because it gave up this call.
+                    # It sent its frame and left: at the end of its program, or because it gave up this call.
                     poller.unregister(connection)
                     connection.discard()
                     farewell = self._last_words(connection)
@@ -184,7 +184,8 @@ class Transport:
             )
 
     def _farewell(self, connection: Connection, frames: dict[int, Frame], what: str) -> bool:
-        """Writing failed: what the peer said before it left, if it is this call's frame or its reason (raised)."""
+        """After a failed write: whether the peer's frame of this call has arrived. Raises the peer's reason if it sent
+        one."""
         if connection.peer in frames:
             connection.discard()
             return True
@@ -195,7 +196,7 @@ class Transport:
         return connection.peer in frames
 
     def _gone(self, connection: Connection, what: str) -> PktError:
-        """The peer at `connection` hung up, and others may have too; those that said why are not the ones to blame."""
+        """The error for a peer that hung up. Others may have too; those that sent a reason are not the cause."""
         lost = {connection.peer: self._end_of(connection)} | self.lost()
         blamed: dict[int, str] = {}
         for peer in list(lost):
@@ -203,17 +204,17 @@ class Transport:
             if farewell is not None:
                 blamed |= self._blamed(self.connections[peer], farewell)
                 del lost[peer]
-        # A peer that lives and left without a word was cut off in the middle of one: it is not the cause either.
+        # A peer that lives and sent no reason was interrupted while it sent one: it is not the cause either.
         gone = {peer: text for peer, text in lost.items() if "closed its world" not in text}
         return PeerLost.exited(self.rank, gone or blamed or lost, what)
 
     def _blamed(self, connection: Connection, farewell: Mapping[str, Any]) -> dict[int, str]:
-        """Which ranks a farewell says are lost; where none, the one that gave up, and why."""
+        """The ranks that a farewell names as lost; if it names none, the rank that gave up, and why."""
         lost = {int(rank): text for rank, text in farewell["lost"].items() if int(rank) != self.rank}
         return lost or {connection.peer: f"({connection.who}) gave up: {farewell['why']}"}
 
     def _last_words(self, connection: Connection) -> dict[str, Any] | None:
-        """The farewell among what a peer that has hung up sent before."""
+        """The farewell that a peer sent before it hung up; None if it sent none."""
         try:
             while (frame := connection.read()) is not None:
                 close_fds(frame.fds)
@@ -224,7 +225,7 @@ class Transport:
         return None
 
     def _end_of(self, connection: Connection) -> str:
-        """How the other end of a closed connection ended; a dying process closes its files just before it is gone."""
+        """How the other end of a closed connection ended. A dying process closes its files just before it is gone."""
         if connection.host:
             return f"({connection.who}) " + ("closed its world" if connection.left() else "hung up")
         for _ in range(20):
@@ -241,13 +242,13 @@ class Transport:
         return WaitTimeout.rendezvous(self.rank, what, self.timeout, missing)
 
     def _fail(self, error: PktError) -> PktError:
-        """Tell the others why, close, and give the error back to be raised."""
+        """Send a farewell, close, and return the error to be raised."""
         late = dict.fromkeys(error.missing, "did not come in time") if isinstance(error, WaitTimeout) else {}
         self.give_up(str(error), error.lost if isinstance(error, PeerLost) else late)
         return error
 
     def give_up(self, why: str, lost: Mapping[int, str] | None = None) -> None:
-        """Tell the others why this rank leaves before its time, and close. Idempotent."""
+        """Send the others a farewell with the reason, and close. Idempotent."""
         if self.closed:
             return
         ranks = {str(rank): text for rank, text in (lost or {}).items()}
@@ -255,21 +256,21 @@ class Transport:
         self.close()
 
     def leave(self) -> None:
-        """Tell the others that this rank closes its world as it should; close() follows."""
+        """Send the others a goodbye: this rank closes its world, and close() follows."""
         self._say(GOODBYE, 1.0)
 
     def left(self, rank: int) -> bool:
-        """`rank`, which has hung up, said that it leaves as it should."""
+        """Whether `rank`, which has hung up, sent a goodbye."""
         return self.connections[rank].left()
 
     def _say(self, words: bytes, patience: float) -> None:
-        """The last words to every rank. A large message that a rank is still reading may be in the way for a while."""
+        """Send a last frame to every rank. Waits `patience` seconds at most for ranks that read a large message."""
         deadline = time.monotonic() + patience
         for connection in self.connections.values():
             if not connection.discard():
-                continue  # it will see the end of file instead
+                continue  # part of another frame was sent: this peer sees the end of file instead
             connection.queue(words)
-            with contextlib.suppress(LostConnection, OSError):  # it is the lost one
+            with contextlib.suppress(LostConnection, OSError):  # this peer is the lost one
                 connection.write()
                 poller = select.poll()
                 poller.register(connection, select.POLLOUT)

@@ -1,8 +1,7 @@
-"""Python values as JSON text and back, for the objects that ranks send each other. Never pickle: a peer's
-bytes are data.
+"""Python values as JSON text and back, for the objects that ranks send each other. Not pickle, which can run code.
 
-Carried: None, bool, int, float, str, bytes, list, tuple, dict, set, torch dtypes, CPU copies of tensors,
-numpy arrays and scalars. A tag keeps what JSON does not: {"tuple": [...]}.
+Carried: None, bool, int, float, str, bytes, list, tuple, dict, set, torch dtypes, CPU copies of tensors, numpy arrays
+and scalars. A tag marks types that JSON lacks: {"tuple": [...]}.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ CARRIED = "None, numbers, str, bytes, list, tuple, dict, set, torch.dtype, tenso
 
 
 def encode(value: Any, call: str = "encode") -> str:
-    """JSON text of `value`; DtypeError names a type that is not carried."""
+    """JSON text of `value`. Raises DtypeError naming `call` and a type that is not carried."""
     return json.dumps(_pack(value, call))
 
 
 def decode(text: str) -> Any:
-    """The value that `encode` was given; tensors come back on the CPU."""
+    """The value that `encode` was given, with tensors on the CPU. Raises ValueError for text that it did not write."""
     return _unpack(json.loads(text))
 
 
@@ -93,7 +92,7 @@ def _unpack(value: Any) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None)  # torch has no table of its dtypes by name
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no such dtype: {name!r}")
     return dtype

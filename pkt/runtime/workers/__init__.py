@@ -1,2 +1,9 @@
-"""The processes of `pkt.launch`: `workers` starts them, each runs `worker`, `carry` moves functions and results between
-them, and `interrupts` is Ctrl-C in what can be cut short."""
+"""The processes of pkt.launch on GPUs.
+
+| module | holds |
+|---|---|
+| `workers` | warm processes, one per rank: started, given jobs, ended |
+| `worker` | the program that such a process runs |
+| `carry` | functions and kernels as bytes |
+| `interrupts` | Ctrl-C during work that can be cut short |
+"""

@@ -1,9 +1,8 @@
-"""Functions and kernels on their way to a worker process, also those defined in a script's main module or a notebook
-cell.
+"""Functions and kernels as bytes for a worker process, also those of a script's main module or a notebook cell.
 
-cloudpickle carries functions by value where they cannot be imported. A Triton kernel needs more: Triton reads its
-source, so the text goes along and is put where `inspect` finds it, and the kernel is jitted again on the other side.
-Only ever used on a pipe between a process and its own child.
+cloudpickle carries functions by value if they cannot be imported. A Triton kernel needs more, because Triton reads its
+source: the text goes along, is put where `inspect` finds it, and the worker applies triton.jit again. Only used on a
+pipe between a process and its own child.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import importlib
 import io
 import linecache
+import operator
 import pickle
 import socket
 import struct
@@ -18,24 +18,16 @@ import sys
 from types import FunctionType
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle  # type: ignore[import-untyped]  # it has no type hints
 import triton
 from triton.runtime.jit import JITFunction
 
 _LENGTH = struct.Struct("!Q")
-_OPTIONS = (
-    "do_not_specialize",
-    "do_not_specialize_on_alignment",
-    "debug",
-    "noinline",
-    "repr",
-    "launch_metadata",
-    "version",
-)
+_OPTIONS = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline", "launch_metadata", "version")
 
 
 def _importable(kernel: JITFunction) -> bool:
-    """The kernel is an attribute of a module that another process can import."""
+    """Whether another process can import the kernel, as an attribute of a module."""
     module, name = kernel.fn.__module__, kernel.fn.__qualname__
     if module == "__main__" or "<" in name or not _findable(module):
         return False
@@ -46,16 +38,13 @@ def _importable(kernel: JITFunction) -> bool:
 
 
 def _findable(module: str) -> bool:
-    """Another process with our sys.path finds it; a module may be loaded under a name that nobody else knows."""
+    """Whether another process with this sys.path finds the module: it may be loaded under a name of its own."""
     top = module.partition(".")[0]
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
 def _import(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(qualname)(importlib.import_module(module))
 
 
 def _jitted(fn: FunctionType, file: str, lines: list[str], options: dict[str, Any]) -> Any:
@@ -74,16 +63,15 @@ class _Pickler(cloudpickle.Pickler):
             if _importable(obj):
                 return _import, (obj.fn.__module__, obj.fn.__qualname__)
             file = obj.fn.__code__.co_filename
-            given = {name: getattr(obj, name, None) for name in _OPTIONS}
+            given = {name: vars(obj).get(name) for name in _OPTIONS}
             options = {name: value for name, value in given.items() if value not in (None, [], ())}
-            options.pop("repr", None)  # Triton's default is a closure of its own
             return _jitted, (obj.fn, file, linecache.getlines(file), options)
         return super().reducer_override(obj)
 
 
 def dumps(value: Any) -> bytes:
-    """`value` with what it needs to be rebuilt elsewhere."""
-    module = getattr(value, "__module__", None)
+    """`value` as bytes, with all that another process needs to rebuild it."""
+    module = getattr(value, "__module__", None)  # values that are no functions have none
     if isinstance(module, str) and module in sys.modules and module != "__main__" and not _findable(module):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     buffer = io.BytesIO()
@@ -92,18 +80,18 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """The value again."""
+    """The value that `dumps` was given."""
     return pickle.loads(data)
 
 
 def send(pipe: socket.socket, data: bytes) -> None:
-    """One message."""
+    """Send one message."""
     pipe.sendall(_LENGTH.pack(len(data)))
     pipe.sendall(data)
 
 
 def receive(pipe: socket.socket) -> bytes | None:
-    """The next message, or None when the other end has gone."""
+    """The next message; None if the other end is closed."""
     head = _read(pipe, _LENGTH.size)
     return None if head is None else _read(pipe, _LENGTH.unpack(head)[0])
 

@@ -1,4 +1,4 @@
-"""Ctrl-C during work that can be cut short and still has a result, as a search has."""
+"""Ctrl-C during work that still has a result when it is cut short, such as a search."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 passed_on = False
-"""This process is a worker, whose parent gets Ctrl-C."""
+"""Whether this process is a worker, to which its parent passes Ctrl-C on."""
 
 
 class Interrupts:
-    """Ctrl-C while it lasts: noted in `asked`, not raised; asked for again, it is raised at once.
+    """A context in which a first Ctrl-C sets `asked` and raises nothing. A second one raises KeyboardInterrupt.
 
-    Simulated ranks share a thread, so several may last at a time: the first one takes the signal, the last one gives it
-    back. Where somebody else takes care of Ctrl-C (in another thread, with a handler, by ignoring it), nothing is
-    changed; a worker of pkt.launch ignores it because its parent gets it, and passes it on if it is minded here.
+    Simulated ranks share a thread, so several of these may be open at a time: the first installs the handler, the last
+    removes it. If something else handles Ctrl-C (another handler, or SIG_IGN), or this is not the main thread, nothing
+    changes. A worker of pkt.launch ignores Ctrl-C, because its parent gets it and passes it on to workers with this
+    handler.
     """
 
     _lasting: list[Interrupts] = []

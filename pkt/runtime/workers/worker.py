@@ -1,8 +1,8 @@
-"""The process behind one rank of pkt.launch(device="cuda"): waits for jobs on a private pipe, runs them, stays warm.
+"""The process of one rank of pkt.launch(device="cuda"): waits for jobs on a pipe, runs them, and stays warm.
 
-Started as `python -m pkt.runtime.workers.worker FD`, not by fork (CUDA does not survive one) and not by
-multiprocessing's spawn (which runs the caller's main module again, and a notebook has none). What comes over the pipe
-was pickled by the parent that started us; nobody else has the other end.
+It is started as `python -m pkt.runtime.workers.worker FD`. A fork would not do, because CUDA does not survive one; nor
+would multiprocessing's spawn, which runs the caller's main module again, and a notebook has none. The parent that
+started this process pickles all that comes over the pipe.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PR_SET_PDEATHSIG = 1
 
 def main(fd: int) -> None:
     """Serve jobs until the parent closes the pipe."""
-    # No orphans: a parent that is killed cannot close anything in an orderly way.
+    # The kernel ends this process with its parent: a parent that is killed cannot close the pipe in an orderly way.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the interrupt and ends us, or passes it on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C, and ends this process or passes it on
     interrupts.passed_on = True
     with socket.socket(fileno=fd) as pipe:
         while (job := receive(pipe)) is not None:
@@ -35,13 +35,13 @@ def main(fd: int) -> None:
 
 
 def _serve(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one job; the answer says what `fn` returned or how it failed."""
+    """Run one job. The answer has the result of `fn`, or how it failed."""
     world = None
     try:
         opener = _named(job["opener"])
         if not gc.get_freeze_count():
-            # torch and Triton are loaded, and stay: 200,000 objects that the garbage collector need not walk through
-            # again and again. Its full passes were a third of the time of 10^4 allocations.
+            # torch and Triton stay loaded: 200,000 objects that the garbage collector need not visit again and again.
+            # Its full passes took a third of the time of 10^4 allocations.
             gc.freeze()
         world = opener(job)
         with world:
@@ -60,19 +60,18 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
 
 def _named(path: str) -> Any:
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(module), name)  # a job names its function
 
 
 def _portable(error: BaseException) -> bytes | None:
     try:
         return dumps(error)
-    except Exception:  # an exception may hold anything, a socket say; its traceback is text and goes anyway
+    except Exception:  # an exception may hold any object, such as a socket; its traceback goes as text in any case
         return None
 
 
 def _remoteness(error: BaseException) -> int:
-    """How far from the cause an error is: 0 for a rank's own, 1 for what it waited for in vain, 2 for what others did
-    and it was told."""
+    """How far an error is from the cause: 0 for a rank's own failure, 1 for a wait that expired, 2 for a lost peer."""
     return 2 if isinstance(error, PeerLost) else 1 if isinstance(error, WaitTimeout) else 0
 
 

@@ -1,8 +1,8 @@
-"""One warm process a rank, between calls of pkt.launch: started once, given jobs, ended with the caller.
+"""The processes of pkt.launch, one per rank: started once, kept warm between calls, ended with the caller.
 
-A rank's output appears with its number in front. The first real failure is raised with that rank's traceback; ranks
-that only lost their peer are mentioned after it. If a rank does not come back after another has failed, all are ended
-and new ones are started at the next call.
+A rank's output appears with its number in front. The rank that failed first is raised with its traceback; ranks that
+only lost a peer are mentioned after it. If a rank does not come back after another has failed, all are ended, and the
+next call starts new ones.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from pkt.errors import PeerLost, RankFailed
 from pkt.runtime.processes import rendezvous
 from pkt.runtime.workers import interrupts
 from pkt.runtime.workers.carry import dumps, loads, receive, send
 
-GRACE = 2.0  # seconds that the other ranks have to come back, beyond the deadline, once one has failed
+GRACE = 2.0  # seconds beyond the deadline in which the other ranks must come back once one has failed
 
 
 class Workers:
@@ -55,12 +55,14 @@ class Workers:
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env=variables,
-                start_new_session=True,  # a terminal's Ctrl-C comes to us alone
+                start_new_session=True,  # a terminal sends Ctrl-C to the caller only
             )
         self._pipes.append(mine)
         self._processes.append(process)
-        for source, sink in ((process.stdout, "stdout"), (process.stderr, "stderr")):
-            assert source is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        # sys.stdout is looked up for each line, so that a notebook's cell gets the lines that are printed in it.
+        for source, sink in ((process.stdout, lambda: sys.stdout), (process.stderr, lambda: sys.stderr)):
             thread = threading.Thread(target=_label, args=(rank, source, sink), daemon=True)
             thread.start()
             self._labels.append(thread)
@@ -72,11 +74,12 @@ class Workers:
 
     @property
     def alive(self) -> bool:
-        """Every process can take a job."""
+        """Whether every process can take a job."""
         return bool(self._processes) and all(process.poll() is None for process in self._processes)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], opener: str, timeout: float, **facts: Any) -> list[Any]:
-        """`fn(world, *args)` on every rank, where `opener` ("module:function") makes the world from the job."""
+        """The results of `fn(world, *args)` by rank. opener: "module:function" that makes the world from the job.
+        facts: added to the job. Raises RankFailed."""
         meeting = rendezvous.prepare()
         try:
             shared = {
@@ -90,7 +93,7 @@ class Workers:
                 job = {**shared, **facts, "rank": rank, "directory": meeting.directory, "token": meeting.token}
                 send(pipe, dumps(job))
             answers = self._gather(timeout)
-        except BaseException:  # also an interrupt: the workers are in the middle of something
+        except BaseException:  # an interrupt too: the workers are in the middle of a job
             self.kill()
             raise
         finally:
@@ -99,7 +102,7 @@ class Workers:
         return [loads(answer["result"]) for answer in answers]
 
     def _gather(self, timeout: float) -> list[dict[str, Any]]:
-        """Every rank's answer, in rank order, each with the time it came."""
+        """Every rank's answer, in rank order, each with the time of its arrival."""
         answers: dict[int, dict[str, Any]] = {}
         last: float | None = None
         interrupted = False
@@ -130,7 +133,7 @@ class Workers:
         return [answers[rank] for rank in range(self.size)]
 
     def _pass_on(self) -> bool:
-        """Pass Ctrl-C on to the workers that are in the middle of what can be cut short; False if none is."""
+        """Pass Ctrl-C on to the workers whose work can be cut short; False if there is none."""
         minding = [process for process in self._processes if interrupts.minded(process.pid)]
         for process in minding:
             process.send_signal(signal.SIGINT)
@@ -157,7 +160,7 @@ class Workers:
         raise error from cause
 
     def close(self) -> None:
-        """Let the processes end by themselves, then see to it. Idempotent."""
+        """Let the processes end by themselves, and kill them after 5 s. Idempotent."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + 5
@@ -167,7 +170,7 @@ class Workers:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes now. Idempotent."""
+        """Kill all processes. Idempotent."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -180,12 +183,12 @@ class Workers:
         self._pipes, self._processes, self._labels = [], [], []
 
 
-def _label(rank: int, source: IO[bytes], sink: str) -> None:
-    """Pass a worker's lines on; sys.stdout is looked up each time, so a notebook's cell gets what is printed in it."""
+def _label(rank: int, source: IO[bytes], sink: Callable[[], TextIO]) -> None:
+    """Print a worker's lines with its rank."""
     with source:
         for line in source:
             text = f"[rank {rank}] {line.decode(errors='replace').rstrip()}\n"
-            print(text, end="", file=getattr(sys, sink), flush=True)  # in one write, for the ranks write at once
+            print(text, end="", file=sink(), flush=True)  # in one write, because the ranks print at the same time
 
 
 _warm: dict[int, Workers] = {}
@@ -193,7 +196,7 @@ _lock = threading.Lock()
 
 
 def warm(size: int) -> Workers:
-    """The processes of an earlier call with as many ranks, if they are all well, or new ones."""
+    """The processes of an earlier call with as many ranks, if all are alive, or new ones."""
     with _lock:
         workers = _warm.get(size)
         if workers is None or not workers.alive:

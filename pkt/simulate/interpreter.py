@@ -260,6 +260,7 @@ def _to_ir(self: core.dtype, b: Builder) -> Any:
 
 
 _launchers: list[Callable] = []
+_freeze = functools.cache(gc.freeze)  # once
 
 
 def _launch(kernel: Any, *args: Any, **named: Any) -> Any:
@@ -282,8 +283,9 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
             # tl, and kernels compiled later would have no static_assert.
             importlib.import_module("triton.compiler.code_generator")
             _install(patches)
-            # Operations make few objects and no cycles, while torch and triton keep a million objects for ever.
-            gc.freeze()
+            # Operations make few objects and no cycles, while torch and triton keep a million objects for ever. Those
+            # stay frozen: thawing would move this run's cycles into the oldest generation, which is hardly collected.
+            _freeze()
             gc.set_threshold(100_000, *thresholds[1:])
         with np.errstate(all="ignore"):
             yield
@@ -292,7 +294,6 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
         patches.undo()
         if outermost:
             interpret.functions.clear()
-            gc.unfreeze()
             gc.set_threshold(*thresholds)
         interpret.replaced = replaced
 

@@ -167,9 +167,11 @@ _BITS = _WIDTH | {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16), "fp
 def cast(slow: Callable) -> Callable:
     """`tl.cast` and `x.to` between integers, between types of one width bit by bit, and to the type that x has."""
 
-    def call(input: Any, dtype: Any, rounding: Any = None, bitcast: Any = False, **named: Any) -> Any:
+    def call(
+        input: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, _semantic: Any = None
+    ) -> Any:
         wanted = getattr(dtype, "name", "")
-        if rounding is None and not named and wanted in _BITS:
+        if fp_downcast_rounding is None and wanted in _BITS:
             if type(input) is tl.tensor:
                 have, data = input.dtype.name, input.handle.data
                 if have == wanted:
@@ -180,7 +182,7 @@ def cast(slow: Callable) -> Callable:
                     return new_tensor(data.astype(_WIDTH[wanted]), dtype, not input.shape)
             elif wanted in INTEGERS and type(input) is int and -_LIMIT[wanted] <= input < _LIMIT[wanted]:
                 return new_tensor(np.array([input], _WIDTH[wanted]), dtype, True)
-        return slow(input, dtype, rounding, bitcast, **named)
+        return slow(input, dtype, fp_downcast_rounding, bitcast)
 
     return call
 

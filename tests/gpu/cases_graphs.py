@@ -20,6 +20,8 @@ import pkt
 import pkt.language as pl
 
 BLOCK = 256
+WIDE = 2048  # elements of a program that makes or checks a matrix
+TILES = (32, 32, 32)  # of simulated products with several tiles for each rank
 
 
 @triton.jit
@@ -206,6 +208,7 @@ class Product(Program):
     """A fused operator on integers that bf16 holds exactly, the results too."""
 
     m, n, k = 80, 136, 24  # ragged, rows at multiples of 16 bytes: whatever form the operator chooses
+    simulated: tuple[int, int, int] | None = None  # m, n, k where there is no GPU, in tiles of TILES there
     mode: str | None = None
     own = False  # a workspace of its own
 
@@ -218,18 +221,21 @@ class Product(Program):
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
+        self.options = {"mode": self.mode, "workspace": pkt.Workspace(world) if self.own else None, "world": world}
+        if self.simulated and world.torch_device.type == "cpu":
+            self.m, self.n, self.k = self.simulated
+            self.options["tiles"] = TILES
         self.a0, self.b = self.operands(world.rank)
         self.a = torch.empty_like(self.a0)
-        self.options = {"mode": self.mode, "workspace": pkt.Workspace(world) if self.own else None, "world": world}
         self.exact = self.result([[t.float() for t in self.operands(rank)] for rank in range(world.size)])
         world.barrier()
 
     def work(self) -> None:
         n = self.a.numel()
-        scale_kernel[(triton.cdiv(n, BLOCK),)](self.a0, n, self.step, self.a, BLOCK)
+        scale_kernel[(triton.cdiv(n, WIDE),)](self.a0, n, self.step, self.a, WIDE)
         out = self.operator()
         n = out.numel()
-        check_scaled_kernel[(triton.cdiv(n, BLOCK),)](self.exact, n, self.step, out, self.wrong, BLOCK)
+        check_scaled_kernel[(triton.cdiv(n, WIDE),)](self.exact, n, self.step, out, self.wrong, WIDE)
 
     def rows(self) -> int:
         return self.m
@@ -282,6 +288,7 @@ class GluonReduce(Reduce):
     """matmul_all_reduce in Gluon where there is a GPU, of several tiles for each rank, the last of them ragged."""
 
     own, m, n = True, 400, 520
+    simulated = 100, 136, 24
 
     def __init__(self, world: Any) -> None:
         if world.torch_device.type == "cuda":
@@ -293,6 +300,7 @@ class CopiedGather(Gather):
     """all_gather_matmul by copy engines, in Gluon where there is a GPU."""
 
     mode, own, m, n, k = "copy", True, 400, 520, 136
+    simulated = 100, 136, 40
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
@@ -304,6 +312,7 @@ class CopiedScatter(Scatter):
     """matmul_reduce_scatter by copy engines, which take what its kernel has finished, where there is a GPU."""
 
     m, n = 400, 520
+    simulated = 100, 136, 24
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)

@@ -7,7 +7,7 @@ import pickle
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,40 +34,77 @@ class End:
 
 def run(size: int, main: Callable[[int], Any], patience: float = 90.0) -> list[End]:
     """main(rank) in `size` processes. Those that are not back after `patience` seconds are killed: a TimeoutError."""
-    start, pids, pipes = time.monotonic(), [], {}
-    for rank in range(size):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(reader)
-            _child(rank, main, writer)
-        os.close(writer)
-        pids.append(pid)
-        pipes[reader] = rank
-    ends = {rank: End(rank, error=TimeoutError(f"rank {rank} hangs")) for rank in range(size)}
-    data: dict[int, bytes] = dict.fromkeys(range(size), b"")
+    return run_all([(size, main)], patience)[0]
+
+
+def run_all(
+    worlds: Sequence[tuple[int, Callable[[int], Any]]], patience: float = 90.0, at_once: int = 12
+) -> list[list[End]]:
+    """`run` of each (size, main), `at_once` of them at a time: most wait for a deadline."""
+    ends: list[list[End]] = [[] for _ in worlds]
+    running: dict[int, _Forked] = {}
+    begun = 0
     try:
-        while pipes and (left := start + patience - time.monotonic()) > 0:
-            for reader in select.select(list(pipes), [], [], left)[0]:
-                rank, more = pipes[reader], os.read(reader, 1 << 16)
-                data[rank] += more
-                if not more:
-                    os.close(reader)
-                    del pipes[reader]
-                    ends[rank] = _end(rank, data[rank])
-                    if ends[rank].died:
-                        _, status = os.waitpid(pids[rank], 0)
-                        ends[rank].died, pids[rank] = os.WTERMSIG(status), 0
-            if pipes and all(_stopped(pids[rank]) for rank in pipes.values()):
-                break  # only ranks that a test has stopped are left
-        for reader in pipes:
-            os.close(reader)
+        while begun < len(worlds) or running:
+            while begun < len(worlds) and len(running) < at_once:
+                running[begun] = _Forked(*worlds[begun], patience)
+                begun += 1
+            readers = {reader: forked for forked in running.values() for reader in forked.pipes}
+            for reader in select.select(list(readers), [], [], 0.1)[0]:
+                readers[reader].read(reader)
+            for at in [at for at, forked in running.items() if forked.over()]:
+                ends[at] = running[at].end()
+                del running[at]
     finally:
-        for pid in pids:
+        for forked in running.values():
+            forked.end()
+    return ends
+
+
+class _Forked:
+    """The processes of one `run`."""
+
+    def __init__(self, size: int, main: Callable[[int], Any], patience: float) -> None:
+        self.deadline = time.monotonic() + patience
+        self.pids: list[int] = []
+        self.pipes: dict[int, int] = {}  # reading end -> rank
+        self.ends = [End(rank, error=TimeoutError(f"rank {rank} hangs")) for rank in range(size)]
+        self.data = [b""] * size
+        for rank in range(size):
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(reader)
+                _child(rank, main, writer)
+            os.close(writer)
+            self.pids.append(pid)
+            self.pipes[reader] = rank
+
+    def read(self, reader: int) -> None:
+        """Take what a rank has written."""
+        rank, more = self.pipes[reader], os.read(reader, 1 << 16)
+        self.data[rank] += more
+        if not more:
+            os.close(reader)
+            del self.pipes[reader]
+            self.ends[rank] = _end(rank, self.data[rank])
+            if self.ends[rank].died:
+                _, status = os.waitpid(self.pids[rank], 0)
+                self.ends[rank].died, self.pids[rank] = os.WTERMSIG(status), 0
+
+    def over(self) -> bool:
+        """All ranks are back but those that a test has stopped, or the patience is over."""
+        return all(_stopped(self.pids[rank]) for rank in self.pipes.values()) or time.monotonic() > self.deadline
+
+    def end(self) -> list[End]:
+        """Kill what is left."""
+        for reader in self.pipes:
+            os.close(reader)
+        for pid in self.pids:
             if pid:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-    return [ends[rank] for rank in range(size)]
+        return self.ends
 
 
 def _child(rank: int, main: Callable[[int], Any], writer: int) -> None:

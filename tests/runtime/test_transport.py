@@ -1,16 +1,17 @@
 """The rendezvous and the collective calls between processes: strangers, losses, deadlines."""
 
-import mmap
 import os
+import random
+import re
 import signal
 import socket
 import threading
 import time
-import warnings
 
 import pytest
 
 from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
+from pkt.runtime.bootstrap import HOST_GRACE
 from pkt.runtime.processes import rendezvous
 from pkt.runtime.processes.frames import pack
 from pkt.runtime.processes.rendezvous import Meeting, connect, prepare
@@ -113,10 +114,15 @@ def test_ranks_in_different_calls(four):
 
 
 def test_a_silent_peer_is_named_by_all_at_the_deadline(meeting):
-    found = transports(meeting, 3, timeout=0.5)
-    start = time.monotonic()
-    errors = threads(3, lambda rank: found[rank].exchange(None, "barrier()") if rank != 1 else time.sleep(1))
-    assert time.monotonic() - start < 2.5
+    found, left = transports(meeting, 3, timeout=0.5), threading.Barrier(3)
+
+    def main(rank):
+        try:
+            return found[rank].exchange(None, "barrier()") if rank != 1 else None
+        finally:
+            left.wait()  # rank 1 says nothing before the others have left
+
+    errors = threads(3, main)
     for error in (errors[0], errors[2]):
         assert isinstance(error, (WaitTimeout, PeerLost))
         assert "rank 1" in str(error)
@@ -173,9 +179,7 @@ def test_an_impostor_is_turned_away_and_holds_nobody_up(meeting):
             thread.join()  # the strangers were first
         return connect(meeting, rank, 2, 5.0)
 
-    start = time.monotonic()
     found = threads(2, main)
-    assert time.monotonic() - start < 3
     assert [set(f) for f in found] == [{1}, {0}]
     for connections in found:
         for connection in connections.values():
@@ -261,27 +265,22 @@ def test_process_states():
     assert process_state(0) == ""
 
 
-DEADLINE = 1.0
+DEADLINE = 3.0  # seconds; long enough for a busy machine to start the ranks of several worlds
 
 
-def lose(size, victim, step, how):
-    """A world in which `victim` gets `how` when it makes its collective call number `step`: the ranks' ends, and the
-    moment from which the survivors' deadline runs, that of the loss or that at which the last of them began."""
-    place = prepare()
+def losing(place, size, victim, step, how):
+    """main(rank) of a world in which `victim` gets signal `how` when it makes its collective call number `step`."""
     original = Transport.exchange_fds
-    moments = memoryview(mmap.mmap(-1, 8 * size)).cast("d")  # shared with the forks
 
     def main(rank):
         def due(now):
             if rank == victim and now == step:
-                moments[rank] = time.monotonic()
                 os.kill(os.getpid(), how)
 
         def counted(self, value, fds, what):
             due(self.sequence)
             return original(self, value, fds, what)
 
-        moments[rank] = time.monotonic()
         due(-1)
         Transport.exchange_fds = counted
         world = forked.fake_world(place, rank, size, DEADLINE)
@@ -290,51 +289,44 @@ def lose(size, victim, step, how):
         world.close()
         return world._backend.driver.leaks()
 
+    return main
+
+
+def check_survivors(losses):
+    """Play the losses (size, victim, step, how). Every survivor leaves by itself, names the victim and nobody else, and
+    by its own account waited no longer than its deadline."""
+    places = [prepare() for _ in losses]
     try:
-        return forked.run(size, main), max(moments)
+        worlds = [(loss[0], losing(place, *loss)) for place, loss in zip(places, losses)]
+        found = forked.run_all(worlds)
     finally:
-        place.remove()
-
-
-def slowest(size, victim, step, how):
-    """Play a loss: seconds that the last survivor took to leave, all of them naming the victim and nobody else."""
-    ends, since = lose(size, victim, step, how)
-    for end in ends:
-        what = (size, victim, step, end)
-        if end.rank == victim:
-            assert end.died == signal.SIGKILL or how == signal.SIGSTOP
-            continue
-        assert isinstance(end.error, (PeerLost, WaitTimeout)), what
-        assert f"rank {victim}" in str(end.error), what
-        if isinstance(end.error, PeerLost):
-            assert end.error.lost.keys() == {victim}, what
-    return max(end.at for end in ends) - since
-
-
-def check_survivors(*loss):
-    """What is late is played three times more, and may not be late again: a machine that stands still for a second does
-    so once."""
-    late = slowest(*loss)
-    if late >= DEADLINE + 2:
-        warnings.warn(f"{late:.1f} s after the loss {loss}", stacklevel=2)
-        late = max(slowest(*loss) for _ in range(3))
-    assert late < DEADLINE + 2, loss
+        for place in places:
+            place.remove()
+    for (size, victim, step, how), ends in zip(losses, found):
+        for end in ends:
+            what = (size, victim, step, how, end)
+            if end.rank == victim:
+                assert end.died == signal.SIGKILL or how == signal.SIGSTOP, what
+                continue
+            assert isinstance(end.error, (PeerLost, WaitTimeout)), what
+            assert f"rank {victim}" in str(end.error), what
+            waited = [float(seconds) for seconds in re.findall(r"after ([\d.]+) s\b", str(end.error))]
+            assert max(waited, default=0) <= DEADLINE + HOST_GRACE, what
+            if isinstance(end.error, PeerLost):
+                assert end.error.lost.keys() == {victim}, what
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("step", [-1, 0, 1, 2, 3, 4, 6, 8, 10, 30])
-def test_a_rank_lost_at_each_step_is_named(step, how):
-    victim = step % 3
-    check_survivors(3, victim, step, how)
+def test_a_rank_lost_at_each_step_is_named(how):
+    check_survivors([(3, step % 3, step, how) for step in [-1, 0, 1, 2, 3, 4, 6, 8, 10, 30]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_100_losses_at_random(how):
-    import random
-
     pick = random.Random(int(how))
+    losses = []
     for _ in range(100):
         size = pick.randint(2, 5)
-        victim, step = pick.randrange(size), pick.randint(-1, 40)
-        check_survivors(size, victim, step, how)
+        losses.append((size, pick.randrange(size), pick.randint(-1, 40), how))
+    check_survivors(losses)

@@ -85,7 +85,7 @@ def test_a_spin_ends_soon_after_its_peer_has(leaves):
                 raise ZeroDivisionError
         start = time.monotonic()
         while not page[words.STATUS_ABORT]:  # what a kernel's wait does
-            assert time.monotonic() - start < 3, "nobody raised the abort word"
+            assert time.monotonic() - start < 25, "nobody raised the abort word"
             time.sleep(0.01)
         with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+\) (exited|closed its world) during a kernel") as caught:
             world.synchronize()

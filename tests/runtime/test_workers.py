@@ -46,9 +46,7 @@ def test_results_warm_processes_and_labels(workers, capsys):
     first = run(workers, main, 10)
     assert [value for value, _ in first] == [44, 40]
     assert [pid for _, pid in first] == workers.pids
-    start = time.monotonic()
     assert run(workers, main, 0) == [(4, first[0][1]), (0, first[1][1])]
-    assert time.monotonic() - start < 1.0
     out = err = ""
     deadline = time.monotonic() + 10
     while (len(out.splitlines()) < 4 or len(err.splitlines()) < 4) and time.monotonic() < deadline:

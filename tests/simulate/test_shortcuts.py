@@ -61,3 +61,31 @@ def test_the_shortcut_of_peer_equals_its_source(dtype: torch.dtype, monkeypatch:
 
     pkt.launch(run, ranks=3, device="cpu")
     assert any(ty.is_ptr() for ty in short)
+
+
+@triton.jit
+def cast_kernel(x_ptr, y_ptr, N: tl.constexpr, BITCAST: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, tl.cast(tl.load(x_ptr + i), y_ptr.dtype.element_ty, bitcast=BITCAST).to(y_ptr.dtype.element_ty))
+
+
+HALVES = (torch.int16, torch.uint16, torch.bfloat16, torch.float16)
+WORDS = (torch.int32, torch.uint32, torch.float32)
+
+
+@pytest.mark.parametrize("types", [HALVES, WORDS, HALVES[:2] + WORDS[:2]], ids=["halves", "words", "integers"])
+def test_casts_equal_those_of_torch(types: tuple[torch.dtype, ...]) -> None:
+    """Bit by bit between types of one width, by value between integers."""
+    bits = types[0].itemsize == types[-1].itemsize
+
+    def run(world: Any) -> None:
+        for source in types:
+            values = torch.arange(-(2**31), 2**31, 2**24 + 4321, dtype=torch.int64)[:256]
+            x = values.to(torch.int16 if source.itemsize == 2 else torch.int32).view(source)
+            for target in types:
+                y = torch.zeros(256, dtype=target)
+                cast_kernel[(1,)](x, y, 256, bits)
+                wanted = x.view(target) if bits else x.to(torch.int64).to(target)
+                assert y.view(torch.uint8).equal(wanted.view(torch.uint8)), (source, target)
+
+    pkt.launch(run, ranks=1, device="cpu")

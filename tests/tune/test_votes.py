@@ -95,7 +95,7 @@ def test_pressed_again_it_is_raised_at_once():
             if self.world.rank == 0:
                 for _ in range(2):
                     os.kill(os.getpid(), signal.SIGINT)
-                threading.Event().wait(20)
+                threading.Event().wait(60)
 
     def main(world):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -105,7 +105,7 @@ def test_pressed_again_it_is_raised_at_once():
     start = time.monotonic()
     ends = in_worlds(2, main)
     values(ends)
-    assert max(end.at for end in ends) - start < 10
+    assert max(end.at for end in ends) - start < 50, "the wait was not cut short"
 
 
 def test_where_somebody_else_minds_the_signal_it_stays_theirs():

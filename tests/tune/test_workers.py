@@ -56,12 +56,12 @@ def test_anything_else_ends_with_them(workers):
     def main(world):
         if world.rank == 0:
             os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(20)
+        time.sleep(60)
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run(workers, main)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50, "the sleep was not cut short"
     assert not workers.alive
 
 
@@ -72,14 +72,14 @@ def test_pressed_twice_it_is_the_end(workers):
                 for _ in range(2):
                     time.sleep(0.5)  # what is pressed once more, not twice at once
                     os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(20)
+            time.sleep(60)
 
         tune(anything, configs=candidates(8), timer=partial(Rough, then=then))
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run(workers, main)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50, "the sleep was not cut short"
     assert not workers.alive
 
 

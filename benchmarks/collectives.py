@@ -161,9 +161,9 @@ def case(world: Any, kind: str, shape: list[int], dim: int = 0) -> Case:
     def exact() -> torch.Tensor:
         inputs = (normal(tuple(given), r, device) for r in range(size))
         if kind == "all-gather":
-            return gathered(list(inputs), dim).float()
+            return gathered(world.rank, list(inputs), dim).float()
         if kind == "all-to-all":
-            return exchanged(list(inputs), world.rank, scatter, gather).float()
+            return exchanged(world.rank, list(inputs), scatter, gather).float()
         if kind == "broadcast":
             return next(inputs).float()
         total = torch.zeros(given, device=device)

@@ -21,24 +21,20 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .operator import Operator
 from .shared import copies, flagged, runs
-from .shared.checks import FLOATS, NUMBERS
-from .shared.grid import COPY_OPTIONS, barrier_counters, num_programs
+from .shared.checks import NUMBERS
+from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
 Mode = Literal["push", "pull", "copy", "low_latency"]
 
 COPIED_BYTES = 256 << 20
 """Least `out` for which mode None takes copy. On 4 x H200 it takes 4.15 ms for 2 GiB, push 4.59; for 128 MiB
 0.299 and 0.297."""
-
-FLAGGED = (*FLOATS, torch.int16, torch.int32)
-"""What fits the words of low_latency."""
 
 
 def reference(rank: int, x: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -118,9 +114,8 @@ def default(call: Call) -> str:
     """Flagged words for little, where one of the two tensors is symmetric, as it must be where there is more; else push
     or copy into a symmetric `out`; else pull."""
     x, out, world = call["x"], call["out"], call.world
-    if isinstance(x, SymmetricTensor) or isinstance(out, SymmetricTensor):
-        if x.dtype in FLAGGED and flagged.few(x.nbytes * max(world.size - 1, 1), world.size):
-            return "low_latency"
+    if flagged.taken(call, flagged.few(x.nbytes * max(world.size - 1, 1), world.size)):
+        return "low_latency"
     run = runs.around(x.shape, call["dim"])[1]
     return moved(out, call.given.get("block"), copies.least(COPIED_BYTES, run, x.element_size()))
 
@@ -136,14 +131,7 @@ def _through_registers(kernel: object) -> Callable[[Call], Launch]:
     def plan(call: Call) -> Launch:
         x, world = call["x"], call.world
         shard = runs.runs(*runs.around(x.shape, call["dim"]), x.dtype, call["block"])
-        bar = barrier_counters(world)
-        start = cooperative_launch(world, kernel, (num_programs(world, shard.tiles),), **COPY_OPTIONS)
-
-        def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            start(x, out, bar, shard, world.device)
-            return out
-
-        return launch
+        return resident_launch(world, kernel, shard.tiles, (barrier_counters(world), shard))
 
     return plan
 
@@ -155,13 +143,7 @@ def _by_copy_engines(call: Call) -> Launch:
     there = out.data_ptr() <= x.data_ptr() < out.data_ptr() + out.nbytes  # x is in its place already
     peers = [(world.rank + d) % world.size for d in range(1, world.size + (not there))]
     boxes = [box for p in peers for box in copies.boxes(p, place, shard, x.dtype.itemsize)]
-    exchange = copies.exchange_launch(world, boxes)
-
-    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        exchange(x, out)
-        return out
-
-    return launch
+    return copies.exchange_launch(world, boxes)
 
 
 def _in_flagged_words(call: Call) -> Launch:
@@ -175,7 +157,6 @@ def own_place(call: Call) -> int | None:
     return call.world.rank if rows == 1 and call.mode != "pull" else None
 
 
-SMALL = {"block": 16}
 OPERATOR = Operator(
     all_gather,
     tensors={"x": Operand("...", NUMBERS)},
@@ -185,16 +166,16 @@ OPERATOR = Operator(
     forms={
         "push": Form(
             _through_registers(push_kernel), "store into every rank", "(W - 1) |x|",
-            settings={"block": None}, symmetric=("out",), small=SMALL,
+            symmetric=("out",), **BLOCKED,
         ),
         "pull": Form(
             _through_registers(pull_kernel), "load from every rank", "(W - 1) |x|",
-            settings={"block": None}, symmetric=("x",), small=SMALL,
+            symmetric=("x",), **BLOCKED,
         ),
         "copy": Form(_by_copy_engines, "push by the copy engines", "(W - 1) |x|", symmetric=("out",)),
         "low_latency": Form(
             _in_flagged_words, "words of data and flag to every rank, no barrier", "4 / 3 (W - 1) |x|",
-            settings={"block": None}, dtypes=FLAGGED, small=SMALL,
+            dtypes=flagged.DTYPES, fits=flagged.fits, **BLOCKED,
         ),
     },
     default=default,

@@ -1,7 +1,7 @@
 """All-reduce: every rank ends with the sum, minimum or maximum over ranks of `x`, n elements.
 
 low_latency: each rank puts its x into a slot on every rank, as words of 12 bytes of data and 4 of flag, and reduces
-    what comes, see _low_latency: no barrier, 4 / 3 * (W - 1) * n * itemsize bytes out of each rank.
+    what comes, see shared.flagged: 4 / 3 * (W - 1) * n * itemsize bytes out of each rank.
 low_latency_two_shot: as two_shot, in such words, one flight of them more than low_latency: 8 / 3 * (W - 1) / W * n *
     itemsize bytes.
 one_shot: each rank loads all of every rank's x and adds: (W - 1) * n * itemsize bytes into each rank; the
@@ -10,43 +10,40 @@ two_shot: block t belongs to rank t % W, which loads it from every rank, adds, a
     rank's `out`: 2 * (W - 1) / W * n * itemsize bytes.
 two_shot_push: as two_shot, but each rank stores its blocks into their owners' inboxes (see reduce_scatter), some of
     them for each signal, because stores reach more of the links than loads.
-copy: as two_shot, moved by the copy engines, see _copy_reduce: for many megabytes.
+copy: as two_shot, moved by the copy engines, see shared.copy_reduce: for many megabytes.
 multimem: as two_shot with the sum and the broadcast in the switch: (1 + 1 / W) * n * itemsize bytes out of each
     rank; without multicast the same source loops over the ranks.
+
 All add in fp32 and round once; low_latency and one_shot add in the order 0, 1, ... on every rank, so all ranks hold
-the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: what a switch
-makes of one is not documented; and it has them for 16-bit floats only. Barriers of the programs of one index on all
-ranks: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block of a
+the same bits, as where one rank adds. Minimum and maximum keep a NaN of any rank, except in multimem: nothing documents
+what a switch makes of one. A switch has them for 16-bit floats only. Programs of one index on all ranks meet in
+barriers: none in the low-latency forms, one in two_shot_push, else two (one_shot in place: one more for each block of a
 program). From REST_BYTES on the elements beyond the last whole 16 bytes go by low_latency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.errors import ShapeError, Unsupported
-from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from .reduce_scatter import await_sent, check_chunks, in_inbox, inboxes, pushed_room
-from .shared import common as _common
-from .shared import copy_reduce as _copy_reduce
-from .shared import flagged as _low_latency
+from .declaration import Call, Case, Form, Launch, Operand, choice, integer
+from .declaration import block as block_size
+from .operator import Operator
+from .reduce_scatter import await_sent, in_inbox, inboxes, pushed_room
+from .shared import copy_reduce, flagged
+from .shared.checks import FLOATS
+from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, copy_block, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
 
-CALL = "all_reduce"
 Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-SHOTS = {"low_latency": 1, "low_latency_two_shot": 2}
-SENT = (*SHOTS, "two_shot_push", "copy")  # only this rank reads its x
-SPREAD = ("two_shot", "two_shot_push", "copy", "multimem")  # peers store into `out`
 
 TWO_SHOT_PUSH_BYTES = 4 << 20
 """Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 17.1, 83 and 1143 us for 1,
@@ -60,9 +57,9 @@ REST_BYTES = 1 << 20
 bytes, and not element by element. On 4 x H200 16 MiB and an element take 87 us, 16 MiB 83."""
 
 
-def reference(inputs: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
+def reference(rank: int, x: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
     """What every rank gets from the ranks' `x`, in fp64."""
-    return reduced(inputs, op)
+    return reduced(x, op)
 
 
 @triton.jit
@@ -194,118 +191,172 @@ def all_reduce(
 
     x: contiguous, bf16, fp16 or fp32; symmetric unless mode is a low-latency one, two_shot_push or copy. out: x or
     apart from it, of x's shape and dtype; symmetric unless mode is a low-latency one or one_shot. op: "sum", in fp32
-    and rounded once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None takes what
-    `low_latency` says, else one_shot where `out` is not symmetric, multimem for a sum where the world has multicast and
-    the tensors are 16-byte aligned, else two_shot, from TWO_SHOT_PUSH_BYTES on two_shot_push and from COPIED_BYTES on
-    copy. Of symmetric memory low_latency keeps 8 / 3 * size times x's bytes, low_latency_two_shot 16 / 3 times, rounded
-    up to a power of two, each power once and with all_gather; two_shot_push 2 * (size - 1) tiles a program for each
-    size of tile and grid, as reduce_scatter, copy x's bytes less a part for each size of part. block: elements a
-    program moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each
-    rank at most, REDUCE_CHUNKS of _copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at
-    once. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    and rounded once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None chooses by
+    operands and size, see `default`. block: elements a program moves at a time, a power of two; copy: that it adds.
+    chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of shared.copy_reduce where None.
+    Returns `out` (or x), complete; `x` may be overwritten at once.
+
+    Symmetric memory kept: low_latency 8 / 3 * size times x's bytes, low_latency_two_shot 16 / 3 times, rounded up to a
+    power of two, each power once and with all_gather; two_shot_push 2 * (size - 1) tiles a program for each size of
+    tile and grid, as reduce_scatter; copy x's bytes less a part for each size of part. Raises NotSymmetric, ShapeError,
+    DtypeError, Unsupported, CollectiveMismatch.
     """
-    world = _common.world_of(CALL, world, x, out)
     out = x if out is None else out
-    return _common.planned(CALL, _plan, world, (x, out), (op, mode, block, chunks), out)
+    return OPERATOR((x, out), world=world, op=op, mode=mode, block=block, chunks=chunks)
 
 
-def _plan(
-    world: World, x: torch.Tensor, out: torch.Tensor, op: Op, mode: Mode | None, block: int | None, chunks: int | None
-) -> _common.Launch:
-    _common.check_choice(CALL, "op", op, OPS, world)
-    _common.check_choice(CALL, "mode", mode, (*MODES, None), world)
-    _common.check_block(CALL, block, world)
-    check_chunks(CALL, mode, chunks, world)
-    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS, peers=mode not in SENT)
-    _common.check_tensor(CALL, "out", out, world, shape=tuple(x.shape), dtype=x.dtype)
-    even = x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
-    mode = mode or _chosen(x, out, op, world, even)
-    spread = mode in SPREAD
-    _common.check_tensor(CALL, "out", out, world, peers=spread)
-    if mode == "multimem" and not even:
-        wanted = "a multiple of 16 bytes: multimem moves runs of 16 bytes; two_shot does not need it"
-        raise ShapeError.argument(CALL, "address of x or out", hex(x.data_ptr()), wanted, world.rank)
-    if mode == "multimem" and op != "sum" and x.dtype == torch.float32:
-        found, remedy = f"{CALL}: found op {op!r} of float32 with mode 'multimem'", "take two_shot or one_shot"
-        raise Unsupported.here(f"rank {world.rank}", found, f"the switch has it for 16-bit floats only: {remedy}")
-    in_place = out.data_ptr() == x.data_ptr()
-    if not in_place:
-        _common.check_apart(CALL, x, out, world)
-    _common.check_agreed(
-        CALL, world, x=_common.anywhere(x) if mode in SENT else x,
-        out=out if spread else in_place if mode == "one_shot" else None, op=op, mode=mode, block=block, chunks=chunks,
-    )  # fmt: skip
-    n = x.numel()
-    if n == 0:
-        return lambda x, out: out
-    if mode in SHOTS:
-        return _low_latency.reduce_launch(world, x, op, SHOTS[mode], block)
-    rest = n % (16 // x.element_size()) if mode != "multimem" and x.nbytes >= REST_BYTES else 0
-    if mode == "copy":
-        launch = _copy_reduce.reduce_launch(world, n - rest, x.dtype, op, block, chunks)
-    else:
-        launch = _launch(world, x, n - rest, mode, op, in_place, block, even)
-    if rest == 0:
-        return launch
-    few = _low_latency.reduce_launch(world, x.view(-1)[n - rest :], op, 1, None)
-
-    def both(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        launch(x, out)
-        few(x.view(-1)[n - rest :], out.view(-1)[n - rest :])
-        return out
-
-    return both
-
-
-def _launch(
-    world: World, x: torch.Tensor, n: int, mode: Mode, op: Op, in_place: bool, block: int | None, even: bool
-) -> _common.Launch:
-    """launch(x, out): the first n elements. even: both begin at a multiple of 16 bytes."""
-    tile = 1  # of two_shot_push
-    if mode == "two_shot_push":
-        tile = pushed_room(triton.cdiv(n, world.size), x.element_size(), world.size)
-        most = _common.COPY_BYTES if even else _common.COPY_BYTES // 4  # else each element's address has a register
-        block = block or min(tile, most // x.element_size())
-    BLOCK = _common.copy_block(x, block)
-    together = triton.cdiv(tile, BLOCK)
-    tasks = triton.cdiv(n, BLOCK * together * (1 if mode == "one_shot" else world.size))
-    grid = (_common.num_programs(world, tasks),)
-    counters: tuple[torch.Tensor, ...] = (_common.barrier_counters(world),)
-    constants = {"one_shot": (op, in_place, BLOCK), "two_shot_push": (op, BLOCK, together)}.get(mode, (op, BLOCK))
-    if mode == "two_shot_push":
-        counters = (*inboxes(grid[0], together * BLOCK, x.dtype, world), *counters)
-    kernel: Any = KERNELS[mode]
-    start = cooperative_launch(world, kernel, grid, **_common.COPY_OPTIONS)
-
-    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        start(x, out, *counters, n, world.device, *constants)
-        return out
-
-    return launch
-
-
-KERNELS = {
-    "one_shot": one_shot_kernel,
-    "two_shot": two_shot_kernel,
-    "two_shot_push": two_shot_push_kernel,
-    "multimem": multimem_kernel,
-}
-
-
+# -------------------------------------------------------------------------------------------------------------- host
 def low_latency(nbytes: int, world: World) -> Mode | None:
     """The low-latency form that mode None takes for `x` of so many bytes; None: neither."""
-    return {0: None, 1: "low_latency", 2: "low_latency_two_shot"}[_low_latency.shots(nbytes, world.size)]
+    return {0: None, 1: "low_latency", 2: "low_latency_two_shot"}[flagged.shots(nbytes, world.size)]
 
 
-def _chosen(x: torch.Tensor, out: torch.Tensor, op: Op, world: World, even: bool) -> Mode:
-    """What mode None takes."""
-    flagged = low_latency(x.nbytes, world)
-    if flagged:
-        return flagged
-    if not isinstance(out, SymmetricTensor):
+def default(call: Call) -> str:
+    """Flagged words for little; else one_shot into an `out` that is not symmetric; else the switch for a sum, where the
+    world has one; else two_shot, two_shot_push or copy, by size. x has to be symmetric, as it must where there is
+    more."""
+    x, out, world = call["x"], call["out"], call.world
+    words = low_latency(x.nbytes, world)
+    if words and isinstance(x, SymmetricTensor):
+        return words
+    if not (isinstance(x, SymmetricTensor) and isinstance(out, SymmetricTensor)):
         return "one_shot"
-    if world.multicast and even and op == "sum":
+    if world.multicast and call["op"] == "sum" and _even(call):
         return "multimem"
     if x.nbytes >= COPIED_BYTES:
         return "copy"
     return "two_shot" if x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
+
+
+def _even(call: Call) -> bool:
+    """Whether x and `out` begin at a multiple of 16 bytes."""
+    return call["x"].data_ptr() % 16 == 0 and call["out"].data_ptr() % 16 == 0
+
+
+def _fits_switch(call: Call) -> str:
+    if call["op"] != "sum" and call.dtype == torch.float32:
+        return f"op {call['op']!r} of float32, and the switch has it for 16-bit floats only"
+    return "" if _even(call) else "x or out at no multiple of 16 bytes, and multimem moves runs of 16 bytes"
+
+
+def _in_place(call: Call) -> bool:
+    return call["x"].data_ptr() == call["out"].data_ptr()
+
+
+def _in_flagged_words(shots: int) -> Callable[[Call], Launch]:
+    return lambda call: flagged.reduce_launch(call.world, call["x"], call["op"], shots, call["block"])
+
+
+def _with_the_rest(make: Callable[[Call, int], Launch]) -> Callable[[Call], Launch]:
+    """make(call, n) for the first n elements of x, and flagged words for those beyond the last whole 16 bytes."""
+
+    def plan(call: Call) -> Launch:
+        x, n = call["x"], call["x"].numel()
+        rest = n % (16 // x.element_size()) if x.nbytes >= REST_BYTES else 0
+        launch = make(call, n - rest)
+        if rest == 0:
+            return launch
+        few = flagged.reduce_launch(call.world, x.view(-1)[n - rest :], call["op"], 1, None)
+
+        def both(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            launch(x, out)
+            few(x.view(-1)[n - rest :], out.view(-1)[n - rest :])
+            return out
+
+        return both
+
+    return plan
+
+
+def _one_shot(call: Call, n: int) -> Launch:
+    world, BLOCK = call.world, copy_block(call["x"], call["block"])
+    constants = call["op"], _in_place(call), BLOCK
+    return resident_launch(world, one_shot_kernel, triton.cdiv(n, BLOCK), (barrier_counters(world), n), constants)
+
+
+def _two_shot(kernel: object) -> Callable[[Call, int], Launch]:
+    def make(call: Call, n: int) -> Launch:
+        world, BLOCK = call.world, copy_block(call["x"], call["block"])
+        tasks = triton.cdiv(n, BLOCK * world.size)
+        return resident_launch(world, kernel, tasks, (barrier_counters(world), n), (call["op"], BLOCK))
+
+    return make
+
+
+def _two_shot_push(call: Call, n: int) -> Launch:
+    x, world = call["x"], call.world
+    tile = pushed_room(triton.cdiv(n, world.size), x.element_size(), world.size)
+    most = COPY_BYTES if _even(call) else COPY_BYTES // 4  # else each element's address has a register
+    BLOCK = call["block"] or min(tile, most // x.element_size())
+    together = triton.cdiv(tile, BLOCK)
+    tasks = triton.cdiv(n, BLOCK * together * world.size)
+    inbox = inboxes(num_programs(world, tasks), together * BLOCK, x.dtype, world)
+    arguments = *inbox, barrier_counters(world), n
+    return resident_launch(world, two_shot_push_kernel, tasks, arguments, (call["op"], BLOCK, together))
+
+
+def _by_copy_engines(call: Call, n: int) -> Launch:
+    return copy_reduce.reduce_launch(call.world, n, call.dtype, call["op"], call["block"], call["chunks"])
+
+
+MOVES = "2 (W - 1) / W |x|"
+OPERATOR = Operator(
+    all_reduce,
+    tensors={"x": Operand("...", FLOATS)},
+    result=lambda call: tuple(call["x"].shape),
+    arguments={"op": choice(*OPS)},
+    settings={"block": block_size, "chunks": integer(1)},
+    forms={
+        "low_latency": Form(
+            _in_flagged_words(1), "words of data and flag to every rank, no barrier", "4 / 3 (W - 1) |x|", **BLOCKED
+        ),
+        "low_latency_two_shot": Form(
+            _in_flagged_words(2), "the same, each part to its owner, and the sum to all", "8 / 3 (W - 1) / W |x|",
+            **BLOCKED,
+        ),
+        "one_shot": Form(
+            _with_the_rest(_one_shot), "load everything", "(W - 1) |x|", symmetric=("x",),
+            agrees=lambda call: {"in_place": _in_place(call)}, **BLOCKED,
+        ),
+        "two_shot": Form(
+            _with_the_rest(_two_shot(two_shot_kernel)), "each block loaded, reduced and stored by its owner", MOVES,
+            symmetric=("x", "out"), **BLOCKED,
+        ),
+        "two_shot_push": Form(
+            _with_the_rest(_two_shot_push), "each block sent to its owner, reduced and stored by it", MOVES,
+            symmetric=("out",), **BLOCKED,
+        ),
+        "copy": Form(
+            _with_the_rest(_by_copy_engines), "the same, by the copy engines", MOVES, symmetric=("out",),
+            **copy_reduce.CHUNKED,
+        ),
+        "multimem": Form(
+            lambda call: _two_shot(multimem_kernel)(call, call["x"].numel()), "two_shot in the switch",
+            "(1 + 1 / W) |x|", fits=_fits_switch, symmetric=("x", "out"), **BLOCKED,
+        ),
+    },
+    default=default,
+    reference=reference,
+    place=lambda call: 0,
+    cases=(
+        # The third launch meets what the first left in its half of the slots.
+        Case(shapes={"x": (20,)}, arguments={"mode": "low_latency"}, launches=3),
+        Case(shapes={"x": (20,)}, arguments={"mode": "low_latency"}, ranks=2, launches=3, out="x"),
+        Case(shapes={"x": (20,)}, arguments={"mode": "low_latency_two_shot"}, launches=3),
+        Case(shapes={"x": (20,)}, arguments={"mode": "low_latency_two_shot"}, ranks=2, launches=3, out="x"),
+        Case(shapes={"x": (42,)}, arguments={"mode": "one_shot"}),
+        Case(shapes={"x": (42,)}, arguments={"mode": "one_shot"}, ranks=2, out="x"),
+        Case(shapes={"x": (42,)}, arguments={"mode": "two_shot"}, ranks=4),
+        Case(shapes={"x": (42,)}, arguments={"mode": "two_shot"}, ranks=2, out="x"),
+        Case(shapes={"x": (42,)}, arguments={"mode": "two_shot_push"}, launches=3),
+        Case(shapes={"x": (42,)}, arguments={"mode": "two_shot_push"}, ranks=2, launches=3, out="x"),
+        Case(shapes={"x": (100,)}, arguments={"mode": "copy", "chunks": 2}, sms=1),
+        Case(shapes={"x": (150,)}, arguments={"mode": "copy", "chunks": 3}, ranks=2, out="x"),
+        Case(shapes={"x": (42,)}, arguments={"mode": "multimem"}, ranks=4),
+        Case(shapes={"x": (42,)}, arguments={"mode": "multimem"}, ranks=2, multicast=False, out="x"),
+        Case(shapes={"x": (5, 1, 3)}, explore=False),
+        Case(shapes={"x": ()}, explore=False),
+        Case(shapes={"x": (333,)}, arguments={"mode": "low_latency_two_shot", "op": "min"}, explore=False),
+        Case(shapes={"x": (13, 3)}, arguments={"mode": "two_shot_push", "op": "max"}, explore=False),
+    ),
+)  # fmt: skip

@@ -79,7 +79,7 @@ class Case:
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    shapes: Mapping[str, str | Shape] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 3
     sms: int = 2

@@ -1,14 +1,14 @@
 """Reduce-scatter along any dimension: rank r ends with part r of the sum, minimum or maximum over ranks.
 
-pull: each rank loads its part from every rank, run by run where it lies (see _runs). Two barriers of the programs of
-    one index on all ranks.
-push: each rank stores each tile into its owner's inbox, which adds what came: `x` need not be symmetric, and there is
-    no barrier, but a signal to each rank for a tile. Stores reach more of the links than loads.
-copy: push by the copy engines, see _copy_reduce: for parts of many megabytes.
-low_latency: push in words of 12 bytes of data and 4 of flag, see _low_latency: no signal. For small x.
+pull: each rank loads its part from every rank, run by run where it lies (see shared.runs).
+push: each rank stores each tile into its owner's inbox, and the owner adds what came: `x` need not be symmetric.
+copy: push by the copy engines, see shared.copy_reduce: for parts of many megabytes.
+low_latency: push in words of 12 bytes of data and 4 of flag, see shared.flagged: for small x.
 
-In all of them each reduces in fp32, in the order rank, rank + 1, ...: deterministic, the same bits in all, and
-(W - 1) / W * n * itemsize bytes into and out of each rank, a third more in low_latency.
+All of them reduce in fp32, in the order rank, rank + 1, ...: the same bits every time, and in all forms. Into and out
+of each rank go (W - 1) / W * n * itemsize bytes, a third more in low_latency. In pull the programs of one index on all
+ranks meet in two barriers. In push there is no barrier, but a signal to each rank for some tiles: stores reach more of
+the links than loads. In low_latency there is neither.
 """
 
 from __future__ import annotations
@@ -22,33 +22,18 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.errors import ShapeError
-from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from .shared import (
-    common as _common,
-)
-from .shared import (
-    copies as _copies,
-)
-from .shared import (
-    copy_reduce as _copy_reduce,
-)
-from .shared import (
-    flagged as _low_latency,
-)
-from .shared import (
-    runs as _runs,
-)
+from .declaration import Call, Case, Form, Launch, Operand, block, choice, integer
+from .operator import Operator
+from .shared import copies, copy_reduce, flagged, runs
+from .shared.checks import FLOATS
+from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
 
-CALL = "reduce_scatter"
-
 Mode = Literal["pull", "push", "copy", "low_latency"]
-MODES = ("pull", "push", "copy", "low_latency")
 
 COPIED_BYTES = 512 << 20
 """Least x for which mode None takes copy on more than two ranks, and four times as much on two. On 4 x H200 it takes
@@ -65,9 +50,9 @@ they take 0.201 ms with 128 KiB, and 0.223 with 64: benchmarks/results/collectiv
 """
 
 
-def reference(inputs: Sequence[torch.Tensor], rank: int, dim: int = 0, op: Op = "sum") -> torch.Tensor:
+def reference(rank: int, x: Sequence[torch.Tensor], dim: int = 0, op: Op = "sum") -> torch.Tensor:
     """What `rank` gets from the ranks' `x`, in fp64."""
-    return reduced(inputs, op).chunk(len(inputs), dim)[rank]
+    return reduced(x, op).chunk(len(x), dim)[rank]
 
 
 @triton.jit
@@ -82,10 +67,10 @@ def pull_kernel(
     pid = tl.program_id(0)
     pl.barrier(bar_ptr + pid, world)  # publish: every rank's x is complete
     for t in range(pid, part.tiles, tl.num_programs(0)):
-        row, col, inside = _runs.tile(t, part)
-        mine = x_ptr + _runs.beside(row, col, part, world.rank, world.size)
+        row, col, inside = runs.tile(t, part)
+        mine = x_ptr + runs.beside(row, col, part, world.rank, world.size)
         total = over_ranks(mine, inside, world, world.rank, OP)
-        tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read its part of my x
 
 
@@ -155,21 +140,21 @@ def push_kernel(
     for first in range(-(pid % TOGETHER), mine, TOGETHER):
         begin, end = tl.maximum(first, 0), tl.minimum(first + TOGETHER, mine)
         for t in range(begin, end):
-            row, col, inside = _runs.tile(pid + t * programs, part)
+            row, col, inside = runs.tile(pid + t * programs, part)
             for i in tl.static_range(1, world.size):
                 peer = (rank + i) % world.size
-                x = tl.load(x_ptr + _runs.beside(row, col, part, peer, world.size), mask=inside, other=0)
+                x = tl.load(x_ptr + runs.beside(row, col, part, peer, world.size), mask=inside, other=0)
                 at = in_inbox(inbox_ptr, sent, world.size - i, world, ROOM) + (t - first) * TILE
                 pl.store(at + element, x, peer, world)
         pl.signal_all(counts + rank, world)  # publish; and I am done with what came in the other half
         await_sent(counts, sent, world)
         for t in range(begin, end):
-            row, col, inside = _runs.tile(pid + t * programs, part)
-            total = tl.load(x_ptr + _runs.beside(row, col, part, rank, world.size), mask=inside).to(tl.float32)
+            row, col, inside = runs.tile(pid + t * programs, part)
+            total = tl.load(x_ptr + runs.beside(row, col, part, rank, world.size), mask=inside).to(tl.float32)
             for i in tl.static_range(1, world.size):
                 at = in_inbox(inbox_ptr, sent, i, world, ROOM) + (t - first) * TILE
                 total = combine(total, tl.load(at + element).to(tl.float32), OP)
-            tl.store(out_ptr + _runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(out_ptr + runs.whole(row, col, part), total.to(out_ptr.dtype.element_ty), mask=inside)
         sent += 1
 
 
@@ -189,84 +174,91 @@ def reduce_scatter(
     x: its dimension `dim` a multiple of size, contiguous, bf16, fp16 or fp32; symmetric to pull. out: x's shape with
     that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
     `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
-    any rank is a NaN. mode: see the module; None takes low_latency as far as `_low_latency.few_of_parts` goes, copy
-    from COPIED_BYTES of x on, on two ranks from four times as many, else push. Of symmetric memory pull keeps none,
-    low_latency at most 8 / 3 times x's bytes, rounded up to a power of two, each power once and with all_gather; push
-    2 * (size - 1) times a program's bytes for a signal, or a tile, for each number of them and grid; copy x's bytes
-    less a part for each size of part. block: elements of a tile, a power of two. chunks: with "copy" only, so many
-    copies to each rank at most; None: by size. The same bits every time. Returns `out`; `x` may be overwritten at once.
-    Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    any rank is a NaN. mode: see the module; None chooses by size, see `default`. block: elements of a tile, a power of
+    two. chunks: with "copy" only, so many copies to each rank at most; None: by size. Returns `out`, the same bits
+    every time; `x` may be overwritten at once.
+
+    Symmetric memory kept: pull none; low_latency at most 8 / 3 times x's bytes, rounded up to a power of two, each
+    power once and with all_gather; push 2 * (size - 1) times a program's bytes for a signal, or a tile, for each number
+    of them and grid; copy x's bytes less a part for each size of part. Raises NotSymmetric, ShapeError, DtypeError,
+    Unsupported, CollectiveMismatch.
     """
-    world = _common.world_of(CALL, world, x)
-    return _common.planned(CALL, _plan, world, (x, out), (dim, op, mode, block, chunks), out)
+    return OPERATOR((x, out), world=world, dim=dim, op=op, mode=mode, block=block, chunks=chunks)
 
 
-def _plan(
-    world: World, x: torch.Tensor, out: torch.Tensor | None, dim: int, op: Op, mode: str | None, block: int | None,
-    chunks: int | None,
-) -> _common.Launch:  # fmt: skip
-    _common.check_choice(CALL, "op", op, OPS, world)
-    _common.check_block(CALL, block, world)
-    check_chunks(CALL, mode, chunks, world)
-    _common.check_tensor(CALL, "x", x, world, dtypes=_common.FLOATS)
-    dim = _runs.axis(CALL, "dim", dim, x.shape, world)
-    shape = _runs.share(CALL, "x", dim, x.shape, world)
-    rows, run = _runs.around(shape, dim)
-    mode = mode or _chosen(x, run, world)
-    _common.check_choice(CALL, "mode", mode, MODES, world)
-    _common.check_tensor(CALL, "x", x, world, peers=mode == "pull")
-    fresh = _common.fresh(shape, x.dtype, world)
-    if out is None:
-        out = fresh()
-    _common.check_tensor(CALL, "out", out, world, shape=shape, dtype=x.dtype)
-    _common.check_apart(CALL, x, out, world, own=world.rank if rows == 1 else None)
-    pulled = x if mode == "pull" else _common.anywhere(x)
-    _common.check_agreed(CALL, world, x=pulled, dim=dim, op=op, mode=mode, block=block, chunks=chunks)
-    if out.numel() == 0:
-        return lambda x, out: fresh() if out is None else out
-    if mode == "copy":
-        copied = _copy_reduce.scatter_launch(world, rows, run, x.dtype, op, block, chunks)
-        return lambda x, out: copied(x, fresh() if out is None else out)
-    if mode == "low_latency":
-        flagged = _low_latency.scatter_launch(world, x, run, op, block)
-        return lambda x, out: flagged(x, fresh() if out is None else out)
-    itemsize = x.element_size()
-    # Bytes that move together: fewer take more addresses, each in a register. But to the inbox a thread has whole 16.
-    access = max(math.gcd(run * itemsize, 16), 4)
-    room = pushed_room(rows * run, itemsize, world.size)
-    pushed = max(room * itemsize // PUSHED_TILES, _common.COPY_BYTES)
-    most = PULLED_BYTES if mode == "pull" else min(room * itemsize, pushed * access // 16)
-    part = _runs.runs(rows, run, x.dtype, block or most // itemsize)
-    grid = (_common.num_programs(world, part.tiles),)
-    counters: tuple[torch.Tensor, ...]
-    if mode == "pull":
-        kernel, counters, constants = pull_kernel, (_common.barrier_counters(world),), (op,)
-    else:
-        tile = part.ROWS.value * part.COLS.value
-        together = max(room // tile, 1)
-        kernel, counters, constants = push_kernel, inboxes(grid[0], together * tile, x.dtype, world), (op, together)
-
-    start = cooperative_launch(world, kernel, grid, **_common.COPY_OPTIONS)
-
-    def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        out = fresh() if out is None else out
-        start(x, out, *counters, part, world.device, *constants)
-        return out
-
-    return launch
-
-
-def _chosen(x: torch.Tensor, run: int, world: World) -> Mode:
-    """What mode None takes."""
-    if _low_latency.few_of_parts(x.nbytes, world.size):
+# -------------------------------------------------------------------------------------------------------------- host
+def default(call: Call) -> str:
+    """Flagged words for little, copy for much, push between."""
+    x, size = call["x"], call.world.size
+    if flagged.few_of_parts(x.nbytes, size):
         return "low_latency"
-    copied = 4 * COPIED_BYTES if world.size == 2 else COPIED_BYTES
-    return "copy" if x.nbytes >= _copies.least(copied, run, x.element_size()) else "push"
+    copied = 4 * COPIED_BYTES if size == 2 else COPIED_BYTES
+    return "copy" if x.nbytes >= copies.least(copied, _around(call)[1], x.element_size()) else "push"
 
 
-def check_chunks(call: str, mode: str | None, chunks: int | None, world: World) -> None:
-    """Raise ShapeError or DtypeError unless `chunks` is None, or a number of copies where these are made."""
-    _common.check_integers(call, world, chunks=chunks)
-    if chunks is not None and (mode != "copy" or chunks < 1):
-        wanted = "at least 1" if mode == "copy" else 'none without mode "copy"'
-        raise ShapeError.argument(call, "chunks", chunks, wanted, world.rank)
+def _around(call: Call) -> tuple[int, int]:
+    """(rows, run) of a part."""
+    return runs.around(call.shape, call["dim"])
+
+
+def _pull(call: Call) -> Launch:
+    part = runs.runs(*_around(call), call.dtype, call["block"] or PULLED_BYTES // call.dtype.itemsize)
+    return resident_launch(call.world, pull_kernel, part.tiles, (barrier_counters(call.world), part), (call["op"],))
+
+
+def _push(call: Call) -> Launch:
+    world, dtype, (rows, run) = call.world, call.dtype, _around(call)
+    # Bytes that move together: fewer take more addresses, each in a register. But to the inbox a thread has whole 16.
+    access = max(math.gcd(run * dtype.itemsize, 16), 4)
+    room = pushed_room(rows * run, dtype.itemsize, world.size)
+    pushed = max(room * dtype.itemsize // PUSHED_TILES, COPY_BYTES)
+    most = min(room * dtype.itemsize, pushed * access // 16)
+    part = runs.runs(rows, run, dtype, call["block"] or most // dtype.itemsize)
+    tile = part.ROWS.value * part.COLS.value
+    together = max(room // tile, 1)
+    inbox = inboxes(num_programs(world, part.tiles), together * tile, dtype, world)
+    return resident_launch(world, push_kernel, part.tiles, (*inbox, part), (call["op"], together))
+
+
+def _by_copy_engines(call: Call) -> Launch:
+    return copy_reduce.scatter_launch(call.world, *_around(call), call.dtype, call["op"], call["block"], call["chunks"])
+
+
+def _in_flagged_words(call: Call) -> Launch:
+    return flagged.scatter_launch(call.world, call["x"], _around(call)[1], call["op"], call["block"])
+
+
+MOVES = "(W - 1) / W |x|"
+OPERATOR = Operator(
+    reduce_scatter,
+    tensors={"x": Operand("...", FLOATS)},
+    result=lambda call: runs.share(call, call["dim"]),
+    arguments={"dim": runs.axis("x"), "op": choice(*OPS)},
+    settings={"block": block, "chunks": integer(1)},
+    forms={
+        "push": Form(_push, "add what the ranks store, in a fixed order", MOVES, **BLOCKED),
+        "pull": Form(_pull, "load its part from every rank", MOVES, symmetric=("x",), **BLOCKED),
+        "copy": Form(
+            _by_copy_engines, "add what their copy engines bring, in a fixed order", MOVES, **copy_reduce.CHUNKED
+        ),
+        "low_latency": Form(
+            _in_flagged_words, "its part in words of data and flag to every rank, no barrier", f"4 / 3 {MOVES}",
+            fits=flagged.fits, **BLOCKED,
+        ),
+    },
+    default=default,
+    reference=reference,
+    place=lambda call: call.world.rank if _around(call)[0] == 1 else None,
+    cases=(
+        Case(shapes={"x": "4 W*10"}, arguments={"mode": "pull", "dim": 1}, out="new"),
+        Case(shapes={"x": "W*4 10"}, arguments={"mode": "push"}, out="new"),
+        Case(shapes={"x": "W*4 10"}, arguments={"mode": "push"}, ranks=2, launches=3, out="new"),
+        Case(shapes={"x": "4 W*10"}, arguments={"mode": "copy", "dim": 1, "chunks": 2}, sms=1, out="new"),
+        Case(shapes={"x": "W*4 10"}, arguments={"mode": "copy"}, ranks=2, out="new"),
+        Case(shapes={"x": "4 W*10"}, arguments={"mode": "low_latency", "dim": 1}, launches=3, out="new"),
+        Case(shapes={"x": "W*4 10"}, arguments={"mode": "low_latency"}, ranks=2, launches=3, out="new"),
+        Case(shapes={"x": "7 W*3 5"}, arguments={"dim": -2}, explore=False),
+        Case(shapes={"x": "5 1 W*17"}, arguments={"dim": 2, "op": "max"}, explore=False),
+        Case(shapes={"x": "W*111"}, arguments={"op": "min"}, explore=False),
+    ),
+)  # fmt: skip

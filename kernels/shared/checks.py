@@ -64,13 +64,15 @@ def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
 
 def check_apart(call: str, x: torch.Tensor, out: torch.Tensor, world: World, place: int | None, name: str) -> None:
     """Raise ShapeError if `out` and `x`, called `name`, share memory, which would be read after it is overwritten. They
-    may share it where the smaller of the two is part number `place` of the larger, cut into parts of its size."""
+    may share it where the smaller of the two is part number `place` of the larger, cut into parts of its size; of equal
+    size, part 0 is the whole."""
     start = out.data_ptr() - x.data_ptr()
     if not -out.nbytes < start < x.nbytes or not x.nbytes or not out.nbytes:
         return
     found = start if out.nbytes < x.nbytes else -start
     if place is None or found != place * min(x.nbytes, out.nbytes):
-        wanted = "memory of its own" + ("" if place is None else ", or this rank's part")
+        shared = f"{name} itself" if x.nbytes == out.nbytes else "this rank's part"
+        wanted = "memory of its own" + ("" if place is None else f", or {shared}")
         raise ShapeError.argument(call, "out", f"a tensor {start} bytes from {name}", wanted, world.rank)
 
 

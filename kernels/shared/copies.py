@@ -24,6 +24,7 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
+from ..declaration import Launch
 from .grid import barrier_counters
 
 UNEVEN = 8
@@ -334,13 +335,13 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
     return Scattering(inbox, outbox, counters, begin)
 
 
-def exchange_launch(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def exchange_launch(world: World, what: Sequence[Box]) -> Launch:
     """launch(x, out): each box of this rank's `x` into its peer's `out`, and when it ends that of all ranks. Two
-    meetings of all ranks around the copies."""
+    meetings of all ranks around the copies. Returns `out`."""
     side, meet = Side(world), meeting(world)
     own, others = ([box for box in what if (box.peer == world.rank) == mine] for mine in (True, False))
 
-    def launch(x: torch.Tensor, out: torch.Tensor) -> None:
+    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank is done with what it had in `out`
         with side.behind() as stream:
             send(world, others, out, x, stream)
@@ -348,5 +349,6 @@ def exchange_launch(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor
         send(world, own, out, x)
         side.reach(sent)
         meet()  # publish: all parts are there
+        return out
 
     return launch

@@ -4,12 +4,12 @@ All-reduce in one shot: each rank puts x into a slot on every rank, and reduces 
 of x goes to rank r alone, which reduces it and puts the result into a slot on every rank: a second flight, and for more
 than two ranks fewer bytes. Reduce-scatter is the first of them, and all-to-all the same with nothing reduced.
 All-gather: each rank puts x into a slot on every other rank, and stores what comes. Broadcast: root does, and the
-others put one word each, because in every launch every rank takes from every other (`_way`).
+others put one word each, because in every launch every rank takes from every other (`_launch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.errors import ShapeError
 from pkt.language import ptx, sync
 from pkt.language.ptx.flagged import VALUES
 from pkt.runtime.launch.launch import cooperative_launch
@@ -25,9 +24,13 @@ from pkt.runtime.memory.factories import signals, zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..declaration import Launch
+from ..declaration import Call, Launch
 from . import packing
+from .checks import FLOATS
 from .grid import num_programs
+
+DTYPES = (*FLOATS, torch.int16, torch.int32)
+"""What fits an int32 of a word."""
 
 FLIGHT_BYTES = 400_000
 """Bytes that a rank sends in the time of a flight: as far as one shot sends no more than that above what two shots do,
@@ -54,6 +57,18 @@ def few_of_parts(nbytes: int, size: int) -> bool:
     each element is. On 2 x H200 to reduce and scatter 2 MiB takes 12.8 us so, and 13.0 pushed, and 4 MiB 17.2 and 16.3
     (benchmarks/results/collectives_sizes_2.json)."""
     return few(2 * nbytes * (1 - 1 / max(size, 2)), size)
+
+
+def taken(call: Call, enough: bool) -> bool:
+    """Whether mode None takes flagged words to move what is little `enough`. An operand or `out` has to be symmetric,
+    as it must where there is more to move."""
+    return enough and call.dtype in DTYPES and any(isinstance(t, SymmetricTensor) for t in call.tensors.values())
+
+
+def fits(call: Call) -> str:
+    """Why the kernels cannot move a call's elements: they count those of all ranks in 32 bits."""
+    n = max(call["x"].numel(), math.prod(call.shape))
+    return f"{n} elements of all ranks, 2^31 or more" if n >= 1 << 31 else ""
 
 
 def shots(nbytes: int, size: int) -> int:
@@ -349,18 +364,12 @@ class _Space(NamedTuple):
     counters: SymmetricTensor
 
 
-class _Way(NamedTuple):
-    """That, and the launch that moves them."""
-
-    space: _Space
-    room: int
-    third: int
-    BLOCK: int
-    start: Callable[..., Any]
-
-
-def _way(world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, block: int | None) -> _Way:
-    """For `part` int32 of x, in `slots` slots for each of two launches; `block` elements a program at a time."""
+def _launch(
+    world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, block: int | None,
+    numbers: tuple[int, ...], constants: tuple[Any, ...] = (),
+) -> Launch:  # fmt: skip
+    """launch(*tensors), for tensors of the same facts as `x`: moves `part` int32 of x, in `slots` slots for each of two
+    launches, `block` elements a program at a time. Returns the last tensor. Collective."""
     third = triton.cdiv(part, 3)
     room = max(triton.next_power_of_2(slots * third), LEAST_ROOM)
 
@@ -380,91 +389,49 @@ def _way(world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, bloc
         words = min(max(share, LEAST_BLOCK), MOST_BLOCK, triton.next_power_of_2(third))
     grid = (num_programs(world, triton.cdiv(third, words)),)
     start = cooperative_launch(world, kernel, grid, num_warps=max(1, min(words, MOST_BLOCK) // 32))
-    return _Way(space, room, third, words, start)
+    before, after = (*space, *numbers, room, third), (*constants, words)
+
+    def launch(*tensors: torch.Tensor) -> torch.Tensor:
+        start(*tensors, *before, world.device, *after)
+        return tensors[-1]
+
+    return launch
 
 
 def reduce_launch(world: World, x: torch.Tensor, op: str, shots: int, block: int | None) -> Launch:
-    """launch(x, out), for tensors of the same facts as `x`: `out` = the ranks' x reduced, as all_reduce, whose checks
-    come before. block: elements a program moves at a time. Collective."""
+    """launch(x, out): `out` = the ranks' x reduced."""
     n, size = x.numel(), world.size
-    part = triton.cdiv(_int32(x, n), 1 if shots == 1 else size)
-    kernel: Any = one_shot_kernel if shots == 1 else two_shot_kernel
-    way = _way(world, kernel, x, part, size if shots == 1 else 2 * (size - 1), block)
-    numbers = (n, way.room, way.third) if shots == 1 else (n, part, way.room, way.third)
-
-    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, *way.space, *numbers, world.device, op, way.BLOCK)
-        return out
-
-    return launch
+    if shots == 1:
+        return _launch(world, one_shot_kernel, x, _int32(x, n), size, block, (n,), (op,))
+    part = triton.cdiv(_int32(x, n), size)
+    return _launch(world, two_shot_kernel, x, part, 2 * (size - 1), block, (n, part), (op,))
 
 
 def gather_launch(world: World, x: torch.Tensor, span: int, block: int | None) -> Launch:
-    """launch(x, out), for tensors of the same facts as `x`, elements of 16 or 32 bits of which `span` lie together in
-    `out` before the next rank's: `out` = the ranks' x, as all_gather, whose checks come before. Collective. Raises
-    ShapeError."""
+    """launch(x, out): `out` = the ranks' x, of which `span` elements lie together in `out` before the next rank's."""
     n = x.numel()
-    _check_whole("all_gather", x, n * world.size, world)
-    way = _way(world, gather_kernel, x, _int32(x, n), world.size - 1, block)
-
-    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, *way.space, n, span, way.room, way.third, world.device, way.BLOCK)
-        return out
-
-    return launch
+    return _launch(world, gather_kernel, x, _int32(x, n), world.size - 1, block, (n, span))
 
 
 def scatter_launch(world: World, x: torch.Tensor, span: int, op: str, block: int | None) -> Launch:
-    """launch(x, out), for tensors of the same facts as `x`, of which `span` elements lie together before the next
-    rank's: `out` = this rank's part of the ranks' x reduced, as reduce_scatter, whose checks come before. Collective.
-    Raises ShapeError."""
+    """launch(x, out): `out` = this rank's part of the ranks' x reduced. In x `span` elements of a part lie together."""
     n = x.numel() // world.size
-    _check_whole("reduce_scatter", x, x.numel(), world)
-    way = _way(world, scatter_kernel, x, _int32(x, n), world.size - 1, block)
-
-    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, *way.space, n, span, way.room, way.third, world.device, op, way.BLOCK)
-        return out
-
-    return launch
+    return _launch(world, scatter_kernel, x, _int32(x, n), world.size - 1, block, (n, span), (op,))
 
 
 def exchange_launch(world: World, x: torch.Tensor, span_x: int, span_out: int, block: int | None) -> Launch:
-    """launch(x, out), for tensors of the same facts as `x`, elements of 16 or 32 bits of which `span_x` lie together in
-    `x`, and `span_out` in `out`, before another rank's: as all_to_all, whose checks come before. Collective. Raises
-    ShapeError."""
+    """launch(x, out): `out` = this rank's part of every rank's x. In x and in `out` so many elements of a part lie
+    together."""
     n = x.numel() // world.size
-    _check_whole("all_to_all", x, x.numel(), world)
-    way = _way(world, exchange_kernel, x, _int32(x, n), world.size - 1, block)
-
-    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        way.start(x, out, *way.space, n, span_x, span_out, way.room, way.third, world.device, way.BLOCK)
-        return out
-
-    return launch
+    return _launch(world, exchange_kernel, x, _int32(x, n), world.size - 1, block, (n, span_x, span_out))
 
 
 def broadcast_launch(world: World, x: torch.Tensor, root: int, block: int | None) -> Launch:
-    """launch(x), for tensors of the same facts as `x`, elements of 16 or 32 bits: `x` = root's, as broadcast, whose
-    checks come before. Collective. Raises ShapeError."""
+    """launch(x): `x` = root's."""
     n = x.numel()
-    _check_whole("broadcast", x, n, world)
-    way = _way(world, broadcast_kernel, x, _int32(x, n), world.size - 1, block)
-
-    def launch(x: torch.Tensor) -> torch.Tensor:
-        way.start(x, *way.space, n, root, way.room, way.third, world.device, way.BLOCK)
-        return x
-
-    return launch
+    return _launch(world, broadcast_kernel, x, _int32(x, n), world.size - 1, block, (n, root))
 
 
 def _int32(x: torch.Tensor, n: int) -> int:
     """That n elements of x fill."""
     return triton.cdiv(n * x.element_size(), 4)
-
-
-def _check_whole(call: str, x: torch.Tensor, n: int, world: World) -> None:
-    """Raise ShapeError where the kernels cannot count n elements of all ranks in 32 bits."""
-    if n >= 1 << 31:
-        wanted = "a whole of less than 2^31 elements with mode 'low_latency'"
-        raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
+from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
+
+from ..declaration import Launch
 
 COPY_BYTES = 16384
 """Bytes of a block that a program moves through registers at a time: with 8 warps, 16 programs fill the links."""
 
 COPY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
 """How kernels are launched that only move and add: one program an SM, so all registers are its own."""
+
+BLOCKED: dict[str, Any] = {"settings": {"block": None}, "small": {"block": 16}}
+"""Of forms whose only setting is how many elements a program moves at a time."""
 
 
 def num_programs(world: World, tasks: int) -> int:
@@ -34,3 +42,17 @@ def barrier_counters(world: World) -> SymmetricTensor:
 def copy_block(tensor: torch.Tensor, block: int | None) -> int:
     """Elements a program moves at a time: `block`, or COPY_BYTES of them, less where there are fewer."""
     return block or min(COPY_BYTES // tensor.element_size(), triton.next_power_of_2(max(tensor.numel(), 16)))
+
+
+def resident_launch(
+    world: World, kernel: Any, tasks: int, arguments: tuple[Any, ...], constants: tuple[Any, ...] = ()
+) -> Launch:
+    """launch(*tensors): `kernel`, which only moves and adds, on (*tensors, *arguments, world.device, *constants), in a
+    program an SM but no more than `tasks`. Returns the last tensor. Collective the first time."""
+    start = cooperative_launch(world, kernel, (num_programs(world, tasks),), **COPY_OPTIONS)
+
+    def launch(*tensors: torch.Tensor) -> torch.Tensor:
+        start(*tensors, *arguments, world.device, *constants)
+        return tensors[-1]
+
+    return launch

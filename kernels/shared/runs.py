@@ -15,9 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import ShapeError
-from pkt.runtime.world import World
-
 from ..declaration import Call, Check
 from .grid import COPY_BYTES
 
@@ -91,13 +88,12 @@ def axis(operand: str) -> Check:
     return check
 
 
-def share(call: str, name: str, dim: int, shape: Sequence[int], world: World) -> tuple[int, ...]:
-    """`shape` with its axis `dim` divided among the ranks. Raises ShapeError."""
-    if not shape or shape[dim] % world.size:
-        which = "a first dimension" if dim == 0 else f"dimension {dim}"
-        wanted = f"{which} divisible by {world.size} ranks"
-        raise ShapeError.argument(call, name, tuple(shape), wanted, world.rank)
-    return (*shape[:dim], shape[dim] // world.size, *shape[dim + 1 :])
+def share(call: Call, dim: int) -> tuple[int, ...]:
+    """x's shape with its axis `dim` divided among the ranks. Raises ShapeError."""
+    shape, size = tuple(call["x"].shape), call.world.size
+    if not shape or shape[dim] % size:
+        raise call.refuse("x", shape, f"dimension {dim} divisible by {size} ranks")
+    return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
 
 
 def around(shape: Sequence[int], dim: int) -> tuple[int, int]:

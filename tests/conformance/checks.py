@@ -60,7 +60,12 @@ def check_results(operator: Operator, mode: str, ranks: int, dtype: torch.dtype,
         for case in inputs.cases_of(operator, mode):
             keep: dict[str, torch.Tensor] = {}
             for launch in range(LAUNCHES):
-                right(world, operator, mode, case, launch, dtype, kind, offset, keep)
+                try:
+                    right(world, operator, mode, case, launch, dtype, kind, offset, keep)
+                except pkt.Unsupported:
+                    if not offset:
+                        raise
+                    break  # `fits` of the form says so, on all ranks
 
     on_ranks(ranks, run, sms=4)
 

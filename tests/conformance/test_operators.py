@@ -11,7 +11,8 @@ import pytest
 from pkt.kernels.operator import Case, Operator
 from tests.conformance import checks
 
-OPERATORS = {"all_gather": importlib.import_module("pkt.kernels.all_gather").OPERATOR}
+NAMES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce")
+OPERATORS = {name: importlib.import_module(f"pkt.kernels.{name}").OPERATOR for name in NAMES}
 FORMS = [(name, mode) for name, o in OPERATORS.items() for mode, form in o.forms.items() if not form.gpu]
 EXPLORED = [(o, case) for o in OPERATORS.values() for case in o.cases if case.explore]
 SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2000"))  # in all

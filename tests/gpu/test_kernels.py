@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_reduce import MODES
+from pkt.kernels.all_reduce import OPERATOR
 from tests.gpu.run import Batch, launch, on_ranks, unless_possible
 from tests.kernels.cases import CASES
 
@@ -38,7 +38,7 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
             got = pkt.all_gather(x, gathered, mode=mode)
             assert torch.equal(got.plain(), torch.cat(inputs)), mode
         total = torch.stack([i.double() for i in inputs]).sum(0)
-        for mode in MODES:
+        for mode in OPERATOR.forms:
             if "low_latency" in mode and n > 1 << 20:
                 continue  # slots of gigabytes
             out.fill_(-99)

@@ -142,7 +142,7 @@ def exchange(world: Any, mode: str, launches: int = LAUNCHES, rows: int = 3, col
     for launch in range(launches):
         fill(x, seeds(world, launch)[world.rank])
         got = all_to_all(x, out, scatter=1, gather=0, mode=mode, block=None if mode == "copy" else 16)
-        check(got, exchange_reference([values(shape, s) for s in seeds(world, launch)], world.rank, 1, 0))
+        check(got, exchange_reference(world.rank, [values(shape, s) for s in seeds(world, launch)], 1, 0))
 
 
 @case(ranks=3, mode="pass_on")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_gather import FLAGGED, OPERATOR, all_gather, reference
+from pkt.kernels.all_gather import OPERATOR, all_gather, reference
 from pkt.kernels.shared import flagged
 from pkt.kernels.shared.checks import NUMBERS
 
@@ -123,7 +123,7 @@ def test_what_is_small_is_gathered_with_flags(monkeypatch: pytest.MonkeyPatch) -
             gathered = all_gather(x, pkt.empty(2 * n, dtype=dtype))
             assert torch.equal(torch.as_tensor(gathered), x.repeat(2))
             world.barrier()
-            assert bool(made) == (x.nbytes <= 150 and dtype in FLAGGED)
+            assert bool(made) == (x.nbytes <= 150 and dtype in flagged.DTYPES)
             world.barrier()
 
     on_ranks(2, run)

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_gather import DTYPES as COPIED
-from pkt.kernels.all_gather import FLAGGED
-from pkt.kernels.all_to_all import all_to_all, reference
-from pkt.kernels.shared import flagged as _low_latency
+from pkt.kernels.all_to_all import OPERATOR, all_to_all, reference
+from pkt.kernels.shared import flagged
+from pkt.kernels.shared.checks import NUMBERS
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
 
-MODES = ("push", "pull", "copy", "low_latency")
+MODES = tuple(OPERATOR.forms)
 PAIRS = tuple(itertools.product(range(4), repeat=2))
 
 
@@ -31,14 +30,14 @@ def exchanges(
 ) -> None:
     shape = tuple(n * world.size if axis == scatter % len(shape) else n for axis, n in enumerate(shape))
     x = pkt.empty(shape, dtype=dtype)
-    out = pkt.empty(reference([torch.empty(shape)] * world.size, 0, scatter, gather).shape, dtype=dtype)
+    out = pkt.empty(reference(0, [torch.empty(shape)] * world.size, scatter, gather).shape, dtype=dtype)
     block = None if mode == "copy" else block
     for launch in range(LAUNCHES):
         everybody = inputs(world, shape, dtype, launch)
         x.copy_(everybody[world.rank])
         got = all_to_all(x, out, scatter=scatter, gather=gather, mode=mode, block=block)
         assert got is out
-        assert torch.equal(got.plain(), reference(everybody, world.rank, scatter, gather)), (world.rank, launch)
+        assert torch.equal(got.plain(), reference(world.rank, everybody, scatter, gather)), (world.rank, launch)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -82,15 +81,15 @@ def test_tensors_of_this_rank_alone_in_flagged_words() -> None:
     def run(world: Any) -> None:
         everybody = inputs(world, (2, 3 * world.size), torch.bfloat16, 0)
         got = all_to_all(everybody[world.rank], scatter=1, gather=0, mode="low_latency")
-        assert torch.equal(got, reference(everybody, world.rank, 1, 0))
+        assert torch.equal(got, reference(world.rank, everybody, 1, 0))
 
     on_ranks(3, run)
 
 
 def test_what_is_small_is_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_low_latency, "FLAG_BYTES", 50)
-    made, launch = [], _low_latency.exchange_launch
-    monkeypatch.setattr(_low_latency, "exchange_launch", lambda *args: made.append(1) or launch(*args))
+    monkeypatch.setattr(flagged, "FLAG_BYTES", 50)
+    made, launch = [], flagged.exchange_launch
+    monkeypatch.setattr(flagged, "exchange_launch", lambda *args: made.append(1) or launch(*args))
 
     def run(world: Any) -> None:
         for dtype, n in ((torch.float32, 36), (torch.float32, 38), (torch.int16, 74), (torch.int8, 10)):
@@ -99,7 +98,7 @@ def test_what_is_small_is_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> No
             sent = all_to_all(x, pkt.empty(n, dtype=dtype))
             assert torch.equal(torch.as_tensor(sent), x.view(2, -1)[world.rank].repeat(2))
             world.barrier()
-            assert bool(made) == (x.nbytes <= 150 and dtype in FLAGGED)
+            assert bool(made) == (x.nbytes <= 150 and dtype in flagged.DTYPES)
             world.barrier()
 
     on_ranks(2, run)
@@ -117,11 +116,11 @@ def test_there_and_back() -> None:
 
 def test_any_element_type_and_an_input_of_this_rank_alone() -> None:
     def run(world: Any) -> None:
-        for dtype in COPIED:
+        for dtype in NUMBERS:
             everybody = [torch.arange(10).add(40 * r).to(dtype) for r in range(world.size)]
             out = pkt.empty(10, dtype=dtype)
             assert all_to_all(everybody[world.rank], out) is out
-            assert torch.equal(out.plain(), reference(everybody, world.rank))
+            assert torch.equal(out.plain(), reference(world.rank, everybody))
 
     on_ranks(2, run)
 
@@ -152,7 +151,7 @@ def test_bad_arguments() -> None:
         "all_to_all: out must be a symmetric tensor",
         lambda w: all_to_all(pkt.ones(4), torch.ones(4), mode="push"),
     )
-    bad(pkt.ShapeError, r"x: found \(5,\), wanted a first dimension divisible by 2", lambda w: all_to_all(pkt.ones(5)))
+    bad(pkt.ShapeError, r"x: found \(5,\), wanted dimension 0 divisible by 2", lambda w: all_to_all(pkt.ones(5)))
     bad(pkt.ShapeError, "x: found", lambda w: all_to_all(pkt.ones(())))
     bad(pkt.ShapeError, "dimension 1 divisible by 2", lambda w: all_to_all(pkt.ones(4, 3), scatter=1))
     bad(pkt.ShapeError, "scatter: found 2, wanted an axis", lambda w: all_to_all(pkt.ones(4, 3), scatter=2))

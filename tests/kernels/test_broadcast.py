@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_gather import DTYPES as COPIED
-from pkt.kernels.all_gather import FLAGGED
-from pkt.kernels.broadcast import broadcast, reference
-from pkt.kernels.shared import flagged as _low_latency
+from pkt.kernels.broadcast import OPERATOR, broadcast, reference
+from pkt.kernels.shared import flagged
+from pkt.kernels.shared.checks import NUMBERS
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
 
-MODES = ("pass_on", "low_latency")
+MODES = tuple(OPERATOR.forms)
 
 
 def broadcasts(world: Any, shape: tuple[int, ...], dtype: torch.dtype, mode: Any, block: int | None = 16) -> None:
@@ -25,7 +24,7 @@ def broadcasts(world: Any, shape: tuple[int, ...], dtype: torch.dtype, mode: Any
         root = (launch + 1) % world.size
         x.copy_(everybody[world.rank])
         assert broadcast(x, root, mode=mode, block=block) is x
-        assert torch.equal(x.plain(), reference(everybody, root)), (world.rank, launch)
+        assert torch.equal(x.plain(), reference(world.rank, everybody, root)), (world.rank, launch)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -64,9 +63,9 @@ def test_a_root_that_hurries_waits_for_the_slowest() -> None:
 
 
 def test_what_is_small_is_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_low_latency, "FLAG_BYTES", 50)
-    made, launch = [], _low_latency.broadcast_launch
-    monkeypatch.setattr(_low_latency, "broadcast_launch", lambda *args: made.append(1) or launch(*args))
+    monkeypatch.setattr(flagged, "FLAG_BYTES", 50)
+    made, launch = [], flagged.broadcast_launch
+    monkeypatch.setattr(flagged, "broadcast_launch", lambda *args: made.append(1) or launch(*args))
 
     def run(world: Any) -> None:
         for dtype, n in ((torch.float32, 37), (torch.float32, 38), (torch.int16, 75), (torch.int8, 10)):
@@ -74,7 +73,7 @@ def test_what_is_small_is_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> No
             x = pkt.full((n,), world.rank, dtype=dtype)
             assert torch.equal(broadcast(x, 1).plain(), torch.ones(n, dtype=dtype))
             world.barrier()
-            assert bool(made) == (x.nbytes <= 150 and dtype in FLAGGED)
+            assert bool(made) == (x.nbytes <= 150 and dtype in flagged.DTYPES)
             world.barrier()
 
     on_ranks(2, run)
@@ -91,7 +90,7 @@ def test_a_tensor_of_this_rank_alone_in_flagged_words() -> None:
 
 def test_any_element_type() -> None:
     def run(world: Any) -> None:
-        for dtype in COPIED:
+        for dtype in NUMBERS:
             x = pkt.full((11,), world.rank, dtype=dtype)
             assert torch.equal(broadcast(x, 1).plain(), torch.ones(11, dtype=dtype))
 

@@ -71,7 +71,7 @@ class Deferred:
 def exchange(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     x = values((3, 2 * world.size), seed[world.rank])
     out = world.keep("out", lambda: pkt.empty(3 * world.size, 2))
-    wanted = exchanged([values((3, 2 * world.size), s) for s in seed], world.rank, 1, 0)
+    wanted = exchanged(world.rank, [values((3, 2 * world.size), s) for s in seed], 1, 0)
     return all_to_all(x, out, scatter=1, gather=0, mode="copy"), wanted
 
 

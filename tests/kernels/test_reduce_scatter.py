@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.reduce_scatter import Op, reduce_scatter, reference
+from pkt.kernels.declaration import Call
+from pkt.kernels.reduce_scatter import OPERATOR, Op, reduce_scatter, reference
+from pkt.kernels.shared import grid
 
 from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
 module = importlib.import_module("pkt.kernels.reduce_scatter")
-MODES = ("pull", "push", "copy", "low_latency")
+MODES = tuple(OPERATOR.forms)
 
 
 def scatters(
@@ -35,7 +37,7 @@ def scatters(
         everybody = inputs(world, shape, dtype, launch)
         x.copy_(everybody[world.rank])
         got = reduce_scatter(x, dim=dim, op=op, mode=mode, block=block, chunks=chunks)
-        exact = reference(everybody, world.rank, dim, op)
+        exact = reference(world.rank, everybody, dim, op)
         bound = sum_bound(everybody).chunk(world.size, dim)[world.rank] if op == "sum" else torch.zeros_like(exact)
         assert_within(got, exact, bound, world.rank, launch)
     return got
@@ -101,7 +103,7 @@ def test_in_place(mode: Any) -> None:
             x.copy_(everybody[world.rank])
             got = reduce_scatter(x, x.chunk(world.size)[world.rank], mode=mode)
             bound = sum_bound(everybody).chunk(world.size)[world.rank]
-            assert_within(got.plain(), reference(everybody, world.rank), bound, world.rank, launch)
+            assert_within(got.plain(), reference(world.rank, everybody), bound, world.rank, launch)
 
     on_ranks(3, run, seed=2)
 
@@ -147,7 +149,10 @@ def test_sizes_in_turn_share_an_inbox() -> None:
 )
 def test_what_is_taken_by_default(ranks: int, kib: int, mode: str) -> None:
     def run(world: Any) -> None:
-        assert module._chosen(torch.empty(kib << 9, dtype=torch.bfloat16, device="meta"), 1 << 13, world) == mode
+        x = torch.empty(kib << 9, dtype=torch.bfloat16, device="meta")
+        call = Call("reduce_scatter", world, {"x": x}, {"dim": 0}, {}, None)
+        call.shape = (1 << 13,)
+        assert OPERATOR.default(call) == mode
 
     on_ranks(ranks, run)
 
@@ -185,7 +190,7 @@ def test_the_default_tile_follows_the_part(
     parts: list[Any] = []
     make = module.inboxes
     monkeypatch.setattr(module, "inboxes", lambda programs, room, *of: rooms.append(room) or make(programs, room, *of))
-    monkeypatch.setattr(module, "cooperative_launch", lambda *_, **__: lambda *args: parts.append(args[4]))
+    monkeypatch.setattr(grid, "cooperative_launch", lambda *_, **__: lambda *args: parts.append(args[4]))
     on_ranks(3, lambda world: reduce_scatter(torch.empty(shape, dtype=torch.bfloat16), dim=dim, mode="push") is None)
     assert rooms == 3 * [room]
     assert [part.ROWS.value * part.COLS.value for part in parts] == 3 * [tile]
@@ -210,7 +215,7 @@ def test_many_tiles_have_one_signal(shape: tuple[int, ...], dim: int, block: int
         everybody = [torch.arange(math.prod(whole)).add(r).remainder(13).view(whole).bfloat16() for r in range(2)]
         for _ in range(2):
             got = reduce_scatter(everybody[world.rank], dim=dim, mode="push", block=block)
-            assert torch.equal(got.double(), reference(everybody, world.rank, dim))
+            assert torch.equal(got.double(), reference(world.rank, everybody, dim))
 
     on_ranks(2, run)
 
@@ -275,7 +280,7 @@ def test_bad_arguments() -> None:
     )
     bad(
         pkt.ShapeError,
-        'chunks: found 2, wanted none without mode "copy"',
+        'chunks: found 2, wanted none with mode "low_latency"',
         lambda w: reduce_scatter(pkt.ones(4), chunks=2),
     )
     bad(

@@ -27,7 +27,7 @@ app.command("tune")(tune)
 def doctor(
     bandwidth: Annotated[bool, typer.Option(help="open a world on the GPUs and time transfers between them")] = True,
 ) -> None:
-    """Show what pkt can use on this machine; exit status 0 only if pkt runs on GPUs here."""
+    """Show the GPUs and features that pkt can use here; exit status 0 only if pkt runs on GPUs here."""
     report = examine()
     if bandwidth and report.ok:
         measure(report)

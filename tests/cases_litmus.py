@@ -192,9 +192,9 @@ def flagged(world: Any, programs: int, rounds: int, launches: int = 2, *, early:
     return _count(world, launch, programs, rounds, launches, each=1)
 
 
-# -- from everybody to everybody ---------------------------------------------------------------------------------------
+# -- from all ranks to all ranks ---------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=["first", "rounds"])
-def everybody_kernel(
+def all_to_all_kernel(
     box,  # int32 (2, size, programs, BLOCK) on every rank
     flags,  # int32 (programs,) or (2,) on every rank
     stale_ptr,  # int32 (programs,) of this rank
@@ -232,14 +232,14 @@ def everybody_kernel(
     tl.store(stale_ptr + pid, stale)
 
 
-def everybody(world: Any, programs: int, rounds: int, launches: int = 2, *, sync: str) -> Counts:
+def all_to_all(world: Any, programs: int, rounds: int, launches: int = 2, *, sync: str) -> Counts:
     """Store buffering and broadcast."""
     block = 128
     box = pkt.zeros(2, world.size, programs, block, dtype=torch.int32)
     flags = pkt.signals(2 if sync == "world_barrier" else programs)
 
     def launch(first: int, stale: torch.Tensor) -> None:
-        everybody_kernel[(programs,)](
+        all_to_all_kernel[(programs,)](
             box, flags, stale, first, rounds, world.device, sync, block, launch_cooperative_grid=True
         )
 
@@ -361,9 +361,9 @@ LITMUS: dict[str, Callable[..., Counts]] = {
     "TMA reduce-add, TMA read": functools.partial(pairs, send="tma add", receive="tma"),
     "atomic adds": functools.partial(pairs, send="atomic add", receive="load"),
     "flagged words": flagged,
-    "one fence for all": functools.partial(everybody, sync="signal_all"),
-    "store buffering, barrier": functools.partial(everybody, sync="barrier"),
-    "store buffering, world barrier": functools.partial(everybody, sync="world_barrier"),
+    "one fence for all": functools.partial(all_to_all, sync="signal_all"),
+    "store buffering, barrier": functools.partial(all_to_all, sync="barrier"),
+    "store buffering, world barrier": functools.partial(all_to_all, sync="world_barrier"),
     "store buffering, tickets": tickets,
     "through a third rank": relay,
 }

@@ -20,9 +20,9 @@ from pkt.simulate.memory import Access, Pending, Strided, Unmapped
 from pkt.simulate.numerics import BITS, encode
 
 UNINTERRUPTED = 4096  # accesses of one program before it must let others run
-LONG = 16  # polls that such a stretch of accesses counts for
+POLLS_OF_A_STRETCH = 16  # polls that such a stretch of accesses counts for
 REPEATS = 16  # loads of the same words, with no other access in between, that count as one poll
-TURNS = 512  # iterations of a `while` with no access that count as one poll
+IDLE_ITERATIONS = 512  # iterations of a `while` with no access that count as one poll
 
 
 class Accesses:
@@ -94,30 +94,30 @@ class Accesses:
         self.detector.write(access, "TMA reduce", is_async=True)
         view = access.view(tile.dtype)
         view[...] = op(view, values[tile.inside])
-        self._moved(access)
+        self._charge(access)
         self._changed(access)
 
-    def turn(self) -> None:
+    def iterated(self) -> None:
         """Count an iteration of a `while`. A loop without accesses may wait for a value that it never loads, so every
-        TURNS iterations count as a poll."""
+        IDLE_ITERATIONS iterations count as a poll."""
         task = self.m.current
-        task.turns = task.turns + 1 if task.turned == task.accesses else 0
-        task.turned = task.accesses
-        if task.turns == TURNS:
+        task.idle_iterations = task.idle_iterations + 1 if task.iterated_at == task.accesses else 0
+        task.iterated_at = task.accesses
+        if task.idle_iterations == IDLE_ITERATIONS:
             task.polled = None
             self._step(spin=True)
-            task.turns, task.turned = 0, task.accesses
+            task.idle_iterations, task.iterated_at = 0, task.accesses
 
     def computed(self, flops: float) -> None:
         self._spend("compute", flops / cost.FLOPS_PER_US)
 
     def commit_one(self) -> None:
         m = self.m
-        task = m.owing[m.schedule.choose(len(m.owing))]
+        task = m.with_stores[m.schedule.choose(len(m.with_stores))]
         self._commit_pending(task, [task.pending[m.schedule.choose(len(task.pending))]])
 
     def commit_rank(self, rank: int) -> None:
-        for task in [t for t in self.m.owing if t.rank == rank]:
+        for task in [t for t in self.m.with_stores if t.rank == rank]:
             self._commit(task, lambda p: True)
 
     def _step(self, first: int | None = None, spin: bool = False) -> None:
@@ -133,7 +133,7 @@ class Accesses:
                 task.progress, task.polls = m.progress, 0
                 task.touched.clear()
             if first is None or first in task.touched:
-                task.polls += LONG if long else spin
+                task.polls += POLLS_OF_A_STRETCH if long else spin
             else:
                 task.touched.add(first)
                 task.polls = 0
@@ -173,24 +173,24 @@ class Accesses:
         m, task = self.m, self.m.current
         self._own_stores(access)
         self.detector.write(access, kind, is_async)
-        self._moved(access)
+        self._charge(access)
         if not m.schedule.late_stores or access.region.kind == "local":
             Pending(access, values, is_async).commit()
             self._changed(access)
             return
         if not task.pending:
-            m.owing.append(task)
+            m.with_stores.append(task)
         task.pending.append(Pending(access, np.array(values), is_async))
 
     def _before_read(self, access: Access, kind: str, is_async: bool = False) -> None:
         self._own_stores(access)
-        self._moved(access)
+        self._charge(access)
         self.detector.read(access, kind, is_async)
 
     def _before_poll(self, access: Access, kind: str) -> None:
         """As `_before_read` for a volatile load, which is a relaxed atomic load."""
         self._own_stores(access)
-        self._moved(access)
+        self._charge(access)
         self.detector.write(access, "atomic", is_async=False)
         words = words_of(access)
         access.region.waited.update(words)
@@ -213,8 +213,8 @@ class Accesses:
             task.pending.remove(store)
             store.commit()
             self._changed(store.access)
-        if not task.pending and task in self.m.owing:
-            self.m.owing.remove(task)
+        if not task.pending and task in self.m.with_stores:
+            self.m.with_stores.remove(task)
 
     def _changed(self, access: Access) -> None:
         """Wake the programs that wait on a word of `access`, which something other than a signal has changed."""
@@ -228,7 +228,7 @@ class Accesses:
 
     # timeline
 
-    def _moved(self, access: Access, signal: bool = False) -> None:
+    def _charge(self, access: Access, signal: bool = False) -> None:
         task = self.m.current
         remote = access.region.kind != "local" and access.region.rank != task.rank
         rate = cost.REMOTE_BYTES_PER_US if remote else cost.LOCAL_BYTES_PER_US
@@ -271,4 +271,4 @@ def words_of(access: Access, most: int = 256) -> list[int]:
     count = access.count()
     if count == 1:
         return [access.first()]
-    return (access.region.base + access.places()).tolist() if count <= most else []
+    return (access.region.base + access.byte_offsets()).tolist() if count <= most else []

@@ -147,7 +147,7 @@ class Atomics(Accesses):
             out[flat] = old
             if m.current is task:
                 self.detector.write(access, "atomic", is_async=False, at=at, scope=scope)
-                self._moved(access, signal=access.region.kind == "signals")
+                self._charge(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1
                 anything = True

@@ -20,10 +20,10 @@ def check_counters(machine: Any, access: Access, kind: str) -> None:
     beginning. The other words are pkt's own."""
     region = access.region
     low, high = access.span()
-    if (low >= region.lead and high <= region.lead + 4 * region.shape[0]) or (low, high) == (0, EPOCH_BYTES):
+    if (low >= region.header and high <= region.header + 4 * region.shape[0]) or (low, high) == (0, EPOCH_BYTES):
         return
     at = site()
-    outside = low if low < region.lead else high - access.itemsize
+    outside = low if low < region.header else high - access.itemsize
     found = accessed(machine.current, kind, f"rank {region.rank}'s {region.element(region.base + outside)}", at)
     if at.call == "epoch":
         raise errors.SignalIndexError.epoch(found)

@@ -134,7 +134,7 @@ class Detector:
         """Order the TMA loads from now on after everything that the program has seen and done until now."""
         task = self.m.current
         if self.m.races:
-            task.seen = task.clock.copy()
+            task.tma_clock = task.clock.copy()
             task.clock[task.column] += 1
 
     # -- accesses ---------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ class Detector:
         if is_async:
             for wait in task.waits:
                 m.census.note(wait, "no proxy fence")
-        clock = m.clocks.fit(task.seen if is_async else task.clock)
-        self._look(kind, access, touched, clock, writer=shadow.writer, updater=shadow.updater)
+        clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
+        self._check(kind, access, touched, clock, writer=shadow.writer, updater=shadow.updater)
         stamp = int(task.clock[task.column]) << 32 | task.column << 16
         record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
         self.authors[stamp, region.base, "reader"] = (kind, task, site())
@@ -171,31 +171,31 @@ class Detector:
         column = task.column + 1 if is_async else task.column
         stamp = (task.async_clock if is_async else int(task.clock[task.column])) << 32 | column << 16
         task.undrained = task.undrained or is_async
-        clock = m.clocks.fit(task.seen if is_async else task.clock)
+        clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
         if not (updates and region.kind == "signals"):  # updates of counters never race
             earlier = {} if updates else {"updater": shadow.updater}
-            self._look(kind, access, touched, clock, writer=shadow.writer, **earlier)
+            self._check(kind, access, touched, clock, writer=shadow.writer, **earlier)
             if is_async:  # the tile that TMA stores is taken to depend on this program's earlier reads
                 clock = clock.copy()
                 clock[task.column] = task.clock[task.column]
-            self._look(kind, access, touched, clock, reader=shadow.reader, reader_before=shadow.other)
+            self._check(kind, access, touched, clock, reader=shadow.reader, reader_before=shadow.other)
         if updates:
             if scope != "system":
                 self.narrow[stamp, region.base] = scope
                 shadow.narrow = True
             if shadow.narrow:
-                self._look_at_scopes(access, touched, shadow.updater, clock, scope)
+                self._check_scopes(access, touched, shadow.updater, clock, scope)
         record(shadow.updater if updates else shadow.writer, touched, stamp)
         self.authors[stamp, region.base, role] = (kind, task, at or site())
 
-    def _look(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, **earlier: np.ndarray) -> None:
+    def _check(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, **earlier: np.ndarray) -> None:
         """Report the first earlier access of each role that is not ordered before this access."""
         for role, array in earlier.items():
             hit = unordered(touched.get(array), touched, clock)
             if hit is not None:
                 self._report(kind, access, touched, hit, role.removesuffix("_before"))
 
-    def _look_at_scopes(
+    def _check_scopes(
         self, access: Access, touched: Touched, updaters: np.ndarray, clock: np.ndarray, scope: str
     ) -> None:
         """Report each earlier unordered update if the scope of either update leaves the other program out."""

@@ -43,7 +43,7 @@ class Found:
 
 @dataclass
 class Report:
-    """What `pkt.simulate` ran and found.
+    """The result of `pkt.simulate`: the runs and the findings.
 
     findings: failures of the program as it is; empty if every schedule that ran is right.
     mutants, signals, losses: every fault that was tried, with the failure that caught it, or None if nothing did.

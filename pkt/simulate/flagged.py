@@ -92,14 +92,14 @@ class Flagged(Atomics):
                 self._interval("wait", task.time, sync.time)
                 task.time = sync.time
             self.detector.write(access, "atomic", is_async=False)  # as an atomic it races with plain accesses only
-            self._moved(access)
+            self._charge(access)
             out[:, where] = _found(access)["values"].T
         return [value.reshape(words.shape) for value in out]
 
 
 def _words(access: Access) -> np.ndarray:
     """The addresses of an access' elements."""
-    return access.region.base + access.places()
+    return access.region.base + access.byte_offsets()
 
 
 def _found(access: Access) -> np.ndarray:

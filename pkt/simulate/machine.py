@@ -67,7 +67,7 @@ class Machine:
         self.ready: list[Task] = []
         self.waiting: dict[int, list[Task]] = {}  # address of the counter -> programs that wait on it
         self.meetings: dict[int, Meeting] = {}
-        self.owing: list[Task] = []  # tasks with pending stores
+        self.with_stores: list[Task] = []  # tasks with pending stores
         self.late_signals: list[Callable[[], None]] = []
         self.progress = 0
         self.steps = 0
@@ -123,7 +123,7 @@ class Machine:
     def _loop(self) -> None:
         schedule = self.schedule
         while True:
-            if self.owing and schedule.commits():
+            if self.with_stores and schedule.commits():
                 self.device.commit_one()
             if not self.ready:
                 if self._settle():
@@ -196,7 +196,7 @@ class Machine:
             task.clock = self.clocks.fit(parent.clock).copy()
             task.clock[task.column] += 1
             task.async_clock = int(task.clock[task.column + 1]) + 1
-            task.seen = task.clock.copy()
+            task.tma_clock = task.clock.copy()
             task.clock[task.column] += 1  # TMA loads are not ordered after the program's own plain stores
             task.time = max(parent.time, launch.time if index >= self.sms else parent.time)
             launch.running += 1
@@ -358,7 +358,7 @@ class Machine:
         if self.late_signals:
             self.late_signals.pop(0)()
             return True
-        if self.owing:
+        if self.with_stores:
             self.device.commit_one()
             return True
         return False

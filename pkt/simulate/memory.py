@@ -34,7 +34,7 @@ class Region:
     kind: str  # "data", "signals", "status" or "local"
     itemsize: int
     shape: tuple[int, ...]
-    lead: int = 0  # bytes before element 0: the header of signals
+    header: int = 0  # bytes before element 0: the header of signals
     freed_at: str = ""
     keep: Any = None  # an object that must live as long as the region
     shadow: Any = None  # the race detector's
@@ -47,7 +47,7 @@ class Region:
 
     def element(self, address: int) -> str:
         """The element at `address`, as `name[2, 5]`."""
-        index = (address - self.base - self.lead) // self.itemsize
+        index = (address - self.base - self.header) // self.itemsize
         if index < 0 or not self.shape or index >= math.prod(self.shape):
             return f"{self.name}{'' if not self.shape else f'[{index}]'}"
         return f"{self.name}[{', '.join(str(int(i)) for i in np.unravel_index(index, self.shape))}]"
@@ -73,7 +73,7 @@ class Strided:
     def count(self) -> int:
         return math.prod(self.shape)
 
-    def places(self) -> np.ndarray:
+    def byte_offsets(self) -> np.ndarray:
         """Byte offsets of the elements in the region, flat."""
         return (_ramp(self.shape, self.strides).astype(np.int64) + self.offset).reshape(-1)
 
@@ -112,7 +112,7 @@ class Scattered:
     def count(self) -> int:
         return len(self.offsets)
 
-    def places(self) -> np.ndarray:
+    def byte_offsets(self) -> np.ndarray:
         """Byte offsets of the elements in the region, flat."""
         return self.offsets
 

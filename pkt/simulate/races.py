@@ -86,7 +86,7 @@ class Touched:
                 strides = (*(s // 2 for s in access.strides[:-1]), 8)
                 self.view = (shape, access.offset // 2, strides)
                 return
-            self._scatter(access.places(), access.itemsize)
+            self._scatter(access.byte_offsets(), access.itemsize)
         elif len(access.offsets) == 1:
             self._single(int(access.offsets[0]), access.itemsize)
         else:

@@ -47,12 +47,12 @@ class SimulatedRank:
     def allocated(self, block: Block) -> None:
         nbytes = max(block.nbytes, 1)
         memory = self.machine.space.slice(self.rank, block.offset, nbytes)
-        lead = block.start - block.offset
+        header = block.start - block.offset
         if block.kind == "data":
             memory[:] = POISON
         base = self.base + block.offset
         region = Region(
-            base, nbytes, memory, self.rank, block.name, block.kind, block.dtype.itemsize, block.shape, lead
+            base, nbytes, memory, self.rank, block.name, block.kind, block.dtype.itemsize, block.shape, header
         )
         self.machine.space.add(region)
         self._regions[block.offset] = region

@@ -38,11 +38,11 @@ def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
     self.shape, self.numel = known
 
 
-def made(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
+def new_tensor(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
     """The tensor of `data` with elements `ty`, in a third of the time that Triton's two constructors take."""
-    handle = _new_handle(TensorHandle)
+    handle = _make_handle(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, ty, {}
-    tensor = _new_tensor(tl.tensor)
+    tensor = _make_tensor(tl.tensor)
     tensor.handle = handle
     tensor.dtype = ty
     if scalar:
@@ -59,7 +59,7 @@ def made(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
     return tensor
 
 
-_new_handle, _new_tensor = TensorHandle.__new__, tl.tensor.__new__
+_make_handle, _make_tensor = TensorHandle.__new__, tl.tensor.__new__
 
 
 def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
@@ -137,7 +137,7 @@ def binary(name: str, slow: Callable) -> Callable:
         if compares:
             ty = tl.int1
         scalar = not self.shape and not (is_tensor and other.shape)
-        return made(out, ty, scalar)
+        return new_tensor(out, ty, scalar)
 
     return call
 
@@ -149,9 +149,9 @@ def getitem(slow: Callable) -> Callable:
         if len(self.shape) == 1 and type(slices) in (tuple, core.tuple) and len(slices) == 2:
             first, second = slices
             if first is None and second == _EVERY:
-                return made(self.handle.data[None, :], self.dtype, False)
+                return new_tensor(self.handle.data[None, :], self.dtype, False)
             if second is None and first == _EVERY:
-                return made(self.handle.data[:, None], self.dtype, False)
+                return new_tensor(self.handle.data[:, None], self.dtype, False)
         return slow(self, slices)
 
     return call
@@ -175,11 +175,11 @@ def cast(slow: Callable) -> Callable:
                 if have == wanted:
                     return input
                 if bitcast is True and have in _BITS and _BITS[have].itemsize == _BITS[wanted].itemsize:
-                    return made(data.view(_BITS[wanted]), dtype, not input.shape)
+                    return new_tensor(data.view(_BITS[wanted]), dtype, not input.shape)
                 if bitcast is False and have in _WIDTH and wanted in _WIDTH:
-                    return made(data.astype(_WIDTH[wanted]), dtype, not input.shape)
+                    return new_tensor(data.astype(_WIDTH[wanted]), dtype, not input.shape)
             elif wanted in INTEGERS and type(input) is int and -_LIMIT[wanted] <= input < _LIMIT[wanted]:
-                return made(np.array([input], _WIDTH[wanted]), dtype, True)
+                return new_tensor(np.array([input], _WIDTH[wanted]), dtype, True)
         return slow(input, dtype, rounding, bitcast, **named)
 
     return call
@@ -193,7 +193,7 @@ def peer(slow: Callable) -> Callable:
             to, here, stride = _number(rank), _number(world.rank), _number(world.stride)
             if to is not None and here is not None and stride is not None:
                 data = ptr.handle.data + np.uint64((to - here) * stride % (1 << 64))
-                return made(data, ptr.dtype, not ptr.shape)
+                return new_tensor(data, ptr.dtype, not ptr.shape)
         return slow(ptr, rank, world)
 
     return call
@@ -222,7 +222,7 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
         if mask is None and plain and sem in sems and scope in scopes:
             ty = pointer.dtype.element_ty
             if type(val) is int:
-                val = made(np.array([val], _WIDTH[ty.name]), ty, True)
+                val = new_tensor(np.array([val], _WIDTH[ty.name]), ty, True)
             if type(val) is tl.tensor and val.dtype.name == ty.name and not val.shape:
                 handle = builder.create_atomic_rmw(op, pointer.handle, val.handle, None, sems[sem], scopes[scope])
                 return tl.tensor(handle, ty)
@@ -278,7 +278,7 @@ def arange(slow: Callable) -> Callable:
         if ramp is None:  # the first call lets `tl` check the bounds
             ramp = ramps[first, last] = slow(first, last, **named).handle.data
             ramp.flags.writeable = False
-        return made(ramp, tl.int32, False)
+        return new_tensor(ramp, tl.int32, False)
 
     return call
 
@@ -288,6 +288,6 @@ def of_grid(sizes: Callable[[], tuple[int, int, int]]) -> Callable:
 
     def call(axis: Any = 0) -> Any:
         at = axis.value if type(axis) is core.constexpr else axis
-        return made(np.array([sizes()[at]], np.int32), tl.int32, True)
+        return new_tensor(np.array([sizes()[at]], np.int32), tl.int32, True)
 
     return call

@@ -98,7 +98,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_While(self, node: ast.While) -> ast.While:
         self.generic_visit(node)
-        node.test = _call("turn", node.test, at=node)
+        node.test = _call("while", node.test, at=node)
         return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.Expr:
@@ -198,8 +198,8 @@ def _true(value: Any) -> bool:
     return bool(data.reshape(-1)[0])
 
 
-def _turn(value: Any) -> bool:
-    semantic.builder.device.turn()
+def _while(value: Any) -> bool:
+    semantic.builder.device.iterated()
     return _true(value)
 
 
@@ -270,7 +270,7 @@ HELPERS: dict[str, Any] = {
     "__pkt_or__": _either,
     "__pkt_not__": _not,
     "__pkt_true__": _true,
-    "__pkt_turn__": _turn,
+    "__pkt_while__": _while,
     "__pkt_assert__": _assert,
     "__pkt_plain__": _plain,
 }

@@ -20,10 +20,10 @@ class Task:
     """One greenlet and the machine's state for it."""
 
     __slots__ = (
-        "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "seen", "async_clock",
+        "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "tma_clock", "async_clock",
         "fence_clock", "unacquired", "pending", "blocked", "polls", "progress", "time", "intervals", "mark", "signals",
         "satisfied_by", "accesses", "waits", "undrained", "last", "repeats",
-        "polled", "turns", "turned", "touched", "scope",
+        "polled", "idle_iterations", "iterated_at", "touched", "scope",
     )  # fmt: skip
 
     def __init__(self, rank: int, name: str, run: Callable[[], Any], parent: Any) -> None:
@@ -36,7 +36,7 @@ class Task:
         self.lane = 0
         self.column = 0
         self.clock: Any = None
-        self.seen: Any = None  # clocks that this program's TMA loads are ordered after
+        self.tma_clock: Any = None  # clocks that this program's TMA loads are ordered after
         self.async_clock = 0
         self.scope = "system"  # scope of its last atomic
         self.fence_clock: Any = None
@@ -56,8 +56,8 @@ class Task:
         self.last: Any = None  # the last load: first address, number of elements, number of the access
         self.repeats = 0
         self.polled: Any = None  # the last load or atomic
-        self.turns = 0  # iterations of a `while` since its last access
-        self.turned = 0  # value of `accesses` at the last iteration of a `while`
+        self.idle_iterations = 0  # iterations of a `while` since its last access
+        self.iterated_at = 0  # value of `accesses` at the last iteration of a `while`
         self.undrained = False  # it has stored to the heap by TMA since the last drain
 
     @property

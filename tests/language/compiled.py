@@ -1,4 +1,4 @@
-"""Reading PTX: kernels compiled once, their instructions in order, who executes them."""
+"""Reading PTX: kernels compiled once, their instructions in order, and the threads that execute them."""
 
 from __future__ import annotations
 

@@ -49,11 +49,11 @@ def test_an_access_past_a_symmetric_tensor_is_out_of_bounds(how: str, kind: str)
 
     error = outcome(main, 2).error
     assert isinstance(error, OutOfBounds)
-    told = str(error)
-    assert f"out of bounds: {kind} of byte " in told
-    assert " of rank 1's heap by rank 0 reach program 0" in told
-    assert "nearest: weights of rank 1" in told
-    assert "test_addresses.py:" in told
+    message = str(error)
+    assert f"out of bounds: {kind} of byte " in message
+    assert " of rank 1's heap by rank 0 reach program 0" in message
+    assert "nearest: weights of rank 1" in message
+    assert "test_addresses.py:" in message
 
 
 def test_a_tma_store_past_a_tensor_is_out_of_bounds() -> None:
@@ -194,12 +194,13 @@ def test_a_load_from_a_freed_tensor_is_use_after_free() -> None:
 
     error = outcome(main, 2).error
     assert isinstance(error, UseAfterFree)
-    told = str(error)
+    message = str(error)
     r = error.access.rank
     assert (
-        f"use after free: load of rank {r}'s weights[2] by rank {r} use_pointer program 0 at test_addresses.py:" in told
+        f"use after free: load of rank {r}'s weights[2] by rank {r} use_pointer program 0 at test_addresses.py:"
+        in message
     )
-    assert "freed at test_addresses.py:" in told
+    assert "freed at test_addresses.py:" in message
 
 
 def test_fresh_memory_holds_nan_and_minus_one() -> None:

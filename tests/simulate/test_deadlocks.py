@@ -39,10 +39,10 @@ def test_a_deadlock_names_the_waiters_and_their_counters(seed: int) -> None:
     error = outcome(ring_main, 3, seed).error
     assert isinstance(error, Deadlock)
     assert not isinstance(error, TooFewResident)
-    told = str(error)
+    message = str(error)
     site = line_of(ring, "pl.wait(")
-    assert "deadlock: 2 programs wait and nothing can move" in told
-    assert f"rank 0: ring program 0 waits on mailbox[3] at {site}: wanted >= 1, found 0, launch 1" in told
+    assert "deadlock: 2 programs wait and nothing can move" in message
+    assert f"rank 0: ring program 0 waits on mailbox[3] at {site}: wanted >= 1, found 0, launch 1" in message
     assert [(w.rank, w.program[0], w.counter, w.wanted, w.found, w.launch) for w in error.waits] == [
         (0, 0, "mailbox[3]", 1, 0, 1),
         (0, 1, "mailbox[4]", 1, 0, 1),
@@ -82,10 +82,10 @@ def test_a_barrier_that_one_program_misses_is_a_deadlock(how: str) -> None:
 
     error = outcome(main, 2).error
     assert isinstance(error, Deadlock)
-    told = str(error)
-    assert "barriers program" in told
-    assert "waits on gate[" in told
-    assert line_of(barriers, f"pl.{how}_barrier(" if how != "barrier" else "pl.barrier(") in told
+    message = str(error)
+    assert "barriers program" in message
+    assert "waits on gate[" in message
+    assert line_of(barriers, f"pl.{how}_barrier(" if how != "barrier" else "pl.barrier(") in message
 
 
 @triton.jit

@@ -81,8 +81,8 @@ def history(monkeypatch: pytest.MonkeyPatch, fn: Any, ranks: int, seed: int, arg
     with monkeypatch.context() as patch:
         patch.setattr(Machine, "_switch", record)
         found = outcome(fn, ranks, seed, args)
-    told = [str(found.error), *(str(f) + str(getattr(f, "__notes__", "")) for f in found.findings)]
-    return steps, [re.sub(r" at 0x\w+>", "", text) for text in told]  # addresses of objects in pytest's assertions
+    message = [str(found.error), *(str(f) + str(getattr(f, "__notes__", "")) for f in found.findings)]
+    return steps, [re.sub(r" at 0x\w+>", "", text) for text in message]  # addresses of objects in pytest's assertions
 
 
 PROGRAMS = [(gather_main, 3, ("none",)), (send_main, 2, ("relaxed wait",)), (tile_out_main, 2, ("no drain",))]
@@ -196,9 +196,9 @@ def test_every_call_has_mutants_and_all_are_caught() -> None:
     assert report.losses
     kinds = {found.kind for found in report.mutants.values() if found is not None}
     assert {"Deadlock", "DataRace"} <= kinds
-    told = str(report)
-    assert f"{len(report.mutants)} caught, 0 not" in told
-    assert "24 caught, 0 not" in told
+    message = str(report)
+    assert f"{len(report.mutants)} caught, 0 not" in message
+    assert "24 caught, 0 not" in message
 
 
 def test_a_mutant_makes_one_change_only() -> None:

@@ -81,13 +81,13 @@ def test_a_rank_that_raises_ends_the_run(seed: int) -> None:
 
     with pytest.raises(RankFailed) as caught:
         pkt.launch(main, ranks=3, device="cpu", seed=seed)
-    told = str(caught.value)
-    assert told.startswith("rank 1 raised:\n\nTraceback (most recent call last):\n")
-    assert "test_findings.py" in told
-    assert "KeyError: 'what went wrong'" in told
+    message = str(caught.value)
+    assert message.startswith("rank 1 raised:\n\nTraceback (most recent call last):\n")
+    assert "test_findings.py" in message
+    assert "KeyError: 'what went wrong'" in message
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.rank == 1
-    assert (f"seed {seed} replays it" in told) is (seed != 0)
+    assert (f"seed {seed} replays it" in message) is (seed != 0)
 
 
 def test_a_kernel_that_raises_names_its_line() -> None:
@@ -127,9 +127,9 @@ def test_different_allocations_are_reported() -> None:
 
     error = outcome(main, 3).error
     assert isinstance(error, pkt.AllocationMismatch)
-    told = str(error)
-    assert "ranks 0, 1: (8,) bf16 at test_findings.py:" in told
-    assert "rank 2: (16,) bf16 at test_findings.py:" in told
+    message = str(error)
+    assert "ranks 0, 1: (8,) bf16 at test_findings.py:" in message
+    assert "rank 2: (16,) bf16 at test_findings.py:" in message
 
 
 def test_an_error_in_finally_does_not_hide_the_first() -> None:

@@ -127,7 +127,7 @@ def test_host_collectives_return_every_ranks_value() -> None:
         launch(main, 4, seed=seed)
 
 
-def test_a_barrier_waits_for_everybody() -> None:
+def test_a_host_barrier_waits_for_all_ranks() -> None:
     order: list[tuple[str, int]] = []
 
     def main(world: Any) -> None:
@@ -352,9 +352,9 @@ def test_a_full_heap_is_reported() -> None:
         a = pkt.zeros(100_000, name="a")
         with pytest.raises(HeapFull) as caught:
             pkt.zeros(200_000, name="too large")
-        told = str(caught.value)
-        assert f"rank {world.rank}: heap full: wanted 781.2 KiB for 'too large', free " in told
-        assert "raise heap= or PKT_HEAP" in told
+        message = str(caught.value)
+        assert f"rank {world.rank}: heap full: wanted 781.2 KiB for 'too large', free " in message
+        assert "raise heap= or PKT_HEAP" in message
         assert (a == 0).all()
         b = pkt.ones(100_000)  # the failed allocation has taken no memory
         assert b.sum() == 100_000

@@ -80,17 +80,17 @@ MISSING = ["no wait", "relaxed signal", "relaxed wait", "gpu scope", "gpu scope 
 @pytest.mark.parametrize("how", [*MISSING, "no signal"])
 def test_a_message_without_its_signal_is_a_race(how: str) -> None:
     race = raced(send_main, args=(how,))
-    told = str(race)
+    message = str(race)
     if how == "gpu scope":  # reported for the counter itself
-        assert "data race: atomic of rank" in told
-        assert "flags[0]" in told
+        assert "data race: atomic of rank" in message
+        assert "flags[0]" in message
         assert 'atomic at scope "gpu", which leaves the other out' in "".join(race.__notes__)
         return
-    assert "data race: load of rank" in told or "data race: store of rank" in told
-    assert "x[" in told
-    assert "is not ordered after: " in told
-    assert "send program 0" in told
-    assert "put a signal after the first and a wait before the second" in told
+    assert "data race: load of rank" in message or "data race: store of rank" in message
+    assert "x[" in message
+    assert "is not ordered after: " in message
+    assert "send program 0" in message
+    assert "put a signal after the first and a wait before the second" in message
     assert race.first.rank != race.second.rank
     load = line_of(send, "tl.load(x + N + o)" if how == "signal first" else "tl.store(out + o, tl.load(x + o))")
     store = line_of(send, "pl.store(x + N + o" if how == "signal first" else "pl.store(x + o")

@@ -45,8 +45,8 @@ def peers_kernel(x_ptr, ranks_ptr, found_ptr, wanted_ptr, rank, world, BLOCK: tl
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool], ids=str)
 def test_the_shortcut_of_peer_equals_its_source(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    short, slow = [], shortcuts.made
-    monkeypatch.setattr(shortcuts, "made", lambda data, ty, scalar: short.append(ty) or slow(data, ty, scalar))
+    short, slow = [], shortcuts.new_tensor
+    monkeypatch.setattr(shortcuts, "new_tensor", lambda data, ty, scalar: short.append(ty) or slow(data, ty, scalar))
     block = 8
 
     def run(world: Any) -> None:

@@ -37,20 +37,20 @@ def line_of(kernel: Any, text: str) -> str:
     return f"{kernel.fn.__code__.co_filename.rsplit('/', 1)[1]}:{kernel.starting_line_number + at}"
 
 
-def right(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Iterable[int] = SEEDS) -> None:
+def assert_right(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Iterable[int] = SEEDS) -> None:
     """Assert that no schedule has a finding or a wrong result, with the race detector and without it."""
     assert failures(fn, ranks, seeds, args=args) == {}
     assert failures(fn, ranks, seeds, args=args, races=False) == {}
 
 
-def raced(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Any = range(8)) -> DataRace:
+def find_race(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Any = range(8)) -> DataRace:
     """A race that one of the first schedules shows, whatever the values are."""
     found = [f for s in seeds for f in outcome(fn, ranks, s, args).findings if isinstance(f, DataRace)]
     assert found
     return found[0]
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Assert that the tensors are equal bit for bit, except that every NaN equals every other."""
     assert found.dtype == wanted.dtype
     assert found.shape == wanted.shape

@@ -16,7 +16,7 @@ import pkt
 from pkt.errors import RankFailed
 from pkt.simulate.interpreter import interpret
 from tests.simulate import other_module
-from tests.simulate.helpers import run, same
+from tests.simulate.helpers import assert_same, run
 
 # -- control flow ----------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ def test_helpers_of_other_modules_work() -> None:
     x, out = torch.arange(8).float(), torch.empty(6, 8)
     run(helpers_everywhere, (1,), x, out, 8)
     wanted = [3 * x, 2 * x + 1, x + 2, x + (x + 1) * (x + 2), 2**x, x.sum() + x]
-    same(out, torch.stack(wanted))
+    assert_same(out, torch.stack(wanted))
 
 
 def test_each_rank_has_its_own_closures() -> None:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.simulate.helpers import run, same
+from tests.simulate.helpers import assert_same, run
 
 # -- reductions and scans --------------------------------------------------------------------------------------------
 
@@ -38,12 +38,12 @@ def test_reductions_match_torch() -> None:
     x = torch.randint(-50, 50, (8, 16)).float()
     rows, cols, whole = torch.empty(3, 8), torch.empty(4, 16, dtype=torch.int32), torch.empty(4)
     run(reductions, (1,), x, rows, cols, whole, 8, 16)
-    same(rows, torch.stack([x.sum(1), x.amax(1), x.amin(1)]))
+    assert_same(rows, torch.stack([x.sum(1), x.amax(1), x.amin(1)]))
     first = torch.stack([(x == x.amax(0)).int().argmax(0), (x == x.amin(0)).int().argmax(0)]).int()
-    same(cols[:2], first)
-    same(cols[2], first[0])  # of equal values the leftmost wins
+    assert_same(cols[:2], first)
+    assert_same(cols[2], first[0])  # of equal values the leftmost wins
     assert cols[3].all()
-    same(whole, torch.stack([x.sum(), x.amax(), x.sum(), x.sum()]))
+    assert_same(whole, torch.stack([x.sum(), x.amax(), x.sum(), x.sum()]))
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def test_scans_match_torch() -> None:
     x = torch.randint(1, 4, (4, 8)).float()
     out = torch.empty(3, 4, 8)
     run(scans, (1,), x, out, 4, 8)
-    same(out, torch.stack([x.cumsum(1), x.flip(0).cumsum(0).flip(0), x.cumprod(1)]))
+    assert_same(out, torch.stack([x.cumsum(1), x.flip(0).cumsum(0).flip(0), x.cumprod(1)]))
 
 
 @triton.jit
@@ -155,16 +155,16 @@ def test_shape_operations_match_torch() -> None:
     x, out = torch.arange(1, n + 1).float(), torch.empty(12 * n)
     run(shapes, (1,), x, out, n)
     out = out.reshape(12, n)
-    same(out[0], x.reshape(4, 4).T.reshape(-1))
+    assert_same(out[0], x.reshape(4, 4).T.reshape(-1))
     assert (out[1] == 100).all()
-    same(out[2:4].reshape(-1), torch.stack([x, -x], 1).reshape(-1))
+    assert_same(out[2:4].reshape(-1), torch.stack([x, -x], 1).reshape(-1))
     assert sorted(out[4:6].reshape(-1).tolist()) == sorted([*x.tolist(), *x.tolist()])
-    same(out[6], x.reshape(2, 2, 4).permute(2, 0, 1).reshape(-1))
-    same(out[7], 2 * x)
-    same(out[8], x.flip(0))
-    same(out[9], -x.flip(0))
-    same(out[10], out[0])
-    same(out[11], x.roll(-3))
+    assert_same(out[6], x.reshape(2, 2, 4).permute(2, 0, 1).reshape(-1))
+    assert_same(out[7], 2 * x)
+    assert_same(out[8], x.flip(0))
+    assert_same(out[9], -x.flip(0))
+    assert_same(out[10], out[0])
+    assert_same(out[11], x.roll(-3))
 
 
 @triton.jit
@@ -206,9 +206,9 @@ def test_the_standard_library_matches_torch() -> None:
     run(standard_library, (1,), x.nan_to_num(1.0), out, ints, 16)
     y = x.nan_to_num(1.0)
     torch.testing.assert_close(out[0], y.softmax(0))
-    same(out[1, :4], y.sort(descending=True).values[:4])
-    same(out[2], y.clamp(min=0.5))
-    same(out[3], y / 3)
+    assert_same(out[1, :4], y.sort(descending=True).values[:4])
+    assert_same(out[2], y.clamp(min=0.5))
+    assert_same(out[3], y / 3)
     assert ints.tolist() == [6, 0, int((y > 0).sum()), 3, 7]
     run(standard_library, (1,), x, out, ints, 16)
     assert out[2, 3].isnan()
@@ -226,7 +226,7 @@ def test_random_numbers_depend_on_the_seed() -> None:
     run(random_numbers, (1,), out, 7, 1024)
     run(random_numbers, (1,), again, 7, 1024)
     run(random_numbers, (1,), other, 8, 1024)
-    same(out, again)
+    assert_same(out, again)
     assert (out != other).any()
     assert 0 <= out[0].min() <= out[0].max() < 1
     assert abs(out[0].mean() - 0.5) < 0.05

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import pkt
 from pkt.errors import OutOfBounds, RankFailed
 from pkt.simulate.memory import AddressSpace, Region, Scattered, Strided
-from tests.simulate.helpers import run, same
+from tests.simulate.helpers import assert_same, run
 
 NEWEST = hasattr(tl, "atomic_poll")  # Triton 3.9
 
@@ -60,9 +60,9 @@ def test_blocks_may_have_any_stride() -> None:
     run(strided, (1,), x, out, 5, 24, 8, 16)
     wanted = torch.zeros(8, 16)
     wanted[:5, :15] = x[:5, :15]
-    same(out[0], wanted)
-    same(out[1].reshape(16, 8), x[0, :16, None].expand(16, 8).contiguous())
-    same(out[2].reshape(-1)[:8], x[:, 0].flip(0))
+    assert_same(out[0], wanted)
+    assert_same(out[1].reshape(16, 8), x[0, :16, None].expand(16, 8).contiguous())
+    assert_same(out[2].reshape(-1)[:8], x[:, 0].flip(0))
 
 
 @triton.jit
@@ -168,9 +168,9 @@ def test_atomics_work_on_a_tile() -> None:
     run(atomics_of_a_tile, (1,), x, 4, 8)
     at = torch.arange(32, dtype=torch.int32).reshape(4, 8)
     inside = (torch.arange(4) > 0)[:, None] & (torch.arange(8) < 7)[None, :]
-    same(x[0], torch.where(inside, at + 1, torch.tensor(1, dtype=torch.int32)))
+    assert_same(x[0], torch.where(inside, at + 1, torch.tensor(1, dtype=torch.int32)))
     assert (x[1][inside] == 1).all()
-    same(x[2], torch.where(at % 3 == 1, at + 100, torch.tensor(1, dtype=torch.int32)))
+    assert_same(x[2], torch.where(at % 3 == 1, at + 100, torch.tensor(1, dtype=torch.int32)))
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def test_descriptors_clip_at_the_edge(dtype: torch.dtype) -> None:
     x = torch.arange(20 * 24).remainder(100).reshape(20, 24).to(dtype)
     y = torch.zeros(21, 24).to(dtype)
     run(descriptor_copy, (2, 2), x, y, 20, 24, 16, 16)
-    same(y[:20], x + 1)
+    assert_same(y[:20], x + 1)
     assert (y[20] == 0).all()
 
 
@@ -269,7 +269,7 @@ def test_host_descriptors_fill_elements_outside(padding: str) -> None:
     wanted = torch.full((3, 8, 8), 0.0 if padding == "zero" else float("nan"))
     wanted[0, 4:, 4:] = x[:4, :4]
     wanted[1, :2, 4:] = x[6:, :4]
-    same(out, wanted)
+    assert_same(out, wanted)
 
 
 @triton.jit
@@ -290,9 +290,9 @@ def test_descriptor_reductions_update_elements(dtype: torch.dtype) -> None:
     run(descriptor_reduce, (1,), *(TensorDescriptor.from_tensor(t, [n, n]) for t in (x, low, high)), n)
     wanted = 1 + v.double()
     wanted[n // 2 :] += v[: n // 2]
-    same(x, wanted.to(dtype))
-    same(low, v.clamp(max=30).to(short))
-    same(high, v.clamp(min=30).to(short))
+    assert_same(x, wanted.to(dtype))
+    assert_same(low, v.clamp(max=30).to(short))
+    assert_same(high, v.clamp(min=30).to(short))
 
 
 @triton.jit
@@ -308,8 +308,8 @@ def test_descriptors_gather_and_scatter_rows() -> None:
     rows = torch.tensor([3, 1, 15, 0, 7, 8, 9, 4], dtype=torch.int32)
     src, dst = TensorDescriptor.from_tensor(x, [1, 16]), TensorDescriptor.from_tensor(y, [1, 16])
     run(descriptor_gather, (1,), src, dst, rows, out, 8)
-    same(out, x[rows.long(), 16:])
-    same(y[rows.long()], out)
+    assert_same(out, x[rows.long(), 16:])
+    assert_same(y[rows.long()], out)
 
 
 @triton.jit
@@ -321,7 +321,7 @@ def descriptor_3d(desc, out):
 def test_descriptors_may_have_three_dimensions() -> None:
     x, out = torch.arange(3 * 4 * 16).float().reshape(3, 4, 16), torch.empty(4, 8)
     run(descriptor_3d, (1,), TensorDescriptor.from_tensor(x, [1, 4, 8]), out)
-    same(out, x[1, :, 8:])
+    assert_same(out, x[1, :, 8:])
 
 
 @triton.jit
@@ -348,7 +348,7 @@ if not NEWEST:  # later releases have no minimum
     def test_block_pointers_load_and_store_tiles() -> None:
         x, y = torch.arange(5 * 10).float().reshape(5, 10), torch.zeros(6, 10)
         run(block_pointers, (1,), x, y, 5, 10, 8, 8)
-        same(y[:5], x + 1)
+        assert_same(y[:5], x + 1)
         assert (y[5] == 0).all()
 
 

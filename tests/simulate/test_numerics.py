@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pkt.simulate.numerics import decode, encode
-from tests.simulate.helpers import run, same
+from tests.simulate.helpers import assert_same, run
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 SHORT = {torch.bfloat16: tl.bfloat16, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -46,7 +46,7 @@ def test_conversions_match_torch(have: torch.dtype, to: torch.dtype) -> None:
     x = patterns(have)
     y = torch.empty(x.shape, dtype=to)
     run(convert, (1,), x, y, x.numel(), None)
-    same(y, x if have == to else reference(x, to))
+    assert_same(y, x if have == to else reference(x, to))
 
 
 def test_fp8_saturation_keeps_the_sign_and_nan() -> None:
@@ -121,7 +121,7 @@ def test_arithmetic_rounds_every_result(dtype: torch.dtype) -> None:
         a * 3 + 1,
     ]
     for found, right in zip(out, wanted):
-        same(found, right)
+        assert_same(found, right)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def test_minimum_and_maximum_drop_nan_unless_told_to_keep_it(dtype: torch.dtype)
     out = torch.empty(4, 4, dtype=dtype)
     run(extremes, (1,), a, b, out, 4)
     for found, right in zip(out, (torch.fmin(a, b), torch.fmax(a, b), torch.minimum(a, b), torch.maximum(a, b))):
-        same(found, right)
+        assert_same(found, right)
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def test_bf16_division_is_in_fp32() -> None:
     a, b = torch.randn(512).bfloat16(), torch.randn(512).bfloat16()
     out = torch.empty(512)
     run(divide, (1,), a, b, out, 512)
-    same(out, a.float() / b.float())
+    assert_same(out, a.float() / b.float())
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def test_elementary_functions_match_torch() -> None:
     wanted = [d.exp(), d.sqrt(), d.log(), d.sigmoid(), fma, d.clamp(0.5, 1.5), d.rsqrt(), d.floor(), d.erf()]
     for found, right in zip(out, wanted):
         torch.testing.assert_close(found.double(), right.double(), rtol=3e-7, atol=1e-7)
-    same(out[4], fma)  # one rounding, not two
+    assert_same(out[4], fma)  # one rounding, not two
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def test_fma_of_short_floats_rounds_once(dtype: torch.dtype) -> None:
     x = torch.randn(3, 2048).to(dtype)
     out = torch.empty(2048, dtype=dtype)
     run(fma_short, (1,), x, out, 2048)
-    same(out, (x[0].double() * x[1].double() + x[2].double()).to(dtype))
+    assert_same(out, (x[0].double() * x[1].double() + x[2].double()).to(dtype))
 
 
 @triton.jit
@@ -250,7 +250,7 @@ def test_integer_arithmetic_is_that_of_c(dtype: torch.dtype) -> None:
     quotient = torch.div(a, b, rounding_mode="trunc")
     wanted = [quotient, a - quotient * b, a * b, a & b, a | b, a ^ b, ~a, a >> 3, a << 3]
     for found, right in zip(out, wanted):
-        same(found, right)
+        assert_same(found, right)
 
 
 @triton.jit
@@ -343,7 +343,7 @@ def test_dot_of_int8_is_exact() -> None:
     a, b = operands(torch.int8)
     c = torch.empty(32, 16, dtype=torch.int32)
     run(dot, (1,), a, b, c, 32, 16, 64, None, tl.int32)
-    same(c, a.int() @ b.int())
+    assert_same(c, a.int() @ b.int())
 
 
 @triton.jit
@@ -393,8 +393,8 @@ def test_float_arguments_are_fp32() -> None:
     torch.manual_seed(8)
     x, out = torch.randn(64).bfloat16(), torch.empty(2, 64)
     run(scaled, (1,), x, out, 0.1, 64)
-    same(out[0], x.float() * torch.tensor(0.1))
-    same(out[1], (x.float() * torch.tensor(0.1).bfloat16().float()).bfloat16().float())
+    assert_same(out[0], x.float() * torch.tensor(0.1))
+    assert_same(out[1], (x.float() * torch.tensor(0.1).bfloat16().float()).bfloat16().float())
 
 
 @triton.jit
@@ -409,8 +409,8 @@ def test_bitcast_keeps_the_bits() -> None:
     x = torch.randn(32)
     out = torch.empty(2, 32, dtype=torch.int32)
     run(bits, (1,), x, out, 32)
-    same(out[0], x.view(torch.int32) ^ 1)
-    same(out[1], x.bfloat16().view(torch.int16).int() & 0xFFFF)
+    assert_same(out[0], x.view(torch.int32) ^ 1)
+    assert_same(out[1], x.bfloat16().view(torch.int16).int() & 0xFFFF)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.errors import DataRace
-from tests.simulate.helpers import SEEDS, failures, line_of, outcome, raced, right
+from tests.simulate.helpers import SEEDS, assert_right, failures, find_race, line_of, outcome
 
 # -- missing waits and signals ---------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ def send_main(world: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["right", "raw", "raw, default order"])
 def test_a_message_with_its_signal_is_right(how: str) -> None:
-    right(send_main, args=(how,))
+    assert_right(send_main, args=(how,))
 
 
 MISSING = ["no wait", "relaxed signal", "relaxed wait", "gpu scope", "gpu scope of the release", "signal first"]
@@ -79,7 +79,7 @@ MISSING = ["no wait", "relaxed signal", "relaxed wait", "gpu scope", "gpu scope 
 
 @pytest.mark.parametrize("how", [*MISSING, "no signal"])
 def test_a_message_without_its_signal_is_a_race(how: str) -> None:
-    race = raced(send_main, args=(how,))
+    race = find_race(send_main, args=(how,))
     message = str(race)
     if how == "gpu scope":  # reported for the counter itself
         assert "data race: atomic of rank" in message
@@ -149,7 +149,7 @@ def test_a_program_sees_its_own_stores() -> None:
         own[(1,)](x, bad, world.device)
         assert bad.item() == 0
 
-    right(main)
+    assert_right(main)
 
 
 # -- the next launch -------------------------------------------------------------------------------------------------
@@ -186,11 +186,11 @@ def gather_main(world: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["double buffer", "entry barrier"])
 def test_relaunches_that_cannot_overtake_are_right(how: str) -> None:
-    right(gather_main, 3, args=(how,), seeds=range(30))
+    assert_right(gather_main, 3, args=(how,), seeds=range(30))
 
 
 def test_a_fast_ranks_next_launch_that_overtakes_is_a_race() -> None:
-    race = raced(gather_main, 3, args=("none",), seeds=SEEDS)
+    race = find_race(gather_main, 3, args=("none",), seeds=SEEDS)
     assert "inbox[" in str(race)
     assert "store of rank" in str(race)
     wrong = failures(gather_main, 3, SEEDS, args=("none",), races=False)
@@ -198,7 +198,7 @@ def test_a_fast_ranks_next_launch_that_overtakes_is_a_race() -> None:
 
 
 def test_the_last_launchs_signal_satisfies_a_wait_for_a_constant() -> None:
-    race = raced(gather_main, 3, args=("constant",), seeds=SEEDS)
+    race = find_race(gather_main, 3, args=("constant",), seeds=SEEDS)
     notes = [
         note
         for s in SEEDS
@@ -237,7 +237,7 @@ def test_launches_of_one_rank_are_in_order() -> None:
         reverse[(4,)](x, 8, 32)
         assert (x == 3).all()
 
-    right(main)
+    assert_right(main)
 
 
 # -- scope -----------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_gpu_scope_is_enough_within_a_rank() -> None:
         within_a_rank[(4,)](x, flags, out, world.device)
         assert out.tolist() == [0, 3, 3, 3]
 
-    right(main)
+    assert_right(main)
 
 
 def test_order_is_transitive() -> None:
@@ -284,7 +284,7 @@ def test_order_is_transitive() -> None:
         chain[(1,)](x, out, flags, world.device)
         assert world.rank != 2 or out.item() == 9
 
-    right(main, 3)
+    assert_right(main, 3)
 
 
 def test_one_fence_acquires_and_releases() -> None:
@@ -312,8 +312,8 @@ def test_one_fence_acquires_and_releases() -> None:
         fenced_chain[(1,)](x, out, flag, world.device, middle)
         assert world.rank != 2 or out.item() == 9
 
-    right(main, 3, args=(True,), seeds=range(20))
-    raced(main, 3, args=(False,))
+    assert_right(main, 3, args=(True,), seeds=range(20))
+    find_race(main, 3, args=(False,))
 
 
 def test_host_barriers_order_launches_of_different_ranks() -> None:
@@ -334,8 +334,8 @@ def test_host_barriers_order_launches_of_different_ranks() -> None:
             take[(1,)](x, out, 4)
             assert out.tolist() == [1, 2, 3, 4], "wrong values"
 
-    right(main, 4, args=(True,))
-    raced(main, 4, args=(False,), seeds=range(20))
+    assert_right(main, 4, args=(True,))
+    find_race(main, 4, args=(False,), seeds=range(20))
 
 
 # -- atomics of too small a scope, and atomics that only read ---------------------------------------------------------

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from tests.simulate.helpers import raced, right
+from tests.simulate.helpers import assert_right, find_race
 
 # -- bytes, granules and regions -------------------------------------------------------------------------------------
 
@@ -31,8 +31,8 @@ def test_neighbouring_bytes_are_no_race(dtype: torch.dtype) -> None:
         if world.rank == 0:
             assert x[:4].tolist() == ([1, 2, 3, 4] if step else x[:4].tolist())
 
-    right(main, 4, args=(1,))
-    race = raced(main, 4, args=(0,))
+    assert_right(main, 4, args=(1,))
+    race = find_race(main, 4, args=(0,))
     assert race.first.tensor == race.second.tensor == "rank 0's x[0]"
 
 
@@ -49,8 +49,8 @@ def test_interleaved_columns_are_no_race() -> None:
         x = pkt.zeros((4, 4), dtype=torch.int32)
         rows_and_columns[(1,)](x, world.device, 4, columns)
 
-    right(main, 4, args=(True,))
-    right(main, 4, args=(False,))
+    assert_right(main, 4, args=(True,))
+    assert_right(main, 4, args=(False,))
 
 
 def test_readers_alone_are_no_race() -> None:
@@ -64,7 +64,7 @@ def test_readers_alone_are_no_race() -> None:
         read[(3,)](x, out, world.device)
         assert (out == 1).all()
 
-    right(main, 3)
+    assert_right(main, 3)
 
 
 @pytest.mark.parametrize("readers", [1, 3])
@@ -85,8 +85,8 @@ def test_a_write_races_with_every_earlier_reader(readers: int) -> None:
         read_then_write[(1,)](x, out, flags, wanted, world.device)
         world.barrier()
 
-    right(main, readers + 1, args=(readers,))
-    race = raced(main, readers + 1, args=(readers - 1,), seeds=range(30))
+    assert_right(main, readers + 1, args=(readers,))
+    race = find_race(main, readers + 1, args=(readers - 1,), seeds=range(30))
     assert race.second.kind in ("load", "store")
 
 
@@ -111,7 +111,7 @@ def test_the_reader_before_the_last_one_is_remembered(awaited: int, sizes: tuple
         size = (*sizes, 0)[world.rank]
         read_both[(1,)](x, out, flags, awaited, size, world.device, 32)
 
-    race = raced(main, 3, seeds=[0])
+    race = find_race(main, 3, seeds=[0])
     assert (race.first.rank, race.first.kind, race.second.kind) == (1 - awaited, "load", "store")
 
 
@@ -129,6 +129,6 @@ def test_atomics_race_with_stores_but_not_with_each_other() -> None:
         world.barrier()
         assert store or world.rank or x.item() == 2 * world.size
 
-    right(main, 3, args=(False,))
-    race = raced(main, 3, args=(True,))
+    assert_right(main, 3, args=(False,))
+    race = find_race(main, 3, args=(True,))
     assert {race.first.kind, race.second.kind} == {"atomic", "store"}

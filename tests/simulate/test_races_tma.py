@@ -11,7 +11,7 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from tests.simulate.helpers import SEEDS, failures, line_of, raced, right
+from tests.simulate.helpers import SEEDS, assert_right, failures, find_race, line_of
 
 # -- TMA -------------------------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def tile_out_main(world: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["store", "reduce"])
 def test_a_signal_waits_for_tma_stores(how: str) -> None:
-    right(tile_out_main, args=(how,))
+    assert_right(tile_out_main, args=(how,))
 
 
 def test_the_end_of_a_launch_waits_for_tma_stores() -> None:
@@ -69,11 +69,11 @@ def test_the_end_of_a_launch_waits_for_tma_stores() -> None:
         read[(1,)](x, out, world.device)
         assert (out == 7).all()
 
-    right(main)
+    assert_right(main)
 
 
 def test_a_raw_release_does_not_wait_for_tma_stores() -> None:
-    race = raced(tile_out_main, args=("no drain",))
+    race = find_race(tile_out_main, args=("no drain",))
     assert {race.first.kind, race.second.kind} == {"TMA store", "load"}
     wrong = failures(tile_out_main, 2, SEEDS, args=("no drain",), races=False)
     assert any("wrong values" in str(e) for e in wrong.values())
@@ -107,11 +107,11 @@ def tile_in_main(world: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["wait", "test"])
 def test_a_wait_orders_tma_loads_too(how: str) -> None:
-    right(tile_in_main, args=(how,))
+    assert_right(tile_in_main, args=(how,))
 
 
 def test_a_raw_acquire_does_not_order_tma_loads() -> None:
-    race = raced(tile_in_main, args=("raw",))
+    race = find_race(tile_in_main, args=("raw",))
     assert {race.first.kind, race.second.kind} == {"TMA load", "store"}
     assert line_of(tile_in, "desc.load") in (race.first.site, race.second.site)
 
@@ -133,8 +133,8 @@ def test_a_programs_own_tma_load_after_its_store_needs_a_fence() -> None:
         own[(1,)](x, out, world.device, fence)
         assert (out == 4).all()
 
-    right(main, 1, args=(True,))
-    race = raced(main, 1, args=(False,))
+    assert_right(main, 1, args=(True,))
+    race = find_race(main, 1, args=(False,))
     assert {race.first.kind, race.second.kind} == {"TMA load", "store"}
 
 

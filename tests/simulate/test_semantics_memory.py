@@ -13,7 +13,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.errors import RankError, ShapeError
-from tests.simulate.helpers import failures, outcome, same
+from tests.simulate.helpers import assert_same, failures, outcome
 
 SEEDS = (0, 1, 2, 3)
 
@@ -230,8 +230,8 @@ def test_multimem_load_reduce(op: str, dtype: torch.dtype, multicast: bool) -> N
     else:
         wanted = values.amin(0) if op == "min" else values.amax(0)
     for _, out in found:
-        same(out[:n], wanted)
-        same(out[n:], torch.where(torch.arange(n) < n // 2, wanted, torch.zeros_like(wanted)))
+        assert_same(out[:n], wanted)
+        assert_same(out[n:], torch.where(torch.arange(n) < n // 2, wanted, torch.zeros_like(wanted)))
 
 
 @triton.jit

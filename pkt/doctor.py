@@ -1,7 +1,7 @@
-"""What this machine can do, and what is missing: `pkt doctor`.
+"""`pkt doctor`: whether pkt runs on this machine's GPUs, and what is missing.
 
-examine() asks the software and the driver and changes nothing: attributes are read, no context, no memory and no
-multicast object is made. measure() then opens a world on all GPUs, without multicast, and moves data between them.
+examine() reads versions and the driver's attributes. It makes no context, no memory and no multicast object. measure()
+then opens a world on all GPUs, without multicast, and moves data between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -34,13 +34,11 @@ from pkt.runtime.gpu.topology import Topology, assemble, multicast_off, probe
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.heap import heap_bytes
 from pkt.runtime.processes.transport import timeout_seconds
+from pkt.runtime.world import World
 from pkt.wording import size_text
 
-if TYPE_CHECKING:
-    from pkt.runtime.world import World
-
 OLDEST_TRITON = (3, 6)
-PACKAGES = {  # distribution -> what it is for, or "" where pkt cannot do without it
+PACKAGES = {  # distribution -> its purpose, or "" if pkt needs it
     "pkt-triton": "",
     "torch": "",
     "triton": "",
@@ -53,7 +51,7 @@ NBYTES = 128 << 20  # that each rank sends to the next
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is missing or wrong. `fatal`: pkt does not run on GPUs with it."""
+    """Something that is missing or wrong. `fatal`: pkt does not run on GPUs until it is mended."""
 
     what: str
     remedy: str
@@ -62,7 +60,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """What was found. Lists are by GPU, in the order in which pkt.launch gives them to ranks."""
+    """The findings. Lists are by GPU, in the order in which pkt.launch gives GPUs to ranks."""
 
     software: list[tuple[str, str]] = field(default_factory=list)
     settings: list[tuple[str, str]] = field(default_factory=list)
@@ -70,31 +68,31 @@ class Report:
     memory: list[int] = field(default_factory=list)
     nvlinks: list[int | None] = field(default_factory=list)
     multicast: list[bool] = field(default_factory=list)  # supported, from the attribute
-    imex: bool = False  # this host, or container, has an IMEX channel
+    imex: bool = False  # this host or container has an IMEX channel
     problems: list[Problem] = field(default_factory=list)
     ranks: int = 0  # GPUs 0 .. ranks - 1 can work together
     speeds: dict[str, list[float]] = field(default_factory=dict)  # mechanism -> GB/s out of each rank
-    seconds: float | None = None  # that a world on all `ranks` GPUs took, start to end
+    seconds: float | None = None  # from start to end of a world on all `ranks` GPUs
 
     @property
     def ok(self) -> bool:
-        """pkt runs on GPUs here."""
+        """Whether pkt runs on GPUs here."""
         return self.ranks > 0 and not any(problem.fatal for problem in self.problems)
 
     @property
     def status(self) -> int:
-        """What `pkt doctor` exits with."""
+        """The exit status of `pkt doctor`."""
         return 0 if self.ok else 1
 
 
-# ------------------------------------------------------------------------------------------------- asking, no more
+# ----------------------------------------------------------------------------------------------- without a world
 def examine(
     driver: Callable[[int], Driver] = CudaDriver,
     torch_gpus: Callable[[], int] = torch.cuda.device_count,
     torch_cuda: str | None = torch.version.cuda,
     links: Callable[[str], int | None] = nvml.nvlinks,
 ) -> Report:
-    """Everything but the measurement. The arguments are where it is asked, for tests."""
+    """The report without the measurement. Tests replace the arguments, which answer its questions."""
     report = Report()
     _software(report, torch_cuda)
     _settings(report)
@@ -104,7 +102,12 @@ def examine(
         release = nvml.ask("system_get_driver_version") or "NVIDIA driver"
         report.software.append(("driver", f"{release}, CUDA {version // 1000}.{version % 1000 // 10}"))
         count = calls.device_count()
-    except (PktError, ImportError, RuntimeError, OSError) as error:  # no driver, no GPU, no bindings: which one it says
+    except (
+        PktError,
+        ImportError,
+        RuntimeError,
+        OSError,
+    ) as error:  # no driver, no GPU or no bindings; its text says which
         remedy = "on a machine with NVIDIA GPUs: install the driver, or start the container with --gpus all"
         report.problems.append(Problem(f"no GPU can be asked: {str(error).strip().splitlines()[0]}", remedy))
         return report
@@ -196,7 +199,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 # ----------------------------------------------------------------------------------------------------- a real world
 @triton.jit
 def push_registers_kernel(dst, src, n, world, BLOCK: tl.constexpr):
-    """My src into the next rank's dst; n elements, a multiple of BLOCK."""
+    """Store this rank's src into the next rank's dst; n elements, a multiple of BLOCK."""
     for block in range(tl.program_id(0), n // BLOCK, tl.num_programs(0)):
         offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         pl.put(dst + offs, src + offs, (world.rank + 1) % world.size, world)
@@ -204,7 +207,7 @@ def push_registers_kernel(dst, src, n, world, BLOCK: tl.constexpr):
 
 @triton.jit
 def push_tma_kernel(dst, src, n, world, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The same through TMA; n is a multiple of ROWS * COLS."""
+    """The same by TMA; n is a multiple of ROWS * COLS."""
     there = pl.peer(dst, (world.rank + 1) % world.size, world)
     source = tl.make_tensor_descriptor(src, [n // COLS, COLS], [COLS, 1], [ROWS, COLS])
     target = tl.make_tensor_descriptor(there, [n // COLS, COLS], [COLS, 1], [ROWS, COLS])
@@ -214,10 +217,10 @@ def push_tma_kernel(dst, src, n, world, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 def trial(world: World, nbytes: int, repeats: int = 10) -> dict[str, float]:
-    """Send `nbytes`, a multiple of 32 KiB, from every rank to the next at once, by each mechanism; check what arrives.
+    """Send `nbytes`, a multiple of 32 KiB, from every rank to the next at once, by each mechanism, and check the data.
 
-    Returns GB/s out of this rank by mechanism, the median of `repeats`; 0 where there is nothing to time it with.
-    Raises RuntimeError if something else arrived than was sent.
+    Returns {mechanism: GB/s out of this rank}, the median of `repeats`; 0 in the simulator, which has no time. Raises
+    RuntimeError if other data arrived than was sent.
     """
     n, on_gpu, rank, size = nbytes // 2, world.torch_device.type == "cuda", world.rank, world.size
     src, dst = (empty(n, dtype=torch.bfloat16, name=name, world=world) for name in ("src", "dst"))
@@ -255,12 +258,12 @@ def _seconds(send: Callable[[], Any], repeats: int) -> float:
 
 
 def measure(report: Report, run: Callable[..., list[Any]] = launch) -> None:
-    """Open a world on the GPUs that can work together and try it; what goes wrong is a fatal problem of `report`."""
+    """Open a world on the GPUs that can work together and try it. A failure becomes a fatal problem of `report`."""
     start = time.perf_counter()
     try:
-        # Never multicast: it is not needed here, and a failed attempt may disturb others on shared GPUs.
+        # Without multicast: it is not needed here, and a failed attempt may disturb other users of shared GPUs.
         found = run(trial, report.ranks, "cuda", (NBYTES,), heap=2 * NBYTES + (16 << 20), multicast=False)
-    except Exception as error:  # whatever it is, it is what the user came to see
+    except Exception as error:  # of any kind: the report shows it
         report.problems.append(Problem(f"a world on {report.ranks} GPUs failed", f"{type(error).__name__}: {error}"))
         return
     report.seconds = time.perf_counter() - start
@@ -289,7 +292,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def verdict(report: Report) -> str:
-    """The last line: whether pkt runs on GPUs here, and on how many."""
+    """The last line of the report: whether pkt runs on GPUs here, and on how many."""
     if not report.ok:
         return (
             "pkt does not run on GPUs here. In the simulator it does, kernels and all:\n"

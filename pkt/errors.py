@@ -1,10 +1,8 @@
-"""The exception tree of pkt. Every message a user can see is built here, so that wording is decided in one
-place.
+"""The exceptions of pkt, and the wording of every message that a user can see.
 
-A message names the rank, the call, the value found, the value wanted, and what to do about it. Builders are
-classmethods that take facts and return an exception with those facts as attributes; the caller raises it.
-Of pkt this module imports `wording` alone (and nothing heavy), and every exception survives pickling: `launch` moves
-them between processes.
+A message names the rank, the call, the value found, the value wanted, and a remedy. Builders are classmethods that take
+facts and return an exception with those facts as attributes; the caller raises it. Every exception survives pickling,
+because `launch` moves them between processes. Of pkt this module imports only `wording`.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ E = TypeVar("E", bound="PktError")
 
 
 class PktError(Exception):
-    """Everything pkt raises."""
+    """The base of pkt's exceptions."""
 
     def add_note(self, note: str) -> None:
-        """As BaseException.add_note, which Python 3.10 does not have."""
-        self.__notes__: list[str] = [*getattr(self, "__notes__", ()), note]
+        """As BaseException.add_note, which Python 3.10 lacks."""
+        self.__notes__: list[str] = [*getattr(self, "__notes__", ()), note]  # there after the first note only
 
     @classmethod
     def of(cls: type[E], message: str, **facts: Any) -> E:
@@ -40,7 +38,7 @@ class WaitTimeout(PktError):
     @classmethod
     def after(cls, seconds: float, waits: Sequence[Waiting]) -> WaitTimeout:
         if not waits:
-            return cls.of(f"a peer gave up waiting after {seconds:.1f} s; its own error says on what", waits=waits)
+            return cls.of(f"a peer gave up waiting after {seconds:.1f} s; see that rank's own error", waits=waits)
         text = waits[0].text(after=seconds)
         if len(waits) > 1:
             text += f"\n{len(waits)} programs were waiting:\n{waiting_table(waits)}"
@@ -50,9 +48,9 @@ class WaitTimeout(PktError):
     def rendezvous(
         cls, rank: int, what: str, seconds: float, missing: Sequence[int], refused: Sequence[str] = ()
     ) -> WaitTimeout:
-        """`refused`: who came and was turned away."""
+        """`refused`: callers that were no rank of this world."""
         who = ", ".join(f"rank {r}" for r in missing) or "a peer"
-        away = f"\nturned away: {'; '.join(refused)}" if refused else ""
+        away = f"\nrefused: {'; '.join(refused)}" if refused else ""
         return cls.of(
             f"rank {rank}: {what} waits for {who} after {seconds:.1f} s: every rank must make this call; "
             f"a longer deadline: PKT_TIMEOUT (seconds){away}",
@@ -63,11 +61,11 @@ class WaitTimeout(PktError):
 
 
 class Deadlock(PktError):
-    """No program can go on. `.waits` has one `Waiting` a program."""
+    """No program can continue. `.waits` has one `Waiting` a program."""
 
     @classmethod
     def among(cls, waits: Sequence[Waiting], hosts: Mapping[int, str] | None = None) -> Deadlock:
-        """`hosts`: what the host code of a rank is blocked in, for ranks that wait in a collective call."""
+        """`hosts`: by rank, the collective call that its host code is blocked in."""
         text = f"deadlock: {len(waits)} program{'s' * (len(waits) != 1)} wait and nothing can move"
         if waits:
             text += f"\n{waits[0].text()}\n{waiting_table(waits)}"
@@ -77,11 +75,11 @@ class Deadlock(PktError):
 
     @classmethod
     def endless(cls, steps: int, schedule: str) -> Deadlock:
-        return cls.of(f"no end after {steps} steps ({schedule}); raise max_steps= for a longer run", waits=[])
+        return cls.of(f"not finished after {steps} steps ({schedule}); raise max_steps= for a longer run", waits=[])
 
 
 class TooFewResident(Deadlock):
-    """A deadlock because programs that others wait for have no slot to run in."""
+    """A deadlock: the programs that others wait for cannot start, because all slots of the GPU are taken."""
 
     @classmethod
     def waiting(cls, rank: int, kernel: str, grid: int, slots: int, waits: Sequence[Waiting] = ()) -> TooFewResident:
@@ -95,7 +93,7 @@ class TooFewResident(Deadlock):
 
 
 class GridTooLarge(PktError):
-    """A grid that waits would not be resident; refused before the launch."""
+    """The programs of a grid wait for each other and cannot all be resident; raised before the launch."""
 
     @classmethod
     def resident(cls, kernel: str, grid: int, num_sms: int, per_sm: int, rank: int | None = None) -> GridTooLarge:
@@ -123,7 +121,7 @@ class DataRace(PktError):
 
 
 class StaleFlag(PktError):
-    """A wait was satisfied by a counter value left by an earlier launch."""
+    """A counter value that an earlier launch left satisfied a wait."""
 
     @classmethod
     def found(cls, waiting: Waiting, written: int) -> StaleFlag:
@@ -172,7 +170,7 @@ class MulticastAccess(PktError):
 
 
 class LostSignal(PktError):
-    """A signal that nobody waited for when the run ended."""
+    """A signal that no wait had looked at when the run ended."""
 
     @classmethod
     def unread(cls, rank: int, counter: str, value: int, signallers: str = "") -> LostSignal:
@@ -191,10 +189,10 @@ class LostSync(PktError):
 
     @classmethod
     def compiled(cls, kernel: str, call: str, source: int, found: int) -> LostSync:
-        """Of `source` calls, `found` were left at a later stage of compilation."""
+        """The source has `source` calls, a later stage of compilation only `found`."""
         return cls.of(
-            f"{kernel}: {source} {call} in the source, {found} in the PTX: Triton's passes dropped the rest; move the "
-            "call out of the inner loop, into the body of the kernel or its persistent loop",
+            f"{kernel}: {source} {call} in the source, {found} in the PTX: Triton's passes dropped the others; move "
+            "the call out of the inner loop, into the body of the kernel or its persistent loop",
             kernel=kernel,
             wanted=source,
             found=found,
@@ -202,7 +200,7 @@ class LostSync(PktError):
 
     @classmethod
     def specialized(cls, kernel: str, call: str, count: int) -> LostSync:
-        """`count` calls stand in a warp-specialised loop, whether or not this compilation kept them."""
+        """`count` calls are in a warp-specialised loop, whether or not this compilation kept them."""
         return cls.of(
             f"{kernel}: {count} {call}{'s' * (count != 1)} inside tl.range(warp_specialize=True), where Triton drops "
             "them or lets loads pass them, depending on num_warps and the GPU; move the call out of that loop",
@@ -228,7 +226,7 @@ class AllocationMismatch(CollectiveMismatch):
 
     @classmethod
     def differs(cls, what: str, said: Mapping[int, str]) -> AllocationMismatch:
-        """`what`: "allocation #5"; `said`: what each rank asked for, with its call site."""
+        """`what`: "allocation #5"; `said`: each rank's request, with its call site."""
         return cls.of(
             f"{what} differs: {ranks_text(said)}: symmetric memory is allocated and freed by every rank, "
             "in the same order, with the same shape and dtype",
@@ -241,7 +239,7 @@ class CandidateMismatch(CollectiveMismatch):
 
     @classmethod
     def differs(cls, what: str, said: Mapping[int, str]) -> CandidateMismatch:
-        """`said`: how many configs each rank was given, and the first that differs from rank 0's."""
+        """`said`: by rank, how many configs it was given, and the first that differs from rank 0's."""
         return cls.of(
             f"tuning {what}: the ranks have different candidates: {ranks_text(said)}: give every rank the same configs "
             "in the same order, and a prune= and a model= that do not depend on the rank",
@@ -250,7 +248,7 @@ class CandidateMismatch(CollectiveMismatch):
 
 
 class NoCandidate(PktError, ValueError):
-    """There is no config to choose: a space is empty, or every candidate was dropped."""
+    """No config is left to choose: a space is empty, or every candidate was dropped."""
 
     @classmethod
     def empty(cls, call: str, found: str) -> NoCandidate:
@@ -258,7 +256,7 @@ class NoCandidate(PktError, ValueError):
 
     @classmethod
     def wrong(cls) -> NoCandidate:
-        """For which one is dropped."""
+        """Why the tuner drops a candidate."""
         return cls.of("the check found a wrong result")
 
     @classmethod
@@ -275,7 +273,7 @@ class NoCandidate(PktError, ValueError):
 
 
 class HeapFull(PktError, MemoryError):
-    """The symmetric heap has no hole large enough. Raised on all ranks, and nothing is lost."""
+    """The symmetric heap has no hole that is large enough. Raised on all ranks, and nothing is lost."""
 
     @classmethod
     def wanted(cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None) -> HeapFull:
@@ -300,7 +298,7 @@ class HeapFull(PktError, MemoryError):
 
 
 class NotSymmetric(PktError, TypeError):
-    """A kernel argument must lie in the symmetric heap and does not."""
+    """An argument that must lie in the symmetric heap does not."""
 
     @classmethod
     def argument(cls, rank: int, name: str, found: str, call: str = "") -> NotSymmetric:
@@ -357,7 +355,7 @@ class SignalIndexError(PktError, IndexError):
 
 
 class ShapeError(PktError, ValueError):
-    """A shape that cannot be, or shapes that do not fit together."""
+    """A shape or value that is impossible, or shapes that do not fit together."""
 
     @classmethod
     def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> ShapeError:
@@ -366,7 +364,7 @@ class ShapeError(PktError, ValueError):
 
 
 class DtypeError(PktError, TypeError):
-    """A dtype that is not supported, or dtypes that do not fit together."""
+    """A dtype or type that is not supported, or dtypes that do not fit together."""
 
     @classmethod
     def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> DtypeError:
@@ -397,8 +395,7 @@ class PeerLost(PktError):
 
 
 class RankFailed(PktError):
-    """The function raised on a rank. `.rank`, `.traceback` (text of that rank's), `__cause__` where it could
-    be kept."""
+    """The function raised on a rank. `.rank`, `.traceback` (text), `__cause__` if the exception could be pickled."""
 
     @classmethod
     def raised(
@@ -413,7 +410,7 @@ class RankFailed(PktError):
 
 
 class TransportError(PktError):
-    """The rendezvous refused a peer or a message."""
+    """A peer, a message or a connection was refused."""
 
     @classmethod
     def refused(cls, rank: int, what: str, found: str, wanted: str) -> TransportError:
@@ -436,22 +433,22 @@ class DriverError(PktError):
 
     @classmethod
     def on_ranks(cls, what: str, said: Mapping[int, str], code: int) -> DriverError:
-        """`said`: what failed where, the same on every rank."""
+        """`said`: by rank, the failure; the same on every rank."""
         return cls.of(f"{what} failed on {ranks_text(said)}", code=code, said=dict(said))
 
     @classmethod
     def handles(cls, rank: int, found: Mapping[int, int]) -> DriverError:
-        """`found`: how many handles of memory came from a rank, where it is not one."""
+        """`found`: by rank, how many handles of memory it sent, if not one."""
         text = ranks_text({r: f"sent {n} handles" for r, n in found.items()})
         return cls.of(f"rank {rank}: {text}, wanted 1", rank=rank, code=-1)
 
     @classmethod
     def left_behind(cls, what: str) -> DriverError:
-        return cls.of(f"{what}: multicast could not follow", code=-1)
+        return cls.of(f"{what}: the multicast window could not grow with the heap", code=-1)
 
 
 class Unsupported(PktError):
-    """This machine, this Triton or this mode cannot do what was asked."""
+    """This machine, release of Triton or mode does not support a call."""
 
     @classmethod
     def no_gpu(cls, call: str, found: str) -> Unsupported:
@@ -469,10 +466,10 @@ class Unsupported(PktError):
 
     @classmethod
     def captured(cls, rank: int, key: Any) -> Unsupported:
-        """`key`: of the workspace that would have to be made."""
+        """`key`: of the buffers that would have to be made."""
         return cls.here(
-            f"rank {rank}: workspace {key!r:.160}",
-            "found a CUDA graph being captured, and these buffers not there yet",
+            f"rank {rank}: buffers {key!r:.160}",
+            "found a CUDA graph being captured, and these buffers do not exist yet",
             "call the operator once, with arguments of the same shapes, before the capture",
         )
 

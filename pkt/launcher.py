@@ -25,13 +25,14 @@ def launch(
     multicast: bool = True,
     **options: Any,
 ) -> list[Any]:
-    """Run `fn(world, *args)` on `ranks` ranks and return what each returned, in rank order.
+    """Run `fn(world, *args)` on `ranks` ranks and return their results, in rank order.
 
-    device "cuda" runs one process a GPU, "cpu" the simulator in this process; `fn` and its kernels are the same, and
-    so are `heap`, `timeout` and `multicast`, as in pkt.init; the simulator has no time, so no timeout passes there. On
-    GPUs processes stay warm between calls, and what a rank prints appears with its number; on the CPU further options
-    go to the simulator (see pkt.simulate). A rank that raises ends the run with RankFailed, which carries that rank's
-    traceback.
+    device: "cuda" runs one process per GPU, "cpu" the simulator in this process; `fn` and its kernels are the same.
+    heap, timeout, multicast: as in pkt.init; no timeout expires in the simulator. options: for the simulator only, see
+    pkt.simulate.
+
+    On GPUs the processes stay warm between calls, and the output of a rank appears with its number. If a rank raises,
+    the run ends with RankFailed, which carries that rank's traceback.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ShapeError.argument("pkt.launch", "ranks", ranks, "an integer from 1")
@@ -68,15 +69,16 @@ def init(
     timeout: float | None = None,
     multicast: bool = True,
 ) -> World:
-    """The world of this process: the one it runs in, or a new one over its GPU.
+    """The world of this process: the one it runs in, as inside pkt.launch, or a new one over its GPU.
 
-    group: a ProcessGroup or a DeviceMesh of one dimension (mesh["tp"]) whose ranks make the world; without it the
-    default process group, else torchrun's environment, else this process alone. Rank and size are those of the group.
-    timeout: seconds for every step of the rendezvous and every wait (PKT_TIMEOUT, then 60 where None). multicast: False
-    does without the multicast window; it is used only if every rank has it. heap: most bytes of symmetric memory a rank
-    may come to hold ("8GiB" or a number; PKT_HEAP, then 1 GiB where None). Inside pkt.launch the world is there
-    already. Raises Unsupported where there is no GPU, with what to do instead, and where the ranks' GPUs cannot work
-    together, with a table of them: ranks on several hosts need one NVLink domain over these.
+    heap: most bytes of symmetric memory that a rank may come to hold ("8GiB" or a number; None: PKT_HEAP, then 1 GiB).
+    group: a ProcessGroup or a DeviceMesh of one dimension (mesh["tp"]), whose ranks make the world; None: the default
+    process group, else torchrun's environment, else this process alone. Rank and size are those of the group.
+    timeout: seconds for every step of the rendezvous and every wait (None: PKT_TIMEOUT, then 60).
+    multicast: False makes no multicast window. Otherwise there is one if every rank supports it.
+
+    Raises Unsupported if there is no GPU, with a remedy, and if the ranks' GPUs cannot work together, with a table of
+    them. Ranks on several hosts need one NVLink domain over all of these.
     """
     world = worlds._current()
     if world is not None and group is None:

@@ -1,4 +1,4 @@
-"""`pkt.layout`: a symmetric tensor as the parallel global layout that `pkt.language.tile` works on."""
+"""`pkt.layout`: a symmetric tensor as the parallel global layout that `pkt.language.tile` takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pkt.runtime.world import current_world
 def layout(x: torch.Tensor) -> Layout:
     """`x` as a (b, d, r, c) array on every rank, for a kernel that moves tiles of it.
 
-    x: symmetric and contiguous, 1 to 4 dimensions; missing ones are 1, from the left. TMA is used where every row
-    begins at a multiple of 16 bytes. The memory stays x's. Raises NotSymmetric, ShapeError.
+    x: symmetric and contiguous, 1 to 4 dimensions; missing ones are 1, from the left. Tiles move by TMA if every row
+    begins at a multiple of 16 bytes. The layout shares the memory of x. Raises NotSymmetric, ShapeError.
     """
     world = x.world if isinstance(x, SymmetricTensor) else current_world("pkt.layout")
     symmetric(x, "x", world, call="pkt.layout")

@@ -1,6 +1,6 @@
-"""How facts are worded in messages and tables: sizes, dtypes, programs, ranks, who waits for what, who accesses what.
+"""The wording of facts in messages and tables: sizes, dtypes, programs, ranks, waits, accesses.
 
-Imports nothing of pkt, and nothing heavy.
+Imports nothing of pkt, and nothing that takes long to import.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def program_text(program: int | Sequence[int]) -> str:
 
 
 def ranks_text(values: Mapping[int, str]) -> str:
-    """Ranks that say the same are named together: `ranks 0, 2: a; rank 1: b`."""
+    """`ranks 0, 2: a; rank 1: b`: ranks with the same text are named together."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(values):
         groups.setdefault(values[rank], []).append(rank)
@@ -58,8 +58,7 @@ def ranks_text(values: Mapping[int, str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A plain text table, one line a row, columns aligned; no dependency, so it also works in a dying
-    process."""
+    """A plain text table with aligned columns. It needs no library, so it works in a dying process too."""
     cells = [[str(c) for c in row] for row in (head, *rows)]
     width = [max(len(row[i]) for row in cells) for i in range(len(head))]
     return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, width, strict=True)).rstrip() for row in cells)
@@ -67,7 +66,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 @dataclass(frozen=True)
 class Waiting:
-    """One program that waits: what it waits for, and what it found there."""
+    """One waiting program: the counter, the value it waits for, and the value it found."""
 
     rank: int
     program: int | tuple[int, ...]
@@ -78,7 +77,7 @@ class Waiting:
     compare: str = "ge"
     site: str = ""  # file:line of the wait, in the user's kernel
     launch: int | None = None
-    owner: int | None = None  # the rank whose memory holds the counter, where it is not the waiting one
+    owner: int | None = None  # the rank whose memory holds the counter, if not the waiting rank
 
     @property
     def condition(self) -> str:
@@ -94,7 +93,7 @@ class Waiting:
 
 
 def waiting_table(waits: Sequence[Waiting], limit: int = 32) -> str:
-    """Who waits for what, a line a program; at most `limit` lines, then how many were left out."""
+    """A table of waiting programs, one per line; at most `limit` lines, then the number left out."""
     rows = [
         (
             w.rank,

@@ -1,13 +1,17 @@
-"""Host side: worlds, the symmetric heap and what lies below it.
+"""Host side: worlds, the symmetric heap, and the machine below them.
 
-In the order data flows: `launcher` (many ranks from one call) or `bootstrap` (processes that are there already),
-`world` (who takes part), `factories` and `tensor` (what the user holds; `callsite` names it), `heap` and `ledger`
-(where it lies), `agreement` (do the ranks ask for the same; `journal` tells without waiting), `backend` (the seam).
+| where | holds |
+|---|---|
+| `backend` | the protocol that CudaBackend and the simulator implement |
+| `memory/` | the symmetric heap, symmetric tensors and their factories |
+| `kept` | scopes: what operators keep between calls |
+| `world` | World and Workspace: the ranks that work together |
+| `groups` | torch's process group of a world |
+| `launch/` | launches on GPUs, and their order on streams |
+| `gpu/` | the CUDA driver, topology, multicast; deadlines of waits |
+| `processes/` | rendezvous and messages between the ranks' processes |
+| `workers/` | the processes of pkt.launch |
+| `bootstrap` | from processes to a world, over all of these |
 
-Above the seam, for operators: `workspace` and `scratch` (what they keep), `streams` (one in flight), `launch` (on
-GPUs), `groups` (torch's process group), `pool` (torch's allocations in the heap).
-
-Below it, on GPUs: `cuda` (the Backend) over `driver`, `multicast`, `topology`, `nvml` and `handles`; between processes
-`rendezvous` or `network` (how ranks meet), `transport` over `frames` and `wire`; `watch` (deadlines and lost peers).
-`workers`, `worker` and `carry` are the processes of `launcher`, `interrupts` is Ctrl-C in what can be cut short.
+pkt.init and pkt.launch are in `pkt.launcher`, above this package. `tests/test_arrows.py` lists the allowed imports.
 """

@@ -1,9 +1,10 @@
-"""From processes that were started by somebody to a world: who am I, where do we meet, which GPU is mine.
+"""From running processes to a world: this process's rank, where the ranks meet, and its GPU.
 
-Three ways in: torch.distributed's store (an initialised process group, a subgroup, a device mesh's dimension),
-torchrun's environment, or the launcher of pkt, which hands every worker its place. Only a key of the store is used,
-never a collective of the group, so subgroups may come in any order: the key is (group, its members, how many-th world
-of that group). Over the same store the ranks find out whether they are on one host or several (`processes.network`).
+A process learns its place from torch.distributed (an initialised process group, a subgroup, a dimension of a device
+mesh), from torchrun's environment, or from pkt's launcher, which hands every worker its place. Of torch.distributed
+only keys of the store are used, no collective of the group, so subgroups may make their worlds in any order. A key is
+made of the group, its members, and a count of the group's worlds. Over the same store the ranks find out whether they
+are on one host or several (`processes.network`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pkt.runtime.processes.transport import Transport
 from pkt.runtime.world import World
 
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-# Seconds that host code waits longer for a peer than its kernels do: a kernel's record says more than "did not come".
+# Seconds that host code waits longer for a peer than kernels do, because a kernel's record says more.
 HOST_GRACE = 1.0
 
 _worlds_of: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how many worlds each group has had in this process
@@ -40,18 +41,19 @@ _worlds_of: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how many worlds 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One process's place in a world that is about to be."""
+    """One process's place in a world that is about to be made."""
 
     rank: int
     size: int
     meeting: Meeting
-    group: Any = None  # torch's process group of the same ranks, where the world is made from one
+    group: Any = None  # torch's process group of the same ranks, if the world is made from one
     host: str = dataclasses.field(default_factory=this_host)
-    board: Board | None = None  # where ranks tell each other their hosts; without one they are all on this one
+    board: Board | None = None  # where ranks write their hosts; None: all are on this host
 
 
 def place(group: Any, timeout: float) -> Place:
-    """This process's place: in `group`, in the default group, in torchrun's job, or alone."""
+    """This process's place: in `group`, else the default group, else torchrun's job, else alone. timeout: seconds.
+    Raises RankError if `group` does not have this process, WaitTimeout if rank 0 does not come."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise RankError.outside(dist.get_rank(), "pkt.init(group=)", "outside the group", dist.get_world_size())
     if group is not None and not isinstance(group, dist.ProcessGroup):  # a DeviceMesh; get_group refuses two dimensions
@@ -70,7 +72,7 @@ def place(group: Any, timeout: float) -> Place:
     return Place(0, 1, rendezvous.prepare())
 
 
-@functools.cache  # rank 0 may be the one that serves it: it must live as long as the process
+@functools.cache  # rank 0 may serve the store, so it must live as long as the process
 def _job_store(address: str, port: str, rank: str, size: str, timeout: float) -> tuple[Any, int, int]:
     return next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout))))
 
@@ -90,7 +92,7 @@ def _place_by_store(store: Any, group: tuple[str, tuple[int, ...]], rank: int, s
 
 
 def _meeting_place(where: Place, timeout: float) -> tuple[rendezvous.MeetingPlace, list[str]]:
-    """Where the ranks meet, and every rank's host."""
+    """The ranks' meeting place, and every rank's host."""
     board, rank, size = where.board, where.rank, where.size
     if board is None or size == 1:
         return where.meeting, [where.host] * size
@@ -102,11 +104,11 @@ def _meeting_place(where: Place, timeout: float) -> tuple[rendezvous.MeetingPlac
 
 
 def own_device() -> int:
-    """The GPU of this process: the current one, or LOCAL_RANK's where none has been used yet."""
+    """The GPU of this process: the current one, or that of LOCAL_RANK if none has been used yet."""
     local = os.environ.get("LOCAL_RANK", "")
     if not torch.cuda.is_initialized() and local.isdigit() and int(local) < torch.cuda.device_count():
         torch.cuda.set_device(int(local))
-    torch.cuda.synchronize()  # the driver's calls need the context that torch makes at its first one
+    torch.cuda.synchronize()  # makes torch's context, which the driver's calls need
     return torch.cuda.current_device()
 
 
@@ -128,7 +130,11 @@ def open_world(
     stride: int = STRIDE,
     multicast: bool = True,
 ) -> World:
-    """Collective: meet, probe, map, and allocate the status page. What fails leaves nothing behind."""
+    """Collective: meet, probe, map, and allocate the status page. A failure leaves nothing behind.
+
+    timeout: seconds for every step and for waits on the GPU. driver: makes the Driver of a rank. stride: bytes from one
+    rank's window to the next.
+    """
     capacity = heap_bytes(heap)
     try:
         meeting, hosts = _meeting_place(where, timeout)
@@ -145,7 +151,7 @@ def open_world(
             where.meeting.remove()
     try:
         world = World(backend, capacity, where.group)
-        backend.synchronize()  # the status page is zeroed on the current stream, the deadline written on another
+        backend.synchronize()  # the current stream zeroes the status page, and the watch writes to it on another
         watch = Watch(backend, world.heap, timeout)
         backend.attach(watch.check, watch.close)
         provide_scratch()

@@ -1,4 +1,4 @@
-"""The torch.distributed group of a world's ranks: for what is handed to NCCL rather than to pkt's own kernels."""
+"""The torch.distributed group of a world's ranks, for collectives that NCCL runs and not pkt's kernels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _KEY = "pkt.process_group"
 def process_group(world: World) -> dist.ProcessGroup:
     """The group of exactly this world's ranks, in their order. Collective the first time.
 
-    The group that the world was made from; else torch's default group; else a default group that is made here, over
-    NCCL where the world is on GPUs, over gloo otherwise, and which lives as long as the process. Raises Unsupported in
-    the simulator, whose ranks share a process, and where the default group has other ranks.
+    It is the group that the world was made from, else torch's default group, else a default group that is made here and
+    lives as long as the process: over NCCL if the world is on GPUs, else over gloo. Raises Unsupported in the
+    simulator, whose ranks share a process, and if the default group has other ranks.
     """
     if _KEY not in world.lasting:
         world.lasting[_KEY] = world.group or _default(world)

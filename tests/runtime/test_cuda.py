@@ -309,7 +309,7 @@ def test_multicast_that_cannot_follow_a_growth_is_an_error_for_all(monkeypatch):
         driver = world.backend.driver
         if world.rank == 1:
             driver.fail = {"multicast_bind": driver.calls["multicast_bind"] + 1}
-        with pytest.raises(DriverError, match="multicast could not follow"):
+        with pytest.raises(DriverError, match="the multicast window could not grow"):
             pkt.empty(4 * PAGE, dtype=torch.uint8, world=world)
         driver.fail = {}
         return pkt.zeros(4 * PAGE, dtype=torch.uint8, world=world).multicast is not None

@@ -44,7 +44,7 @@ BUILT = {
     ): "heap full: wanted 512 MiB, free 600 MiB, largest block 256 MiB; raise heap= or PKT_HEAP",
     errors.PeerLost.exited(0, {3: "(pid 812) exited"}, "launch 41"): "rank 0: rank 3 (pid 812) exited during launch 41",
     errors.RankFailed.raised(1, "Traceback ...\nZeroDivisionError: x", seed=7): "rank 1 raised:\n\nTraceback",
-    errors.Unsupported.captured(1, ("inbox", 4)): "rank 1: workspace ('inbox', 4): found a CUDA graph being captured",
+    errors.Unsupported.captured(1, ("inbox", 4)): "rank 1: buffers ('inbox', 4): found a CUDA graph being captured",
     errors.DriverError.failed(
         2, "cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY"
     ): "rank 2: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)",

@@ -264,7 +264,7 @@ def test_another_token_is_refused_and_said():
 
     host, stranger = threads(2, main)
     assert isinstance(host, WaitTimeout)
-    assert re.search(r"turned away: 127\.0\.0\.1:\d+ as rank 1 without the token", str(host))
+    assert re.search(r"refused: 127\.0\.0\.1:\d+ as rank 1 without the token", str(host))
     assert isinstance(stranger, WaitTimeout)
 
 

@@ -165,8 +165,8 @@ def test_a_capture_makes_no_workspace(ranks):
         return str(refused.value)
 
     assert ranks(2, main) == [
-        f"rank {rank}: workspace ('pkt.all_reduce', 'inbox'): found a CUDA graph being captured, and these buffers not "
-        "there yet: call the operator once, with arguments of the same shapes, before the capture"
+        f"rank {rank}: buffers ('pkt.all_reduce', 'inbox'): found a CUDA graph being captured, and these buffers do "
+        "not exist yet: call the operator once, with arguments of the same shapes, before the capture"
         for rank in range(2)
     ]
 
@@ -181,7 +181,7 @@ def test_an_operator_that_was_not_called_before_is_refused_in_a_capture(ranks):
         cuda.now = cuda.streams[1]
         cuda.now.capture = 1
         for call in (pkt.all_reduce, pkt.reduce_scatter, pkt.all_gather):
-            with pytest.raises(Unsupported, match=f"rank {world.rank}: workspace .* before the capture"):
+            with pytest.raises(Unsupported, match=f"rank {world.rank}: buffers .* before the capture"):
                 call(x, world=world)
         return len(world.plans), len(world.heap.live)
 

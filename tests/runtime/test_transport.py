@@ -215,7 +215,7 @@ def test_what_a_stranger_recorded_is_of_no_use(meeting, monkeypatch):
 
     thread = threading.Thread(target=replay)
     thread.start()
-    with pytest.raises(WaitTimeout, match=r"turned away: pid \d+ as rank 1 without the token") as caught:
+    with pytest.raises(WaitTimeout, match=r"refused: pid \d+ as rank 1 without the token") as caught:
         connect(meeting, 0, 2, 0.7)
     thread.join()
     assert outcome == [b""]

@@ -331,4 +331,4 @@ def test_an_endless_run_ends_after_max_steps() -> None:
 
     error = outcome(main, 1, 1, max_steps=5).error
     assert isinstance(error, Deadlock)
-    assert "no end after 5 steps (seed 1 (random)); raise max_steps= for a longer run" in str(error)
+    assert "not finished after 5 steps (seed 1 (random)); raise max_steps= for a longer run" in str(error)

@@ -23,30 +23,24 @@ def python(code: str, **env: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_takes_under_300_ms_beyond_torch_and_triton():
-    code = """
-import torch, triton, triton.language, time
-start = time.perf_counter()
-import pkt
-print(time.perf_counter() - start)
-"""
-    # The least of several: whatever else runs on the machine only adds.
-    seconds = [float(python(code)) for _ in range(3)]
-    assert min(seconds) < 0.3, seconds
-
-
-def test_importing_needs_no_gpu_no_driver_and_no_interpreter():
+def test_importing_adds_few_modules_and_needs_no_gpu_no_driver_and_no_interpreter():
+    """Beyond torch and Triton. How long they take depends on what else the machine does."""
     code = """
 import os, sys
 import torch, triton.language
 before = set(sys.modules)
-import pkt, pkt.kernels, pkt.trace
+import pkt
+added = set(sys.modules) - before
+print(len(added), *sorted({name.partition(".")[0] for name in added}))
+import pkt.kernels, pkt.trace
 assert "TRITON_INTERPRET" not in os.environ
 assert not torch.cuda.is_initialized()
 heavy = ("cuda", "matplotlib", "nvshmem", "typer", "IPython")
 print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in heavy))
 """
-    assert python(code, CUDA_VISIBLE_DEVICES="") == ""
+    modules, *packages = python(code, CUDA_VISIBLE_DEVICES="").split()
+    assert packages == ["greenlet", "pkt", "triton"]
+    assert int(modules) < 100
 
 
 def test_public_names_are_documented():

@@ -4,8 +4,8 @@
 
 Each turn is a process group of its own that imports one of the two checkouts: the other, this one, the other, ... Cases
 come from the declarations of this checkout: products that the ranks share, collectives of so many bytes, all with the
-settings that the operator chooses. Inputs are random, and the same in every turn. A figure is the median over repeats of
-the slowest rank: in a graph, and eagerly. Beside it stand the host cost of a call and the distance of the two results.
+settings that the operator chooses. Inputs are random, and the same in every turn. A figure is the median over repeats
+of the slowest rank: in a graph, and eagerly. Beside it stand the host cost of a call and the distance of the two results.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def measured(world: Any, wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
     flush = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
     for one in wanted:
         with world.scratch():
-            tensors = []
+            tensors: list[Any] = []
             for number, shape in enumerate(one["shapes"].values()):
                 generator = torch.Generator("cuda").manual_seed(8 * world.rank + number)
                 x = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
                 tensors.append(pkt.empty(*shape, dtype=x.dtype).copy_(x) if one["symmetric"] else x)
             call = getattr(pkt, one["operator"])
-            out = []
+            out: list[Any] = []
             if one["operator"] in ("all_gather", "all_to_all"):
                 size = tensors[0].numel() * (world.size if one["operator"] == "all_gather" else 1)
                 out = [pkt.empty(size, dtype=torch.bfloat16)]

@@ -5,7 +5,7 @@
 Each turn is a process group of its own that imports one of the two checkouts: the other, this one, the other, ... Cases
 come from the declarations of this checkout: products that the ranks share, collectives of so many bytes, all with the
 settings that the operator chooses. Inputs are random, and the same in every turn. A figure is the median over repeats
-of the slowest rank: in a graph, and eagerly. Beside it stand the host cost of a call and the distance of the two results.
+of the slowest rank: in a graph, and eagerly. Beside it stand the host cost of a call and how far the results differ.
 """
 
 from __future__ import annotations

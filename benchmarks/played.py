@@ -30,7 +30,7 @@ from pkt.errors import Unsupported
 from pkt.kernels.all_gather_matmul import gluon as _gluon_all_gather_matmul
 from pkt.kernels.all_gather_matmul.rules import PushPlan, push_plan
 from pkt.kernels.matmul_reduce_scatter import gluon as _gluon_matmul_reduce_scatter
-from pkt.kernels.shared.gluon_host import NARROW, TILES
+from pkt.kernels.shared.gluon_fits import NARROW, TILES
 from pkt.runtime.memory import factories
 from pkt.runtime.memory.tensor import SymmetricTensor
 

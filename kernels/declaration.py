@@ -25,13 +25,15 @@ class Operand:
     shape: a letter for each dimension, such as "m k", with "W*" before one that is a multiple of the world size; "..."
         for any shape; or a function of the call that returns one of these.
     dtypes: those it may have; () for that of the first operand.
-    optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix.
+    optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix. same: it has the
+        same elements on every rank.
     """
 
     shape: str | Callable[[Call], str]
     dtypes: tuple[torch.dtype, ...] = ()
     optional: bool = False
     transposed: bool = False
+    same: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,18 @@ class Call:
     def left(self) -> bool:
         """The caller has left the form and all settings open, and nothing was tuned."""
         return self.asked is None and not self.given
+
+    def greatest(self, letter: str) -> int:
+        """The greatest size of `letter`, in which ranks may differ, on any rank, in the first call with these other
+        sizes: a rank that calls again with another size may be the only one that asks. Collective the first time, which
+        may not be in a capture. For `complete`, because the ranks must have agreed on the rest."""
+        case = (self.name, *(n for name, n in self.sizes.items() if name != letter), self.dtype)
+        known: dict[Any, int] = self.world.lasting.setdefault("pkt.kernels.greatest", {})
+        if case not in known:
+            if self.world.capturing:
+                raise Unsupported.captured(self.world.rank, case)
+            known[case] = max(self.world.all_gather_object(self.sizes[letter]))
+        return known[case]
 
     def bound(self, shape: str) -> Shape:
         """`shape` in numbers, once its letters are known."""

@@ -19,6 +19,7 @@ operators.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -101,10 +102,7 @@ class Operator:
         world = world_of(self.name, world, *tensors, workspace)
         if workspace is not None:
             with world.using(workspace, self.name):
-                return self._run(world, tensors, keywords)
-        return self._run(world, tensors, keywords)
-
-    def _run(self, world: World, tensors: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
+                return self(tensors, world=world, **keywords)
         out = tensors[self._written]
         plans = world.plans
         try:
@@ -263,7 +261,7 @@ class Operator:
 
     def _filled(self, call: Call, form: Form) -> Launch:
         """What launches, with a new result where the caller gives none; nothing is launched for an empty one."""
-        new = self._new_result(call)
+        new = functools.partial(torch.empty, call.shape, dtype=call.dtype, device=call.world.torch_device)
         given = "out" not in self.names or call.tensors["out"] is not None
         if not given:
             call.tensors["out"] = new()
@@ -271,11 +269,13 @@ class Operator:
         if given:
             return launch
         at = self.names.index("out")
-        return lambda *tensors: launch(*tensors[:at], new(), *tensors[at + 1 :])
 
-    def _new_result(self, call: Call) -> Callable[[], torch.Tensor]:
-        shape, dtype, device = call.shape, call.dtype, call.world.torch_device
-        return lambda: torch.empty(shape, dtype=dtype, device=device)
+        def launch_into_new(*tensors: Any) -> torch.Tensor:
+            given = list(tensors)
+            given[at] = new()
+            return launch(*given)
+
+        return launch_into_new
 
     def _empty(self, call: Call) -> Launch | None:
         """What "launches" where there is nothing to compute; None where there is."""

@@ -54,7 +54,21 @@ def letters_of(operator: Operator) -> list[str]:
 
 
 def cases_of(operator: Operator, mode: str) -> Iterator[Case]:
-    """The operator's own cases that may take this form, and ragged ones of an operator of letters."""
+    """The operator's own cases that may take this form. Of an operator of letters also ragged ones, and none that do
+    not fit the form in two bytes an element, in which least fits. A form for GPUs alone refuses them itself."""
+    form = operator.forms[mode]
+    if form.gpu or not letters_of(operator):
+        yield from _cases(operator, mode)
+        return
+    for case in _cases(operator, mode):
+        call = Call(operator.name, SimpleNamespace(size=2), {}, arguments_of(operator, case), {}, mode)
+        call.tensors[next(iter(operator.tensors))] = torch.empty(0, dtype=torch.bfloat16)
+        call.sizes = dict(case.sizes)
+        if not form.fits(call):
+            yield case
+
+
+def _cases(operator: Operator, mode: str) -> Iterator[Case]:
     own = [case for case in operator.cases if case.arguments.get("mode", mode) == mode]
     yield from own
     letters = letters_of(operator)
@@ -124,7 +138,8 @@ def everybody(
         if operator.tensors[name].optional and name not in given:
             found[name] = None
             continue
-        found[name] = [make(shape, seed_of(launch, rank, number), dtype) for rank in range(size)]
+        ranks = [0] * size if operator.tensors[name].same else range(size)
+        found[name] = [make(shape, seed_of(launch, rank, number), dtype) for rank in ranks]
     return found
 
 

@@ -27,7 +27,7 @@ class Captured(Stream):
     capturing = True
 
 
-def test_a_grid_that_cannot_be_resident(monkeypatch):
+def test_a_grid_that_cannot_be_resident_is_refused(monkeypatch):
     class Kernel:
         __name__ = "persistent"
 
@@ -76,7 +76,7 @@ def test_a_recorded_kernel_is_not_cooperative_but_fits(programs, fits, monkeypat
         assert said == [True]
 
 
-def test_from_the_third_launch_on_it_is_repeated(monkeypatch):
+def test_a_kernel_is_repeated_from_the_third_launch_on(monkeypatch):
     said, prepared = [], []
 
     class Kernel:
@@ -101,7 +101,7 @@ def test_from_the_third_launch_on_it_is_repeated(monkeypatch):
     assert said == [("run", ("a",))] * 2 + repeats + [("run", ("b",))]
 
 
-def test_what_is_not_compiled_is_not_repeated(monkeypatch):
+def test_a_kernel_that_was_not_compiled_is_not_repeated(monkeypatch):
     """Triton's run returns nothing where a hook of the user's takes the compilation."""
 
     class Kernel:

@@ -158,7 +158,7 @@ def test_pointers_numbers_tuples_and_constants(bias: bool) -> None:
     assert not any(isinstance(x, torch.Tensor) for x in found), "an address is not looked up again"
 
 
-def test_other_tensors() -> None:
+def test_other_tensors_are_passed_by_their_addresses() -> None:
     args = plain_args()
     repeat, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
     others = (torch.ones(64), torch.ones(80)[16:], *args[2:])
@@ -169,7 +169,7 @@ def test_other_tensors() -> None:
     assert launcher.launches.pop() != found
 
 
-def test_what_may_need_another_kernel_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_may_need_another_kernel_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y, bias, n, one, pair = args = plain_args()
     repeat, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
     large = 10**6
@@ -241,7 +241,7 @@ def test_no_tensor_is_kept() -> None:
     assert [ref() for ref in gone] == [None] * 5
 
 
-def test_memory_that_a_kernel_needs() -> None:
+def test_a_kernel_gets_the_scratch_memory_it_needs() -> None:
     asked = []
     args = plain_args()
     repeat, launcher, compiled = prepared(plain_kernel, args, scratch=128, BLOCK=64)
@@ -289,7 +289,7 @@ def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
     assert same()
 
 
-def test_addresses_that_never_come_again_are_not_kept(encoded: list[tuple[Any, ...]]) -> None:
+def test_old_encodings_are_dropped(encoded: list[tuple[Any, ...]]) -> None:
     swizzled = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
     tensors = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3 * relaunch.MOST_ENCODED)]
     first, second = (GluonDescriptor(t, [64, 64], [64, 1], [16, 64], swizzled) for t in tensors[:2])
@@ -305,7 +305,7 @@ def test_addresses_that_never_come_again_are_not_kept(encoded: list[tuple[Any, .
 
 
 @pytest.mark.parametrize("why", ["another release", "hooks before a run", "another launcher", "it is profiled", "fp4"])
-def test_what_is_not_known_is_left_to_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_launchers_are_left_to_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = plain_args()
     _, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
     if why == "another release":

@@ -73,7 +73,7 @@ def test_one_stream_costs_a_comparison():
     assert (cuda.asked, Cuda.waits) == (asked, 0)
 
 
-def test_another_stream_waits_for_the_last_and_only_once():
+def test_another_stream_waits_once_for_the_last():
     cuda = Cuda()
     order = guard(cuda)
     order.follow()
@@ -83,7 +83,7 @@ def test_another_stream_waits_for_the_last_and_only_once():
     assert Cuda.waits == 1
 
 
-def test_it_says_at_each_call_that_a_graph_is_recorded():
+def test_every_call_reports_that_a_graph_is_recorded():
     cuda = Cuda()
     order = guard(cuda)
     assert not order.follow()
@@ -102,7 +102,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["use", "use", "use", "begin", "fork"
 @given(STEPS)
 @example([("use", 1), ("begin", 1), ("fork", 2), ("use", 2), ("use", 1)])
 @example([("use", 1), ("begin", 3), ("fork", 1), ("use", 1), ("use", 0), ("use", 3)])
-def test_every_call_comes_after_the_one_before_in_its_graph_or_outside(steps):
+def test_every_call_runs_after_the_last_one_in_its_graph_or_outside(steps):
     """Whatever streams are used and captured: no two calls are free to run at once, no edge is one CUDA refuses."""
     cuda = Cuda()
     order = guard(cuda)
@@ -137,7 +137,7 @@ def test_every_call_comes_after_the_one_before_in_its_graph_or_outside(steps):
                 apart.add(stream)  # called beside the capture, then drawn into it: the one thing that is not ordered
 
 
-def test_a_capture_makes_no_workspace(ranks):
+def test_a_capture_makes_no_buffers(ranks):
     """It is refused before anything is made, on the stream that is captured alone; what is there is given out."""
 
     def main(world):
@@ -171,7 +171,7 @@ def test_a_capture_makes_no_workspace(ranks):
     ]
 
 
-def test_an_operator_that_was_not_called_before_is_refused_in_a_capture(ranks):
+def test_a_capture_refuses_an_operator_that_was_not_called_before(ranks):
     """Before anything is launched or agreed on; no plan is left either."""
 
     def main(world):

@@ -25,7 +25,7 @@ STRIDE = 1 << 30
 
 @pytest.fixture(autouse=True)
 def switches_off(monkeypatch):
-    """Multicast is the test's to allow, whatever this machine's environment says."""
+    """The environment of this machine does not turn multicast off."""
     for name in OFF_SWITCHES:
         monkeypatch.delenv(name, raising=False)
 
@@ -57,7 +57,7 @@ def open_worlds(size, main=lambda world: None, heap=1 << 20, fail=None, timeout=
 
 
 def ready(driver, rank):
-    """A factory's answer that was made beforehand."""
+    """A driver factory that returns a driver made beforehand."""
     return driver
 
 

@@ -15,7 +15,7 @@ from .fake_driver import DEFAULTS
 
 
 class Recorded:
-    """cuda.bindings.driver whose functions answer (code, *answers[name]) and note what they were given."""
+    """cuda.bindings.driver whose functions return (code, *answers[name]) and record their arguments."""
 
     def __init__(self):
         self.calls, self.answers, self.code = [], {}, bindings.CUresult.CUDA_SUCCESS
@@ -112,7 +112,7 @@ def test_fabric_handles_are_bytes(recorded):
 
 
 def test_the_bindings_take_a_fabric_handle_as_bytes():
-    """A wrong type is refused before the driver library is looked for; that this one may be missing is no matter."""
+    """The bindings refuse a wrong type before they look for the driver library, which may be missing here."""
     fabric = bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
     with pytest.raises(TypeError):
         bindings.cuMemImportFromShareableHandle("text", fabric)

@@ -88,7 +88,7 @@ def test_a_world_opens_in_time_and_leaves_no_memory():
 
 
 def test_the_times_of_a_warm_call():
-    """Prints what a world costs by the size of its heap: whether keeping worlds between calls would be worth it."""
+    """Prints the time that a world costs by the size of its heap, to decide whether to keep worlds between calls."""
     count, seconds = ranks()[-1], {}
     for heap in ("16MiB", "256MiB", "1GiB"):  # a heap takes at most 1 GiB at once
         gpus(lambda world: None, count, heap=heap)

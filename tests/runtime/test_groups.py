@@ -24,7 +24,7 @@ def reduced(group: Any, value: int) -> float:
 
 
 def on_cpu(world: Any) -> Any:
-    """The fake driver's memory is this process's own."""
+    """`world`, as a world on the CPU, where the memory of the fake driver lies."""
     world.torch_device = torch.device("cpu")
     return world
 

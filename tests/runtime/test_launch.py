@@ -12,7 +12,7 @@ from pkt.runtime.launch import launch
 
 
 class Stream:
-    """Of a GPU."""
+    """Stands for OneInFlight on a GPU."""
 
     capturing = False
 
@@ -102,7 +102,7 @@ def test_a_kernel_is_repeated_from_the_third_launch_on(monkeypatch):
 
 
 def test_a_kernel_that_was_not_compiled_is_not_repeated(monkeypatch):
-    """Triton's run returns nothing where a hook of the user's takes the compilation."""
+    """Triton's run returns None if a hook of the user takes over the compilation."""
 
     class Kernel:
         def run(self, *args, warmup, **options):
@@ -118,7 +118,7 @@ def test_a_kernel_that_was_not_compiled_is_not_repeated(monkeypatch):
 
 
 def test_kernels_that_make_descriptors_get_memory_in_every_thread(monkeypatch):
-    """Triton keeps the allocator in a context variable; a user's own stays."""
+    """Triton keeps the allocator in a context variable. An allocator that the user has set stays."""
     seen = []
 
     def in_new_context():

@@ -12,7 +12,7 @@ from pkt.runtime.memory.ledger import CHUNK, Ledger
 
 
 class Plain:
-    """The same allocator, a list of holes and no cleverness: what Ledger must equal."""
+    """The same allocator as a plain list of holes, which Ledger must equal."""
 
     def __init__(self, capacity, gap, alignment=256):
         self.gap, self.alignment, self.gaps, self.live = gap, alignment, [(0, capacity)], {}

@@ -1,7 +1,7 @@
-"""A launch that is repeated passes what Triton's own launcher would, and leaves to Triton what may need another kernel.
+"""A repeated launch passes the arguments that Triton's launcher would, and leaves to Triton all that may need another
+kernel.
 
-Kernels are compiled here as for a GPU, and Triton's own code encodes what it encodes; in the place of the function in C
-there is a list.
+Kernels are compiled as for a GPU, and Triton's own code encodes descriptors. A list stands for the function in C.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def gluon_kernel(a, c, n):
 
 
 class CudaLauncher:
-    """Triton's, but for the function in C."""
+    """Triton's launcher with a list in place of the function in C."""
 
     num_ctas, launch_cooperative_grid, launch_pdl = 1, True, False
     global_scratch_align = profile_scratch_size = 0
@@ -91,7 +91,7 @@ class CudaLauncher:
 
 @pytest.fixture(autouse=True)
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The descriptors that were encoded; what comes of one is their facts."""
+    """Records the descriptors that are encoded; an encoding is the tuple of the arguments."""
     made: list[tuple[Any, ...]] = []
 
     def encode(*facts: Any) -> Any:
@@ -104,7 +104,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def of_triton(launcher: CudaLauncher, kernel: Any, args: tuple[Any, ...], named: dict[str, Any], packed: Any) -> Any:
-    """What Triton passes on to C: addresses in the place of pointers."""
+    """The arguments that Triton passes to C, with addresses in place of tensors."""
     bound = kernel.signature.bind(*args, **{k: v for k, v in named.items() if k in kernel.arg_names})
     bound.apply_defaults()
     launcher.launch(
@@ -134,7 +134,7 @@ NAMES = {torch.float32: "fp32", torch.int32: "i32", torch.bfloat16: "bf16"}
 
 
 def standing(argument: Any) -> Any:
-    """For one, where a kernel is compiled."""
+    """A stand-in for `argument` with which a kernel is compiled."""
     if isinstance(argument, torch.Tensor):
         return Pointer(NAMES[argument.dtype])
     if isinstance(argument, tuple):

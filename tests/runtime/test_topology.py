@@ -11,7 +11,7 @@ from .fake_driver import FakeDriver, FakeGpu
 
 
 def topology(gpus, hosts=None):
-    """Of `gpus`, a rank each. `hosts`: each rank's, which then sees the GPUs of its own alone."""
+    """The topology of `gpus`, one per rank. hosts: by rank; a rank then sees only the GPUs of its host."""
     if hosts is None:
         return assemble([probe(FakeDriver(r, gpus=gpus), r, "host", spans=False) for r in range(len(gpus))])
     here = [[gpu for gpu, host in zip(gpus, hosts, strict=True) if host == mine] for mine in hosts]

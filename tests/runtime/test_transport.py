@@ -157,7 +157,7 @@ def dial(meeting, rank, said=b"", wait=False):
 
 
 def answer(sock):
-    """What a stranger is told: nothing, if all is well."""
+    """The bytes that a stranger is sent; none if all is well."""
     try:
         return sock.recv(100)
     except ConnectionResetError:  # closed with something of his unread

@@ -79,7 +79,7 @@ def test_a_single_gpu_is_enough():
     ("access", "word", "why"),
     [((False, False), "no access", "GPU 1 -> 3: no peer access"), ((True, False), "no atomics", "no native atomics")],
 )
-def test_a_pair_that_cannot_leaves_the_others(access, word, why):
+def test_a_pair_without_access_leaves_the_other_gpus(access, word, why):
     some = gpus(4)
     some[1].peers = {3: access}
     report = examine(some)
@@ -167,7 +167,7 @@ def test_what_software_is_missing(monkeypatch):
     assert "no C compiler" in text(examine(gpus(1)))
 
 
-def test_settings_that_are_not_understood(monkeypatch):
+def test_settings_that_cannot_be_parsed_are_problems(monkeypatch):
     monkeypatch.setenv("PKT_HEAP", "8GiB")
     monkeypatch.setenv("PKT_TIMEOUT", "5")
     page = text(examine(gpus(1)))
@@ -202,7 +202,7 @@ def test_multicast_in_words(monkeypatch):
         assert row(page, "used")[1].startswith(f"no: switched off by {name}={value}")
 
 
-def test_what_other_hosts_would_take(monkeypatch, tmp_path):
+def test_access_from_other_hosts_in_words(monkeypatch, tmp_path):
     def said(some):
         return row(text(examine(some)), "on other hosts")[1]
 
@@ -218,7 +218,7 @@ def test_what_other_hosts_would_take(monkeypatch, tmp_path):
     assert row(text(examine(some)), "on this host")[1] == "by file descriptors"
 
 
-def test_nothing_is_made():
+def test_examining_makes_nothing_on_the_gpu():
     drivers = []
     examine(gpus(4, MULTICAST_SUPPORTED=1), drivers=drivers)
     (driver,) = drivers
@@ -232,7 +232,7 @@ def test_the_trial_sends_and_checks_in_the_simulator():
     assert found == [{"copy engine": 0.0, "registers": 0.0, "TMA": 0.0}] * 3
 
 
-def test_the_trial_notices_what_did_not_arrive(monkeypatch):
+def test_the_trial_notices_missing_data(monkeypatch):
     def lost(*args, **options):
         pass
 

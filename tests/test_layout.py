@@ -43,7 +43,7 @@ def test_tma_only_where_rows_begin_at_16_bytes() -> None:
     assert pkt.launch(main, ranks=2, device="cpu") == [[True, False, True]] * 2
 
 
-def test_what_is_refused() -> None:
+def test_tensors_that_are_refused() -> None:
     def main(world: Any) -> None:
         with pytest.raises(pkt.NotSymmetric, match="x must be a symmetric tensor"):
             pkt.layout(torch.zeros(4, 4))

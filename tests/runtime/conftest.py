@@ -20,7 +20,7 @@ CAPACITY = 1 << 20
 
 
 class Meeting:
-    """Where the threads meet; a rank that raises breaks it for all."""
+    """Exchanges values between the threads; a rank that raises ends it for all."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=20)

@@ -34,7 +34,7 @@ def _mmap(address: int, nbytes: int, prot: int, flags: int, fd: int) -> int:
 
 @dataclass
 class FakeGpu:
-    """What a fake GPU says of itself."""
+    """The properties of a fake GPU."""
 
     uuid: str
     name: str = "FakeGPU"
@@ -80,7 +80,7 @@ class FakeDriver:
             )
 
     def leaks(self) -> str:
-        """What was made and not given back, or ""."""
+        """The resources that were not released, as text; "" if none."""
         held = {"handles": self.handles, "addresses": self.reserved, "maps": self.mapped, "bindings": self.bound}
         return ", ".join(f"{len(what)} {name}" for name, what in held.items() if what)
 
@@ -206,7 +206,7 @@ class FakeDriver:
                 ctypes.memmove(begin, source + plane * of[1] + run * of[0], nbytes)
 
     def hold(self, address: int, value: int, stream: int) -> None:
-        """What is queued is done at once, so it must hold already."""
+        """Queued work is done at once, so the condition must hold already."""
         self._count("hold")
         found = ctypes.c_int32.from_address(address).value
         assert ctypes.c_int32(found - value).value >= 0, (found, value)

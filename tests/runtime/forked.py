@@ -81,7 +81,7 @@ class _Forked:
             self.pipes[reader] = rank
 
     def read(self, reader: int) -> None:
-        """Take what a rank has written."""
+        """Read what a rank has written."""
         rank, more = self.pipes[reader], os.read(reader, 1 << 16)
         self.data[rank] += more
         if not more:
@@ -97,7 +97,7 @@ class _Forked:
         return all(_stopped(self.pids[rank]) for rank in self.pipes.values()) or time.monotonic() > self.deadline
 
     def end(self) -> list[End]:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for reader in self.pipes:
             os.close(reader)
         for pid in self.pids:

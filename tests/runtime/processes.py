@@ -25,7 +25,7 @@ def open_fake(job: dict[str, Any]) -> World:
 
 
 def without_the_token(server: socket.socket) -> threading.Thread:
-    """Answers one caller of `server` as somebody would who does not know the token; to be joined."""
+    """A thread, to be joined, that answers one caller of `server` without knowing the token."""
 
     def serve() -> None:
         caller, _ = server.accept()

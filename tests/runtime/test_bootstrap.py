@@ -93,7 +93,7 @@ def test_500_random_orders_of_subgroups(tmp_path):
     assert len({t[0] for t in tokens.values()}) == 2000
 
 
-def test_rank_0_that_does_not_come(tmp_path):
+def test_a_missing_rank_0_is_named(tmp_path):
     def main(rank):
         if rank == 0:
             dist.barrier()
@@ -123,7 +123,7 @@ def test_torchruns_environment():
     assert [end.value for end in ends] == [[0, 1]] * 2, ends
 
 
-def test_alone(monkeypatch):
+def test_one_process_alone_makes_a_world(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     where = bootstrap.place(None, 1.0)

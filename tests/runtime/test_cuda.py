@@ -25,7 +25,7 @@ STRIDE = 1 << 30
 
 @pytest.fixture(autouse=True)
 def switches_off(monkeypatch):
-    """Multicast is the test's to allow, whatever this machine's environment says."""
+    """The environment of this machine does not turn multicast off."""
     for name in OFF_SWITCHES:
         monkeypatch.delenv(name, raising=False)
 
@@ -57,7 +57,7 @@ def open_worlds(size, main=lambda world: None, heap=1 << 20, fail=None, timeout=
 
 
 def ready(driver, rank):
-    """A factory's answer that was made beforehand."""
+    """A driver factory that returns a driver made beforehand."""
     return driver
 
 
@@ -148,7 +148,7 @@ def test_growth_that_fails_leaves_the_world_as_it_was(monkeypatch, call, rank, c
     assert [driver.leaks() for driver in drivers] == [""] * 2
 
 
-def test_out_of_memory_at_init_says_so():
+def test_out_of_memory_at_init_is_reported():
     results, _ = open_worlds(2, fail={1: {"create": 1}}, code=2)
     for result in results:
         assert isinstance(result, HeapFull)
@@ -156,7 +156,7 @@ def test_out_of_memory_at_init_says_so():
         assert "rank 1: create failed: CUDA_ERROR_OUT_OF_MEMORY (2)" in str(result)
 
 
-def test_undo_goes_on_when_a_step_of_it_fails():
+def test_undo_continues_after_a_failed_step():
     results, drivers = open_worlds(2, fail={0: {"unmap": 1}})
     assert isinstance(results[0], DriverError)
     assert results[1] is None
@@ -164,7 +164,7 @@ def test_undo_goes_on_when_a_step_of_it_fails():
     assert "handles" not in drivers[0].leaks()
 
 
-def test_heaps_of_different_size():
+def test_heaps_of_different_sizes_are_named():
     meeting = prepare()
 
     def run(rank):
@@ -240,7 +240,7 @@ def use(world):
     return world.multicast, world.device.multicast.value, offset
 
 
-def test_multicast_when_all_want_it():
+def test_multicast_if_all_ranks_want_it():
     results, drivers = open_worlds(3, use, gpus=gpus())
     assert results == [(True, True, (3 - rank) * STRIDE) for rank in range(3)]
     assert [d.calls["multicast_create"] for d in drivers] == [1, 0, 0]
@@ -249,7 +249,7 @@ def test_multicast_when_all_want_it():
 
 
 @pytest.mark.parametrize("switch", [f"{name}={value}" for name, value in OFF_SWITCHES.items()])
-def test_switched_off_the_driver_is_not_asked(monkeypatch, switch):
+def test_a_multicast_switch_comes_before_any_call_of_the_driver(monkeypatch, switch):
     name, _, value = switch.partition("=")
     monkeypatch.setenv(name, value)
     asked = []
@@ -263,7 +263,7 @@ def test_switched_off_the_driver_is_not_asked(monkeypatch, switch):
 
 
 @pytest.mark.parametrize("without", [0, 1, 2])
-def test_one_rank_without_support_is_a_no_for_all(without):
+def test_one_rank_without_support_turns_multicast_off_for_all(without):
     results, drivers = open_worlds(3, use, gpus=gpus([int(r != without) for r in range(3)]))
     assert results == [(False, False, None)] * 3
     assert multicast_calls(drivers) == 0
@@ -302,7 +302,7 @@ def test_every_multicast_call_failing_at_every_rank_falls_back(failing, rank):
     assert state() == before
 
 
-def test_multicast_that_cannot_follow_a_growth_is_an_error_for_all(monkeypatch):
+def test_multicast_that_cannot_grow_is_an_error_on_all_ranks(monkeypatch):
     monkeypatch.setattr("pkt.runtime.memory.heap.FIRST_BYTES", PAGE)
 
     def main(world):

@@ -15,7 +15,7 @@ from .fake_driver import DEFAULTS
 
 
 class Recorded:
-    """cuda.bindings.driver whose functions answer (code, *answers[name]) and note what they were given."""
+    """cuda.bindings.driver whose functions return (code, *answers[name]) and record their arguments."""
 
     def __init__(self):
         self.calls, self.answers, self.code = [], {}, bindings.CUresult.CUDA_SUCCESS
@@ -112,7 +112,7 @@ def test_fabric_handles_are_bytes(recorded):
 
 
 def test_the_bindings_take_a_fabric_handle_as_bytes():
-    """A wrong type is refused before the driver library is looked for; that this one may be missing is no matter."""
+    """The bindings refuse a wrong type before they look for the driver library, which may be missing here."""
     fabric = bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
     with pytest.raises(TypeError):
         bindings.cuMemImportFromShareableHandle("text", fabric)
@@ -130,7 +130,7 @@ def test_the_bindings_take_a_fabric_handle_as_bytes():
         (3, 999, list(range(16)), ""),  # or it has failed
     ],
 )
-def test_the_nvlink_domain_is_what_nvml_says(recorded, monkeypatch, state, status, cluster, domain):
+def test_the_nvlink_domain_comes_from_nvml(recorded, monkeypatch, state, status, cluster, domain):
     recorded.answers = {"cuDeviceGetUuid": (bindings.CUuuid(),)}
     given = []
 
@@ -197,7 +197,7 @@ def test_a_failure_names_rank_call_code_and_remedy(recorded):
     assert caught.value.code == 2
 
 
-def test_a_stream_is_held_until_a_word_is_as_great(recorded):
+def test_hold_waits_for_a_word_of_at_least_a_value(recorded):
     CudaDriver(rank=1).hold(1 << 40, 7, 52)
     assert bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ == 0, "by the sign of the difference"
     assert recorded.calls.pop() == ("cuStreamWaitValue32", (52, 1 << 40, 7, 0))

@@ -52,7 +52,7 @@ BUILT = {
 
 
 @pytest.mark.parametrize("error", BUILT, ids=lambda e: type(e).__name__)
-def test_messages(error):
+def test_the_wording_of_messages(error):
     assert BUILT[error] in str(error)
     assert isinstance(error, errors.PktError)
     back = pickle.loads(pickle.dumps(error))

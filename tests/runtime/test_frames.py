@@ -31,7 +31,7 @@ def some_fds(count):
     return [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(count)]
 
 
-def test_a_frame_in_pieces(ends):
+def test_a_frame_may_arrive_in_pieces(ends):
     connection, there = ends
     frame = pack(7, {"a": [1, None, "x"]})
     for byte in frame[:-1]:
@@ -70,7 +70,7 @@ def test_descriptors_belong_to_their_frame_and_are_not_inherited(ends):
         (2, 40, "truncated"),
     ],
 )
-def test_the_wrong_number_of_descriptors(ends, announced, sent, found):
+def test_a_wrong_number_of_descriptors_is_refused(ends, announced, sent, found):
     connection, there = ends
     fds = some_fds(sent)
     give(there, pack(1, None, announced), fds)
@@ -89,7 +89,7 @@ def test_the_wrong_number_of_descriptors(ends, announced, sent, found):
         HEADER.pack(MAGIC, 1, 4, 99),
     ],
 )
-def test_not_a_frame(ends, data):
+def test_other_bytes_are_refused(ends, data):
     connection, there = ends
     give(there, data)
     with pytest.raises(TransportError, match="found header .*, wanted a frame of pkt's; refused"):
@@ -107,7 +107,7 @@ def test_text_that_is_not_json_is_never_unpickled(ends):
 
 
 @pytest.mark.parametrize("length", [0, 3, HEADER.size, HEADER.size + 4])
-def test_a_truncated_message(ends, length):
+def test_a_truncated_message_is_refused(ends, length):
     connection, there = ends
     (fd,) = some_fds(1)
     if length:
@@ -118,7 +118,7 @@ def test_a_truncated_message(ends, length):
         connection.read()
 
 
-def test_writing_to_nobody(ends):
+def test_writing_to_a_closed_connection_raises(ends):
     connection, there = ends
     there.close()
     connection.queue(pack(1, None))

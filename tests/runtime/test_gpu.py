@@ -32,7 +32,7 @@ def to_the_next(x_ptr, world, n, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_memory_is_where_arithmetic_says(count):
+def test_peers_find_memory_by_arithmetic(count):
     def main(world):
         n = 1 << 20
         x = pkt.full((2, n), float(world.rank + 1))
@@ -87,8 +87,8 @@ def test_a_world_opens_in_time_and_leaves_no_memory():
     assert warm(count).alive
 
 
-def test_what_a_warm_call_is_made_of():
-    """Prints what a world costs by the size of its heap: whether keeping worlds between calls would be worth it."""
+def test_the_times_of_a_warm_call():
+    """Prints the time that a world costs by the size of its heap, to decide whether to keep worlds between calls."""
     count, seconds = ranks()[-1], {}
     for heap in ("16MiB", "256MiB", "1GiB"):  # a heap takes at most 1 GiB at once
         gpus(lambda world: None, count, heap=heap)

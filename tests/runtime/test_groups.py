@@ -24,7 +24,7 @@ def reduced(group: Any, value: int) -> float:
 
 
 def on_cpu(world: Any) -> Any:
-    """The fake driver's memory is this process's own."""
+    """`world`, as a world on the CPU, where the memory of the fake driver lies."""
     world.torch_device = torch.device("cpu")
     return world
 
@@ -66,7 +66,7 @@ def test_a_default_group_of_other_ranks_is_refused(tmp_path):
     assert [end.value for end in ends] == [True] * 4, ends
 
 
-def test_the_simulator_has_none():
+def test_the_simulator_has_no_process_group():
     def main(world: Any) -> None:
         with pytest.raises(Unsupported, match="whose ranks share a process"):
             process_group(world)

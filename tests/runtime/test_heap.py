@@ -39,7 +39,7 @@ def test_offsets_agree_and_the_backend_is_told(ranks):
     assert names[0] == "mine"
 
 
-def test_full_on_every_rank_and_nothing_lost(ranks):
+def test_every_rank_reports_a_full_heap_and_loses_nothing(ranks):
     def main(world):
         half = pkt.empty(CAPACITY // 2, dtype=torch.uint8)
         before = (world.heap.ledger.free_bytes, world.heap.ledger.largest)
@@ -149,7 +149,7 @@ def test_the_message_of_a_divergence(ranks):
     assert f"rank 1: frees #2 (16,) fp32 at {file}:" in str(error)
 
 
-def test_after_free_and_after_close(ranks):
+def test_use_after_free_and_after_close_raises(ranks):
     def main(world):
         x = pkt.zeros(4, 4)
         row = x[1]
@@ -222,7 +222,7 @@ def test_signals_have_an_epoch_word_and_guards(ranks):
     assert "flags[7]" in found[1]
 
 
-def test_freeing_overwritten_signals_frees_and_says_so(ranks):
+def test_freeing_overwritten_signals_frees_and_raises(ranks):
     def main(world):
         flags = pkt.signals(2)
         if world.rank == 1:
@@ -255,7 +255,7 @@ def test_heap_sizes(text, wanted):
     assert heap_bytes(text) == wanted
 
 
-def test_heap_size_from_the_environment_and_nonsense(monkeypatch):
+def test_heap_sizes_from_the_environment_and_wrong_ones(monkeypatch):
     monkeypatch.setenv("PKT_HEAP", "3MiB")
     assert heap_bytes(None) == 3 << 20
     for wrong in ("lots", "-1", "", 0, "1 PiB"):

@@ -35,7 +35,7 @@ def inbox(world, key="inbox", count=1000, workspace=None):
 
 
 def own(world):
-    """What the innermost open scope keeps."""
+    """The contents of the innermost open scope."""
     return world._scopes[-1].kept
 
 

@@ -12,7 +12,7 @@ from pkt.runtime.launch import launch
 
 
 class Stream:
-    """Of a GPU."""
+    """Stands for OneInFlight on a GPU."""
 
     capturing = False
 
@@ -27,7 +27,7 @@ class Captured(Stream):
     capturing = True
 
 
-def test_a_grid_that_cannot_be_resident(monkeypatch):
+def test_a_grid_that_cannot_be_resident_is_refused(monkeypatch):
     class Kernel:
         __name__ = "persistent"
 
@@ -76,7 +76,7 @@ def test_a_recorded_kernel_is_not_cooperative_but_fits(programs, fits, monkeypat
         assert said == [True]
 
 
-def test_from_the_third_launch_on_it_is_repeated(monkeypatch):
+def test_a_kernel_is_repeated_from_the_third_launch_on(monkeypatch):
     said, prepared = [], []
 
     class Kernel:
@@ -101,8 +101,8 @@ def test_from_the_third_launch_on_it_is_repeated(monkeypatch):
     assert said == [("run", ("a",))] * 2 + repeats + [("run", ("b",))]
 
 
-def test_what_is_not_compiled_is_not_repeated(monkeypatch):
-    """Triton's run returns nothing where a hook of the user's takes the compilation."""
+def test_a_kernel_that_was_not_compiled_is_not_repeated(monkeypatch):
+    """Triton's run returns None if a hook of the user takes over the compilation."""
 
     class Kernel:
         def run(self, *args, warmup, **options):
@@ -118,7 +118,7 @@ def test_what_is_not_compiled_is_not_repeated(monkeypatch):
 
 
 def test_kernels_that_make_descriptors_get_memory_in_every_thread(monkeypatch):
-    """Triton keeps the allocator in a context variable; a user's own stays."""
+    """Triton keeps the allocator in a context variable. An allocator that the user has set stays."""
     seen = []
 
     def in_new_context():

@@ -12,7 +12,7 @@ from pkt.runtime.memory.ledger import CHUNK, Ledger
 
 
 class Plain:
-    """The same allocator, a list of holes and no cleverness: what Ledger must equal."""
+    """The same allocator as a plain list of holes, which Ledger must equal."""
 
     def __init__(self, capacity, gap, alignment=256):
         self.gap, self.alignment, self.gaps, self.live = gap, alignment, [(0, capacity)], {}
@@ -55,7 +55,7 @@ def check(ledger):
 @pytest.mark.parametrize("gap", [0, 1])
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=400), st.integers(0, 1 << 30))
-def test_equals_the_plain_allocator(gap, steps, seed):
+def test_the_ledger_equals_a_simple_allocator(gap, steps, seed):
     pick = random.Random(seed)
     ledger, plain = Ledger(1 << 16, gap), Plain(1 << 16, gap)
     for allocate, nbytes in steps:
@@ -100,7 +100,7 @@ def test_100_000_random_steps_without_overlap_and_the_same_on_four_ranks():
     assert failed > 500
 
 
-def test_full_changes_nothing():
+def test_a_full_ledger_stays_as_it_was():
     ledger = Ledger(1024)
     a, b = ledger.allocate(512), ledger.allocate(256)
     assert ledger.allocate(512) is None
@@ -115,7 +115,7 @@ def test_empty_allocations_have_addresses_of_their_own():
     assert [ledger.allocate(0) for _ in range(5)] == [0, 256, 512, 768, None]
 
 
-def test_free_of_what_is_not_there():
+def test_freeing_an_unknown_offset_raises():
     ledger = Ledger(1024)
     offset = ledger.allocate(10)
     ledger.free(offset)

@@ -137,7 +137,7 @@ def test_ranks_on_one_host_use_its_sockets_and_descriptors(monkeypatch):
         lambda gpu: setattr(gpu, "domain", "c1/8"),
     ],
 )
-def test_what_nvlink_does_not_join_is_refused_by_all_before_anything_is_made(change):
+def test_all_ranks_refuse_hosts_that_nvlink_does_not_join_before_anything_is_made(change):
     before = state()
     results, drivers = Hosts(of(dist.HashStore()), odd={2: change}).in_threads(lambda world: None)
     for result in results:
@@ -213,7 +213,7 @@ def test_the_multicast_object_is_shared_in_the_same_way():
 @pytest.mark.parametrize(
     ("rank", "failing", "nth"), [(0, "export", 1), (1, "import_memory", 1), (2, "multicast_add", 1)]
 )
-def test_multicast_that_fails_is_done_without(rank, failing, nth):
+def test_the_world_goes_on_without_failed_multicast(rank, failing, nth):
     hosts = Hosts(of(dist.HashStore()), MULTICAST_SUPPORTED=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -224,7 +224,7 @@ def test_multicast_that_fails_is_done_without(rank, failing, nth):
 
 
 # ----------------------------------------------------------------------------------------------------------- strangers
-def test_an_impostor_on_the_port_is_turned_away_and_holds_nobody_up():
+def test_an_impostor_on_the_port_is_refused_and_delays_nobody():
     board, strangers, closed = Board(dist.HashStore(), "w"), [], []
 
     def impostor():
@@ -256,7 +256,7 @@ def test_an_impostor_on_the_port_is_turned_away_and_holds_nobody_up():
         sock.close()
 
 
-def test_another_token_is_refused_and_said():
+def test_another_token_is_refused_and_reported():
     board = Board(dist.HashStore(), "w")
 
     def main(rank):
@@ -316,7 +316,7 @@ def test_through_torchruns_environment_and_the_serving_rank_is_not_reached_by_lo
         Network(None, TOKEN, 1, "ab", ["10.0.0.1", ""])
 
 
-def test_an_address_that_nothing_leads_to(monkeypatch):
+def test_a_host_without_a_way_to_the_others_is_refused(monkeypatch):
     def no_route(*args):
         raise OSError(113, "No route to host")
 
@@ -328,7 +328,7 @@ def test_an_address_that_nothing_leads_to(monkeypatch):
         connect(Network(board, TOKEN, 1, "ab", ["10.255.0.1", "127.0.0.1"]), 1, 2, 5.0)
 
 
-def test_this_hosts_address_towards_somebody():
+def test_the_address_from_which_this_host_reaches_another():
     assert network.address_towards("127.0.0.1") == "127.0.0.1"
     assert network.address_towards("no such host.invalid") == ""
 
@@ -343,7 +343,7 @@ def tcp_pair():
 
 @pytest.mark.parametrize("unread", [False, True])
 @pytest.mark.parametrize("looked", [False, True])
-def test_a_goodbye_is_seen_behind_what_is_unread_and_is_the_end_of_file(unread, looked):
+def test_a_goodbye_is_found_behind_unread_frames_and_ends_the_connection(unread, looked):
     connection, there = tcp_pair()
     if unread:  # on the other side: closing there is a reset here
         connection.sock.sendall(b"more")
@@ -395,7 +395,7 @@ def test_a_rank_lost_at_each_step_is_named_by_all(file_store, monkeypatch, how, 
             assert f"(on host {hosts.hosts[victim]}) hung up" in str(end.error), end.error
 
 
-def test_a_rank_that_gives_up_is_heard_by_those_who_have_its_message():
+def test_a_farewell_reaches_ranks_that_already_have_the_frame():
     board = Board(dist.HashStore(), "w")
     timeouts = [10.0, 0.3, 10.0]
     found = threads(

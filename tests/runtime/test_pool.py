@@ -13,7 +13,7 @@ from .conftest import CAPACITY
 
 
 def at(address, count):
-    """What torch makes of a part of a segment: a tensor whose storage is not the segment's."""
+    """A tensor as torch makes it in a part of a segment: its storage is not the segment's."""
     return torch.frombuffer((ctypes.c_uint8 * (4 * count)).from_address(address), dtype=torch.int32)
 
 

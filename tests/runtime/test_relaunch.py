@@ -1,7 +1,7 @@
-"""A launch that is repeated passes what Triton's own launcher would, and leaves to Triton what may need another kernel.
+"""A repeated launch passes the arguments that Triton's launcher would, and leaves to Triton all that may need another
+kernel.
 
-Kernels are compiled here as for a GPU, and Triton's own code encodes what it encodes; in the place of the function in C
-there is a list.
+Kernels are compiled as for a GPU, and Triton's own code encodes descriptors. A list stands for the function in C.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def gluon_kernel(a, c, n):
 
 
 class CudaLauncher:
-    """Triton's, but for the function in C."""
+    """Triton's launcher with a list in place of the function in C."""
 
     num_ctas, launch_cooperative_grid, launch_pdl = 1, True, False
     global_scratch_align = profile_scratch_size = 0
@@ -91,7 +91,7 @@ class CudaLauncher:
 
 @pytest.fixture(autouse=True)
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The descriptors that were encoded; what comes of one is their facts."""
+    """Records the descriptors that are encoded; an encoding is the tuple of the arguments."""
     made: list[tuple[Any, ...]] = []
 
     def encode(*facts: Any) -> Any:
@@ -104,7 +104,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def of_triton(launcher: CudaLauncher, kernel: Any, args: tuple[Any, ...], named: dict[str, Any], packed: Any) -> Any:
-    """What Triton passes on to C: addresses in the place of pointers."""
+    """The arguments that Triton passes to C, with addresses in place of tensors."""
     bound = kernel.signature.bind(*args, **{k: v for k, v in named.items() if k in kernel.arg_names})
     bound.apply_defaults()
     launcher.launch(
@@ -134,7 +134,7 @@ NAMES = {torch.float32: "fp32", torch.int32: "i32", torch.bfloat16: "bf16"}
 
 
 def standing(argument: Any) -> Any:
-    """For one, where a kernel is compiled."""
+    """A stand-in for `argument` with which a kernel is compiled."""
     if isinstance(argument, torch.Tensor):
         return Pointer(NAMES[argument.dtype])
     if isinstance(argument, tuple):
@@ -158,7 +158,7 @@ def test_pointers_numbers_tuples_and_constants(bias: bool) -> None:
     assert not any(isinstance(x, torch.Tensor) for x in found), "an address is not looked up again"
 
 
-def test_other_tensors() -> None:
+def test_other_tensors_are_passed_by_their_addresses() -> None:
     args = plain_args()
     repeat, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
     others = (torch.ones(64), torch.ones(80)[16:], *args[2:])
@@ -169,7 +169,7 @@ def test_other_tensors() -> None:
     assert launcher.launches.pop() != found
 
 
-def test_what_may_need_another_kernel_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_may_need_another_kernel_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y, bias, n, one, pair = args = plain_args()
     repeat, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
     large = 10**6
@@ -241,7 +241,7 @@ def test_no_tensor_is_kept() -> None:
     assert [ref() for ref in gone] == [None] * 5
 
 
-def test_memory_that_a_kernel_needs() -> None:
+def test_a_kernel_gets_the_scratch_memory_it_needs() -> None:
     asked = []
     args = plain_args()
     repeat, launcher, compiled = prepared(plain_kernel, args, scratch=128, BLOCK=64)
@@ -289,7 +289,7 @@ def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
     assert same()
 
 
-def test_addresses_that_never_come_again_are_not_kept(encoded: list[tuple[Any, ...]]) -> None:
+def test_old_encodings_are_dropped(encoded: list[tuple[Any, ...]]) -> None:
     swizzled = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
     tensors = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3 * relaunch.MOST_ENCODED)]
     first, second = (GluonDescriptor(t, [64, 64], [64, 1], [16, 64], swizzled) for t in tensors[:2])
@@ -305,7 +305,7 @@ def test_addresses_that_never_come_again_are_not_kept(encoded: list[tuple[Any, .
 
 
 @pytest.mark.parametrize("why", ["another release", "hooks before a run", "another launcher", "it is profiled", "fp4"])
-def test_what_is_not_known_is_left_to_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_launchers_are_left_to_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = plain_args()
     _, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
     if why == "another release":

@@ -19,7 +19,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 class Stream:
-    """What has surely happened before whatever is put on it next: numbers of calls."""
+    """A stream, as the set of calls that surely end before the next call on it starts."""
 
     def __init__(self, number):
         self.cuda_stream = number
@@ -34,7 +34,7 @@ class Stream:
 
 
 class Cuda:
-    """As much of torch.cuda as OneInFlight asks for. `asked` counts the questions beyond which stream is current."""
+    """The part of torch.cuda that OneInFlight uses. `asked` counts all queries but the one for the current stream."""
 
     waits = asked = 0
 
@@ -73,7 +73,7 @@ def test_one_stream_costs_a_comparison():
     assert (cuda.asked, Cuda.waits) == (asked, 0)
 
 
-def test_another_stream_waits_for_the_last_and_only_once():
+def test_another_stream_waits_once_for_the_last():
     cuda = Cuda()
     order = guard(cuda)
     order.follow()
@@ -83,7 +83,7 @@ def test_another_stream_waits_for_the_last_and_only_once():
     assert Cuda.waits == 1
 
 
-def test_it_says_at_each_call_that_a_graph_is_recorded():
+def test_every_call_reports_that_a_graph_is_recorded():
     cuda = Cuda()
     order = guard(cuda)
     assert not order.follow()
@@ -102,8 +102,8 @@ STEPS = st.lists(st.tuples(st.sampled_from(["use", "use", "use", "begin", "fork"
 @given(STEPS)
 @example([("use", 1), ("begin", 1), ("fork", 2), ("use", 2), ("use", 1)])
 @example([("use", 1), ("begin", 3), ("fork", 1), ("use", 1), ("use", 0), ("use", 3)])
-def test_every_call_comes_after_the_one_before_in_its_graph_or_outside(steps):
-    """Whatever streams are used and captured: no two calls are free to run at once, no edge is one CUDA refuses."""
+def test_every_call_runs_after_the_last_one_in_its_graph_or_outside(steps):
+    """On any streams and captures, no two calls may run at the same time, and CUDA accepts every edge."""
     cuda = Cuda()
     order = guard(cuda)
     graphs, calls, graph, apart = 0, {None: set()}, None, set()
@@ -137,8 +137,8 @@ def test_every_call_comes_after_the_one_before_in_its_graph_or_outside(steps):
                 apart.add(stream)  # called beside the capture, then drawn into it: the one thing that is not ordered
 
 
-def test_a_capture_makes_no_workspace(ranks):
-    """It is refused before anything is made, on the stream that is captured alone; what is there is given out."""
+def test_a_capture_makes_no_buffers(ranks):
+    """Refused before anything is made, and only on the capturing stream. Existing buffers are returned."""
 
     def main(world):
         cuda = Cuda()
@@ -171,8 +171,8 @@ def test_a_capture_makes_no_workspace(ranks):
     ]
 
 
-def test_an_operator_that_was_not_called_before_is_refused_in_a_capture(ranks):
-    """Before anything is launched or agreed on; no plan is left either."""
+def test_a_capture_refuses_an_operator_that_was_not_called_before(ranks):
+    """Before anything is launched or exchanged; no plan is left either."""
 
     def main(world):
         x = pkt.ones(8, world=world)
@@ -234,7 +234,7 @@ def _last_name(node):
 
 # ------------------------------------------------------------------------------------------------------------ on GPUs
 def two_streams(world, rounds, size):
-    """Operators on two streams in turn with nothing in between; each stream's own data. Results of every round."""
+    """The results of every round of operators on two streams in turn, each with its own data, with no other sync."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     xs = [pkt.zeros(n, name=f"x{i}") for i, n in enumerate((size, 3 * size + 1))]
     sums = [torch.zeros(rounds, 2, device=world.torch_device) for _ in xs]

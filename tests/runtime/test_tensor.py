@@ -144,7 +144,7 @@ def both(call, *args, seeded=False, **options):
     return getattr(pkt, call)(*args, **options, **generator()), getattr(torch, call)(*args, **options, **generator())
 
 
-def test_factories_equal_torchs(ranks):
+def test_factories_equal_those_of_torch(ranks):
     x = torch.zeros(2, 3, dtype=torch.float16)
     calls = [
         ("zeros", (2, 3), {}),
@@ -225,7 +225,7 @@ def test_factories_equal_torchs(ranks):
         (lambda: pkt.empty(3).peer("1"), RankError, "found rank '1'"),
     ],
 )
-def test_bad_input(ranks, call, error, message):
+def test_wrong_arguments_are_refused(ranks, call, error, message):
     def main(world):
         before = len(world.heap.live)
         with pytest.raises(error) as caught:

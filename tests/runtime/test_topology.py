@@ -11,7 +11,7 @@ from .fake_driver import FakeDriver, FakeGpu
 
 
 def topology(gpus, hosts=None):
-    """Of `gpus`, a rank each. `hosts`: each rank's, which then sees the GPUs of its own alone."""
+    """The topology of `gpus`, one per rank. hosts: by rank; a rank then sees only the GPUs of its host."""
     if hosts is None:
         return assemble([probe(FakeDriver(r, gpus=gpus), r, "host", spans=False) for r in range(len(gpus))])
     here = [[gpu for gpu, host in zip(gpus, hosts, strict=True) if host == mine] for mine in hosts]
@@ -27,7 +27,7 @@ def gpus(count, **attributes):
     return [FakeGpu(f"uuid-{i}", attributes=dict(attributes)) for i in range(count)]
 
 
-def test_a_good_one_passes_and_prints():
+def test_a_good_topology_passes_and_prints():
     found = topology(gpus(3))
     found.check()
     assert found.matrix().splitlines()[1].split() == ["rank", "0", "0", "FakeGPU", "-", "yes", "yes"]
@@ -71,7 +71,7 @@ def test_50_topologies(seed):
         (lambda g: g[1].attributes.update(COOPERATIVE_LAUNCH=0), "rank 1's GPU .* has no cooperative launch"),
     ],
 )
-def test_refusals(change, message):
+def test_topologies_that_cannot_work_are_refused(change, message):
     some = gpus(2)
     change(some)
     with pytest.raises(Unsupported, match=message):
@@ -111,7 +111,7 @@ def test_two_hosts_that_nvlink_does_not_join(rank, change, why):
     assert [line.split()[4] for line in str(caught.value).splitlines()[2:]] == ["a", "a", "b"]
 
 
-def test_within_a_host_nobody_asks_for_its_domain():
+def test_on_one_host_the_nvlink_domain_is_not_asked_for():
     driver = FakeDriver(0)
     probe(driver, 0, "a", spans=False)
     assert driver.calls["domain"] == 0

@@ -91,7 +91,7 @@ def test_every_rank_gets_its_descriptor(four):
     assert threads(4, main) == [{p: f"{p}->{r}" for p in range(4) if p != r} for r in range(4)]
 
 
-def test_descriptors_where_none_belong(four):
+def test_unexpected_descriptors_are_refused(four):
     def main(rank):
         if rank != 2:
             return four[rank].exchange(None, "plain")
@@ -106,7 +106,7 @@ def test_descriptors_where_none_belong(four):
     assert "plain of rank 2: found 1 file descriptors, wanted none" in str(errors[0])
 
 
-def test_ranks_in_different_calls(four):
+def test_ranks_in_different_calls_are_named(four):
     errors = threads(4, lambda rank: four[rank].exchange(None, "barrier()" if rank != 2 else "heap call #3"))
     for error in errors:
         assert isinstance(error, CollectiveMismatch)
@@ -129,7 +129,7 @@ def test_a_silent_peer_is_named_by_all_at_the_deadline(meeting):
     found[1].close()
 
 
-def test_a_wrong_sequence_number(four):
+def test_a_wrong_sequence_number_is_refused(four):
     four[1].connections[0].queue(pack(99, ["barrier()", None]))
     errors = threads(
         4, lambda rank: four[rank].exchange(None, "barrier()") if rank != 1 else four[1].connections[0].write()
@@ -157,14 +157,14 @@ def dial(meeting, rank, said=b"", wait=False):
 
 
 def answer(sock):
-    """What a stranger is told: nothing, if all is well."""
+    """The bytes that a stranger is sent; none if all is well."""
     try:
         return sock.recv(100)
     except ConnectionResetError:  # closed with something of his unread
         return b""
 
 
-def test_an_impostor_is_turned_away_and_holds_nobody_up(meeting):
+def test_an_impostor_is_refused_and_delays_nobody(meeting):
     strangers = []
 
     def impostor():
@@ -190,7 +190,7 @@ def test_an_impostor_is_turned_away_and_holds_nobody_up(meeting):
         sock.close()
 
 
-def test_what_a_stranger_recorded_is_of_no_use(meeting, monkeypatch):
+def test_a_recorded_proof_is_useless(meeting, monkeypatch):
     recorded = []
     pack_hello = rendezvous._HELLO.pack
 

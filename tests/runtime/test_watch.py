@@ -32,7 +32,7 @@ def record(page, slot, rank, counter, wanted, found, epoch, aborted=False):
     page[words.STATUS_RECORDS] = slot + 1
 
 
-def test_an_expired_wait_is_told_by_every_rank():
+def test_every_rank_reports_an_expired_wait():
     def main(world):
         flags = pkt.signals(8, world=world)
         page = world.heap.tensor(world.heap.status)
@@ -59,7 +59,7 @@ def test_an_expired_wait_is_told_by_every_rank():
         )
 
 
-def test_records_that_are_not_whole_are_left_out():
+def test_incomplete_records_are_left_out():
     page = torch.zeros(words.STATUS_BYTES // 4, dtype=torch.int32)
     record(page, 0, 0, 4096, 1, 0, 0)
     record(page, 1, 1, 4096, 1, 0, 0)
@@ -71,7 +71,7 @@ def test_records_that_are_not_whole_are_left_out():
 
 
 @pytest.mark.parametrize("leaves", ["killed", "raises"])
-def test_a_spin_ends_soon_after_its_peer_has(leaves):
+def test_a_spin_ends_soon_after_the_peer_dies(leaves):
     meeting = prepare()
 
     def main(rank):

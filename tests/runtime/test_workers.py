@@ -57,7 +57,7 @@ def test_results_warm_processes_and_labels(workers, capsys):
     assert sorted(err.splitlines()) == sorted(["[rank 0] problem", "[rank 1] problem"] * 2)
 
 
-def test_full_passes_of_the_garbage_collector_leave_out_what_stays(workers):
+def test_the_garbage_collector_skips_objects_that_stay(workers):
     def main(world):
         import gc
 
@@ -84,7 +84,7 @@ def test_the_first_traceback_is_raised_and_the_next_call_works(workers):
     assert run(workers, lambda world: world.rank) == [0, 1]
 
 
-def test_what_a_rank_waited_for_is_raised_rather_than_what_it_told_another(workers):
+def test_a_timeout_is_raised_rather_than_the_lost_peer_it_caused(workers):
     def main(world):
         from pkt.errors import PeerLost, WaitTimeout
 
@@ -139,7 +139,7 @@ def helper(x):
     return x + 1
 
 
-def test_kernels_that_can_be_imported_are():
+def test_importable_kernels_are_imported():
     from pkt.language import wait  # any kernel of an installed module
 
     assert loads(dumps(wait)) is wait
@@ -149,7 +149,7 @@ def test_kernels_of_modules_that_a_worker_cannot_find_go_by_value(workers):
     assert run(workers, lambda world: (local_kernel.fn.__name__, helper(3))) == [("local_kernel", 4)] * 2
 
 
-def test_a_result_that_cannot_be_sent(workers):
+def test_a_result_that_cannot_be_sent_is_an_error(workers):
     with pytest.raises(RankFailed, match="cannot pickle 'frame' object"):
         run(workers, lambda world: sys._getframe())
 

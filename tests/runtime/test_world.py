@@ -12,7 +12,7 @@ from pkt.errors import CollectiveMismatch, DtypeError, RankError, ShapeError, Un
 from pkt.runtime.processes import wire
 
 
-def test_objects_go_round(ranks):
+def test_every_rank_gets_every_object(ranks):
     def main(world):
         everything = {
             "rank": world.rank,
@@ -55,17 +55,17 @@ def test_wire_carries_values(value):
 
 
 @pytest.mark.parametrize("text", ['{"tensor": ["os", [1], ""]}', '{"object": 1}', '{"a": 1, "b": 2}', "{}", "not json"])
-def test_wire_refuses_what_it_did_not_write(text):
+def test_wire_refuses_other_text(text):
     with pytest.raises(ValueError):
         wire.decode(text)
 
 
-def test_ranks_in_different_calls(ranks):
+def test_ranks_in_different_calls_are_named(ranks):
     with pytest.raises(CollectiveMismatch, match=r"rank 0: barrier\(\); rank 1: all_gather_object\(\)"):
         ranks(2, lambda world: world.barrier() if world.rank == 0 else world.all_gather_object(1))
 
 
-def test_workspaces_are_made_once(ranks):
+def test_buffers_are_made_once(ranks):
     def main(world):
         made = [world.keep(("inbox", 4), lambda: pkt.empty(4)) for _ in range(3)]
         assert made[0] is made[1] is made[2]
@@ -89,7 +89,7 @@ def test_init_inside_a_world_returns_it(ranks):
     ranks(2, main)
 
 
-def test_the_context_manager_closes(ranks):
+def test_the_context_manager_closes_the_world(ranks):
     def main(world):
         with world as inner:
             assert inner is world
@@ -111,7 +111,7 @@ def test_an_error_in_the_body_is_not_hidden_by_a_guard_word(ranks):
     ranks(1, main)
 
 
-def test_what_a_kernel_is_told(ranks):
+def test_the_world_argument_of_a_kernel(ranks):
     def main(world):
         device = world.device
         assert world.device is device
@@ -122,7 +122,7 @@ def test_what_a_kernel_is_told(ranks):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu():
+def test_without_a_gpu_errors_name_the_simulator():
     for call in (pkt.init, lambda: pkt.launch(print, ranks=2, device="cuda")):
         with pytest.raises(Unsupported, match=r'found .*GPU.*pkt.launch\(fn, ranks=4, device="cpu"\)'):
             call()
@@ -132,7 +132,7 @@ def test_without_a_gpu():
         pkt.empty(3)
 
 
-def test_launch_arguments():
+def test_wrong_arguments_of_launch_are_refused():
     for ranks in (0, -1, 2.0, True):
         with pytest.raises(ShapeError, match="pkt.launch: ranks"):
             pkt.launch(print, ranks=ranks, device="cpu")

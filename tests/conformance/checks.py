@@ -430,7 +430,7 @@ def check_compilation(operator: Operator, mode: str, arch: int, patch: pytest.Mo
             tensors["out"] = pkt.empty(tuple(like.shape), dtype=dtype)
         operator.function(**tensors, **named, mode=mode, world=world)
 
-    launches = all_launched(run, 2, False, patch)
+    launches = all_launched(run, 2, own.multicast, patch)
     assert launches, "nothing was launched"
     kernels = {id(x.kernel): x for x in launches if x.options.get("launch_cooperative_grid")}
     waits = [compile_checked(launch, arch, folder) for launch in kernels.values()]

@@ -19,9 +19,9 @@ import torch
 from benchmarks import _kraken
 from benchmarks._case import Case, normal
 from benchmarks._command import main
+from benchmarks._parts import Apart, without
 from benchmarks._process_group import group_name
 from pkt.kernels.all_gather_matmul import all_gather_matmul
-from pkt.kernels.all_gather_matmul.gluon import push_launch
 from pkt.kernels.all_gather_matmul.rules import settings
 from pkt.kernels.shared.tile_product import Tiles
 
@@ -167,8 +167,9 @@ def _part(
 
     def run() -> torch.Tensor:
         if not made:  # a variant that does not run makes no workspace
+            module = without(leave_out)
             chosen = settings(a.shape[0], b.shape[1], a.shape[1], world, tiles, **given)
-            made.append(push_launch(world, a, b, out, *chosen, leave_out=leave_out))
+            made.append(module.push_launch(Apart(world, module, leave_out), a, b, out, *chosen))
         return made[0](a, b, out, None)
 
     return run

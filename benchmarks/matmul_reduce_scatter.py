@@ -18,9 +18,9 @@ import torch
 from benchmarks import _kraken
 from benchmarks._case import Case, normal
 from benchmarks._command import main
+from benchmarks._parts import Apart, without
 from benchmarks._process_group import group_name
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from pkt.kernels.matmul_reduce_scatter.gluon import inbox_launch
 from pkt.kernels.matmul_reduce_scatter.rules import settings
 from pkt.kernels.shared.tile_product import Tiles
 
@@ -106,8 +106,9 @@ def _part(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **giv
 
     def run() -> torch.Tensor:
         if not made:  # a variant that does not run makes no workspace
+            module = without("links")
             tiles, lag, _ = settings(*out.shape, a.shape[1], world, None, **{"lag": None, **given})
-            made.append(inbox_launch(world, a, b, out, tiles, lag, leave_out="links"))
+            made.append(module.inbox_launch(Apart(world, module, "links"), a, b, out, tiles, lag))
         return made[0](a, b, out, None)
 
     return run

@@ -13,10 +13,7 @@ with the place on the other GPU where that rank's signals go. If a kernel waits 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
-from importlib.machinery import SourceFileLoader
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ import triton.language as tl
 import pkt.language as pl
 from benchmarks._case import Case, normal
 from benchmarks._command import main
+from benchmarks._parts import Apart, changed, copied, leave_out
 from pkt.errors import Unsupported
 from pkt.kernels.all_gather_matmul import gluon as _gluon_all_gather_matmul
 from pkt.kernels.all_gather_matmul.rules import PushPlan, push_plan
@@ -132,17 +130,13 @@ class Inbox:
 
 
 @functools.cache
-def played(name: str, fences: bool) -> Any:
-    """A second copy of an operator's module in which every peer is the other GPU."""
+def played(name: str, fences: bool, part: str) -> Any:
+    """A second copy of an operator's module in which every peer is the other GPU, without `part`, see `leave_out`."""
     original = {"gathered": _gluon_all_gather_matmul, "scattered": _gluon_matmul_reduce_scatter}[name]
-    alias = f"{original.__name__}_played{'' if fences else '_without_fences'}"
-    loader = SourceFileLoader(alias, str(original.__file__))
-    module: Any = importlib.util.module_from_spec(importlib.util.spec_from_loader(alias, loader))  # type: ignore[arg-type]
-    sys.modules[alias] = module
-    loader.exec_module(module)
-    module.pl = _with(pl, peer=_peer)
+    module = copied(original, f"played{'' if fences else '_without_fences'}_{part}")
+    module.pl = changed(pl, peer=_peer)
     if not fences:
-        module.ptx = _with(pl.ptx, fence=_no_fence)
+        module.ptx = changed(pl.ptx, fence=_no_fence)
 
     def empty(*shape: int, world: Played, **options: Any) -> Inbox:
         rows = shape[0] // (2 * SIZE) if name == "gathered" else 0  # two halves of SIZE sources
@@ -150,13 +144,7 @@ def played(name: str, fences: bool) -> Any:
 
     module.empty = empty
     module.signals = lambda n, world, **options: factories.signals(n, world=world.world, **options)
-    return module
-
-
-def _with(module: ModuleType, **changed: Any) -> ModuleType:
-    copy = ModuleType(module.__name__ + "_played")
-    copy.__dict__.update(vars(module) | changed)
-    return copy
+    return leave_out(module, part) if part else module
 
 
 # ------------------------------------------------------------------------------------------------------------- cases
@@ -171,13 +159,13 @@ def _gathered(world: Any, N: int) -> Case:
     out = torch.empty(N, m, dtype=a.dtype, device=device)
     whole = torch.cat([a] + [normal((m, N), 1 - world.rank, device)] * (SIZE - 1))
 
-    def run(given: dict[str, int], leave_out: str = "", fences: bool = True) -> Any:
+    def run(given: dict[str, int], part: str = "", fences: bool = True) -> Any:
         @functools.cache
         def made() -> Any:
             chosen = plan(N, **given)
             rows, chunks = triton.cdiv(m, TILES.block_m), triton.cdiv(N, chosen.chunk)
-            four = Played(world, rows * chunks)
-            return played("gathered", fences).push_launch(four, a, b, out, chosen, TILES, leave_out=leave_out)
+            module, four = played("gathered", fences, part), Played(world, rows * chunks)
+            return module.push_launch(Apart(four, module, part) if part else four, a, b, out, chosen, TILES)
 
         return lambda: made()(a, b, out, None)
 
@@ -208,12 +196,12 @@ def _scattered(world: Any, N: int) -> Case:
         """My own rows of my product, plus the rows of ranks 1, 2 and 3 of the other GPU's product."""
         return a[:m].float() @ b.float() + a1.view(SIZE, m, m)[1:].float().sum(0) @ b1.float()
 
-    def run(given: dict[str, Any], leave_out: str = "") -> Any:
+    def run(given: dict[str, Any], part: str = "") -> Any:
         @functools.cache
         def made() -> Any:
-            four = Played(world, 0)
+            module, four = played("scattered", True, part), Played(world, 0)
             tiles, lag, _ = settings(m, N, m, four, given.get("tiles"), given.get("lag"), copies=0)
-            return played("scattered", True).inbox_launch(four, a, b, out, tiles, lag, leave_out=leave_out)
+            return module.inbox_launch(Apart(four, module, part) if part else four, a, b, out, tiles, lag)
 
         return lambda: made()(a, b, out, None)
 

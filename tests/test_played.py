@@ -39,7 +39,7 @@ def test_peer_finds_each_ranks_counters_on_the_other_gpu() -> None:
 
 def test_inbox_holds_the_ranks_rows_in_rank_order() -> None:
     def main(world: Any) -> list[list[int]]:
-        module = played.played("gathered", True)
+        module = played.played("gathered", True, "")
         inbox = module.empty(2 * played.SIZE * 3, 2, dtype=torch.int32, name="inbox", world=played.Played(world, 0))
         inbox.plain().zero_()
         world.barrier()
@@ -67,9 +67,12 @@ def test_every_variant_compiles_and_signals_three_peers(monkeypatch: pytest.Monk
     monkeypatch.setattr(played, "normal", lambda shape, *_: torch.empty(shape, dtype=torch.bfloat16))
     world.torch_device = torch.device("cpu")
     for module, name in (
-        (played.played("gathered", True), "gluon_push_kernel"),
-        (played.played("gathered", False), "gluon_push_kernel"),
-        (played.played("scattered", True), "gluon_inbox_kernel"),
+        (played.played("gathered", True, ""), "gluon_push_kernel"),
+        (played.played("gathered", True, "wait"), "gluon_push_kernel"),
+        (played.played("gathered", True, "product"), "gluon_push_kernel"),
+        (played.played("gathered", False, "product"), "gluon_push_kernel"),
+        (played.played("scattered", True, ""), "gluon_inbox_kernel"),
+        (played.played("scattered", True, "links"), "gluon_inbox_kernel"),
     ):
         monkeypatch.setattr(module, name, Kernel(getattr(module, name), world.kernels))
     seen = set()

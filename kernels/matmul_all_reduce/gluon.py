@@ -1,22 +1,20 @@
-"""Matmul + all-reduce in one Gluon kernel, without multicast: partial sums to each tile's owner, who finishes the tile
-and stores it on every rank.
+"""Matmul + all-reduce in one Gluon kernel, without multicast: partial sums go to each tile's owner, who finishes the
+tile and stores it on every rank.
 
-Tile after tile is owned by rank 0, 1, ... in turn. It is stored by every other rank into its owner's inbox, at a place
-of its own, and signalled, as in _gluon_matmul_reduce_scatter and in the same turns: a rank's own tiles are `lag` tiles
-behind the others'. The owner adds what has come to its own product, in fp32 and in a fixed order, applies bias and
-epilogue, rounds, and stores the tile by TMA into the output of every rank, and tells them. A launch ends on a rank when
-all tiles have landed there.
+Rank 0, 1, ... own a tile each, in turn. Every other rank stores its product of a tile into its owner's inbox, at a
+place of its own, and signals it, in the same turns as in matmul_reduce_scatter's Gluon form: a rank's own tiles are
+`lag` tiles behind the others'. The owner adds these partial sums to its own product, in fp32 and in a fixed order,
+applies bias and epilogue, rounds, stores the tile by TMA into the output of every rank, and signals that. A launch ends
+on a rank when all tiles have landed there.
 
-An output is written by others only after its own rank has computed the tile, so in the same launch; and a launch ends
-when every rank has read what came for it. So there is one inbox, and nothing is waited for at the start.
+Others write a rank's output only after that rank has computed the tile, so in the same launch; and a launch ends when
+every rank has read its inbox. So there is one inbox, and a launch waits for nothing at its start.
 
-The same bits every time and on all ranks, off by at most about 2 * u * s, in the words of matmul_all_reduce.
-2 * (size - 1) / size * M * N * itemsize bytes out of each rank.
+The result has the same bits every time and on all ranks, and is off by at most about 2 * u * s, in the words of
+matmul_all_reduce. 2 * (size - 1) / size * M * N * itemsize bytes leave each rank.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -32,30 +30,28 @@ from pkt.runtime.world import World
 
 from ..declaration import Launch
 from ..shared.checks import stored
+from ..shared.gluon_aggregate import aggregate
 from ..shared.gluon_host import (
     CONSUMER_WARPS,
     descriptor,
+    everywhere,
     half_block,
-    layout,
-    peer_descriptors,
+    kernel_constants,
     weights_descriptor,
 )
 from ..shared.gluon_warps import (
     CONSUMERS,
     REGISTERS,
+    Finish,
+    Peers,
+    Signals,
+    Sizes,
     consume_all,
     first_tile,
     grouped,
-    lend,
-    load_partial,
-    load_step,
     open_outbox,
     open_ring,
     publish,
-    take_over,
-    taken_over,
-    to_peer,
-    to_peers,
     turn,
 )
 from ..shared.grid import num_programs
@@ -63,86 +59,105 @@ from ..shared.tile_product import Epilogue, Tiles
 from .rules import CALL
 
 
+# --------------------------------------------------------------------------------------------------------- order
+@aggregate
+class Order:
+    """Which tiles this rank computes, and in what order: tile index is owned by rank index % SIZE."""
+
+    rank: gl.tensor
+    num_m: gl.tensor  # row blocks of the output
+    num_n: gl.tensor
+    lag: gl.tensor  # tiles that a rank's own are behind the others'
+    turns: gl.tensor  # of all ranks: as many for each, and so more than tiles where SIZE does not divide these
+    SIZE: gl.constexpr
+    GROUP: gl.constexpr
+
+    @gluon.jit
+    def first(self):
+        return first_tile()
+
+    @gluon.jit
+    def end(self):
+        return self.turns
+
+    @gluon.jit
+    def count(self):
+        """The most tiles that a rank owns."""
+        return self.turns // self.SIZE
+
+    @gluon.jit
+    def tile(self, t):
+        """Tile t: (d, place among those of rank + d, row block, column); a column below zero where the last turn of all
+        has no tile for that rank."""
+        d, place = turn(t, gl.cdiv(self.num_m * self.num_n, self.SIZE), self.lag, self.SIZE)
+        index = place * self.SIZE + (self.rank + d) % self.SIZE
+        i, j = grouped(gl.minimum(index, self.num_m * self.num_n - 1), self.num_m, self.num_n, self.GROUP)
+        return d, place, i, gl.where(index < self.num_m * self.num_n, j, -1)
+
+    @gluon.jit
+    def column(self, t):
+        """See `consume`: a rank finishes the tiles that it owns."""
+        d, _, _, j = self.tile(t)
+        return gl.where(d == 0, 2 * j + 1, 2 * j)
+
+
+# --------------------------------------------------------------------------------------------------------- roles
 @gluon.jit
-def _tile(t, rank, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
-    """Tile t: (d, place among those of rank + d, row block, column); a column below zero where the last turn of all has
-    no tile for that rank."""
-    d, place = turn(t, gl.cdiv(num_m * num_n, SIZE), lag, SIZE)
-    index = place * SIZE + (rank + d) % SIZE
-    i, j = grouped(gl.minimum(index, num_m * num_n - 1), num_m, num_n, GROUP)
-    return d, place, i, gl.where(index < num_m * num_n, j, -1)
-
-
-@gluon.jit
-def _place(t, rank, num_m, num_n, lag, SIZE: gl.constexpr, GROUP: gl.constexpr):
-    """For `consume`: those that I own are mine."""
-    d, _, _, j = _tile(t, rank, num_m, num_n, lag, SIZE, GROUP)
-    return gl.where(d == 0, 2 * j + 1, 2 * j)
-
-
-# ------------------------------------------------------------------------------------------------------- warps
-@gluon.jit
-def _load(
-    a, b, inbox, ring, ready_ptr, places, K, where, epoch, world, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    count = places // world.size
-    it = 0
-    for t in range(first_tile(), places, gl.num_programs(0)):
-        d, place, i, j = _tile(t, *where)
+def _load(a, b, inbox, order, ring, signals):
+    count = order.count()
+    step = 0
+    for t in range(order.first(), order.end(), gl.num_programs(0)):
+        d, place, i, j = order.tile(t)
         if j >= 0:
-            for k in range(0, K, BLOCK_K):
-                load_step(it, a, [i * BLOCK_M, k], b, j * BLOCK_N, k, ring, TRANSPOSED,
-                          BLOCK_M, BLOCK_N, BLOCK_K, STAGES)  # fmt: skip
-                it += 1
+            for k in range(0, ring.K, ring.BLOCK_K):
+                ring.load(step, a, [i * ring.BLOCK_M, k], b, j * ring.BLOCK_N, k)
+                step += 1
             if d == 0:
-                for p in range(world.size - 1):
-                    pl.wait(ready_ptr + p * count + place, epoch, world)
-                    load_partial(it, inbox, (p * count + place) * BLOCK_M, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-                    it += 2
-            lend(it, ring, STAGES)
-            it += 1
+                for p in range(order.SIZE - 1):
+                    pl.wait(signals.ptr + p * count + place, signals.epoch, signals.world)
+                    ring.load_partial(step, inbox, (p * count + place) * ring.BLOCK_M)
+                    step += 2
+            ring.lend(step)
+            step += 1
 
 
 @gluon.jit
-def _store(
-    out, inboxes, outs, ring, outbox, ready_ptr, places, tiles, K, where, epoch, world, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    count = places // world.size
-    done_ptr = ready_ptr + (world.size - 1) * count
-    rank = gl.cast(world.rank, gl.int32)
-    it = 0
+def _store(out, inboxes, outs, order, ring, outbox, signals):
+    SIZE: gl.constexpr = order.SIZE
+    count = order.count()
+    done_ptr = signals.ptr + (SIZE - 1) * count
+    step = 0
     n = 0
-    for t in range(first_tile(), places, gl.num_programs(0)):
-        d, place, i, j = _tile(t, *where)
+    for t in range(order.first(), order.end(), gl.num_programs(0)):
+        d, place, i, j = order.tile(t)
         if j >= 0:
-            it += gl.cdiv(K, BLOCK_K) + gl.where(d == 0, 2 * (world.size - 1), 0)
+            step += ring.steps() + gl.where(d == 0, 2 * (SIZE - 1), 0)
             for h in gl.static_range(CONSUMERS):
-                part = take_over(h, it, n, ring, outbox, HALF, BLOCK_M, BLOCK_N, STAGES)
-                down = h * (BLOCK_M // CONSUMERS)
+                part = outbox.take(h, step, n, ring)
+                down = h * (ring.BLOCK_M // CONSUMERS)
                 if d == 0:
-                    at = [i * BLOCK_M + down, j * BLOCK_N]
+                    at = [i * ring.BLOCK_M + down, j * ring.BLOCK_N]
                     tma.async_copy_shared_to_global(out, at, part)
-                    to_peers(outs, at, part, world.size)
+                    outs.store_all(at, part)
                 else:
-                    at = [((d - 1) * count + place) * BLOCK_M + down, 0]
-                    to_peer(inboxes, d, at, part, world.size)
+                    at = [((d - 1) * count + place) * ring.BLOCK_M + down, 0]
+                    inboxes.store(d, at, part)
             if d == 0:
-                taken_over(it, ring, outbox, world.size, STAGES)
+                outbox.sent(step, ring, SIZE)
             else:
-                taken_over(it, ring, outbox, 1, STAGES)
-            publish(world)
+                outbox.sent(step, ring, 1)
+            publish(signals.world)
             if d == 0:
-                for r in gl.static_range(world.size):  # to all: the tile is in their outputs
-                    done = pl.peer(done_ptr, (rank + r) % world.size, world)
+                for r in gl.static_range(SIZE):  # to all: the tile is in their outputs
+                    done = pl.peer(done_ptr, (order.rank + r) % SIZE, signals.world)
                     gl.atomic_add(done, 1, sem="relaxed", scope="sys")
             else:  # to the owner: the tile is in its inbox
-                counter = pl.peer(ready_ptr + (d - 1) * count + place, (rank + d) % world.size, world)
+                counter = pl.peer(signals.ptr + (d - 1) * count + place, (order.rank + d) % SIZE, signals.world)
                 gl.atomic_add(counter, 1, sem="relaxed", scope="sys")
-            it += 1
+            step += 1
             n += 1
-    pl.wait(done_ptr, epoch * tiles, world)  # every tile is here, and every inbox has been read
+    # Every tile is here, and every inbox has been read.
+    pl.wait(done_ptr, signals.epoch * (order.num_m * order.num_n), signals.world)
 
 
 # ------------------------------------------------------------------------------------------------------ kernel
@@ -152,51 +167,43 @@ def gluon_two_shot_kernel(
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     inbox,  # ((size - 1) * count * BLOCK_M, BLOCK_N) this rank's, blocks of BLOCK_M / 2 x BLOCK_N: the `count` tiles
     # that a rank owns at most, from rank - 1, then from rank - 2, ...
-    out,  # (M, N) this rank's, blocks of BLOCK_M / 2 x BLOCK_N
     i1, i2, i3, i4, i5, i6, i7,  # the inboxes of ranks rank + 1, rank + 2, ...; those past size - 1 are not used
+    out,  # (M, N) this rank's, blocks of BLOCK_M / 2 x BLOCK_N
     o1, o2, o3, o4, o5, o6, o7,  # the outputs of the same
     ready_ptr,  # int32 ((size - 1) * count + 1,) on every rank: [d - 1, p] signalled by rank - d when its part of tile
     # p is in the inbox; the last counts the tiles that have landed in this rank's output
     bias,  # (N,) this rank's, or None
-    M,
-    N,
-    K,
+    sizes,  # Sizes
     lag,  # tiles that a rank's own are behind the others': from 1 to count
     world,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    HALF: gl.constexpr, TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
+    constants,  # Constants
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
     epoch = pl.epoch(ready_ptr, world)
-    ring = open_ring(a, b, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
-    outbox = open_outbox(a.dtype, HALF, BLOCK_M, BLOCK_N)
-    num_m = gl.cdiv(M, BLOCK_M)
-    num_n = gl.cdiv(N, BLOCK_N)
-    tiles = num_m * num_n
-    places = gl.cdiv(tiles, world.size) * world.size
-    where = (gl.cast(world.rank, gl.int32), num_m, num_n, lag, world.size, GROUP)
-    PLACE: gl.constexpr = _place
+    ring = open_ring(a, b, sizes.K, constants.STAGES, constants.TRANSPOSED)
+    outbox = open_outbox(ring)
+    num_m = gl.cdiv(sizes.M, ring.BLOCK_M)
+    num_n = gl.cdiv(sizes.N, ring.BLOCK_N)
+    turns = gl.cdiv(num_m * num_n, world.size) * world.size
+    order = Order(gl.cast(world.rank, gl.int32), num_m, num_n, lag, turns, world.size, constants.GROUP)
+    finish = Finish(bias, sizes.N, constants.EPILOGUE)
+    signals = Signals(ready_ptr, epoch, world)
+    inboxes = Peers((i1, i2, i3, i4, i5, i6, i7), world.size)
+    outs = Peers((o1, o2, o3, o4, o5, o6, o7), world.size)
     gl.warp_specialize(
         [
-            (consume_all, (0, places, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE, HALF,
-                           TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-            (consume_all, (1, places, ring, outbox, where, bias, N, K, PLACE, world.size - 1, EPILOGUE, HALF,
-                           TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, num_warps)),
-            (_load, (a, b, inbox, ring, ready_ptr, places, K, where, epoch, world, HALF, TRANSPOSED,
-                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES)),
-            (_store, (out, (i1, i2, i3, i4, i5, i6, i7), (o1, o2, o3, o4, o5, o6, o7), ring, outbox, ready_ptr, places,
-                      tiles, K, where, epoch, world, HALF, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)),
+            (consume_all, (0, order, ring, outbox, finish, world.size - 1)),
+            (consume_all, (1, order, ring, outbox, finish, world.size - 1)),
+            (_load, (a, b, inbox, order, ring, signals)),
+            (_store, (out, inboxes, outs, order, ring, outbox, signals)),
         ],
         [num_warps, 1, 1],
         REGISTERS,
-    )  # fmt: skip
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- host
-class _Space(NamedTuple):
-    inbox: SymmetricTensor
-    ready: SymmetricTensor
 
 
 def two_shot_launch(
@@ -217,38 +224,24 @@ def two_shot_launch(
     programs = num_programs(world, tiles_of_all)
     places = max(size - 1, 1) * triton.cdiv(tiles_of_all, size)
 
-    def make() -> _Space:
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
         inbox = empty(places * tiles.block_m, tiles.block_n, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
-        return _Space(inbox, signals(places + 1, name=f"{CALL}.gluon.ready", world=world))
+        return inbox, signals(places + 1, name=f"{CALL}.gluon.ready", world=world)
 
-    space = world.keep((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
-    block, part = (tiles.block_m, tiles.block_k), half_block(tiles)
+    inbox, ready = world.keep((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
+    inboxes, outs = (everywhere(tensor, half_block(tiles), world) for tensor in (inbox, out))
+    passed = (Sizes(M, N, K), lag, world.device, kernel_constants(tiles, transposed, epilogue))
+    result = out.plain()
+    tiles_of_a, tiles_of_b = descriptor(a, (tiles.block_m, tiles.block_k)), weights_descriptor(b, tiles)
 
-    def described(tensor: SymmetricTensor) -> list:
-        theirs = [tensor.peer((world.rank + d) % size) for d in range(1, size)]
-        own = tensor.plain()
-        return [descriptor(own, part), *peer_descriptors(theirs, own, part)]
-
-    inbox, *inboxes = described(space.inbox)
-    result, *outs = described(out)
-    constants = {
-        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
-        "GROUP": tiles.group, "HALF": layout(dtype, *part), "TRANSPOSED": transposed,
-        "EPILOGUE": epilogue, "num_warps": CONSUMER_WARPS,
-    }  # fmt: skip
-    here = out.plain()
-    tiles_of_a, tiles_of_b = descriptor(a, block), weights_descriptor(b, tiles)
-
-    start = cooperative_launch(world, gluon_two_shot_kernel, (programs,), **constants)
+    start = cooperative_launch(world, gluon_two_shot_kernel, (programs,), num_warps=CONSUMER_WARPS)
 
     def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tiles_of_a.base, tiles_of_b.base = a, b
         try:
-            start(
-                tiles_of_a, tiles_of_b, inbox, result, *inboxes, *outs, space.ready, bias, M, N, K, lag, world.device,
-            )  # fmt: skip
+            start(tiles_of_a, tiles_of_b, *inboxes, *outs, ready, bias, *passed)
         finally:
             tiles_of_a.base = tiles_of_b.base = None
-        return here
+        return result
 
     return launch

@@ -6,17 +6,19 @@ Written for Triton 3.6: later versions renamed parts of Gluon. Where they can ru
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
 from .checks import stored
 from .gluon_fits import MAX_PEERS
-from .gluon_warps import CONSUMERS
-from .tile_product import Tiles
+from .gluon_warps import CONSUMERS, Constants
+from .tile_product import Epilogue, Tiles
 
 CONSUMER_WARPS = 4
 """Of each consumer."""
@@ -24,15 +26,28 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def weights_descriptor(b: torch.Tensor, tiles: Tiles) -> TensorDescriptor:
-    """Of `b` (K, N), which is stored so, or (N, K)."""
+    """A descriptor of `b` (K, N), which is stored so, or as (N, K)."""
     rows, transposed = stored(b)
     return descriptor(rows, (tiles.block_n, tiles.block_k) if transposed else (tiles.block_k, tiles.block_n))
 
 
-def peer_descriptors(tensors: Sequence[torch.Tensor], unused: torch.Tensor, block: tuple[int, ...]) -> list:
-    """Descriptors for the MAX_PEERS that a kernel takes: of `tensors`, and of `unused` where there are fewer."""
-    described = [descriptor(tensor, block) for tensor in tensors]
-    return described + [descriptor(unused, block)] * (MAX_PEERS - len(described))
+def everywhere(tensor: SymmetricTensor, block: tuple[int, ...], world: World) -> list[TensorDescriptor]:
+    """Descriptors of a tensor on this rank, and on the MAX_PEERS next ones: ranks rank + 1, rank + 2, ...; where there
+    are fewer this rank's again."""
+    theirs = [tensor.peer((world.rank + d) % world.size) for d in range(1, world.size)]
+    return here(tensor.plain(), block, *theirs)
+
+
+def here(tensor: torch.Tensor, block: tuple[int, ...], *others: torch.Tensor) -> list[TensorDescriptor]:
+    """As many descriptors as from `everywhere`: of this tensor, of the others, and of this one for the rest."""
+    own = descriptor(tensor, block)
+    theirs = [descriptor(other, block) for other in others]
+    return [own, *theirs, *[own] * (MAX_PEERS - len(theirs))]
+
+
+def kernel_constants(tiles: Tiles, transposed: bool, epilogue: Epilogue) -> Constants:
+    """The `constants` argument of a kernel."""
+    return Constants(*map(gl.constexpr, (tiles.num_stages, tiles.group, transposed, epilogue)))
 
 
 def half_block(tiles: Tiles) -> tuple[int, int]:
@@ -47,7 +62,7 @@ def layout(dtype: torch.dtype, *block: int) -> Any:
 
 
 def descriptor(tensor: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """A TMA descriptor of `tensor` (contiguous). Its checks take as long as a launch, so a plan makes it once and lends
-    it each launch's tensor as `base`, of which only the address is read, at the launch."""
+    """A TMA descriptor of `tensor` (contiguous). Its checks take as long as a launch, so a plan makes it once, and
+    lends it each launch's tensor as `base`. The launch reads only that tensor's address."""
     swizzle = layout(tensor.dtype, *block)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), swizzle)

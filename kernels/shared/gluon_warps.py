@@ -1,14 +1,25 @@
-"""What the warps of the Gluon forms of the fused matmuls do, with the tiles' way out left open.
+"""The warps of the Gluon forms of the fused matmuls; where finished tiles go is left to each form.
 
-A program has a loader warp, two consumers of four warps (a warpgroup each) and a storer warp, all running at once. What
-is loaded goes through a ring of STAGES slots of BLOCK_K columns of A and BLOCK_K rows of B. Each consumer computes half
-of a tile's rows; the second begins behind the first, and else they do not wait for each other, so while one finishes
-its half the tensor cores have the other's products. The first's half goes through an outbox, the second's through a
-slot that the ring lends, and the storer sends both where they belong while the next tile is computed. An outbox for all
-of it would cost a slot for good: with three of them the loads of 128 x 256 tiles come late.
+A program has a loader warp, two consumers of four warps (a warpgroup each) and a storer warp, which run at once:
+
+- The loader fills the ring: STAGES slots, each for BLOCK_K columns of A and BLOCK_K rows of B.
+- Each consumer computes half of a tile's rows. The second one begins a tile behind the first. Else they do not wait for
+  each other: while one finishes its half, the tensor cores have the other's products.
+- The first consumer's half leaves through the outbox, the second one's through a slot that the ring lends.
+- The storer sends both halves where they belong, while the consumers compute the next tile.
+
+An outbox for a whole tile would cost a slot for good, and with three slots the loads of 128 x 256 tiles come late.
+
+A form has an aggregate for its order of tiles, whose methods the roles call:
+
+    first()     where this program begins to count tiles
+    end()       the number behind the last tile; a program's tiles are num_programs apart
+    column(t)   the column of tiles of tile t, times 2, plus 1 if this rank finishes the tile; below 0 if there is none
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from pkt.language import ptx
 
+from .gluon_aggregate import aggregate
 from .tile_product import activate
 
 CONSUMERS = gl.constexpr(2)
@@ -29,6 +41,30 @@ SWIZZLED = gl.constexpr(64)
 """Columns of 16 bits that shared memory holds side by side."""
 REGISTERS = gl.constexpr([216, 64, 64])
 """A thread of the second consumer, the loader and the storer; the first has what is left."""
+
+
+class Sizes(NamedTuple):
+    """Of a product on this rank: rows of the output, or of a rank's part of it; its columns; and columns of A."""
+
+    M: Any
+    N: Any
+    K: Any
+
+
+class Constants(NamedTuple):
+    """Constants of a kernel. STAGES: slots of the ring. GROUP: row blocks that are computed together. TRANSPOSED: B
+    lies in memory as (N, K). EPILOGUE: what is done to a finished tile, see `activate`."""
+
+    STAGES: gl.constexpr
+    GROUP: gl.constexpr
+    TRANSPOSED: gl.constexpr
+    EPILOGUE: gl.constexpr
+
+
+@gluon.constexpr_function
+def half_layout(rows, columns, dtype):
+    """The layout in shared memory of half a tile."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 @gluon.jit
@@ -47,51 +83,6 @@ def grouped(t, num_m, num_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def open_ring(
-    a, b, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The ring of a program, empty: slots for A and for B, and a barrier each for their being full and empty.
-    TRANSPOSED, here and below: B lies in memory, and in the slots, as (N, K)."""
-    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
-    if TRANSPOSED:
-        b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
-    else:
-        b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
-    return a_ring, b_ring, open_barriers(STAGES), open_barriers(STAGES, CONSUMERS)
-
-
-@gluon.jit
-def narrowed(
-    ring, b, TRANSPOSED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
-):  # fmt: skip
-    """The same ring, for tiles of BLOCK_N / PIECES columns: each slot of B has the blocks of `b`, of which the first
-    is used."""
-    a_ring, b_ring, full, empty = ring
-    if TRANSPOSED:
-        b_ring = b_ring._reinterpret(b.dtype, [STAGES * PIECES, BLOCK_N // PIECES, BLOCK_K], b.layout)
-    else:
-        b_ring = b_ring._reinterpret(b.dtype, [STAGES * PIECES, BLOCK_K, BLOCK_N // PIECES], b.layout)
-    return a_ring, b_ring, full, empty
-
-
-@gluon.jit
-def open_outbox(dtype: gl.constexpr, HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Room for half a finished tile, and the barriers of `hand_over` (each half is there; the room is free) and of
-    `in_turn`."""
-    room = gl.allocate_shared_memory(dtype, [BLOCK_M // CONSUMERS, BLOCK_N], HALF)
-    return room, open_barriers(CONSUMERS), open_barriers(1), open_barriers(2)
-
-
-@gluon.jit
-def slot_of_b(ring, slot, STAGES: gl.constexpr):
-    """A slot's part for B."""
-    _, b_ring, _, _ = ring
-    return b_ring.index(slot * (b_ring.shape[0] // STAGES))
-
-
-@gluon.jit
 def open_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     """`COUNT` barriers for so many arrivals each."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -100,238 +91,306 @@ def open_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     return barriers
 
 
-@gluon.jit
-def acquire(it, ring, STAGES: gl.constexpr):
-    """The slot that step `it` of the ring fills next, once it is free."""
-    _, _, _, empty = ring
-    slot = it % STAGES
-    mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
-    return slot
+# --------------------------------------------------------------------------------------------------------- memory
+@aggregate
+class Ring:
+    """STAGES slots of shared memory, which the steps of all tiles go through in turn: step s uses slot s % STAGES. A
+    step is a block of A and one of B, or half a tile of partial sums, or a slot lent for half a finished tile."""
 
+    a: gl.shared_memory_descriptor  # (STAGES, BLOCK_M, BLOCK_K)
+    b: gl.shared_memory_descriptor  # (STAGES, BLOCK_K, BLOCK_N), or (STAGES, BLOCK_N, BLOCK_K) if TRANSPOSED
+    full: gl.shared_memory_descriptor  # a barrier a slot: it has been filled
+    empty: gl.shared_memory_descriptor  # a barrier a slot: it is free
+    K: gl.tensor  # columns of A, over all steps of a tile
+    STAGES: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    BLOCK_K: gl.constexpr
+    TRANSPOSED: gl.constexpr
+    HALF: gl.constexpr  # layout of half a tile
 
-@gluon.jit
-def load_step(
-    it, a, at, b, col, k, ring, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Fill the slot of step `it` with A from `at` and B from (k, col)."""
-    a_ring, _, full, _ = ring
-    slot = acquire(it, ring, STAGES)
-    mbarrier.expect(full.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-    tma.async_copy_global_to_shared(a, at, full.index(slot), a_ring.index(slot))
-    if TRANSPOSED:
-        tma.async_copy_global_to_shared(b, [col, k], full.index(slot), slot_of_b(ring, slot, STAGES))
-    else:
-        tma.async_copy_global_to_shared(b, [k, col], full.index(slot), slot_of_b(ring, slot, STAGES))
+    @gluon.jit
+    def steps(self):
+        """Steps of a tile's product."""
+        return gl.cdiv(self.K, self.BLOCK_K)
 
+    @gluon.jit
+    def b_slot(self, slot):
+        """A slot's part for B."""
+        return self.b.index(slot * (self.b.shape[0] // self.STAGES))
 
-@gluon.jit
-def lend(it, ring, STAGES: gl.constexpr):
-    """Lend the slot of step `it`, empty, for half of a finished tile."""
-    _, _, full, _ = ring
-    mbarrier.arrive(full.index(acquire(it, ring, STAGES)), count=1)
+    @gluon.jit
+    def half(self, step):
+        """The part for B of the step's slot, seen as half a tile."""
+        rows: gl.constexpr = self.BLOCK_M // CONSUMERS
+        return self.b_slot(step % self.STAGES)._reinterpret(self.b.dtype, [rows, self.BLOCK_N], self.HALF)
 
+    @gluon.jit
+    def acquire(self, step):
+        """The step's slot, once it is free."""
+        slot = step % self.STAGES
+        mbarrier.wait(self.empty.index(slot), ((step // self.STAGES) & 1) ^ 1)
+        return slot
 
-@gluon.jit
-def load_partial(
-    it, desc, row, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr
-):
-    """Fill the slots of steps `it` and `it` + 1 with the halves of a tile of partial sums, which begins at `row`."""
-    _, _, full, _ = ring
-    for h in gl.static_range(CONSUMERS):
-        slot = acquire(it + h, ring, STAGES)
-        mbarrier.expect(full.index(slot), BLOCK_M // CONSUMERS * BLOCK_N * 2)
-        where = half_of_b(it + h, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-        tma.async_copy_global_to_shared(desc, [row + h * (BLOCK_M // CONSUMERS), 0], full.index(slot), where)
+    @gluon.jit
+    def await_full(self, step):
+        """The step's slot, once it has been filled."""
+        slot = step % self.STAGES
+        mbarrier.wait(self.full.index(slot), (step // self.STAGES) & 1)
+        return slot
 
+    @gluon.jit
+    def free(self, step, ARRIVALS: gl.constexpr):
+        """Let the step's slot go, for so many of the consumers."""
+        mbarrier.arrive(self.empty.index(step % self.STAGES), count=ARRIVALS)
 
-@gluon.jit
-def half_of_b(it, ring, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
-    """A slot's part for B, seen as half a tile."""
-    _, b_ring, _, _ = ring
-    return slot_of_b(ring, it % STAGES, STAGES)._reinterpret(b_ring.dtype, [BLOCK_M // CONSUMERS, BLOCK_N], HALF)
-
-
-@gluon.jit
-def add_partial(
-    CONSUMER: gl.constexpr, half, it, ring,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Half a tile, fp32, plus its half of what `load_partial` has put into the slots of steps `it` and `it` + 1, which
-    are then free. Each consumer waits for both: a barrier that one had not waited for could be two phases on."""
-    _, _, full, empty = ring
-    for h in gl.static_range(CONSUMERS):
-        mbarrier.wait(full.index((it + h) % STAGES), ((it + h) // STAGES) & 1)
-        if h == CONSUMER:
-            half += half_of_b(it + h, ring, BLOCK_M, BLOCK_N, STAGES, HALF).load(half.type.layout).to(gl.float32)
-            fence_async_shared()
-        mbarrier.arrive(empty.index((it + h) % STAGES), count=1)
-    return half
-
-
-@gluon.jit
-def in_turn(CONSUMER: gl.constexpr, n, ahead):
-    """The second consumer begins its n-th tile behind the first, which nothing but the time depends on: side by side
-    they would finish their halves at once, and the tensor cores would stand still. Two barriers, because the first may
-    be two tiles ahead."""
-    if CONSUMER == 0:
-        mbarrier.arrive(ahead.index(n & 1), count=1)
-    else:
-        mbarrier.wait(ahead.index(n & 1), (n >> 1) & 1)
-
-
-@gluon.jit
-def multiply(
-    CONSUMER: gl.constexpr, it, n, steps, ring, ahead, place, t, where, PLACE: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """A consumer's half of the product of `steps` slots of the ring from step `it` on, fp32. One product is in flight
-    while the next begins; a slot is free when the one after it has begun. And PLACE(t, *where), in the stead of
-    `place`: it divides, which takes long, so while the first product is in flight."""
-    a_ring, _, full, empty = ring
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
-    )
-    acc = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
-    in_turn(CONSUMER, n, ahead)
-    for k in range(steps):
-        slot = it % STAGES
-        mbarrier.wait(full.index(slot), (it // STAGES) & 1)
-        y = slot_of_b(ring, slot, STAGES)
-        if TRANSPOSED:
-            y = y.permute([1, 0])
-        acc = warpgroup_mma(a_ring.index(slot).slice(CONSUMER * ROWS, ROWS), y, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        if k > 0:
-            mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
+    @gluon.jit
+    def load(self, step, a, at, b, col, k):
+        """Fill the step's slot with A from `at` and B from (k, col)."""
+        slot = self.acquire(step)
+        mbarrier.expect(self.full.index(slot), (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K * 2)
+        tma.async_copy_global_to_shared(a, at, self.full.index(slot), self.a.index(slot))
+        if self.TRANSPOSED:
+            tma.async_copy_global_to_shared(b, [col, k], self.full.index(slot), self.b_slot(slot))
         else:
-            place = PLACE(t, *where)
-        it += 1
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
-    return acc, place
+            tma.async_copy_global_to_shared(b, [k, col], self.full.index(slot), self.b_slot(slot))
+
+    @gluon.jit
+    def load_partial(self, step, partials, row):
+        """Fill the slots of this step and the next with the halves of a tile of partial sums, which begins at `row`."""
+        ROWS: gl.constexpr = self.BLOCK_M // CONSUMERS
+        for h in gl.static_range(CONSUMERS):
+            slot = self.acquire(step + h)
+            mbarrier.expect(self.full.index(slot), ROWS * self.BLOCK_N * 2)
+            at = [row + h * ROWS, 0]
+            tma.async_copy_global_to_shared(partials, at, self.full.index(slot), self.half(step + h))
+
+    @gluon.jit
+    def lend(self, step):
+        """Lend the step's slot, empty, for half of a finished tile."""
+        mbarrier.arrive(self.full.index(self.acquire(step)), count=1)
+
+    @gluon.jit
+    def add_partial(self, step, half, CONSUMER: gl.constexpr):
+        """Half a tile, fp32, plus the consumer's half of what `load_partial` has put into the slots of this step and
+        the next, which are then free. Each consumer waits for both: a barrier that one had not waited for could be two
+        phases on."""
+        for h in gl.static_range(CONSUMERS):
+            self.await_full(step + h)
+            if h == CONSUMER:
+                half += self.half(step + h).load(half.type.layout).to(gl.float32)
+                fence_async_shared()
+            self.free(step + h, 1)
+        return half
+
+    @gluon.jit
+    def narrowed(self, b, PIECES: gl.constexpr):
+        """The same ring for tiles of BLOCK_N / PIECES columns: each slot of B has the blocks of `b`, and the first one
+        is used."""
+        COLUMNS: gl.constexpr = self.BLOCK_N // PIECES
+        if self.TRANSPOSED:
+            slots = self.b._reinterpret(b.dtype, [self.STAGES * PIECES, COLUMNS, self.BLOCK_K], b.layout)
+        else:
+            slots = self.b._reinterpret(b.dtype, [self.STAGES * PIECES, self.BLOCK_K, COLUMNS], b.layout)
+        HALF: gl.constexpr = half_layout(self.BLOCK_M // CONSUMERS, COLUMNS, self.b.dtype)
+        return Ring(self.a, slots, self.full, self.empty, self.K, self.STAGES, self.BLOCK_M, COLUMNS, self.BLOCK_K,
+                    self.TRANSPOSED, HALF)  # fmt: skip
 
 
 @gluon.jit
-def consume(
-    CONSUMER: gl.constexpr, it, n, begin, end, ring, outbox, where, bias, N, K, PLACE: gl.constexpr,
-    PARTIALS: gl.constexpr, EPILOGUE: gl.constexpr, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """One consumer, from step `it` of the ring and hand-over n on, for every tile from `begin` to `end` that is
-    this program's; returns the next of both. PLACE(t, *where): tile t's column of tiles times 2, plus 1 if it is mine
-    to finish; below zero where there is none. With PARTIALS, to a tile of mine so many are added that the loader has
-    put behind it; the others go out as they are."""
-    steps = gl.cdiv(K, BLOCK_K)
-    _room, _ready, _taken, ahead = outbox
+def open_ring(a, b, K, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """An empty ring for the blocks of `a` and `b`."""
+    BLOCK_M: gl.constexpr = a.block_shape[0]
+    BLOCK_K: gl.constexpr = a.block_shape[1]
+    BLOCK_N: gl.constexpr = b.block_shape[0 if TRANSPOSED else 1]
+    a_slots = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
+    if TRANSPOSED:
+        b_slots = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
+    else:
+        b_slots = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
+    HALF: gl.constexpr = half_layout(BLOCK_M // CONSUMERS, BLOCK_N, a.dtype)
+    return Ring(a_slots, b_slots, open_barriers(STAGES), open_barriers(STAGES, CONSUMERS), K, STAGES,
+                BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, HALF)  # fmt: skip
+
+
+@aggregate
+class Outbox:
+    """Room for the first consumer's half of a finished tile, and the barriers between consumers and storer."""
+
+    room: gl.shared_memory_descriptor  # (BLOCK_M / 2, BLOCK_N)
+    ready: gl.shared_memory_descriptor  # a barrier a consumer: its half is there
+    taken: gl.shared_memory_descriptor  # a barrier: the room is free
+    ahead: gl.shared_memory_descriptor  # two barriers, for `in_turn`
+
+    @gluon.jit
+    def in_turn(self, CONSUMER: gl.constexpr, n):
+        """The second consumer begins its n-th tile behind the first, which nothing but the time depends on: side by
+        side they would finish their halves at once, and the tensor cores would stand still. Two barriers, because the
+        first may be two tiles ahead."""
+        if CONSUMER == 0:
+            mbarrier.arrive(self.ahead.index(n & 1), count=1)
+        else:
+            mbarrier.wait(self.ahead.index(n & 1), (n >> 1) & 1)
+
+    @gluon.jit
+    def take(self, CONSUMER: gl.constexpr, step, n, ring):
+        """For the storer: a consumer's half of this program's n-th tile, once it is there. The second one's is in the
+        slot lent at `step`."""
+        room = self.room
+        mbarrier.wait(self.ready.index(CONSUMER), n & 1)
+        if CONSUMER == 1:
+            room = ring.half(step)
+        return room
+
+    @gluon.jit
+    def sent(self, step, ring, STORES: gl.constexpr):
+        """For the storer: the room is free, and then the slot lent at `step`. What it has sent since `take`, the first
+        half and then the second one in STORES copies, has been read by then. The ring is short of a slot until then:
+        while all programs send, for as long as half a tile takes on the links."""
+        tma.store_wait(STORES)
+        mbarrier.arrive(self.taken.index(0), count=1)
+        tma.store_wait(0)
+        ring.free(step, CONSUMERS)
+
+    @gluon.jit
+    def narrowed(self, ring, PIECES: gl.constexpr):
+        """The same outbox for the tiles of a narrowed ring."""
+        ROWS: gl.constexpr = ring.BLOCK_M // CONSUMERS
+        room = self.room._reinterpret(self.room.dtype, [PIECES, ROWS, ring.BLOCK_N], ring.HALF).index(0)
+        return Outbox(room, self.ready, self.taken, self.ahead)
+
+
+@gluon.jit
+def open_outbox(ring):
+    """An empty outbox for the tiles of a ring."""
+    room = gl.allocate_shared_memory(ring.a.dtype, [ring.BLOCK_M // CONSUMERS, ring.BLOCK_N], ring.HALF)
+    return Outbox(room, open_barriers(CONSUMERS), open_barriers(1), open_barriers(2))
+
+
+@aggregate
+class Finish:
+    """What is done to a tile before it is rounded, by the rank that finishes it."""
+
+    bias: gl.tensor  # pointer to N values, or None
+    N: gl.tensor
+    EPILOGUE: gl.constexpr
+
+    @gluon.jit
+    def store(self, part, where, mine, col):
+        """Columns of a tile, fp32, from column `col` on, into shared memory; with bias and epilogue if this rank
+        finishes it. Not yet for TMA to see."""
+        if (self.bias is not None) or (self.EPILOGUE != "none"):
+            if mine:
+                if self.bias is not None:
+                    cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
+                    part += gl.load(self.bias + cols, mask=cols < self.N, other=0).to(gl.float32)[None, :]
+                part = activate(part, self.EPILOGUE)
+        where.store(part.to(where.dtype))
+
+
+@aggregate
+class Signals:
+    """The counters of a launch: each grows by the same number every launch, so it is waited for by the epoch."""
+
+    ptr: gl.tensor  # int32, on every rank
+    epoch: gl.tensor  # of this launch: 1, 2, ...
+    world: gl.tuple
+
+
+# ------------------------------------------------------------------------------------------------------ consumers
+@gluon.jit
+def consume(CONSUMER: gl.constexpr, step, n, order, ring, outbox, finish, PARTIALS: gl.constexpr):
+    """A consumer, from a step of the ring and hand-over n on, for every tile of `order` that is this program's; returns
+    the next of both. To a tile that this rank finishes PARTIALS partial sums are added, which the loader has put behind
+    it; the others go out as they are."""
+    steps = ring.steps()
+    begin = order.first()
     # One number: of two that come out of the loop in `multiply`, Triton's loop-aware CSE takes one for the first's.
     following = begin
-    if begin < end:
-        following = PLACE(begin, *where)
-    for t in range(begin, end, gl.num_programs(0)):
-        place = following
-        after = gl.where(t + gl.num_programs(0) < end, t + gl.num_programs(0), t)
-        if place < 0:
-            following = PLACE(after, *where)
+    if begin < order.end():
+        following = order.column(begin)
+    for t in range(begin, order.end(), gl.num_programs(0)):
+        column = following
+        after = gl.where(t + gl.num_programs(0) < order.end(), t + gl.num_programs(0), t)
+        if column < 0:
+            following = order.column(after)
         else:
-            half, following = multiply(
-                CONSUMER, it, n, steps, ring, ahead, place, after, where, PLACE, TRANSPOSED,
-                BLOCK_M, BLOCK_N, STAGES, WARPS,
-            )  # fmt: skip
-            it += steps
-            mine = place & 1
+            half, following = multiply(CONSUMER, step, n, column, after, order, ring, outbox)
+            step += steps
+            mine = column & 1
             if PARTIALS > 0:
                 for _ in range(mine * PARTIALS):
-                    half = add_partial(CONSUMER, half, it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-                    it += CONSUMERS
-            hand_over(CONSUMER, half, it, n, ring, outbox, mine, bias, (place >> 1) * BLOCK_N, N, EPILOGUE, HALF,
-                      BLOCK_M, BLOCK_N, STAGES, WARPS)  # fmt: skip
-            it += 1
+                    half = ring.add_partial(step, half, CONSUMER)
+                    step += CONSUMERS
+            hand_over(CONSUMER, half, step, n, column, ring, outbox, finish)
+            step += 1
             n += 1
-    return it, n
+    return step, n
 
 
 @gluon.jit
-def consume_all(
-    CONSUMER: gl.constexpr, tiles, ring, outbox, where, bias, N, K, PLACE: gl.constexpr, PARTIALS: gl.constexpr,
-    EPILOGUE: gl.constexpr, HALF: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """One consumer, for this program's share of `tiles`."""
-    it = 0
+def consume_all(CONSUMER: gl.constexpr, order, ring, outbox, finish, PARTIALS: gl.constexpr):
+    """A consumer, for all tiles of `order` that are this program's."""
+    step = 0
     n = 0
-    consume(CONSUMER, it, n, first_tile(), tiles, ring, outbox, where, bias, N, K, PLACE, PARTIALS, EPILOGUE, HALF,
-            TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS)  # fmt: skip
+    consume(CONSUMER, step, n, order, ring, outbox, finish, PARTIALS)
 
 
 @gluon.jit
-def hand_over(
-    CONSUMER: gl.constexpr, half, it, n, ring, outbox, mine, bias, col, N, EPILOGUE: gl.constexpr, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """A consumer's half, fp32, of this program's n-th tile, whose first column is `col`, once the tile before has been
-    taken: the first's into the outbox, the second's into the slot lent at step `it`. Then the storer is told."""
-    _, _, full, _ = ring
-    room, ready, taken, _ = outbox
-    mbarrier.wait(taken.index(0), (n & 1) ^ 1)
+def multiply(CONSUMER: gl.constexpr, step, n, following, after, order, ring, outbox):
+    """A consumer's half of this program's n-th tile, fp32: the product of the ring's slots from `step` on. One product
+    is in flight while the next begins; a slot is free when the one after it has begun. And order.column(after) in place
+    of `following`: it divides, which takes long, so while the first product is in flight."""
+    steps = ring.steps()
+    ROWS: gl.constexpr = ring.BLOCK_M // CONSUMERS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, ring.BLOCK_N, 16]
+    )
+    acc = gl.zeros((ROWS, ring.BLOCK_N), gl.float32, LAYOUT)
+    outbox.in_turn(CONSUMER, n)
+    for k in range(steps):
+        slot = ring.await_full(step)
+        y = ring.b_slot(slot)
+        if ring.TRANSPOSED:
+            y = y.permute([1, 0])
+        acc = warpgroup_mma(ring.a.index(slot).slice(CONSUMER * ROWS, ROWS), y, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        if k > 0:
+            ring.free(step - 1, 1)
+        else:
+            following = order.column(after)
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    ring.free(step - 1, 1)
+    return acc, following
+
+
+@gluon.jit
+def hand_over(CONSUMER: gl.constexpr, half, step, n, column, ring, outbox, finish):
+    """A consumer's half, fp32, of this program's n-th tile, once the tile before has been taken: the first one's into
+    the outbox, the second one's into the slot lent at `step`. Then the storer is told. column: as order.column."""
+    room = outbox.room
+    mine = column & 1
+    col = (column >> 1) * ring.BLOCK_N
+    mbarrier.wait(outbox.taken.index(0), (n & 1) ^ 1)
     if CONSUMER == 1:
-        mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
-        room = half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-    if BLOCK_N < 2 * SWIZZLED:
-        store_finished(half, room, mine, bias, col, N, EPILOGUE, BLOCK_N)
+        ring.await_full(step)
+        room = ring.half(step)
+    if ring.BLOCK_N < 2 * SWIZZLED:
+        finish.store(half, room, mine, col)
     else:  # not all of it at once, for want of registers
-        PART: gl.constexpr = BLOCK_N // 2
+        PART: gl.constexpr = ring.BLOCK_N // 2
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PART, 16]
+            version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, PART, 16]
         )
-        parts = half.reshape([BLOCK_M // CONSUMERS, 2, PART]).permute(0, 2, 1).split()
+        parts = half.reshape([ring.BLOCK_M // CONSUMERS, 2, PART]).permute(0, 2, 1).split()
         for p in gl.static_range(2):
-            store_finished(gl.convert_layout(parts[p], LAYOUT), room.slice(p * PART, PART, 1), mine, bias,
-                           col + p * PART, N, EPILOGUE, PART)  # fmt: skip
+            finish.store(gl.convert_layout(parts[p], LAYOUT), room.slice(p * PART, PART, 1), mine, col + p * PART)
     fence_async_shared()
-    mbarrier.arrive(ready.index(CONSUMER), count=1)
+    mbarrier.arrive(outbox.ready.index(CONSUMER), count=1)
 
 
-@gluon.jit
-def store_finished(part, where, mine, bias, col, N, EPILOGUE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Columns of a tile, fp32, into shared memory; with bias and epilogue if it is mine to finish. Not yet for TMA to
-    see."""
-    if (bias is not None) or (EPILOGUE != "none"):
-        if mine:
-            if bias is not None:
-                cols = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, part.type.layout))
-                part += gl.load(bias + cols, mask=cols < N, other=0).to(gl.float32)[None, :]
-            part = activate(part, EPILOGUE)
-    where.store(part.to(where.dtype))
-
-
-@gluon.jit
-def take_over(
-    CONSUMER: gl.constexpr, it, n, ring, outbox, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The storer's side of `hand_over`: that half of the tile, once it is there."""
-    room, ready, _, _ = outbox
-    mbarrier.wait(ready.index(CONSUMER), n & 1)
-    if CONSUMER == 1:
-        room = half_of_b(it, ring, BLOCK_M, BLOCK_N, STAGES, HALF)
-    return room
-
-
-@gluon.jit
-def taken_over(it, ring, outbox, STORES: gl.constexpr, STAGES: gl.constexpr):
-    """What the storer has sent since `take_over`, the first half and then the second one in STORES copies, has been
-    read: the outbox is free, and then the slot. The ring is short of a slot until then, which while all programs send
-    is as long as half a tile takes on the links."""
-    _, _, _, empty = ring
-    _, _, taken, _ = outbox
-    tma.store_wait(STORES)
-    mbarrier.arrive(taken.index(0), count=1)
-    tma.store_wait(0)
-    mbarrier.arrive(empty.index(it % STAGES), count=CONSUMERS)
-
-
+# ---------------------------------------------------------------------------------------------------------- peers
 @gluon.jit
 def publish(world):
     """Before a relaxed signal: what this warp has stored by TMA has landed, for all ranks."""
@@ -340,19 +399,25 @@ def publish(world):
     ptx.fence()
 
 
-@gluon.jit
-def to_peers(peers, at, part, SIZE: gl.constexpr):
-    """A block to the same place on every other rank."""
-    for d in gl.static_range(SIZE - 1):
-        tma.async_copy_shared_to_global(peers[d], at, part)
+@aggregate
+class Peers:
+    """A tensor of every other rank, at the same place of the heap."""
 
+    tensors: gl.tuple  # descriptors, of ranks rank + 1, rank + 2, ...; those past SIZE - 1 are not used
+    SIZE: gl.constexpr
 
-@gluon.jit
-def to_peer(peers, d, at, part, SIZE: gl.constexpr):
-    """A block to rank + d."""
-    for p in gl.static_range(1, SIZE):
-        if d == p:
-            tma.async_copy_shared_to_global(peers[p - 1], at, part)
+    @gluon.jit
+    def store_all(self, at, part):
+        """A block to the same place on every other rank."""
+        for d in gl.static_range(self.SIZE - 1):
+            tma.async_copy_shared_to_global(self.tensors[d], at, part)
+
+    @gluon.jit
+    def store(self, d, at, part):
+        """A block to rank + d."""
+        for p in gl.static_range(1, self.SIZE):
+            if d == p:
+                tma.async_copy_shared_to_global(self.tensors[p - 1], at, part)
 
 
 @gluon.jit

@@ -33,6 +33,7 @@ from pkt.kernels.matmul_all_reduce import gluon as two_shot
 from pkt.kernels.matmul_all_reduce import rules as reduce_rules
 from pkt.kernels.matmul_reduce_scatter import gluon as inbox
 from pkt.kernels.shared import gluon_fits
+from pkt.kernels.shared.gluon_warps import Constants
 
 TILES, NARROW = gluon_fits.TILES, gluon_fits.NARROW
 
@@ -66,6 +67,12 @@ class Compiled(NamedTuple):
     args: tuple
 
     @property
+    def constants(self) -> Constants:
+        """Of the Gluon kernels, their values."""
+        (found,) = (a for a in self.args if isinstance(a, Constants))
+        return Constants(*(x.value for x in found))
+
+    @property
     def ptx(self) -> str:
         return self.kernel.asm["ptx"]
 
@@ -74,7 +81,7 @@ class Kernel:
     """Stands for a kernel: a launch compiles it."""
 
     def __init__(self, kernel: Any, compiled: list[Compiled]) -> None:
-        self.kernel, self.compiled = kernel, compiled
+        self.kernel, self.compiled, self.arg_names = kernel, compiled, kernel.arg_names
 
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
         assert not warmup
@@ -117,8 +124,8 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         return _copies.Scattering(inbox, torch.empty_like(inbox.tensor), counters, begin)
 
     monkeypatch.setattr(operator, "World", World)
-    monkeypatch.setattr(_copies, "gathering", gathering)
-    monkeypatch.setattr(_copies, "scattering", scattering)
+    monkeypatch.setattr(push, "gathering", gathering)
+    monkeypatch.setattr(inbox, "scattering", scattering)
     return lambda rank=0, size=4: World(
         rank=rank,
         size=size,
@@ -256,5 +263,5 @@ def assert_fits(launch: Compiled, folder: Path) -> None:
     assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
     assert launch.kernel.metadata.shared + usage["SHARED"] <= gluon_fits.SHARED
     assert "st.local" not in launch.ptx
-    code, steps = sass(launch.kernel, folder), launch.options["BLOCK_K"] // 16
+    code, steps = sass(launch.kernel, folder), TILES.block_k // 16
     assert code.count("HGMMA.64") * 2 == code.count("WARPGROUP.DEPBAR") * steps > 0

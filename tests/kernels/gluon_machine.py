@@ -33,6 +33,10 @@ class Tile:
         self.type = SimpleNamespace(layout="registers")
         self.products: list[tuple[np.ndarray, np.ndarray]] = []
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
     def to(self, dtype: Any) -> Tile:
         return Tile(self.data.copy())
 
@@ -108,13 +112,13 @@ class Descriptor:
     """A tensor in memory, and the block that a TMA operation moves: what lies outside is cut, or read as zero."""
 
     def __init__(self, data: np.ndarray, *block: int) -> None:
-        self.data, self.block = data, block
+        self.data, self.block_shape = data, block
         self.dtype = self.layout = "of the block"
 
     def _inside(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         assert all(x >= 0 for x in at)
         memory, block = [], []
-        for x, size, extent in zip(at, self.block, self.data.shape):
+        for x, size, extent in zip(at, self.block_shape, self.data.shape):
             n = max(0, min(size, extent - x))
             memory.append(slice(x, x + n))
             block.append(slice(0, n))
@@ -122,16 +126,16 @@ class Descriptor:
 
     def read(self, at: list[int]) -> np.ndarray:
         memory, block = self._inside(at)
-        found = np.zeros(self.block, np.float32)
+        found = np.zeros(self.block_shape, np.float32)
         found[block] = self.data[memory]
         return found
 
     def write(self, at: list[int], values: np.ndarray, add: bool) -> None:
         memory, block = self._inside(at)
         if add:
-            self.data[memory] += values.reshape(self.block)[block]
+            self.data[memory] += values.reshape(self.block_shape)[block]
         else:
-            self.data[memory] = values.reshape(self.block)[block]
+            self.data[memory] = values.reshape(self.block_shape)[block]
 
 
 class Pointer:
@@ -264,7 +268,7 @@ class Machine:
 
         gl = SimpleNamespace(
             constexpr=int, int32=int, int64="barriers", float32=float, static_assert=static_assert,
-            program_id=lambda axis: self.here().program, num_programs=lambda axis: self.programs,
+            program_id=lambda axis: self.here().program, num_programs=lambda axis: self.programs, num_warps=lambda: 4,
             cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max, where=_where,
             cast=lambda x, dtype: int(x), static_range=range,
             zeros=lambda shape, *_: Tile(np.zeros(shape, np.float32)),
@@ -291,7 +295,7 @@ class Machine:
         )  # fmt: skip
         return {
             "gl": gl, "tl": SimpleNamespace(where=_where), "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,
-            "fence_async_shared": lambda: None,
+            "fence_async_shared": lambda: None, "half_layout": lambda *_: None,
             "warpgroup_mma": self._mma, "warpgroup_mma_wait": self._mma_wait,
             "tma_reduce_add": lambda d, at, part: self._store(d, at, part, True),
         }  # fmt: skip
@@ -370,20 +374,32 @@ class Machine:
 
 
 def as_python(modules: list[ModuleType], machine: Machine) -> dict[str, Callable]:
-    """The jitted functions of `modules`, which may import from each other, as Python functions with those meanings."""
+    """The jitted functions and the aggregates of `modules`, which may import from each other, as Python functions and
+    classes with those meanings."""
     shared: dict[str, Any] = {}
+
+    def as_function(jitted: JITFunction, name: str) -> FunctionType:
+        return FunctionType(jitted.fn.__code__, shared, name, jitted.fn.__defaults__)
+
+    def as_class(aggregate: Any) -> type:
+        def fill(self: Any, *values: Any) -> None:
+            vars(self).update(zip(aggregate.fields, values, strict=True))
+
+        methods = {name: as_function(f, name) for name, f in vars(aggregate).items() if isinstance(f, JITFunction)}
+        return type(aggregate.__name__, (), {"__init__": fill, **methods})
+
+    classes = {v: as_class(v) for m in modules for v in vars(m).values() if hasattr(v, "__triton_aggregate__")}
     for module in modules:
         for name, value in vars(module).items():
             if not isinstance(value, JITFunction):
-                shared.setdefault(name, value)
+                shared.setdefault(name, classes[value] if hasattr(value, "__triton_aggregate__") else value)
     shared |= machine.meanings()
     for module in modules:
         for name, value in vars(module).items():
             if isinstance(value, JITFunction):
                 # One name for one function: no two of these modules use a name for different ones.
                 key = f"{module.__name__}.{name}"
-                function = FunctionType(value.fn.__code__, shared, name, value.fn.__defaults__)
-                shared[key] = function
+                function = shared[key] = as_function(value, name)
                 if value.fn.__module__ == module.__name__ or name not in shared:
                     shared[name] = function
     return shared

@@ -46,6 +46,10 @@ def world(rank: int, size: int, e: int) -> SimpleNamespace:
     return SimpleNamespace(rank=rank, size=size, launch=e + 1)
 
 
+def constants(stages: int, transposed: bool, finish: bool) -> Any:
+    return warps.Constants(stages, 2, transposed, "relu" if finish else "none")
+
+
 def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-3, 4, shape).astype(np.float32)
 
@@ -77,11 +81,6 @@ def run_push(
     """Shards (m, K) gathered and multiplied by (K, N). num_comm: 0 where copy engines move them."""
     machine, functions = ready(push, size, programs, seed, broken)
     copied = num_comm == 0 and size > 1
-    options = {
-        "CHUNK": chunk, "PIECES": cut_last, "GROUP": 2, "STAGES": stages, "HALF": None, "HALF_PART": None,
-        "COPIED": copied, "EPILOGUE": "relu" if finish else "none", "LEAVE_OUT": "", "num_warps": 4,
-        "TRANSPOSED": transposed,
-    }  # fmt: skip
     rng = np.random.default_rng(seed)
     num_m, chunks = cdiv(m, BM), cdiv(K, chunk)
     push_rows = min(push_rows, num_m)
@@ -97,18 +96,19 @@ def run_push(
         peers = [Descriptor(inbox[(rank + d) % size], BM, BK) for d in range(1, size)]
         weight, out = b[rank][e], outs[rank][e]
         arguments = (
-            Descriptor(a[rank][e], BM, BK), Descriptor(inbox[rank], BM, BK),
+            Descriptor(a[rank][e], BM, BK),
             weights(weight, transposed, width), weights(weight, transposed, width // cut_last),
             Descriptor(out, 1, BM // 2, width), Descriptor(out, 1, BM // 2, width // cut_last),
-            *peers, *[None] * (7 - len(peers)), Pointer(counters, rank), bias(N, finish),
-            m, N, K, min(num_comm, programs) if size > 1 else 0, rounds_alone, whole_rounds, push_rows, m,
-            world(rank, size, e), BM, width, BK,
+            Descriptor(inbox[rank], BM, BK), *peers, *[None] * (7 - len(peers)), Pointer(counters, rank),
+            bias(N, finish), warps.Sizes(m, N, K),
+            min(num_comm, programs) if size > 1 else 0, rounds_alone, whole_rounds, push_rows, world(rank, size, e),
+            constants(stages, transposed, finish), chunk, cut_last, copied, 4,
         )  # fmt: skip
 
         def body(program: int) -> None:
             if copied:
                 begin_copies(machine, [step[e] for step in a], rank, e, program, inbox, counters, push_rows, chunk)
-            functions["gluon_push_kernel"](*arguments, **options)
+            functions["gluon_push_kernel"](*arguments)
 
         return body
 
@@ -171,24 +171,22 @@ def run_inbox(
     a = [[integers(rng, size * m, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
     outs = [[poison(m, N) for _ in range(launches)] for _ in range(size)]
-    options = {
-        "STAGES": stages, "GROUP": 2, "HALF": None, "LEAVE_OUT": "", "num_warps": 4,
-        "TRANSPOSED": transposed, "EPILOGUE": "relu" if finish else "none", "COPIED": copied,
-    }  # fmt: skip
 
     def launch(rank: int, e: int) -> Callable[[int], None]:
         owners = [Descriptor(inbox[(rank + d) % size], *HALF) for d in range(1, size)]
         owners = [Descriptor(outbox[rank], *HALF)] if copied else owners
         arguments = (
-            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), Descriptor(inbox[rank], *HALF),
-            Descriptor(outs[rank][e], *HALF), *owners, *[None] * (7 - len(owners)), Pointer(counters, rank),
-            bias(N, finish), m, N, K, lag, parcel, world(rank, size, e), BM, BN, BK,
+            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed),
+            Descriptor(outs[rank][e], *HALF), Descriptor(inbox[rank], *HALF), *owners, *[None] * (7 - len(owners)),
+            Pointer(counters, rank),
+            bias(N, finish), warps.Sizes(m, N, K), lag, parcel, world(rank, size, e),
+            constants(stages, transposed, finish), copied, 4,
         )  # fmt: skip
 
         def body(program: int) -> None:
             if copied:
                 begin_parcels(machine, rank, e, program, inbox, outbox, counters, tiles, parcel)
-            functions["gluon_inbox_kernel"](*arguments, **options)
+            functions["gluon_inbox_kernel"](*arguments)
 
         return body
 
@@ -246,24 +244,20 @@ def run_two_shot(
     a = [[integers(rng, M, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
     found: list[list[np.ndarray]] = [[] for _ in range(size)]
-    options = {
-        "STAGES": 3, "GROUP": 2, "HALF": None, "TRANSPOSED": transposed, "num_warps": 4,
-        "EPILOGUE": "relu" if finish else "none",
-    }  # fmt: skip
 
     def launch(rank: int, e: int) -> Callable[[int], None]:
         boxes, results = ([Descriptor(x[(rank + d) % size], *HALF) for d in range(size)] for x in (inbox, outs))
         unused = [None] * (8 - size)
         arguments = (
-            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), boxes[0], results[0],
-            *boxes[1:], *unused, *results[1:], *unused, Pointer(counters, rank), bias(N, finish), M, N, K,
-            min(lag, count), world(rank, size, e), BM, BN, BK,
+            Descriptor(a[rank][e], BM, BK), weights(b[rank][e], transposed), *boxes, *unused, *results, *unused,
+            Pointer(counters, rank), bias(N, finish),
+            warps.Sizes(M, N, K), min(lag, count), world(rank, size, e), constants(3, transposed, finish), 4,
         )  # fmt: skip
 
         def body(program: int) -> None:
             if len(found[rank]) < e:
                 found[rank].append(outs[rank].copy())
-            functions["gluon_two_shot_kernel"](*arguments, **options)
+            functions["gluon_two_shot_kernel"](*arguments)
 
         return body
 

@@ -28,16 +28,6 @@ def test_push_fits(compiling, tmp_path, cut_last, tiles):
     assert count_markers(launch.ptx)["wait"] == len(widths)
 
 
-def test_push_with_a_part_left_out(compiling, tmp_path):
-    """What the benchmark leaves out: waiting in the source, pushing and computing by a number of nothing."""
-    world, found = compiling(), {}
-    for part in ("wait", "push", "product"):
-        launch = product(world, 1024, 1024, 1024, leave_out=part)
-        assert_fits(launch, tmp_path)
-        found[part] = (count_markers(launch.ptx)["wait"], *launch.args[-6:-1:4])  # num_comm, rows
-    assert found == {"wait": (0, 16, 1024), "push": (0, 0, 1024), "product": (2, 16, 0)}
-
-
 @pytest.mark.parametrize(("cut_last", "chunk", "columns"), [(1, 0, 4096), (2, 4096, 4096), (2, 2048, 2048)])
 def test_copied_fits(compiling, tmp_path, cut_last, chunk, columns):
     """Copies have been begun before, and are waited for behind it; the kernel sends and signals nothing."""
@@ -49,8 +39,6 @@ def test_copied_fits(compiling, tmp_path, cut_last, chunk, columns):
     assert count_markers(launch.ptx) == {"wait": cut_last, "signal": 0}
     assert not re.search(r"(?:atom|red)\.global", launch.ptx)
     assert not re.search(r"UTMASTG\.2D", sass(launch.kernel, tmp_path))
-    product(world, 1000, 1024, 4096, plan=plan, leave_out="push")
-    assert world.begun == []
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

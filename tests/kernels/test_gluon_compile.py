@@ -42,11 +42,11 @@ def test_transposed_weights_through_the_operators(h200s, tmp_path):
         world = h200s()
         call(world, 333, 1032, 1544, transposed=True)
         launch = world.kernels[-1]
-        assert launch.options["TRANSPOSED"]
+        assert launch.constants.TRANSPOSED
         assert_fits(launch, tmp_path)
     world = h200s()
     scatter_call(world, 128, 64, 61, transposed=True)
-    assert world.kernels[-1].options["TRANSPOSED"]
+    assert world.kernels[-1].constants.TRANSPOSED
 
 
 @pytest.mark.parametrize("call", [product, scatter, reduce])
@@ -62,7 +62,7 @@ def test_bias_and_epilogue_through_the_operators(h200s, tmp_path):
         world = h200s()
         call(world, 333, 1032, 1544, bias=True, epilogue="relu")
         launch = world.kernels[-1]
-        assert launch.options["EPILOGUE"] == "relu"
+        assert launch.constants.EPILOGUE == "relu"
         assert "ex2.approx" not in launch.ptx
         assert any(isinstance(a, torch.Tensor) and a.shape == (1032,) for a in launch.args)
         assert_fits(launch, tmp_path)
@@ -100,11 +100,11 @@ def test_the_keywords_reach_it(h200s, tmp_path):
     scatter_call(world, 1024, 1024, 4096, mode="gluon", tiles=[128, 128, 64, 4, 8, 5], lag=7)
     for launch in world.kernels:
         assert_fits(launch, tmp_path)
-        assert [launch.options[name] for name in ("BLOCK_N", "GROUP", "STAGES")] == [128, 4, 5]
+        assert (*launch.args[1].block_shape[1:], *launch.constants[:2]) == (128, 5, 4)
     gathered, scattered = world.kernels
     assert [gathered.options[n] for n in ("CHUNK", "PIECES")] == [512, 2]
-    assert gathered.args[-6:-1] == (32, 2, 5, 3, 1024)
-    assert scattered.args[-3:-1] == (7, 1)
+    assert gathered.args[-6:-2] == (32, 2, 5, 3)
+    assert scattered.args[-4:-2] == (7, 1)
 
 
 def test_what_does_not_fit_is_refused_before_a_launch(compiling):

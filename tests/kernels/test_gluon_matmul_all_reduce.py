@@ -35,9 +35,9 @@ def test_the_two_shot_is_reached_by_name(h200s, tmp_path):
     reduce_call(world, 2048, 2048, 512, mode="gluon", tiles=[128, 128, 64, 4, 8, 5], lag=3)
     reduce_call(world, 1, 8, 5, mode="gluon")
     first, second = world.kernels
-    assert first.options["STAGES"] == 5
-    assert first.args[-2] == 3
-    assert second.args[-2] == 1
+    assert first.constants.STAGES == 5
+    assert first.args[-3] == 3
+    assert second.args[-3] == 1
     for launch in world.kernels:
         assert launch.kernel.metadata.name == "gluon_two_shot_kernel"
         assert_fits(launch, tmp_path)

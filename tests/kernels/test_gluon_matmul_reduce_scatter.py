@@ -39,15 +39,6 @@ def test_what_is_copied_is_stored_here(compiling, tmp_path, copies):
     assert len(re.findall(SIGNAL, launch.ptx)) == 1
 
 
-@pytest.mark.parametrize("tiles", [None, NARROW])
-def test_inbox_without_links(compiling, tmp_path, tiles):
-    """What the benchmark leaves out is left out of the source, so no sync of it can get lost."""
-    launch = scatter(compiling(), 1024, 4096, 1024, tiles=tiles, leave_out="links")
-    assert_fits(launch, tmp_path)
-    assert count_markers(launch.ptx) == {"wait": 0, "signal": 0}
-    assert count_markers(launch.kernel.asm["ttgir"]) == {"wait": 0, "signal": 0}
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_inbox_on_any_number_of_ranks(compiling, tmp_path, size):
     assert_fits(scatter(compiling(size - 1, size), 333, 1032, 1544), tmp_path)

@@ -5,11 +5,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from triton import cdiv
+from triton.runtime.jit import JITFunction
 
 from pkt.kernels.all_gather_matmul.rules import CUTS
 
 from .gluon_machine import Machine, as_python
-from .gluon_runs import push, two_shot, warps
+from .gluon_runs import push, scatter, two_shot, warps
+
+
+def test_a_role_takes_at_most_eight_values():
+    """And so does each function and method that the roles call."""
+    for module in (warps, push, scatter, two_shot):
+        aggregates = [value for value in vars(module).values() if hasattr(value, "__triton_aggregate__")]
+        named = [item for where in (module, *aggregates) for item in vars(where).items()]
+        counts = {name: len(f.arg_names) for name, f in named if isinstance(f, JITFunction)}
+        kernels = {name for name in counts if name.endswith("_kernel")}
+        assert len(kernels) == (module is not warps)
+        assert max(counts[name] for name in counts.keys() - kernels) <= 8, counts
 
 
 # -------------------------------------------------------------------------------------------------- all_gather_matmul
@@ -19,8 +31,8 @@ def test_copied_tiles_come_in_the_order_of_the_copies(size):
     functions = as_python([warps, push], Machine(1, 1, 0))
     num_m, num_n, push_rows = 5, 3, 2
     for rank in range(size):
-        order = (rank, num_m, num_n, size, 2, push_rows, True)
-        tiles = [functions["_tile"](t, *order) for t in range(size * num_m * num_n)]
+        order = functions["Order"](rank, 8 * num_m, num_m, num_n, 16, push_rows, size, 2, 8, True)
+        tiles = [order.tile(t) for t in range(size * num_m * num_n)]
         came = list(dict.fromkeys((source, i // push_rows) for source, i, _, own in tiles if not own))
         assert came == [((rank - d) % size, g) for g in range(3) for d in range(1, size)]
         assert sorted(tiles) == sorted(
@@ -45,18 +57,16 @@ def test_every_tile_and_every_part_once(programs, pieces):
                 seen = []
                 counts = []
                 for here.program in range(programs):
-                    begin, end, alone, begin_part, end_part, late, cut = functions["_share"](
-                        tiles, num_comm, wanted, most, pieces
-                    )
-                    order = (0, num_m, num_n, 1, 2, 1, False)
-                    whole = list(range(begin, end, programs))
+                    order = functions["Order"](0, 8 * num_m, num_m, num_n, 16, 1, 1, 2, 8, False)
+                    rounds, left = functions["deal"](num_comm, wanted, most, order, pieces)
+                    alone, late, cut = rounds.alone, left.alone, tiles - left.offset
+                    whole = list(range(rounds.first(), rounds.end(), programs))
                     seen += [
                         (i, j * pieces + part)
-                        for _, i, j, _ in (functions["_place"](v, 0, alone, num_comm, 1, order) for v in whole)
+                        for _, i, j, _ in (rounds.tile(v) for v in whole)
                         for part in range(pieces)
                     ]
-                    left = range(begin_part, end_part, programs)
-                    places = [functions["_place"](v, tiles - cut, late, num_comm, pieces, order) for v in left]
+                    places = [left.tile(v) for v in range(left.first(), left.end(), programs)]
                     seen += [(i, j) for _, i, j, _ in places]
                     counts.append(len(whole))
                 assert sorted(seen) == [(i, j) for i in range(num_m) for j in range(num_n * pieces)]
@@ -112,7 +122,8 @@ def test_every_tile_has_one_owner_and_a_place(size, shape):
     for lag in {1, count}:
         owners: dict[tuple, set] = {}
         for rank in range(size):
-            found = [functions["_tile"](t, rank, *shape, lag, size, 2) for t in range(size * count)]
+            order = functions["Order"](rank, *shape, lag, size * count, size, 2)
+            found = [order.tile(t) for t in range(order.end())]
             real = [((i, j), ((rank + d) % size, place)) for d, place, i, j in found if j >= 0]
             assert len(real) == tiles
             for cell, owner in real:

@@ -1,5 +1,6 @@
 """The status page in words, the deadline, and the watchdog that ends a spin when a peer dies."""
 
+import gc
 import os
 import signal
 import time
@@ -57,6 +58,11 @@ def test_every_rank_reports_an_expired_wait():
         assert message.startswith(
             "rank 1: spinning_kernel program 5 waits on flags[7] after 10.0 s: wanted >= 3, found 2, launch 41"
         )
+
+
+def test_a_kernel_is_found_by_its_hash_among_frozen_objects():
+    gc.freeze()
+    assert watch.kernel_name(words.site_hash("spinning_kernel")) == "spinning_kernel"
 
 
 def test_incomplete_records_are_left_out():

@@ -104,43 +104,30 @@ class Topology:
         first = self.gpus[0]
         for rank, gpu in enumerate(self.gpus):
             if gpu.uuid in owner:
-                who = f"ranks {owner[gpu.uuid]} and {rank}"
-                return (
-                    f"{who} are on the same GPU ({gpu.name})",
-                    "give every rank a GPU of its own: torch.cuda.set_device(local_rank)",
-                )
+                found = f"ranks {owner[gpu.uuid]} and {rank} are on the same GPU ({gpu.name})"
+                return found, "give every rank a GPU of its own: torch.cuda.set_device(local_rank)"
             owner[gpu.uuid] = rank
             if "MIG" in gpu.name:
-                return (
-                    f"rank {rank} is on a MIG slice ({gpu.name})",
-                    "slices have no peer access: turn MIG off or use whole GPUs",
-                )
+                found = f"rank {rank} is on a MIG slice ({gpu.name})"
+                return found, "slices have no peer access: turn MIG off or use whole GPUs"
             for what, has in (
                 ("virtual memory management", gpu.virtual_memory),
                 ("POSIX file descriptor handles", gpu.posix_fds or self.spans),
                 ("cooperative launch", gpu.cooperative_launch),
             ):
                 if not has:
-                    return (
-                        f"rank {rank}'s GPU ({gpu.name}) has no {what}",
-                        "use GPUs of compute capability 9.0 or later",
-                    )
+                    found = f"rank {rank}'s GPU ({gpu.name}) has no {what}"
+                    return found, "use GPUs of compute capability 9.0 or later"
             if gpu.capability != first.capability:
-                return (
-                    f"rank 0 is on a {first.name} and rank {rank} on a {gpu.name}",
-                    "a world needs GPUs of one compute capability: choose them with CUDA_VISIBLE_DEVICES",
-                )
+                found = f"rank 0 is on a {first.name} and rank {rank} on a {gpu.name}"
+                return found, "a world needs GPUs of one compute capability: choose them with CUDA_VISIBLE_DEVICES"
         for a, row in enumerate(self.links):
             for b, link in enumerate(row):
+                pair = f"GPU {self.gpus[a].device} -> {self.gpus[b].device}"
                 if a != b and link.access is False:
-                    here, there = self.gpus[a].device, self.gpus[b].device
-                    return (
-                        f"GPU {here} -> {there}: no peer access",
-                        "ranks need GPUs joined by NVLink, or PCIe with P2P enabled",
-                    )
+                    return f"{pair}: no peer access", "ranks need GPUs joined by NVLink, or PCIe with P2P enabled"
                 if a != b and link.atomics is False:
-                    here, there = self.gpus[a].device, self.gpus[b].device
-                    return f"GPU {here} -> {there}: no native atomics", "signals need NVLink between the ranks' GPUs"
+                    return f"{pair}: no native atomics", "signals need NVLink between the ranks' GPUs"
         return self._apart() if self.spans else None
 
     def _apart(self) -> tuple[str, str] | None:
@@ -196,10 +183,6 @@ def assemble(probes: Sequence[Mapping[str, Any]]) -> Topology:
     rows = []
     for mine, gpu in zip(probes, gpus, strict=True):
         known = mine["links"]
-        rows.append(
-            tuple(
-                Link(True, True) if peer.uuid == gpu.uuid else Link(*known.get(peer.uuid, (None, None)))
-                for peer in gpus
-            )
-        )
+        links = (known.get(peer.uuid, (None, None)) if peer.uuid != gpu.uuid else (True, True) for peer in gpus)
+        rows.append(tuple(Link(*link) for link in links))
     return Topology(gpus, tuple(rows))

@@ -51,6 +51,7 @@ def records(words: Sequence[int]) -> list[dict[str, int]]:
 
 def kernel_name(site: int) -> str:
     """The name of the loaded kernel whose `site_hash` is `site`; slow, for error messages only."""
+    gc.unfreeze()  # get_objects() leaves out frozen objects, and workers and the simulator freeze all that is loaded
     # type() and not isinstance(), which asks objects for their class, and some warn when asked.
     kernels = (o for o in gc.get_objects() if issubclass(type(o), JITFunction)) if site else ()
     names = {kernel.__name__ for kernel in kernels}

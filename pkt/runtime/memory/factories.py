@@ -123,8 +123,6 @@ def arange(
 class Like(Protocol):
     """The type of `empty_like` and others."""
 
-    __name__: str
-
     def __call__(
         self,
         x: torch.Tensor,

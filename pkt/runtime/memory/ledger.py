@@ -112,9 +112,7 @@ class Ledger:
         self._starts[at] = chunk.offsets[0]
         if len(chunk.sizes) > 2 * CHUNK:
             half = len(chunk.sizes) // 2
-            halves = [
-                _Chunk(chunk.offsets[:half], chunk.sizes[:half]),
-                _Chunk(chunk.offsets[half:], chunk.sizes[half:]),
-            ]
+            parts = slice(half), slice(half, None)
+            halves = [_Chunk(chunk.offsets[part], chunk.sizes[part]) for part in parts]
             self._chunks[at : at + 1] = halves
             self._starts[at : at + 1] = [c.offsets[0] for c in halves]

@@ -82,13 +82,8 @@ class Workers:
         facts: added to the job. Raises RankFailed."""
         meeting = rendezvous.prepare()
         try:
-            shared = {
-                "fn": dumps(fn),
-                "args": dumps(tuple(args)),
-                "opener": opener,
-                "timeout": timeout,
-                "size": self.size,
-            }
+            shared = {"fn": dumps(fn), "args": dumps(tuple(args)), "opener": opener, "timeout": timeout}
+            shared["size"] = self.size
             for rank, pipe in enumerate(self._pipes):
                 job = {**shared, **facts, "rank": rank, "directory": meeting.directory, "token": meeting.token}
                 send(pipe, dumps(job))

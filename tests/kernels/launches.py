@@ -59,8 +59,9 @@ def all_launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: p
     return found[min(RANK, ranks - 1)]
 
 
-def compile_checked(launch: Launch, arch: int, folder: Path) -> Any:
-    """Compiled; every wait and signal is there (`compile_only` raises LostSync), no spill, shared memory fits."""
+def compile_checked(launch: Launch, arch: int, folder: Path, signals: bool = True) -> Any:
+    """Compiled; every wait and signal is there (`compile_only` raises LostSync), no spill, shared memory fits. signals:
+    it signals, unless it is alone."""
     compiled = compile_only(launch.kernel, *launch.args, arch=arch, **launch.options)
     usage = resources(compiled, folder)
     assert usage["STACK"] == 0, usage
@@ -69,6 +70,6 @@ def compile_checked(launch: Launch, arch: int, folder: Path) -> Any:
     markers = count_markers(compiled.asm["ptx"])
     alone = launch.args[-1].size.value == 1 if isinstance(launch.args[-1], DeviceWorld) else False
     assert markers["wait"] >= 1
-    assert markers["signal"] >= 1 or alone
+    assert markers["signal"] >= 1 or alone or not signals
     assert launch.options["launch_cooperative_grid"]
     return compiled

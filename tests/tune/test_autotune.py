@@ -138,7 +138,7 @@ def test_a_function_tunes_and_a_new_run_remembers():
     assert double.__name__ == "double"
 
 
-def test_exploring_schedules_runs_what_was_chosen():
+def test_simulate_runs_the_chosen_config():
     tuned = pkt.autotune(pkt.space(BLOCK=[8, 64]), key=["n"])(scale_kernel)
 
     def main(world):
@@ -149,7 +149,7 @@ def test_exploring_schedules_runs_what_was_chosen():
     assert len(tuned.searches) == 1
 
 
-def test_it_goes_to_workers_as_functions_do():
+def test_a_tuned_function_can_be_sent_to_workers():
     """What pkt.launch on GPUs sends to its processes, with a case that is known here and not there."""
     tuned = pkt.autotune(pkt.space(BLOCK=[8, 64]), key=["n"], bucket={"n": lambda n: n})(scale_kernel)
 
@@ -213,7 +213,7 @@ def test_buckets_share_a_choice_also_where_ranks_differ():
     assert list(tuned.searches) == ["m=128, k=1", "m=256, k=1"]
 
 
-def test_a_rank_that_met_a_size_before_does_not_leave_the_others_alone():
+def test_sizes_of_one_bucket_are_searched_once():
     tuned = counting(key=["m"], bucket={"m": triton.next_power_of_2})
 
     def main(world):
@@ -274,7 +274,7 @@ def test_a_capture_needs_a_known_case(monkeypatch):
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
-def test_what_cannot_be_is_refused_when_decorated():
+def test_wrong_arguments_are_refused_when_decorated():
     with pytest.raises(ShapeError, match=r"key: found 'k', wanted parameters of scale_kernel: x_ptr, n, factor, BLOCK"):
         pkt.autotune([{"BLOCK": 8}], key=["k"])(scale_kernel)
     with pytest.raises(ShapeError, match="restore: found 'y'"):
@@ -285,7 +285,7 @@ def test_what_cannot_be_is_refused_when_decorated():
         pkt.autotune([{"BLOCK": 8}])(5)
 
 
-def test_what_cannot_be_is_refused_when_called():
+def test_wrong_arguments_are_refused_when_called():
     with pytest.raises(ShapeError, match=r"a grid: scale_kernel\[grid\]"):
         pkt.autotune([{"BLOCK": 8}])(scale_kernel)(1)
     with pytest.raises(ShapeError, match="call it without"):
@@ -332,7 +332,7 @@ def test_do_bench_gives_every_rank_the_same(monkeypatch):
     assert isinstance(alone, float)
 
 
-def test_do_bench_of_what_fails_on_one_rank_is_infinite_on_all(monkeypatch):
+def test_do_bench_is_infinite_on_all_ranks_if_one_fails(monkeypatch):
     monkeypatch.setattr(bench, "timer_of", Bench)
 
     def main(world):

@@ -59,7 +59,7 @@ def test_pkt_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("change", ["key", "name", "size", "gpu", "versions"])
-def test_any_other_case_is_another_choice(change, monkeypatch):
+def test_choices_differ_by_case_name_size_gpu_and_versions(change, monkeypatch):
     tuned(key={"m": 64})
     machine = cache.machine
     if change == "gpu":
@@ -80,7 +80,7 @@ def test_two_cases_live_in_one_file(own_cache):
     assert looked_up(key={"m": 2}) == [Config(n=2)]
 
 
-def test_a_source_that_changed_is_another_case(own_cache):
+def test_a_changed_source_is_another_case(own_cache):
     def first(n):
         return n
 
@@ -106,7 +106,7 @@ def test_a_second_look_is_no_collective():
     assert in_threads(2, main) == [[Config(n=2)] * 2] * 2
 
 
-def test_what_is_tuned_is_seen_at_once():
+def test_a_tuned_choice_is_seen_at_once():
     """Also by operators that have made their plans already."""
 
     def main(world):
@@ -146,7 +146,7 @@ def test_names_that_are_no_file_names(own_cache):
     assert all(path.parent == own_cache for path in own_cache.rglob("*.json"))
 
 
-def test_without_the_variable_it_is_the_users_cache(monkeypatch, tmp_path):
+def test_the_users_cache_is_the_default(monkeypatch, tmp_path):
     import platformdirs
 
     monkeypatch.delenv("PKT_TUNE_CACHE")
@@ -223,7 +223,7 @@ def test_jobs_that_write_at_once_lose_nothing(own_cache):
     assert set(content(own_cache)["choices"]) == {f"{number} {i}" for number in range(7) for i in range(30)}
 
 
-def test_a_writer_that_died_is_in_nobodys_way(own_cache):
+def test_a_lock_of_a_dead_writer_is_free(own_cache):
     """It leaves its lock, which goes with it, and half of a new file."""
     own_cache.mkdir()
     (own_cache / "op.json.lock").touch()

@@ -83,7 +83,7 @@ def test_a_candidate_that_gives_a_wrong_result_is_dropped(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------- what is searched for
-def test_sizes_are_those_of_the_whole_product():
+def test_sizes_on_the_command_line_are_those_of_the_whole_product():
     assert Layer("all_gather_matmul", 8192, 8192, 8192).key(4) == {
         "M": 8192, "N": 2048, "K": 8192, "dtype": "bf16", "size": 4,
     }  # fmt: skip
@@ -127,7 +127,7 @@ def test_names_short_and_full(made_up, tmp_path):
         (("ag_gemm", "--device", "cpu", "--m", 8192, "--n", 8192, "--k", 8192), "up to 16777216 with --device cpu"),
     ],
 )
-def test_what_the_command_line_cannot_mean(made_up, arguments, said):
+def test_wrong_command_lines_are_refused(made_up, arguments, said):
     done = run(*arguments)
     assert done.exit_code == 2
     assert said in " ".join(done.output.replace("│", " ").split())
@@ -144,7 +144,7 @@ def test_what_the_command_line_cannot_mean(made_up, arguments, said):
         ("gemm_ar", (-1, 8, 8), "m: found -1, wanted at least 1"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_before_any_launch(made_up, tmp_path, name, sizes, said):
+def test_indivisible_sizes_are_refused_before_any_launch(made_up, tmp_path, name, sizes, said):
     m, n, k = sizes
     done = run(name, "--m", m, "--n", n, "--k", k, "--out", tmp_path / "none")
     assert done.exit_code == 1
@@ -154,7 +154,7 @@ def test_what_ranks_cannot_share_is_refused_before_any_launch(made_up, tmp_path,
 
 
 # ------------------------------------------------------------------------------------------------------------ the end
-def test_without_gpus_it_says_so(monkeypatch, tmp_path):
+def test_the_command_says_that_there_are_no_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     done = run("ag_gemm", "--ranks", 4, "--out", tmp_path / "none")
     assert done.exit_code == 1
@@ -162,7 +162,7 @@ def test_without_gpus_it_says_so(monkeypatch, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_ctrl_c_keeps_what_was_found(monkeypatch, tmp_path):
+def test_ctrl_c_keeps_the_best_so_far(monkeypatch, tmp_path):
     search = replace(tables.measured("matmul_all_reduce")[1], interrupted=True)
     monkeypatch.setattr(command, "_searched", lambda *_: (search, "NVIDIA H200"))
     done = run("gemm_ar", "--out", tmp_path)
@@ -171,7 +171,7 @@ def test_ctrl_c_keeps_what_was_found(monkeypatch, tmp_path):
     assert len(json.loads((tmp_path / "matmul_all_reduce.json").read_text())["entries"]) == 1
 
 
-def test_what_was_found_before_a_failure_is_kept(made_up, monkeypatch, tmp_path):
+def test_a_failure_keeps_the_best_so_far(made_up, monkeypatch, tmp_path):
     searched = command._searched
 
     def fail_second(layer, ranks, device):
@@ -197,7 +197,7 @@ def test_without_matplotlib_there_is_no_picture(made_up, monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["all_gather_matmul.json"]
 
 
-def test_what_is_written_has_the_form_of_what_ships(made_up, tmp_path):
+def test_written_tables_have_the_form_of_shipped_ones(made_up, tmp_path):
     run("ag_gemm", "--m", 4096, "--n", 4096, "--k", 4096, "--out", tmp_path)
     ours = json.loads((tmp_path / "all_gather_matmul.json").read_text())
     shipped = json.loads((tables.files("pkt.tune.tables") / "all_gather_matmul.json").read_text())

@@ -31,7 +31,7 @@ def test_values_of_different_kinds_differ(one, other):
     assert pkt.Config(x=one) != pkt.Config(x=other)
 
 
-def test_what_a_file_keeps_comes_back_equal():
+def test_a_config_read_from_a_file_is_equal():
     config = pkt.Config(tiles=(128, 256, (1, 2)), mode="push", n=np.int64(3), f=0.1, off=None, on=True)
     assert pkt.Config(**json.loads(config.text)) == config
     assert config["tiles"] == (128, 256, (1, 2))
@@ -44,7 +44,7 @@ def test_values_that_cannot_be_kept_are_refused(value):
         pkt.Config(x=value)
 
 
-def test_of_takes_what_people_have():
+def test_of_takes_configs_dicts_and_tritons_configs():
     hook = print
     theirs = triton.Config({"BLOCK": 64}, num_warps=8, num_stages=4, pre_hook=hook)
     config = pkt.Config.of(theirs)

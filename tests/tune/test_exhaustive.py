@@ -130,7 +130,7 @@ def taken(what, key, monkeypatch):
 
 
 @pytest.mark.parametrize("what", MODELS)
-def test_what_nobody_tuned_is_within_a_tenth_of_the_best(what, monkeypatch):
+def test_an_untuned_shape_is_within_a_tenth_of_the_best(what, monkeypatch):
     """The Gluon form by its own rule; and what is taken from the nearest shape, whichever form."""
     losses = {}
     for key, times in cases(what):

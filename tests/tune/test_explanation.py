@@ -45,7 +45,7 @@ def tuned(what, shape, config, size=2, seconds=2e-3):
 # -------------------------------------------------------------------------------------------- what choice says, it says
 @pytest.mark.parametrize("what", MODELS)
 @pytest.mark.parametrize("shape", [NEAR, FAR, {"M": 4096, "N": 4095, "K": 1024}, {"M": 5000, "N": 4000, "K": 1208}])
-def test_it_tells_the_rule_of_choice(what, shape, on_h200, capsys):
+def test_an_explanation_tells_the_rule_of_choice(what, shape, on_h200, capsys):
     def main(world):
         asked = {**shape, "dtype": "bf16", "size": world.size}
         return choice(what, asked, world), explain(what, **shape).config, own_rule(what, asked, H200.name)
@@ -59,7 +59,7 @@ def test_it_tells_the_rule_of_choice(what, shape, on_h200, capsys):
 
 @pytest.mark.parametrize("off", [False, True])
 @pytest.mark.parametrize("config", [NCCL, Config(mode="lcsc", num_comm_sms=4)])
-def test_what_was_tuned_here_comes_first(config, off, on_h200, monkeypatch):
+def test_a_choice_tuned_here_comes_first(config, off, on_h200, monkeypatch):
     tuned("matmul_all_reduce", FAR, config)
     monkeypatch.setenv("PKT_NCCL", "0" if off else "1")
     chosen = in_threads(2, lambda world: choice("matmul_all_reduce", {**FAR, "dtype": "bf16", "size": 2}, world))[0]
@@ -163,7 +163,7 @@ def test_a_measured_shape_has_its_figures(what):
         assert "for this shape" in text
 
 
-def test_another_shape_says_how_far_and_has_no_measured_time():
+def test_the_nearest_shapes_choice_has_a_distance_and_no_time():
     found = explain("ag_gemm", M=8192, N=2048, K=4096)
     assert found.config == tables.nearest("all_gather_matmul", found.key, H200.name, 4)
     assert "M=4096, N=1024, K=4096, 1 doublings" not in found.why  # 2 away; 8192 is 1 away
@@ -184,7 +184,7 @@ def test_few_rows_are_not_fused_with_their_all_reduce():
     assert explain("gemm_ar", M=1024, N=8192, K=7168).config["mode"] == "gluon"
 
 
-def test_what_the_model_knows_nothing_of():
+def test_gpus_and_dtypes_without_a_model_have_no_prediction():
     for more in ({"gpu": "NVIDIA B200"}, {"dtype": "fp32"}):
         found = explain("gemm_rs", **NEAR, **more)
         assert found.limit is None

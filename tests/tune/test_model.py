@@ -66,7 +66,7 @@ def played(tasks, task_seconds, sms, late, until):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 40))
-def test_waves_are_what_a_queue_does(tasks, seconds, sms, late, until):
+def test_waves_equal_a_simulated_queue(tasks, seconds, sms, late, until):
     late = min(late, sms)
     found = waves(tasks, float(seconds), sms, late, float(until))
     assert found == pytest.approx(played(tasks, float(seconds), sms, late, float(until)))
@@ -286,7 +286,7 @@ def test_pushing_first_by_hand():
     assert pushing_rounds(Config(mode="gluon"), {**case, "dtype": "float32"}) == 0
 
 
-def test_error_counts_what_has_both():
+def test_error_counts_cases_with_both_times():
     config = Config(x=1)
     both = Candidate(config, 2.0, (1.0, 1.0))
     assert error([both, Candidate(config, 1.1, (1.0,)), Candidate(config, None, (1.0,)), Candidate(config, 1.0)]) == (
@@ -325,7 +325,7 @@ def test_one_rank_sends_nothing():
 
 
 @pytest.mark.parametrize("what", MODELS)
-def test_of_what_was_never_measured_nothing_is_said(what):
+def test_unmeasured_cases_have_no_prediction(what):
     config = Config(tiles=WIDE)
     assert MODELS[what](config, product(4096)) > 0
     assert MODELS[what](config, product(4096, dtype="float32")) is None
@@ -360,7 +360,7 @@ def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
     assert alone.communication == 0
 
 
-def test_what_comes_in_two_chunks_is_waited_for_less_where_the_own_shard_is_done_before():
+def test_two_chunks_shorten_the_wait_if_the_own_shard_is_done_before():
     """At 8192 on 4 ranks, 0.360 ms and not 0.374 on H200; at 16384 the first copy is here in time."""
     for side, sooner in ((8192, True), (16384, False)):
         key = {"M": side, "N": side // 4, "K": side, "dtype": "bf16", "size": 4}
@@ -376,7 +376,7 @@ def test_what_comes_in_two_chunks_is_waited_for_less_where_the_own_shard_is_done
 # -- what the operators do by themselves, which the model knows and does not import ----------------------------------
 
 
-def test_the_model_knows_what_the_gluon_forms_do_where_nothing_is_given():
+def test_the_model_knows_the_defaults_of_the_gluon_forms():
     assert (model.PUSHERS, model.CHUNK) == (_push_plan.PUSHERS, _push_plan.CHUNK)
     assert model.CUTS == _push_plan.CUTS
     assert spaces.GLUON_RANKS == range(2, _gluon.MAX_PEERS + 2)
@@ -386,7 +386,7 @@ def test_the_model_knows_what_the_gluon_forms_do_where_nothing_is_given():
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("K", [512, 1024, 2048, 4096, 8192])
 @pytest.mark.parametrize("M", [1024, 2048, 4096, 8192, 16384, 32768])
-def test_the_model_knows_how_far_own_tiles_are_behind_and_what_is_copied(M, K, size):
+def test_the_model_knows_the_lag_and_the_copies(M, K, size):
     for tiles in (_gluon.TILES, _gluon.NARROW):
         case = model._Case.of(
             {"tiles": tiles[:3], "mode": "gluon"}, {"M": M, "N": M, "K": K, "dtype": "bf16", "size": size}

@@ -82,7 +82,7 @@ def test_without_matplotlib(monkeypatch):
         draw([SMALL])
 
 
-def test_what_ships_is_drawn(tmp_path):
+def test_shipped_results_are_drawn(tmp_path):
     searches = [search for search in tables.measured("matmul_all_reduce") if search.key["size"] == 4]
     found = draw(searches, title="matmul_all_reduce, 4 H200")
     assert len(labels(found)) == len(searches) == 5

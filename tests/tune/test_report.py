@@ -54,7 +54,7 @@ def test_predicted_and_measured_side_by_side():
     ]
 
 
-def test_what_stands_below():
+def test_lines_below_the_table():
     lines = printed(FOUND).splitlines()
     assert "3 of 7 measured in 3.2 s" in lines
     assert "all: tiles=128x256x64,8,8,3" in lines
@@ -87,7 +87,7 @@ def test_a_search_that_found_nothing():
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_what_ships_can_be_shown(width):
+def test_shipped_results_can_be_shown(width):
     for search in tables.measured("all_gather_matmul"):
         text = printed(search, width)
         assert "gpu=NVIDIA H200" in text

@@ -74,12 +74,12 @@ def test_two_that_overlap_are_measured_to_the_end():
     assert [len(c.times) for c in found.candidates] == [24, 24]
 
 
-def test_what_is_too_close_to_matter_is_not_measured_again():
+def test_candidates_too_close_to_matter_are_not_measured_again():
     _, asked = searched(1, 8, seconds=lambda n: 1.0 + 0.0001 * n, noise=0.001)
     assert len(asked) == 8 * rules.REPEATS
 
 
-def test_what_takes_a_while_is_warmed_up_first():
+def test_slow_functions_are_warmed_up_first():
     """Only where it is so slow that power may limit the clock, and only once; those times do not count."""
     found, asked = searched(2, 2, seconds=lambda n: 0.01 * (1 + n))
     first = found.candidates[0].config["n"]
@@ -94,7 +94,7 @@ def test_what_takes_a_while_is_warmed_up_first():
         assert [repeats for _, repeats in asked] == [1] * 2 * rules.REPEATS
 
 
-def test_one_that_fails_while_it_is_warmed_up_is_dropped_and_the_rest_measured():
+def test_a_failure_in_warming_up_drops_that_candidate_alone():
     class Tired(Rough):
         def times(self, config, run, repeats):
             found = super().times(config, run, repeats)
@@ -136,7 +136,7 @@ def test_a_lucky_first_look_does_not_win():
     assert min(len(c.times) for c in found.candidates) > rules.REPEATS
 
 
-def test_of_equal_times_the_first_in_order_wins():
+def test_the_first_of_equal_times_wins():
     found, _ = searched(3, 8, seconds=lambda n: 1.0)
     assert found.best == found.candidates[0].config
 
@@ -167,7 +167,7 @@ def test_any_number_of_ranks(size):
     assert found.best == Config(n=0)
 
 
-def test_a_person_at_a_terminal_sees_how_far_it_is(monkeypatch):
+def test_progress_is_shown_on_a_terminal_only(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -183,7 +183,7 @@ def test_a_person_at_a_terminal_sees_how_far_it_is(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------ the order
-def test_the_model_says_what_is_measured():
+def test_the_model_chooses_the_measured_candidates():
     def model(config, key):
         return None if config["n"] == 0 else abs(config["n"] - key["near"])
 
@@ -232,7 +232,7 @@ def anything_of_two(a, b):
 @pytest.mark.parametrize(
     "error", [RuntimeError("no such luck"), WaitTimeout.of("rank 1: it took too long")], ids=["fails", "times out"]
 )
-def test_what_fails_on_one_rank_is_dropped_on_all(where, error):
+def test_a_failure_on_one_rank_drops_a_candidate_on_all(where, error):
     found, _ = searched(3, seconds=lambda n: 1.0 + n, where=where, fails={(1, 0): error})
     dropped = {c.config["n"]: c.dropped for c in found.candidates if c.dropped}
     assert dropped == {0: f"rank 1: {type(error).__name__}: {error}"}
@@ -246,7 +246,7 @@ def test_reasons_of_several_ranks_are_kept():
 
 
 @pytest.mark.parametrize("time", [math.nan, math.inf, -1.0])
-def test_times_that_are_none_drop_a_candidate(time):
+def test_times_that_are_no_numbers_drop_a_candidate(time):
     found, _ = searched(2, seconds=lambda n: 1.0 if n else time)
     assert [c.config["n"] for c in found.candidates if c.dropped] == [0]
     assert next(c.dropped for c in found.candidates if c.dropped) == f"ranks 0, 1: took {time} s"
@@ -271,7 +271,7 @@ def test_a_wrong_result_on_one_rank_is_dropped_on_all():
     assert found[0].best == Config(n=7)
 
 
-def test_others_take_the_place_of_those_that_fail():
+def test_other_candidates_replace_failed_ones():
     """The budget counts what was measured."""
     fails = {(0, n): RuntimeError("no") for n in range(0, 100, 2)}
     found, asked = searched(1, 100, seconds=lambda n: 1.0 + n, fails=fails)
@@ -312,7 +312,7 @@ class Compiling:
         pass
 
 
-def test_what_does_not_compile_on_one_rank_is_dropped_on_all():
+def test_a_compile_error_on_one_rank_drops_a_candidate_on_all():
     """Before anything runs, and not one by one."""
 
     def main(world):
@@ -413,7 +413,7 @@ def test_a_model_that_raises_is_an_error_on_every_rank():
 
 
 # -------------------------------------------------------------------------------------------------------------- restore
-def test_what_a_run_changes_gets_its_value_back():
+def test_restore_gives_changed_arguments_their_values_back():
     import torch
 
     def main(world):

@@ -58,7 +58,7 @@ def test_every_tile_fits(what, dtype):
             assert config["rounds_alone"] >= 0
 
 
-def test_the_last_whole_round_is_cut_or_not_and_pushing_skips_what_it_takes_or_one_more_or_less():
+def test_choices_of_skipped_rounds_and_of_cutting_the_last_whole_one():
     for N, rounds in ((4096, {1}), (8192, {4}), (16384, {16})):
         found = [c for c in own("all_gather_matmul", key(N, N // 4, N)) if c["mode"] == "gluon"]
         assert len(found) <= 160
@@ -152,13 +152,13 @@ def seldom(world, model):
 
 
 @pytest.mark.parametrize("model", [lambda config, _: 1.0 if config in (NCCL, UNFUSED) else 0.5, None])
-def test_what_is_not_fused_is_always_measured(model):
+def test_unfused_modes_are_always_measured(model):
     for both, count in pkt.launch(seldom, 2, "cpu", (model,)):
         assert both
         assert 8 <= count < 40
 
 
-def test_what_has_no_space():
+def test_operators_without_a_space():
     with pytest.raises(Unsupported, match=r"found operator 'ring_attention'.*'all_gather_matmul' or"):
         operator_space("ring_attention", key(1, 1, 1))
     with pytest.raises(Unsupported, match=r"found dtype 'fp64'.*'bf16'"):
@@ -191,7 +191,7 @@ def test_candidates_run(what):
     assert pkt.launch(multiply, ranks=2, device="cpu", args=(what, picked), sms=8) == [len(picked)] * 2
 
 
-def test_thinned_keeps_some_of_what_the_model_cannot_tell_apart():
+def test_thinned_keeps_some_candidates_of_equal_prediction():
     case, model = key(8192, 2048, 8192), MODELS["all_gather_matmul"]
     found = [config for config in operator_space("all_gather_matmul", case) if config["mode"] == "gluon"]
     kept = thinned(found, model, case, 3)

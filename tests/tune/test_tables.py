@@ -21,7 +21,7 @@ def written():
     return tuned.tables()
 
 
-def test_tables_are_what_the_results_say(written):
+def test_tables_agree_with_the_results(written):
     assert {path.name for path in written} == {path.name for path in tuned.TABLES.glob("*.json")}
     for path, content in written.items():
         assert path.read_text() == content, f"{path.name} is stale: python -m benchmarks.tuned"
@@ -130,7 +130,7 @@ def test_a_tie_goes_to_the_smaller_product(two_cases):
     assert taken(half_way[0] + 1, *half_way[1:]) == tables.carried(two_cases[1].best)
 
 
-def test_what_is_right_for_one_shape_only_is_left_to_the_operator():
+def test_settings_right_for_one_shape_only_are_left_to_the_operator():
     for what in MODELS:
         case = next(s.key for s in tables.measured(what) if s.best["mode"] == "gluon" and s.key["size"] == 4)
         there, beside = (tables.nearest(what, {**case, "K": case["K"] + more}, H200.name, 4) for more in (0, 8))

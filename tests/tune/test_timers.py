@@ -115,7 +115,7 @@ def test_candidates_are_compiled_together_and_none_runs(monkeypatch):
         assert "x" in failures[3]
 
 
-def test_what_a_function_would_launch_is_compiled_too(monkeypatch):
+def test_kernels_that_a_function_would_launch_are_compiled(monkeypatch):
     """All of it, in the order of the configs; what its host code says to nothing computed is no failure."""
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     called = []

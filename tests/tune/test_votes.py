@@ -76,7 +76,7 @@ def test_autotune_goes_on_with_the_best_so_far():
     assert values(in_worlds(2, main_thread(main))) == [(4, 4)] * 2
 
 
-def test_an_interrupt_before_anything_is_known_ends_all_ranks():
+def test_an_interrupt_before_the_first_time_ends_all_ranks():
     def main(world):
         def pressed(n):
             if world.rank == 1:
@@ -89,7 +89,7 @@ def test_an_interrupt_before_anything_is_known_ends_all_ranks():
     assert values(in_worlds(2, main_thread(main))) == [["still here"] * 2] * 2
 
 
-def test_pressed_again_it_is_raised_at_once():
+def test_a_second_ctrl_c_is_raised_at_once():
     class Hanging(Rough):
         def first(self, config, run):
             if self.world.rank == 0:
@@ -108,7 +108,7 @@ def test_pressed_again_it_is_raised_at_once():
     assert max(end.at for end in ends) - start < 50, "the wait was not cut short"
 
 
-def test_where_somebody_else_minds_the_signal_it_stays_theirs():
+def test_another_handler_of_the_signal_stays():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Interrupts():
@@ -135,7 +135,7 @@ def test_interrupts_that_last_together_share_the_signal():
 
 
 # -------------------------------------------------------------------------------------------------------- leaving
-def test_a_rank_that_dies_is_named_and_nobody_hangs():
+def test_survivors_name_a_dead_rank():
     def main(world):
         def die(rank, n):
             if rank == 1 and n == 2:
@@ -149,7 +149,7 @@ def test_a_rank_that_dies_is_named_and_nobody_hangs():
     assert [end.error for end in ends if end.rank != 1] == [None, None]
 
 
-def test_a_world_whose_waits_were_cut_short_is_not_tuned_on():
+def test_tuning_ends_if_the_worlds_waits_were_cut_short():
     """Its kernels would all fail: the error that says who waited for what is worth more."""
 
     def main(world):

@@ -52,7 +52,7 @@ def test_a_search_keeps_its_best_and_the_processes_stay(workers):
     assert [ignored for *_, ignored in results] == [True, True], "between searches"
 
 
-def test_anything_else_ends_with_them(workers):
+def test_ctrl_c_ends_other_work_and_its_processes(workers):
     def main(world):
         if world.rank == 0:
             os.kill(os.getppid(), signal.SIGINT)
@@ -65,7 +65,7 @@ def test_anything_else_ends_with_them(workers):
     assert not workers.alive
 
 
-def test_pressed_twice_it_is_the_end(workers):
+def test_a_second_ctrl_c_ends_the_search_and_its_processes(workers):
     def main(world):
         def then(rank, n):
             if rank == 0:
@@ -83,7 +83,7 @@ def test_pressed_twice_it_is_the_end(workers):
     assert not workers.alive
 
 
-def test_who_minds_is_known():
+def test_minded_tells_whether_a_process_handles_the_signal():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert not interrupts.minded(os.getpid())

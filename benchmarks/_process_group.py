@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,3 +58,15 @@ def torch_symmetric(like: torch.Tensor) -> torch.Tensor:
     tensor = symm_mem.empty(*like.shape, dtype=like.dtype, device=like.device)
     symm_mem.rendezvous(tensor, dist.group.WORLD)  # type: ignore[arg-type]
     return tensor
+
+
+def torch_copies(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that copies `x` into torch's symmetric memory, which it allocates in its first call. Collective."""
+    made: list[torch.Tensor] = []
+
+    def copied() -> torch.Tensor:
+        if not made:
+            made.append(torch_symmetric(x))
+        return made[0].copy_(x)
+
+    return copied

@@ -12,14 +12,14 @@ from benchmarks._case import LINK
 
 
 def limits(rows: list[dict[str, Any]], alone: str = "cuBLAS alone") -> None:
-    """Add `limit_ms` and `ratio` = limit / time to the rows of each case."""
+    """Add `limit_ms` and `ratio` = limit / time to the rows of each case that has a limit."""
     for case in dict.fromkeys(row["case"] for row in rows):
         of = [row for row in rows if row["case"] == case]
         compute = next((row["ms"] for row in of if row["variant"] == alone and "ms" in row), 0.0)
         for row in of:
-            if "ms" in row:
-                row["limit_ms"] = max(compute, 1e3 * row["bytes"] / LINK)
-                row["ratio"] = row["limit_ms"] / row["ms"]
+            limit = max(compute, 1e3 * row.get("bytes", 0.0) / LINK)
+            if "ms" in row and limit:
+                row |= {"limit_ms": limit, "ratio": limit / row["ms"]}
 
 
 def markdown(title: str, rows: list[dict[str, Any]]) -> str:
@@ -43,7 +43,7 @@ def markdown(title: str, rows: list[dict[str, Any]]) -> str:
             if row is None or row.get("skipped"):
                 text = ""
             elif "ms" in row:
-                text = f"{row['ms']:.4g} ({row['ratio']:.2f})"
+                text = f"{row['ms']:.4g}" + (f" ({row['ratio']:.2f})" if "ratio" in row else "")
                 text = f"**{text}**" if best.get((case, name.startswith("pkt"))) == name else text
             else:
                 text = "failed" if row.get("failed") else f"right, {row['error']:.1e}"

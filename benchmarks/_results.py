@@ -93,4 +93,5 @@ def write(folder: Path, title: str, made: dict[str, Any], text: str) -> None:
     stem.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
     stem.with_suffix(".md").write_text(text)
     with contextlib.suppress(ImportError):
-        picture(title, made["measured"], stem.with_suffix(".png"))
+        if any("ratio" in row for row in made["measured"]):
+            picture(title, made["measured"], stem.with_suffix(".png"))

@@ -23,9 +23,11 @@ from benchmarks._parts import Apart, without
 from benchmarks._process_group import group_name
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_gather_matmul.rules import settings
+from pkt.kernels.shared.gluon_fits import TILES
 from pkt.kernels.shared.tile_product import Tiles
 
 TITLE = "All-gather + matmul, N x N / size x N, bf16"
+SHARE = 0.33  # of the seconds of benchmarks/operators.py
 SIZES = (4096, 6144, 8192, 12288, 16384, 32768)
 ROWS, INNER, OUTER = (1, 16, 128, 1024), 8192, 28672
 TARGETS = {"N = 4096": 0.78, "N = 8192": 0.92, "N = 16384": 0.98, "N = 32768": 0.97}
@@ -66,6 +68,11 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "pkt push, 64x128 tiles": {"tiles": Tiles(64, 128, 128, 8, 4, 4)},
     "pkt pull, 16x128 tiles": {"mode": "pull", "tiles": Tiles(16, 128, 128, 8, 4, 4)},
 }
+CHECKED: tuple[dict[str, Any], ...] = (
+    {"tiles": TILES, "num_comm_sms": 132, "chunk": 512},
+    {"tiles": TILES, "num_comm_sms": 0},
+    {"tiles": Tiles(128, 128, 64, num_stages=6), "num_comm_sms": 5, "chunk": 256, "rounds_alone": 1, "cut_last": 4},
+)  # settings of the Gluon form that benchmarks/operators.py checks
 QUICK: dict[str, dict[str, Any]] = {
     "pkt unfused": {"mode": "unfused"},
     "pkt push, 1 SM": {"num_comm_sms": 1, "tiles": SMALL, "chunk": 64},

@@ -26,11 +26,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(
     r"(<!-- (benchmarks/results/\w+\.json(?: benchmarks/results/\w+\.json)*) -->\n).*?(<!-- end -->)", re.DOTALL
 )
-OPERATORS = {
-    "all_gather_matmul": "all-gather + GEMM",
-    "matmul_reduce_scatter": "GEMM + reduce-scatter",
-    "matmul_all_reduce": "GEMM + all-reduce",
-}
 DEFAULT = "pkt default"
 BETWEEN = ("N = 6144", "N = 12288")
 """Cases that a table of several operators leaves out."""
@@ -76,8 +71,14 @@ def operators_table(records: list[dict[str, Any]]) -> str:
             ours = times.get(DEFAULT) or min((t for v, t in times.items() if v.startswith("pkt")), default=None)
             base = [f"{times[v]:.3g}" for v in BASELINES if v in times]
             cells.append(f"{ours:.3g} ({'; '.join(base)})" if ours and base else "")
-        lines.append(f"| {OPERATORS[record['benchmark']]} | " + " | ".join(cells) + " |")
+        lines.append(f"| {operation(record['benchmark'])} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def operation(name: str) -> str:
+    """The parts of a fused operator in words: "matmul_all_reduce" -> "GEMM + all-reduce"."""
+    parts = re.split(r"_(?=matmul$)|(?<=^matmul)_", name)
+    return " + ".join(part.replace("matmul", "GEMM").replace("_", "-") for part in parts)
 
 
 def title(record: dict[str, Any]) -> str:

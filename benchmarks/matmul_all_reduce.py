@@ -22,8 +22,10 @@ from benchmarks._command import main
 from benchmarks._process_group import group_name, torch_symmetric
 from benchmarks.matmul_reduce_scatter import NARROW, SMALL, SQUARE, WIDE
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
+from pkt.kernels.shared.gluon_fits import TILES
 
 TITLE = "Matmul + all-reduce, N x N x N / size, bf16"
+SHARE = 0.15  # of the seconds of benchmarks/operators.py
 SIZES = (4096, 6144, 8192, 12288, 16384)
 ROWS, INNER, OUTER = (1, 16, 128, 1024), 28672, 8192
 TARGETS = {"N = 4096": 0.75, "N = 8192": 0.85, "N = 16384": 0.95}
@@ -40,6 +42,13 @@ GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon": {"mode": "gluon"},
     "pkt gluon, 128x128": {"mode": "gluon", "tiles": NARROW},
 }
+HOST_COST = {"mode": "lcsc"}  # for benchmarks/runtime.py: by default cuBLAS multiplies so few rows
+CHECKED: tuple[dict[str, Any], ...] = (
+    {"tiles": TILES, "lag": 1},
+    {"tiles": TILES, "lag": 2},
+    {"tiles": NARROW, "lag": 1},
+    {"tiles": NARROW, "lag": 2},
+)  # settings of the Gluon form that benchmarks/operators.py checks
 QUICK: dict[str, dict[str, Any]] = {
     "pkt unfused": {"mode": "unfused"},
     "pkt 1 SM": {"num_comm_sms": 1, "tiles": SMALL},

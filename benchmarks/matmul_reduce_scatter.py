@@ -22,9 +22,11 @@ from benchmarks._parts import Apart, without
 from benchmarks._process_group import group_name
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.kernels.matmul_reduce_scatter.rules import settings
+from pkt.kernels.shared.gluon_fits import TILES
 from pkt.kernels.shared.tile_product import Tiles
 
 TITLE = "Matmul + reduce-scatter, N x N x N / size, bf16"
+SHARE = 0.2  # of the seconds of benchmarks/operators.py
 SIZES = (4096, 6144, 8192, 12288, 16384, 32768)
 TARGETS = {"N = 4096": 0.70, "N = 8192": 0.88, "N = 16384": 1.05, "N = 32768": 1.00}
 BASELINES = ("cuBLAS alone", "NCCL + cuBLAS", "torch symm_mem fused", _kraken.NAME)
@@ -50,6 +52,11 @@ GLUON: dict[str, dict[str, Any]] = {
     "pkt gluon, 4 copies": {"mode": "gluon", "copies": 4},
     "pkt gluon, 128x128": {"mode": "gluon", "tiles": NARROW},
 }
+CHECKED: tuple[dict[str, Any], ...] = (
+    {"tiles": TILES, "copies": 0},
+    {"tiles": TILES, "copies": 2},
+    {"tiles": NARROW, "copies": 0},
+)  # settings of the Gluon form that benchmarks/operators.py checks
 QUICK: dict[str, dict[str, Any]] = {
     "pkt unfused": {"mode": "unfused"},
     "pkt add": {"mode": "add", "tiles": SMALL},

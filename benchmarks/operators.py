@@ -1,4 +1,4 @@
-"""Check the Gluon forms, then run all benchmarks of the operators, one after another in the same warm processes.
+"""Check the forms for GPUs, then run all benchmarks of the operators, one after another in the same warm processes.
 
     python -m benchmarks.operators --out FOLDER --seconds 420
 
@@ -9,71 +9,66 @@ number of ranks are left out. A run with --ranks 3 into the folder of a run with
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import time
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 import pkt
-from benchmarks import _command
-from benchmarks._case import normal
+from benchmarks import _command, collectives
 from benchmarks._check import BOUND, distance
+from benchmarks._collective import module_of
 from benchmarks._harness import RESULTS
 from benchmarks._process_group import ENVIRONMENT, prepare
-from pkt.kernels.all_gather_matmul import all_gather_matmul
-from pkt.kernels.matmul_all_reduce import matmul_all_reduce
-from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from pkt.kernels.shared.gluon_fits import TILES
-from pkt.kernels.shared.tile_product import Tiles
+from pkt.kernels.operator import Case, operators
 from pkt.runtime.workers import workers
+from tests.conformance import inputs
 
-SHARES = {"all_gather_matmul": 0.33, "matmul_reduce_scatter": 0.2, "matmul_all_reduce": 0.15, "collectives": 0.32}
-PLANS: tuple[tuple[Tiles, dict[str, Any]], ...] = (
-    (TILES, {"num_comm_sms": 132, "chunk": 512}),
-    (TILES, {"num_comm_sms": 0}),
-    (Tiles(128, 128, 64, num_stages=6), {"num_comm_sms": 5, "chunk": 256, "rounds_alone": 1, "cut_last": 4}),
-)  # of the all-gather
-SHAPES = ((512, 512, 512), (128, 256, 64), (96, 264, 200), (333, 1032, 1544), (16, 128, 4096))  # m, N, K
+SHAPES = ((512, 512, 512), (128, 64, 256), (96, 200, 264), (333, 1544, 1032), (16, 4096, 128))  # of letters, in order
+
+
+def modules() -> dict[str, ModuleType]:
+    """The benchmark modules to run: those of single operators that have a SHARE of the time, and the collectives'."""
+    found = {name: module_of(name) for name in operators()}
+    return {n: m for n, m in found.items() if m and hasattr(m, "SHARE")} | {"collectives": collectives}
 
 
 def check(world: Any) -> list[str]:
-    """Compare the Gluon forms with fp32 on small and ragged shapes, three launches each; returns a line for each."""
+    """Compare the forms that run on GPUs alone with the reference on small and ragged shapes, three launches each, with
+    the settings that the operator's benchmark has in CHECKED. Returns a line for each shape and form."""
     prepare(world)
     lines = []
-    for m, N, K in SHAPES:
-        device, size = world.torch_device, world.size
-        b, rows = normal((K, N), 100 + world.rank, device), normal((size * m, K), world.rank, device)
-        for tiles, plan in PLANS:
-            worst = [0.0, 0.0, 0.0]
-            for launch in range(3):
-                shards = [normal((m, K), 10 * launch + r, device) for r in range(size)]
-                out = torch.full((size * m, N), float("nan"), dtype=torch.bfloat16, device=device)
-                all_gather_matmul(shards[world.rank], b, out, mode="gluon", tiles=tiles, **plan)
-                worst[0] = max(worst[0], distance(out, torch.cat(shards).float() @ b.float(), 1.0))
-                scale = float((-2) ** launch)
-                part = torch.full((m, N), float("nan"), dtype=torch.bfloat16, device=device)
-                copies = 2 * (plan["num_comm_sms"] == 0)
-                matmul_reduce_scatter(rows * scale, b, part, mode="gluon", tiles=tiles, copies=copies)
-                exact = torch.zeros(m, N, device=device)
-                for r in range(size):
-                    theirs = normal((size * m, K), r, device)[world.rank * m : (world.rank + 1) * m]
-                    exact += theirs.float() @ normal((K, N), 100 + r, device).float()
-                worst[1] = max(worst[1], distance(part, exact, scale))
-                whole = matmul_all_reduce(rows * scale, b, mode="gluon", tiles=tiles, lag=1 + launch % 2)
-                mine = whole[world.rank * m : (world.rank + 1) * m]
-                worst[2] = max(worst[2], distance(mine, exact, scale))
-            world.barrier()
-            right = "right" if max(worst) < BOUND else "WRONG"
-            lines.append(
-                f"{right}: m {m}, N {N}, K {K}, {tiles[:2]}, {plan}: push {worst[0]:.1e}, inbox {worst[1]:.1e}, "
-                f"all-reduce {worst[2]:.1e}"
-            )
+    for name, operator in operators().items():
+        letters = inputs.letters_of(operator)
+        checked: tuple[dict[str, Any], ...] = getattr(module_of(name), "CHECKED", ({},))
+        for mode, form in operator.forms.items() if letters else ():
+            for settings in checked if form.gpu and form.settings else ():
+                for shape in SHAPES:
+                    worst = _worst(world, name, mode, Case(sizes=dict(zip(letters, shape))), settings)
+                    right = "right" if worst < BOUND else "WRONG"
+                    sizes = ", ".join(f"{letter} {n}" for letter, n in zip(letters, shape))
+                    lines.append(f"{right}: {name} {mode}, {sizes}, {settings}: {worst:.1e}")
     return lines
+
+
+def _worst(world: Any, name: str, mode: str, case: Case, settings: dict[str, Any]) -> float:
+    """The greatest relative error of three launches with other operands in the same `out`."""
+    operator, device, worst, out = operators()[name], world.torch_device, 0.0, None
+    for launch in range(3):
+        operands = inputs.everybody(operator, case, world.size, launch, torch.bfloat16)
+        on_gpu = {n: None if ts is None else [t.to(device) for t in ts] for n, ts in operands.items()}
+        exact = inputs.exact(operator, case, world.rank, on_gpu)
+        out = torch.empty(exact.shape, dtype=torch.bfloat16, device=device) if out is None else out
+        mine = {n: None if ts is None else ts[world.rank] for n, ts in on_gpu.items()}
+        found = operator.function(**mine, out=out.fill_(float("nan")), mode=mode, world=world, **settings)
+        worst = max(worst, distance(found, exact.float(), 1.0))
+    world.barrier()
+    return worst
 
 
 def main() -> int:
@@ -100,11 +95,10 @@ def main() -> int:
         if options.ranks in workers._warm:
             workers.warm(options.ranks).kill()
     result = 0
-    left = dict(SHARES)
-    for name in SHARES:
+    left = {name: module.SHARE for name, module in modules().items()}
+    for name, module in modules().items():
         seconds = (end - time.monotonic()) * left[name] / sum(left.values())
         del left[name]
-        module = importlib.import_module(f"benchmarks.{name}")
         arguments = ["--ranks", str(options.ranks), "--seconds", str(seconds), "--out", str(options.out)]
         arguments += ["--sizes", options.sizes, "--only", options.only]
         result |= _command.main(name, module.TITLE, module.TARGETS, arguments)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import gc
 import os
 import subprocess
@@ -25,6 +26,9 @@ import torch
 
 import pkt
 from benchmarks import _harness
+from benchmarks._collective import module_of
+from pkt.kernels.operator import Case, operators
+from tests.conformance import inputs
 
 INIT, HEAP_CALL, OVERHEAD = 1.5, 20.0, 10.0  # s; us for an allocation or a free; us that an operator may add
 CALLS = 50  # calls between two waits for the device; its queue has room for all of them
@@ -32,23 +36,24 @@ REPEATS = 20
 TENSORS = 10_000
 
 
-def operators(world: pkt.World) -> dict[str, Callable[[], Any]]:
-    """A call of each operator on small tensors, which are symmetric where the operator takes symmetric ones."""
-    device, dtype, size = world.torch_device, torch.bfloat16, world.size
-    x, y = pkt.ones(4096, dtype=dtype, name="x"), pkt.ones(4096, dtype=dtype, name="y")
-    shards = pkt.ones(size * 4096, dtype=dtype, name="shards")
-    a, rows, b = (torch.ones(m, 128, dtype=dtype, device=device) for m in (128, 128 * size, 128))
-    tall, flat = (torch.empty(m, 128, dtype=dtype, device=device) for m in (128 * size, 128))
-    total = pkt.empty(128, 128, dtype=dtype, name="total")
+def calls_of(world: pkt.World) -> dict[str, Callable[[], Any]]:
+    """A call of each operator in the registry on small tensors: products of 128 rows and columns a rank, or symmetric
+    vectors. It takes the form that the operator chooses, unless the operator's benchmark has HOST_COST."""
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, operator in operators().items():
+        letters = inputs.letters_of(operator)
+        case = Case(
+            sizes=dict.fromkeys(letters, 128), shapes=dict.fromkeys(operator.tensors, f"W*{4096 // world.size}")
+        )
+        operands = inputs.everybody(operator, case, world.size, 0, torch.bfloat16)
+        like = inputs.exact(operator, case, world.rank, operands)
+        mine = {n: ts and inputs.placed(world, ts[world.rank], not letters) for n, ts in operands.items()}
+        if "out" in operator.names:
+            mine["out"] = inputs.placed(world, like.bfloat16(), not letters)
+        keywords = getattr(module_of(name), "HOST_COST", {})
+        calls[name] = functools.partial(operator.function, **mine, **keywords, world=world)
     world.barrier()
-    return {
-        "all_reduce": lambda: pkt.all_reduce(x, y),
-        "all_gather": lambda: pkt.all_gather(x, shards),
-        "reduce_scatter": lambda: pkt.reduce_scatter(shards),
-        "all_gather_matmul": lambda: pkt.all_gather_matmul(a, b, tall, world=world),
-        "matmul_reduce_scatter": lambda: pkt.matmul_reduce_scatter(rows, b, flat, world=world),
-        "matmul_all_reduce": lambda: pkt.matmul_all_reduce(a, b, total, mode="lcsc"),
-    }
+    return calls
 
 
 class Recorder:
@@ -83,7 +88,7 @@ def time_operators(world: pkt.World) -> dict[str, list[float]]:
     """Microseconds of host time in each repeat, by figure. Collective."""
     found = {}
     gpu = world.torch_device.type == "cuda"
-    for name, call in operators(world).items():
+    for name, call in calls_of(world).items():
         call()  # compiles, and makes the plan
         world.synchronize()
         world.barrier()

@@ -32,21 +32,24 @@ FLUSH = 256 << 20
 
 def cases(ranks: int) -> list[dict[str, Any]]:
     """One dict a case: operator, label, and the shape of each operand; JSON, so that any checkout can run it."""
-    from pkt.kernels.operator import operators
+    from pkt.kernels.operator import Case, operators
+    from tests.conformance import inputs
 
     found = []
     for name, operator in operators().items():
         if operator.tuning is None:
             for nbytes in BYTES:
                 shapes = {operand: [nbytes // 2] for operand in operator.tensors}
+                if "out" in operator.names:
+                    empties = {operand: [torch.empty(s, device="meta")] * ranks for operand, s in shapes.items()}
+                    shapes["out"] = list(inputs.exact(operator, Case(), 0, empties).shape)
                 found.append({"operator": name, "case": f"{nbytes >> 10} KiB", "shapes": shapes, "symmetric": True})
             continue
         for side in SIDES:
             whole = {"m": side, "n": max(side, 4096), "k": max(side, 4096)}
             sizes = {axis: n // (ranks if axis in operator.tuning.shared else 1) for axis, n in whole.items()}
-            shapes = {"a": [sizes["m"], sizes["k"]], "b": [sizes["k"], sizes["n"]]}
-            if name == "matmul_reduce_scatter":
-                shapes["a"][0] = side
+            every = inputs.shapes_of(operator, Case(sizes=sizes), ranks)
+            shapes = {n: list(shape) for n, shape in every.items() if not operator.tensors[n].optional}
             found.append({"operator": name, "case": f"{side} rows", "shapes": shapes, "symmetric": False})
     return found
 
@@ -66,13 +69,9 @@ def measured(world: Any, wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 x = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
                 tensors.append(pkt.empty(*shape, dtype=x.dtype).copy_(x) if one["symmetric"] else x)
             call = getattr(pkt, one["operator"])
-            out: list[Any] = []
-            if one["operator"] in ("all_gather", "all_to_all"):
-                size = tensors[0].numel() * (world.size if one["operator"] == "all_gather" else 1)
-                out = [pkt.empty(size, dtype=torch.bfloat16)]
-            rows.append(timed(world, lambda c=call, t=(*tensors, *out): c(*t, world=world), flush))
+            rows.append(timed(world, lambda c=call, t=tensors: c(*t, world=world), flush))
             world.synchronize()
-            for x in (*tensors, *out):
+            for x in tensors:
                 if one["symmetric"]:
                     x.free()
     return rows

@@ -1,7 +1,7 @@
 """`python -m pkt.bench NAME [options]` runs the benchmark `benchmarks/NAME.py` of the checkout that holds this pkt.
 
-The operators have short names, as in `python -m pkt.bench ag_gemm --ranks 4`. `--help` after the name lists a
-benchmark's options.
+The operators have short names, as in `python -m pkt.bench ag_gemm --ranks 4`. For an operator without a program of its
+own, `benchmarks/forms.py` measures every form. `--help` after the name lists a benchmark's options.
 """
 
 from __future__ import annotations
@@ -10,22 +10,31 @@ import runpy
 import sys
 from pathlib import Path
 
-from pkt.tune.explanation import NAMES
+from pkt.kernels.operator import operators
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def short_names() -> dict[str, str]:
+    """Short name -> name, of the operators that have one."""
+    return {operator.tuning.short: name for name, operator in operators().items() if operator.tuning}
 
 
 def main(arguments: list[str], checkout: Path = CHECKOUT) -> None:
     """Run the benchmark `arguments[0]` with the other arguments. Exits with status 2 if there is no such benchmark."""
     files = sorted((checkout / "benchmarks").glob("[a-z]*.py"))
     programs = [file.stem for file in files if '__name__ == "__main__"' in file.read_text()]
-    name = NAMES.get(arguments[0], arguments[0]) if arguments else ""
+    short = short_names()
+    name, options = short.get(arguments[0], arguments[0]) if arguments else "", arguments[1:]
+    if name not in programs and name in operators() and "forms" in programs:
+        name, options = "forms", ["--sizes", f"pkt.{name} ", *options]
     if name not in programs:
-        known = ", ".join([*NAMES, *programs]) if programs else f"none in {checkout}: benchmarks come with a checkout"
+        names = dict.fromkeys([*short, *programs, *operators()])
+        known = ", ".join(names) if programs else f"none in {checkout}: benchmarks come with a checkout"
         print(f"python -m pkt.bench NAME [options]; the names: {known}")
         sys.exit(2)
     sys.path.insert(0, str(checkout))  # the ranks' processes import benchmarks by name, too
-    sys.argv = [name, *arguments[1:]]
+    sys.argv = [name, *options]
     runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
 
 

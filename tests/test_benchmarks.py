@@ -13,20 +13,22 @@ import pytest
 import torch
 
 import pkt
-from benchmarks import _command, _job, _run, runtime
+from benchmarks import _command, _job, _run, figures, runtime
 from benchmarks._case import Case
 from benchmarks._check import BOUND
 from benchmarks._results import against, record, write
 from benchmarks._timing import PASSES, Settings
-from benchmarks.operators import SHARES
+from benchmarks.operators import modules
 from pkt import bench
+from pkt.kernels.operator import operators
+from tests.conformance.test_new_operator import written
 
-OPERATORS = [
-    "all_gather_matmul", "all_gather_matmul_variants", "matmul_reduce_scatter", "matmul_all_reduce", "collectives",
-]  # fmt: skip
+VARIANTS = [path.stem for name in operators() for path in Path(_run.__file__).parent.glob(f"{name}_*.py")]
+"""Further benchmarks of single operators, whose names begin with the operator's."""
+RANKS = {**dict.fromkeys(VARIANTS, 4), **dict.fromkeys(modules(), 3), "forms": 2}
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 4) for name in OPERATORS), *((name, 3) for name in SHARES)])
+@pytest.mark.parametrize(("name", "ranks"), RANKS.items())
 def test_every_variant_is_right_in_the_simulator(name: str, ranks: int, capsys: pytest.CaptureFixture) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
     rows = _run.run(f"benchmarks.{name}", "cpu", ranks, True, Settings())
@@ -38,7 +40,7 @@ def test_every_variant_is_right_in_the_simulator(name: str, ranks: int, capsys: 
     assert "right" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", modules())
 def test_sizes_that_the_ranks_do_not_divide_are_left_out(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -112,9 +114,7 @@ def test_runtime_times_host_code_without_the_launch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(runtime, "CALLS", 2)
     monkeypatch.setattr(runtime, "REPEATS", 3)
     table = runtime.rows(pkt.launch(runtime.measure, ranks=1, device="cpu", heap="64MiB"))
-    assert [row.case.partition(",")[0] for row in table] == [
-        "all_reduce", "all_gather", "reduce_scatter", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
-    ]  # fmt: skip
+    assert [row.case.partition(",")[0] for row in table] == list(operators())
     assert all(row.limit == runtime.OVERHEAD and 0 < row.value < 1e5 for row in table)
 
 
@@ -215,4 +215,32 @@ def test_bench_without_a_checkout_says_so(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_every_short_name_has_a_benchmark() -> None:
-    assert all((bench.CHECKOUT / "benchmarks" / f"{name}.py").is_file() for name in bench.NAMES.values())
+    assert all((bench.CHECKOUT / "benchmarks" / f"{name}.py").is_file() for name in bench.short_names().values())
+
+
+# ------------------------------------------------------------------------------- an operator that was just declared
+def test_a_new_operator_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every form beside the others, and its host cost."""
+    monkeypatch.setattr(runtime, "CALLS", 1)
+    monkeypatch.setattr(runtime, "REPEATS", 1)
+    with written(tmp_path) as operator:
+        rows = _run.run("benchmarks.forms", "cpu", 2, True, Settings(), sizes=f"pkt.{operator.name} ")
+        costs = pkt.launch(runtime.measure, ranks=1, device="cpu", heap="64MiB")[0]
+    right = {row["variant"] for row in rows if not row.get("failed") and row["error"] == 0}
+    assert right == {*(f"pkt {mode}" for mode in operator.forms), "pkt default"}
+    assert f"{operator.name}, without its launch" in costs
+
+
+def test_bench_measures_the_forms_of_an_operator_without_a_benchmark(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (checkout / "benchmarks" / "forms.py").write_text((checkout / "benchmarks" / "quiet.py").read_text())
+    with written(tmp_path) as operator, pytest.raises(SystemExit, match=r"^$"):
+        bench.main([operator.name, "--ranks", "2"], checkout)
+    assert capsys.readouterr().out == f"ran __main__ ['--sizes', 'pkt.{operator.name} ', '--ranks', '2']\n"
+
+
+def test_results_are_named_by_what_they_compute() -> None:
+    names = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul", "all_to_all")
+    words = ["all-gather + GEMM", "GEMM + reduce-scatter", "GEMM + all-reduce", "GEMM", "all-to-all"]
+    assert [figures.operation(name) for name in names] == words

@@ -1,0 +1,90 @@
+"""Benchmark of every form of every operator in the registry, from its declaration alone.
+
+    python -m benchmarks.forms                      all operators, 4 GPUs
+    python -m benchmarks.forms --sizes pkt.all_      some operators, by part of their labels
+    python -m pkt.bench NAME                        an operator without a benchmark program of its own
+
+Every letter of the operands' shapes has one size; tensors of any shape are vectors. A form that does not take a case is
+left out. NCCL is beside the forms where an operator has a form "nccl", or baselines in benchmarks/NAME.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks._case import Case
+from benchmarks._collective import collectives
+from benchmarks._command import main
+from pkt.kernels.operator import Case as Example
+from pkt.kernels.operator import Operator, operators
+from tests.conformance import inputs
+
+TITLE = "Every form of every operator"
+VECTORS = {"16 KiB": 8400, "1 MiB": 521_640, "16 MiB": 8_388_240}
+"""Elements of a vector, a multiple of 840: any number of ranks up to 8 divides it."""
+LETTERS = (512, 1024, 4096)
+
+
+def examples(operator: Operator, quick: bool) -> dict[str, Example]:
+    """Label -> the sizes of a case."""
+    letters = inputs.letters_of(operator)
+    if letters:
+        sizes = (16,) if quick else LETTERS
+        return {f"{' = '.join(letters)} = {n}": Example(sizes=dict.fromkeys(letters, n)) for n in sizes}
+    vectors = {"840 elements": 840} if quick else VECTORS
+    return {label: Example(shapes=dict.fromkeys(operator.tensors, (n,))) for label, n in vectors.items()}
+
+
+def variants(device: str, quick: bool) -> list[str]:
+    every = operators().values()
+    forms = dict.fromkeys(mode for o in every for mode, form in o.forms.items() if device == "cuda" or not form.gpu)
+    baselines = dict.fromkeys(name for _, own in collectives().values() for name in own.names)
+    return [*(baselines if device == "cuda" else ()), *(f"pkt {mode}" for mode in forms), "pkt default"]
+
+
+def cases(quick: bool) -> dict[str, dict[str, Any]]:
+    return {
+        f"pkt.{name} {label}": {"name": name, "label": label, "quick": quick}
+        for name, operator in operators().items()
+        for label in examples(operator, quick)
+    }
+
+
+def case(world: Any, name: str, label: str, quick: bool) -> Case:
+    """One size of an operator. All operands are symmetric, so that every form can take them."""
+    import pkt
+
+    operator, size = operators()[name], world.size
+    example = examples(operator, quick)[label]
+    dtypes = next(iter(operator.tensors.values())).dtypes
+    dtype = torch.bfloat16 if torch.bfloat16 in dtypes else dtypes[0]
+    operands = inputs.everybody(operator, example, size, 0, dtype)
+    tensors = {n: None if ts is None else inputs.placed(world, ts[world.rank], True) for n, ts in operands.items()}
+    exact = inputs.exact(operator, example, world.rank, operands)
+    if "out" in operator.names:
+        tensors["out"] = pkt.empty(tuple(exact.shape), dtype=dtype, world=world)
+    world.barrier()
+    runs: dict[str, Any] = {"pkt default": partial(operator.function, **tensors, world=world)}
+    for mode, form in operator.forms.items():
+        if world.torch_device.type == "cuda" or not form.gpu:
+            settings = inputs.settings_of(form, example, operator) if quick else {}
+            runs[f"pkt {mode}"] = partial(operator.function, **tensors, world=world, mode=mode, **settings)
+    own = collectives().get(name)
+    if own and world.torch_device.type == "cuda":
+        plain = [x.plain() for x in tensors.values() if isinstance(x, pkt.SymmetricTensor)]
+        runs |= own[1].baselines(plain[0], plain[-1], size)
+    return Case(
+        nbytes=0.0,
+        variants=runs,
+        exact=lambda: exact.to(world.torch_device).float(),
+        scaled=None,
+        optional=frozenset(runs) - {"pkt default"},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main("forms", TITLE))

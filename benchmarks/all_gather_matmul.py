@@ -21,7 +21,8 @@ from benchmarks._case import Case, normal
 from benchmarks._command import main
 from benchmarks._process_group import group_name
 from pkt.kernels.all_gather_matmul import all_gather_matmul
-from pkt.kernels.all_gather_matmul.gluon import push_launch, settings
+from pkt.kernels.all_gather_matmul.gluon import push_launch
+from pkt.kernels.all_gather_matmul.rules import settings
 from pkt.kernels.shared.tile_product import Tiles
 
 TITLE = "All-gather + matmul, N x N / size x N, bf16"

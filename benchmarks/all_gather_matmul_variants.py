@@ -23,7 +23,7 @@ from benchmarks._case import Case
 from benchmarks._command import main
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_gather_matmul import all_gather_matmul
-from pkt.kernels.shared.common import num_programs
+from pkt.kernels.shared.grid import num_programs
 from pkt.runtime.launch.launch import cooperative
 
 TITLE = "Seven ways to all-gather + matmul, N x N x N, fp16"

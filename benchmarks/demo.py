@@ -45,7 +45,7 @@ def fused(world: pkt.World, size: int, tile: int) -> float:
     a, b = shards(world.rank, world.size, size)
     out = matmul_all_reduce(a, b, num_comm_sms=COMM_SMS, tiles=(tile, tile, tile // 2))
     operands = [shards(r, world.size, size) for r in range(world.size)]
-    exact = reference(operands)
+    exact = reference(world.rank, *zip(*operands))
     # Each rank rounds its product to bf16 once, and the sum is rounded once.
     products = sum((x.double() @ y.double()).abs() for x, y in operands)
     bound = EPSILON * (products + exact.abs()) * 1.01

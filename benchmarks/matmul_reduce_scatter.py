@@ -20,7 +20,8 @@ from benchmarks._case import Case, normal
 from benchmarks._command import main
 from benchmarks._process_group import group_name
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from pkt.kernels.matmul_reduce_scatter.gluon import inbox_launch, settings
+from pkt.kernels.matmul_reduce_scatter.gluon import inbox_launch
+from pkt.kernels.matmul_reduce_scatter.rules import settings
 from pkt.kernels.shared.tile_product import Tiles
 
 TITLE = "Matmul + reduce-scatter, N x N x N / size, bf16"

@@ -28,7 +28,7 @@ from benchmarks._process_group import ENVIRONMENT, prepare
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from pkt.kernels.shared.gluon_host import TILES
+from pkt.kernels.shared.gluon_fits import TILES
 from pkt.kernels.shared.tile_product import Tiles
 from pkt.runtime.workers import workers
 

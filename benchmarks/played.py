@@ -30,7 +30,8 @@ from pkt.errors import Unsupported
 from pkt.kernels.all_gather_matmul import gluon as _gluon_all_gather_matmul
 from pkt.kernels.all_gather_matmul.rules import PushPlan, push_plan
 from pkt.kernels.matmul_reduce_scatter import gluon as _gluon_matmul_reduce_scatter
-from pkt.kernels.shared.gluon_host import NARROW, TILES
+from pkt.kernels.matmul_reduce_scatter.rules import settings
+from pkt.kernels.shared.gluon_fits import NARROW, TILES
 from pkt.runtime.memory import factories
 from pkt.runtime.memory.tensor import SymmetricTensor
 
@@ -210,9 +211,9 @@ def _scattered(world: Any, N: int) -> Case:
     def run(given: dict[str, Any], leave_out: str = "") -> Any:
         @functools.cache
         def made() -> Any:
-            module, four = played("scattered", True), Played(world, 0)
-            tiles, lag, _ = module.settings(m, N, m, four, given.get("tiles"), given.get("lag"), copies=0)
-            return module.inbox_launch(four, a, b, out, tiles, lag, leave_out=leave_out)
+            four = Played(world, 0)
+            tiles, lag, _ = settings(m, N, m, four, given.get("tiles"), given.get("lag"), copies=0)
+            return played("scattered", True).inbox_launch(four, a, b, out, tiles, lag, leave_out=leave_out)
 
         return lambda: made()(a, b, out, None)
 

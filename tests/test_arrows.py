@@ -120,20 +120,13 @@ ARROWS = {
 
 # Imports that the arrows forbid and the tree still has. They do not count as steps of a circle.
 TEMPORARY = {
-    ("pkt.kernels.shared.forms", "pkt.tune.tuner"),
-    ("pkt.kernels.shared.unfused", "pkt.kernels.all_gather"),
-    ("pkt.kernels.shared.unfused", "pkt.kernels.all_reduce"),
-    ("pkt.kernels.shared.unfused", "pkt.kernels.reduce_scatter"),
     ("pkt.tune.command", "pkt.kernels.*"),
-    ("pkt.tune.command", "pkt.kernels.shared.forms"),
-    ("pkt.tune.explanation", "pkt.kernels.all_gather_matmul.rules"),
-    ("pkt.tune.explanation", "pkt.kernels.matmul_all_reduce.gluon"),
-    ("pkt.tune.explanation", "pkt.kernels.matmul_reduce_scatter.gluon"),
+    ("pkt.tune.command", "pkt.kernels.shared.gluon_fits"),
+    ("pkt.tune.explanation", "pkt.kernels.*.rules"),
     ("pkt.tune.explanation", "pkt.kernels.shared.*"),
-    ("pkt.tune.explanation", "pkt.kernels.shared.gluon_host"),
 }
 # Circles that the tree still has.
-TEMPORARY_CIRCLES = {frozenset({"pkt.kernels.all_gather_matmul.copy", "pkt.kernels.all_gather_matmul.plain"})}
+TEMPORARY_CIRCLES: set[frozenset[str]] = set()
 NOT_THERE_YET = {"pkt.model"}
 
 # These import a module whose name they are given at run time: a job's, a kernel's, each operator's.

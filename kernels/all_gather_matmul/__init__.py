@@ -1,5 +1,6 @@
-"""`pkt.all_gather_matmul`: `plain` has the operator and its kernels in plain Triton, `gluon` its Gluon form."""
+"""`pkt.all_gather_matmul`: the operator and its kernels in plain Triton in `plain`, its Gluon form in `gluon`, and in
+`rules` what it takes where nothing is given."""
 
-from .plain import all_gather_matmul, reference
+from .plain import OPERATOR, all_gather_matmul, reference
 
-__all__ = ["all_gather_matmul", "reference"]
+__all__ = ["OPERATOR", "all_gather_matmul", "reference"]

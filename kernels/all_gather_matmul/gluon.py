@@ -36,12 +36,12 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..shared import common as _common
+from ..declaration import Launch
 from ..shared import copies as _copies
+from ..shared.checks import stored
+from ..shared.gluon_fits import check_tiles
 from ..shared.gluon_host import (
     CONSUMER_WARPS,
-    TILES,
-    check_tiles,
     descriptor,
     half_block,
     layout,
@@ -64,8 +64,9 @@ from ..shared.gluon_warps import (
     taken_over,
     to_peers,
 )
-from ..shared.tile_product import Epilogue, Tiles, stored
-from .rules import CALL, PushPlan, check_plan, push_plan
+from ..shared.grid import num_programs
+from ..shared.tile_product import Epilogue, Tiles
+from .rules import CALL, PushPlan, check_plan
 
 LANES = gl.constexpr(2)
 """Warps of a program that push."""
@@ -425,7 +426,7 @@ def _pushed(world: World, m: int, K: int, dtype: torch.dtype, chunk: int, tiles:
         return empty(*shape, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world), counters()
 
     # What the counters count; so plans that differ otherwise share one workspace and its launches.
-    counted = (m, K, dtype, tiles.block_m, chunk, _common.num_programs(world, world.num_sms))
+    counted = (m, K, dtype, tiles.block_m, chunk, num_programs(world, world.num_sms))
     inbox, ready = world.keep((CALL, "gluon", *counted), make)
     if leave_out:  # counters of its own, which may fall behind
         ready = world.keep((CALL, leave_out, *counted), counters)
@@ -437,17 +438,6 @@ def _copied(world: World, m: int, K: int, dtype: torch.dtype, rows: int, chunk: 
     return _Way(inbox.plain().view(world.size * m, K), [], ready, None if leave_out == "push" else begin)
 
 
-def settings(m: int, N: int, K: int, world: World, tiles: Tiles | None, **given: int) -> tuple[PushPlan, Tiles]:
-    """The plan and the tiles for a shard (m, K) and `b` of N columns: what is given, in the words of
-    all_gather_matmul, else what follows from the shapes. Raises ShapeError where that does not fit together."""
-    programs = _common.num_programs(world, world.num_sms)
-    tiles = tiles or TILES
-    check_tiles(CALL, tiles, world)
-    plan = push_plan(m, N, K, world.size, tiles, programs, **given)
-    check_plan(plan, tiles, world)
-    return plan, tiles
-
-
 def push_launch(
     world: World,
     a: torch.Tensor,
@@ -457,7 +447,7 @@ def push_launch(
     tiles: Tiles,
     epilogue: Epilogue = "none",
     leave_out: str = "",
-) -> _common.Launch:
+) -> Launch:
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
     `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of the operands come before. bf16 or fp16, rows at
     multiples of 16 bytes, on sm_90. Collective. leave_out: for measurements, "wait" or "product", or "push" for both
@@ -467,7 +457,7 @@ def push_launch(
     check_plan(plan, tiles, world)
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
-    programs, copied = _common.num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
+    programs, copied = num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
     # Pushed: as many as the programs compute at a time.
     together = num_m if copied else triton.cdiv(programs, num_n * max(size - 1, 1))
     push_rows = min(plan.push_rows or together, num_m)

@@ -11,8 +11,11 @@ push: programs 0 .. num_comm_sms - 1 store this rank's shard into an inbox on ev
     of a row block (Algorithm 2); the others compute, waiting row block by row block (Algorithm 3), their own
     shard first, then the peers' in the order in which they arrive; a communicator that has finished computes
     too. (size - 1) * m * k * itemsize bytes into and out of each rank.
-copy: push by the copy engines, see _copy_all_gather_matmul.
-gluon: push or copy in specialised warps, see _gluon_all_gather_matmul.
+copy: push by the copy engines, rows only; no SM moves data. On a stream of its own this rank copies its shard, some row
+    blocks at a time, into the inbox of every peer, and behind each copy the number of the launch. The inbox is not
+    halved by the parity of the launch, which the host does not know in a replay: all ranks meet in a kernel before the
+    copies begin.
+gluon: push or copy in specialised warps, see gluon.py.
 """
 
 from __future__ import annotations
@@ -25,50 +28,46 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
-from ..shared import common as _common
-from ..shared import forms as _forms
-from ..shared import unfused as _unfused
+from ..all_gather import all_gather
+from ..declaration import Call, Case, Form, Launch, Tuning, choice, integer
+from ..operator import Operator
+from ..shared import copies, gluon_fits, products, unfused
+from ..shared.checks import aligned, stored
+from ..shared.grid import barrier_counters, num_programs
 from ..shared.tile_product import (
     Epilogue,
-    Tiles,
     accumulate,
-    check_epilogue,
-    check_operands,
-    check_out,
-    check_tiles,
     default_tiles,
     finish,
     finished,
     padded,
     stack,
     store_tile,
-    stored,
     tile_pointers,
     weights,
 )
+from .rules import CALL, UNFUSED_ROWS, PushPlan, settings
 
-CALL = "all_gather_matmul"
 Shard = Literal["rows", "columns"]
 Mode = Literal["push", "pull", "copy", "gluon", "unfused", "nccl"]
-MODES = ("push", "pull", "copy", "gluon", "unfused", "nccl")
 
 
 def reference(
-    shards: Sequence[torch.Tensor],
-    b: torch.Tensor,
-    shard: Shard = "rows",
-    bias: torch.Tensor | None = None,
+    rank: int,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue = "none",
+    shard: Shard = "rows",
 ) -> torch.Tensor:
-    """C of a rank that holds `b`, in fp64."""
-    product = torch.cat(tuple(shards), dim=0 if shard == "rows" else 1).double() @ b.double()
-    return finished(product, bias, epilogue)
+    """What `rank` gets from the ranks' operands, in fp64."""
+    product = torch.cat(tuple(a), dim=0 if shard == "rows" else 1).double() @ b[rank].double()
+    return finished(product, bias[rank] if bias else None, epilogue)
 
 
 # -------------------------------------------------------------------------------------------------------- pull
@@ -132,7 +131,7 @@ class Push(NamedTuple):
     out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS; this rank's
     inbox_ptr: Any  # (2, size, m, ld) on every rank, or (1, ...) if COPIED; rank r stores [:, r] of all the others
     ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks of its row block i that rank r has stored.
-    # If COPIED, as _copies.Gathering has it
+    # If COPIED, as copies.Gathering has it
     queue_ptr: Any  # int32, this rank's
     m: Any
     N: Any
@@ -231,25 +230,6 @@ def push_kernel(p, world):
 
 
 # -------------------------------------------------------------------------------------------------------- host
-class _PushSpace(NamedTuple):
-    inbox: SymmetricTensor
-    counters: SymmetricTensor  # ready, then the queue
-
-
-def _check_tuned(given: dict[str, Any], mode: str, columns: bool, world: World) -> dict[str, Any]:
-    """What a plain mode takes beside its tiles: as given, else the default. Raises ShapeError."""
-    # By columns a shard's rows are short. K = 8192 on 4 x H200, at commit 769b572e2300: for 16, 128, 1024 rows chunks
-    # of 256 take 52, 71, 244 us, of 1024 55, 78, 254, because 2 of them are less than the programs that push.
-    chunk = 256 if columns else 1024
-    taken = {"push": {"num_comm_sms": 16, "chunk": chunk}, "copy": {"push_rows": 0}}.get(mode, {})
-    for name, value in given.items():
-        least = 0 if name == "push_rows" else 1
-        wanted = f"at least {least}" if name in taken else f'none with mode "{mode}"'
-        if name not in taken or value < least:
-            raise ShapeError.argument(CALL, name, value, wanted, world.rank)
-    return taken | given
-
-
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -271,139 +251,71 @@ def all_gather_matmul(
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
 
-    a: this rank's shard (m, k), the same shape on every rank, contiguous, symmetric if mode is "pull"; b: (k, N), or
-    (size * k, N) if shard is "columns", contiguous or the transposed view of a contiguous tensor, as w.t() of
-    nn.Linear's weight; both bf16, fp16 or fp32. out: (size * m, N), or (m, N) if shard is "columns", of a's dtype,
-    apart from what is read; a new tensor where None. bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu",
-    "gelu" (exact, with erf, as torch's by default) or "silu", of the sum and the bias. All in fp32, rounded once.
-    Returns `out`, complete; `a` may be overwritten at once.
+    a: this rank's shard (m, k), the same shape on every rank, contiguous; bf16, fp16 or fp32. Symmetric in mode "pull".
+    b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight;
+        (size * k, N) with shard "columns".
+    out: (size * m, N) of a's dtype, (m, N) with shard "columns"; shares no memory with the operands. A new tensor where
+        None.
+    bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or
+        "silu", of the sum and the bias. Both are computed in fp32; the result is rounded once.
+    shard: the shards are A's "rows", below each other, or its "columns", beside each other.
 
-    mode: see the module; "gluon" takes bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to 8 ranks, sm_90,
-    Triton 3.6; "copy" takes shard "rows" of rows of whole runs of 16 bytes; "unfused" and "nccl" are pkt's or, through
-    torch.distributed, NCCL's all-gather, and cuBLAS, and take nothing of what follows. None, with nothing below given:
-    with shard "rows" what was tuned here or measured for the nearest shape; else "gluon" where that can run and m is
-    more than 64 (its tiles have 128 rows); with shard "columns" on GPUs "unfused" up to 1024 rows; else "push". The
-    rest is the same on every rank, and follows from mode and shapes where None:
+    mode: how it is computed. None, with no setting given, takes the first of these that applies: with shard "rows" what
+        was tuned here or measured for the nearest shape; "gluon" where that runs and m is more than
+        tile_product.FEW_ROWS; with shard "columns" on GPUs "unfused" up to rules.UNFUSED_ROWS rows; "push".
+        "push": some programs store the shard into every peer's inbox, the others compute.
+        "pull": the product's loop loads each tile of A from its owner.
+        "copy": the copy engines push. Shard "rows", rows of whole runs of 16 bytes.
+        "gluon": "push" or "copy" in specialised warps. bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to
+            8 ranks, sm_90, Triton 3.6.
+        "unfused": pkt's all-gather, then cuBLAS. "nccl": NCCL's, through torch.distributed, then cuBLAS. Both take no
+            settings.
 
-    num_comm_sms: programs that push. "push": from 1 to all but one of the grid, 16 if None; "gluon": which push before
-        they compute, 0 for copy engines in their stead; if None 0 where copying takes no longer than the product, and
-        neither chunk nor rounds_alone is given, else 16.
-    chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; if None 1024, 256 with shard
-        "columns"; "gluon": a multiple of BLOCK_K; if None 128, 256 where fewer than 16 programs push. Copied, of
-        one copy: if None half of them, where the own shard is multiplied sooner than a whole one comes, else 0: all.
-    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG), powers of two from 16 and how to compile;
+    Settings are the same on every rank; None takes a default that follows from mode and shapes, see rules.push_plan:
+    num_comm_sms: programs that push. "push": from 1 to all but one of the grid, by default 16. "gluon": they push
+        before they compute; 0: the copy engines copy instead, the default where copying takes no longer than the
+        product and neither chunk nor rounds_alone is given, else 16.
+    chunk: columns of a that one signal stands for. "push": rounded up to BLOCK_K; by default 1024, with shard "columns"
+        256. "gluon": a multiple of BLOCK_K; by default 128, 256 where fewer than 16 programs push. "gluon" where
+        copied: columns of one copy; 0: all; by default half of them where the own shard is multiplied sooner than a
+        whole one comes, else 0.
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
-        NUM_STAGES slots of its ring.
-    push_rows: "gluon": row blocks pushed, and computed, together; 0: as many as the programs compute at a time.
-        Copied: row blocks that one copy moves and one signal stands for; 0: a quarter of them, in "gluon" all.
-    rounds_alone: "gluon" only: rounds of tiles, one a program, that the other programs compute while num_comm_sms
-        programs push, if there are so many; 0 where copied.
-    cut_last: "gluon" only: 1, 2 or 4 pieces, by columns, that each tile after the whole rounds is cut into.
-    whole_rounds: "gluon" only: the most rounds of whole tiles, one a program.
+        with NUM_STAGES slots of its ring.
+    push_rows: "gluon": row blocks pushed, and computed, together; 0, the default: as many as the programs compute at a
+        time. "copy", and "gluon" where copied: row blocks that one copy moves and one signal stands for; 0, the
+        default: a quarter of them, in "gluon" all.
+    rounds_alone: "gluon": rounds of tiles, one a program, that the other programs compute while num_comm_sms programs
+        push, if there are so many; 0 where copied.
+    cut_last: "gluon": 1, 2 or 4 pieces, by columns, that each tile after the whole rounds is cut into.
+    whole_rounds: "gluon": the most rounds of whole tiles, one a program, up to 2^20.
 
-    workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
+    workspace: keeps buffers, counters and the plan until it is closed; the world where None.
 
-    Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
+    Returns `out`, complete; `a` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
+    CollectiveMismatch, Unsupported, Closed.
     """
-    world = _common.world_of(CALL, world, a, b, workspace)
-    settings = (epilogue, shard, mode, num_comm_sms, chunk, tiles, push_rows, rounds_alone, cut_last, whole_rounds)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, out, workspace)
-
-
-def _plan(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    epilogue: Epilogue, shard: Shard, mode: Mode | None, num_comm_sms: int | None, chunk: int | None,
-    tiles: Sequence[int] | None, push_rows: int | None, rounds_alone: int | None,
-    cut_last: int | None, whole_rounds: int | None,
-) -> _common.Launch:  # fmt: skip
-    """Checks, and the form and its settings."""
-    if mode is not None:
-        _common.check_choice(CALL, "mode", mode, MODES, world)
-    given = {
-        "num_comm_sms": num_comm_sms, "chunk": chunk, "tiles": tiles, "push_rows": push_rows,
-        "rounds_alone": rounds_alone, "cut_last": cut_last, "whole_rounds": whole_rounds,
-    }  # fmt: skip
-    tuned: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    _common.check_integers(CALL, world, **{name: value for name, value in tuned.items() if name != "tiles"})
-    _common.check_choice(CALL, "shard", shard, ("rows", "columns"), world)
-    columns = shard == "columns"
-    check_operands(CALL, a, b, world, shards=world.size if columns else 1, peers=mode == "pull")
-    (m, k), N, size = a.shape, b.shape[1], world.size
-    check_epilogue(CALL, bias, epilogue, N, a.dtype, world)
-    shape = (m if columns else size * m, N)
-    check_out(CALL, out, shape, a, b, bias, world)
-    if mode in ("gluon", "copy") and columns:
-        raise ShapeError.argument(CALL, "shard", "columns", f'shard "rows" with mode "{mode}"', world.rank)
-    if mode == "copy" and padded(k, a.dtype) != k:
-        wanted = 'whole runs of 16 bytes in a row with mode "copy"'
-        raise ShapeError.argument(CALL, "a", (m, k), wanted, world.rank)
-    left = mode is None and not tuned and not columns
-    if left:
-        tuned = _forms.tuned(CALL, world, {"M": size * m, "N": N, "K": k}, a.dtype, m, k, N)
-        mode, left = tuned.pop("mode", None), not tuned
-    elif mode is None and not tuned and _forms.unfused(CALL, world, m):
-        mode = "unfused"
-    plan = None
-    wanted = check_tiles(CALL, tuned.pop("tiles", None), world)
-    if mode in _unfused.MODES:
-        _forms.check_unfused(CALL, mode, tuned | ({} if wanted is None else {"tiles": wanted}), world)
-    elif _forms.gluon(CALL, mode == "gluon", left, world, a.dtype, m, k, N):
-        from .gluon import settings
-
-        mode = "gluon"
-        plan, wanted = settings(m, N, k, world, wanted, **tuned)
-        tuned = plan._asdict()
-    else:
-        mode = mode or "push"
-        wanted = wanted or default_tiles(m, a.dtype, k, N)
-        tuned = _check_tuned(tuned, mode, columns, world)
-    _common.check_agreed(
-        CALL, world, a=a if mode == "pull" else a.shape, dtype=a.dtype, N=N, shard=shard, mode=mode, tiles=wanted,
-        bias=bias is not None, epilogue=epilogue, **tuned,
+    return OPERATOR(
+        (a, b, out, bias), world=world, workspace=workspace, epilogue=epilogue, shard=shard, mode=mode,
+        num_comm_sms=num_comm_sms, chunk=chunk, tiles=tiles, push_rows=push_rows,
+        rounds_alone=rounds_alone, cut_last=cut_last, whole_rounds=whole_rounds,
     )  # fmt: skip
-    fresh = _common.fresh(shape, a.dtype, world)
-    result = fresh() if out is None else out
-    if m == 0 or N == 0 or k == 0:
-
-        @torch.no_grad()  # as of kernels
-        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return out.copy_(finished(torch.zeros_like(out), bias, epilogue))
-
-    elif mode in _unfused.MODES:
-        launch = _unfused.all_gather_matmul(world, mode, a, columns, epilogue)
-    elif plan is not None and wanted is not None:
-        launch = _gluon_launch(world, a, b, result, plan, wanted, epilogue)
-    elif mode == "pull":
-        launch = _pull_launch(world, a, b, result, columns, wanted, epilogue)
-    elif mode == "copy":
-        from .copy import copy_launch
-
-        launch = copy_launch(world, a, b, result, tuned["push_rows"], wanted, epilogue)
-    else:
-        launch = _push_launch(world, a, b, result, columns, tuned["num_comm_sms"], tuned["chunk"], wanted, epilogue)
-    if out is not None:
-        return launch
-    return lambda a, b, out, bias: launch(a, b, fresh(), bias)
 
 
-def _gluon_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plan: Any, tiles: Tiles, epilogue: Epilogue
-) -> _common.Launch:
-    from .gluon import push_launch
-
-    return _forms.fitted(lambda a, b, out: push_launch(world, a, b, out, plan, tiles, epilogue), a, b, out)
+# -------------------------------------------------------------------------------------------------------- host
+class _PushSpace(NamedTuple):
+    inbox: SymmetricTensor
+    counters: SymmetricTensor  # ready, then the queue
 
 
-def _pull_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, columns: bool, tiles: Tiles, epilogue: Epilogue
-) -> _common.Launch:
+def _pull(call: Call) -> Launch:
+    world, a, b, tiles, columns = call.world, call["a"], call["b"], call["tiles"], call["shard"] == "columns"
     (m, k), N = a.shape, b.shape[1]
     rows, transposed = stored(b)
     tasks = (1 if columns else world.size) * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    grid = (_common.num_programs(world, tasks),)
-    bar = _common.barrier_counters(world)
-    constants = (columns, _common.aligned(a, rows, out), transposed, epilogue, *tiles[:4])
-    start = cooperative_launch(world, pull_kernel, grid, **tiles.launch_options())
+    bar = barrier_counters(world)
+    constants = (columns, aligned(a, rows, call["out"]), transposed, call["epilogue"], *tiles[:4])
+    start = cooperative_launch(world, pull_kernel, (num_programs(world, tasks),), **tiles.launch_options())
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         start(a, b.t() if transposed else b, bias, out, bar, m, N, k, world.device, *constants)
@@ -412,36 +324,163 @@ def _pull_launch(
     return launch
 
 
-def _push_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, columns: bool, num_comm_sms: int, chunk: int,
-    tiles: Tiles, epilogue: Epilogue,
-) -> _common.Launch:  # fmt: skip
-    (m, k), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
-    rows, transposed = stored(b)
-    num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
-    tasks = (1 if columns else size) * num_m * num_n
-    chunk = triton.cdiv(min(chunk, k), tiles.block_k) * tiles.block_k
-    programs = _common.num_programs(world, tasks + num_comm_sms)
-    ld = padded(k, dtype)
+def _push(call: Call) -> Launch:
+    world, a, b, tiles, columns = call.world, call["a"], call["b"], call["tiles"], call["shard"] == "columns"
+    (m, k), N, size, dtype = a.shape, b.shape[1], world.size, call.dtype
+    num_m = triton.cdiv(m, tiles.block_m)
+    tasks = (1 if columns else size) * num_m * triton.cdiv(N, tiles.block_n)
+    chunk = triton.cdiv(min(call["chunk"], k), tiles.block_k) * tiles.block_k
+    programs = num_programs(world, tasks + call["num_comm_sms"])
 
     def make() -> _PushSpace:
-        inbox = empty(2, size, m, ld, dtype=dtype, name="all_gather_matmul.inbox", world=world)
-        return _PushSpace(inbox, signals(size * num_m + 1, name="all_gather_matmul.ready", world=world))
+        inbox = empty(2, size, m, padded(k, dtype), dtype=dtype, name=f"{CALL}.inbox", world=world)
+        return _PushSpace(inbox, signals(size * num_m + 1, name=f"{CALL}.ready", world=world))
 
     # By what the counters count: settings that differ otherwise share an inbox, and its launches.
     space = world.keep((CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)
-    args = Push(
-        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, inbox_ptr=space.inbox, ready_ptr=space.counters,
-        queue_ptr=space.counters[-1:], m=m, N=N, k=k, ld=ld, num_comm_sms=max(1, min(num_comm_sms, programs - 1)),
-        together=1, COPIED=tl.constexpr(False), COLUMNS=tl.constexpr(columns),
-        TMA=tl.constexpr(_common.aligned(a, rows, out)), TRANSPOSED=tl.constexpr(transposed),
-        EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n),
-        BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk), GROUP=tl.constexpr(tiles.group),
-    )  # fmt: skip
-    start, same = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options()), args[4:]
+    num_comm_sms = max(1, min(call["num_comm_sms"], programs - 1))
+    same = _push_arguments(call, *space, space.counters[-1:], num_comm_sms, 1, chunk)
+    start, transposed = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options()), stored(b)[1]
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
         return out
 
     return launch
+
+
+def _copy(call: Call) -> Launch:
+    world, a, b, tiles = call.world, call["a"], call["b"], call["tiles"]
+    (m, k), N = a.shape, b.shape[1]
+    num_m = triton.cdiv(m, tiles.block_m)
+    programs = num_programs(world, world.size * num_m * triton.cdiv(N, tiles.block_n))
+    together = min(call["push_rows"] or triton.cdiv(num_m, 4), num_m)
+    found = copies.gathering(world, m, k, call.dtype, together * tiles.block_m)
+    chunk = triton.cdiv(k, tiles.block_k) * tiles.block_k
+    same = _push_arguments(call, found.inbox, found.counters, None, 0, together, chunk)
+    start, transposed = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options()), stored(b)[1]
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        join = found.begin(a)
+        start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
+        join()
+        return out
+
+    return launch
+
+
+def _push_arguments(
+    call: Call, inbox: SymmetricTensor, counters: SymmetricTensor, queue: Any, num_comm_sms: int, together: int,
+    chunk: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What push_kernel takes in every launch, in the order of Push, behind the tensors of the call."""
+    (m, k), tiles, (rows, transposed) = call["a"].shape, call["tiles"], stored(call["b"])
+    return Push(
+        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, inbox_ptr=inbox, ready_ptr=counters, queue_ptr=queue,
+        m=m, N=call["n"], k=k, ld=padded(k, call.dtype), num_comm_sms=num_comm_sms, together=together,
+        COPIED=tl.constexpr(queue is None), COLUMNS=tl.constexpr(call["shard"] == "columns"),
+        TMA=tl.constexpr(aligned(call["a"], rows, call["out"])), TRANSPOSED=tl.constexpr(transposed),
+        EPILOGUE=tl.constexpr(call["epilogue"]), BLOCK_M=tl.constexpr(tiles.block_m),
+        BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk),
+        GROUP=tl.constexpr(tiles.group),
+    )[4:]  # fmt: skip
+
+
+def _gluon(call: Call) -> Launch:
+    from .gluon import push_launch
+
+    plan = PushPlan(*(call[name] for name in PushPlan._fields))
+    return push_launch(call.world, call["a"], call["b"], call["out"], plan, call["tiles"], call["epilogue"])
+
+
+def _settled(call: Call) -> dict[str, Any]:
+    """The Gluon form's settings: some follow from whether others are given."""
+    plan, tiles = settings(call["m"], call["n"], call["k"], call.world, **{"tiles": None, **call.given})
+    return {**plan._asdict(), "tiles": tiles}
+
+
+def _from_one(call: Call) -> dict[str, Any]:
+    """The settings of push: 0 has no meaning there."""
+    for name in ("num_comm_sms", "chunk"):
+        if call[name] < 1:
+            raise call.refuse(name, call[name], "at least 1")
+    return call.settings
+
+
+def default(call: Call) -> str:
+    if call["shard"] == "rows":
+        return "gluon" if call.left and not GLUON.fits(call) else "push"
+    return "unfused" if call.left and call.on_gpu and call["m"] <= UNFUSED_ROWS else "push"
+
+
+def fits_copies(call: Call) -> str:
+    whole = call["k"] * call.dtype.itemsize % 16 == 0
+    return not_rows(call) or ("" if whole else f"rows of {call['k']} elements, not whole runs of 16 bytes")
+
+
+def not_rows(call: Call) -> str:
+    return "" if call["shard"] == "rows" else f'shard {call["shard"]!r}, not "rows"'
+
+
+def fits_gluon(call: Call) -> str:
+    return not_rows(call) or gluon_fits.fits("k", "n")(call)
+
+
+CHUNKS = {"rows": 1024, "columns": 256}
+"""By columns a shard's rows are short. K = 8192 on 4 x H200, at commit 769b572e2300: for 16, 128, 1024 rows chunks of
+256 take 52, 71, 244 us, of 1024 55, 78, 254, because 2 of them are less than the programs that push."""
+TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["k"], call["n"])}
+GLUON = Form(
+    products.fitted(_gluon, out=True),
+    "push in specialised warps, by programs that then compute; by the copy engines where that is no slower",
+    "(W - 1) |a|",
+    settings=dict.fromkeys(("tiles", *PushPlan._fields)), complete=_settled, fits=fits_gluon, gpu=True,
+)  # fmt: skip
+SIZES = {"m": 12, "k": 20, "n": 24}
+OPERATOR = Operator(
+    all_gather_matmul,
+    tensors=products.operands("m k", lambda call: "k n" if call["shard"] == "rows" else "W*k n"),
+    result=lambda call: "W*m n" if call["shard"] == "rows" else "m n",
+    arguments={**products.ARGUMENTS, "shard": choice("rows", "columns")},
+    settings={"tiles": products.tiles, **dict.fromkeys(PushPlan._fields, integer(0))},
+    forms={
+        "push": Form(
+            _push, "communicators fill inboxes, tiles wait for them", "(W - 1) |a|",
+            settings={"num_comm_sms": 16, "chunk": lambda call: CHUNKS[call["shard"]], **TILES}, complete=_from_one,
+            small={"num_comm_sms": 1, "chunk": 16, **products.SMALL},
+        ),
+        "pull": Form(
+            _pull, "the K loop reads each shard where it is", "at most ceil(N / BLOCK_N) (W - 1) |a|",
+            settings=TILES, symmetric=("a",), small=products.SMALL,
+        ),
+        "copy": Form(
+            _copy, "push by the copy engines, on a stream of its own", "(W - 1) |a|",
+            settings={"push_rows": 0, **TILES}, fits=fits_copies, small=products.SMALL,
+        ),
+        "gluon": GLUON,
+        **unfused.gather_forms(all_gather),
+    },
+    default=default,
+    reference=reference,
+    terms=lambda sizes, size: size * sizes["k"],
+    tuning=Tuning(
+        "ag_gemm",
+        lambda call: (
+            {"M": call.world.size * call["m"], "N": call["n"], "K": call["k"]} if call["shard"] == "rows" else None
+        ),
+        lambda key: key["M"] * key["K"] * key["dtype"].itemsize * (key["size"] - 1) / key["size"],
+        ("m", "n"),
+    ),
+    cases=(
+        Case(SIZES, arguments={"mode": "push"}, launches=3, out="new"),
+        Case(SIZES, arguments={"mode": "push", "shard": "columns"}, launches=3, out="new"),
+        Case(SIZES, arguments={"mode": "copy"}, out="new"),
+        Case(SIZES | {"k": 24}, arguments={"mode": "copy"}, explore=False),  # whole runs of 16 bytes in every dtype
+        Case(SIZES, arguments={"mode": "pull"}, out="new"),
+        Case(SIZES, arguments={"mode": "pull", "shard": "columns"}, out="new"),
+        Case(SIZES | {"n": 13}, arguments={"mode": "push"}, ranks=2, launches=3, out="new"),  # rows TMA cannot take
+        Case(SIZES | {"n": 13}, arguments={"mode": "pull", "shard": "columns"}, ranks=2, out="new"),
+        *products.nasty("push", "pull", "unfused"),
+        *products.nasty("push", "pull", "unfused", shard="columns"),
+    ),
+)  # fmt: skip

@@ -10,9 +10,14 @@ import triton
 from pkt.errors import ShapeError
 from pkt.runtime.world import World
 
+from ..shared.gluon_fits import TILES, check_tiles
+from ..shared.grid import num_programs
 from ..shared.tile_product import Tiles
 
 CALL = "all_gather_matmul"
+UNFUSED_ROWS = 1024
+"""Rows of a shard up to which shard "columns", left to choose, is not fused. By benchmarks/results/*.json of 4 x H200:
+unfused takes 51, 52, 56 and 222 us for 1, 16, 128 and 1024 rows, the fastest fused form 52, 53, 60 and 246."""
 CUTS = (1, 2, 4)
 PUSHED = 41e9
 """Bytes a second that leave by one program that pushes; eight of them fill the links but for a sixteenth. On 4 x H200,
@@ -121,3 +126,14 @@ def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
     need(plan.num_comm_sms > 0 or plan.rounds_alone == 0, "rounds_alone", "none with num_comm_sms=0")
     need(0 <= plan.whole_rounds <= 1 << 20, "whole_rounds", f"from 0 to {1 << 20}")
     need(plan.cut_last in CUTS, "cut_last", " or ".join(map(str, CUTS)))
+
+
+def settings(m: int, N: int, K: int, world: World, tiles: Tiles | None, **given: int) -> tuple[PushPlan, Tiles]:
+    """The plan and the tiles for a shard (m, K) and `b` of N columns: what is given, in the words of
+    all_gather_matmul, else what follows from the shapes. Raises ShapeError where that does not fit together."""
+    programs = num_programs(world, world.num_sms)
+    tiles = tiles or TILES
+    check_tiles(CALL, tiles, world)
+    plan = push_plan(m, N, K, world.size, tiles, programs, **given)
+    check_plan(plan, tiles, world)
+    return plan, tiles

@@ -1,5 +1,6 @@
-"""`pkt.matmul_all_reduce`: `plain` has the operator and its kernels in plain Triton, `gluon` its Gluon form."""
+"""`pkt.matmul_all_reduce`: the operator and its kernels in plain Triton in `plain`, its Gluon form in `gluon`, and in
+`rules` what it takes where nothing is given."""
 
-from .plain import matmul_all_reduce, reference
+from .plain import OPERATOR, matmul_all_reduce, reference
 
-__all__ = ["matmul_all_reduce", "reference"]
+__all__ = ["OPERATOR", "matmul_all_reduce", "reference"]

@@ -30,14 +30,10 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..all_gather_matmul.rules import tile_seconds
-from ..matmul_reduce_scatter.gluon import lag_of
-from ..shared import common as _common
+from ..declaration import Launch
+from ..shared.checks import stored
 from ..shared.gluon_host import (
     CONSUMER_WARPS,
-    NARROW,
-    TILES,
-    check_tiles,
     descriptor,
     half_block,
     layout,
@@ -62,9 +58,9 @@ from ..shared.gluon_warps import (
     to_peers,
     turn,
 )
-from ..shared.tile_product import Epilogue, Tiles, stored
-
-CALL = "matmul_all_reduce"
+from ..shared.grid import num_programs
+from ..shared.tile_product import Epilogue, Tiles
+from .rules import CALL
 
 
 @gluon.jit
@@ -198,44 +194,6 @@ def gluon_two_shot_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-WIDE = TILES._replace(group=16)
-ARRIVES = 10e-6
-"""Seconds from the end of a tile of another's until all parts of it are where they are added, unless the links are the
-limit. To wait for longer costs, too: by benchmarks/results/exhaustive_matmul_all_reduce.json, 16384 x 16384 on 4 ranks
-takes 3.23 ms with a quarter of a round, 3.41 with half and 3.54 with a whole one."""
-
-
-def links_limit(M: int, N: int, size: int) -> bool:
-    """Whether an M x N output takes longer to move than to compute. On H200 that is up to 8192 x 8192 on 4 ranks and
-    4096 x 4096 on 2, by benchmarks/results/exhaustive_matmul_all_reduce*.json."""
-    return M * N <= (2048 * size) ** 2
-
-
-def tiles_of(M: int, N: int, size: int) -> Tiles:
-    """The tiles for an M x N output."""
-    return NARROW if links_limit(M, N, size) else WIDE
-
-
-def rounds_of(M: int, N: int, K: int, size: int, tiles: Tiles) -> float:
-    """Rounds of all programs that own tiles are behind: two of narrow ones; of wide ones one where the links are the
-    limit, else as few quarters as parts take to arrive."""
-    if tiles.block_n <= NARROW.block_n:
-        return 2
-    if links_limit(M, N, size):
-        return 1
-    return next((part for part in (0.25, 0.5) if part * tile_seconds(K, tiles) >= ARRIVES), 1)
-
-
-def settings(M: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None) -> tuple[Tiles, int]:
-    """`tiles` and `lag`, or what follows from the shapes by `tiles_of` and `rounds_of`. Raises ShapeError."""
-    tiles = tiles or tiles_of(M, N, world.size)
-    check_tiles(CALL, tiles, world)
-    tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    programs = _common.num_programs(world, tiles_of_all or 1)
-    rounds = rounds_of(M, N, K, world.size, tiles)
-    return tiles, lag_of(CALL, lag, rounds, triton.cdiv(tiles_of_all, world.size), programs, world)
-
-
 class _Space(NamedTuple):
     inbox: SymmetricTensor
     ready: SymmetricTensor
@@ -249,14 +207,14 @@ def two_shot_launch(
     tiles: Tiles,
     lag: int,
     epilogue: Epilogue = "none",
-) -> _common.Launch:
+) -> Launch:
     """launch(a, b, bias) -> `out`, plain, for tensors of the same facts as these. `out` (M, N) = the sum over ranks of
     `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of the operands come before, with what `settings`
     returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective."""
     _, transposed = stored(b)
     (M, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    programs = _common.num_programs(world, tiles_of_all)
+    programs = num_programs(world, tiles_of_all)
     places = max(size - 1, 1) * triton.cdiv(tiles_of_all, size)
 
     def make() -> _Space:

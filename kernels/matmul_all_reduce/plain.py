@@ -9,7 +9,7 @@ sum back into all of them, in the switch where there is one, and tells every ran
 Bytes out of each rank: (1 + 1 / size) * M * N * itemsize in the switch, 2 * (size - 1) / size * M * N *
 itemsize without. A partial product is rounded to the dtype once, the sum is in fp32 and rounded once more, by
 one rank for all: with s = sum over ranks of |A_r| @ |B_r| and u the unit roundoff, off by at most about 2 * u *
-s; all ranks hold the same bits. So do they in the Gluon form, _gluon_matmul_all_reduce, which needs no switch.
+s; all ranks hold the same bits. So do they in the Gluon form, gluon.py, which needs no switch.
 """
 
 from __future__ import annotations
@@ -22,47 +22,44 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
-from ..shared import common as _common
-from ..shared import forms as _forms
-from ..shared import unfused as _unfused
+from ..all_reduce import all_reduce, low_latency
+from ..declaration import Call, Case, Form, Launch, Tuning, integer
+from ..operator import Operator
+from ..shared import gluon_fits, products, unfused
+from ..shared.checks import aligned, stored
+from ..shared.grid import num_programs
 from ..shared.tile_product import (
     Epilogue,
-    Tiles,
     accumulate,
-    check_epilogue,
-    check_operands,
-    check_out,
-    check_tiles,
     default_tiles,
     finish,
     finished,
     padded,
     stack,
     store_tile,
-    stored,
     tile_pointers,
     weights,
-    whole_runs,
 )
+from .rules import CALL, settings, unfused_rows
 
-CALL = "matmul_all_reduce"
 Mode = Literal["lcsc", "gluon", "unfused", "nccl"]
-MODES = ("lcsc", "gluon", "unfused", "nccl")
 
 
 def reference(
-    operands: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    bias: torch.Tensor | None = None,
+    rank: int,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue = "none",
 ) -> torch.Tensor:
-    """What every rank gets from the ranks' (a, b), in fp64."""
-    return finished(torch.stack([a.double() @ b.double() for a, b in operands]).sum(0), bias, epilogue)
+    """What every rank gets from the ranks' operands, in fp64."""
+    total = torch.stack([x.double() @ y.double() for x, y in zip(a, b)]).sum(0)
+    return finished(total, bias[rank] if bias else None, epilogue)
 
 
 class Work(NamedTuple):
@@ -142,11 +139,6 @@ def matmul_all_reduce_kernel(w, world):
             store_tile(out, 0, tl.load(ptrs, mask=inside), row, col, w.M, w.N, w.N, w.TMA)
 
 
-class _Space(NamedTuple):
-    sum: SymmetricTensor | None
-    counters: SymmetricTensor  # ready, then done, then the queue
-
-
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -163,144 +155,59 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """The sum over ranks of `a @ b`, on every rank. Collective.
 
-    a: (M, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's
-    weight; bf16, fp16 or fp32; the same M and N on every rank. out: (M, N) of a's dtype, apart from what is read. A
-    symmetric `out` whose rows begin at multiples of 16 bytes is reduced in place; otherwise, and where None, the sum is
-    copied from a workspace. bias: (N,) of a's dtype, alike on all ranks, epilogue: "none", "relu", "gelu" (exact, with
-    erf, as torch's by default) or "silu": applied once, in fp32, to the sum, by the tile's owner; in mode "lcsc" to a
-    sum that is rounded already. Returns `out`, complete.
+    a: (M, k), contiguous; bf16, fp16 or fp32. Ranks may differ in k, and agree in all else.
+    b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight.
+    out: (M, N) of a's dtype; shares no memory with the operands. A symmetric one whose rows begin at multiples of 16
+        bytes is reduced in place; otherwise, and where None, the sum is copied from a workspace.
+    bias: (N,) of a's dtype, alike on all ranks. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by
+        default) or "silu". The tile's owner applies both once, in fp32, to the sum; in mode "lcsc" to a sum that is
+        rounded already.
 
-    mode: "lcsc", see the module; "gluon", the Gluon form of _gluon_matmul_all_reduce, which adds in fp32 in a fixed
-    order, and needs no switch: bf16 or fp16, rows of out at multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6;
-    "unfused" and "nccl": cuBLAS and pkt's or, through torch.distributed, NCCL's all-reduce, each product rounded before
-    it is added, which take nothing of what follows. None, with nothing below given: what was tuned here or measured for
-    the nearest shape; else on GPUs "unfused" up to 128 rows; else "gluon" where that can run; else "lcsc". The rest is
-    the same on every rank, and follows from mode and shapes where None:
+    mode: how it is computed. None, with no setting given, takes the first of these that applies: what was tuned here or
+        measured for the nearest shape; on GPUs "unfused" up to rules.unfused_rows; "gluon" where that runs; "lcsc".
+        "lcsc": some programs reduce finished tiles, in the switch where there is one, the others compute.
+        "gluon": in specialised warps, in fp32 in a fixed order, without a switch. bf16 or fp16, rows of out at
+            multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6.
+        "unfused": cuBLAS, then pkt's all-reduce. "nccl": cuBLAS, then NCCL's, through torch.distributed. Both round
+            each product before it is added, and take no settings.
 
-    num_comm_sms: "lcsc" only: programs that communicate, 16 if None; 0: all of them, after computing.
-    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "gluon": (128,
-        256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
-    lag: "gluon" only: tiles of every other rank that each computes before the first of its own, at least 1.
+    Settings are the same on every rank; None takes a default that follows from mode and shapes:
+    num_comm_sms: "lcsc": programs that communicate, by default 16; 0: all of them, after computing.
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
+        those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
+    lag: "gluon": tiles of every other rank that a rank computes before the first of its own; from 1.
 
-    workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
+    workspace: keeps buffers, counters and the plan until it is closed; the world where None.
 
-    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
+    Returns `out`, complete. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
-    world = _common.world_of(CALL, world, a, b, out, workspace)
-    settings = (epilogue, mode, num_comm_sms, tiles, lag)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, out, workspace)
-
-
-def _plan(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    epilogue: Epilogue, mode: Mode | None, num_comm_sms: int | None, tiles: Sequence[int] | None, lag: int | None,
-) -> _common.Launch:  # fmt: skip
-    """Checks, and the form and its settings."""
-    if mode is not None:
-        _common.check_choice(CALL, "mode", mode, MODES, world)
-    _common.check_integers(CALL, world, num_comm_sms=num_comm_sms, lag=lag)
-    check_operands(CALL, a, b, world)
-    M, N, dtype = a.shape[0], b.shape[1], a.dtype
-    check_epilogue(CALL, bias, epilogue, N, dtype, world)
-    check_out(CALL, out, (M, N), a, b, bias, world)
-    in_place = isinstance(out, SymmetricTensor) and _common.aligned(out)
-    if in_place:
-        _common.check_tensor(CALL, "out", out, world, peers=True)
-    left = mode is None and num_comm_sms is None and tiles is None and lag is None
-    if left:
-        key = {"M": M, "N": N, "K": a.shape[1]}
-        found = _forms.tuned(CALL, world, key, dtype, M, N, by="MN")  # ranks may differ in k
-        mode, num_comm_sms, tiles, lag = (found.get(name) for name in ("mode", "num_comm_sms", "tiles", "lag"))
-        left = not found
-        if left and _forms.unfused(CALL, world, M):
-            mode = "unfused"
-    chosen = check_tiles(CALL, tiles, world)
-    refused = ("num_comm_sms", num_comm_sms) if mode == "gluon" else ("lag", lag)
-    if refused[1] is not None:
-        raise ShapeError.argument(CALL, *refused, f'none with mode "{mode or "lcsc"}"', world.rank)
-    tuned: dict[str, Any] = {}
-    if mode in _unfused.MODES:
-        given = {"num_comm_sms": num_comm_sms, "tiles": chosen}
-        _forms.check_unfused(CALL, mode, {name: value for name, value in given.items() if value is not None}, world)
-    elif _forms.gluon(CALL, mode == "gluon", left, world, dtype, M, N):
-        mode, tuned["lag"] = "gluon", lag
-    else:
-        mode, chosen = "lcsc", chosen or default_tiles(M, dtype, N)
-        tuned["num_comm_sms"] = 16 if num_comm_sms is None else num_comm_sms
-        if tuned["num_comm_sms"] < 0:
-            raise ShapeError.argument(CALL, "num_comm_sms", num_comm_sms, "at least 0", world.rank)
-    _common.check_agreed(
-        CALL, world, M=M, N=N, dtype=dtype, out=out if in_place else None, mode=mode, tiles=chosen,
-        **tuned, bias=bias is not None, epilogue=epilogue,
+    return OPERATOR(
+        (a, b, out, bias), world=world, workspace=workspace, epilogue=epilogue, mode=mode, num_comm_sms=num_comm_sms,
+        tiles=tiles, lag=lag,
     )  # fmt: skip
-    if mode == "gluon":
-        from .gluon import settings
-
-        k = _forms.longest(CALL, world, a.shape[1], M, N, dtype)
-        chosen, tuned["lag"] = settings(M, N, k, world, chosen, lag)
-    fresh = _common.fresh((M, N), dtype, world)
-    if M == 0 or N == 0:
-        return lambda a, b, out, bias: fresh() if out is None else out
-    result = fresh() if out is None else out
-    fit = None if chosen is None else whole_runs(a)
-    a, b = fit(a, b) if fit else (a, b)
-    if chosen is None:
-        launch = _unfused.matmul_all_reduce(world, mode, M, N, dtype, in_place, epilogue)
-    elif mode == "gluon":
-        launch = _gluon_launch(world, a, b, result, in_place, chosen, tuned["lag"], epilogue)
-    else:
-        launch = _lcsc_launch(world, a, b, result, in_place, tuned["num_comm_sms"], chosen, epilogue)
-
-    if fit is None and out is not None:
-        return launch
-
-    def whole(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        return launch(*(fit(a, b) if fit else (a, b)), fresh() if out is None else out, bias)
-
-    return whole
 
 
-def _gluon_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, in_place: bool, tiles: Tiles, lag: int,
-    epilogue: Epilogue,
-) -> _common.Launch:  # fmt: skip
-    from .gluon import two_shot_launch
-
-    (M, N), dtype, name = out.shape, out.dtype, "matmul_all_reduce.result"
-    if isinstance(out, SymmetricTensor) and in_place:
-        result = out
-    else:  # where peers store the finished tiles of an output that they cannot reach
-        result = world.keep((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
-
-    def make(a: torch.Tensor, b: torch.Tensor, _: None) -> _common.Launch:
-        two_shot = two_shot_launch(world, a, b, result, tiles, lag, epilogue)
-
-        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            found = two_shot(a, b, bias)
-            if not in_place:
-                out.detach().copy_(found)  # as a kernel stores: also into what is trained
-            return out
-
-        return launch
-
-    return _forms.fitted(make, a, b, None)
+# -------------------------------------------------------------------------------------------------------- host
+class _Space(NamedTuple):
+    sum: SymmetricTensor | None
+    counters: SymmetricTensor  # ready, then done, then the queue
 
 
-def _lcsc_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, in_place: bool, num_comm_sms: int, tiles: Tiles,
-    epilogue: Epilogue,
-) -> _common.Launch:  # fmt: skip
-    (M, k), N, dtype = a.shape, b.shape[1], a.dtype
+def _lcsc(call: Call) -> Launch:
+    world, a, b, out, tiles, num_comm_sms = (
+        call.world, call["a"], call["b"], call["out"], call["tiles"], call["num_comm_sms"],
+    )  # fmt: skip
+    (M, k), N, dtype, in_place = a.shape, b.shape[1], call.dtype, unfused.in_place(call)
     rows, transposed = stored(b)
     ld = N if in_place else padded(N, dtype)
     total = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    programs = _common.num_programs(world, total + num_comm_sms)
+    programs = num_programs(world, total + num_comm_sms)
 
     def make() -> _Space:
         buffer = None
         if not in_place:
-            buffer = empty(M, ld, dtype=dtype, name="matmul_all_reduce.sum", world=world)
-        return _Space(buffer, signals(total + 2, name="matmul_all_reduce.ready", world=world))
+            buffer = empty(M, ld, dtype=dtype, name=f"{CALL}.sum", world=world)
+        return _Space(buffer, signals(total + 2, name=f"{CALL}.ready", world=world))
 
     space = world.keep((CALL, M, N, dtype, programs, tiles[:2], in_place), make)
     counters = space.counters
@@ -308,8 +215,8 @@ def _lcsc_launch(
         a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, sum_ptr=space.sum, ready_ptr=counters,
         done_ptr=counters[total:], queue_ptr=counters[total + 1 :], M=M, N=N, k=k, ld=ld,
         num_comm_sms=min(num_comm_sms, programs - 1), COPY=tl.constexpr(not in_place),
-        TMA=tl.constexpr(_common.aligned(a, rows, out)), TRANSPOSED=tl.constexpr(transposed),
-        EPILOGUE=tl.constexpr(epilogue), BLOCK_M=tl.constexpr(tiles.block_m),
+        TMA=tl.constexpr(aligned(a, rows, out)), TRANSPOSED=tl.constexpr(transposed),
+        EPILOGUE=tl.constexpr(call["epilogue"]), BLOCK_M=tl.constexpr(tiles.block_m),
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     start = cooperative_launch(world, matmul_all_reduce_kernel, (programs,), **tiles.launch_options())
@@ -321,3 +228,78 @@ def _lcsc_launch(
         return out
 
     return launch
+
+
+def _gluon(call: Call) -> Launch:
+    from .gluon import two_shot_launch
+
+    world, result, dtype, in_place, name = call.world, call["out"], call.dtype, unfused.in_place(call), f"{CALL}.result"
+    if not in_place:  # where peers store the finished tiles of an output that they cannot reach
+        M, N = call.shape
+        result = world.keep((name, M, N, dtype), lambda: empty(M, N, dtype=dtype, name=name, world=world))
+    two_shot = two_shot_launch(world, call["a"], call["b"], result, call["tiles"], call["lag"], call["epilogue"])
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found = two_shot(a, b, bias)
+        if not in_place:
+            out.detach().copy_(found)  # as a kernel stores: also into what is trained
+        return out
+
+    return launch
+
+
+def _settled(call: Call) -> dict[str, Any]:
+    """The Gluon form's settings: all ranks take those of the longest k, in which they may differ."""
+    found = settings(call["m"], call["n"], call.greatest("k"), call.world, call["tiles"], call["lag"])
+    return dict(zip(("tiles", "lag"), found))
+
+
+def default(call: Call) -> str:
+    if call.left and call.on_gpu and call["m"] <= unfused_rows(call.world.size):
+        return "unfused"  # never in the simulator, whose users are after the fused kernels
+    return "gluon" if call.left and not GLUON.fits(call) else "lcsc"
+
+
+MOVES = "2 (W - 1) / W |C|"
+GLUON = Form(
+    products.whole_runs(products.fitted(_gluon, out=False)),
+    "as lcsc, in specialised warps; a tile's owner stores it on every rank", MOVES,
+    settings={"tiles": None, "lag": None}, complete=_settled, fits=gluon_fits.fits("n"), gpu=True,
+    agrees=unfused.agreed_out, roundings=lambda size: 2,
+)  # fmt: skip
+SIZES = {"m": 28, "k": 16, "n": 24}
+OPERATOR = Operator(
+    matmul_all_reduce,
+    tensors=products.operands("m k", "k n", same_bias=True),
+    result="m n",
+    arguments=products.ARGUMENTS,
+    settings={"num_comm_sms": integer(0), "tiles": products.tiles, "lag": integer(1)},
+    forms={
+        "lcsc": Form(
+            products.whole_runs(_lcsc), "some programs reduce finished tiles, the others compute",
+            f"(1 + 1 / W) |C| in the switch, {MOVES} without",
+            settings={"num_comm_sms": 16, "tiles": lambda call: default_tiles(call["m"], call.dtype, call["n"])},
+            agrees=unfused.agreed_out, roundings=lambda size: 3, small={"num_comm_sms": 1, **products.SMALL},
+        ),
+        "gluon": GLUON,
+        **unfused.reduce_forms(all_reduce, low_latency),
+    },
+    default=default,
+    reference=reference,
+    private="k",
+    terms=lambda sizes, size: size * sizes["k"],
+    tuning=Tuning(
+        "gemm_ar",
+        lambda call: {"M": call["m"], "N": call["n"], "K": call["k"]},
+        lambda key: 2 * key["M"] * key["N"] * key["dtype"].itemsize * (key["size"] - 1) / key["size"],
+        ("k",),
+    ),
+    cases=(
+        Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, out="new"),
+        Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, multicast=False, out="new"),
+        Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 0}, ranks=2, out="new"),
+        Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}),
+        Case(SIZES | {"n": 13}, arguments={"mode": "lcsc", "num_comm_sms": 1}, ranks=2, out="new"),
+        *products.nasty("lcsc", "unfused"),
+    ),
+)  # fmt: skip

@@ -15,7 +15,6 @@ rank + 2's, ..., and its own last: so fewer rows of A are in use at a time, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,18 +25,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 import pkt.language as pl
-from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..shared import common as _common
+from ..declaration import Launch
 from ..shared import copies as _copies
+from ..shared.checks import stored
+from ..shared.gluon_fits import check_tiles
 from ..shared.gluon_host import (
     CONSUMER_WARPS,
-    TILES,
-    check_tiles,
     descriptor,
     half_block,
     layout,
@@ -61,9 +59,9 @@ from ..shared.gluon_warps import (
     to_peer,
     turn,
 )
-from ..shared.tile_product import Epilogue, Tiles, stored
-
-CALL = "matmul_reduce_scatter"
+from ..shared.grid import num_programs
+from ..shared.tile_product import Epilogue, Tiles
+from .rules import CALL
 
 
 @gluon.jit
@@ -208,46 +206,6 @@ def gluon_inbox_kernel(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-COPIES, COPIED_K, COPIED_BYTES = 2, 2048, 16 << 20
-"""Copies that a part goes in, from which K and which size of a part on it is copied: the others' parts then take longer
-to compute than to copy, and what each copy costs before it begins is little. The fastest of each in
-benchmarks/results/exhaustive_matmul_reduce_scatter.json, of 4 x H200: copying takes 0.412 ms where storing takes 0.423
-at K = 2048, of parts of 32 MiB, and 0.270 where that takes 0.225 at K = 1536, of 18 MiB; in its _2.json, of 2, 0.108
-and 0.126 at K = 2048, of 16 MiB. Four copies take up to 1.2 % less than two, but there 8 % more."""
-
-
-def copies_of(m: int, N: int, K: int, size: int) -> int:
-    """Copies that a part (m, N), 16 bits an element, of the product of (size * m, K) and (K, N) goes in; 0: none."""
-    return COPIES if size > 1 and K >= COPIED_K and 2 * m * N >= COPIED_BYTES else 0
-
-
-def settings(
-    m: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int | None, copies: int | None = None
-) -> tuple[Tiles, int, int]:
-    """`tiles`, `lag` and `copies`, or what follows from the shapes as `copies_of` has them: copied, own tiles last, or
-    own tiles a round behind. Raises ShapeError."""
-    tiles = tiles or TILES
-    check_tiles(CALL, tiles, world)
-    count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    programs = _common.num_programs(world, world.size * count or 1)
-    if copies is None:
-        copies = copies_of(m, N, K, world.size) if lag is None else 0
-    if copies < 0:
-        raise ShapeError.argument(CALL, "copies", copies, "at least 0", world.rank)
-    if copies and lag is not None:
-        raise ShapeError.argument(CALL, "lag", lag, "none with copies", world.rank)
-    return tiles, max(count, 1) if copies else lag_of(CALL, lag, 1, count, programs, world), copies
-
-
-def lag_of(call: str, given: int | None, rounds: float, count: int, programs: int, world: World) -> int:
-    """Tiles that a rank's own, of `count`, are behind the others': what is given, or those of so many rounds of all
-    programs, in which the others compute and send theirs. At least 1: what a rank waits for was begun before,
-    everywhere. Raises ShapeError."""
-    if given is not None and given < 1:
-        raise ShapeError.argument(call, "lag", given, "at least 1", world.rank)
-    return max(1, min(math.ceil(rounds * programs / world.size) if given is None else given, count))
-
-
 class _Way(NamedTuple):
     """Where partial tiles come to this rank, and how they get to the others."""
 
@@ -265,7 +223,7 @@ def _stored(world: World, m: int, N: int, dtype: torch.dtype, count: int, tiles:
         inbox = empty(2 * counters * tiles.block_m, tiles.block_n, dtype=dtype, name=f"{CALL}.gluon.inbox", world=world)
         return inbox, signals(counters, name=f"{CALL}.gluon.ready", world=world)
 
-    counted = (m, N, dtype, _common.num_programs(world, size * count), tiles[:2])
+    counted = (m, N, dtype, num_programs(world, size * count), tiles[:2])
     inbox, ready = world.keep((CALL, "gluon", *counted), make)
     targets = [inbox.peer((world.rank + d) % size) for d in range(1, size)]
     if leave_out:  # counters of its own, which fall behind
@@ -291,7 +249,7 @@ def inbox_launch(
     copies: int = 0,
     epilogue: Epilogue = "none",
     leave_out: str = "",
-) -> _common.Launch:
+) -> Launch:
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (m, N) = my rows of the sum over ranks of
     `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose checks of the operands come before, with what
     `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. leave_out: for
@@ -315,7 +273,7 @@ def inbox_launch(
     }  # fmt: skip
     tiles_of_a, tiles_of_b, parts_of_out = descriptor(a, block), weights_descriptor(b, tiles), descriptor(out, part)
     numbers = (m, N, K, lag, way.parcel)
-    programs = _common.num_programs(world, size * count)
+    programs = num_programs(world, size * count)
 
     start = cooperative_launch(world, gluon_inbox_kernel, (programs,), **constants)
 

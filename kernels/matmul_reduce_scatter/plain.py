@@ -16,56 +16,51 @@ inbox: each tile is stored into its owner's inbox, at this rank's place, and sig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
-from ..shared import common as _common
-from ..shared import forms as _forms
-from ..shared import unfused as _unfused
+from ..declaration import Call, Case, Form, Launch, Tuning, integer
+from ..operator import Operator
+from ..reduce_scatter import reduce_scatter
+from ..shared import gluon_fits, products, unfused
+from ..shared.checks import aligned, stored
+from ..shared.grid import num_programs
 from ..shared.tile_product import (
     Epilogue,
-    Tiles,
     accumulate,
-    check_epilogue,
-    check_operands,
-    check_out,
-    check_tiles,
     default_tiles,
     finish,
     finished,
     padded,
     stack,
     store_tile,
-    stored,
     tile_pointers,
     weights,
-    whole_runs,
 )
+from .rules import CALL, settings
 
-CALL = "matmul_reduce_scatter"
 Mode = Literal["add", "inbox", "gluon", "unfused", "nccl"]
-MODES = ("add", "inbox", "gluon", "unfused", "nccl")
 
 
 def reference(
-    operands: Sequence[tuple[torch.Tensor, torch.Tensor]],
     rank: int,
-    bias: torch.Tensor | None = None,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue = "none",
 ) -> torch.Tensor:
-    """What `rank` gets from the ranks' (a, b), in fp64."""
-    total = torch.stack([a.double() @ b.double() for a, b in operands]).sum(0)
-    return finished(total.chunk(len(operands))[rank], bias, epilogue)
+    """What `rank` gets from the ranks' operands, in fp64."""
+    total = torch.stack([x.double() @ y.double() for x, y in zip(a, b)]).sum(0)
+    return finished(total.tensor_split(len(a))[rank], bias[rank] if bias else None, epilogue)
 
 
 @triton.jit
@@ -180,11 +175,6 @@ def inbox_kernel(
         store_tile(out, 0, total, i * BLOCK_M, j * BLOCK_N, m, N, N, TMA)
 
 
-class _Space(NamedTuple):
-    buffer: SymmetricTensor  # the sum, or the inbox
-    counters: SymmetricTensor
-
-
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -201,126 +191,64 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Rows [rank * m, (rank + 1) * m) of the sum over ranks of `a @ b`. Collective.
 
-    a: (size * m, k), contiguous, b: (k, N), contiguous or the transposed view of a contiguous tensor, as w.t() of
-    nn.Linear's weight; bf16, fp16 or fp32; the same m and N on every rank. out: (m, N) of a's dtype, apart from what is
-    read; a new tensor where None. bias: (N,) of a's dtype, epilogue: "none", "relu", "gelu" (exact, with erf, as
-    torch's by default) or "silu": applied once, in fp32, to the sum, by its owner, with the owner's bias; in mode "add"
-    to a sum that is rounded already. Returns `out`, complete; nothing of the call is read by a peer after it.
+    a: (size * m, k), contiguous; bf16, fp16 or fp32. Ranks may differ in k, and agree in all else.
+    b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight.
+    out: (m, N) of a's dtype; shares no memory with the operands. A new tensor where None.
+    bias: (N,) of a's dtype. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or "silu". The
+        owner of a row applies both once, in fp32, to the sum; in mode "add" to a sum that is rounded already.
 
-    mode: "add" is fast and rounds at every addition, "inbox" adds in fp32 in a fixed order; see the module.
-    "gluon", the Gluon form of "inbox": bf16 or fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6.
-    "unfused" and "nccl": cuBLAS and pkt's or, through torch.distributed, NCCL's reduce-scatter, each product rounded
-    before it is added; they take no tiles. None, with nothing below given: what was tuned here or measured for the
-    nearest shape; else "gluon" where that can run and m is more than 64 (its tiles have 128 rows); else "add".
-    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG) as in all_gather_matmul; "gluon": (128,
-        256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6). The same on every rank; from the shapes where
-        None.
-    lag: "gluon": tiles that each rank computes of every other rank's part before the first of its own, at least 1; from
-        all of them on one rank's part after another, its own last. From the shapes where None.
+    mode: how it is computed. None, with no setting given, takes the first of these that applies: what was tuned here or
+        measured for the nearest shape; "gluon" where that runs and m is more than tile_product.FEW_ROWS; "add".
+        "add": adds tiles into their owner's rows: fast, and rounds at every addition.
+        "inbox": stores tiles with their owner, which adds them in fp32 in a fixed order.
+        "gluon": as "inbox", in specialised warps. bf16 or fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton
+            3.6.
+        "unfused": cuBLAS, then pkt's reduce-scatter. "nccl": cuBLAS, then NCCL's, through torch.distributed. Both round
+            each product before it is added, and take no settings.
+
+    Settings are the same on every rank; None takes a default that follows from mode and shapes:
+    tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
+        those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
+    lag: "gluon" without copies: tiles that a rank computes of every other rank's part before the first of its own; from
+        1. From the number of tiles in a part on, it computes one rank's part after another, its own last.
     copies: "gluon": copies by the copy engines that each other rank's part goes in, own tiles last; 0: the kernel
-        stores them there. The same on every rank; from the shapes where None, and 0 where a lag is given.
+        stores them there, as by default where a lag is given.
 
-    workspace: what keeps buffers, counters and the plan until it is closed; the world where None.
+    workspace: keeps buffers, counters and the plan until it is closed; the world where None.
 
-    Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
+    Returns `out`, complete; after the call no peer reads anything of it. Raises ShapeError, DtypeError,
+    CollectiveMismatch, Unsupported, Closed.
     """
-    world = _common.world_of(CALL, world, a, b, workspace)
-    settings = (epilogue, mode, tiles, lag, copies)
-    return _common.planned(CALL, _plan, world, (a, b, out, bias), settings, out, workspace)
-
-
-def _plan(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    epilogue: Epilogue, mode: Mode | None, tiles: Sequence[int] | None, lag: int | None, copies: int | None,
-) -> _common.Launch:  # fmt: skip
-    """Checks, and the form and its settings."""
-    if mode is not None:
-        _common.check_choice(CALL, "mode", mode, MODES, world)
-    _common.check_integers(CALL, world, lag=lag, copies=copies)
-    check_operands(CALL, a, b, world)
-    M, N, size = a.shape[0], b.shape[1], world.size
-    if M % size:
-        wanted = f"a first dimension divisible by {size} ranks"
-        raise ShapeError.argument(CALL, "a", tuple(a.shape), wanted, world.rank)
-    m, dtype = M // size, a.dtype
-    left = mode is None and tiles is None and lag is None and copies is None
-    if left:
-        key = {"M": M, "N": N, "K": a.shape[1]}
-        found = _forms.tuned(CALL, world, key, dtype, m, N, by="MN")  # ranks may differ in k
-        left = not found
-        mode, tiles, lag, copies = (found.get(name) for name in ("mode", "tiles", "lag", "copies"))
-    chosen = check_tiles(CALL, tiles, world)
-    for name, value in (("lag", lag), ("copies", copies)):
-        if value is not None and mode != "gluon":
-            raise ShapeError.argument(CALL, name, value, f'none with mode "{mode or "add"}"', world.rank)
-    check_epilogue(CALL, bias, epilogue, N, dtype, world)
-    check_out(CALL, out, (m, N), a, b, bias, world)
-    if mode in _unfused.MODES:
-        _forms.check_unfused(CALL, mode, {} if chosen is None else {"tiles": chosen}, world)
-    elif _forms.gluon(CALL, mode == "gluon", left, world, dtype, m, N):
-        mode = "gluon"
-    else:
-        mode, chosen = mode or "add", chosen or default_tiles(m, dtype, N)
-    _common.check_agreed(
-        CALL, world, M=M, N=N, dtype=dtype, mode=mode, tiles=chosen, lag=lag, copies=copies,
-        bias=bias is not None, epilogue=epilogue,
+    return OPERATOR(
+        (a, b, out, bias), world=world, workspace=workspace, epilogue=epilogue, mode=mode, tiles=tiles, lag=lag,
+        copies=copies,
     )  # fmt: skip
-    if mode == "gluon":
-        from .gluon import settings
-
-        k = _forms.longest(CALL, world, a.shape[1], M, N, dtype)
-        chosen, lag, copies = settings(m, N, k, world, chosen, lag, copies)
-    fresh = _common.fresh((m, N), dtype, world)
-    if m == 0 or N == 0:
-        return lambda a, b, out, bias: fresh() if out is None else out
-    result = fresh() if out is None else out
-    fit = None if chosen is None else whole_runs(a)
-    a, b = fit(a, b) if fit else (a, b)
-    if chosen is None:
-        launch = _unfused.matmul_reduce_scatter(world, mode, M, N, dtype, epilogue)
-    elif lag is not None and copies is not None:
-        launch = _gluon_launch(world, a, b, result, chosen, lag, copies, epilogue)
-    else:
-        launch = _plain_launch(world, a, b, result, mode, chosen, epilogue)
-
-    if fit is None and out is not None:
-        return launch
-
-    def whole(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        return launch(*(fit(a, b) if fit else (a, b)), fresh() if out is None else out, bias)
-
-    return whole
 
 
-def _gluon_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiles: Tiles, lag: int, copies: int,
-    epilogue: Epilogue,
-) -> _common.Launch:  # fmt: skip
-    from .gluon import inbox_launch
-
-    return _forms.fitted(lambda a, b, out: inbox_launch(world, a, b, out, tiles, lag, copies, epilogue), a, b, out)
+# -------------------------------------------------------------------------------------------------------- host
+class _Space(NamedTuple):
+    buffer: SymmetricTensor  # the sum, or the inbox
+    counters: SymmetricTensor
 
 
-def _plain_launch(
-    world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, mode: Mode, tiles: Tiles, epilogue: Epilogue
-) -> _common.Launch:
-    (M, k), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
-    m = M // size
+def _plain(call: Call) -> Launch:
+    world, a, b, mode, tiles = call.world, call["a"], call["b"], call.mode, call["tiles"]
+    k, (m, N), size, dtype = a.shape[1], call.shape, world.size, call.dtype
     rows, transposed = stored(b)
     ld = padded(N, dtype)
     owned = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    programs = _common.num_programs(world, size * owned)
+    programs = num_programs(world, size * owned)
 
     def make() -> _Space:
         if mode == "add":
-            buffer = zeros(2, m, ld, dtype=dtype, name="matmul_reduce_scatter.sum", world=world)
-            return _Space(buffer, signals(1, name="matmul_reduce_scatter.done", world=world))
-        buffer = empty(2, size, m, ld, dtype=dtype, name="matmul_reduce_scatter.inbox", world=world)
-        return _Space(buffer, signals(size * owned, name="matmul_reduce_scatter.ready", world=world))
+            buffer = zeros(2, m, ld, dtype=dtype, name=f"{CALL}.sum", world=world)
+            return _Space(buffer, signals(1, name=f"{CALL}.done", world=world))
+        buffer = empty(2, size, m, ld, dtype=dtype, name=f"{CALL}.inbox", world=world)
+        return _Space(buffer, signals(size * owned, name=f"{CALL}.ready", world=world))
 
     space = world.keep((CALL, m, N, dtype, programs, tiles[:2], mode), make)
     kernel = add_kernel if mode == "add" else inbox_kernel
-    constants = (_common.aligned(a, rows, out), transposed, epilogue, *tiles[:4])
+    constants = (aligned(a, rows, call["out"]), transposed, call["epilogue"], *tiles[:4])
     start = cooperative_launch(world, kernel, (programs,), **tiles.launch_options())
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -329,3 +257,66 @@ def _plain_launch(
         return out
 
     return launch
+
+
+def _gluon(call: Call) -> Launch:
+    from .gluon import inbox_launch
+
+    tensors = (call[name] for name in ("a", "b", "out"))
+    return inbox_launch(call.world, *tensors, call["tiles"], call["lag"], call["copies"], call["epilogue"])
+
+
+def _settled(call: Call) -> dict[str, Any]:
+    """The Gluon form's settings: all ranks take those of the longest k, in which they may differ."""
+    given = (call[name] for name in ("tiles", "lag", "copies"))
+    found = settings(call["m"], call["n"], call.greatest("k"), call.world, *given)
+    return dict(zip(("tiles", "lag", "copies"), found))
+
+
+def default(call: Call) -> str:
+    return "gluon" if call.left and not GLUON.fits(call) else "add"
+
+
+TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["n"])}
+MOVES = "(W - 1) / W |C|"
+GLUON = Form(
+    products.whole_runs(products.fitted(_gluon, out=True)),
+    "as inbox, tile by tile, in specialised warps; large parts by the copy engines", MOVES,
+    settings={"tiles": None, "lag": None, "copies": None}, complete=_settled, fits=gluon_fits.fits("n"), gpu=True,
+    roundings=lambda size: 2,
+)  # fmt: skip
+OPERATOR = Operator(
+    matmul_reduce_scatter,
+    tensors=products.operands("W*m k", "k n"),
+    result="m n",
+    arguments=products.ARGUMENTS,
+    settings={"tiles": products.tiles, "lag": integer(1), "copies": integer(0)},
+    forms={
+        "add": Form(
+            products.whole_runs(_plain), "TMA adds each tile into its owner", MOVES,
+            settings=TILES, roundings=lambda size: size + 1, small=products.SMALL,
+        ),
+        "inbox": Form(
+            products.whole_runs(_plain), "stored to its owner, added in a fixed order", MOVES,
+            settings=TILES, roundings=lambda size: 2, small=products.SMALL,
+        ),
+        "gluon": GLUON,
+        **unfused.scatter_forms(reduce_scatter),
+    },
+    default=default,
+    reference=reference,
+    private="k",
+    terms=lambda sizes, size: size * sizes["k"],
+    tuning=Tuning(
+        "gemm_rs",
+        lambda call: {"M": call.world.size * call["m"], "N": call["n"], "K": call["k"]},
+        lambda key: key["M"] * key["N"] * key["dtype"].itemsize * (key["size"] - 1) / key["size"],
+        ("m", "k"),
+    ),
+    cases=(
+        Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "add"}, launches=3, out="new"),
+        Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "inbox"}, launches=3, out="new"),
+        Case({"m": 12, "k": 16, "n": 13}, arguments={"mode": "add"}, ranks=2, launches=3, out="new"),
+        *products.nasty("add", "inbox", "unfused"),
+    ),
+)  # fmt: skip

@@ -6,17 +6,11 @@ N, K.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-
-from pkt.errors import DtypeError, ShapeError
-from pkt.runtime.world import World
-
-from . import common as _common
 
 
 # ------------------------------------------------------------------------------------------------------ device
@@ -180,7 +174,8 @@ UNALIGNED_TILES = Tiles(64, 64, 32, num_stages=3)
 """Where TMA cannot go, each element has an address and a mask in registers."""
 
 FEW_ROWS = 64
-"""Of a product: so many or fewer are bound by the bytes of the weights, not by the tensor cores."""
+"""Of a product: so many or fewer are bound by the bytes of the weights, not by the tensor cores; and the tiles of the
+Gluon forms, of 128 rows, would be half empty."""
 
 FEW_ROWS_TILES = Tiles(64, 64, 128, num_warps=4, num_stages=6)
 """16 KB of weights a stage, and enough tiles for all SMs where N is some thousands."""
@@ -191,31 +186,6 @@ MORE_ROWS = 128
 MORE_ROWS_TILES = Tiles(64, 128, 128, num_warps=4)
 """all_gather_matmul by columns, N = 7168 and K = 8192 on 4 x H200, at commit 769b572e2300: 64 us for 128 rows, Tiles()
 78. For 1 and 16 rows 63 and 59, FEW_ROWS_TILES 52 and 55; for 1024 rows 292, Tiles() 254."""
-
-
-def check_tiles(call: str, tiles: Sequence[int] | None, world: World) -> Tiles | None:
-    """`tiles`, with the defaults for what is left out. Raises ShapeError or DtypeError unless the blocks are powers of
-    two from 16, for tensor cores, and the rest can be compiled."""
-    if tiles is None:
-        return None
-    if not isinstance(tiles, Sequence) or None in tiles:
-        found = f"{type(tiles).__name__} {tiles!r:.40}"
-        raise DtypeError.argument(call, "tiles", found, "a sequence of integers", world.rank)
-    _common.check_integers(call, world, **{f"tiles[{i}]": size for i, size in enumerate(tiles)})
-    powers = [size >= 16 and not size & (size - 1) for size in tiles[:3]]
-    if len(tiles) < 3 or not all(powers):
-        raise ShapeError.argument(call, "tiles", tuple(tiles[:3]), "three blocks, powers of two from 16", world.rank)
-    if len(tiles) > len(Tiles._fields):
-        raise ShapeError.argument(call, "tiles", tuple(tiles), f"at most {', '.join(Tiles._fields)}", world.rank)
-    full = Tiles(*tiles)
-    m, n, k = full[:3]
-    if max(m * n, m * k, k * n) > _common.MAX_BLOCK:
-        wanted = f"at most {_common.MAX_BLOCK} elements in a block of a, b or out"
-        raise ShapeError.argument(call, "tiles", tuple(full), wanted, world.rank)
-    if full.num_warps not in (1, 2, 4, 8, 16) or min(full) < 1 or full.maxnreg > 255:
-        wanted = "num_warps a power of two up to 16, maxnreg up to 255, everything from 1"
-        raise ShapeError.argument(call, "tiles", tuple(full), wanted, world.rank)
-    return full
 
 
 def default_tiles(m: int, dtype: torch.dtype, *columns: int) -> Tiles:
@@ -233,51 +203,7 @@ def default_tiles(m: int, dtype: torch.dtype, *columns: int) -> Tiles:
     return tiles._replace(block_m=min(tiles.block_m, max(16, triton.next_power_of_2(m))))
 
 
-def check_operands(
-    call: str, a: torch.Tensor, b: torch.Tensor, world: World, *, shards: int = 1, peers: bool = False
-) -> None:
-    """`a` (M, k) and `b` (shards * k, N) are matrices of one floating dtype on this rank; `a` contiguous, and symmetric
-    if `peers` read it; `b` as `stored` takes it. Raises NotSymmetric, ShapeError, DtypeError."""
-    _common.check_tensor(call, "a", a, world, ndim=2, dtypes=_common.FLOATS, peers=peers)
-    _common.check_dense(call, "b", b, world)
-    _common.check_tensor(call, "b", stored(b)[0], world, ndim=2, dtype=a.dtype)
-    wanted = (shards * a.shape[1], b.shape[1])
-    if tuple(b.shape) != wanted:
-        raise ShapeError.argument(call, "b", tuple(b.shape), str(wanted), world.rank)
-
-
-def check_out(
-    call: str, out: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor,
-    bias: torch.Tensor | None, world: World,
-) -> None:  # fmt: skip
-    """`out`, where one is given, is of `shape` and a's dtype, and shares no memory with the operands, whose tiles are
-    read while others are written. Raises ShapeError, DtypeError."""
-    if out is None:
-        return
-    _common.check_tensor(call, "out", out, world, shape=shape, dtype=a.dtype)
-    for name, operand in (("a", a), ("b", b), ("bias", bias)):
-        if operand is not None:
-            _common.check_apart(call, operand, out, world, name=name)
-
-
-def stored(b: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """`b` (k, N) as it lies in memory, and whether that is transposed: what `b` is a view of, contiguous (N, k)."""
-    transposed = b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()
-    return (b.t(), True) if transposed else (b, False)
-
-
 Epilogue = Literal["none", "relu", "gelu", "silu"]
-EPILOGUES: tuple[Epilogue, ...] = ("none", "relu", "gelu", "silu")
-
-
-def check_epilogue(
-    call: str, bias: torch.Tensor | None, epilogue: str, N: int, dtype: torch.dtype, world: World
-) -> None:
-    """`bias` (N,) of the operands' dtype, or None; an `epilogue` that there is. Raises ShapeError, DtypeError,
-    Unsupported."""
-    _common.check_choice(call, "epilogue", epilogue, EPILOGUES, world)
-    if bias is not None:
-        _common.check_tensor(call, "bias", bias, world, shape=(N,), dtype=dtype)
 
 
 def finished(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue) -> torch.Tensor:
@@ -291,20 +217,3 @@ def padded(columns: int, dtype: torch.dtype) -> int:
     """Row length, in elements, of a buffer of pkt's own: a multiple of 16 bytes, as TMA and multimem need."""
     run = 16 // dtype.itemsize
     return triton.cdiv(columns, run) * run
-
-
-def whole_runs(
-    a: torch.Tensor,
-) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
-    """What gives `a` (M, k) and `b` (k, N) with zeros behind k up to a multiple of 16 bytes of a row of a, as TMA
-    needs; None where they have it. Ranks may differ in k, and must not differ in tiles for it."""
-    missing = padded(max(a.shape[1], 1), a.dtype) - a.shape[1]
-    if not missing:
-        return None
-    pad = torch.nn.functional.pad
-
-    def padded_out(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, transposed = stored(b)
-        return pad(a, (0, missing)), pad(rows, (0, missing)).t() if transposed else pad(b, (0, 0, 0, missing))
-
-    return padded_out

@@ -1,128 +1,185 @@
 """The fused operators as two calls: cuBLAS multiplies, and before or after it a collective moves the ranks' data.
 
-nccl: as PyTorch has them, through torch.distributed. What pkt's own forms are measured against, and a candidate like
-    any other, so that pkt need never be slower. Over gloo, where a world has no GPUs, the same calls run on the CPU.
-unfused: pkt's own collectives, on symmetric memory that cuBLAS reads or writes. For few rows: a product of these takes
-    as long as its weights take to come from memory, whoever multiplies, and cuBLAS is best at that; what a collective
-    of so little takes is latency, of which pkt's have less than NCCL's.
+nccl: as PyTorch has them, through torch.distributed. pkt's own forms are measured against this one, and the tuner may
+    choose it, so that pkt need never be slower. Over gloo, where a world has no GPUs, the same calls run on the CPU.
+unfused: pkt's own collectives, on symmetric memory that cuBLAS reads or writes. For few rows: such a product takes as
+    long as its weights take to come from memory, whoever multiplies, and cuBLAS is best at that; a collective of so
+    little takes only its latency, and pkt's have less than NCCL's.
 
-Each function gives launch(a, b, out, bias), which takes tensors that were checked before, queues its work on the
-current stream and returns `out`. Products are rounded to the dtype before they are added, and the sum before bias and
-epilogue; NCCL adds in an order of its choice.
+Products are rounded to the dtype before they are added, and the sum before bias and epilogue; NCCL adds in an order of
+its choice. Each operator hands in pkt's collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pkt.errors import Unsupported
 from pkt.runtime.groups import process_group
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..all_gather import all_gather
-from ..all_reduce import all_reduce, low_latency
-from ..reduce_scatter import reduce_scatter
-from .common import Launch
-from .tile_product import Epilogue, finished
-
-MODES = ("unfused", "nccl")
+from ..declaration import Call, Form, Launch
+from .checks import aligned, check_tensor
+from .tile_product import finished
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""product(a, b, out), where a and b are plain tensors."""
+"""product(a, b, out) queues its work on the current stream; a and b are plain tensors."""
 
 
-def all_gather_matmul(world: World, mode: str, a: torch.Tensor, columns: bool, epilogue: Epilogue) -> Launch:
-    """The gathered a, by rows or by columns, times b. By columns NCCL needs a copy."""
-    m, k = a.shape
-    product: Product
-    if mode == "nccl":
-        group = process_group(world)
+def gather_forms(all_gather: Callable[..., Any]) -> dict[str, Form]:
+    """Those of all_gather_matmul."""
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            gathered = torch.empty((world.size * m, k), dtype=a.dtype, device=a.device)
-            dist.all_gather_into_tensor(gathered, a, group=group)
-            if columns:
-                gathered = gathered.view(world.size, m, k).transpose(0, 1).reshape(m, world.size * k)
-            torch.mm(gathered, b, out=_plain(out))
-
-    else:
-        shape = (m, world.size * k) if columns else (world.size * m, k)
-        whole = _symmetric(world, *shape, dtype=a.dtype)
+    def ours(call: Call) -> Product:
+        world, columns, (m, k) = call.world, call["shard"] == "columns", call["a"].shape
+        whole = _symmetric(call, *((m, world.size * k) if columns else (world.size * m, k)))
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             all_gather(a, whole, dim=int(columns), world=world)
             torch.mm(whole.plain(), b, out=_plain(out))
 
-    return _launch(product, epilogue)
+        return product
 
-
-def matmul_reduce_scatter(world: World, mode: str, M: int, N: int, dtype: torch.dtype, epilogue: Epilogue) -> Launch:
-    """This rank's rows of the sum of the ranks' a @ b, (M, N)."""
-    product: Product
-    if mode == "nccl":
-        group = process_group(world)
+    def nccl(call: Call) -> Product:
+        size, columns, (m, k), group = call.world.size, call["shard"] == "columns", call["a"].shape, _group(call)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            dist.reduce_scatter_tensor(_plain(out), torch.mm(a, b), group=group)
+            gathered = torch.empty((size * m, k), dtype=a.dtype, device=a.device)
+            dist.all_gather_into_tensor(gathered, a, group=group)
+            if columns:  # needs a copy
+                gathered = gathered.view(size, m, k).transpose(0, 1).reshape(m, size * k)
+            torch.mm(gathered, b, out=_plain(out))
 
-    else:
-        partial = _symmetric(world, M, N, dtype=dtype)
+        return product
+
+    return _forms("all-gather", "(W - 1) |a|", ours, nccl, sums=False)
+
+
+def scatter_forms(reduce_scatter: Callable[..., Any]) -> dict[str, Form]:
+    """Those of matmul_reduce_scatter."""
+
+    def ours(call: Call) -> Product:
+        world, partial = call.world, _symmetric(call, call["a"].shape[0], call["n"])
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             _multiply(world, a, b, partial)
             reduce_scatter(partial, out, world=world)
 
-    return _launch(product, epilogue)
+        return product
+
+    def nccl(call: Call) -> Product:
+        group = _group(call)
+
+        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            dist.reduce_scatter_tensor(_plain(out), torch.mm(a, b), group=group)
+
+        return product
+
+    return _forms("reduce-scatter", "(W - 1) / W |C|", ours, nccl, sums=True)
 
 
-def matmul_all_reduce(
-    world: World, mode: str, M: int, N: int, dtype: torch.dtype, in_place: bool, epilogue: Epilogue
-) -> Launch:
-    """The sum of the ranks' a @ b, (M, N). in_place: every rank's `out` is symmetric."""
-    flagged = low_latency(M * N * dtype.itemsize, world)  # for what is not symmetric, too
-    product: Product
-    if mode == "nccl":
-        group = process_group(world)
+def reduce_forms(all_reduce: Callable[..., Any], low_latency: Callable[[int, World], str | None]) -> dict[str, Form]:
+    """Those of matmul_all_reduce. low_latency: the mode of an all-reduce of so few bytes; None where they are many."""
+
+    def ours(call: Call) -> Product:
+        """The sum is made in `out` where that is symmetric or the all-reduce is a low-latency one, else in a buffer."""
+        world, (M, N) = call.world, call.shape
+        flagged = low_latency(M * N * call.dtype.itemsize, world)  # for what is not symmetric, too
+        total = None if flagged or in_place(call) else _symmetric(call, M, N)
+
+        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            _multiply(world, a, b, out if total is None else total)
+            all_reduce(out if total is None else total, mode=flagged, world=world)
+            if total is not None:
+                _plain(out).copy_(total.plain())
+
+        return product
+
+    def nccl(call: Call) -> Product:
+        group = _group(call)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             dist.all_reduce(torch.mm(a, b, out=_plain(out)), group=group)
 
-    elif flagged or in_place:
+        return product
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            _multiply(world, a, b, out)
-            all_reduce(out, mode=flagged, world=world)
-
-    else:
-        total = _symmetric(world, M, N, dtype=dtype)
-
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            _multiply(world, a, b, total)
-            all_reduce(total, world=world)
-            _plain(out).copy_(total.plain())
-
-    return _launch(product, epilogue)
+    return _forms("all-reduce", "as all_reduce's of |C|", ours, nccl, sums=True, agrees=agreed_out)
 
 
-def _launch(product: Product, epilogue: Epilogue) -> Launch:
-    @torch.no_grad()  # as of kernels; else torch refuses to write products of trained weights into `out`
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        product(_plain(a), _plain(b), out)
-        if bias is not None or epilogue != "none":
-            result = _plain(out)
-            result.copy_(finished(result, bias, epilogue))
-        return out
-
-    return launch
+def in_place(call: Call) -> bool:
+    """Whether `out` is symmetric, with rows that TMA and multimem reach: peers then reduce in it."""
+    return isinstance(call["out"], SymmetricTensor) and aligned(call["out"])
 
 
-def _symmetric(world: World, rows: int, cols: int, *, dtype: torch.dtype) -> SymmetricTensor:
-    """What cuBLAS and a collective of pkt hand over to each other: one for all operators, of which one is in flight."""
-    name = "kernels.unfused"
+def agreed_out(call: Call) -> dict[str, Any]:
+    """`agrees` of the forms that may reduce in place: whether they do, and where in the heap."""
+    if not in_place(call):
+        return {"out": None}
+    check_tensor(call.name, "out", call["out"], call.world, peers=True)
+    return {"out": call["out"]}
+
+
+# --------------------------------------------------------------------------------------------------- what they share
+def _forms(
+    collective: str, moves: str, ours: Callable[[Call], Product], nccl: Callable[[Call], Product], sums: bool,
+    **more: Any,
+) -> dict[str, Form]:  # fmt: skip
+    """sums: the collective adds. Bias and epilogue round once more each."""
+    return {
+        "unfused": Form(
+            _plan(ours), f"cuBLAS and pkt's own {collective}", moves,
+            roundings=lambda size: 4 if sums else 3, **more,
+        ),
+        "nccl": Form(
+            _plan(nccl), f"cuBLAS and NCCL's {collective}, through torch.distributed", moves,
+            fits=_lacks_group, gpu=True, roundings=lambda size: size + 3 if sums else 3, **more,
+        ),
+    }  # fmt: skip
+
+
+def _plan(make: Callable[[Call], Product]) -> Callable[[Call], Launch]:
+    """The plan of a form: the product, then bias and epilogue."""
+
+    def plan(call: Call) -> Launch:
+        product, epilogue = make(call), call["epilogue"]
+
+        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            product(_plain(a), _plain(b), out)
+            if bias is not None or epilogue != "none":
+                result = _plain(out)
+                result.copy_(finished(result, None if bias is None else bias.detach(), epilogue))
+            return out
+
+        return launch
+
+    return plan
+
+
+def _lacks_group(call: Call) -> str:
+    """Why NCCL has no group of this world's ranks; "" where it has. Collective, but remembered where the caller names
+    no form, because one rank may then plan alone."""
+    known, key = call.world.lasting, "pkt.kernels.nccl"
+    if call.asked or key not in known:
+        try:
+            _group(call)
+            known[key] = ""
+        except Unsupported as error:  # the simulator, or torch's default group has other ranks
+            known[key] = f"no group for NCCL, {error}"
+    return known[key]
+
+
+def _group(call: Call) -> dist.ProcessGroup:
+    return process_group(call.world)
+
+
+def _symmetric(call: Call, rows: int, cols: int) -> SymmetricTensor:
+    """Where cuBLAS and a collective of pkt hand over to each other: one for all operators, as one is in flight."""
+    name, dtype, world = "kernels.unfused", call.dtype, call.world
     return world.keep((name, rows, cols, dtype), lambda: empty(rows, cols, dtype=dtype, name=name, world=world))
 
 
@@ -134,4 +191,5 @@ def _multiply(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.plain() if isinstance(tensor, SymmetricTensor) else tensor
+    """For torch, which records nothing of it, as of kernels, and writes products of trained weights into it."""
+    return (tensor.plain() if type(tensor) is SymmetricTensor else tensor).detach()

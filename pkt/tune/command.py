@@ -81,7 +81,7 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
         shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     everybody = world.all_gather_object((world.num_sms, shared))  # what fits on every rank: all have one space
     gpu = replace(H200, sms=min(sms for sms, _ in everybody), shared=min(nbytes for _, nbytes in everybody))
-    unfit = importlib.import_module("pkt.kernels.shared.forms").missing_anywhere(world)
+    unfit = importlib.import_module("pkt.kernels.shared.gluon_fits").missing_anywhere(world)
     configs, most = operator_space(layer.what, key, gpu, gluon=not unfit), MOST
     model = MODELS[layer.what] if cuda and dtype != torch.float32 else None
     if exhaustive:

@@ -248,26 +248,24 @@ def _total(row: Row) -> float | None:
 
 def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
     """What the operator takes where nothing is given and nothing was found, as its docstring says of None."""
-    matmul, forms = (importlib.import_module(f"pkt.kernels.shared.{name}") for name in ("tile_product", "forms"))
+    matmul, fits = (importlib.import_module(f"pkt.kernels.shared.{name}") for name in ("tile_product", "gluon_fits"))
+    rules = importlib.import_module(f"pkt.kernels.{what}.rules")
     M, N, K, size, dtype = key["M"], key["N"], key["K"], key["size"], DTYPES[key["dtype"]]
     m = M if what == "matmul_all_reduce" else M // size
     hopper = SM_90.search(gpu) is not None and triton.__version__.startswith("3.6.")
     gluon = hopper and gluon_fits(what, key) and m > matmul.FEW_ROWS
     if what == "matmul_all_reduce":
-        if gpu != SIMULATED and M <= forms.unfused_rows(what, size):
+        if gpu != SIMULATED and M <= rules.unfused_rows(size):
             return Config(mode="unfused")
         if gluon:
-            module = importlib.import_module("pkt.kernels.matmul_all_reduce.gluon")
-            return Config(mode="gluon", tiles=module.tiles_of(M, N, size))
+            return Config(mode="gluon", tiles=rules.tiles_of(M, N, size))
         return Config(mode="lcsc", num_comm_sms=16, tiles=matmul.default_tiles(m, dtype, N))
     if what == "matmul_reduce_scatter":
         if not gluon:
             return Config(mode="add", tiles=matmul.default_tiles(m, dtype, N))
-        module = importlib.import_module("pkt.kernels.matmul_reduce_scatter.gluon")
-        copies = module.copies_of(m, N, K, size)
-        return Config(mode="gluon", **({"copies": copies} if copies else {}), tiles=module.TILES)
+        copies = rules.copies_of(m, N, K, size)
+        return Config(mode="gluon", **({"copies": copies} if copies else {}), tiles=fits.TILES)
     if not gluon:
         return Config(mode="push", num_comm_sms=16, chunk=1024, tiles=matmul.default_tiles(m, dtype, K, N))
-    module = importlib.import_module("pkt.kernels.all_gather_matmul.rules")
-    tiles = importlib.import_module("pkt.kernels.shared.gluon_host").TILES
-    return Config(mode="gluon", **module.push_plan(m, N, K, size, tiles, H200.sms)._asdict(), tiles=tiles)
+    plan = rules.push_plan(m, N, K, size, fits.TILES, H200.sms)
+    return Config(mode="gluon", **plan._asdict(), tiles=fits.TILES)

@@ -161,16 +161,27 @@ def all_products(world: Any) -> None:
         products(world, *shape)
 
 
+def runs_gluon(name: str, world: Any, dtype: torch.dtype, m: int, K: int, N: int) -> bool:
+    """Whether the operator may choose its Gluon form."""
+    from pkt.kernels.declaration import Call
+    from pkt.kernels.operator import named
+
+    call = Call(name, world, {"a": torch.empty(0, dtype=dtype)}, {"shard": "rows"}, {}, None)
+    call.sizes = {"m": m, "k": K, "n": N}
+    return not named(name).forms["gluon"].fits(call)
+
+
 def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
     """What is chosen where nothing is asked for, thrice with other inputs in the same tensors: a result of an earlier
     launch, or inputs of one, are then wrong. Rows of `m` may be few, ragged or many."""
-    from pkt.kernels.shared import forms as _forms
+    from pkt.kernels.shared import gluon_fits
     from pkt.kernels.shared.tile_product import FEW_ROWS
 
     size, device = world.size, world.torch_device
-    for columns in ((K, N), (N,)):  # else this would test the plain forms twice
-        possible = m > FEW_ROWS and not _forms.missing(world) and not any(c * dtype.itemsize % 16 for c in columns)
-        assert _forms.gluon("test", False, True, world, dtype, m, *columns) == possible
+    for name, columns in (("all_gather_matmul", (K, N)), ("matmul_reduce_scatter", (N,))):
+        even = not any(c * dtype.itemsize % 16 for c in columns)
+        possible = m > FEW_ROWS and not gluon_fits.missing(world) and even  # else this would test the plain forms twice
+        assert runs_gluon(name, world, dtype, m, K, N) == possible
     a, b = torch.empty(m, K, dtype=dtype, device=device), torch.empty(K, N, dtype=dtype, device=device)
     rows = torch.empty(size * m, K, dtype=dtype, device=device)
     whole, part = torch.empty(size * m, N, dtype=dtype, device=device), torch.empty(m, N, dtype=dtype, device=device)
@@ -198,7 +209,7 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
         bits = part.clone()
         rows.copy_(operands[world.rank][0])
         pkt.matmul_reduce_scatter(rows, b, part)
-        gluon = _forms.gluon("test", False, True, world, dtype, m, N)
+        gluon = runs_gluon("matmul_reduce_scatter", world, dtype, m, K, N)
         assert torch.equal(part, bits) or not gluon, "it adds in one order"
     world.barrier()
 
@@ -216,11 +227,10 @@ def test_default_forms(dtype: torch.dtype, ranks: int) -> None:
 
 def layers(world: Any, m: int, K: int, N: int, epilogue: Any) -> None:
     """Weights as a Linear holds them, bias and epilogue, in all forms that can run, against torch."""
-    from pkt.kernels.shared import forms as _forms
     from pkt.kernels.shared.tile_product import FEW_ROWS, finished
 
     size = world.size
-    gluon = _forms.gluon("test", False, True, world, torch.bfloat16, FEW_ROWS + 1, K, N)
+    gluon = runs_gluon("all_gather_matmul", world, torch.bfloat16, FEW_ROWS + 1, K, N)
     shards = [normal(world, (m, K), r) for r in range(size)]
     weights = [normal(world, (N, K), 50 + r).t() for r in range(size)]
     bias = normal(world, (1, N), 7)[0]

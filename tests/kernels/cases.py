@@ -205,7 +205,7 @@ def gather_product(world: Any, mode: str, shard: Any, m: int = 12, k: int = 20, 
             a if mode == "pull" else a.plain().clone(), b,
             shard=shard, mode=mode, tiles=TILES, **({"num_comm_sms": 1, "chunk": 16} if mode == "push" else {}),
         )  # fmt: skip
-        check(got, gather_reference([values((m, k), s) for s in everybody], b, shard))
+        check(got, gather_reference(0, [values((m, k), s) for s in everybody], [b], shard=shard))
 
 
 def parts(world: Any, launch: int, M: int, k: int, N: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -220,7 +220,7 @@ def product_scatter(world: Any, mode: Any, m: int = 12, k: int = 16, N: int = 16
     for launch in range(LAUNCHES + 1):  # here too
         operands = parts(world, launch, world.size * m, k, N)
         got = matmul_reduce_scatter(*operands[world.rank], mode=mode, tiles=TILES)
-        check(got, scatter_reference(operands, world.rank))
+        check(got, scatter_reference(world.rank, *zip(*operands)))
 
 
 @case(ranks=3, num_comm_sms=1)
@@ -235,4 +235,4 @@ def product_reduce(
     for launch in range(LAUNCHES):
         operands = parts(world, launch, M, k, N)
         got = matmul_all_reduce(*operands[world.rank], out, num_comm_sms=num_comm_sms, tiles=TILES)
-        check(got, reduce_reference(operands))
+        check(got, reduce_reference(world.rank, *zip(*operands)))

@@ -12,16 +12,16 @@ import pytest
 import torch
 import triton
 
+from pkt.kernels import operator
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_gather_matmul.rules import PushPlan
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from pkt.kernels.shared import common as _common
+from pkt.kernels.operator import Operator
+from pkt.kernels.shared import checks
 from pkt.kernels.shared import copies as _copies
 from pkt.kernels.shared.tile_product import Tiles
 from pkt.language.inspect import compile_only, device_world
-from pkt.tune import tuner
-from pkt.tune.config import Config
 
 from .helpers import as_weight
 from .machine_code import resources, sass
@@ -30,10 +30,12 @@ if not triton.__version__.startswith("3.6"):
     pytest.skip("written for Triton 3.6", allow_module_level=True)
 from pkt.kernels.all_gather_matmul import gluon as push
 from pkt.kernels.matmul_all_reduce import gluon as two_shot
+from pkt.kernels.matmul_all_reduce import rules as reduce_rules
 from pkt.kernels.matmul_reduce_scatter import gluon as inbox
-from pkt.kernels.shared import gluon_host as _gluon
+from pkt.kernels.shared import gluon_fits
 
-TILES, NARROW = _gluon.TILES, _gluon.NARROW
+TILES, NARROW = gluon_fits.TILES, gluon_fits.NARROW
+
 SIGNAL = r"(?:atom|red)\.global\.sys\.relaxed"  # in PTX
 
 
@@ -114,7 +116,7 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         begin = lambda: world.begun.append(parcel) or (lambda: world.begun.append(len(kernels)))  # noqa: E731
         return _copies.Scattering(inbox, torch.empty_like(inbox.tensor), counters, begin)
 
-    monkeypatch.setattr(_common, "World", World)
+    monkeypatch.setattr(operator, "World", World)
     monkeypatch.setattr(_copies, "gathering", gathering)
     monkeypatch.setattr(_copies, "scattering", scattering)
     return lambda rank=0, size=4: World(
@@ -137,13 +139,10 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
 def pass_for_h200s(compiling: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     """What the fixture `h200s` is: CPU tensors are taken for the GPU's."""
 
-    def choice(call: str, key: dict[str, Any], world: World) -> Config | None:
-        return Config(**world.tuned[call]) if world.tuned.get(call) else None
-
-    monkeypatch.setattr(tuner, "choice", choice)
+    monkeypatch.setattr(operator, "_advice", [lambda operator, key, world: world.tuned.get(operator.name, {})])
     monkeypatch.setattr(sys.modules[matmul_all_reduce.__module__], "empty", Symmetric)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(_common, "check_tensor", lambda call, name, tensor, world, **_: tensor)
+    monkeypatch.setattr(checks, "check_tensor", lambda call, name, tensor, world, **_: None)
 
     def make(rank: int = 0, size: int = 4, **tuned: dict[str, Any]) -> World:
         world = compiling(rank, size)
@@ -195,7 +194,7 @@ def reduce(
     tiles: Tiles | None = None, lag: int | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
     a, b, _, added = tensors((M, K), (K, N), (M, N), dtype, transposed, bias)
-    out, settings = Symmetric(M, N, dtype=dtype), two_shot.settings(M, N, K, world, tiles, lag)
+    out, settings = Symmetric(M, N, dtype=dtype), reduce_rules.settings(M, N, K, world, tiles, lag)
     two_shot.two_shot_launch(world, a, b, out, *settings, **options)(a, b, added)
     return world.kernels[-1]
 
@@ -225,6 +224,26 @@ def reduce_call(
     assert matmul_all_reduce(a, b, out, world=world, bias=added, **options) is out
 
 
+CALLS = {"all_gather_matmul": gather_call, "matmul_reduce_scatter": scatter_call, "matmul_all_reduce": reduce_call}
+
+
+class Chosen(Exception):
+    """Raised where an operator would allocate and launch, with the form and its settings."""
+
+
+def chosen(name: str, world: World, *shape: int, **given: Any) -> dict[str, Any]:
+    """The form, as "mode", and the settings that an operator takes for a call."""
+
+    def take(self: Operator, call: Any, form: Any) -> None:
+        raise Chosen({"mode": call.mode, **call.settings})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Operator, "_filled", take)
+        with pytest.raises(Chosen) as found:
+            CALLS[name](world, *shape, **given)
+    return found.value.args[0]
+
+
 # -------------------------------------------------------------------------------------------------- what came of it
 def assert_fits(launch: Compiled, folder: Path) -> None:
     """One program an SM, nothing spilled, no stack; consumers may have the registers they ask for; and products of the
@@ -235,7 +254,7 @@ def assert_fits(launch: Compiled, folder: Path) -> None:
     usage = resources(launch.kernel, folder)
     assert usage["REG"] * 12 * 32 <= 65536
     assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
-    assert launch.kernel.metadata.shared + usage["SHARED"] <= _gluon.SHARED
+    assert launch.kernel.metadata.shared + usage["SHARED"] <= gluon_fits.SHARED
     assert "st.local" not in launch.ptx
     code, steps = sass(launch.kernel, folder), launch.options["BLOCK_K"] // 16
     assert code.count("HGMMA.64") * 2 == code.count("WARPGROUP.DEPBAR") * steps > 0

@@ -49,7 +49,7 @@ def multiplies(
         a.copy_(shards[world.rank])
         mine = a if mode == "pull" else shards[world.rank]
         got = all_gather_matmul(mine, stored(b), mode=mode, shard=shard, **options)
-        exact = reference(shards, b, shard)
+        exact = reference(0, shards, [b], shard=shard)
         whole = torch.cat(shards, dim=0 if shard == "rows" else 1)
         bound = rounded(exact, product_bound(whole, b), dtype)
         assert_within(got, exact, bound, world.rank, launch, sizes)
@@ -91,8 +91,9 @@ def test_bias_and_epilogue(
         a.copy_(shards[world.rank])
         got = all_gather_matmul(a, b, mode=mode, shard=shard, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
         whole = torch.cat(shards, dim=0 if shard == "rows" else 1)
-        bound = finished_bound(reference(shards, b, shard), product_bound(whole, b), bias, epilogue, dtype)
-        assert_within(got, reference(shards, b, shard, bias, epilogue), bound, world.rank, epilogue)
+        bound = finished_bound(reference(0, shards, [b], shard=shard), product_bound(whole, b), bias, epilogue, dtype)
+        exact = reference(0, shards, [b], [bias] if with_bias else None, epilogue, shard)
+        assert_within(got, exact, bound, world.rank, epilogue)
 
     on_ranks(3, run)
 
@@ -208,8 +209,8 @@ def bad(error: type[Exception], match: str, *shapes: tuple[int, ...], **options:
 
 
 def test_bad_arguments() -> None:
-    bad(pkt.ShapeError, "a: found .*whole runs of 16 bytes", (4, 3), (3, 4), mode="copy")
-    bad(pkt.ShapeError, 'shard: found columns, wanted shard "rows" with mode "copy"', (4, 4), (8, 4), mode="copy",
+    bad(pkt.Unsupported, "found rows of 3 elements, not whole runs of 16 bytes", (4, 3), (3, 4), mode="copy")
+    bad(pkt.Unsupported, "mode='copy'.*found shard 'columns', not \"rows\"", (4, 4), (8, 4), mode="copy",
         shard="columns")  # fmt: skip
     bad(pkt.ShapeError, 'num_comm_sms: found 3, wanted none with mode "copy"', (4, 4), (4, 4), mode="copy",
         num_comm_sms=3)  # fmt: skip
@@ -229,7 +230,7 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, 'cut_last: found 2, wanted none with mode "push"', (4, 4), (4, 4), mode="push", cut_last=2)
     bad(pkt.Unsupported, "wanted 'push' or 'pull' or 'copy' or 'gluon'", (4, 4), (4, 4), mode="send")
     bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="gluon")
-    bad(pkt.ShapeError, 'shard "rows" with mode "gluon"', (4, 4), (8, 4), mode="gluon", shard="columns")
+    bad(pkt.Unsupported, "found shard 'columns', not \"rows\"", (4, 4), (8, 4), mode="gluon", shard="columns")
     bad(pkt.ShapeError, r"bias: found \(3,\), wanted \(4,\)", (4, 4), (4, 4), bias=torch.ones(3))
     bad(pkt.DtypeError, "bias: found fp16, wanted float32", (4, 4), (4, 4), bias=torch.ones(4).half())
     bad(pkt.Unsupported, "found epilogue 'tanh': wanted 'none' or 'relu'", (4, 4), (4, 4), epilogue="tanh")
@@ -264,5 +265,5 @@ def test_ranks_that_disagree() -> None:
     def run(world: Any) -> None:
         all_gather_matmul(torch.ones(4, 4), torch.ones(4, 4 + world.rank))
 
-    with pytest.raises(pkt.CollectiveMismatch, match="N=4.*N=5"):
+    with pytest.raises(pkt.CollectiveMismatch, match=r"b=\(4, 4\) .*b=\(4, 5\) "):
         on_ranks(2, run)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.shared import forms as _forms
+from pkt.kernels.declaration import Call
+from pkt.kernels.shared import products
 
 from .helpers import on_ranks
 
@@ -93,13 +94,14 @@ def test_nothing_to_multiply_records_nothing() -> None:
 def test_a_trained_output_that_no_descriptor_reaches_is_filled() -> None:
     """Where the Gluon forms copy the result to it."""
 
-    def make(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Any:
+    def plan(call: Call) -> Any:
         return lambda a, b, out, bias: out.detach().fill_(3)
 
     trained = torch.zeros(33)[1:].view(4, 8).requires_grad_()
     assert trained.is_leaf
     assert trained.data_ptr() % 16
-    launch = _forms.fitted(make, torch.ones(4, 8), torch.ones(8, 8), trained)
+    tensors = {"a": torch.ones(4, 8), "b": torch.ones(8, 8), "out": trained}
+    launch = products.fitted(plan, out=True)(Call("test", None, tensors, {}, {}, None))
     assert launch(torch.ones(4, 8), torch.ones(8, 8), trained, None) is trained
     assert trained.eq(3).all()
 

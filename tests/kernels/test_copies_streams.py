@@ -12,7 +12,7 @@ import torch
 
 import pkt
 from pkt.kernels.all_gather_matmul import all_gather_matmul
-from pkt.kernels.all_gather_matmul import copy as _copy_all_gather_matmul
+from pkt.kernels.all_gather_matmul import plain as _all_gather_matmul
 from pkt.kernels.all_reduce import all_reduce
 from pkt.kernels.all_to_all import all_to_all
 from pkt.kernels.all_to_all import reference as exchanged
@@ -116,7 +116,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: 
     monkeypatch.setattr(Deferred, "lost", lost)
     monkeypatch.setattr(_copies, "Side", Deferred)
     monkeypatch.setattr(_copies, "beside", beside)
-    for module in (_copies, _copy_reduce, _copy_all_gather_matmul):
+    for module in (_copies, _copy_reduce, _all_gather_matmul):
         monkeypatch.setattr(module, "cooperative_launch", later(module.cooperative_launch))
     random.seed(order)
 

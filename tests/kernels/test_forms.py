@@ -1,6 +1,6 @@
 """Which form an operator takes on GPUs: the one asked for, the one that was tuned, or that of its own rule."""
 
-from collections.abc import Callable
+import importlib
 from typing import NamedTuple
 
 import pytest
@@ -8,10 +8,9 @@ import torch
 import triton
 
 from pkt.errors import Unsupported
-from pkt.kernels.shared import common as _common
-from pkt.kernels.shared import forms as _forms
+from pkt.kernels.shared import unfused
 
-from .gluon_compiling import gather_call, inbox, reduce_call, scatter_call, two_shot
+from .gluon_compiling import chosen, gather_call, scatter_call
 
 
 @pytest.mark.parametrize("call", [gather_call, scatter_call])
@@ -29,58 +28,40 @@ def test_what_asks_for_another_form_gets_it(h200s, call, monkeypatch):
     assert not world.kernels
 
 
-class Agreed(Exception):
-    """Raised where the ranks would agree: the form is chosen by then, and nothing launched."""
+@pytest.mark.parametrize(("name", "plain"), [("all_gather_matmul", "push"), ("matmul_reduce_scatter", "add")])
+def test_elsewhere_the_plain_form_is_the_default(h200s, name, plain, monkeypatch):
+    def mode(world, *shape, **options):
+        return chosen(name, world, *shape, **options)["mode"]
 
-
-def settled(call, world, *shape, **given):
-    """What the ranks would agree on in a call."""
-
-    def agreed(call, world, **said):
-        raise Agreed(said)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_common, "check_agreed", agreed)
-        with pytest.raises(Agreed) as found:
-            call(world, *shape, **given)
-    return found.value.args[0]
-
-
-@pytest.mark.parametrize("call", [gather_call, scatter_call])
-def test_elsewhere_the_plain_form_is_the_default(h200s, call, monkeypatch):
-    def chosen(world, *shape, **options):
-        return settled(call, world, *shape, **options)["mode"]
-
-    special, plain = ("gluon", "push") if call is gather_call else ("gluon", "add")
-    assert chosen(h200s(), 512, 512, 512) == special
-    assert chosen(h200s(), 512, 512, 512, dtype=torch.float16) == special
-    assert chosen(h200s(), 512, 512, 512, mode=plain) == plain
-    assert chosen(h200s(), 512, 512, 512, dtype=torch.float32) == plain
-    assert chosen(h200s(), 65, 512, 512) == special
-    assert chosen(h200s(), 64, 512, 512) == plain  # half of its tiles' rows would be empty
-    assert chosen(h200s(), 64, 512, 512, mode=special) == special
-    assert chosen(h200s(), 512, 509, 512) == plain
-    assert chosen(h200s(), 512, 512, 512, tiles=(128, 128, 64)) == plain
-    assert chosen(h200s(0, 1), 512, 512, 512) == plain
-    assert chosen(h200s(0, 9), 512, 512, 512) == plain
-    if call is gather_call:
-        assert chosen(h200s(), 512, 512, 509) == plain
-        assert chosen(h200s(), 512, 512, 512, num_comm_sms=16) == plain
-        assert chosen(h200s(), 512, 512, 512, chunk=1024) == plain
-        assert chosen(h200s(), 1025, 512, 512, shard="columns") == plain
-        assert chosen(h200s(), 1024, 512, 512, shard="columns") == "unfused"
+    special = "gluon"
+    assert mode(h200s(), 512, 512, 512) == special
+    assert mode(h200s(), 512, 512, 512, dtype=torch.float16) == special
+    assert mode(h200s(), 512, 512, 512, mode=plain) == plain
+    assert mode(h200s(), 512, 512, 512, dtype=torch.float32) == plain
+    assert mode(h200s(), 65, 512, 512) == special
+    assert mode(h200s(), 64, 512, 512) == plain  # half of its tiles' rows would be empty
+    assert mode(h200s(), 64, 512, 512, mode=special) == special
+    assert mode(h200s(), 512, 509, 512) == plain
+    assert mode(h200s(), 512, 512, 512, tiles=(128, 128, 64)) == plain
+    assert mode(h200s(0, 1), 512, 512, 512) == plain
+    assert mode(h200s(0, 9), 512, 512, 512) == plain
+    if plain == "push":
+        assert mode(h200s(), 512, 512, 509) == plain
+        assert mode(h200s(), 512, 512, 512, num_comm_sms=16) == plain
+        assert mode(h200s(), 512, 512, 512, chunk=1024) == plain
+        assert mode(h200s(), 1025, 512, 512, shard="columns") == plain
+        assert mode(h200s(), 1024, 512, 512, shard="columns") == "unfused"
     for version in ("3.5.1", "3.9.0"):
         with monkeypatch.context() as patch:
             patch.setattr(triton, "__version__", version)
-            assert chosen(h200s(), 512, 512, 512) == plain
+            assert mode(h200s(), 512, 512, 512) == plain
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    assert chosen(h200s(), 512, 512, 512) == plain
+    assert mode(h200s(), 512, 512, 512) == plain
 
 
 # ------------------------------------------------------------------------------------------------- what was tuned
 class Operator(NamedTuple):
     name: str
-    call: Callable
     rule: str  # the mode that it takes where the Gluon form cannot run
     gluon: dict  # settings of that form
     other: dict  # of another
@@ -89,21 +70,18 @@ class Operator(NamedTuple):
 OPERATORS = {
     "gather": Operator(
         "all_gather_matmul",
-        gather_call,
         rule="push",
         gluon={"mode": "gluon", "num_comm_sms": 12, "chunk": 256, "rounds_alone": 3, "cut_last": 2, "push_rows": 1},
         other={"mode": "push", "num_comm_sms": 5, "chunk": 512, "tiles": (64, 64, 64)},
     ),
     "scatter": Operator(
         "matmul_reduce_scatter",
-        scatter_call,
         rule="add",
         gluon={"mode": "gluon", "tiles": (128, 128, 64, 16, 8, 5)},
         other={"mode": "inbox", "tiles": (64, 64, 64)},
     ),
     "reduce": Operator(
         "matmul_all_reduce",
-        reduce_call,
         rule="lcsc",
         gluon={"mode": "gluon", "tiles": (128, 128, 64), "lag": 3},
         other={"num_comm_sms": 9, "tiles": (64, 64, 64)},
@@ -113,9 +91,9 @@ TUNED = [(name, settings) for name, found in OPERATORS.items() for settings in (
 
 
 def settled_by(h200s, name, settings, *shape, **given):
-    """What the ranks agree on in a call for which `settings` were tuned."""
-    operator = OPERATORS[name]
-    return settled(operator.call, h200s(**{operator.name: settings}), *shape, **given)
+    """The form and the settings of a call for which `settings` were tuned."""
+    operator = OPERATORS[name].name
+    return chosen(operator, h200s(**{operator: settings}), *shape, **given)
 
 
 @pytest.mark.parametrize(("name", "settings"), TUNED)
@@ -151,7 +129,7 @@ def test_few_rows_are_multiplied_apart_from_their_all_reduce(h200s, dtype):
 
     def mode(rows, settings=None, **given):
         said = settled_by(h200s, "reduce", settings or {}, rows, 512, 512, dtype=dtype, **given)
-        assert (said["tiles"] is None) == (said["mode"] in ("unfused", "gluon"))
+        assert ("tiles" in said) == (said["mode"] != "unfused")
         return said["mode"]
 
     fused = "lcsc" if dtype == torch.float32 else "gluon"
@@ -164,32 +142,37 @@ def test_few_rows_are_multiplied_apart_from_their_all_reduce(h200s, dtype):
         assert settled_by(h200s, name, {}, 16, 512, 512)["mode"] == OPERATORS[name].rule
 
 
-@pytest.mark.parametrize(("call", "module"), [(reduce_call, two_shot), (scatter_call, inbox)])
-def test_the_longest_product_of_any_rank_counts(h200s, monkeypatch, call, module):
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_the_longest_product_of_any_rank_counts(h200s, monkeypatch, name):
     """In which the ranks may differ, but not in the order of tiles: that of the first call, for a rank that calls again
     with another may be the only one that asks."""
+    world, asked, longest = h200s(), [], []
+    plain = importlib.import_module(f"pkt.kernels.{name}.plain")
+    settings = plain.settings
+    monkeypatch.setattr(plain, "settings", lambda m, N, K, *rest: longest.append(K) or settings(m, N, K, *rest))
 
-    def settings(rows, N, K, *given):
-        raise Agreed(K)
+    def all_gather_object(found):
+        if found not in (512, 8192):
+            return [found]
+        asked.append(found)
+        return [found, 4096]
 
-    world, asked = h200s(), []
-    world.all_gather_object = lambda found: [found, asked.append(found) or 4096 if isinstance(found, int) else found]
-    monkeypatch.setattr(module, "settings", settings)
+    world.all_gather_object = all_gather_object
     for K in (512, 8192):
-        with pytest.raises(Agreed, match="4096"):
-            call(world, 512, 512, K, mode="gluon")
+        chosen(name, world, 512, 512, K, mode="gluon")
+    assert longest == [4096, 4096]
     assert asked == [512]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_nccl_where_it_was_faster_and_can_run(h200s, monkeypatch, name):
     asked = []
-    monkeypatch.setattr(_forms, "process_group", asked.append)
+    monkeypatch.setattr(unfused, "process_group", asked.append)
     assert settled_by(h200s, name, {"mode": "nccl"}, 512, 512, 512)["mode"] == "nccl"
     assert asked
 
     def refuses(world):
         raise Unsupported.here("a group", "found others", "make one")
 
-    monkeypatch.setattr(_forms, "process_group", refuses)
+    monkeypatch.setattr(unfused, "process_group", refuses)
     assert settled_by(h200s, name, {"mode": "nccl"}, 512, 512, 512)["mode"] == "gluon"

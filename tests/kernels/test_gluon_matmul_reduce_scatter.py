@@ -7,10 +7,12 @@ import torch
 import triton
 
 from pkt.errors import ShapeError
+from pkt.kernels.matmul_all_reduce import rules as reduce_rules
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from pkt.kernels.matmul_reduce_scatter import rules as scatter_rules
 from pkt.language.inspect import count_markers
 
-from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, inbox, scatter, scatter_call, two_shot
+from .gluon_compiling import NARROW, SIGNAL, TILES, assert_fits, scatter, scatter_call
 from .machine_code import sass
 
 
@@ -54,8 +56,8 @@ def test_inbox_on_any_number_of_ranks(compiling, tmp_path, size):
 @pytest.mark.parametrize(("size", "side"), [(1, 2048), (2, 4096), (4, 8192), (8, 16384)])
 def test_tiles_of_the_all_reduce_follow_the_output(size, side):
     """Narrow ones where the links are the limit, else wide ones, in groups of 16 row blocks."""
-    assert two_shot.tiles_of(side, side, size) == NARROW
-    assert two_shot.tiles_of(side, side + 1, size) == TILES._replace(group=16)
+    assert reduce_rules.tiles_of(side, side, size) == NARROW
+    assert reduce_rules.tiles_of(side, side + 1, size) == TILES._replace(group=16)
 
 
 def test_own_tiles_are_rounds_behind(compiling):
@@ -65,20 +67,20 @@ def test_own_tiles_are_rounds_behind(compiling):
     sides = (1024, 4096, 8192, 12288, 16384, 32768)
 
     def lags(tiles):
-        return [two_shot.settings(side, side, side // 4, world, tiles, None)[1] for side in sides]
+        return [reduce_rules.settings(side, side, side // 4, world, tiles, None)[1] for side in sides]
 
     assert lags(TILES) == [8, 33, 33, 17, 9, 9]
     assert lags(NARROW) == [16, 66, 66, 66, 66, 66]
-    assert two_shot.settings(16384, 16384, 512, world, TILES, None)[1] == 33
+    assert reduce_rules.settings(16384, 16384, 512, world, TILES, None)[1] == 33
     sides = (1024, 4096, 8192, 16384, 32768)
     parts = [(side // 4, side, side // 4) for side in sides]
-    found = [inbox.settings(*part, world, TILES, None, copies=0)[1:] for part in parts]
+    found = [scatter_rules.settings(*part, world, TILES, None, copies=0)[1:] for part in parts]
     assert found == [(8, 0), (33, 0), (33, 0), (33, 0), (33, 0)]
-    found = [inbox.settings(*part, world, TILES, None)[1:] for part in parts]
+    found = [scatter_rules.settings(*part, world, TILES, None)[1:] for part in parts]
     assert found == [(8, 0), (33, 0), (512, 2), (2048, 2), (8192, 2)]
-    assert inbox.settings(*parts[-1], world, TILES, 5)[1:] == (5, 0)
+    assert scatter_rules.settings(*parts[-1], world, TILES, 5)[1:] == (5, 0)
     assert (
-        inbox.settings(1, 8, 8, world, TILES, 5)[1] == two_shot.settings(1, 8, 8, world, TILES, 5)[1] == 1
+        scatter_rules.settings(1, 8, 8, world, TILES, 5)[1] == reduce_rules.settings(1, 8, 8, world, TILES, 5)[1] == 1
     )  # one tile
 
 

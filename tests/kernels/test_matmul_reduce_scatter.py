@@ -58,8 +58,8 @@ def multiplies(
         ops = operands(world, (world.size * m, k), (k, N), dtype, launch)
         a, b = ops[world.rank]
         got = matmul_reduce_scatter(a, stored(b), mode=mode, tiles=tiles)
-        exact = reference(ops, world.rank)
-        limit = bound(ops, torch.cat([reference(ops, r) for r in range(world.size)]), mode)
+        exact = reference(world.rank, *zip(*ops))
+        limit = bound(ops, torch.cat([reference(r, *zip(*ops)) for r in range(world.size)]), mode)
         assert_within(got, exact, limit.chunk(world.size)[world.rank], world.rank, launch, sizes)
     return got
 
@@ -97,10 +97,11 @@ def test_bias_and_epilogue(
         ops = operands(world, (world.size * m, k), (k, N), dtype, 0)
         bias = random((N,), dtype, 1) if with_bias else None
         got = matmul_reduce_scatter(*ops[world.rank], mode=mode, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
-        whole = torch.cat([reference(ops, r) for r in range(world.size)])
+        whole = torch.cat([reference(r, *zip(*ops)) for r in range(world.size)])
         bound_of_all = finished_bound(whole, bound(ops, whole, mode), bias, epilogue, dtype)
         limit = bound_of_all.chunk(world.size)[world.rank]
-        assert_within(got, reference(ops, world.rank, bias, epilogue), limit, world.rank, epilogue)
+        exact = reference(world.rank, *zip(*ops), [bias] * world.size if with_bias else None, epilogue)
+        assert_within(got, exact, limit, world.rank, epilogue)
 
     on_ranks(3, run)
 
@@ -179,5 +180,5 @@ def test_ranks_that_disagree() -> None:
     def run(world: Any) -> None:
         matmul_reduce_scatter(torch.ones(4 + 2 * world.rank, 4), torch.ones(4, 4))
 
-    with pytest.raises(pkt.CollectiveMismatch, match="M=4.*M=6"):
+    with pytest.raises(pkt.CollectiveMismatch, match=r"a=\(4, k\) .*a=\(6, k\) "):
         on_ranks(2, run)

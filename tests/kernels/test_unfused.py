@@ -11,10 +11,9 @@ import torch
 
 import pkt
 from pkt.errors import CollectiveMismatch, ShapeError, Unsupported
-from pkt.kernels.all_gather_matmul import plain as all_gather_matmul
-from pkt.kernels.matmul_all_reduce import plain as matmul_all_reduce
-from pkt.kernels.matmul_reduce_scatter import plain as matmul_reduce_scatter
+from pkt.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from pkt.kernels.shared import flagged as _low_latency
+from pkt.kernels.shared.tile_product import finished
 from tests.runtime import forked
 
 from .helpers import (
@@ -37,7 +36,18 @@ from .helpers import (
     rounded,
 )
 
-gather, scatter, reduce = (m.reference for m in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce))
+
+def gather(shards: Any, b: torch.Tensor, shard: Any = "rows", bias: Any = None, epilogue: Any = "none") -> torch.Tensor:
+    return all_gather_matmul.reference(0, shards, [b], bias if bias is None else [bias], epilogue, shard)
+
+
+def scatter(ops: Any, rank: int, bias: Any = None, epilogue: Any = "none") -> torch.Tensor:
+    biases = None if bias is None else [bias] * len(ops)
+    return matmul_reduce_scatter.reference(rank, *zip(*ops), biases, epilogue)
+
+
+def reduce(ops: Any, bias: Any = None, epilogue: Any = "none") -> torch.Tensor:
+    return matmul_all_reduce.reference(0, *zip(*ops), bias if bias is None else [bias], epilogue)
 
 
 # --------------------------------------------------------------------------------------------------- unfused
@@ -205,7 +215,7 @@ def test_bias_and_epilogue(epilogue: Any, with_bias: bool, dtype: torch.dtype) -
             (pkt.matmul_all_reduce(*ops[rank], **given), reduce(ops), summed_bound(ops)),
         ):
             limit = finished_bound(exact, finishes(exact, error, bias, epilogue), bias, epilogue, dtype)
-            assert_within(found, all_gather_matmul.finished(exact, bias, epilogue), limit, rank, epilogue)
+            assert_within(found, finished(exact, bias, epilogue), limit, rank, epilogue)
 
     on_ranks(3, run)
 

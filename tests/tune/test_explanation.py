@@ -1,6 +1,5 @@
 """pkt.explain says what the operators do, and why, with the figures of the model and of the tables."""
 
-import functools
 import importlib
 
 import pytest
@@ -8,6 +7,8 @@ import torch
 
 import pkt
 from pkt.errors import DtypeError, ShapeError
+from pkt.kernels import operator
+from pkt.kernels.declaration import Call
 from pkt.tune import RecordedTimer, cache, choice, explanation, tables, tune
 from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.explanation import NAMES, explain, own_rule
@@ -103,8 +104,8 @@ def test_in_the_simulator_nothing_is_looked_up():
 
 
 # ---------------------------------------------------------------------------------------------- the operator's own rule
-class Agreed(Exception):
-    """What the operator was about to do."""
+class Chosen(Exception):
+    """The form and the settings that the operator was about to take."""
 
 
 @pytest.mark.parametrize("what", MODELS)
@@ -112,28 +113,21 @@ class Agreed(Exception):
 @pytest.mark.parametrize("shape", [(4096, 1024, 4096), (128, 8192, 2048), (130, 100, 64), (4096, 8192, 8192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_its_own_rule_is_the_operator_s(what, gluon, shape, dtype, monkeypatch):
-    forms = importlib.import_module("pkt.kernels.shared.forms")
-    common = importlib.import_module("pkt.kernels.shared.common")
     if gluon:
-        monkeypatch.setattr(forms, "missing_anywhere", lambda world: "")
-        monkeypatch.setattr(forms, "unfused", lambda call, world, rows: rows <= forms.unfused_rows(call, world.size))
+        fits = importlib.import_module("pkt.kernels.shared.gluon_fits")
+        monkeypatch.setattr(fits, "missing_anywhere", lambda world: "")
+        monkeypatch.setattr(Call, "on_gpu", True)
 
-    def about_to(call, world, **facts):
-        if facts["mode"] != "gluon" or facts["tiles"] is not None:
-            raise Agreed(facts)
+    def about_to(self, call, form):
+        raise Chosen({"mode": call.mode, **call.settings})
 
-    def settled(*given, settings):
-        raise Agreed({"mode": "gluon", **dict(zip(("tiles", "lag", "copies"), settings(*given)))})
-
-    monkeypatch.setattr(common, "check_agreed", about_to)
-    for name in ("matmul_all_reduce", "matmul_reduce_scatter"):  # which settle the rest behind it
-        module = importlib.import_module(f"pkt.kernels.{name}.gluon")
-        monkeypatch.setattr(module, "settings", functools.partial(settled, settings=module.settings))
+    monkeypatch.setattr(operator.Operator, "_filled", about_to)
+    monkeypatch.setattr(operator, "_advice", [])
     (M, N, K), size = shape, 2
 
     def main(world):
         rows = M // size if what == "all_gather_matmul" else M
-        with pytest.raises(Agreed) as raised:
+        with pytest.raises(Chosen) as raised:
             getattr(pkt, what)(torch.empty(rows, K, dtype=dtype), torch.empty(K, N, dtype=dtype), world=world)
         return raised.value.args[0]
 

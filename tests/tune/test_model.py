@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkt.kernels.all_gather_matmul import rules as _push_plan
-from pkt.kernels.matmul_all_reduce import gluon as _gluon_matmul_all_reduce
-from pkt.kernels.matmul_reduce_scatter import gluon as _gluon_matmul_reduce_scatter
-from pkt.kernels.shared import forms as _forms
-from pkt.kernels.shared import gluon_host as _gluon
+from pkt.kernels.matmul_all_reduce import rules as _gluon_matmul_all_reduce
+from pkt.kernels.matmul_reduce_scatter import rules as _gluon_matmul_reduce_scatter
+from pkt.kernels.shared import gluon_fits as _gluon
 from pkt.tune import model, spaces, tables
 from pkt.tune.config import NCCL, UNFUSED, Config
 from pkt.tune.gpu import H200, interpolated, link_curves, link_rate
@@ -380,8 +379,7 @@ def test_what_comes_in_two_chunks_is_waited_for_less_where_the_own_shard_is_done
 def test_the_model_knows_what_the_gluon_forms_do_where_nothing_is_given():
     assert (model.PUSHERS, model.CHUNK) == (_push_plan.PUSHERS, _push_plan.CHUNK)
     assert model.CUTS == _push_plan.CUTS
-    assert spaces.GLUON_RANKS == range(2, _forms.MAX_RANKS + 1)
-    assert _forms.MAX_RANKS == _gluon.MAX_PEERS + 1
+    assert spaces.GLUON_RANKS == range(2, _gluon.MAX_PEERS + 2)
     assert spaces.BARRIERS == _gluon.shared_bytes(_gluon.TILES._replace(block_m=0, block_n=0))
 
 

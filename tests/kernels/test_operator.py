@@ -1,4 +1,4 @@
-"""Plans of operators: checks are made once for tensors alike, and again for any other."""
+"""The registry: plans are made once for tensors alike, and again for any other; what every operator refuses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,39 @@ import torch
 
 import pkt
 from pkt.errors import Closed, ShapeError, UseAfterFree
-from pkt.kernels.shared import common as _common
+from pkt.kernels.declaration import Call, Form, Launch, Operand
+from pkt.kernels.operator import Operator
+from pkt.kernels.shared import checks
 from pkt.runtime.memory.tensor import facts
 
 
-def plan(world: Any, x: torch.Tensor, out: torch.Tensor | None, factor: int) -> _common.Launch:
-    """Counts its calls in a workspace."""
-    calls = world.keep("calls", list)
-    calls.append((tuple(x.shape), factor))
-    if x.ndim != 1:
-        raise ShapeError.argument("scaled", "x", tuple(x.shape), "1 dimension", world.rank)
+def scaled(
+    x: torch.Tensor, out: torch.Tensor | None = None, *, factor: Any = 2, mode: str | None = None, world: Any = None
+) -> torch.Tensor:
+    """Counts its plans in a workspace."""
+    return SCALED((x, out), world=world, factor=factor, mode=mode)
 
-    def launch(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+
+def plan(call: Call) -> Launch:
+    factor = call["factor"]
+    call.world.keep("calls", list).append((tuple(call["x"].shape), factor))
+    if factor < 0:
+        raise call.refuse("factor", factor, "at least 0")
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return torch.mul(x.plain() if isinstance(x, pkt.SymmetricTensor) else x, factor, out=out)
 
     return launch
+
+
+SCALED = Operator(
+    scaled,
+    tensors={"x": Operand("m n", (torch.float32, torch.float64), transposed=True)},
+    result="m n",
+    arguments={"factor": lambda call, name, value: value[0] if isinstance(value, list) else value},
+    forms={"only": Form(plan)},
+    reference=lambda rank, x, factor: x[rank] * factor,
+)
 
 
 def on_one_rank(main: Any) -> Any:
@@ -35,32 +53,32 @@ def on_one_rank(main: Any) -> Any:
 
 def test_a_plan_is_made_once_for_tensors_alike() -> None:
     def main(world: Any) -> Any:
-        for values in ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0]):
+        for values in ([[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]]):
             x = torch.tensor(values)
-            assert _common.planned("scaled", plan, world, (x, None), (2,)).tolist() == [2 * v for v in values]
+            assert scaled(x, world=world).tolist() == (2 * x).tolist()
         return world.keep("calls", list)
 
-    assert on_one_rank(main) == [((2,), 2)]
+    assert on_one_rank(main) == [((1, 2), 2)]
 
 
 DIFFERENT = {
-    "setting": lambda x: (x, 3),
-    "shape": lambda x: (torch.zeros(5), 2),
-    "dtype": lambda x: (torch.zeros(4, dtype=torch.float64), 2),
-    "strides": lambda x: (torch.zeros(8)[::2], 2),
-    "alignment": lambda x: (torch.zeros(5)[1:], 2),
-    "symmetric": lambda x: (pkt.zeros(4, dtype=torch.float32, name="y"), 2),
-    "in the heap": lambda x: (pkt.zeros(4, dtype=torch.float32, name="y").plain(), 2),
+    "argument": lambda x: (x, 3),
+    "shape": lambda x: (torch.zeros(2, 5), 2),
+    "dtype": lambda x: (torch.zeros(2, 3, dtype=torch.float64), 2),
+    "strides": lambda x: (torch.zeros(3, 2).t(), 2),
+    "alignment": lambda x: (torch.zeros(7)[1:].view(2, 3), 2),
+    "symmetric": lambda x: (pkt.zeros(2, 3, dtype=torch.float32, name="y"), 2),
+    "in the heap": lambda x: (pkt.zeros(2, 3, dtype=torch.float32, name="y").plain(), 2),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_tensors_that_differ_have_plans_of_their_own(what: str) -> None:
     def main(world: Any) -> int:
-        x = torch.zeros(4)
-        _common.planned("scaled", plan, world, (x, None), (2,))
+        x = torch.zeros(2, 3)
+        scaled(x, world=world)
         other, factor = DIFFERENT[what](x)
-        _common.planned("scaled", plan, world, (other, None), (factor,))
+        scaled(other, factor=factor, world=world)
         return len(world.keep("calls", list))
 
     assert on_one_rank(main) == 2
@@ -68,9 +86,9 @@ def test_tensors_that_differ_have_plans_of_their_own(what: str) -> None:
 
 def test_symmetric_tensors_at_other_addresses_have_plans_of_their_own() -> None:
     def main(world: Any) -> int:
-        x, y = (pkt.zeros(4, dtype=torch.float32, name=name) for name in "xy")
+        x, y = (pkt.zeros(4, 4, dtype=torch.float32, name=name) for name in "xy")
         for tensor in (x, y, x, y, y[0:], y[1:]):
-            _common.planned("scaled", plan, world, (tensor, None), (2,))
+            scaled(tensor)
         return len(world.keep("calls", list))
 
     assert on_one_rank(main) == 3
@@ -79,8 +97,8 @@ def test_symmetric_tensors_at_other_addresses_have_plans_of_their_own() -> None:
 def test_a_plan_that_raises_is_not_kept() -> None:
     def main(world: Any) -> int:
         for _ in range(2):
-            with pytest.raises(ShapeError, match="1 dimension"):
-                _common.planned("scaled", plan, world, (torch.zeros(2, 2), None), (2,))
+            with pytest.raises(ShapeError, match="rank 0: scaled: factor: found -1, wanted at least 0"):
+                scaled(torch.zeros(2, 2), factor=-1, world=world)
         return len(world.keep("calls", list))
 
     assert on_one_rank(main) == 2
@@ -101,11 +119,10 @@ def test_a_tensor_reshaped_in_place_is_another() -> None:
     on_one_rank(main)
 
 
-def test_settings_that_cannot_be_looked_up_are_checked_each_time() -> None:
+def test_keywords_that_cannot_be_looked_up_are_planned_each_time() -> None:
     def main(world: Any) -> int:
         for _ in range(2):
-            with pytest.raises(TypeError, match="not dict"):
-                _common.planned("scaled", plan, world, (torch.zeros(4), None), ({},))
+            assert scaled(torch.ones(1, 1), factor=[3], world=world).item() == 3
         return len(world.keep("calls", list))
 
     assert on_one_rank(main) == 2
@@ -113,38 +130,48 @@ def test_settings_that_cannot_be_looked_up_are_checked_each_time() -> None:
 
 def test_no_plan_after_free_or_close() -> None:
     def main(world: Any) -> Any:
-        x = pkt.zeros(4, dtype=torch.float32)
-        _common.planned("scaled", plan, world, (x, None), (2,))
+        x = pkt.zeros(2, 2, dtype=torch.float32)
+        scaled(x)
         x.free()
         with pytest.raises(UseAfterFree):
-            _common.planned("scaled", plan, world, (x, None), (2,))
-        y = torch.zeros(4)
-        _common.planned("scaled", plan, world, (y, None), (2,))
+            scaled(x)
+        y = torch.zeros(2, 2)
+        scaled(y, world=world)
         world.close()
         with pytest.raises(Closed):
-            _common.planned("scaled", plan, world, (y, None), (2,))
+            scaled(y, world=world)
 
     on_one_rank(main)
 
 
-def test_plans_keep_no_tensor_alive() -> None:
-    def main(world: Any) -> Any:
-        x = torch.zeros(4)
-        alive = weakref.ref(x)
-        _common.planned("scaled", plan, world, (x, None), (2,))
-        del x
-        gc.collect()
-        return alive() is None
+def test_a_setting_declared_but_not_taken_is_refused() -> None:
+    with pytest.raises(TypeError, match="scaled: declared or taken, but not both: factor"):
+        Operator(
+            scaled, tensors=SCALED.tensors, result="m n", forms=SCALED.forms, reference=SCALED.reference,
+        )  # fmt: skip
 
-    assert on_one_rank(main)
+
+def greatest(world: Any, sizes: dict[str, int]) -> int:
+    call = Call("test", world, {"x": torch.zeros(1)}, {}, {}, None)
+    call.sizes = sizes
+    return call.greatest("k")
+
+
+def test_ranks_that_differ_in_a_size_take_the_greatest_of_the_first_call() -> None:
+    def main(world: Any) -> list[int]:
+        found = [greatest(world, {"k": 5 + world.rank, "n": n}) for n in (1, 2)]
+        if world.rank == 0:  # alone, so it may not ask
+            found.append(greatest(world, {"k": 9, "n": 1}))
+        return found
+
+    assert pkt.launch(main, ranks=2, device="cpu", heap="1MiB") == [[6, 6, 6], [6, 6]]
 
 
 def operators(size: int) -> dict[str, Any]:
     """name -> (operator, plain tensors that it is called with)."""
     square, tall = (16, 16), (16 * size, 16)
     shapes = {
-        "all_reduce": (functools.partial(pkt.all_reduce, mode="low_latency"), [(64,)]),
-        "reduce_scatter": (pkt.reduce_scatter, [(16 * size,), (16,)]),
+        "all_gather": (functools.partial(pkt.all_gather, mode="low_latency"), [(16,), (16 * size,)]),
         "all_gather_matmul": (pkt.all_gather_matmul, [square, square, tall]),
         "matmul_reduce_scatter": (pkt.matmul_reduce_scatter, [tall, square, square]),
         "matmul_all_reduce": (pkt.matmul_all_reduce, [square, square, square]),
@@ -240,30 +267,27 @@ def test_outputs_of_products_share_no_memory_with_what_is_read(name: str, mode: 
     pkt.launch(main, ranks=2, device="cpu", heap="4MiB")
 
 
-NAMES = ("all_reduce", "reduce_scatter", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", operators(2))
 def test_operators_check_once_and_keep_no_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def main(world: Any) -> tuple[int, int, list[bool]]:
         operator, tensors = operators(world.size)[name]
         operator(*tensors, world=world)
-        first = checks[world.rank]
+        first = counts[world.rank]
         again = [tensor.clone() for tensor in tensors]
         operator(*again, world=world)
         alive = [weakref.ref(tensor) for tensor in tensors]
         tensors.clear()
         gc.collect()
-        return first, checks[world.rank], [ref() is None for ref in alive]
+        return first, counts[world.rank], [ref() is None for ref in alive]
 
-    checks = [0, 0]
-    check = _common.check_tensor
+    counts = [0, 0]
+    check = checks.check_tensor
 
     def counted(call: str, what: str, tensor: Any, world: Any, **wanted: Any) -> Any:
-        checks[world.rank] += 1
+        counts[world.rank] += 1
         return check(call, what, tensor, world, **wanted)
 
-    monkeypatch.setattr(_common, "check_tensor", counted)
+    monkeypatch.setattr(checks, "check_tensor", counted)
     for first, then, gone in pkt.launch(main, ranks=2, device="cpu", heap="4MiB"):
         assert first == then > 0
         assert all(gone)

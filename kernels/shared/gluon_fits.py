@@ -1,0 +1,95 @@
+"""Where the Gluon forms run, and with which tiles. Nothing of Gluon is imported: this works with every Triton.
+
+All ranks get the same answer. If one rank took another form than its peers, they would deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+
+from pkt.errors import ShapeError
+from pkt.runtime.world import World
+
+from ..declaration import Call
+from .tile_product import FEW_ROWS, Tiles
+
+MAX_PEERS = 7
+"""Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
+SHARED = 232448
+"""Bytes of shared memory that a program may have on sm_90."""
+
+TILES = Tiles(128, 256, 64)
+"""Where nothing else was found faster: `num_stages` slots of the ring."""
+
+NARROW = Tiles(128, 128, 64, num_stages=6)
+
+BLOCKS = ((128, 256, 64), (128, 128, 64))
+
+
+def shared_bytes(tiles: Tiles) -> int:
+    """Of the ring, the outbox and the barriers."""
+    slot = tiles.block_k * (tiles.block_m + tiles.block_n)
+    return 2 * tiles.num_stages * slot + tiles.block_m * tiles.block_n + 512
+
+
+def check_tiles(call: str, tiles: Tiles, world: World) -> None:
+    """ShapeError unless the Gluon forms can take `tiles`."""
+    used = shared_bytes(tiles)
+    wanted = (
+        f"blocks of {' or '.join(map(str, BLOCKS))}" if tiles[:3] not in BLOCKS
+        else f"{Tiles().num_warps} warps and their registers, as it is by default"
+        if (tiles.num_warps, tiles.maxnreg) != (Tiles().num_warps, Tiles().maxnreg)
+        else "group at least 1" if tiles.group < 1
+        else f"at least 3 stages in {SHARED} bytes of shared memory" if tiles.num_stages < 3 or used > SHARED
+        else ""
+    )  # fmt: skip
+    if wanted:
+        raise ShapeError.argument(call, "tiles", tuple(tiles), wanted, world.rank)
+
+
+def missing(world: World) -> str:
+    """What this rank lacks for the Gluon forms, in words; "" if nothing."""
+    if torch.device(world.torch_device).type != "cuda":
+        return "the simulator, and Gluon is compiled only"
+    if not 1 < world.size <= MAX_PEERS + 1:
+        return f"{world.size} ranks, not 2 to {MAX_PEERS + 1}"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version != (3, 6):
+        return f"Triton {triton.__version__}, not 3.6"
+    major, minor = torch.cuda.get_device_capability(world.torch_device)
+    return "" if (major, minor) == (9, 0) else f"sm_{major}{minor}, not sm_90"
+
+
+def missing_anywhere(world: World) -> str:
+    """What a rank lacks. On GPUs collective the first time."""
+    if torch.device(world.torch_device).type != "cuda":
+        return missing(world)
+    known = world.lasting
+    if "pkt.kernels.gluon" not in known:
+        answers = world.all_gather_object(missing(world))
+        known["pkt.kernels.gluon"] = next((f"rank {r} has {text}" for r, text in enumerate(answers) if text), "")
+    return known["pkt.kernels.gluon"]
+
+
+def fits(*columns: str) -> Callable[[Call], str]:
+    """`fits` of a Gluon form: why it cannot run a call; "" where it can. columns: letters of the row lengths that TMA
+    moves. A caller who does not name the form gets another one up to FEW_ROWS rows."""
+
+    def unfit(call: Call) -> str:
+        lacks = missing_anywhere(call.world)
+        if lacks:
+            return lacks
+        if call.dtype not in (torch.bfloat16, torch.float16):
+            return f"{call.dtype}, not bfloat16 or float16"
+        lengths = [call[letter] for letter in columns]
+        if any(n * call.dtype.itemsize % 16 for n in lengths):
+            return f"rows of {' and '.join(map(str, lengths))} elements, not multiples of 16 bytes"
+        # Last, because the ranks have not agreed on the rows yet: a rank that returned here before the others met in
+        # `missing_anywhere` would leave them waiting.
+        few = call.asked is None and call["m"] <= FEW_ROWS
+        return f"{call['m']} rows, not more than {FEW_ROWS}" if few else ""
+
+    return unfit

@@ -1,0 +1,125 @@
+"""What the fused products' declarations share: checks of their keywords, and operands made to suit TMA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from pkt.errors import DtypeError
+from pkt.runtime.memory.tensor import SymmetricTensor
+
+from ..declaration import MAX_BLOCK, Call, Case, Launch, Operand, choice, integer
+from .checks import FLOATS, aligned, stored
+from .tile_product import Tiles, padded
+
+ARGUMENTS = {"epilogue": choice("none", "relu", "gelu", "silu")}
+SMALL = {"tiles": (16, 16, 16)}
+
+
+def operands(a: str, b: str | Callable[[Call], str], *, same_bias: bool = False) -> dict[str, Operand]:
+    """A and B of these shapes, and the bias."""
+    bias = Operand("n", optional=True, same=same_bias)
+    return {"a": Operand(a, FLOATS), "b": Operand(b, transposed=True), "bias": bias}
+
+
+def nasty(*modes: str, **arguments: Any) -> Iterator[Case]:
+    """Shapes that fill no tile, with a bias and an epilogue, in each of `modes`."""
+    for at, mode in enumerate(modes):
+        epilogue, (m, k, n) = (("silu", (17, 8, 24)), ("gelu", (33, 31, 5)))[at % 2]
+        given = {"mode": mode, "epilogue": epilogue, "given": ("bias",), **arguments}
+        yield Case({"m": m, "k": k, "n": n}, arguments=given, out="given", explore=False)
+
+
+def tiles(call: Call, name: str, value: Sequence[int]) -> Tiles:
+    """The check of the keyword `tiles`, which fills in what is left out. Raises ShapeError or DtypeError unless the
+    blocks are powers of two from 16, for tensor cores, and the rest can be compiled."""
+    if not isinstance(value, Sequence) or None in value:
+        found = f"{type(value).__name__} {value!r:.40}"
+        raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
+    for at, size in enumerate(value):
+        integer()(call, f"{name}[{at}]", size)
+    powers = [size >= 16 and not size & (size - 1) for size in value[:3]]
+    if len(value) < 3 or not all(powers):
+        raise call.refuse(name, tuple(value[:3]), "three blocks, powers of two from 16")
+    if len(value) > len(Tiles._fields):
+        raise call.refuse(name, tuple(value), f"at most {', '.join(Tiles._fields)}")
+    full = Tiles(*value)
+    m, n, k = full[:3]
+    if max(m * n, m * k, k * n) > MAX_BLOCK:
+        raise call.refuse(name, tuple(full), f"at most {MAX_BLOCK} elements in a block of a, b or out")
+    if full.num_warps not in (1, 2, 4, 8, 16) or min(full) < 1 or full.maxnreg > 255:
+        wanted = "num_warps a power of two up to 16, maxnreg up to 255, everything from 1"
+        raise call.refuse(name, tuple(full), wanted)
+    return full
+
+
+Plan = Callable[[Call], Launch]
+
+
+def whole_runs(plan: Plan) -> Plan:
+    """`plan` with zeros behind k, up to a multiple of 16 bytes of a row of a, as TMA needs. Ranks may differ in k, and
+    must not differ in tiles for it."""
+
+    def whole(call: Call) -> Launch:
+        k, dtype = call["a"].shape[1], call.dtype
+        missing = padded(max(k, 1), dtype) - k
+        if not missing:
+            return plan(call)
+        pad = torch.nn.functional.pad
+
+        def filled(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows, transposed = stored(b)
+            return pad(a, (0, missing)), pad(rows, (0, missing)).t() if transposed else pad(b, (0, 0, 0, missing))
+
+        call.tensors["a"], call.tensors["b"] = filled(call["a"], call["b"])
+        launch = plan(call)
+        return lambda a, b, out, bias: launch(*filled(a, b), out, bias)
+
+    return whole
+
+
+Fit = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fitting(tensor: torch.Tensor) -> Fit | None:
+    """Returns a copier for tensors that TMA cannot address, because they begin elsewhere than at a multiple of 16
+    bytes; for a symmetric one what takes the plain tensor; None if neither is needed. No reason to choose another form,
+    because the peers' tensors may begin elsewhere."""
+    symmetric = isinstance(tensor, SymmetricTensor)
+    plain = tensor.plain() if symmetric else tensor
+    copied = not aligned(stored(plain)[0])
+    if not symmetric and not copied:
+        return None
+
+    def fit(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.plain() if symmetric else tensor
+        return plain.clone() if copied else plain
+
+    return fit
+
+
+def fitted(plan: Plan, *, out: bool) -> Plan:
+    """`plan` with operands that TMA descriptors can address. out: `out`, too, which is filled in the end."""
+
+    def fit_and_plan(call: Call) -> Launch:
+        fits = [fitting(call[name]) for name in ("a", "b")] + [fitting(call["out"]) if out else None]
+        for name, fit in zip(("a", "b", "out"), fits):
+            if fit:
+                call.tensors[name] = fit(call[name])
+        launch = plan(call)
+        return _fit_and_launch(launch, *fits) if any(fits) else launch
+
+    return fit_and_plan
+
+
+def _fit_and_launch(launch: Launch, fit_a: Fit | None, fit_b: Fit | None, fit_out: Fit | None) -> Launch:
+    def fit_and_launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: Any) -> torch.Tensor:
+        result = fit_out(out) if fit_out else out
+        launch(fit_a(a) if fit_a else a, fit_b(b) if fit_b else b, result, bias)
+        if result.data_ptr() != out.data_ptr():
+            out.detach().copy_(result)  # as a kernel stores: also into what is trained
+        return out
+
+    return fit_and_launch

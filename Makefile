@@ -15,8 +15,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 PIP_TORCH_ARGS ?=
-# How many test processes; each rank of a simulation is a greenlet, so a test needs one core.
+# How many test processes; each rank of a simulation is a greenlet, so a test needs one core. Each process begins with
+# tests that stand together, whose files and fixtures it then loads alone, and takes others' when it has none left.
 JOBS ?= 2
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist worksteal -m "not gpu"
 ARGS ?=
 
 BIN := .venv/bin
@@ -51,12 +53,12 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(JOBS) -m "not gpu" $(ARGS)
+	$(PYTEST) $(ARGS)
 
 NEWEST_TESTS ?= tests/language tests/simulate
 newest: .newest/.installed
 	PYTHONPATH=.newest $(PY) -c 'import triton; print("Triton", triton.__version__)'
-	PYTHONPATH=.newest $(PY) -m pytest -n $(JOBS) -m "not gpu" $(NEWEST_TESTS) $(ARGS)
+	PYTHONPATH=.newest $(PYTEST) $(NEWEST_TESTS) $(ARGS)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -4,8 +4,8 @@
 
 Each turn is a process group of its own that imports one of the two checkouts: the other, this one, the other, ... Cases
 come from the declarations of this checkout: products that the ranks share, collectives of so many bytes, all with the
-settings that the operator chooses. Inputs are random, and the same in every turn. A figure is the median over repeats of
-the slowest rank: in a graph, and eagerly. Beside it stand the host cost of a call and the distance of the two results.
+settings that the operator chooses. Inputs are random, and the same in every turn. A figure is the median over repeats
+of the slowest rank: in a graph, and eagerly. Beside it stand the host cost of a call and how far the results differ.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def measured(world: Any, wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
     flush = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
     for one in wanted:
         with world.scratch():
-            tensors = []
+            tensors: list[Any] = []
             for number, shape in enumerate(one["shapes"].values()):
                 generator = torch.Generator("cuda").manual_seed(8 * world.rank + number)
                 x = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
                 tensors.append(pkt.empty(*shape, dtype=x.dtype).copy_(x) if one["symmetric"] else x)
             call = getattr(pkt, one["operator"])
-            out = []
+            out: list[Any] = []
             if one["operator"] in ("all_gather", "all_to_all"):
                 size = tensors[0].numel() * (world.size if one["operator"] == "all_gather" else 1)
                 out = [pkt.empty(size, dtype=torch.bfloat16)]
@@ -95,21 +95,43 @@ def timed(world: Any, run: Any, flush: torch.Tensor) -> dict[str, Any]:
     with torch.cuda.graph(graph):
         run()
     row = {"norm": norm, "host_us": 1e6 * host}
-    for name, go in (("graph", graph.replay), ("eager", run)):
-        times = []
-        for _ in range(REPEATS + 5):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            flush.zero_()
-            world.barrier()
-            events[0].record()
-            go()
-            events[1].record()
-            world.synchronize()
-            times.append(events[0].elapsed_time(events[1]))
-        slowest = [max(each) for each in zip(*world.all_gather_object(times[5:]))]
-        row[f"{name}_ms"] = statistics.median(slowest)
+    row["graph_ms"] = statistics.median(queued(world, graph.replay, flush, host))
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        world.synchronize()
+        world.barrier()
+        start = time.perf_counter()
+        run()
+        world.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    row["eager_ms"] = statistics.median(max(each) for each in zip(*world.all_gather_object(times)))
     del graph
     return {key: max(world.all_gather_object(value)) for key, value in row.items()}
+
+
+def queued(world: Any, go: Any, flush: torch.Tensor, host: float) -> list[float]:
+    """The slowest rank's milliseconds of each repeat, all queued behind a sleep, each behind a barrier of the GPUs."""
+    import pkt
+    from pkt.tune._gate import gate_kernel
+    from pkt.tune.timers import sleep
+
+    counters = pkt.signals(2)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+    gate_kernel[(1,)](counters, world.device, num_warps=1)
+    world.synchronize()
+    world.barrier()
+    sleep((host + 1e-4) * REPEATS)
+    for begin, end in events:
+        flush.zero_()
+        gate_kernel[(1,)](counters, world.device, num_warps=1)
+        begin.record()
+        go()
+        end.record()
+    world.synchronize()
+    mine = [begin.elapsed_time(end) for begin, end in events]
+    counters.free()
+    return [max(each) for each in zip(*world.all_gather_object(mine))]
 
 
 def work(path: Path) -> None:

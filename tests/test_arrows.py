@@ -129,8 +129,8 @@ TEMPORARY = {
 TEMPORARY_CIRCLES: set[frozenset[str]] = set()
 NOT_THERE_YET = {"pkt.model"}
 
-# These import a module whose name they are given at run time: a job's, a kernel's, each operator's.
-BY_ANY_NAME = {"pkt.kernels.operator", "pkt.runtime.workers.carry", "pkt.runtime.workers.worker"}
+# These import a module whose name they are given at run time: each operator's, a kernel's or a job's.
+BY_ANY_NAME = {"pkt.kernels.operator", "pkt.runtime.workers.carry"}
 
 IMPORTERS = {"import_module", "_import_module", "__import__", "run_module", "find_spec"}
 

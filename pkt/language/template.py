@@ -9,16 +9,7 @@ from . import ptx
 
 
 @triton.jit
-def lcsc(
-    compute: tl.constexpr,
-    communicate: tl.constexpr,
-    args,
-    num_tasks,
-    num_comm_tasks,
-    queue,
-    epoch,
-    num_comm_sms,
-):
+def lcsc(compute: tl.constexpr, communicate: tl.constexpr, args, num_tasks, num_comm_tasks, queue, epoch, num_comm_sms):
     """Run `compute(task, *args)` for num_tasks tasks and `communicate(task, *args)` for num_comm_tasks, overlapped.
 
     compute, communicate: @triton.jit functions of task (int32) and the elements of args.

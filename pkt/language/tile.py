@@ -122,16 +122,7 @@ def _load_reduce(src, coord, world, ROWS: tl.constexpr, COLS: tl.constexpr, op: 
 
 
 @triton.jit
-def reduce(
-    dst,
-    dst_coord,
-    src,
-    src_coord,
-    world,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    op: tl.constexpr = _ADD,
-):
+def reduce(dst, dst_coord, src, src_coord, world, ROWS: tl.constexpr, COLS: tl.constexpr, op: tl.constexpr = _ADD):
     """Reduce the tile at `src_coord` of every rank's `src`, in the switch or rank by rank with fp32 accumulation, into
     my own `dst` at `dst_coord`. op: "add", "min", "max"."""
     value = _load_reduce(src, src_coord, world, ROWS, COLS, op)

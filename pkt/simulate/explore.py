@@ -153,19 +153,10 @@ def simulate(
         raise ShapeError.argument("pkt.simulate", "seeds", seeds, "at least one schedule")
     check_count("pkt.simulate", "max_findings", max_findings)
     report = Report(ranks)
+    options: dict[str, Any] = {"sms": sms, "multicast": multicast, "races": races}
 
     def once(seed: int, faults: Faults = NO_FAULTS) -> Outcome:
-        outcome = execute(
-            fn,
-            ranks,
-            tuple(args),
-            heap_bytes(heap),
-            seed=seed,
-            sms=sms,
-            multicast=multicast,
-            races=races,
-            faults=faults,
-        )
+        outcome = execute(fn, ranks, tuple(args), heap_bytes(heap), seed=seed, faults=faults, **options)
         report.programs += outcome.machine.programs
         return outcome
 

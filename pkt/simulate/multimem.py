@@ -53,12 +53,7 @@ class Multimem(Atomics):
         )
         for addresses in self._copies(ptr):
             for access, where in self._resolve(addresses, mask_of(mask, ptr), data.dtype.itemsize, "multimem store"):
-                self._write(
-                    access,
-                    data if where is ... else data.reshape(-1)[where],
-                    "multimem store",
-                    is_async=False,
-                )
+                self._write(access, data if where is ... else data.reshape(-1)[where], "multimem store", is_async=False)
 
     def multimem_reduce_add(self, ptr: Any, value: Any, mask: Any) -> None:
         ty = ptr.dtype.element_ty

@@ -165,7 +165,7 @@ _BITS = _WIDTH | {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16), "fp
 
 
 def cast(slow: Callable) -> Callable:
-    """`tl.cast` and `x.to` between integers, between types of one width bit by bit, and to the type that x has."""
+    """`tl.cast` and `x.to` between integers, bit casts between types of equal width, and casts to the type of x."""
 
     def call(
         input: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, _semantic: Any = None

@@ -157,16 +157,8 @@ def same_tuple(like: tuple, values: Iterable[Any]) -> tuple:
     return type(like)(*values) if hasattr(like, "_fields") else tuple(values)
 
 
-def _both(*operands: Callable[[], Any]) -> Any:
-    """`and`: a false constant ends the evaluation; run-time values do not."""
-    return _combined(operands, False, "logical_and")
-
-
-def _either(*operands: Callable[[], Any]) -> Any:
-    return _combined(operands, True, "logical_or")
-
-
 def _combined(operands: Iterable[Callable[[], Any]], end: bool, method: str) -> Any:
+    """`and` or `or`: a constant that is `end` ends the evaluation; run-time values do not."""
     values: list[Any] = []
     value: Any = None
     for operand in operands:
@@ -266,8 +258,8 @@ NAMES: dict[str, Any] = {
 
 HELPERS: dict[str, Any] = {
     "__pkt_tensor__": to_tensor,
-    "__pkt_and__": _both,
-    "__pkt_or__": _either,
+    "__pkt_and__": lambda *operands: _combined(operands, False, "logical_and"),
+    "__pkt_or__": lambda *operands: _combined(operands, True, "logical_or"),
     "__pkt_not__": _not,
     "__pkt_true__": _true,
     "__pkt_while__": _while,

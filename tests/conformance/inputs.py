@@ -86,10 +86,10 @@ def settings_of(form: Form, case: Case, operator: Operator) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- values
 def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
     """Standard normal, or small whole numbers where the dtype has no others; the same for a seed on every rank."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(0, 7, shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    return torch.randint(0, 7, shape, generator=generator, device="cpu").to(dtype)
 
 
 def whole(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

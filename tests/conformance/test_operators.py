@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 
 import pytest
 
-from pkt.kernels.operator import Case, Operator
+from pkt.kernels.operator import Case, Operator, operators
 from tests.conformance import checks
 
-NAMES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce")
-OPERATORS = {name: importlib.import_module(f"pkt.kernels.{name}").OPERATOR for name in NAMES}
+OPERATORS = operators()
 FORMS = [(name, mode) for name, o in OPERATORS.items() for mode, form in o.forms.items() if not form.gpu]
 EXPLORED = [(o, case) for o in OPERATORS.values() for case in o.cases if case.explore]
 SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2000"))  # in all

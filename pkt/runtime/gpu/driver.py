@@ -132,11 +132,9 @@ class CudaDriver:
     def _call(self, name: str, *args: Any) -> Any:
         code, *result = getattr(self._cuda, name)(*args)  # by name, for the error message
         if int(code) != 0:
-            number, known = (
-                int(code),
-                str(getattr(code, "name", code)),
-            )  # an int if the driver is newer than the bindings
-            raise DriverError.failed(self.rank, name, number, known, _REMEDY.get(number, ""))
+            # A driver that is newer than the bindings may return a code that they have no name for.
+            known = code.name if isinstance(code, self._cuda.CUresult) else str(code)
+            raise DriverError.failed(self.rank, name, int(code), known, _REMEDY.get(int(code), ""))
         return result[0] if len(result) == 1 else tuple(result)
 
     # -- queries
@@ -156,11 +154,11 @@ class CudaDriver:
         return int(self._call("cuDeviceTotalMem", device))
 
     def attribute(self, device: int, name: str) -> int:
-        kind = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")  # an enum, but not subscriptable
+        kind = vars(self._cuda.CUdevice_attribute)[f"CU_DEVICE_ATTRIBUTE_{name}"]
         return int(self._call("cuDeviceGetAttribute", kind, device))
 
     def p2p(self, device: int, peer: int, name: str) -> int:
-        kind = getattr(self._cuda.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")  # the same
+        kind = vars(self._cuda.CUdevice_P2PAttribute)[f"CU_DEVICE_P2P_ATTRIBUTE_{name}"]
         return int(self._call("cuDeviceGetP2PAttribute", kind, device, peer))
 
     def domain(self, device: int) -> str:

@@ -1,12 +1,2 @@
-"""The symmetric heap.
-
-| module | holds |
-|---|---|
-| `ledger`, `heap` | which bytes are taken; blocks, and physical memory behind them |
-| `agreement` | the check that all ranks allocate and free alike |
-| `tensor`, `factories` | SymmetricTensor; pkt.empty, pkt.zeros, ... |
-| `callsite` | the line and the variable of the user's code, for messages |
-| `pool`, `checks` | pkt.mem_pool; pkt.symmetric |
-
-The world lies between `heap` and `tensor`.
-"""
+"""The symmetric heap. Below the world: `ledger`, `heap`, `agreement` (do all ranks allocate alike). Above it: `tensor`,
+`factories` (pkt.empty, ...), `callsite` (names for messages), `pool` (pkt.mem_pool), `checks` (pkt.symmetric)."""

@@ -8,7 +8,7 @@ the same allocations (see `agreement`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -43,8 +43,8 @@ class SymmetricTensor(torch.Tensor):
     _facts: tuple[Any, ...] | None
 
     # Triton reads dtype and data_ptr of every argument at every launch: a look-up in the instance costs a tenth of a
-    # getter that goes through __torch_function__. The cast says what the descriptor returns.
-    dtype = cast(torch.dtype, _Once(torch.Tensor.dtype))
+    # getter that goes through __torch_function__.
+    dtype: Any = _Once(torch.Tensor.dtype)
 
     @property
     def world(self) -> World:
@@ -99,7 +99,7 @@ class SymmetricTensor(torch.Tensor):
             # The storage of a view is the block's, which starts with the first element, as the peer's storage does.
             return elements.as_strided(self.size(), self.stride(), self.storage_offset())
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch passes it by keyword
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch has it
         block, rank = self._allocation.block, self._allocation.heap.backend.rank
         if self._allocation.heap.closed or self._allocation.freed_at:
             return f"symmetric {block.name!r} of rank {rank}, {block.shape} {block.dtype}, no longer allocated"

@@ -1,9 +1,2 @@
-"""Communication between the ranks' processes.
-
-| module | holds |
-|---|---|
-| `rendezvous`, `network` | how ranks find and prove each other, on one host and on several |
-| `frames`, `transport` | one connection; collective calls over all of them |
-| `wire` | Python values as JSON text |
-| `journal` | a log that other ranks read without waiting |
-"""
+"""Between processes: how ranks find and prove each other (`rendezvous`, `network`), collective calls (`transport`) over
+connections (`frames`), values as text (`wire`), and a log that others read without waiting (`journal`)."""

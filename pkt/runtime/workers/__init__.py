@@ -1,9 +1,2 @@
-"""The processes of pkt.launch on GPUs.
-
-| module | holds |
-|---|---|
-| `workers` | warm processes, one per rank: started, given jobs, ended |
-| `worker` | the program that such a process runs |
-| `carry` | functions and kernels as bytes |
-| `interrupts` | Ctrl-C during work that can be cut short |
-"""
+"""The processes of pkt.launch on GPUs: `workers` starts them, `worker` is their program, `carry` turns functions and
+kernels into bytes, `interrupts` handles Ctrl-C during work that can be cut short."""

@@ -18,7 +18,7 @@ import sys
 from types import FunctionType
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]  # it has no type hints
+import cloudpickle
 import triton
 from triton.runtime.jit import JITFunction
 
@@ -32,7 +32,7 @@ def _importable(kernel: JITFunction) -> bool:
     if module == "__main__" or "<" in name or not _findable(module):
         return False
     try:
-        return _import(module, name) is kernel
+        return imported(module, name) is kernel
     except (ImportError, AttributeError):
         return False
 
@@ -43,7 +43,8 @@ def _findable(module: str) -> bool:
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
-def _import(module: str, qualname: str) -> Any:
+def imported(module: str, qualname: str) -> Any:
+    """An attribute of a module, by their names."""
     return operator.attrgetter(qualname)(importlib.import_module(module))
 
 
@@ -61,7 +62,7 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, JITFunction):
             if _importable(obj):
-                return _import, (obj.fn.__module__, obj.fn.__qualname__)
+                return imported, (obj.fn.__module__, obj.fn.__qualname__)
             file = obj.fn.__code__.co_filename
             given = {name: vars(obj).get(name) for name in _OPTIONS}
             options = {name: value for name, value in given.items() if value not in (None, [], ())}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 from pkt.errors import PeerLost, WaitTimeout
 from pkt.runtime.workers import interrupts
-from pkt.runtime.workers.carry import dumps, loads, receive, send
+from pkt.runtime.workers.carry import dumps, imported, loads, receive, send
 
 PR_SET_PDEATHSIG = 1
 
@@ -38,7 +37,8 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
     """Run one job. The answer has the result of `fn`, or how it failed."""
     world = None
     try:
-        opener = _named(job["opener"])
+        module, _, name = job["opener"].partition(":")
+        opener = imported(module, name)
         if not gc.get_freeze_count():
             # torch and Triton stay loaded: 200,000 objects that the garbage collector need not visit again and again.
             # Its full passes took a third of the time of 10^4 allocations.
@@ -56,11 +56,6 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def _named(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)  # a job names its function
 
 
 def _portable(error: BaseException) -> bytes | None:

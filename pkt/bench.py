@@ -10,18 +10,24 @@ import runpy
 import sys
 from pathlib import Path
 
-from pkt.tune.explanation import NAMES
+from pkt.kernels.operator import operators
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def short_names() -> dict[str, str]:
+    """Short name -> name, of the operators that have one."""
+    return {operator.tuning.short: name for name, operator in operators().items() if operator.tuning}
 
 
 def main(arguments: list[str], checkout: Path = CHECKOUT) -> None:
     """Run the benchmark `arguments[0]` with the other arguments. Exits with status 2 if there is no such benchmark."""
     files = sorted((checkout / "benchmarks").glob("[a-z]*.py"))
     programs = [file.stem for file in files if '__name__ == "__main__"' in file.read_text()]
-    name = NAMES.get(arguments[0], arguments[0]) if arguments else ""
+    short = short_names()
+    name = short.get(arguments[0], arguments[0]) if arguments else ""
     if name not in programs:
-        known = ", ".join([*NAMES, *programs]) if programs else f"none in {checkout}: benchmarks come with a checkout"
+        known = ", ".join([*short, *programs]) if programs else f"none in {checkout}: benchmarks come with a checkout"
         print(f"python -m pkt.bench NAME [options]; the names: {known}")
         sys.exit(2)
     sys.path.insert(0, str(checkout))  # the ranks' processes import benchmarks by name, too

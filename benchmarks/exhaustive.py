@@ -23,15 +23,9 @@ from benchmarks._harness import RESULTS, commit, host
 from benchmarks._process_group import ENVIRONMENT
 from benchmarks._run import HEAP
 from pkt.errors import PktError
-from pkt.tune.command import Layer, search_layer
+from pkt.tune.candidates import tuned_operators
+from pkt.tune.command import Layer, search_layer, sizes
 from pkt.tune.search import Candidate, Search
-
-SIZES = {
-    "all_gather_matmul": (4096, 6144, 8192, 12288, 16384, 32768),
-    "matmul_reduce_scatter": (4096, 6144, 8192, 12288, 16384, 32768),
-    "matmul_all_reduce": (4096, 6144, 8192, 12288, 16384),
-}
-"""M = N = K of the whole product."""
 
 
 def case(world: pkt.World, what: str, N: int) -> dict[str, Any]:
@@ -75,7 +69,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=600.0, help="no case begins after these")
-    parser.add_argument("--sizes", default="", help="only these, as 4096,8192")
+    parser.add_argument(
+        "--sizes", default="", help="M = N = K of the whole product, as 4096,8192; else those of the tables"
+    )
     parser.add_argument("--operators", default="", help="only these, by name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -83,14 +79,15 @@ def main() -> int:
     end = time.monotonic() + given.seconds
     from benchmarks.exhaustive import case as importable  # workers cannot import it from __main__
 
-    wanted = [int(size) for size in given.sizes.split(",") if size] or sorted(set().union(*SIZES.values()))
-    operators = [what for what in given.operators.split(",") if what] or list(SIZES)
+    known = tuned_operators()
+    wanted = [int(size) for size in given.sizes.split(",") if size]
+    operators = [what for what in given.operators.split(",") if what] or list(known)
     failed = 0
     with tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("PKT_TUNE_CACHE", cache)
         for what in operators:
             found: list[dict[str, Any]] = []
-            for N in (N for N in wanted if N in SIZES[what]):
+            for N in wanted or sizes(known[what]):
                 if time.monotonic() > end:
                     print(f"{what}, {N}: left out, out of time", flush=True)
                     failed += 1

@@ -1,12 +1,12 @@
-"""Write the tables that ship in pkt/tune/tables/ from the committed results.
+"""Write the tables that ship with pkt from the committed results.
 
     python -m benchmarks.tuned
 
-<operator>.json has, for each case of benchmarks/exhaustive.py, the MOST fastest candidates and the fastest of every
-other mode, including NCCL + cuBLAS. Each has its settings, as keywords of the operator, and its median, least and
-greatest time. The fastest comes first. The last search of a case counts. link.json has the curves of
-benchmarks/link.py. Each file names its sources. tests/tune/test_tables.py fails if a table differs from the output of
-this program.
+An operator's table, measured.json in its folder, has, for each case of benchmarks/exhaustive.py, the MOST fastest
+candidates and the fastest of every other mode, including NCCL + cuBLAS. Each has its settings, as keywords of the
+operator, and its median, least and greatest time. The fastest comes first. The last search of a case counts.
+pkt/model/link.json has the curves of benchmarks/link.py. Each file names its sources. tests/tune/test_tables.py fails
+if a table differs from the output of this program.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks._harness import RESULTS, ROOT
+from pkt.tune import tables as shipped
+from pkt.tune.candidates import tuned_operators
 
-TABLES = ROOT / "pkt" / "tune" / "tables"
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MOST = 24
 """Fastest candidates of a case that a table has."""
 CURVE = re.compile(r"(one|all) peers?, by programs: (.+), (\d+) programs")
@@ -56,7 +56,7 @@ def today(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def operator_table(operator: str) -> dict[str, Any]:
-    """The content of pkt/tune/tables/<operator>.json."""
+    """The content of an operator's table."""
     found = cases(operator)
     records = {case.path: case.record for case in found}
     order = list(records)
@@ -81,7 +81,7 @@ def fastest(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def link_table() -> dict[str, Any]:
-    """The content of pkt/tune/tables/link.json: GB/s out of one GPU while all ranks send."""
+    """The content of pkt/model/link.json: GB/s out of one GPU while all ranks send."""
     path = RESULTS / "link.json"
     record = json.loads(path.read_text())
     by_programs: dict[str, list] = {}
@@ -111,9 +111,9 @@ def source(record: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def tables() -> dict[Path, str]:
     """Every table: its file -> its text."""
-    found = {TABLES / "link.json": link_table()}
-    found |= {TABLES / f"{operator}.json": operator_table(operator) for operator in OPERATORS}
-    return {path: text(table) + "\n" for path, table in found.items()}
+    found = {ROOT / "pkt" / "model" / "link.json": link_table()}
+    found |= {shipped.path(operator): operator_table(name) for name, operator in tuned_operators().items()}
+    return {file: text(table) + "\n" for file, table in found.items()}
 
 
 def text(value: Any, indent: str = "") -> str:
@@ -131,11 +131,10 @@ def text(value: Any, indent: str = "") -> str:
 
 
 def main() -> None:
-    TABLES.mkdir(exist_ok=True)
-    for path, content in tables().items():
-        if not path.exists() or path.read_text() != content:
-            path.write_text(content)
-            print(f"table written: {path.relative_to(ROOT)}")
+    for file, content in tables().items():
+        if not file.exists() or file.read_text() != content:
+            file.write_text(content)
+            print(f"table written: {file.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

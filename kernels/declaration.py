@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.model.config import Config
+from pkt.model.cost import Estimate
+from pkt.model.gpu import Gpu
 from pkt.runtime.world import World, check_rank
 
 Launch = Callable[..., torch.Tensor]
@@ -49,7 +52,10 @@ class Form:
     dtypes: fewer than the operands', where it takes fewer.
     agrees: further facts in which all ranks must agree.
     gpu: it runs on GPUs alone.
-    space: its candidates for the tuner, for a case and a GPU. seconds: what a candidate will take there.
+    space: its candidates for the tuner, for a case (`Tuning.key`, dtype and size) and a pkt.model.gpu.Gpu; none where
+        it cannot run. seconds: the parts of a candidate's predicted time there.
+    one_shape: settings that are right for one shape only; the tuner carries none of them to another shape.
+    settles: its own rule settles all its settings well; to another shape the tuner carries only the mode.
     roundings: how often an element of the result is rounded to its dtype, for a world size.
     small: settings for shapes of some dozen elements, as tests simulate them.
     """
@@ -64,8 +70,10 @@ class Form:
     dtypes: tuple[torch.dtype, ...] = ()
     agrees: Callable[[Call], Mapping[str, Any]] = lambda call: {}
     gpu: bool = False
-    space: Callable[[Mapping[str, Any], Any], Sequence[Any]] | None = None
-    seconds: Callable[[Mapping[str, Any], Mapping[str, Any], Any], Any] | None = None
+    space: Callable[[Mapping[str, Any], Gpu], Sequence[Config]] | None = None
+    seconds: Callable[[Mapping[str, Any], Mapping[str, Any], Gpu], Estimate] | None = None
+    one_shape: tuple[str, ...] = ()
+    settles: bool = False
     roundings: Callable[[int], int] = lambda size: 1
     small: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,17 +100,21 @@ class Case:
 
 
 class Tuning(NamedTuple):
-    """How the tuner sees an operator.
+    """How the tuner sees an operator that multiplies.
 
     short: its short name, as "ag_gemm". key: M, N and K of the product that each rank computes; None where nothing is
-    looked up. sent: least bytes that leave a GPU, for such a key with dtype and size. shared: which of m, n and k of a
-    product (m, k) @ (k, n) the ranks share.
+    looked up. sent: least bytes that leave a GPU, for such a key with dtype and size. shared: the letters m, n and k of
+    the whole product (m, k) @ (k, n) that the ranks share.
     """
 
     short: str
     key: Callable[[Call], Mapping[str, int] | None]
     sent: Callable[[Mapping[str, Any]], float]
     shared: tuple[str, ...]
+
+    def sizes(self, key: Mapping[str, Any]) -> dict[str, int]:
+        """The letters m, n and k of the operands' shapes for such a key."""
+        return {"m": key["M"] // (key["size"] if "m" in self.shared else 1), "n": key["N"], "k": key["K"]}
 
 
 class Call:

@@ -23,14 +23,20 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from pkt.errors import CollectiveMismatch, DtypeError, ShapeError, Unsupported
+from pkt.model.cost import DTYPES
+from pkt.model.gpu import Gpu
 from pkt.runtime.memory.tensor import SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World, current_world
+from pkt.wording import dtype_text
 
 from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice
 from .shared import checks
@@ -79,7 +85,8 @@ class Operator:
         self.arguments, self.settings = dict(arguments or {}), dict(settings or {})
         self.written, self.place, self.private = written, place, private
         self.exact, self.terms, self.tuning, self.cases = exact, terms, tuning, tuple(cases)
-        parameters = list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
+        self._defaults = {name: parameters[name].default for name in self.arguments}
         self.names = [name for name in parameters if name in self.tensors or name == "out"]
         self._written = self.names.index(written)
         keywords = {*self.arguments, *self.settings, "mode"}
@@ -153,10 +160,13 @@ class Operator:
         for name, operand in self.tensors.items():
             if call.tensors[name] is not None:
                 self._bind(call, name, operand)
-        shape = self.result(call) if callable(self.result) else self.result
-        call.shape = call.bound(shape) if isinstance(shape, str) else tuple(shape)
+        self._bind_result(call)
         if call.tensors.get("out") is not None:
             checks.check_tensor(call.name, "out", call["out"], world, shape=call.shape, dtype=call.dtype)
+
+    def _bind_result(self, call: Call) -> None:
+        shape = self.result(call) if callable(self.result) else self.result
+        call.shape = call.bound(shape) if isinstance(shape, str) else tuple(shape)
 
     def _bind(self, call: Call, name: str, operand: Operand) -> None:
         """Learn the letters of an operand's shape, or hold the shape against them."""
@@ -193,11 +203,15 @@ class Operator:
             raise Unsupported.here(
                 f"rank {call.world.rank}: {call.name}(mode={call.mode!r})", f"found {unfit}", "mode=None runs anywhere"
             )
+        self._fill(call, form)
+        return form
+
+    def _fill(self, call: Call, form: Form) -> None:
+        """The settings of a form: given, or the form's defaults."""
         for name, default in form.settings.items():
             call.settings[name] = (
                 call.given[name] if name in call.given else default(call) if callable(default) else default
             )
-        return form
 
     def _tuned(self, call: Call) -> dict[str, Any]:
         """Settings that were tuned here for this case, or measured for a shape like it; {} where there are none, where
@@ -295,37 +309,89 @@ class Operator:
             return launch
         return None
 
+    # --------------------------------------------------------------------------------------------- without a world
+    def describe(self, key: Mapping[str, Any], gpu: Gpu | None = None) -> Call:
+        """A call for a case that `tuning` describes, with tensors of no memory and a world that nobody joined. key: M,
+        N, K of the product that each rank computes, dtype and size. gpu: of every rank; the simulator where None."""
+        assert self.tuning is not None, f"{self.name} is not tuned"
+        call = Call(self.name, _Described(key["size"], gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
+        call.sizes = self.tuning.sizes(key)
+        dtype = DTYPES[dtype_text(key["dtype"])]
+        for name, operand in self.tensors.items():
+            shape = operand.shape(call) if callable(operand.shape) else operand.shape
+            call.tensors[name] = (
+                None if operand.optional else torch.empty(call.bound(shape), dtype=dtype, device="meta")
+            )
+        self._bind_result(call)
+        return call
+
+    def choose(self, key: Mapping[str, Any], gpu: Gpu | None = None) -> dict[str, Any]:
+        """The form, as `mode`, and the settings that the operator takes for such a case by its own rule, where the
+        caller gives none and none were tuned."""
+        call = self.describe(key, gpu)
+        call.mode = self.default(call)
+        form = self.forms[call.mode]
+        self._fill(call, form)
+        settings = form.complete(call) if form.complete else call.settings
+        return {"mode": call.mode, **settings}
+
+
+class _Described(SimpleNamespace):
+    """As much of a world as the rules of operators ask for: all ranks are alike."""
+
+    rank, capturing = 0, False
+
+    def __init__(self, size: int, gpu: Gpu | None) -> None:
+        gluon = {} if gpu is None else {"pkt.kernels.gluon": "" if gpu.gluon else f"{gpu.name}, without Gluon forms"}
+        device = torch.device("cpu" if gpu is None else "cuda")
+        super().__init__(size=size, num_sms=gpu.sms if gpu else 1, torch_device=device, lasting=gluon)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
 
 # ------------------------------------------------------------------------------------------------------ the registry
+PACKAGE = "pkt.kernels"
+_DECLARES = re.compile(r"^(OPERATOR = |from .* import .*\bOPERATOR\b)", re.MULTILINE)
+
+
+@functools.cache
+def _modules() -> tuple[str, ...]:
+    """The modules and folders of kernels/ that declare an OPERATOR of their name. Reads their text and loads none."""
+    here = importlib.import_module(PACKAGE).__path__
+    files = {m.name: m.module_finder.find_spec(m.name, None).origin for m in pkgutil.iter_modules(here)}  # type: ignore
+    return tuple(name for name, file in files.items() if _DECLARES.search(Path(file).read_text(encoding="utf-8")))
+
+
+def names() -> list[str]:
+    """The names of all operators. Loads none of them."""
+    return [*_modules(), *registered]
+
+
 def operators() -> dict[str, Operator]:
     """Every operator of pkt by name: each module or folder of kernels/ that declares an OPERATOR."""
-    package = importlib.import_module(__package__ or "pkt.kernels")
-    found = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        operator = getattr(importlib.import_module(f"{package.__name__}.{info.name}"), "OPERATOR", None)
-        if operator is not None:
-            found[operator.name] = operator
-    return found | _registered
+    return {name: _loaded(name) for name in _modules()} | registered
 
 
-_registered: dict[str, Operator] = {}
+def _loaded(module: str) -> Operator:
+    return importlib.import_module(f"{PACKAGE}.{module}").OPERATOR
+
+
+registered: dict[str, Operator] = {}
 
 
 def register(operator: Operator) -> Operator:
     """Add an operator from outside kernels/: `pkt.NAME`, the tuner and the conformance suite then find it."""
-    _registered[operator.name] = operator
+    registered[operator.name] = operator
     return operator
 
 
 def named(name: str) -> Operator | None:
     """The operator of that name, or short name; only its own module is loaded where the name is a module's."""
-    if name in _registered:
-        return _registered[name]
-    package = importlib.import_module(__package__ or "pkt.kernels")
-    if any(info.name == name for info in pkgutil.iter_modules(package.__path__)):
-        operator = getattr(importlib.import_module(f"{package.__name__}.{name}"), "OPERATOR", None)
-        if operator is not None:
-            return operator
+    if name in registered:
+        return registered[name]
+    if name in _modules():
+        return _loaded(name)
     return next((o for o in operators().values() if o.tuning and o.tuning.short == name), None)
 
 

@@ -1,9 +1,10 @@
 """ParallelKittens for Triton: the public names.
 
-Device code is `import pkt.language as pl`; operators (`pkt.all_gather_matmul`, ...) and the tuner are loaded when first
-used.
+Device code is `import pkt.language as pl`. Operators (`pkt.all_gather_matmul`, ...) and the tuner are loaded when first
+used. Here the two meet: operators take the settings that the tuner found.
 """
 
+from collections.abc import Mapping as _Mapping
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
@@ -38,6 +39,7 @@ from pkt.errors import (
     UseAfterFree,
     WaitTimeout,
 )
+from pkt.kernels import operator as _registry
 from pkt.launcher import init, launch
 from pkt.layouts import layout
 from pkt.runtime.memory.checks import symmetric
@@ -65,11 +67,11 @@ from pkt.runtime.world import Workspace, World, check_rank, current_world
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
 
 if TYPE_CHECKING:
+    from pkt.model.config import Config, space
     from pkt.tune.autotune import autotune
-    from pkt.tune.config import Config, space
     from pkt.tune.explanation import explain
 
-__all__ = [
+__all__ = [  # noqa: PLE0604
     "init",
     "launch",
     "layout",
@@ -129,29 +131,38 @@ __all__ = [
     "TransportError",
     "DriverError",
     "Unsupported",
-    "all_gather",
-    "all_gather_matmul",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "reduce_scatter",
+    *_registry.names(),
 ]
 
-_LAZY = {name: f"pkt.kernels.{name}" for name in __all__[__all__.index("all_gather") :]}
-_LAZY |= {"autotune": "pkt.tune.autotune", "Config": "pkt.tune.config", "space": "pkt.tune.config"}
-_LAZY |= {"explain": "pkt.tune.explanation"}
+_LAZY = {
+    "autotune": "pkt.tune.autotune", "explain": "pkt.tune.explanation",
+    "Config": "pkt.model.config", "space": "pkt.model.config",
+}  # fmt: skip
+
+
+def _tuned(operator: _registry.Operator, key: _Mapping[str, _Any], world: World) -> _Mapping[str, _Any]:
+    from pkt.tune.tuner import choice
+
+    return choice(operator.name, key, world) or {}
+
+
+_registry.take_advice(_tuned)
 
 
 def __getattr__(name: str) -> _Any:
     if name == "tune":
         return _import_module("pkt.tune")
-    if name not in _LAZY:
+    if name in _registry.registered:
+        return _registry.registered[name].function
+    if name in _LAZY:
+        value = getattr(_import_module(_LAZY[name]), name)
+    elif name in _registry.names():
+        value = getattr(_import_module(f"pkt.kernels.{name}"), name)
+    else:
         raise AttributeError(f"module 'pkt' has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module(_LAZY[name]), name)
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "tune"})
+    return sorted({*globals(), *_LAZY, *_registry.names(), "tune"})

@@ -97,7 +97,8 @@ def test_wheel_has_every_module_table_and_the_marker_of_types(wheel):
     names = set(wheel.namelist())
     here = {str(path.relative_to(ROOT)) for path in (ROOT / "pkt").rglob("*.py")}
     here |= {str("pkt" / path.relative_to(ROOT)) for path in (ROOT / "kernels").rglob("*.py")}
-    here |= {str(path.relative_to(ROOT)) for path in (ROOT / "pkt" / "tune" / "tables").glob("*.json")}
+    here |= {str(path.relative_to(ROOT)) for path in (ROOT / "pkt").rglob("*.json")}
+    here |= {str("pkt" / path.relative_to(ROOT)) for path in (ROOT / "kernels").rglob("*.json")}
     assert here | {"pkt/py.typed"} == {name for name in names if name.startswith("pkt/")}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

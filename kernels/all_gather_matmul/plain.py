@@ -36,7 +36,7 @@ from pkt.runtime.world import Workspace, World
 from ..all_gather import all_gather
 from ..declaration import Call, Case, Form, Launch, Tuning, choice, integer
 from ..operator import Operator
-from ..shared import copies, gluon_fits, products, unfused
+from ..shared import copies, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import barrier_counters, num_programs
 from ..shared.tile_product import (
@@ -50,7 +50,9 @@ from ..shared.tile_product import (
     store_tile,
     tile_pointers,
     weights,
+    whole_rows,
 )
+from . import rules
 from .rules import CALL, UNFUSED_ROWS, PushPlan, settings
 
 Shard = Literal["rows", "columns"]
@@ -414,7 +416,7 @@ def default(call: Call) -> str:
 
 
 def fits_copies(call: Call) -> str:
-    whole = call["k"] * call.dtype.itemsize % 16 == 0
+    whole = whole_rows(call.dtype, call["k"])
     return not_rows(call) or ("" if whole else f"rows of {call['k']} elements, not whole runs of 16 bytes")
 
 
@@ -435,6 +437,8 @@ GLUON = Form(
     "push in specialised warps, by programs that then compute; by the copy engines where that is no slower",
     "(W - 1) |a|",
     settings=dict.fromkeys(("tiles", *PushPlan._fields)), complete=_settled, fits=fits_gluon, gpu=True,
+    space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True,
+    one_shape=("rounds_alone", "cut_last", "whole_rounds"),
 )  # fmt: skip
 SIZES = {"m": 12, "k": 20, "n": 24}
 OPERATOR = Operator(
@@ -446,7 +450,8 @@ OPERATOR = Operator(
     forms={
         "push": Form(
             _push, "communicators fill inboxes, tiles wait for them", "(W - 1) |a|",
-            settings={"num_comm_sms": 16, "chunk": lambda call: CHUNKS[call["shard"]], **TILES}, complete=_from_one,
+            settings={"num_comm_sms": rules.NUM_COMM_SMS, "chunk": lambda call: CHUNKS[call["shard"]], **TILES},
+            complete=_from_one, space=rules.space_push, seconds=rules.seconds_push,
             small={"num_comm_sms": 1, "chunk": 16, **products.SMALL},
         ),
         "pull": Form(
@@ -456,6 +461,7 @@ OPERATOR = Operator(
         "copy": Form(
             _copy, "push by the copy engines, on a stream of its own", "(W - 1) |a|",
             settings={"push_rows": 0, **TILES}, fits=fits_copies, small=products.SMALL,
+            space=rules.space_copy, seconds=rules.seconds_copy, one_shape=("push_rows",),
         ),
         "gluon": GLUON,
         **unfused.gather_forms(all_gather),
@@ -468,7 +474,7 @@ OPERATOR = Operator(
         lambda call: (
             {"M": call.world.size * call["m"], "N": call["n"], "K": call["k"]} if call["shard"] == "rows" else None
         ),
-        lambda key: key["M"] * key["K"] * key["dtype"].itemsize * (key["size"] - 1) / key["size"],
+        product_rules.gathered,
         ("m", "n"),
     ),
     cases=(

@@ -1,44 +1,67 @@
-"""How all_gather_matmul's Gluon form deals out its work: who pushes or copies what, and which tiles are cut."""
+"""all_gather_matmul's rules: how the Gluon form deals out its work, the tuner's candidates, predicted times."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import triton
 
 from pkt.errors import ShapeError
+from pkt.model.config import Config, space
+from pkt.model.cost import Estimate, Product, overlapped
+from pkt.model.gpu import Gpu, link_rate
 from pkt.runtime.world import World
 
+from ..shared import product_rules as rules
 from ..shared.gluon_fits import TILES, check_tiles
 from ..shared.grid import num_programs
-from ..shared.tile_product import Tiles
+from ..shared.product_rules import Key, average_seconds
+from ..shared.tile_product import Tiles, whole_rows
 
 CALL = "all_gather_matmul"
-UNFUSED_ROWS = 1024
-"""Rows of a shard up to which shard "columns", left to choose, is not fused. By benchmarks/results/*.json of 4 x H200:
-unfused takes 51, 52, 56 and 222 us for 1, 16, 128 and 1024 rows, the fastest fused form 52, 53, 60 and 246."""
 CUTS = (1, 2, 4)
 PUSHED = 41e9
 """Bytes a second that leave by one program that pushes; eight of them fill the links but for a sixteenth. On 4 x H200,
 by benchmarks/results/all_gather_matmul.json."""
 FILLS = 8
 PUSHERS, CHUNK = 16, 128
-"""Programs that push, and columns of a chunk; of fewer programs, twice as many. Each signal has a fence, for which all
-that a program has sent must have arrived, so more programs push than would fill the links. And what arrives last, a
-chunk from each warp that pushes, is still to be multiplied: so chunks are short. Four ranks' kernels, played on 2 x
-H200, take 0.0936 ms at 4096 where 8 and 256 take 0.0981, and 0.206 at 6144 where those take 0.212
-(benchmarks/results/played_2.json)."""
-MULTIPLIED = 6.3e12
-"""FLOP a second of one SM, there."""
-COPIED, COPY = 392e9, 5e-6
-"""Bytes a second that leave by the copy engines, and seconds that each copy takes more: so there is one to each peer,
-or two: at 8192 on 4 x H200 all-gather and product take 0.374 ms in one and 0.367 in two, on 2 at 4096 0.108 and 0.103
+"""Programs that push, and columns of a chunk; fewer programs have chunks of twice as many columns. Each signal has a
+fence, for which all that a program has sent must have arrived, so more programs push than would fill the links. And the
+last chunk from each warp that pushes is still to be multiplied when it arrives, so chunks are short. Four ranks'
+kernels, played on 2 x H200, take 0.0936 ms at 4096 where 8 and 256 take 0.0981, and 0.206 at 6144 where those take
+0.212 (benchmarks/results/played_2.json)."""
+COPY_RATE, COPY_COSTS, COPYING_BEGINS = 392e9, 5e-6, 20e-6
+"""The time of copies as a straight line, for the form's own rule: bytes a second by the copy engines, seconds of each
+copy beside its bytes, seconds before the first copy begins. So there is one copy to each peer, or two: at 8192 on 4 x
+H200 all-gather and product take 0.374 ms in one and 0.367 in two, on 2 at 4096 0.108 and 0.103
 (benchmarks/results/exhaustive_all_gather_matmul_chunked*.json)."""
-BEGIN = 20e-6
-"""Seconds before the first copy begins."""
+NUM_COMM_SMS, PLAIN_COPIES = 16, 4
+"""Programs that push in "push", and copies of a shard to each peer in "copy", where the caller gives none."""
+
+UNFUSED_ROWS = 1024
+"""Rows of a shard up to which shard "columns", left to choose, is not fused. By benchmarks/results/*.json of 4 x H200:
+unfused takes 51, 52, 56 and 222 us for 1, 16, 128 and 1024 rows, the fastest fused form 52, 53, 60 and 246."""
+
+# Fitted to all candidates of benchmarks/results/exhaustive_all_gather_matmul*.json, at 4 and 2 ranks.
+BESIDE = 0.86
+"""Share of the links' rate that is left while the other programs compute."""
+CURVE_BEGINS, CURVE_COSTS = 10e-6, 2e-6
+"""Of a prediction: seconds before the first copy begins, and of each copy beside those of its curve."""
+
+# What the tuner tries.
+TRIED = ((8, 256), (12, 128), (16, 128), (16, 256))
+"""Programs that push in the Gluon form, and columns of a chunk. Eight programs fill the links. Others were nowhere
+faster by more than half a percent: not 24 programs, nor tiles of 128 columns, in the searches of commit 82b752bffbc4,
+and of these programs no other chunks in those of 92389eccaa51."""
+SHARD_COPIES = (2, 3, 4)
+"""Copies of a shard to each peer, in the Gluon form, beside one."""
 
 
+# ---------------------------------------------------------------------------------------------------------- the rule
 class PushPlan(NamedTuple):
     """How A is pushed and the tiles are dealt out, as the keywords of all_gather_matmul say it."""
 
@@ -50,69 +73,73 @@ class PushPlan(NamedTuple):
     whole_rounds: int = 1 << 20
 
 
-class _Dealt(NamedTuple):
-    """How tiles come out even where num_comm programs push first."""
+class Dealt(NamedTuple):
+    """How tiles are dealt out, one a program in each round, as the kernel's `_share` does."""
 
-    pushing: float  # rounds of tiles for as long as they push
-    rounds: int  # whole ones
+    alone: int  # rounds without the programs that push
+    joined: int  # rounds of all programs after those
     left: int  # tiles after those
 
     @property
-    def late(self) -> bool:
-        """Whether they push for longer, so the links are the limit."""
-        return self.pushing > self.rounds
+    def rounds(self) -> int:
+        return self.alone + self.joined
 
 
-def _dealt(m: int, N: int, size: int, tiles: Tiles, programs: int, num_comm: int) -> _Dealt:
-    num_comm = max(1, min(num_comm, programs))  # of what is refused later, something
-    count, computing = _count(m, N, size, tiles), max(programs - num_comm, 1)
-    # both times in seconds for each column of A
-    pushing = 2 * (size - 1) * m / (PUSHED * min(num_comm, FILLS)) / tile_seconds(1, tiles)
-    alone = min(math.ceil(pushing), count // computing)
-    joined, left = divmod(count - alone * computing, programs)
-    return _Dealt(pushing, alone + joined, left)
+def deal(count: int, programs: int, num_comm: int, rounds_alone: int, whole_rounds: int = 1 << 20) -> Dealt:
+    """`count` tiles for `programs` programs, while num_comm of them push for so many rounds."""
+    computing = max(programs - num_comm, 1)
+    alone = min(rounds_alone, whole_rounds, count // computing)
+    left = count - alone * computing
+    joined = min(whole_rounds - alone, left // programs)
+    return Dealt(alone, joined, left - joined * programs)
 
 
-def _count(m: int, N: int, size: int, tiles: Tiles) -> int:
-    return size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
+def rounds_skipped(pushing: float, whole_rounds: int, cut: int) -> int:
+    """Rounds that the programs which push are left out of. pushing: rounds of whole tiles for as long as they push."""
+    return math.ceil(min(pushing, whole_rounds) + max(pushing - whole_rounds, 0) * cut)
 
 
-def tile_seconds(K: int, tiles: Tiles) -> float:
-    """Of a tile of a Gluon form, K columns of A long."""
-    return 2 * tiles.block_m * tiles.block_n * K / MULTIPLIED
+def half_columns(K: int, tiles: Tiles) -> int:
+    """Columns of the first of two chunks of a shard."""
+    return triton.cdiv(triton.cdiv(K, 2), tiles.block_k) * tiles.block_k
 
 
 def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **given: int) -> PushPlan:
-    """What is given, else what follows from a shard (m, K) and `b` of N columns. Within 3 % of the fastest on 4 and
-    2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json and played_2.json.
+    """The plan for a shard (m, K) and `b` of N columns, with the given settings kept. Within 3 % of the fastest on 4
+    and 2 H200, by benchmarks/results/exhaustive_all_gather_matmul*.json and played_2.json.
 
-    What is left after the last whole round is cut in two where it is done sooner then. Copied, where that takes no
-    longer than the product; each shard in two chunks, where the own one is multiplied sooner than the first one comes.
-    Else pushed: the programs that push are left out of as many rounds as fit into the time that they push for, and what
-    is left is not cut where they push for longer."""
-    tile, count = tile_seconds(K, tiles), _count(m, N, size, tiles)
-    copying = BEGIN + (size - 1) * (COPY + 2 * m * K / COPIED)
+    A is copied where that takes no longer than the product, each shard in two chunks where the own shard is multiplied
+    sooner than the first one comes. Else A is pushed, and the programs that push are left out of as many rounds as fit
+    into the time for which they push. Tiles after the last whole round are cut in two where they are done sooner then,
+    but not where pushing takes longer than the rounds."""
+    tile = average_seconds(K, tiles)
+    count = size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
+    one_copy = COPY_COSTS + 2 * m * K / COPY_RATE
+    copying = COPYING_BEGINS + (size - 1) * one_copy
     pushes = size == 1 or given.keys() & {"chunk", "rounds_alone"} or copying > count / programs * tile
     num_comm = given.get("num_comm_sms", PUSHERS if pushes else 0)
     if num_comm == 0:
         rounds, left = divmod(count, programs)
-        halved = 0 < left <= programs // 2
-        late = BEGIN + COPY + 2 * m * K / COPIED > count / size / programs * tile
-        chunk = triton.cdiv(triton.cdiv(K, 2), tiles.block_k) * tiles.block_k
+        cut = 2 if 0 < left <= programs // 2 else 1
+        late = COPYING_BEGINS + one_copy > count / size / programs * tile
         chunked = late and size > 1 and not given.get("push_rows")
-        return PushPlan(0, chunk if chunked else 0, whole_rounds=rounds, cut_last=2 if halved else 1)._replace(**given)
-    dealt = _dealt(m, N, size, tiles, programs, num_comm)
-    halved = not dealt.late and 0 < dealt.left <= programs // 2
+        chunk = half_columns(K, tiles) if chunked else 0
+        return PushPlan(0, chunk, whole_rounds=rounds, cut_last=cut)._replace(**given)
+    pushing_programs = max(1, min(num_comm, programs))  # check_plan refuses the others later
+    rate = PUSHED * min(pushing_programs, FILLS)
+    pushing = 2 * (size - 1) * m / rate / average_seconds(1, tiles)  # both times in seconds for each column of A
+    dealt = deal(count, programs, pushing_programs, math.ceil(pushing))
+    links_limit = pushing > dealt.rounds
+    cut = 2 if not links_limit and 0 < dealt.left <= programs // 2 else 1
     chunk = CHUNK if num_comm >= PUSHERS else 2 * CHUNK
-    rule = PushPlan(num_comm, chunk, whole_rounds=dealt.rounds, cut_last=2 if halved else 1)._replace(**given)
+    rule = PushPlan(num_comm, chunk, whole_rounds=dealt.rounds, cut_last=cut)._replace(**given)
     if "rounds_alone" in given:
         return rule
-    cut = max(dealt.pushing - rule.whole_rounds, 0) * rule.cut_last
-    return rule._replace(rounds_alone=math.ceil(min(dealt.pushing, rule.whole_rounds) + cut))
+    return rule._replace(rounds_alone=rounds_skipped(pushing, rule.whole_rounds, rule.cut_last))
 
 
 def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
-    """ShapeError where the parts do not fit together."""
+    """Raises ShapeError where the parts do not fit together."""
 
     def need(holds: bool, name: str, wanted: str) -> None:
         if not holds:
@@ -129,11 +156,173 @@ def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
 
 
 def settings(m: int, N: int, K: int, world: World, tiles: Tiles | None, **given: int) -> tuple[PushPlan, Tiles]:
-    """The plan and the tiles for a shard (m, K) and `b` of N columns: what is given, in the words of
-    all_gather_matmul, else what follows from the shapes. Raises ShapeError where that does not fit together."""
-    programs = num_programs(world, world.num_sms)
+    """`push_plan` in a world, and its tiles. Raises ShapeError where the settings do not fit together."""
     tiles = tiles or TILES
     check_tiles(CALL, tiles, world)
-    plan = push_plan(m, N, K, world.size, tiles, programs, **given)
+    plan = push_plan(m, N, K, world.size, tiles, num_programs(world, world.num_sms), **given)
     check_plan(plan, tiles, world)
     return plan, tiles
+
+
+def _gluon_fits(key: Key, gpu: Gpu) -> bool:
+    return rules.gluon_fits(key, gpu, "N", "K")
+
+
+# -------------------------------------------------------------------------------------------------------------- spaces
+def _plain_tiles(key: Key, gpu: Gpu) -> list[tuple[Any, ...]]:
+    """Without groups, because tiles are computed in the order of arrival."""
+    return rules.plain_tiles(math.ceil(key["M"] / key["size"]), key, gpu, (8,), _gluon_fits(key, gpu))
+
+
+def space_push(key: Key, gpu: Gpu) -> list[Config]:
+    chunks = sorted({triton.cdiv(min(chunk, key["K"]), 64) * 64 for chunk in (512, 2048)})
+    return space(mode="push", num_comm_sms=rules.comm_sms(gpu), chunk=chunks, tiles=_plain_tiles(key, gpu))
+
+
+def space_copy(key: Key, gpu: Gpu) -> list[Config]:
+    if gpu.sms == 1 or not whole_rows(rules.dtype_of(key), key["K"]):
+        return []
+    return space(mode="copy", push_rows=[0, 1, 2], tiles=_plain_tiles(key, gpu))
+
+
+def space_gluon(key: Key, gpu: Gpu) -> list[Config]:
+    if not _gluon_fits(key, gpu):
+        return []
+    found = []
+    most_stages = {t[:5]: t for t in rules.gluon_tiles(gpu, (8,)) if t[1] == 256}
+    for tiles in most_stages.values():
+        case = Product.of(key, tiles)
+        rows, count = math.ceil(case.m / case.block_m), case.size * case.tiles(case.m)
+        copies = sorted({0, *(math.ceil(rows / n) for n in SHARD_COPIES)})
+        for cut in CUTS:
+            wholes = _last_round(count // gpu.sms, cut)
+            for chunk, push_rows in ((0, copies), (half_columns(case.K, Tiles(*tiles)), 0)):
+                found += space(
+                    mode="gluon", num_comm_sms=0, chunk=chunk, push_rows=push_rows, rounds_alone=0, cut_last=cut,
+                    whole_rounds=wholes, tiles=[tiles],
+                )  # fmt: skip
+        for num_comm, chunk in (pair for pair in TRIED if pair[0] < gpu.sms):
+            pushing = _pushing(case, num_comm, Tiles(*tiles), gpu)[0] / case.seconds(gpu)
+            for skipped, cut, whole in _ways(pushing, count, gpu.sms, num_comm):
+                found += space(
+                    mode="gluon", num_comm_sms=num_comm, chunk=chunk, push_rows=[0, 1], rounds_alone=skipped,
+                    cut_last=cut, whole_rounds=whole, tiles=[tiles],
+                )  # fmt: skip
+    return found
+
+
+def _ways(pushing: float, count: int, sms: int, num_comm: int) -> Iterator[tuple[int, int, int]]:
+    """(rounds_alone, cut_last, whole_rounds): ways to deal out the tiles where pushing takes so many rounds. The last
+    whole round is cut or not, and the programs that push are left out of a round more or less."""
+    rounds = deal(count, sms, num_comm, math.ceil(pushing)).rounds
+    for cut in CUTS:
+        for whole in _last_round(rounds, cut):
+            skipped = rounds_skipped(pushing, whole, cut)
+            yield from ((n, cut, whole) for n in range(max(skipped - 1, 0), skipped + 2))
+
+
+def _last_round(rounds: int, cut: int) -> list[int]:
+    return sorted({rounds, max(rounds - 1, 0)}) if cut > 1 else [rounds]
+
+
+# ------------------------------------------------------------------------------------------------------------- seconds
+def seconds_push(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    case, num_comm = _plain_product(config, key), config.get("num_comm_sms", NUM_COMM_SMS)
+    one, nbytes = case.seconds(gpu, plain=True), _shards(case)
+    block = case.block_m * case.block_k * case.itemsize
+    return overlapped(
+        tasks=case.size * case.tiles(case.m), task_seconds=one, comm_bytes=nbytes,
+        comm_rate=link_rate("register store", num_comm, block, "all"), num_comm_sms=num_comm if nbytes else None,
+        around=one, memory_bytes=case.memory_bytes, sync=2 * gpu.signal, gpu=gpu,
+    )  # fmt: skip
+
+
+def seconds_copy(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    case = _plain_product(config, key)
+    push_rows = config.get("push_rows") or triton.cdiv(triton.cdiv(case.m, case.block_m), PLAIN_COPIES)
+    plan = PushPlan(0, 0, push_rows, whole_rounds=case.size * case.tiles(case.m) // gpu.sms)
+    return _copied(case, plan, True, gpu)
+
+
+def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    tiles = rules.tiles_in(config) or TILES
+    case = Product.of(key, tiles)
+    given = {name: config[name] for name in PushPlan._fields if config.get(name) is not None}
+    plan = push_plan(case.m, case.N, case.K, case.size, tiles, gpu.sms, **given)
+    if plan.num_comm_sms == 0:
+        return _copied(case, plan, False, gpu)
+    return _pushed(case, plan, tiles, gpu)
+
+
+def _plain_product(config: Mapping[str, Any], key: Key) -> Product:
+    return rules.plain_product(config, key, math.ceil(key["M"] / key["size"]), key["K"], key["N"])
+
+
+def _shards(case: Product) -> float:
+    """Bytes that a rank sends."""
+    return (case.size - 1) * case.m * case.K * case.itemsize
+
+
+def _pushing(case: Product, num_comm: int, tiles: Tiles, gpu: Gpu) -> tuple[float, float]:
+    """Seconds for which programs push through the slots of their ring, and the bytes a second that they move."""
+    ring = tiles.num_stages * case.block_k * case.block_n * case.itemsize
+    rate = BESIDE * link_rate("TMA store", min(num_comm, gpu.sms), ring, peers="all")
+    return _shards(case) / rate, rate
+
+
+def _pushed(case: Product, plan: PushPlan, tiles: Tiles, gpu: Gpu) -> Estimate:
+    """Some programs push while the others compute; then all compute. After the whole rounds tiles are cut. A tile
+    begins with its first chunk; where the links are the limit, the last tiles, cut or whole, are computed when the last
+    rows have come."""
+    count, one, nbytes = case.size * case.tiles(case.m), case.seconds(gpu), _shards(case)
+    num_comm = min(plan.num_comm_sms, gpu.sms) if nbytes else 0
+    pushing, rate = _pushing(case, num_comm, tiles, gpu) if nbytes else (0.0, 1.0)
+    computing, cut = max(gpu.sms - num_comm, 1), plan.cut_last
+    alone, joined, left = deal(count, gpu.sms, num_comm, plan.rounds_alone, plan.whole_rounds)
+    part = case.seconds(gpu, pieces=cut)
+    late = min(max(plan.rounds_alone - alone - joined, 0), left * cut // computing)
+    compute = alone * one if not joined else max(alone * one, pushing) + joined * one
+    compute += (late + math.ceil((left * cut - late * computing) / gpu.sms)) * part
+    pieces = cut if left >= computing else 1
+    # A tile begins with its first chunk, so the last tiles began when all chunks before them had come.
+    wave = pushing * min(1.0, gpu.sms / max(count * pieces * (case.size - 1) / case.size, 1.0))
+    last = max(one * min(1.0, plan.chunk / case.K), case.seconds(gpu, pieces=pieces) - wave)
+    return overlapped(
+        tasks=1, task_seconds=compute, comm_bytes=nbytes, comm_rate=rate, around=last,
+        memory_bytes=case.memory_bytes, sync=2 * gpu.signal, interference=0.0, gpu=gpu,
+    )  # fmt: skip
+
+
+def _copied(case: Product, plan: PushPlan, plain: bool, gpu: Gpu) -> Estimate:
+    """Copy engines move A and all programs compute; after the whole rounds tiles are cut. Each program is followed: a
+    tile goes on with a chunk of its rows when that chunk has come."""
+    count, nbytes, cut = case.size * case.tiles(case.m), _shards(case), plan.cut_last
+    one, part = case.seconds(gpu, plain), case.seconds(gpu, plain, cut)
+    rounds = min(plan.whole_rounds, count // gpu.sms)
+    left = (count - rounds * gpu.sms) * cut
+    pure = rounds * one + math.ceil(left / gpu.sms) * part
+    found = overlapped(
+        tasks=1, task_seconds=pure, memory_bytes=case.memory_bytes, sync=gpu.barrier + 2 * gpu.signal, gpu=gpu
+    )
+    if not nbytes:
+        return found
+    blocks, others = math.ceil(case.m / case.block_m), case.size - 1
+    step = min(plan.push_rows or blocks, blocks)
+    own, together = blocks * case.tiles_n, others * step * case.tiles_n
+    chunk = min(plan.chunk or case.K, case.K)
+    # When each chunk of `step` row blocks of a peer is here: (groups of row blocks * peers, chunks).
+    rows = [min(step, blocks - first) * case.block_m for first in range(0, blocks, step) for _ in range(others)]
+    widths = [min(chunk, case.K - first) for first in range(0, case.K, chunk)]
+    sizes = np.outer(rows, widths) * case.itemsize
+    copies = [n / link_rate("copy engine put", 0, int(n)) + CURVE_COSTS for n in sizes.flat]
+    come = CURVE_BEGINS + np.cumsum(copies).reshape(sizes.shape)
+    slow, clock = found.compute / pure, np.zeros(gpu.sms)
+    whole_tiles = [(np.arange(first, first + gpu.sms), one) for first in range(0, rounds * gpu.sms, gpu.sms)]
+    parts = [np.arange(first, min(first + gpu.sms, left)) for first in range(0, left, gpu.sms)]
+    for tile, seconds in [*whole_tiles, *((rounds * gpu.sms + at // cut, part) for at in parts)]:
+        group, place = np.divmod(np.maximum(tile - own, 0), together)
+        source = place // (np.minimum(step, blocks - group * step) * case.tiles_n)
+        for column in np.where((tile < own)[:, None], 0.0, come[group * others + source]).T:
+            clock[: len(tile)] = np.maximum(clock[: len(tile)], column) + seconds * slow / come.shape[1]
+    moving = float(come[-1, -1]) - CURVE_BEGINS
+    return replace(found, communication=moving, exposed=max(0.0, float(clock.max()) - max(found.compute, moving)))

@@ -30,7 +30,7 @@ from pkt.runtime.world import Workspace, World
 from ..all_reduce import all_reduce, low_latency
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..operator import Operator
-from ..shared import gluon_fits, products, unfused
+from ..shared import gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -45,6 +45,7 @@ from ..shared.tile_product import (
     tile_pointers,
     weights,
 )
+from . import rules
 from .rules import CALL, settings, unfused_rows
 
 Mode = Literal["lcsc", "gluon", "unfused", "nccl"]
@@ -265,6 +266,7 @@ GLUON = Form(
     products.whole_runs(products.fitted(_gluon, out=False)),
     "as lcsc, in specialised warps; a tile's owner stores it on every rank", MOVES,
     settings={"tiles": None, "lag": None}, complete=_settled, fits=gluon_fits.fits("n"), gpu=True,
+    space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True,
     agrees=unfused.agreed_out, roundings=lambda size: 2,
 )  # fmt: skip
 SIZES = {"m": 28, "k": 16, "n": 24}
@@ -278,8 +280,12 @@ OPERATOR = Operator(
         "lcsc": Form(
             products.whole_runs(_lcsc), "some programs reduce finished tiles, the others compute",
             f"(1 + 1 / W) |C| in the switch, {MOVES} without",
-            settings={"num_comm_sms": 16, "tiles": lambda call: default_tiles(call["m"], call.dtype, call["n"])},
+            settings={
+                "num_comm_sms": rules.NUM_COMM_SMS,
+                "tiles": lambda call: default_tiles(call["m"], call.dtype, call["n"]),
+            },
             agrees=unfused.agreed_out, roundings=lambda size: 3, small={"num_comm_sms": 1, **products.SMALL},
+            space=rules.space_lcsc, seconds=rules.seconds_lcsc,
         ),
         "gluon": GLUON,
         **unfused.reduce_forms(all_reduce, low_latency),
@@ -291,7 +297,7 @@ OPERATOR = Operator(
     tuning=Tuning(
         "gemm_ar",
         lambda call: {"M": call["m"], "N": call["n"], "K": call["k"]},
-        lambda key: 2 * key["M"] * key["N"] * key["dtype"].itemsize * (key["size"] - 1) / key["size"],
+        product_rules.reduced,
         ("k",),
     ),
     cases=(

@@ -31,7 +31,7 @@ from pkt.runtime.world import Workspace, World
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..operator import Operator
 from ..reduce_scatter import reduce_scatter
-from ..shared import gluon_fits, products, unfused
+from ..shared import gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -46,6 +46,7 @@ from ..shared.tile_product import (
     tile_pointers,
     weights,
 )
+from . import rules
 from .rules import CALL, settings
 
 Mode = Literal["add", "inbox", "gluon", "unfused", "nccl"]
@@ -283,6 +284,7 @@ GLUON = Form(
     products.whole_runs(products.fitted(_gluon, out=True)),
     "as inbox, tile by tile, in specialised warps; large parts by the copy engines", MOVES,
     settings={"tiles": None, "lag": None, "copies": None}, complete=_settled, fits=gluon_fits.fits("n"), gpu=True,
+    space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True,
     roundings=lambda size: 2,
 )  # fmt: skip
 OPERATOR = Operator(
@@ -295,10 +297,12 @@ OPERATOR = Operator(
         "add": Form(
             products.whole_runs(_plain), "TMA adds each tile into its owner", MOVES,
             settings=TILES, roundings=lambda size: size + 1, small=products.SMALL,
+            space=rules.space_plain("add"), seconds=rules.seconds_add,
         ),
         "inbox": Form(
             products.whole_runs(_plain), "stored to its owner, added in a fixed order", MOVES,
             settings=TILES, roundings=lambda size: 2, small=products.SMALL,
+            space=rules.space_plain("inbox"), seconds=rules.seconds_inbox,
         ),
         "gluon": GLUON,
         **unfused.scatter_forms(reduce_scatter),
@@ -310,7 +314,7 @@ OPERATOR = Operator(
     tuning=Tuning(
         "gemm_rs",
         lambda call: {"M": call.world.size * call["m"], "N": call["n"], "K": call["k"]},
-        lambda key: key["M"] * key["N"] * key["dtype"].itemsize * (key["size"] - 1) / key["size"],
+        product_rules.scattered,
         ("m", "k"),
     ),
     cases=(

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
 
 from pkt.errors import ShapeError
+from pkt.model.gpu import H200, gluon_lacks
 from pkt.runtime.world import World
 
 from ..declaration import Call
-from .tile_product import FEW_ROWS, Tiles
+from .tile_product import FEW_ROWS, Tiles, whole_rows
 
 MAX_PEERS = 7
 """Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
-SHARED = 232448
+SHARED = H200.shared
 """Bytes of shared memory that a program may have on sm_90."""
 
 TILES = Tiles(128, 256, 64)
@@ -54,13 +54,7 @@ def missing(world: World) -> str:
     """What this rank lacks for the Gluon forms, in words; "" if nothing."""
     if torch.device(world.torch_device).type != "cuda":
         return "the simulator, and Gluon is compiled only"
-    if not 1 < world.size <= MAX_PEERS + 1:
-        return f"{world.size} ranks, not 2 to {MAX_PEERS + 1}"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version != (3, 6):
-        return f"Triton {triton.__version__}, not 3.6"
-    major, minor = torch.cuda.get_device_capability(world.torch_device)
-    return "" if (major, minor) == (9, 0) else f"sm_{major}{minor}, not sm_90"
+    return gluon_lacks(torch.cuda.get_device_capability(world.torch_device))
 
 
 def missing_anywhere(world: World) -> str:
@@ -74,19 +68,28 @@ def missing_anywhere(world: World) -> str:
     return known["pkt.kernels.gluon"]
 
 
+def unsuited(dtype: torch.dtype, size: int, *columns: int) -> str:
+    """Why the Gluon forms cannot take operands on any GPU, in words; "" if they can. columns: lengths of the rows that
+    TMA moves."""
+    if not 1 < size <= MAX_PEERS + 1:
+        return f"{size} ranks, not 2 to {MAX_PEERS + 1}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype}, not bfloat16 or float16"
+    if not whole_rows(dtype, *columns):
+        return f"rows of {' and '.join(map(str, columns))} elements, not multiples of 16 bytes"
+    return ""
+
+
 def fits(*columns: str) -> Callable[[Call], str]:
     """`fits` of a Gluon form: why it cannot run a call; "" where it can. columns: letters of the row lengths that TMA
     moves. A caller who does not name the form gets another one up to FEW_ROWS rows."""
 
     def unfit(call: Call) -> str:
-        lacks = missing_anywhere(call.world)
+        lacks = missing_anywhere(call.world) or unsuited(
+            call.dtype, call.world.size, *(call[letter] for letter in columns)
+        )
         if lacks:
             return lacks
-        if call.dtype not in (torch.bfloat16, torch.float16):
-            return f"{call.dtype}, not bfloat16 or float16"
-        lengths = [call[letter] for letter in columns]
-        if any(n * call.dtype.itemsize % 16 for n in lengths):
-            return f"rows of {' and '.join(map(str, lengths))} elements, not multiples of 16 bytes"
         # Last, because the ranks have not agreed on the rows yet: a rank that returned here before the others met in
         # `missing_anywhere` would leave them waiting.
         few = call.asked is None and call["m"] <= FEW_ROWS

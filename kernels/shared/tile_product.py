@@ -196,9 +196,8 @@ def default_tiles(m: int, dtype: torch.dtype, *columns: int) -> Tiles:
     maxnreg is all that a thread of 8 warps may have: ptxas otherwise spills a little to fit a second program on
     the SM, which never comes.
     """
-    even = all(padded(n, dtype) == n for n in columns)
     tiles = FP32_TILES if dtype == torch.float32 else UNALIGNED_TILES
-    if even and dtype != torch.float32:
+    if whole_rows(dtype, *columns) and dtype != torch.float32:
         tiles = FEW_ROWS_TILES if m <= FEW_ROWS else MORE_ROWS_TILES if m <= MORE_ROWS else Tiles()
     return tiles._replace(block_m=min(tiles.block_m, max(16, triton.next_power_of_2(m))))
 
@@ -217,3 +216,8 @@ def padded(columns: int, dtype: torch.dtype) -> int:
     """Row length, in elements, of a buffer of pkt's own: a multiple of 16 bytes, as TMA and multimem need."""
     run = 16 // dtype.itemsize
     return triton.cdiv(columns, run) * run
+
+
+def whole_rows(dtype: torch.dtype, *columns: int) -> bool:
+    """Whether rows of so many elements begin at multiples of 16 bytes, as TMA needs."""
+    return all(padded(length, dtype) == length for length in columns)

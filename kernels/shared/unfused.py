@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pkt.errors import Unsupported
+from pkt.model.config import NCCL, UNFUSED, nccl_wanted
 from pkt.runtime.groups import process_group
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.tensor import SymmetricTensor
@@ -26,6 +27,7 @@ from pkt.runtime.world import World
 
 from ..declaration import Call, Form, Launch
 from .checks import aligned, check_tensor
+from .product_rules import Key, gathered, reduced, scattered, unfused_seconds
 from .tile_product import finished
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -57,7 +59,7 @@ def gather_forms(all_gather: Callable[..., Any]) -> dict[str, Form]:
 
         return product
 
-    return _forms("all-gather", "(W - 1) |a|", ours, nccl, sums=False)
+    return _forms("all-gather", "(W - 1) |a|", ours, nccl, gathered, sums=False)
 
 
 def scatter_forms(reduce_scatter: Callable[..., Any]) -> dict[str, Form]:
@@ -80,7 +82,7 @@ def scatter_forms(reduce_scatter: Callable[..., Any]) -> dict[str, Form]:
 
         return product
 
-    return _forms("reduce-scatter", "(W - 1) / W |C|", ours, nccl, sums=True)
+    return _forms("reduce-scatter", "(W - 1) / W |C|", ours, nccl, scattered, sums=True)
 
 
 def reduce_forms(all_reduce: Callable[..., Any], low_latency: Callable[[int, World], str | None]) -> dict[str, Form]:
@@ -108,7 +110,7 @@ def reduce_forms(all_reduce: Callable[..., Any], low_latency: Callable[[int, Wor
 
         return product
 
-    return _forms("all-reduce", "as all_reduce's of |C|", ours, nccl, sums=True, agrees=agreed_out)
+    return _forms("all-reduce", "as all_reduce's of |C|", ours, nccl, reduced, sums=True, agrees=agreed_out)
 
 
 def in_place(call: Call) -> bool:
@@ -126,18 +128,20 @@ def agreed_out(call: Call) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------- what they share
 def _forms(
-    collective: str, moves: str, ours: Callable[[Call], Product], nccl: Callable[[Call], Product], sums: bool,
-    **more: Any,
+    collective: str, moves: str, ours: Callable[[Call], Product], nccl: Callable[[Call], Product],
+    sent: Callable[[Key], float], sums: bool, **more: Any,
 ) -> dict[str, Form]:  # fmt: skip
-    """sums: the collective adds. Bias and epilogue round once more each."""
+    """sent: least bytes that leave a GPU. sums: the collective adds. Bias and epilogue round once more each."""
     return {
         "unfused": Form(
             _plan(ours), f"cuBLAS and pkt's own {collective}", moves,
-            roundings=lambda size: 4 if sums else 3, **more,
+            roundings=lambda size: 4 if sums else 3,
+            space=lambda key, gpu: [UNFUSED], seconds=unfused_seconds("unfused", sent), **more,
         ),
         "nccl": Form(
             _plan(nccl), f"cuBLAS and NCCL's {collective}, through torch.distributed", moves,
-            fits=_lacks_group, gpu=True, roundings=lambda size: size + 3 if sums else 3, **more,
+            fits=_lacks_group, gpu=True, roundings=lambda size: size + 3 if sums else 3,
+            space=lambda key, gpu: [NCCL] if nccl_wanted() else [], seconds=unfused_seconds("nccl", sent), **more,
         ),
     }  # fmt: skip
 

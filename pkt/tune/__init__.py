@@ -1,21 +1,21 @@
 """The distributed tuner: finds the fastest config of a kernel or an operator, and cannot desynchronise the ranks.
 
-In the order data flows: `config` (candidates, and spaces of them), `target` (what is tuned, and a call of it),
-`compiling` (what it launches, compiled before), `spread` (in which order candidates are tried), `votes` (the steps that
-ranks take together), `timers` (how a time is taken), `search` (which are measured, how often), `cache` (what earlier
-runs found), `tuner` (tune and choice), `autotune` (the decorator), `bench` (do_bench for Triton's own).
+In the order of the data flow: `pkt.model.config` (candidates, and spaces of them), `target` (what is tuned, and a call
+of it), `compiling` (compiles it beforehand), `spread` (the order in which candidates are tried), `votes` (steps that
+ranks take together), `timers` (take a time), `search` (which candidates are measured, and how often), `cache` (choices
+of earlier runs), `tuner` (tune and choice), `autotune` (the decorator), `bench` (do_bench for Triton's own tuner).
 
-Of pkt's operators: `gpu` and `model` (what a config will take), `spaces` (operator_space: the candidates), `tables`
-(what was measured and ships), `command` (`pkt tune`). What is seen: `report` (a search as a table), `picture` (draw),
-`explanation` (explain: what an operator takes, and why).
+Of pkt's operators, which it finds in their registry: `candidates` (spaces and predicted times), `tables` (measurements
+that ship), `command` (`pkt tune`). For people: `report` (a search as a table), `picture` (draw), `explanation`
+(explain: which settings an operator takes, and why).
 """
 
+from pkt.model.config import Config, space
 from pkt.tune.autotune import Autotuned, autotune
 from pkt.tune.bench import do_bench
-from pkt.tune.config import Config, space
+from pkt.tune.candidates import operator_space
 from pkt.tune.explanation import explain
 from pkt.tune.search import Candidate, Model, Search
-from pkt.tune.spaces import operator_space
 from pkt.tune.timers import RecordedTimer, Timer, timer_of
 from pkt.tune.tuner import choice, tune
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[float | None], None]]:
-    """Yields what is called after each of `total` measurements, with the best time so far in seconds. A bar on stderr
-    if `shown` and that is a terminal, else nothing."""
+    """Yields a function to call after each of `total` measurements with the best time so far, in seconds. Shows a bar
+    on stderr if `shown` and stderr is a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield lambda best: None
         return

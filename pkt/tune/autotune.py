@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pkt.errors import ShapeError, Unsupported
+from pkt.model.config import Config, configs_of
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
 from pkt.tune.compiling import only_compiling
-from pkt.tune.config import Config, configs_of
 from pkt.tune.search import MOST, Model, Search
 from pkt.tune.target import Call, Check, Target, key_of
 from pkt.tune.timers import Timer, timer_of
@@ -40,10 +40,10 @@ def autotune(
 
         kernel[grid](...)  # without the settings; grid may be a function of them
 
-    The first call of a case, by every rank, looks up what earlier runs found, else searches as pkt.tune.tune does,
-    whose arguments these are; later ones look into a dict. A case is the arguments that `key` names (of tensors shape
-    and dtype), after `bucket`, and the dtypes of all tensors. While a CUDA graph is captured only a known case may be
-    called; another one raises Unsupported.
+    The first call of a case, by every rank, looks up the choice of earlier runs, or searches as pkt.tune.tune does,
+    whose arguments these are. Later calls look into a dict. A case is the arguments that `key` names (of tensors shape
+    and dtype), after `bucket`, and the dtypes of all tensors. While a CUDA graph is captured only known cases may be
+    called; another case raises Unsupported.
     """
     found = configs_of("pkt.autotune", configs)
     plan = Plan(found, tuple(key), bucket or {}, prune, model, check, tuple(restore), most, timer)
@@ -51,16 +51,16 @@ def autotune(
 
 
 class Autotuned:
-    """What pkt.autotune makes: called as what it decorates is, without the settings."""
+    """A decorated kernel or function: called like the original, without the settings."""
 
     def __init__(self, fn: Any, plan: Plan) -> None:
-        """Raises ShapeError if the plan names what is no parameter."""
+        """Raises ShapeError if the plan names something that is no parameter."""
         self.target = Target(fn, f"pkt.autotune of {getattr(fn, '__name__', fn)}")
         for name, names in (("key", plan.key), ("bucket", plan.bucket), ("restore", plan.restore)):
             self.target.check_names(name, names)
         self.fn, self.plan = fn, plan
         self.searches: dict[str, Search] = {}
-        """The searches of this process: case -> what was found."""
+        """The searches of this process, by case."""
         names = list(self.target.parameters)
         self._places = [(name, names.index(name)) for name in plan.key]
         self._memory = ("tune.autotune", self)
@@ -80,7 +80,7 @@ class Autotuned:
         world, case = self._case(args, named)
         chosen: dict[Any, Config] = world.lasting.setdefault(self._memory, {})
         config = chosen.get(case)
-        if config is None and only_compiling():  # inside something else that is tuned, which is about to run
+        if config is None and only_compiling():  # inside a call that is being tuned and will run later
             config = self.plan.configs[0]
         elif config is None:
             config = chosen[case] = self._choose(world, chosen, grid, args, named)
@@ -90,8 +90,8 @@ class Autotuned:
         return fn(*args, **named, **config.settings)
 
     def _case(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[World, tuple[Any, ...]]:
-        """The world of a call, as Target.world finds it, and what tells the call from others, before `bucket` and in
-        the form that is quickest to make: every call passes here."""
+        """The world of a call, as Target.world finds it, and the call's case before `bucket`. Quick to make, because
+        every call passes here."""
         world: World | None = None
         case: list[Any] = []
         for value in (*args, *named.values()) if named else args:
@@ -129,7 +129,7 @@ class Autotuned:
         if config is None:
             search = self.searches[case] = tuned(job, world, key, plan, lambda: candidates)
             config = search.best
-            if config is None:  # interrupted before there was anything to keep
+            if config is None:  # interrupted before anything was measured
                 raise KeyboardInterrupt
         chosen[whole] = config
         return config

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from pkt.model.config import Config
 from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import current_world
-from pkt.tune.config import Config
 from pkt.tune.timers import timer_of
 from pkt.tune.votes import Votes
 
@@ -21,10 +21,10 @@ REPEATS = 10
 def do_bench(kernel_call: Callable[[], Any], quantiles: Sequence[float] | None = None) -> Any:
     """Milliseconds of `kernel_call()`, the same on every rank; pass it to @triton.autotune as do_bench=. Collective.
 
-    The median, or a list of the `quantiles`, over a fixed number of repeats, which all ranks start together, of the
-    maximum over ranks. Infinite on every rank, with a warning that says why, if it fails on one: Triton then takes
-    another config. Triton asks each rank apart which configs there are: give all the same. Raises Unsupported where
-    there is no world.
+    Takes the maximum over ranks of each of a fixed number of repeats, which all ranks start together; returns the
+    median, or a list of the `quantiles`. If the call fails on one rank, the time is infinite on every rank, with a
+    warning that says why, and Triton takes another config. Give all ranks the same configs, because Triton lists them
+    on each rank apart. Raises Unsupported where there is no world.
     """
     world = current_world("pkt.tune.do_bench")
     timer, config = timer_of(world), Config()

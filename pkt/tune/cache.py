@@ -1,9 +1,9 @@
-"""What earlier runs found, in JSON files that several jobs may share.
+"""Choices of earlier runs, in JSON files that several jobs may share.
 
-A file an operator or kernel, under PKT_TUNE_CACHE or the user's cache directory: {"format": 1, "choices": {case:
+Each operator or kernel has a file under PKT_TUNE_CACHE or the user's cache directory: {"format": 1, "choices": {case:
 choice}}, where a case is everything that a choice depends on, as text. Only rank 0 reads and writes. A writer holds a
-lock, reads what is there, adds its choice and replaces the file, so readers need no lock and two writers lose nothing.
-A file that is not ours is left as it is, with one warning.
+lock, reads the file, adds its choice and replaces the file, so readers need no lock and two writers lose nothing. A
+file in another format is left as it is, with one warning.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any
 import torch
 import triton
 
+from pkt.model.config import Config
 from pkt.runtime.world import World
-from pkt.tune.config import Config
 
 FORMAT = 1
 
-# Choices made on a modelled clock: of this process, since they are no measurements.
+# Choices made on a modelled clock. They are no measurements, so no file keeps them.
 _simulated: dict[str, dict[str, Any]] = {}
 _warned: set[str] = set()
 
 
 def folder() -> Path:
-    """Where the files are."""
+    """The folder of the files."""
     given = os.environ.get("PKT_TUNE_CACHE")
     if given:
         return Path(given).expanduser()
@@ -46,8 +46,8 @@ def folder() -> Path:
 
 
 def case(world: World, source: str, key: Mapping[str, Any]) -> str:
-    """All that a choice depends on: the source of what is tuned ("" for an operator of pkt), the key, the ranks, what
-    they run on, and the versions."""
+    """Everything that a choice depends on, as text: the source of the tuned kernel or function ("" for an operator of
+    pkt), the key, the number of ranks, the machine and the versions."""
     facts = {"source": source, "key": dict(key), "ranks": world.size, **machine(world), **_versions()}
     return json.dumps(facts, sort_keys=True)
 
@@ -79,14 +79,14 @@ def load(world: World, what: str, text: str) -> Config | None:
 
 def kept(what: str, key: Mapping[str, Any], ranks: int, machine: Mapping[str, Any]) -> dict[str, Any] | None:
     """{"config", "seconds", "date"} of the choice for the operator `what` in the case `key`, or None; without a world.
-    machine: of what `machine` says as much as is known; the last choice of several that it fits."""
+    machine: those entries of `machine`'s result that are known. Of several choices that fit, the last one."""
     facts = {"source": "", "key": dict(key), "ranks": ranks, **machine, **_versions()}
     fitting = [c for text, c in (_read(_path(what)) or {}).items() if facts.items() <= json.loads(text).items()]
     return max(fitting, key=lambda choice: choice.get("date", ""), default=None)
 
 
 def store(world: World, what: str, text: str, config: Config, seconds: float) -> None:
-    """Keep a choice, its time and the day for the case `text`. What hinders writing is a warning, not an error."""
+    """Keep a choice, its time and the day for the case `text`. Warns if the file cannot be written."""
     choice = {"config": dict(config.settings), "seconds": seconds, "date": datetime.date.today().isoformat()}
     if _modelled(world):
         _simulated.setdefault(what, {})[text] = choice
@@ -108,13 +108,13 @@ def _modelled(world: World) -> bool:
 
 def _path(what: str) -> Path:
     name = re.sub(r"\W", "_", what)
-    if name != what:  # two names may come to the same
+    if name != what:  # two names may become the same
         name += "-" + hashlib.sha256(what.encode()).hexdigest()[:8]
     return folder() / f"{name}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The choices of a file, {} where there is none; None, with one warning, if it is not ours."""
+    """The choices of a file; {} where there is no file; None, with one warning, for a file in another format."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -137,14 +137,14 @@ def _is_choice(choice: Any) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time. The lock goes with the process that holds it."""
+    """One writer at a time. The lock ends with the process that holds it."""
     with open(f"{path}.lock", "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
-    """Readers see the old file or the new one, whole. Under the lock."""
+    """Replace a file so that readers see the whole old or the whole new one. Call it under the lock."""
     fresh = Path(f"{path}.new")
     with open(fresh, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1, sort_keys=True)

@@ -1,12 +1,8 @@
-"""`pkt tune`: searches for the fastest settings of pkt's operators, keeps them, and shows what was found.
-
-The operators are loaded by name when a search runs.
-"""
+"""`pkt tune`: searches for the fastest settings of pkt's operators, keeps them, and shows what was found."""
 
 from __future__ import annotations
 
 import datetime
-import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,34 +15,34 @@ import typer
 from rich.console import Console
 
 from pkt.errors import PktError, ShapeError, Unsupported
+from pkt.kernels.operator import Operator, named
 from pkt.launcher import launch
+from pkt.model.config import NCCL, UNFUSED, Config
+from pkt.model.cost import DTYPES, modelled
+from pkt.model.gpu import H200, Gpu, gluon_lacks
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
-from pkt.tune.config import NCCL, UNFUSED, Config
-from pkt.tune.explanation import DTYPES, NAMES
-from pkt.tune.gpu import H200
-from pkt.tune.model import MODELS
+from pkt.tune.candidates import model_of, operator_space, thinned, tuned_operators
 from pkt.tune.picture import draw
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
-from pkt.tune.spaces import operator_space, thinned
 from pkt.tune.tuner import tune
 
 ALIKE = 3
-"""Candidates of one predicted time that are tried."""
+"""Most candidates of one predicted time that are tried."""
 SIMULATED_SIZES = (64, 128)
 SIMULATED_MOST = 256**3
-"""m * n * k: some seconds a search."""
+"""Largest m * n * k: a search then takes some seconds."""
 SIMULATED_SMS = 8
 HEAP = {"cuda": "60GiB", "cpu": "64MiB"}
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Greatest ||result - exact|| / ||exact||: roundings stay far below, a tile that is wrong or late is far above."""
+"""Greatest ||result - exact|| / ||exact||. Roundings stay far below it; a tile that is wrong or late is far above."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A product (m, k) @ (k, n) whose operands the ranks share."""
+    """A product (m, k) @ (k, n) whose operands the ranks share, for the operator named `what`."""
 
     what: str
     m: int
@@ -54,18 +50,22 @@ class Layer:
     k: int
     dtype: str = "bf16"
 
+    @property
+    def operator(self) -> Operator:
+        operator = named(self.what)
+        assert operator is not None
+        return operator
+
     def key(self, ranks: int) -> dict[str, Any]:
         """The case of the search: the product that each rank computes. Raises ShapeError if the ranks cannot share."""
-        gathered = self.what == "all_gather_matmul"
-        shared = {"n": self.n} if gathered else {"k": self.k}
-        if self.what != "matmul_all_reduce":
-            shared["m"] = self.m
+        tuning = self.operator.tuning
+        assert tuning is not None
         for name, length in {"m": self.m, "n": self.n, "k": self.k}.items():
-            step = ranks if name in shared else 1
+            step = ranks if name in tuning.shared else 1
             if length < 1 or length % step:
                 wanted = f"at least 1 and divisible by {step} ranks" if step > 1 else "at least 1"
                 raise ShapeError.argument("pkt tune", name, length, wanted)
-        N, K = (self.n // ranks, self.k) if gathered else (self.n, self.k // ranks)
+        N, K = (length // (ranks if name in tuning.shared else 1) for name, length in (("n", self.n), ("k", self.k)))
         return {"M": self.m, "N": N, "K": K, "dtype": self.dtype, "size": ranks}
 
 
@@ -73,75 +73,68 @@ class Layer:
 def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[Search, str]:
     """Search for `layer` on the ranks of `world`, and remember the choice; also the name of the GPU. exhaustive:
     measure the whole space. Collective."""
-    key, dtype = layer.key(world.size), DTYPES[layer.dtype]
+    operator, key, dtype = layer.operator, layer.key(world.size), DTYPES[layer.dtype]
+    configs, most = operator_space(operator, key, _gpu(world)), MOST
     cuda = world.torch_device.type == "cuda"
-    shared = H200.shared
-    if cuda:
-        properties = torch.cuda.get_device_properties(world.torch_device)
-        shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    everybody = world.all_gather_object((world.num_sms, shared))  # what fits on every rank: all have one space
-    gpu = replace(H200, sms=min(sms for sms, _ in everybody), shared=min(nbytes for _, nbytes in everybody))
-    unfit = importlib.import_module("pkt.kernels.shared.gluon_fits").missing_anywhere(world)
-    configs, most = operator_space(layer.what, key, gpu, gluon=not unfit), MOST
-    model = MODELS[layer.what] if cuda and dtype != torch.float32 else None
+    model = model_of(operator) if cuda and modelled(key) else None
     if exhaustive:
         most = 1.0
     elif model is not None:
         configs, most = shortlist(configs, model, key)
-    elif not cuda:  # whose clock is another, and knows nothing of warps and stages, of NCCL and of cuBLAS
-        configs = [c for c in configs if c not in (NCCL, UNFUSED) and c["tiles"][4:] == (8, 3)]
-    a, b = _operands(layer, key, world, world.rank, dtype)
-    exact = _exact(layer, key, world, b, dtype)
+    elif not cuda:  # the modelled clock knows nothing of warps and stages, of NCCL and of cuBLAS
+        configs = [c for c in configs if c not in (NCCL, UNFUSED) and c.get("tiles", (8, 3))[-2:] == (8, 3)]
+    call = operator.describe(key)
+    everybody = [_operands(operator, call.tensors, world, rank) for rank in range(world.size)]
+    operands = everybody[world.rank]
+    together = {name: [theirs[name] for theirs in everybody] for name in operands}
+    exact = operator.reference(world.rank, **together).float()
+    del everybody, together
     norm = exact.norm()
 
     def right(arguments: Mapping[str, Any], result: torch.Tensor) -> bool:
         return bool((result.float() - exact).norm() <= BOUND[dtype] * norm)
 
-    operator = getattr(importlib.import_module(f"pkt.kernels.{layer.what}"), layer.what)
-    out = None
-    if layer.what == "matmul_all_reduce":  # which is reduced in place where that is symmetric
-        out = empty(key["M"], key["N"], dtype=dtype, world=world)
+    # Symmetric, because some forms can then reduce in place.
+    operands["out"] = empty(*call.shape, dtype=dtype, world=world)
+    given = [operands[name] for name in operator.names if name in operands]
     search = tune(
-        operator, a, b, out, world=world, configs=configs, key=key, name=layer.what, model=model, check=right, most=most
-    )
+        operator.function, *given, world=world, configs=configs, key=key, name=operator.name, model=model, check=right,
+        most=most,
+    )  # fmt: skip
     return search, cache.machine(world)["gpu"]
 
 
+def _gpu(world: World) -> Gpu:
+    """A GPU with as much as every rank's has, so that all ranks have one space. Collective."""
+    shared, gluon = H200.shared, False
+    if world.torch_device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.torch_device)
+        shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        gluon = not gluon_lacks((properties.major, properties.minor))
+    sms, least, everywhere = (min(of) for of in zip(*world.all_gather_object((world.num_sms, shared, gluon))))
+    return replace(H200, sms=sms, shared=least, gluon=everywhere)
+
+
 def shortlist(configs: Sequence[Config], model: Model, key: Mapping[str, Any]) -> tuple[list[Config], float]:
-    """The candidates of a search that the model leads, and the share of them that is measured: of the whole space as
-    much as `slots` says."""
+    """The candidates of a search that the model leads, and the share of them that is measured: as many as `slots` says
+    of the whole space."""
     kept = thinned(configs, model, key, ALIKE)
     return kept, min(1.0, slots(len(configs), MOST) / len(kept))
 
 
-def _operands(
-    layer: Layer, key: Mapping[str, Any], world: World, rank: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """a and b of `rank`, standard normal, the same on whichever rank they are made."""
-    rows = key["M"] // world.size if layer.what == "all_gather_matmul" else key["M"]
-    made = []
-    for seed, shape in ((2 * rank, (rows, key["K"])), (2 * rank + 1, (key["K"], key["N"]))):
-        source = torch.Generator(world.torch_device).manual_seed(seed)
-        made.append(torch.randn(shape, dtype=dtype, device=world.torch_device, generator=source))
-    return made[0], made[1]
-
-
-def _exact(layer: Layer, key: Mapping[str, Any], world: World, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's result, in fp32, from the operands of all ranks."""
-    if layer.what == "all_gather_matmul":
-        shards = (_operands(layer, key, world, rank, dtype)[0] for rank in range(world.size))
-        return torch.cat([shard.float() @ b.float() for shard in shards])
-    total: Any = 0
-    for rank in range(world.size):
-        x, y = _operands(layer, key, world, rank, dtype)
-        x = x.chunk(world.size)[world.rank] if layer.what == "matmul_reduce_scatter" else x
-        total = total + x.float() @ y.float()
-    return total
+def _operands(operator: Operator, like: Mapping[str, torch.Tensor], world: World, rank: int) -> dict[str, torch.Tensor]:
+    """The operands of `rank`, standard normal, the same on whichever rank they are made. like: of their shapes."""
+    made, names = {}, [name for name in operator.tensors if like[name] is not None]
+    for at, name in enumerate(names):
+        source = torch.Generator(world.torch_device).manual_seed(len(names) * rank + at)
+        shape, dtype = like[name].shape, like[name].dtype
+        made[name] = torch.randn(shape, dtype=dtype, device=world.torch_device, generator=source)
+    return made
 
 
 # ------------------------------------------------------------------------------------------------------------- command
 def main(
-    operator: Annotated[str, typer.Argument(help="ag_gemm, gemm_rs or gemm_ar, or the operator's full name")] = "",
+    operator: Annotated[str, typer.Argument(help="the operator's name, or its short one, as ag_gemm")] = "",
     ranks: Annotated[int, typer.Option(help="GPUs, or simulated ranks")] = 4,
     m: Annotated[int, typer.Option(help="rows of the whole product", show_default=False)] = 0,
     n: Annotated[int, typer.Option(help="columns of the whole product", show_default=False)] = 0,
@@ -180,17 +173,19 @@ def main(
 
 
 def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, device: str) -> list[Layer]:
-    """What to search for; raises typer.BadParameter for what the command line cannot mean."""
+    """The layers to search for. Raises typer.BadParameter for a command line that means nothing."""
     if device not in HEAP:
         raise typer.BadParameter(f"found --device {device!r}, wanted cuda or cpu")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"found --dtype {dtype!r}, wanted {', '.join(DTYPES)}")
+    known = tuned_operators()
+    shorts = {o.tuning.short: name for name, o in known.items() if o.tuning}
     if bool(operator) == every:
-        raise typer.BadParameter(f"wanted an operator, {', '.join(NAMES)}, or --all")
-    whats = list(MODELS) if every else [NAMES.get(operator, operator)]
-    if not set(whats) <= set(MODELS):
-        known = ", ".join(f"{short} ({full})" for short, full in NAMES.items())
-        raise typer.BadParameter(f"found operator {operator!r}, wanted {known}")
+        raise typer.BadParameter(f"wanted an operator, {', '.join(shorts)}, or --all")
+    whats = list(known) if every else [shorts.get(operator, operator)]
+    if not set(whats) <= set(known):
+        wanted = ", ".join(f"{short} ({full})" for short, full in shorts.items())
+        raise typer.BadParameter(f"found operator {operator!r}, wanted {wanted}")
     if m or n or k:
         if every or not (m and n and k):
             raise typer.BadParameter("--m, --n and --k go together, with one operator")
@@ -200,12 +195,12 @@ def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, devi
                 "the simulator computes every candidate"
             )
         return [Layer(whats[0], m, n, k, dtype)]
-    return [Layer(what, N, N, N, dtype) for what in whats for N in _sizes(what, device)]
+    return [Layer(what, N, N, N, dtype) for what in whats for N in sizes(known[what], device)]
 
 
-def _sizes(what: str, device: str) -> Sequence[int]:
-    """Those of the operator's benchmark, or what a simulator computes in seconds."""
-    return SIMULATED_SIZES if device == "cpu" else sorted({search.key["M"] for search in tables.measured(what)})
+def sizes(operator: Operator, device: str = "cuda") -> Sequence[int]:
+    """The sizes of the operator's table, or those that a simulator computes in seconds."""
+    return SIMULATED_SIZES if device == "cpu" else sorted({search.key["M"] for search in tables.measured(operator)})
 
 
 def _searched(layer: Layer, ranks: int, device: str) -> tuple[Search, str]:
@@ -221,7 +216,8 @@ def _searched(layer: Layer, ranks: int, device: str) -> tuple[Search, str]:
 
 
 def write(out: Path, what: str, searches: Sequence[Search], gpu: str) -> list[Path]:
-    """The table, as those that ship with pkt, and where matplotlib is there the picture; what was written."""
+    """Write the table, in the form of those that ship with pkt, and the picture if matplotlib is installed; returns the
+    files."""
     out.mkdir(parents=True, exist_ok=True)
     content = {
         "operator": what,

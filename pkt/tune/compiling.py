@@ -1,4 +1,4 @@
-"""Compiling what a call would launch, without launching it."""
+"""Compile the kernels that a call would launch, without launching them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def compile_all(
     begin: float,
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> dict[int, str]:
-    """Make every call with launches that only compile, in order, then compile in `threads`: the index of each call of
-    which a kernel could not be compiled, and why.
+    """Make every call, in order, with launches that only compile; compile in `threads`. Returns the index of each call
+    with a kernel that could not be compiled, and why.
 
     begin: where in the list of kernels to begin, from 0 to 1. The ranks of a host share Triton's cache, so each begins
-    elsewhere and finds there what others have done. around: gives the context in which a call is made. What a call
-    itself raises is not a failure: with nothing computed its host code may see anything, and its first run will tell.
+    elsewhere and finds the kernels that others have compiled. around: gives the context in which a call is made. An
+    exception of the call itself is no failure, because its host code sees results that were not computed; the call's
+    first run will tell.
     """
     launched: list[_Launched] = []
     later = _Later()
@@ -42,7 +43,7 @@ def compile_all(
 
 
 class _Launched:
-    """What a call would have launched: kernels that are compiled, or will be; and why one could not even be begun."""
+    """The kernels that a call would have launched, compiled now or later, and why one of them was refused."""
 
     def __init__(self) -> None:
         self.kernels: list[Any] = []
@@ -58,18 +59,18 @@ class _Launched:
         return self.refused
 
 
-_threads: set[int] = set()  # whose launches only compile
+_threads: set[int] = set()  # their launches only compile
 
 
 def only_compiling() -> bool:
-    """Whether launches of this thread compute nothing now, so that no time can be taken."""
+    """Whether launches of this thread only compile now, so that no time can be taken."""
     return threading.get_ident() in _threads
 
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[_Launched]:
-    """While it lasts, this thread's launches only compile, Triton's own autotuner compiles all its configs, and nothing
-    is copied by engines or held for what a kernel would count."""
+    """In this context the thread's launches only compile, Triton's own autotuner compiles all its configs, copy engines
+    copy nothing, and no stream waits for a kernel's counter."""
     launch, tune, thread, found = JITFunction.run, Autotuner.run, threading.get_ident(), _Launched()
     queued = {name: getattr(CudaDriver, name) for name in ("copy", "hold")}
 
@@ -103,7 +104,7 @@ def _compiling() -> Iterator[_Launched]:
 
 
 class _Later(Executor):
-    """Takes tasks down, and runs them when told to."""
+    """An executor that collects tasks until `run`."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[Future, Callable[[], Any]]] = []
@@ -114,7 +115,7 @@ class _Later(Executor):
         return future
 
     def run(self, threads: int, begin: float) -> None:
-        """All of them, those from `begin` on first."""
+        """Run all tasks, those from `begin` on first."""
         at = int(begin * len(self.tasks))
         with ThreadPoolExecutor(threads) as pool:
             for future, task in (*self.tasks[at:], *self.tasks[:at]):

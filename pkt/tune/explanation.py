@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
 import io
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.kernels.operator import Operator
+from pkt.model.config import NCCL, Config, nccl_wanted
+from pkt.model.cost import DTYPES, Estimate, library, modelled
+from pkt.model.gpu import H200, gpu_named
 from pkt.runtime.world import World, current_world
 from pkt.tune import cache, tables
-from pkt.tune.config import NCCL, Config, nccl_wanted
-from pkt.tune.gpu import H200
-from pkt.tune.model import ITEMSIZE, MODELS, Estimate, estimate, product_alone, sent
+from pkt.tune.candidates import estimate, model_of, operator_space, tuned_operators
 from pkt.tune.report import milliseconds, text_of
-from pkt.tune.spaces import gluon_fits, operator_space
 from pkt.wording import dtype_text
 
 CALL = "pkt.explain"
-NAMES = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce"}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SM_90 = re.compile(r"\bG?H(20|100|200|800)\b")
 SIMULATED = "simulated"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Settings, what they are in the comparison, their predicted parts and measured seconds; None where unknown."""
+    """A config in the comparison: what it stands for, the parts of its predicted time, its measured seconds; None where
+    unknown."""
 
     names: tuple[str, ...]
     config: Config
@@ -45,14 +41,14 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What `explain` found. str() is what it printed.
+    """The answer of `explain`; str() gives the text that was printed.
 
-    key: the case, with the GPU. config: the settings that the operator takes, and why. rows: these first, then the
-    fastest of pkt's own forms, as measured and by the model, and NCCL + cuBLAS. limit: seconds that the product alone
-    or the bytes on the links take, whichever is more; None without a model.
+    key: the case, with the GPU. config: the settings that the operator takes; why: the reason. rows: that config first,
+    then the fastest of pkt's own forms, as measured and by the model, and NCCL + cuBLAS. limit: seconds of the product
+    alone or of the bytes on the links, whichever takes longer; None without a model.
     """
 
-    what: str
+    operator: Operator
     key: Mapping[str, Any]
     config: Config
     why: str
@@ -70,7 +66,7 @@ class Explanation:
             cells = [cell for time in seconds for cell in self._cells(time)]
             table.add_row("\n".join(row.names), *cells, text_of(row.config, [*row.config]), style="" if at else "bold")
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
-        return Group(Text(f"{self.what}: {case}", style="bold"), table, *map(Text, self._lines()))
+        return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, *map(Text, self._lines()))
 
     def __str__(self) -> str:
         console = Console(width=120, file=io.StringIO(), record=True)
@@ -78,7 +74,7 @@ class Explanation:
         return console.export_text().rstrip()
 
     def __repr__(self) -> str:
-        return f"Explanation({self.what}: {self.config})"
+        return f"Explanation({self.operator.name}: {self.config})"
 
     def _cells(self, seconds: float | None) -> tuple[str, str]:
         if seconds is None:
@@ -86,7 +82,7 @@ class Explanation:
         return milliseconds(seconds), f"{self.limit / seconds:.2f}" if self.limit else ""
 
     def _lines(self) -> list[str]:
-        """What stands below the table."""
+        """The lines below the table."""
         lines = [f"taken: {self.why}"]
         taken = self.rows[0]
         baseline = next(row for row in self.rows if row.config == NCCL)
@@ -103,9 +99,7 @@ class Explanation:
             return [*lines, f"nothing predicted: the model is of {H200.name}, in bf16 and fp16"]
         parts = {name: milliseconds(seconds) for name, seconds in vars(taken.predicted).items()}
         most = ", ".join(f"{name} {parts.pop(name)}" for name in ("compute", "memory", "communication"))
-        alone = product_alone(self.key)
-        assert alone is not None
-        nbytes = sent(self.what, self.key)
+        alone, nbytes = library(self.key), _sent(self.operator, self.key)
         return [
             *lines,
             f"predicted, ms: launch {parts['launch']} + max({most}) + "
@@ -125,54 +119,44 @@ def explain(
     size: int | None = None,
     gpu: str | None = None,
 ) -> Explanation:
-    """Print which settings an operator takes where none are given, and why; what the model predicts of them and what
-    was measured; and beside them pkt's fastest form and NCCL + cuBLAS. Needs no GPU and no world; not collective: one
-    rank is enough.
+    """Print which settings an operator takes where none are given, and why; their predicted and measured times; and for
+    comparison pkt's fastest form and NCCL + cuBLAS. Needs no GPU and no world; not collective: one rank is enough.
 
-    op: all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce: the function, its name, or ag_gemm, gemm_rs,
-        gemm_ar.
+    op: an operator that is tuned: the function, its name, or its short name, as "ag_gemm".
     M, N, K: of the product (M, K) @ (K, N) that each rank computes; for all_gather_matmul M counts the gathered rows.
     dtype: of the operands, bf16, fp16 or fp32.
     size: the number of ranks; that of the current world, 4 where there is none.
     gpu: as torch names it; that of the current world, "NVIDIA H200" where there is none. In the simulator "simulated":
         there an operator looks nothing up, and nothing is predicted.
 
-    Returns what it printed. Raises ShapeError, DtypeError.
+    Returns the explanation. Raises ShapeError, DtypeError.
     """
-    what, key = _asked(op, M, N, K, dtype)
     world = _world()
-    machine = {"gpu": gpu or H200.name} if world is None else cache.machine(world)
-    if gpu is not None and gpu != machine["gpu"]:
-        machine = {"gpu": gpu}
     if size is None:
         size = 4 if world is None else world.size
-    key["size"] = _size(what, key, size)
-    found = _found(what, key, machine)
+    operator, key = _asked(op, M, N, K, dtype, size)
+    machine = {"gpu": H200.name} if world is None else cache.machine(world)
+    found = _found(operator, key, machine if gpu in (None, machine["gpu"]) else {"gpu": gpu})
     Console(width=None if sys.stdout.isatty() else 120).print(found)
     return found
 
 
 # ------------------------------------------------------------------------------------------------------------ the case
-def _asked(op: Any, M: int, N: int, K: int, dtype: Any) -> tuple[str, dict[str, Any]]:
-    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    what = NAMES.get(name, name)
-    if what not in MODELS:
-        known = ", ".join(f"{full} ({short})" for short, full in NAMES.items())
-        raise ShapeError.argument(CALL, "op", repr(name), known)
-    for axis, length in {"M": M, "N": N, "K": K}.items():
+def _asked(op: Any, M: int, N: int, K: int, dtype: Any, size: int) -> tuple[Operator, dict[str, Any]]:
+    """The operator, and the case as tables and models have it."""
+    name, known = op if isinstance(op, str) else getattr(op, "__name__", repr(op)), tuned_operators().values()
+    operator = next((o for o in known if o.tuning and name in (o.name, o.tuning.short)), None)
+    if operator is None or operator.tuning is None:
+        wanted = ", ".join(f"{o.name} ({o.tuning.short})" for o in known if o.tuning)
+        raise ShapeError.argument(CALL, "op", repr(name), wanted)
+    for axis, length in {"M": M, "N": N, "K": K, "size": size}.items():
         if length < 1:
             raise ShapeError.argument(CALL, axis, length, "at least 1")
     if dtype_text(dtype) not in DTYPES:
         raise DtypeError.argument(CALL, "dtype", dtype, ", ".join(DTYPES))
-    return what, {"M": M, "N": N, "K": K, "dtype": dtype_text(dtype)}
-
-
-def _size(what: str, key: Mapping[str, Any], size: int) -> int:
-    if size < 1:
-        raise ShapeError.argument(CALL, "size", size, "at least 1")
-    if what != "matmul_all_reduce" and key["M"] % size:
-        raise ShapeError.argument(CALL, "M", key["M"], f"rows that {size} ranks can share")
-    return size
+    if "m" in operator.tuning.shared and M % size:
+        raise ShapeError.argument(CALL, "M", M, f"rows that {size} ranks can share")
+    return operator, {"M": M, "N": N, "K": K, "dtype": dtype_text(dtype), "size": size}
 
 
 def _world() -> World | None:
@@ -183,51 +167,53 @@ def _world() -> World | None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the answer
-def _found(what: str, key: dict[str, Any], machine: Mapping[str, Any]) -> Explanation:
+def _found(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) -> Explanation:
     gpu, size = machine["gpu"], key["size"]
     times: dict[Config, float] = {}
-    near = tables.near(what, key, gpu, size)
+    near = tables.near(operator, key, gpu, size)
     if near and near[1] == 0:
         times |= {c.config: c.time for c in near[0].candidates if c.time is not None}
-    kept = None if gpu == SIMULATED else cache.kept(what, key, size, machine)
+    kept = None if gpu == SIMULATED else cache.kept(operator.name, key, size, machine)
     if kept is not None:
         times[Config.of(kept["config"])] = kept["seconds"]
-    config, why = _taken(what, key, gpu, kept)
-    modelled = gpu == H200.name and key["dtype"] in ITEMSIZE
+    config, why = _taken(operator, key, gpu, kept)
     compared: dict[Config, list[str]] = {config: ["taken"]}
     own = [c for c in times if c != NCCL]
     if own:
         compared.setdefault(min(own, key=lambda c: times[c]), []).append("pkt's fastest measured")
-    if modelled:
-        space = [c for c in operator_space(what, key) if c != NCCL]
-        first = min(space, key=lambda c: MODELS[what](c, key) or 0.0)
+    has_model = gpu == H200.name and modelled(key)
+    if has_model:
+        model = model_of(operator)
+        first = min((c for c in operator_space(operator, key) if c != NCCL), key=lambda c: model(c, key) or 0.0)
         compared.setdefault(first, []).append("pkt's fastest by the model")
     compared.setdefault(NCCL, []).append("NCCL + cuBLAS")
     rows = tuple(
-        Row(tuple(names), c, estimate(what, c, key) if modelled else None, times.get(c))
+        Row(tuple(names), c, estimate(operator, c, key) if has_model else None, times.get(c))
         for c, names in compared.items()
     )
-    alone = product_alone(key) if modelled else None
-    limit = None if alone is None else max(alone.total, sent(what, key) / H200.link)
-    return Explanation(what, {**key, "gpu": gpu}, config, why, rows, limit)
+    limit = max(library(key).total, _sent(operator, key) / H200.link) if has_model else None
+    return Explanation(operator, {**key, "gpu": gpu}, config, why, rows, limit)
 
 
-def _taken(what: str, key: dict[str, Any], gpu: str, kept: Mapping[str, Any] | None) -> tuple[Config, str]:
+def _taken(operator: Operator, key: dict[str, Any], gpu: str, kept: Mapping[str, Any] | None) -> tuple[Config, str]:
     """The settings that the operator takes, by the rule of pkt.tune.choice, and why."""
     if gpu == SIMULATED:
-        return own_rule(what, key, gpu), "the operator's own rule, because the simulator's clock is no measurement"
+        return Config(
+            **operator.choose(key)
+        ), "the operator's own rule, because the simulator's clock is no measurement"
     passed = ""
     if kept is not None:
         config = Config.of(kept["config"])
         if config != NCCL or nccl_wanted():
-            return config, f"tuned on this machine{_on(kept)}: {milliseconds(kept['seconds'])} ms"
+            day = f" on {kept['date']}" if "date" in kept else ""
+            return config, f"tuned on this machine{day}: {milliseconds(kept['seconds'])} ms"
         passed = "NCCL + cuBLAS was tuned here and is off; "
-    tabled, near = tables.nearest(what, key, gpu, key["size"]), tables.near(what, key, gpu, key["size"])
+    tabled, near = tables.nearest(operator, key, gpu, key["size"]), tables.near(operator, key, gpu, key["size"])
     if tabled is not None and near is not None:
         search, distance = near
         shape = ", ".join(f"{axis}={search.key[axis]}" for axis in tables.AXES)
         there = f"the nearest shape, {shape}, {distance:.2g} doublings away" if distance else "this shape"
-        source = tables.source(what, search.key)
+        source = tables.source(operator, search.key)
         if distance:
             first = "the fastest to expect from what was"
         else:
@@ -235,37 +221,14 @@ def _taken(what: str, key: dict[str, Any], gpu: str, kept: Mapping[str, Any] | N
         where = f"{source['file']} of commit {source['commit']}, {source['date']}"
         return tabled, f"{passed}{first} measured for {there}, {where}"
     missing = f"no table for {key['size']} x {gpu} in {key['dtype']} has a shape within {tables.FARTHEST} doublings"
-    return own_rule(what, key, gpu), f"{passed or 'nothing tuned here, '}{missing}: the operator's own rule"
-
-
-def _on(kept: Mapping[str, Any]) -> str:
-    return f" on {kept['date']}" if "date" in kept else ""
+    own = Config(**operator.choose(key, gpu_named(gpu)))
+    return own, f"{passed or 'nothing tuned here, '}{missing}: the operator's own rule"
 
 
 def _total(row: Row) -> float | None:
     return row.predicted.total if row.predicted else None
 
 
-def own_rule(what: str, key: Mapping[str, Any], gpu: str) -> Config:
-    """What the operator takes where nothing is given and nothing was found, as its docstring says of None."""
-    matmul, fits = (importlib.import_module(f"pkt.kernels.shared.{name}") for name in ("tile_product", "gluon_fits"))
-    rules = importlib.import_module(f"pkt.kernels.{what}.rules")
-    M, N, K, size, dtype = key["M"], key["N"], key["K"], key["size"], DTYPES[key["dtype"]]
-    m = M if what == "matmul_all_reduce" else M // size
-    hopper = SM_90.search(gpu) is not None and triton.__version__.startswith("3.6.")
-    gluon = hopper and gluon_fits(what, key) and m > matmul.FEW_ROWS
-    if what == "matmul_all_reduce":
-        if gpu != SIMULATED and M <= rules.unfused_rows(size):
-            return Config(mode="unfused")
-        if gluon:
-            return Config(mode="gluon", tiles=rules.tiles_of(M, N, size))
-        return Config(mode="lcsc", num_comm_sms=16, tiles=matmul.default_tiles(m, dtype, N))
-    if what == "matmul_reduce_scatter":
-        if not gluon:
-            return Config(mode="add", tiles=matmul.default_tiles(m, dtype, N))
-        copies = rules.copies_of(m, N, K, size)
-        return Config(mode="gluon", **({"copies": copies} if copies else {}), tiles=fits.TILES)
-    if not gluon:
-        return Config(mode="push", num_comm_sms=16, chunk=1024, tiles=matmul.default_tiles(m, dtype, K, N))
-    plan = rules.push_plan(m, N, K, size, fits.TILES, H200.sms)
-    return Config(mode="gluon", **plan._asdict(), tiles=fits.TILES)
+def _sent(operator: Operator, key: Mapping[str, Any]) -> float:
+    assert operator.tuning is not None
+    return operator.tuning.sent(key)

@@ -1,4 +1,4 @@
-"""The picture of several searches: time against the split of SMs, a line a size (Figure 5 of ParallelKittens)."""
+"""A picture of several searches: time against the split of SMs, one line a size (Figure 5 of ParallelKittens)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pkt.tune.search import Candidate, Search
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's: apart for every common kind of colour blindness.
+# Okabe and Ito's colours, which people with any common kind of colour blindness can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 INK, FAINT, GRID = "#22262B", "#7A828C", "#E4E7EB"
-FARTHEST = 2.5  # times the best: what is farther off would press the rest together
+FARTHEST = 2.5  # greatest time over the best that is shown
 
 
 def draw(searches: Sequence[Search], setting: str = "num_comm_sms", title: str = "") -> Figure:
-    """The figure of `searches`: for each one a line over the values of `setting`, at each the fastest candidate.
+    """The figure of `searches`: for each search a line over the values of `setting`, through the fastest candidates.
 
-    Solid: measured; dashed: predicted. Both over the fastest of its own search, measured if anything was,
-    so that sizes can be compared; the legend has that one's time, and a dot is where it is. Raises Unsupported if no
-    candidate with `setting` has a time, ImportError without matplotlib.
+    A solid line is measured, a dashed one predicted. So that sizes can be compared, both are divided by the fastest
+    time of their search, measured if anything was; a dot marks it, and the legend has its time. Raises Unsupported if
+    no candidate with `setting` has a time, ImportError without matplotlib.
     """
     figure = _figure()
     axes = figure.add_subplot()
@@ -56,7 +56,7 @@ def draw(searches: Sequence[Search], setting: str = "num_comm_sms", title: str =
 
 
 def _figure() -> Figure:
-    """An empty one, which a notebook shows where it is the value of a cell."""
+    """An empty figure, which a notebook shows as the value of a cell."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
@@ -72,7 +72,7 @@ def _figure() -> Figure:
 
 
 def _line(search: Search, setting: str, seconds: Callable[[Candidate], float | None]) -> dict[Any, float]:
-    """Value of `setting` -> the least seconds of a candidate with it, in the order of the values."""
+    """Value of `setting` -> the least seconds of its candidates, sorted by value."""
     least: dict[Any, float] = {}
     for c in search.candidates:
         value, time = c.config.settings.get(setting), seconds(c)
@@ -86,7 +86,7 @@ def _points(line: dict[Any, float], least: float) -> tuple[list[Any], list[float
 
 
 def _size(search: Search) -> str:
-    """`8192 x 2048 x 8192`, or whatever of it the key of the search has, or all that it has."""
+    """`8192 x 2048 x 8192`, or those of M, N and K that the key has, or the whole key."""
     shape = {name: search.key[name] for name in ("M", "N", "K") if name in search.key}
     if len(shape) == 3:
         return " x ".join(map(str, shape.values()))

@@ -1,4 +1,4 @@
-"""The table of a search: predicted and measured side by side, what was dropped and why, and the model's error."""
+"""The table of a search: predicted and measured times, candidates that were dropped and why, the model's error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from pkt.tune.config import Config
-from pkt.tune.model import error
+from pkt.model.config import Config
+from pkt.tune.candidates import error
 from pkt.tune.search import Candidate, Search
 
 SHOWN = 24
@@ -19,11 +19,11 @@ SHOWN = 24
 
 
 def report(search: Search) -> Group:
-    """A search as a table for rich.print: the fastest of those measured, then why the others were dropped.
+    """A search as a table for rich.print: the fastest candidates, then why others were dropped.
 
-    Columns: place by time, place by the model, the settings in which candidates differ, predicted and median time in
-    ms, the prediction over the median, and the spread of the repeats, (greatest - least) / median. Below it: what all
-    candidates have in common, what was not measured, and the model's error over those measured.
+    Columns: place by time, place by the model, predicted and median time in ms, predicted / median - 1, spread of the
+    repeats, (greatest - least) / median, and the settings in which candidates differ. Below the table: settings that
+    all candidates share, how many were not measured, and the model's error over those measured.
     """
     varied, common = _settings(search.candidates)
     by_model = sorted((c for c in search.candidates if c.predicted is not None), key=lambda c: c.predicted or 0.0)
@@ -31,7 +31,7 @@ def report(search: Search) -> Group:
     measured = sorted((c for c in search.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
     case = ", ".join(f"{name}={value}" for name, value in search.key.items())
     table = Table()
-    # Without a model there is nothing to set beside what was measured.
+    # Without a model there are no predictions to show.
     names = ["#", "by model", "predicted, ms", "measured, ms", "off", "spread"]
     shown = [name for name in names if by_model or name not in ("by model", "predicted, ms", "off")]
     for name in shown:
@@ -59,7 +59,7 @@ def report(search: Search) -> Group:
 def _lines(
     search: Search, measured: Sequence[Candidate], by_model: Sequence[Candidate], varied: Sequence[str], common: str
 ) -> list[str]:
-    """What stands below the table."""
+    """The lines below the table."""
     count = f"{len(measured)} of {len(search.candidates)} measured"
     lines = [f"{count} in {search.seconds:.1f} s" if search.seconds else count]
     if len(measured) > SHOWN:
@@ -86,12 +86,12 @@ def _lines(
 
 
 def text_of(config: Config, names: Sequence[str]) -> str:
-    """`num_comm_sms=16 tiles=128x256x64,8,8,3`: those of `names` that the config has."""
+    """`num_comm_sms=16 tiles=128x256x64,8,8,3`: the settings of `names` that the config has."""
     return " ".join(f"{name}={_value(name, config[name])}" for name in names if name in config)
 
 
 def milliseconds(seconds: float) -> str:
-    """Four significant digits."""
+    """`seconds` in milliseconds, with four significant digits."""
     return f"{seconds * 1e3:.4g}"
 
 
@@ -107,7 +107,7 @@ def _value(name: str, value: Any) -> str:
 
 
 def _settings(candidates: Sequence[Candidate]) -> tuple[list[str], str]:
-    """The names of settings in which candidates differ, and those that are the same in all, as text."""
+    """The names of the settings in which candidates differ; the others as text."""
     names = list(dict.fromkeys(name for c in candidates for name in c.config))
     missing = object()
     varied = [name for name in names if len({repr(c.config.settings.get(name, missing)) for c in candidates}) > 1]

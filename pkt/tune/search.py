@@ -1,4 +1,4 @@
-"""What a search found, and how it goes: which candidates are measured, how often, and when it stops."""
+"""A search: which candidates are measured, how often, when it stops, and its result."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pkt.errors import NoCandidate
+from pkt.model.config import Config
 from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import World
 from pkt.tune._progress import progress
-from pkt.tune.config import Config
 from pkt.tune.timers import Timer
 from pkt.tune.votes import Votes
 from pkt.wording import ranks_text
 
-MOST = 0.12  # share of the candidates that is measured at most,
-LEAST = 8  # but so many at least
-REPEATS = 3  # of every candidate that is measured; those that stay get twice as many each round,
-MOST_REPEATS = 24  # up to so many
+MOST = 0.12  # largest share of the candidates that is measured
+LEAST = 8  # fewest candidates that are measured
+REPEATS = 3  # of every candidate that is measured; each round doubles them for candidates that stay
+MOST_REPEATS = 24
 HEAT = 0.3
-"""Seconds of work before the first repeat that counts, where a launch takes longer than HEATING: power limits the clock
-of a GPU that has worked for a while, and what was measured before would win by as much as a tenth."""
+"""Seconds of work before the first repeat that counts, if a launch takes longer than HEATING. Power limits the clock of
+a GPU that has worked for a while, so candidates measured before that would win by as much as a tenth."""
 HEATING = 1e-3
-CLOSE = 0.005  # relative difference of two times that is not worth another repeat
+CLOSE = 0.005  # a smaller relative difference of two times is not worth another repeat
 
 Model = Callable[[Config, Mapping[str, Any]], "float | None"]
-"""Predicted seconds of a config for a key; None where nothing can be said."""
+"""Predicted seconds of a config for a key; None where nothing can be predicted."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config and what became of it.
+    """A config and its part in a search.
 
-    predicted: seconds, by the model. times: seconds, one a repeat, each the maximum over ranks; empty if it was not
-    measured. dropped: why it was left out, naming the rank; "" if it was not.
+    predicted: seconds, by the model. times: seconds of each repeat, the maximum over ranks; empty if not measured.
+    dropped: why it was left out, naming the rank; "" if it was not.
     """
 
     config: Config
@@ -53,16 +53,17 @@ class Candidate:
 
     @property
     def scatter(self) -> float:
-        """From the least of the times to the greatest, in seconds."""
+        """Greatest minus least of the times, in seconds."""
         return max(self.times) - min(self.times)
 
 
 @dataclass(frozen=True)
 class Search:
-    """One search; the same on every rank.
+    """The result of a search, the same on every rank.
 
-    what: the operator or kernel. key: the case. candidates: in the order that rank 0 fixed. best: None if every one was
-    dropped or none could be measured. seconds: that the search took, on rank 0. interrupted: Ctrl-C ended it.
+    what: the operator or kernel. key: the case. candidates: in the order that rank 0 fixed. best: None if every
+    candidate was dropped or none could be measured. seconds: duration of the search on rank 0. interrupted: Ctrl-C
+    ended it.
     """
 
     what: str
@@ -74,15 +75,16 @@ class Search:
 
 
 class Work(Protocol):
-    """What is tuned, with the arguments of one case."""
+    """A call to be tuned, with the arguments of one case."""
 
     what: str
 
     def compile(self, configs: Sequence[Config], threads: int, begin: float) -> dict[int, str]:
-        """Compile all, launch none: the index of each that cannot be, and why. begin: where in the list to begin."""
+        """Compile all and launch none. Returns the index of each config that cannot be compiled, and why. begin: where
+        in the list to begin, from 0 to 1."""
 
     def scope(self) -> AbstractContextManager[None]:
-        """Collective: around all that is done with one config, after which it holds no symmetric memory."""
+        """Collective: a context for all work with one config; the config holds no symmetric memory after it."""
 
     def run(self, config: Config) -> Any:
         """Launch once."""
@@ -97,7 +99,7 @@ class Work(Protocol):
 
 
 def slots(count: int, most: float) -> int:
-    """How many of `count` candidates are measured at most, where `most` is the share that may be."""
+    """How many of `count` candidates may be measured. most: the largest share."""
     return min(count, max(LEAST, int(most * count)))
 
 
@@ -111,12 +113,12 @@ def search(
 ) -> Search:
     """Collective: the fastest of the candidates, by successive halving.
 
-    order: the same on every rank, with predicted seconds. The first ones that compile and run everywhere, as many as
-    `slots` says, are measured REPEATS times, in turns. Of these the faster half stays, less those that are further
-    behind the best than the times of both scatter, and has its repeats doubled, in turns again, then a quarter, and so
-    on, until one is left, or what is left is within CLOSE of the best, or has MOST_REPEATS. A time is the median over
-    repeats of the maximum over ranks; of equal ones the first in order is taken. Raises NoCandidate if every one was
-    dropped.
+    order: configs with predicted seconds, the same on every rank. The first that compile and run everywhere, as many as
+    `slots` says, are measured REPEATS times, in turns. Then rounds follow: the faster half stays, without those that
+    are further behind the best than the times of both scatter, and each of them gets twice as many repeats, again in
+    turns. The search ends when one candidate is left, or all that are left are within CLOSE of the best or have
+    MOST_REPEATS. A time is the median over repeats of the maximum over ranks; of equal times the first in order wins.
+    Raises NoCandidate if every candidate was dropped.
     """
     start = time.perf_counter()
     with Interrupts() as interrupts, progress(work.what, slots(len(order), most), world.rank == 0) as advance:
@@ -127,7 +129,7 @@ def search(
     best = state.ranked()
     if work.restores:
         work.restore()
-    # What every rank has found alike is still rank 0's to say.
+    # All ranks have found the same, and rank 0 still decides.
     decision: tuple[int, float] = (best[0] if best else -1, time.perf_counter() - start)
     chosen, seconds = world.broadcast(decision)
     found = tuple(state.candidates)
@@ -138,19 +140,19 @@ def search(
 
 
 class _State:
-    """The candidates so far. All ranks hold the same after each step, because they take every step together."""
+    """The candidates so far. All ranks take every step together, so they hold the same after each."""
 
     def __init__(self, candidates: list[Candidate], votes: Votes, timer: Timer, work: Work) -> None:
         self.candidates, self.votes, self.timer, self.work = candidates, votes, timer, work
 
     def ranked(self) -> list[int]:
-        """Those measured and not dropped, the fastest first."""
+        """Indices of the candidates that were measured and not dropped, the fastest first."""
         measured = [(c.time, i) for i, c in enumerate(self.candidates) if c.time is not None and not c.dropped]
         return [i for _, i in sorted(measured)]
 
     def admit(self, count: int, advance: Callable[[float | None], None]) -> None:
-        """Measure the first `count` that compile and run, REPEATS times, once in each turn: a clock that falls or rises
-        is then no candidate's own."""
+        """Measure the first `count` that compile and run, REPEATS times, once in each turn, so that a changing clock
+        favours no candidate."""
         admitted = begin = 0
         while admitted < count and begin < len(self.candidates) and not self.votes.stopped:
             batch = range(begin, min(len(self.candidates), begin + count - admitted))
@@ -169,7 +171,7 @@ class _State:
         self.turns(first * (REPEATS - 1), dict.fromkeys(first, 1))
 
     def compiled(self, batch: range) -> list[int]:
-        """Those that compile on every rank."""
+        """Indices of the candidates that compile on every rank."""
         if not self.timer.threads:
             return list(batch)
         configs = [self.candidates[i].config for i in batch]
@@ -194,7 +196,7 @@ class _State:
             work.verify(config, self.timer.first(config, lambda: work.run(config)))
 
         failed = ""
-        if work.restores:  # and nobody runs before every rank has
+        if work.restores:  # no rank runs before every rank has restored
             _, failed = self.votes.step(work.restore, "restore")
         if not failed:
             _, failed = self.votes.step(alone, f"the first run of {config}")
@@ -219,7 +221,7 @@ class _State:
         return True
 
     def turns(self, order: Sequence[int], repeats: Mapping[int, int]) -> None:
-        """So many more times of each candidate in `order`, as often as it is there."""
+        """Measure the candidates in `order`, each with so many more repeats."""
         for i in order:
             if self.votes.stopped:
                 return
@@ -228,15 +230,15 @@ class _State:
                     self.measure(i, repeats[i])
 
     def heat(self, i: int) -> None:
-        """Go on with candidate `i` until the GPU is as warm as it will be, and measure it again."""
+        """Run candidate `i` until the GPU is warm, then measure it again."""
         cold = self.candidates[i]
         if HEATING < (cold.time or 0.0) < HEAT / REPEATS and self.measure(i, math.ceil(HEAT / (cold.time or HEAT))):
             self.candidates[i] = replace(cold, times=())
             self.measure(i, 1)
 
     def halve(self) -> None:
-        """Look at the best ones again, and again, until it is clear which is fastest. One that was left behind comes
-        back where those before it fall behind it."""
+        """Measure the best ones again until it is clear which is fastest. A candidate that was left out comes back if
+        those before it fall behind it."""
         left = self.ranked()
         keep = len(left)
         while len(left) > 1 and not self.votes.stopped:
@@ -258,7 +260,7 @@ class _State:
 
 
 def _odd(times: Any, repeats: int) -> str:
-    """What is wrong with a rank's times, or ""."""
+    """Why a rank's times cannot be used, in words; "" if they can."""
     if len(times) != repeats:
         return f"gave {len(times)} times, wanted {repeats}"
     return next((f"took {t} s" for t in times if not 0 <= t < math.inf), "")

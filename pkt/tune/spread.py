@@ -1,4 +1,4 @@
-"""In which order candidates are tried: the model's, or, where there is none, evenly spread over the space."""
+"""The order in which candidates are tried: by the model, or evenly spread over the space where there is no model."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from pkt.tune.config import Config
+from pkt.model.config import Config
 
-SEED = 0  # torch's scrambling covers some axes badly for others: seed 1 leaves half of the second one out
+SEED = 0  # other seeds cover some axes badly: seed 1 leaves out half of the second axis
 
 
 def by_model(
     configs: Sequence[Config], predict: Callable[[Config, Mapping[str, Any]], float | None], key: Mapping[str, Any]
 ) -> list[tuple[int, float | None]]:
-    """(index, predicted seconds), the fastest first; those of which the model says nothing last, in their order."""
+    """(index, predicted seconds), the fastest first; configs without a prediction last, in their order."""
     predicted = [(i, predict(config, key)) for i, config in enumerate(configs)]
     return sorted(predicted, key=lambda pair: float("inf") if pair[1] is None else pair[1])
 
 
 def spread(configs: Sequence[Config], count: int, seed: int = SEED) -> list[int]:
-    """Indices: the first `count` are far from each other in every setting, the others follow in their order.
+    """Indices: the first `count` are far from each other in every setting; the others follow in their order.
 
-    Each pick is the config, of those that are left, nearest to the next point of a scrambled Sobol sequence.
+    Each pick is the remaining config that is nearest to the next point of a scrambled Sobol sequence.
     """
     places = _places(configs)
     count = min(count, len(configs))
@@ -39,7 +39,7 @@ def spread(configs: Sequence[Config], count: int, seed: int = SEED) -> list[int]
 
 
 def _places(configs: Sequence[Config]) -> np.ndarray:
-    """Each config as a point of the unit box, (configs, settings): where its value stands among those of a setting."""
+    """Each config as a point of the unit box, (configs, settings): its value's place among the values of a setting."""
     names = list(dict.fromkeys(name for config in configs for name in config)) or [""]
     places = np.zeros((len(configs), len(names)))
     for column, name in enumerate(names):

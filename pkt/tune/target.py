@@ -1,4 +1,4 @@
-"""What can be tuned: a Triton kernel, or a Python function that launches some. Its arguments, key and source."""
+"""A target of the tuner: a Triton kernel, or a Python function that launches kernels; its arguments, key and source."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from pkt.errors import DtypeError, NoCandidate, ShapeError
+from pkt.model.config import Config
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World, current_world
 from pkt.tune.compiling import compile_all
-from pkt.tune.config import Config
 from pkt.wording import dtype_text
 
 Check = Callable[[Mapping[str, Any], Any], bool]
-"""Whether the arguments, by name, and what was returned (None by a kernel) are right after a run."""
+"""check(arguments by name, returned value) -> whether both are right after a run. A kernel returns None."""
 
 
 class Target:
-    """A kernel or a function, looked at once."""
+    """A kernel or a function, inspected once."""
 
     def __init__(self, fn: Any, call: str) -> None:
-        """Raises ShapeError if `fn` is neither. call: whose arguments an error message speaks of."""
+        """Raises ShapeError if `fn` is neither. call: the name of the call in error messages."""
         self.fn, self.call = fn, call
         self.is_kernel = isinstance(fn, KernelInterface)
         inner = fn
-        while not inspect.isroutine(inner) and hasattr(inner, "fn"):  # JITFunction, and what decorators put around it
+        while not inspect.isroutine(inner) and hasattr(inner, "fn"):  # a JITFunction, and decorators around it
             inner = inner.fn
         if not callable(inner):
             raise ShapeError.argument(call, "the first argument", f"{fn!r}", "a @triton.jit kernel or a function")
@@ -42,21 +42,21 @@ class Target:
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     def check_names(self, name: str, names: Iterable[str]) -> None:
-        """Raises ShapeError for one that is no parameter."""
+        """Raises ShapeError for a name that is no parameter."""
         for found in names:
             if found not in self.parameters:
                 wanted = f"parameters of {self.name}: {', '.join(self.parameters)}"
                 raise ShapeError.argument(self.call, name, repr(found), wanted)
 
     def arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, defaults among them, without launch options."""
+        """The arguments of a call by name, with defaults and without launch options."""
         mine = {name: value for name, value in named.items() if self._takes_any or name in self.parameters}
         bound = self.signature.bind_partial(*args, **mine)
         bound.apply_defaults()
         return dict(bound.arguments)
 
     def world(self, arguments: Mapping[str, Any]) -> World:
-        """The world of a call: that given as an argument, that of the first symmetric tensor, or the current one."""
+        """The world of a call: an argument, or that of the first symmetric tensor, or the current one."""
         for value in arguments.values():
             if isinstance(value, World):
                 return value
@@ -66,8 +66,8 @@ class Target:
         return current_world(self.call)
 
     def source(self, simulated: bool) -> str:
-        """A hash of the text of what is tuned; of a kernel with all that it calls, as Triton has it."""
-        if isinstance(self.fn, JITFunction) and not simulated:  # whose hash is not to be had while `tl` computes
+        """A hash of the source text; for a kernel Triton's, which includes all that the kernel calls."""
+        if isinstance(self.fn, JITFunction) and not simulated:  # Triton cannot hash in the simulator
             return self.fn.cache_key
         return _hash_of_text(self.python)
 
@@ -76,7 +76,7 @@ class Target:
 def _hash_of_text(python: Callable[..., Any]) -> str:
     try:
         text = inspect.getsource(python)
-    except (OSError, TypeError):  # typed in, or made by a program
+    except (OSError, TypeError):  # typed in, or generated
         text = f"{python.__module__}.{getattr(python, '__qualname__', python)}"
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -84,7 +84,7 @@ def _hash_of_text(python: Callable[..., Any]) -> str:
 def key_of(
     call: str, names: Sequence[str], arguments: Mapping[str, Any], bucket: Mapping[str, Callable[[Any], Any]]
 ) -> dict[str, Any]:
-    """The case: the named arguments, after `bucket`, tensors as (*shape, dtype); and under "dtypes" those of all
+    """The case: the named arguments, after `bucket`, tensors as (*shape, dtype); and under "dtypes" the dtypes of all
     tensors, in the order of the parameters."""
     for name in names:
         if name not in arguments:
@@ -97,7 +97,7 @@ def key_of(
 
 
 def plain_key(call: str, key: Mapping[str, Any]) -> dict[str, Any]:
-    """A key as it is sent and kept: tensors as (*shape, dtype), dtypes by their short names."""
+    """A key in the form that is sent and kept: tensors as (*shape, dtype), dtypes by their short names."""
     return {name: _plain(call, name, value) for name, value in key.items()}
 
 
@@ -114,7 +114,7 @@ def _plain(call: str, name: str, value: Any) -> Any:
 
 
 class Call:
-    """One call of a target, to be made with any config: what pkt.tune.search works on."""
+    """One call of a target, which can be made with any config: the Work of pkt.tune.search."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Call:
         return compile_all([partial(self.run, config) for config in configs], threads, begin, self.scope)
 
     def scope(self) -> AbstractContextManager[None]:
-        """As pkt.tune.search.Work says. A kernel makes no workspaces; what a function calls may."""
+        """As pkt.tune.search.Work says. A kernel makes no workspaces; a function may call something that does."""
         return nullcontext() if self.target.is_kernel else self.world.scratch()
 
     def run(self, config: Config) -> Any:

@@ -1,4 +1,4 @@
-"""How a candidate's time is taken: on GPUs, on the simulator's modelled clock, or read from a record."""
+"""Timers: on GPUs, on the simulator's modelled clock, or from a record."""
 
 from __future__ import annotations
 
@@ -10,45 +10,43 @@ from typing import Any, Protocol
 import torch
 
 from pkt.errors import Unsupported
+from pkt.model.config import Config
 from pkt.runtime.memory.factories import signals
 from pkt.runtime.world import World
-from pkt.tune.config import Config
 
 FLUSH = 256 << 20  # bytes written to empty L2
-
-
-TICKS = 2e9  # of torch.cuda._sleep in a second, about
+TICKS = 2e9  # of torch.cuda._sleep in a second, roughly
 
 
 def sleep(enqueue: float) -> None:
-    """Hold the current stream until the host has queued what takes it `enqueue` seconds, with half of that to spare, so
-    that the runs follow each other as if nothing was launched; at most 0.6 s."""
+    """Hold the current stream for 1.5 times `enqueue`, the seconds that the host takes to queue the runs, so that they
+    follow each other without launch overhead; at most 0.6 s."""
     torch.cuda._sleep(int(min(0.6, 0.001 + 1.5 * enqueue) * TICKS))
 
 
 class Timer(Protocol):
-    """One rank's side of taking times. Made with the world: a class whose only argument that is a World will do."""
+    """One rank's side of taking times. Any class whose only argument is a World will do."""
 
-    threads: int  # candidates that are compiled at a time before any runs; 0 where nothing is compiled
+    threads: int  # that compile candidates before any runs; 0 where nothing is compiled
 
     def first(self, config: Config, run: Callable[[], Any]) -> Any:
-        """What `run()` returns, its work done. The ranks come here together."""
+        """The result of `run()`, after its work is done. All ranks call this together."""
 
     def times(self, config: Config, run: Callable[[], Any], repeats: int) -> list[float]:
-        """Seconds on this rank of each of `repeats` runs, which all ranks start together. After `first`, since when a
-        function's workspaces may have been given back: a run that makes them comes before those that count."""
+        """Seconds on this rank of each of `repeats` runs, which all ranks start together. Comes after `first`. A
+        function's workspaces may have been given back since, so a run that makes them again comes first."""
 
 
 class CudaTimer:
-    """By events. Everything is queued behind a sleep, so the host's launches do not count; each repeat empties L2 and
-    meets all ranks in a barrier kernel before it starts."""
+    """Takes times by events. All runs are queued behind a sleep, so the times have no launch overhead. Each repeat
+    empties L2 and meets all ranks in a barrier kernel before it starts."""
 
     threads = 8
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._enqueue: dict[Config, float] = {}  # seconds that the host takes to queue a run
-        # Made here, they outlast every candidate's workspaces.
+        # Made here, these outlive every candidate's workspaces.
         make_flush = functools.partial(torch.empty, FLUSH, dtype=torch.uint8, device=world.torch_device)
         self._flush = world.keep("tune.flush", make_flush)
         self._counters = world.keep("tune.gate", lambda: signals(2, name="tune.gate", world=world))
@@ -64,7 +62,7 @@ class CudaTimer:
         world, flush = self.world, self._flush
         start = time.perf_counter()
         run()
-        self._enqueue.setdefault(config, time.perf_counter() - start)  # the first time nothing is made
+        self._enqueue.setdefault(config, time.perf_counter() - start)  # in the first run nothing is made
         world.synchronize()
 
         def gate() -> None:
@@ -84,7 +82,7 @@ class CudaTimer:
 
 
 class ClockTimer:
-    """On the simulator's modelled clock, which is the same in every repeat: a candidate runs once."""
+    """Reads the simulator's modelled clock. Every repeat takes the same time, so a candidate runs once."""
 
     threads = 0
 
@@ -103,7 +101,7 @@ class ClockTimer:
 
 
 class RecordedTimer:
-    """Seconds that somebody else knows: measured earlier, or modelled. Nothing runs."""
+    """Returns seconds that are known already, measured or modelled. Nothing runs."""
 
     threads = 0
 
@@ -118,7 +116,7 @@ class RecordedTimer:
 
 
 def timer_of(world: World) -> Timer:
-    """The timer of what the world runs on."""
+    """The timer for a world: on GPUs or in the simulator."""
     if world.backend.timed is not None:
         return ClockTimer(world)
     if world.torch_device.type == "cuda":

@@ -1,4 +1,4 @@
-"""tune(), which searches, and choice(), which looks up."""
+"""tune() searches; choice() looks up."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pkt.kernels.operator import named
+from pkt.model.config import NCCL, UNFUSED, Config, configs_of, nccl_wanted
 from pkt.runtime.world import World
 from pkt.tune import cache
-from pkt.tune.config import NCCL, UNFUSED, Config, configs_of, nccl_wanted
 from pkt.tune.search import MOST, Model, Search, search, slots
 from pkt.tune.spread import by_model, spread
 from pkt.tune.tables import nearest
@@ -17,14 +18,14 @@ from pkt.tune.timers import Timer, timer_of
 from pkt.tune.votes import settle
 
 Prune = Callable[[Sequence[Config], Mapping[str, Any]], Iterable[Config]]
-"""Which of the configs are candidates for the arguments of a call, by name; the same on every rank."""
+"""prune(configs, arguments by name) -> those that are candidates for this call; the same on every rank."""
 Bucket = Mapping[str, Callable[[Any], Any]]
-"""Name in a key -> function of its value that gives the one it is remembered by."""
+"""Name in a key -> function from its value to the value that the choice is remembered by."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What is searched, and how; `tune` says what each is. by_name: the choice does not depend on a source."""
+    """The arguments of a search, see `tune`. by_name: the choice does not depend on a source."""
 
     configs: Sequence[Config]
     key: Sequence[str] = ()
@@ -38,13 +39,13 @@ class Plan:
     by_name: bool = False
 
     def candidates(self, call: Call) -> Sequence[Config]:
-        """The configs that are left for a call."""
+        """The configs that `prune` leaves for a call."""
         if self.prune is None:
             return self.configs
         return configs_of(call.target.call, self.prune(self.configs, call.arguments))
 
     def case(self, call: Call, world: World, key: Mapping[str, Any]) -> str:
-        """What a choice is remembered by."""
+        """The text that a choice is remembered by."""
         simulated = world.torch_device.type == "cpu"
         return cache.case(world, "" if self.by_name else call.target.source(simulated), key)
 
@@ -71,19 +72,20 @@ def tune(
         Python function; a config's settings are passed by keyword.
     configs: pkt.Config, mappings of settings or triton.Config, the same on every rank.
     key: names of the arguments that make this case (of tensors shape and dtype count), or the case itself.
-    name: under what pkt.tune.choice finds the result; without it, only the same source does.
-    bucket: name in key -> function of its value that gives the one it is remembered by.
-    prune: which configs are candidates, given the arguments by name.
-    model: predicts the seconds of a config for a key: the first by it are measured; without it some that are evenly
-        spread.
-    check: given the arguments by name and what was returned, whether they are right; a config that is not is dropped.
+    name: pkt.tune.choice finds the result under this name; without it, only the same source does.
+    bucket: name in key -> function from its value to the value that the choice is remembered by.
+    prune: says which configs are candidates, given the arguments by name.
+    model: predicts the seconds of a config for a key; the configs with the least are measured. Without a model some
+        that are evenly spread are.
+    check: given the arguments by name and the returned value, whether both are right; a wrong config is dropped.
     restore: names of tensors that a run changes; they get their values back.
-    most: share of the candidates that is measured at most; 8 are in any case.
-    timer: given the world, how times are taken; the world's own where not given.
+    most: largest share of the candidates that is measured; at least 8 are.
+    timer: makes a timer for the world; the world's own where not given.
 
-    The ranks measure in lock-step: what fails or is wrong on one is dropped on all, with the reason; Ctrl-C on one ends
-    the search on all, with the best so far. The world is a World among the arguments, that of a symmetric tensor among
-    them, or the current one. Raises CandidateMismatch, CollectiveMismatch, NoCandidate, ShapeError, DtypeError.
+    The ranks measure in lock-step: a config that fails or is wrong on one rank is dropped on all, with the reason;
+    Ctrl-C on one rank ends the search on all, with the best so far. The world is a World among the arguments, that of a
+    symmetric tensor among them, or the current one. Raises CandidateMismatch, CollectiveMismatch, NoCandidate,
+    ShapeError, DtypeError.
     """
     target = Target(what, "pkt.tune.tune")
     target.check_names("restore", restore)
@@ -102,14 +104,14 @@ def tune(
 
 
 def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Callable[[], Sequence[Config]]) -> Search:
-    """Collective: search among the candidates `of`, and remember what was found unless it was cut short."""
+    """Collective: search among the candidates `of()`, and remember the result unless the search was cut short."""
 
     def order(candidates: Sequence[Config]) -> list[tuple[int, float | None]]:
         if plan.model is not None:
             found = by_model(candidates, plan.model, key)
         else:
             found = [(i, None) for i in spread(candidates, slots(len(candidates), plan.most))]
-        # What is not fused is measured in any case.
+        # The candidates that fuse nothing are always measured.
         return sorted(found, key=lambda pair: candidates[pair[0]] not in (NCCL, UNFUSED))
 
     candidates, said = settle(world, call.what, key, of, order)
@@ -119,7 +121,7 @@ def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Call
         time = next(c.time for c in found.candidates if c.config == found.best)
         assert time is not None
         cache.store(world, call.what, plan.case(call, world, key), found.best, time)
-    if plan.by_name:  # operators ask again
+    if plan.by_name:  # operators must ask again
         for asked in ("tune.choices", "tune.settings"):
             world.lasting.pop(asked, None)
         world.forget_plans()
@@ -127,7 +129,7 @@ def tuned(call: Call, world: World, key: Mapping[str, Any], plan: Plan, of: Call
 
 
 def known(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> tuple[Sequence[Config], Config | None]:
-    """Collective: the candidates, and which of them rank 0 remembers as the best of this case, or is the only one."""
+    """Collective: the candidates, and the only one, or the one that rank 0 remembers as the best; None without."""
 
     def offer(candidates: Sequence[Config]) -> int | None:
         if len(candidates) == 1:
@@ -140,9 +142,9 @@ def known(call: Call, world: World, key: Mapping[str, Any], plan: Plan) -> tuple
 
 
 def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
-    """The config for the operator `what` in the case `key`: what was tuned here under that name, else what pkt's tables
-    have for the nearest shape, else None; with PKT_NCCL=0 never NCCL + cuBLAS. Collective the first time that a world
-    asks; then a look into a dict."""
+    """The config for the operator named `what` in the case `key`: the choice of a search under that name on this
+    machine, else that of pkt's tables for the nearest shape, else None; with PKT_NCCL=0 never NCCL + cuBLAS. Collective
+    the first time that a world asks; then a look into a dict."""
     choices: dict[Any, Config | None] = world.lasting.setdefault("tune.choices", {})
     asked = (what, *key.items())
     if asked not in choices:
@@ -151,13 +153,10 @@ def choice(what: str, key: Mapping[str, Any], world: World) -> Config | None:
         def offer(_: Sequence[Config]) -> dict[str, Any] | None:
             found = cache.load(world, what, cache.case(world, "", case))
             if found is None or (found == NCCL and not nccl_wanted()):
-                found = _tabled(what, case, world)
+                operator, gpu = named(what), cache.machine(world)["gpu"]
+                found = nearest(operator, case, gpu, world.size) if operator else None
             return None if found is None else dict(found.settings)
 
         _, settings = settle(world, what, case, tuple, offer)
         choices[asked] = None if settings is None else Config(**settings)
     return choices[asked]
-
-
-def _tabled(what: str, key: Mapping[str, Any], world: World) -> Config | None:
-    return nearest(what, key, cache.machine(world)["gpu"], world.size)

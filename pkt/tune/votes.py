@@ -1,7 +1,8 @@
-"""The steps that all ranks take together: what one rank finds out, all ranks know before the next step.
+"""The steps that all ranks take together: after each step every rank knows the result of all.
 
-Nothing here looks at a clock, and no rank decides alone: a step is what a rank does by itself, and then one exchange of
-what came of it. What fails on one rank has failed on all, and Ctrl-C on one rank is known to all after the same step.
+No decision depends on a clock, and no rank decides alone. In a step a rank does something by itself; then all ranks
+exchange their results. A step that fails on one rank has failed on all. Ctrl-C on one rank is known to all after the
+same step.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pkt.errors import CandidateMismatch, CollectiveMismatch, PktError, RankFailed
+from pkt.model.config import Config
 from pkt.runtime.processes import wire
 from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import World
-from pkt.tune.config import Config
 from pkt.wording import ranks_text
 
 _REASON = 300  # characters of a reason that are kept
 
 
 class Votes:
-    """One rank's side of the steps of a search. `stopped`: some rank was asked to stop, by Ctrl-C."""
+    """One rank's side of the steps of a search. `stopped`: Ctrl-C has asked some rank to stop."""
 
     def __init__(self, world: World, what: str, interrupts: Interrupts) -> None:
         self.world, self.interrupts = world, interrupts
@@ -42,11 +43,11 @@ class Votes:
             except KeyboardInterrupt:
                 if self.interrupts.asked:
                     raise
-                self.interrupts.asked = True  # where the signal was not ours to take
+                self.interrupts.asked = True  # another handler took the signal
                 failed = "interrupted"
             except Exception as raised:
                 failed, error = reason(raised), raised
-                self.world.synchronize()  # raises again if waits were cut short: such a world is of no more use
+                self.world.synchronize()  # raises if waits were cut short, because such a world cannot go on
             said = self.world.backend.exchange([value, failed, self.interrupts.asked], self._call)
         except PktError as lost:
             lost.add_note(f"rank {self.world.rank} was {self._call}: {doing}")
@@ -62,11 +63,11 @@ def settle(
     candidates: Callable[[], Sequence[Config]],
     offer: Callable[[Sequence[Config]], Any],
 ) -> tuple[Sequence[Config], Any]:
-    """Collective: this rank's candidates, which are those of every rank, and what rank 0 offers.
+    """Collective: the candidates, which are the same on every rank, and rank 0's offer.
 
-    offer: called on rank 0 with the candidates; what it returns is sent to all (see `pkt.runtime.processes.wire`).
-    Raises CollectiveMismatch if the ranks tune different things, CandidateMismatch if they have different candidates
-    in any order, and on all ranks what `candidates` or `offer` raised on one.
+    offer: called on rank 0 with the candidates; its result is sent to all (see `pkt.runtime.processes.wire`). Raises
+    CollectiveMismatch if the ranks tune different things, CandidateMismatch if their candidates or the order differ,
+    RankFailed if `candidates` or `offer` raised on another rank.
     """
     mine: Sequence[Config] = ()
     said: dict[str, Any] = {"case": f"tune {what} for {case_text(key)}"}
@@ -109,7 +110,7 @@ def case_text(key: Mapping[str, Any]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An exception as a line."""
+    """An exception as one line."""
     text = " ".join(str(error).split())
     name = type(error).__name__
     return (f"{name}: {text}" if text else name)[:_REASON]

@@ -1,10 +1,16 @@
-"""A timer that can do all that a real one can: be noisy, slow on one rank, fail, hang up and lie."""
+"""The tuned operators, and a timer that can be noisy, slow on one rank, fail, hang up and lie, as a real one can."""
 
 import random
 from dataclasses import dataclass, field
 
-from pkt.tune.config import Config
+from pkt.model.config import Config
+from pkt.tune.candidates import model_of, tuned_operators
 from pkt.tune.timers import RecordedTimer
+
+OPERATORS = tuned_operators()
+"""Every operator that is tuned, by name."""
+MODELS = {name: model_of(operator) for name, operator in OPERATORS.items()}
+"""Predicted seconds of a config for a key, by operator."""
 
 
 def candidates(count):

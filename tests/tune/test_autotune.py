@@ -10,12 +10,12 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.errors import CollectiveMismatch, NoCandidate, ShapeError, Unsupported
+from pkt.model.config import Config
 from pkt.runtime.workers.carry import dumps, loads
 from pkt.runtime.world import World
 from pkt.simulate import cost
 from pkt.tune import bench
 from pkt.tune.autotune import autotune
-from pkt.tune.config import Config
 from tests.runtime.conftest import run as in_threads
 
 from .helpers import Rough, candidates

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pkt.model.config import Config
 from pkt.tune import autotune, cache, choice, tune
-from pkt.tune.config import Config
 from tests.runtime.conftest import run as in_threads
 from tests.runtime.forked import in_worlds
 from tests.runtime.forked import run as in_processes

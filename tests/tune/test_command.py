@@ -1,6 +1,5 @@
 """`pkt tune`: what it searches, writes and says, and how it ends; in the simulator, or with searches made up."""
 
-import importlib
 import json
 from dataclasses import replace
 
@@ -11,9 +10,10 @@ from typer.testing import CliRunner
 import pkt
 from pkt.cli import app
 from pkt.errors import HeapFull
+from pkt.model.config import Config
 from pkt.tune import choice, command, tables
 from pkt.tune.command import Layer, search_layer
-from pkt.tune.config import Config
+from tests.tune.helpers import OPERATORS
 
 
 def run(*arguments):
@@ -29,7 +29,7 @@ def made_up(monkeypatch):
 
     def searched(layer, ranks, device):
         asked.append((layer, ranks, device))
-        return tables.measured(layer.what)[0], "NVIDIA H200"
+        return tables.measured(OPERATORS[layer.what])[0], "NVIDIA H200"
 
     monkeypatch.setattr(command, "_searched", searched)
     return asked
@@ -54,7 +54,7 @@ def test_a_search_in_the_simulator(tmp_path):
     assert pkt.launch(lambda world: choice("matmul_all_reduce", entry["key"], world), 2, "cpu", sms=8) == [best] * 2
 
 
-@pytest.mark.parametrize("what", command.NAMES.values())
+@pytest.mark.parametrize("what", OPERATORS)
 def test_every_operator_is_searched_and_right(what):
     layer = Layer(what, 48, 32, 32, "fp16")
     search, gpu = pkt.launch(search_layer, 2, "cpu", (layer,), sms=8)[0]
@@ -65,8 +65,8 @@ def test_every_operator_is_searched_and_right(what):
 
 
 def test_a_candidate_that_gives_a_wrong_result_is_dropped(monkeypatch):
-    module = importlib.import_module("pkt.kernels.matmul_all_reduce")
-    right = module.matmul_all_reduce
+    operator = OPERATORS["matmul_all_reduce"]
+    right = operator.function
 
     def sometimes_wrong(a, b, out=None, *, mode, num_comm_sms, tiles, world):
         result = right(a, b, out, mode=mode, num_comm_sms=num_comm_sms, tiles=tiles, world=world)
@@ -74,7 +74,7 @@ def test_a_candidate_that_gives_a_wrong_result_is_dropped(monkeypatch):
             result[0, 0] += 100
         return result
 
-    monkeypatch.setattr(module, "matmul_all_reduce", sometimes_wrong)
+    monkeypatch.setattr(operator, "function", sometimes_wrong)
     search, _ = pkt.launch(search_layer, 2, "cpu", (Layer("matmul_all_reduce", 32, 32, 32),), sms=8)[0]
     dropped = {c.config["num_comm_sms"] for c in search.candidates if c.dropped}
     assert dropped == {2}
@@ -90,8 +90,8 @@ def test_sizes_on_the_command_line_are_those_of_the_whole_product():
     for what in ("matmul_reduce_scatter", "matmul_all_reduce"):
         found = Layer(what, 8192, 4096, 1024, "fp16").key(2)
         assert found == {"M": 8192, "N": 4096, "K": 512, "dtype": "fp16", "size": 2}
-    for what in tables.MODELS:  # the tables' cases are those of the benchmarks
-        for search in tables.measured(what):
+    for what in OPERATORS:  # the tables' cases are those of the benchmarks
+        for search in tables.measured(OPERATORS[what]):
             N = search.key["M"]
             assert {**Layer(what, N, N, N).key(search.key["size"]), "gpu": "NVIDIA H200"} == search.key
 
@@ -99,9 +99,9 @@ def test_sizes_on_the_command_line_are_those_of_the_whole_product():
 def test_all_is_every_operator_at_its_benchmark_s_sizes(made_up, tmp_path):
     done = run("--all", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    sizes = {what: [layer.m for layer, _, _ in made_up if layer.what == what] for what in command.NAMES.values()}
+    sizes = {what: [layer.m for layer, _, _ in made_up if layer.what == what] for what in OPERATORS}
     large = [4096, 6144, 8192, 12288, 16384, 32768]
-    assert list(sizes.values()) == [large, large, large[:5]]
+    assert sizes == {what: large[:5] if what == "matmul_all_reduce" else large for what in OPERATORS}
     assert {path.name for path in tmp_path.iterdir()} == {
         "all_gather_matmul.json", "all_gather_matmul.png", "matmul_reduce_scatter.json", "matmul_all_reduce.json",
         "matmul_all_reduce.png",
@@ -163,7 +163,7 @@ def test_the_command_says_that_there_are_no_gpus(monkeypatch, tmp_path):
 
 
 def test_ctrl_c_keeps_the_best_so_far(monkeypatch, tmp_path):
-    search = replace(tables.measured("matmul_all_reduce")[1], interrupted=True)
+    search = replace(tables.measured(OPERATORS["matmul_all_reduce"])[1], interrupted=True)
     monkeypatch.setattr(command, "_searched", lambda *_: (search, "NVIDIA H200"))
     done = run("gemm_ar", "--out", tmp_path)
     assert done.exit_code == 130
@@ -200,7 +200,7 @@ def test_without_matplotlib_there_is_no_picture(made_up, monkeypatch, tmp_path):
 def test_written_tables_have_the_form_of_shipped_ones(made_up, tmp_path):
     run("ag_gemm", "--m", 4096, "--n", 4096, "--k", 4096, "--out", tmp_path)
     ours = json.loads((tmp_path / "all_gather_matmul.json").read_text())
-    shipped = json.loads((tables.files("pkt.tune.tables") / "all_gather_matmul.json").read_text())
+    shipped = json.loads(tables.path(OPERATORS["all_gather_matmul"]).read_text())
     assert set(ours) == set(shipped)
     for row, there in zip(ours["entries"][0]["measured"], shipped["entries"][0]["measured"], strict=True):
         assert row == {name: there[name] for name in row}

@@ -9,7 +9,7 @@ import triton
 
 import pkt
 from pkt.errors import NoCandidate, ShapeError
-from pkt.tune.config import configs_of
+from pkt.model.config import configs_of
 
 
 def test_a_config_is_a_value():

@@ -4,34 +4,27 @@ taken for a shape that was not measured. Replayed, with no GPU."""
 import math
 import statistics
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
 import pkt
 from benchmarks import tuned
-from pkt.kernels.all_gather_matmul import gluon as push
-from pkt.kernels.matmul_all_reduce import gluon as two_shot
-from pkt.kernels.matmul_reduce_scatter import gluon as scatter
-from pkt.kernels.shared.tile_product import Tiles
+from pkt.model.config import Config
+from pkt.model.gpu import H200
 from pkt.tune import RecordedTimer, tables, tune
+from pkt.tune.candidates import operator_space
 from pkt.tune.command import shortlist
-from pkt.tune.config import Config
-from pkt.tune.gpu import H200
-from pkt.tune.model import MODELS
 from pkt.tune.search import LEAST, MOST
-from pkt.tune.spaces import operator_space
+from tests.tune.helpers import MODELS, OPERATORS
 
 CLOSE = 0.03
-IN_TURNS = ("matmul_reduce_scatter", "matmul_all_reduce")
-"""Operators whose Gluon form has a lag."""
 
 
 def cases(what):
     """Of every case the key, and the seconds of each candidate that is still in the operator's space."""
     found = []
     for case in tuned.cases(what):
-        space = set(operator_space(what, case.key))
+        space = set(operator_space(OPERATORS[what], case.key))
         times = {Config(**row["settings"]): row["seconds"] for row in case.measured}
         found.append((case.key, {config: seconds for config, seconds in times.items() if config in space}))
     return found
@@ -50,7 +43,7 @@ def replayed(world, what, sign):
             return sign * MODELS[what](config, key)
 
         # In the space's order: that of the results would let the fastest win every tie.
-        space = [config for config in operator_space(what, key) if config in times]
+        space = [config for config in operator_space(OPERATORS[what], key) if config in times]
         configs, most = shortlist(space, model, key)
         timer = partial(recorded, times)
         search = tune(lambda **_: None, configs=configs, key=key, model=model, timer=timer, most=most)
@@ -74,59 +67,29 @@ def test_a_model_that_says_the_opposite_would_be_noticed(what):
 
 
 # ------------------------------------------------------------------------------------------------ the nearest shape
-class World(SimpleNamespace):
-    """As much of one as an operator's settings need."""
-
-    rank, num_sms = 0, H200.sms
-
-    @property
-    def lasting(self):
-        return {"pkt.kernels.sms": self.num_sms}
+def settled(what, key):
+    """The config that the operator takes by its own rule, with the settings that its space has."""
+    found = Config(**OPERATORS[what].choose(key, H200))
+    left = ["lag"] if found.get("copies") else [name for name in ("copies",) if not found.get("copies")]
+    settings = {name: value for name, value in found.items() if name not in left}
+    return Config(**settings | {"tiles": found["tiles"][:6]})
 
 
-def test_the_model_takes_the_lag_that_the_operator_does():
-    """Where none is given."""
-    for what in IN_TURNS:
-        module = scatter if what == "matmul_reduce_scatter" else two_shot
+def test_a_gluon_form_without_settings_is_predicted_with_those_of_its_rule():
+    for what, model in MODELS.items():
         for key, _ in cases(what):
-            rows = key["M"] // (key["size"] if module is scatter else 1)
-            bare = Config(mode="gluon", tiles=(128, 256, 64, 8, 8, 4))
-            world = World(size=key["size"])
-            _, lag, *copies = module.settings(rows, key["N"], key["K"], world, Tiles(*bare["tiles"]), None)
-            taken = {"copies": copies[0]} if any(copies) else {"lag": lag}
-            assert MODELS[what](bare, key) == MODELS[what](Config(**bare, **taken), key), (what, key)
-
-
-def test_the_model_takes_the_copies_that_the_operator_does():
-    for key, _ in cases("all_gather_matmul"):
-        bare = Config(mode="gluon", num_comm_sms=0, tiles=(128, 256, 64, 8, 8, 4))
-        rows, world = key["M"] // key["size"], World(size=key["size"])
-        plan, _ = push.settings(rows, key["N"], key["K"], world, None, num_comm_sms=0)
-        model, push_rows = MODELS["all_gather_matmul"], math.ceil(rows / 128)
-        assert model(bare, key) == model(Config(**bare, push_rows=push_rows, chunk=plan.chunk), key), key
-
-
-def settled(what, config, key):
-    """`config` with what the operator says that it takes for a case where its Gluon form is given nothing else."""
-    if config != Config(mode="gluon"):
-        return config
-    world, size = World(size=key["size"]), key["size"]
-    if what == "all_gather_matmul":
-        plan, tiles = push.settings(key["M"] // size, key["N"], key["K"], world, None)
-        return Config(mode="gluon", **plan._asdict(), tiles=tuple(tiles)[:6])
-    module, rows = (scatter, key["M"] // size) if what == "matmul_reduce_scatter" else (two_shot, key["M"])
-    tiles, lag, *copies = module.settings(rows, key["N"], key["K"], world, None, None)
-    taken = {"copies": copies[0]} if any(copies) else {"lag": lag}
-    return Config(mode="gluon", **taken, tiles=tuple(tiles)[:6])
+            found = settled(what, key)
+            assert found["mode"] == "gluon"
+            assert model(Config(mode="gluon"), key) == model(found, key), (what, key)
 
 
 def taken(what, key, monkeypatch):
     """The config for a case if it were not in the table, from the nearest that is, however far."""
-    others = tuple(s for s in tables.measured(what) if s.key != {**key, "gpu": H200.name})
+    others = tuple(s for s in tables.measured(OPERATORS[what]) if s.key != {**key, "gpu": H200.name})
     with monkeypatch.context() as patch:
         patch.setattr(tables, "measured", lambda _: others)
         patch.setattr(tables, "FARTHEST", math.inf)
-        return tables.nearest(what, key, H200.name, key["size"])
+        return tables.nearest(OPERATORS[what], key, H200.name, key["size"])
 
 
 @pytest.mark.parametrize("what", MODELS)
@@ -136,8 +99,8 @@ def test_an_untuned_shape_is_within_a_tenth_of_the_best(what, monkeypatch):
     for key, times in cases(what):
         near = taken(what, key, monkeypatch)
         for how, config in (("rule", Config(mode="gluon")), ("nearest", near)):
-            seconds = times.get(settled(what, config, key)) or statistics.median(
-                seconds for c, seconds in times.items() if tables.carried(c) == config
+            seconds = times.get(settled(what, key) if config == Config(mode="gluon") else config) or statistics.median(
+                seconds for c, seconds in times.items() if tables.carried(OPERATORS[what], c) == config
             )
             losses[how, key["size"], key["M"]] = seconds / min(times.values()) - 1
     assert {case: loss for case, loss in losses.items() if loss > 0.1} == {}

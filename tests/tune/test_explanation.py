@@ -1,20 +1,22 @@
 """pkt.explain says what the operators do, and why, with the figures of the model and of the tables."""
 
-import importlib
-
 import pytest
 import torch
 
 import pkt
 from pkt.errors import DtypeError, ShapeError
-from pkt.kernels import operator
 from pkt.kernels.declaration import Call
-from pkt.tune import RecordedTimer, cache, choice, explanation, tables, tune
-from pkt.tune.config import NCCL, UNFUSED, Config
-from pkt.tune.explanation import NAMES, explain, own_rule
-from pkt.tune.gpu import H200
-from pkt.tune.model import MODELS, estimate, product_alone
+from pkt.kernels.operator import Operator
+from pkt.kernels.shared import gluon_fits
+from pkt.model.config import NCCL, UNFUSED, Config
+from pkt.model.cost import library
+from pkt.model.gpu import H200
+from pkt.tune import RecordedTimer, cache, choice, tables, tune
+from pkt.tune.candidates import estimate
+from pkt.tune.explanation import explain
+from pkt.wording import dtype_text
 from tests.runtime.conftest import run as in_threads
+from tests.tune.helpers import MODELS, OPERATORS
 
 FAR = {"M": 64, "N": 64, "K": 64}
 NEAR = {"M": 4096, "N": 4096, "K": 1024}
@@ -25,6 +27,11 @@ def on_h200(monkeypatch):
     """Worlds of threads that say they are H200."""
     machine = cache.machine
     monkeypatch.setattr(cache, "machine", lambda world: {**machine(world), "gpu": H200.name})
+
+
+def own_rule(what, key):
+    """By an operator's own rule on H200."""
+    return Config(**OPERATORS[what].choose(key, H200))
 
 
 def rows_of(found):
@@ -48,7 +55,7 @@ def tuned(what, shape, config, size=2, seconds=2e-3):
 def test_an_explanation_tells_the_rule_of_choice(what, shape, on_h200, capsys):
     def main(world):
         asked = {**shape, "dtype": "bf16", "size": world.size}
-        return choice(what, asked, world), explain(what, **shape).config, own_rule(what, asked, H200.name)
+        return choice(what, asked, world), explain(what, **shape).config, own_rule(what, asked)
 
     for chosen, explained, own in in_threads(4, main):
         assert explained == (chosen or own)
@@ -66,7 +73,7 @@ def test_a_choice_tuned_here_comes_first(config, off, on_h200, monkeypatch):
     found = explain(pkt.matmul_all_reduce, **FAR, size=2)
     passed = off and config == NCCL
     assert chosen == (None if passed else config)
-    assert found.config == (own_rule("matmul_all_reduce", found.key, H200.name) if passed else config)
+    assert found.config == (own_rule("matmul_all_reduce", found.key) if passed else config)
     today = next(iter(cache._read(cache._path("matmul_all_reduce")).values()))["date"]
     assert found.why.startswith(
         "NCCL + cuBLAS was tuned here and is off; " if passed else f"tuned on this machine on {today}"
@@ -104,37 +111,36 @@ def test_in_the_simulator_nothing_is_looked_up():
 
 
 # ---------------------------------------------------------------------------------------------- the operator's own rule
-class Chosen(Exception):
-    """The form and the settings that the operator was about to take."""
+class Planned(Exception):
+    """The form and the settings that the operator was about to launch."""
 
 
 @pytest.mark.parametrize("what", MODELS)
 @pytest.mark.parametrize("gluon", [True, False])
 @pytest.mark.parametrize("shape", [(4096, 1024, 4096), (128, 8192, 2048), (130, 100, 64), (4096, 8192, 8192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_its_own_rule_is_the_operator_s(what, gluon, shape, dtype, monkeypatch):
+def test_choose_says_what_a_call_takes(what, gluon, shape, dtype, monkeypatch):
     if gluon:
-        fits = importlib.import_module("pkt.kernels.shared.gluon_fits")
-        monkeypatch.setattr(fits, "missing_anywhere", lambda world: "")
+        monkeypatch.setattr(gluon_fits, "missing_anywhere", lambda world: "")
         monkeypatch.setattr(Call, "on_gpu", True)
+        monkeypatch.setattr(Operator, "_tuned", lambda self, call: {})
 
-    def about_to(self, call, form):
-        raise Chosen({"mode": call.mode, **call.settings})
+    def planned(self, call, form):
+        raise Planned({"mode": call.mode, **call.settings})
 
-    monkeypatch.setattr(operator.Operator, "_filled", about_to)
-    monkeypatch.setattr(operator, "_advice", [])
+    monkeypatch.setattr(Operator, "_filled", planned)
     (M, N, K), size = shape, 2
 
     def main(world):
         rows = M // size if what == "all_gather_matmul" else M
-        with pytest.raises(Chosen) as raised:
+        with pytest.raises(Planned) as raised:
             getattr(pkt, what)(torch.empty(rows, K, dtype=dtype), torch.empty(K, N, dtype=dtype), world=world)
         return raised.value.args[0]
 
-    agreed = pkt.launch(main, ranks=size, device="cpu")[0]
-    key = {"M": M, "N": N, "K": K, "dtype": explanation.dtype_text(dtype), "size": size}
-    found = dict(own_rule(what, key, H200.name if gluon else "simulated"))
-    assert found == {name: tuple(agreed[name]) if name == "tiles" else agreed[name] for name in found}
+    found = OPERATORS[what].choose(
+        {"M": M, "N": N, "K": K, "dtype": dtype_text(dtype), "size": size}, H200 if gluon else None
+    )
+    assert pkt.launch(main, ranks=size, device="cpu", sms=H200.sms) == [found] * size
     assert found["mode"] == "unfused" or {"mode", "tiles"} <= set(found)
     assert (found["mode"] == "unfused") == (what == "matmul_all_reduce" and gluon and M <= 1024)
 
@@ -142,7 +148,7 @@ def test_its_own_rule_is_the_operator_s(what, gluon, shape, dtype, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- figures
 @pytest.mark.parametrize("what", MODELS)
 def test_a_measured_shape_has_its_figures(what):
-    for search in tables.measured(what):
+    for search in tables.measured(OPERATORS[what]):
         key = search.key
         found = explain(what, M=key["M"], N=key["N"], K=key["K"], size=key["size"])
         rows, times = rows_of(found), {c.config: c.time for c in search.candidates}
@@ -150,22 +156,22 @@ def test_a_measured_shape_has_its_figures(what):
         assert rows["taken"].measured == min(times.values())
         assert rows["NCCL + cuBLAS"].measured == times[NCCL]
         for row in found.rows:
-            assert row.predicted == estimate(what, row.config, key)
+            assert row.predicted == estimate(OPERATORS[what], row.config, key)
         assert rows["pkt's fastest by the model"].predicted.total <= min(row.predicted.total for row in found.rows[:1])
         bytes_out = key["M"] * (key["K"] if what == "all_gather_matmul" else key["N"]) * 2 * (1 - 1 / key["size"])
         bytes_out *= 2 if what == "matmul_all_reduce" else 1
-        assert found.limit == max(product_alone(key).total, bytes_out / 390e9)
+        assert found.limit == max(library(key).total, bytes_out / 390e9)
         text = " ".join(str(found).split())
         assert f"{times[NCCL] / times[found.config]:.2f} times as long, as measured" in text
         assert f"{found.limit / times[found.config]:.2f}" in text
-        source = tables.source(what, search.key)
+        source = tables.source(OPERATORS[what], search.key)
         assert f"{source['file']} of commit {source['commit']}" in text
         assert "for this shape" in text
 
 
 def test_the_nearest_shapes_choice_has_a_distance_and_no_time():
     found = explain("ag_gemm", M=8192, N=2048, K=4096)
-    assert found.config == tables.nearest("all_gather_matmul", found.key, H200.name, 4)
+    assert found.config == tables.nearest(OPERATORS["all_gather_matmul"], found.key, H200.name, 4)
     assert "M=4096, N=1024, K=4096, 1 doublings" not in found.why  # 2 away; 8192 is 1 away
     assert "the nearest shape, M=8192, N=2048, K=8192, 1 doublings away" in found.why
     assert [row.measured for row in found.rows] == [None] * len(found.rows)
@@ -178,7 +184,7 @@ def test_the_nearest_shapes_choice_has_a_distance_and_no_time():
 def test_few_rows_are_not_fused_with_their_all_reduce():
     found = explain("gemm_ar", M=16, N=8192, K=7168)
     assert found.config == UNFUSED
-    assert found.rows[0].predicted == estimate("matmul_all_reduce", UNFUSED, found.key)
+    assert found.rows[0].predicted == estimate(OPERATORS["matmul_all_reduce"], UNFUSED, found.key)
     assert "the operator's own rule" in found.why
     assert "NCCL + cuBLAS takes 1.13 times as long, as predicted" in str(found)
     assert explain("gemm_ar", M=1024, N=8192, K=7168).config["mode"] == "gluon"
@@ -195,8 +201,8 @@ def test_gpus_and_dtypes_without_a_model_have_no_prediction():
 
 # --------------------------------------------------------------------------------------------------------------- input
 def test_an_operator_has_three_names(capsys):
-    for short, full in NAMES.items():
-        found = [str(explain(op, **NEAR)) for op in (short, full, getattr(pkt, full))]
+    for full, operator in OPERATORS.items():
+        found = [str(explain(op, **NEAR)) for op in (operator.tuning.short, full, getattr(pkt, full))]
         assert found == found[:1] * 3
         assert found[0].startswith(f"{full}: M=4096, N=4096, K=1024, dtype=bf16, size=4, gpu=NVIDIA H200")
     assert repr(explain("gemm_ar", **FAR)).startswith("Explanation(matmul_all_reduce: Config(")

@@ -7,30 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkt.kernels.all_gather_matmul import rules as _push_plan
-from pkt.kernels.matmul_all_reduce import rules as _gluon_matmul_all_reduce
-from pkt.kernels.matmul_reduce_scatter import rules as _gluon_matmul_reduce_scatter
-from pkt.kernels.shared import gluon_fits as _gluon
-from pkt.tune import model, spaces, tables
-from pkt.tune.config import NCCL, UNFUSED, Config
-from pkt.tune.gpu import H200, interpolated, link_curves, link_rate
-from pkt.tune.model import (
-    ANNOUNCED,
-    ARRIVES,
-    BESIDE,
-    COPY,
-    MODELS,
-    Estimate,
-    error,
-    estimate,
-    overlapped,
-    product_alone,
-    pushing_rounds,
-    sent,
-    tile_seconds,
-    waves,
-)
+from pkt.kernels.all_gather_matmul.rules import BESIDE
+from pkt.kernels.matmul_reduce_scatter.rules import ANNOUNCED, PARCEL_COSTS
+from pkt.kernels.shared.product_rules import ARRIVES
+from pkt.model.config import NCCL, UNFUSED, Config
+from pkt.model.cost import Estimate, library, overlapped, tile_seconds, waves
+from pkt.model.gpu import H200, interpolated, link_curves, link_rate
+from pkt.tune import candidates, tables
+from pkt.tune.candidates import error
 from pkt.tune.search import Candidate
+from tests.tune.helpers import MODELS, OPERATORS
 
 WIDE = (128, 256, 64)
 
@@ -40,6 +26,14 @@ HELD = {
     "matmul_reduce_scatter": (0.05, 0.19),
     "matmul_all_reduce": (0.06, 0.2),
 }
+
+
+def estimate(what, config, key):
+    return candidates.estimate(OPERATORS[what], config, key)
+
+
+def sent(what, key):
+    return OPERATORS[what].tuning.sent(key)
 
 
 def product(N, size=4, dtype="bfloat16"):
@@ -140,7 +134,7 @@ def test_links_fill_up(mechanism):
 @pytest.mark.parametrize("what", MODELS)
 def test_the_model_s_error(what):
     median, worst = HELD[what]
-    searches = tables.measured(what)
+    searches = tables.measured(OPERATORS[what])
     assert len(searches) >= 3
     found = error(c for search in searches for c in search.candidates)
     assert found.count == sum(len(search.candidates) for search in searches)
@@ -150,15 +144,15 @@ def test_the_model_s_error(what):
 
 @pytest.mark.parametrize("what", MODELS)
 def test_the_baseline_is_a_product_and_then_a_collective(what):
-    for search in tables.measured(what):
+    for search in tables.measured(OPERATORS[what]):
         case = search.key
-        found, alone = estimate(what, NCCL, case), product_alone(case)
+        found, alone = estimate(what, NCCL, case), library(case)
         moving = sent(what, case) / link_rate("register store", 32)
         assert found.total == pytest.approx(alone.total + H200.launch + moving + 10e-6)
         measured = next(c.time for c in search.candidates if c.config == NCCL)
         assert found.total == pytest.approx(measured, rel=0.27)
     few = {"M": 1, "N": 28672, "K": 8192, "dtype": "bf16", "size": 1}  # bound by the bytes of the weights
-    assert product_alone(few).memory > product_alone(few).compute
+    assert library(few).memory > library(few).compute
     assert sent(what, {**few, "size": 4}) == {"all_gather_matmul": 0.75 * 2 * 8192, "matmul_all_reduce": 3 * 28672}.get(
         what, 0.75 * 2 * 28672
     )
@@ -168,7 +162,7 @@ def test_the_baseline_is_a_product_and_then_a_collective(what):
 def test_pkt_s_own_collective_beside_a_product(what):
     for M in (128, 4096):
         case = {"M": M, "N": 8192, "K": 7168, "dtype": "bf16", "size": 4}
-        found, alone = estimate(what, UNFUSED, case), product_alone(case)
+        found, alone = estimate(what, UNFUSED, case), library(case)
         rate = sent(what, case) / (found.total - alone.total - H200.launch - H200.barrier)
         assert 330e9 < rate < 363e9, "of registers, by all SMs"
     assert found.total < estimate(what, NCCL, case).total
@@ -182,7 +176,7 @@ def test_few_rows_and_their_all_reduce():
         assert estimate("matmul_all_reduce", NCCL, {**case, "M": M}).total == pytest.approx(seconds, rel=0.03)
     for M, seconds, within in ((1, 7.9e-6, 5e-6), (64, 16.7e-6, 1e-6), (1024, 84e-6, 5e-6)):
         key = {**case, "M": M}
-        collective = estimate("matmul_all_reduce", UNFUSED, key).total - product_alone(key).total
+        collective = estimate("matmul_all_reduce", UNFUSED, key).total - library(key).total
         assert collective == pytest.approx(seconds, abs=within)
 
 
@@ -227,7 +221,7 @@ def test_parcels_by_hand():
 
     def of(copies, K):
         found = in_turns("matmul_reduce_scatter", {**case, "K": K}, copies=copies)
-        copy = COPY + part / copies / link_rate("copy engine put", 0, part // copies)
+        copy = PARCEL_COSTS + part / copies / link_rate("copy engine put", 0, part // copies)
         assert found.communication == pytest.approx(3 * copies * copy)
         assert found.sync == pytest.approx(H200.barrier + 2 * H200.signal + ANNOUNCED)
         one = tile_seconds(128, 256, K)
@@ -282,8 +276,6 @@ def test_pushing_first_by_hand():
     assert of().total == pytest.approx(min(of(cut_last=n).total for n in (1, 2, 4)), rel=0.05)
     few = estimate("all_gather_matmul", Config(mode="gluon", num_comm_sms=2), case)
     assert few.communication > 3 * found.communication
-    assert pushing_rounds(Config(mode="gluon", num_comm_sms=8), case) == pytest.approx(found.communication / one)
-    assert pushing_rounds(Config(mode="gluon"), {**case, "dtype": "float32"}) == 0
 
 
 def test_error_counts_cases_with_both_times():
@@ -313,7 +305,7 @@ def test_small_products_want_more_sms_to_communicate():
 
 
 def test_one_rank_sends_nothing():
-    for what, mode in (("all_gather_matmul", "push"), ("all_gather_matmul", "gluon"), ("all_gather_matmul", "pull"),
+    for what, mode in (("all_gather_matmul", "push"), ("all_gather_matmul", "gluon"), ("all_gather_matmul", "copy"),
                        ("matmul_reduce_scatter", "add"), ("matmul_reduce_scatter", "gluon"),
                        ("matmul_reduce_scatter", "inbox"), ("matmul_all_reduce", "lcsc"),
                        ("matmul_all_reduce", "gluon"),
@@ -326,12 +318,12 @@ def test_one_rank_sends_nothing():
 
 @pytest.mark.parametrize("what", MODELS)
 def test_unmeasured_cases_have_no_prediction(what):
-    config = Config(tiles=WIDE)
+    config = Config(mode=next(iter(OPERATORS[what].forms)), tiles=WIDE)
     assert MODELS[what](config, product(4096)) > 0
     assert MODELS[what](config, product(4096, dtype="float32")) is None
     assert MODELS[what](config, {**product(4096), "M": 0}) is None
     assert MODELS[what](config, {"N": 1}) is None
-    assert estimate("all_to_all", config, product(4096)) is None
+    assert estimate("all_gather_matmul", Config(mode="pull"), product(4096)) is None  # a form that declares no seconds
 
 
 def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
@@ -371,28 +363,3 @@ def test_two_chunks_shorten_the_wait_if_the_own_shard_is_done_before():
         assert (half.exposed < whole.exposed) == sooner
         assert whole.compute == half.compute
         assert rule == (half if sooner else whole)
-
-
-# -- what the operators do by themselves, which the model knows and does not import ----------------------------------
-
-
-def test_the_model_knows_the_defaults_of_the_gluon_forms():
-    assert (model.PUSHERS, model.CHUNK) == (_push_plan.PUSHERS, _push_plan.CHUNK)
-    assert model.CUTS == _push_plan.CUTS
-    assert spaces.GLUON_RANKS == range(2, _gluon.MAX_PEERS + 2)
-    assert spaces.BARRIERS == _gluon.shared_bytes(_gluon.TILES._replace(block_m=0, block_n=0))
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("K", [512, 1024, 2048, 4096, 8192])
-@pytest.mark.parametrize("M", [1024, 2048, 4096, 8192, 16384, 32768])
-def test_the_model_knows_the_lag_and_the_copies(M, K, size):
-    for tiles in (_gluon.TILES, _gluon.NARROW):
-        case = model._Case.of(
-            {"tiles": tiles[:3], "mode": "gluon"}, {"M": M, "N": M, "K": K, "dtype": "bf16", "size": size}
-        )
-        one = case.seconds(True, H200)
-        found = model._rounds("matmul_all_reduce", case, one)
-        assert found == _gluon_matmul_all_reduce.rounds_of(M, M, K, size, tiles)
-        copies = model._parcels(case, 2 * M * M / size)
-        assert copies == _gluon_matmul_reduce_scatter.copies_of(M // size, M, K, size)

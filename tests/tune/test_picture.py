@@ -5,10 +5,11 @@ import builtins
 import pytest
 
 from pkt.errors import Unsupported
+from pkt.model.config import Config
 from pkt.tune import tables
-from pkt.tune.config import Config
 from pkt.tune.picture import draw
 from pkt.tune.search import Candidate, Search
+from tests.tune.helpers import OPERATORS
 
 
 def candidate(n, chunk, predicted, *times, dropped=""):
@@ -83,7 +84,7 @@ def test_without_matplotlib(monkeypatch):
 
 
 def test_shipped_results_are_drawn(tmp_path):
-    searches = [search for search in tables.measured("matmul_all_reduce") if search.key["size"] == 4]
+    searches = [search for search in tables.measured(OPERATORS["matmul_all_reduce"]) if search.key["size"] == 4]
     found = draw(searches, title="matmul_all_reduce, 4 H200")
     assert len(labels(found)) == len(searches) == 5
     found.savefig(tmp_path / "splits.png")

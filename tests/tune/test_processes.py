@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
+from pkt.model.config import Config
 from pkt.tune import cache, choice, tune
-from pkt.tune.config import Config
 from tests.runtime.forked import in_worlds
 
 from .helpers import Rough, anything, candidates

@@ -3,10 +3,11 @@
 import pytest
 from rich.console import Console
 
+from pkt.model.config import Config
 from pkt.tune import tables
-from pkt.tune.config import Config
 from pkt.tune.report import report
 from pkt.tune.search import Candidate, Search
+from tests.tune.helpers import OPERATORS
 
 KEY = {"M": 64, "dtype": "bf16"}
 
@@ -88,7 +89,7 @@ def test_a_search_that_found_nothing():
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_shipped_results_can_be_shown(width):
-    for search in tables.measured("all_gather_matmul"):
+    for search in tables.measured(OPERATORS["all_gather_matmul"]):
         text = printed(search, width)
         assert "gpu=NVIDIA H200" in text
         assert f"{len(search.candidates)} of {len(search.candidates)} measured" in text

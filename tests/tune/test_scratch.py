@@ -9,8 +9,8 @@ import torch
 import triton
 
 import pkt
+from pkt.model.config import Config
 from pkt.tune import _gate, target, timers, tune
-from pkt.tune.config import Config
 from tests.runtime.conftest import CAPACITY
 from tests.runtime.conftest import run as in_threads
 from tests.runtime.forked import HEAP, in_worlds

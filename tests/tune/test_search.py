@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 from pkt.errors import CandidateMismatch, CollectiveMismatch, NoCandidate, RankFailed, WaitTimeout
+from pkt.model.config import Config, space
 from pkt.tune import RecordedTimer, tune
 from pkt.tune import search as rules
-from pkt.tune.config import Config, space
 from tests.runtime.conftest import run as in_threads
 
 from .helpers import Rough, anything, candidates

@@ -10,14 +10,18 @@ import torch
 
 import pkt
 from pkt.errors import Unsupported
-from pkt.tune import RecordedTimer, tables, tune
-from pkt.tune.config import NCCL, UNFUSED
-from pkt.tune.gpu import H200
-from pkt.tune.model import MODELS
-from pkt.tune.spaces import operator_space, thinned
+from pkt.model.config import NCCL, UNFUSED
+from pkt.model.gpu import H200
+from pkt.tune import RecordedTimer, candidates, tables, tune
+from pkt.tune.candidates import thinned
 from tests.kernels.test_compile import compile_checked, launched
+from tests.tune.helpers import MODELS, OPERATORS
 
 SHAPES = [(512, 512, 512), (4096, 1024, 4096), (32768, 8192, 32768), (1000, 1000, 1000), (3000, 520, 7000)]
+
+
+def operator_space(what, key, gpu=H200, gluon=True):
+    return candidates.operator_space(OPERATORS[what], key, replace(gpu, gluon=gluon))
 
 
 def own(what, case, *more, **named):
@@ -102,7 +106,7 @@ def test_gluon_where_it_can_run():
 @pytest.mark.parametrize("what", MODELS)
 def test_the_best_measured_are_in_the_space_or_next_to_it(what):
     """Of the settings that the measured best of each size has, the space has those that matter."""
-    for search in tables.measured(what):
+    for search in tables.measured(OPERATORS[what]):
         found = own(what, search.key)
         same = [
             config
@@ -158,9 +162,7 @@ def test_unfused_modes_are_always_measured(model):
         assert 8 <= count < 40
 
 
-def test_operators_without_a_space():
-    with pytest.raises(Unsupported, match=r"found operator 'ring_attention'.*'all_gather_matmul' or"):
-        operator_space("ring_attention", key(1, 1, 1))
+def test_dtypes_without_a_space():
     with pytest.raises(Unsupported, match=r"found dtype 'fp64'.*'bf16'"):
         operator_space("matmul_all_reduce", key(1, 1, 1, "float64"))
 

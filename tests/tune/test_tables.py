@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -9,11 +10,11 @@ import pytest
 
 import pkt
 from benchmarks import tuned
+from pkt.model.config import NCCL, Config
+from pkt.model.gpu import H200
 from pkt.tune import RecordedTimer, cache, choice, tables, tune
-from pkt.tune.config import NCCL, Config
-from pkt.tune.gpu import H200
-from pkt.tune.model import MODELS
 from pkt.tune.search import Candidate, Search
+from tests.tune.helpers import MODELS, OPERATORS
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +23,18 @@ def written():
 
 
 def test_tables_agree_with_the_results(written):
-    assert {path.name for path in written} == {path.name for path in tuned.TABLES.glob("*.json")}
+    assert set(written) == {*(tuned.ROOT / "kernels").rglob("*.json"), *(tuned.ROOT / "pkt").rglob("*.json")}
     for path, content in written.items():
-        assert path.read_text() == content, f"{path.name} is stale: python -m benchmarks.tuned"
+        assert path.read_text() == content, f"{path} is stale: python -m benchmarks.tuned"
 
 
 @pytest.mark.parametrize("what", MODELS)
 def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
     names = set(inspect.signature(getattr(pkt, what)).parameters)
-    searches = tables.measured(what)
+    searches = tables.measured(OPERATORS[what])
     assert {search.key["size"] for search in searches} == {2, 4}
     for search in searches:
-        source = tables.source(what, search.key)
+        source = tables.source(OPERATORS[what], search.key)
         assert set(source) == {"file", "commit", "date", "versions"}
         record = json.loads((tuned.ROOT / source["file"]).read_text())
         assert (record["commit"], record["ranks"]) == (source["commit"], search.key["size"])
@@ -43,13 +44,13 @@ def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
             assert set(candidate.config) <= names
             low, median, high = candidate.times
             assert low <= candidate.time == median <= high
-    assert tables.source(what, {**searches[0].key, "size": 3}) == {}
+    assert tables.source(OPERATORS[what], {**searches[0].key, "size": 3}) == {}
 
 
 def test_the_fastest_of_all_that_was_measured_and_of_every_mode_ship():
     for what in MODELS:
         for case in tuned.cases(what):
-            (search,) = (s for s in tables.measured(what) if s.key == {**case.key, "gpu": H200.name})
+            (search,) = (s for s in tables.measured(OPERATORS[what]) if s.key == {**case.key, "gpu": H200.name})
             times = {Config(**row["settings"]): row["seconds"] for row in case.measured}
             assert [c.time for c in search.candidates][: tuned.MOST] == sorted(times.values())[: tuned.MOST]
             modes = {config["mode"] for config in times}
@@ -86,18 +87,22 @@ def key(M, N, K, dtype="bfloat16"):
     return {"M": M, "N": N, "K": K, "dtype": dtype}
 
 
+def carried(what, config):
+    return tables.carried(OPERATORS[what], config)
+
+
 def recorded(times, world):
     return RecordedTimer(times)
 
 
 def config_of(what, M, size=4):
-    return next(s.best for s in tables.measured(what) if (s.key["M"], s.key["size"]) == (M, size))
+    return next(s.best for s in tables.measured(OPERATORS[what]) if (s.key["M"], s.key["size"]) == (M, size))
 
 
 @pytest.mark.parametrize("what", MODELS)
 def test_a_measured_shape_gets_its_own_config(what):
-    for search in tables.measured(what):
-        assert tables.nearest(what, search.key, H200.name, search.key["size"]) == search.best
+    for search in tables.measured(OPERATORS[what]):
+        assert tables.nearest(OPERATORS[what], search.key, H200.name, search.key["size"]) == search.best
 
 
 @pytest.fixture
@@ -115,25 +120,27 @@ def two_cases(monkeypatch):
 
 
 def taken(M, N, K):
-    return tables.nearest("matmul_reduce_scatter", key(M, N, K), H200.name, 4)
+    return tables.nearest(OPERATORS["matmul_reduce_scatter"], key(M, N, K), H200.name, 4)
 
 
 def test_the_nearest_in_doublings(two_cases):
-    small, large = (tables.carried(search.best) for search in two_cases)
+    small, large = (carried("matmul_reduce_scatter", search.best) for search in two_cases)
     assert [taken(M, 8192, 2048) for M in (6000, 8191, 11000)] == [large] * 3
     assert taken(4000, 4200, 1000) == small != large
 
 
 def test_a_tie_goes_to_the_smaller_product(two_cases):
     half_way = 2**12.5, 4096, 2048  # half-way, at one end, at the other
-    assert taken(*half_way) == tables.carried(two_cases[0].best)
-    assert taken(half_way[0] + 1, *half_way[1:]) == tables.carried(two_cases[1].best)
+    assert taken(*half_way) == carried("matmul_reduce_scatter", two_cases[0].best)
+    assert taken(half_way[0] + 1, *half_way[1:]) == carried("matmul_reduce_scatter", two_cases[1].best)
 
 
 def test_settings_right_for_one_shape_only_are_left_to_the_operator():
     for what in MODELS:
-        case = next(s.key for s in tables.measured(what) if s.best["mode"] == "gluon" and s.key["size"] == 4)
-        there, beside = (tables.nearest(what, {**case, "K": case["K"] + more}, H200.name, 4) for more in (0, 8))
+        case = next(s.key for s in tables.measured(OPERATORS[what]) if s.best["mode"] == "gluon" and s.key["size"] == 4)
+        there, beside = (
+            tables.nearest(OPERATORS[what], {**case, "K": case["K"] + more}, H200.name, 4) for more in (0, 8)
+        )
         assert {"mode", "tiles"} < set(there)
         assert beside == Config(mode="gluon")
     gluon = Config(
@@ -146,12 +153,12 @@ def test_settings_right_for_one_shape_only_are_left_to_the_operator():
         whole_rounds=4,
         tiles=(128, 256, 64),
     )
-    assert set(tables.carried(gluon)) == {"mode", "num_comm_sms", "chunk", "push_rows", "tiles"}
-    assert tables.carried(Config(mode="copy", push_rows=1, tiles=(128, 256, 64))) == (
+    assert set(carried("all_gather_matmul", gluon)) == {"mode", "num_comm_sms", "chunk", "push_rows", "tiles"}
+    assert carried("all_gather_matmul", Config(mode="copy", push_rows=1, tiles=(128, 256, 64))) == (
         Config(mode="copy", tiles=(128, 256, 64))
     )
     lcsc = Config(mode="lcsc", num_comm_sms=8)
-    assert tables.carried(lcsc) == lcsc
+    assert carried("matmul_all_reduce", lcsc) == lcsc
 
 
 def test_times_are_carried_over_by_the_model(monkeypatch):
@@ -161,40 +168,39 @@ def test_times_are_carried_over_by_the_model(monkeypatch):
     candidates = tuple(Candidate(c, MODELS["all_gather_matmul"](c, case), (1e-4,) * 3) for c in configs)
     search = Search("all_gather_matmul", {**case, "dtype": "bf16", "gpu": H200.name}, candidates, configs[0], 0.0)
     monkeypatch.setattr(tables, "measured", lambda _: (search,))
-    found = [tables.nearest("all_gather_matmul", key(4096, N, 4096), H200.name, 4) for N in (1024, 2800)]
+    found = [tables.nearest(OPERATORS["all_gather_matmul"], key(4096, N, 4096), H200.name, 4) for N in (1024, 2800)]
     assert found == configs
 
 
 def test_too_far_and_other_cases_have_none():
-    M = 4096 / 2**tables.FARTHEST
-    assert tables.nearest("matmul_all_reduce", key(M, 4096, 1024), H200.name, 4) is not None
-    assert tables.nearest("matmul_all_reduce", key(M - 1, 4096, 1024), H200.name, 4) is None
+    M = math.ceil(4096 / 2**tables.FARTHEST)
+    assert tables.nearest(OPERATORS["matmul_all_reduce"], key(M, 4096, 1024), H200.name, 4) is not None
+    assert tables.nearest(OPERATORS["matmul_all_reduce"], key(M - 1, 4096, 1024), H200.name, 4) is None
     same = key(4096, 4096, 1024)
-    assert tables.nearest("matmul_all_reduce", same, H200.name, 4) is not None
-    assert tables.nearest("matmul_all_reduce", same, H200.name, 8) is None
-    assert tables.nearest("matmul_all_reduce", same, "NVIDIA B200", 4) is None
-    assert tables.nearest("matmul_all_reduce", {**same, "dtype": "float32"}, H200.name, 4) is None
-    assert tables.nearest("matmul_all_reduce", {**same, "K": 0}, H200.name, 4) is None
-    assert tables.nearest("all_to_all", same, H200.name, 4) is None
+    assert tables.nearest(OPERATORS["matmul_all_reduce"], same, H200.name, 4) is not None
+    assert tables.nearest(OPERATORS["matmul_all_reduce"], same, H200.name, 8) is None
+    assert tables.nearest(OPERATORS["matmul_all_reduce"], same, "NVIDIA B200", 4) is None
+    assert tables.nearest(OPERATORS["matmul_all_reduce"], {**same, "dtype": "float32"}, H200.name, 4) is None
+    assert tables.nearest(OPERATORS["matmul_all_reduce"], {**same, "K": 0}, H200.name, 4) is None
 
 
 def test_the_baseline_is_taken_where_it_was_the_fastest_unless_it_is_off(monkeypatch):
-    case = tables.measured("matmul_all_reduce")[0]
+    case = tables.measured(OPERATORS["matmul_all_reduce"])[0]
     assert [c.config for c in case.candidates].count(NCCL) == 1
     first = sorted(case.candidates, key=lambda c: c.config != NCCL)
     monkeypatch.setattr(tables, "measured", lambda _: (replace(case, candidates=tuple(first)),))
-    found = [tables.nearest("matmul_all_reduce", case.key, H200.name, 4)]
+    found = [tables.nearest(OPERATORS["matmul_all_reduce"], case.key, H200.name, 4)]
     for value in ("1", "0"):
         monkeypatch.setenv("PKT_NCCL", value)
-        found.append(tables.nearest("matmul_all_reduce", case.key, H200.name, 4))
+        found.append(tables.nearest(OPERATORS["matmul_all_reduce"], case.key, H200.name, 4))
     assert found == [NCCL, NCCL, case.best]
 
 
 def test_rows_that_tma_cannot_take_get_the_fastest_plain_form():
-    odd = tables.nearest("all_gather_matmul", key(4096, 1023, 4096), H200.name, 4)
+    odd = tables.nearest(OPERATORS["all_gather_matmul"], key(4096, 1023, 4096), H200.name, 4)
     assert odd["mode"] in ("push", "copy", "nccl")
-    assert tables.nearest("matmul_reduce_scatter", key(4096, 4100, 1024), H200.name, 4)["mode"] == "add"
-    assert tables.nearest("matmul_reduce_scatter", key(4096, 4096, 1023), H200.name, 4)["mode"] == "gluon"
+    assert tables.nearest(OPERATORS["matmul_reduce_scatter"], key(4096, 4100, 1024), H200.name, 4)["mode"] == "add"
+    assert tables.nearest(OPERATORS["matmul_reduce_scatter"], key(4096, 4096, 1023), H200.name, 4)["mode"] == "gluon"
 
 
 def test_a_choice_that_was_not_tuned_is_that_of_the_nearest_shape(monkeypatch):
@@ -207,7 +213,7 @@ def test_a_choice_that_was_not_tuned_is_that_of_the_nearest_shape(monkeypatch):
     assert pkt.launch(main, ranks=4, device="cpu") == [None] * 4
     machine = cache.machine
     monkeypatch.setattr(cache, "machine", lambda world: {**machine(world), "gpu": H200.name})
-    there = tables.nearest("all_gather_matmul", near, H200.name, 4)
+    there = tables.nearest(OPERATORS["all_gather_matmul"], near, H200.name, 4)
     assert there is not None
     assert pkt.launch(main, ranks=4, device="cpu") == [there] * 4
     assert pkt.launch(main, ranks=3, device="cpu") == [None] * 3

@@ -11,11 +11,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from pkt.errors import Unsupported
+from pkt.model.config import Config
 from pkt.runtime.gpu.driver import CudaDriver
 from pkt.tune import RecordedTimer, _gate, timer_of
 from pkt.tune.autotune import autotune
 from pkt.tune.compiling import _Later, compile_all
-from pkt.tune.config import Config
 from pkt.tune.target import Call, Target
 from pkt.tune.timers import CudaTimer
 from tests.runtime.conftest import run as in_threads

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from pkt.errors import PeerLost, WaitTimeout
+from pkt.model.config import Config
 from pkt.runtime.processes.rendezvous import prepare
 from pkt.runtime.workers.interrupts import Interrupts
 from pkt.tune import choice, tune
 from pkt.tune.autotune import autotune
-from pkt.tune.config import Config
 from tests.runtime.conftest import run as in_threads
 from tests.runtime.forked import fake_world, in_worlds
 from tests.runtime.forked import run as in_processes

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
+from pkt.model.config import Config
 from pkt.runtime.workers import interrupts
 from pkt.runtime.workers.workers import Workers
 from pkt.tune import tune
-from pkt.tune.config import Config
 from tests.runtime.processes import OPENER
 from tests.tune.helpers import Rough, anything, candidates
 

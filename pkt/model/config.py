@@ -1,4 +1,4 @@
-"""What a candidate is made of: one value for each setting, and spaces of them."""
+"""Candidates: a config has one value for each setting; a space is a list of configs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pkt.errors import NoCandidate, ShapeError
 
 
 class Config(Mapping[str, Any]):
-    """One candidate: a value for every setting, by keyword. Immutable, hashable, and a mapping of its settings.
+    """One candidate: an immutable, hashable mapping from each setting's keyword to its value.
 
         pkt.Config(num_comm_sms=16, BLOCK_M=128, num_warps=8)
 
-    Values are None, bool, int, float, str and tuples of these (lists become tuples), so that a config can be sent to
-    other ranks and kept in a file. Two configs are equal if their settings are, in any order; 1, 1.0 and True differ.
+    Values are None, bool, int, float, str and tuples of these; lists become tuples. So a config can be sent to other
+    ranks and kept in a file. Two configs are equal if their settings are, in any order; 1, 1.0 and True differ.
     """
 
     __slots__ = ("_settings", "_text", "pre_hook")
@@ -31,11 +31,11 @@ class Config(Mapping[str, Any]):
         self._settings = MappingProxyType(kept)
         self._text = json.dumps(kept, sort_keys=True)
         self.pre_hook: Callable[[dict[str, Any]], Any] | None = None
-        """triton.Config's: called with the arguments by name before each launch. Not compared, sent or kept."""
+        """triton.Config's hook, called with the arguments by name before each launch. Not compared, sent or kept."""
 
     @classmethod
     def of(cls, value: Config | Mapping[str, Any] | Any) -> Config:
-        """`value` as a Config: one, a mapping of settings, or a triton.Config."""
+        """`value` as a Config: `value` is a Config, a mapping of settings, or a triton.Config."""
         if isinstance(value, Config):
             return value
         if isinstance(value, Mapping):
@@ -49,12 +49,12 @@ class Config(Mapping[str, Any]):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting by keyword, Triton's launch options among them, in the order given."""
+        """Every setting by keyword, in the order given; Triton's launch options are among them."""
         return self._settings
 
     @property
     def text(self) -> str:
-        """JSON of the settings in order of name: the same text for equal configs, on every rank."""
+        """JSON of the settings sorted by name: equal configs have the same text on every rank."""
         return self._text
 
     def __getitem__(self, name: str) -> Any:
@@ -82,11 +82,11 @@ class Config(Mapping[str, Any]):
 def space(
     where: Callable[[Config], bool] | Sequence[Callable[[Config], bool]] | None = None, **axes: Any
 ) -> list[Config]:
-    """The product of the axes, the last one fastest, without those that a constraint refuses and without duplicates.
+    """Every combination of the axes that meets the constraints, without duplicates; the last axis varies fastest.
 
         pkt.space(num_comm_sms=range(2, 66, 2), BLOCK_M=[64, 128], num_warps=8)
 
-    axes: the values of a setting, or one value (a str is one). where: what must hold of a config, one or several.
+    axes: the values of a setting, or one value (a str is one value). where: one constraint on a config, or several.
     Raises NoCandidate if nothing is left.
     """
     values = {name: _values(axis) for name, axis in axes.items()}
@@ -102,7 +102,7 @@ def space(
 
 
 def configs_of(call: str, configs: Iterable[Any]) -> list[Config]:
-    """Every one as a Config, without duplicates; raises NoCandidate if there is none."""
+    """`configs` as Configs, without duplicates. Raises NoCandidate if there is none."""
     found = list(dict.fromkeys(Config.of(config) for config in configs))
     if not found:
         raise NoCandidate.empty(call, "configs is empty")
@@ -124,11 +124,9 @@ def _plain(name: str, value: Any) -> Any:
 
 
 NCCL = Config(mode="nccl")
-"""The baseline, a candidate of every fused operator: NCCL + cuBLAS, through torch.distributed."""
-
-
+"""The baseline, a candidate of every fused operator: cuBLAS, and NCCL through torch.distributed."""
 UNFUSED = Config(mode="unfused")
-"""Another candidate of every fused operator: cuBLAS and pkt's own collective, one after the other."""
+"""Another candidate of every fused operator: cuBLAS, and pkt's own collective before or after it."""
 
 
 def nccl_wanted() -> bool:

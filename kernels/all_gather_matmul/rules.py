@@ -73,25 +73,16 @@ class PushPlan(NamedTuple):
     whole_rounds: int = 1 << 20
 
 
-class Dealt(NamedTuple):
-    """How tiles are dealt out, one a program in each round, as the kernel's `_share` does."""
-
-    alone: int  # rounds without the programs that push
-    joined: int  # rounds of all programs after those
-    left: int  # tiles after those
-
-    @property
-    def rounds(self) -> int:
-        return self.alone + self.joined
-
-
-def deal(count: int, programs: int, num_comm: int, rounds_alone: int, whole_rounds: int = 1 << 20) -> Dealt:
-    """`count` tiles for `programs` programs, while num_comm of them push for so many rounds."""
+def deal(
+    count: int, programs: int, num_comm: int, rounds_alone: int, whole_rounds: int = 1 << 20
+) -> tuple[int, int, int]:
+    """How the kernel's `_share` deals out `count` tiles, one a program in each round: the rounds without the num_comm
+    programs that push, the rounds of all programs after those, and the tiles that are left."""
     computing = max(programs - num_comm, 1)
     alone = min(rounds_alone, whole_rounds, count // computing)
     left = count - alone * computing
     joined = min(whole_rounds - alone, left // programs)
-    return Dealt(alone, joined, left - joined * programs)
+    return alone, joined, left - joined * programs
 
 
 def rounds_skipped(pushing: float, whole_rounds: int, cut: int) -> int:
@@ -128,11 +119,11 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
     pushing_programs = max(1, min(num_comm, programs))  # check_plan refuses the others later
     rate = PUSHED * min(pushing_programs, FILLS)
     pushing = 2 * (size - 1) * m / rate / average_seconds(1, tiles)  # both times in seconds for each column of A
-    dealt = deal(count, programs, pushing_programs, math.ceil(pushing))
-    links_limit = pushing > dealt.rounds
-    cut = 2 if not links_limit and 0 < dealt.left <= programs // 2 else 1
+    alone, joined, left = deal(count, programs, pushing_programs, math.ceil(pushing))
+    links_limit = pushing > alone + joined
+    cut = 2 if not links_limit and 0 < left <= programs // 2 else 1
     chunk = CHUNK if num_comm >= PUSHERS else 2 * CHUNK
-    rule = PushPlan(num_comm, chunk, whole_rounds=dealt.rounds, cut_last=cut)._replace(**given)
+    rule = PushPlan(num_comm, chunk, whole_rounds=alone + joined, cut_last=cut)._replace(**given)
     if "rounds_alone" in given:
         return rule
     return rule._replace(rounds_alone=rounds_skipped(pushing, rule.whole_rounds, rule.cut_last))
@@ -214,7 +205,7 @@ def space_gluon(key: Key, gpu: Gpu) -> list[Config]:
 def _ways(pushing: float, count: int, sms: int, num_comm: int) -> Iterator[tuple[int, int, int]]:
     """(rounds_alone, cut_last, whole_rounds): ways to deal out the tiles where pushing takes so many rounds. The last
     whole round is cut or not, and the programs that push are left out of a round more or less."""
-    rounds = deal(count, sms, num_comm, math.ceil(pushing)).rounds
+    rounds = sum(deal(count, sms, num_comm, math.ceil(pushing))[:2])
     for cut in CUTS:
         for whole in _last_round(rounds, cut):
             skipped = rounds_skipped(pushing, whole, cut)
@@ -245,7 +236,7 @@ def seconds_copy(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
 
 
 def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
-    tiles = rules.tiles_in(config) or TILES
+    tiles = Tiles(*config.get("tiles") or TILES)
     case = Product.of(key, tiles)
     given = {name: config[name] for name in PushPlan._fields if config.get(name) is not None}
     plan = push_plan(case.m, case.N, case.K, case.size, tiles, gpu.sms, **given)

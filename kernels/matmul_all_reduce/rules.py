@@ -114,6 +114,6 @@ def seconds_lcsc(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
 
 def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     shape = key["M"], key["N"], key["K"], key["size"]
-    tiles, lag = settled(*shape, gpu.sms, rules.tiles_in(config), config.get("lag"))
+    tiles, lag = settled(*shape, gpu.sms, Tiles(*config["tiles"]) if config.get("tiles") else None, config.get("lag"))
     case = Product.of(key, tiles)
     return rules.in_turns(case, lag, triton.cdiv(case.tiles(case.M), case.size), rules.reduced(key), gpu)

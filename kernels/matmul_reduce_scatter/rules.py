@@ -127,7 +127,9 @@ def _plain(case: Product, rate: float, parts: int, sync: float, gpu: Gpu) -> Est
 
 def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     m, given = math.ceil(key["M"] / key["size"]), (config.get("lag"), config.get("copies"))
-    tiles, lag, copies = settled(m, key["N"], key["K"], key["size"], gpu.sms, rules.tiles_in(config), *given)
+    tiles, lag, copies = settled(
+        m, key["N"], key["K"], key["size"], gpu.sms, Tiles(*config["tiles"]) if config.get("tiles") else None, *given
+    )
     case = Product.of(key, tiles)
     if copies and case.size > 1:
         return _in_parcels(case, copies, gpu)

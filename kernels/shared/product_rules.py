@@ -136,11 +136,6 @@ def plain_product(config: Mapping[str, Any], key: Key, rows: int, *columns: int)
     return Product.of(key, config.get("tiles") or default_tiles(rows, dtype_of(key), *columns))
 
 
-def tiles_in(config: Mapping[str, Any]) -> Tiles | None:
-    """The config's tiles, if it has any."""
-    return Tiles(*config["tiles"]) if config.get("tiles") else None
-
-
 def in_turns(case: Product, lag: int, own: int, sent: float, gpu: Gpu) -> Estimate:
     """The time of a Gluon form that reduces. A rank's `own` tiles are `lag` tiles behind the others', which are sent,
     `sent` bytes in all. Tiles that are less than ARRIVES behind wait for the rest of that; and while the last `lag`

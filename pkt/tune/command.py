@@ -195,7 +195,10 @@ def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, devi
                 "the simulator computes every candidate"
             )
         return [Layer(whats[0], m, n, k, dtype)]
-    return [Layer(what, N, N, N, dtype) for what in whats for N in sizes(known[what], device)]
+    layers = [Layer(what, N, N, N, dtype) for what in whats for N in sizes(known[what], device)]
+    if not layers:
+        raise typer.BadParameter(f"wanted --m, --n and --k: {', '.join(whats)} has no table with sizes")
+    return layers
 
 
 def sizes(operator: Operator, device: str = "cuda") -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class Explanation:
         """The lines below the table."""
         lines = [f"taken: {self.why}"]
         taken = self.rows[0]
-        baseline = next(row for row in self.rows if row.config == NCCL)
+        baseline = next((row for row in self.rows if row.config == NCCL), taken)
         for how, mine, theirs in (
             ("measured", taken.measured, baseline.measured),
             ("predicted", _total(taken), _total(baseline)),
@@ -184,9 +185,12 @@ def _found(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) 
     has_model = gpu == H200.name and modelled(key)
     if has_model:
         model = model_of(operator)
-        first = min((c for c in operator_space(operator, key) if c != NCCL), key=lambda c: model(c, key) or 0.0)
-        compared.setdefault(first, []).append("pkt's fastest by the model")
-    compared.setdefault(NCCL, []).append("NCCL + cuBLAS")
+        own_forms = [c for c in operator_space(operator, key) if c != NCCL]
+        if own_forms:
+            first = min(own_forms, key=lambda c: model(c, key) or math.inf)
+            compared.setdefault(first, []).append("pkt's fastest by the model")
+    if "nccl" in operator.forms:
+        compared.setdefault(NCCL, []).append("NCCL + cuBLAS")
     rows = tuple(
         Row(tuple(names), c, estimate(operator, c, key) if has_model else None, times.get(c))
         for c, names in compared.items()

@@ -153,6 +153,13 @@ def test_indivisible_sizes_are_refused_before_any_launch(made_up, tmp_path, name
     assert not (tmp_path / "none").exists()
 
 
+def test_an_operator_without_a_table_needs_sizes(made_up, monkeypatch):
+    monkeypatch.setattr(tables, "measured", lambda _: ())
+    done = run("ag_gemm")
+    assert done.exit_code == 2
+    assert "wanted --m, --n and --k" in " ".join(done.output.replace("│", " ").split())
+
+
 # ------------------------------------------------------------------------------------------------------------ the end
 def test_the_command_says_that_there_are_no_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

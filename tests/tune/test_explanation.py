@@ -1,5 +1,8 @@
 """pkt.explain says what the operators do, and why, with the figures of the model and of the tables."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +14,7 @@ from pkt.kernels.shared import gluon_fits
 from pkt.model.config import NCCL, UNFUSED, Config
 from pkt.model.cost import library
 from pkt.model.gpu import H200
-from pkt.tune import RecordedTimer, cache, choice, tables, tune
+from pkt.tune import RecordedTimer, cache, choice, explanation, tables, tune
 from pkt.tune.candidates import estimate
 from pkt.tune.explanation import explain
 from pkt.wording import dtype_text
@@ -197,6 +200,18 @@ def test_gpus_and_dtypes_without_a_model_have_no_prediction():
         assert "nothing predicted" in str(found)
         assert "the operator's own rule" in found.why
         assert set(rows_of(found)) == {"taken", "NCCL + cuBLAS"}
+
+
+def test_an_operator_without_candidates_and_baseline(monkeypatch):
+    """Its own rule is all that there is to say."""
+    operator = copy.copy(OPERATORS["matmul_all_reduce"])
+    operator.name, operator.default = "other", lambda call: "lcsc"
+    operator.forms = {"lcsc": replace(operator.forms["lcsc"], space=None, seconds=None)}
+    monkeypatch.setattr(explanation, "tuned_operators", lambda: {"other": operator})
+    found = explain("other", **NEAR)
+    assert found.config["mode"] == "lcsc"
+    assert [row.names for row in found.rows] == [("taken",)]
+    assert "the operator's own rule" in found.why
 
 
 # --------------------------------------------------------------------------------------------------------------- input

@@ -106,7 +106,8 @@ class Operator:
         **keywords: Any,
     ) -> torch.Tensor:
         """Run the operator: planned once for tensors of the same facts, launched each time."""
-        world = world_of(self.name, world, *tensors, workspace)
+        if type(world) is not World:
+            world = world_of(self.name, world, *tensors, workspace)
         if workspace is not None:
             with world.using(workspace, self.name):
                 return self(tensors, world=world, **keywords)

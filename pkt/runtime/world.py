@@ -177,7 +177,8 @@ class World:
     @property
     def plans(self) -> dict[Hashable, Any]:
         """What operators derived from their arguments, in the innermost open scope; this rank's own. Raises Closed."""
-        self._check("an operator")
+        if self._closed:
+            self._check("an operator")
         return self._scopes[-1].plans
 
     @property

@@ -74,7 +74,7 @@ def _cases(operator: Operator, mode: str) -> Iterator[Case]:
     letters = letters_of(operator)
     for sizes in LETTERS if letters else ():
         many = dict(zip(letters, sizes * len(letters)))
-        for each in {tuple(sorted(arguments_of(operator, case).items())) for case in own} or {()}:
+        for each in dict.fromkeys(tuple(sorted(arguments_of(operator, case).items())) for case in own) or [()]:
             yield Case(sizes=many, arguments=dict(each))
 
 

@@ -67,11 +67,11 @@ class SimulatedDevice(Flagged, Multimem):
         self._commit(task, lambda p: not p.is_async)
         self.detector.fence()
 
-    def proxy_fence(self) -> None:
+    def proxy_fence(self, world: Any) -> None:
         if self.m.faults.change(site()) not in ("no proxy fence", "remove"):
             self.detector.order_async()
 
-    def drain(self) -> None:
+    def drain(self, world: Any, pending: int = 0) -> None:
         m, task = self.m, self.m.current
         at = site()
         if task.undrained:

@@ -33,16 +33,8 @@ _LOAD_REDUCE = {
     ("uint64", "min"): "min.u64",
     ("uint64", "max"): "max.u64",
 }
-_REDUCE_ADD = {
-    "bf16": "add.v4.bf16x2",
-    "fp16": "add.v4.f16x2",
-    "fp32": "add.v4.f32",
-    "fp64": "add.f64",
-    "int32": "add.s32",
-    "uint32": "add.u32",
-    "int64": "add.u64",
-    "uint64": "add.u64",
-}
+# As the additions above, except that the switch has nothing to accumulate.
+_REDUCE_ADD = {name: form.replace(".acc::f32", "") for (name, op), form in _LOAD_REDUCE.items() if op == "add"}
 
 
 @primitive

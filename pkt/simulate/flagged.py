@@ -50,9 +50,7 @@ class Flagged(Atomics):
                 self._write(access, data, "atomic", is_async=False)
             self.detector.publish(access.first(), None, task, "system")  # no clock, only the time of arrival
 
-    def take_flagged(
-        self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any, world: Any
-    ) -> tuple[tuple, ...]:
+    def take_flagged(self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any, world: Any) -> tuple[tuple, ...]:
         at = site()
         self._step()
         if at.call in SYNC:

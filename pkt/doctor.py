@@ -29,7 +29,7 @@ import pkt.language as pl
 from pkt.errors import PktError, Unsupported
 from pkt.launcher import launch
 from pkt.runtime.gpu import nvml
-from pkt.runtime.gpu.driver import CudaDriver, Driver
+from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.topology import Topology, assemble, multicast_off, probe
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.heap import heap_bytes
@@ -87,7 +87,7 @@ class Report:
 
 # ----------------------------------------------------------------------------------------------- without a world
 def examine(
-    driver: Callable[[int], Driver] = CudaDriver,
+    driver: Callable[[int], CudaDriver] = CudaDriver,
     torch_gpus: Callable[[], int] = torch.cuda.device_count,
     torch_cuda: str | None = torch.version.cuda,
     links: Callable[[str], int | None] = nvml.nvlinks,
@@ -162,7 +162,7 @@ def _settings(report: Report) -> None:
         report.settings.append(("GPUs let through (CUDA_VISIBLE_DEVICES)", visible or "none"))
 
 
-def _gpus(report: Report, driver: Driver, count: int, links: Callable[[str], int | None]) -> None:
+def _gpus(report: Report, driver: CudaDriver, count: int, links: Callable[[str], int | None]) -> None:
     host = socket.gethostname()
     topology = assemble([probe(driver, device, host, spans=True) for device in range(count)])
     report.topology = topology

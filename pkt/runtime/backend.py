@@ -76,7 +76,7 @@ class CopyEngines(Protocol):
         stream: int | None = None,
     ) -> None:  # fmt: skip
         """Copy between addresses of any windows and of this GPU, on the current stream where `stream` is None. For the
-        shape and the pitches see `pkt.runtime.gpu.driver.Driver.copy`."""
+        shape and the pitches see `pkt.runtime.gpu.driver.CudaDriver.copy`."""
 
     def hold(self, address: int, value: int, stream: int) -> None:
         """The stream goes on when the int32 at `address` is `value` or more, by the sign of the 32-bit difference."""

@@ -20,7 +20,7 @@ import torch
 from pkt.errors import AllocationMismatch, DriverError, PeerLost
 from pkt.runtime.backend import Block
 from pkt.runtime.gpu import handles, multicast, topology
-from pkt.runtime.gpu.driver import Driver, Shared
+from pkt.runtime.gpu.driver import CudaDriver, Shared
 from pkt.runtime.gpu.votes import Votes
 from pkt.runtime.processes import journal
 from pkt.runtime.processes.frames import close_fds
@@ -33,7 +33,7 @@ STRIDE = 1 << 38  # bytes between two ranks' windows: more than any GPU holds, a
 class Engines:
     """pkt.runtime.backend.CopyEngines of one GPU."""
 
-    def __init__(self, driver: Driver, device: int) -> None:
+    def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver, self._device = driver, device
 
     def copy(
@@ -53,14 +53,14 @@ class Engines:
 
 
 class CudaBackend:
-    """pkt.runtime.backend.Backend over a Driver and a Transport; made by `open_world` in pkt.runtime.bootstrap."""
+    """pkt.runtime.backend.Backend over a CudaDriver and a Transport; made by `open_world` in pkt.runtime.bootstrap."""
 
     gap = 0
     timed = None
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         transport: Transport,
         device: int,
         capacity: int,

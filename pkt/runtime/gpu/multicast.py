@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from pkt.runtime.gpu import handles
-from pkt.runtime.gpu.driver import Driver, Shared
+from pkt.runtime.gpu.driver import CudaDriver, Shared
 from pkt.runtime.gpu.topology import multicast_off
 from pkt.runtime.gpu.votes import Votes
 
@@ -19,7 +19,9 @@ from pkt.runtime.gpu.votes import Votes
 class Multicast:
     """The object, as this rank holds it. `granularity`, `capacity`: bytes that the heap has to keep to."""
 
-    def __init__(self, votes: Votes, driver: Driver, device: int, handle: int, granularity: int, capacity: int) -> None:
+    def __init__(
+        self, votes: Votes, driver: CudaDriver, device: int, handle: int, granularity: int, capacity: int
+    ) -> None:
         self._votes, self._driver, self._device, self._handle = votes, driver, device, handle
         self.granularity, self.capacity = granularity, capacity
 
@@ -46,7 +48,7 @@ class Multicast:
 
 
 def create(
-    votes: Votes, driver: Driver, device: int, granularity: int, capacity: int, wanted: bool, supported: bool,
+    votes: Votes, driver: CudaDriver, device: int, granularity: int, capacity: int, wanted: bool, supported: bool,
     undo: ExitStack,
 ) -> Multicast | None:  # fmt: skip
     """Collective: the object with every GPU added to it, or None on every rank.
@@ -76,7 +78,7 @@ def create(
     return Multicast(votes, driver, device, handle, granularity, capacity)
 
 
-def _share(votes: Votes, driver: Driver, capacity: int, here: ExitStack) -> int | None:
+def _share(votes: Votes, driver: CudaDriver, capacity: int, here: ExitStack) -> int | None:
     """Every rank's handle of the object that rank 0 makes and exports; None on every rank if a step failed."""
     transport, sent = votes.transport, list[Shared]()
     held: list[int] = []

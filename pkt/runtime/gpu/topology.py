@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pkt.errors import Unsupported
-from pkt.runtime.gpu.driver import Driver
+from pkt.runtime.gpu.driver import CudaDriver
 from pkt.wording import table
 
 # Each of these turns multicast off before any call of the driver: pkt's switch, and those of other libraries.
@@ -159,7 +159,7 @@ class Topology:
         return None
 
 
-def probe(driver: Driver, device: int, host: str, spans: bool) -> dict[str, Any]:
+def probe(driver: CudaDriver, device: int, host: str, spans: bool) -> dict[str, Any]:
     """This rank's GPU, and its links to every GPU that this process sees, by uuid, as JSON values.
 
     spans: also ask NVML for the GPU's NVLink domain."""

@@ -230,7 +230,7 @@ def _install(patches: _Patches) -> None:
 
 
 def _call(self: Any, *args: Any, **named: Any) -> Any:
-    if builder.device.on_host:
+    if builder.pkt.on_host:
         name = self.fn.__name__
         raise TypeError(f"{name}(...) in host code: a kernel is launched on a grid, {name}[grid](...)")
     return interpret(self)(*args, **named)

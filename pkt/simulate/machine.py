@@ -88,8 +88,7 @@ class Machine:
         self.hub = greenlet.getcurrent()
         saved, grad, threads = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads()
         torch.set_num_threads(1)  # tiles are small: several threads would mostly wait for each other
-        outer = {name: vars(builder).get(name) for name in ("device", "pkt")}  # of an enclosing run
-        builder.device = builder.pkt = self.device
+        outer, builder.pkt = builder.pkt, self.device  # `outer`: of an enclosing run
         try:
             with interpreting(self.launch):
                 for host in self.hosts:
@@ -99,11 +98,7 @@ class Machine:
                 finally:
                     self._end()
         finally:
-            for name, value in outer.items():
-                if value is None:
-                    delattr(builder, name)
-                else:
-                    setattr(builder, name, value)
+            builder.pkt = outer
             torch.set_rng_state(saved)
             torch.set_grad_enabled(grad)
             torch.set_num_threads(threads)

@@ -191,7 +191,7 @@ def _true(value: Any) -> bool:
 
 
 def _while(value: Any) -> bool:
-    semantic.builder.device.iterated()
+    builder.pkt.iterated()
     return _true(value)
 
 

@@ -108,7 +108,7 @@ class Machine:
         def run() -> None:
             host.result = body(host.rank)
 
-        task = Task(host.rank, "host", run, self.hub)
+        task = Task(greenlet.greenlet(run, self.hub), host.rank, "host")
         task.column = self.clocks.column()
         task.clock = self.clocks.zero()
         task.clock[task.column] = 1
@@ -180,7 +180,7 @@ class Machine:
         host = self.hosts[launch.rank]
         while launch.next < launch.total and host.slots:
             index, program = launch.take()
-            task = Task(launch.rank, launch.name, launch.body, self.hub)
+            task = Task(greenlet.greenlet(launch.body, self.hub), launch.rank, launch.name)
             task.launch, task.program, task.index = launch, program, index
             task.lane = heapq.heappop(host.slots)
             while len(host.columns) <= index:

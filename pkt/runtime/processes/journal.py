@@ -33,9 +33,9 @@ def create() -> int:
 
 
 class SharedJournal:
-    """pkt.runtime.backend.Journal over one log per rank. `check_peers` raises if a rank is lost."""
+    """One log per rank. `check_peers` raises if a rank is lost."""
 
-    period = SLOTS // 2
+    period = SLOTS // 2  # a rank settles at least once in so many calls
 
     def __init__(self, rank: int, fds: Sequence[int], timeout: float, check_peers: Callable[[str], None]) -> None:
         """Map every rank's log. fds: in rank order; the caller closes them."""
@@ -74,7 +74,7 @@ class SharedJournal:
         )
 
     def settle(self, ordinal: int) -> None:
-        """Return once every rank has written its call number `ordinal`."""
+        """Return once every rank has written its call number `ordinal`. Raises WaitTimeout or PeerLost."""
         deadline, pause = time.monotonic() + self.timeout, 2e-5
         while late := [r for r, counters in enumerate(self._counters) if counters[_WRITTEN] < ordinal]:
             what = f"heap call #{ordinal}"

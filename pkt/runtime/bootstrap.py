@@ -82,7 +82,7 @@ def _place_by_store(store: Any, group: tuple[str, tuple[int, ...]], rank: int, s
     board = Board(store, f"pkt/{group[0]}/{'-'.join(map(str, group[1]))}/{_worlds_of[group]}")
     if rank == 0:
         meeting = rendezvous.prepare()
-        board.write("meeting", 0, meeting.values())
+        board.write("meeting", 0, [meeting.directory, meeting.token])
         return Place(rank, size, meeting, board=board)
     try:
         directory, token = board.read("meeting", 0, timeout)

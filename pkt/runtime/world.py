@@ -24,13 +24,8 @@ T = TypeVar("T")
 
 _open: list[World] = []  # this process's worlds; the last one is current
 
-
-def _last_open() -> World | None:
-    return _open[-1] if _open else None
-
-
 # Returns the world that host code runs in. The simulator, where many ranks share a thread, puts its own function here.
-_current: Callable[[], World | None] = _last_open
+_current: Callable[[], World | None] = lambda: _open[-1] if _open else None
 
 
 def current_world(call: str = "pkt.current_world()") -> World:

@@ -195,11 +195,6 @@ def assemble(probes: Sequence[Mapping[str, Any]]) -> Topology:
     gpus = tuple(Gpu(**{**p["gpu"], "capability": tuple(p["gpu"]["capability"])}) for p in probes)
     rows = []
     for mine, gpu in zip(probes, gpus, strict=True):
-        known = mine["links"]
-        rows.append(
-            tuple(
-                Link(True, True) if peer.uuid == gpu.uuid else Link(*known.get(peer.uuid, (None, None)))
-                for peer in gpus
-            )
-        )
+        known = {**mine["links"], gpu.uuid: (True, True)}
+        rows.append(tuple(Link(*known.get(peer.uuid, (None, None))) for peer in gpus))
     return Topology(gpus, tuple(rows))

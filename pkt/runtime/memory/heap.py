@@ -31,9 +31,8 @@ def heap_bytes(heap: int | str | None) -> int:
     match = _SIZE.match(str(value))
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if nbytes < 2 * STATUS_BYTES:
-        raise ShapeError.argument(
-            "heap", "heap= or PKT_HEAP", repr(value), f'at least {2 * STATUS_BYTES} bytes, as in "8GiB"'
-        )
+        wanted = f'at least {2 * STATUS_BYTES} bytes, as in "8GiB"'
+        raise ShapeError.argument("heap", "heap= or PKT_HEAP", repr(value), wanted)
     return nbytes
 
 
@@ -147,12 +146,12 @@ class SymmetricHeap:
         window = self.backend.rank if rank is None else rank
         return self.backend.view(window, block.offset, block.nbytes).view(torch.int32)
 
-    def payload(self, allocation: Allocation, rank: int | None = None) -> torch.Tensor:
-        """uint8 view of the block's elements in the window of `rank`, or of this rank. The storage starts with them. An
-        empty block has one byte."""
+    def payload(self, allocation: Allocation, rank: int) -> torch.Tensor:
+        """uint8 view of the block's elements in the window of `rank`. The storage starts with them. An empty block has
+        one byte."""
         block = allocation.block
         nbytes = max(1, math.prod(block.shape) * block.dtype.itemsize)
-        return self.backend.view(self.backend.rank if rank is None else rank, block.start, nbytes)
+        return self.backend.view(rank, block.start, nbytes)
 
     def tensor(self, allocation: Allocation) -> torch.Tensor:
         """The block's elements in this rank's window, as a plain contiguous tensor of the block's shape and dtype."""

@@ -67,10 +67,6 @@ class Meeting:
     directory: str
     token: str  # hex
 
-    def values(self) -> list[str]:
-        """Directory and token, as JSON values."""
-        return [self.directory, self.token]
-
     def remove(self) -> None:
         """Remove the directory; every rank may do so."""
         shutil.rmtree(self.directory, ignore_errors=True)

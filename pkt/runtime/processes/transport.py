@@ -57,11 +57,8 @@ class Transport:
         for rank, received in fds.items():
             if received:
                 close_fds([fd for some in fds.values() for fd in some])
-                raise self._fail(
-                    TransportError.refused(
-                        self.rank, f"{what} of rank {rank}", f"{len(received)} file descriptors", "none"
-                    )
-                )
+                found = f"{len(received)} file descriptors"
+                raise self._fail(TransportError.refused(self.rank, f"{what} of rank {rank}", found, "none"))
         return values
 
     def exchange_fds(
@@ -176,12 +173,8 @@ class Transport:
         if frame.sequence == _GIVES_UP:
             raise PeerLost.exited(self.rank, self._blamed(connection, frame.value), what)
         if frame.sequence != self.sequence or not isinstance(frame.value, list) or len(frame.value) != 2:
-            raise TransportError.refused(
-                self.rank,
-                f"a message of rank {connection.peer}",
-                f"call number {frame.sequence}",
-                f"call number {self.sequence}",
-            )
+            found, wanted = f"call number {frame.sequence}", f"call number {self.sequence}"
+            raise TransportError.refused(self.rank, f"a message of rank {connection.peer}", found, wanted)
 
     def _farewell(self, connection: Connection, frames: dict[int, Frame], what: str) -> bool:
         """After a failed write: whether the peer's frame of this call has arrived. Raises the peer's reason if it sent

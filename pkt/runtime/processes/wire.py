@@ -49,13 +49,8 @@ def _pack(value: Any, call: str) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return {
-            "tensor": [
-                str(value.dtype).removeprefix("torch."),
-                list(value.shape),
-                _bytes(flat.numpy().tobytes()),
-            ]
-        }
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": [dtype, list(value.shape), _bytes(flat.numpy().tobytes())]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return {"ndarray": [value.dtype.str, list(value.shape), _bytes(np.ascontiguousarray(value).tobytes())]}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":

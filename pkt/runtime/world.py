@@ -6,7 +6,6 @@ import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -212,9 +211,7 @@ class World:
         _open.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
             self.close()
         elif not self._closed:
@@ -287,9 +284,7 @@ class Workspace(Scope):
     def __enter__(self) -> Workspace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
             self.close()
         else:  # the error may be this rank's alone, and freeing is collective: the memory stays allocated

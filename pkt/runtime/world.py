@@ -23,8 +23,10 @@ T = TypeVar("T")
 
 _open: list[World] = []  # this process's worlds; the last one is current
 
-# Returns the world that host code runs in. The simulator, where many ranks share a thread, puts its own function here.
-_current: Callable[[], World | None] = lambda: _open[-1] if _open else None
+
+def _current() -> World | None:
+    """The world that host code runs in. The simulator, where many ranks share a thread, puts its own function here."""
+    return _open[-1] if _open else None
 
 
 def current_world(call: str = "pkt.current_world()") -> World:

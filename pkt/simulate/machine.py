@@ -123,7 +123,7 @@ class Machine:
             if not self.ready:
                 if self._settle():
                     continue
-                if all(h.task is not None and h.task.greenlet.dead for h in self.hosts):
+                if all(h.task.greenlet.dead for h in self.hosts):
                     return
                 raise self._deadlock()
             at = schedule.pick(self.ready)
@@ -170,10 +170,8 @@ class Machine:
         self._fill(launch)
         if launch.done:
             self.device.commit_rank(task.rank)
-            waiter = host.task
-            assert waiter is not None
-            waiter.blocked = None
-            self.ready.append(waiter)
+            host.task.blocked = None
+            self.ready.append(host.task)
 
     def _fill(self, launch: Launch) -> None:
         """Start programs of `launch` while its rank has free slots."""
@@ -187,7 +185,6 @@ class Machine:
                 host.columns.append(self.clocks.column(2))
             task.column = host.columns[index]
             parent = host.task
-            assert parent is not None
             task.clock = self.clocks.fit(parent.clock).copy()
             task.clock[task.column] += 1
             task.async_clock = int(task.clock[task.column + 1]) + 1
@@ -200,7 +197,7 @@ class Machine:
 
     def _end(self) -> None:
         self.ended = True
-        hosts = [host.task for host in self.hosts if host.task is not None]
+        hosts = [host.task for host in self.hosts]
         for task in [*hosts, *self.ready, *(t for tasks in self.waiting.values() for t in tasks)]:
             if not task.greenlet.dead:
                 with suppress(Exception):  # raised in a `finally` of the task: the run has ended for an earlier reason
@@ -276,7 +273,6 @@ class Machine:
         host.launches += 1
         launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values))
         task = host.task
-        assert task is not None
         task.clock = self.clocks.fit(task.clock)
         launch.time = task.time = task.time + cost.LAUNCH_US
         host.launch = launch
@@ -305,7 +301,6 @@ class Machine:
         ordered before everything after it, on all ranks."""
         host = self.host(what)
         task = host.task
-        assert task is not None
         host.calls += 1
         host.call = what
         meeting = self.meetings.setdefault(host.calls, Meeting())
@@ -317,7 +312,7 @@ class Machine:
         else:
             del self.meetings[host.calls]
             for other in self.hosts:
-                if other is not host and other.task is not None:
+                if other is not host:
                     other.task.blocked = None
                     self.ready.append(other.task)
         host.call = ""
@@ -334,7 +329,6 @@ class Machine:
         """
         self.meet(None, "timed()")
         task = self.host("timed()").task
-        assert task is not None
         if not self.timing:
             self._was_by_time, self.schedule.by_time = self.schedule.by_time, self.schedule.seed == 0
         self.timing += 1
@@ -386,7 +380,7 @@ class Machine:
             if launch is not None and launch.next < launch.total and launch.running and not h.slots:
                 return TooFewResident.waiting(h.rank, launch.name, launch.total, self.sms, waits)
         error = Deadlock.among(waits, hosts)
-        finished = [h.rank for h in self.hosts if h.task is not None and h.task.greenlet.dead]
+        finished = [h.rank for h in self.hosts if h.task.greenlet.dead]
         if finished:
             error.add_note(f"ranks that have returned: {', '.join(map(str, finished))}")
         if self.lost:

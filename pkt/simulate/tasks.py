@@ -88,9 +88,10 @@ class Host:
     """One rank: its host task, its SM slots, and torch's state of a thread (random state, whether gradients are
     recorded)."""
 
+    task: Task  # from the start of the run on
+
     def __init__(self, rank: int, sms: int) -> None:
         self.rank = rank
-        self.task: Task | None = None
         self.slots = list(range(sms))
         self.columns: list[int] = []
         self.launches = 0

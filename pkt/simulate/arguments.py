@@ -45,7 +45,7 @@ def register(arguments: dict[str, Any], space: AddressSpace, rank: int, kernel: 
             continue
         if tensor.device.type != "cpu":
             raise TypeError(f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU")
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # keeps the storage alive
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()  # keeps the storage alive
         space.add_local(Region(base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape)))
         bases.append(base)
     return bases

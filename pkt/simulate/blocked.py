@@ -18,7 +18,7 @@ def signed(value: int) -> int:
 
 
 class Blocked:
-    """A program in a wait. cmp: "ge", "gt", "le", "lt", "eq", "ne", as in `operator`, or "flip": the top bit differs."""
+    """A program in a wait. cmp: "ge", "gt", "le", "lt", "eq", "ne", as in `operator`, or "flip" (the top bit)."""
 
     def __init__(self, task: Any, region: Region, address: int, want: int, cmp: str, at: Site):
         self.task, self.region, self.address = task, region, address

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from pkt.runtime.gpu import handles
 from pkt.runtime.gpu.driver import CudaDriver, Shared
 from pkt.runtime.gpu.topology import multicast_off
-from pkt.runtime.gpu.votes import Votes
+from pkt.runtime.gpu.votes import Votes, close_shared
 
 
 class Multicast:
@@ -88,12 +87,8 @@ def _share(votes: Votes, driver: CudaDriver, capacity: int, here: ExitStack) -> 
         here.callback(driver.release, held[0])
         sent.append(driver.export(held[0]))
 
-    try:
-        mine = votes.attempt(make) if transport.rank == 0 else {}
-        vote = {k: v for k, v in mine.items() if k != "value"}
-        said, received = handles.exchange(transport, vote, sent, "multicast: creating")
-    finally:
-        handles.close(sent)
+    mine = votes.attempt(make) if transport.rank == 0 else {}
+    said, received = votes.share(mine, sent, "multicast: creating")
     try:
         if not votes.agreed(said, "multicast: creating"):
             return None
@@ -106,4 +101,4 @@ def _share(votes: Votes, driver: CudaDriver, capacity: int, here: ExitStack) -> 
 
         return held[0] if votes.worked(take, "multicast: importing") else None
     finally:
-        handles.close(shared for some in received.values() for shared in some)
+        close_shared(received)

@@ -116,6 +116,12 @@ class Transport:
                 found[peer] = f"({connection.who}) is {state}"
         return found
 
+    def check(self, what: str) -> None:
+        """Raise PeerLost if a rank is gone or stopped."""
+        lost = self.lost()
+        if lost:
+            raise PeerLost.exited(self.rank, lost, what)
+
     def close(self) -> None:
         """Close all connections; idempotent. To the others this rank has left."""
         self.closed = True

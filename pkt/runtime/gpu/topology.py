@@ -78,15 +78,18 @@ class Topology:
         """Whether every GPU supports it; whether it is used is a vote."""
         return all(gpu.multicast for gpu in self.gpus)
 
+    def access(self, a: int, b: int) -> str:
+        """What rank a's GPU can do in rank b's memory, in a word or two."""
+        link = self.links[a][b]
+        if a == b or link.access is None:
+            return "-" if a == b else "?"
+        return "no access" if not link.access else "no atomics" if link.atomics is False else "yes"
+
     def matrix(self) -> str:
         """A line per rank: its GPU, its fabric if there are several hosts, its access to each other rank's memory."""
-        words = {(True, True): "yes", (True, False): "no atomics", (True, None): "yes"}
         rows = []
         for a, gpu in enumerate(self.gpus):
-            cells = [
-                "-" if a == b else "?" if link.access is None else words.get((link.access, link.atomics), "no access")
-                for b, link in enumerate(self.links[a])
-            ]
+            cells = [self.access(a, b) for b in range(len(self.gpus))]
             fabric = (gpu.host, "yes" if gpu.fabric_handles else "no", gpu.domain or "none") if self.spans else ()
             rows.append((f"rank {a}", gpu.device, gpu.name, *fabric, *cells))
         fabric = ("host", "fabric handles", "NVLink domain") if self.spans else ()

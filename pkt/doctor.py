@@ -116,7 +116,7 @@ def examine() -> Report:
     seen = torch.cuda.device_count()
     if torch.version.cuda is not None and seen < count:
         found = f"torch sees {seen} of {count} GPUs"
-        remedy = f"torch is built for CUDA {torch.version.cuda}: update the driver, or install a torch for an older one"
+        remedy = f"it is built for CUDA {torch.version.cuda}: update the driver, or install a torch for an older CUDA"
         report.problems.append(Problem(found, remedy, fatal=seen == 0))
         report.ranks = min(report.ranks, seen)
     return report

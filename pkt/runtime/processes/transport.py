@@ -144,8 +144,6 @@ class Transport:
                 state[connection.fileno()] = events
 
         for connection in ends.values():
-            poller.register(connection, 0)
-            state[connection.fileno()] = 0
             interest(connection)
         while len(frames) < len(ends) or any(c.unsent for c in ends.values()):
             left = deadline - time.monotonic()

@@ -83,7 +83,8 @@ class SymmetricHeap:
         Raises AllocationMismatch before the memory can be used. Raises HeapFull on every rank, and then nothing is
         lost.
         """
-        self.check_open("allocation")
+        if self.closed:
+            raise Closed.used(self.backend.rank, "allocation")
         number = self.allocations + 1
         self.agreement.check("allocate", number, str(shape), str(dtype)[6:], kind, site)
         self.allocations = number
@@ -168,11 +169,6 @@ class SymmetricHeap:
         if not 0 <= offset < self.capacity:
             return None
         return next((a for a in self.live.values() if a.block.offset <= offset < a.block.end), None)
-
-    def check_open(self, call: str) -> None:
-        """Raise Closed after close()."""
-        if self.closed:
-            raise Closed.used(self.backend.rank, call)
 
     def check_guards(self, call: str) -> None:
         """Raise SignalIndexError if a guard word around any signals was overwritten."""

@@ -69,9 +69,8 @@ class SharedJournal:
             if found == ordinal and zlib.crc32(record) == checksum:
                 return record
             time.sleep(1e-5)
-        raise TransportError.refused(
-            self.rank, f"the journal of rank {rank}", f"call #{found}", f"call #{ordinal}, whole"
-        )
+        wanted = f"call #{ordinal}, whole"
+        raise TransportError.refused(self.rank, f"the journal of rank {rank}", f"call #{found}", wanted)
 
     def settle(self, ordinal: int) -> None:
         """Return once every rank has written its call number `ordinal`. Raises WaitTimeout or PeerLost."""

@@ -166,7 +166,8 @@ class Machine:
         launch.clock = task.clock if launch.clock is None else self.clocks.join(launch.clock, task.clock)
         launch.time = max(launch.time, task.time)
         heapq.heappush(host.slots, task.lane)
-        self._record(task)
+        if self.tracing:
+            self.events += [(task.rank, task.lane, kind, task.name, a, b) for kind, a, b in task.intervals]
         self._fill(launch)
         if launch.done:
             self.device.commit_rank(task.rank)
@@ -395,9 +396,3 @@ class Machine:
         failed = RankFailed.raised(task.rank, text, seed=self.schedule.seed or None)
         failed.__cause__ = error
         return failed
-
-    # -- timeline ---------------------------------------------------------------------------------------------------
-
-    def _record(self, task: Task) -> None:
-        if self.tracing:
-            self.events += [(task.rank, task.lane, kind, task.name, a, b) for kind, a, b in task.intervals]

@@ -103,13 +103,13 @@ class Host:
         self.result: Any = None
 
 
+@dataclass(eq=False)
 class Meeting:
     """A collective call of the hosts: the value of each host so far; complete when every host has called."""
 
-    def __init__(self) -> None:
-        self.values: dict[int, tuple[Any, str]] = {}
-        self.clock: Any = None
-        self.time = 0.0
+    values: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    clock: Any = None
+    time: float = 0.0
 
 
 class Stopped(greenlet.GreenletExit):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -29,7 +30,7 @@ import pkt.language as pl
 from pkt.errors import PktError, Unsupported
 from pkt.launcher import launch
 from pkt.runtime.gpu import nvml
-from pkt.runtime.gpu.driver import CudaDriver, Driver
+from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.topology import Topology, assemble, multicast_off, probe
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.heap import heap_bytes
@@ -86,28 +87,23 @@ class Report:
 
 
 # ----------------------------------------------------------------------------------------------- without a world
-def examine(
-    driver: Callable[[int], Driver] = CudaDriver,
-    torch_gpus: Callable[[], int] = torch.cuda.device_count,
-    torch_cuda: str | None = torch.version.cuda,
-    links: Callable[[str], int | None] = nvml.nvlinks,
-) -> Report:
-    """The report without the measurement. Tests replace the arguments, which answer its questions."""
+def examine() -> Report:
+    """The report without the measurement."""
     report = Report()
-    _software(report, torch_cuda)
+    _software(report)
     _settings(report)
     try:
-        calls = driver(0)
-        version = calls.version()
+        driver = CudaDriver(0)
+        version = driver.version()
         release = nvml.ask("system_get_driver_version") or "NVIDIA driver"
         report.software.append(("driver", f"{release}, CUDA {version // 1000}.{version % 1000 // 10}"))
-        count = calls.device_count()
+        count = driver.device_count()
     except (
         PktError,
         ImportError,
         RuntimeError,
         OSError,
-    ) as error:  # no driver, no GPU or no bindings; its text says which
+    ) as error:  # no driver, no GPU or no bindings
         remedy = "on a machine with NVIDIA GPUs: install the driver, or start the container with --gpus all"
         report.problems.append(Problem(f"no GPU can be asked: {str(error).strip().splitlines()[0]}", remedy))
         return report
@@ -116,28 +112,28 @@ def examine(
         hint = f"CUDA_VISIBLE_DEVICES is {visible!r}" if visible is not None else "start the container with --gpus all?"
         report.problems.append(Problem("the driver shows no GPU", hint))
         return report
-    _gpus(report, calls, count, links)
-    seen = torch_gpus()
-    if torch_cuda is not None and seen < count:
+    _gpus(report, driver, count)
+    seen = torch.cuda.device_count()
+    if torch.version.cuda is not None and seen < count:
         found = f"torch sees {seen} of {count} GPUs"
-        remedy = f"torch is built for CUDA {torch_cuda}: update the driver, or install a torch for an older CUDA"
+        remedy = f"it is built for CUDA {torch.version.cuda}: update the driver, or install a torch for an older CUDA"
         report.problems.append(Problem(found, remedy, fatal=seen == 0))
         report.ranks = min(report.ranks, seen)
     return report
 
 
-def _software(report: Report, torch_cuda: str | None) -> None:
+def _software(report: Report) -> None:
     missing = report.problems.append
     for name, use in PACKAGES.items():
         found = _version(name)
         report.software.append((name, found or (f"not installed ({use})" if use else "not installed")))
         if not found and name == "cuda-bindings":
             missing(Problem("cuda-bindings is not installed", "pip install cuda-python"))
-    report.software.append(("CUDA of torch", torch_cuda or "none"))
-    if torch_cuda is None:
+    report.software.append(("CUDA of torch", torch.version.cuda or "none"))
+    if torch.version.cuda is None:
         remedy = 'install one built for CUDA: see "Get started" on pytorch.org'
         missing(Problem(f"torch {torch.__version__} was built without CUDA", remedy))
-    if _numbers(triton.__version__) < OLDEST_TRITON:
+    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < OLDEST_TRITON:
         wanted = ".".join(map(str, OLDEST_TRITON))
         missing(Problem(f"triton {triton.__version__} is too old", f"pip install 'triton>={wanted}'"))
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -162,12 +158,12 @@ def _settings(report: Report) -> None:
         report.settings.append(("GPUs let through (CUDA_VISIBLE_DEVICES)", visible or "none"))
 
 
-def _gpus(report: Report, driver: Driver, count: int, links: Callable[[str], int | None]) -> None:
+def _gpus(report: Report, driver: CudaDriver, count: int) -> None:
     host = socket.gethostname()
     topology = assemble([probe(driver, device, host, spans=True) for device in range(count)])
     report.topology = topology
     report.memory = [driver.memory(device) for device in range(count)]
-    report.nvlinks = [links(gpu.uuid) for gpu in topology.gpus]
+    report.nvlinks = [nvml.nvlinks(gpu.uuid) for gpu in topology.gpus]
     report.imex = bool(glob.glob(IMEX_CHANNELS))
     report.multicast = [bool(driver.attribute(device, "MULTICAST_SUPPORTED")) for device in range(count)]
     for ranks in range(count, 0, -1):
@@ -189,11 +185,6 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "not installed, run from its source" if distribution == "pkt-triton" else ""
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    head = version.split("+")[0].split(".")[:2]
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in head)
 
 
 # ----------------------------------------------------------------------------------------------------- a real world
@@ -336,15 +327,9 @@ def _multicast(report: Report) -> list[tuple[str, str]]:
 def _gpu_table(report: Report, topology: Topology) -> Table:
     rows = []
     for index, gpu in enumerate(topology.gpus):
-        lacks = [
-            name
-            for name, has in (
-                ("virtual memory", gpu.virtual_memory),
-                ("POSIX handles", gpu.posix_fds),
-                ("cooperative launch", gpu.cooperative_launch),
-            )
-            if not has
-        ]
+        needs = {"virtual memory": gpu.virtual_memory, "POSIX handles": gpu.posix_fds}
+        needs["cooperative launch"] = gpu.cooperative_launch
+        lacks = [name for name, has in needs.items() if not has]
         up = report.nvlinks[index]
         rows.append(
             (
@@ -359,13 +344,8 @@ def _gpu_table(report: Report, topology: Topology) -> Table:
 
 def _link_table(topology: Topology) -> Table:
     count = len(topology.gpus)
-    rows = [(f"GPU {a}", *(_link_word(topology, a, b) for b in range(count))) for a in range(count)]
+    rows = [(f"GPU {a}", *(topology.access(a, b) for b in range(count))) for a in range(count)]
     return _table("Peer access, with native atomics", ("", *(f"-> {b}" for b in range(count))), rows)
-
-
-def _link_word(topology: Topology, a: int, b: int) -> str:
-    link = topology.links[a][b]
-    return "-" if a == b else "no access" if not link.access else "yes" if link.atomics else "no atomics"
 
 
 def _speed_table(report: Report) -> Table:

@@ -51,13 +51,11 @@ class WaitTimeout(PktError):
         """`refused`: callers that were no rank of this world."""
         who = ", ".join(f"rank {r}" for r in missing) or "a peer"
         away = f"\nrefused: {'; '.join(refused)}" if refused else ""
-        return cls.of(
+        text = (
             f"rank {rank}: {what} waits for {who} after {seconds:.1f} s: every rank must make this call; "
-            f"a longer deadline: PKT_TIMEOUT (seconds){away}",
-            rank=rank,
-            missing=list(missing),
-            seconds=seconds,
+            f"a longer deadline: PKT_TIMEOUT (seconds){away}"
         )
+        return cls.of(text, rank=rank, missing=list(missing), seconds=seconds)
 
 
 class Deadlock(PktError):
@@ -99,12 +97,11 @@ class GridTooLarge(PktError):
     def resident(cls, kernel: str, grid: int, num_sms: int, per_sm: int, rank: int | None = None) -> GridTooLarge:
         who = f"rank {rank}: " if rank is not None else ""
         slots = num_sms * per_sm
-        return cls.of(
+        text = (
             f"{who}{kernel}: grid {grid} > {slots} resident programs ({num_sms} SMs x {per_sm}): "
-            "lower the grid or num_stages",
-            grid=grid,
-            slots=slots,
+            "lower the grid or num_stages"
         )
+        return cls.of(text, grid=grid, slots=slots)
 
 
 class DataRace(PktError):
@@ -112,12 +109,11 @@ class DataRace(PktError):
 
     @classmethod
     def between(cls, first: Access, second: Access) -> DataRace:
-        return cls.of(
+        text = (
             f"data race: {second.text()}\n  is not ordered after: {first.text()}\n"
-            "  put a signal after the first and a wait before the second",
-            first=first,
-            second=second,
+            "  put a signal after the first and a wait before the second"
         )
+        return cls.of(text, first=first, second=second)
 
 
 class StaleFlag(PktError):
@@ -125,12 +121,11 @@ class StaleFlag(PktError):
 
     @classmethod
     def found(cls, waiting: Waiting, written: int) -> StaleFlag:
-        return cls.of(
+        text = (
             f"stale flag: {waiting.text()}, but that value was written in launch {written}: "
-            "wait for epoch(flags, world) * arrivals, not for a constant",
-            waiting=waiting,
-            written=written,
+            "wait for epoch(flags, world) * arrivals, not for a constant"
         )
+        return cls.of(text, waiting=waiting, written=written)
 
 
 class OutOfBounds(PktError):
@@ -146,11 +141,8 @@ class UseAfterFree(PktError):
 
     @classmethod
     def host(cls, rank: int, call: str, name: str, freed_at: str) -> UseAfterFree:
-        return cls.of(
-            f"rank {rank}: {call} uses {name!r} after it was freed at {freed_at}: free it later, or allocate again",
-            rank=rank,
-            name=name,
-        )
+        text = f"rank {rank}: {call} uses {name!r} after it was freed at {freed_at}: free it later, or allocate again"
+        return cls.of(text, rank=rank, name=name)
 
     @classmethod
     def device(cls, access: Access, freed_at: str) -> UseAfterFree:
@@ -175,13 +167,11 @@ class LostSignal(PktError):
     @classmethod
     def unread(cls, rank: int, counter: str, value: int, signallers: str = "") -> LostSignal:
         by = f" by {signallers}" if signallers else ""
-        return cls.of(
+        text = (
             f"rank {rank}: {counter} was signalled to {value}{by} but no wait looked at it: "
-            "a wait is missing, or a signal too many",
-            rank=rank,
-            counter=counter,
-            value=value,
+            "a wait is missing, or a signal too many"
         )
+        return cls.of(text, rank=rank, counter=counter, value=value)
 
 
 class LostSync(PktError):
@@ -190,23 +180,20 @@ class LostSync(PktError):
     @classmethod
     def compiled(cls, kernel: str, call: str, source: int, found: int) -> LostSync:
         """The source has `source` calls, a later stage of compilation only `found`."""
-        return cls.of(
+        text = (
             f"{kernel}: {source} {call} in the source, {found} in the PTX: Triton's passes dropped the others; move "
-            "the call out of the inner loop, into the body of the kernel or its persistent loop",
-            kernel=kernel,
-            wanted=source,
-            found=found,
+            "the call out of the inner loop, into the body of the kernel or its persistent loop"
         )
+        return cls.of(text, kernel=kernel, wanted=source, found=found)
 
     @classmethod
     def specialized(cls, kernel: str, call: str, count: int) -> LostSync:
         """`count` calls are in a warp-specialised loop, whether or not this compilation kept them."""
-        return cls.of(
+        text = (
             f"{kernel}: {count} {call}{'s' * (count != 1)} inside tl.range(warp_specialize=True), where Triton drops "
-            "them or lets loads pass them, depending on num_warps and the GPU; move the call out of that loop",
-            kernel=kernel,
-            inside=count,
+            "them or lets loads pass them, depending on num_warps and the GPU; move the call out of that loop"
         )
+        return cls.of(text, kernel=kernel, inside=count)
 
 
 class CollectiveMismatch(PktError):
@@ -279,22 +266,19 @@ class HeapFull(PktError, MemoryError):
     def wanted(cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None) -> HeapFull:
         who = f"rank {rank}: " if rank is not None else ""
         what = f" for {name!r}" if name else ""
-        return cls.of(
+        text = (
             f"{who}heap full: wanted {size_text(nbytes)}{what}, free {size_text(free)}, largest block "
-            f"{size_text(largest)}; raise heap= or PKT_HEAP",
-            nbytes=nbytes,
-            free=free,
-            largest=largest,
+            f"{size_text(largest)}; raise heap= or PKT_HEAP"
         )
+        return cls.of(text, nbytes=nbytes, free=free, largest=largest)
 
     @classmethod
     def no_memory(cls, nbytes: int, device: str, said: Mapping[int, str]) -> HeapFull:
-        return cls.of(
+        text = (
             f"heap full: growing it to {size_text(nbytes)} on {device} failed: {ranks_text(said)}; free "
-            "other memory on that GPU, or lower heap= or PKT_HEAP",
-            nbytes=nbytes,
-            said=dict(said),
+            "other memory on that GPU, or lower heap= or PKT_HEAP"
         )
+        return cls.of(text, nbytes=nbytes, said=dict(said))
 
 
 class NotSymmetric(PktError, TypeError):
@@ -303,12 +287,11 @@ class NotSymmetric(PktError, TypeError):
     @classmethod
     def argument(cls, rank: int, name: str, found: str, call: str = "") -> NotSymmetric:
         where = f"{call}: " if call else ""
-        return cls.of(
+        text = (
             f"rank {rank}: {where}{name} must be a symmetric tensor of this world (pkt.empty, pkt.zeros, "
-            f"...), found {found}: allocate it with pkt, or copy it into one",
-            rank=rank,
-            name=name,
+            f"...), found {found}: allocate it with pkt, or copy it into one"
         )
+        return cls.of(text, rank=rank, name=name)
 
 
 class RankError(PktError, IndexError):
@@ -344,14 +327,12 @@ class SignalIndexError(PktError, IndexError):
 
     @classmethod
     def guard(cls, rank: int, call: str, name: str, word: int, count: int, found: int) -> SignalIndexError:
-        return cls.of(
+        text = (
             f"rank {rank}: {call}: the guard word at {name}[{word}] was overwritten, found "
             f"{found & 0xFFFFFFFF:#x}: some rank signalled outside {name}[0..{count - 1}]; allocate more with "
-            "pkt.signals(n)",
-            rank=rank,
-            word=word,
-            count=count,
+            "pkt.signals(n)"
         )
+        return cls.of(text, rank=rank, word=word, count=count)
 
 
 class ShapeError(PktError, ValueError):
@@ -377,10 +358,8 @@ class Closed(PktError):
 
     @classmethod
     def used(cls, rank: int, call: str, what: str = "world", make: str = "pkt.init()") -> Closed:
-        return cls.of(
-            f"rank {rank}: {call}: the {what} is closed: call {make} for a new one, or close later",
-            rank=rank,
-        )
+        text = f"rank {rank}: {call}: the {what} is closed: call {make} for a new one, or close later"
+        return cls.of(text, rank=rank)
 
 
 class PeerLost(PktError):
@@ -424,12 +403,8 @@ class DriverError(PktError):
 
     @classmethod
     def failed(cls, rank: int, call: str, code: int, name: str, remedy: str = "") -> DriverError:
-        return cls.of(
-            f"rank {rank}: {call} failed: {name} ({code})" + (f": {remedy}" if remedy else ""),
-            rank=rank,
-            call=call,
-            code=code,
-        )
+        text = f"rank {rank}: {call} failed: {name} ({code})" + (f": {remedy}" if remedy else "")
+        return cls.of(text, rank=rank, call=call, code=code)
 
     @classmethod
     def on_ranks(cls, what: str, said: Mapping[int, str], code: int) -> DriverError:

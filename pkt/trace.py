@@ -133,28 +133,17 @@ class Timeline:
         """Write Chrome's trace JSON, one process a rank, for ui.perfetto.dev and chrome://tracing."""
         records: list[dict[str, object]] = []
         for rank in self.ranks:
-            records += [
-                {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
-                {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
-            ]
+            process: dict[str, object] = {"ph": "M", "pid": rank}
+            records.append(process | {"name": "process_name", "args": {"name": f"rank {rank}"}})
+            records.append(process | {"name": "process_sort_index", "args": {"sort_index": rank}})
         for rank, lane in sorted({(event.rank, event.lane) for event in self.events}):
-            place: dict[str, object] = {"ph": "M", "pid": rank, "tid": lane}
-            records += [
-                place | {"name": "thread_name", "args": {"name": f"lane {lane}"}},
-                place | {"name": "thread_sort_index", "args": {"sort_index": lane}},
-            ]
+            thread: dict[str, object] = {"ph": "M", "pid": rank, "tid": lane}
+            records.append(thread | {"name": "thread_name", "args": {"name": f"lane {lane}"}})
+            records.append(thread | {"name": "thread_sort_index", "args": {"sort_index": lane}})
         for event in self.events:
-            records.append(
-                {
-                    "ph": "X",
-                    "name": event.name or event.kind,
-                    "cat": event.kind,
-                    "pid": event.rank,
-                    "tid": event.lane,
-                    "ts": event.start_us,
-                    "dur": event.end_us - event.start_us,
-                }
-            )
+            place = {"ph": "X", "pid": event.rank, "tid": event.lane, "name": event.name or event.kind}
+            time = {"ts": event.start_us, "dur": event.end_us - event.start_us}
+            records.append({**place, **time, "cat": event.kind})
         path = Path(path)
         path.write_text(json.dumps({"displayTimeUnit": "ns", "traceEvents": records}))
         return path

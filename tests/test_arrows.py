@@ -25,7 +25,7 @@ ARROWS = {
     "pkt.trace": ([], ["rich", "matplotlib"]),
     # ------------------------------------------------------------------------------------------- host side, from below
     "pkt.runtime": ([], []),
-    "pkt.runtime.backend": ([], ["torch"]),
+    "pkt.runtime.backend": (["pkt.runtime.processes"], ["torch"]),
     "pkt.runtime.processes": (["pkt.errors"], ["torch", "numpy"]),
     "pkt.runtime.memory": (["pkt.errors", "pkt.wording", "pkt.language.world", "pkt.runtime.backend"], ["torch"]),
     "pkt.runtime.kept": (["pkt.errors", "pkt.runtime.memory.heap"], []),

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -31,16 +32,24 @@ def gpus(count, **attributes):
     return [FakeGpu(f"{i:032x}", attributes=dict(attributes)) for i in range(count)]
 
 
-def examine(some, seen=None, cuda="13.0", drivers=None):
-    """The report on a machine with these GPUs."""
+def examine(some, seen=None, cuda="13.0", drivers=None, error=None):
+    """The report on a machine with these GPUs, or where the driver cannot be loaded."""
 
     def driver(rank):
+        if error is not None:
+            raise error
         made = FakeDriver(rank, gpus=some)
         made.gpus = some  # FakeDriver takes an empty list for its default
         (drivers if drivers is not None else []).append(made)
         return made
 
-    return doctor.examine(driver, lambda: len(some) if seen is None else seen, cuda, lambda uuid: 18)
+    with (
+        mock.patch.object(doctor, "CudaDriver", driver),
+        mock.patch.object(torch.cuda, "device_count", return_value=len(some) if seen is None else seen),
+        mock.patch.object(torch.version, "cuda", cuda),
+        mock.patch.object(doctor.nvml, "nvlinks", return_value=18),
+    ):
+        return doctor.examine()
 
 
 def text(report):
@@ -129,18 +138,12 @@ def test_torch_without_cuda_or_with_another_one():
 
 
 def test_no_driver_no_bindings_no_gpu(monkeypatch):
-    def fails(error):
-        def driver(rank):
-            raise error
-
-        return driver
-
     for error in (
         DriverError.failed(0, "cuInit", 100, "CUDA_ERROR_NO_DEVICE"),
         ImportError("No module named 'cuda.bindings'"),
         RuntimeError("libcuda.so.1 cannot be found\nhere or there"),
     ):
-        report = doctor.examine(fails(error), lambda: 0, "13.0")
+        report = examine([], error=error)
         page = text(report)
         assert report.status == 1
         assert f"missing: no GPU can be asked: {str(error).splitlines()[0]}" in " ".join(page.split())

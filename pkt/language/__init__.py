@@ -17,7 +17,7 @@ from .memory import (
     load,
     put,
     store,
-)
+)  # fmt: skip
 from .multimem import multimem_load_reduce, multimem_reduce_add, multimem_store
 from .sync import barrier, epoch, fence, grid_barrier, quiet, signal, signal_all, test, wait, world_barrier
 from .template import lcsc
@@ -27,42 +27,11 @@ from .tile import Layout
 inspect.install_listener()
 
 __all__ = [
-    "Layout",
-    "peer",
-    "multicast",
-    "load",
-    "store",
-    "get",
-    "put",
-    "copy",
-    "atomic_add",
-    "atomic_cas",
-    "atomic_xchg",
-    "atomic_and",
-    "atomic_or",
-    "atomic_xor",
-    "atomic_min",
-    "atomic_max",
-    "signal",
-    "signal_all",
-    "wait",
-    "test",
-    "barrier",
-    "grid_barrier",
-    "world_barrier",
-    "fence",
-    "quiet",
-    "epoch",
-    "put_flagged",
-    "take_flagged",
-    "take_flagged_all",
-    "multimem_load_reduce",
-    "multimem_store",
-    "multimem_reduce_add",
-    "tile",
-    "shmem",
-    "order",
-    "template",
-    "lcsc",
-    "inspect",
-]
+    "Layout", "peer", "multicast",
+    "load", "store", "get", "put", "copy",
+    "atomic_add", "atomic_cas", "atomic_xchg", "atomic_and", "atomic_or", "atomic_xor", "atomic_min", "atomic_max",
+    "signal", "signal_all", "wait", "test", "barrier", "grid_barrier", "world_barrier", "fence", "quiet", "epoch",
+    "put_flagged", "take_flagged", "take_flagged_all",
+    "multimem_load_reduce", "multimem_store", "multimem_reduce_add",
+    "tile", "shmem", "order", "template", "lcsc", "inspect",
+]  # fmt: skip

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from pkt.runtime.processes.journal import SharedJournal
+
 ALIGNMENT = 256  # bytes; every allocation starts on it, so that TMA and 16-byte vectors are always possible
 SIGNAL_HEADER = 64  # bytes before the counters: an int64 epoch word, then guard words
 SIGNAL_GUARD = 64  # bytes: guard words after the counters
@@ -50,24 +52,6 @@ class Block(NamedTuple):
         return self.offset + self.nbytes
 
 
-class Journal(Protocol):
-    """A log of collective calls that peers read without waiting (see `memory.agreement`)."""
-
-    period: int  # a rank settles at least once in so many calls, because the log is a ring
-
-    def append(self, record: bytes) -> None:
-        """Record this rank's next call."""
-
-    def written(self, rank: int) -> int:
-        """How many calls `rank` has recorded."""
-
-    def read(self, rank: int, ordinal: int) -> bytes:
-        """The record of `rank`'s call number `ordinal`, which `rank` must have written."""
-
-    def settle(self, ordinal: int) -> None:
-        """Return once every rank has recorded its call number `ordinal`; raises WaitTimeout or PeerLost."""
-
-
 class CopyEngines(Protocol):
     """Work that the host queues on a stream of a GPU without a kernel; `stream` is the driver's handle."""
 
@@ -76,7 +60,7 @@ class CopyEngines(Protocol):
         stream: int | None = None,
     ) -> None:  # fmt: skip
         """Copy between addresses of any windows and of this GPU, on the current stream where `stream` is None. For the
-        shape and the pitches see `pkt.runtime.gpu.driver.Driver.copy`."""
+        shape and the pitches see `pkt.runtime.gpu.driver.CudaDriver.copy`."""
 
     def hold(self, address: int, value: int, stream: int) -> None:
         """The stream goes on when the int32 at `address` is `value` or more, by the sign of the 32-bit difference."""
@@ -105,7 +89,7 @@ class Backend(Protocol):
         """Seconds that a host call waits for another rank's process; None where all ranks share a process."""
 
     @property
-    def journal(self) -> Journal | None:
+    def journal(self) -> SharedJournal | None:
         """The log in which ranks compare heap calls; None: they exchange each call at once."""
 
     @property

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from pkt.errors import RankError, WaitTimeout
 from pkt.runtime.gpu.cuda import STRIDE, CudaBackend
-from pkt.runtime.gpu.driver import CudaDriver, Driver
+from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.watch import Watch
 from pkt.runtime.launch.launch import provide_scratch
 from pkt.runtime.memory.heap import heap_bytes
@@ -82,7 +82,7 @@ def _place_by_store(store: Any, group: tuple[str, tuple[int, ...]], rank: int, s
     board = Board(store, f"pkt/{group[0]}/{'-'.join(map(str, group[1]))}/{_worlds_of[group]}")
     if rank == 0:
         meeting = rendezvous.prepare()
-        board.write("meeting", 0, meeting.values())
+        board.write("meeting", 0, [meeting.directory, meeting.token])
         return Place(rank, size, meeting, board=board)
     try:
         directory, token = board.read("meeting", 0, timeout)
@@ -126,13 +126,13 @@ def open_world(
     heap: int | str | None,
     timeout: float,
     *,
-    driver: Callable[[int], Driver] = CudaDriver,
+    driver: Callable[[int], CudaDriver] = CudaDriver,
     stride: int = STRIDE,
     multicast: bool = True,
 ) -> World:
     """Collective: meet, probe, map, and allocate the status page. A failure leaves nothing behind.
 
-    timeout: seconds for every step and for waits on the GPU. driver: makes the Driver of a rank. stride: bytes from one
+    timeout: seconds for every step and for waits on the GPU. driver: makes the driver of a rank. stride: bytes from one
     rank's window to the next.
     """
     capacity = heap_bytes(heap)

@@ -6,7 +6,6 @@ import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -25,12 +24,9 @@ T = TypeVar("T")
 _open: list[World] = []  # this process's worlds; the last one is current
 
 
-def _last_open() -> World | None:
+def _current() -> World | None:
+    """The world that host code runs in. The simulator, where many ranks share a thread, puts its own function here."""
     return _open[-1] if _open else None
-
-
-# Returns the world that host code runs in. The simulator, where many ranks share a thread, puts its own function here.
-_current: Callable[[], World | None] = _last_open
 
 
 def current_world(call: str = "pkt.current_world()") -> World:
@@ -218,9 +214,7 @@ class World:
         _open.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
             self.close()
         elif not self._closed:
@@ -293,9 +287,7 @@ class Workspace(Scope):
     def __enter__(self) -> Workspace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
             self.close()
         else:  # the error may be this rank's alone, and freeing is collective: the memory stays allocated

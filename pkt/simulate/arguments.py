@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from pkt.errors import ShapeError
@@ -46,19 +45,10 @@ def register(arguments: dict[str, Any], space: AddressSpace, rank: int, kernel: 
             continue
         if tensor.device.type != "cpu":
             raise TypeError(f"{kernel}: argument {name} is on {tensor.device}; simulated ranks compute on the CPU")
-        memory = np.asarray(_Raw(base, nbytes))
-        region = Region(base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape))
-        region.keep = storage
-        space.add_local(region)
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()  # keeps the storage alive
+        space.add_local(Region(base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape)))
         bases.append(base)
     return bases
-
-
-class _Raw:
-    """An array interface over memory that something else owns."""
-
-    def __init__(self, base: int, nbytes: int) -> None:
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (base, False), "version": 3}
 
 
 def _tensors(values: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:

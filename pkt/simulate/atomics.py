@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
 from pkt.errors import SignalIndexError
 from pkt.simulate.accesses import Accesses, words_of
 from pkt.simulate.detector import accessed
 from pkt.simulate.faults import SYNC, Signal, Site
 from pkt.simulate.memory import Access, Scattered, Strided
+from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site
 
 ALL_OF_THEM = 1 << 62
@@ -97,8 +97,7 @@ class Atomics(Accesses):
         for access, _ in self._resolve(addresses, None, dtype.itemsize, "wait"):
             access.region.waited.update(addresses.reshape(-1).tolist())
         old = self.atomic(addresses, None, dtype, lambda now, where: now, "relaxed", "system", reads=True)
-        ty = ptr.dtype.element_ty
-        return tl.tensor(TensorHandle(old, ty), tl.block_type(ty, list(old.shape)) if ptr.shape else ty)
+        return new_tensor(old, ptr.dtype.element_ty, not ptr.shape)
 
     def _release(self, releases: bool) -> Any:
         """Return the clock that an atomic publishes; if it releases, make the program's plain stores visible first."""

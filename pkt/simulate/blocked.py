@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,6 @@ from pkt.simulate.faults import Site
 from pkt.simulate.memory import Region
 from pkt.wording import Waiting
 
-_COMPARE: dict[str, Any] = {
-    "ge": lambda d: d >= 0,
-    "gt": lambda d: d > 0,
-    "le": lambda d: d <= 0,
-    "lt": lambda d: d < 0,
-    "eq": lambda d: d == 0,
-    "ne": lambda d: d != 0,
-    "flip": None,
-}
-
 
 def signed(value: int) -> int:
     """The low 32 bits as a signed number."""
@@ -27,7 +18,7 @@ def signed(value: int) -> int:
 
 
 class Blocked:
-    """A program in a wait."""
+    """A program in a wait. cmp: "ge", "gt", "le", "lt", "eq", "ne", as in `operator`, or "flip" (the top bit)."""
 
     def __init__(self, task: Any, region: Region, address: int, want: int, cmp: str, at: Site):
         self.task, self.region, self.address = task, region, address
@@ -41,7 +32,7 @@ class Blocked:
         found = self.found()
         if self.cmp == "flip":
             return (found ^ self.want) & 0x80000000 != 0
-        return _COMPARE[self.cmp](signed(found - self.want))
+        return getattr(operator, self.cmp)(signed(found - self.want), 0)
 
     def waiting(self) -> Waiting:
         task = self.task

@@ -1,4 +1,4 @@
-"""The builder behind the interpreted `tl`: arithmetic with the GPU's rounding, memory accesses through a `Device`.
+"""The builder behind the interpreted `tl`: arithmetic with the GPU's rounding, memory accesses by the simulated device.
 
 Triton's own interpreter supplies most of the ~150 builder calls. This class replaces those that Triton's lacks or gets
 wrong (bf16, fp8, tf32, rounding modes, reductions by descriptors), and every memory access: the simulated machine
@@ -8,7 +8,7 @@ performs it.
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -32,32 +32,6 @@ ATOMICS: dict[Any, Any] = {
 }
 _UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN)
 _SIGNED = (ir.ATOMIC_OP.MAX, ir.ATOMIC_OP.MIN)
-_DESCRIPTOR_ATOMICS: dict[Any, Any] = {
-    "ADD": np.add,
-    "MIN": np.minimum,
-    "MAX": np.maximum,
-    "AND": np.bitwise_and,
-    "OR": np.bitwise_or,
-    "XOR": np.bitwise_xor,
-}
-
-
-class Device(Protocol):
-    """The part of the machine that the builder uses. Addresses are uint64 arrays; masks are bool arrays, or None for
-    all true."""
-
-    def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray: ...
-    def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None: ...
-    def load_tile(self, tile: Tile, fill: float) -> np.ndarray: ...
-    def store_tile(self, tile: Tile, values: np.ndarray) -> None: ...
-    def reduce_tile(self, tile: Tile, values: np.ndarray, op: Any) -> None: ...
-    def atomic(
-        self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, update: Any, sem: str, scope: str
-    ) -> np.ndarray: ...
-    def computed(self, flops: float) -> None: ...
-    def iterated(self) -> None: ...
-    @property
-    def on_host(self) -> bool: ...
 
 
 class Tile:
@@ -103,10 +77,9 @@ def handle(data: np.ndarray, ty: tl.dtype) -> TensorHandle:
 
 
 class Builder(InterpreterBuilder):
-    """The one builder of the process; `device` is set while a program of the simulated machine runs."""
+    """The one builder of the process."""
 
-    device: Device
-    pkt: Any  # the primitives of pkt.language.ptx; the machine sets it
+    pkt: Any = None  # the SimulatedDevice while a machine runs, also for the primitives of pkt.language.ptx
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,13 +156,10 @@ class Builder(InterpreterBuilder):
         out = np.right_shift(lhs.data.astype(signed), rhs.data.astype(signed))
         return handle(out.astype(lhs.data.dtype, copy=False), lhs.dtype)
 
-    def cast_impl(self, src, dst_type):
-        return self._convert(src, dst_type, toward_zero=False)
-
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
-        return self._convert(src, dst_type, toward_zero=rounding_mode == ir.ROUNDING_MODE.RTZ)
+        return self.cast_impl(src, dst_type, toward_zero=rounding_mode == ir.ROUNDING_MODE.RTZ)
 
-    def _convert(self, src, dst_type, toward_zero):
+    def cast_impl(self, src, dst_type, toward_zero=False):
         have, want = src.dtype.scalar, dst_type.scalar
         if want in BITS:
             return handle(encode(decode(src.data, have), want, toward_zero), want)
@@ -207,7 +177,7 @@ class Builder(InterpreterBuilder):
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         tf32 = input_precision == ir.INPUT_PRECISION.TF32
         product = matmul(a.data, a.dtype.scalar, b.data, b.dtype.scalar, tf32)
-        self.device.computed(2.0 * product.size * a.data.shape[-1])
+        self.pkt.computed(2.0 * product.size * a.data.shape[-1])
         product += decode(d.data, d.dtype.scalar)
         ty = d.dtype.scalar
         return handle(encode(product, ty) if ty in BITS else product.astype(d.data.dtype, copy=False), ty)
@@ -235,7 +205,7 @@ class Builder(InterpreterBuilder):
         ty = ptrs.get_element_ty()
         dtype = np_dtype(ty)
         m = _mask(mask, ptrs.data.shape)
-        values = self.device.load(ptrs.data, m, dtype, bool(volatile))
+        values = self.pkt.load(ptrs.data, m, dtype, bool(volatile))
         if m is not None and other is not None:
             values = np.where(m, values, other.data)
         return handle(values, ty)
@@ -249,7 +219,7 @@ class Builder(InterpreterBuilder):
     def _store(self, ptrs, value, mask):
         dtype = np_dtype(ptrs.get_element_ty())
         values = _like(value.data.astype(dtype, copy=False), ptrs.data.shape)
-        self.device.store(ptrs.data, _mask(mask, ptrs.data.shape), values)
+        self.pkt.store(ptrs.data, _mask(mask, ptrs.data.shape), values)
 
     def create_addptr(self, ptr, offset):
         size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)
@@ -258,19 +228,19 @@ class Builder(InterpreterBuilder):
     def create_descriptor_load(self, desc, indices, *policy):
         tile = Tile(desc, indices)
         nan = desc.padding == ir.PADDING_OPTION.PAD_NAN
-        values = self.device.load_tile(tile, np.nan if nan else 0)
+        values = self.pkt.load_tile(tile, np.nan if nan else 0)
         if getattr(desc, "round_f32_to_tf32", False) and values.dtype == np.float32:  # Triton 3.9
             values = to_nearest_tf32(values)
         return handle(values, tile.element)
 
     def create_descriptor_store(self, desc, value, indices):
         tile = Tile(desc, indices)
-        self.device.store_tile(tile, value.data.astype(tile.dtype, copy=False).reshape(tile.box))
+        self.pkt.store_tile(tile, value.data.astype(tile.dtype, copy=False).reshape(tile.box))
 
     def create_descriptor_reduce(self, kind, desc, value, indices):
         tile = Tile(desc, indices)
-        update = _rounded(_DESCRIPTOR_ATOMICS[str(kind).split(".")[-1].upper()], tile.element)
-        self.device.reduce_tile(tile, value.data.astype(tile.dtype, copy=False).reshape(tile.box), update)
+        update = _rounded(ATOMICS[getattr(ir.ATOMIC_OP, str(kind).split(".")[-1].upper())], tile.element)
+        self.pkt.reduce_tile(tile, value.data.astype(tile.dtype, copy=False).reshape(tile.box), update)
 
     def create_atomic_rmw(self, rmwOp, ptr, val, mask, sem, scope):
         op = ATOMICS[rmwOp]
@@ -282,7 +252,7 @@ class Builder(InterpreterBuilder):
             inner = op
             op = lambda old, new: inner(old.view(view), new.view(view)).view(dtype)  # noqa: E731
         update = _rounded(op, ty)
-        old = self.device.atomic(
+        old = self.pkt.atomic(
             ptr.data,
             _mask(mask, ptr.data.shape),
             dtype,
@@ -296,18 +266,18 @@ class Builder(InterpreterBuilder):
         expected = _like(cmp.data, ptr.data.shape).reshape(-1)
         values = _like(val.data, ptr.data.shape).reshape(-1)
         update = lambda now, where: np.where(now == expected[where], values[where], now)  # noqa: E731
-        return handle(self.device.atomic(ptr.data, None, dtype, update, *_order(sem, scope)), val.dtype)
+        return handle(self.pkt.atomic(ptr.data, None, dtype, update, *_order(sem, scope)), val.dtype)
 
     def create_atomic_load(self, ptr, mask, sem, scope):  # Triton 3.9
         dtype = np_dtype(ptr.get_element_ty())
         same = lambda now, where: now  # noqa: E731
-        old = self.device.atomic(ptr.data, _mask(mask, ptr.data.shape), dtype, same, *_order(sem, scope))
+        old = self.pkt.atomic(ptr.data, _mask(mask, ptr.data.shape), dtype, same, *_order(sem, scope))
         return handle(old, ptr.get_element_ty())
 
     def create_atomic_store(self, ptr, val, mask, sem, scope):  # Triton 3.9
         values = _like(val.data, ptr.data.shape).reshape(-1)
         new = lambda now, where: values[where]  # noqa: E731
-        self.device.atomic(ptr.data, _mask(mask, ptr.data.shape), val.data.dtype, new, *_order(sem, scope))
+        self.pkt.atomic(ptr.data, _mask(mask, ptr.data.shape), val.data.dtype, new, *_order(sem, scope))
 
     def create_atomic_poll(self, ptr, expected, timeout_ns, sem, scope):  # Triton 3.9
         matched = np.zeros(ptr.data.shape, np.bool_)

@@ -75,19 +75,9 @@ class Detector:
             sync.system = join(sync.system, clock)
         if scope != "cta":
             sync.rank[task.rank] = join(sync.rank.get(task.rank), clock)
-        sync.time = max(
-            sync.time,
-            task.time
-            + (cost.SIGNAL_US if self.m.space.owner(address) not in (task.rank, None) else cost.LOCAL_SIGNAL_US),
-        )
+        flight = cost.LOCAL_SIGNAL_US if self.m.space.owner(address) in (task.rank, None) else cost.SIGNAL_US
+        sync.time = max(sync.time, task.time + flight)
         sync.launch[task.rank] = task.launch.ordinal
-
-    def _visible(self, sync: Sync, scope: str) -> Any:
-        """The clock that an acquire of the current program at `scope` takes over, or None."""
-        own = sync.rank.get(self.m.current.rank)
-        if scope == "system":
-            return self._joined(sync.system, own)
-        return own if scope == "gpu" else None
 
     def read_relaxed(self, addresses: list[int], scope: str) -> None:
         """Keep the clocks at these addresses for a later fence, the only use of a relaxed read; join them seldom."""
@@ -102,11 +92,11 @@ class Detector:
 
     def acquire(self, address: int, scope: str) -> None:
         sync = self.sync.get(address)
-        if sync is not None:
+        if sync is not None and scope != "cta":
             task = self.m.current
-            visible = self._visible(sync, scope)
-            if visible is not None:
-                task.clock = self.m.clocks.join(task.clock, visible)
+            if scope == "system":
+                task.clock = self._joined(task.clock, sync.system)
+            task.clock = self._joined(task.clock, sync.rank.get(task.rank))
 
     def _joined(self, a: Any, b: Any) -> Any:
         if a is None or b is None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
 from pkt.simulate.accesses import scalar
 from pkt.simulate.blocked import Blocked, signed
 from pkt.simulate.faults import SYNC
 from pkt.simulate.flagged import Flagged
 from pkt.simulate.multimem import Multimem
+from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site, site_of
 from pkt.wording import Waiting
 
@@ -55,7 +55,7 @@ class SimulatedDevice(Flagged, Multimem):
                     task.waits.add(at)
                 if change != "no proxy fence":
                     self.detector.order_async()
-        return _int32(blocked.found())
+        return new_tensor(np.array([blocked.found()], np.int32), tl.int32, True)
 
     def fence(self) -> None:
         m, task = self.m, self.m.current
@@ -67,11 +67,11 @@ class SimulatedDevice(Flagged, Multimem):
         self._commit(task, lambda p: not p.is_async)
         self.detector.fence()
 
-    def proxy_fence(self) -> None:
+    def proxy_fence(self, world: Any) -> None:
         if self.m.faults.change(site()) not in ("no proxy fence", "remove"):
             self.detector.order_async()
 
-    def drain(self) -> None:
+    def drain(self, world: Any, pending: int = 0) -> None:
         m, task = self.m, self.m.current
         at = site()
         if task.undrained:
@@ -100,7 +100,3 @@ class SimulatedDevice(Flagged, Multimem):
         found = int.from_bytes(region.memory[offset : offset + size].tobytes(), "little", signed=True)
         counter = region.element(task.polled.first())
         return Waiting(task.rank, task.program, task.name, counter, found, found, "ne", str(at), launch, region.rank)
-
-
-def _int32(value: int) -> tl.tensor:
-    return tl.tensor(TensorHandle(np.array([value], np.int32), tl.int32), tl.int32)

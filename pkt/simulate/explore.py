@@ -61,8 +61,10 @@ class Report:
     @property
     def survivors(self) -> list[Mutant | Signal | Loss]:
         """Faults that nothing caught."""
-        tried: list[dict[Any, Found | None]] = [self.mutants, self.signals, self.losses]
-        return [fault for found in tried for fault, by in found.items() if by is None]
+        return [fault for found in self._tried().values() for fault, by in found.items() if by is None]
+
+    def _tried(self) -> dict[str, dict[Any, Found | None]]:
+        return {"mutants": self.mutants, "lost signals": self.signals, "lost ranks": self.losses}
 
     @property
     def ok(self) -> bool:
@@ -93,12 +95,7 @@ class Report:
             str(self.schedules),
             f"no finding ({rate:.0f} a second)" if not kinds else f"{len(self.findings)} found: {', '.join(kinds)}",
         )
-        tried: list[tuple[str, dict[Any, Found | None]]] = [
-            ("mutants", self.mutants),
-            ("lost signals", self.signals),
-            ("lost ranks", self.losses),
-        ]
-        for what, found in tried:
+        for what, found in self._tried().items():
             if found:
                 caught = sum(by is not None for by in found.values())
                 table.add_row(what, str(len(found)), f"{caught} caught, {len(found) - caught} not")

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
 from pkt.language.ptx.flagged import VALUES
 from pkt.simulate.accesses import mask_of, scalar
@@ -15,6 +14,7 @@ from pkt.simulate.atomics import Atomics
 from pkt.simulate.blocked import Blocked, signed
 from pkt.simulate.faults import SYNC, Site
 from pkt.simulate.memory import Access, Pending, Strided
+from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site
 
 FLAGGED = np.dtype([("values", np.int32, VALUES), ("flag", np.uint32)])
@@ -50,17 +50,16 @@ class Flagged(Atomics):
                 self._write(access, data, "atomic", is_async=False)
             self.detector.publish(access.first(), None, task, "system")  # no clock, only the time of arrival
 
-    def take_flagged(self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any) -> tuple[tuple, ...]:
+    def take_flagged(self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any, world: Any) -> tuple[tuple, ...]:
         at = site()
         self._step()
         if at.call in SYNC:
             self.m.census.note(at, "remove")
         compare = self.m.faults.change(at) != "remove"
         words, inside = ptr.handle.data, mask_of(mask, ptr)
-        ty = tl.block_type(tl.int32, list(words.shape)) if ptr.shape else tl.int32
         apart = np.uint64(4 * scalar(stride))
         found = (self._take(words + i * apart, inside, signed(scalar(flag)), compare, at) for i in range(parts))
-        return tuple(tuple(tl.tensor(TensorHandle(value, tl.int32), ty) for value in values) for values in found)
+        return tuple(tuple(new_tensor(value, tl.int32, not ptr.shape) for value in values) for values in found)
 
     def _flagged(self, words: np.ndarray, mask: Any, call: str) -> list:
         parts = self._resolve(words, mask, FLAGGED.itemsize, call)

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -78,21 +78,17 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
     that the parameter is annotated with, such as "i64", which a number then has whatever its value; "" for none."""
     if annotated and isinstance(value, (bool, int, float)):
         wide = tl.float64 if isinstance(value, float) else tl.int64 if value < 1 << 63 else tl.uint64
-        number = tl.tensor(TensorHandle(np.array([value], np_dtype(wide)), wide), wide)
-        return semantic.cast(number, tl.str_to_ty(annotated, None))
+        return semantic.cast(_number(value, wide), tl.str_to_ty(annotated, None))
     if isinstance(value, core.constexpr):
         return value.value
     if value is None or isinstance(value, (str, core.dtype, JITFunction)):
         return value
     if isinstance(value, bool):
-        return tl.tensor(TensorHandle(np.array([value]), tl.int1), tl.int1)
+        return _number(value, tl.int1)
     if isinstance(value, int):
-        if value == 1 and specialize:
-            return 1
-        ty = source.int_type(value)
-        return tl.tensor(TensorHandle(np.array([value], np_dtype(ty)), ty), ty)
+        return 1 if value == 1 and specialize else _number(value, source.int_type(value))
     if isinstance(value, float):
-        return tl.tensor(TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
+        return _number(value, tl.float32)
     if hasattr(value, "data_ptr"):
         return base._implicit_cvt(value)
     if isinstance(value, tuple):
@@ -109,6 +105,10 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
         made.handle.round_f32_to_tf32 = getattr(value, "round_f32_to_tf32", False)  # Triton 3.9
         return made
     return value
+
+
+def _number(value: float, ty: tl.dtype) -> tl.tensor:
+    return shortcuts.new_tensor(np.array([value], np_dtype(ty)), ty, True)
 
 
 @functools.cache
@@ -133,25 +133,17 @@ def _bound(member: Callable) -> Callable:
 _MISSING: Any = object()
 
 
-class _Patches:
-    def __init__(self) -> None:
-        self.saved: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        # The class's own dictionary: getattr would bind descriptors and find inherited names.
-        old = vars(owner).get(name, _MISSING)
-        self.saved.append((owner, name, old))
-        if owner in (tl, core, tl.math) and old is not _MISSING:
+def _patch(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until `undo` is closed."""
+    # The class's own dictionary: getattr would bind descriptors and find inherited names.
+    old = vars(owner).get(name, _MISSING)
+    if old is _MISSING:
+        undo.callback(delattr, owner, name)
+    else:
+        undo.callback(setattr, owner, name, old)
+        if owner in (tl, core, tl.math):
             interpret.replaced[id(old)] = value
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        while self.saved:
-            owner, name, old = self.saved.pop()
-            if old is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
+    setattr(owner, name, value)
 
 
 def _attribute(value: Any, *_: Any) -> Any:
@@ -186,15 +178,16 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
     return slow
 
 
-def _install(patches: _Patches) -> None:
+def _install(patches: ExitStack) -> None:
+    patch = functools.partial(_patch, patches)
     owners = (tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor)
     for owner in owners:
         for name, member in list(vars(owner).items()):
             if core.is_builtin(member):
                 bound = _bound(member)
-                patches.set(owner, name, _shortcut(owner, name, bound))
+                patch(owner, name, _shortcut(owner, name, bound))
             elif owner is tl.tensor and isinstance(member, JITFunction):
-                patches.set(owner, name, _method(member))
+                patch(owner, name, _method(member))
     for owner in (tl, core):
         for name, value in (
             ("range", source.range_of_tensors),
@@ -207,30 +200,30 @@ def _install(patches: _Patches) -> None:
             ("reduce", reductions.reduce),
             ("associative_scan", reductions.associative_scan),
         ):
-            patches.set(owner, name, value)
-    patches.set(tl.tensor, "__init__", shortcuts.tensor_init)
-    patches.set(TensorHandle, "__post_init__", lambda self: None)  # Triton's checks sizes at every operation
-    patches.set(tl.tensor, "reduce", reductions.reduce)
-    patches.set(tl.tensor, "associative_scan", reductions.associative_scan)
-    patches.set(tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
-    patches.set(tl.tensor, "__repr__", lambda self: repr(self.handle.data))
-    patches.set(tl.tensor, "__str__", lambda self: str(self.handle.data))
-    patches.set(tl.tensor, "T", property(_transposed))
-    patches.set(core.dtype, "to_ir", _to_ir)
-    patches.set(core.block_type, "to_ir", lambda self, b: shortcuts.block_like(self, self.element_ty.to_ir(b)))
-    patches.set(core.block_type, "with_element_ty", shortcuts.block_like)
+            patch(owner, name, value)
+    patch(tl.tensor, "__init__", shortcuts.tensor_init)
+    patch(TensorHandle, "__post_init__", lambda self: None)  # Triton's checks sizes at every operation
+    patch(tl.tensor, "reduce", reductions.reduce)
+    patch(tl.tensor, "associative_scan", reductions.associative_scan)
+    patch(tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+    patch(tl.tensor, "__repr__", lambda self: repr(self.handle.data))
+    patch(tl.tensor, "__str__", lambda self: str(self.handle.data))
+    patch(tl.tensor, "T", property(_transposed))
+    patch(core.dtype, "to_ir", _to_ir)
+    patch(core.block_type, "to_ir", lambda self, b: shortcuts.block_like(self, self.element_ty.to_ir(b)))
+    patch(core.block_type, "with_element_ty", shortcuts.block_like)
     # Builtins of pkt.language that are called with no `_semantic` use this one.
-    patches.set(base, "interpreter_semantic", semantic)
-    patches.set(base, "interpreter_builder", builder)
-    patches.set(JITFunction, "__call__", _call)
-    patches.set(JITFunction, "run", _launch)
-    patches.set(base.InterpretedFunction, "__call__", _call)
-    patches.set(base.InterpretedFunction, "run", _launch)
-    patches.set(Autotuner, "run", _autotuned)
+    patch(base, "interpreter_semantic", semantic)
+    patch(base, "interpreter_builder", builder)
+    patch(JITFunction, "__call__", _call)
+    patch(JITFunction, "run", _launch)
+    patch(base.InterpretedFunction, "__call__", _call)
+    patch(base.InterpretedFunction, "run", _launch)
+    patch(Autotuner, "run", _autotuned)
 
 
 def _call(self: Any, *args: Any, **named: Any) -> Any:
-    if builder.device.on_host:
+    if builder.pkt.on_host:
         name = self.fn.__name__
         raise TypeError(f"{name}(...) in host code: a kernel is launched on a grid, {name}[grid](...)")
     return interpret(self)(*args, **named)
@@ -275,7 +268,7 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
     Contexts may be nested. An inner one only replaces `launch`, so an outer one without `launch` keeps `tl` patched
     over many runs."""
     outermost = not _launchers
-    patches, replaced, thresholds = _Patches(), dict(interpret.replaced), gc.get_threshold()
+    patches, replaced, thresholds = ExitStack(), dict(interpret.replaced), gc.get_threshold()
     _launchers.append(launch or _refuse)
     try:
         if outermost:
@@ -291,7 +284,7 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
             yield
     finally:
         _launchers.pop()
-        patches.undo()
+        patches.close()
         if outermost:
             interpret.functions.clear()
             gc.set_threshold(*thresholds)

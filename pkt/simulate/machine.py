@@ -88,8 +88,7 @@ class Machine:
         self.hub = greenlet.getcurrent()
         saved, grad, threads = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads()
         torch.set_num_threads(1)  # tiles are small: several threads would mostly wait for each other
-        outer = {name: vars(builder).get(name) for name in ("device", "pkt")}  # of an enclosing run
-        builder.device = builder.pkt = self.device
+        outer, builder.pkt = builder.pkt, self.device  # `outer`: of an enclosing run
         try:
             with interpreting(self.launch):
                 for host in self.hosts:
@@ -99,11 +98,7 @@ class Machine:
                 finally:
                     self._end()
         finally:
-            for name, value in outer.items():
-                if value is None:
-                    delattr(builder, name)
-                else:
-                    setattr(builder, name, value)
+            builder.pkt = outer
             torch.set_rng_state(saved)
             torch.set_grad_enabled(grad)
             torch.set_num_threads(threads)
@@ -113,7 +108,7 @@ class Machine:
         def run() -> None:
             host.result = body(host.rank)
 
-        task = Task(host.rank, "host", run, self.hub)
+        task = Task(greenlet.greenlet(run, self.hub), host.rank, "host")
         task.column = self.clocks.column()
         task.clock = self.clocks.zero()
         task.clock[task.column] = 1
@@ -128,7 +123,7 @@ class Machine:
             if not self.ready:
                 if self._settle():
                     continue
-                if all(h.task is not None and h.task.greenlet.dead for h in self.hosts):
+                if all(h.task.greenlet.dead for h in self.hosts):
                     return
                 raise self._deadlock()
             at = schedule.pick(self.ready)
@@ -171,28 +166,26 @@ class Machine:
         launch.clock = task.clock if launch.clock is None else self.clocks.join(launch.clock, task.clock)
         launch.time = max(launch.time, task.time)
         heapq.heappush(host.slots, task.lane)
-        self._record(task)
+        if self.tracing:
+            self.events += [(task.rank, task.lane, kind, task.name, a, b) for kind, a, b in task.intervals]
         self._fill(launch)
         if launch.done:
             self.device.commit_rank(task.rank)
-            waiter = host.task
-            assert waiter is not None
-            waiter.blocked = None
-            self.ready.append(waiter)
+            host.task.blocked = None
+            self.ready.append(host.task)
 
     def _fill(self, launch: Launch) -> None:
         """Start programs of `launch` while its rank has free slots."""
         host = self.hosts[launch.rank]
         while launch.next < launch.total and host.slots:
             index, program = launch.take()
-            task = Task(launch.rank, launch.name, launch.body, self.hub)
+            task = Task(greenlet.greenlet(launch.body, self.hub), launch.rank, launch.name)
             task.launch, task.program, task.index = launch, program, index
             task.lane = heapq.heappop(host.slots)
             while len(host.columns) <= index:
                 host.columns.append(self.clocks.column(2))
             task.column = host.columns[index]
             parent = host.task
-            assert parent is not None
             task.clock = self.clocks.fit(parent.clock).copy()
             task.clock[task.column] += 1
             task.async_clock = int(task.clock[task.column + 1]) + 1
@@ -205,7 +198,7 @@ class Machine:
 
     def _end(self) -> None:
         self.ended = True
-        hosts = [host.task for host in self.hosts if host.task is not None]
+        hosts = [host.task for host in self.hosts]
         for task in [*hosts, *self.ready, *(t for tasks in self.waiting.values() for t in tasks)]:
             if not task.greenlet.dead:
                 with suppress(Exception):  # raised in a `finally` of the task: the run has ended for an earlier reason
@@ -281,7 +274,6 @@ class Machine:
         host.launches += 1
         launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values))
         task = host.task
-        assert task is not None
         task.clock = self.clocks.fit(task.clock)
         launch.time = task.time = task.time + cost.LAUNCH_US
         host.launch = launch
@@ -310,7 +302,6 @@ class Machine:
         ordered before everything after it, on all ranks."""
         host = self.host(what)
         task = host.task
-        assert task is not None
         host.calls += 1
         host.call = what
         meeting = self.meetings.setdefault(host.calls, Meeting())
@@ -322,7 +313,7 @@ class Machine:
         else:
             del self.meetings[host.calls]
             for other in self.hosts:
-                if other is not host and other.task is not None:
+                if other is not host:
                     other.task.blocked = None
                     self.ready.append(other.task)
         host.call = ""
@@ -339,7 +330,6 @@ class Machine:
         """
         self.meet(None, "timed()")
         task = self.host("timed()").task
-        assert task is not None
         if not self.timing:
             self._was_by_time, self.schedule.by_time = self.schedule.by_time, self.schedule.seed == 0
         self.timing += 1
@@ -391,7 +381,7 @@ class Machine:
             if launch is not None and launch.next < launch.total and launch.running and not h.slots:
                 return TooFewResident.waiting(h.rank, launch.name, launch.total, self.sms, waits)
         error = Deadlock.among(waits, hosts)
-        finished = [h.rank for h in self.hosts if h.task is not None and h.task.greenlet.dead]
+        finished = [h.rank for h in self.hosts if h.task.greenlet.dead]
         if finished:
             error.add_note(f"ranks that have returned: {', '.join(map(str, finished))}")
         if self.lost:
@@ -406,9 +396,3 @@ class Machine:
         failed = RankFailed.raised(task.rank, text, seed=self.schedule.seed or None)
         failed.__cause__ = error
         return failed
-
-    # -- timeline ---------------------------------------------------------------------------------------------------
-
-    def _record(self, task: Task) -> None:
-        if self.tracing:
-            self.events += [(task.rank, task.lane, kind, task.name, a, b) for kind, a, b in task.intervals]

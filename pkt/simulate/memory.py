@@ -36,7 +36,6 @@ class Region:
     shape: tuple[int, ...]
     header: int = 0  # bytes before element 0: the header of signals
     freed_at: str = ""
-    keep: Any = None  # an object that must live as long as the region
     shadow: Any = None  # the race detector's
     waited: set[int] = field(default_factory=set)  # addresses that some program waited on or tested
     signalled: dict[int, Any] = field(default_factory=dict)  # address -> site of its last signal

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
 from pkt import errors
 from pkt.simulate.accesses import mask_of
@@ -14,6 +13,7 @@ from pkt.simulate.atomics import Atomics
 from pkt.simulate.builder import np_dtype
 from pkt.simulate.detector import accessed
 from pkt.simulate.numerics import BITS, decode, encode
+from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site
 
 VECTORS = ("bf16", "fp16", "fp32")  # element types reduced 16 bytes at a time; every type is stored 16 bytes at a time
@@ -43,7 +43,7 @@ class Multimem(Atomics):
             wide = wide.astype(np.float32) if dtype == np.float16 else wide
             total = wide if total is None else combine(total, wide)
         out = (encode(total, ty) if ty in BITS else total.astype(dtype)).reshape(ptr.handle.data.shape)
-        return tl.tensor(TensorHandle(out, ty), tl.block_type(ty, list(out.shape)) if ptr.shape else ty)
+        return new_tensor(out, ty, not ptr.shape)
 
     def multimem_store(self, ptr: Any, value: Any, mask: Any) -> None:
         self._check_groups("multimem_store", ptr, mask_of(mask, ptr), True)

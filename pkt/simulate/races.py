@@ -60,10 +60,7 @@ class Shadow:
 
     def __init__(self, nbytes: int) -> None:
         n = -(-nbytes // GRANULE)
-        self.writer = np.zeros(n, np.int64)
-        self.reader = np.zeros(n, np.int64)
-        self.other = np.zeros(n, np.int64)
-        self.updater = np.zeros(n, np.int64)
+        self.writer, self.reader, self.other, self.updater = (np.zeros(n, np.int64) for _ in range(4))
         self.narrow = False  # some update had a scope narrower than the system
 
 

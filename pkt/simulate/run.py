@@ -15,8 +15,7 @@ from pkt.errors import CollectiveMismatch, DataRace, HeapFull, LostSignal, PktEr
 from pkt.runtime import world as worlds
 from pkt.runtime.backend import SIGNAL_HEADER, Block
 from pkt.runtime.world import World
-from pkt.simulate.faults import NO_FAULTS, Faults
-from pkt.simulate.machine import MAX_STEPS, SMS, Machine
+from pkt.simulate.machine import Machine
 from pkt.simulate.memory import Region
 from pkt.trace import Event, Timeline
 
@@ -127,21 +126,11 @@ def execute(
     ranks: int,
     args: tuple = (),
     heap: int = 1 << 30,
-    *,
-    seed: int = 0,
-    sms: int = SMS,
-    multicast: bool = True,
-    races: bool = True,
-    trace: bool = False,
-    faults: Faults = NO_FAULTS,
-    max_steps: int = MAX_STEPS,
+    **options: Any,
 ) -> Outcome:
-    """Return the outcome of one run; never raises for an error of `fn` or a finding of the detectors."""
-    stride = 1 << max(20, (heap - 1).bit_length())
-    machine = Machine(
-        ranks, seed=seed, sms=sms, stride=stride, multicast=multicast, races=races, trace=trace, faults=faults,
-        max_steps=max_steps,
-    )  # fmt: skip
+    """Return the outcome of one run; never raises for an error of `fn` or a finding of the detectors. options: as
+    `Machine` takes them."""
+    machine = Machine(ranks, stride=1 << max(20, (heap - 1).bit_length()), **options)
     members: dict[int, World] = {}
 
     def body(rank: int) -> Any:
@@ -165,8 +154,9 @@ def execute(
     return Outcome(machine, results, error, findings)
 
 
-OPTIONS = frozenset(p.name for p in inspect.signature(execute).parameters.values() if p.kind is p.KEYWORD_ONLY)
-"""Names of the keyword arguments of `execute`."""
+OPTIONS = frozenset(p.name for p in inspect.signature(Machine).parameters.values() if p.kind is p.KEYWORD_ONLY)
+OPTIONS -= {"stride"}
+"""Names of the options of `execute`."""
 
 
 def _signals_without_wait(machine: Machine) -> Iterator[PktError]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import Any
@@ -14,16 +15,12 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
 _TRITON = os.path.dirname(os.path.abspath(triton.__file__))
 _USER, _PKT, _MACHINERY = range(3)
-_kinds: dict[str, int] = {}
 
 
+@functools.cache
 def _kind(file: str) -> int:
-    known = _kinds.get(file)
-    if known is None:
-        path = os.path.abspath(file)
-        known = _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith((_HERE, _TRITON)) else _USER
-        _kinds[file] = known
-    return known
+    path = os.path.abspath(file)
+    return _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith((_HERE, _TRITON)) else _USER
 
 
 def _outward(frame: Any) -> Site:

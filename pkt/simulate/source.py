@@ -91,15 +91,10 @@ class _Rewriter(ast.NodeTransformer):
 
     def _condition(self, node: Any) -> Any:
         self.generic_visit(node)
-        node.test = _call("true", node.test, at=node)
+        node.test = _call("while" if isinstance(node, ast.While) else "true", node.test, at=node)
         return node
 
-    visit_If = visit_IfExp = _condition
-
-    def visit_While(self, node: ast.While) -> ast.While:
-        self.generic_visit(node)
-        node.test = _call("while", node.test, at=node)
-        return node
+    visit_If = visit_IfExp = visit_While = _condition
 
     def visit_Assert(self, node: ast.Assert) -> ast.Expr:
         self.generic_visit(node)
@@ -191,7 +186,7 @@ def _true(value: Any) -> bool:
 
 
 def _while(value: Any) -> bool:
-    semantic.builder.device.iterated()
+    builder.pkt.iterated()
     return _true(value)
 
 

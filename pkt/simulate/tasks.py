@@ -10,55 +10,52 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import greenlet
 import torch
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """One greenlet and the machine's state for it."""
 
-    __slots__ = (
-        "greenlet", "rank", "name", "launch", "program", "index", "lane", "column", "clock", "tma_clock", "async_clock",
-        "fence_clock", "unacquired", "pending", "blocked", "polls", "progress", "time", "intervals", "mark", "signals",
-        "satisfied_by", "accesses", "waits", "undrained", "last", "repeats",
-        "polled", "idle_iterations", "iterated_at", "touched", "scope",
-    )  # fmt: skip
+    greenlet: Any
+    rank: int
+    name: str
+    launch: Launch | None = None
+    program: tuple[int, int, int] = (0, 0, 0)
+    index: int = 0
+    lane: int = 0
+    column: int = 0
+    clock: Any = None
+    tma_clock: Any = None  # clocks that this program's TMA loads are ordered after
+    async_clock: int = 0
+    scope: str = "system"  # scope of its last atomic
+    fence_clock: Any = None
+    unacquired: list[Any] = field(default_factory=list)
+    pending: list[Any] = field(default_factory=list)
+    blocked: Any = None
+    polls: int = 0
+    progress: int = -1
+    time: float = 0.0
+    intervals: list[list] = field(default_factory=list)
+    mark: str = "compute"
+    signals: int = 0
+    satisfied_by: str | None = None
+    accesses: int = 0
+    waits: set[Any] = field(default_factory=set)  # sites of the waits so far
+    touched: set[int] = field(default_factory=set)  # first addresses of its accesses while it may have been in a spin
+    last: Any = None  # the last load: first address, number of elements, number of the access
+    repeats: int = 0
+    polled: Any = None  # the last load or atomic
+    idle_iterations: int = 0  # iterations of a `while` since its last access
+    iterated_at: int = 0  # value of `accesses` at the last iteration of a `while`
+    undrained: bool = False  # it has stored to the heap by TMA since the last drain
 
-    def __init__(self, rank: int, name: str, run: Callable[[], Any], parent: Any) -> None:
-        self.greenlet = greenlet.greenlet(run, parent=parent)
+    def __post_init__(self) -> None:
         self.greenlet.gr_context = contextvars.copy_context()
-        self.rank, self.name = rank, name
-        self.launch: Launch | None = None
-        self.program: tuple[int, int, int] = (0, 0, 0)
-        self.index = 0
-        self.lane = 0
-        self.column = 0
-        self.clock: Any = None
-        self.tma_clock: Any = None  # clocks that this program's TMA loads are ordered after
-        self.async_clock = 0
-        self.scope = "system"  # scope of its last atomic
-        self.fence_clock: Any = None
-        self.unacquired: list[Any] = []
-        self.pending: list[Any] = []
-        self.blocked: Any = None
-        self.polls = 0
-        self.progress = -1
-        self.time = 0.0
-        self.intervals: list[list] = []
-        self.mark = "compute"
-        self.signals = 0
-        self.satisfied_by: str | None = None
-        self.accesses = 0
-        self.waits: set[Any] = set()  # sites of the waits so far
-        self.touched: set[int] = set()  # first addresses of its accesses while it may have been in a spin
-        self.last: Any = None  # the last load: first address, number of elements, number of the access
-        self.repeats = 0
-        self.polled: Any = None  # the last load or atomic
-        self.idle_iterations = 0  # iterations of a `while` since its last access
-        self.iterated_at = 0  # value of `accesses` at the last iteration of a `while`
-        self.undrained = False  # it has stored to the heap by TMA since the last drain
 
     @property
     def is_host(self) -> bool:
@@ -91,9 +88,10 @@ class Host:
     """One rank: its host task, its SM slots, and torch's state of a thread (random state, whether gradients are
     recorded)."""
 
+    task: Task  # from the start of the run on
+
     def __init__(self, rank: int, sms: int) -> None:
         self.rank = rank
-        self.task: Task | None = None
         self.slots = list(range(sms))
         self.columns: list[int] = []
         self.launches = 0
@@ -105,13 +103,13 @@ class Host:
         self.result: Any = None
 
 
+@dataclass(eq=False)
 class Meeting:
     """A collective call of the hosts: the value of each host so far; complete when every host has called."""
 
-    def __init__(self) -> None:
-        self.values: dict[int, tuple[Any, str]] = {}
-        self.clock: Any = None
-        self.time = 0.0
+    values: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    clock: Any = None
+    time: float = 0.0
 
 
 class Stopped(greenlet.GreenletExit):

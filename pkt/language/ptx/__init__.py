@@ -12,22 +12,9 @@ from .primitive import mark, retype_tuples, threads_to_agree
 from .spin import POLLS_PER_CHECK, WAIT_MARKER, wait
 
 __all__ = [
-    "POLLS_PER_CHECK",
-    "SIGNAL_MARKER",
-    "WAIT_MARKER",
-    "cta_barrier",
-    "drain",
-    "fence",
-    "load_relaxed",
-    "mark",
-    "multimem_can",
-    "multimem_load_reduce",
-    "multimem_reduce_add",
-    "multimem_store",
-    "proxy_fence",
-    "put_flagged",
-    "retype_tuples",
-    "take_flagged",
-    "threads_to_agree",
-    "wait",
-]
+    "load_relaxed", "fence", "proxy_fence", "drain", "cta_barrier", "SIGNAL_MARKER",
+    "wait", "WAIT_MARKER", "POLLS_PER_CHECK",
+    "put_flagged", "take_flagged",
+    "multimem_can", "multimem_load_reduce", "multimem_store", "multimem_reduce_add",
+    "mark", "retype_tuples", "threads_to_agree",
+]  # fmt: skip

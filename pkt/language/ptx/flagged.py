@@ -7,7 +7,7 @@ from typing import Any
 from triton.language import core
 
 from .order import SIGNAL_MARKER
-from .primitive import asm, element, primitive, simulator
+from .primitive import asm, element, simulated
 from .spin import arguments, spin
 
 VALUES = 3
@@ -28,16 +28,13 @@ def _guard(mask: Any, semantic: Any) -> list:
     return [] if mask is None else [_int32(mask, semantic)]
 
 
-@primitive
+@simulated
 def put_flagged(ptr, values, flag, mask, _semantic=None):
     """Store three `values` and `flag` in the four quarters of each word by one `st.relaxed.sys.global.b128` a word.
 
     ptr: scalar or block of pointers to int32; values: a tuple of int32 of that shape; flag: int32 scalar; mask: bool
     block or None.
     """
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.put_flagged(ptr, tuple(values), flag, mask)
     _check(ptr, "put_flagged")
     guard = _guard(mask, _semantic)
     inputs = [ptr, *(_int32(value, _semantic) for value in values), _int32(flag, _semantic), *guard]
@@ -51,10 +48,9 @@ def put_flagged(ptr, values, flag, mask, _semantic=None):
     ]
     constraints = "=r,l,r,r,r,r" + ",r" * len(guard)
     asm("\n".join(line for line in text if line), constraints, inputs, core.int32, _semantic)
-    return None
 
 
-@primitive
+@simulated
 def take_flagged(ptr, stride, parts, flag, mask, world, _semantic=None):
     """Spin on the words of `parts` parts by `ld.relaxed.sys.global.b128` until the last quarter of each is `flag`.
 
@@ -62,9 +58,6 @@ def take_flagged(ptr, stride, parts, flag, mask, world, _semantic=None):
     part; mask: of each part; both as for `put_flagged`; stride: int32 from one part to the next. A thread loads its
     words of all parts together, in one flight, until all have the flag. Leaves at the deadline, as `wait` does.
     """
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.take_flagged(ptr, stride, parts, flag, mask)
     if parts == 0:
         return core.tuple([])
     _check(ptr, "take_flagged")

@@ -7,7 +7,7 @@ from typing import Any
 
 from triton.language import core
 
-from .primitive import asm, element, plain, primitive, simulator, threads_to_agree
+from .primitive import asm, element, plain, primitive, simulated, threads_to_agree
 
 # The forms of the ISA (PTX ISA 8.1, sm_90): (element type, operation) -> the instruction's operation and type. 16-bit
 # types add in fp32 and round once. Vector forms move 16 bytes; integers and fp64 have scalar forms only.
@@ -33,16 +33,8 @@ _LOAD_REDUCE = {
     ("uint64", "min"): "min.u64",
     ("uint64", "max"): "max.u64",
 }
-_REDUCE_ADD = {
-    "bf16": "add.v4.bf16x2",
-    "fp16": "add.v4.f16x2",
-    "fp32": "add.v4.f32",
-    "fp64": "add.f64",
-    "int32": "add.s32",
-    "uint32": "add.u32",
-    "int64": "add.u64",
-    "uint64": "add.u64",
-}
+# As the additions above, except that the switch has nothing to accumulate.
+_REDUCE_ADD = {name: form.replace(".acc::f32", "") for (name, op), form in _LOAD_REDUCE.items() if op == "add"}
 
 
 @primitive
@@ -151,16 +143,13 @@ def _guard(mask: Any, ptr: Any, semantic: Any) -> list:
     return [core.cast(_first(mask, element(ptr).primitive_bitwidth, semantic), core.int32, _semantic=semantic)]
 
 
-@primitive
+@simulated
 def multimem_load_reduce(ptr, mask, op, _semantic=None):
     """Reduce by `multimem.ld_reduce.relaxed.sys.global`, one instruction for 16 bytes (vector forms) or an element.
 
     ptr: block of element pointers in the multicast window, contiguous in runs of 16 bytes; mask: bool block, uniform in
     each run, or None; masked elements are 0.
     """
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.multimem_load_reduce(ptr, mask, op)
     dtype = element(ptr)
     form = _LOAD_REDUCE[(dtype.name, op)]
     vector = ".v4." in form
@@ -202,29 +191,22 @@ def _send(instruction: str, ptr: Any, parts: list, kind: str, mask: Any, semanti
     asm("\n".join([*lines, "mov.b32 $0, 0;"]), constraints, [at, *parts, *guard], core.int32, semantic)
 
 
-@primitive
+@simulated
 def multimem_store(ptr, value, mask, _semantic=None):
     """Store 16 bytes, of any element type, to every rank: `multimem.st.relaxed.sys.global.v4.f32`.
 
     ptr: block of element pointers in the multicast window, contiguous in runs of 16 bytes; value: block of that shape;
     mask: uniform in each run.
     """
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.multimem_store(ptr, value, mask)
     value = _like_pointers(value, ptr, element(ptr), _semantic)
     _send("multimem.st.relaxed.sys.global.v4.f32", ptr, _words(value, _semantic), "r", mask, _semantic)
-    return None
 
 
-@primitive
+@simulated
 def multimem_reduce_add(ptr, value, mask, _semantic=None):
     """Add 16 bytes (floats of 16 and 32 bits) or an element on every rank: `multimem.red.relaxed.sys.global.add`.
 
     Arguments as for `multimem_store`. Each thread must have a group of 16 bytes (see `multimem_can`)."""
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.multimem_reduce_add(ptr, value, mask)
     dtype = element(ptr)
     form = _REDUCE_ADD[dtype.name]
     value = _like_pointers(value, ptr, dtype, _semantic)
@@ -237,4 +219,3 @@ def multimem_reduce_add(ptr, value, mask, _semantic=None):
         parts = _split(*_grouped(value, bits, _semantic), _semantic)
         kind = {32: "r", 64: "l"}[bits]
     _send(f"multimem.red.relaxed.sys.global.{form}", ptr, parts, kind, mask, _semantic)
-    return None

@@ -6,18 +6,15 @@ from typing import Any
 
 from triton.language import core
 
-from .primitive import asm, capability, plain, primitive, simulator
+from .primitive import asm, capability, plain, primitive, simulated
 
 SIGNAL_MARKER = "// pkt.signal"
 """Comment in the assembly of a signal, which the compiler may drop; `pkt.language.inspect` counts it."""
 
 
-@primitive
+@simulated
 def load_relaxed(ptr, _semantic=None):
     """`ld.relaxed.sys.global.{b32,b64}` of a scalar or a block, in every thread."""
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.load_relaxed(ptr)
     bits = ptr.dtype.element_ty.primitive_bitwidth
     if bits not in (32, 64):
         raise ValueError(f"load_relaxed reads 32 or 64 bits, not {ptr.dtype.element_ty}")
@@ -25,46 +22,34 @@ def load_relaxed(ptr, _semantic=None):
     return asm(f"ld.relaxed.sys.global.b{bits} $0, [$1];", f"={register},l", [ptr], ptr.dtype.element_ty, _semantic)
 
 
-@primitive
+@simulated
 def fence(_semantic=None):
     """`fence.acq_rel.sys`, in every thread."""
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.fence()
     asm("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], core.int32, _semantic)
-    return None
 
 
-@primitive
+@simulated
 def proxy_fence(world, _semantic=None):
     """Order the program's later TMA accesses, and with `world.multicast` those through the multicast window, after
     everything this thread has acquired: `fence.proxy.async.global`, `fence.proxy.alias`."""
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.proxy_fence()
     fences = proxy_fences(world, _semantic)
     if fences:
         asm(f"{fences} mov.b32 $0, 0;", "=r", [], core.int32, _semantic)
-    return None
 
 
-@primitive
+@simulated
 def drain(world, pending=0, _semantic=None):
     """Wait until this thread's TMA stores have been performed, not only read from shared memory, and order them and its
     stores through the multicast window before its next accesses: `cp.async.bulk.wait_group 0` and the proxy fences.
 
     The compiler may drop this part of a signal, so it carries the marker. world=None: as if
     `world.multicast`. pending: number of this thread's newest TMA stores (commit groups) that need not be performed."""
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.drain()
     lines = [SIGNAL_MARKER]
     if capability(_semantic) >= 90:
         lines.append(f"cp.async.bulk.wait_group {pending};")
     lines.append(proxy_fences(world, _semantic))
     lines.append("mov.b32 $0, 0;")
     asm("\n".join(line for line in lines if line), "=r", [], core.int32, _semantic)
-    return None
 
 
 def proxy_fences(world: Any, semantic: Any) -> str:
@@ -80,4 +65,3 @@ def cta_barrier(_semantic=None):
     """`bar.sync` of the program's threads, or in a Gluon partition of the partition's threads. `tl.debug_barrier` under
     a name that works in Gluon, too."""
     core.debug_barrier(_semantic=_semantic)
-    return None

@@ -1,7 +1,7 @@
-"""Primitives: Python functions that Triton takes for builtins, each with two bodies side by side.
+"""Primitives: Python functions that Triton takes for builtins.
 
-In compiled code a primitive emits inline assembly. In the simulator it calls the method of the same name of the
-simulated device, which is the attribute `pkt` of the simulator's builder.
+In compiled code a primitive emits inline assembly. In the simulator a `simulated` primitive is the method of the same
+name of the simulated device, which is the attribute `pkt` of the simulator's builder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def plain(x: Any) -> Any:
 
 
 def primitive(fn: Callable) -> Callable:
-    """Mark `fn` as a Triton builtin that has a second body for the simulator.
+    """Mark `fn` as a Triton builtin.
 
     Triton's code generator supplies `_semantic`. Interpreted code does not, so it gets the running interpreter's.
     """
@@ -37,6 +37,19 @@ def primitive(fn: Callable) -> Callable:
 
     setattr(call, core.TRITON_BUILTIN, True)
     return call
+
+
+def simulated(fn: Callable) -> Callable:
+    """A primitive whose calls go to the simulated device's method of the same name in the simulator."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, _semantic: Any, **kwargs: Any) -> Any:
+        machine = simulator(_semantic)
+        if machine is not None:
+            return getattr(machine, fn.__name__)(*args, **kwargs)
+        return fn(*args, **kwargs, _semantic=_semantic)
+
+    return primitive(call)
 
 
 def simulator(semantic: Any) -> Any:
@@ -90,15 +103,10 @@ def retype_tuples(args, _semantic=None):
             if isinstance(value, core.tuple):
                 retype_tuples(value, _semantic=_semantic)
         args.type = core.tuple_type([value.type for value in args.values], args.type.fields)
-    return None
 
 
-@primitive
+@simulated
 def mark(kind, _semantic=None):
     """Begin a region of the simulator's timeline: "compute", "communicate" or "wait". Compiled to nothing."""
-    machine = simulator(_semantic)
-    if machine is not None:
-        return machine.mark(kind)
     if kind not in ("compute", "communicate", "wait"):
         raise ValueError(f'kind is "compute", "communicate" or "wait", not {kind!r}')
-    return None

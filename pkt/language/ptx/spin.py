@@ -7,18 +7,7 @@ from typing import Any
 
 from triton.language import core
 
-from ..world import (
-    CMP_ABORTED,
-    CMP_CODES,
-    MAX_RECORDS,
-    RECORD_FIELDS,
-    RECORD_WORDS,
-    STATUS_ABORT,
-    STATUS_DEADLINE,
-    STATUS_FIRST_RECORD,
-    STATUS_RECORDS,
-    site_hash,
-)
+from .. import world as page
 from .order import proxy_fences
 from .primitive import asm, element, plain, primitive, simulator
 
@@ -158,16 +147,16 @@ def spin(
         rank=rank,
         first_count=POLLS_PER_CHECK - FIRST_CHECK,
         mask=POLLS_PER_CHECK - 1,
-        code=CMP_CODES[cmp],
-        aborted=CMP_ABORTED,
-        abort=4 * STATUS_ABORT,
-        deadline=4 * STATUS_DEADLINE,
-        count=4 * STATUS_RECORDS,
-        first=4 * STATUS_FIRST_RECORD,
-        record=4 * RECORD_WORDS,
-        records=MAX_RECORDS,
-        owner=4 * RECORD_FIELDS.index("owner"),
-        site=site_hash(_kernel_name()),
+        code=page.CMP_CODES[cmp],
+        aborted=page.CMP_ABORTED,
+        abort=4 * page.STATUS_ABORT,
+        deadline=4 * page.STATUS_DEADLINE,
+        count=4 * page.STATUS_RECORDS,
+        first=4 * page.STATUS_FIRST_RECORD,
+        record=4 * page.RECORD_WORDS,
+        records=page.MAX_RECORDS,
+        owner=4 * page.RECORD_FIELDS.index("owner"),
+        site=page.site_hash(_kernel_name()),
         stride=plain(world.stride),
         size=plain(world.size),
     )
@@ -188,8 +177,8 @@ def wait(ptr, want, cmp, world, _semantic=None):
     from that of `want`). Returns the value that this thread found. Threads may find different values; `sync.wait` makes
     them uniform.
     """
-    if cmp not in CMP_CODES:
-        raise ValueError(f"cmp is one of {', '.join(CMP_CODES)}, not {cmp!r}")
+    if cmp not in page.CMP_CODES:
+        raise ValueError(f"cmp is one of {', '.join(page.CMP_CODES)}, not {cmp!r}")
     if not ptr.type.is_ptr() or element(ptr).name not in ("int32", "uint32"):
         raise ValueError(f"a counter is a scalar pointer to int32, not {ptr.type}")
     machine = simulator(_semantic)

@@ -1,2 +1,2 @@
 """The Backend on GPUs: `cuda`, over `driver`, `nvml`, `topology` (can these GPUs work together), `votes` (steps that
-succeed on all ranks or on none), `handles` (exported memory) and `multicast`; `watch`, the deadlines of waits."""
+succeed on all ranks or on none) and `multicast`; `watch`, the deadlines of waits."""

@@ -12,16 +12,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 
-from pkt.errors import AllocationMismatch, DriverError, PeerLost
+from pkt.errors import AllocationMismatch, DriverError
 from pkt.runtime.backend import Block
-from pkt.runtime.gpu import handles, multicast, topology
-from pkt.runtime.gpu.driver import Driver, Shared
-from pkt.runtime.gpu.votes import Votes
+from pkt.runtime.gpu import multicast, topology
+from pkt.runtime.gpu.driver import CudaDriver, Shared
+from pkt.runtime.gpu.votes import Votes, close_shared
 from pkt.runtime.processes import journal
 from pkt.runtime.processes.frames import close_fds
 from pkt.runtime.processes.transport import Transport
@@ -33,7 +32,7 @@ STRIDE = 1 << 38  # bytes between two ranks' windows: more than any GPU holds, a
 class Engines:
     """pkt.runtime.backend.CopyEngines of one GPU."""
 
-    def __init__(self, driver: Driver, device: int) -> None:
+    def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver, self._device = driver, device
 
     def copy(
@@ -53,14 +52,14 @@ class Engines:
 
 
 class CudaBackend:
-    """pkt.runtime.backend.Backend over a Driver and a Transport; made by `open_world` in pkt.runtime.bootstrap."""
+    """pkt.runtime.backend.Backend over a CudaDriver and a Transport; made by `open_world` in pkt.runtime.bootstrap."""
 
     gap = 0
     timed = None
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         transport: Transport,
         device: int,
         capacity: int,
@@ -138,15 +137,12 @@ class CudaBackend:
     def _grow(self, offset: int, size: int, undo: ExitStack) -> None:
         """Map a chunk of `size` bytes at `offset` of every window, on every rank, or on none."""
         what = f"growing the heap to {offset + size} bytes"
-        sent: list[Shared] = []  # an open descriptor keeps the memory: closed as soon as the other ranks have theirs
-        try:
-            made = self._votes.attempt(lambda: self._create(size, sent))
-            handle = made.pop("value", 0)
-            if sent:
-                undo.callback(self.driver.release, handle)
-            said, received = handles.exchange(self.transport, made, sent, what)
-        finally:
-            handles.close(sent)
+        sent: list[Shared] = []
+        made = self._votes.attempt(lambda: self._create(size, sent))
+        handle = made.get("value", 0)
+        if sent:
+            undo.callback(self.driver.release, handle)
+        said, received = self._votes.share(made, sent, what)
         try:
             self._votes.check(said, what, offset + size)
             odd = {r: len(some) for r, some in received.items() if len(some) != 1}
@@ -159,7 +155,7 @@ class CudaBackend:
 
             self._votes.on_all(attach, what, offset + size)
         finally:
-            handles.close(shared for some in received.values() for shared in some)
+            close_shared(received)
         if self._multicast is not None:
             bound = self._multicast.bind(self._windows + self.size * self.stride, offset, size, handle, undo)
             if not bound and offset:  # kernels may use the window already: too late to go on without it
@@ -233,19 +229,10 @@ class CudaBackend:
             _, received = self.transport.exchange_fds(None, send, "journal")
             try:
                 fds = [mine if r == self.rank else received[r][0] for r in range(self.size)]
-                log = journal.SharedJournal(
-                    self.rank, fds, self.transport.timeout, partial(check_peers, self.transport)
-                )
+                log = journal.SharedJournal(self.rank, fds, self.transport.timeout, self.transport.check)
             finally:
                 close_fds([fd for some in received.values() for fd in some])
         finally:
             os.close(mine)
         undo.callback(log.close)
         return log
-
-
-def check_peers(transport: Transport, what: str) -> None:
-    """Raise PeerLost if a rank is gone or stopped."""
-    lost = transport.lost()
-    if lost:
-        raise PeerLost.exited(transport.rank, lost, what)

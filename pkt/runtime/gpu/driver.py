@@ -1,4 +1,4 @@
-"""The CUDA driver calls that the heap is made of, behind one protocol: CudaDriver here, a fake in the tests.
+"""The CUDA driver calls that the heap is made of. The tests put a fake in the place of CudaDriver.
 
 Every call either succeeds or raises DriverError, which names rank, call and code. Addresses, sizes and handles are
 ints. An export is a file descriptor, which the caller closes, or the 64 bytes of a fabric handle, which other hosts of
@@ -9,7 +9,7 @@ for them.
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,83 +30,6 @@ _REMEDY = {
 }
 
 
-class Driver(Protocol):
-    """The driver calls that the runtime makes. `device` is an ordinal of this process."""
-
-    rank: int
-    fabric: bool  # export fabric handles, not file descriptors; set before anything is made
-
-    # -- queries
-    def version(self) -> int:
-        """The newest CUDA that the driver knows: 13010 is 13.1."""
-
-    def device_count(self) -> int: ...
-    def name(self, device: int) -> str: ...
-    def uuid(self, device: int) -> str: ...
-    def memory(self, device: int) -> int:
-        """Bytes of the GPU's memory, free or not."""
-
-    def attribute(self, device: int, name: str) -> int:
-        """A CU_DEVICE_ATTRIBUTE by its name without the prefix, such as "MULTIPROCESSOR_COUNT"."""
-
-    def p2p(self, device: int, peer: int, name: str) -> int:
-        """A CU_DEVICE_P2P_ATTRIBUTE by its name without the prefix, such as "ACCESS_SUPPORTED"."""
-
-    def domain(self, device: int) -> str:
-        """The NVLink domain over several hosts that the GPU is in, as "cluster/clique"; "" where it is in none."""
-
-    # -- physical memory
-    def granularity(self, device: int) -> int: ...
-    def create(self, device: int, nbytes: int) -> int:
-        """Handle of new physical memory that can be exported."""
-
-    def release(self, handle: int) -> None:
-        """Drop a handle; what is mapped stays until it is unmapped."""
-
-    def export(self, handle: int) -> Shared:
-        """A file descriptor or fabric handle of the memory. An open descriptor keeps the memory: close it at once."""
-
-    def import_memory(self, shared: Shared) -> int:
-        """Handle of the memory that a peer exported. The caller still has to close a file descriptor."""
-
-    # -- addresses
-    def reserve(self, nbytes: int, alignment: int) -> int: ...
-    def free(self, address: int, nbytes: int) -> None: ...
-    def map(self, address: int, nbytes: int, handle: int) -> None: ...
-    def unmap(self, address: int, nbytes: int) -> None: ...
-    def allow(self, address: int, nbytes: int, device: int) -> None:
-        """Let `device` read and write the memory that is mapped there."""
-
-    # -- use
-    def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Tensor of one dimension over mapped memory."""
-
-    def copy(
-        self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
-        stream: int,
-    ) -> None:  # fmt: skip
-        """Queue a copy by a copy engine on a stream. shape: planes, runs in a plane, bytes in a run. to, of: at target
-        and source, bytes from one run to the next and from one plane to the next; the second is a multiple of the
-        first."""
-
-    def hold(self, address: int, value: int, stream: int) -> None:
-        """The stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
-
-    def uncouple(self, stream: int) -> None:
-        """Make the kernel last recorded on a capturing stream an ordinary node of the graph, not a cooperative one."""
-
-    def synchronize(self, device: int) -> None: ...
-    def write_words(self, address: int, words: list[int], device: int) -> None:
-        """Write int32 words while kernels run, from any thread; returns when they are written."""
-
-    # -- multicast
-    def multicast_granularity(self, devices: int, nbytes: int) -> int: ...
-    def multicast_create(self, devices: int, nbytes: int) -> int: ...
-    def multicast_add(self, handle: int, device: int) -> None: ...
-    def multicast_bind(self, handle: int, offset: int, memory: int, nbytes: int) -> None: ...
-    def multicast_unbind(self, handle: int, device: int, offset: int, nbytes: int) -> None: ...
-
-
 class _Array:
     """An address range as __cuda_array_interface__, which is how torch takes memory that is not its own."""
 
@@ -117,7 +40,9 @@ class _Array:
 
 
 class CudaDriver:
-    """The Driver over cuda.bindings. It uses the current device's primary context, as torch does."""
+    """The driver calls of one rank, over cuda.bindings. `device` is an ordinal of this process. They use the current
+    device's primary context, as torch does. fabric: export fabric handles, not file descriptors; set before anything is
+    made."""
 
     def __init__(self, rank: int) -> None:
         from cuda.bindings import driver  # here, because importing pkt must not need a driver
@@ -139,6 +64,7 @@ class CudaDriver:
 
     # -- queries
     def version(self) -> int:
+        """The newest CUDA that the driver knows: 13010 is 13.1."""
         return int(self._call("cuDriverGetVersion"))
 
     def device_count(self) -> int:
@@ -151,17 +77,21 @@ class CudaDriver:
         return bytes(self._call("cuDeviceGetUuid", device).bytes).hex()
 
     def memory(self, device: int) -> int:
+        """Bytes of the GPU's memory, free or not."""
         return int(self._call("cuDeviceTotalMem", device))
 
     def attribute(self, device: int, name: str) -> int:
+        """A CU_DEVICE_ATTRIBUTE by its name without the prefix, such as "MULTIPROCESSOR_COUNT"."""
         kind = vars(self._cuda.CUdevice_attribute)[f"CU_DEVICE_ATTRIBUTE_{name}"]
         return int(self._call("cuDeviceGetAttribute", kind, device))
 
     def p2p(self, device: int, peer: int, name: str) -> int:
+        """A CU_DEVICE_P2P_ATTRIBUTE by its name without the prefix, such as "ACCESS_SUPPORTED"."""
         kind = vars(self._cuda.CUdevice_P2PAttribute)[f"CU_DEVICE_P2P_ATTRIBUTE_{name}"]
         return int(self._call("cuDeviceGetP2PAttribute", kind, device, peer))
 
     def domain(self, device: int) -> str:
+        """The NVLink domain over several hosts that the GPU is in, as "cluster/clique"; "" where it is in none."""
         return nvml.domain(self.uuid(device))
 
     # -- physical memory
@@ -184,16 +114,20 @@ class CudaDriver:
         return int(self._call("cuMemGetAllocationGranularity", self._kind(device), option))
 
     def create(self, device: int, nbytes: int) -> int:
+        """Handle of new physical memory that can be exported."""
         return int(self._call("cuMemCreate", nbytes, self._kind(device), 0))
 
     def release(self, handle: int) -> None:
+        """Drop a handle; what is mapped stays until it is unmapped."""
         self._call("cuMemRelease", handle)
 
     def export(self, handle: int) -> Shared:
+        """A file descriptor or fabric handle of the memory. An open descriptor keeps the memory: close it at once."""
         found = self._call("cuMemExportToShareableHandle", handle, self._shared, 0)
         return bytes(found.data) if self.fabric else int(found)
 
     def import_memory(self, shared: Shared) -> int:
+        """Handle of the memory that a peer exported. The caller still has to close a file descriptor."""
         # cuda.bindings takes the bytes of a fabric handle, but not the CUmemFabricHandle that an export returns.
         return int(self._call("cuMemImportFromShareableHandle", shared, self._shared))
 
@@ -211,6 +145,7 @@ class CudaDriver:
         self._call("cuMemUnmap", address, nbytes)
 
     def allow(self, address: int, nbytes: int, device: int) -> None:
+        """Let `device` read and write the memory that is mapped there."""
         cuda = self._cuda
         access = cuda.CUmemAccessDesc()
         access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -220,6 +155,7 @@ class CudaDriver:
 
     # -- use
     def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Tensor of one dimension over mapped memory."""
         if _storage_at is None:
             return torch.as_tensor(_Array(address, nbytes), device=torch.device("cuda", device)).view(dtype)
         # Takes a tenth of the time, and every allocation of the heap makes such a tensor.
@@ -232,6 +168,9 @@ class CudaDriver:
         self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
         stream: int,
     ) -> None:  # fmt: skip
+        """Queue a copy by a copy engine on a stream. shape: planes, runs in a plane, bytes in a run. to, of: at target
+        and source, bytes from one run to the next and from one plane to the next; the second is a multiple of the
+        first."""
         planes, runs, nbytes = shape
         if planes * runs == 1:
             self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
@@ -249,9 +188,11 @@ class CudaDriver:
         self._call("cuMemcpy3DAsync", box, stream)
 
     def hold(self, address: int, value: int, stream: int) -> None:
+        """The stream goes on when the int32 there is `value` or more, by the sign of the 32-bit difference."""
         self._call("cuStreamWaitValue32", stream, address, value, 0)  # 0: CU_STREAM_WAIT_VALUE_GEQ
 
     def uncouple(self, stream: int) -> None:
+        """Make the kernel last recorded on a capturing stream an ordinary node of the graph, not a cooperative one."""
         _, _, _, nodes, *_ = self._call("cuStreamGetCaptureInfo", stream)  # the nodes that the next one depends on
         attribute = self._cuda.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         value = self._cuda.CUkernelNodeAttrValue()
@@ -262,6 +203,7 @@ class CudaDriver:
         torch.cuda.synchronize(device)
 
     def write_words(self, address: int, words: list[int], device: int) -> None:
+        """Write int32 words while kernels run, from any thread; returns when they are written."""
         # On a stream of its own, because the current one may hold kernels that spin until these words arrive. Stream
         # and pinned page are made at the first call, before any kernel runs, because making them may wait for kernels.
         with self._lock, torch.cuda.device(device):

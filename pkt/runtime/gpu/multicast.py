@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from pkt.runtime.gpu import handles
-from pkt.runtime.gpu.driver import Driver, Shared
+from pkt.runtime.gpu.driver import CudaDriver, Shared
 from pkt.runtime.gpu.topology import multicast_off
-from pkt.runtime.gpu.votes import Votes
+from pkt.runtime.gpu.votes import Votes, close_shared
 
 
 class Multicast:
     """The object, as this rank holds it. `granularity`, `capacity`: bytes that the heap has to keep to."""
 
-    def __init__(self, votes: Votes, driver: Driver, device: int, handle: int, granularity: int, capacity: int) -> None:
+    def __init__(
+        self, votes: Votes, driver: CudaDriver, device: int, handle: int, granularity: int, capacity: int
+    ) -> None:
         self._votes, self._driver, self._device, self._handle = votes, driver, device, handle
         self.granularity, self.capacity = granularity, capacity
 
@@ -46,7 +47,7 @@ class Multicast:
 
 
 def create(
-    votes: Votes, driver: Driver, device: int, granularity: int, capacity: int, wanted: bool, supported: bool,
+    votes: Votes, driver: CudaDriver, device: int, granularity: int, capacity: int, wanted: bool, supported: bool,
     undo: ExitStack,
 ) -> Multicast | None:  # fmt: skip
     """Collective: the object with every GPU added to it, or None on every rank.
@@ -76,7 +77,7 @@ def create(
     return Multicast(votes, driver, device, handle, granularity, capacity)
 
 
-def _share(votes: Votes, driver: Driver, capacity: int, here: ExitStack) -> int | None:
+def _share(votes: Votes, driver: CudaDriver, capacity: int, here: ExitStack) -> int | None:
     """Every rank's handle of the object that rank 0 makes and exports; None on every rank if a step failed."""
     transport, sent = votes.transport, list[Shared]()
     held: list[int] = []
@@ -86,12 +87,8 @@ def _share(votes: Votes, driver: Driver, capacity: int, here: ExitStack) -> int 
         here.callback(driver.release, held[0])
         sent.append(driver.export(held[0]))
 
-    try:
-        mine = votes.attempt(make) if transport.rank == 0 else {}
-        vote = {k: v for k, v in mine.items() if k != "value"}
-        said, received = handles.exchange(transport, vote, sent, "multicast: creating")
-    finally:
-        handles.close(sent)
+    mine = votes.attempt(make) if transport.rank == 0 else {}
+    said, received = votes.share(mine, sent, "multicast: creating")
     try:
         if not votes.agreed(said, "multicast: creating"):
             return None
@@ -104,4 +101,4 @@ def _share(votes: Votes, driver: Driver, capacity: int, here: ExitStack) -> int 
 
         return held[0] if votes.worked(take, "multicast: importing") else None
     finally:
-        handles.close(shared for some in received.values() for shared in some)
+        close_shared(received)

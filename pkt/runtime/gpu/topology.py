@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pkt.errors import Unsupported
-from pkt.runtime.gpu.driver import Driver
+from pkt.runtime.gpu.driver import CudaDriver
 from pkt.wording import table
 
 # Each of these turns multicast off before any call of the driver: pkt's switch, and those of other libraries.
@@ -78,15 +78,18 @@ class Topology:
         """Whether every GPU supports it; whether it is used is a vote."""
         return all(gpu.multicast for gpu in self.gpus)
 
+    def access(self, a: int, b: int) -> str:
+        """What rank a's GPU can do in rank b's memory, in a word or two."""
+        link = self.links[a][b]
+        if a == b or link.access is None:
+            return "-" if a == b else "?"
+        return "no access" if not link.access else "no atomics" if link.atomics is False else "yes"
+
     def matrix(self) -> str:
         """A line per rank: its GPU, its fabric if there are several hosts, its access to each other rank's memory."""
-        words = {(True, True): "yes", (True, False): "no atomics", (True, None): "yes"}
         rows = []
         for a, gpu in enumerate(self.gpus):
-            cells = [
-                "-" if a == b else "?" if link.access is None else words.get((link.access, link.atomics), "no access")
-                for b, link in enumerate(self.links[a])
-            ]
+            cells = [self.access(a, b) for b in range(len(self.gpus))]
             fabric = (gpu.host, "yes" if gpu.fabric_handles else "no", gpu.domain or "none") if self.spans else ()
             rows.append((f"rank {a}", gpu.device, gpu.name, *fabric, *cells))
         fabric = ("host", "fabric handles", "NVLink domain") if self.spans else ()
@@ -146,7 +149,7 @@ class Topology:
         return None
 
 
-def probe(driver: Driver, device: int, host: str, spans: bool) -> dict[str, Any]:
+def probe(driver: CudaDriver, device: int, host: str, spans: bool) -> dict[str, Any]:
     """This rank's GPU, and its links to every GPU that this process sees, by uuid, as JSON values.
 
     spans: also ask NVML for the GPU's NVLink domain."""
@@ -182,7 +185,6 @@ def assemble(probes: Sequence[Mapping[str, Any]]) -> Topology:
     gpus = tuple(Gpu(**{**p["gpu"], "capability": tuple(p["gpu"]["capability"])}) for p in probes)
     rows = []
     for mine, gpu in zip(probes, gpus, strict=True):
-        known = mine["links"]
-        links = (known.get(peer.uuid, (None, None)) if peer.uuid != gpu.uuid else (True, True) for peer in gpus)
-        rows.append(tuple(Link(*link) for link in links))
+        known = {**mine["links"], gpu.uuid: (True, True)}
+        rows.append(tuple(Link(*known.get(peer.uuid, (None, None))) for peer in gpus))
     return Topology(gpus, tuple(rows))

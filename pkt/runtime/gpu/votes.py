@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from pkt.errors import DriverError, HeapFull
-from pkt.runtime.gpu.driver import OUT_OF_MEMORY
+from pkt.runtime.gpu.driver import OUT_OF_MEMORY, Shared
+from pkt.runtime.processes.frames import close_fds
 from pkt.runtime.processes.transport import Transport
 from pkt.wording import ranks_text
 
@@ -56,5 +57,28 @@ class Votes:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         return not failed
 
+    def share(
+        self, mine: dict[str, Any], sent: list[Shared], what: str
+    ) -> tuple[list[dict[str, Any]], dict[int, list[Shared]]]:
+        """Collective: every rank's vote, and the exports that each peer sent, which the caller has to `close_shared`.
+
+        Sends `sent` to every other rank, descriptors beside the frame and the bytes of fabric handles in it, and closes
+        it: an open descriptor keeps the memory."""
+        fds = [shared for shared in sent if isinstance(shared, int)]
+        texts = [shared.hex() for shared in sent if isinstance(shared, bytes)]
+        vote = {k: v for k, v in mine.items() if k != "value"} | {"handles": texts}
+        try:
+            said, received = self.transport.exchange_fds(vote, dict.fromkeys(self.transport.connections, fds), what)
+        finally:
+            close_fds(fds)
+        return said, {
+            peer: [*some, *(bytes.fromhex(text) for text in said[peer]["handles"])] for peer, some in received.items()
+        }
+
     def _exchange(self, mine: dict[str, Any], what: str) -> list[dict[str, Any]]:
         return self.transport.exchange({k: v for k, v in mine.items() if k != "value"}, what)
+
+
+def close_shared(received: Mapping[int, Iterable[Shared]]) -> None:
+    """Close the file descriptors among the exports of the peers."""
+    close_fds([shared for some in received.values() for shared in some if isinstance(shared, int)])

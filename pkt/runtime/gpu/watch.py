@@ -17,33 +17,21 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from pkt.errors import PeerLost, WaitTimeout
-from pkt.language.world import (
-    CMP_ABORTED,
-    CMP_CODES,
-    MAX_RECORDS,
-    RECORD_FIELDS,
-    RECORD_WORDS,
-    STATUS_ABORT,
-    STATUS_BYTES,
-    STATUS_DEADLINE,
-    STATUS_FIRST_RECORD,
-    STATUS_RECORDS,
-    site_hash,
-)
+from pkt.language import world as page
 from pkt.runtime.gpu.cuda import CudaBackend
 from pkt.runtime.memory.heap import SymmetricHeap
 from pkt.wording import Waiting
 
 PERIOD = 0.25  # seconds between two checks of the peers
-_COMPARISONS = {code: name for name, code in CMP_CODES.items()}
+_COMPARISONS = {code: name for name, code in page.CMP_CODES.items()}
 
 
 def records(words: Sequence[int]) -> list[dict[str, int]]:
     """The complete records of a status page, as {field: word}."""
-    found = []
-    for slot in range(min(words[STATUS_RECORDS], MAX_RECORDS) if words[STATUS_RECORDS] >= 0 else MAX_RECORDS):
-        at = STATUS_FIRST_RECORD + slot * RECORD_WORDS
-        record = dict(zip(RECORD_FIELDS, words[at : at + RECORD_WORDS], strict=False))
+    found, count = [], words[page.STATUS_RECORDS]
+    for slot in range(min(count, page.MAX_RECORDS) if count >= 0 else page.MAX_RECORDS):
+        at = page.STATUS_FIRST_RECORD + slot * page.RECORD_WORDS
+        record = dict(zip(page.RECORD_FIELDS, words[at : at + page.RECORD_WORDS], strict=False))
         if record["owner"]:
             found.append(record)
     return found
@@ -55,7 +43,7 @@ def kernel_name(site: int) -> str:
     # type() and not isinstance(), which asks objects for their class, and some warn when asked.
     kernels = (o for o in gc.get_objects() if issubclass(type(o), JITFunction)) if site else ()
     names = {kernel.__name__ for kernel in kernels}
-    return next((name for name in sorted(names) if site_hash(name) == site), "a kernel")
+    return next((name for name in sorted(names) if page.site_hash(name) == site), "a kernel")
 
 
 def waiting(record: dict[str, int], heap: SymmetricHeap) -> Waiting:
@@ -73,7 +61,7 @@ def waiting(record: dict[str, int], heap: SymmetricHeap) -> Waiting:
         counter=counter,
         wanted=record["wanted"],
         found=record["found"],
-        compare=_COMPARISONS.get(record["cmp"] & (CMP_ABORTED - 1), "ge"),
+        compare=_COMPARISONS.get(record["cmp"] & (page.CMP_ABORTED - 1), "ge"),
         launch=record["epoch"] or None,
     )
 
@@ -86,18 +74,18 @@ class Watch:
         self.lost: dict[int, str] = {}
         nanoseconds = int(timeout * 1e9)
         words = [nanoseconds & 0x7FFFFFFF | -(nanoseconds & 0x80000000), nanoseconds >> 32]
-        backend.driver.write_words(backend.base + 4 * STATUS_DEADLINE, words, backend.device_index)
+        backend.driver.write_words(backend.base + 4 * page.STATUS_DEADLINE, words, backend.device_index)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="pkt-watch", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
         """Raise PeerLost or WaitTimeout if this rank's waits were cut short."""
-        page = self._page(self.backend.rank)
-        if not self.lost and not page[STATUS_ABORT] and not page[STATUS_RECORDS]:
+        words = self._page(self.backend.rank)
+        if not self.lost and not words[page.STATUS_ABORT] and not words[page.STATUS_RECORDS]:
             return
         found = [r for rank in range(self.backend.size) for r in records(self._page(rank))]
-        expired = [r for r in found if not r["cmp"] & CMP_ABORTED]
+        expired = [r for r in found if not r["cmp"] & page.CMP_ABORTED]
         waits = [waiting(record, self.heap) for record in expired or found]
         lost = self.lost or self._gone()
         if lost:
@@ -112,7 +100,7 @@ class Watch:
             self._thread.join(timeout=5)
 
     def _page(self, rank: int) -> list[int]:
-        return self.backend.view(rank, 0, STATUS_BYTES).view(torch.int32).tolist()
+        return self.backend.view(rank, 0, page.STATUS_BYTES).view(torch.int32).tolist()
 
     def _gone(self) -> dict[int, str]:
         """Peers whose process is gone although they did not close their world."""
@@ -126,5 +114,5 @@ class Watch:
             lost = self._gone()
             if lost:
                 self.lost = lost
-                backend.driver.write_words(backend.base + 4 * STATUS_ABORT, [1], backend.device_index)
+                backend.driver.write_words(backend.base + 4 * page.STATUS_ABORT, [1], backend.device_index)
                 return

@@ -18,7 +18,6 @@ from pkt.runtime.backend import Backend
 from pkt.wording import dtype_text
 
 EVERY = 32  # calls between two looks at the peers' journals
-_SEPARATOR = "\x1f"
 
 
 class Request(NamedTuple):
@@ -41,7 +40,7 @@ class Request(NamedTuple):
     @classmethod
     def unpack(cls, packed: str) -> Request:
         """The request that `Agreement.check` recorded as `packed`."""
-        op, number, shape, dtype, kind, site = packed.split(_SEPARATOR)
+        op, number, shape, dtype, kind, site = packed.split("\x1f")
         return cls(op, int(number), shape, dtype, kind, site)
 
 

@@ -73,7 +73,7 @@ def _assigned(path: str, line: int, column: int | None, call: str) -> str:
         couples = [(target, value)]
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             couples = list(zip(target.elts, value.elts, strict=True))
-        calls = [(t, v) for t, v in couples if isinstance(v, ast.Call) and _called(v) == call]
+        calls = [(t, v) for t, v in couples if isinstance(v, ast.Call) and _name(v.func) == call]
         here = [t for t, v in calls if column is None or v.lineno > 1 or v.col_offset + indent == column]
         if len(here) == 1:
             return _name(here[0])
@@ -91,10 +91,6 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 
 _parsing = threading.Lock()
-
-
-def _called(call: ast.Call) -> str:
-    return _name(call.func)
 
 
 def _name(node: ast.expr) -> str:

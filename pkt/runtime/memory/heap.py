@@ -31,9 +31,8 @@ def heap_bytes(heap: int | str | None) -> int:
     match = _SIZE.match(str(value))
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if nbytes < 2 * STATUS_BYTES:
-        raise ShapeError.argument(
-            "heap", "heap= or PKT_HEAP", repr(value), f'at least {2 * STATUS_BYTES} bytes, as in "8GiB"'
-        )
+        wanted = f'at least {2 * STATUS_BYTES} bytes, as in "8GiB"'
+        raise ShapeError.argument("heap", "heap= or PKT_HEAP", repr(value), wanted)
     return nbytes
 
 
@@ -84,7 +83,8 @@ class SymmetricHeap:
         Raises AllocationMismatch before the memory can be used. Raises HeapFull on every rank, and then nothing is
         lost.
         """
-        self.check_open("allocation")
+        if self.closed:
+            raise Closed.used(self.backend.rank, "allocation")
         number = self.allocations + 1
         self.agreement.check("allocate", number, str(shape), str(dtype)[6:], kind, site)
         self.allocations = number
@@ -147,12 +147,12 @@ class SymmetricHeap:
         window = self.backend.rank if rank is None else rank
         return self.backend.view(window, block.offset, block.nbytes).view(torch.int32)
 
-    def payload(self, allocation: Allocation, rank: int | None = None) -> torch.Tensor:
-        """uint8 view of the block's elements in the window of `rank`, or of this rank. The storage starts with them. An
-        empty block has one byte."""
+    def payload(self, allocation: Allocation, rank: int) -> torch.Tensor:
+        """uint8 view of the block's elements in the window of `rank`. The storage starts with them. An empty block has
+        one byte."""
         block = allocation.block
         nbytes = max(1, math.prod(block.shape) * block.dtype.itemsize)
-        return self.backend.view(self.backend.rank if rank is None else rank, block.start, nbytes)
+        return self.backend.view(rank, block.start, nbytes)
 
     def tensor(self, allocation: Allocation) -> torch.Tensor:
         """The block's elements in this rank's window, as a plain contiguous tensor of the block's shape and dtype."""
@@ -169,11 +169,6 @@ class SymmetricHeap:
         if not 0 <= offset < self.capacity:
             return None
         return next((a for a in self.live.values() if a.block.offset <= offset < a.block.end), None)
-
-    def check_open(self, call: str) -> None:
-        """Raise Closed after close()."""
-        if self.closed:
-            raise Closed.used(self.backend.rank, call)
 
     def check_guards(self, call: str) -> None:
         """Raise SignalIndexError if a guard word around any signals was overwritten."""

@@ -218,7 +218,8 @@ def _wrap(result: Any, sources: list[SymmetricTensor]) -> Any:
         address = result.untyped_storage().data_ptr() + result.storage_offset() * result.dtype.itemsize
         for source in sources:
             block, base = source._allocation.block, source._allocation.heap.backend.base
-            if base + block.offset <= address <= base + block.end and _same_storage(result, source):
+            inside = base + block.offset <= address <= base + block.end
+            if inside and result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
                 return symmetric_over(result, source._allocation)
         return result
     if isinstance(result, (list, tuple)) and any(isinstance(r, torch.Tensor) for r in result):
@@ -227,7 +228,3 @@ def _wrap(result: Any, sources: list[SymmetricTensor]) -> Any:
             return wrapped
         return type(result)(wrapped) if type(result) is not tuple else tuple(wrapped)
     return result
-
-
-def _same_storage(result: torch.Tensor, source: SymmetricTensor) -> bool:
-    return result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()

@@ -17,7 +17,7 @@ import socket
 import struct
 import termios
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from pkt.errors import TransportError
 
@@ -37,11 +37,12 @@ _LEAVES = (1 << 64) - 1  # sequence number of a goodbye: the last frame of a ran
 GOODBYE = pack(_LEAVES, None)
 
 
-class Frame:
+class Frame(NamedTuple):
     """A frame that arrived. The receiver has to close its descriptors."""
 
-    def __init__(self, sequence: int, value: Any, fds: list[int]) -> None:
-        self.sequence, self.value, self.fds = sequence, value, fds
+    sequence: int
+    value: Any
+    fds: list[int]
 
 
 class LostConnection(Exception):

@@ -33,9 +33,9 @@ def create() -> int:
 
 
 class SharedJournal:
-    """pkt.runtime.backend.Journal over one log per rank. `check_peers` raises if a rank is lost."""
+    """One log per rank. `check_peers` raises if a rank is lost."""
 
-    period = SLOTS // 2
+    period = SLOTS // 2  # a rank settles at least once in so many calls
 
     def __init__(self, rank: int, fds: Sequence[int], timeout: float, check_peers: Callable[[str], None]) -> None:
         """Map every rank's log. fds: in rank order; the caller closes them."""
@@ -69,12 +69,11 @@ class SharedJournal:
             if found == ordinal and zlib.crc32(record) == checksum:
                 return record
             time.sleep(1e-5)
-        raise TransportError.refused(
-            self.rank, f"the journal of rank {rank}", f"call #{found}", f"call #{ordinal}, whole"
-        )
+        wanted = f"call #{ordinal}, whole"
+        raise TransportError.refused(self.rank, f"the journal of rank {rank}", f"call #{found}", wanted)
 
     def settle(self, ordinal: int) -> None:
-        """Return once every rank has written its call number `ordinal`."""
+        """Return once every rank has written its call number `ordinal`. Raises WaitTimeout or PeerLost."""
         deadline, pause = time.monotonic() + self.timeout, 2e-5
         while late := [r for r, counters in enumerate(self._counters) if counters[_WRITTEN] < ordinal]:
             what = f"heap call #{ordinal}"

@@ -67,16 +67,12 @@ class Meeting:
     directory: str
     token: str  # hex
 
-    def values(self) -> list[str]:
-        """Directory and token, as JSON values."""
-        return [self.directory, self.token]
-
     def remove(self) -> None:
         """Remove the directory; every rank may do so."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def listen(self, rank: int, size: int) -> socket.socket:
-        """A listening socket in the directory, which must be private."""
+        """As `MeetingPlace.listen`, in the directory, which must be private."""
         _check_private(self.directory, rank)
         listener = _unix()
         try:
@@ -138,19 +134,17 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
     refused: list[str] = []
     listener = meeting.listen(rank, size)
     try:
-        for peer in range(rank):
-            found[peer] = _join(meeting, token, rank, peer, deadline)
-        _accept(meeting, listener, token, rank, size, deadline, found, refused)
+        with contextlib.suppress(TimeoutError):
+            for peer in range(rank):
+                found[peer] = _join(meeting, token, rank, peer, deadline)
+            _accept(meeting, listener, token, rank, size, deadline, found, refused)
         missing = [r for r in range(size) if r != rank and r not in found]
         if missing:
             raise WaitTimeout.rendezvous(rank, "the rendezvous", timeout, missing, refused)
         return found
-    except BaseException as error:
+    except BaseException:
         for connection in found.values():
             connection.close()
-        if isinstance(error, TimeoutError):
-            waiting = [r for r in range(size) if r != rank and r not in found]
-            raise WaitTimeout.rendezvous(rank, "the rendezvous", timeout, waiting) from error
         raise
     finally:
         listener.close()

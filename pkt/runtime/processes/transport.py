@@ -116,6 +116,12 @@ class Transport:
                 found[peer] = f"({connection.who}) is {state}"
         return found
 
+    def check(self, what: str) -> None:
+        """Raise PeerLost if a rank is gone or stopped."""
+        lost = self.lost()
+        if lost:
+            raise PeerLost.exited(self.rank, lost, what)
+
     def close(self) -> None:
         """Close all connections; idempotent. To the others this rank has left."""
         self.closed = True
@@ -138,8 +144,6 @@ class Transport:
                 state[connection.fileno()] = events
 
         for connection in ends.values():
-            poller.register(connection, 0)
-            state[connection.fileno()] = 0
             interest(connection)
         while len(frames) < len(ends) or any(c.unsent for c in ends.values()):
             left = deadline - time.monotonic()

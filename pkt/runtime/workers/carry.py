@@ -49,13 +49,9 @@ def imported(module: str, qualname: str) -> Any:
 
 
 def _jitted(fn: FunctionType, file: str, lines: list[str], options: dict[str, Any]) -> Any:
-    _remember(file, lines)
-    return triton.jit(fn, **options)
-
-
-def _remember(file: str, lines: list[str]) -> None:
     if lines and file not in linecache.cache:
         linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+    return triton.jit(fn, **options)
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 passed_on = False
@@ -34,9 +34,7 @@ class Interrupts:
         self._lasting.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._lasting.remove(self)
         if not self._lasting and Interrupts._before is not None:
             signal.signal(signal.SIGINT, Interrupts._before)

@@ -47,8 +47,7 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
         with world:
             return {"result": dumps(loads(job["fn"])(world, *loads(job["args"])))}
     except BaseException as error:
-        text = traceback.format_exc()
-        return {"error": _portable(error), "traceback": text, "remoteness": _remoteness(error)}
+        return {"traceback": traceback.format_exc(), "error": _portable(error), "remoteness": _remoteness(error)}
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

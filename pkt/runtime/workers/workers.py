@@ -82,11 +82,10 @@ class Workers:
         facts: added to the job. Raises RankFailed."""
         meeting = rendezvous.prepare()
         try:
-            shared = {"fn": dumps(fn), "args": dumps(tuple(args)), "opener": opener, "timeout": timeout}
-            shared["size"] = self.size
+            shared = {"fn": dumps(fn), "args": dumps(tuple(args)), "opener": opener, "timeout": timeout, **facts}
+            shared |= {"size": self.size, "directory": meeting.directory, "token": meeting.token}
             for rank, pipe in enumerate(self._pipes):
-                job = {**shared, **facts, "rank": rank, "directory": meeting.directory, "token": meeting.token}
-                send(pipe, dumps(job))
+                send(pipe, dumps({**shared, "rank": rank}))
             answers = self._gather(timeout)
         except BaseException:  # an interrupt too: the workers are in the middle of a job
             self.kill()

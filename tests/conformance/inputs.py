@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,19 +80,25 @@ def _cases(operator: Operator, mode: str, more: bool) -> Iterator[Case]:
         seen.add(key)
         for sizes in (LETTERS if more else (RAGGED,)) if letters else ():
             yield Case(sizes=dict(zip(letters, sizes * len(letters))), arguments=arguments)
-        for change in (lambda n: 1, lambda n: n + 7) if more and case.shapes else ():
-            shapes = {name: " ".join(map(partial(_changed, change), _words(s))) for name, s in case.shapes.items()}
-            yield Case(shapes=shapes, arguments=arguments)
+        for change in (_ones, _longer) if more and case.shapes else ():
+            yield Case(shapes={name: change(_words(shape)) for name, shape in case.shapes.items()}, arguments=arguments)
 
 
 def _words(shape: str | tuple[int, ...]) -> list[str]:
     return shape.split() if isinstance(shape, str) else [str(n) for n in shape]
 
 
-def _changed(change: Callable[[int], int], word: str) -> str:
-    """`word` of a shape, such as "W*4" or "4", with another number."""
-    shared = "W*" if word.startswith("W*") else ""
-    return f"{shared}{change(int(word.removeprefix('W*')))}"
+def _ones(words: list[str]) -> str:
+    """One in each dimension, on each rank."""
+    return " ".join("W*1" if word.startswith("W*") else "1" for word in words)
+
+
+def _longer(words: list[str]) -> str:
+    """7 more in the last dimension."""
+    if not words:
+        return ""
+    shared = "W*" if words[-1].startswith("W*") else ""
+    return " ".join([*words[:-1], f"{shared}{int(words[-1].removeprefix('W*')) + 7}"])
 
 
 def settings_of(form: Form, case: Case, operator: Operator) -> dict[str, Any]:

@@ -6,8 +6,8 @@
 #   BUDGET=240 RANKS=2 benchmarks/gpu_checks.sh
 #
 # PKT_TEST_RANKS=2,4 leaves the tests of other numbers of ranks out.
-# Steps: about simulator quick language litmus kernels graphs timeouts lost link semantics runtime doctor sanitize; and
-# any module, as benchmarks.collectives, with the arguments that ARGS holds.
+# Steps: about simulator quick language litmus kernels operators graphs timeouts lost link semantics runtime doctor
+# sanitize; and any module, as benchmarks.collectives, with the arguments that ARGS holds.
 #
 # A step that outlasts its time is ended and the next one begins; one that would begin too late is left out. Results come
 # to $OUT (benchmarks/results where it is not set): log.txt, summary.txt and the newest six files of figures. Works on a
@@ -21,8 +21,8 @@ PYTHON=${PYTHON:-python3}
 BUDGET=${BUDGET:-520}
 OUT=${OUT:-$HERE/benchmarks/results}
 STEPS=("$@")
-[ $# -gt 0 ] || STEPS=(about simulator quick language litmus kernels graphs timeouts lost link semantics runtime doctor
-    sanitize)
+[ $# -gt 0 ] || STEPS=(about simulator quick language litmus kernels operators graphs timeouts lost link semantics
+    runtime doctor sanitize)
 
 # kernels/ is installed as pkt.kernels; in the copy it simply lies there.
 STAGE=$(mktemp -d)
@@ -58,7 +58,7 @@ step() {
     simulator) "$PYTHON" -m benchmarks.link --device cpu --quick ;;
     quick) "$PYTHON" -m benchmarks.link --quick --ranks "$RANKS" ;;
     link) "$PYTHON" -m benchmarks.link --ranks "$RANKS" ;;
-    language | litmus | kernels | graphs | timeouts | lost | semantics) gpu_tests "tests/gpu/test_$1.py" ;;
+    language | litmus | kernels | operators | graphs | timeouts | lost | semantics) gpu_tests "tests/gpu/test_$1.py" ;;
     runtime) gpu_tests tests/runtime ;;
     doctor) "$PYTHON" -m pkt.cli doctor ;;
     sanitize)
@@ -77,7 +77,7 @@ limit() { # seconds that a step may take
     case $1 in
     about) echo 30 ;;
     simulator) echo 60 ;;
-    link | kernels | language | runtime | *.*) echo 200 ;;
+    link | kernels | operators | language | runtime | *.*) echo 200 ;;
     *) echo 150 ;;
     esac
 }

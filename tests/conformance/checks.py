@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,12 +33,15 @@ def dtypes_of(operator: Operator, mode: str) -> tuple[torch.dtype, ...]:
 
 
 def given(
-    world: Any, operator: Operator, mode: str | None, operands: dict[str, Any], out: Any = None, offset: int = 0
-) -> dict[str, Any]:
-    """This rank's operands, symmetric where the form's peers access them, and `out` where the function takes one."""
+    world: Any, operator: Operator, mode: str | None, operands: dict[str, Any], out: Any = None, offset: int = 0,
+    transposed: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """This rank's operands, symmetric where the form's peers access them, and `out` where the function takes one.
+    transposed: as transposed views where the operator takes those."""
     symmetric = operator.forms[mode].symmetric if mode else tuple(operator.names)
     mine = {
-        n: None if ts is None else inputs.placed(world, ts[world.rank], n in symmetric, offset)
+        n: ts
+        and inputs.placed(world, ts[world.rank], n in symmetric, offset, transposed and operator.tensors[n].transposed)
         for n, ts in operands.items()
     }
     return mine | ({"out": out} if "out" in operator.names else {})
@@ -54,15 +59,19 @@ def result_for(
 
 
 # ------------------------------------------------------------------------------------------------------------- results
-def check_results(operator: Operator, mode: str, ranks: int, dtype: torch.dtype, kind: str, offset: int = 0) -> None:
-    """Right within the bound for every case, launch after launch with other inputs and nothing reset."""
+def check_results(
+    operator: Operator, mode: str, ranks: int, dtype: torch.dtype, kind: str, offset: int = 0, *, more: bool = False,
+    transposed: bool = False, launches: int = LAUNCHES,
+) -> None:  # fmt: skip
+    """Right within the bound for every case, launch after launch with other inputs and nothing reset. more: further
+    sizes. transposed: operands are transposed views where the operator takes those."""
 
     def run(world: Any) -> None:
-        for case in inputs.cases_of(operator, mode):
+        for case in inputs.cases_of(operator, mode, more):
             keep: dict[str, torch.Tensor] = {}
-            for launch in range(LAUNCHES):
+            for launch in range(launches):
                 try:
-                    right(world, operator, mode, case, launch, dtype, kind, offset, keep)
+                    right(world, operator, mode, case, launch, dtype, kind, offset, keep, transposed)
                 except pkt.Unsupported:
                     if not offset:
                         raise
@@ -73,14 +82,14 @@ def check_results(operator: Operator, mode: str, ranks: int, dtype: torch.dtype,
 
 def right(
     world: Any, operator: Operator, mode: str, case: Case, launch: int, dtype: torch.dtype, kind: str, offset: int,
-    keep: dict[str, torch.Tensor],
+    keep: dict[str, torch.Tensor], transposed: bool = False,
 ) -> None:  # fmt: skip
     """One call of a case, and whether its result is right. keep: tensors of the launch before, which are used again."""
     operands = inputs.everybody(operator, case, world.size, launch, dtype)
     exact = inputs.exact(operator, case, world.rank, operands)
     if not keep:
         out = result_for(world, operator, mode, case, exact, dtype, kind)
-        keep.update(given(world, operator, mode, operands, out, offset))
+        keep.update(given(world, operator, mode, operands, out, offset, transposed))
     for name, ranks in operands.items():
         if ranks is not None:
             keep[name].copy_(ranks[world.rank])
@@ -118,7 +127,7 @@ def emptied(case: Case) -> list[tuple[dict[str, Any], dict[str, int]]]:
 
 
 # ------------------------------------------------------------------------------------------------------- wrong calls
-def refuses(world: Any, operator: Operator, tensors: dict[str, Any], case: Case, **more: Any) -> None:
+def refuses(world: Any, operator: Operator, tensors: dict[str, Any], case: Case, /, **more: Any) -> None:
     """The call raises one of pkt's errors that names rank and call, before it launches or allocates anything."""
     before = world.heap.ledger.free_bytes
     keywords = {n: v for n, v in case.arguments.items() if n in operator.arguments}
@@ -131,7 +140,7 @@ def refuses(world: Any, operator: Operator, tensors: dict[str, Any], case: Case,
 def check_refusals(operator: Operator) -> None:
     """Wrong tensors and keywords, of each kind."""
     case = operator.cases[0]
-    first = next(iter(operator.tensors))
+    case = Case(sizes=case.sizes, shapes=case.shapes, arguments={**case.arguments, "given": tuple(operator.tensors)})
 
     def run(world: Any) -> None:
         dtype = next(iter(operator.tensors.values())).dtypes[0]
@@ -139,20 +148,26 @@ def check_refusals(operator: Operator) -> None:
         like = inputs.exact(operator, case, world.rank, operands)
         out = pkt.empty(tuple(like.shape), dtype=dtype) if "out" in operator.names else None
         good = given(world, operator, None, operands, out)
-        x = good[first]
-        strided = torch.empty((*x.shape, 2), dtype=dtype)[..., 0] if x.numel() > 1 else None
-        for wrong in (None, 3, "x", x.to(torch.complex64), torch.ones(2).to_sparse(), strided):
-            if wrong is not None or not operator.tensors[first].optional:
-                refuses(world, operator, {**good, first: wrong}, case)
+        for name, operand in operator.tensors.items():
+            x = good[name]
+            strided = torch.empty((*x.shape, 2), dtype=dtype)[..., 0] if x.numel() > 1 else 3
+            for wrong in (None, 3, "x", x.to(torch.complex64), torch.ones(2).to_sparse(), strided):
+                if wrong is not None or not operand.optional:
+                    refuses(world, operator, {**good, name: wrong}, case)
         refuses(world, operator, good, case, mode="no such form")
+        refuses(world, operator, good, case, world=3)
         for name, form in operator.forms.items():
+            for operand in form.symmetric:
+                if good.get(operand) is not None:
+                    refuses(world, operator, {**good, operand: good[operand].plain().clone()}, case, mode=name)
             for setting in operator.settings.keys() - form.settings.keys():
                 refuses(world, operator, good, case, mode=name, **{setting: 1})
         for keyword in (*operator.settings, *operator.arguments):
-            refuses(world, operator, good, case, **{keyword: object()})
+            for wrong in (object(), 1.5, "no such"):
+                refuses(world, operator, good, case, **{keyword: wrong})
         if out is not None:
             wide = pkt.empty((*like.shape, 2), dtype=dtype)
-            for wrong in (3, wide, out.to(torch.complex64)):
+            for wrong in (3, wide, out.to(torch.complex64), torch.ones(2).to_sparse()):
                 refuses(world, operator, {**good, "out": wrong}, case)
 
     on_ranks(2, run)
@@ -231,7 +246,8 @@ def check_agreement(operator: Operator) -> None:
 
 # -------------------------------------------------------------------------------------------------- what calls cost
 def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> None:
-    """A second call with tensors alike calls few Python functions before its first launch: the plan is kept."""
+    """A second call with tensors alike calls few Python functions before its first launch: the plan is kept, and keeps
+    none of the tensors."""
     case = next(inputs.cases_of(operator, mode))
     dtype = dtypes_of(operator, mode)[0]
     count: list[str] = []
@@ -258,6 +274,10 @@ def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) ->
             operator.function(**tensors, **keywords, mode=mode, world=world)
         finally:
             sys.setprofile(None)
+        alive = [weakref.ref(x) for x in tensors.values() if type(x) is torch.Tensor]
+        tensors.clear()
+        gc.collect()
+        assert not any(x() is not None for x in alive), "the plan keeps a tensor"
 
     on_ranks(1, run)
     assert len(count) <= CALLS, count

@@ -53,14 +53,15 @@ def letters_of(operator: Operator) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def cases_of(operator: Operator, mode: str) -> Iterator[Case]:
-    """The operator's own cases that may take this form. Of an operator of letters also ragged ones, and none that do
-    not fit the form in two bytes an element, in which least fits. A form for GPUs alone refuses them itself."""
+def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case]:
+    """The operator's own cases that may take this form, and of an operator of letters a ragged one. more: sizes of one
+    and beyond a block, too. Of an operator of letters none that do not fit the form in two bytes an element, in which
+    least fits. A form for GPUs alone refuses them itself."""
     form = operator.forms[mode]
     if form.gpu or not letters_of(operator):
-        yield from _cases(operator, mode)
+        yield from _cases(operator, mode, more)
         return
-    for case in _cases(operator, mode):
+    for case in _cases(operator, mode, more):
         call = Call(operator.name, SimpleNamespace(size=2), {}, arguments_of(operator, case), {}, mode)
         call.tensors[next(iter(operator.tensors))] = torch.empty(0, dtype=torch.bfloat16)
         call.sizes = dict(case.sizes)
@@ -68,14 +69,36 @@ def cases_of(operator: Operator, mode: str) -> Iterator[Case]:
             yield case
 
 
-def _cases(operator: Operator, mode: str) -> Iterator[Case]:
+def _cases(operator: Operator, mode: str, more: bool) -> Iterator[Case]:
     own = [case for case in operator.cases if case.arguments.get("mode", mode) == mode]
     yield from own
-    letters = letters_of(operator)
-    for sizes in LETTERS if letters else ():
-        many = dict(zip(letters, sizes * len(letters)))
-        for each in dict.fromkeys(tuple(sorted(arguments_of(operator, case).items())) for case in own) or [()]:
-            yield Case(sizes=many, arguments=dict(each))
+    letters, seen = letters_of(operator), set()
+    for case in own or [Case()]:
+        arguments = arguments_of(operator, case)
+        if (key := (*arguments.items(), *(len(_words(shape)) for shape in case.shapes.values()))) in seen:
+            continue
+        seen.add(key)
+        for sizes in (LETTERS if more else (RAGGED,)) if letters else ():
+            yield Case(sizes=dict(zip(letters, sizes * len(letters))), arguments=arguments)
+        for change in (_ones, _longer) if more and case.shapes else ():
+            yield Case(shapes={name: change(_words(shape)) for name, shape in case.shapes.items()}, arguments=arguments)
+
+
+def _words(shape: str | tuple[int, ...]) -> list[str]:
+    return shape.split() if isinstance(shape, str) else [str(n) for n in shape]
+
+
+def _ones(words: list[str]) -> str:
+    """One in each dimension, on each rank."""
+    return " ".join("W*1" if word.startswith("W*") else "1" for word in words)
+
+
+def _longer(words: list[str]) -> str:
+    """7 more in the last dimension."""
+    if not words:
+        return ""
+    shared = "W*" if words[-1].startswith("W*") else ""
+    return " ".join([*words[:-1], f"{shared}{int(words[-1].removeprefix('W*')) + 7}"])
 
 
 def settings_of(form: Form, case: Case, operator: Operator) -> dict[str, Any]:
@@ -144,8 +167,13 @@ def everybody(
 
 
 # ------------------------------------------------------------------------------------------------------------- a call
-def placed(world: Any, tensor: torch.Tensor, symmetric: bool, offset: int = 0) -> torch.Tensor:
-    """A copy of `tensor`, in the heap if symmetric, that begins `offset` elements into its memory."""
+def placed(
+    world: Any, tensor: torch.Tensor, symmetric: bool, offset: int = 0, transposed: bool = False
+) -> torch.Tensor:
+    """A copy of `tensor`, in the heap if symmetric, that begins `offset` elements into its memory; the transposed view
+    of a contiguous one if transposed."""
+    if transposed:
+        return placed(world, tensor.t(), symmetric, offset).t()
     made = pkt.empty if symmetric else lambda n, dtype: torch.empty(n, dtype=dtype, device=world.torch_device)
     room = made(tensor.numel() + offset, dtype=tensor.dtype)
     found = room[offset:].view(tensor.shape)

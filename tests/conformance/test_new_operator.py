@@ -47,7 +47,7 @@ def written(folder: Path, *changes: tuple[str, str]) -> Iterator[Operator]:
         spec.loader.exec_module(module)
         yield registry.register(module.OPERATOR)
     finally:
-        registry._registered.pop("shift", None)
+        registry.registered.pop("shift", None)
         del sys.modules[name]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pkt.kernels.operator import Case, Operator, operators
+from pkt.simulate.run import execute
 from tests.conformance import checks
 
 OPERATORS = operators()
@@ -25,13 +26,14 @@ def test_results_on_any_number_of_ranks(name: str, mode: str, ranks: int) -> Non
     operator = OPERATORS[name]
     dtypes = checks.floats(operator, mode)
     kinds = ("new", "given", "symmetric")
-    checks.check_results(operator, mode, ranks, dtypes[ranks % len(dtypes)], kinds[ranks % 3])
+    dtype, launches = dtypes[ranks % len(dtypes)], 3 if ranks < 5 else 2
+    checks.check_results(operator, mode, ranks, dtype, kinds[ranks % 3], more=ranks == 3, launches=launches)
 
 
 @every_form
 def test_results_in_every_dtype(name: str, mode: str) -> None:
     for dtype in checks.floats(OPERATORS[name], mode):
-        checks.check_results(OPERATORS[name], mode, 2, dtype, "given")
+        checks.check_results(OPERATORS[name], mode, 2, dtype, "given", transposed=True)
 
 
 @every_form
@@ -87,9 +89,21 @@ def test_every_schedule_is_right_and_every_fault_is_caught(operator: Operator, c
     checks.check_exploration(operator, case, -(-SCHEDULES // len(EXPLORED)), LOST_RANKS)
 
 
+def test_there_is_enough_to_break() -> None:
+    mutants = set()
+    for operator, case in EXPLORED:
+        census = execute(checks.explored(operator, case), case.ranks, sms=case.sms, multicast=case.multicast)
+        mutants |= set(census.machine.census.mutants())
+    changes = {mutant.change for mutant in mutants}
+    print(f"{len(mutants)} mutants of {len({m.site for m in mutants})} sites: {', '.join(sorted(changes))}")
+    assert len(mutants) >= 30
+    assert {"remove", "relax"} <= changes
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
 @every_form
-def test_counters_wrap(name: str, mode: str) -> None:
-    checks.check_wrap(OPERATORS[name], mode)
+def test_counters_wrap(name: str, mode: str, seed: int) -> None:
+    checks.check_wrap(OPERATORS[name], mode, seed)
 
 
 @pytest.mark.parametrize("arch", [90, 100])
@@ -101,3 +115,5 @@ def test_kernels_compile(name: str, mode: str, arch: int, monkeypatch: pytest.Mo
 def test_operators_are_found() -> None:
     assert len(OPERATORS) >= 1
     assert all(o.cases and any(case.explore for case in o.cases) for o in OPERATORS.values()), "nothing to explore"
+    explored = {(o.name, case.arguments["mode"]) for o, case in EXPLORED}
+    assert explored >= {(n, m) for n, m in FORMS if m != "unfused"}, "cuBLAS and a collective: explored as that"

@@ -64,9 +64,10 @@ def compile_launches(fn: Callable[..., Any], ranks: int, arch: int = 90, **optio
 def programs() -> Iterator[tuple[str, Callable[[Any], Any], int, dict[str, Any]]]:
     """(name, fn, ranks, options) of everything that tests/gpu and benchmarks.link run."""
     from benchmarks import link_measure as link
+    from pkt.kernels.operator import operators
     from tests import cases_language, cases_litmus
+    from tests.conformance.checks import explored, name_of
     from tests.gpu import cases_graphs
-    from tests.kernels import cases as cases_kernels
 
     for ranks in (2, 3, 4):
         for case in cases_language.CASES:
@@ -76,8 +77,9 @@ def programs() -> Iterator[tuple[str, Callable[[Any], Any], int, dict[str, Any]]
         for name, fn in cases_graphs.CASES.items():
             yield f"{name} on {ranks}", fn, ranks, {}
         yield f"link on {ranks}", lambda world: link.measure(world, link.Plan.simulated()), ranks, {}
-    for kernel_case in cases_kernels.CASES:
-        yield f"{kernel_case.name} on {kernel_case.ranks}", kernel_case.fn, kernel_case.ranks, {}
+    for operator in operators().values():
+        for case in (case for case in operator.cases if case.explore):
+            yield f"{name_of(operator, case)} on {case.ranks}", explored(operator, case), case.ranks, {"sms": case.sms}
 
 
 def main() -> int:

@@ -9,11 +9,12 @@ import os
 import sys
 import time
 
+from pkt.kernels.operator import operators
 from tests.cases_language import CASES
 from tests.cases_litmus import LITMUS
+from tests.conformance import checks
 from tests.gpu import cases_graphs
 from tests.gpu.run import FOUND, launch, one_after_the_other
-from tests.kernels.cases import CASES as KERNELS
 
 SECONDS = 120.0  # a checked program is a hundred times slower
 
@@ -25,7 +26,9 @@ def main(ranks: int) -> int:
         return 2
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else a tensor's neighbours are allocated too
     programs = [(case.name, case.fn) for case in CASES]
-    programs += [(f"kernels.{case.name}", case.fn) for case in KERNELS if case.ranks == ranks]
+    for operator in operators().values():
+        explored = [case for case in operator.cases if case.explore and case.ranks == ranks]
+        programs += [(f"kernels.{checks.name_of(operator, c)}", checks.explored(operator, c)) for c in explored]
     if ranks > 1:
         programs += [(f"litmus {name}", lambda world, fn=fn: fn(world, 6, 8)) for name, fn in LITMUS.items()]
         programs.append(("two streams", lambda world: cases_graphs.two_streams(world, 3)))

@@ -1,4 +1,5 @@
-"""The operators of pkt.kernels on GPUs: the programs that the simulator explores, and sizes that fill a GPU."""
+"""The operators of pkt.kernels on GPUs: sizes that fill a GPU, layouts, defaults and layers. The programs that the
+simulator explores are in test_operators."""
 
 from typing import Any
 
@@ -7,17 +8,7 @@ import torch
 
 import pkt
 from pkt.kernels.all_reduce import OPERATOR
-from tests.gpu.run import Batch, launch, on_ranks, unless_possible
-from tests.kernels.cases import CASES
-
-BATCHES = {r: Batch({c.name: c.fn for c in CASES if c.ranks == r}) for r in sorted({c.ranks for c in CASES})}
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks"), [pytest.param(c.name, c.ranks, marks=unless_possible(c.ranks)) for c in CASES]
-)
-def test_case(name: str, ranks: int) -> None:
-    BATCHES[ranks].check(name, ranks)
+from tests.gpu.run import launch, on_ranks
 
 
 def integers(world: Any, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:

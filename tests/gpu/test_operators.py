@@ -11,7 +11,7 @@ import torch
 import pkt
 from pkt.kernels.operator import Case, operators
 from tests.conformance import checks, inputs
-from tests.gpu.run import FOUND, Batch, on_ranks
+from tests.gpu.run import FOUND, Batch, on_ranks, unless_possible
 
 OPERATORS = operators()
 FORMS = [f"{name} {mode}" for name, operator in OPERATORS.items() for mode in operator.forms]
@@ -101,13 +101,28 @@ def everything(world: Any, name: str, mode: str, case: Case, dtype: torch.dtype)
     return 1
 
 
+EXPLORED = {
+    f"{checks.name_of(o, c)}-{at}": (c.ranks, checks.explored(o, c))
+    for o in OPERATORS.values()
+    for at, c in enumerate(o.cases)
+    if c.explore
+}
 BATCH = Batch({form.replace(" ", "-"): program(*form.split()) for form in FORMS})
+RANKS = sorted({ranks for ranks, _ in EXPLORED.values()})
+BATCHES = {r: Batch({name: fn for name, (ranks, fn) in EXPLORED.items() if ranks == r}) for r in RANKS}
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("form", [form.replace(" ", "-") for form in FORMS])
 def test_form(form: str, ranks: int) -> None:
     BATCH.check(form, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [pytest.param(name, r, marks=unless_possible(r)) for name, (r, _) in EXPLORED.items()]
+)
+def test_program_that_the_simulator_explores(name: str, ranks: int) -> None:
+    BATCHES[ranks].check(name, ranks)
 
 
 def test_there_are_gpus_to_test_on() -> None:

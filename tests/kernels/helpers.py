@@ -16,12 +16,13 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-2
 TINY = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}  # half the least subnormal
 SEEDS = (0, 1, 2, 3, 6, 9)  # in order; random; random; adversarial against rank 1, 2, 3
 LAUNCHES = 3
-FINISHES = [  # (epilogue, whether there is a bias, dtype)
-    ("none", True, torch.bfloat16),
-    ("relu", True, torch.float16),
-    ("gelu", True, torch.bfloat16),
-    ("gelu", True, torch.float32),
-    ("silu", False, torch.float32),
+TMA, REGISTERS = (20, 24, 40), (7, 13, 21)  # (m, k, N) whose rows are, or are not, multiples of 16 bytes
+FINISHES = [  # (epilogue, whether there is a bias, dtype, sizes)
+    ("none", True, torch.bfloat16, TMA),
+    ("relu", True, torch.float16, REGISTERS),
+    ("gelu", True, torch.bfloat16, REGISTERS),
+    ("gelu", True, torch.float32, TMA),
+    ("silu", False, torch.float32, REGISTERS),
 ]
 
 

@@ -10,9 +10,8 @@ import torch
 import pkt
 from pkt.kernels.broadcast import OPERATOR, broadcast, reference
 from pkt.kernels.shared import flagged
-from pkt.kernels.shared.checks import NUMBERS
 
-from .helpers import DTYPES, LAUNCHES, RANKS, SEEDS, inputs, on_ranks
+from .helpers import LAUNCHES, SEEDS, inputs, on_ranks
 
 MODES = tuple(OPERATOR.forms)
 
@@ -28,17 +27,9 @@ def broadcasts(world: Any, shape: tuple[int, ...], dtype: torch.dtype, mode: Any
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_equals_the_reference_from_every_root(ranks: int, dtype: torch.dtype, mode: str) -> None:
-    on_ranks(ranks, broadcasts, (13, 3), dtype, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(1,), (16,), (17,), (5, 1, 3), (64, 4), (333,)])
-def test_sizes_that_do_not_divide_the_blocks(shape: tuple[int, ...], mode: str) -> None:
-    on_ranks(3, broadcasts, shape, torch.bfloat16, mode)
-    on_ranks(2, broadcasts, shape, torch.bfloat16, mode, None)
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_from_every_root(ranks: int, mode: str) -> None:
+    on_ranks(ranks, broadcasts, (13, 3), torch.bfloat16, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -79,24 +70,6 @@ def test_what_is_small_is_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> No
     on_ranks(2, run)
 
 
-def test_a_tensor_of_this_rank_alone_in_flagged_words() -> None:
-    def run(world: Any) -> None:
-        x = torch.full((11,), float(world.rank))
-        assert broadcast(x, 2, mode="low_latency") is x
-        assert x.eq(2).all()
-
-    on_ranks(3, run)
-
-
-def test_any_element_type() -> None:
-    def run(world: Any) -> None:
-        for dtype in NUMBERS:
-            x = pkt.full((11,), world.rank, dtype=dtype)
-            assert torch.equal(broadcast(x, 1).plain(), torch.ones(11, dtype=dtype))
-
-    on_ranks(2, run)
-
-
 def test_part_of_a_tensor() -> None:
     def run(world: Any) -> None:
         x = pkt.full((40,), float(world.rank))
@@ -108,24 +81,14 @@ def test_part_of_a_tensor() -> None:
     on_ranks(3, run)
 
 
-def test_nothing_to_send() -> None:
-    on_ranks(2, lambda world: broadcast(pkt.empty(0, 4)).shape == (0, 4) or pytest.fail("shape"))
-
-
 # ------------------------------------------------------------------------------------------------- bad input
 def bad(error: type[Exception], match: str, call: Any) -> None:
     with pytest.raises(error, match=match):
         on_ranks(2, call)
 
 
-def test_bad_arguments() -> None:
-    bad(pkt.NotSymmetric, "broadcast: x must be a symmetric tensor", lambda w: broadcast(torch.ones(4)))
+def test_a_root_that_is_no_rank() -> None:
     bad(pkt.RankError, "broadcast: found rank 2, wanted an integer from 0 to 1", lambda w: broadcast(pkt.ones(4), 2))
-    bad(pkt.DtypeError, "x: found complex64", lambda w: broadcast(pkt.empty(4, dtype=torch.complex64)))
-    bad(pkt.ShapeError, "wanted a contiguous tensor", lambda w: broadcast(pkt.ones(4, 4).t()))
-    bad(pkt.Unsupported, "wanted 'pass_on' or 'low_latency'", lambda w: broadcast(pkt.ones(4), mode="push"))
-    bad(pkt.DtypeError, "x: found int8", lambda w: broadcast(pkt.ones(4, dtype=torch.int8), mode="low_latency"))
-    bad(pkt.ShapeError, "block: found 0, wanted a power of two", lambda w: broadcast(pkt.ones(4), block=0))
 
 
 def test_ranks_that_disagree() -> None:

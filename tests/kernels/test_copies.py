@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import pkt
-from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_reduce import all_reduce
-from pkt.kernels.all_to_all import all_to_all
+from pkt.kernels.operator import operators
 from pkt.kernels.reduce_scatter import reduce_scatter
 from pkt.kernels.shared import copies as _copies
 from pkt.kernels.shared import flagged as _low_latency
@@ -72,7 +71,8 @@ LEAST = 1 << 18  # bytes from which the test's collectives are copied
 
 def test_what_is_copied_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """The large ones, where the operands are as copies need them and no block of a program's is asked for."""
-    calls = (all_reduce, reduce_scatter, all_gather, all_to_all)
+    copying = {o.function: o for o in operators().values() if "copy" in o.forms and o.tuning is None}
+    calls, forms = list(copying), {call: operator.forms["copy"] for call, operator in copying.items()}
     met, meeting = [], _copies.meeting
     monkeypatch.setattr(_copies, "meeting", lambda world: met.append(1) or meeting(world))
     for call in calls:
@@ -94,13 +94,13 @@ def test_what_is_copied_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         for call in calls:
             assert copied(call, x, out), call
             assert not copied(call, x[: n - 16], out[: n - 16]), call
-            assert copied(call, x, torch.empty(n)) == (call is reduce_scatter), call
-            assert copied(call, x, out, block=1024) == (call in (all_reduce, reduce_scatter)), call
-        for call in calls[1:]:
-            assert copied(call, torch.empty(n), out), call
+            assert copied(call, x, torch.empty(n)) == ("out" not in forms[call].symmetric), call
+            assert copied(call, x, out, block=1024) == ("block" in forms[call].settings), call
+        for call in calls:
+            assert call is all_reduce or copied(call, torch.empty(n), out), call
 
         narrow = pkt.empty(n // 8), pkt.empty(n // 8)
-        for call in (reduce_scatter, all_gather):
+        for call in (call for call in calls if "dim" in copying[call].arguments):
             columns = [t[: n // 8 - 2].view(-1, 3) for t in narrow]  # a run of 12 bytes
             assert not copied(call, *columns, dim=1), call
             columns = [t[: n // 8 + 1].view(-1, 3) for t in (x, out)]

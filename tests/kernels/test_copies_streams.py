@@ -19,8 +19,8 @@ from pkt.kernels.all_to_all import reference as exchanged
 from pkt.kernels.reduce_scatter import reduce_scatter
 from pkt.kernels.shared import copies as _copies
 from pkt.kernels.shared import copy_reduce as _copy_reduce
+from tests.conformance.inputs import seed_of, whole
 
-from .cases import seeds, values
 from .helpers import on_ranks
 
 
@@ -69,31 +69,31 @@ class Deferred:
 
 
 def exchange(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    x = values((3, 2 * world.size), seed[world.rank])
+    x = whole((3, 2 * world.size), seed[world.rank])
     out = world.keep("out", lambda: pkt.empty(3 * world.size, 2))
-    wanted = exchanged(world.rank, [values((3, 2 * world.size), s) for s in seed], 1, 0)
+    wanted = exchanged(world.rank, [whole((3, 2 * world.size), s) for s in seed], 1, 0)
     return all_to_all(x, out, scatter=1, gather=0, mode="copy"), wanted
 
 
 def scatter(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    x = values((8, 4 * world.size), seed[world.rank])
-    total = sum(values((8, 4 * world.size), s) for s in seed).chunk(world.size, 1)[world.rank]
+    x = whole((8, 4 * world.size), seed[world.rank])
+    total = sum(whole((8, 4 * world.size), s) for s in seed).chunk(world.size, 1)[world.rank]
     out = world.keep("out", lambda: torch.empty(8, 4))
     return reduce_scatter(x, out, dim=1, mode="copy", block=8, chunks=4), total
 
 
 def reduce(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     out = world.keep("out", lambda: pkt.empty(600))
-    out.copy_(values((600,), seed[world.rank]))
-    return all_reduce(out, mode="copy", block=64, chunks=3), sum(values((600,), s) for s in seed)
+    out.copy_(whole((600,), seed[world.rank]))
+    return all_reduce(out, mode="copy", block=64, chunks=3), sum(whole((600,), s) for s in seed)
 
 
 def multiply(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     a, b = world.keep("operands", lambda: (torch.empty(40, 16), torch.eye(16)))
-    a.copy_(values((40, 16), seed[world.rank]))
+    a.copy_(whole((40, 16), seed[world.rank]))
     out = all_gather_matmul(a, b, mode="copy", tiles=(16, 16, 16), push_rows=1)
     world.keep("queue", Queue).add(lambda: a.fill_(float("nan")))  # the caller's next use of it
-    return out, torch.cat([values((40, 16), s) for s in seed])
+    return out, torch.cat([whole((40, 16), s) for s in seed])
 
 
 ORDERS: dict[str, Callable[[str, int], float]] = {
@@ -122,7 +122,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch, call: Callable, order: str, lost: 
 
     def run(world: Any) -> None:
         for launch in range(3):
-            got, wanted = call(world, seeds(world, launch))
+            got, wanted = call(world, [seed_of(launch, rank, 0) for rank in range(world.size)])
             world.keep("queue", Queue).run(lambda stream: ORDERS[order](stream, world.rank))
             assert torch.equal(torch.as_tensor(got), wanted), launch
 

@@ -190,7 +190,7 @@ def test_so_it_does_without_flags() -> None:
         on_ranks(3, again, "matmul_all_reduce", 24, {}, seed=seed, multicast=False)
 
 
-@pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), FINISHES)
+@pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), [finish[:3] for finish in FINISHES])
 def test_bias_and_epilogue(epilogue: Any, with_bias: bool, dtype: torch.dtype) -> None:
     """Once, whatever the number of ranks; of the sum as it is rounded."""
 

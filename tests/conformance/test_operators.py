@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pkt.kernels.operator import Case, Operator, operators
+from pkt.simulate.run import execute
 from tests.conformance import checks
 
 OPERATORS = operators()
@@ -85,6 +86,15 @@ def test_a_scope_gives_back_what_the_operator_keeps(name: str, mode: str) -> Non
 )
 def test_every_schedule_is_right_and_every_fault_is_caught(operator: Operator, case: Case) -> None:
     checks.check_exploration(operator, case, -(-SCHEDULES // len(EXPLORED)), LOST_RANKS)
+
+
+def test_there_is_enough_to_break() -> None:
+    mutants = set()
+    for operator, case in EXPLORED:
+        found = execute(checks.explored(operator, case), case.ranks, sms=case.sms, multicast=case.multicast)
+        mutants |= set(found.machine.census.mutants())
+    assert len(mutants) >= 30
+    assert {"remove", "relax"} <= {mutant.change for mutant in mutants}
 
 
 @every_form

@@ -1,8 +1,8 @@
 """The rendezvous and the collective calls between processes: strangers, losses, deadlines."""
 
+import mmap
 import os
 import random
-import re
 import signal
 import socket
 import threading
@@ -11,7 +11,6 @@ import time
 import pytest
 
 from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
-from pkt.runtime.bootstrap import HOST_GRACE
 from pkt.runtime.processes import rendezvous
 from pkt.runtime.processes.frames import pack
 from pkt.runtime.processes.rendezvous import Meeting, connect, prepare
@@ -268,19 +267,22 @@ def test_process_states():
 DEADLINE = 3.0  # seconds; long enough for a busy machine to start the ranks of several worlds
 
 
-def losing(place, size, victim, step, how):
-    """main(rank) of a world in which `victim` gets signal `how` when it makes its collective call number `step`."""
+def losing(place, moments, size, victim, step, how):
+    """main(rank) of a world in which `victim` gets signal `how` when it makes its collective call number `step`.
+    moments: of each rank when it began, of the victim when it was lost."""
     original = Transport.exchange_fds
 
     def main(rank):
         def due(now):
             if rank == victim and now == step:
+                moments[rank] = time.monotonic()
                 os.kill(os.getpid(), how)
 
         def counted(self, value, fds, what):
             due(self.sequence)
             return original(self, value, fds, what)
 
+        moments[rank] = time.monotonic()
         due(-1)
         Transport.exchange_fds = counted
         world = forked.fake_world(place, rank, size, DEADLINE)
@@ -292,12 +294,13 @@ def losing(place, size, victim, step, how):
     return main
 
 
-def check_survivors(losses):
-    """Play the losses (size, victim, step, how). Every survivor leaves by itself, names the victim and nobody else, and
-    by its own account waited no longer than its deadline."""
+def lose(losses):
+    """Play the losses (size, victim, step, how), several at a time: every survivor names the victim and nobody else.
+    The losses that a survivor left late."""
     places = [prepare() for _ in losses]
+    moments = [memoryview(mmap.mmap(-1, 8 * loss[0])).cast("d") for loss in losses]  # shared with the forks
     try:
-        worlds = [(loss[0], losing(place, *loss)) for place, loss in zip(places, losses)]
+        worlds = [(loss[0], losing(place, since, *loss)) for place, since, loss in zip(places, moments, losses)]
         found = forked.run_all(worlds)
     finally:
         for place in places:
@@ -310,10 +313,19 @@ def check_survivors(losses):
                 continue
             assert isinstance(end.error, (PeerLost, WaitTimeout)), what
             assert f"rank {victim}" in str(end.error), what
-            waited = [float(seconds) for seconds in re.findall(r"after ([\d.]+) s\b", str(end.error))]
-            assert max(waited, default=0) <= DEADLINE + HOST_GRACE, what
             if isinstance(end.error, PeerLost):
                 assert end.error.lost.keys() == {victim}, what
+    gone = [max(end.at for end in ends) - max(since) for ends, since in zip(found, moments)]
+    return [loss for loss, seconds in zip(losses, gone) if seconds >= DEADLINE + 2]
+
+
+def check_survivors(losses):
+    """All survivors leave within the deadline and 2 s. A busy machine may stand still for longer, so late losses are
+    played again, one at a time, and fail if they are late every time."""
+    late = lose(losses)
+    for _ in range(5):
+        late = [loss for loss in late if lose([loss])]
+    assert not late
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

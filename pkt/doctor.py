@@ -113,10 +113,10 @@ def examine() -> Report:
         report.problems.append(Problem("the driver shows no GPU", hint))
         return report
     _gpus(report, driver, count)
-    seen = torch.cuda.device_count()
-    if torch.version.cuda is not None and seen < count:
+    seen, built = torch.cuda.device_count(), torch.version.cuda
+    if built is not None and seen < count:
         found = f"torch sees {seen} of {count} GPUs"
-        remedy = f"it is built for CUDA {torch.version.cuda}: update the driver, or install a torch for an older CUDA"
+        remedy = f"torch is built for CUDA {built}: update the driver, or install a torch for an older CUDA"
         report.problems.append(Problem(found, remedy, fatal=seen == 0))
         report.ranks = min(report.ranks, seen)
     return report

@@ -11,14 +11,8 @@ from typing import Any
 
 COMPARISON = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
 COMPARISON["flip"] = "the barrier round after"
-SHORT = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float64": "fp64",
-    "float8_e4m3fn": "fp8e4m3",
-    "float8_e5m2": "fp8e5m2",
-}
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+SHORT |= {"float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2"}
 
 
 def size_text(nbytes: int) -> str:
@@ -94,19 +88,11 @@ class Waiting:
 
 def waiting_table(waits: Sequence[Waiting], limit: int = 32) -> str:
     """A table of waiting programs, one per line; at most `limit` lines, then the number left out."""
-    rows = [
-        (
-            w.rank,
-            w.kernel,
-            program_text(w.program),
-            w.counter if w.owner in (None, w.rank) else f"{w.counter} @{w.owner}",
-            w.condition,
-            w.found,
-            "" if w.launch is None else w.launch,
-            w.site,
-        )
-        for w in waits[:limit]
-    ]
+    rows = []
+    for w in waits[:limit]:
+        counter = w.counter if w.owner in (None, w.rank) else f"{w.counter} @{w.owner}"
+        launch = "" if w.launch is None else w.launch
+        rows.append((w.rank, w.kernel, program_text(w.program), counter, w.condition, w.found, launch, w.site))
     text = table(("rank", "kernel", "program", "waits on", "wanted", "found", "launch", "at"), rows)
     return text + (f"\n  ... and {len(waits) - limit} more" if len(waits) > limit else "")
 

@@ -52,22 +52,12 @@ def launch(
     from pkt.runtime.processes.transport import timeout_seconds
     from pkt.runtime.workers.workers import warm
 
-    return warm(ranks).run(
-        fn,
-        args,
-        "pkt.runtime.bootstrap:open_job",
-        timeout_seconds(timeout),
-        heap=heap_bytes(heap),
-        multicast=multicast,
-    )
+    opener, seconds = "pkt.runtime.bootstrap:open_job", timeout_seconds(timeout)
+    return warm(ranks).run(fn, args, opener, seconds, heap=heap_bytes(heap), multicast=multicast)
 
 
 def init(
-    heap: int | str | None = None,
-    *,
-    group: Any = None,
-    timeout: float | None = None,
-    multicast: bool = True,
+    heap: int | str | None = None, *, group: Any = None, timeout: float | None = None, multicast: bool = True
 ) -> World:
     """The world of this process: the one it runs in, as inside pkt.launch, or a new one over its GPU.
 

@@ -57,9 +57,8 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
     if not exists and mine is not None:
         element, peers = f"rank {window}'s {mine.element(home)}", f"peers are ranks 0 to {space.size - 1}"
         return errors.OutOfBounds.outside(access(element), peers)
-    where = (
-        f"byte {address - space.window(window)} of rank {window}'s heap" if exists else "an address in no rank's heap"
-    )
+    heap = f"byte {address - space.window(window)} of rank {window}'s heap"
+    where = heap if exists else "an address in no rank's heap"
     hint = ""
     if near is not None and (near.rank == window if exists else address - near.end < space.stride):
         past = address - near.end + 1

@@ -252,13 +252,8 @@ class Builder(InterpreterBuilder):
             inner = op
             op = lambda old, new: inner(old.view(view), new.view(view)).view(dtype)  # noqa: E731
         update = _rounded(op, ty)
-        old = self.pkt.atomic(
-            ptr.data,
-            _mask(mask, ptr.data.shape),
-            dtype,
-            lambda now, where: update(now, values[where]),
-            *_order(sem, scope),
-        )
+        change = lambda now, where: update(now, values[where])  # noqa: E731
+        old = self.pkt.atomic(ptr.data, _mask(mask, ptr.data.shape), dtype, change, *_order(sem, scope))
         return handle(old, ty)
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):

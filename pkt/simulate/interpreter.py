@@ -49,9 +49,8 @@ class _Interpreted:
         code = self.code.get(fn)
         if code is None:
             # The source as it was when the function was decorated: its file may have changed since.
-            lines, first = (
-                (jit.raw_src, jit.starting_line_number) if hasattr(jit, "raw_src") else inspect.getsourcelines(fn)
-            )
+            known = hasattr(jit, "raw_src")
+            lines, first = (jit.raw_src, jit.starting_line_number) if known else inspect.getsourcelines(fn)
             code = self.code[fn] = source.code(fn, lines, first)
         scope = {**source.NAMES, **source.captured(fn)}
         for name, value in scope.items():  # names from `from triton.language import load`

@@ -48,9 +48,8 @@ class Multimem(Atomics):
     def multimem_store(self, ptr: Any, value: Any, mask: Any) -> None:
         self._check_groups("multimem_store", ptr, mask_of(mask, ptr), True)
         self._step()
-        data = np.broadcast_to(
-            value.handle.data.astype(np_dtype(ptr.dtype.element_ty), copy=False), ptr.handle.data.shape
-        )
+        stored = value.handle.data.astype(np_dtype(ptr.dtype.element_ty), copy=False)
+        data = np.broadcast_to(stored, ptr.handle.data.shape)
         for addresses in self._copies(ptr):
             for access, where in self._resolve(addresses, mask_of(mask, ptr), data.dtype.itemsize, "multimem store"):
                 self._write(access, data if where is ... else data.reshape(-1)[where], "multimem store", is_async=False)

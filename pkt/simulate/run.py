@@ -50,9 +50,8 @@ class SimulatedRank:
         if block.kind == "data":
             memory[:] = POISON
         base = self.base + block.offset
-        region = Region(
-            base, nbytes, memory, self.rank, block.name, block.kind, block.dtype.itemsize, block.shape, header
-        )
+        itemsize = block.dtype.itemsize
+        region = Region(base, nbytes, memory, self.rank, block.name, block.kind, itemsize, block.shape, header)
         self.machine.space.add(region)
         self._regions[block.offset] = region
 

@@ -98,12 +98,7 @@ def examine() -> Report:
         release = nvml.ask("system_get_driver_version") or "NVIDIA driver"
         report.software.append(("driver", f"{release}, CUDA {version // 1000}.{version % 1000 // 10}"))
         count = driver.device_count()
-    except (
-        PktError,
-        ImportError,
-        RuntimeError,
-        OSError,
-    ) as error:  # no driver, no GPU or no bindings
+    except (PktError, ImportError, RuntimeError, OSError) as error:  # no driver, no GPU or no bindings
         remedy = "on a machine with NVIDIA GPUs: install the driver, or start the container with --gpus all"
         report.problems.append(Problem(f"no GPU can be asked: {str(error).strip().splitlines()[0]}", remedy))
         return report

@@ -120,13 +120,7 @@ def _current_world(machine: Machine, members: dict[int, World]) -> Iterator[None
         worlds._current = saved
 
 
-def execute(
-    fn: Callable[..., Any],
-    ranks: int,
-    args: tuple = (),
-    heap: int = 1 << 30,
-    **options: Any,
-) -> Outcome:
+def execute(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> Outcome:
     """Return the outcome of one run; never raises for an error of `fn` or a finding of the detectors. options: as
     `Machine` takes them."""
     machine = Machine(ranks, stride=1 << max(20, (heap - 1).bit_length()), **options)

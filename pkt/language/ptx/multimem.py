@@ -12,27 +12,14 @@ from .primitive import asm, element, plain, primitive, simulated, threads_to_agr
 # The forms of the ISA (PTX ISA 8.1, sm_90): (element type, operation) -> the instruction's operation and type. 16-bit
 # types add in fp32 and round once. Vector forms move 16 bytes; integers and fp64 have scalar forms only.
 _LOAD_REDUCE = {
-    ("bf16", "add"): "add.acc::f32.v4.bf16x2",
-    ("bf16", "min"): "min.v4.bf16x2",
-    ("bf16", "max"): "max.v4.bf16x2",
-    ("fp16", "add"): "add.acc::f32.v4.f16x2",
-    ("fp16", "min"): "min.v4.f16x2",
-    ("fp16", "max"): "max.v4.f16x2",
-    ("fp32", "add"): "add.v4.f32",
-    ("fp64", "add"): "add.f64",
-    ("int32", "add"): "add.s32",
-    ("int32", "min"): "min.s32",
-    ("int32", "max"): "max.s32",
-    ("uint32", "add"): "add.u32",
-    ("uint32", "min"): "min.u32",
-    ("uint32", "max"): "max.u32",
-    ("int64", "add"): "add.u64",
-    ("int64", "min"): "min.s64",
-    ("int64", "max"): "max.s64",
-    ("uint64", "add"): "add.u64",
-    ("uint64", "min"): "min.u64",
-    ("uint64", "max"): "max.u64",
-}
+    ("bf16", "add"): "add.acc::f32.v4.bf16x2", ("bf16", "min"): "min.v4.bf16x2", ("bf16", "max"): "max.v4.bf16x2",
+    ("fp16", "add"): "add.acc::f32.v4.f16x2", ("fp16", "min"): "min.v4.f16x2", ("fp16", "max"): "max.v4.f16x2",
+    ("fp32", "add"): "add.v4.f32", ("fp64", "add"): "add.f64",
+    ("int32", "add"): "add.s32", ("int32", "min"): "min.s32", ("int32", "max"): "max.s32",
+    ("uint32", "add"): "add.u32", ("uint32", "min"): "min.u32", ("uint32", "max"): "max.u32",
+    ("int64", "add"): "add.u64", ("int64", "min"): "min.s64", ("int64", "max"): "max.s64",
+    ("uint64", "add"): "add.u64", ("uint64", "min"): "min.u64", ("uint64", "max"): "max.u64",
+}  # fmt: skip
 # As the additions above, except that the switch has nothing to accumulate.
 _REDUCE_ADD = {name: form.replace(".acc::f32", "") for (name, op), form in _LOAD_REDUCE.items() if op == "add"}
 

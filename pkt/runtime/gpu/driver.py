@@ -208,10 +208,8 @@ class CudaDriver:
         # and pinned page are made at the first call, before any kernel runs, because making them may wait for kernels.
         with self._lock, torch.cuda.device(device):
             if self._side is None:
-                self._side = (
-                    torch.cuda.Stream(device),
-                    torch.empty(64, dtype=torch.int32, device="cpu", pin_memory=True),
-                )
+                page = torch.empty(64, dtype=torch.int32, device="cpu", pin_memory=True)
+                self._side = torch.cuda.Stream(device), page
             stream, page = self._side
             source = page[: len(words)]
             source.copy_(torch.tensor(words, dtype=torch.int32))

@@ -149,10 +149,6 @@ def _attribute(value: Any, *_: Any) -> Any:
     return value
 
 
-def _transposed(self: tl.tensor) -> tl.tensor:
-    return semantic.permute(self, (1, 0))
-
-
 def _method(jit: JITFunction) -> Callable:
     return lambda self, *args, **named: interpret(jit)(self, *args, **named)
 
@@ -207,7 +203,7 @@ def _install(patches: ExitStack) -> None:
     patch(tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
     patch(tl.tensor, "__repr__", lambda self: repr(self.handle.data))
     patch(tl.tensor, "__str__", lambda self: str(self.handle.data))
-    patch(tl.tensor, "T", property(_transposed))
+    patch(tl.tensor, "T", property(lambda self: semantic.permute(self, (1, 0))))
     patch(core.dtype, "to_ir", _to_ir)
     patch(core.block_type, "to_ir", lambda self, b: shortcuts.block_like(self, self.element_ty.to_ir(b)))
     patch(core.block_type, "with_element_ty", shortcuts.block_like)

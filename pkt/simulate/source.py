@@ -170,10 +170,6 @@ def _combined(operands: Iterable[Callable[[], Any]], end: bool, method: str) -> 
     return out
 
 
-def _not(value: Any) -> Any:
-    return semantic.not_(value) if isinstance(value, tl.tensor) else not value
-
-
 def _true(value: Any) -> bool:
     if value is True or value is False:
         return value
@@ -255,7 +251,7 @@ HELPERS: dict[str, Any] = {
     "__pkt_tensor__": to_tensor,
     "__pkt_and__": lambda *operands: _combined(operands, False, "logical_and"),
     "__pkt_or__": lambda *operands: _combined(operands, True, "logical_or"),
-    "__pkt_not__": _not,
+    "__pkt_not__": lambda value: semantic.not_(value) if isinstance(value, tl.tensor) else not value,
     "__pkt_true__": _true,
     "__pkt_while__": _while,
     "__pkt_assert__": _assert,

@@ -12,6 +12,7 @@ At least (size - 1) / size * |A| * 2 bytes leave each GPU.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,12 +62,10 @@ PARTS: dict[str, dict[str, Any]] = {
 COLUMNS: dict[str, dict[str, Any]] = {
     "pkt default": {},
     "pkt unfused": {"mode": "unfused"},
-    "pkt pull": {"mode": "pull"},
     "pkt push, 4 SMs": {"num_comm_sms": 4},
     "pkt push, 16 SMs, chunks of 256": {"num_comm_sms": 16, "chunk": 256},
     "pkt push, 16x128 tiles": {"tiles": Tiles(16, 128, 128, 8, 4, 4)},
     "pkt push, 64x128 tiles": {"tiles": Tiles(64, 128, 128, 8, 4, 4)},
-    "pkt pull, 16x128 tiles": {"mode": "pull", "tiles": Tiles(16, 128, 128, 8, 4, 4)},
 }
 CHECKED: tuple[dict[str, Any], ...] = (
     {"tiles": TILES, "num_comm_sms": 132, "chunk": 512},
@@ -77,7 +76,6 @@ QUICK: dict[str, dict[str, Any]] = {
     "pkt unfused": {"mode": "unfused"},
     "pkt push, 1 SM": {"num_comm_sms": 1, "tiles": SMALL, "chunk": 64},
     "pkt push, 3 SMs": {"num_comm_sms": 3, "tiles": SMALL, "chunk": 32},
-    "pkt pull": {"mode": "pull", "tiles": SMALL},
     "pkt copy": {"mode": "copy", "tiles": SMALL},
 }
 
@@ -116,7 +114,7 @@ def _columns(world: Any, M: int, N: int, K: int) -> Case:
     for name, options in (QUICK if device.type == "cpu" else COLUMNS).items():
         if options.get("mode") == "copy":
             continue  # only for A sharded by rows
-        runs[name] = _run(world, a, b, out, {"shard": "columns"} | options)
+        runs[name] = partial(all_gather_matmul, a, b, out, world=world, shard="columns", **options)
     if device.type == "cuda":
         import torch.distributed as dist
 
@@ -151,7 +149,7 @@ def _rows(world: Any, N: int) -> Case:
         return torch.cat(rows)
 
     for name, options in (QUICK if device.type == "cpu" else PLAIN | GLUON).items():
-        runs[name] = _run(world, a, b, out, options)
+        runs[name] = partial(all_gather_matmul, a, b, out, world=world, **options)
     if device.type == "cuda":
         runs |= _baselines(world, a, b, out) | _kraken.all_gather_matmul(a, b)
         runs |= {name: _part(world, a, b, out, **options) for name, options in PARTS.items()}
@@ -178,20 +176,6 @@ def _part(
             chosen = settings(a.shape[0], b.shape[1], a.shape[1], world, tiles, **given)
             made.append(module.push_launch(Apart(world, module, leave_out), a, b, out, *chosen))
         return made[0](a, b, out, None)
-
-    return run
-
-
-def _run(world: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, options: dict[str, Any]) -> Any:
-    import pkt
-
-    if options.get("mode") != "pull":
-        return lambda: all_gather_matmul(a, b, out, world=world, **options)
-
-    def run() -> torch.Tensor:
-        shard = world.keep("shard", lambda: pkt.empty(*a.shape, dtype=a.dtype, world=world))
-        shard.copy_(a)  # timed, because a caller without a symmetric shard pays for it
-        return all_gather_matmul(shard, b, out, world=world, **options)
 
     return run
 

@@ -1,11 +1,12 @@
-"""Benchmark of seven ways to all-gather and multiply, and pkt's own: C (M, N) = gathered A (M, K) @ B (K, N), fp16.
+"""Benchmark of eight ways to all-gather and multiply, and pkt's own: C (M, N) = gathered A (M, K) @ B (K, N), fp16.
 
     python -m benchmarks.all_gather_matmul_variants                       4 GPUs
     python -m benchmarks.all_gather_matmul_variants --device cpu --quick  check in the simulator; time nothing
 
-The seven are those of nvFuser's experiment with fused remote products. They show the cost of fusing if the product is
+Seven are those of nvFuser's experiment with fused remote products. They show the cost of fusing if the product is
 scalar, the time of a gather kernel before a library's product, and so how much one good kernel can gain. Two of them
-write through the multicast window and run in the simulator only.
+write through the multicast window and run in the simulator only. The eighth reads tiles of A from their owners, on the
+tensor cores: Algorithm 1 of Trifan et al., "Eliminating Multi-GPU Performance Taxes".
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from benchmarks._command import main
 from pkt.kernels.all_gather import all_gather
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.shared.grid import num_programs
+from pkt.kernels.shared.tile_product import accumulate, stack, store_tile, weights
 from pkt.runtime.launch.launch import cooperative
 
-TITLE = "Seven ways to all-gather + matmul, N x N x N, fp16"
+TITLE = "Eight ways to all-gather + matmul, N x N x N, fp16"
 SIZES = (1024, 4096)
 NCCL, NATIVE = "NCCL all-gather, cuBLAS", "pkt.all_gather, cuBLAS"
+TILES = "fused, tiles of A read on the owner"
 NAIVE, LOADS, SWITCH = "fused, remote reads", "fused, rows gathered by loads", "fused, rows multicast"
 LOADS_THEN, SWITCH_THEN = "gather kernel by loads, then cuBLAS", "gather kernel by multicast, then cuBLAS"
 ALONE, OURS = "cuBLAS alone", "pkt default"
 MULTICAST = (SWITCH, SWITCH_THEN)
+TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
+SMALL_TILE = dict.fromkeys(TILE, 16)
 
 
 @triton.jit
@@ -73,6 +78,41 @@ def naive_kernel(
         acc = _row_times_columns(theirs, b_ptr, col, N, K, BLOCK_N, BLOCK_K)
         cols = col + tl.arange(0, BLOCK_N)
         tl.store(out_ptr + tl.cast(row, tl.int64) * N + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < N)
+    pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
+
+
+@triton.jit
+def tiles_kernel(
+    a_ptr,  # (m, K) on every rank
+    b_ptr,  # (K, N) this rank's
+    out_ptr,  # (size * m, N) this rank's
+    bar_ptr,  # int32 (programs,) on every rank
+    m,
+    N,
+    K,
+    world,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The loop of a tiled product loads each tile of A where it is, on its owner. Each element of a shard crosses the
+    links once for every column of tiles, less what L2 keeps."""
+    pid = tl.program_id(0)
+    rank = tl.cast(world.rank, tl.int32)
+    num_m = tl.cdiv(m, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    b = weights(b_ptr, 1, K, N, BLOCK_K, BLOCK_N, True, False)
+    out = stack(out_ptr, world.size, m, N, N, BLOCK_M, BLOCK_N, True)
+    pl.barrier(bar_ptr + pid, world)  # publish: every rank's shard is complete
+    for task in range(pid, world.size * num_m * num_n, tl.num_programs(0)):
+        # Own shard first, then rank + 1, ...: at any time each rank is read by one other.
+        source = (rank + task // (num_m * num_n)) % world.size
+        i, j = pl.order.supergroup(task % (num_m * num_n), num_m, num_n, 8)
+        row, col = i * BLOCK_M, j * BLOCK_N
+        a = stack(pl.peer(a_ptr, source, world), 1, m, K, K, BLOCK_M, BLOCK_K, True)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc = accumulate(acc, a, 0, b, 0, 1, row, col, m, N, K, K, True, False, BLOCK_K)
+        store_tile(out, source, acc, row, col, m, N, N, True)
     pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
 
 
@@ -142,7 +182,7 @@ def multicast_kernel(
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    ours = [NATIVE, NAIVE, LOADS, SWITCH, LOADS_THEN, SWITCH_THEN, OURS]
+    ours = [NATIVE, NAIVE, TILES, LOADS, SWITCH, LOADS_THEN, SWITCH_THEN, OURS]
     return ours if device == "cpu" else [ALONE, NCCL, *ours]
 
 
@@ -166,6 +206,11 @@ def case(world: Any, N: int) -> Case:
 
     def naive() -> torch.Tensor:
         cooperative(world, naive_kernel, (programs,), a, b, out, bar, m, N, N, world.device, **blocks)
+        return out
+
+    def by_tiles() -> torch.Tensor:
+        sizes, options = TILE if device.type == "cuda" else SMALL_TILE, {"num_warps": 8, "num_stages": 4}
+        cooperative(world, tiles_kernel, (programs,), a, b, out, bar, m, N, N, world.device, **sizes, **options)
         return out
 
     def by_loads(columns: int) -> None:
@@ -200,7 +245,7 @@ def case(world: Any, N: int) -> Case:
         return torch.mm(all_gather(a, gathered).plain(), b, out=out)
 
     runs: dict[str, Any] = {
-        NATIVE: native, NAIVE: naive, LOADS: loads, SWITCH: multicast, LOADS_THEN: loads_then,
+        NATIVE: native, NAIVE: naive, TILES: by_tiles, LOADS: loads, SWITCH: multicast, LOADS_THEN: loads_then,
         SWITCH_THEN: multicast_then, OURS: lambda: all_gather_matmul(mine, b, out, world=world),
     }  # fmt: skip
     skipped = {}

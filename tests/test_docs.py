@@ -13,6 +13,7 @@ from triton.language.core import constexpr
 
 import pkt
 import pkt.language as pl
+from benchmarks import reference
 from tests.test_arrows import imported, sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -173,6 +174,11 @@ def test_host_page_describes_every_public_name():
     text = HOST_PAGE.read_text()
     missing = [name for name in pkt.__all__ if not re.search(rf"`(?:pkt\.)?{name}\b", text)]
     assert not missing, f"{HOST_PAGE.name} does not describe {missing}"
+
+
+def test_the_operators_page_is_what_the_declarations_say():
+    page = ROOT / "docs" / "operators.md"
+    assert page.read_text() == reference.page(), f"{page.name}: run python -m benchmarks.reference > docs/{page.name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -4,9 +4,6 @@ Sharded by rows, A is the shards below each other: C (size * m, N) = A (size * m
 columns, A is the shards beside each other: C (m, N) = A (m, size * k) @ B (size * k, N). Algorithms 1 to 3 of
 Trifan et al., "Eliminating Multi-GPU Performance Taxes".
 
-pull: the product's loop loads each tile of A where it is, on its owner (Algorithm 1). Each element of a shard
-    crosses the links once for every column of tiles: cdiv(N, BLOCK_N) * (size - 1) * m * k * itemsize bytes
-    into each rank, less what L2 keeps. Two barriers of the programs of one index on all ranks.
 push: programs 0 .. num_comm_sms - 1 store this rank's shard into an inbox on every peer and signal each chunk
     of a row block (Algorithm 2); the others compute, waiting row block by row block (Algorithm 3), their own
     shard first, then the peers' in the order in which they arrive; a communicator that has finished computes
@@ -38,7 +35,7 @@ from ..declaration import Call, Case, Form, Launch, Tuning, choice, integer
 from ..operator import Operator
 from ..shared import copies, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
-from ..shared.grid import barrier_counters, num_programs
+from ..shared.grid import num_programs
 from ..shared.tile_product import (
     Epilogue,
     accumulate,
@@ -56,7 +53,7 @@ from . import rules
 from .rules import CALL, UNFUSED_ROWS, PushPlan, settings
 
 Shard = Literal["rows", "columns"]
-Mode = Literal["push", "pull", "copy", "gluon", "unfused", "nccl"]
+Mode = Literal["push", "copy", "gluon", "unfused", "nccl"]
 
 
 def reference(
@@ -72,57 +69,7 @@ def reference(
     return finished(product, bias[rank] if bias else None, epilogue)
 
 
-# -------------------------------------------------------------------------------------------------------- pull
-@triton.jit
-def pull_kernel(
-    a_ptr,  # (m, k) on every rank; all ranks read it
-    b_ptr,  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
-    bias_ptr,  # (N,) this rank's, or None
-    out_ptr,  # (size * m, N), or (m, N) if COLUMNS; this rank's
-    bar_ptr,  # int32 (programs,) on every rank
-    m,
-    N,
-    k,
-    world,
-    COLUMNS: tl.constexpr,
-    TMA: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    rank = tl.cast(world.rank, tl.int32)
-    num_m = tl.cdiv(m, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
-    shards: tl.constexpr = 1 if COLUMNS else world.size
-    b_shards: tl.constexpr = world.size if COLUMNS else 1
-    b = weights(b_ptr, b_shards, k, N, BLOCK_K, BLOCK_N, TMA, TRANSPOSED)
-    out = stack(out_ptr, shards, m, N, N, BLOCK_M, BLOCK_N, TMA)
-    pl.barrier(bar_ptr + pid, world)  # publish: every rank's shard is complete
-    for t in range(pid, shards * num_m * num_n, tl.num_programs(0)):
-        # Own shard first, then rank + 1, ...: at any time each rank is read by one other.
-        source = (rank + t // (num_m * num_n)) % world.size
-        i, j = pl.order.supergroup(t % (num_m * num_n), num_m, num_n, GROUP)
-        row = i * BLOCK_M
-        col = j * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if COLUMNS:
-            for d in range(world.size):
-                source = (rank + d) % world.size
-                a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
-                acc = accumulate(acc, a, 0, b, source, b_shards, row, col, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
-            store_tile(out, 0, finish(acc, bias_ptr, col, N, EPILOGUE), row, col, m, N, N, TMA)
-        else:
-            a = stack(pl.peer(a_ptr, source, world), 1, m, k, k, BLOCK_M, BLOCK_K, TMA)
-            acc = accumulate(acc, a, 0, b, 0, b_shards, row, col, m, N, k, k, TMA, TRANSPOSED, BLOCK_K)
-            store_tile(out, source, finish(acc, bias_ptr, col, N, EPILOGUE), row, col, m, N, N, TMA)
-    pl.barrier(bar_ptr + pid, world)  # before overwrite: every rank has read my shard
-
-
-# -------------------------------------------------------------------------------------------------------- push
+# ------------------------------------------------------------------------------------------------------ device
 class Push(NamedTuple):
     """What push_kernel works on. inbox is used in halves, by the parity of the launch: a peer that is a launch
     ahead has everybody's signals of this one, but not everybody need have finished reading."""
@@ -253,7 +200,7 @@ def all_gather_matmul(
 ) -> torch.Tensor:
     """The product of the gathered A with this rank's `b`. Collective.
 
-    a: this rank's shard (m, k), the same shape on every rank, contiguous; bf16, fp16 or fp32. Symmetric in mode "pull".
+    a: this rank's shard (m, k), the same shape on every rank, contiguous; bf16, fp16 or fp32.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight;
         (size * k, N) with shard "columns".
     out: (size * m, N) of a's dtype, (m, N) with shard "columns"; shares no memory with the operands. A new tensor where
@@ -266,7 +213,6 @@ def all_gather_matmul(
         was tuned here or measured for the nearest shape; "gluon" where that runs and m is more than
         tile_product.FEW_ROWS; with shard "columns" on GPUs "unfused" up to rules.UNFUSED_ROWS rows; "push".
         "push": some programs store the shard into every peer's inbox, the others compute.
-        "pull": the product's loop loads each tile of A from its owner.
         "copy": the copy engines push. Shard "rows", rows of whole runs of 16 bytes.
         "gluon": "push" or "copy" in specialised warps. bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to
             8 ranks, sm_90, Triton 3.6.
@@ -308,22 +254,6 @@ def all_gather_matmul(
 class _PushSpace(NamedTuple):
     inbox: SymmetricTensor
     counters: SymmetricTensor  # ready, then the queue
-
-
-def _pull(call: Call) -> Launch:
-    world, a, b, tiles, columns = call.world, call["a"], call["b"], call["tiles"], call["shard"] == "columns"
-    (m, k), N = a.shape, b.shape[1]
-    rows, transposed = stored(b)
-    tasks = (1 if columns else world.size) * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
-    bar = barrier_counters(world)
-    constants = (columns, aligned(a, rows, call["out"]), transposed, call["epilogue"], *tiles[:4])
-    start = cooperative_launch(world, pull_kernel, (num_programs(world, tasks),), **tiles.launch_options())
-
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(a, b.t() if transposed else b, bias, out, bar, m, N, k, world.device, *constants)
-        return out
-
-    return launch
 
 
 def _push(call: Call) -> Launch:
@@ -454,10 +384,6 @@ OPERATOR = Operator(
             complete=_from_one, space=rules.space_push, seconds=rules.seconds_push,
             small={"num_comm_sms": 1, "chunk": 16, **products.SMALL},
         ),
-        "pull": Form(
-            _pull, "the K loop reads each shard where it is", "at most ceil(N / BLOCK_N) (W - 1) |a|",
-            settings=TILES, symmetric=("a",), small=products.SMALL,
-        ),
         "copy": Form(
             _copy, "push by the copy engines, on a stream of its own", "(W - 1) |a|",
             settings={"push_rows": 0, **TILES}, fits=fits_copies, small=products.SMALL,
@@ -482,11 +408,9 @@ OPERATOR = Operator(
         Case(SIZES, arguments={"mode": "push", "shard": "columns"}, launches=3, out="new"),
         Case(SIZES, arguments={"mode": "copy"}, out="new"),
         Case(SIZES | {"k": 24}, arguments={"mode": "copy"}, explore=False),  # whole runs of 16 bytes in every dtype
-        Case(SIZES, arguments={"mode": "pull"}, out="new"),
-        Case(SIZES, arguments={"mode": "pull", "shard": "columns"}, out="new"),
         Case(SIZES | {"n": 13}, arguments={"mode": "push"}, ranks=2, launches=3, out="new"),  # rows TMA cannot take
-        Case(SIZES | {"n": 13}, arguments={"mode": "pull", "shard": "columns"}, ranks=2, out="new"),
-        *products.nasty("push", "pull", "unfused"),
-        *products.nasty("push", "pull", "unfused", shard="columns"),
+        Case(SIZES | {"n": 13}, arguments={"mode": "push", "shard": "columns"}, ranks=2, out="new"),
+        *products.nasty("push", "unfused"),
+        *products.nasty("push", "unfused", shard="columns"),
     ),
 )  # fmt: skip

@@ -6,8 +6,8 @@ ranks take together), `timers` (take a time), `search` (which candidates are mea
 of earlier runs), `tuner` (tune and choice), `autotune` (the decorator), `bench` (do_bench for Triton's own tuner).
 
 Of pkt's operators, which it finds in their registry: `candidates` (spaces and predicted times), `tables` (measurements
-that ship), `command` (`pkt tune`). For people: `report` (a search as a table), `picture` (draw), `explanation`
-(explain: which settings an operator takes, and why).
+that ship), `command` (`pkt tune`). For people: `report` (a search as a table), `explanation` (explain: which
+settings an operator takes, and why).
 """
 
 from pkt.model.config import Config, space

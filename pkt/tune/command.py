@@ -24,7 +24,6 @@ from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
 from pkt.tune.candidates import model_of, operator_space, thinned, tuned_operators
-from pkt.tune.picture import draw
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
 from pkt.tune.tuner import tune
@@ -142,7 +141,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     every: Annotated[bool, typer.Option("--all", help="every operator, at its benchmark's sizes")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the simulator, small, on a modelled clock")] = "cuda",
-    out: Annotated[Path, typer.Option(help="folder for the table and the picture of each operator")] = Path("tuned"),
+    out: Annotated[Path, typer.Option(help="folder for the table of each operator")] = Path("tuned"),
 ) -> None:
     """Search for the fastest settings of an operator on this machine, and remember them for pkt.tune.choice.
 
@@ -165,8 +164,7 @@ def main(
     except PktError as error:
         typer.echo(str(error), err=True)
     for what, searches in found.items():
-        for path in write(out, what, searches, gpu):
-            console.print(f"written: {path}")
+        console.print(f"written: {write(out, what, searches, gpu)}")
     if any(search.interrupted for searches in found.values() for search in searches):
         raise typer.Exit(130)
     raise typer.Exit(0 if sum(map(len, found.values())) == len(layers) else 1)
@@ -218,9 +216,8 @@ def _searched(layer: Layer, ranks: int, device: str) -> tuple[Search, str]:
     return launch(search_layer, ranks, "cuda", (layer,), heap=HEAP[device])[0]
 
 
-def write(out: Path, what: str, searches: Sequence[Search], gpu: str) -> list[Path]:
-    """Write the table, in the form of those that ship with pkt, and the picture if matplotlib is installed; returns the
-    files."""
+def write(out: Path, what: str, searches: Sequence[Search], gpu: str) -> Path:
+    """Write the table, in the form of those that ship with pkt; returns its file."""
     out.mkdir(parents=True, exist_ok=True)
     content = {
         "operator": what,
@@ -235,14 +232,6 @@ def write(out: Path, what: str, searches: Sequence[Search], gpu: str) -> list[Pa
         ],
         "entries": [tables.entry(search) for search in searches],
     }
-    written = [out / f"{what}.json"]
-    written[0].write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if any("num_comm_sms" in c.config and c.time for search in searches for c in search.candidates):
-        try:
-            figure = draw(searches, title=f"{what} on {searches[0].key['size']} x {gpu}")
-        except ImportError as error:
-            typer.echo(f"no picture: {error}", err=True)
-        else:
-            written.append(out / f"{what}.png")
-            figure.savefig(written[-1])
+    written = out / f"{what}.json"
+    written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return written

@@ -231,7 +231,7 @@ def check_agreement(operator: Operator) -> None:
     differ(lambda world: (own, other if world.rank else types[0], mode))
     plain = Case(sizes=case.sizes, shapes=case.shapes, arguments={k: v for k, v in case.arguments.items() if k == "x"})
     if len(modes) > 1:
-        differ(lambda world: (plain, types[0], modes[1 if world.rank else 0]))
+        differ(lambda world: (plain, types[0], modes[-1 if world.rank else 0]))
 
     def larger(by: int) -> Case:
         sizes = {n: v + by * (n not in operator.private) for n, v in case.sizes.items()}

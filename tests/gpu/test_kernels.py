@@ -124,11 +124,8 @@ def products(world: Any, m: int, k: int, N: int) -> None:
         shards = [normal(world, (m, k), s) for s in seeds]
         b = normal(world, (k, N), 99 + world.rank)
         wanted = torch.cat(shards).float() @ b.float()
-        a = pkt.empty(m, k, dtype=torch.bfloat16)
-        a.copy_(shards[world.rank])
-        for mode in ("push", "pull", *(["copy"] if k % 8 == 0 else [])):
-            given = a if mode == "pull" else shards[world.rank]
-            error = product_error(pkt.all_gather_matmul(given, b, mode=mode), wanted)
+        for mode in ("push", *(["copy"] if k % 8 == 0 else [])):
+            error = product_error(pkt.all_gather_matmul(shards[world.rank], b, mode=mode), wanted)
             assert error < 1e-2, (all_gather_matmul.__name__, mode, turn, error)
         operands = [(normal(world, (world.size * m, k), s), normal(world, (k, N), s + 500)) for s in seeds]
         total = sum(x.float() @ y.float() for x, y in operands)
@@ -226,14 +223,12 @@ def layers(world: Any, m: int, K: int, N: int, epilogue: Any) -> None:
     weights = [normal(world, (N, K), 50 + r).t() for r in range(size)]
     bias = normal(world, (1, N), 7)[0]
     operands = [(normal(world, (size * m, K), 90 + r), w) for r, w in enumerate(weights)]
-    a = pkt.empty(m, K, dtype=torch.bfloat16)
-    a.copy_(shards[world.rank])
     product = torch.cat(shards).float() @ weights[world.rank].float()
     total = sum(x.float() @ w.float() for x, w in operands)
     out = pkt.empty(size * m, N, dtype=torch.bfloat16)
     options = {"bias": bias, "epilogue": epilogue}
-    for mode in ("push", "pull", "unfused", *(["copy"] if K % 8 == 0 else []), *(["gluon"] if gluon else [])):
-        got = pkt.all_gather_matmul(a, weights[world.rank], mode=mode, **options)
+    for mode in ("push", "unfused", *(["copy"] if K % 8 == 0 else []), *(["gluon"] if gluon else [])):
+        got = pkt.all_gather_matmul(shards[world.rank], weights[world.rank], mode=mode, **options)
         assert product_error(got, finished(product, bias, epilogue)) < 1e-2, (mode, epilogue, m, K, N)
     wanted = finished(total, bias, epilogue)
     for mode in ("add", "inbox", "unfused", *(["gluon"] if gluon else [])):

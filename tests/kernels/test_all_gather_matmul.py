@@ -1,4 +1,4 @@
-"""All-gather + matmul: pull and push, A sharded by rows and by columns, against fp64."""
+"""All-gather + matmul: A sharded by rows and by columns, against fp64."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from .helpers import (
     rounded,
 )
 
-FORMS = [(mode, shard) for mode in ("pull", "push") for shard in ("rows", "columns")]
-forms = pytest.mark.parametrize(("mode", "shard"), FORMS)
+by_shard = pytest.mark.parametrize("shard", ["rows", "columns"])
 
 
 def multiplies(
@@ -40,13 +39,10 @@ def multiplies(
 ) -> torch.Tensor:
     m, k, N = sizes
     options = {"tiles": (16, 16, 16)} | ({"num_comm_sms": 1, "chunk": 16} if mode == "push" else {}) | options
-    a = pkt.empty(m, k, dtype=dtype)
     for launch in range(LAUNCHES):
         shards = inputs(world, (m, k), dtype, launch)
         b = random((k if shard == "rows" else world.size * k, N), dtype, launch, world.rank, 9)
-        a.copy_(shards[world.rank])
-        mine = a if mode == "pull" else shards[world.rank]
-        got = all_gather_matmul(mine, stored(b), mode=mode, shard=shard, **options)
+        got = all_gather_matmul(shards[world.rank], stored(b), mode=mode, shard=shard, **options)
         exact = reference(0, shards, [b], shard=shard)
         whole = torch.cat(shards, dim=0 if shard == "rows" else 1)
         bound = rounded(exact, product_bound(whole, b), dtype)
@@ -54,19 +50,17 @@ def multiplies(
     return got
 
 
-@forms
+@by_shard
 @pytest.mark.parametrize(("epilogue", "with_bias", "dtype", "sizes"), FINISHES)
 def test_bias_and_epilogue(
-    epilogue: Any, with_bias: bool, dtype: torch.dtype, sizes: tuple[int, int, int], mode: Any, shard: Any
+    epilogue: Any, with_bias: bool, dtype: torch.dtype, sizes: tuple[int, int, int], shard: Any
 ) -> None:
     def run(world: Any) -> None:
         m, k, N = sizes
         shards = inputs(world, (m, k), dtype, 0)
         b = random((k if shard == "rows" else world.size * k, N), dtype, world.rank)
         bias = random((N,), dtype, world.rank, 1) if with_bias else None
-        a = pkt.empty(m, k, dtype=dtype)
-        a.copy_(shards[world.rank])
-        got = all_gather_matmul(a, b, mode=mode, shard=shard, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
+        got = all_gather_matmul(shards[world.rank], b, shard=shard, tiles=(16, 16, 16), bias=bias, epilogue=epilogue)
         whole = torch.cat(shards, dim=0 if shard == "rows" else 1)
         bound = finished_bound(reference(0, shards, [b], shard=shard), product_bound(whole, b), bias, epilogue, dtype)
         exact = reference(0, shards, [b], [bias] if with_bias else None, epilogue, shard)
@@ -88,7 +82,7 @@ def test_copies_of_any_size(push_rows: int | None, ranks: int) -> None:
     on_ranks(ranks, run)
 
 
-@pytest.mark.parametrize("shard", ["rows", "columns"])
+@by_shard
 @pytest.mark.parametrize("sms", [1, 2, 5])
 @pytest.mark.parametrize("num_comm_sms", [1, 3, 16])
 def test_any_split_of_the_programs(num_comm_sms: int, sms: int, shard: str) -> None:
@@ -98,13 +92,12 @@ def test_any_split_of_the_programs(num_comm_sms: int, sms: int, shard: str) -> N
     on_ranks(2, run, sms=sms, seed=3)
 
 
-@forms
+@by_shard
 @pytest.mark.parametrize("m", [1, 16, 40, 128])
-def test_default_tiles_follow_the_rows(m: int, mode: str, shard: str) -> None:
+def test_default_tiles_follow_the_rows(m: int, shard: str) -> None:
     def run(world: Any) -> None:
-        multiplies(world, mode, shard, (m, 144, 72), torch.bfloat16, tiles=None)
-        if mode == "push":
-            multiplies(world, mode, shard, (m, 144, 72), torch.bfloat16, tiles=None, num_comm_sms=None, chunk=None)
+        multiplies(world, "push", shard, (m, 144, 72), torch.bfloat16, tiles=None)
+        multiplies(world, "push", shard, (m, 144, 72), torch.bfloat16, tiles=None, num_comm_sms=None, chunk=None)
 
     on_ranks(2, run)
 
@@ -119,11 +112,11 @@ def test_default_chunks_are_shorter_by_columns() -> None:
     assert on_ranks(2, run) == [[1024, 256]] * 2
 
 
-def test_shapes_and_forms_in_turn() -> None:
+def test_shapes_and_shards_in_turn() -> None:
     def run(world: Any) -> None:
-        for mode, shard in (*FORMS, *FORMS):
-            multiplies(world, mode, shard, TMA, torch.bfloat16)
-            multiplies(world, mode, shard, REGISTERS, torch.bfloat16)
+        for shard in ("rows", "columns", "rows", "columns"):
+            multiplies(world, "push", shard, TMA, torch.bfloat16)
+            multiplies(world, "push", shard, REGISTERS, torch.bfloat16)
 
     on_ranks(3, run, seed=3)
 
@@ -155,7 +148,6 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, 'num_comm_sms: found 3, wanted none with mode "copy"', (4, 4), (4, 4), mode="copy",
         num_comm_sms=3)  # fmt: skip
     bad(pkt.ShapeError, "push_rows: found -1, wanted at least 0", (4, 4), (4, 4), mode="copy", push_rows=-1)
-    bad(pkt.NotSymmetric, "a must be a symmetric tensor", (4, 4), (4, 4), mode="pull")
     bad(pkt.ShapeError, r"b: found \(5, 4\), wanted \(4, 4\)", (4, 4), (5, 4))
     bad(pkt.ShapeError, r"b: found \(4, 4\), wanted \(8, 4\)", (4, 4), (4, 4), shard="columns")
     bad(pkt.ShapeError, "a: found .*wanted 2 dimensions", (4,), (4, 4))
@@ -168,7 +160,7 @@ def test_bad_arguments() -> None:
     bad(pkt.ShapeError, "tiles: found .*at most", (4, 4), (4, 4), tiles=(16,) * 8)
     bad(pkt.ShapeError, 'rounds_alone: found 9, wanted none with mode "push"', (4, 4), (4, 4), rounds_alone=9)
     bad(pkt.ShapeError, 'cut_last: found 2, wanted none with mode "push"', (4, 4), (4, 4), mode="push", cut_last=2)
-    bad(pkt.Unsupported, "wanted 'push' or 'pull' or 'copy' or 'gluon'", (4, 4), (4, 4), mode="send")
+    bad(pkt.Unsupported, "wanted 'push' or 'copy' or 'gluon'", (4, 4), (4, 4), mode="send")
     bad(pkt.Unsupported, "found the simulator, and Gluon is compiled only", (4, 4), (4, 4), mode="gluon")
     bad(pkt.Unsupported, "found shard 'columns', not \"rows\"", (4, 4), (8, 4), mode="gluon", shard="columns")
     bad(pkt.ShapeError, r"bias: found \(3,\), wanted \(4,\)", (4, 4), (4, 4), bias=torch.ones(3))

@@ -178,20 +178,6 @@ def with_bias(wanted: bool, n: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"bias": tensor(n, dtype=dtype)} if wanted else {}
 
 
-def pull(
-    shard: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
-) -> Callable[[torch.dtype], Any]:
-    rows = k if shard == "rows" else 4 * k
-    return lambda t: all_gather_matmul(
-        pkt.empty(m, k, dtype=t),
-        weight(rows, n, t, transposed),
-        mode="pull",
-        shard=shard,
-        **with_bias(bias, n, t),
-        **options,
-    )
-
-
 def push(
     shard: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
 ) -> Callable[[torch.dtype], Any]:
@@ -228,8 +214,6 @@ def reduce(
 
 EVEN, RAGGED = (256, 512, 512), (250, 501, 509)  # (m, k, n): rows through TMA, or through registers
 FUSED = {
-    "all_gather_matmul pull rows": lambda s, **o: pull("rows", *s, **o),
-    "all_gather_matmul pull columns": lambda s, **o: pull("columns", *s, **o),
     "all_gather_matmul push rows": lambda s, **o: push("rows", *s, **o),
     "all_gather_matmul push columns": lambda s, **o: push("columns", *s, **o),
     "matmul_reduce_scatter add": lambda s, **o: scatter("add", *s, **o),
@@ -299,11 +283,6 @@ def test_transposed_weights_in_registers(
 WIDE, SQUARE = (128, 256, 64, 8, 8, 3), (128, 128, 64, 8, 8, 4)
 MEASURED: dict[str, Callable[[Any], Callable[[torch.dtype], Any]]] = {
     "push": lambda tiles: push("rows", 1024, 4096, 1024, tiles=tiles),
-    "pull": lambda tiles: (
-        lambda t: all_gather_matmul(
-            pkt.empty(1024, 4096, dtype=t), tensor(4096, 1024, dtype=t), mode="pull", tiles=tiles
-        )
-    ),
     "add": lambda tiles: scatter("add", 1024, 1024, 4096, tiles=tiles),
     "inbox": lambda tiles: scatter("inbox", 1024, 1024, 4096, tiles=tiles),
     "all-reduce": lambda tiles: reduce(False, 4096, 1024, 4096, tiles=tiles, num_comm_sms=16),
@@ -376,7 +355,7 @@ def test_the_widest_tile(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_other_rank_counts(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     call = FUSED[name]((8, 64, 64))
     if ranks != 4 and "columns" in name:
-        call = {"pull": pull, "push": push}[name.split()[1]]("rows", 8, 64, 64)
+        call = push("rows", 8, 64, 64)
 
     compile_checked(launched(lambda w: call(torch.float16), ranks, False, monkeypatch), 90, tmp_path)
 
@@ -384,7 +363,6 @@ def test_other_rank_counts(name: str, ranks: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "call",
     [
-        pull("rows", 1, 1, 1),
         push("rows", 1, 1, 1, num_comm_sms=1),
         push("columns", 1, 1, 1, num_comm_sms=1),
         scatter("add", 1, 1, 1),
@@ -398,7 +376,6 @@ def test_arguments_that_become_constants(call: Any, monkeypatch: pytest.MonkeyPa
 
 
 DECODE = {  # four ranks of K = 8192, N = 28672, as in Three Taxes; and the way back
-    "pull": lambda m, **o: pull("columns", m, 2048, 7168, **o),
     "push": lambda m, **o: push("columns", m, 2048, 7168, **o),
     "add": lambda m, **o: scatter("add", m, 7168, 8192, **o),
     "all-reduce": lambda m, **o: reduce(False, m, 7168, 8192, **o),

@@ -41,7 +41,6 @@ def test_a_search_in_the_simulator(tmp_path):
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     assert "matmul_all_reduce: M=64, N=48, K=32, dtype=bf16, size=2" in done.output
-    assert (tmp_path / "matmul_all_reduce.png").stat().st_size > 10_000
     table = json.loads((tmp_path / "matmul_all_reduce.json").read_text())
     assert (table["operator"], table["gpu"]) == ("matmul_all_reduce", "simulated")
     (entry,) = table["entries"]
@@ -102,10 +101,7 @@ def test_all_is_every_operator_at_its_benchmark_s_sizes(made_up, tmp_path):
     sizes = {what: [layer.m for layer, _, _ in made_up if layer.what == what] for what in OPERATORS}
     large = [4096, 6144, 8192, 12288, 16384, 32768]
     assert sizes == {what: large[:5] if what == "matmul_all_reduce" else large for what in OPERATORS}
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "all_gather_matmul.json", "all_gather_matmul.png", "matmul_reduce_scatter.json", "matmul_all_reduce.json",
-        "matmul_all_reduce.png",
-    }  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == {f"{what}.json" for what in OPERATORS}
 
 
 def test_names_short_and_full(made_up, tmp_path):
@@ -191,17 +187,6 @@ def test_a_failure_keeps_the_best_so_far(made_up, monkeypatch, tmp_path):
     assert done.exit_code == 1
     assert str(HeapFull.wanted(10, 5, 5)) in done.output
     assert len(json.loads((tmp_path / "matmul_reduce_scatter.json").read_text())["entries"]) == 1
-
-
-def test_without_matplotlib_there_is_no_picture(made_up, monkeypatch, tmp_path):
-    def missing(*_, **__):
-        raise ImportError("the picture needs matplotlib")
-
-    monkeypatch.setattr(command, "draw", missing)
-    done = run("ag_gemm", "--out", tmp_path)
-    assert done.exit_code == 0
-    assert "no picture: the picture needs matplotlib" in done.output
-    assert [path.name for path in tmp_path.iterdir()] == ["all_gather_matmul.json"]
 
 
 def test_written_tables_have_the_form_of_shipped_ones(made_up, tmp_path):

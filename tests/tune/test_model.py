@@ -323,7 +323,7 @@ def test_unmeasured_cases_have_no_prediction(what):
     assert MODELS[what](config, product(4096, dtype="float32")) is None
     assert MODELS[what](config, {**product(4096), "M": 0}) is None
     assert MODELS[what](config, {"N": 1}) is None
-    assert estimate("all_gather_matmul", Config(mode="pull"), product(4096)) is None  # a form that declares no seconds
+    assert estimate("all_gather_matmul", Config(mode="none"), product(4096)) is None
 
 
 def test_copies_of_more_rows_are_faster_and_leave_more_exposed():

@@ -1,16 +1,19 @@
-"""The reference page of the operators, from their declarations: `python -m pkt.kernels.page > docs/operators.md`."""
+"""The page of the operators, from their declarations: `python -m benchmarks.reference > docs/operators.md`."""
 
 from __future__ import annotations
 
 import inspect
+import re
+import textwrap
 from collections.abc import Iterable
 
-from .operator import Operator, operators
+from pkt.kernels.operator import Operator, operators
 
 HEAD = """# Operators
 
 Every operator in the registry: its signature, what it returns, and its forms, the values of `mode=`. W is the number of
-ranks. The column "bytes" counts what leaves each rank. `python -m pkt.kernels.page` makes this page.
+ranks. The column "bytes" counts the bytes that leave each rank.
+`python -m benchmarks.reference > docs/operators.md` makes this page.
 [Add an operator](adding-an-operator.md)
 """
 
@@ -22,10 +25,11 @@ def page() -> str:
 
 def section(operator: Operator) -> str:
     """What one operator takes, returns and raises, and a table of its forms."""
-    signature = str(inspect.signature(operator.function)).replace("torch.", "").replace("'", "")
+    signature = re.sub(r"(?<=[:>] )'([^']*)'", r"\1", str(inspect.signature(operator.function))).replace("torch.", "")
+    call = textwrap.fill(f"{operator.name}{signature}", 120, subsequent_indent="    ")
     lines = ["", *(f"| {' | '.join(row)} |" for row in forms(operator)), ""]
     doc = inspect.getdoc(operator.function) or ""
-    return "\n".join([f"## pkt.{operator.name}", "", "```", f"{operator.name}{signature}", "", doc, "```", *lines])
+    return "\n".join([f"## pkt.{operator.name}", "", "```", call, "", doc, "```", *lines])
 
 
 def forms(operator: Operator) -> list[tuple[str, ...]]:

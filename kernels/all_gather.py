@@ -100,7 +100,7 @@ def all_gather(
     Symmetric memory kept: low_latency 8 / 3 * (size - 1) times x's bytes, rounded up to a power of two, each power once
     and with all_reduce; the others nothing for data. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
-    return OPERATOR((x, out), world=world, dim=dim, mode=mode, block=block)
+    return OPERATOR((x, out), (dim, mode, block), world)
 
 
 # -------------------------------------------------------------------------------------------------------------- host

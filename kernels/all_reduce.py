@@ -202,7 +202,7 @@ def all_reduce(
     DtypeError, Unsupported, CollectiveMismatch.
     """
     out = x if out is None else out
-    return OPERATOR((x, out), world=world, op=op, mode=mode, block=block, chunks=chunks)
+    return OPERATOR((x, out), (op, mode, block, chunks), world)
 
 
 # -------------------------------------------------------------------------------------------------------------- host

@@ -91,7 +91,7 @@ def all_to_all(
     Symmetric memory kept: low_latency at most 8 / 3 times x's bytes, rounded up to a power of two, each power once and
     with all_gather; the others nothing for data. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
-    return OPERATOR((x, out), world=world, scatter=scatter, gather=gather, mode=mode, block=block)
+    return OPERATOR((x, out), (scatter, gather, mode, block), world)
 
 
 # -------------------------------------------------------------------------------------------------------------- host

@@ -74,7 +74,7 @@ def broadcast(
     Symmetric memory kept: low_latency 8 / 3 * (size - 1) times x's bytes, rounded up to a power of two, each power once
     and with all_gather; pass_on nothing. Raises NotSymmetric, RankError, ShapeError, DtypeError, CollectiveMismatch.
     """
-    return OPERATOR((x,), world=world, root=root, mode=mode, block=block)
+    return OPERATOR((x,), (root, mode, block), world)
 
 
 # -------------------------------------------------------------------------------------------------------------- host

@@ -4,7 +4,7 @@ A file declares an operator with a typed function that users call and an `Operat
 
     def all_gather(x, out=None, *, dim=0, mode=None, block=None, world=None) -> torch.Tensor:
         \"""What the caller gets.\"""
-        return OPERATOR((x, out), world=world, dim=dim, mode=mode, block=block)
+        return OPERATOR((x, out), (dim, mode, block), world)
 
     OPERATOR = Operator(all_gather, tensors={...}, result=..., forms={...}, reference=..., cases=(...))
 
@@ -89,8 +89,9 @@ class Operator:
         self._defaults = {name: parameters[name].default for name in self.arguments}
         self.names = [name for name in parameters if name in self.tensors or name == "out"]
         self._written = self.names.index(written)
-        keywords = {*self.arguments, *self.settings, "mode"}
-        if missing := {*self.tensors, *keywords} ^ ({*parameters} - {"out", "world", "workspace"}):
+        self.keywords = [name for name in parameters if name not in (*self.names, "world", "workspace")]
+        declared = {*self.arguments, *self.settings, *self.tensors, "mode"}
+        if missing := declared ^ ({*self.keywords, *self.names} - {"out"}):
             raise TypeError(f"{self.name}: declared or taken, but not both: {', '.join(sorted(missing))}")
 
     def __repr__(self) -> str:
@@ -100,26 +101,26 @@ class Operator:
     def __call__(
         self,
         tensors: tuple[Any, ...],
-        *,
+        values: tuple[Any, ...],
         world: World | None = None,
         workspace: Workspace | None = None,
-        **keywords: Any,
     ) -> torch.Tensor:
-        """Run the operator: planned once for tensors of the same facts, launched each time."""
+        """Run the operator: planned once for tensors of the same facts, launched each time. values: of its keywords, in
+        the order of the function's parameters; packing them by name would cost the host a microsecond."""
         if type(world) is not World:
             world = world_of(self.name, world, *tensors, workspace)
         if workspace is not None:
             with world.using(workspace, self.name):
-                return self(tensors, world=world, **keywords)
+                return self(tensors, values, world)
         out = tensors[self._written]
         plans = world.plans
         try:
-            key = (self, *keywords.values(), *facts(tensors, world, self.name, out))
+            key = (self, values, *facts(tensors, world, self.name, out))
             launch = plans.get(key)
         except (TypeError, RuntimeError):  # a list among the settings, or a tensor with no address: nothing to look up
             key = launch = None
         if launch is None:
-            launch = self.plan(world, tensors, keywords)
+            launch = self.plan(world, tensors, dict(zip(self.keywords, values)))
             if key is not None:
                 plans[key] = launch
         result = launch(*tensors)

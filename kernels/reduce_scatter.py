@@ -183,7 +183,7 @@ def reduce_scatter(
     of them and grid; copy x's bytes less a part for each size of part. Raises NotSymmetric, ShapeError, DtypeError,
     Unsupported, CollectiveMismatch.
     """
-    return OPERATOR((x, out), world=world, dim=dim, op=op, mode=mode, block=block, chunks=chunks)
+    return OPERATOR((x, out), (dim, op, mode, block, chunks), world)
 
 
 # -------------------------------------------------------------------------------------------------------------- host

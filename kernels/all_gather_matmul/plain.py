@@ -243,11 +243,8 @@ def all_gather_matmul(
     Returns `out`, complete; `a` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
     CollectiveMismatch, Unsupported, Closed.
     """
-    return OPERATOR(
-        (a, b, out, bias), world=world, workspace=workspace, epilogue=epilogue, shard=shard, mode=mode,
-        num_comm_sms=num_comm_sms, chunk=chunk, tiles=tiles, push_rows=push_rows,
-        rounds_alone=rounds_alone, cut_last=cut_last, whole_rounds=whole_rounds,
-    )  # fmt: skip
+    settings = (num_comm_sms, chunk, tiles, push_rows, rounds_alone, cut_last, whole_rounds)
+    return OPERATOR((a, b, out, bias), (epilogue, shard, mode, *settings), world, workspace)
 
 
 # -------------------------------------------------------------------------------------------------------- host

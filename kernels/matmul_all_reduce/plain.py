@@ -182,10 +182,7 @@ def matmul_all_reduce(
 
     Returns `out`, complete. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
-    return OPERATOR(
-        (a, b, out, bias), world=world, workspace=workspace, epilogue=epilogue, mode=mode, num_comm_sms=num_comm_sms,
-        tiles=tiles, lag=lag,
-    )  # fmt: skip
+    return OPERATOR((a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, lag), world, workspace)
 
 
 # -------------------------------------------------------------------------------------------------------- host

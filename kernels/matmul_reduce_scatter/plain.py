@@ -220,10 +220,7 @@ def matmul_reduce_scatter(
     Returns `out`, complete; after the call no peer reads anything of it. Raises ShapeError, DtypeError,
     CollectiveMismatch, Unsupported, Closed.
     """
-    return OPERATOR(
-        (a, b, out, bias), world=world, workspace=workspace, epilogue=epilogue, mode=mode, tiles=tiles, lag=lag,
-        copies=copies,
-    )  # fmt: skip
+    return OPERATOR((a, b, out, bias), (epilogue, mode, tiles, lag, copies), world, workspace)
 
 
 # -------------------------------------------------------------------------------------------------------- host

@@ -105,8 +105,8 @@ def test_a_new_operator_is_found_everywhere(tmp_path: Path) -> None:
     assert "shift" not in registry.operators()
 
 
-BODY = "return OPERATOR((x, out), world=world, by=by, mode=mode, block=block)"
-NEW = "OPERATOR((x, None), world=world, by=by, mode=mode, block=block)"
+BODY = "return OPERATOR((x, out), (by, mode, block), world)"
+NEW = "OPERATOR((x, None), (by, mode, block), world)"
 ALLOCATED = ("world.keep(", "(lambda key, make: make())(")
 STARVED = [("(programs,))", "(programs,), maxnreg=32)"), ('settings={"block": 1024}', 'settings={"block": 32768}')]
 CARELESS = "class Careless(Operator):\n    def _agree(self, call, form): ...\n\n\nOPERATOR = Careless("

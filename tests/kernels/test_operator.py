@@ -20,7 +20,7 @@ def scaled(
     x: torch.Tensor, out: torch.Tensor | None = None, *, factor: Any = 2, mode: str | None = None, world: Any = None
 ) -> torch.Tensor:
     """Counts its plans in a workspace."""
-    return SCALED((x, out), world=world, factor=factor, mode=mode)
+    return SCALED((x, out), (factor, mode), world)
 
 
 def plan(call: Call) -> Launch:

@@ -71,7 +71,7 @@ def summary(passes: list[dict[str, Any]]) -> dict[str, Any]:
 
 def gate(world: Any) -> None:
     """Launch a barrier kernel in which the streams of all ranks meet."""
-    from pkt.tune._gate import gate_kernel
+    from pkt.tune.timers import gate_kernel
 
     counters = world.keep("benchmarks.gate", lambda: pkt.signals(2, name="benchmarks.gate", world=world))
     gate_kernel[(1,)](counters, world.device, num_warps=1)

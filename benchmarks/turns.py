@@ -112,8 +112,7 @@ def timed(world: Any, run: Any, flush: torch.Tensor) -> dict[str, Any]:
 def queued(world: Any, go: Any, flush: torch.Tensor, host: float) -> list[float]:
     """The slowest rank's milliseconds of each repeat, all queued behind a sleep, each behind a barrier of the GPUs."""
     import pkt
-    from pkt.tune._gate import gate_kernel
-    from pkt.tune.timers import sleep
+    from pkt.tune.timers import gate_kernel, sleep
 
     counters = pkt.signals(2)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]

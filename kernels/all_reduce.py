@@ -24,7 +24,6 @@ program). From REST_BYTES on the elements beyond the last whole 16 bytes go by l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 import triton
@@ -42,8 +41,6 @@ from .shared import copy_reduce, flagged
 from .shared.checks import FLOATS
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, copy_block, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
-
-Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
 
 TWO_SHOT_PUSH_BYTES = 4 << 20
 """Least x for which mode None takes two_shot_push instead of two_shot. On 4 x H200 it takes 17.1, 83 and 1143 us for 1,
@@ -182,7 +179,7 @@ def all_reduce(
     out: torch.Tensor | None = None,
     *,
     op: Op = "sum",
-    mode: Mode | None = None,
+    mode: str | None = None,
     block: int | None = None,
     chunks: int | None = None,
     world: World | None = None,
@@ -206,7 +203,7 @@ def all_reduce(
 
 
 # -------------------------------------------------------------------------------------------------------------- host
-def low_latency(nbytes: int, world: World) -> Mode | None:
+def low_latency(nbytes: int, world: World) -> str | None:
     """The low-latency form that mode None takes for `x` of so many bytes; None: neither."""
     return {0: None, 1: "low_latency", 2: "low_latency_two_shot"}[flagged.shots(nbytes, world.size)]
 

@@ -28,7 +28,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.runtime.world import World
 
-from .all_gather import Mode, moved
+from .all_gather import moved
 from .declaration import Call, Case, Form, Launch, Operand, block
 from .operator import Operator
 from .shared import copies, flagged, runs
@@ -75,7 +75,7 @@ def all_to_all(
     *,
     scatter: int = 0,
     gather: int = 0,
-    mode: Mode | None = None,
+    mode: str | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:

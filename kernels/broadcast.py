@@ -12,7 +12,6 @@ large messages no schedule sends less from root. Programs of one index on all ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import triton
@@ -26,8 +25,6 @@ from .operator import Operator
 from .shared import flagged, runs
 from .shared.checks import NUMBERS
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
-
-Mode = Literal["pass_on", "low_latency"]
 
 
 def reference(rank: int, x: Sequence[torch.Tensor], root: int = 0) -> torch.Tensor:
@@ -61,7 +58,7 @@ def broadcast(
     x: torch.Tensor,
     root: int = 0,
     *,
-    mode: Mode | None = None,
+    mode: str | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:

@@ -187,7 +187,6 @@ Check = Callable[["Call", str, Any], Any]
 """check(call, name, value) -> the value to use; raises one of pkt's errors, naming both."""
 
 
-# ---------------------------------------------------------------------------------------------------------- keywords
 def integer(least: int | None = None) -> Check:
     """An int, `least` or more."""
 
@@ -227,8 +226,3 @@ def block(call: Call, name: str, value: Any) -> Any:
 def rank(call: Call, name: str, value: Any) -> int:
     """A rank of the world."""
     return check_rank(value, call.world, call.name)
-
-
-def anything(call: Call, name: str, value: Any) -> Any:
-    """Whatever it is: the operator looks at it when it makes the shape of its result."""
-    return value

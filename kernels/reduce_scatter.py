@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,8 +32,6 @@ from .shared import copies, copy_reduce, flagged, runs
 from .shared.checks import FLOATS
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
-
-Mode = Literal["pull", "push", "copy", "low_latency"]
 
 COPIED_BYTES = 512 << 20
 """Least x for which mode None takes copy on more than two ranks, and four times as much on two. On 4 x H200 it takes
@@ -164,7 +162,7 @@ def reduce_scatter(
     *,
     dim: int = 0,
     op: Op = "sum",
-    mode: Mode | None = None,
+    mode: str | None = None,
     block: int | None = None,
     chunks: int | None = None,
     world: World | None = None,

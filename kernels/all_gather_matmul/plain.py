@@ -18,7 +18,7 @@ gluon: push or copy in specialised warps, see gluon.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -52,9 +52,6 @@ from ..shared.tile_product import (
 from . import rules
 from .rules import CALL, UNFUSED_ROWS, PushPlan, settings
 
-Shard = Literal["rows", "columns"]
-Mode = Literal["push", "copy", "gluon", "unfused", "nccl"]
-
 
 def reference(
     rank: int,
@@ -62,7 +59,7 @@ def reference(
     b: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue = "none",
-    shard: Shard = "rows",
+    shard: str = "rows",
 ) -> torch.Tensor:
     """What `rank` gets from the ranks' operands, in fp64."""
     product = torch.cat(tuple(a), dim=0 if shard == "rows" else 1).double() @ b[rank].double()
@@ -186,8 +183,8 @@ def all_gather_matmul(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    shard: Shard = "rows",
-    mode: Mode | None = None,
+    shard: str = "rows",
+    mode: str | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
@@ -248,11 +245,6 @@ def all_gather_matmul(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-class _PushSpace(NamedTuple):
-    inbox: SymmetricTensor
-    counters: SymmetricTensor  # ready, then the queue
-
-
 def _push(call: Call) -> Launch:
     world, a, b, tiles, columns = call.world, call["a"], call["b"], call["tiles"], call["shard"] == "columns"
     (m, k), N, size, dtype = a.shape, b.shape[1], world.size, call.dtype
@@ -261,14 +253,14 @@ def _push(call: Call) -> Launch:
     chunk = triton.cdiv(min(call["chunk"], k), tiles.block_k) * tiles.block_k
     programs = num_programs(world, tasks + call["num_comm_sms"])
 
-    def make() -> _PushSpace:
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
         inbox = empty(2, size, m, padded(k, dtype), dtype=dtype, name=f"{CALL}.inbox", world=world)
-        return _PushSpace(inbox, signals(size * num_m + 1, name=f"{CALL}.ready", world=world))
+        return inbox, signals(size * num_m + 1, name=f"{CALL}.ready", world=world)  # ready, then the queue
 
     # By what the counters count: settings that differ otherwise share an inbox, and its launches.
-    space = world.keep((CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)
+    inbox, counters = world.keep((CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)
     num_comm_sms = max(1, min(call["num_comm_sms"], programs - 1))
-    same = _push_arguments(call, *space, space.counters[-1:], num_comm_sms, 1, chunk)
+    same = _push_arguments(call, inbox, counters, counters[-1:], num_comm_sms, 1, chunk)
     start, transposed = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options()), stored(b)[1]
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

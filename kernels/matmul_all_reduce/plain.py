@@ -15,7 +15,7 @@ s; all ranks hold the same bits. So do they in the Gluon form, gluon.py, which n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,8 +47,6 @@ from ..shared.tile_product import (
 )
 from . import rules
 from .rules import CALL, settings, unfused_rows
-
-Mode = Literal["lcsc", "gluon", "unfused", "nccl"]
 
 
 def reference(
@@ -147,7 +145,7 @@ def matmul_all_reduce(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Mode | None = None,
+    mode: str | None = None,
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
     lag: int | None = None,
@@ -186,11 +184,6 @@ def matmul_all_reduce(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-class _Space(NamedTuple):
-    sum: SymmetricTensor | None
-    counters: SymmetricTensor  # ready, then done, then the queue
-
-
 def _lcsc(call: Call) -> Launch:
     world, a, b, out, tiles, num_comm_sms = (
         call.world, call["a"], call["b"], call["out"], call["tiles"], call["num_comm_sms"],
@@ -201,16 +194,13 @@ def _lcsc(call: Call) -> Launch:
     total = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = num_programs(world, total + num_comm_sms)
 
-    def make() -> _Space:
-        buffer = None
-        if not in_place:
-            buffer = empty(M, ld, dtype=dtype, name=f"{CALL}.sum", world=world)
-        return _Space(buffer, signals(total + 2, name=f"{CALL}.ready", world=world))
+    def make() -> tuple[SymmetricTensor | None, SymmetricTensor]:
+        sums = None if in_place else empty(M, ld, dtype=dtype, name=f"{CALL}.sum", world=world)
+        return sums, signals(total + 2, name=f"{CALL}.ready", world=world)  # ready, then done, then the queue
 
-    space = world.keep((CALL, M, N, dtype, programs, tiles[:2], in_place), make)
-    counters = space.counters
+    sums, counters = world.keep((CALL, M, N, dtype, programs, tiles[:2], in_place), make)
     work = Work(
-        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, sum_ptr=space.sum, ready_ptr=counters,
+        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, sum_ptr=None, ready_ptr=counters,
         done_ptr=counters[total:], queue_ptr=counters[total + 1 :], M=M, N=N, k=k, ld=ld,
         num_comm_sms=min(num_comm_sms, programs - 1), COPY=tl.constexpr(not in_place),
         TMA=tl.constexpr(aligned(a, rows, out)), TRANSPOSED=tl.constexpr(transposed),
@@ -218,7 +208,7 @@ def _lcsc(call: Call) -> Launch:
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), GROUP=tl.constexpr(tiles.group),
     )  # fmt: skip
     start = cooperative_launch(world, matmul_all_reduce_kernel, (programs,), **tiles.launch_options())
-    sums, same = space.sum, work[5:]
+    same = work[5:]
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         these = Work(a, b.t() if transposed else b, bias, out, out if in_place else sums, *same)

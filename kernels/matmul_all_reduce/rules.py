@@ -7,7 +7,6 @@ from typing import Any
 
 import triton
 
-from pkt.errors import ShapeError
 from pkt.model.config import Config, space
 from pkt.model.cost import Estimate, Product, overlapped
 from pkt.model.gpu import Gpu, link_rate
@@ -69,8 +68,6 @@ def settings(M: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int
     """`settled` in a world. Raises ShapeError."""
     if tiles is not None:
         check_tiles(CALL, tiles, world)
-    if lag is not None and lag < 1:
-        raise ShapeError.argument(CALL, "lag", lag, "at least 1", world.rank)
     return settled(M, N, K, world.size, num_programs(world, world.num_sms), tiles, lag)
 
 
@@ -81,19 +78,15 @@ def unfused_rows(size: int) -> int:
     return 1024 if size == 2 else 128
 
 
-def _gluon_fits(key: Key, gpu: Gpu) -> bool:
-    return rules.gluon_fits(key, gpu, "N")
-
-
 # -------------------------------------------------------------------------------------------------------------- spaces
 def space_lcsc(key: Key, gpu: Gpu) -> list[Config]:
     """With num_comm_sms=0 all programs communicate after they have computed."""
-    tiles = rules.plain_tiles(key["M"], key, gpu, (8, 16), _gluon_fits(key, gpu))
+    tiles = rules.plain_tiles(key["M"], key, gpu, (8, 16), rules.gluon_fits(key, gpu, "N"))
     return space(mode="lcsc", num_comm_sms=[0, *rules.comm_sms(gpu)], tiles=tiles)
 
 
 def space_gluon(key: Key, gpu: Gpu) -> list[Config]:
-    if not _gluon_fits(key, gpu):
+    if not rules.gluon_fits(key, gpu, "N"):
         return []
     return space(mode="gluon", lag=rules.lags(key, gpu), tiles=rules.gluon_tiles(gpu, (4, 8, 16)))
 

@@ -16,7 +16,7 @@ inbox: each tile is stored into its owner's inbox, at this rank's place, and sig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -48,8 +48,6 @@ from ..shared.tile_product import (
 )
 from . import rules
 from .rules import CALL, settings
-
-Mode = Literal["add", "inbox", "gluon", "unfused", "nccl"]
 
 
 def reference(
@@ -183,7 +181,7 @@ def matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Mode | None = None,
+    mode: str | None = None,
     tiles: Sequence[int] | None = None,
     lag: int | None = None,
     copies: int | None = None,
@@ -224,11 +222,6 @@ def matmul_reduce_scatter(
 
 
 # -------------------------------------------------------------------------------------------------------- host
-class _Space(NamedTuple):
-    buffer: SymmetricTensor  # the sum, or the inbox
-    counters: SymmetricTensor
-
-
 def _plain(call: Call) -> Launch:
     world, a, b, mode, tiles = call.world, call["a"], call["b"], call.mode, call["tiles"]
     k, (m, N), size, dtype = a.shape[1], call.shape, world.size, call.dtype
@@ -237,21 +230,21 @@ def _plain(call: Call) -> Launch:
     owned = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = num_programs(world, size * owned)
 
-    def make() -> _Space:
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
         if mode == "add":
             buffer = zeros(2, m, ld, dtype=dtype, name=f"{CALL}.sum", world=world)
-            return _Space(buffer, signals(1, name=f"{CALL}.done", world=world))
+            return buffer, signals(1, name=f"{CALL}.done", world=world)
         buffer = empty(2, size, m, ld, dtype=dtype, name=f"{CALL}.inbox", world=world)
-        return _Space(buffer, signals(size * owned, name=f"{CALL}.ready", world=world))
+        return buffer, signals(size * owned, name=f"{CALL}.ready", world=world)
 
-    space = world.keep((CALL, m, N, dtype, programs, tiles[:2], mode), make)
+    buffers = world.keep((CALL, m, N, dtype, programs, tiles[:2], mode), make)
     kernel = add_kernel if mode == "add" else inbox_kernel
     constants = (aligned(a, rows, call["out"]), transposed, call["epilogue"], *tiles[:4])
     start = cooperative_launch(world, kernel, (programs,), **tiles.launch_options())
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows = b.t() if transposed else b
-        start(a, rows, bias, out, space.buffer, space.counters, m, N, k, ld, world.device, *constants)
+        start(a, rows, bias, out, *buffers, m, N, k, ld, world.device, *constants)
         return out
 
     return launch

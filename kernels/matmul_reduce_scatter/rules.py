@@ -63,17 +63,9 @@ def settings(
 ) -> tuple[Tiles, int, int]:
     """`settled` in a world. Raises ShapeError."""
     check_tiles(CALL, tiles or TILES, world)
-    if copies is not None and copies < 0:
-        raise ShapeError.argument(CALL, "copies", copies, "at least 0", world.rank)
     if copies and lag is not None:
         raise ShapeError.argument(CALL, "lag", lag, "none with copies", world.rank)
-    if lag is not None and lag < 1:
-        raise ShapeError.argument(CALL, "lag", lag, "at least 1", world.rank)
     return settled(m, N, K, world.size, num_programs(world, world.num_sms), tiles, lag, copies)
-
-
-def _gluon_fits(key: Key, gpu: Gpu) -> bool:
-    return rules.gluon_fits(key, gpu, "N")
 
 
 # -------------------------------------------------------------------------------------------------------------- spaces
@@ -82,13 +74,15 @@ def space_plain(mode: str) -> Callable[[Key, Gpu], list[Config]]:
 
     def candidates(key: Key, gpu: Gpu) -> list[Config]:
         m = math.ceil(key["M"] / key["size"])
-        return space(mode=mode, tiles=rules.plain_tiles(m, key, gpu, (4, 8, 16), _gluon_fits(key, gpu), staged=True))
+        return space(
+            mode=mode, tiles=rules.plain_tiles(m, key, gpu, (4, 8, 16), rules.gluon_fits(key, gpu, "N"), staged=True)
+        )
 
     return candidates
 
 
 def space_gluon(key: Key, gpu: Gpu) -> list[Config]:
-    if not _gluon_fits(key, gpu):
+    if not rules.gluon_fits(key, gpu, "N"):
         return []
     tiles = rules.gluon_tiles(gpu, (4, 8, 16))
     wide = [t for t in tiles if t[1] == TILES.block_n]

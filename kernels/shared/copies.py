@@ -168,13 +168,6 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
     return send
 
 
-def send(
-    world: World, what: Sequence[Box], target: torch.Tensor, source: torch.Tensor, stream: int | None = None
-) -> None:
-    """The same, into what is another tensor at each launch."""
-    sending(world, what, target)(source, stream)
-
-
 class Side:
     """A world's stream for copies beside the current one. In the simulator everything is done in the order in which it
     is queued, and so it may be on GPUs: what waits is always queued behind what it waits for."""
@@ -196,7 +189,7 @@ class Side:
         if self.stream is None:
             yield None
             return
-        self.stream.wait_event(here or torch.cuda.current_stream(self.stream.device).record_event())
+        self.stream.wait_event(here or self.here())
         yield self.stream.cuda_stream
 
     def mark(self) -> torch.cuda.Event | None:
@@ -344,9 +337,9 @@ def exchange_launch(world: World, what: Sequence[Box]) -> Launch:
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank is done with what it had in `out`
         with side.behind() as stream:
-            send(world, others, out, x, stream)
+            sending(world, others, out)(x, stream)
             sent = side.mark()
-        send(world, own, out, x)
+        sending(world, own, out)(x, None)
         side.reach(sent)
         meet()  # publish: all parts are there
         return out

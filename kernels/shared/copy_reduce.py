@@ -125,7 +125,7 @@ def scatter_launch(
         sent = []
         with side.behind() as stream:
             for boxes in moved:
-                copies.send(world, boxes, inbox, x, stream)
+                copies.sending(world, boxes, inbox)(x, stream)
                 sent.append(side.mark())
         for g, mark in enumerate(sent):
             side.reach(mark)
@@ -177,19 +177,19 @@ def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int |
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank has added what is in its inbox, and is done with what it had in `out`
         with side.behind() as stream:
-            copies.send(world, out_of[0], inbox, x, stream)
+            copies.sending(world, out_of[0], inbox)(x, stream)
             sent = side.mark()
         for g in range(count):
             here = sent
             if g + 1 < count:
                 with side.behind() as stream:
-                    copies.send(world, out_of[g + 1], inbox, x, stream)
+                    copies.sending(world, out_of[g + 1], inbox)(x, stream)
                     sent = side.mark()
             side.reach(here)
             end = min((g + 1) * together, tiles)
             start(x, out, inbox, bar, part, *places, min(g * together, end), end, world.device, op)
             with side.behind() as stream:
-                copies.send(world, into[g], out, out, stream)
+                copies.sending(world, into[g], out)(out, stream)
         side.reach(side.mark())
         meet()  # publish: every rank's sums are there
         return out

@@ -10,7 +10,7 @@ others put one word each, because in every launch every rank takes from every ot
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -357,13 +357,6 @@ def broadcast_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- host
-class _Space(NamedTuple):
-    """Where words come to."""
-
-    slots: SymmetricTensor
-    counters: SymmetricTensor
-
-
 def _launch(
     world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, block: int | None,
     numbers: tuple[int, ...], constants: tuple[Any, ...] = (),
@@ -377,9 +370,9 @@ def _launch(
     # every other. A launch finds in a word the flag of an earlier one, or the 0 that the memory is filled with, where
     # launches count from 1; after 2^32 of them that could be its own, in a word that none of them has used. `zeros`
     # returns when every rank's is filled.
-    def make() -> _Space:
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
         filled = zeros(2, room, 4, dtype=torch.int32, name="kernels.flagged", world=world)
-        return _Space(filled, signals(1, name="kernels.flagged launches", world=world))
+        return filled, signals(1, name="kernels.flagged launches", world=world)
 
     space = world.keep(("pkt.kernels", "flagged", room), make)
     if block:

@@ -48,7 +48,12 @@ def gather_forms(all_gather: Callable[..., Any]) -> dict[str, Form]:
         return product
 
     def nccl(call: Call) -> Product:
-        size, columns, (m, k), group = call.world.size, call["shard"] == "columns", call["a"].shape, _group(call)
+        size, columns, (m, k), group = (
+            call.world.size,
+            call["shard"] == "columns",
+            call["a"].shape,
+            process_group(call.world),
+        )
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             gathered = torch.empty((size * m, k), dtype=a.dtype, device=a.device)
@@ -75,7 +80,7 @@ def scatter_forms(reduce_scatter: Callable[..., Any]) -> dict[str, Form]:
         return product
 
     def nccl(call: Call) -> Product:
-        group = _group(call)
+        group = process_group(call.world)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             dist.reduce_scatter_tensor(_plain(out), torch.mm(a, b), group=group)
@@ -103,7 +108,7 @@ def reduce_forms(all_reduce: Callable[..., Any], low_latency: Callable[[int, Wor
         return product
 
     def nccl(call: Call) -> Product:
-        group = _group(call)
+        group = process_group(call.world)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             dist.all_reduce(torch.mm(a, b, out=_plain(out)), group=group)
@@ -170,15 +175,11 @@ def _lacks_group(call: Call) -> str:
     known, key = call.world.lasting, "pkt.kernels.nccl"
     if call.asked or key not in known:
         try:
-            _group(call)
+            process_group(call.world)
             known[key] = ""
         except Unsupported as error:  # the simulator, or torch's default group has other ranks
             known[key] = f"no group for NCCL, {error}"
     return known[key]
-
-
-def _group(call: Call) -> dist.ProcessGroup:
-    return process_group(call.world)
 
 
 def _symmetric(call: Call, rows: int, cols: int) -> SymmetricTensor:

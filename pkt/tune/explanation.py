@@ -39,6 +39,10 @@ class Row:
     predicted: Estimate | None
     measured: float | None
 
+    @property
+    def total(self) -> float | None:
+        return self.predicted.total if self.predicted else None
+
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
@@ -63,8 +67,7 @@ class Explanation:
             table.add_column(name, justify="right")
         table.add_column("settings", overflow="fold")
         for at, row in enumerate(self.rows):
-            seconds = (row.predicted.total if row.predicted else None, row.measured)
-            cells = [cell for time in seconds for cell in self._cells(time)]
+            cells = [cell for time in (row.total, row.measured) for cell in self._cells(time)]
             table.add_row("\n".join(row.names), *cells, text_of(row.config, [*row.config]), style="" if at else "bold")
         case = ", ".join(f"{name}={value}" for name, value in self.key.items())
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, *map(Text, self._lines()))
@@ -89,7 +92,7 @@ class Explanation:
         baseline = next((row for row in self.rows if row.config == NCCL), taken)
         for how, mine, theirs in (
             ("measured", taken.measured, baseline.measured),
-            ("predicted", _total(taken), _total(baseline)),
+            ("predicted", taken.total, baseline.total),
         ):
             if mine and theirs and taken is not baseline:
                 lines.append(f"NCCL + cuBLAS takes {theirs / mine:.2f} times as long, as {how}")
@@ -202,9 +205,8 @@ def _found(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) 
 def _taken(operator: Operator, key: dict[str, Any], gpu: str, kept: Mapping[str, Any] | None) -> tuple[Config, str]:
     """The settings that the operator takes, by the rule of pkt.tune.choice, and why."""
     if gpu == SIMULATED:
-        return Config(
-            **operator.choose(key)
-        ), "the operator's own rule, because the simulator's clock is no measurement"
+        own = Config(**operator.choose(key))
+        return own, "the operator's own rule, because the simulator's clock is no measurement"
     passed = ""
     if kept is not None:
         config = Config.of(kept["config"])
@@ -227,10 +229,6 @@ def _taken(operator: Operator, key: dict[str, Any], gpu: str, kept: Mapping[str,
     missing = f"no table for {key['size']} x {gpu} in {key['dtype']} has a shape within {tables.FARTHEST} doublings"
     own = Config(**operator.choose(key, gpu_named(gpu)))
     return own, f"{passed or 'nothing tuned here, '}{missing}: the operator's own rule"
-
-
-def _total(row: Row) -> float | None:
-    return row.predicted.total if row.predicted else None
 
 
 def _sent(operator: Operator, key: Mapping[str, Any]) -> float:

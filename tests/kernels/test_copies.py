@@ -44,7 +44,7 @@ def test_every_element_goes_to_its_place(cut: Callable, copies: int) -> None:
         peer, like = (world.rank + 1) % world.size, _copies.layout(3, 4, 5, 6)
         moved = _copies.boxes(peer, cut(like), cut(like), 2)
         assert len(moved) == copies
-        _copies.send(world, moved, out, x, 1)
+        _copies.sending(world, moved, out)(x, 1)
         world.barrier()
         cut(wide)[...] = cut(torch.arange(360).reshape(x.shape) + 1000 * ((world.rank - 1) % world.size))
         assert torch.equal(out.plain(), wide)
@@ -116,14 +116,14 @@ def test_the_last_peer_is_the_first_again(chunks: int, ranks: int, monkeypatch: 
     assert [_copies.turn(4, g) for g in range(4)] == [[1, 2, 3], [3, 1, 2], [2, 3, 1], [1, 2, 3]]
     assert (_copies.turn(1, 5), _copies.turn(2, 5)) == ([], [1])
     sent: list[int] = []
-    send = _copies.send
+    sending = _copies.sending
 
-    def spy(world: Any, what: Any, *of: Any) -> None:
+    def spy(world: Any, what: Any, target: Any) -> Any:
         if world.rank == 0:
             sent.extend(box.peer for box in what)
-        send(world, what, *of)
+        return sending(world, what, target)
 
-    monkeypatch.setattr(_copies, "send", spy)
+    monkeypatch.setattr(_copies, "sending", spy)
 
     def run(world: Any, call: Callable, times: int) -> None:
         sent.clear()

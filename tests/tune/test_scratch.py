@@ -10,7 +10,7 @@ import triton
 
 import pkt
 from pkt.model.config import Config
-from pkt.tune import _gate, target, timers, tune
+from pkt.tune import target, timers, tune
 from tests.runtime.conftest import CAPACITY
 from tests.runtime.conftest import run as in_threads
 from tests.runtime.forked import HEAP, in_worlds
@@ -137,7 +137,7 @@ def test_no_allocation_falls_into_a_time(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: asleep.append(cycles), raising=False)
-    monkeypatch.setattr(_gate, "gate_kernel", Gate())
+    monkeypatch.setattr(timers, "gate_kernel", Gate())
     monkeypatch.setattr(timers, "FLUSH", 64)
     monkeypatch.setattr(timers.CudaTimer, "threads", 0)
 

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from pkt.errors import Unsupported
 from pkt.model.config import Config
 from pkt.runtime.gpu.driver import CudaDriver
-from pkt.tune import RecordedTimer, _gate, timer_of
+from pkt.tune import RecordedTimer, timer_of, timers
 from pkt.tune.autotune import autotune
 from pkt.tune.compiling import _Later, compile_all
 from pkt.tune.target import Call, Target
@@ -45,7 +45,7 @@ def test_every_repeat_is_flushed_gated_and_timed(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("sleep"), raising=False)
-    monkeypatch.setattr(_gate, "gate_kernel", Gate())
+    monkeypatch.setattr(timers, "gate_kernel", Gate())
     world = SimpleNamespace(
         torch_device="cuda:0", device=None, keep=keep, synchronize=lambda: log.append("synchronize")
     )

@@ -38,6 +38,10 @@ class Operand:
     transposed: bool = False
     same: bool = False
 
+    def letters(self, call: Call) -> str:
+        """The shape in a call."""
+        return self.shape(call) if callable(self.shape) else self.shape
+
 
 @dataclass(frozen=True)
 class Form:

@@ -172,7 +172,7 @@ class Operator:
 
     def _bind(self, call: Call, name: str, operand: Operand) -> None:
         """Learn the letters of an operand's shape, or hold the shape against them."""
-        shape = operand.shape(call) if callable(operand.shape) else operand.shape
+        shape = operand.letters(call)
         if shape == "...":
             return
         words, found, rank, size = shape.split(), tuple(call.tensors[name].shape), call.world.rank, call.world.size
@@ -270,7 +270,7 @@ class Operator:
         tensor = call.tensors[name]
         if symmetric:
             return tensor
-        shape = operand.shape(call) if callable(operand.shape) else operand.shape
+        shape = operand.letters(call)
         words = shape.split() if shape != "..." else [""] * tensor.ndim
         sizes = (word if word and word in self.private else n for n, word in zip(tensor.shape, words))
         return Agreed(tuple(sizes), tensor.dtype, None)
@@ -320,10 +320,8 @@ class Operator:
         call.sizes = self.tuning.sizes(key)
         dtype = DTYPES[dtype_text(key["dtype"])]
         for name, operand in self.tensors.items():
-            shape = operand.shape(call) if callable(operand.shape) else operand.shape
-            call.tensors[name] = (
-                None if operand.optional else torch.empty(call.bound(shape), dtype=dtype, device="meta")
-            )
+            shape = call.bound(operand.letters(call))
+            call.tensors[name] = None if operand.optional else torch.empty(shape, dtype=dtype, device="meta")
         self._bind_result(call)
         return call
 

@@ -33,7 +33,7 @@ def shapes_of(operator: Operator, case: Case, size: int) -> dict[str, tuple[int,
     call.sizes = dict(case.sizes)
     found = {}
     for name, operand in operator.tensors.items():
-        shape = operand.shape(call) if callable(operand.shape) else operand.shape
+        shape = operand.letters(call)
         found[name] = numbers(case.shapes[name], size) if shape == "..." else call.bound(shape)
     return found
 
@@ -48,7 +48,7 @@ def numbers(shape: str | tuple[int, ...], size: int) -> tuple[int, ...]:
 def letters_of(operator: Operator) -> list[str]:
     """The letters of an operator's shapes, in their order."""
     call = Call(operator.name, SimpleNamespace(size=1), {}, arguments_of(operator, Case()), {}, None)
-    shapes = [o.shape(call) if callable(o.shape) else o.shape for o in operator.tensors.values()]
+    shapes = [o.letters(call) for o in operator.tensors.values()]
     words = [word.removeprefix("W*") for shape in shapes if shape != "..." for word in shape.split()]
     return list(dict.fromkeys(words))
 

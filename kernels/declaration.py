@@ -106,15 +106,19 @@ class Case:
 class Tuning(NamedTuple):
     """How the tuner sees an operator that multiplies.
 
-    short: its short name, as "ag_gemm". key: M, N and K of the product that each rank computes; None where nothing is
-    looked up. sent: least bytes that leave a GPU, for such a key with dtype and size. shared: the letters m, n and k of
-    the whole product (m, k) @ (k, n) that the ranks share.
+    short: its short name, as "ag_gemm". sent: least bytes that leave a GPU, for a key with dtype and size. shared: the
+    letters m, n and k of the whole product (m, k) @ (k, n) that the ranks share. covers: whether a call is one that is
+    looked up.
     """
 
     short: str
-    key: Callable[[Call], Mapping[str, int] | None]
     sent: Callable[[Mapping[str, Any]], float]
     shared: tuple[str, ...]
+    covers: Callable[[Call], bool] = lambda call: True
+
+    def key(self, call: Call) -> dict[str, int]:
+        """M, N and K of the product that each rank computes."""
+        return {"M": call["m"] * (call.world.size if "m" in self.shared else 1), "N": call["n"], "K": call["k"]}
 
     def sizes(self, key: Mapping[str, Any]) -> dict[str, int]:
         """The letters m, n and k of the operands' shapes for such a key."""

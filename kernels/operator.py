@@ -219,9 +219,9 @@ class Operator:
         """Settings that were tuned here for this case, or measured for a shape like it; {} where there are none, where
         their form cannot run, and in the simulator, whose clock is modelled. On GPUs collective the first time, which
         may not be in a capture."""
-        key = self.tuning.key(call) if self.tuning and _advice and call.on_gpu else None
-        if key is None:
+        if not (self.tuning and _advice and call.on_gpu and self.tuning.covers(call)):
             return {}
+        key = self.tuning.key(call)
         known: dict[Any, dict[str, Any]] = call.world.lasting.setdefault("tune.settings", {})
         shared = {name: value for name, value in key.items() if name.lower() not in self.private}
         case = (self.name, *shared.values(), call.dtype)

@@ -41,10 +41,8 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..declaration import Launch
-from ..shared.checks import stored
 from ..shared.copies import gathering
 from ..shared.gluon_aggregate import aggregate
-from ..shared.gluon_fits import check_tiles
 from ..shared.gluon_host import (
     CONSUMER_WARPS,
     descriptor,
@@ -72,7 +70,7 @@ from ..shared.gluon_warps import (
 )
 from ..shared.grid import num_programs
 from ..shared.tile_product import Epilogue, Tiles
-from .rules import CALL, PushPlan, check_plan
+from .rules import CALL, PushPlan
 
 LANES = gl.constexpr(2)
 """Warps of a program that push."""
@@ -494,11 +492,8 @@ def push_launch(
     epilogue: Epilogue = "none",
 ) -> Launch:
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
-    `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of the operands come before. bf16 or fp16, rows at
-    multiples of 16 bytes, on sm_90. Collective. Raises ShapeError."""
-    _, transposed = stored(b)
-    check_tiles(CALL, tiles, world)
-    check_plan(plan, tiles, world)
+    `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of the operands come before, with what
+    `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective."""
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs, copied = num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
@@ -515,7 +510,7 @@ def push_launch(
         way = _pushed(world, m, K, dtype, chunk, tiles)
     part = tiles._replace(block_n=tiles.block_n // plan.cut_last)
     numbers = (num_comm, plan.rounds_alone, plan.whole_rounds, push_rows)
-    passed = (Sizes(m, N, K), *numbers, world.device, kernel_constants(tiles, transposed, epilogue))
+    passed = (Sizes(m, N, K), *numbers, world.device, kernel_constants(tiles, b, epilogue))
     constants = {"CHUNK": chunk, "PIECES": plan.cut_last, "COPIED": copied, "num_warps": CONSUMER_WARPS}
     blocks_of_a, blocks_of_b, parts_of_b = (
         descriptor(a, (tiles.block_m, tiles.block_k)),

@@ -384,14 +384,7 @@ OPERATOR = Operator(
     default=default,
     reference=reference,
     terms=lambda sizes, size: size * sizes["k"],
-    tuning=Tuning(
-        "ag_gemm",
-        lambda call: (
-            {"M": call.world.size * call["m"], "N": call["n"], "K": call["k"]} if call["shard"] == "rows" else None
-        ),
-        product_rules.gathered,
-        ("m", "n"),
-    ),
+    tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), covers=lambda call: call["shard"] == "rows"),
     cases=(
         Case(SIZES, arguments={"mode": "push"}, launches=3, out="new"),
         Case(SIZES, arguments={"mode": "push", "shard": "columns"}, launches=3, out="new"),

@@ -29,16 +29,8 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..declaration import Launch
-from ..shared.checks import stored
 from ..shared.gluon_aggregate import aggregate
-from ..shared.gluon_host import (
-    CONSUMER_WARPS,
-    descriptor,
-    everywhere,
-    half_block,
-    kernel_constants,
-    weights_descriptor,
-)
+from ..shared.gluon_host import CONSUMER_WARPS, descriptor, everywhere, half_block, kernel_constants, weights_descriptor
 from ..shared.gluon_warps import (
     CONSUMERS,
     REGISTERS,
@@ -218,7 +210,6 @@ def two_shot_launch(
     """launch(a, b, bias) -> `out`, plain, for tensors of the same facts as these. `out` (M, N) = the sum over ranks of
     `a` (M, K) @ `b` (K, N), as matmul_all_reduce, whose checks of the operands come before, with what `settings`
     returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective."""
-    _, transposed = stored(b)
     (M, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     tiles_of_all = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n)
     programs = num_programs(world, tiles_of_all)
@@ -230,7 +221,7 @@ def two_shot_launch(
 
     inbox, ready = world.keep((CALL, "gluon", M, N, dtype, programs, tiles[:2]), make)
     inboxes, outs = (everywhere(tensor, half_block(tiles), world) for tensor in (inbox, out))
-    passed = (Sizes(M, N, K), lag, world.device, kernel_constants(tiles, transposed, epilogue))
+    passed = (Sizes(M, N, K), lag, world.device, kernel_constants(tiles, b, epilogue))
     result = out.plain()
     tiles_of_a, tiles_of_b = descriptor(a, (tiles.block_m, tiles.block_k)), weights_descriptor(b, tiles)
 

@@ -281,12 +281,7 @@ OPERATOR = Operator(
     reference=reference,
     private="k",
     terms=lambda sizes, size: size * sizes["k"],
-    tuning=Tuning(
-        "gemm_ar",
-        lambda call: {"M": call["m"], "N": call["n"], "K": call["k"]},
-        product_rules.reduced,
-        ("k",),
-    ),
+    tuning=Tuning("gemm_ar", product_rules.reduced, ("k",)),
     cases=(
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, out="new"),
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}, multicast=False, out="new"),

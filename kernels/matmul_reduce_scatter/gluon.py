@@ -34,10 +34,8 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..declaration import Launch
-from ..shared.checks import stored
 from ..shared.copies import scattering
 from ..shared.gluon_aggregate import aggregate
-from ..shared.gluon_fits import check_tiles
 from ..shared.gluon_host import (
     CONSUMER_WARPS,
     descriptor,
@@ -259,9 +257,7 @@ def inbox_launch(
 ) -> Launch:
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (m, N) = my rows of the sum over ranks of
     `a` (size * m, K) @ `b` (K, N), as matmul_reduce_scatter, whose checks of the operands come before, with what
-    `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective. Raises ShapeError."""
-    _, transposed = stored(b)
-    check_tiles(CALL, tiles, world)
+    `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective."""
     (M, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     m = M // size
     count = triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
@@ -272,7 +268,7 @@ def inbox_launch(
         way = _stored(world, m, N, dtype, count, tiles)
     tiles_of_a, tiles_of_b = descriptor(a, (tiles.block_m, tiles.block_k)), weights_descriptor(b, tiles)
     parts_of_out = descriptor(out, half_block(tiles))
-    passed = (Sizes(m, N, K), lag, way.parcel, world.device, kernel_constants(tiles, transposed, epilogue))
+    passed = (Sizes(m, N, K), lag, way.parcel, world.device, kernel_constants(tiles, b, epilogue))
     programs = num_programs(world, size * count)
 
     start = cooperative_launch(world, gluon_inbox_kernel, (programs,), COPIED=copied, num_warps=CONSUMER_WARPS)

@@ -301,12 +301,7 @@ OPERATOR = Operator(
     reference=reference,
     private="k",
     terms=lambda sizes, size: size * sizes["k"],
-    tuning=Tuning(
-        "gemm_rs",
-        lambda call: {"M": call.world.size * call["m"], "N": call["n"], "K": call["k"]},
-        product_rules.scattered,
-        ("m", "k"),
-    ),
+    tuning=Tuning("gemm_rs", product_rules.scattered, ("m", "k")),
     cases=(
         Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "add"}, launches=3, out="new"),
         Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "inbox"}, launches=3, out="new"),

@@ -45,9 +45,9 @@ def here(tensor: torch.Tensor, block: tuple[int, ...], *others: torch.Tensor) ->
     return [own, *theirs, *[own] * (MAX_PEERS - len(theirs))]
 
 
-def kernel_constants(tiles: Tiles, transposed: bool, epilogue: Epilogue) -> Constants:
+def kernel_constants(tiles: Tiles, b: torch.Tensor, epilogue: Epilogue) -> Constants:
     """The `constants` argument of a kernel."""
-    return Constants(*map(gl.constexpr, (tiles.num_stages, tiles.group, transposed, epilogue)))
+    return Constants(*map(gl.constexpr, (tiles.num_stages, tiles.group, stored(b)[1], epilogue)))
 
 
 def half_block(tiles: Tiles) -> tuple[int, int]:

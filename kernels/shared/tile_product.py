@@ -160,11 +160,7 @@ class Tiles(NamedTuple):
 
     def launch_options(self) -> dict[str, int]:
         """What a launch takes beside the arguments."""
-        return {
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "maxnreg": self.maxnreg,
-        }
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
 
 
 FP32_TILES = Tiles(64, 32, 16, num_stages=3)

@@ -20,19 +20,6 @@ from pkt.tune.timers import RecordedTimer, Timer, timer_of
 from pkt.tune.tuner import choice, tune
 
 __all__ = [
-    "Config",
-    "space",
-    "autotune",
-    "Autotuned",
-    "tune",
-    "choice",
-    "explain",
-    "operator_space",
-    "do_bench",
-    "Search",
-    "Candidate",
-    "Model",
-    "Timer",
-    "RecordedTimer",
-    "timer_of",
-]
+    "Config", "space", "autotune", "Autotuned", "tune", "choice", "explain", "operator_space", "do_bench",
+    "Search", "Candidate", "Model", "Timer", "RecordedTimer", "timer_of",
+]  # fmt: skip

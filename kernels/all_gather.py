@@ -14,6 +14,7 @@ barriers, except in low_latency.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import triton
@@ -82,7 +83,7 @@ def all_gather(
     out: torch.Tensor | None = None,
     *,
     dim: int = 0,
-    mode: str | None = None,
+    mode: Literal["push", "pull", "copy", "low_latency"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:

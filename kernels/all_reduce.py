@@ -24,6 +24,7 @@ program). From REST_BYTES on the elements beyond the last whole 16 bytes go by l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import triton
@@ -52,6 +53,8 @@ benchmarks/results/collectives*.json."""
 REST_BYTES = 1 << 20
 """Least x of which what is no whole 16 bytes goes on its own, by low_latency: the rest then moves in accesses of 16
 bytes, and not element by element. On 4 x H200 16 MiB and an element take 87 us, 16 MiB 83."""
+
+Mode = Literal["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "two_shot_push", "copy", "multimem"]
 
 
 def reference(rank: int, x: Sequence[torch.Tensor], op: Op = "sum") -> torch.Tensor:
@@ -179,7 +182,7 @@ def all_reduce(
     out: torch.Tensor | None = None,
     *,
     op: Op = "sum",
-    mode: str | None = None,
+    mode: Mode | None = None,
     block: int | None = None,
     chunks: int | None = None,
     world: World | None = None,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import triton
@@ -75,7 +76,7 @@ def all_to_all(
     *,
     scatter: int = 0,
     gather: int = 0,
-    mode: str | None = None,
+    mode: Literal["push", "pull", "copy", "low_latency"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:

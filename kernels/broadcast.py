@@ -12,6 +12,7 @@ large messages no schedule sends less from root. Programs of one index on all ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import triton
@@ -58,7 +59,7 @@ def broadcast(
     x: torch.Tensor,
     root: int = 0,
     *,
-    mode: str | None = None,
+    mode: Literal["pass_on", "low_latency"] | None = None,
     block: int | None = None,
     world: World | None = None,
 ) -> torch.Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -162,7 +162,7 @@ def reduce_scatter(
     *,
     dim: int = 0,
     op: Op = "sum",
-    mode: str | None = None,
+    mode: Literal["pull", "push", "copy", "low_latency"] | None = None,
     block: int | None = None,
     chunks: int | None = None,
     world: World | None = None,

@@ -18,7 +18,7 @@ gluon: push or copy in specialised warps, see gluon.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -59,7 +59,7 @@ def reference(
     b: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue = "none",
-    shard: str = "rows",
+    shard: Literal["rows", "columns"] = "rows",
 ) -> torch.Tensor:
     """What `rank` gets from the ranks' operands, in fp64."""
     product = torch.cat(tuple(a), dim=0 if shard == "rows" else 1).double() @ b[rank].double()
@@ -183,8 +183,8 @@ def all_gather_matmul(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    shard: str = "rows",
-    mode: str | None = None,
+    shard: Literal["rows", "columns"] = "rows",
+    mode: Literal["push", "copy", "gluon", "unfused", "nccl"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,

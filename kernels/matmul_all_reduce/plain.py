@@ -15,7 +15,7 @@ s; all ranks hold the same bits. So do they in the Gluon form, gluon.py, which n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -145,7 +145,7 @@ def matmul_all_reduce(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: str | None = None,
+    mode: Literal["lcsc", "gluon", "unfused", "nccl"] | None = None,
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
     lag: int | None = None,

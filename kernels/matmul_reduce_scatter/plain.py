@@ -16,7 +16,7 @@ inbox: each tile is stored into its owner's inbox, at this rank's place, and sig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -181,7 +181,7 @@ def matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: str | None = None,
+    mode: Literal["add", "inbox", "gluon", "unfused", "nccl"] | None = None,
     tiles: Sequence[int] | None = None,
     lag: int | None = None,
     copies: int | None = None,

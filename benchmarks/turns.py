@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+
+import pkt.language as pl  # of the checkout that a turn is for
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = (64, 512, 4096, 8192, 16384)
@@ -55,6 +58,11 @@ def cases(ranks: int) -> list[dict[str, Any]]:
 
 
 # ----------------------------------------------------------------------------------------------- in either checkout
+@triton.jit
+def gate_kernel(counters, world):
+    pl.world_barrier(counters, world)
+
+
 def measured(world: Any, wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """On a rank: milliseconds in a graph and eagerly, host microseconds, and the norm of the result, of each case."""
     import pkt
@@ -112,7 +120,7 @@ def timed(world: Any, run: Any, flush: torch.Tensor) -> dict[str, Any]:
 def queued(world: Any, go: Any, flush: torch.Tensor, host: float) -> list[float]:
     """The slowest rank's milliseconds of each repeat, all queued behind a sleep, each behind a barrier of the GPUs."""
     import pkt
-    from pkt.tune.timers import gate_kernel, sleep
+    from pkt.tune.timers import sleep
 
     counters = pkt.signals(2)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]

@@ -249,6 +249,8 @@ def _to_ir(self: core.dtype, b: Builder) -> Any:
 
 
 _launchers: list[Callable] = []
+_freeze = functools.cache(gc.freeze)  # once
+atexit.register(gc.unfreeze)  # at exit Triton's bindings report objects that were not collected
 
 
 def _launch(kernel: Any, *args: Any, **named: Any) -> Any:
@@ -273,9 +275,7 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
             _install(patches)
             # Operations make few objects and no cycles, while torch and triton keep a million objects for ever. Those
             # stay frozen: thawing would move this run's cycles into the oldest generation, which is hardly collected.
-            if not gc.get_freeze_count():
-                gc.freeze()
-                atexit.register(gc.unfreeze)  # at exit Triton's bindings report objects that were not collected
+            _freeze()
             gc.set_threshold(100_000, *thresholds[1:])
         with np.errstate(all="ignore"):
             yield

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from pkt.errors import PktError
-from pkt.kernels.all_gather_matmul.rules import PushPlan
-from pkt.kernels.shared.tile_product import Tiles
 
 from .gluon_compiling import (
     NARROW,
@@ -107,21 +105,21 @@ def test_the_keywords_reach_it(h200s, tmp_path):
     assert scattered.args[-4:-2] == (7, 1)
 
 
-def test_what_does_not_fit_is_refused_before_a_launch(compiling):
-    world = compiling()
+def test_what_does_not_fit_is_refused_before_a_launch(h200s):
+    world = h200s()
     for options in (
-        {"plan": PushPlan(-1)},
-        {"plan": PushPlan(0, chunk=96)},
-        {"plan": PushPlan(chunk=0)},
-        {"plan": PushPlan(0, chunk=0, rounds_alone=1)},
-        {"plan": PushPlan(chunk=96)},
-        {"plan": PushPlan(cut_last=3)},
-        {"tiles": Tiles(64, 256, 64)},
+        {"num_comm_sms": -1},
+        {"num_comm_sms": 0, "chunk": 96},
+        {"chunk": 0},
+        {"num_comm_sms": 0, "chunk": 0, "rounds_alone": 1},
+        {"chunk": 96},
+        {"cut_last": 3},
+        {"tiles": (64, 256, 64)},
     ):
         with pytest.raises(PktError, match="wanted"):
-            product(world, 512, 512, 512, **options)
+            gather_call(world, 512, 512, 512, mode="gluon", **options)
     with pytest.raises(PktError, match="shared memory"):
-        scatter(world, 512, 512, 512, tiles=TILES._replace(num_stages=5))
+        scatter_call(world, 512, 512, 512, mode="gluon", tiles=TILES._replace(num_stages=5))
     assert not world.kernels
 
 

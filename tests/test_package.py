@@ -107,3 +107,15 @@ def test_wheel_can_be_imported(wheel, tmp_path):
     wheel.extractall(tmp_path)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import pkt.kernels; print(pkt.kernels.__file__)"
     assert Path(python(code)).is_relative_to(tmp_path)
+
+
+def test_a_checkouts_own_kernels_are_imported_beside_an_installed_wheel(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    code = "import pkt.kernels, pkt.kernels.operator as operator; print(pkt.__file__, operator.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(ROOT / "pkt" / "__init__.py"), str(ROOT / "kernels" / "operator.py")], (
+        done.stderr
+    )

@@ -128,6 +128,7 @@ class Product:
         self.mp, self.sizes, self.matrices, self.transposed, self.epilogue = mp, sizes, matrices, transposed, epilogue
         self.one, self.zero = C.c_float(1), C.c_float(0)
         self.held: list[torch.Tensor] = []
+        self.described: list[VOID] = []
         self.a, self.out = self._symmetric(a), self._symmetric(out)
 
     def _symmetric(self, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -141,10 +142,14 @@ class Product:
         return made.view(dtype).view(*shape)
 
     def free(self) -> None:
-        """Give the symmetric memory back. Collective."""
+        """Give the descriptors and the symmetric memory back. Collective."""
         from nvshmem.core.interop.torch import free_tensor
 
         torch.cuda.synchronize()
+        for matrix in self.matrices:
+            check(self.mp.mp.cublasMpMatrixDescriptorDestroy(matrix), "cublasMpMatrixDescriptorDestroy")
+        for described in self.described:
+            check(self.mp.mp.cublasMpMatmulDescriptorDestroy(described), "cublasMpMatmulDescriptorDestroy")
         held, self.held = self.held, []
         del self.a, self.out
         for made in held:
@@ -154,6 +159,7 @@ class Product:
         """A function that multiplies by weights like `b` and returns `out`. Collective. Raises Unsupported."""
         lib, described = self.mp.mp, VOID()
         check(lib.cublasMpMatmulDescriptorCreate(C.byref(described), COMPUTE_32F), "cublasMpMatmulDescriptorCreate")
+        self.described.append(described)
         attributes = {TRANSA: int(self.transposed), TRANSB: 0, ALGO: number}
         for name, value in (attributes | ({EPILOGUE: self.epilogue} if self.epilogue else {})).items():
             status = lib.cublasMpMatmulDescriptorAttributeSet(described, name, C.byref(C.c_int(value)), 4)

@@ -42,6 +42,7 @@ COLD = 128 << 20  # bytes of weights that a loop goes through, if CALLS copies a
 CHECKED = 512  # rows whose result is compared with fp32: some of every tile
 ONE_SHOT = 4 << 20  # bytes of the largest result that torch's one-shot all-reduce sums
 PLAIN_ROWS = 1024  # above so many rows, forms in plain Triton are left out
+REASON = 160  # letters kept of a failure
 DEFAULT, NCCL, FUSED = "pkt default", "NCCL + cuBLAS", "torch symm_mem fused"
 
 
@@ -172,12 +173,15 @@ class Bench:
         shown: dict[str, Callable[[], torch.Tensor]] = {
             name: partial(inputs.checked, run, b) for name, run in runs.items()
         }
-        check = Case(0.0, shown, inputs.exact, inputs.scaled, optional=frozenset(shown) - {DEFAULT}, skipped=skipped)
+        scaled: Any = inputs  # has mul_, as a tensor
+        check = Case(0.0, shown, inputs.exact, scaled, optional=frozenset(shown) - {DEFAULT}, skipped=skipped)
         found: dict[str, dict[str, Any]] = {}
         exact: list[torch.Tensor] = []
         for name in names:
             self.begins(case, name)
+            inputs.restore()
             found[name] = checked(self.world, check, name, exact, self.cuda)
+            found[name].pop("first_s", None)
         sound = {name: run for name, run in runs.items() if not found[name].get("failed")}
         if self.cuda and sound:
             for name, times in self._timed(case, sound, inputs.copies).items():
@@ -206,11 +210,10 @@ class Bench:
             times = [max(at) for at in zip(*(of[name] for of in every["captured"]))]
             loops = [max(at) for at in zip(*(of[name] for of in every["eager"]))]
             found[name] = {
-                "ms": statistics.median(times), "low": min(times), "high": max(times), "runs": len(times),
-                "captured": (case.operator, name) not in self.no_capture,
-                "eager_ms": statistics.median(loops), "eager_low": min(loops), "eager_high": max(loops),
+                "ms": statistics.median(times), "low": min(times), "high": max(times),
+                "eager_ms": statistics.median(loops),
                 "host_us": 1e6 * max(statistics.median(of[name]) for of in every["queue"]),
-            }  # fmt: skip
+            } | ({"captured": False} if (case.operator, name) in self.no_capture else {})  # fmt: skip
         return found
 
     def _together(self, mine: dict[str, Any]) -> dict[str, list[Any]]:
@@ -232,21 +235,26 @@ class Bench:
     def _captured(self, case: ZooCase, runs: dict[str, Run], b: torch.Tensor) -> dict[str, Any]:
         """The graphs of all variants that every rank could capture. Collective."""
         graphs: dict[str, Any] = {}
-        stream, failed = torch.cuda.current_stream(), set[str]()
+        failed, side = set[str](), torch.cuda.Stream()
         for name, run in runs.items():
             if name in _cublasmp.ALGORITHMS or (case.operator, name) in self.no_capture:
                 failed.add(name)
                 continue
             self.begins(case, f"{name}, capture")
+            torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph):
-                    run(b)
+                with torch.cuda.stream(side):  # torch.cuda.graph would also give cached memory back, which takes long
+                    graph.capture_begin()
+                    try:
+                        run(b)
+                    finally:
+                        graph.capture_end()
                 graphs[name] = graph
-            except (RuntimeError, PktError):
-                torch.cuda.set_stream(stream)
+            except (RuntimeError, PktError) as error:
+                print(f"{case.label}: {name} is not captured: {str(error)[:200]}", flush=True)
                 failed.add(name)
-        failed = set[str]().union(*self.world.all_gather_object(failed))
+        failed = set[str]().union(*self.world.all_gather_object(sorted(failed)))
         self.no_capture |= {(case.operator, name) for name in failed}
         return {name: graph for name, graph in graphs.items() if name not in failed}
 
@@ -302,8 +310,10 @@ class Bench:
 
 
 def short(value: Any) -> Any:
-    """A figure with five digits."""
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    """A figure with four digits, a text with at most REASON letters."""
+    if isinstance(value, str):
+        return value[:REASON]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 class Inputs:
@@ -328,13 +338,19 @@ class Inputs:
         offset = random.Random(each).randrange(step)
         self.sample = torch.arange(offset, each, step, device=bench.device)  # in every rank's rows, or in all rows
         self.mp: Any = None
-        self.scaled: Any = self
+        self.factor = 1.0
 
     def mul_(self, factor: float) -> None:
         """Multiply the input, wherever variants keep it."""
+        self.factor *= factor
         self.a.mul_(factor)
         if self.mp is not None:
             self.mp.a.copy_(self.a)
+
+    def restore(self) -> None:
+        """Undo a multiplication that a failed check left."""
+        if self.factor != 1:
+            self.mul_(1 / self.factor)
 
     def checked(self, run: Run, b: torch.Tensor) -> torch.Tensor:
         """The rows of a run's result that are compared with the exact one."""

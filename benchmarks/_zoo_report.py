@@ -25,16 +25,25 @@ FIGURES = {"captured": "ms", "eager": "eager_ms"}
 WIDTH, DPI = 16.0, 120  # inches and dots an inch of the picture
 
 
-def entries(one: Mapping[str, Any], run: int) -> list[dict[str, Any]]:
-    """One entry for each variant of a measured case. run: index in the results file's `runs`."""
+def stored(one: Mapping[str, Any], run: int) -> dict[str, Any]:
+    """A measured case as the results file has it. run: index in the file's `runs`."""
     case = one["case"]
     products = [name.rpartition(" ") for name in case["products"]]
-    shared = {
+    return {
         "operator": case["operator"], "product": "/".join(dict.fromkeys(product for *_, product in products)),
         "models": list(dict.fromkeys(model for model, *_ in products)), "tokens": case["tokens"],
         **{name: case[name] for name in ("M", "N", "K", "layout")},
+        "run": run, "seconds": one["seconds"], "variants": one["variants"],
     }  # fmt: skip
-    return [{**shared, "variant": name, **found, "run": run} for name, found in one["variants"].items()]
+
+
+def entries(every: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One entry for each variant of each case of a results file: the case's facts and the variant's figures."""
+    found = []
+    for case in every:
+        facts = {name: value for name, value in case.items() if name != "variants"}
+        found += [{**facts, "variant": name, **figures} for name, figures in case["variants"].items()]
+    return found
 
 
 def right(entry: Mapping[str, Any]) -> bool:
@@ -47,7 +56,7 @@ def measured(path: Path | str) -> dict[tuple[str, int, int, int, int, str], dict
     the product that each rank computes, the tuner's key."""
     record = json.loads(Path(path).read_text())
     found: dict[tuple[str, int, int, int, int, str], dict[str, float]] = defaultdict(dict)
-    for e in record["measured"]:
+    for e in entries(record["measured"]):
         if right(e):
             found[e["operator"], e["M"], e["N"], e["K"], record["ranks"], e["layout"]][e["variant"]] = e["ms"]
     return dict(found)

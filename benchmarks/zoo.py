@@ -28,7 +28,7 @@ from benchmarks._process_group import ENVIRONMENT
 from benchmarks._run import HEAP, WAIT_SECONDS
 from benchmarks._timing import Settings
 from benchmarks._zoo_cases import LAYOUTS, SHORT, TINY, TOKENS, ZooCase, cases, piece
-from benchmarks._zoo_report import entries, markdown, measured, picture, summary
+from benchmarks._zoo_report import entries, markdown, measured, picture, stored, summary
 from pkt.errors import PktError
 from pkt.runtime.workers import workers
 
@@ -133,15 +133,15 @@ def write(folder: Path, ranks: int) -> dict[str, Any]:
         if "commit" in one:
             runs.append(one)
         else:
-            found += entries(one, len(runs) - 1)
-    record = {"benchmark": "zoo", **(runs[-1] if runs else {}), "ranks": ranks, "rows": summary(found)}
-    stem.with_suffix(".md").write_text(markdown(record, found))
+            found.append(stored(one, len(runs) - 1))
+    every = entries(found)
+    record = {"benchmark": "zoo", **(runs[-1] if runs else {}), "ranks": ranks, "rows": summary(every)}
+    stem.with_suffix(".md").write_text(markdown(record, every))
     text = json.dumps(record, indent=1)[:-2]
-    every = {"runs": runs, "measured": found}  # a line each
-    for name, values in every.items():
+    for name, values in {"runs": runs, "measured": found}.items():  # a line each
         text += f',\n "{name}": [\n  ' + ",\n  ".join(json.dumps(value) for value in values) + "\n ]"
     stem.with_suffix(".json").write_text(text + "\n}\n")
-    picture(record, found, stem.with_suffix(".png"))
+    picture(record, every, stem.with_suffix(".png"))
     lines.unlink(missing_ok=True)
     return record
 

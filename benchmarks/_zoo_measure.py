@@ -6,7 +6,8 @@ captured runs eagerly in these rounds, and the sleep hides its launches.
 
 Eager: CALLS or fewer calls in a loop, timed as a whole between two events with nothing to hide the launches, so that
 the greater of host time and GPU time counts, as in a model without graphs. The calls take copies of the weights in
-turn, as a model's layers do: together they are larger than L2. The variants take turns in these rounds, too.
+turn, as a model's layers do: together they are larger than L2. The variants take turns in these rounds, too. There
+are ROUNDS loops, or half as many where LEAST_CALLS take long enough.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from pkt.tune.timers import TICKS
 Run = Callable[[torch.Tensor], torch.Tensor]
 """The result for weights."""
 ROUNDS, CALLS, LEAST_CALLS = 20, 16, 2
-LOOP = 2e-3  # seconds that a loop of eager calls takes at least, if CALLS are enough for it
+LOOP = 1e-3  # seconds that a loop of eager calls takes at least, if CALLS are enough for it
 COLD = 128 << 20  # bytes of weights that a loop goes through, if CALLS copies are enough for it
 CHECKED = 512  # rows whose result is compared with fp32: some of every tile
 ONE_SHOT = 4 << 20  # bytes of the largest result that torch's one-shot all-reduce sums
+BASELINE_SECONDS = 20.0  # that a step of a baseline may take; nothing is compiled
 PLAIN_ROWS = 1024  # above so many rows, forms in plain Triton are left out
 REASON = 160  # letters kept of a failure
 DEFAULT, NCCL, FUSED = "pkt default", "NCCL + cuBLAS", "torch symm_mem fused"
@@ -136,13 +138,14 @@ class Bench:
             world.synchronize()
 
     def begins(self, case: ZooCase | None, name: str) -> None:
-        """Note in the journal what begins; the process ends if nothing else begins in `settings.seconds`."""
+        """Note in the journal what begins; the process ends if nothing else begins in time."""
         if not self.cuda:
             return
         if self.world.rank == 0:
             with open(self.journal, "a", encoding="utf-8") as file:
                 file.write(json.dumps([case.label if case else "", name]) + "\n")
-        faulthandler.dump_traceback_later(self.settings.seconds, exit=True)
+        ours = not name or name.startswith(("pkt", "in turns"))
+        faulthandler.dump_traceback_later(self.settings.seconds if ours else BASELINE_SECONDS, exit=True)
 
     # ------------------------------------------------------------------------------------------------------- a case
     def measured(self, case: ZooCase) -> dict[str, Any]:
@@ -292,7 +295,7 @@ class Bench:
         times: dict[str, list[float]] = {name: [] for name in runs}
         queue: dict[str, list[float]] = {name: [] for name in runs}
         self.world.barrier()
-        for i in range(ROUNDS):
+        for i in range(ROUNDS if max(calls.values()) > LEAST_CALLS else ROUNDS // LEAST_CALLS):
             for name in random.Random(i).sample(list(runs), len(runs)):
                 run, count = runs[name], calls[name]
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -239,6 +239,7 @@ def _panel(axes: Any, every: list[Compared], lines: Mapping[tuple, str], tokens:
             values[row][columns[count]] = math.log2(c.ratio)
             colour = "white" if abs(math.log2(c.ratio)) > 0.7 else "black"
             axes.text(columns[count], row, f"{c.ratio:.2f}", ha="center", va="center", fontsize=5, color=colour)
+    axes.set_facecolor("0.8")  # not measured
     drawn = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
     axes.set_xticks(range(len(tokens)), [str(count) for count in tokens], rotation=90, fontsize=6)
     axes.tick_params(axis="y", labelsize=6, length=0)

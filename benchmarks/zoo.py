@@ -34,7 +34,7 @@ from pkt.runtime.workers import workers
 
 __all__ = ["main", "measured"]
 QUICK_TOKENS = (1, 3, 8)
-GIVE_UP = 2  # after a variant has ended so many jobs of an operator, it is left out of all its cases
+GIVE_UP = 2  # after a form of pkt has ended so many jobs of an operator, it is left out of all its cases
 JOBS = 8  # that may end before the run does
 LONGEST = 60.0  # seconds that a variant may take, compilation included
 
@@ -102,9 +102,10 @@ def run(options: argparse.Namespace, wanted: list[ZooCase], rows: Path) -> list[
         if not name or name.startswith("in turns"):
             wanted.remove(at)
         else:
-            culprits[f"{at.operator} | {name}"] += 1
-            left_out[f"{at.label} | {name}"] = why
-            left_out |= {which: why for which, count in culprits.items() if count >= GIVE_UP}
+            which = f"{at.operator} | {name}"
+            culprits[which] += 1
+            everywhere = culprits[which] >= GIVE_UP or not name.startswith("pkt")
+            left_out[which if everywhere else f"{at.label} | {name}"] = why
         if options.ranks in workers._warm:
             workers.warm(options.ranks).kill()  # after a CUDA error a process is unusable
         if time.time() > settings.end:

@@ -138,7 +138,7 @@ def test_variants_take_turns_captured_and_eager(monkeypatch: pytest.MonkeyPatch)
 
         def replay(self) -> None:
             order.append("replay")
-            clock.now += 0.5
+            clock.now += 0.25
 
     fakes = {
         "Event": clock.event, "CUDAGraph": Graph, "Stream": object, "_sleep": lambda ticks: None,
@@ -152,12 +152,12 @@ def test_variants_take_turns_captured_and_eager(monkeypatch: pytest.MonkeyPatch)
     runs = {"pkt default": variant("pkt", 1.0), "torch": variant("torch", 3.0), "cuBLASMp": variant("mp", 2.0)}
     copies = [torch.empty(1) for _ in range(3)]
     found = bench._timed(ZooCase(AG, 8, 8, 8, 1, "row-major"), runs, copies)
-    assert {name: of["ms"] for name, of in found.items()} == {"pkt default": 0.5, "torch": 3.0, "cuBLASMp": 2.0}
+    assert {name: of["ms"] for name, of in found.items()} == {"pkt default": 0.25, "torch": 3.0, "cuBLASMp": 2.0}
     assert [name for name, of in found.items() if "captured" not in of] == ["pkt default"]
     assert {name: of["eager_ms"] for name, of in found.items()} == {"pkt default": 1.0, "torch": 3.0, "cuBLASMp": 2.0}
     assert _zoo_measure.ROUNDS >= 20
     assert order.count("mp") == 2 + _zoo_measure.ROUNDS * (1 + _zoo_measure.LEAST_CALLS)
-    assert order.count("pkt") == 2 + 1 + _zoo_measure.ROUNDS * 4  # 2 ms a loop at the captured time
+    assert order.count("pkt") == 2 + 1 + _zoo_measure.ROUNDS * 4  # 1 ms a loop at the captured time
 
 
 # ------------------------------------------------------------------------------------------------- a run of the driver
@@ -246,8 +246,8 @@ def test_a_variant_that_ends_its_job_is_left_out(
     asked = ["--out", str(tmp_path), "--operators", "AG+GEMM", "--tokens", "1", "--row-major"]
     zoo.main(asked)
     expected = [c for c in cases(2, tokens=(1,)) if c.operator == AG and c.layout == "row-major"]
-    hung = [f"{expected[at].label} | pkt push" for at in (1, 2)]
-    assert [sorted(each) for each in told] == [[], hung[:1], sorted([*hung, f"{AG} | pkt push"])]
+    hung = f"{expected[1].label} | pkt push"
+    assert [list(each) for each in told] == [[], [hung], [hung, f"{AG} | pkt push"]]
     assert set(zoo.measured(tmp_path / "zoo_2.json")) == {case.key for case in expected}
 
 

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import pkt
-from benchmarks import _cublasmp, _zoo_measure
+from benchmarks import _cublasmp
 from benchmarks._harness import RESULTS, commit, host
 from benchmarks._process_group import ENVIRONMENT
 from benchmarks._run import HEAP, WAIT_SECONDS
 from benchmarks._timing import Settings
 from benchmarks._zoo_cases import LAYOUTS, SHORT, TINY, TOKENS, ZooCase, cases, piece
+from benchmarks._zoo_inputs import PLAIN_ROWS
 from benchmarks._zoo_report import entries, markdown, measured, picture, stored, summary
 from pkt.errors import PktError
 from pkt.runtime.workers import workers
@@ -171,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--forms", default="",
         help=f"forms of pkt to time besides its default; else all, those in plain Triton up to "
-        f"{_zoo_measure.PLAIN_ROWS} rows",
+        f"{PLAIN_ROWS} rows",
     )  # fmt: skip
     made.add_argument("--out", type=Path, default=RESULTS, help="folder for zoo_RANKS.json, .md and .png")
     return made

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pkt
-from benchmarks import _zoo_measure, _zoo_report, zoo
+from benchmarks import _cublasmp, _zoo_inputs, _zoo_measure, _zoo_report, zoo
 from benchmarks._timing import Settings
 from benchmarks._zoo_cases import LAYOUTS, MODELS, TINY, TOKENS, ZooCase, cases, piece
 from pkt.errors import WaitTimeout
@@ -74,7 +74,7 @@ def test_all_forms_are_right_in_the_simulator(capsys: pytest.CaptureFixture) -> 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is off by a tenth, and one of an earlier launch."""
-    case, right = cases(2, TINY, (3,))[0], _zoo_measure.Inputs.pkt_runs
+    case, right = cases(2, TINY, (3,))[0], _zoo_inputs.Inputs.pkt_runs
 
     def wrong(inputs: Any, forms: str) -> dict[str, Any]:
         run = right(inputs, forms)["pkt unfused"]
@@ -84,7 +84,7 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def main(world: pkt.World) -> dict[str, Any]:
         return _zoo_measure.Bench(world, "unfused", Settings(), "", {}).measured(case)["variants"]
 
-    monkeypatch.setattr(_zoo_measure.Inputs, "pkt_runs", wrong)
+    monkeypatch.setattr(_zoo_inputs.Inputs, "pkt_runs", wrong)
     for found in pkt.launch(main, ranks=2, device="cpu", sms=4):
         assert "failed" not in found["right"]
         assert found["off"]["failed"].startswith("wrong: error 0.1")
@@ -92,11 +92,29 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plain_forms_are_left_out_above_some_rows() -> None:
-    few, many = (_zoo_measure.variants(AG, True, "", rows) for rows in (16, 16384))
+    few, many = (_zoo_inputs.variants(AG, True, "", rows) for rows in (16, 16384))
     assert {"pkt push", "pkt copy"} <= few.keys()
     assert few.keys() - many.keys() == {"pkt push", "pkt copy"}
     assert {"pkt default", "pkt gluon", "pkt unfused"} <= many.keys()
-    assert list(_zoo_measure.variants(AG, True, "push", 16384)) == ["pkt default", "pkt push"]
+    assert list(_zoo_inputs.variants(AG, True, "push", 16384)) == ["pkt default", "pkt push"]
+
+
+@pytest.mark.parametrize(
+    ("version", "why"), [("0.7.0.125", ""), ("0.8.1.1", "is 0.8.1.1, wanted 0.7.0"), ("", "not installed")]
+)
+def test_only_one_version_of_cublasmp_is_loaded(
+    version: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later ones create multicast objects."""
+    monkeypatch.syspath_prepend(tmp_path)
+    if version:
+        for folder in ("nvidia/cublasmp/cu13/lib", f"nvidia_cublasmp_cu13-{version}.dist-info", "nvshmem"):
+            (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / "nvidia/cublasmp/cu13/lib/libcublasmp.so.0").touch()
+        facts = f"Metadata-Version: 2.1\nName: nvidia-cublasmp-cu13\nVersion: {version}\n"
+        (tmp_path / f"nvidia_cublasmp_cu13-{version}.dist-info" / "METADATA").write_text(facts)
+    assert _cublasmp.missing().endswith(why)
+    assert bool(_cublasmp.missing()) == bool(why)
 
 
 # ------------------------------------------------------------------------------------------------------------ timing
@@ -188,7 +206,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
 
     monkeypatch.setattr(pkt, "launch", launch)
     monkeypatch.setattr(zoo, "ENVIRONMENT", {})  # they would change this process's environment
-    monkeypatch.setattr(zoo._cublasmp, "ENVIRONMENT", {})
+    monkeypatch.setattr(_cublasmp, "ENVIRONMENT", {})
     return jobs
 
 

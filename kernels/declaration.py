@@ -107,21 +107,26 @@ class Tuning(NamedTuple):
     """How the tuner sees an operator that multiplies.
 
     short: its short name, as "ag_gemm". sent: least bytes that leave a GPU, for a key with dtype and size. shared: the
-    letters m, n and k of the whole product (m, k) @ (k, n) that the ranks share. covers: whether a call is one that is
-    looked up.
+    letters m, n and k of the whole product (m, k) @ (k, n) that the ranks share. columns: its argument `shard` may be
+    "columns", with which the ranks share k, and not m. Only the others are searched, and looked up in tables.
     """
 
     short: str
     sent: Callable[[Mapping[str, Any]], float]
     shared: tuple[str, ...]
-    covers: Callable[[Call], bool] = lambda call: True
+    columns: bool = False
 
-    def key(self, call: Call) -> dict[str, int]:
-        """M, N and K of the product that each rank computes."""
-        return {"M": call["m"] * (call.world.size if "m" in self.shared else 1), "N": call["n"], "K": call["k"]}
+    def key(self, call: Call) -> dict[str, Any]:
+        """M, N and K of the product that each rank computes; and shard="columns" where that is so."""
+        m, k, size = call["m"], call["k"], call.world.size
+        if self.columns and call["shard"] == "columns":
+            return {"M": m, "N": call["n"], "K": size * k, "shard": "columns"}
+        return {"M": m * (size if "m" in self.shared else 1), "N": call["n"], "K": k}
 
     def sizes(self, key: Mapping[str, Any]) -> dict[str, int]:
         """The letters m, n and k of the operands' shapes for such a key."""
+        if key.get("shard") == "columns":
+            return {"m": key["M"], "n": key["N"], "k": key["K"] // key["size"]}
         return {"m": key["M"] // (key["size"] if "m" in self.shared else 1), "n": key["N"], "k": key["K"]}
 
 

@@ -32,13 +32,14 @@ from typing import Any, NamedTuple
 import torch
 
 from pkt.errors import CollectiveMismatch, DtypeError, ShapeError, Unsupported
-from pkt.model.cost import DTYPES
-from pkt.model.gpu import Gpu
+from pkt.model.cost import DTYPES, Estimate
+from pkt.model.gpu import Gpu, gpu_named
 from pkt.runtime.memory.tensor import SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World, current_world
 from pkt.wording import dtype_text
 
 from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice
+from .forecast import Forecast, forecast, predicted
 from .shared import checks
 
 Advice = Callable[["Operator", Mapping[str, Any], World], Mapping[str, Any]]
@@ -74,11 +75,12 @@ class Operator:
         cases: Sequence[Case] = (),
     ) -> None:
         """function: what users call. result: the shape of what it returns, of the first operand's dtype. default: the
-        form taken where the caller names none; the first of `forms` without it. written: the operand that is written.
-        place: which part of x, or of `out`, of the other's size the two may share. private: letters in which ranks may
-        differ. exact: data is moved, not computed with. terms: how many numbers an element of the result is a sum of,
-        from the sizes of the letters and of the world. reference(rank, **operands of all ranks, **arguments): the exact
-        result of a rank, in fp64."""
+        form taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning`
+        takes the form that is expected to be the fastest instead, where the caller gives no setting either. written:
+        the operand that is written. place: which part of x, or of `out`, of the other's size the two may share.
+        private: letters in which ranks may differ. exact: data is moved, not computed with. terms: how many numbers an
+        element of the result is a sum of, from the sizes of the letters and of the world. reference(rank, **operands
+        of all ranks, **arguments): the exact result of a rank, in fp64."""
         self.function, self.name = function, function.__name__
         self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
         self.default = default or (lambda call: next(iter(self.forms)))
@@ -190,11 +192,14 @@ class Operator:
             raise ShapeError.argument(call.name, name, found, str(bound), rank)
 
     def _choose(self, call: Call) -> Form:
-        """The form that the caller named, or that was tuned, or the operator's default."""
+        """The form that the caller named, or that was tuned, or that is expected to be the fastest, or the default."""
         mode = call.asked
-        if call.left:
-            call.given = self._tuned(call)
+        if call.left and call.on_gpu and self.tuning:
+            key = self._key(call)
+            call.given = self._tuned(call, key)
             mode = call.given.pop("mode", None)
+            if mode is None and not call.given:
+                mode = self._fastest(call, self._forecast(call, key))
         call.mode = mode or self.default(call)
         form = self.forms[call.mode]
         for name in call.given:
@@ -215,26 +220,47 @@ class Operator:
                 call.given[name] if name in call.given else default(call) if callable(default) else default
             )
 
-    def _tuned(self, call: Call) -> dict[str, Any]:
-        """Settings that were tuned here for this case, or measured for a shape like it; {} where there are none, where
-        their form cannot run, and in the simulator, whose clock is modelled. On GPUs collective the first time, which
-        may not be in a capture."""
-        if not (self.tuning and _advice and call.on_gpu and self.tuning.covers(call)):
-            return {}
+    def _key(self, call: Call) -> Mapping[str, Any]:
+        """The case of a call, alike on all ranks: of sizes in which ranks may differ the greatest, that of the first
+        call with these other sizes. Collective the first time where there are such sizes, not in a capture."""
+        assert self.tuning is not None
         key = self.tuning.key(call)
-        known: dict[Any, dict[str, Any]] = call.world.lasting.setdefault("tune.settings", {})
         shared = {name: value for name, value in key.items() if name.lower() not in self.private}
         case = (self.name, *shared.values(), call.dtype)
+        known: dict[Any, Mapping[str, Any]] = call.world.lasting.setdefault("pkt.kernels.cases", {})
+        if case not in known:
+            if call.world.capturing and len(shared) < len(key):
+                raise Unsupported.captured(call.world.rank, case)
+            sizes = {n: v if n in shared else max(call.world.all_gather_object(v)) for n, v in key.items()}
+            known[case] = {**sizes, "dtype": call.dtype, "size": call.world.size}
+        return known[case]
+
+    def _tuned(self, call: Call, key: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that were tuned here for a case, or measured for a shape like it; {} where there are none, and where
+        their form cannot run. Collective the first time, which may not be in a capture."""
+        if not _advice or "shard" in key:
+            return {}
+        known: dict[Any, dict[str, Any]] = call.world.lasting.setdefault("tune.settings", {})
+        case = (self.name, *key.values())
         if case not in known:
             if call.world.capturing:
                 raise Unsupported.captured(call.world.rank, case)
-            # Of sizes in which ranks may differ the greatest counts, that of the first call.
-            sizes = {n: v if n in shared else max(call.world.all_gather_object(v)) for n, v in key.items()}
-            case_key = {**sizes, "dtype": call.dtype, "size": call.world.size}
-            known[case] = dict(_advice[0](self, case_key, call.world))
+            known[case] = dict(_advice[0](self, key, call.world))
         settings = dict(known[case])
         mode = settings.get("mode")
         return {} if mode is not None and self.forms[mode].fits(call) else self._checked(call, settings)
+
+    def _forecast(self, call: Call, key: Mapping[str, Any]) -> Forecast:
+        """The forms for a case, kept in the world: ranks that call again must take the same."""
+        known: dict[Any, Forecast] = call.world.lasting.setdefault("pkt.kernels.forecasts", {})
+        case = (self.name, *key.values())
+        if case not in known:
+            known[case] = self.forecast(key, gpu_named(call.world.backend.gpu))
+        return known[case]
+
+    def _fastest(self, call: Call, found: Forecast) -> str:
+        """The first form of a forecast that can run a call. Some ask all ranks the first time: all have one order."""
+        return next(name for name in found.order if not self.forms[name].fits(call))
 
     def _checked(self, call: Call, settings: dict[str, Any]) -> dict[str, Any]:
         """Settings, each as its check returns it."""
@@ -316,7 +342,8 @@ class Operator:
         """A call for a case that `tuning` describes, with tensors of no memory and a world that nobody joined. key: M,
         N, K of the product that each rank computes, dtype and size. gpu: of every rank; the simulator where None."""
         assert self.tuning is not None, f"{self.name} is not tuned"
-        call = Call(self.name, _Described(key["size"], gpu), {}, self._defaults, {}, None)  # type: ignore[arg-type]
+        arguments = {**self._defaults, **{name: key[name] for name in self._defaults if name in key}}
+        call = Call(self.name, _Described(key["size"], gpu), {}, arguments, {}, None)  # type: ignore[arg-type]
         call.sizes = self.tuning.sizes(key)
         dtype = DTYPES[dtype_text(key["dtype"])]
         for name, operand in self.tensors.items():
@@ -325,11 +352,20 @@ class Operator:
         self._bind_result(call)
         return call
 
+    def predicted(self, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate | None:
+        """The parts of the time of a config, `mode` and settings, in such a case; None where its form declares none."""
+        form = self.forms.get(config.get("mode", ""))
+        return None if form is None else predicted(self.name, config["mode"], form, config, key, gpu)
+
+    def forecast(self, key: Mapping[str, Any], gpu: Gpu) -> Forecast:
+        """The forms for such a case, with their predicted seconds."""
+        return forecast(self.name, self.forms, key, gpu)
+
     def choose(self, key: Mapping[str, Any], gpu: Gpu | None = None) -> dict[str, Any]:
         """The form, as `mode`, and the settings that the operator takes for such a case by its own rule, where the
         caller gives none and none were tuned."""
         call = self.describe(key, gpu)
-        call.mode = self.default(call)
+        call.mode = self.default(call) if gpu is None else self._fastest(call, self.forecast(key, gpu))
         form = self.forms[call.mode]
         self._fill(call, form)
         settings = form.complete(call) if form.complete else call.settings
@@ -342,9 +378,12 @@ class _Described(SimpleNamespace):
     rank, capturing = 0, False
 
     def __init__(self, size: int, gpu: Gpu | None) -> None:
-        gluon = {} if gpu is None else {"pkt.kernels.gluon": "" if gpu.gluon else f"{gpu.name}, without Gluon forms"}
+        asked = {}  # what ranks ask each other once
+        if gpu is not None:
+            lacks = "" if gpu.gluon else f"{gpu.name}, without Gluon forms"
+            asked = {"pkt.kernels.gluon": lacks, "pkt.kernels.nccl": ""}
         device = torch.device("cpu" if gpu is None else "cuda")
-        super().__init__(size=size, num_sms=gpu.sms if gpu else 1, torch_device=device, lasting=gluon)
+        super().__init__(size=size, num_sms=gpu.sms if gpu else 1, torch_device=device, lasting=asked)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size

@@ -93,12 +93,14 @@ ARROWS = {
     # Operators and the tuner meet in pkt.model and in the registry, pkt.kernels.operator; pkt/__init__ joins them.
     "pkt.model": (["pkt.errors", "pkt.wording"], ["torch", "triton", "numpy"]),
     "pkt.kernels.declaration": (["pkt.errors", "pkt.runtime", "pkt.model"], ["torch"]),
+    "pkt.kernels.forecast": (["pkt.model", "pkt.kernels.declaration"], []),
     "pkt.kernels.shared": (
         ["pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model", "pkt.kernels.declaration"],
         ["torch", "triton"],
     ),
     "pkt.kernels.operator": (
-        ["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.model", "pkt.kernels.declaration", "pkt.kernels.shared"],
+        ["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.model"]
+        + ["pkt.kernels.declaration", "pkt.kernels.forecast", "pkt.kernels.shared"],
         ["torch"],
     ),
     "pkt.kernels": (

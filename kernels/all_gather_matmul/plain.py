@@ -50,7 +50,7 @@ from ..shared.tile_product import (
     whole_rows,
 )
 from . import rules
-from .rules import CALL, UNFUSED_ROWS, PushPlan, settings
+from .rules import CALL, PushPlan, settings
 
 
 def reference(
@@ -206,9 +206,8 @@ def all_gather_matmul(
         "silu", of the sum and the bias. Both are computed in fp32; the result is rounded once.
     shard: the shards are A's "rows", below each other, or its "columns", beside each other.
 
-    mode: how it is computed. None, with no setting given, takes the first of these that applies: with shard "rows" what
-        was tuned here or measured for the nearest shape; "gluon" where that runs and m is more than
-        tile_product.FEW_ROWS; with shard "columns" on GPUs "unfused" up to rules.UNFUSED_ROWS rows; "push".
+    mode: how it is computed. None, with no setting given, takes on GPUs what was tuned here or measured for a shape
+        like this one, else the form with the least predicted time, see `pkt.explain`. Else None takes "push".
         "push": some programs store the shard into every peer's inbox, the others compute.
         "copy": the copy engines push. Shard "rows", rows of whole runs of 16 bytes.
         "gluon": "push" or "copy" in specialised warps. bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to
@@ -328,12 +327,6 @@ def _from_one(call: Call) -> dict[str, Any]:
     return call.settings
 
 
-def default(call: Call) -> str:
-    if call["shard"] == "rows":
-        return "gluon" if call.left and not GLUON.fits(call) else "push"
-    return "unfused" if call.left and call.on_gpu and call["m"] <= UNFUSED_ROWS else "push"
-
-
 def fits_copies(call: Call) -> str:
     whole = whole_rows(call.dtype, call["k"])
     return not_rows(call) or ("" if whole else f"rows of {call['k']} elements, not whole runs of 16 bytes")
@@ -381,10 +374,9 @@ OPERATOR = Operator(
         "gluon": GLUON,
         **unfused.gather_forms(all_gather),
     },
-    default=default,
     reference=reference,
     terms=lambda sizes, size: size * sizes["k"],
-    tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), covers=lambda call: call["shard"] == "rows"),
+    tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True),
     cases=(
         Case(SIZES, arguments={"mode": "push"}, launches=3, out="new"),
         Case(SIZES, arguments={"mode": "push", "shard": "columns"}, launches=3, out="new"),

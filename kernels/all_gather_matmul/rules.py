@@ -11,6 +11,7 @@ import numpy as np
 import triton
 
 from pkt.errors import ShapeError
+from pkt.model.calibration import layout_of
 from pkt.model.config import Config, space
 from pkt.model.cost import Estimate, Product, overlapped
 from pkt.model.gpu import Gpu, link_rate
@@ -41,10 +42,6 @@ H200 all-gather and product take 0.374 ms in one and 0.367 in two, on 2 at 4096 
 (benchmarks/results/exhaustive_all_gather_matmul_chunked*.json)."""
 NUM_COMM_SMS, PLAIN_COPIES = 16, 4
 """Programs that push in "push", and copies of a shard to each peer in "copy", where the caller gives none."""
-
-UNFUSED_ROWS = 1024
-"""Rows of a shard up to which shard "columns", left to choose, is not fused. By benchmarks/results/*.json of 4 x H200:
-unfused takes 51, 52, 56 and 222 us for 1, 16, 128 and 1024 rows, the fastest fused form 52, 53, 60 and 246."""
 
 # Fitted to all candidates of benchmarks/results/exhaustive_all_gather_matmul*.json, at 4 and 2 ranks.
 BESIDE = 0.86
@@ -210,14 +207,21 @@ def _last_round(rounds: int, cut: int) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------------------------------- seconds
+def columns(key: Key) -> bool:
+    """Whether the shards are A's columns: every rank then computes M rows, and K counts all shards."""
+    return layout_of(key) == "columns"
+
+
 def seconds_push(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
     case, num_comm = _plain_product(config, key), config.get("num_comm_sms", NUM_COMM_SMS)
-    one, nbytes = case.seconds(gpu, plain=True), _shards(case)
+    one, nbytes = case.seconds(gpu, plain=True), rules.gathered(key)
     block = case.block_m * case.block_k * case.itemsize
     return overlapped(
-        tasks=case.size * case.tiles(case.m), task_seconds=one, comm_bytes=nbytes,
-        comm_rate=link_rate("register store", num_comm, block, "all"), num_comm_sms=num_comm if nbytes else None,
-        around=one, memory_bytes=case.memory_bytes, sync=2 * gpu.signal, gpu=gpu,
+        tasks=case.tiles(case.M) if columns(key) else case.size * case.tiles(case.m), task_seconds=one,
+        comm_bytes=nbytes, comm_rate=link_rate("register store", num_comm, block, "all"),
+        num_comm_sms=num_comm if nbytes else None,
+        around=one, memory_bytes=case.memory_bytes if columns(key) else case.memory_bytes_by_parts,
+        sync=2 * gpu.signal, gpu=gpu,
     )  # fmt: skip
 
 
@@ -239,7 +243,8 @@ def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
 
 
 def _plain_product(config: Mapping[str, Any], key: Key) -> Product:
-    return rules.plain_product(config, key, math.ceil(key["M"] / key["size"]), key["K"], key["N"])
+    rows, k = (key["M"], key["K"] // key["size"]) if columns(key) else (math.ceil(key["M"] / key["size"]), key["K"])
+    return rules.plain_product(config, key, rows, k, key["N"])
 
 
 def _shards(case: Product) -> float:
@@ -286,7 +291,11 @@ def _copied(case: Product, plan: PushPlan, plain: bool, gpu: Gpu) -> Estimate:
     left = (count - rounds * gpu.sms) * cut
     pure = rounds * one + math.ceil(left / gpu.sms) * part
     found = overlapped(
-        tasks=1, task_seconds=pure, memory_bytes=case.memory_bytes, sync=gpu.barrier + 2 * gpu.signal, gpu=gpu
+        tasks=1,
+        task_seconds=pure,
+        memory_bytes=case.memory_bytes_by_parts if plain else case.memory_bytes,
+        sync=gpu.barrier + 2 * gpu.signal,
+        gpu=gpu,
     )
     if not nbytes:
         return found

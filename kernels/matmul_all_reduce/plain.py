@@ -46,7 +46,7 @@ from ..shared.tile_product import (
     weights,
 )
 from . import rules
-from .rules import CALL, settings, unfused_rows
+from .rules import CALL, settings
 
 
 def reference(
@@ -162,8 +162,8 @@ def matmul_all_reduce(
         default) or "silu". The tile's owner applies both once, in fp32, to the sum; in mode "lcsc" to a sum that is
         rounded already.
 
-    mode: how it is computed. None, with no setting given, takes the first of these that applies: what was tuned here or
-        measured for the nearest shape; on GPUs "unfused" up to rules.unfused_rows; "gluon" where that runs; "lcsc".
+    mode: how it is computed. None, with no setting given, takes on GPUs what was tuned here or measured for a shape
+        like this one, else the form with the least predicted time, see `pkt.explain`. Else None takes "lcsc".
         "lcsc": some programs reduce finished tiles, in the switch where there is one, the others compute.
         "gluon": in specialised warps, in fp32 in a fixed order, without a switch. bf16 or fp16, rows of out at
             multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6.
@@ -242,12 +242,6 @@ def _settled(call: Call) -> dict[str, Any]:
     return dict(zip(("tiles", "lag"), found))
 
 
-def default(call: Call) -> str:
-    if call.left and call.on_gpu and call["m"] <= unfused_rows(call.world.size):
-        return "unfused"  # never in the simulator, whose users are after the fused kernels
-    return "gluon" if call.left and not GLUON.fits(call) else "lcsc"
-
-
 MOVES = "2 (W - 1) / W |C|"
 GLUON = Form(
     products.whole_runs(products.fitted(_gluon, out=False)),
@@ -277,7 +271,6 @@ OPERATOR = Operator(
         "gluon": GLUON,
         **unfused.reduce_forms(all_reduce, low_latency),
     },
-    default=default,
     reference=reference,
     private="k",
     terms=lambda sizes, size: size * sizes["k"],

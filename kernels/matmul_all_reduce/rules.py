@@ -71,13 +71,6 @@ def settings(M: int, N: int, K: int, world: World, tiles: Tiles | None, lag: int
     return settled(M, N, K, world.size, num_programs(world, world.num_sms), tiles, lag)
 
 
-def unfused_rows(size: int) -> int:
-    """Rows up to which the product and its all-reduce, left to choose, are not fused. By benchmarks/results/*.json of
-    4 x H200: unfused takes 46, 52 and 64 us for 1, 16 and 128 rows, 246 for 1024, the fastest fused form 67, 68, 64 and
-    223. On 2, for 1024 rows 363 us, where the fastest fused form takes 392."""
-    return 1024 if size == 2 else 128
-
-
 # -------------------------------------------------------------------------------------------------------------- spaces
 def space_lcsc(key: Key, gpu: Gpu) -> list[Config]:
     """With num_comm_sms=0 all programs communicate after they have computed."""

@@ -196,8 +196,8 @@ def matmul_reduce_scatter(
     bias: (N,) of a's dtype. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or "silu". The
         owner of a row applies both once, in fp32, to the sum; in mode "add" to a sum that is rounded already.
 
-    mode: how it is computed. None, with no setting given, takes the first of these that applies: what was tuned here or
-        measured for the nearest shape; "gluon" where that runs and m is more than tile_product.FEW_ROWS; "add".
+    mode: how it is computed. None, with no setting given, takes on GPUs what was tuned here or measured for a shape
+        like this one, else the form with the least predicted time, see `pkt.explain`. Else None takes "add".
         "add": adds tiles into their owner's rows: fast, and rounds at every addition.
         "inbox": stores tiles with their owner, which adds them in fp32 in a fixed order.
         "gluon": as "inbox", in specialised warps. bf16 or fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton
@@ -264,10 +264,6 @@ def _settled(call: Call) -> dict[str, Any]:
     return dict(zip(("tiles", "lag", "copies"), found))
 
 
-def default(call: Call) -> str:
-    return "gluon" if call.left and not GLUON.fits(call) else "add"
-
-
 TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["n"])}
 MOVES = "(W - 1) / W |C|"
 GLUON = Form(
@@ -297,7 +293,6 @@ OPERATOR = Operator(
         "gluon": GLUON,
         **unfused.scatter_forms(reduce_scatter),
     },
-    default=default,
     reference=reference,
     private="k",
     terms=lambda sizes, size: size * sizes["k"],

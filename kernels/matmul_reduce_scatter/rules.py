@@ -115,7 +115,7 @@ def _plain(case: Product, rate: float, parts: int, sync: float, gpu: Gpu) -> Est
     one, part = case.seconds(gpu, plain=True), case.m * case.N * case.itemsize
     return overlapped(
         tasks=case.size * case.tiles(case.m), task_seconds=one, comm_bytes=(case.size - 1) * part, comm_rate=rate,
-        around=one, memory_bytes=case.memory_bytes, exposed=parts * part / gpu.memory, sync=sync, gpu=gpu,
+        around=one, memory_bytes=case.memory_bytes_by_parts, exposed=parts * part / gpu.memory, sync=sync, gpu=gpu,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from pkt.model.gpu import H200, gluon_lacks
 from pkt.runtime.world import World
 
 from ..declaration import Call
-from .tile_product import FEW_ROWS, Tiles, whole_rows
+from .tile_product import Tiles, whole_rows
 
 MAX_PEERS = 7
 """Peers that a kernel has descriptors for: as many as an NVLink domain of eight GPUs needs."""
@@ -82,17 +82,10 @@ def unsuited(dtype: torch.dtype, size: int, *columns: int) -> str:
 
 def fits(*columns: str) -> Callable[[Call], str]:
     """`fits` of a Gluon form: why it cannot run a call; "" where it can. columns: letters of the row lengths that TMA
-    moves. A caller who does not name the form gets another one up to FEW_ROWS rows."""
+    moves."""
 
     def unfit(call: Call) -> str:
-        lacks = missing_anywhere(call.world) or unsuited(
-            call.dtype, call.world.size, *(call[letter] for letter in columns)
-        )
-        if lacks:
-            return lacks
-        # Last, because the ranks have not agreed on the rows yet: a rank that returned here before the others met in
-        # `missing_anywhere` would leave them waiting.
-        few = call.asked is None and call["m"] <= FEW_ROWS
-        return f"{call['m']} rows, not more than {FEW_ROWS}" if few else ""
+        lengths = (call[letter] for letter in columns)
+        return missing_anywhere(call.world) or unsuited(call.dtype, call.world.size, *lengths)
 
     return unfit

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
+from pkt.model.calibration import collective_seconds, layout_of, product
 from pkt.model.config import Config, space
-from pkt.model.cost import DTYPES, Estimate, Product, library, overlapped
+from pkt.model.cost import DTYPES, Estimate, Product, overlapped
 from pkt.model.gpu import Gpu, link_rate
 from pkt.wording import dtype_text
 
@@ -19,6 +21,7 @@ from .tile_product import Tiles, default_tiles, whole_rows
 Key = Mapping[str, Any]
 """M, N and K of the product that each rank computes, dtype and size, the number of ranks."""
 Seconds = Callable[[Mapping[str, Any], Key, Gpu], Estimate]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 COMM_SMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 PLAIN_TILES = ((128, 256, 64, 3), (128, 128, 64, 4))
@@ -37,10 +40,6 @@ INTERFERENCE = 0.6
 """Of computing and of sending finished tiles in the same programs, see `overlapped`."""
 ARRIVES = 8e-6
 """Seconds from the end of a tile until its owner has it, while all other programs send theirs."""
-NCCL_PROGRAMS = 32
-"""NCCL is assumed to move data with so many programs, from registers."""
-NCCL_LATENCY = 10e-6
-"""Seconds of NCCL's collectives beside a launch and the bytes' time: a captured all-reduce of 16 KiB takes 19.7 us."""
 
 
 # --------------------------------------------------------------------------------------------------------------- rules
@@ -139,13 +138,14 @@ def plain_product(config: Mapping[str, Any], key: Key, rows: int, *columns: int)
 def in_turns(case: Product, lag: int, own: int, sent: float, gpu: Gpu) -> Estimate:
     """The time of a Gluon form that reduces. A rank's `own` tiles are `lag` tiles behind the others', which are sent,
     `sent` bytes in all. Tiles that are less than ARRIVES behind wait for the rest of that; and while the last `lag`
-    tiles are computed, nothing is sent."""
-    one, turn = case.seconds(gpu), gpu.sms / case.size
+    tiles are computed, nothing is sent. Of a single round all tiles are computed, and then sent."""
+    one, turn, rounds = case.seconds(gpu), gpu.sms / case.size, math.ceil(case.size * own / gpu.sms)
     late = max(0.0, ARRIVES - lag / turn * one) * own / gpu.sms
-    tail = lag / gpu.sms * one
+    tail = lag / gpu.sms * one if rounds > 1 else 0.0
     return overlapped(
         tasks=case.size * own, task_seconds=one, comm_bytes=sent, comm_rate=link_rate("TMA store", gpu.sms),
-        around=2 * one, memory_bytes=case.memory_bytes, sync=2 * gpu.signal + (late + tail if sent else 0.0),
+        around=min(rounds, 2) * one, memory_bytes=case.memory_bytes,
+        sync=2 * gpu.signal + (late + tail if sent else 0.0),
         interference=INTERFERENCE, gpu=gpu,
     )  # fmt: skip
 
@@ -165,13 +165,24 @@ def reduced(key: Key) -> float:
     return 2 * scattered(key)
 
 
-def unfused_seconds(mode: str, sent: Callable[[Key], float]) -> Seconds:
+def unfused_seconds(mode: str, collective: Collective, sent: Callable[[Key], float]) -> Seconds:
     """The time of a product and a collective, one after the other. sent: bytes that leave a GPU."""
-    if mode == "nccl":
-        return lambda _, key, gpu: library(
-            key, gpu, sent(key) / link_rate("register store", NCCL_PROGRAMS), NCCL_LATENCY
-        )
-    # pkt's collectives use all SMs where there is much to move.
-    return lambda _, key, gpu: library(
-        key, gpu, sent(key) / link_rate("register store", gpu.sms, peers="all"), gpu.barrier
-    )
+    whose: Literal["pkt", "nccl"] = "nccl" if mode == "nccl" else "pkt"
+
+    def seconds(_: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+        alone = product(key, gpu)
+        moving = collective_seconds(collective, whose, sent(key), key["size"], gpu)
+        exposed = alone.exposed + min(max(alone.compute, alone.memory), moving)  # nothing overlaps
+        if whose == "nccl" and layout_of(key) == "columns":  # the shards, one below the other, are copied once more
+            exposed += 2 * key["M"] * key["K"] * dtype_of(key).itemsize / gpu.memory
+        return replace(alone, communication=moving, exposed=exposed)
+
+    return seconds
+
+
+def few_rows_seconds(key: Key, gpu: Gpu, sent: float) -> Estimate:
+    """The time of a form that reads the weights once, at the rate of memory, while the rows travel. sent: bytes that
+    leave a GPU. What travels comes after a signal, and what is left to do when it has come takes about as long."""
+    case = Product.of(key, (16, 64, 256))
+    moving = sent / link_rate("register store", gpu.sms, peers="all")
+    return Estimate(gpu.launch / 2, 0.0, case.memory_bytes / gpu.memory, moving, sync=3 * gpu.signal)

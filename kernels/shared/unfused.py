@@ -27,7 +27,7 @@ from pkt.runtime.world import World
 
 from ..declaration import Call, Form, Launch
 from .checks import aligned, check_tensor
-from .product_rules import Key, gathered, reduced, scattered, unfused_seconds
+from .product_rules import Collective, Key, gathered, reduced, scattered, unfused_seconds
 from .tile_product import finished
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -64,7 +64,7 @@ def gather_forms(all_gather: Callable[..., Any]) -> dict[str, Form]:
 
         return product
 
-    return _forms("all-gather", "(W - 1) |a|", ours, nccl, gathered, sums=False)
+    return _forms("all_gather", "(W - 1) |a|", ours, nccl, gathered, sums=False)
 
 
 def scatter_forms(reduce_scatter: Callable[..., Any]) -> dict[str, Form]:
@@ -87,7 +87,7 @@ def scatter_forms(reduce_scatter: Callable[..., Any]) -> dict[str, Form]:
 
         return product
 
-    return _forms("reduce-scatter", "(W - 1) / W |C|", ours, nccl, scattered, sums=True)
+    return _forms("reduce_scatter", "(W - 1) / W |C|", ours, nccl, scattered, sums=True)
 
 
 def reduce_forms(all_reduce: Callable[..., Any], low_latency: Callable[[int, World], str | None]) -> dict[str, Form]:
@@ -115,7 +115,7 @@ def reduce_forms(all_reduce: Callable[..., Any], low_latency: Callable[[int, Wor
 
         return product
 
-    return _forms("all-reduce", "as all_reduce's of |C|", ours, nccl, reduced, sums=True, agrees=agreed_out)
+    return _forms("all_reduce", "as all_reduce's of |C|", ours, nccl, reduced, sums=True, agrees=agreed_out)
 
 
 def in_place(call: Call) -> bool:
@@ -133,20 +133,22 @@ def agreed_out(call: Call) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------- what they share
 def _forms(
-    collective: str, moves: str, ours: Callable[[Call], Product], nccl: Callable[[Call], Product],
+    collective: Collective, moves: str, ours: Callable[[Call], Product], nccl: Callable[[Call], Product],
     sent: Callable[[Key], float], sums: bool, **more: Any,
 ) -> dict[str, Form]:  # fmt: skip
     """sent: least bytes that leave a GPU. sums: the collective adds. Bias and epilogue round once more each."""
+    name = collective.replace("_", "-")
     return {
         "unfused": Form(
-            _plan(ours), f"cuBLAS and pkt's own {collective}", moves,
+            _plan(ours), f"cuBLAS and pkt's own {name}", moves,
             roundings=lambda size: 4 if sums else 3,
-            space=lambda key, gpu: [UNFUSED], seconds=unfused_seconds("unfused", sent), **more,
+            space=lambda key, gpu: [UNFUSED], seconds=unfused_seconds("unfused", collective, sent), **more,
         ),
         "nccl": Form(
-            _plan(nccl), f"cuBLAS and NCCL's {collective}, through torch.distributed", moves,
+            _plan(nccl), f"cuBLAS and NCCL's {name}, through torch.distributed", moves,
             fits=_lacks_group, gpu=True, roundings=lambda size: size + 3 if sums else 3,
-            space=lambda key, gpu: [NCCL] if nccl_wanted() else [], seconds=unfused_seconds("nccl", sent), **more,
+            space=lambda key, gpu: [NCCL] if nccl_wanted() else [],
+            seconds=unfused_seconds("nccl", collective, sent), **more,
         ),
     }  # fmt: skip
 
@@ -170,9 +172,11 @@ def _plan(make: Callable[[Call], Product]) -> Callable[[Call], Launch]:
 
 
 def _lacks_group(call: Call) -> str:
-    """Why NCCL has no group of this world's ranks; "" where it has. Collective, but remembered where the caller names
-    no form, because one rank may then plan alone."""
+    """Why NCCL has no group of this world's ranks, or is not wanted where the caller names no form; "" where it may
+    run. Collective, but remembered where the caller names no form, because one rank may then plan alone."""
     known, key = call.world.lasting, "pkt.kernels.nccl"
+    if call.asked is None and not nccl_wanted():
+        return "PKT_NCCL=0"
     if call.asked or key not in known:
         try:
             process_group(call.world)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from pkt.wording import dtype_text
 PLAIN_TILE = 3e-6
 """Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
 LIBRARY_TILES = ((128, 256, 64), (128, 128, 64), (64, 64, 64))
-"""cuBLAS is assumed to choose the best of these."""
+SPLITS = (1, 2, 4)
+"""cuBLAS is assumed to choose the best of these tiles, and to cut K into the best of so many parts."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODELLED = ("bf16", "fp16")
 """dtypes that were measured."""
@@ -43,10 +44,13 @@ class Estimate:
     communication: float = 0.0
     exposed: float = 0.0
     sync: float = 0.0
+    correction: float = 0.0
+    """What pkt.model.calibration adds: how much longer the like of it took when it was measured."""
 
     @property
     def total(self) -> float:
-        return self.launch + max(self.compute, self.memory, self.communication) + self.exposed + self.sync
+        longest = max(self.compute, self.memory, self.communication)
+        return self.launch + longest + self.exposed + self.sync + self.correction
 
 
 # ---------------------------------------------------------------------------------------------------- building blocks
@@ -153,6 +157,12 @@ class Product:
         """Operands and result, once each."""
         return float(self.itemsize * (self.M * self.K + self.K * self.N + self.M * self.N))
 
+    @property
+    def memory_bytes_by_parts(self) -> float:
+        """The same where the rows of each rank read the weights once more, as in the plain forms: 2 rows on 2 H200 take
+        twice as long in them as the weights take to be read."""
+        return self.memory_bytes + float(self.itemsize * (self.size - 1) * self.K * self.N)
+
     def seconds(self, gpu: Gpu, plain: bool = False, pieces: int = 1) -> float:
         """Of a tile, or of one of the pieces that it is cut into. plain: of a form in plain Triton."""
         steps = math.ceil(self.K / self.block_k) * self.block_k
@@ -166,16 +176,15 @@ def modelled(key: Mapping[str, Any]) -> bool:
     return dtype_text(key.get("dtype")) in MODELLED and min(key.get(n, 0) for n in ("M", "N", "K", "size")) >= 1
 
 
-def library(key: Mapping[str, Any], gpu: Gpu = H200, moving: float = 0.0, sync: float = 0.0) -> Estimate:
-    """The parts of the time of cuBLAS's product. moving: seconds of a collective before or after it, in a launch of
-    its own; nothing overlaps."""
+def library(key: Mapping[str, Any], gpu: Gpu = H200) -> Estimate:
+    """The parts of the time of cuBLAS's product."""
 
-    def product(tiles: tuple[int, int, int]) -> Estimate:
-        cut = Product.of(key, tiles)
-        return overlapped(tasks=cut.tiles(cut.M), task_seconds=cut.seconds(gpu), memory_bytes=cut.memory_bytes, gpu=gpu)
+    def product(tiles: tuple[int, int, int], parts: int) -> Estimate:
+        cut = Product.of({**key, "K": math.ceil(key["K"] / parts)}, tiles)
+        sums = 2 * 4 * (parts - 1) * cut.M * cut.N / gpu.memory  # fp32, written and read again
+        whole = Product.of(key, tiles).memory_bytes
+        return overlapped(
+            tasks=parts * cut.tiles(cut.M), task_seconds=cut.seconds(gpu), memory_bytes=whole, exposed=sums, gpu=gpu
+        )
 
-    alone = min(map(product, LIBRARY_TILES), key=lambda parts: parts.total)
-    if not moving:
-        return alone
-    exposed = min(max(alone.compute, alone.memory), moving)
-    return replace(alone, launch=2 * gpu.launch, communication=moving, exposed=exposed, sync=sync)
+    return min((product(tiles, parts) for tiles in LIBRARY_TILES for parts in SPLITS), key=lambda e: e.total)

@@ -27,7 +27,7 @@ class Gpu:
     length takes so many times as long, because power limits the clock. l2: loaded from L2 by one SM. memory: read and
     written. link: out of one GPU. signal: one way, to a peer. barrier: of all ranks, inside a kernel. launch: a kernel
     starts, makes descriptors and fills pipelines; without host time. shared: memory of a program. gluon: the Gluon
-    forms run there.
+    forms run there. measured: the rates are this GPU's own.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Gpu:
     launch: float
     shared: int
     gluon: bool
+    measured: bool = False
 
 
 H200 = Gpu(
@@ -57,6 +58,7 @@ H200 = Gpu(
     launch=9e-6,
     shared=232_448,
     gluon=True,
+    measured=True,
 )
 """flops: from the data sheet. slow, l2 and launch: fitted to benchmarks/results/*.json, as are those of cost.py."""
 
@@ -73,7 +75,9 @@ def gluon_lacks(capability: tuple[int, int]) -> str:
 
 def gpu_named(name: str) -> Gpu:
     """The GPU that torch gives this name, with H200's rates; its name says whether the Gluon forms run there."""
-    return replace(H200, name=name, gluon=_SM_90.search(name) is not None and not gluon_lacks((9, 0)))
+    return replace(
+        H200, name=name, measured=name == H200.name, gluon=_SM_90.search(name) is not None and not gluon_lacks((9, 0))
+    )
 
 
 # (mechanism, peers) -> the measured curve by number of programs, and the bytes that a program had in flight.

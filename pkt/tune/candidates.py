@@ -38,16 +38,16 @@ def operator_space(operator: Operator, key: Mapping[str, Any], gpu: Gpu = H200) 
 def estimate(operator: Operator, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu = H200) -> Estimate | None:
     """The parts of a config's predicted time for a key as `operator_space` has it. None where no measurement supports a
     prediction: a dtype other than bf16 and fp16, or a form that declares none."""
-    form = operator.forms.get(config.get("mode", ""))
-    return form.seconds(config, key, gpu) if form and form.seconds and modelled(key) else None
+    return operator.predicted(config, key, gpu) if modelled(key) else None
 
 
 def model_of(operator: Operator) -> Model:
-    """`estimate`'s total, for a config and a key."""
+    """`estimate`'s total, for a config and a key; without its correction, which was fitted to the default settings of
+    each form, and would only put the candidates of one form before those of another."""
 
     def predicted(config: Mapping[str, Any], key: Mapping[str, Any]) -> float | None:
         found = estimate(operator, config, key)
-        return None if found is None else found.total
+        return None if found is None else found.total - found.correction
 
     return predicted
 

@@ -18,15 +18,18 @@ from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.kernels.operator import Operator
 from pkt.model.config import NCCL, Config, nccl_wanted
 from pkt.model.cost import DTYPES, Estimate, library, modelled
-from pkt.model.gpu import H200, gpu_named
+from pkt.model.gpu import H200, Gpu, gpu_named
 from pkt.runtime.world import World, current_world
 from pkt.tune import cache, tables
-from pkt.tune.candidates import estimate, model_of, operator_space, tuned_operators
+from pkt.tune.candidates import estimate, operator_space, tuned_operators
 from pkt.tune.report import milliseconds, text_of
+from pkt.tune.search import Search
 from pkt.wording import dtype_text
 
 CALL = "pkt.explain"
 SIMULATED = "simulated"
+OTHERS = 3
+"""Forms that a reason names beside the one that is taken."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Explanation:
         return [
             *lines,
             f"predicted, ms: launch {parts['launch']} + max({most}) + "
-            f"exposed {parts['exposed']} + sync {parts['sync']}",
+            f"exposed {parts['exposed']} + sync {parts['sync']} + correction {parts['correction']}",
             f"limit: {milliseconds(self.limit)} ms, of the product alone {milliseconds(alone.total)}, "
             f"{nbytes / 1e6:.4g} MB over {H200.link / 1e9:.0f} GB/s {milliseconds(nbytes / H200.link)}",
         ]
@@ -187,10 +190,9 @@ def _found(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) 
         compared.setdefault(min(own, key=lambda c: times[c]), []).append("pkt's fastest measured")
     has_model = gpu == H200.name and modelled(key)
     if has_model:
-        model = model_of(operator)
         own_forms = [c for c in operator_space(operator, key) if c != NCCL]
         if own_forms:
-            first = min(own_forms, key=lambda c: model(c, key) or math.inf)
+            first = min(own_forms, key=lambda c: found.total if (found := estimate(operator, c, key)) else math.inf)
             compared.setdefault(first, []).append("pkt's fastest by the model")
     if "nccl" in operator.forms:
         compared.setdefault(NCCL, []).append("NCCL + cuBLAS")
@@ -225,10 +227,39 @@ def _taken(operator: Operator, key: dict[str, Any], gpu: str, kept: Mapping[str,
         else:
             first = "the fastest" if tabled == search.best else "the fastest that this case can take,"
         where = f"{source['file']} of commit {source['commit']}, {source['date']}"
-        return tabled, f"{passed}{first} measured for {there}, {where}"
-    missing = f"no table for {key['size']} x {gpu} in {key['dtype']} has a shape within {tables.FARTHEST} doublings"
+        return tabled, f"{passed}{first} measured for {there}, {where}{_measured(search, tabled, distance)}"
     own = Config(**operator.choose(key, gpu_named(gpu)))
-    return own, f"{passed or 'nothing tuned here, '}{missing}: the operator's own rule"
+    return own, passed + reason(operator, key, gpu_named(gpu), own["mode"])
+
+
+def reason(operator: Operator, key: Mapping[str, Any], gpu: Gpu, mode: str) -> str:
+    """Why an operator takes the form `mode` by its own rule, in a sentence."""
+    found, call = operator.forecast(key, gpu), operator.describe(key, gpu)
+    others = [name for name in found.seconds if name != mode and not operator.forms[name].fits(call)][:OTHERS]
+    if mode not in found.seconds:
+        return f"{mode}: nothing is predicted for its forms"
+    if not modelled(key) or not gpu.measured:
+        return f"{mode}, the safe form: {found.doubt}"
+    times = ", ".join(f"{name} {spoken(found.seconds[name])}" for name in others)
+    said = f"{mode}: predicted {spoken(found.seconds[mode])}" + (f"; {times}" if times else "")
+    return f"{said}; {found.doubt}" if found.doubt else said
+
+
+def _measured(search: Search, config: Config, distance: float) -> str:
+    """The measured times behind a choice for a shape that was measured: of the form, and of the fastest others."""
+    times: dict[str, float] = {}
+    for candidate in search.candidates:
+        if not distance and candidate.time is not None:
+            times.setdefault(candidate.config["mode"], candidate.time)
+    if config["mode"] not in times:
+        return ""
+    others = [f"{mode} {spoken(seconds)}" for mode, seconds in times.items() if mode != config["mode"]]
+    return f": {config['mode']} {spoken(times[config['mode']])}; " + ", ".join(others[:OTHERS])
+
+
+def spoken(seconds: float) -> str:
+    """Such as "94 us" or "2.31 ms"."""
+    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
 
 
 def _sent(operator: Operator, key: Mapping[str, Any]) -> float:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from pkt.kernels.operator import Operator
+from pkt.model import calibration
 from pkt.model.config import NCCL, Config, nccl_wanted
 from pkt.model.gpu import H200
-from pkt.tune.candidates import model_of
+from pkt.tune.candidates import estimate, model_of
 from pkt.tune.search import Candidate, Search
 from pkt.wording import dtype_text
 
@@ -57,7 +58,8 @@ def nearest(operator: Operator, key: Mapping[str, Any], gpu: str, size: int) -> 
 
     A shape that was measured gets its fastest config. Another shape gets the config for which the time measured there,
     times the model's ratio of here to there, is least: as `carried` over, or its mode alone if the form settles its
-    settings for every shape. tests/tune/test_exhaustive.py says how far that is from the best.
+    settings for every shape; and None if the model expects another form to be faster by more than its error.
+    tests/tune/test_exhaustive.py says how far that is from the best.
     """
     found = near(operator, key, gpu, size)
     if found is None:
@@ -75,6 +77,10 @@ def nearest(operator: Operator, key: Mapping[str, Any], gpu: str, size: int) -> 
     if not distance:
         return taken[0].config
     best = carried(operator, min(taken, key=expected).config)
+    here, forms = estimate(operator, best, case), operator.forecast(case, H200).seconds
+    fastest = min(seconds for mode, seconds in forms.items() if mode in modes)
+    if here is not None and here.total > fastest * (1 + calibration.error(operator.name, best["mode"])):
+        return None
     return Config(mode=best["mode"]) if operator.forms[best["mode"]].settles else best
 
 

@@ -139,6 +139,8 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         handed_in=None,
         capturing=False,
         kernels=kernels,
+        backend=SimpleNamespace(gpu="NVIDIA H200"),
+        group="of torch",
         span=range(0),
     )
 

@@ -8,9 +8,11 @@ import torch
 
 import pkt
 from pkt.errors import DtypeError, ShapeError
+from pkt.kernels import operator as registry
 from pkt.kernels.declaration import Call
+from pkt.kernels.forecast import SAFE
 from pkt.kernels.operator import Operator
-from pkt.kernels.shared import gluon_fits
+from pkt.kernels.shared import gluon_fits, unfused
 from pkt.model.config import NCCL, UNFUSED, Config
 from pkt.model.cost import library
 from pkt.model.gpu import H200
@@ -126,7 +128,9 @@ def test_choose_says_what_a_call_takes(what, gluon, shape, dtype, monkeypatch):
     if gluon:
         monkeypatch.setattr(gluon_fits, "missing_anywhere", lambda world: "")
         monkeypatch.setattr(Call, "on_gpu", True)
-        monkeypatch.setattr(Operator, "_tuned", lambda self, call: {})
+        monkeypatch.setattr(Operator, "_tuned", lambda self, call, key: {})
+        monkeypatch.setattr(registry, "gpu_named", lambda name: H200)
+        monkeypatch.setattr(unfused, "process_group", lambda world: None)
 
     def planned(self, call, form):
         raise Planned({"mode": call.mode, **call.settings})
@@ -144,8 +148,8 @@ def test_choose_says_what_a_call_takes(what, gluon, shape, dtype, monkeypatch):
         {"M": M, "N": N, "K": K, "dtype": dtype_text(dtype), "size": size}, H200 if gluon else None
     )
     assert pkt.launch(main, ranks=size, device="cpu", sms=H200.sms) == [found] * size
-    assert found["mode"] == "unfused" or {"mode", "tiles"} <= set(found)
-    assert (found["mode"] == "unfused") == (what == "matmul_all_reduce" and gluon and M <= 1024)
+    assert (found["mode"] in SAFE) != ({"mode", "tiles"} <= set(found))
+    assert found["mode"] not in SAFE or gluon, "in the simulator the fused form is the default"
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -188,9 +192,25 @@ def test_few_rows_are_not_fused_with_their_all_reduce():
     found = explain("gemm_ar", M=16, N=8192, K=7168)
     assert found.config == UNFUSED
     assert found.rows[0].predicted == estimate(OPERATORS["matmul_all_reduce"], UNFUSED, found.key)
-    assert "the operator's own rule" in found.why
-    assert "NCCL + cuBLAS takes 1.13 times as long, as predicted" in str(found)
-    assert explain("gemm_ar", M=1024, N=8192, K=7168).config["mode"] == "gluon"
+    assert found.why.startswith("unfused: predicted 4")
+    assert "; nccl 5" in found.why
+    assert "NCCL + cuBLAS takes 1.14 times as long, as predicted" in str(found)
+    many = explain("gemm_ar", M=1024, N=8192, K=7168)
+    assert many.config["mode"] == "gluon"
+    assert many.why.startswith("gluon: predicted 2")
+    assert "unfused 2" in many.why
+    assert "doublings" not in many.why
+
+
+def test_a_reason_says_what_is_not_known():
+    found = explain("gemm_ar", M=1024, N=8192, K=28672)
+    assert "M = 1024, N = 8192, K = 28672 on 4 ranks is 1.5 doublings from the nearest measured shape" in found.why
+    far = explain("gemm_ar", **FAR)
+    assert far.config == UNFUSED
+    assert far.why.endswith("; M = 64, N = 64, K = 64 on 4 ranks is far from every measured shape")
+    assert explain("gemm_ar", **FAR, dtype="fp32").why == "unfused, the safe form: nothing was measured in fp32"
+    odd = explain("gemm_ar", M=1024, N=8191, K=7168).why
+    assert "gluon" not in odd, "which cannot run there"
 
 
 def test_gpus_and_dtypes_without_a_model_have_no_prediction():
@@ -198,7 +218,7 @@ def test_gpus_and_dtypes_without_a_model_have_no_prediction():
         found = explain("gemm_rs", **NEAR, **more)
         assert found.limit is None
         assert "nothing predicted" in str(found)
-        assert "the operator's own rule" in found.why
+        assert found.why.startswith("unfused, the safe form: nothing was measured")
         assert set(rows_of(found)) == {"taken", "NCCL + cuBLAS"}
 
 
@@ -211,7 +231,7 @@ def test_an_operator_without_candidates_and_baseline(monkeypatch):
     found = explain("other", **NEAR)
     assert found.config["mode"] == "lcsc"
     assert [row.names for row in found.rows] == [("taken",)]
-    assert "the operator's own rule" in found.why
+    assert found.why == "lcsc: nothing is predicted for its forms"
 
 
 # --------------------------------------------------------------------------------------------------------------- input

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 import pkt
-from benchmarks import tuned
+from benchmarks import calibrate, tuned
 from pkt.model.config import NCCL, Config
 from pkt.model.gpu import H200
 from pkt.tune import RecordedTimer, cache, choice, tables, tune
@@ -23,7 +23,10 @@ def written():
 
 
 def test_tables_agree_with_the_results(written):
-    assert set(written) == {*(tuned.ROOT / "kernels").rglob("*.json"), *(tuned.ROOT / "pkt").rglob("*.json")}
+    assert {*written, calibrate.FILE} == {
+        *(tuned.ROOT / "kernels").rglob("*.json"),
+        *(tuned.ROOT / "pkt").rglob("*.json"),
+    }
     for path, content in written.items():
         assert path.read_text() == content, f"{path} is stale: python -m benchmarks.tuned"
 
@@ -106,7 +109,13 @@ def test_a_measured_shape_gets_its_own_config(what):
 
 
 @pytest.fixture
-def two_cases(monkeypatch):
+def without_objection(monkeypatch):
+    """The model lets every table pass."""
+    monkeypatch.setattr(tables.calibration, "error", lambda operator, mode: math.inf)
+
+
+@pytest.fixture
+def two_cases(monkeypatch, without_objection):
     """Two shapes, of each a config for itself only."""
     found = []
     for N in (4096, 8192):
@@ -161,7 +170,7 @@ def test_settings_right_for_one_shape_only_are_left_to_the_operator():
     assert carried("matmul_all_reduce", lcsc) == lcsc
 
 
-def test_times_are_carried_over_by_the_model(monkeypatch):
+def test_times_are_carried_over_by_the_model(monkeypatch, without_objection):
     """Where the links were the limit more programs pushed; where they are not, fewer are better."""
     case = {**key(4096, 1024, 4096), "size": 4}
     configs = [Config(mode="push", num_comm_sms=n, chunk=512, tiles=(128, 256, 64, 8, 8, 3)) for n in (24, 4)]
@@ -170,6 +179,19 @@ def test_times_are_carried_over_by_the_model(monkeypatch):
     monkeypatch.setattr(tables, "measured", lambda _: (search,))
     found = [tables.nearest(OPERATORS["all_gather_matmul"], key(4096, N, 4096), H200.name, 4) for N in (1024, 2800)]
     assert found == configs
+
+
+def test_a_form_that_the_model_expects_to_be_slower_is_not_carried_over(monkeypatch):
+    """The table has nothing but a slow form: that is a fact for its shape, but not beside it."""
+    case, slow = key(4096, 4096, 1024), Config(mode="inbox", tiles=(128, 256, 64, 8, 8, 3))
+    candidates = (Candidate(slow, 1e-4, (1e-4,) * 3),)
+    there = {**case, "dtype": "bf16", "size": 4, "gpu": H200.name}
+    search = Search("matmul_reduce_scatter", there, candidates, slow, 0.0)
+    monkeypatch.setattr(tables, "measured", lambda _: (search,))
+    assert taken(4096, 4096, 1024) == slow
+    assert taken(4096, 4096, 1032) is None
+    monkeypatch.setattr(tables.calibration, "error", lambda operator, mode: 1.0)
+    assert taken(4096, 4096, 1032) == slow
 
 
 def test_too_far_and_other_cases_have_none():

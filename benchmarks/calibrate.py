@@ -1,0 +1,349 @@
+"""Fit the cost model's constants to the committed results, and say how good the choices are that follow.
+
+    python -m benchmarks.calibrate            # write pkt/model/calibrated.json, print the regret
+    python -m benchmarks.calibrate --check    # print the regret of the committed file, write nothing
+
+Times: the zoo's (benchmarks/results/zoo_*.json), and those of the operators' own benchmarks at default settings. A
+product is the matrix of weights that all ranks share, by its two sides. Every third product is held out: the fit sees
+neither its times nor its shapes. The regret of a shape is the time of the form that the operator takes there, by the
+rule and the tables that ship, divided by that of the fastest form that was measured there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks._harness import RESULTS
+from benchmarks.tuned import ROOT, source, text
+from pkt.kernels.all_gather_matmul.rules import push_plan
+from pkt.kernels.shared.gluon_fits import TILES
+from pkt.model import calibration
+from pkt.model.cost import library
+from pkt.model.gpu import H200
+from pkt.tune import tables
+from pkt.tune.candidates import tuned_operators
+
+FILE = ROOT / "pkt" / "model" / "calibrated.json"
+OPERATORS = tuned_operators()
+KNOTS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+"""M at which the factor of a form is fitted; in between, logarithms are interpolated."""
+OFFSETS = tuple(n * 1e-6 for n in range(-8, 21))
+"""Candidates for the seconds that a form takes beside those of the model."""
+STIFF, SHRINK, LATE = 0.3, 0.05, 0.05 / 1e-6
+"""How much a step of the curve of factors costs, a factor other than 1, and a second of offset, against a relative
+error of 1."""
+HELD_OUT = 3
+"""Of so many products one is held out."""
+
+PRODUCT = "cuBLAS alone"
+"""No form: the product without its collective."""
+VARIANTS = {
+    PRODUCT: PRODUCT,
+    "NCCL + cuBLAS": "nccl", "pkt unfused": "unfused", "pkt gluon": "gluon", "pkt lcsc": "lcsc",
+    "pkt push, 16 SMs, 128x256": "push", "pkt push, 16 SMs, chunks of 256": "push", "pkt copy, 128x256": "copy",
+    "pkt add, 128x256": "add", "pkt inbox, 128x256": "inbox",
+}  # fmt: skip
+"""Variants of the operators' benchmarks that have the default settings of their form."""
+COLLECTIVES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
+
+
+class Shape(NamedTuple):
+    """What was measured: the product (M, K) @ (K, N) of each of `size` ranks; layout: how A is
+    sharded, by "rows" or "columns". weights: how they are stored, which no choice depends on."""
+
+    operator: str
+    M: int
+    N: int
+    K: int
+    size: int
+    layout: str = "rows"
+    weights: str = "row-major"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """As `Tuning.key` has it."""
+        shard = {"shard": self.layout} if self.layout != "rows" else {}
+        return {"M": self.M, "N": self.N, "K": self.K, **shard, "dtype": "bf16", "size": self.size}
+
+    @property
+    def product(self) -> tuple[int, int]:
+        """The two sides of the weights of all ranks, the shorter first."""
+        gathers = self.operator == "all_gather_matmul"
+        N, K = (self.N * self.size, self.K) if gathers else (self.N, self.K * self.size)
+        return min(N, K), max(N, K)
+
+
+Times = Mapping[Shape, Mapping[str, float]]
+"""Shape -> form -> seconds."""
+
+
+# ------------------------------------------------------------------------------------------------------ measurements
+def measured() -> tuple[dict[Shape, dict[str, float]], list[Path]]:
+    """Every measured shape, and the files. The zoo's times count before those of an operator's own benchmark."""
+    found: dict[Shape, dict[str, float]] = {}
+    paths = []
+    for operator in OPERATORS:
+        for ranks in (4, 3, 2):
+            path = RESULTS / (f"{operator}.json" if ranks == 4 else f"{operator}_{ranks}.json")
+            if path.exists():
+                paths.append(path)
+                for row in json.loads(path.read_text())["measured"]:
+                    shape = _shape(operator, row["case"], ranks)
+                    form = _form(shape, row["variant"])
+                    if form and "ms" in row:
+                        found.setdefault(shape, {})[form] = row["ms"] / 1e3
+    for path in sorted(RESULTS.glob("zoo_*.json")):
+        from benchmarks.zoo import measured as of_zoo
+
+        paths.append(path)
+        for key, variants in of_zoo(path).items():
+            forms = {v.removeprefix("pkt "): ms / 1e3 for v, ms in variants.items() if v.startswith(("pkt ", PRODUCT))}
+            known = {PRODUCT, *OPERATORS[key[0]].forms}
+            found.setdefault(Shape(*key[:5], "rows", key[5]), {}).update({f: t for f, t in forms.items() if f in known})
+    return found, paths
+
+
+def _shape(operator: str, case: str, size: int) -> Shape:
+    """Of a case "N = 4096" or "M = 16" of an operator's benchmark."""
+    axis, length = case.split(" = ")
+    n = int(length)
+    if axis == "N":
+        gathers = operator == "all_gather_matmul"
+        return Shape(operator, n, n // size if gathers else n, n if gathers else n // size, size, "rows")
+    if operator == "all_gather_matmul":
+        return Shape(operator, n, 28672 // size, 8192, size, "columns")
+    return Shape(operator, n, 8192, 28672 // size, size, "rows")
+
+
+def _form(shape: Shape, variant: str) -> str | None:
+    """The form whose default settings a variant has."""
+    if variant in ("pkt gluon, copied", "pkt gluon, pushed"):
+        plan = push_plan(shape.M // shape.size, shape.N, shape.K, shape.size, TILES, H200.sms)
+        return "gluon" if variant.endswith("pushed" if plan.num_comm_sms else "copied") else None
+    return VARIANTS.get(variant)
+
+
+def collectives() -> tuple[dict[str, Any], list[Path]]:
+    """Points (bytes that leave a GPU, seconds) of each collective, by whose it is and the number of ranks. Two ranks'
+    count for fewer bytes than more ranks were measured with."""
+    found: dict[str, Any] = {name: {"pkt": {}, "nccl": {}} for name in COLLECTIVES}
+    paths = []
+    for ranks in (2, 3, 4):
+        path = RESULTS / ("collectives.json" if ranks == 4 else f"collectives_{ranks}.json")
+        paths.append(path)
+        rows = [row for row in json.loads(path.read_text())["measured"] if "ms" in row and "+" not in row["case"]]
+        for name, spoken in COLLECTIVES.items():
+            for whose, variant in (("pkt", "pkt default"), ("nccl", "NCCL")):
+                points = {
+                    int(row["bytes"]): row["ms"] / 1e3
+                    for row in rows
+                    if row["variant"] == variant and row["case"].startswith(spoken) and "columns" not in row["case"]
+                }
+                if points:
+                    fewer = {int(n): t for n, t in found[name][whose].get("2", ()) if n < min(points)}
+                    found[name][whose][str(ranks)] = [[n, _round(t)] for n, t in sorted((fewer | points).items())]
+    return found, paths
+
+
+# --------------------------------------------------------------------------------------------------------------- fit
+def split(times: Times) -> tuple[dict[Shape, Mapping[str, float]], dict[Shape, Mapping[str, float]]]:
+    """The shapes to fit to, and those that are held out."""
+    products = sorted({shape.product for shape in times})
+    out = set(products[1::HELD_OUT])
+    return tuple({s: t for s, t in times.items() if (s.product in out) == held} for held in (False, True))  # type: ignore
+
+
+@contextlib.contextmanager
+def instead(table: Mapping[str, Any]) -> Iterator[None]:
+    """The model takes `table` for calibrated.json."""
+    before = calibration.calibrated
+    calibration.calibrated = lambda: table  # type: ignore[assignment]
+    tables.measured.cache_clear()
+    try:
+        yield
+    finally:
+        calibration.calibrated = before
+        tables.measured.cache_clear()
+
+
+def fitted(times: Times, curves: Mapping[str, Any]) -> dict[str, Any]:
+    """calibrated.json without its sources. curves: of the collectives."""
+    alone = [(s.M, library(s.key).total, forms[PRODUCT], 1.0) for s, forms in times.items() if PRODUCT in forms]
+    table: dict[str, Any] = {
+        "collectives": curves, "product": _curve(alone) if alone else None, "forms": {}, "error": {}, "known": {},
+    }  # fmt: skip
+    points: dict[tuple[str, str, str], list[tuple[float, float, float, float]]] = {}
+    with instead(table):
+        for shape, forms in times.items():
+            forms = without_product(forms)
+            best = min(forms.values(), default=0.0)
+            for form, seconds in forms.items():
+                guess = _predicted(shape, form)
+                if guess is not None:
+                    point = (shape.M, guess, seconds, best / seconds)
+                    points.setdefault((shape.operator, shape.layout, form), []).append(point)
+    for (operator, layout, form), some in points.items():
+        table["forms"].setdefault(operator, {}).setdefault(layout, {})[form] = _curve(some)
+    for operator in OPERATORS:
+        for layout in ("rows", "columns"):
+            products = _products(s for s in times if (s.operator, s.layout) == (operator, layout))
+            if products:
+                table["known"].setdefault(operator, {})[layout] = products
+    return table
+
+
+def _predicted(shape: Shape, form: str) -> float | None:
+    found = OPERATORS[shape.operator].predicted({"mode": form}, shape.key, H200)
+    return None if found is None else found.total
+
+
+def without_product(forms: Mapping[str, float]) -> dict[str, float]:
+    return {form: seconds for form, seconds in forms.items() if form != PRODUCT}
+
+
+def _curve(points: Sequence[tuple[float, float, float, float]]) -> dict[str, Any]:
+    """The offset and the factors that fit best. points: M, predicted and measured seconds, weight."""
+    M, guess, seconds, weight = (np.array(column, float) for column in zip(*points))
+    at, knots = np.log(np.clip(M, KNOTS[0], KNOTS[-1])), np.log(KNOTS)
+    hats = np.stack([np.interp(at, knots, np.eye(len(KNOTS))[i]) for i in range(len(KNOTS))], axis=1)
+    steps = np.diff(np.eye(len(KNOTS)), axis=0)  # level where nothing was measured
+    best: tuple[float, float, Any] | None = None
+    for offset in OFFSETS:
+        if offset >= 0.8 * seconds.min():
+            continue
+        wanted = np.log((seconds - offset) / guess)
+        left = np.concatenate([hats * weight[:, None], STIFF * steps, SHRINK * np.eye(len(KNOTS))])
+        right = np.concatenate([wanted * weight, np.zeros(len(left) - len(wanted))])
+        curve = np.linalg.lstsq(left, right, rcond=None)[0]
+        off = np.log((offset + np.exp(hats @ curve) * guess) / seconds) * weight
+        loss = float(off @ off + ((left[len(off) :] @ curve) ** 2).sum() + (LATE * offset) ** 2)
+        if best is None or loss < best[0]:
+            best = loss, offset, curve
+    assert best is not None
+    _, offset, curve = best
+    factor = [[n, round(float(math.exp(c)), 4)] for n, c in zip(KNOTS, curve)]
+    return {"offset": _round(offset), "factor": factor}
+
+
+def _products(shapes: Iterator[Shape]) -> list[list[int]]:
+    """(ranks, N, K, least M, greatest M) of each product."""
+    rows: dict[tuple[int, int, int], list[int]] = {}
+    for shape in shapes:
+        rows.setdefault((shape.size, shape.N, shape.K), []).append(shape.M)
+    return [[*product, min(of), max(of)] for product, of in sorted(rows.items())]
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+# ------------------------------------------------------------------------------------------------------------ regret
+class Regret(NamedTuple):
+    """Of a shape: the form taken, the fastest, and the ratio of their times; known: the model is trusted there."""
+
+    shape: Shape
+    taken: str
+    fastest: str
+    ratio: float
+    known: bool
+
+
+def taken(shape: Shape, forms: Mapping[str, float]) -> str:
+    """The form that an operator takes on H200s, of those that were measured."""
+    operator, key = OPERATORS[shape.operator], shape.key
+    tabled = None if "shard" in key else tables.nearest(operator, key, H200.name, shape.size)
+    if tabled is not None and tabled["mode"] in forms:
+        return tabled["mode"]
+    return next(form for form in operator.forecast(key, H200).order if form in forms)
+
+
+def regrets(times: Times) -> list[Regret]:
+    """Of every shape with two forms or more."""
+    found = []
+    for shape, forms in ((shape, without_product(forms)) for shape, forms in times.items()):
+        if len(forms) > 1:
+            mode, best = taken(shape, forms), min(forms, key=lambda form: forms[form])
+            known = not calibration.trust(shape.operator, shape.key, H200)[0]
+            found.append(Regret(shape, mode, best, forms[mode] / forms[best], known))
+    return found
+
+
+def off(times: Times) -> dict[str, dict[str, float]]:
+    """For each operator and form the share that nine of ten predictions are off by at most, against that of cuBLAS and
+    pkt's own collective."""
+    found: dict[str, dict[str, list[float]]] = {operator: {} for operator in OPERATORS}
+    for shape, forms in ((shape, without_product(forms)) for shape, forms in times.items()):
+        if "unfused" in forms:
+            ratios = {form: (_predicted(shape, form) or math.nan) / seconds for form, seconds in forms.items()}
+            for form, ratio in ratios.items():
+                found[shape.operator].setdefault(form, []).append(abs(math.log(ratio / ratios["unfused"])))
+    return {
+        operator: {form: round(float(np.quantile(some, 0.9)), 3) for form, some in forms.items()}
+        for operator, forms in found.items()
+    }
+
+
+def summary(found: list[Regret]) -> str:
+    """Count, mean and worst."""
+    if not found:
+        return "no shapes"
+    ratios = [regret.ratio for regret in found]
+    exact = sum(regret.taken == regret.fastest for regret in found)
+    return (
+        f"{len(found)} shapes, regret mean {statistics.fmean(ratios):.4f}, worst {max(ratios):.3f}; "
+        f"the fastest form taken in {exact}"
+    )
+
+
+def lines(times: Times, worst: int = 12) -> list[str]:
+    """The regret as text: held out and fitted, by operator and layout, and the worst shapes that were held out."""
+    said = []
+    for name, some in zip(("fitted", "held out"), split(times)):
+        found = regrets(some)
+        said.append(f"{name}: {summary(found)}")
+        parts: dict[str, list[Regret]] = {}
+        for regret in found:
+            parts.setdefault(f"{regret.shape.operator}, {regret.shape.layout}", []).append(regret)
+        said += [f"    {part}: {summary(parts[part])}" for part in sorted(parts)]
+    for r in sorted(found, key=lambda r: -r.ratio)[:worst]:
+        forms = ", ".join(f"{form} {1e6 * seconds:.1f}" for form, seconds in times[r.shape].items())
+        far = "" if r.known else ", far from all that was fitted"
+        said.append(f"  {r.ratio:.3f} {r.shape}: {r.taken}, not {r.fastest}{far} (us: {forms})")
+    return said
+
+
+def calibrated() -> dict[str, Any]:
+    """The content of calibrated.json, from the committed results."""
+    times, files = measured()
+    curves, more = collectives()
+    fit, held = split(times)
+    table = fitted(fit, curves)
+    with instead(table):
+        table["error"] = off(held)
+    records = {path: json.loads(path.read_text()) for path in (*files, *more)}
+    return {"gpu": H200.name, "sources": [source(record, path) for path, record in records.items()], **table}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    if not parser.parse_args(arguments).check:
+        table = calibrated()
+        FILE.write_text(text(table) + "\n")
+        calibration.calibrated.cache_clear()
+        print(f"written: {FILE.relative_to(ROOT)}")
+    print("\n".join(lines(measured()[0])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

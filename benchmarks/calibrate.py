@@ -232,7 +232,7 @@ def _curve(points: Sequence[tuple[float, float, float, float]]) -> dict[str, Any
     assert best is not None
     _, offset, curve = best
     factor = [[n, round(float(math.exp(c)), 4)] for n, c in zip(KNOTS, curve)]
-    return {"offset": _round(offset), "factor": factor}
+    return {"offset": _round(offset), "rows": [int(M.min()), int(M.max())], "factor": factor}
 
 
 def _products(shapes: Iterator[Shape]) -> list[list[int]]:

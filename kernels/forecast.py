@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pkt.model import calibration
-from pkt.model.cost import Estimate, modelled
+from pkt.model.cost import Estimate, library, modelled
 from pkt.model.gpu import Gpu
 
 from .declaration import Form
@@ -42,6 +43,8 @@ def forecast(operator: str, forms: Mapping[str, Form], key: Mapping[str, Any], g
     if doublings:
         first, second = SAFE  # the first where they are even, because it is not slower in nearly all that was measured
         handicaps |= {first: 0.0, second: calibration.error(operator, second)}
+    if key["size"] < 2:
+        handicaps[SAFE[1]] = math.inf  # nobody to communicate with
     fastest_first = {name: seconds[name] for name in sorted(seconds, key=lambda name: (seconds[name], name))}
     order = sorted(fastest_first, key=lambda name: (1.0 + handicaps[name]) * seconds[name])
     return Forecast(fastest_first, (*order, *(name for name in forms if name not in seconds)), doubt)
@@ -55,4 +58,6 @@ def predicted(
     if form.seconds is None:
         return None
     found = form.seconds(config, key, gpu)
+    if not found.compute:  # a form for few rows says nothing of its tensor cores: with many they are the limit
+        found = replace(found, compute=library(key, gpu).compute)
     return calibration.corrected(operator, name, key, found) if modelled(key) else found

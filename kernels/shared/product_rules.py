@@ -178,11 +178,3 @@ def unfused_seconds(mode: str, collective: Collective, sent: Callable[[Key], flo
         return replace(alone, communication=moving, exposed=exposed)
 
     return seconds
-
-
-def few_rows_seconds(key: Key, gpu: Gpu, sent: float) -> Estimate:
-    """The time of a form that reads the weights once, at the rate of memory, while the rows travel. sent: bytes that
-    leave a GPU. What travels comes after a signal, and what is left to do when it has come takes about as long."""
-    case = Product.of(key, (16, 64, 256))
-    moving = sent / link_rate("register store", gpu.sms, peers="all")
-    return Estimate(gpu.launch / 2, 0.0, case.memory_bytes / gpu.memory, moving, sync=3 * gpu.signal)

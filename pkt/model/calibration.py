@@ -5,7 +5,8 @@ calibrated.json is written by benchmarks/calibrate.py and names its sources. It 
 collectives: seconds of a collective that follows or precedes a product, by the bytes that leave a GPU: points of NCCL's
     and of pkt's own, by the number of ranks.
 product: how measured times of cuBLAS's products differ from those of `pkt.model.cost.library`:
-    measured = offset + factor(M) * predicted, where the factor is a curve through points (M, factor).
+    measured = offset + factor(M) * predicted, where the factor is a curve through points (M, factor); rows: the least
+    and the greatest M.
 forms: for each operator, layout of its operands and form, how measured times differ from those of its `seconds`:
     in the same way. For those that consist of a product and a collective that comes on top.
 error: for each operator and form, the share by which nine of ten predictions of its time against that of cuBLAS and
@@ -95,9 +96,13 @@ def error(operator: str, mode: str) -> float:
 
 def handicap(operator: str, mode: str, key: Mapping[str, Any], doublings: float) -> float:
     """The share by which a form has to be expected to be faster than one without a handicap, so many `doublings`, see
-    `trust`, from what was measured. A form that was not measured at all has one everywhere."""
-    if mode not in calibrated()["forms"].get(operator, {}).get(layout_of(key), {}):
+    `trust`, from what was measured. More where the form itself was measured with fewer rows, or not at all."""
+    curve = calibrated()["forms"].get(operator, {}).get(layout_of(key), {}).get(mode)
+    if curve is None:
         doublings += 1.0
+    else:
+        least, most = curve["rows"]
+        doublings += max(0.0, math.log2(key["M"] / most), math.log2(least / key["M"]))
     return error(operator, mode) * doublings if doublings else 0.0
 
 

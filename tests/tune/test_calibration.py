@@ -129,7 +129,7 @@ def test_a_fit_finds_what_was_put_in():
 # ---------------------------------------------------------------------------------------------------------- the model
 @pytest.fixture
 def table():
-    curve = {"offset": 2e-6, "factor": [[1, 2.0], [4, 1.0]]}
+    curve = {"offset": 2e-6, "rows": [2, 512], "factor": [[1, 2.0], [4, 1.0]]}
     points = {"2": [[1000, 10e-6], [2000, 12e-6]], "8": [[1000, 30e-6]]}
     content = {
         "collectives": {"all_gather": {"pkt": points}},
@@ -190,10 +190,12 @@ def test_the_model_is_trusted_less_with_every_doubling(table):
     assert trust(N=1024 << 5)[0] == trust(dtype="fp32")[0] == trust(gpu_named("NVIDIA B200"))[0] == math.inf
     assert "far from every measured shape" in trust(N=1024 << 5)[1]
 
-    def handicap(mode, doublings):
-        return calibration.handicap("op", mode, key(), doublings)
+    def handicap(mode, doublings, **more):
+        return calibration.handicap("op", mode, key(**more), doublings)
 
     assert handicap("fast", 0.0) == 0
+    assert handicap("fast", 0.0, M=2048) == handicap("fast", 2.0)
+    assert handicap("fast", 0.0, M=1) == handicap("fast", 1.0)
     assert handicap("fast", 2.0) == pytest.approx(0.2)
     assert handicap("new", 0.0) == calibration.UNMEASURED, "a form that was not measured has to be far ahead"
     assert handicap("fast", math.inf) == math.inf

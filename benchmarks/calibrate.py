@@ -39,9 +39,9 @@ KNOTS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 """M at which the factor of a form is fitted; in between, logarithms are interpolated."""
 OFFSETS = tuple(n * 1e-6 for n in range(-8, 21))
 """Candidates for the seconds that a form takes beside those of the model."""
-STIFF, SHRINK, LATE = 0.3, 0.05, 0.05 / 1e-6
-"""How much a step of the curve of factors costs, a factor other than 1, and a second of offset, against a relative
-error of 1."""
+STIFF, SHRINK, TURN, LATE = 0.3, 0.05, 1.0, 0.05 / 1e-6
+"""How much a step of the curve of factors costs, a factor other than 1, an exponent other than 0, and a second of
+offset, against a relative error of 1."""
 HELD_OUT = 3
 """Of so many products one is held out."""
 
@@ -178,11 +178,11 @@ def instead(table: Mapping[str, Any]) -> Iterator[None]:
 
 def fitted(times: Times, curves: Mapping[str, Any]) -> dict[str, Any]:
     """calibrated.json without its sources. curves: of the collectives."""
-    alone = [(s.M, library(s.key).total, forms[PRODUCT], 1.0) for s, forms in times.items() if PRODUCT in forms]
+    alone = [Point(s, library(s.key).total, forms[PRODUCT]) for s, forms in times.items() if PRODUCT in forms]
     table: dict[str, Any] = {
         "collectives": curves, "product": _curve(alone) if alone else None, "forms": {}, "error": {}, "known": {},
     }  # fmt: skip
-    points: dict[tuple[str, str, str], list[tuple[float, float, float, float]]] = {}
+    points: dict[tuple[str, str, str], list[Point]] = {}
     with instead(table):
         for shape, forms in times.items():
             forms = without_product(forms)
@@ -190,7 +190,7 @@ def fitted(times: Times, curves: Mapping[str, Any]) -> dict[str, Any]:
             for form, seconds in forms.items():
                 guess = _predicted(shape, form)
                 if guess is not None:
-                    point = (shape.M, guess, seconds, best / seconds)
+                    point = Point(shape, guess, seconds, best / seconds)
                     points.setdefault((shape.operator, shape.layout, form), []).append(point)
     for (operator, layout, form), some in points.items():
         table["forms"].setdefault(operator, {}).setdefault(layout, {})[form] = _curve(some)
@@ -211,28 +211,44 @@ def without_product(forms: Mapping[str, float]) -> dict[str, float]:
     return {form: seconds for form, seconds in forms.items() if form != PRODUCT}
 
 
-def _curve(points: Sequence[tuple[float, float, float, float]]) -> dict[str, Any]:
-    """The offset and the factors that fit best. points: M, predicted and measured seconds, weight."""
-    M, guess, seconds, weight = (np.array(column, float) for column in zip(*points))
+class Point(NamedTuple):
+    """A form at a shape: predicted and measured seconds, and how much it counts."""
+
+    shape: Shape
+    guess: float
+    seconds: float
+    weight: float = 1.0
+
+
+def _curve(points: Sequence[Point]) -> dict[str, Any]:
+    """The offset, the factors by M and the exponents of N and K that fit best."""
+    guess, seconds, weight = (np.array(column) for column in list(zip(*points))[1:])
+    M, N, K = (np.array([getattr(point.shape, side) for point in points], float) for side in "MNK")
     at, knots = np.log(np.clip(M, KNOTS[0], KNOTS[-1])), np.log(KNOTS)
-    hats = np.stack([np.interp(at, knots, np.eye(len(KNOTS))[i]) for i in range(len(KNOTS))], axis=1)
-    steps = np.diff(np.eye(len(KNOTS)), axis=0)  # level where nothing was measured
+    hats = [np.interp(at, knots, unit) for unit in np.eye(len(KNOTS))]
+    terms = np.stack([*hats, np.log(N / calibration.SIDE), np.log(K / calibration.SIDE)], axis=1)
+    steps = np.diff(np.eye(len(KNOTS), len(KNOTS) + 2), axis=0)  # level where nothing was measured
+    ridge = np.diag([SHRINK] * len(KNOTS) + [TURN] * 2)
     best: tuple[float, float, Any] | None = None
     for offset in OFFSETS:
         if offset >= 0.8 * seconds.min():
             continue
         wanted = np.log((seconds - offset) / guess)
-        left = np.concatenate([hats * weight[:, None], STIFF * steps, SHRINK * np.eye(len(KNOTS))])
+        left = np.concatenate([terms * weight[:, None], STIFF * steps, ridge])
         right = np.concatenate([wanted * weight, np.zeros(len(left) - len(wanted))])
-        curve = np.linalg.lstsq(left, right, rcond=None)[0]
-        off = np.log((offset + np.exp(hats @ curve) * guess) / seconds) * weight
-        loss = float(off @ off + ((left[len(off) :] @ curve) ** 2).sum() + (LATE * offset) ** 2)
+        found = np.linalg.lstsq(left, right, rcond=None)[0]
+        off = np.log((offset + np.exp(terms @ found) * guess) / seconds) * weight
+        loss = float(off @ off + ((left[len(off) :] @ found) ** 2).sum() + (LATE * offset) ** 2)
         if best is None or loss < best[0]:
-            best = loss, offset, curve
+            best = loss, offset, found
     assert best is not None
-    _, offset, curve = best
-    factor = [[n, round(float(math.exp(c)), 4)] for n, c in zip(KNOTS, curve)]
-    return {"offset": _round(offset), "rows": [int(M.min()), int(M.max())], "factor": factor}
+    _, offset, found = best
+    sides = {
+        side: [round(float(power), 4), int(of.min()), int(of.max())]
+        for side, power, of in zip("NK", found[-2:], (N, K))
+    }
+    factor = [[n, round(float(math.exp(c)), 4)] for n, c in zip(KNOTS, found)]
+    return {"offset": _round(offset), "rows": [int(M.min()), int(M.max())], "sides": sides, "factor": factor}
 
 
 def _products(shapes: Iterator[Shape]) -> list[list[int]]:
@@ -315,7 +331,7 @@ def lines(times: Times, worst: int = 12) -> list[str]:
         for regret in found:
             parts.setdefault(f"{regret.shape.operator}, {regret.shape.layout}", []).append(regret)
         said += [f"    {part}: {summary(parts[part])}" for part in sorted(parts)]
-    for r in sorted(found, key=lambda r: -r.ratio)[:worst]:
+    for r in sorted((r for r in found if r.ratio > 1), key=lambda r: -r.ratio)[:worst]:
         forms = ", ".join(f"{form} {1e6 * seconds:.1f}" for form, seconds in times[r.shape].items())
         far = "" if r.known else ", far from all that was fitted"
         said.append(f"  {r.ratio:.3f} {r.shape}: {r.taken}, not {r.fastest}{far} (us: {forms})")

@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pkt.errors import CollectiveMismatch, DtypeError, ShapeError, Unsupported
+from pkt.model import rates
 from pkt.model.cost import DTYPES, Estimate
-from pkt.model.gpu import Gpu, gpu_named
+from pkt.model.gpu import H200, Gpu
 from pkt.runtime.memory.tensor import SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World, current_world
 from pkt.wording import dtype_text
@@ -255,7 +256,7 @@ class Operator:
         known: dict[Any, Forecast] = call.world.lasting.setdefault("pkt.kernels.forecasts", {})
         case = (self.name, *key.values())
         if case not in known:
-            known[case] = self.forecast(key, gpu_named(call.world.backend.gpu))
+            known[case] = self.forecast(key, _gpu(call.world, case))
         return known[case]
 
     def _fastest(self, call: Call, found: Forecast) -> str:
@@ -370,6 +371,19 @@ class Operator:
         self._fill(call, form)
         settings = form.complete(call) if form.complete else call.settings
         return {"mode": call.mode, **settings}
+
+
+def _gpu(world: World, case: tuple[Any, ...]) -> Gpu:
+    """The GPU of every rank. One that the model was not fitted to has the rates that rank 0's machine measured, so it
+    is collective the first time, which may not be in a capture."""
+    name, known = world.backend.gpu, world.lasting
+    if name == H200.name:
+        return H200
+    if "pkt.kernels.gpu" not in known:
+        if world.capturing:
+            raise Unsupported.captured(world.rank, case)
+        known["pkt.kernels.gpu"] = rates.gpu_with(name, world.all_gather_object(rates.measured(name))[0])
+    return known["pkt.kernels.gpu"]
 
 
 class _Described(SimpleNamespace):

@@ -1,7 +1,8 @@
 """`pkt doctor`: whether pkt runs on this machine's GPUs, and what is missing.
 
 examine() reads versions and the driver's attributes. It makes no context, no memory and no multicast object. measure()
-then opens a world on all GPUs, without multicast, and moves data between them.
+then opens a world on all GPUs, without multicast, and moves data between them. On GPUs that pkt's cost model was not
+fitted to it also times a product and a copy, and keeps these rates for the model.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from rich.text import Text
 import pkt.language as pl
 from pkt.errors import PktError, Unsupported
 from pkt.launcher import launch
+from pkt.model import rates
+from pkt.model.gpu import H200
 from pkt.runtime.gpu import nvml
 from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.topology import Topology, assemble, multicast_off, probe
@@ -48,6 +51,7 @@ PACKAGES = {  # distribution -> its purpose, or "" if pkt needs it
 }
 IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels/channel*"  # memory crosses hosts through one of these
 NBYTES = 128 << 20  # that each rank sends to the next
+COPIED = 512 << 20  # bytes that a GPU copies in its own memory
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
     ranks: int = 0  # GPUs 0 .. ranks - 1 can work together
     speeds: dict[str, list[float]] = field(default_factory=dict)  # mechanism -> GB/s out of each rank
+    rates: dict[str, float] = field(default_factory=dict)  # of a GPU that the model was not fitted to, as it takes them
     seconds: float | None = None  # from start to end of a world on all `ranks` GPUs
 
     @property
@@ -243,8 +248,20 @@ def _seconds(send: Callable[[], Any], repeats: int) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) / 1e3
 
 
+def times(world: World, side: int, nbytes: int) -> dict[str, float]:
+    """Seconds of a bf16 product (side, side) @ (side, side), and of a copy of `nbytes` in this GPU's memory."""
+    device = world.torch_device
+    a, b, c = (torch.ones(side, side, dtype=torch.bfloat16, device=device) for _ in range(3))
+    src, dst = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    sends: dict[str, Callable[[], Any]] = {"product": lambda: torch.mm(a, b, out=c), "copy": lambda: dst.copy_(src)}
+    for send in sends.values():
+        _seconds(send, 3)  # warm up
+    return {name: _seconds(send, 20) for name, send in sends.items()}
+
+
 def measure(report: Report, run: Callable[..., list[Any]] = launch) -> None:
-    """Open a world on the GPUs that can work together and try it. A failure becomes a fatal problem of `report`."""
+    """Open a world on the GPUs that can work together and try it. A failure becomes a fatal problem of `report`. Rates
+    of a GPU that the cost model does not know are kept for it."""
     start = time.perf_counter()
     try:
         # Without multicast: it is not needed here, and a failed attempt may disturb other users of shared GPUs.
@@ -252,9 +269,31 @@ def measure(report: Report, run: Callable[..., list[Any]] = launch) -> None:
     except Exception as error:  # of any kind: the report shows it
         report.problems.append(Problem(f"a world on {report.ranks} GPUs failed", f"{type(error).__name__}: {error}"))
         return
-    report.seconds = time.perf_counter() - start
     if report.ranks > 1:
         report.speeds = {name: [speeds[name] for speeds in found] for name in found[0]}
+        _keep_rates(report, run)
+    report.seconds = time.perf_counter() - start
+
+
+def _keep_rates(report: Report, run: Callable[..., list[Any]]) -> None:
+    """Measure what the cost model starts from, unless it was fitted to this GPU. A failure is no fatal problem."""
+    assert report.topology is not None
+    gpu = report.topology.gpus[0]
+    if gpu.name == H200.name:
+        return
+    try:
+        (found,) = run(times, 1, "cuda", (rates.SIDE, COPIED), multicast=False)
+        report.rates = {
+            "sms": gpu.num_sms,
+            "product": found["product"],
+            "memory": 2 * COPIED / found["copy"],
+            "link": 1e9 * min(report.speeds["copy engine"]),
+        }
+        rates.store(gpu.name, report.rates)
+    except Exception as error:  # of any kind: the report shows it
+        remedy = "pkt takes cuBLAS and a collective until an operator is tuned: pkt tune --all"
+        what = f"the cost model has no rates of {gpu.name}: {type(error).__name__}: {error}"
+        report.problems.append(Problem(what, remedy, fatal=False))
 
 
 # ------------------------------------------------------------------------------------------------------ as tables
@@ -270,6 +309,8 @@ def show(report: Report, console: Console) -> None:
     console.print(_table("Settings", ("", ""), report.settings))
     if report.speeds:
         console.print(_speed_table(report))
+    if report.rates:
+        console.print(_rates_table(report))
     for problem in report.problems:
         colour = "red" if problem.fatal else "yellow"
         console.print(Text(f"{'missing' if problem.fatal else 'note'}: {problem.what}", style=colour))
@@ -347,6 +388,16 @@ def _speed_table(report: Report) -> Table:
     rows = [(name, *(f"{speed:.0f}" for speed in speeds)) for name, speeds in report.speeds.items()]
     head = ("GB/s", *(f"{r} -> {(r + 1) % report.ranks}" for r in range(report.ranks)))
     return _table(f"Each rank sending {size_text(NBYTES)}", head, rows)
+
+
+def _rates_table(report: Report) -> Table:
+    teraflops = 2 * rates.SIDE**3 / report.rates["product"] / 1e12
+    rows = [
+        (f"bf16 product, {rates.SIDE} x {rates.SIDE}", f"{teraflops:.0f} TFLOP/s"),
+        ("copy, read and written", f"{report.rates['memory'] / 1e9:.0f} GB/s"),
+        ("out of a GPU", f"{report.rates['link'] / 1e9:.0f} GB/s"),
+    ]
+    return _table(f"Rates kept for the cost model, in {rates.folder()}", ("", ""), rows)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

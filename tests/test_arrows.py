@@ -87,11 +87,11 @@ ARROWS = {
     "pkt.launcher": (["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.simulate"], ["torch"]),
     "pkt.layouts": (["pkt.errors", "pkt.language", "pkt.runtime"], ["torch", "triton"]),
     "pkt.doctor": (
-        ["pkt.errors", "pkt.wording", "pkt.language", "pkt.launcher", "pkt.runtime"],
+        ["pkt.errors", "pkt.wording", "pkt.language", "pkt.launcher", "pkt.runtime", "pkt.model"],
         ["torch", "triton", "rich"],
     ),
     # Operators and the tuner meet in pkt.model and in the registry, pkt.kernels.operator; pkt/__init__ joins them.
-    "pkt.model": (["pkt.errors", "pkt.wording"], ["torch", "triton", "numpy"]),
+    "pkt.model": (["pkt.errors", "pkt.wording"], ["torch", "triton", "numpy", "platformdirs"]),
     "pkt.kernels.declaration": (["pkt.errors", "pkt.runtime", "pkt.model"], ["torch"]),
     "pkt.kernels.forecast": (["pkt.model", "pkt.kernels.declaration"], []),
     "pkt.kernels.shared": (

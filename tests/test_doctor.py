@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,6 +18,8 @@ import pkt
 from pkt import cli, doctor
 from pkt.errors import DriverError, RankFailed
 from pkt.language.inspect import compile_only, device_world
+from pkt.model import rates
+from pkt.model.gpu import H200
 from pkt.runtime.gpu.topology import OFF_SWITCHES
 from tests.runtime.fake_driver import FakeDriver, FakeGpu
 
@@ -23,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
-def a_plain_environment(monkeypatch):
+def a_plain_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("PKT_TUNE_CACHE", str(tmp_path / "cache"))
     for name in (*OFF_SWITCHES, "PKT_HEAP", "PKT_TIMEOUT", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -261,16 +266,75 @@ def test_measuring_never_asks_for_multicast_and_shows_its_figures():
 
     def run(fn, ranks, device, args, **options):
         asked.append((fn, ranks, device, options["multicast"]))
+        if fn is doctor.times:
+            return [{"product": 250e-6, "copy": 0.5e-3}]
         assert options["heap"] >= 2 * args[0]
         return [{"copy engine": 390.4 + r, "TMA": 361.0} for r in range(ranks)]
 
     report = examine(gpus(3, MULTICAST_SUPPORTED=1))
     doctor.measure(report, run)
-    assert asked == [(doctor.trial, 3, "cuda", False)]
+    assert asked == [(doctor.trial, 3, "cuda", False), (doctor.times, 1, "cuda", False)]
     page = text(report)
     assert row(page, "copy engine") == ["copy engine", "390", "391", "392"]
     assert "2 -> 0" in page
     assert re.search(r"pkt runs on 3 GPUs here \(tried, in \d+\.\d s\)", page)
+
+
+def rates_kept(times, name="FakeGPU"):
+    """The report, and the rates of the GPU that the model then has."""
+
+    def run(fn, ranks, *_, **options):
+        return [times() for _ in range(ranks)] if fn is doctor.times else [{"copy engine": 400.0}] * ranks
+
+    report = examine(gpus(2))
+    report.topology = replace(report.topology, gpus=tuple(replace(g, name=name) for g in report.topology.gpus))
+    doctor.measure(report, run)
+    return report, rates.measured(name)
+
+
+def test_the_rates_of_other_gpus_are_kept_for_the_model():
+    assert not rates.gpu_here("FakeGPU").measured
+    report, kept = rates_kept(lambda: {"product": 100e-6, "copy": 0.2e-3})
+    wanted = {"sms": 132, "product": 100e-6, "memory": 2 * doctor.COPIED / 0.2e-3, "link": 400e9}
+    assert report.rates == kept == pytest.approx(wanted)
+    page = text(report)
+    assert row(page, "bf16 product, 4096 x 4096")[1] == "1374 TFLOP/s"
+    assert row(page, "copy, read and written")[1] == "5369 GB/s"
+    found = rates.gpu_here("FakeGPU")
+    assert found.measured
+    assert (found.memory, found.link) == (kept["memory"], 400e9)
+    assert H200.flops < found.flops < 2 * H200.flops
+    assert not rates.gpu_here("OtherGPU").measured
+    rates_kept(lambda: {"product": 200e-6, "copy": 0.2e-3}, "OtherGPU")
+    assert rates.gpu_here("FakeGPU") == found, "which was not forgotten"
+    assert rates.gpu_here("OtherGPU").flops == pytest.approx(found.flops / 2)
+
+
+def test_h200_s_rates_are_those_that_were_fitted():
+    report, kept = rates_kept(lambda: pytest.fail("asked for what is known"), H200.name)
+    assert (report.rates, kept) == ({}, None)
+    assert rates.gpu_here(H200.name) == rates.gpu_with(H200.name, {"sms": 1}) == H200
+
+
+def test_rates_that_cannot_be_measured_or_read_are_none(tmp_path):
+    def fails():
+        raise RuntimeError("out of memory")
+
+    report, kept = rates_kept(fails)
+    assert (report.status, kept) == (0, None)
+    assert "note: the cost model has no rates of FakeGPU: RuntimeError: out of memory" in text(report)
+    rates.folder().mkdir(parents=True, exist_ok=True)
+    for content in ("[]", "{", '{"format": 2, "gpus": {}}', '{"format": 1, "gpus": {"FakeGPU": {"sms": 132}}}'):
+        (rates.folder() / "rates.json").write_text(content)
+        assert rates.measured("FakeGPU") is None
+
+
+def test_times_of_a_product_and_a_copy(monkeypatch):
+    sent = []
+    monkeypatch.setattr(doctor, "_seconds", lambda send, repeats: send() is None or sent.append(repeats) or 1e-3)
+    world = SimpleNamespace(torch_device=torch.device("cpu"))
+    assert doctor.times(world, 8, 64) == {"product": 1e-3, "copy": 1e-3}
+    assert sent == [3, 3, 20, 20]
 
 
 def test_a_world_that_fails_is_fatal():

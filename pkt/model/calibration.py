@@ -5,8 +5,9 @@ calibrated.json is written by benchmarks/calibrate.py and names its sources. It 
 collectives: seconds of a collective that follows or precedes a product, by the bytes that leave a GPU: points of NCCL's
     and of pkt's own, by the number of ranks.
 product: how measured times of cuBLAS's products differ from those of `pkt.model.cost.library`:
-    measured = offset + factor(M) * predicted, where the factor is a curve through points (M, factor); rows: the least
-    and the greatest M.
+    measured = offset + factor * predicted. The factor is that of M on a curve through points (M, factor), times a power
+    of N and one of K: sides has the exponent of each, and the lengths that were measured. rows: the least M and the
+    greatest.
 forms: for each operator, layout of its operands and form, how measured times differ from those of its `seconds`:
     in the same way. For those that consist of a product and a collective that comes on top.
 error: for each operator and form, the share by which nine of ten predictions of its time against that of cuBLAS and
@@ -33,6 +34,8 @@ from pkt.wording import dtype_text
 NEAR, FARTHEST = 1.0, 4.0
 """Doublings from the nearest measured shape, see `distance`: up to the first the model is trusted; up to the second it
 is trusted less with each; beyond it not at all."""
+SIDE = 8192
+"""N and K of which the powers in factors are 1."""
 RANKS = 0.5
 """Doublings that twice the ranks count as: each computes the same, and sends almost as much."""
 LEAST_ERROR, UNMEASURED = 0.02, 0.25
@@ -84,7 +87,10 @@ def corrected(operator: str, mode: str, key: Mapping[str, Any], found: Estimate)
 def _corrected(curve: Mapping[str, Any] | None, key: Mapping[str, Any], found: Estimate) -> Estimate:
     if curve is None:
         return found
-    total = curve["offset"] + interpolated(curve["factor"], key["M"]) * found.total
+    factor = interpolated(curve["factor"], key["M"])
+    for side, (exponent, least, most) in curve["sides"].items():
+        factor *= (min(max(key[side], least), most) / SIDE) ** exponent
+    total = curve["offset"] + factor * found.total
     return replace(found, correction=found.correction + total - found.total)
 
 

@@ -26,6 +26,7 @@ import torch
 import triton
 
 from pkt.model.config import Config
+from pkt.model.rates import folder
 from pkt.runtime.world import World
 
 FORMAT = 1
@@ -33,16 +34,6 @@ FORMAT = 1
 # Choices made on a modelled clock. They are no measurements, so no file keeps them.
 _simulated: dict[str, dict[str, Any]] = {}
 _warned: set[str] = set()
-
-
-def folder() -> Path:
-    """The folder of the files."""
-    given = os.environ.get("PKT_TUNE_CACHE")
-    if given:
-        return Path(given).expanduser()
-    import platformdirs
-
-    return platformdirs.user_cache_path("pkt") / "tune"
 
 
 def case(world: World, source: str, key: Mapping[str, Any]) -> str:

@@ -18,7 +18,8 @@ from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.kernels.operator import Operator
 from pkt.model.config import NCCL, Config, nccl_wanted
 from pkt.model.cost import DTYPES, Estimate, library, modelled
-from pkt.model.gpu import H200, Gpu, gpu_named
+from pkt.model.gpu import H200, Gpu
+from pkt.model.rates import gpu_here
 from pkt.runtime.world import World, current_world
 from pkt.tune import cache, tables
 from pkt.tune.candidates import estimate, operator_space, tuned_operators
@@ -228,8 +229,9 @@ def _taken(operator: Operator, key: dict[str, Any], gpu: str, kept: Mapping[str,
             first = "the fastest" if tabled == search.best else "the fastest that this case can take,"
         where = f"{source['file']} of commit {source['commit']}, {source['date']}"
         return tabled, f"{passed}{first} measured for {there}, {where}{_measured(search, tabled, distance)}"
-    own = Config(**operator.choose(key, gpu_named(gpu)))
-    return own, passed + reason(operator, key, gpu_named(gpu), own["mode"])
+    here = gpu_here(gpu)
+    own = Config(**operator.choose(key, here))
+    return own, passed + reason(operator, key, here, own["mode"])
 
 
 def reason(operator: Operator, key: Mapping[str, Any], gpu: Gpu, mode: str) -> str:

@@ -150,7 +150,7 @@ def all_products(world: Any) -> None:
 
 
 def runs_gluon(name: str, world: Any, dtype: torch.dtype, m: int, K: int, N: int) -> bool:
-    """Whether the operator may choose its Gluon form."""
+    """Whether the operator's Gluon form can run."""
     from pkt.kernels.declaration import Call
     from pkt.kernels.operator import named
 
@@ -159,19 +159,12 @@ def runs_gluon(name: str, world: Any, dtype: torch.dtype, m: int, K: int, N: int
     return not named(name).forms["gluon"].fits(call)
 
 
-def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
-    """Check the forms that operators choose by default, three times with other inputs in the same tensors.
+def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype, mode: str | None) -> None:
+    """Check the form that operators choose (mode None), or a form, three times with other inputs in the same tensors.
 
     Results or inputs of an earlier launch would be wrong. The number of rows `m` may be small, ragged or large.
     """
-    from pkt.kernels.shared import gluon_fits
-    from pkt.kernels.shared.tile_product import FEW_ROWS
-
     size, device = world.size, world.torch_device
-    for name, columns in (("all_gather_matmul", (K, N)), ("matmul_reduce_scatter", (N,))):
-        even = not any(c * dtype.itemsize % 16 for c in columns)
-        possible = m > FEW_ROWS and not gluon_fits.missing(world) and even  # else the plain forms would be tested twice
-        assert runs_gluon(name, world, dtype, m, K, N) == possible
     a, b = torch.empty(m, K, dtype=dtype, device=device), torch.empty(K, N, dtype=dtype, device=device)
     rows = torch.empty(size * m, K, dtype=dtype, device=device)
     whole, part = torch.empty(size * m, N, dtype=dtype, device=device), torch.empty(m, N, dtype=dtype, device=device)
@@ -181,7 +174,7 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
         a.copy_(shards[world.rank])
         b.copy_(normal(world, (K, N), 99 + seeds[world.rank]))
         whole.fill_(float("nan"))
-        pkt.all_gather_matmul(a, b, whole)
+        pkt.all_gather_matmul(a, b, whole, mode=mode)
         a.fill_(float("nan"))  # the caller may overwrite it at once
         error = product_error(whole, torch.cat(shards).float() @ b.float())
         assert error < 1e-2, ("all_gather_matmul", m, K, N, turn, error)
@@ -191,22 +184,27 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
         rows.copy_(operands[world.rank][0])
         b.copy_(operands[world.rank][1])
         part.fill_(float("nan"))
-        pkt.matmul_reduce_scatter(rows, b, part)
+        pkt.matmul_reduce_scatter(rows, b, part, mode=mode)
         rows.fill_(float("nan"))
         total = sum(x.float() @ y.float() for x, y in operands).chunk(size)[world.rank]
         error = product_error(part, total)
         assert error < 1e-2, ("matmul_reduce_scatter", m, K, N, turn, error)
         bits = part.clone()
         rows.copy_(operands[world.rank][0])
-        pkt.matmul_reduce_scatter(rows, b, part)
-        gluon = runs_gluon("matmul_reduce_scatter", world, dtype, m, K, N)
-        assert torch.equal(part, bits) or not gluon, "Gluon forms add in one order"
+        pkt.matmul_reduce_scatter(rows, b, part, mode=mode)
+        assert torch.equal(part, bits) or mode != "gluon", "Gluon forms add in one order"
     world.barrier()
 
 
 def all_defaults(world: Any, dtype: torch.dtype) -> None:
+    from pkt.kernels.shared import gluon_fits
+
     for shape in ((512, 1024, 768), (1, 64, 128), (333, 1544, 1032), (136, 264, 520), (96, 200, 333), (64, 512, 6144)):
-        defaults(world, *shape, dtype)
+        m, K, N = shape
+        gluon = runs_gluon("all_gather_matmul", world, dtype, m, K, N)
+        assert gluon == (not gluon_fits.missing(world) and all(n * dtype.itemsize % 16 == 0 for n in (K, N)))
+        for mode in (None, *(["gluon"] if gluon else [])):
+            defaults(world, *shape, dtype, mode)
 
 
 @on_ranks(2, 3, 4)
@@ -217,10 +215,10 @@ def test_default_forms(dtype: torch.dtype, ranks: int) -> None:
 
 def layers(world: Any, m: int, K: int, N: int, epilogue: Any) -> None:
     """Check all forms that can run against torch, with weights as a Linear holds them, a bias and an epilogue."""
-    from pkt.kernels.shared.tile_product import FEW_ROWS, finished
+    from pkt.kernels.shared.tile_product import finished
 
     size = world.size
-    gluon = runs_gluon("all_gather_matmul", world, torch.bfloat16, FEW_ROWS + 1, K, N)
+    gluon = runs_gluon("all_gather_matmul", world, torch.bfloat16, m, K, N)
     shards = [normal(world, (m, K), r) for r in range(size)]
     weights = [normal(world, (N, K), 50 + r).t() for r in range(size)]
     bias = normal(world, (1, N), 7)[0]

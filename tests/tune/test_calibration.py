@@ -117,19 +117,35 @@ def test_the_file_agrees_with_the_results():
 
 
 def test_a_fit_finds_what_was_put_in():
-    """Offset and factor of times that were made of them."""
-    made = [(M, guess, 3e-6 + 1.2 * guess, 1.0) for M in (1, 64, 4096) for guess in (2e-5, 1e-4, 1e-3)]
+    """Offset, factors and exponents of times that were made of them."""
+
+    def shape(M, N, K):
+        return calibrate.Shape("op", M, N, K, 2)
+
+    made = [
+        calibrate.Point(shape(M, N, K), guess, 3e-6 + 1.2 * (N / K) ** 0.1 * guess)
+        for M in (1, 64, 4096)
+        for N in (1024, 4096, 8192)
+        for K, guess in ((1024, 2e-5), (4096, 1e-4), (16384, 1e-3))
+    ]
     found = calibrate._curve(made)
-    for M, guess, seconds, _ in made:
-        factor = dict(map(tuple, found["factor"]))[M]
-        assert found["offset"] + factor * guess == pytest.approx(seconds, rel=0.1)
-    assert calibrate._curve([(4096, 1e-3, 1e-3, 1.0)])["offset"] == 0
+    table = {"collectives": {}, "forms": {"op": {"rows": {"form": found}}}}
+    with calibrate.instead(table):
+        for point in made:
+            parts = Estimate(0.0, point.guess)
+            total = calibration.corrected("op", "form", point.shape.key, parts).total
+            assert total == pytest.approx(point.seconds, rel=0.05)
+    assert found["rows"] == [1, 4096]
+    assert found["sides"]["N"][1:] == [1024, 8192]
+    alone = calibrate._curve([calibrate.Point(shape(4096, 4096, 4096), 1e-3, 1e-3)])
+    assert (alone["offset"], {factor for _, factor in alone["factor"]}) == (0.0, {1.0})
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
 @pytest.fixture
 def table():
-    curve = {"offset": 2e-6, "rows": [2, 512], "factor": [[1, 2.0], [4, 1.0]]}
+    sides = {"N": [0.5, 1024, 32768], "K": [0.0, 1, 1 << 20]}
+    curve = {"offset": 2e-6, "rows": [2, 512], "sides": sides, "factor": [[1, 2.0], [4, 1.0]]}
     points = {"2": [[1000, 10e-6], [2000, 12e-6]], "8": [[1000, 30e-6]]}
     content = {
         "collectives": {"all_gather": {"pkt": points}},
@@ -149,13 +165,16 @@ def key(M=64, N=1024, K=1024, size=2, dtype="bf16", **more):
 def test_a_correction_is_an_offset_and_a_factor(table):
     parts = Estimate(launch=1e-6, compute=9e-6)
     for M, factor in ((1, 2.0), (2, 2**0.5), (4, 1.0), (4096, 1.0)):
-        found = calibration.corrected("op", "fast", key(M), parts)
+        found = calibration.corrected("op", "fast", key(M, N=8192), parts)
         assert found.total == pytest.approx(2e-6 + factor * 10e-6)
         assert (found.launch, found.compute) == (1e-6, 9e-6)
     assert calibration.corrected("op", "other", key(), parts) == parts
     assert calibration.corrected("op", "fast", key(shard="columns"), parts) == parts
-    assert calibration.product(key(4)).total == pytest.approx(2e-6 + library(key(4)).total)
-    twice = calibration.corrected("op", "fast", key(4), calibration.corrected("op", "fast", key(4), parts))
+    for N, factor in ((512, 8**-0.5), (1024, 8**-0.5), (32768, 2.0), (1 << 20, 2.0)):
+        assert calibration.corrected("op", "fast", key(4, N), parts).total == pytest.approx(2e-6 + factor * 10e-6)
+    square = key(4, N=8192)
+    assert calibration.product(square).total == pytest.approx(2e-6 + library(square).total)
+    twice = calibration.corrected("op", "fast", square, calibration.corrected("op", "fast", square, parts))
     assert twice.total == pytest.approx(14e-6)
 
 

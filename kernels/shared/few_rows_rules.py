@@ -1,0 +1,89 @@
+"""Rules of the products' form "low_latency": where it runs, its tiles, the tuner's candidates, its predicted time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton
+
+from pkt.model.config import Config, space
+from pkt.model.cost import Estimate
+from pkt.model.gpu import Gpu
+
+from .product_rules import Key, dtype_of, scattered
+from .tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, whole_rows
+
+MOST_ROWS = 256
+"""Rows of A up to which the tuner tries the form. With more the tensor cores are the limit, not the weights' bytes."""
+MOST_RANKS = 8
+"""A program takes a tile of every rank into registers."""
+CHUNK = 2048
+"""Elements of a row of A that a program stores at a time into every inbox."""
+PREFETCH = 128 << 10
+"""Bytes of weights that a program asks for before it waits for other ranks."""
+SPLITS = (1, 2, 4, 8)
+"""Parts of K that the programs of a tile may take."""
+LEAST_STEPS = 4
+"""Steps of BLOCK_K that a part of K has at least."""
+
+
+def tiles_of(M: int, N: int, dtype: torch.dtype, transposed: bool) -> Tiles:
+    """The tiles of an (M, N) product: as high as all rows, up to 128, and as many weights in flight as shared memory
+    holds."""
+    block_m = min(128, max(16, triton.next_power_of_2(M)))
+    if dtype == torch.float32 or not whole_rows(dtype, N):
+        tiles = FP32_TILES if dtype == torch.float32 else UNALIGNED_TILES
+        return tiles._replace(block_m=min(block_m, tiles.block_m))
+    if block_m > 64:
+        return Tiles(block_m, 64, 128, num_warps=4, num_stages=4)
+    if transposed:
+        return Tiles(block_m, 64, 128, num_warps=4, num_stages=6)
+    return Tiles(block_m, 64, 256, num_warps=4, num_stages=3)
+
+
+def split_of(M: int, N: int, K: int, tiles: Tiles, programs: int) -> int:
+    """Parts of K for each tile: as few as keep the programs busy."""
+
+    def rounds(split: int) -> float:
+        """Time of all rounds of units, in those of a whole tile, and a little for each further part."""
+        units = triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n) * split
+        return triton.cdiv(units, programs) / split * (1 + 0.02 * math.log2(split))
+
+    steps = triton.cdiv(K, tiles.block_k)
+    return min((s for s in SPLITS if s == 1 or steps >= LEAST_STEPS * s), key=rounds)
+
+
+def ahead(tiles: Tiles, itemsize: int) -> int:
+    """Rows of weights that a program asks for ahead: a power of two."""
+    return max(tiles.block_k, 1 << (PREFETCH // (tiles.block_n * itemsize)).bit_length() - 1)
+
+
+def space_few(key: Key, gpu: Gpu) -> list[Config]:
+    """Candidates for the tuner."""
+    if key["M"] > MOST_ROWS or key["size"] > MOST_RANKS:
+        return []
+    dtype = dtype_of(key)
+    tiles = tiles_of(key["M"], key["N"], dtype, False)
+    found = {tiles, tiles._replace(block_n=max(tiles.block_n // 2, 16)), tiles._replace(block_n=2 * tiles.block_n)}
+    fits = [t for t in found if t.num_stages * t.block_k * (t.block_m + t.block_n) * dtype.itemsize <= gpu.shared]
+    return space(mode="low_latency", split_k=list(SPLITS), tiles=[tuple(t) for t in fits])
+
+
+def seconds_few(sent: Callable[[Key], float]) -> Callable[[Mapping[str, Any], Key, Gpu], Estimate]:
+    """The predicted time, where a rank sends so many bytes."""
+
+    def seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+        itemsize = dtype_of(key).itemsize
+        nbytes = itemsize * (key["M"] * key["K"] + key["K"] * key["N"] + key["M"] * key["N"])
+        moving = sent(key) / gpu.link
+        return Estimate(gpu.launch, 0.0, nbytes / gpu.memory, moving, sync=2 * gpu.signal)
+
+    return seconds
+
+
+def in_one_shot(key: Key) -> float:
+    """Bytes that leave a GPU where each rank sends its whole product to every other."""
+    return key["size"] * scattered(key)

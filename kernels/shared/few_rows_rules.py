@@ -38,7 +38,7 @@ def tiles_of(M: int, N: int, dtype: torch.dtype, transposed: bool) -> Tiles:
         tiles = FP32_TILES if dtype == torch.float32 else UNALIGNED_TILES
         return tiles._replace(block_m=min(block_m, tiles.block_m))
     if block_m > 64:
-        return Tiles(block_m, 64, 128, num_warps=4, num_stages=4)
+        return Tiles(block_m, 64, 128, num_warps=8, num_stages=4)
     if transposed:
         return Tiles(block_m, 64, 128, num_warps=4, num_stages=6)
     return Tiles(block_m, 64, 256, num_warps=4, num_stages=3)

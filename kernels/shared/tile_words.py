@@ -45,14 +45,39 @@ def take_sum(ptr, apart, inside, flag, world, COLUMNS: tl.constexpr, dtype: tl.c
     row of rank 0's tile; apart: int32 from a rank's tile to the next rank's; inside: the rows to take."""
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth
     threes, twos, inside_threes, inside_twos = _places(ptr, inside, COLUMNS // PER // 4)
-    of_three = pl.take_flagged_all(threes, apart, flag, world, mask=inside_threes)
-    of_two = pl.take_flagged_all(twos, apart, flag, world, mask=inside_twos)
-    a = _sum(of_three, 0, world, dtype)
-    b = _sum(of_three, 1, world, dtype)
-    c = _sum(of_three, 2, world, dtype)
-    d = _joined(_sum(of_two, 0, world, dtype), _sum(of_two, 1, world, dtype))
+    a = tl.zeros((threes.shape[0], threes.shape[1], PER), tl.float32)
+    b = tl.zeros_like(a)
+    c = tl.zeros_like(a)
+    low = tl.zeros((twos.shape[0], twos.shape[1], PER), tl.float32)
+    high = tl.zeros_like(low)
+    # As many ranks together as registers hold.
+    TOGETHER: tl.constexpr = min(world.size, max(256 // ptr.shape[0], 1))
+    for first in tl.static_range(0, world.size, TOGETHER):
+        a, b, c, low, high = _add(
+            (a, b, c, low, high), threes + first * apart, twos + first * apart, apart, inside_threes, inside_twos, flag,
+            world, min(TOGETHER, world.size - first), dtype,
+        )  # fmt: skip
+    d = _joined(low, high)
     whole = _joined(_joined(a, b), _joined(c, d))
     return tl.reshape(whole, (ptr.shape[0], COLUMNS))
+
+
+@triton.jit
+def _add(
+    sums, threes, twos, apart, inside_threes, inside_twos, flag, world, RANKS: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """`sums` and what so many ranks' words hold."""
+    PER: tl.constexpr = 32 // dtype.primitive_bitwidth
+    a, b, c, low, high = sums
+    found = pl.take_flagged_all(threes, apart, flag, world, mask=inside_threes, parts=RANKS)
+    rest = pl.take_flagged_all(twos, apart, flag, world, mask=inside_twos, parts=RANKS)
+    for i in tl.static_range(RANKS):
+        a += _numbers(found[i][0], dtype, PER)
+        b += _numbers(found[i][1], dtype, PER)
+        c += _numbers(found[i][2], dtype, PER)
+        low += _numbers(rest[i][0], dtype, PER)
+        high += _numbers(rest[i][1], dtype, PER)
+    return a, b, c, low, high
 
 
 @triton.jit
@@ -82,10 +107,6 @@ def _joined(x, y):
 
 
 @triton.jit
-def _sum(found, VALUE: tl.constexpr, world, dtype: tl.constexpr):
-    """One of the three values of the words of all ranks, as numbers, added in fp32."""
-    PER: tl.constexpr = 32 // dtype.primitive_bitwidth
-    total = packing.numbers(found[0][VALUE], dtype, PER)
-    for r in tl.static_range(1, world.size):
-        total += packing.numbers(found[r][VALUE], dtype, PER)
-    return tl.reshape(total, (found[0][VALUE].shape[0], found[0][VALUE].shape[1], PER))
+def _numbers(words, dtype: tl.constexpr, PER: tl.constexpr):
+    """In fp32: (rows, words, elements of an int32)."""
+    return tl.reshape(packing.numbers(words, dtype, PER), (words.shape[0], words.shape[1], PER))

@@ -32,7 +32,7 @@ from ..declaration import Call, Form, Launch, integer
 from . import flagged, products, tile_words
 from .checks import aligned, stored
 from .few_rows_rules import (
-    CHUNK,
+    BLOCK,
     MOST_RANKS,
     SPLITS,
     ahead,
@@ -85,7 +85,9 @@ def _ask_ahead(unit, b_ptr, M, N, K, t):
     _, col, first, last = _place(unit, M, K, t)
     LINE: tl.constexpr = 1024 // b_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     if unit < _units(M, N, t):
-        if t.TRANSPOSED:
+        if t.AHEAD == 0:
+            pass
+        elif t.TRANSPOSED:
             rows = col + tl.arange(0, t.BLOCK_N)
             ks = first + tl.arange(0, max(t.AHEAD // LINE, 1)) * LINE
             inside = (rows < N)[:, None] & (ks < last)[None, :]
@@ -142,7 +144,8 @@ class Gather(NamedTuple):
     k: Any
     ld: Any
     COLUMNS: tl.constexpr  # the shards lie beside each other, not below each other
-    CHUNK: tl.constexpr  # elements of a row that a program stores at a time
+    ROWS: tl.constexpr  # a block that a program stores at a time, ROWS x CHUNK
+    CHUNK: tl.constexpr
 
 
 @triton.jit
@@ -155,20 +158,22 @@ def gather_kernel(p, t, world):
     launch = sync.peek_epoch(p.ready_ptr)
     half = p.inbox_ptr + tl.cast(launch & 1, tl.int64) * M * p.ld
     blocks = tl.cdiv(p.k, p.CHUNK)
-    for c in range(pid, p.m * blocks, programs):
-        row = c // blocks
-        cols = c % blocks * p.CHUNK + tl.arange(0, p.CHUNK)
-        x = tl.load(p.a_ptr + tl.cast(row, tl.int64) * p.k + cols, mask=cols < p.k)
-        if p.COLUMNS:
-            there = half + tl.cast(row, tl.int64) * p.ld + rank * p.k
-        else:
-            there = half + tl.cast(rank * p.m + row, tl.int64) * p.ld
+    tasks = tl.cdiv(p.m, p.ROWS) * blocks
+    for task in range(pid, tasks, programs):
+        x, inside = tile_pointers(
+            p.a_ptr, task // blocks * p.ROWS, task % blocks * p.CHUNK, p.m, p.k, p.k, p.ROWS, p.CHUNK
+        )  # fmt: skip
+        mine = half + rank * p.k if p.COLUMNS else half + tl.cast(rank * p.m, tl.int64) * p.ld
+        there, _ = tile_pointers(
+            mine, task // blocks * p.ROWS, task % blocks * p.CHUNK, p.m, p.k, p.ld, p.ROWS, p.CHUNK
+        )  # fmt: skip
+        block = tl.load(x, mask=inside)
         for d in tl.static_range(1, world.size + 1):
-            pl.store(there + cols, x, (rank + d) % world.size, world, mask=cols < p.k)
-    _ask_ahead(pid, p.b_ptr, M, p.N, K, t)
-    senders = tl.minimum(p.m * blocks, programs)
+            pl.store(there, block, (rank + d) % world.size, world, mask=inside)
+    senders = tl.minimum(tasks, programs)
     if pid < senders:
         pl.signal_all(p.ready_ptr, world)
+    _ask_ahead(pid, p.b_ptr, M, p.N, K, t)
     a = stack(half, 1, M, K, p.ld, t.BLOCK_M, t.BLOCK_K, t.TMA)
     b = weights(p.b_ptr, 1, K, p.N, t.BLOCK_K, t.BLOCK_N, t.TMA, t.TRANSPOSED)
     pl.wait(p.ready_ptr, launch * senders * world.size, world)
@@ -305,10 +310,9 @@ def fits(call: Call) -> str:
 
 
 def settled(call: Call) -> dict[str, Any]:
-    """The tiles, and the parts of K that the programs of a tile take. Ranks may differ in K and in how they store b.
-    Their tiles then differ in BLOCK_K alone."""
+    """The tiles, and the parts of K that the programs of a tile take. Ranks may differ in K, and then in those parts."""
     M, N = _rows(call), call["n"]
-    tiles = call["tiles"] or tiles_of(M, N, call.dtype, stored(call["b"])[1])
+    tiles = call["tiles"] or tiles_of(M, N, call.dtype)
     programs = num_programs(call.world, call.world.num_sms)
     return {"tiles": tiles, "split_k": call["split_k"] or split_of(M, N, call["b"].shape[0], tiles, programs)}
 
@@ -318,7 +322,7 @@ def _gather(call: Call) -> Launch:
     world, (m, k), N, tiles, dtype = call.world, call["a"].shape, call["n"], call["tiles"], call.dtype
     columns, M = call["shard"] == "columns", _rows(call)
     K = world.size * k if columns else k
-    blocks = m * triton.cdiv(k, CHUNK)
+    blocks = triton.cdiv(m, BLOCK[0]) * triton.cdiv(k, BLOCK[1])
     programs = num_programs(world, max(blocks, _count(call, M)))
 
     def make() -> tuple[SymmetricTensor, SymmetricTensor]:
@@ -329,7 +333,7 @@ def _gather(call: Call) -> Launch:
     inbox, ready = world.keep((call.name, "few rows", columns, m, k, dtype, programs), make)
     tile = _tile(call, aligned(stored(call["b"])[0]))
     start, transposed = cooperative_launch(world, gather_kernel, (programs,), **tiles.launch_options()), tile.TRANSPOSED
-    same = inbox, ready, m, N, k, padded(K, dtype), tl.constexpr(columns), tl.constexpr(CHUNK)
+    same = inbox, ready, m, N, k, padded(K, dtype), *map(tl.constexpr, (columns, *BLOCK))
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         start(Gather(a, b.t() if transposed else b, bias, out, *same), tile, world.device)

@@ -1,13 +1,12 @@
 """Products with few rows, fused with a collective: each rank reads its weights once, at the speed of memory.
 
 Such a product takes as long as its weights take to come from memory. So the form "low_latency" of the three products
-hides everything else behind them: one launch, no barrier, and a program asks for its first weights to be brought into
-L2 before it waits for other ranks.
+does little else: one launch and no barrier.
 
-gather: programs store this rank's A into every rank's inbox and signal once each. Meanwhile weights come. A program
-    that has all of A multiplies tiles of whole height, so a weight is read once.
+gather: some programs store this rank's A into every rank's inbox, and signal once each. All programs ask for their
+    first weights to be brought into L2 before they wait for A. Tiles are as high as A, so a weight is read once.
 reduce: a program that has finished a tile puts it from registers into flagged words (pkt/language/flagged.py) on the
-    ranks that need it, asks for the weights of its next tile, and takes and adds the other ranks' tiles.
+    ranks that need it, and takes and adds the other ranks' tiles.
 
 Where there are fewer tiles than SMs, SPLIT programs take a tile, each a part of K. They leave fp32 parts in memory, and
 the program that is last to arrive adds all of them in the order of K.
@@ -61,7 +60,6 @@ class Tile(NamedTuple):
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr
-    AHEAD: tl.constexpr  # rows of weights that are asked for ahead
 
 
 @triton.jit
@@ -80,20 +78,18 @@ def _units(M, N, t):
 
 
 @triton.jit
-def _ask_ahead(unit, b_ptr, M, N, K, t):
-    """Ask for the first weights of a unit to be brought into L2, if there is such a unit."""
+def _ask_ahead(unit, b_ptr, M, N, K, t, AHEAD: tl.constexpr):
+    """Ask for the first AHEAD rows of a unit's weights to be brought into L2, if there is such a unit."""
     _, col, first, last = _place(unit, M, K, t)
     LINE: tl.constexpr = 1024 // b_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     if unit < _units(M, N, t):
-        if t.AHEAD == 0:
-            pass
-        elif t.TRANSPOSED:
+        if t.TRANSPOSED:
             rows = col + tl.arange(0, t.BLOCK_N)
-            ks = first + tl.arange(0, max(t.AHEAD // LINE, 1)) * LINE
+            ks = first + tl.arange(0, max(AHEAD // LINE, 1)) * LINE
             inside = (rows < N)[:, None] & (ks < last)[None, :]
             pl.prefetch(b_ptr + tl.cast(rows, tl.int64)[:, None] * K + ks[None, :], mask=inside)
         else:
-            ks = first + tl.arange(0, t.AHEAD)
+            ks = first + tl.arange(0, AHEAD)
             cols = col + tl.arange(0, max(t.BLOCK_N // LINE, 1)) * LINE
             inside = (ks < last)[:, None] & (cols < N)[None, :]
             pl.prefetch(b_ptr + tl.cast(ks, tl.int64)[:, None] * N + cols[None, :], mask=inside)
@@ -146,6 +142,7 @@ class Gather(NamedTuple):
     COLUMNS: tl.constexpr  # the shards lie beside each other, not below each other
     ROWS: tl.constexpr  # a block that a program stores at a time, ROWS x CHUNK
     CHUNK: tl.constexpr
+    AHEAD: tl.constexpr  # rows of weights that a program asks for before it waits
 
 
 @triton.jit
@@ -173,7 +170,7 @@ def gather_kernel(p, t, world):
     senders = tl.minimum(tasks, programs)
     if pid < senders:
         pl.signal_all(p.ready_ptr, world)
-    _ask_ahead(pid, p.b_ptr, M, p.N, K, t)
+    _ask_ahead(pid, p.b_ptr, M, p.N, K, t, p.AHEAD)
     a = stack(half, 1, M, K, p.ld, t.BLOCK_M, t.BLOCK_K, t.TMA)
     b = weights(p.b_ptr, 1, K, p.N, t.BLOCK_K, t.BLOCK_N, t.TMA, t.TRANSPOSED)
     pl.wait(p.ready_ptr, launch * senders * world.size, world)
@@ -226,15 +223,15 @@ def reduce_kernel(p, t, world):
         row, col, _, _ = _place(unit, p.M, p.k, t)
         acc = _multiply(unit, a, b, p.M, p.N, p.k, p.k, t)
         if t.SPLIT == 1:
-            _exchange(acc, unit + programs, half, launch, row, col, p, t, world)
+            _exchange(acc, half, launch, row, col, p, t, world)
         elif _leave_part(acc, unit, world, t):
-            _exchange(_sum_of_parts(unit, t), unit + programs, half, launch, row, col, p, t, world)
+            _exchange(_sum_of_parts(unit, t), half, launch, row, col, p, t, world)
     ptx.cta_barrier()
     pl.epoch(p.flags_ptr, world)
 
 
 @triton.jit
-def _exchange(acc, after, half, launch, row, col, p, t, world):
+def _exchange(acc, half, launch, row, col, p, t, world):
     """Put my tile to the ranks that need it, take theirs, and store the sum, which is added in the order of ranks."""
     dtype: tl.constexpr = p.out_ptr.dtype.element_ty
     WORDS: tl.constexpr = words_of_row(t.BLOCK_N, 32 // dtype.primitive_bitwidth)
@@ -251,7 +248,6 @@ def _exchange(acc, after, half, launch, row, col, p, t, world):
         inside = (rows >= first) & (rows < first + m)
         at = half + rank * slot + ((rows - first).to(tl.int64) * a_row + column) * 4
         tile_words.put(at, mine, inside, launch, peer, world)
-    _ask_ahead(after, p.b_ptr, p.M, p.N, p.k, t)
     first = rank * m if p.SCATTER else 0
     inside = (rows >= first) & (rows < first + m)
     at = half + ((rows - first).to(tl.int64) * a_row + column) * 4
@@ -310,7 +306,7 @@ def fits(call: Call) -> str:
 
 
 def settled(call: Call) -> dict[str, Any]:
-    """The tiles, and the parts of K that the programs of a tile take. Ranks may differ in K, and then in those parts."""
+    """The tiles, and the parts of K that the programs of a tile take. Ranks may differ in K, so in those parts."""
     M, N = _rows(call), call["n"]
     tiles = call["tiles"] or tiles_of(M, N, call.dtype)
     programs = num_programs(call.world, call.world.num_sms)
@@ -333,7 +329,7 @@ def _gather(call: Call) -> Launch:
     inbox, ready = world.keep((call.name, "few rows", columns, m, k, dtype, programs), make)
     tile = _tile(call, aligned(stored(call["b"])[0]))
     start, transposed = cooperative_launch(world, gather_kernel, (programs,), **tiles.launch_options()), tile.TRANSPOSED
-    same = inbox, ready, m, N, k, padded(K, dtype), *map(tl.constexpr, (columns, *BLOCK))
+    same = inbox, ready, m, N, k, padded(K, dtype), *map(tl.constexpr, (columns, *BLOCK, ahead(tiles, dtype.itemsize)))
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         start(Gather(a, b.t() if transposed else b, bias, out, *same), tile, world.device)
@@ -392,5 +388,4 @@ def _tile(call: Call, tma: bool) -> Tile:
         parts_ptr=parts, arrived_ptr=arrived, SPLIT=tl.constexpr(split), TMA=tl.constexpr(tma),
         TRANSPOSED=tl.constexpr(transposed), EPILOGUE=tl.constexpr(call["epilogue"]),
         BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k),
-        AHEAD=tl.constexpr(ahead(tiles, call.dtype.itemsize)),
     )  # fmt: skip

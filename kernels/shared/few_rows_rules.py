@@ -20,13 +20,14 @@ MOST_ROWS = 256
 MOST_RANKS = 8
 """A program takes a tile of every rank into registers."""
 BLOCK = (8, 2048)
-"""Of A that a program stores at a time into every inbox: so much that few programs signal, because signals to one counter
-come one after the other."""
-PREFETCH = 128 << 10
-"""Bytes of weights that a program asks for before it waits for other ranks."""
+"""Of A that a program stores at a time into every inbox: so much that few programs signal, because signals to one
+counter come one after the other."""
+PREFETCH = 64 << 10
+"""Bytes of weights that a gathering program asks for before it waits for A. On 2 x H200 that saves up to 1 us of 17 to
+75, twice or four times as much saves nothing more; where tiles are reduced it saves nothing."""
 WIDE = 12_000
-"""Columns from which a tile has 128 of them: there are then enough tiles for most SMs. All tiles are the fastest of five
-to eight for 2 to 128 rows of five products on 2 x H200, weights from 17 to 235 MB."""
+"""Columns from which a tile has 128 of them: there are then enough tiles for most SMs. These tiles were the fastest of
+five to eight for 2 to 128 rows of five products on 2 x H200, weights from 17 to 235 MB."""
 SPLITS = (1, 2, 4, 8)
 """Parts of K that the programs of a tile may take."""
 LEAST_STEPS = 4
@@ -58,7 +59,7 @@ def split_of(M: int, N: int, K: int, tiles: Tiles, programs: int) -> int:
 
 def ahead(tiles: Tiles, itemsize: int) -> int:
     """Rows of weights that a program asks for ahead: a power of two."""
-    return max(tiles.block_k, 1 << (PREFETCH // (tiles.block_n * itemsize)).bit_length() - 1) if PREFETCH else 0
+    return max(tiles.block_k, 1 << (PREFETCH // (tiles.block_n * itemsize)).bit_length() - 1)
 
 
 def space_few(key: Key, gpu: Gpu) -> list[Config]:

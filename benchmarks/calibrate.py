@@ -42,8 +42,10 @@ OFFSETS = tuple(n * 1e-6 for n in range(-8, 21))
 STIFF, SHRINK, TURN, LATE = 0.3, 0.05, 1.0, 0.05 / 1e-6
 """How much a step of the curve of factors costs, a factor other than 1, an exponent other than 0, and a second of
 offset, against a relative error of 1."""
-HELD_OUT = 3
-"""Of so many products one is held out."""
+RIVAL = 1.5
+"""Forms that take so many times as long as the fastest say nothing about close choices."""
+HELD_OUT, FOLDS = 3, 4
+"""Of so many products one is held out; and in so many parts the others are cut to find the error of the fit."""
 
 PRODUCT = "cuBLAS alone"
 """No form: the product without its collective."""
@@ -294,17 +296,26 @@ def regrets(times: Times) -> list[Regret]:
     return found
 
 
-def off(times: Times) -> dict[str, dict[str, float]]:
-    """For each operator and form the share that nine of ten predictions are off by at most, against that of cuBLAS and
-    pkt's own collective."""
+def off(times: Times, curves: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """For each operator and form the share that half of the predictions are off by at most, against that of cuBLAS and
+    pkt's own collective, where the form is not far from the fastest: of every FOLDS-th product, by a fit to the others.
+    """
     found: dict[str, dict[str, list[float]]] = {operator: {} for operator in OPERATORS}
-    for shape, forms in ((shape, without_product(forms)) for shape, forms in times.items()):
-        if "unfused" in forms:
-            ratios = {form: (_predicted(shape, form) or math.nan) / seconds for form, seconds in forms.items()}
-            for form, ratio in ratios.items():
-                found[shape.operator].setdefault(form, []).append(abs(math.log(ratio / ratios["unfused"])))
+    products = sorted({shape.product for shape in times})
+    for fold in range(FOLDS):
+        left_out = set(products[fold::FOLDS])
+        with instead(fitted({s: forms for s, forms in times.items() if s.product not in left_out}, curves)):
+            for shape, every in times.items():
+                forms = without_product(every)
+                if shape.product not in left_out or "unfused" not in forms:
+                    continue
+                ratios = {form: (_predicted(shape, form) or math.nan) / seconds for form, seconds in forms.items()}
+                for form, seconds in forms.items():
+                    if seconds < RIVAL * min(forms.values()):
+                        share = abs(math.log(ratios[form] / ratios["unfused"]))
+                        found[shape.operator].setdefault(form, []).append(share)
     return {
-        operator: {form: round(float(np.quantile(some, 0.9)), 3) for form, some in forms.items()}
+        operator: {form: round(statistics.median(some), 3) for form, some in forms.items()}
         for operator, forms in found.items()
     }
 
@@ -342,10 +353,8 @@ def calibrated() -> dict[str, Any]:
     """The content of calibrated.json, from the committed results."""
     times, files = measured()
     curves, more = collectives()
-    fit, held = split(times)
-    table = fitted(fit, curves)
-    with instead(table):
-        table["error"] = off(held)
+    fit, _ = split(times)
+    table = {**fitted(fit, curves), "error": off(fit, curves)}
     records = {path: json.loads(path.read_text()) for path in (*files, *more)}
     return {"gpu": H200.name, "sources": [source(record, path) for path, record in records.items()], **table}
 

@@ -141,10 +141,12 @@ def in_turns(case: Product, lag: int, own: int, sent: float, gpu: Gpu) -> Estima
     tiles are computed, nothing is sent. Of a single round all tiles are computed, and then sent."""
     one, turn, rounds = case.seconds(gpu), gpu.sms / case.size, math.ceil(case.size * own / gpu.sms)
     late = max(0.0, ARRIVES - lag / turn * one) * own / gpu.sms
-    tail = lag / gpu.sms * one if rounds > 1 else 0.0
+    rate, around = link_rate("TMA store", gpu.sms), min(rounds, 2) * one
+    hidden = max(rounds * one, sent / rate) - around  # of the sending, at most
+    tail = max(0.0, min(lag / gpu.sms * one, hidden))
     return overlapped(
-        tasks=case.size * own, task_seconds=one, comm_bytes=sent, comm_rate=link_rate("TMA store", gpu.sms),
-        around=min(rounds, 2) * one, memory_bytes=case.memory_bytes,
+        tasks=case.size * own, task_seconds=one, comm_bytes=sent, comm_rate=rate,
+        around=around, memory_bytes=case.memory_bytes,
         sync=2 * gpu.signal + (late + tail if sent else 0.0),
         interference=INTERFERENCE, gpu=gpu,
     )  # fmt: skip

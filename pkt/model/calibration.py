@@ -10,8 +10,8 @@ product: how measured times of cuBLAS's products differ from those of `pkt.model
     greatest.
 forms: for each operator, layout of its operands and form, how measured times differ from those of its `seconds`:
     in the same way. For those that consist of a product and a collective that comes on top.
-error: for each operator and form, the share by which nine of ten predictions of its time against that of cuBLAS and
-    pkt's collective are off at most, on products that were held out.
+error: for each operator and form, the share by which half of the predictions of its time, against that of cuBLAS and
+    pkt's collective, are off at most, on products that a fit did not see.
 known: for each operator and layout, the products that were measured: (ranks, N, K, least M, greatest M).
 """
 
@@ -95,8 +95,8 @@ def _corrected(curve: Mapping[str, Any] | None, key: Mapping[str, Any], found: E
 
 
 def error(operator: str, mode: str) -> float:
-    """The share by which the time of a form, against that of cuBLAS and a collective, is not as predicted: nine of ten
-    predictions on products that were held out are better. UNMEASURED for a form that was not measured."""
+    """The share by which the time of a form, against that of cuBLAS and a collective, is not as predicted: half of the
+    predictions on products that a fit did not see are better. UNMEASURED for a form that was not measured."""
     return max(LEAST_ERROR, calibrated()["error"].get(operator, {}).get(mode, UNMEASURED))
 
 

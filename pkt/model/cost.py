@@ -26,7 +26,9 @@ from pkt.wording import dtype_text
 # The constants are fitted to benchmarks/results/*.json of H200, like some figures of gpu.py.
 PLAIN_TILE = 3e-6
 """Seconds of a tile outside its K loop in plain Triton; the warp-specialised Gluon forms hide them."""
-LIBRARY_TILES = ((128, 256, 64), (128, 128, 64), (64, 64, 64))
+LIBRARY_TILES = tuple(
+    (m, n, 64) for m in (64, 128, 192, 256) for n in (64, 96, 128, 160, 192, 256) if m * n <= 128 * 256
+)
 SPLITS = (1, 2, 4)
 """cuBLAS is assumed to choose the best of these tiles, and to cut K into the best of so many parts."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -4,9 +4,10 @@
     python -m benchmarks.calibrate --check    # print the regret of the committed file, write nothing
 
 Times: the zoo's (benchmarks/results/zoo_*.json), and those of the operators' own benchmarks at default settings. A
-product is the matrix of weights that all ranks share, by its two sides. Every third product is held out: the fit sees
-neither its times nor its shapes. The regret of a shape is the time of the form that the operator takes there, by the
-rule and the tables that ship, divided by that of the fastest form that was measured there.
+product is the matrix of weights that all ranks share, by its two sides. What ships is fitted to all of them. To judge
+the fit, every third product is held out: a fit that has seen neither its times nor its shapes chooses there. The regret
+of a shape is the time of the form that the operator takes there, by the rule and the tables that ship, divided by that
+of the fastest form that was measured there.
 """
 
 from __future__ import annotations
@@ -250,7 +251,8 @@ def _curve(points: Sequence[Point]) -> dict[str, Any]:
         for side, power, of in zip("NK", found[-2:], (N, K))
     }
     factor = [[n, round(float(math.exp(c)), 4)] for n, c in zip(KNOTS, found)]
-    return {"offset": _round(offset), "rows": [int(M.min()), int(M.max())], "sides": sides, "factor": factor}
+    rows = [int(M.min()), int(M.max())]
+    return {"points": len(points), "offset": _round(offset), "rows": rows, "sides": sides, "factor": factor}
 
 
 def _products(shapes: Iterator[Shape]) -> list[list[int]]:
@@ -332,31 +334,43 @@ def summary(found: list[Regret]) -> str:
     )
 
 
-def lines(times: Times, worst: int = 12) -> list[str]:
-    """The regret as text: held out and fitted, by operator and layout, and the worst shapes that were held out."""
+def judged(times: Times) -> dict[str, list[Regret]]:
+    """The regrets of what ships, which is fitted to all shapes; and of products that were held out, where the same
+    procedure has seen only the others."""
+    fit, held = split(times)
+    with instead(table_of(fit)):
+        held_out = regrets(held)
+    return {"held out": held_out, "shipped": regrets(times)}
+
+
+def lines(times: Times, found: Mapping[str, list[Regret]], worst: int = 12) -> list[str]:
+    """The regrets as text, by operator and layout, and the worst shapes that were held out."""
     said = []
-    for name, some in zip(("fitted", "held out"), split(times)):
-        found = regrets(some)
-        said.append(f"{name}: {summary(found)}")
+    for name, some in found.items():
+        said.append(f"{name}: {summary(some)}")
         parts: dict[str, list[Regret]] = {}
-        for regret in found:
+        for regret in some:
             parts.setdefault(f"{regret.shape.operator}, {regret.shape.layout}", []).append(regret)
         said += [f"    {part}: {summary(parts[part])}" for part in sorted(parts)]
-    for r in sorted((r for r in found if r.ratio > 1), key=lambda r: -r.ratio)[:worst]:
+    for r in sorted((r for r in found["held out"] if r.ratio > 1), key=lambda r: -r.ratio)[:worst]:
         forms = ", ".join(f"{form} {1e6 * seconds:.1f}" for form, seconds in times[r.shape].items())
-        far = "" if r.known else ", far from all that was fitted"
+        far = "" if r.known else ", away from all that was fitted"
         said.append(f"  {r.ratio:.3f} {r.shape}: {r.taken}, not {r.fastest}{far} (us: {forms})")
     return said
+
+
+def table_of(times: Times) -> dict[str, Any]:
+    """The content of calibrated.json without its sources, fitted to these times."""
+    curves, _ = collectives()
+    return {**fitted(times, curves), "error": off(times, curves)}
 
 
 def calibrated() -> dict[str, Any]:
     """The content of calibrated.json, from the committed results."""
     times, files = measured()
-    curves, more = collectives()
-    fit, _ = split(times)
-    table = {**fitted(fit, curves), "error": off(fit, curves)}
-    records = {path: json.loads(path.read_text()) for path in (*files, *more)}
-    return {"gpu": H200.name, "sources": [source(record, path) for path, record in records.items()], **table}
+    records = {path: json.loads(path.read_text()) for path in (*files, *collectives()[1])}
+    sources = [source(record, path) for path, record in records.items()]
+    return {"gpu": H200.name, "sources": sources, **table_of(times)}
 
 
 def main(arguments: list[str]) -> None:
@@ -367,7 +381,8 @@ def main(arguments: list[str]) -> None:
         FILE.write_text(text(table) + "\n")
         calibration.calibrated.cache_clear()
         print(f"written: {FILE.relative_to(ROOT)}")
-    print("\n".join(lines(measured()[0])))
+    times = measured()[0]
+    print("\n".join(lines(times, judged(times))))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -82,7 +83,7 @@ def seconds_few(sent: Callable[[Key], float]) -> Callable[[Mapping[str, Any], Ke
     all its weights take to come from memory, once for all row blocks."""
 
     def seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
-        M, N, K = key["M"], key["N"], key["K"]
+        M, N, K = math.ceil(key["M"]), key["N"], key["K"]
         tiles = Tiles(*config["tiles"]) if config.get("tiles") else tiles_of(M, N, dtype_of(key))
         split = config.get("split_k") or split_of(M, N, K, tiles, gpu.sms)
         case = Product.of({**key, "K": triton.cdiv(K, split)}, tiles)

@@ -7,7 +7,7 @@ collectives: seconds of a collective that follows or precedes a product, by the 
 product: how measured times of cuBLAS's products differ from those of `pkt.model.cost.library`:
     measured = offset + factor * predicted. The factor is that of M on a curve through points (M, factor), times a power
     of N and one of K: sides has the exponent of each, and the lengths that were measured. rows: the least M and the
-    greatest.
+    greatest. points: how many times were fitted.
 forms: for each operator, layout of its operands and form, how measured times differ from those of its `seconds`:
     in the same way. For those that consist of a product and a collective that comes on top.
 error: for each operator and form, the share by which half of the predictions of its time, against that of cuBLAS and
@@ -34,6 +34,8 @@ from pkt.wording import dtype_text
 NEAR, FARTHEST = 1.0, 4.0
 """Doublings from the nearest measured shape, see `distance`: up to the first the model is trusted; up to the second it
 is trusted less with each; beyond it not at all."""
+SELDOM = 20.0
+"""A form that was measured so many times is trusted as if it were a doubling away; more often, in proportion."""
 SIDE = 8192
 """N and K of which the powers in factors are 1."""
 RANKS = 0.5
@@ -102,14 +104,14 @@ def error(operator: str, mode: str) -> float:
 
 def handicap(operator: str, mode: str, key: Mapping[str, Any], doublings: float) -> float:
     """The share by which a form has to be expected to be faster than one without a handicap, so many `doublings`, see
-    `trust`, from what was measured. More where the form itself was measured with fewer rows, or not at all."""
+    `trust`, from what was measured. More where the form itself was measured with fewer rows, seldom, or not
+    at all."""
     curve = calibrated()["forms"].get(operator, {}).get(layout_of(key), {}).get(mode)
     if curve is None:
-        doublings += 1.0
-    else:
-        least, most = curve["rows"]
-        doublings += max(0.0, math.log2(key["M"] / most), math.log2(least / key["M"]))
-    return error(operator, mode) * doublings if doublings else 0.0
+        return UNMEASURED * (1.0 + doublings)
+    least, most = curve["rows"]
+    outside = max(0.0, math.log2(key["M"] / most), math.log2(least / key["M"]))
+    return error(operator, mode) * (doublings + outside + SELDOM / curve["points"])
 
 
 def distance(operator: str, key: Mapping[str, Any]) -> float:

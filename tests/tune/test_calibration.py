@@ -13,8 +13,9 @@ from pkt.model.cost import Estimate, library
 from pkt.model.gpu import H200, gpu_named
 from tests.tune.helpers import OPERATORS
 
-# Of the choices at shapes that nothing was fitted to: mean and worst. As found, rounded up.
-HELD = {"fitted": (1.01, 1.05), "held out": (1.01, 1.05)}
+# Of the choices at products that the fit has not seen, and of what ships: mean, the least of the worst twentieth, and
+# the worst. As found, rounded up. The worst is cuBLAS, 136 us for 128 rows of 5120 x 25600 in one layout, 88 for 64.
+HELD = {"held out": (1.01, 1.045, 1.36), "shipped": (1.01, 1.05, 1.36)}
 # Of those away from all that was fitted, where a safe form is taken instead of one that may be slow.
 AWAY = (1.05, 1.2)
 
@@ -52,14 +53,16 @@ def times():
 
 # ------------------------------------------------------------------------------------------------------------- regret
 def test_the_regret_of_the_choices(times, capsys):
-    fitted, held_out = (calibrate.regrets(some) for some in calibrate.split(times))
+    judged = calibrate.judged(times)
     with capsys.disabled():
-        print("\n" + "\n".join(calibrate.lines(times, worst=3)))
-    for name, found in (("fitted", fitted), ("held out", held_out)):
-        mean, worst = HELD[name]
-        assert len(found) >= 12
-        assert statistics.fmean(r.ratio for r in found) <= mean, calibrate.summary(found)
-        assert max(r.ratio for r in found) <= worst, calibrate.summary(found)
+        print("\n" + "\n".join(calibrate.lines(times, judged, worst=3)))
+    for name, found in judged.items():
+        mean, late, worst = HELD[name]
+        ratios = sorted(r.ratio for r in found)
+        assert len(ratios) >= 150
+        assert statistics.fmean(ratios) <= mean, calibrate.summary(found)
+        assert ratios[int(0.95 * len(ratios))] <= late, calibrate.summary(found)
+        assert ratios[-1] <= worst, calibrate.summary(found)
 
 
 def test_no_product_is_on_both_sides(times):
@@ -145,7 +148,7 @@ def test_a_fit_finds_what_was_put_in():
 @pytest.fixture
 def table():
     sides = {"N": [0.5, 1024, 32768], "K": [0.0, 1, 1 << 20]}
-    curve = {"offset": 2e-6, "rows": [2, 512], "sides": sides, "factor": [[1, 2.0], [4, 1.0]]}
+    curve = {"points": 1 << 30, "offset": 2e-6, "rows": [2, 512], "sides": sides, "factor": [[1, 2.0], [4, 1.0]]}
     points = {"2": [[1000, 10e-6], [2000, 12e-6]], "8": [[1000, 30e-6]]}
     content = {
         "collectives": {"all_gather": {"pkt": points}},
@@ -212,12 +215,14 @@ def test_the_model_is_trusted_less_with_every_doubling(table):
     def handicap(mode, doublings, **more):
         return calibration.handicap("op", mode, key(**more), doublings)
 
-    assert handicap("fast", 0.0) == 0
-    assert handicap("fast", 0.0, M=2048) == handicap("fast", 2.0)
-    assert handicap("fast", 0.0, M=1) == handicap("fast", 1.0)
+    assert handicap("fast", 0.0) < 1e-6
+    assert handicap("fast", 0.0, M=2048) == pytest.approx(handicap("fast", 2.0))
+    assert handicap("fast", 0.0, M=1) == pytest.approx(handicap("fast", 1.0))
     assert handicap("fast", 2.0) == pytest.approx(0.2)
     assert handicap("new", 0.0) == calibration.UNMEASURED, "a form that was not measured has to be far ahead"
     assert handicap("fast", math.inf) == math.inf
+    table["forms"]["op"]["rows"]["fast"]["points"] = 40
+    assert handicap("fast", 0.0) == pytest.approx(0.05), "one that was seldom measured, too"
 
 
 @pytest.mark.parametrize("what", OPERATORS)
@@ -245,4 +250,4 @@ def test_few_rows_never_take_the_form_of_many(what):
     for search in calibrate.tables.measured(OPERATORS[what]):
         for M in (1, 8, 64):
             case = {**search.key, "M": M}
-            assert OPERATORS[what].forecast(case, H200).order[0] in SAFE
+            assert OPERATORS[what].forecast(case, H200).order[0] in (*SAFE, "low_latency")

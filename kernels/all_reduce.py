@@ -38,7 +38,7 @@ from .declaration import Call, Case, Form, Launch, Operand, choice, integer
 from .declaration import block as block_size
 from .operator import Operator
 from .reduce_scatter import await_sent, in_inbox, inboxes, pushed_room
-from .shared import copy_reduce, flagged
+from .shared import copies, copy_reduce, flagged
 from .shared.checks import FLOATS
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, copy_block, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
@@ -327,8 +327,8 @@ OPERATOR = Operator(
             symmetric=("out",), **BLOCKED,
         ),
         "copy": Form(
-            _with_the_rest(_by_copy_engines), "the same, by the copy engines", MOVES, symmetric=("out",),
-            **copy_reduce.CHUNKED,
+            copies.in_one_call(_with_the_rest(_by_copy_engines)), "the same, by the copy engines", MOVES,
+            symmetric=("out",), **copy_reduce.CHUNKED,
         ),
         "multimem": Form(
             lambda call: _two_shot(multimem_kernel)(call, call["x"].numel()), "two_shot in the switch",

@@ -75,10 +75,14 @@ def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any,
 
 def _watched(kernel: Any) -> bool:
     """Whether a hook wants to see each launch, or something has replaced Triton's launch."""
+    return bool(kernel.pre_run_hooks) or hooked()
+
+
+def hooked() -> bool:
+    """Whether a hook wants to see the launches of all kernels, or something has replaced Triton's launch."""
     before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     # Triton's chain of hooks has `calls`; a user may have put a function in its place.
-    hooked = getattr(before, "calls", True) or getattr(after, "calls", True) or kernel.pre_run_hooks
-    return bool(hooked) or JITFunction.run is not _run
+    return bool(getattr(before, "calls", True) or getattr(after, "calls", True)) or JITFunction.run is not _run
 
 
 def _in_c(kernel: Any, launcher: Any) -> tuple[Callable[..., None], list[Any]] | None:

@@ -49,9 +49,11 @@ class _Graph:
 def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | None = None) -> Launch:
     """`launch`, for tensors of the same facts, which returns one of them: recorded where it is called again with the
     same addresses. It must depend on nothing else but `settings()`, and do nothing on the host but queue work."""
-    streams, engines = world.streams, world.backend.copies
-    if streams is None or engines is None or not KNOWN:
+    streams = world.streams
+    if streams is None or not KNOWN:
         return launch
+    engines = world.backend.copies
+    assert engines is not None, "only GPUs have streams"
     graphs: dict[Key, _Graph] = {}
     counted: dict[Key, int] = {}
     calls = 0

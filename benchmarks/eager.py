@@ -102,11 +102,7 @@ def ordered(world: pkt.World, sizes: Sizes, only: str, gpu: bool) -> Iterator[tu
 
 def ways() -> dict[str, AbstractContextManager]:
     """Of calling again: replayed where that can be, and as with addresses that are new."""
-
-    def hooked() -> bool:
-        return True
-
-    return {"": nullcontext(), ", new": mock.patch.object(replay, "hooked", hooked)}
+    return {"": nullcontext(), ", new": replay.paused()}
 
 
 # ------------------------------------------------------------------------------------------------------------- on GPUs

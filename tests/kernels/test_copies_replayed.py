@@ -248,3 +248,20 @@ def test_hooks_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert queued(rank, lambda: gathered(rank, x, out)) == {"replay": 1}
 
     assert eager_worlds(RANKS, main) == [None] * RANKS
+
+
+def test_nothing_is_recorded_or_replayed_in_a_pause() -> None:
+    def main(rank: Rank) -> None:
+        x, out = pkt.ones(N, world=rank.world), pkt.empty(N * RANKS, world=rank.world)
+        with replay.paused():
+            for _ in range(2 * replay.CALLS):
+                assert queued(rank, lambda: gathered(rank, x, out)) == FORMS["all_gather"][2]
+        rank.world.barrier()  # a pause is of all worlds
+        for _ in range(replay.CALLS + 1):
+            gathered(rank, x, out)
+        assert queued(rank, lambda: gathered(rank, x, out)) == {"replay": 1}
+        rank.world.barrier()
+        with replay.paused():
+            assert queued(rank, lambda: gathered(rank, x, out)) == FORMS["all_gather"][2]
+
+    assert eager_worlds(RANKS, main) == [None] * RANKS

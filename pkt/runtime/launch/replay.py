@@ -13,7 +13,8 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +45,21 @@ class _Graph:
 
     def __init__(self, recorded: Recorded, result: int) -> None:
         self.replay, self.result, self.used = recorded.replay, result, 0
+
+
+_pauses = 0
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside, calls are made one by one, and none is recorded, which takes as long as many calls: where calls are few
+    and are timed."""
+    global _pauses
+    _pauses += 1
+    try:
+        yield
+    finally:
+        _pauses -= 1
 
 
 def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | None = None) -> Launch:
@@ -86,7 +102,7 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
     def run(*tensors: Any) -> torch.Tensor:
         nonlocal calls
         stream = streams.eager()
-        if stream is None or hooked():
+        if stream is None or _pauses or hooked():
             return launch(*tensors)
         calls += 1
         found: list[Hashable] = [None if t is None else t.data_ptr() for t in tensors]

@@ -247,6 +247,13 @@ def _in_flagged_words(shots: int) -> Callable[[Call], Launch]:
     return lambda call: flagged.reduce_launch(call.world, call["x"], call["op"], shots, call["block"])
 
 
+def _end_of(like: torch.Tensor, begin: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The elements from `begin` on of tensors of the same facts as `like`: of a symmetric one, which lies where `like`
+    does, the view is made once, because that takes as long as two launches."""
+    end = like.view(-1)[begin:]
+    return (lambda tensor: end) if isinstance(like, SymmetricTensor) else lambda tensor: tensor.view(-1)[begin:]
+
+
 def _with_the_rest(make: Callable[[Call, int], Launch]) -> Callable[[Call], Launch]:
     """make(call, n) for the first n elements of x, and flagged words for those beyond the last whole 16 bytes."""
 
@@ -257,10 +264,11 @@ def _with_the_rest(make: Callable[[Call, int], Launch]) -> Callable[[Call], Laun
         if rest == 0:
             return launch
         few = flagged.reduce_launch(call.world, x.view(-1)[n - rest :], call["op"], 1, None)
+        rest_of_x, rest_of_out = (_end_of(call[name], n - rest) for name in ("x", "out"))
 
         def both(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             launch(x, out)
-            few(x.view(-1)[n - rest :], out.view(-1)[n - rest :])
+            few(rest_of_x(x), rest_of_out(out))
             return out
 
         return both

@@ -118,7 +118,8 @@ def scatter_launch(
     inbox, bar = _inbox(rows * run, dtype, world), barrier_counters(world)
     meet, side = copies.meeting(world), copies.Side(world)
     grid = (num_programs(world, tiles),)
-    start = cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS)
+    # One for each chunk: a launch is repeated with the same numbers only.
+    starts = [cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS) for _ in moved]
     places = (rank * part.units, size * part.units, 0, rows * part.units)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ def scatter_launch(
             for send in moved:
                 send(x, inbox, stream)
                 sent.append(side.mark())
-        for g, mark in enumerate(sent):
+        for g, (mark, start) in enumerate(zip(sent, starts)):
             side.reach(mark)
             end = min((g + 1) * tiles, part.tiles)
             start(x, out, inbox, bar, part, *places, g * tiles, end, world.device, op)
@@ -173,14 +174,14 @@ def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int |
     inbox, bar = _inbox(slot, dtype, world), barrier_counters(world)
     meet, side = copies.meeting(world), copies.Side(world)
     grid = (num_programs(world, together),)
-    start = cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS)
+    starts = [cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS) for _ in range(count)]
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank has added what is in its inbox, and is done with what it had in `out`
         with side.behind() as stream:
             first(x, inbox, stream)
             sent = side.mark()
-        for g, (send, share) in enumerate(itertools.zip_longest(later, into)):
+        for g, (send, share, start) in enumerate(itertools.zip_longest(later, into, starts)):
             here = sent
             if send is not None:
                 with side.behind() as stream:

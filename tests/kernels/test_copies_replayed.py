@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from pkt.kernels import all_gather, all_reduce, all_to_all, reduce_scatter
 from pkt.kernels.all_gather_matmul.gluon import push_launch
 from pkt.kernels.all_gather_matmul.rules import PushPlan
 from pkt.kernels.matmul_reduce_scatter.gluon import inbox_launch
+from pkt.kernels.shared import copy_reduce
 from pkt.kernels.shared.tile_product import Tiles
 from pkt.runtime.launch import replay
 from tests.runtime.eager_worlds import Rank, eager_worlds
@@ -263,5 +266,41 @@ def test_nothing_is_recorded_or_replayed_in_a_pause() -> None:
         rank.world.barrier()
         with replay.paused():
             assert queued(rank, lambda: gathered(rank, x, out)) == FORMS["all_gather"][2]
+
+    assert eager_worlds(RANKS, main) == [None] * RANKS
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce"])
+def test_the_kernel_of_each_chunk_is_launched_with_the_same_numbers(name: str) -> None:
+    """Only such a launch is repeated without Triton, where a call is not replayed."""
+    call, more, _ = FORMS[name]
+    numbers: dict[int, list[Any]] = {}
+
+    def main(rank: Rank) -> None:
+        made = copy_reduce.cooperative_launch
+
+        def launched(*args: Any, **options: Any) -> Callable[..., Any]:
+            start, seen = made(*args, **options), []
+            numbers.setdefault(get_ident(), []).append(seen)
+
+            def counted(*given: Any) -> Any:
+                seen.append([x for x in given if isinstance(x, int)])
+                return start(*given)
+
+            return counted
+
+        x, out = pkt.ones(N, world=rank.world), pkt.empty(int(N * more), world=rank.world)
+        rank.world.barrier()
+        first = rank.world.rank == 0
+        with mock.patch.object(copy_reduce, "cooperative_launch", launched) if first else nullcontext():
+            rank.world.barrier()
+            with replay.paused():
+                for _ in range(3):
+                    call(rank, x, out)
+            rank.world.barrier()
+        chunks = numbers[get_ident()]
+        assert len(chunks) == 2
+        assert all(seen[0] == seen[1] == seen[2] and len(seen) == 3 for seen in chunks)
+        assert chunks[0] != chunks[1]
 
     assert eager_worlds(RANKS, main) == [None] * RANKS

@@ -41,7 +41,7 @@ def load_store_kernel(x, y, out, bar, n, world, BLOCK: tl.constexpr):
     for d in tl.static_range(1, world.size + 1):
         other = (world.rank + d) % world.size
         v = pl.load(x + offs, other, world, mask=offs < n, other=1)
-        # row `rank` of the array of the rank after `other`: no other rank writes there
+        # store to row `rank` on the rank after `other`: no other rank writes that row
         row = y + tl.cast(world.rank, tl.int32) * tl.num_programs(0) * BLOCK
         pl.store(row + offs, v, (other + 1) % world.size, world, mask=offs < n + 1)
     pl.barrier(bar + pid, world)
@@ -49,6 +49,22 @@ def load_store_kernel(x, y, out, bar, n, world, BLOCK: tl.constexpr):
         at = r * tl.num_programs(0) * BLOCK + offs
         tl.store(out + at, tl.load(y + at))
     pl.barrier(bar + pid, world)
+
+
+@triton.jit
+def prefetch_kernel(x, out, world, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    pl.prefetch(x + offs, mask=offs < N // 2)
+    pl.prefetch(x)
+    tl.store(out + offs, tl.load(x + offs))
+
+
+@case("prefetch")
+def prefetch(world: Any) -> None:
+    x, out = pkt.empty(64, dtype=torch.int32), local(world, 64)
+    put_in(x, torch.arange(64) + world.rank, world)
+    prefetch_kernel[(1,)](x, out, world.device, 64)
+    same(world, out, list(range(world.rank, world.rank + 64)))
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.float64)

@@ -31,8 +31,8 @@ from tests.simulate.test_races_tma import tile_in_main, tile_out_main
 
 @triton.jit
 def exchange(x, tiles, out, back, flags, world, N: tl.constexpr):
-    """Send two messages to the right neighbour, one by plain stores read by TMA, one by TMA stores read plainly; then
-    a barrier, so that the next launch may overwrite them."""
+    """Send two messages to the right neighbour: plain stores, which it loads by TMA, and a TMA store, which it loads
+    plainly. After the barrier the next launch may overwrite them."""
     o = tl.arange(0, N * N)
     epoch = pl.epoch(flags, world)
     right = (world.rank + 1) % world.size
@@ -134,7 +134,7 @@ def test_every_dropped_signal_is_reported() -> None:
         owner, counter = str(signal.target).split("'s ")
         waits = {(f"rank {w.rank}", w.counter): (w.wanted, w.found) for w in found.failure.waits}
         assert (owner, counter) in waits, signal
-        if counter != "mailbox[2]":  # the dropped signal is the barrier's
+        if counter != "mailbox[2]":  # mailbox[2] is the barrier's
             assert waits[owner, counter] == (signal.launch, signal.launch - 1)
 
 
@@ -154,18 +154,20 @@ def test_a_delayed_signal_is_no_error() -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_rank_that_stops_or_dies_is_reported(dies: bool) -> None:
-    steps = outcome(exchange_main, 2).machine.steps
+    steps, lost = outcome(exchange_main, 2).machine.steps, 0
     for step in range(steps):
         for rank in (0, 1):
             found = outcome(exchange_main, 2, faults=Faults(lose=Loss(rank, step, dies)))
-            if not found.machine.lost:
+            if not found.machine.lost:  # it had nothing left to do
                 continue
+            lost += 1
             assert isinstance(found.failure, PeerLost if dies else Deadlock), (rank, step)
             notes = "".join(getattr(found.failure, "__notes__", ()))
             if dies:
                 assert f"rank {rank} died at step {step}" in str(found.failure)
             else:
                 assert f"rank {rank} stopped at step {step}" in notes
+    assert lost >= steps, "each rank has work left at most steps"
 
 
 def test_every_call_has_mutants_and_all_are_caught() -> None:

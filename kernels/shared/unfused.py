@@ -105,7 +105,9 @@ def reduce_forms(all_reduce: Operator, low_latency: Callable[[int, World], str |
     """Those of matmul_all_reduce. low_latency: the mode of an all-reduce of so few bytes; None where they are many."""
 
     def ours(call: Call) -> Product:
-        """The sum is made in `out` where that is symmetric or the all-reduce is a low-latency one, else in a buffer."""
+        """The sum is made in `out` where that is symmetric or the all-reduce is a low-latency one, else in a buffer,
+        from which it is copied. On 2 ranks a sum in one shot moves no more than one in two shots. It goes from the
+        buffers into any `out`, and saves the copy."""
         world, (M, N) = call.world, call.shape
         flagged = low_latency(M * N * call.dtype.itemsize, world)  # for what is not symmetric, too
         if flagged or in_place(call):
@@ -117,7 +119,16 @@ def reduce_forms(all_reduce: Operator, low_latency: Callable[[int, World], str |
 
             return in_out
         total = _symmetric(call, M, N)
-        reduce, matrix = all_reduce.planned(world, total, total), total.plain()
+        matrix = total.plain()
+        if world.size == 2:
+            sum_into = all_reduce.planned(world, total, _plain(call["out"]), mode="one_shot")
+
+            def into_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+                _multiply(world, a, b, matrix)
+                sum_into(total, _plain(out))
+
+            return into_out
+        reduce = all_reduce.planned(world, total, total)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             _multiply(world, a, b, matrix)

@@ -73,6 +73,7 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
     graphs: dict[Key, _Graph] = {}
     counted: dict[Key, int] = {}
     calls = 0
+    crowded = 0  # until this call no graph is stale
 
     def record(tensors: tuple[Any, ...]) -> _Graph | None:
         found: list[torch.Tensor] = []
@@ -86,6 +87,7 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
 
     def due(key: Key) -> bool:
         """Whether these calls are to be recorded; makes room."""
+        nonlocal crowded
         times = counted.get(key, 0)
         if times < CALLS:
             if len(counted) == MOST_COUNTED:
@@ -93,8 +95,11 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
             counted[key] = times + 1
             return False
         if len(graphs) == MOST_GRAPHS:
+            if calls < crowded:
+                return False
             oldest = min(graphs, key=lambda at: graphs[at].used)
-            if calls - graphs[oldest].used < STALE:
+            crowded = graphs[oldest].used + STALE
+            if calls < crowded:
                 return False
             del graphs[oldest]
         return True

@@ -21,12 +21,19 @@ MAX_BLOCK = 1 << 20
 """Most elements of a block in Triton."""
 
 
+def letter_of(word: str, size: int) -> tuple[str, int]:
+    """The letter of a shape's word, and how often it is taken in a world of `size`: of "W*m" m and size, of "2*n" n and
+    2."""
+    times, _, letter = word.rpartition("*")
+    return letter, size if times == "W" else int(times or 1)
+
+
 @dataclass(frozen=True)
 class Operand:
     """A tensor that an operator takes.
 
-    shape: a letter for each dimension, such as "m k", with "W*" before one that is a multiple of the world size; "..."
-        for any shape; or a function of the call that returns one of these.
+    shape: a letter for each dimension, such as "m k", with "W*" before one that is a multiple of the world size, and
+        "2*" before one that is even; "..." for any shape; or a function of the call that returns one of these.
     dtypes: those it may have; () for that of the first operand.
     optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix. same: it has the
         same elements on every rank.
@@ -118,7 +125,8 @@ class Tuning(NamedTuple):
 
     def key(self, call: Call) -> dict[str, int]:
         """M, N and K of the product that each rank computes."""
-        return {"M": call["m"] * (call.world.size if "m" in self.shared else 1), "N": call["n"], "K": call["k"]}
+        M = call["m"] * (call.world.size if "m" in self.shared else 1)
+        return {"M": M, "N": call["b"].shape[1], "K": call["k"]}
 
     def sizes(self, key: Mapping[str, Any]) -> dict[str, int]:
         """The letters m, n and k of the operands' shapes for such a key."""
@@ -180,10 +188,8 @@ class Call:
 
     def bound(self, shape: str) -> Shape:
         """`shape` in numbers, once its letters are known."""
-        return tuple(
-            self.sizes[word.removeprefix("W*")] * (self.world.size if word.startswith("W*") else 1)
-            for word in shape.split()
-        )
+        found = (letter_of(word, self.world.size) for word in shape.split())
+        return tuple(self.sizes[letter] * times for letter, times in found)
 
     def refuse(self, name: str, found: Any, wanted: str) -> ShapeError:
         """The error to raise for argument `name`."""

@@ -38,7 +38,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World, current_world
 from pkt.wording import dtype_text
 
-from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice
+from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice, letter_of
 from .shared import checks
 
 Advice = Callable[["Operator", Mapping[str, Any], World], Mapping[str, Any]]
@@ -179,10 +179,10 @@ class Operator:
         if len(words) != len(found):
             raise ShapeError.argument(call.name, name, found, f"{len(words)} dimensions", rank)
         for at, word in enumerate(words):
-            letter, times = word.removeprefix("W*"), size if word.startswith("W*") else 1
+            letter, times = letter_of(word, size)
             if letter not in call.sizes:
                 if found[at] % times:
-                    wanted = f"dimension {at} divisible by {times} ranks"
+                    wanted = f"dimension {at} divisible by {times}" + " ranks" * word.startswith("W*")
                     raise ShapeError.argument(call.name, name, found, wanted, rank)
                 call.sizes[letter] = found[at] // times
         bound = call.bound(shape)

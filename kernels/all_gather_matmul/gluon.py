@@ -62,6 +62,7 @@ from ..shared.gluon_warps import (
     Signals,
     Sizes,
     consume,
+    first_columns,
     first_tile,
     grouped,
     open_barriers,
@@ -69,7 +70,7 @@ from ..shared.gluon_warps import (
     open_ring,
 )
 from ..shared.grid import num_programs
-from ..shared.tile_product import Epilogue, Tiles
+from ..shared.tile_product import GatedEpilogue, Tiles, columns_each
 from .rules import CALL, PushPlan
 
 LANES = gl.constexpr(2)
@@ -363,14 +364,15 @@ def _store_rounds(step, n, work, c):
     rounds = work.rounds
     ring = work.ring
     ROWS: gl.constexpr = ring.BLOCK_M // CONSUMERS
+    COLUMNS: gl.constexpr = c.block_shape[2]
     for v in range(rounds.first(), rounds.end(), gl.num_programs(0)):
         source, i, j, _own = rounds.tile(v)
         step += ring.steps()
         for h in gl.static_range(CONSUMERS):
-            part = work.outbox.take(h, step, n, ring)
+            part = first_columns(work.outbox.take(h, step, n, ring), COLUMNS)
             # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
-            part = part._reinterpret(part.dtype, [1, ROWS, ring.BLOCK_N], c.layout)
-            tma.async_copy_shared_to_global(c, [source, i * ring.BLOCK_M + h * ROWS, j * ring.BLOCK_N], part)
+            part = part._reinterpret(part.dtype, [1, ROWS, COLUMNS], c.layout)
+            tma.async_copy_shared_to_global(c, [source, i * ring.BLOCK_M + h * ROWS, j * COLUMNS], part)
         work.outbox.sent(step, ring, 1)
         step += 1
         n += 1
@@ -396,7 +398,7 @@ def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     b_part,  # the same, blocks of BLOCK_K and BLOCK_N / PIECES
-    c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M / 2 x BLOCK_N
+    c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M / 2 x BLOCK_N; half as many columns, also below, with swiglu
     c_part,  # the same, blocks of 1 x BLOCK_M / 2 x BLOCK_N / PIECES
     inbox,  # (2 * size * blocks of a shard * BLOCK_M, BLOCK_K) this rank's, blocks as of a, each one piece of memory,
     # which links and memory take fastest; halves by the parity of the launch. If COPIED (size * m, K)
@@ -434,7 +436,7 @@ def gluon_push_kernel(
     order = Order(rank, sizes.M, num_m, num_n, sizes.K, push_rows, SIZE, constants.GROUP, CHUNK, COPIED)
     rounds, cut_rounds = deal(num_comm, rounds_alone, whole_rounds, order, PIECES)
     whole = Work(rounds, ring, outbox)
-    cut = Work(cut_rounds, narrow, outbox.narrowed(narrow, PIECES))
+    cut = Work(cut_rounds, narrow, outbox.narrowed(narrow))
     finish = Finish(bias, sizes.N, constants.EPILOGUE)
     signals = Signals(ready_ptr, epoch, world)
     gl.warp_specialize(
@@ -489,11 +491,12 @@ def push_launch(
     out: torch.Tensor,
     plan: PushPlan,
     tiles: Tiles,
-    epilogue: Epilogue = "none",
+    epilogue: GatedEpilogue = "none",
 ) -> Launch:
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
-    `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of the operands come before, with what
-    `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective."""
+    `b` (K, N), half as many columns with epilogue "swiglu", as all_gather_matmul(shard="rows"), whose checks of the
+    operands come before, with what `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90.
+    Collective."""
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs, copied = num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
@@ -517,8 +520,9 @@ def push_launch(
         weights_descriptor(b, tiles),
         weights_descriptor(b, part),
     )
-    stacked = out.view(size, m, N)
-    halves, half_parts = (descriptor(stacked, (1, *half_block(t))) for t in (tiles, part))
+    each = columns_each(epilogue)
+    stacked, narrowed = out.view(size, m, N // each), (t._replace(block_n=t.block_n // each) for t in (tiles, part))
+    halves, half_parts = (descriptor(stacked, (1, *half_block(t))) for t in narrowed)
 
     start = cooperative_launch(world, gluon_push_kernel, (programs,), **constants)
 

@@ -37,8 +37,9 @@ from ..shared import copies, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
-    Epilogue,
+    GatedEpilogue,
     accumulate,
+    columns_each,
     default_tiles,
     finish,
     finished,
@@ -58,7 +59,7 @@ def reference(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor] | None = None,
-    epilogue: Epilogue = "none",
+    epilogue: GatedEpilogue = "none",
     shard: Literal["rows", "columns"] = "rows",
 ) -> torch.Tensor:
     """What `rank` gets from the ranks' operands, in fp64."""
@@ -74,7 +75,7 @@ class Push(NamedTuple):
     a_ptr: Any  # (m, k) this rank's; only this rank reads it
     b_ptr: Any  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
     bias_ptr: Any  # (N,) this rank's, or None
-    out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS; this rank's
+    out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS, this rank's; half as many columns with swiglu
     inbox_ptr: Any  # (2, size, m, ld) on every rank, or (1, ...) if COPIED; rank r stores [:, r] of all the others
     ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks of its row block i that rank r has stored.
     # If COPIED, as copies.Gathering has it
@@ -120,21 +121,22 @@ def _add_shard(acc, source, b_index, i, col, p, world, epoch, b):
 def _compute(task, p, world, epoch, b, out):
     num_m = tl.cdiv(p.m, p.BLOCK_M)
     num_n = tl.cdiv(p.N, p.BLOCK_N)
+    N = p.N // columns_each(p.EPILOGUE)
     acc = tl.zeros((p.BLOCK_M, p.BLOCK_N), tl.float32)
     if p.COLUMNS:
         i, j = pl.order.supergroup(task, num_m, num_n, p.GROUP)
         for d in range(world.size):  # own shard first
             source = (tl.cast(world.rank, tl.int32) + d) % world.size
             acc = _add_shard(acc, source, source, i, j * p.BLOCK_N, p, world, epoch, b)
-        acc = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
-        store_tile(out, 0, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
+        tile = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
+        store_tile(out, 0, tile, i * p.BLOCK_M, j * tile.shape[1], p.m, N, N, p.TMA)
     else:
         source, index = pl.order.peers_interleaved(task, num_m * num_n, world)
         i = index // num_n
         j = index % num_n
         acc = _add_shard(acc, source, 0, i, j * p.BLOCK_N, p, world, epoch, b)
-        acc = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
-        store_tile(out, source, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
+        tile = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
+        store_tile(out, source, tile, i * p.BLOCK_M, j * tile.shape[1], p.m, N, N, p.TMA)
 
 
 @triton.jit
@@ -167,7 +169,8 @@ def push_kernel(p, world):
     tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
     chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
     b = weights(p.b_ptr, world.size if p.COLUMNS else 1, p.k, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA, p.TRANSPOSED)
-    out = stack(p.out_ptr, shards, p.m, p.N, p.N, p.BLOCK_M, p.BLOCK_N, p.TMA)
+    EACH: tl.constexpr = columns_each(p.EPILOGUE)
+    out = stack(p.out_ptr, shards, p.m, p.N // EACH, p.N // EACH, p.BLOCK_M, p.BLOCK_N // EACH, p.TMA)
     if p.COPIED:
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             _compute(task, p, world, epoch, b, out)
@@ -182,7 +185,7 @@ def all_gather_matmul(
     out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
-    epilogue: Epilogue = "none",
+    epilogue: GatedEpilogue = "none",
     shard: Literal["rows", "columns"] = "rows",
     mode: Literal["push", "copy", "gluon", "unfused", "nccl"] | None = None,
     num_comm_sms: int | None = None,
@@ -200,10 +203,14 @@ def all_gather_matmul(
     a: this rank's shard (m, k), the same shape on every rank, contiguous; bf16, fp16 or fp32.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight;
         (size * k, N) with shard "columns".
-    out: (size * m, N) of a's dtype, (m, N) with shard "columns"; shares no memory with the operands. A new tensor where
-        None.
-    bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or
-        "silu", of the sum and the bias. Both are computed in fp32; the result is rounded once.
+    out: (size * m, N) of a's dtype, (m, N) with shard "columns", N / 2 columns with epilogue "swiglu"; shares no memory
+        with the operands. A new tensor where None.
+    bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default),
+        "silu" or "swiglu", of the sum and the bias. Both are computed in fp32; the result is rounded once.
+        "swiglu": silu(gate) * up, where the columns of b and bias are gate and up in turn, as `pkt.interleave` lays
+        them. Of the M x N product, M rows of the result, M * N / 2 * itemsize bytes are written. A kernel of its own
+        behind the product would cost 2 * M * N * itemsize more: the product, written and read again. "unfused" and
+        "nccl" have that kernel.
     shard: the shards are A's "rows", below each other, or its "columns", beside each other.
 
     mode: how it is computed. None, with no setting given, takes the first of these that applies: with shard "rows" what
@@ -298,7 +305,7 @@ def _push_arguments(
     (m, k), tiles, (rows, transposed) = call["a"].shape, call["tiles"], stored(call["b"])
     return Push(
         a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, inbox_ptr=inbox, ready_ptr=counters, queue_ptr=queue,
-        m=m, N=call["n"], k=k, ld=padded(k, call.dtype), num_comm_sms=num_comm_sms, together=together,
+        m=m, N=call["b"].shape[1], k=k, ld=padded(k, call.dtype), num_comm_sms=num_comm_sms, together=together,
         COPIED=tl.constexpr(queue is None), COLUMNS=tl.constexpr(call["shard"] == "columns"),
         TMA=tl.constexpr(aligned(call["a"], rows, call["out"])), TRANSPOSED=tl.constexpr(transposed),
         EPILOGUE=tl.constexpr(call["epilogue"]), BLOCK_M=tl.constexpr(tiles.block_m),
@@ -316,7 +323,8 @@ def _gluon(call: Call) -> Launch:
 
 def _settled(call: Call) -> dict[str, Any]:
     """The Gluon form's settings: some follow from whether others are given."""
-    plan, tiles = settings(call["m"], call["n"], call["k"], call.world, **{"tiles": None, **call.given})
+    N = call["b"].shape[1]
+    plan, tiles = settings(call["m"], N, call["k"], call.world, **{"tiles": None, **call.given})
     return {**plan._asdict(), "tiles": tiles}
 
 
@@ -337,6 +345,21 @@ def default(call: Call) -> str:
 def fits_copies(call: Call) -> str:
     whole = whole_rows(call.dtype, call["k"])
     return not_rows(call) or ("" if whole else f"rows of {call['k']} elements, not whole runs of 16 bytes")
+
+
+def _columns(call: Call) -> str:
+    """Those of b and bias, where the result has n."""
+    return "2*n" if call["epilogue"] == "swiglu" else "n"
+
+
+def _epilogue(call: Call, name: str, value: Any) -> Any:
+    """The check of `epilogue`."""
+    choice(*products.EPILOGUES, "swiglu")(call, name, value)
+    shape = tuple(call["b"].shape)
+    if value == "swiglu" and len(shape) == 2 and shape[1] % 2:
+        wanted = 'an even number of columns for epilogue "swiglu", gate and up in turn: pkt.interleave(gate, up)'
+        raise call.refuse("b", shape, wanted)
+    return value
 
 
 def not_rows(call: Call) -> str:
@@ -360,11 +383,19 @@ GLUON = Form(
     one_shape=("rounds_alone", "cut_last", "whole_rounds"),
 )  # fmt: skip
 SIZES = {"m": 12, "k": 20, "n": 24}
+SWIGLU = (
+    (SIZES, ("bias",), "rows", "new"),
+    ({"m": 33, "k": 31, "n": 5}, (), "rows", "given"),
+    ({"m": 17, "k": 8, "n": 9}, ("bias",), "columns", "new"),
+)
+"""Cases in every form: (sizes, optional operands, shard, out)."""
 OPERATOR = Operator(
     all_gather_matmul,
-    tensors=products.operands("m k", lambda call: "k n" if call["shard"] == "rows" else "W*k n"),
+    tensors=products.operands(
+        "m k", lambda call: f"{'k' if call['shard'] == 'rows' else 'W*k'} {_columns(call)}", _columns
+    ),
     result=lambda call: "W*m n" if call["shard"] == "rows" else "m n",
-    arguments={**products.ARGUMENTS, "shard": choice("rows", "columns")},
+    arguments={"epilogue": _epilogue, "shard": choice("rows", "columns")},
     settings={"tiles": products.tiles, **dict.fromkeys(PushPlan._fields, integer(0))},
     forms={
         "push": Form(
@@ -394,5 +425,10 @@ OPERATOR = Operator(
         Case(SIZES | {"n": 13}, arguments={"mode": "push", "shard": "columns"}, ranks=2, out="new"),
         *products.nasty("push", "unfused"),
         *products.nasty("push", "unfused", shard="columns"),
+        Case(SIZES, arguments={"mode": "push", "epilogue": "swiglu"}, launches=3, out="new"),
+        *(
+            Case(sizes, arguments={"epilogue": "swiglu", "given": given, "shard": shard}, out=out, explore=False)
+            for sizes, given, shard, out in SWIGLU
+        ),
     ),
 )  # fmt: skip

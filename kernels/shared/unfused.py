@@ -28,7 +28,7 @@ from pkt.runtime.world import World
 from ..declaration import Call, Form, Launch
 from .checks import aligned, check_tensor
 from .product_rules import Key, gathered, reduced, scattered, unfused_seconds
-from .tile_product import finished
+from .tile_product import columns_each, finished
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """product(a, b, out) queues its work on the current stream; a and b are plain tensors."""
@@ -156,12 +156,13 @@ def _plan(make: Callable[[Call], Product]) -> Callable[[Call], Launch]:
 
     def plan(call: Call) -> Launch:
         product, epilogue = make(call), call["epilogue"]
+        narrowed = columns_each(epilogue) > 1
 
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            product(_plain(a), _plain(b), out)
+            whole = torch.empty((out.shape[0], b.shape[1]), dtype=a.dtype, device=a.device) if narrowed else out
+            product(_plain(a), _plain(b), whole)
             if bias is not None or epilogue != "none":
-                result = _plain(out)
-                result.copy_(finished(result, None if bias is None else bias.detach(), epilogue))
+                _plain(out).copy_(finished(_plain(whole), None if bias is None else bias.detach(), epilogue))
             return out
 
         return launch

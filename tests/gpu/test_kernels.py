@@ -1,6 +1,7 @@
 """The operators of pkt.kernels on GPUs: sizes that fill a GPU, layouts, defaults and layers. The programs that the
 simulator explores are in test_operators."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -251,6 +252,32 @@ def all_layers(world: Any) -> None:
 @on_ranks(2, 3, 4)
 def test_layers(ranks: int) -> None:
     launch(all_layers, ranks)
+
+
+def gated(world: Any) -> None:
+    """silu(A @ gate) * (A @ up) with a bias each, in all forms that can run, against torch."""
+    from pkt.kernels.shared.tile_product import FEW_ROWS, finished
+
+    size = world.size
+    for (m, K, n), shard in product([(333, 1544, 520), (512, 1024, 384), (1, 264, 260)], ["rows", "columns"]):
+        rows = shard == "rows"
+        gluon = rows and runs_gluon("all_gather_matmul", world, torch.bfloat16, FEW_ROWS + 1, K, n)
+        shards = [normal(world, (m, K), r) for r in range(size)]
+        gate, up = (normal(world, (n, K if rows else size * K), 50 + i).t() for i in range(2))
+        bias = pkt.interleave(*(normal(world, (1, n), 7 + i)[0] for i in range(2)))
+        b = pkt.interleave(gate, up)
+        wanted = finished(torch.cat(shards, dim=0 if rows else 1).float() @ b.float(), bias, "swiglu")
+        for mode in ("push", "unfused", *(["copy"] if rows else []), *(["gluon"] if gluon else []), None):
+            got = pkt.all_gather_matmul(
+                shards[world.rank], b, mode=mode, shard=shard, bias=bias, epilogue="swiglu"
+            )  # fmt: skip
+            assert product_error(got, wanted) < 2e-2, (mode, shard, m, K, n)
+    world.barrier()
+
+
+@on_ranks(2, 4)
+def test_swiglu(ranks: int) -> None:
+    launch(gated, ranks)
 
 
 def parts_of_tensors(world: Any) -> None:

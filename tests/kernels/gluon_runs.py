@@ -46,8 +46,8 @@ def world(rank: int, size: int, e: int) -> SimpleNamespace:
     return SimpleNamespace(rank=rank, size=size, launch=e + 1)
 
 
-def constants(stages: int, transposed: bool, finish: bool) -> Any:
-    return warps.Constants(stages, 2, transposed, "relu" if finish else "none")
+def constants(stages: int, transposed: bool, finish: bool, gated: bool = False) -> Any:
+    return warps.Constants(stages, 2, transposed, "swiglu" if gated else "relu" if finish else "none")
 
 
 def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -66,17 +66,21 @@ def bias(N: int, finish: bool) -> Vector | None:
     return Vector(np.arange(N, dtype=np.float32) - N // 2) if finish else None
 
 
-def assert_exact(found: np.ndarray, exact: np.ndarray, finish: bool) -> None:
-    """finish: with that bias, and relu."""
+def assert_exact(found: np.ndarray, exact: np.ndarray, finish: bool, gated: bool = False) -> None:
+    """finish: with that bias, and relu. gated: with swiglu, where silu(x) is x."""
     n = exact.shape[1]
-    np.testing.assert_array_equal(found, np.maximum(exact + np.arange(n) - n // 2, 0) if finish else exact)
+    if finish:
+        exact = exact + np.arange(n) - n // 2
+    if gated:
+        exact = exact[:, 0::2] * exact[:, 1::2]
+    np.testing.assert_array_equal(found, np.maximum(exact, 0) if finish and not gated else exact)
 
 
 # ----------------------------------------------------------------------------------------------- all_gather_matmul
 def run_push(
     size: int, m: int, N: int, K: int, programs: int, seed: int, launches: int = 3, broken: Broken | None = None,
     stages: int = 3, transposed: bool = False, finish: bool = False, width: int = BN, chunk: int = 8, cut_last: int = 2,
-    push_rows: int = 1, num_comm: int = 1, rounds_alone: int = 1, whole_rounds: int = 99,
+    push_rows: int = 1, num_comm: int = 1, rounds_alone: int = 1, whole_rounds: int = 99, gated: bool = False,
 ) -> None:  # fmt: skip
     """Shards (m, K) gathered and multiplied by (K, N). num_comm: 0 where copy engines move them."""
     machine, functions = ready(push, size, programs, seed, broken)
@@ -90,7 +94,8 @@ def run_push(
     counters = [np.zeros(words, np.int64) for _ in range(size)]
     a = [[integers(rng, m, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
-    outs = [[poison(size, m, N) for _ in range(launches)] for _ in range(size)]
+    columns, stored = (N // 2, width // 2) if gated else (N, width)
+    outs = [[poison(size, m, columns) for _ in range(launches)] for _ in range(size)]
 
     def launch(rank: int, e: int) -> Callable[[int], None]:
         peers = [Descriptor(inbox[(rank + d) % size], BM, BK) for d in range(1, size)]
@@ -98,11 +103,11 @@ def run_push(
         arguments = (
             Descriptor(a[rank][e], BM, BK),
             weights(weight, transposed, width), weights(weight, transposed, width // cut_last),
-            Descriptor(out, 1, BM // 2, width), Descriptor(out, 1, BM // 2, width // cut_last),
+            Descriptor(out, 1, BM // 2, stored), Descriptor(out, 1, BM // 2, stored // cut_last),
             Descriptor(inbox[rank], BM, BK), *peers, *[None] * (7 - len(peers)), Pointer(counters, rank),
             bias(N, finish), warps.Sizes(m, N, K),
             min(num_comm, programs) if size > 1 else 0, rounds_alone, whole_rounds, push_rows, world(rank, size, e),
-            constants(stages, transposed, finish), chunk, cut_last, copied, 4,
+            constants(stages, transposed, finish, gated), chunk, cut_last, copied, 4,
         )  # fmt: skip
 
         def body(program: int) -> None:
@@ -116,7 +121,7 @@ def run_push(
     for rank in range(size):
         for e in range(launches):
             gathered = np.concatenate([step[e] for step in a])
-            assert_exact(outs[rank][e].reshape(size * m, N), gathered @ b[rank][e], finish)
+            assert_exact(outs[rank][e].reshape(size * m, columns), gathered @ b[rank][e], finish, gated)
 
 
 def begin_copies(

@@ -57,6 +57,8 @@ class Form:
     plan: makes buffers and returns what launches; collective.
     how, moves: for the reference page: what it does in a few words; the bytes that leave a rank.
     settings: keywords that it takes, with their defaults; a default may be a function of the call.
+    several: plans calls that are alike but for the second operand, `out` and bias, and returns what launches them as
+        one, launch(a, bs, outs, biases); a is moved once. The first call has the settings. None: it takes one only.
     complete: settles the settings together, where one follows from another; may be collective.
     fits: why it cannot run a call, in words; "" where it can. Alike on all ranks.
     symmetric: operands that peers access.
@@ -75,6 +77,7 @@ class Form:
     how: str = ""
     moves: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    several: Callable[[Sequence[Call]], Callable[..., None]] | None = None
     complete: Callable[[Call], Mapping[str, Any]] | None = None
     fits: Callable[[Call], str] = lambda call: ""
     symmetric: tuple[str, ...] = ()

@@ -19,6 +19,8 @@ One TMA operation moves one piece of memory in the inbox.
 COPIED: no program pushes. Copy engines bring push_rows row blocks of a peer at once, or a chunk of their columns at a
 time where tiles had better begin before a whole shard is here. Links and product are faster then, but each copy costs
 time before it begins: so this is for large products.
+
+GATHERED: the launch before has gathered A, for another weight. Nothing is pushed or waited for.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import pkt.language as pl
-from pkt.language import ptx
+from pkt.language import ptx, sync
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
@@ -92,6 +94,7 @@ class Order:
     GROUP: gl.constexpr
     CHUNK: gl.constexpr  # columns of A
     COPIED: gl.constexpr
+    GATHERED: gl.constexpr
 
     @gluon.jit
     def chunks(self):
@@ -322,7 +325,7 @@ def _load_rounds(step, work, a, inbox, b, signals):
         block = ((half + source) * order.num_m + i) * order.chunks() * (order.CHUNK // ring.BLOCK_K)
         for chunk in range(order.chunks()):
             start = chunk * order.CHUNK
-            if not own:
+            if (not own) and (not order.GATHERED):
                 pl.wait(signals.ptr + order.counter(source, i) + chunk, signals.epoch, signals.world)
             for k in range(start, gl.minimum(start + order.CHUNK, ring.K), ring.BLOCK_K):
                 if own:
@@ -416,6 +419,7 @@ def gluon_push_kernel(
     CHUNK: gl.constexpr,  # columns of A that are pushed, or copied, and signalled together
     PIECES: gl.constexpr,  # that the last tiles are cut in
     COPIED: gl.constexpr,  # by copy engines: this kernel only computes
+    GATHERED: gl.constexpr,  # the launch before has waited for all of A: this kernel only computes
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
@@ -423,17 +427,19 @@ def gluon_push_kernel(
     num_m = gl.cdiv(sizes.M, a.block_shape[0])
     if COPIED:
         epoch = gl.load(ready_ptr + SIZE * gl.cdiv(num_m, push_rows) * gl.cdiv(sizes.K, CHUNK))
+    elif GATHERED:
+        epoch = sync.peek_epoch(ready_ptr) - 1
     else:
         epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, sizes.K, constants.STAGES, constants.TRANSPOSED)
     outbox = open_outbox(ring)
     narrow = ring.narrowed(b_part, PIECES)
     push = Push(num_comm, None, None, None, None)
-    if (SIZE > 1) and (not COPIED):
+    if (SIZE > 1) and (not COPIED) and (not GATHERED):
         push = open_push(a, num_comm, Peers((d1, d2, d3, d4, d5, d6, d7), SIZE), ring)
     num_n = gl.cdiv(sizes.N, ring.BLOCK_N)
     rank = gl.cast(world.rank, gl.int32)
-    order = Order(rank, sizes.M, num_m, num_n, sizes.K, push_rows, SIZE, constants.GROUP, CHUNK, COPIED)
+    order = Order(rank, sizes.M, num_m, num_n, sizes.K, push_rows, SIZE, constants.GROUP, CHUNK, COPIED, GATHERED)
     rounds, cut_rounds = deal(num_comm, rounds_alone, whole_rounds, order, PIECES)
     whole = Work(rounds, ring, outbox)
     cut = Work(cut_rounds, narrow, outbox.narrowed(narrow))
@@ -492,11 +498,13 @@ def push_launch(
     plan: PushPlan,
     tiles: Tiles,
     epilogue: GatedEpilogue = "none",
+    gathered: bool = False,
 ) -> Launch:
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
     `b` (K, N), half as many columns with epilogue "swiglu", as all_gather_matmul(shard="rows"), whose checks of the
     operands come before, with what `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90.
-    Collective."""
+    gathered: the launch before was for another `b`, with this plan but for the dealing out of tiles, and has gathered
+    A. Collective."""
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs, copied = num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
@@ -505,7 +513,7 @@ def push_launch(
     push_rows = min(plan.push_rows or together, num_m)
     columns = triton.cdiv(K, tiles.block_k) * tiles.block_k
     chunk = min(plan.chunk or columns, columns)
-    num_comm = min(plan.num_comm_sms, programs) if size > 1 else 0
+    num_comm = min(plan.num_comm_sms, programs) if size > 1 and not gathered else 0
     if copied:
         chunk = chunk if chunk < columns else ALL
         way = _copied(world, m, K, dtype, push_rows * tiles.block_m, chunk, tiles)
@@ -514,7 +522,7 @@ def push_launch(
     part = tiles._replace(block_n=tiles.block_n // plan.cut_last)
     numbers = (num_comm, plan.rounds_alone, plan.whole_rounds, push_rows)
     passed = (Sizes(m, N, K), *numbers, world.device, kernel_constants(tiles, b, epilogue))
-    constants = {"CHUNK": chunk, "PIECES": plan.cut_last, "COPIED": copied, "num_warps": CONSUMER_WARPS}
+    constants = {"CHUNK": chunk, "PIECES": plan.cut_last, "COPIED": copied, "GATHERED": gathered}
     blocks_of_a, blocks_of_b, parts_of_b = (
         descriptor(a, (tiles.block_m, tiles.block_k)),
         weights_descriptor(b, tiles),
@@ -524,12 +532,12 @@ def push_launch(
     stacked, narrowed = out.view(size, m, N // each), (t._replace(block_n=t.block_n // each) for t in (tiles, part))
     halves, half_parts = (descriptor(stacked, (1, *half_block(t))) for t in narrowed)
 
-    start = cooperative_launch(world, gluon_push_kernel, (programs,), **constants)
+    start = cooperative_launch(world, gluon_push_kernel, (programs,), **constants, num_warps=CONSUMER_WARPS)
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         blocks_of_a.base, blocks_of_b.base, parts_of_b.base = a, b, b
         halves.base = half_parts.base = out
-        join = way.begin(a) if way.begin else None
+        join = way.begin(a) if way.begin and not gathered else None
         try:
             start(
                 blocks_of_a, blocks_of_b, parts_of_b, halves, half_parts, *way.inboxes, way.ready, bias, *passed,

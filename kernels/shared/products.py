@@ -83,6 +83,16 @@ def whole_runs(plan: Plan) -> Plan:
     return whole
 
 
+def in_turn(*launches: Launch) -> Callable[..., None]:
+    """launch(a, bs, outs, biases): one launch after the other, each with its weight, `out` and bias."""
+
+    def launch(a: torch.Tensor, bs: Any, outs: Any, biases: Any) -> None:
+        for one, b, out, bias in zip(launches, bs, outs, biases):
+            one(a, b, out, bias)
+
+    return launch
+
+
 Fit = Callable[[torch.Tensor], torch.Tensor]
 
 

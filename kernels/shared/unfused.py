@@ -12,7 +12,8 @@ its choice. Each operator hands in pkt's collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,26 +29,28 @@ from pkt.runtime.world import World
 from ..declaration import Call, Form, Launch
 from .checks import aligned, check_tensor
 from .product_rules import Key, gathered, reduced, scattered, unfused_seconds
-from .tile_product import columns_each, finished
+from .tile_product import GatedEpilogue, columns_each, finished
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """product(a, b, out) queues its work on the current stream; a and b are plain tensors."""
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""gather(a) -> the whole A, plain and on the current stream, until the next call."""
 
 
 def gather_forms(all_gather: Callable[..., Any]) -> dict[str, Form]:
     """Those of all_gather_matmul."""
 
-    def ours(call: Call) -> Product:
+    def ours(call: Call) -> Gather:
         world, columns, (m, k) = call.world, call["shard"] == "columns", call["a"].shape
         whole = _symmetric(call, *((m, world.size * k) if columns else (world.size * m, k)))
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        def gather(a: torch.Tensor) -> torch.Tensor:
             all_gather(a, whole, dim=int(columns), world=world)
-            torch.mm(whole.plain(), b, out=_plain(out))
+            return whole.plain()
 
-        return product
+        return gather
 
-    def nccl(call: Call) -> Product:
+    def nccl(call: Call) -> Gather:
         size, columns, (m, k), group = (
             call.world.size,
             call["shard"] == "columns",
@@ -55,16 +58,18 @@ def gather_forms(all_gather: Callable[..., Any]) -> dict[str, Form]:
             process_group(call.world),
         )
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        def gather(a: torch.Tensor) -> torch.Tensor:
             gathered = torch.empty((size * m, k), dtype=a.dtype, device=a.device)
             dist.all_gather_into_tensor(gathered, a, group=group)
             if columns:  # needs a copy
                 gathered = gathered.view(size, m, k).transpose(0, 1).reshape(m, size * k)
-            torch.mm(gathered, b, out=_plain(out))
+            return gathered
 
-        return product
+        return gather
 
-    return _forms("all-gather", "(W - 1) |a|", ours, nccl, gathered, sums=False)
+    forms = _forms("all-gather", "(W - 1) |a|", _multiplied(ours), _multiplied(nccl), gathered, sums=False)
+    makers = {"unfused": ours, "nccl": nccl}
+    return {name: replace(form, several=_several(makers[name])) for name, form in forms.items()}
 
 
 def scatter_forms(reduce_scatter: Callable[..., Any]) -> dict[str, Form]:
@@ -156,18 +161,56 @@ def _plan(make: Callable[[Call], Product]) -> Callable[[Call], Launch]:
 
     def plan(call: Call) -> Launch:
         product, epilogue = make(call), call["epilogue"]
-        narrowed = columns_each(epilogue) > 1
 
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            whole = torch.empty((out.shape[0], b.shape[1]), dtype=a.dtype, device=a.device) if narrowed else out
-            product(_plain(a), _plain(b), whole)
-            if bias is not None or epilogue != "none":
-                _plain(out).copy_(finished(_plain(whole), None if bias is None else bias.detach(), epilogue))
-            return out
+            return _finished(product, _plain(a), b, out, bias, epilogue)
 
         return launch
 
     return plan
+
+
+def _finished(
+    product: Product, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
+    epilogue: GatedEpilogue,
+) -> torch.Tensor:  # fmt: skip
+    """`out`, the product with bias and epilogue."""
+    narrowed = columns_each(epilogue) > 1
+    whole = torch.empty((out.shape[0], b.shape[1]), dtype=a.dtype, device=a.device) if narrowed else out
+    product(a, _plain(b), whole)
+    if bias is not None or epilogue != "none":
+        _plain(out).copy_(finished(_plain(whole), None if bias is None else bias.detach(), epilogue))
+    return out
+
+
+def _multiplied(make: Callable[[Call], Gather]) -> Callable[[Call], Product]:
+    """What makes the product of the whole A."""
+
+    def product(call: Call) -> Product:
+        gather = make(call)
+        return lambda a, b, out: _mm(gather(a), b, out)
+
+    return product
+
+
+def _several(make: Callable[[Call], Gather]) -> Callable[[Sequence[Call]], Callable[..., None]]:
+    """`several` of a form that gathers."""
+
+    def plan(calls: Sequence[Call]) -> Callable[..., None]:
+        gather, epilogue = make(calls[0]), calls[0]["epilogue"]
+
+        def launch(a: torch.Tensor, bs: Any, outs: Any, biases: Any) -> None:
+            whole = gather(_plain(a))
+            for b, out, bias in zip(bs, outs, biases):
+                _finished(_mm, whole, b, out, bias, epilogue)
+
+        return launch
+
+    return plan
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(a, b, out=_plain(out))
 
 
 def _lacks_group(call: Call) -> str:

@@ -280,6 +280,29 @@ def test_swiglu(ranks: int) -> None:
     launch(gated, ranks)
 
 
+def several_weights(world: Any) -> None:
+    """A list of weights, side by side and not, in all forms that can run, thrice with other inputs."""
+    size, ns = world.size, (1024, 264, 264)
+    for m, K in ((512, 1024), (333, 1544), (1, 264)):
+        gluon = runs_gluon("all_gather_matmul", world, torch.bfloat16, 128, K, 264)
+        for mode in ("push", "copy", "unfused", *(["gluon"] if gluon else []), None):
+            for turn in range(3):
+                shards = [normal(world, (m, K), 10 * turn + r) for r in range(size)]
+                fused = normal(world, (sum(ns), K), 50 + turn)
+                wanted = (torch.cat(shards).float() @ fused.float().t()).split(ns, dim=1)
+                joined = [w.t() for w in fused.split(ns)]
+                for weights in (joined, [w.t().contiguous() for w in fused.split(ns)], [w.clone() for w in joined]):
+                    got = pkt.all_gather_matmul(shards[world.rank], weights, mode=mode)
+                    for x, y in zip(got, wanted, strict=True):
+                        assert product_error(x, y) < 1e-2, (mode, m, K, turn)
+    world.barrier()
+
+
+@on_ranks(2, 4)
+def test_several_weights(ranks: int) -> None:
+    launch(several_weights, ranks)
+
+
 def parts_of_tensors(world: Any) -> None:
     """Operands that begin where TMA cannot, on one rank alone; and a k that is another on each rank."""
     size, device, m, N = world.size, world.torch_device, 130, 264

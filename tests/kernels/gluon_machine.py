@@ -203,6 +203,7 @@ class Machine:
         self.writes: list[Callable[[], None]] = []  # of stores that have read what they write
         self.copies: list[Callable[[], None]] = []  # by copy engines
         self.hub = getcurrent()
+        self.epochs = [0] * size  # of the last launch that counted
         self.slowness = self.random.choice((0.3, 0.8, 0.99))  # of what is asynchronous
         self.late = self.random.random() < 0.5  # whether writes come after all else
         self.last = self.random.random() < 0.5  # whether copies do
@@ -297,14 +298,15 @@ class Machine:
         pl = SimpleNamespace(
             wait=lambda p, wanted, world: self.until(lambda: int(p.counters[p.rank][p.offset]) >= wanted),
             peer=lambda p, rank, world: Pointer(p.counters, rank, p.offset),
-            epoch=lambda flags, world: world.launch,
+            epoch=self._epoch,
         )
+        sync = SimpleNamespace(peek_epoch=lambda flags: self.epochs[flags.rank] + 1)
         ptx = SimpleNamespace(
             drain=lambda world, pending=0: self._wait_group("done", pending), cta_barrier=lambda: None,
             fence=lambda: None,
         )  # fmt: skip
         return {
-            "gl": gl, "tl": tl, "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,
+            "gl": gl, "tl": tl, "sync": sync, "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,
             "fence_async_shared": lambda: None, "half_layout": lambda *_: None, "accumulator": lambda *_: None,
             "warpgroup_mma": self._mma, "warpgroup_mma_wait": self._mma_wait,
             "tma_reduce_add": lambda d, at, part: self._store(d, at, part, True),
@@ -314,6 +316,10 @@ class Machine:
         if dtype == "barriers":
             return Barriers(Barrier() for _ in range(shape[0]))
         return Shared(np.full(shape, np.nan, np.float32))
+
+    def _epoch(self, flags: Pointer, world: Any) -> int:
+        self.epochs[flags.rank] = world.launch
+        return world.launch
 
     def _atomic_add(self, p: Pointer, value: int, sem: str, scope: str) -> None:
         assert scope == "sys"

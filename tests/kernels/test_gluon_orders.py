@@ -95,6 +95,13 @@ def test_bias_and_epilogue():
 
 
 @pytest.mark.parametrize("plan", range(len(PLANS)))
+def test_a_second_weight(plan):
+    """By a launch that finds A in the inbox, while peers may be a launch ahead."""
+    for seed, (size, m, N, K) in enumerate(SIZES):
+        run_push(size, m, N, K, 2 + seed % 3, seed, more=(N, 2, 20)[seed % 3], gated=seed == 3, **PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", range(len(PLANS)))
 def test_swiglu(plan):
     """Half as many columns leave, also of tiles that are cut, and through rooms for whole ones."""
     for seed, (size, m, N, K) in enumerate(SIZES):

@@ -258,7 +258,7 @@ def all_gather_matmul(
         "swiglu": silu(gate) * up, where the columns of b and bias are gate and up in turn, as `pkt.interleave` lays
         them. Of the M x N product, M rows of the result, M * N / 2 * itemsize bytes are written. A kernel of its own
         behind the product would cost 2 * M * N * itemsize more: the product, written and read again. "unfused" and
-        "nccl" have that kernel.
+        "nccl" have such a kernel.
     shard: the shards are A's "rows", below each other, or its "columns", beside each other.
 
     mode: how it is computed. None, with no setting given, takes the first of these that applies: with shard "rows" what

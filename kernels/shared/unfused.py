@@ -28,8 +28,10 @@ from pkt.runtime.world import World
 
 from ..declaration import Call, Form, Launch
 from .checks import aligned, check_tensor
+from .gating import gating
 from .product_rules import Key, gathered, reduced, scattered, unfused_seconds
-from .tile_product import GatedEpilogue, columns_each, finished
+from .products import in_turn
+from .tile_product import columns_each, finished
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """product(a, b, out) queues its work on the current stream; a and b are plain tensors."""
@@ -158,29 +160,28 @@ def _forms(
 
 def _plan(make: Callable[[Call], Product]) -> Callable[[Call], Launch]:
     """The plan of a form: the product, then bias and epilogue."""
-
-    def plan(call: Call) -> Launch:
-        product, epilogue = make(call), call["epilogue"]
-
-        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return _finished(product, _plain(a), b, out, bias, epilogue)
-
-        return launch
-
-    return plan
+    return lambda call: _finished(call, make(call))
 
 
-def _finished(
-    product: Product, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
-    epilogue: GatedEpilogue,
-) -> torch.Tensor:  # fmt: skip
-    """`out`, the product with bias and epilogue."""
-    narrowed = columns_each(epilogue) > 1
-    whole = torch.empty((out.shape[0], b.shape[1]), dtype=a.dtype, device=a.device) if narrowed else out
-    product(a, _plain(b), whole)
-    if bias is not None or epilogue != "none":
-        _plain(out).copy_(finished(_plain(whole), None if bias is None else bias.detach(), epilogue))
-    return out
+def _finished(call: Call, product: Product) -> Launch:
+    """launch(a, b, out, bias): the product, then bias and epilogue."""
+    epilogue, (M, n) = call["epilogue"], call.shape
+    each = columns_each(epilogue)
+    gate = gating(call.world, M, each * n) if each > 1 else None
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if gate is not None:
+            whole = torch.empty((M, each * n), dtype=a.dtype, device=a.device)
+            product(_plain(a), _plain(b), whole)
+            gate(whole, bias, out)
+            return out
+        product(_plain(a), _plain(b), out)
+        if bias is not None or epilogue != "none":
+            result = _plain(out)
+            result.copy_(finished(result, None if bias is None else bias.detach(), epilogue))
+        return out
+
+    return launch
 
 
 def _multiplied(make: Callable[[Call], Gather]) -> Callable[[Call], Product]:
@@ -197,14 +198,8 @@ def _several(make: Callable[[Call], Gather]) -> Callable[[Sequence[Call]], Calla
     """`several` of a form that gathers."""
 
     def plan(calls: Sequence[Call]) -> Callable[..., None]:
-        gather, epilogue = make(calls[0]), calls[0]["epilogue"]
-
-        def launch(a: torch.Tensor, bs: Any, outs: Any, biases: Any) -> None:
-            whole = gather(_plain(a))
-            for b, out, bias in zip(bs, outs, biases):
-                _finished(_mm, whole, b, out, bias, epilogue)
-
-        return launch
+        gather, multiply = make(calls[0]), in_turn(*(_finished(call, _mm) for call in calls))
+        return lambda a, bs, outs, biases: multiply(gather(_plain(a)), bs, outs, biases)
 
     return plan
 

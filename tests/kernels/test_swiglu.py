@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,13 @@ import pkt
 from pkt.kernels.all_gather_matmul import all_gather_matmul, reference
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from pkt.kernels.shared.gating import gate_kernel
+from pkt.language.inspect import compile_only
 from tests.conformance.inputs import SLOPE
 
 from .helpers import DTYPES, UNIT, as_weight, assert_within, inputs, on_ranks, product_bound, random, rounded
+from .launches import all_launched
+from .machine_code import resources
 
 FORMS = [("push", "rows"), ("push", "columns"), ("copy", "rows"), ("unfused", "rows"), ("unfused", "columns")]
 SIZES = [(20, 24, 16), (7, 13, 21), (33, 8, 1), (1, 40, 8)]  # (m, k, columns of the result)
@@ -56,6 +62,25 @@ def test_one_weight_of_two(mode: Any, shard: Any, ranks: int) -> None:
                     layer(world, mode, shard, sizes, dtype, transposed=(i + j) % 2 == 1, bias=j != 1)
 
     on_ranks(ranks, run)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernel_behind_a_librarys_product_compiles(
+    dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One kernel, which reads 16 bytes at a time and spills nothing."""
+
+    def run(world: Any) -> None:
+        a, b, bias = (torch.empty(shape, dtype=dtype) for shape in ((16, 512), (2048, 1024), (1024,)))
+        all_gather_matmul(a, b, mode="unfused", shard="columns", bias=bias, epilogue="swiglu")
+
+    (launch,) = [x for x in all_launched(run, 4, False, monkeypatch) if x.kernel is gate_kernel]
+    compiled = compile_only(launch.kernel, *launch.args, arch=arch, **launch.options)
+    usage = resources(compiled, tmp_path)
+    assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
+    assert re.search(r"ld\.global\.v4\.b32", compiled.asm["ptx"])
+    assert not re.search(r"st\.global\.b(16|8)\b", compiled.asm["ptx"])
 
 
 def test_what_is_not_a_number_stays_so() -> None:

@@ -91,9 +91,10 @@ def all_gather(
 
     x: contiguous, the same shape and dtype on every rank. out: x's shape with size times its dimension `dim`, of x's
     dtype; a new tensor where None. Unless pulled, `x` may be this rank's own place in `out` where that is contiguous.
-    mode: see the module; "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`, "low_latency" elements of 16
-    or 32 bits. None chooses by operands and size, see `default`. block: elements a program moves at a time, a power of
-    two; none with "copy". Returns `out`, complete; `x` may be overwritten at once.
+    mode: a form that the top of kernels/all_gather.py describes. "push" and "copy" need a symmetric `out`, "pull" a
+    symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by operands and size, see `default`. block:
+    elements a program moves at a time, a power of two; none with "copy". Returns `out`, complete; `x` may be
+    overwritten at once.
 
     Symmetric memory kept: low_latency 8 / 3 * (size - 1) times x's bytes, rounded up to a power of two, each power once
     and with all_reduce; the others nothing for data. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.

@@ -191,9 +191,10 @@ def all_reduce(
 
     x: contiguous, bf16, fp16 or fp32; symmetric unless mode is a low-latency one, two_shot_push or copy. out: x or
     apart from it, of x's shape and dtype; symmetric unless mode is a low-latency one or one_shot. op: "sum", in fp32
-    and rounded once; "min", "max": a NaN of any rank is a NaN, but see multimem. mode: see the module; None chooses by
-    operands and size, see `default`. block: elements a program moves at a time, a power of two; copy: that it adds.
-    chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of shared.copy_reduce where None.
+    and rounded once; "min", "max": a NaN of any rank is a NaN, except in multimem. mode: a form that the top
+    of kernels/all_reduce.py describes. None chooses by operands and size, see `default`. block: elements a program
+    moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at
+    most, REDUCE_CHUNKS of shared.copy_reduce where None.
     Returns `out` (or x), complete; `x` may be overwritten at once.
 
     Symmetric memory kept: low_latency 8 / 3 * size times x's bytes, low_latency_two_shot 16 / 3 times, rounded up to a

@@ -84,10 +84,10 @@ def all_to_all(
 
     x: contiguous, of any number of dimensions, its axis `scatter` a multiple of size; the same shape and dtype on every
     rank. out: x's shape with axis `scatter` divided by size and then axis `gather` times size, contiguous, of x's
-    dtype, apart from x; a new tensor where None. mode: see the module; "push" and "copy" need a symmetric `out`, "pull"
-    a symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by operands and size, see `default`. block:
-    elements a program moves at a time, a power of two; none with "copy". Returns `out`, complete; `x` may be
-    overwritten at once.
+    dtype, apart from x; a new tensor where None. mode: a form that the top of kernels/all_to_all.py describes. "push"
+    and "copy" need a symmetric `out`, "pull" a symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by
+    operands and size, see `default`. block: elements a program moves at a time, a power of two; none with "copy".
+    Returns `out`, complete; `x` may be overwritten at once.
 
     Symmetric memory kept: low_latency at most 8 / 3 times x's bytes, rounded up to a power of two, each power once and
     with all_gather; the others nothing for data. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.

@@ -1,7 +1,7 @@
-"""Litmus tests: small patterns of messages that a wrong memory order would deliver stale at some time.
+"""Litmus tests: small patterns of messages, some of which a wrong memory order would deliver stale.
 
-A message is a block of values that differ from those of every other round. One rank writes it and publishes it in the
-way the test is named for. The receiving kernel compares it element by element. A launch runs many rounds in many
+A message is a block of values that differ from those of every other round. One rank writes it and publishes it by
+the method in the test's name. The receiving kernel compares it element by element. A launch runs many rounds in many
 programs, so ten million messages take a second or so on GPUs. In the simulator a few rounds under many schedules are
 enough, because the race detector finds a missing order whatever the values are.
 
@@ -62,8 +62,8 @@ def pairs_kernel(
     world,
     SEND: tl.constexpr,  # "store", "tma", "tma add", "atomic add"
     RECEIVE: tl.constexpr,  # "load", "tma"
-    WITHOUT: tl.constexpr,  # a planted mistake, which tests the counting, too: "order", the signal is before the data;
-    # "fence", the signal is relaxed after stores that this program knows to be done
+    WITHOUT: tl.constexpr,  # a planted mistake, to test the counting. "order": the signal is sent before the data.
+    # "fence": a relaxed signal is sent after stores that have completed
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -155,8 +155,8 @@ def flagged_kernel(
     EARLY: tl.constexpr,  # planted mistake: the flag before its data
     BLOCK: tl.constexpr,
 ):
-    """As `pairs_kernel`, in flagged words, one a thread: a torn word would have the data of two rounds ago. A
-    partner that has put round i + 1 has taken round i."""
+    """Like `pairs_kernel`, with one flagged word per thread: a torn word would hold data of two rounds ago. A partner
+    that has put round i + 1 has taken round i."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
     to, partner = _partner(pid, rank, world)
@@ -306,7 +306,7 @@ def tickets(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts
     return Counts(int(seen.sum()), counts.stale)
 
 
-# -- through a third ---------------------------------------------------------------------------------------------------
+# -- through a third rank ----------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=["first", "rounds"])
 def relay_kernel(
     box,  # int32 (programs, BLOCK) on every rank

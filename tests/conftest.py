@@ -1,4 +1,4 @@
-"""What every test gets: no GPU tests without a GPU, and hypothesis without wall-clock deadlines."""
+"""Settings of all tests: GPU tests need a GPU, and hypothesis has no wall-clock deadlines."""
 
 import os
 
@@ -9,7 +9,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
-# A first call compiles or builds caches and may take long; failing examples print what reproduces them.
+# A first call compiles or builds caches and may take long; failing examples print how to reproduce them.
 hypothesis.settings.register_profile("pkt", deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.load_profile("pkt")
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 COUNTS: Counter[str] = Counter()
-"""What was explored -> how many, in this process and in the workers that have ended."""
+"""Kind of exploration -> its count, in this process and in the workers that have ended."""
 
 LINE = (
     "explored: {schedules:,} schedules, {orders:,} orders of Gluon kernels, "
@@ -57,7 +57,7 @@ def count_explorations() -> None:
     _before(Machine, "run", run)
     _before(explore, "_caught", caught)
     _before(explore, "execute", execute)
-    # The name depends on how a test imports it; Triton releases other than 3.6 do not.
+    # Tests import this module under different names, and only with Triton 3.6.
     for module in [m for name, m in sys.modules.items() if name.endswith("kernels.gluon_machine")]:
         _before(module.Machine, "run", orders)
 

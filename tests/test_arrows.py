@@ -1,4 +1,4 @@
-"""Which part may import which, read off the source, and no circle among the modules.
+"""Each part imports only the parts that it may, and imports form no circle. The tests read the source.
 
 An import counts wherever it stands: at the top of a file, in a function, under TYPE_CHECKING, or as a string that is
 given to import_module, to `python -m` or to a worker ("module:function"). To import a module also imports the packages
@@ -16,14 +16,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A part is a module, or a package without the modules that have a line of their own. It may import itself,
-# ([modules and packages of pkt], [packages of others besides the standard library]).
+# A part is a module, or a package without the modules that have a line of their own. It may import itself, the
+# standard library, and ([modules and packages of pkt], [third-party packages]).
 ARROWS = {
     "pkt.wording": ([], []),
     "pkt.errors": (["pkt.wording"], []),
     "pkt.language": (["pkt.errors"], ["triton"]),
     "pkt.trace": ([], ["rich", "matplotlib"]),
-    # ------------------------------------------------------------------------------------------- host side, from below
+    # ------------------------------------------------------------------------------------------ host side, lowest first
     "pkt.runtime": ([], []),
     "pkt.runtime.backend": (["pkt.runtime.processes"], ["torch"]),
     "pkt.runtime.processes": (["pkt.errors"], ["torch", "numpy"]),
@@ -41,7 +41,7 @@ ARROWS = {
         ],
         ["torch", "triton"],
     ),
-    # What the user holds is in the room of the memory, and above the world.
+    # Tensors and factories are part of the memory package, but they import the world.
     "pkt.runtime.memory.tensor": (["pkt.errors", "pkt.runtime.memory", "pkt.runtime.world"], ["torch"]),
     "pkt.runtime.memory.pool": (["pkt.errors", "pkt.runtime.memory.tensor", "pkt.runtime.world"], ["torch"]),
     "pkt.runtime.memory.checks": (
@@ -124,7 +124,7 @@ TEMPORARY: set[tuple[str, str]] = set()
 TEMPORARY_CIRCLES: set[frozenset[str]] = set()
 NOT_THERE_YET: set[str] = set()
 
-# These import a module whose name they are given at run time: each operator's, a kernel's or a job's.
+# These import modules by names that come at run time: an operator's, a kernel's or a job's.
 BY_ANY_NAME = {"pkt.kernels.operator", "pkt.runtime.workers.carry"}
 
 IMPORTERS = {"import_module", "_import_module", "__import__", "run_module", "find_spec"}
@@ -206,12 +206,12 @@ def graph() -> dict[str, set[str]]:
                 around = {".".join(steps[: n + 1]) for n in range(1, len(steps))}
                 edges |= {m for m in around if m in sources() and not within(module, m)} | {target}
         found[module] = edges - {module}
-    del found["pkt"]  # joins everything, and nobody may import it
+    del found["pkt"]  # pkt joins everything, and no module may import it
     return found
 
 
 def circles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
-    """The sets of two or more modules each of which leads to all others of its set (Tarjan's algorithm)."""
+    """The strongly connected components of two or more modules (Tarjan's algorithm)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -238,7 +238,7 @@ def circles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
 
 
 def violations(module: str) -> set[str]:
-    """What `module` imports against the arrows."""
+    """The imports of `module` that the arrows forbid."""
     ours, others = ARROWS[part_of(module)]
     names = imported(module, sources()[module]) - ({"?"} if module in BY_ANY_NAME else set())
     within_pkt = {name for name in names if within(name, "pkt")}
@@ -255,7 +255,7 @@ def violations(module: str) -> set[str]:
 def test_imports_follow_the_arrows(module):
     assert part_of(module) is not None, f"{module} belongs to no part: give it arrows"
     excused = {name for importer, name in TEMPORARY if importer == module}
-    assert violations(module) == excused, "forbidden, or excused in TEMPORARY and not needed there"
+    assert violations(module) == excused, "an import is forbidden, or TEMPORARY excuses one that is gone"
 
 
 def test_no_circles():
@@ -263,7 +263,7 @@ def test_no_circles():
 
 
 def test_every_part_and_exception_exists():
-    """A part that was renamed would otherwise pass unseen."""
+    """The other tests would not notice a renamed part."""
     assert {part for part in ARROWS if part not in sources()} == NOT_THERE_YET
     assert {importer for importer, _ in TEMPORARY} <= set(sources())
     assert all("?" in imported(module, sources()[module]) for module in BY_ANY_NAME)

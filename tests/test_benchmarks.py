@@ -47,7 +47,7 @@ def test_sizes_that_the_ranks_do_not_divide_are_left_out(
     monkeypatch.setattr(_run, "_case", lambda *given: [{"case": given[3], "variant": "pkt default"}])
     rows = _run.run(f"benchmarks.{name}", "cuda", 3, False, Settings())
     found = [row["case"] for row in rows]
-    if name == "collectives":  # they cut their sizes themselves
+    if name == "collectives":  # collectives cut their sizes themselves
         assert found == list(importlib.import_module(f"benchmarks.{name}").cases(False))
         return
     assert found == ["N = 6144", "N = 12288"]
@@ -220,7 +220,7 @@ def test_every_short_name_has_a_benchmark() -> None:
 
 # ------------------------------------------------------------------------------- an operator that was just declared
 def test_a_new_operator_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every form beside the others, and its host cost."""
+    """All its forms are measured, and its host cost."""
     monkeypatch.setattr(runtime, "CALLS", 1)
     monkeypatch.setattr(runtime, "REPEATS", 1)
     with written(tmp_path) as operator:

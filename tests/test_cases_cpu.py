@@ -13,7 +13,7 @@ CONSTANTS = {"SIGNAL_SET", "SIGNAL_ADD", "CMP_EQ", "CMP_NE", "CMP_GT", "CMP_GE",
 
 
 def public_functions() -> set[str]:
-    """Names that a kernel may call; those of a submodule with its name in front."""
+    """Names that a kernel may call; a submodule's functions have its name in front."""
     names = {n for n in pl.__all__ if not inspect.ismodule(getattr(pl, n)) and not inspect.isclass(getattr(pl, n))}
     for part in PARTS:
         module = getattr(pl, part)

@@ -57,7 +57,7 @@ def test_blocks_run_and_print_what_the_page_shows(page, tmp_path):
     program = tmp_path / f"{page.stem}.py"
     program.write_text(blocks(page))
     clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PKT_NCCL")}
-    clean["PKT_TUNE_CACHE"] = str(tmp_path / "tuned")  # the page does not show choices of this machine
+    clean["PKT_TUNE_CACHE"] = str(tmp_path / "tuned")  # the page must not show choices tuned on this machine
     done = subprocess.run(
         [sys.executable, str(program)], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240
     )
@@ -114,7 +114,7 @@ def exists(name: str) -> bool:
     return (ROOT / name).is_dir() if name.endswith("/") else (ROOT / name).is_file()
 
 
-def test_the_tour_names_what_is_in_the_tree():
+def test_the_tour_names_existing_files():
     missing = set()
     for row in tour():
         beside = re.findall(r"`([\w./]+/[\w./]*)`", row.text)
@@ -122,7 +122,7 @@ def test_the_tour_names_what_is_in_the_tree():
         for folder in (place for place in row.places if place.endswith("/")):
             names = {f"{folder}{name}" for name in re.findall(r"`(\w+)`", row.text)}
             missing |= {name for name in names if not exists(name + ".py") and not exists(name + "/")}
-    assert not missing, f"docs/design.md names what is not there: {sorted(missing)}"
+    assert not missing, f"docs/design.md names missing files: {sorted(missing)}"
 
 
 def test_imports_follow_the_tour():
@@ -176,7 +176,7 @@ def test_host_page_describes_every_public_name():
     assert not missing, f"{HOST_PAGE.name} does not describe {missing}"
 
 
-def test_the_operators_page_is_what_the_declarations_say():
+def test_the_operators_page_is_generated_from_the_declarations():
     page = ROOT / "docs" / "operators.md"
     assert page.read_text() == reference.page(), f"{page.name}: run python -m benchmarks.reference > docs/{page.name}"
 

@@ -1,4 +1,4 @@
-"""`pkt doctor`: what it says of many machines, what it exits with, and that it touches nothing."""
+"""`pkt doctor`: its report and exit status on many machines. It changes nothing on the GPUs."""
 
 import importlib
 import os
@@ -33,7 +33,7 @@ def gpus(count, **attributes):
 
 
 def examine(some, seen=None, cuda="13.0", drivers=None, error=None):
-    """The report on a machine with these GPUs, or where the driver cannot be loaded."""
+    """The report on a machine with these GPUs; with `error` its driver cannot be loaded."""
 
     def driver(rank):
         if error is not None:
@@ -154,7 +154,7 @@ def test_no_driver_no_bindings_no_gpu(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES is ''" in text(report)
 
 
-def test_what_software_is_missing(monkeypatch):
+def test_missing_software_is_named(monkeypatch):
     before = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: "" if name == "cuda-bindings" else before(name))
     assert "pip install cuda-python" in text(examine(gpus(1)))
@@ -226,7 +226,7 @@ def test_examining_makes_nothing_on_the_gpu():
     examine(gpus(4, MULTICAST_SUPPORTED=1), drivers=drivers)
     (driver,) = drivers
     assert not driver.leaks()
-    assert set(driver.calls) == {"attribute", "domain"}, "more than questions"
+    assert set(driver.calls) == {"attribute", "domain"}, "only queries were wanted"
 
 
 # ------------------------------------------------------------------------------------------------------ measuring

@@ -1,4 +1,4 @@
-"""`pkt.layout`: which tensors it takes, and what a kernel then sees."""
+"""`pkt.layout`: the tensors that it takes, and the tiles that a kernel then addresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pkt.language as pl
 
 @triton.jit
 def shift(x, y, flags, world, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Tile (r, c) of every matrix goes to the next rank."""
+    """Store tile (program, 0) of the second matrix on the next rank."""
     tile = tl.zeros((ROWS, COLS), tl.float32) + tl.cast(world.rank, tl.int32) + 1
     peer = (world.rank + 1) % world.size
     pl.tile.store_async(y, tile.to(y.ptr.dtype.element_ty), (0, 1, tl.program_id(0), 0), world, peer)
@@ -36,7 +36,7 @@ def test_a_tile_goes_where_the_layout_says() -> None:
         pkt.launch(main, ranks=3, device="cpu", seed=seed)
 
 
-def test_tma_only_where_rows_begin_at_16_bytes() -> None:
+def test_tma_needs_rows_at_multiples_of_16_bytes() -> None:
     def main(world: Any) -> list[bool]:
         return [pkt.layout(pkt.empty(4, n, dtype=torch.bfloat16)).tma.value for n in (8, 12, 16)]
 

@@ -13,7 +13,7 @@ PROGRAMS, ROUNDS = 3, 3
 
 def program(world: Any, name: str, rounds: int = ROUNDS) -> None:
     found = LITMUS[name](world, PROGRAMS, rounds)
-    assert found.messages > 0 or name == "store buffering, tickets"  # one of two partners may be last every time
+    assert found.messages > 0 or name == "store buffering, tickets"  # the same partner may be last every time
     assert found.stale == 0
 
 
@@ -36,8 +36,10 @@ def test_each_part_of_the_synchronisation_is_needed(name: str) -> None:
 @pytest.mark.parametrize("races", [True, False])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_stale_message_is_detected(name: str, races: bool) -> None:
-    """The race detector finds it, and so do the values alone, as on a GPU, except where only the fence is missing: all
-    simulated ranks see TMA accesses at once."""
+    """The race detector finds stale messages. So do the values alone, as on a GPU.
+
+    Only the race detector finds a missing fence, because all simulated ranks see TMA accesses at once.
+    """
 
     def early(world: Any) -> None:
         assert WRONG[name](world, PROGRAMS, ROUNDS).stale == 0, "stale messages"

@@ -1,4 +1,4 @@
-"""What a person gets who installs pkt: it imports fast and anywhere, is typed, documented and complete."""
+"""The installed package imports fast and anywhere, is typed, documented and complete."""
 
 import ast
 import inspect
@@ -24,7 +24,7 @@ def python(code: str, **env: str) -> str:
 
 
 def test_importing_adds_few_modules_and_needs_no_gpu_no_driver_and_no_interpreter():
-    """Beyond torch and Triton. How long they take depends on what else the machine does."""
+    """Counts the modules beyond torch and Triton. The time of an import would depend on the machine's load."""
     code = """
 import os, sys
 import torch, triton.language
@@ -67,7 +67,7 @@ def test_modules_and_operators_are_documented():
             for node in tree.body
             if isinstance(node, (ast.FunctionDef, ast.ClassDef))
             and not node.name.startswith("_")
-            # A kernel says what its arguments are beside each of them; what it computes stands in the module's header.
+            # A kernel's arguments have comments beside them, and the module's header says what the kernel computes.
             and not any(ast.unparse(d).partition("(")[0] in ("triton.jit", "gluon.jit") for d in node.decorator_list)
         ]
         nodes = [tree, *public] if path.parent.name == "kernels" else [tree]
@@ -93,7 +93,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def test_wheel_has_every_module_table_and_the_marker_of_types(wheel):
+def test_wheel_has_every_module_every_table_and_py_typed(wheel):
     names = set(wheel.namelist())
     here = {str(path.relative_to(ROOT)) for path in (ROOT / "pkt").rglob("*.py")}
     here |= {str("pkt" / path.relative_to(ROOT)) for path in (ROOT / "kernels").rglob("*.py")}

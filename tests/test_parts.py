@@ -1,4 +1,4 @@
-"""Gluon kernels with a part left out, compiled for sm_90 without a GPU: what the benchmarks of parts launch."""
+"""The Gluon kernels of the benchmarks of parts, each with a part left out, compiled for sm_90 without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.kernels.machine_code import sass
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """without(part): a world, and the module without it."""
+    """without(part): a world, and the operator's module without that part."""
 
     def make(part: str) -> tuple[World, Any]:
         world, module = compiling_worlds(monkeypatch)(), _parts.without(part)
@@ -58,14 +58,14 @@ def test_a_push_without_waits_without_pushing_and_without_the_product(
     assert count_markers(launch.ptx)["wait"] == 0
     code = sass(launch.kernel, tmp_path)
     assert ("HGMMA" in code) == (part != "product")
-    assert code.count("UTMASTG.2D") == 2 * 3  # a unit of each lane, to each peer
+    assert code.count("UTMASTG.2D") == 2 * 3  # each lane stores one unit on each peer
     if part != "product":
         assert_fits(launch, tmp_path)
 
 
 @pytest.mark.parametrize("tiles", [TILES, NARROW])
 def test_an_inbox_without_links(without: Any, tmp_path: Path, tiles: Any) -> None:
-    """What is left out is left out of the source, so no sync of it can get lost."""
+    """The part is left out of the source, so the compiler has no wait or signal of it to lose."""
     world, module = without("links")
     facts = (4096, 1024), (1024, 4096), (1024, 4096)
     launch = launched(world, module, "links", lambda *given: module.inbox_launch(*given, tiles, 3), *facts)
@@ -77,10 +77,10 @@ def test_an_inbox_without_links(without: Any, tmp_path: Path, tiles: Any) -> Non
     assert all(peer.base is inbox.base for peer in peers)
 
 
-def test_what_is_left_out_counts_for_itself(without: Any) -> None:
-    """In counters apart from the operator's, beside the operator's inbox."""
+def test_a_kernel_without_a_part_has_counters_of_its_own(without: Any) -> None:
+    """It shares the operator's inbox, but not the operator's counters."""
     world, module = without("wait")
-    mine = module.push_launch  # makes both
+    mine = module.push_launch  # makes the inbox and the counters
     facts = (1024, 1024), (1024, 1024), (4096, 1024)
     a, b, out, _ = tensors(*facts, torch.bfloat16, False, False)
     mine(world, a, b, out, PushPlan(), TILES)

@@ -1,4 +1,4 @@
-"""The timeline's arithmetic, and its three outputs, which must agree with the events."""
+"""The timeline's arithmetic. Its three outputs must agree with the events."""
 
 import json
 

@@ -44,13 +44,13 @@ def local(world: Any, *shape: int, dtype: torch.dtype = torch.int32, fill: float
 
 
 def put_in(x: torch.Tensor, values: torch.Tensor, world: Any) -> None:
-    """Fill a symmetric tensor; return when all ranks have."""
+    """Fill a symmetric tensor; return when all ranks have filled theirs."""
     x.copy_(values.to(x.dtype).reshape(x.shape))
     world.barrier()
 
 
 def same(world: Any, found: torch.Tensor, wanted: Any) -> None:
-    """Whether the tensors are equal, once this rank's device is done."""
+    """Assert that the tensors are equal, once this rank's device is done."""
     world.synchronize()
     wanted = torch.as_tensor(wanted).cpu()
     found = found.cpu().reshape(wanted.shape)

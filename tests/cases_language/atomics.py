@@ -142,7 +142,7 @@ def lock_kernel(lock, cell, n, world):
 
 @case("atomic_cas", "atomic_xchg")
 def lock(world: Any, n: int = 3) -> None:
-    """A lock on rank 0 around a plain counter there, which loses increments unless the scope is the system."""
+    """A lock on rank 0 guards a plain counter there. The counter loses increments unless the lock has system scope."""
     guard, cell = pkt.zeros(1, dtype=torch.int32), pkt.zeros(1, dtype=torch.int64)
     lock_kernel[(PROGRAMS,)](guard, cell, n, world.device)
     world.synchronize()

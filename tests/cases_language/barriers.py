@@ -16,9 +16,12 @@ from ._case import LAUNCHES, PROGRAMS, case, local, same
 
 @triton.jit
 def barrier_kernel(x, out, bar, first, rounds, world, KIND: tl.constexpr):
-    """In each round every program writes a cell that another one reads after the barrier: the next rank's program of
-    this index ("barrier"), this rank's next program ("grid_barrier"), the next rank's next program
-    ("world_barrier")."""
+    """In each round every program writes a cell that another program reads after the barrier. The reader is
+
+    - "barrier": the program of the same index on the next rank,
+    - "grid_barrier": the next program of this rank,
+    - "world_barrier": the next program of the next rank.
+    """
     pid = tl.program_id(0)
     n = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int32)
@@ -98,7 +101,7 @@ def by_hand_kernel(x, flags, out, bar, epoch, world, HOW: tl.constexpr, BLOCK: t
         pl.quiet()
     else:
         pl.store(x + offs, offs + rank * 100 + epoch, to, world)
-        pl.fence()  # in every thread: each orders its accesses, then all meet
+        pl.fence()  # each thread orders its own accesses, then all threads meet
         tl.debug_barrier()
     pl.atomic_add(flags, 1, to, world, sem="relaxed")
     pl.wait(flags, epoch, world)
@@ -118,7 +121,7 @@ def by_hand(world: Any, how: str, block: int = 32) -> None:
 
 @triton.jit
 def flagged_kernel(flags, slots, x, out, n, world, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
-    """Gather every rank's x, (n, 3), a block at a time, in words of the half of the slots of the epoch's parity."""
+    """Gather every rank's x, of shape (n, 3), one block at a time. The epoch's parity picks the half of the slots."""
     launch = pl.epoch(flags, world)
     half = slots + (launch & 1) * world.size * n * 4
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -156,7 +159,7 @@ def flagged(world: Any, together: bool, n: int = 41, block: int = 16) -> None:
 
 @triton.jit
 def epoch_kernel(flags, x, out, seed, world):
-    """Each launch leaves a value with every rank, in the half of the buffer of its epoch's parity."""
+    """Each launch stores a value on every rank. The epoch's parity picks the half of the buffer."""
     pid = tl.program_id(0)
     n = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int32)
@@ -176,7 +179,7 @@ def epoch_kernel(flags, x, out, seed, world):
 @case("epoch", "signal_all", "wait", start=0)
 @case("epoch", "signal_all", "wait", start=2**31 - 3)
 def epochs(world: Any, start: int) -> None:
-    """Use counters that no host resets, across their wrap, too; they begin as after `start` launches."""
+    """Use counters that no host resets, also across their wrap. They begin in the state after `start` launches."""
     flags, x = pkt.signals(PROGRAMS), pkt.empty(2, world.size, PROGRAMS, dtype=torch.int32)
     out = local(world, 2, PROGRAMS)
     if start:

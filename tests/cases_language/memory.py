@@ -41,7 +41,7 @@ def load_store_kernel(x, y, out, bar, n, world, BLOCK: tl.constexpr):
     for d in tl.static_range(1, world.size + 1):
         other = (world.rank + d) % world.size
         v = pl.load(x + offs, other, world, mask=offs < n, other=1)
-        # row `rank` of the array of the rank after `other`: no other rank writes there
+        # store to row `rank` on the rank after `other`: no other rank writes that row
         row = y + tl.cast(world.rank, tl.int32) * tl.num_programs(0) * BLOCK
         pl.store(row + offs, v, (other + 1) % world.size, world, mask=offs < n + 1)
     pl.barrier(bar + pid, world)

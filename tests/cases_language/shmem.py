@@ -17,7 +17,7 @@ from ._case import LAUNCHES, case, local, put_in, same
 
 @triton.jit
 def shmem_kernel(x, y, out, sig, counters, seed, world, HOW: tl.constexpr, N: tl.constexpr):
-    """Copy my x into the next PE's y, or the next PE's x into mine, in several blocks."""
+    """Copy my x into the next PE's y, or the next PE's x into my y, in several blocks."""
     pe = pl.shmem.my_pe(world)
     to = (pe + 1) % pl.shmem.n_pes(world)
     if HOW == "putmem":

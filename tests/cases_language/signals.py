@@ -26,7 +26,7 @@ def signals_kernel(flags, out, first, step, world, ALL: tl.constexpr):
     else:
         pl.signal(flags, to, world, first, "set")
         tl.store(out, pl.wait(flags, first, world, "eq"))
-        pl.signal(flags + 1, (world.rank + world.size - 1) % world.size, world)  # the other rank may add now
+        pl.signal(flags + 1, (world.rank + world.size - 1) % world.size, world)  # the previous rank may add now
         pl.wait(flags + 1, 1, world)
         pl.signal(flags, to, world, step)
         tl.store(out + 1, pl.wait(flags, first + step, world))
@@ -35,7 +35,7 @@ def signals_kernel(flags, out, first, step, world, ALL: tl.constexpr):
 @case("signal", "wait", first=5, step=3)
 @case("signal", "wait", first=2**31 - 2, step=4)
 def signals(world: Any, first: int, step: int) -> None:
-    """The second counter wraps: 2^31 + 2 is at least 2^31 - 2."""
+    """In the second case the counter wraps: 2^31 + 2 is at least 2^31 - 2."""
     flags, out = pkt.signals(2), local(world, 2)
     signals_kernel[(1,)](flags, out, first, step, world.device, False)
     same(world, out, [first, (first + step + 2**31) % 2**32 - 2**31])

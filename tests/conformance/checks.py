@@ -23,12 +23,12 @@ from tests.kernels.helpers import on_ranks
 from tests.kernels.launches import all_launched, compile_checked
 
 LAUNCHES = 3
-CALLS = 24  # of Python functions that a planned call may make before its kernel is launched
+CALLS = 24  # Python functions that a planned call may call before it launches its kernel
 WRAP = 2**32 - 3  # launches that counters claim to have seen
 
 
 def dtypes_of(operator: Operator, mode: str) -> tuple[torch.dtype, ...]:
-    """Those that the first operand may have in a form."""
+    """The dtypes that the first operand may have in a form."""
     return operator.forms[mode].dtypes or next(iter(operator.tensors.values())).dtypes
 
 
@@ -63,7 +63,7 @@ def check_results(
     operator: Operator, mode: str, ranks: int, dtype: torch.dtype, kind: str, offset: int = 0, *, more: bool = False,
     transposed: bool = False, launches: int = LAUNCHES,
 ) -> None:  # fmt: skip
-    """Right within the bound for every case, launch after launch with other inputs and nothing reset. more: further
+    """Every case is right within the bound, launch after launch with other inputs, and without a reset. more: further
     sizes. transposed: operands are transposed views where the operator takes those."""
 
     def run(world: Any) -> None:
@@ -75,7 +75,7 @@ def check_results(
                 except pkt.Unsupported:
                     if not offset:
                         raise
-                    break  # `fits` of the form says so, on all ranks
+                    break  # the form's `fits` refuses the offset, on all ranks
 
     on_ranks(ranks, run, sms=4)
 
@@ -104,7 +104,7 @@ def right(
 
 
 def check_empty(operator: Operator, mode: str) -> None:
-    """No elements in one dimension or another: the result is the reference's, and nothing fails."""
+    """If any one dimension is empty, the result is the reference's and nothing fails."""
 
     def run(world: Any) -> None:
         for case in inputs.cases_of(operator, mode):
@@ -196,7 +196,7 @@ def check_overlap(operator: Operator) -> None:
 
 
 def check_agreement(operator: Operator) -> None:
-    """Ranks that call with other sizes, dtypes, arguments or forms are told, all of them, what each called with."""
+    """If ranks call with different sizes, dtypes, arguments or forms, all of them are told the call of each."""
     case = operator.cases[0]
     types = next(iter(operator.tensors.values())).dtypes
 
@@ -284,7 +284,7 @@ def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) ->
 
 
 def check_autograd(operator: Operator, mode: str) -> None:
-    """The written tensor has another version after each call, the first and later ones, and nothing is recorded."""
+    """Each call, first or later, gives the written tensor a new version and records nothing."""
     case = next(inputs.cases_of(operator, mode))
     dtype = next(t for t in dtypes_of(operator, mode) if t.is_floating_point)
 
@@ -339,7 +339,7 @@ def check_workspace(operator: Operator, mode: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ protocol
 def explored(operator: Operator, case: Case) -> Callable[[Any], None]:
-    """A program for `pkt.simulate`: launches with other inputs each time, whose every access the race detector sees."""
+    """A program for `pkt.simulate`: launches with other inputs each time, whose accesses the race detector sees."""
     mode = case.arguments["mode"]
 
     def run(world: Any) -> None:
@@ -376,7 +376,7 @@ def name_of(operator: Operator, case: Case) -> str:
 
 
 def check_exploration(operator: Operator, case: Case, schedules: int, lost_ranks: int = 0) -> Any:
-    """Right under every schedule, and every broken piece of synchronisation and every lost signal is caught."""
+    """Every schedule is right, and every mutant of the synchronisation and every lost signal is caught."""
     report = pkt.simulate(
         explored(operator, case), ranks=case.ranks, seeds=schedules, mutants=True, lost_signals=True,
         lost_ranks=lost_ranks, sms=case.sms, multicast=case.multicast,
@@ -390,7 +390,7 @@ def check_exploration(operator: Operator, case: Case, schedules: int, lost_ranks
 
 
 def check_wrap(operator: Operator, mode: str, seed: int = 0) -> None:
-    """Launches across the point where the launch number and the counters wrap."""
+    """Launches are right while the launch number and the counters wrap."""
     case = next(inputs.cases_of(operator, mode))
     dtype = torch.float32 if torch.float32 in dtypes_of(operator, mode) else dtypes_of(operator, mode)[0]
 
@@ -407,8 +407,8 @@ def check_wrap(operator: Operator, mode: str, seed: int = 0) -> None:
 
 
 def set_launches(world: Any, launches: int) -> None:
-    """After one launch: counters and launch numbers as `launches` launches leave them. Every counter but a barrier's
-    grows by the same in each launch, so it becomes that many times what it is, as 32 bits."""
+    """Call it after one launch: it sets counters and launch numbers to their values after `launches` launches. Every
+    counter but a barrier's grows by the same number in each launch, so it is multiplied by `launches`, in 32 bits."""
     for allocation in world.heap.live.values():
         block = allocation.block
         if block.kind != "signals" or block.name == "kernels.barrier":
@@ -418,7 +418,7 @@ def set_launches(world: Any, launches: int) -> None:
         counters.copy_(((counters.long() * launches + 2**31) % 2**32 - 2**31).int())
         header = world.backend.view(world.rank, block.offset, 8).view(torch.int64)
         if header.item():
-            assert header.item() == 1 << 32, "one launch, and nobody in the next"
+            assert header.item() == 1 << 32, "wanted one launch, and no rank in the next"
             header.fill_((launches % 2**32 << 32) - (launches >> 31 << 64))
 
 
@@ -434,7 +434,7 @@ def big(case: Case) -> Case:
 
 
 def check_compilation(operator: Operator, mode: str, arch: int, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Every kernel that the form launches compiles: no wait or signal lost, nothing spilled, no memory short."""
+    """Every kernel that the form launches compiles: no wait or signal lost, nothing spilled, and memory fits."""
     own = next(case for case in operator.cases if case.arguments.get("mode", mode) == mode)
     named = {n: v for n, v in own.arguments.items() if n in operator.arguments}
     case = big(Case(sizes=own.sizes or {}, shapes=own.shapes, arguments=named))
@@ -466,5 +466,5 @@ def check_compilation(operator: Operator, mode: str, arch: int, patch: pytest.Mo
 
 
 def floats(operator: Operator, mode: str) -> list[torch.dtype]:
-    """The dtypes of a form that the reference can be held to."""
+    """The dtypes of a form whose results the reference can check."""
     return [t for t in dtypes_of(operator, mode) if t in FLOATS or operator.exact is True]

@@ -1,4 +1,4 @@
-"""Operands made from an operator's declaration alone; the exact result, and how far a right one may be from it."""
+"""Operands made from an operator's declaration alone, the exact result, and the error that a right result may have."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def letters_of(operator: Operator) -> list[str]:
 
 
 def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case]:
-    """The operator's own cases that may take this form, and of an operator of letters a ragged one. more: sizes of one
-    and beyond a block, too. Of an operator of letters none that do not fit the form in two bytes an element, in which
-    least fits. A form for GPUs alone refuses them itself."""
+    """The operator's own cases that may take this form, and a ragged one if its shapes have letters. more: also sizes
+    of one and sizes beyond a block. If its shapes have letters, cases that do not fit the form are left out, judged
+    with elements of two bytes, in which the fewest fit; a form for GPUs alone refuses such cases itself."""
     form = operator.forms[mode]
     if form.gpu or not letters_of(operator):
         yield from _cases(operator, mode, more)
@@ -190,15 +190,15 @@ def called(operator: Operator, mode: str | None, tensors: Mapping[str, Any], cas
 
 
 def exact(operator: Operator, case: Case, rank: int, operands: Mapping[str, Any]) -> torch.Tensor:
-    """What `rank` should get."""
+    """The exact result of `rank`."""
     return operator.reference(rank, **operands, **arguments_of(operator, case))
 
 
 def bound(
     operator: Operator, mode: str, case: Case, rank: int, size: int, operands: Mapping[str, Any], dtype: torch.dtype
 ) -> torch.Tensor | float:
-    """How far a right result may be from the exact one, element by element: so many roundings to the dtype, and as many
-    in fp32 as it is a sum of terms, each of a partial sum that the sum of magnitudes bounds."""
+    """How far a right result may be from the exact one, element by element. The form declares its roundings to the
+    dtype, and each term of the sum adds a rounding in fp32. The sum of the magnitudes bounds every partial sum."""
     arguments = arguments_of(operator, case)
     if operator.exact if isinstance(operator.exact, bool) else operator.exact(arguments):
         return 0.0

@@ -14,7 +14,7 @@ from tests.conformance import checks
 OPERATORS = operators()
 FORMS = [(name, mode) for name, o in OPERATORS.items() for mode, form in o.forms.items() if not form.gpu]
 EXPLORED = [(o, case) for o in OPERATORS.values() for case in o.cases if case.explore]
-SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2000"))  # in all
+SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2000"))  # of all cases together
 LOST_RANKS = 3  # random points at which a rank stops or dies, for each case
 every_form = pytest.mark.parametrize(("name", "mode"), FORMS)
 every_operator = pytest.mark.parametrize("name", OPERATORS)
@@ -116,4 +116,5 @@ def test_operators_are_found() -> None:
     assert len(OPERATORS) >= 1
     assert all(o.cases and any(case.explore for case in o.cases) for o in OPERATORS.values()), "nothing to explore"
     explored = {(o.name, case.arguments["mode"]) for o, case in EXPLORED}
-    assert explored >= {(n, m) for n, m in FORMS if m != "unfused"}, "cuBLAS and a collective: explored as that"
+    # "unfused" is cuBLAS and a collective, which is explored as an operator of its own.
+    assert explored >= {(n, m) for n, m in FORMS if m != "unfused"}, "a form is not explored"

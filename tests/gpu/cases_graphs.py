@@ -1,7 +1,7 @@
 """Programs that are launched many times: from a captured graph, eagerly, behind delays, on two streams.
 
-A step counter in device memory changes the input of every launch, and the kernels compare what they receive with it, so
-that nothing comes back to the host before the end. Where there is no GPU every launch is eager.
+A step counter in device memory changes the input of every launch. The kernels check the data they receive against the
+counter, so the host reads nothing back before the end. Without a GPU every launch is eager.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pkt
 import pkt.language as pl
 
 BLOCK = 256
-WIDE = 2048  # elements of a program that makes or checks a matrix
-TILES = (32, 32, 32)  # of simulated products with several tiles for each rank
+WIDE = 2048  # elements for each program of a kernel that fills or checks a matrix
+TILES = (32, 32, 32)  # for simulated products with several tiles for each rank
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def exchange_kernel(
     world,
     BLOCK: tl.constexpr,
 ):
-    """To all by epoch: the half of the box is the epoch's parity, the target of the wait its multiple."""
+    """Send a block to every rank. The epoch gives the half of the box (by parity) and the target of the wait."""
     pid = tl.program_id(0)
     n = tl.num_programs(0)
     rank = tl.cast(world.rank, tl.int32)
@@ -63,7 +63,7 @@ def exchange_kernel(
 
 @triton.jit
 def barrier_kernel(box, bar, step_ptr, wrong_ptr, world):
-    """A value to the next rank, and a world barrier on either side of reading it."""
+    """Store a value on the next rank, with a world barrier before and after it is read."""
     pid = tl.program_id(0)
     rank = tl.cast(world.rank, tl.int32)
     step = tl.load(step_ptr)
@@ -83,7 +83,7 @@ def fill_kernel(x_ptr, step_ptr, world, BLOCK: tl.constexpr):
 
 @triton.jit
 def check_kernel(x_ptr, n, step_ptr, wrong_ptr, world, SUM: tl.constexpr, BLOCK: tl.constexpr):
-    """x is every rank's values added up, or one rank's after the other."""
+    """Check that x is the sum of all ranks' values (SUM), or their values in rank order."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     step = tl.load(step_ptr)
     found = tl.load(x_ptr + offs).to(tl.int32)
@@ -99,7 +99,7 @@ def check_kernel(x_ptr, n, step_ptr, wrong_ptr, world, SUM: tl.constexpr, BLOCK:
 
 @triton.jit
 def _factor(step):
-    """Another power of two, and sign, than at the last steps: what is read of an earlier launch is not a copy."""
+    """A signed power of two that differs from those of the last steps, so data of an earlier launch is detected."""
     return tl.exp2((step % 5).to(tl.float32)) * (1 - 2 * (step % 2)).to(tl.float32)
 
 
@@ -120,7 +120,7 @@ def check_scaled_kernel(exact_ptr, n, step_ptr, found_ptr, wrong_ptr, BLOCK: tl.
 
 
 class Program:
-    """What is launched again and again: `launch()` once; `wrong` and `step` tell at the end."""
+    """A program that is launched many times. `step` counts its launches, `wrong` its wrong results."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
@@ -135,7 +135,7 @@ class Program:
         raise NotImplementedError
 
     def check(self, launches: int) -> None:
-        """All launches took place and none received anything wrong."""
+        """Assert that all launches took place and that no result was wrong."""
         self.world.synchronize()
         found = self.step.item(), self.wrong.item()
         assert found == (launches, 0), f"rank {self.world.rank}: {found} launches and wrong results, not {launches, 0}"
@@ -205,15 +205,15 @@ class Collectives(Program):
 
 
 class Product(Program):
-    """A fused operator on integers that bf16 holds exactly, the results too."""
+    """A fused operator on integers. bf16 holds operands and results exactly."""
 
-    m, n, k = 80, 136, 24  # ragged, rows at multiples of 16 bytes: whatever form the operator chooses
-    simulated: tuple[int, int, int] | None = None  # m, n, k where there is no GPU, in tiles of TILES there
+    m, n, k = 80, 136, 24  # ragged, but rows begin at multiples of 16 bytes: any form may be chosen
+    simulated: tuple[int, int, int] | None = None  # m, n, k without a GPU, with tiles of TILES
     mode: str | None = None
     own = False  # a workspace of its own
 
     def operands(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rank `rank`'s, of -1, 0 and 1."""
+        """Rank `rank`'s a and b, of -1, 0 and 1."""
         device, rows = self.world.torch_device, self.rows()
         a = torch.arange(rows * self.k, device=device).mul(7).add(rank).remainder(3).sub(1)
         b = torch.arange(self.k * self.n, device=device).mul(5).add(2 * rank).remainder(3).sub(1)
@@ -258,7 +258,7 @@ class Gather(Product):
 
 
 class Reduce(Product):
-    """matmul_all_reduce, which would not be fused for so few rows."""
+    """matmul_all_reduce. The default mode would not be fused for so few rows."""
 
     mode = "lcsc"
 
@@ -285,7 +285,7 @@ class Scatter(Reduce):
 
 
 class GluonReduce(Reduce):
-    """matmul_all_reduce in Gluon where there is a GPU, of several tiles for each rank, the last of them ragged."""
+    """matmul_all_reduce, on a GPU in Gluon. Each rank has several tiles; the last one is ragged."""
 
     own, m, n = True, 400, 520
     simulated = 100, 136, 24
@@ -297,7 +297,7 @@ class GluonReduce(Reduce):
 
 
 class CopiedGather(Gather):
-    """all_gather_matmul by copy engines, in Gluon where there is a GPU."""
+    """all_gather_matmul by copy engines, on a GPU in Gluon."""
 
     mode, own, m, n, k = "copy", True, 400, 520, 136
     simulated = 100, 136, 40
@@ -309,7 +309,7 @@ class CopiedGather(Gather):
 
 
 class CopiedScatter(Scatter):
-    """matmul_reduce_scatter by copy engines, which take what its kernel has finished, where there is a GPU."""
+    """matmul_reduce_scatter. On a GPU copy engines send the parts that its kernel has finished."""
 
     m, n = 400, 520
     simulated = 100, 136, 24
@@ -321,19 +321,19 @@ class CopiedScatter(Scatter):
 
 
 class UnfusedGather(Gather):
-    """cuBLAS behind all_gather."""
+    """all_gather, then cuBLAS."""
 
     mode = "unfused"
 
 
 class UnfusedScatter(Scatter):
-    """cuBLAS before reduce_scatter."""
+    """cuBLAS, then reduce_scatter."""
 
     mode = "unfused"
 
 
 class UnfusedReduce(Reduce):
-    """cuBLAS before all_reduce."""
+    """cuBLAS, then all_reduce."""
 
     mode, own, m, n = "unfused", True, 64, 257
 
@@ -355,7 +355,7 @@ PROGRAMS: dict[str, type[Program]] = {
 
 
 def back_to_back(world: Any, name: str, count: int) -> float:
-    """`count` launches with nothing between them but, now and then, a rank that straggles; microseconds of one."""
+    """Launch `count` times without synchronization, while ranks straggle now and then. Returns us per launch."""
     program, chance = PROGRAMS[name](world), random.Random(world.rank)
     program.launch()  # compiled
     world.synchronize()
@@ -370,7 +370,7 @@ def back_to_back(world: Any, name: str, count: int) -> float:
 
 
 def replays(world: Any, name: str, count: int, eager_every: int = 100) -> float:
-    """`count` replays of a captured launch, an eager one after every `eager_every`; microseconds of one replay."""
+    """Replay a captured launch `count` times, with an eager launch after every `eager_every`. Returns us per replay."""
     program = PROGRAMS[name](world)
     program.launch()  # compiled
     world.synchronize()
@@ -394,7 +394,7 @@ def replays(world: Any, name: str, count: int, eager_every: int = 100) -> float:
 
 
 def not_called_before(world: Any, name: str, count: int) -> None:
-    """A capture is refused with nothing left behind; after an eager call it is made and replayed."""
+    """A capture before any eager call is refused and leaves nothing behind. After an eager call it works."""
     program = PROGRAMS[name](world)
     world.synchronize()
     before = world.heap.ledger.free_bytes
@@ -413,7 +413,7 @@ def not_called_before(world: Any, name: str, count: int) -> None:
 
 
 def skewed(world: Any, name: str, count: int) -> None:
-    """Each rank dawdles now and then, on its host and on its GPU."""
+    """Each rank is delayed now and then, on its host and on its GPU."""
     program, chance = PROGRAMS[name](world), random.Random(world.rank)
     gpu = world.torch_device.type == "cuda"
     for _ in range(count):
@@ -426,8 +426,11 @@ def skewed(world: Any, name: str, count: int) -> None:
 
 
 def two_streams(world: Any, count: int, operators: bool = False) -> None:
-    """Two programs, each on its stream: with counters of their own, neither waiting for the other; or of operators,
-    which share theirs and are kept in order."""
+    """Launch two programs, each on its own stream.
+
+    By default they have counters of their own and do not wait for each other. With `operators` they share counters, and
+    pkt keeps their calls in order.
+    """
     programs = [Collectives(world), Collectives(world, 5)] if operators else [Exchange(world, 8), Barriers(world, 8)]
     gpu, chance = world.torch_device.type == "cuda", random.Random(world.rank)
     world.synchronize()
@@ -457,7 +460,7 @@ def nothing_kernel(x_ptr):
 
 
 def recorded(world: Any, nbytes: int) -> list[bool]:
-    """Which kernels of a graph are launched cooperatively: those of an all-reduce, and one that is not pkt's."""
+    """Whether each kernel of a graph is launched cooperatively: an all-reduce's kernel, then one that is not pkt's."""
     from cuda.bindings import driver
 
     def found(name: str, *args: Any) -> Any:

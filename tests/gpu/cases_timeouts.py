@@ -45,7 +45,7 @@ def drop_kernel(flags, first, dropper, dropped, world, HOW: tl.constexpr):
 
 
 def waiters(how: str, ranks: int, dropper: int, dropped: int) -> set[tuple[int, int]]:
-    """(rank, program) of all that wait in vain."""
+    """(rank, program) of every program that waits in vain."""
     everybody = {(r, p) for r in range(ranks) for p in range(PROGRAMS)}
     return {
         "signal": {((dropper + 1) % ranks, dropped)},
@@ -57,7 +57,7 @@ def waiters(how: str, ranks: int, dropper: int, dropped: int) -> set[tuple[int, 
 
 
 def drop_once(world: Any, how: str, dropper: int, dropped: int) -> None:
-    """One drop, up to the error."""
+    """Drop one signal, and run until the error."""
     flags = pkt.signals(2 * PROGRAMS, name="flags")
     drop_kernel[(PROGRAMS,)](flags, 0, -1, -1, world.device, how, launch_cooperative_grid=True)
     world.synchronize()
@@ -67,9 +67,9 @@ def drop_once(world: Any, how: str, dropper: int, dropped: int) -> None:
 
 
 def many_drops(world: Any, how: str, count: int, seconds: float) -> list[tuple[str, float]]:
-    """`count` drops in one world, whose status page is wiped between: what this rank was told and seconds, for each.
+    """Make `count` drops in one world. Returns for each drop this rank's error text and the seconds until it.
 
-    After every drop a round without one shows that the counters and the ranks are well again.
+    The status page is wiped after every drop. A round without a drop then shows that counters and ranks work again.
     """
     flags = pkt.signals((2 * count + 1) * PROGRAMS, name="flags")
     status = world.device.status
@@ -109,7 +109,7 @@ def wide_kernel(flags, world):
 
 
 def too_wide(world: Any) -> int:
-    """As many programs as fit, then one more; returns how many fit on an SM."""
+    """Launch as many programs as fit, then one more, which is refused. Returns how many fit on an SM."""
     from pkt.runtime.launch.launch import cooperative, resident_per_sm
 
     flags, device = pkt.signals(1), world.device

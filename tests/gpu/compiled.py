@@ -1,7 +1,9 @@
-"""Compile for a GPU, without one, what a program launches: `python -m tests.gpu.compiled [-k PART] [--arch 90]`.
+"""Compile the kernels of tests/gpu and benchmarks.link, without a GPU.
 
-The program runs in the simulator, where every launch is noted; then each kernel is compiled with the arguments it was
-given there, rank by rank, as Triton would on the GPU. A wait or signal that the compiler dropped is an error too.
+`python -m tests.gpu.compiled [-k PART] [--arch 90]`
+
+Each program runs in the simulator, which records its launches. Then each kernel is compiled with the arguments of its
+launches, rank by rank, as Triton would do on the GPU. A wait or signal that the compiler drops is an error, too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Launch = tuple[Any, tuple, dict[str, Any]]
 
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
-    """Every launch of the simulations inside, with arguments that outlive them."""
+    """Collect the launches of the simulations inside the `with` block, with arguments that outlive the simulations."""
     noted: list[Launch] = []
     original = Machine.launch
 
@@ -50,7 +52,7 @@ def _kept(x: Any) -> Any:
 
 
 def compile_launches(fn: Callable[..., Any], ranks: int, arch: int = 90, **options: Any) -> int:
-    """Run `fn(world)` on simulated ranks without multicast and compile what they launch; returns how many kernels."""
+    """Run `fn(world)` on simulated ranks without multicast and compile its kernels. Returns the number of kernels."""
     with launches() as noted:
         pkt.launch(fn, ranks=ranks, device="cpu", multicast=False, **options)
     compiled = set()

@@ -1,4 +1,4 @@
-"""What the GPU tests share: a program on real ranks, and many programs in one world."""
+"""Helpers of the GPU tests: run a program on real ranks, or many programs in one world."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def unless_possible(ranks: int) -> pytest.MarkDecorator:
 
 
 def on_ranks(*ranks: int) -> pytest.MarkDecorator:
-    """Parametrise `ranks`; what is not possible here is skipped."""
+    """Parametrise `ranks`; a number that this machine or PKT_TEST_RANKS rules out is skipped."""
     return pytest.mark.parametrize("ranks", [pytest.param(r, marks=unless_possible(r)) for r in ranks])
 
 
 def scaled(name: str, count: int) -> int:
-    """How often: `count`, or what the environment variable PKT_TEST_<name> says, for shorter or longer runs."""
+    """`count`, or the environment variable PKT_TEST_<name> if it is set, for shorter or longer runs."""
     return int(float(os.environ.get(f"PKT_TEST_{name}", count)))
 
 
@@ -51,16 +51,16 @@ def on_device(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """`fn(world, *args)` on that many GPUs; each rank's result."""
+    """Run `fn(world, *args)` on that many GPUs; returns each rank's result."""
     return pkt.launch(
         on_device(fn), ranks=ranks, device="cuda", args=args, heap=HEAP, timeout=timeout, multicast=MULTICAST
     )
 
 
 class Batch:
-    """Many programs, one after the other in one world for a number of ranks: a world costs more than most of them.
+    """Runs many programs one after the other in one world, because a world costs more than most programs.
 
-    A program that fails ends its world; those behind it run in the next.
+    A program that fails ends its world. The programs after it run in a new world.
     """
 
     def __init__(self, programs: dict[str, Callable[[Any], None]]) -> None:
@@ -68,7 +68,7 @@ class Batch:
         self.failures: dict[int, dict[str, BaseException]] = {}
 
     def check(self, name: str, ranks: int) -> None:
-        """Raise what `name` failed with on that many ranks."""
+        """Raise the error of `name` on that many ranks, if it failed."""
         if ranks not in self.failures:
             self.failures[ranks] = self._run(ranks)
         error = self.failures[ranks].get(name)
@@ -93,7 +93,7 @@ class Batch:
 
 
 def one_after_the_other(world: Any, programs: Sequence[tuple[str, Callable[[Any], None]]]) -> None:
-    """Each program with its tensors, then the next; an error says which it was in."""
+    """Run each program, then the next. An error names the program that it happened in."""
     for name, fn in programs:
         try:
             fn(world)

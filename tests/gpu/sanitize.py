@@ -24,7 +24,8 @@ def main(ranks: int) -> int:
     if ranks > FOUND:
         print(f"needs {ranks} GPUs, found {FOUND}")
         return 2
-    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else a tensor's neighbours are allocated too
+    # torch's cache would keep the memory around a tensor allocated, so accesses beyond the tensor would pass.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     programs = [(case.name, case.fn) for case in CASES]
     for operator in operators().values():
         explored = [case for case in operator.cases if case.explore and case.ranks == ranks]
@@ -32,7 +33,7 @@ def main(ranks: int) -> int:
     if ranks > 1:
         programs += [(f"litmus {name}", lambda world, fn=fn: fn(world, 6, 8)) for name, fn in LITMUS.items()]
         programs.append(("two streams", lambda world: cases_graphs.two_streams(world, 3)))
-        for name in cases_graphs.PROGRAMS:  # the operators as a GPU has them, Gluon forms among them
+        for name in cases_graphs.PROGRAMS:  # the operators' forms for GPUs, Gluon included
             programs.append((name, lambda world, name=name: cases_graphs.back_to_back(world, name, 2)))
     start = time.perf_counter()
     launch(one_after_the_other, ranks, programs, timeout=SECONDS)

@@ -13,13 +13,13 @@ from tests.gpu.run import launch, on_ranks
 
 
 def integers(world: Any, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small integers, the same for the same seed on every rank, so that each knows what the others have."""
+    """Small integers. A seed gives the same ones on every rank, so each rank knows the others' inputs."""
     generator = torch.Generator(device=world.torch_device).manual_seed(seed)
     return torch.randint(-8, 9, shape, generator=generator, device=world.torch_device).to(dtype)
 
 
 def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
-    """All forms of the collectives, thrice with other inputs."""
+    """Check all forms of the collectives, three times with other inputs."""
     x, out, gathered = pkt.empty(n, dtype=dtype), pkt.empty(n, dtype=dtype), pkt.empty(world.size * n, dtype=dtype)
     whole = pkt.empty(world.size * n, dtype=dtype)
     for turn in range(3):
@@ -32,7 +32,7 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
         total = torch.stack([i.double() for i in inputs]).sum(0)
         for mode in OPERATOR.forms:
             if "low_latency" in mode and n > 1 << 20:
-                continue  # slots of gigabytes
+                continue  # its slots would take gigabytes
             out.fill_(-99)
             assert torch.equal(pkt.all_reduce(x, out, mode=mode).double(), total), mode
         most = torch.stack(inputs).amax(0)
@@ -54,7 +54,7 @@ def collectives(world: Any, n: int, dtype: torch.dtype) -> None:
 
 
 def layouts(world: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """Along every dimension, in the original layout; all pairs of axes of the all-to-all."""
+    """Check the collectives along every dimension, and the all-to-all with all pairs of axes."""
     size, mine = world.size, world.rank
     for turn, dim in enumerate(range(4)):
         shards = [integers(world, shape, 9 * turn + r, dtype) for r in range(size)]
@@ -107,7 +107,7 @@ def all_layouts(world: Any, dtype: torch.dtype) -> None:
 
 
 def product_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference over the norm."""
+    """The norm of the difference, divided by the norm of `wanted`."""
     return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
@@ -117,7 +117,7 @@ def normal(world: Any, shape: tuple[int, int], seed: int) -> torch.Tensor:
 
 
 def products(world: Any, m: int, k: int, N: int) -> None:
-    """The fused products against the plain ones, twice with other inputs."""
+    """Check the fused products against the plain ones, twice with other inputs."""
     from pkt.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
     for turn in range(2):
@@ -161,15 +161,17 @@ def runs_gluon(name: str, world: Any, dtype: torch.dtype, m: int, K: int, N: int
 
 
 def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
-    """What is chosen where nothing is asked for, thrice with other inputs in the same tensors: a result of an earlier
-    launch, or inputs of one, are then wrong. Rows of `m` may be few, ragged or many."""
+    """Check the forms that operators choose by default, three times with other inputs in the same tensors.
+
+    Results or inputs of an earlier launch would be wrong. The number of rows `m` may be small, ragged or large.
+    """
     from pkt.kernels.shared import gluon_fits
     from pkt.kernels.shared.tile_product import FEW_ROWS
 
     size, device = world.size, world.torch_device
     for name, columns in (("all_gather_matmul", (K, N)), ("matmul_reduce_scatter", (N,))):
         even = not any(c * dtype.itemsize % 16 for c in columns)
-        possible = m > FEW_ROWS and not gluon_fits.missing(world) and even  # else this would test the plain forms twice
+        possible = m > FEW_ROWS and not gluon_fits.missing(world) and even  # else the plain forms would be tested twice
         assert runs_gluon(name, world, dtype, m, K, N) == possible
     a, b = torch.empty(m, K, dtype=dtype, device=device), torch.empty(K, N, dtype=dtype, device=device)
     rows = torch.empty(size * m, K, dtype=dtype, device=device)
@@ -181,7 +183,7 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
         b.copy_(normal(world, (K, N), 99 + seeds[world.rank]))
         whole.fill_(float("nan"))
         pkt.all_gather_matmul(a, b, whole)
-        a.fill_(float("nan"))  # may be overwritten at once
+        a.fill_(float("nan"))  # the caller may overwrite it at once
         error = product_error(whole, torch.cat(shards).float() @ b.float())
         assert error < 1e-2, ("all_gather_matmul", m, K, N, turn, error)
         operands = [
@@ -199,7 +201,7 @@ def defaults(world: Any, m: int, K: int, N: int, dtype: torch.dtype) -> None:
         rows.copy_(operands[world.rank][0])
         pkt.matmul_reduce_scatter(rows, b, part)
         gluon = runs_gluon("matmul_reduce_scatter", world, dtype, m, K, N)
-        assert torch.equal(part, bits) or not gluon, "it adds in one order"
+        assert torch.equal(part, bits) or not gluon, "Gluon forms add in one order"
     world.barrier()
 
 
@@ -215,7 +217,7 @@ def test_default_forms(dtype: torch.dtype, ranks: int) -> None:
 
 
 def layers(world: Any, m: int, K: int, N: int, epilogue: Any) -> None:
-    """Weights as a Linear holds them, bias and epilogue, in all forms that can run, against torch."""
+    """Check all forms that can run against torch, with weights as a Linear holds them, a bias and an epilogue."""
     from pkt.kernels.shared.tile_product import FEW_ROWS, finished
 
     size = world.size
@@ -243,7 +245,7 @@ def layers(world: Any, m: int, K: int, N: int, epilogue: Any) -> None:
 
 
 def all_layers(world: Any) -> None:
-    """An epilogue for each shape: every form has every epilogue, and no form is compiled for all pairs of them."""
+    """Each shape has one epilogue: every form runs every epilogue, but not every pair of the two is compiled."""
     shapes = ((333, 1544, 1032), (512, 1024, 768), (96, 200, 328), (1, 264, 520))
     for shape, epilogue in zip(shapes, ("gelu", "silu", "relu", "none")):
         layers(world, *shape, epilogue)
@@ -304,7 +306,7 @@ def test_several_weights(ranks: int) -> None:
 
 
 def parts_of_tensors(world: Any) -> None:
-    """Operands that begin where TMA cannot, on one rank alone; and a k that is another on each rank."""
+    """Check operands that TMA cannot address on one rank only, then a k that differs between ranks."""
     size, device, m, N = world.size, world.torch_device, 130, 264
     shards = [normal(world, (m, 72), r) for r in range(size)]
     b = normal(world, (72, N), 9)

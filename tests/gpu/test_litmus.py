@@ -14,10 +14,10 @@ MESSAGES = scaled("MESSAGES", 10**7)
 def enough(world: Any, name: str, messages: int) -> tuple[int, int, float]:
     """(messages, stale, seconds) of this rank: the ranks together send at least `messages`."""
     fn, programs = LITMUS[name], world.num_sms
-    fn(world, programs, 4)  # compiled; and its counters are another set's
+    fn(world, programs, 4)  # compiles the kernel; the next call has counters of its own
     world.barrier()
-    # one message a program, rank and round at least; a rank may see half of them, and three ranks use programs in pairs
-    # Of two tickets only the later one's holder has a message that must be there; and a few rounds are cut off.
+    # Every program of every rank receives at least one message a round. Some tests leave a few programs out.
+    # With tickets only the later of two partners must see its message, and a few rounds are cut off.
     wanted = 2 * messages + 10_000 if name == "store buffering, tickets" else messages
     rounds = -(-wanted // ((programs - programs % 3) * world.size))
     start = time.perf_counter()
@@ -41,6 +41,6 @@ def early(world: Any, name: str) -> int:
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_stale_is_counted(name: str, ranks: int) -> None:
-    """What counts nothing proves nothing."""
+def test_stale_messages_are_counted(name: str, ranks: int) -> None:
+    """A count that never rises would prove nothing."""
     assert sum(launch(early, ranks, name)) > 0

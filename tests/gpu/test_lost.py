@@ -22,7 +22,7 @@ DEADLINE = 5.0
 
 
 def with_a_loss(world: Any, how: int, victim: int, after: float, folder: str) -> None:
-    """Launch until the victim is gone; each survivor writes down what it was told, and how long after."""
+    """Launch until the victim is gone; each survivor writes down its error and the seconds until it."""
     departure, program = Path(folder, "departure"), Exchange(world)
 
     def leave() -> None:

@@ -15,11 +15,11 @@ from tests.gpu.run import FOUND, Batch, on_ranks, unless_possible
 
 OPERATORS = operators()
 FORMS = [f"{name} {mode}" for name, operator in OPERATORS.items() for mode in operator.forms]
-GPU_SIZES = ((256, 128, 64, 192), (64, 512, 256, 40), (144, 136, 264, 8))  # of letters, in their order
+GPU_SIZES = ((256, 128, 64, 192), (64, 512, 256, 40), (144, 136, 264, 8))  # of m, k, ... in an operator's order
 
 
 def gpu_cases(name: str, mode: str) -> list[Case]:
-    """The operator's own cases without the simulator's settings, and larger ones of an operator of letters."""
+    """The operator's own cases without the simulator's settings, and larger ones if its shapes have letters."""
     operator = OPERATORS[name]
     cases, letters = list(inputs.cases_of(operator, mode)), inputs.letters_of(operator)
     larger = [Case(sizes=dict(zip(letters, sizes * len(letters)))) for sizes in GPU_SIZES if letters]
@@ -37,7 +37,7 @@ class Calls:
         self.tensors = checks.given(world, self.operator, mode, operands, out)
 
     def fill(self, launch: int) -> None:
-        """Other operands."""
+        """Fill the tensors with the operands of this launch."""
         self.operands = inputs.everybody(self.operator, self.case, self.world.size, launch, self.dtype)
         for name, ranks in self.operands.items():
             if ranks is not None:
@@ -64,7 +64,7 @@ def program(name: str, mode: str) -> Callable[[Any], None]:
             dtype = checks.floats(OPERATORS[name], mode)[ran % 2]
             try:
                 ran += everything(world, name, mode, case, dtype)
-            except pkt.Unsupported as unfit:  # this form does not take the case: on any rank
+            except pkt.Unsupported as unfit:  # the form refuses this case on all ranks
                 print(f"{name} {mode}: {unfit}")
         assert ran, f"no case of {name} suits {mode}"
 
@@ -72,7 +72,7 @@ def program(name: str, mode: str) -> Callable[[Any], None]:
 
 
 def everything(world: Any, name: str, mode: str, case: Case, dtype: torch.dtype) -> int:
-    """1 after eager calls, replays of a graph, and calls on two streams, all of them right."""
+    """Check eager calls, replays of a graph, and calls on two streams. Returns 1, the number of cases that ran."""
     calls = [Calls(world, name, mode, case, dtype) for _ in range(2)]
     for launch in range(3):
         calls[0].fill(launch)

@@ -1,7 +1,7 @@
 """The simulator's tests of what pkt.language means, on GPUs: the same test functions, with the same kernels.
 
-Where such a test asks for many schedules, one run on real ranks takes their place; where it asks what the simulator
-finds in a wrong program, it ends as skipped.
+A test that asks for many schedules runs once on real ranks. A test that asks for the simulator's findings in a wrong
+program is skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ for module in MODULES:
 
 
 def launch(fn: Callable[..., Any], ranks: int = 3, seed: int = 0, **options: Any) -> list[Any]:
-    """In the place of a simulated launch."""
+    """Replaces a simulated launch by one on GPUs."""
     mark = run.unless_possible(ranks)
     if mark.args[0]:
         pytest.skip(mark.kwargs["reason"])
@@ -50,19 +50,19 @@ def launch(fn: Callable[..., Any], ranks: int = 3, seed: int = 0, **options: Any
 
 
 def failures(fn: Callable[..., Any], ranks: int = 2, seeds: Iterable[int] = (), **options: Any) -> dict[int, Exception]:
-    """In the place of many schedules."""
+    """Replaces many schedules by one launch on GPUs."""
     launch(fn, ranks, **options)
     return {}
 
 
 def needs_simulator(*args: Any, **options: Any) -> NoReturn:
-    """In the place of what a GPU cannot tell."""
+    """Skips a test that asks for facts that a GPU cannot show."""
     pytest.skip("the rest is about the simulator")
 
 
 @pytest.fixture(autouse=True)
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules' own names for the simulator stand for GPUs."""
+    """Make the modules' functions for the simulator run on GPUs."""
     for module in MODULES:
         for name, instead in (("failures", failures), ("launch", launch), ("outcome", needs_simulator)):
             if hasattr(module, name):

@@ -9,7 +9,7 @@ from tests.gpu.cases_timeouts import HOWS, PROGRAMS, drop_once, many_drops, too_
 from tests.gpu.run import launch, on_ranks, scaled
 
 DROPS = scaled("DROPS", 100)
-DEADLINE = 0.05  # seconds, of the many drops
+DEADLINE = 0.05  # seconds, in many_drops
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Worlds on which Gluon kernels are compiled. Only Triton 3.6 can import what makes them, so that waits for a use."""
+"""Worlds on which Gluon kernels are compiled. The fixtures import their module, because only Triton 3.6 can do so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`compiling(rank, size)`: a world whose Gluon kernels are compiled, not launched; `.kernels`: what came of it."""
+    """`compiling(rank, size)`: a world whose Gluon kernels are compiled, not launched. Its `kernels` lists them."""
     from .gluon_compiling import compiling_worlds
 
     return compiling_worlds(monkeypatch)
@@ -18,8 +18,8 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def h200s(compiling: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """As `compiling`, on what the operators take for H200s. Nothing is tuned but what is given: `h200s(rank, size,
-    operator=settings)`."""
+    """`h200s(rank, size, operator=settings)`: as `compiling`, a world that the operators take for one of H200s. Only
+    the given settings are tuned."""
     from .gluon_compiling import pass_for_h200s
 
     return pass_for_h200s(compiling, monkeypatch)

@@ -1,4 +1,4 @@
-"""Gluon kernels compiled for sm_90 where they would be launched, and the calls that launch them. Without a GPU."""
+"""Calls that would launch Gluon kernels compile them for sm_90 instead, without a GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Compiled(NamedTuple):
 
     @property
     def constants(self) -> Constants:
-        """Of the Gluon kernels, their values."""
+        """The values of a Gluon kernel's constants."""
         (found,) = (a for a in self.args if isinstance(a, Constants))
         return Constants(*(x.value for x in found))
 
@@ -102,8 +102,8 @@ class World(SimpleNamespace):
 
 
 def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
-    """What the fixture `compiling` is. A world's `begun`: what its copies were asked for, and how many kernels there
-    were when they began and ended."""
+    """The fixture `compiling`. A world's `begun` lists the sizes that its copies were given, and the number of kernels
+    when they began and when they ended."""
     kernels: list[Compiled] = []
     modules = {push: "gluon_push_kernel", inbox: "gluon_inbox_kernel", two_shot: "gluon_two_shot_kernel"}
     for module, name in modules.items():
@@ -144,7 +144,7 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
 
 
 def pass_for_h200s(compiling: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
-    """What the fixture `h200s` is: CPU tensors are taken for the GPU's."""
+    """The fixture `h200s`: operators take CPU tensors for tensors of a GPU."""
 
     monkeypatch.setattr(operator, "_advice", [lambda operator, key, world: world.tuned.get(operator.name, {})])
     monkeypatch.setattr(sys.modules[matmul_all_reduce.__module__], "empty", Symmetric)
@@ -253,11 +253,11 @@ def chosen(name: str, world: World, *shape: int, **given: Any) -> dict[str, Any]
     return found.value.args[0]
 
 
-# -------------------------------------------------------------------------------------------------- what came of it
+# --------------------------------------------------------------------------------------------------- what was built
 def assert_fits(launch: Compiled, folder: Path) -> None:
-    """One program an SM, nothing spilled, no stack; consumers may have the registers they ask for; and products of the
-    tensor cores are waited for once a step and once at the end. ptxas may wait for each of them instead, and what
-    makes it do so is small: a comparison of the number of steps did, and all took 8 % longer."""
+    """One program an SM, nothing spilled, no stack, and the registers that the consumers ask for. The products of the
+    tensor cores are waited for once a step and once at the end. A small change can make ptxas wait for each of them
+    instead: a comparison of the number of steps did, and all products took 8 % longer."""
     assert launch.grid[0] <= 132
     assert launch.kernel.metadata.num_warps == 12
     usage = resources(launch.kernel, folder)

@@ -1,12 +1,12 @@
 """Runs Gluon kernels without a GPU or a compiler: their own source, as Python, one greenlet a partition of warps.
 
-Triton's interpreter does not know Gluon. Here the functions of a module are given other meanings of `gl`, `tma`,
-`mbarrier`, `pl` and `ptx`, and run as they stand: ranks, programs and partitions take turns in an order drawn from a
-seed. A TMA operation reads and writes at times of its own, at any moment between its issue and what waits for it; a
-product of the tensor cores reads its operands when it is waited for. So a slot used again too early, a signal before
-the data, a phase missed, or a launch that runs into the one before give a wrong result or a deadlock.
+Triton's interpreter does not know Gluon. Here the functions of a module run unchanged, with other meanings of `gl`,
+`tma`, `mbarrier`, `pl` and `ptx`. Ranks, programs and partitions take turns in an order drawn from a seed. A TMA
+operation reads and writes at any moment between its issue and the wait for it. A product of the tensor cores reads its
+operands when it is waited for. So each of these gives a wrong result or a deadlock: a slot that is reused too early, a
+signal before its data, a missed phase, a launch that overtakes the one before it.
 
-Values are fp32 throughout. Not modelled: layouts, widths, proxies and fences; those are looked for in the PTX.
+Values are fp32 throughout. Layouts, widths, proxies and fences are not modelled; other tests look for them in the PTX.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 
 class Stuck(AssertionError):
-    """Nothing can go on."""
+    """Every partition waits, and no operation is left to run."""
 
 
 class Tile:
@@ -70,7 +70,7 @@ class Tile:
 
 
 class Shared:
-    """Shared memory, poisoned."""
+    """Shared memory, NaN until it is written."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.shape = data, data.shape
@@ -118,7 +118,7 @@ class Barriers(list):
 
 
 class Descriptor:
-    """A tensor in memory, and the block that a TMA operation moves: what lies outside is cut, or read as zero."""
+    """A tensor in memory, and the block that TMA moves. Elements outside the tensor are not written and read as 0."""
 
     def __init__(self, data: np.ndarray, *block: int) -> None:
         self.data, self.block_shape = data, block
@@ -148,7 +148,7 @@ class Descriptor:
 
 
 class Pointer:
-    """Into the counters of a rank."""
+    """A pointer into the counters of a rank."""
 
     def __init__(self, counters: list[np.ndarray], rank: int, offset: int = 0) -> None:
         self.counters, self.rank, self.offset = counters, rank, offset
@@ -200,13 +200,13 @@ class Machine:
         self.size, self.programs, self.random = size, programs, random.Random(seed)
         self.warps: list[Warps] = []
         self.asynchronous: list[Callable[[], None]] = []
-        self.writes: list[Callable[[], None]] = []  # of stores that have read what they write
+        self.writes: list[Callable[[], None]] = []  # of stores that have read their values
         self.copies: list[Callable[[], None]] = []  # by copy engines
         self.hub = getcurrent()
         self.epochs = [0] * size  # of the last launch that counted
-        self.slowness = self.random.choice((0.3, 0.8, 0.99))  # of what is asynchronous
-        self.late = self.random.random() < 0.5  # whether writes come after all else
-        self.last = self.random.random() < 0.5  # whether copies do
+        self.slowness = self.random.choice((0.3, 0.8, 0.99))  # of asynchronous operations
+        self.late = self.random.random() < 0.5  # whether writes come after all other operations
+        self.last = self.random.random() < 0.5  # whether copies come last of all
 
     # ---------------------------------------------------------------------------------------------- scheduling
     def here(self) -> Warps:
@@ -225,7 +225,7 @@ class Machine:
         return warps
 
     def run(self, launches: list[list[Callable[[int], Any]]]) -> None:
-        """Each launch of a rank is called with the program's index, in every program, when the one before has ended."""
+        """Start each launch of a rank when the one before has ended; each program calls it with the program's index."""
         next_launch = [0] * self.size
         while True:
             for rank in range(self.size):
@@ -257,7 +257,7 @@ class Machine:
                 operation()
 
     def copied(self, copy: Callable[[], None]) -> None:
-        """At a time of its own; goes on behind it."""
+        """Run `copy` at a random time, and return when it is done."""
         done: list[bool] = []
         self.copies.append(lambda: done.append(copy() is None))
         self.until(lambda: bool(done))
@@ -413,7 +413,7 @@ def as_python(modules: list[ModuleType], machine: Machine) -> dict[str, Callable
     for module in modules:
         for name, value in vars(module).items():
             if isinstance(value, JITFunction):
-                # One name for one function: no two of these modules use a name for different ones.
+                # Every name means one function: no two of these modules give one name to different functions.
                 key = f"{module.__name__}.{name}"
                 function = shared[key] = as_function(value, name)
                 if value.fn.__module__ == module.__name__ or name not in shared:

@@ -42,7 +42,7 @@ def ready(module: ModuleType, size: int, programs: int, seed: int, broken: Broke
 
 
 def world(rank: int, size: int, e: int) -> SimpleNamespace:
-    """In launch e, from 0."""
+    """A rank's world in launch e, from 0."""
     return SimpleNamespace(rank=rank, size=size, launch=e + 1)
 
 
@@ -67,7 +67,7 @@ def bias(N: int, finish: bool) -> Vector | None:
 
 
 def assert_exact(found: np.ndarray, exact: np.ndarray, finish: bool, gated: bool = False) -> None:
-    """finish: with that bias, and relu. gated: with swiglu, where silu(x) is x."""
+    """finish: add `bias` and apply relu to `exact` first. gated: swiglu in its place, where silu(x) is x."""
     n = exact.shape[1]
     if finish:
         exact = exact + np.arange(n) - n // 2
@@ -136,7 +136,7 @@ def begin_copies(
     machine: Machine, shards: list[np.ndarray], rank: int, e: int, program: int, inbox: list[np.ndarray],
     counters: list[np.ndarray], push_rows: int, chunk: int,
 ) -> None:  # fmt: skip
-    """What _copies.gathering does, as the test of it has it: its `begin`, which a launch of every rank is behind."""
+    """As copies.gathering does: wait for this launch on every rank, then copy the shard to the peers."""
     size, (m, K) = machine.size, shards[rank].shape
     groups, chunks = cdiv(cdiv(m, BM), push_rows), cdiv(K, chunk)
     if program == 0:
@@ -157,12 +157,12 @@ def begin_copies(
 
 
 def run_copied(*args: int, **options: Any) -> None:
-    """By copy engines."""
+    """run_push by copy engines."""
     run_push(*args, num_comm=0, **options)
 
 
 def run_short_push(size: int, m: int, N: int, K: int, *args: int, **options: Any) -> None:
-    """A step of K: the next tile is finished before the last one is out."""
+    """run_push with one step of K: the next tile is finished before the last one is stored."""
     run_push(size, m, N, BK, *args, stages=6, **options)
 
 
@@ -214,7 +214,7 @@ def begin_parcels(
     machine: Machine, rank: int, e: int, program: int, inbox: list[np.ndarray], outbox: list[np.ndarray],
     counters: list[np.ndarray], tiles: int, parcel: int,
 ) -> None:  # fmt: skip
-    """What _copies.scattering does: its `begin`, which a launch of every rank is behind, and what it returns."""
+    """As copies.scattering does: wait for this launch on every rank, then copy each parcel once its tiles are done."""
     size, parcels = machine.size, cdiv(tiles, parcel)
     words = (size - 1) * parcels
     if program == 0:
@@ -237,7 +237,7 @@ def begin_parcels(
 
 
 def run_parcels(*args: int, **options: Any) -> None:
-    """By copy engines."""
+    """run_inbox by copy engines."""
     run_inbox(*args, copies=2, **options)
 
 
@@ -246,8 +246,8 @@ def run_two_shot(
     size: int, M: int, N: int, K: int, programs: int, seed: int, launches: int = 3, broken: Broken | None = None,
     transposed: bool = False, finish: bool = False, lag: int = 1,
 ) -> None:  # fmt: skip
-    """The sum over ranks of (M, K) by (K, N). Each rank has one output for all launches: what is in it when the next
-    launch begins there is looked at."""
+    """The sum over ranks of (M, K) by (K, N). Each rank has one output for all launches, which is checked as it is when
+    the rank's next launch begins."""
     machine, functions = ready(two_shot, size, programs, seed, broken)
     rng = np.random.default_rng(seed)
     count = cdiv(cdiv(M, BM) * cdiv(N, BN), size)

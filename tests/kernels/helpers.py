@@ -1,4 +1,4 @@
-"""What the kernels' tests share: ranks, inputs, and bounds that follow from the arithmetic."""
+"""Shared by the kernels' tests: ranks, inputs, and bounds that follow from the arithmetic."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ SLOPE = {"none": 1.0, "relu": 1.0, "gelu": 1.13, "silu": 1.1}  # the steepest of
 def finished_bound(
     exact: torch.Tensor, error: torch.Tensor, bias: torch.Tensor | None, epilogue: Any, dtype: torch.dtype
 ) -> torch.Tensor:
-    """How far bias, epilogue and one rounding to `dtype` of a sum that is off by `error` may be from those of the exact
-    sum. The addition rounds once. In gelu the factor 1 + erf and in silu the divisor 1 + exp are off by some 2^-22 of
-    1, which x is multiplied by: less than 2^-20 |x| altogether."""
+    """How far a finished result may be from the exact one, if its sum is off by `error`. Adding the bias rounds once.
+    The factor 1 + erf of gelu and the divisor 1 + exp of silu are off by about 2^-22, which moves the result by less
+    than 2^-20 |x|. The result is rounded once, to `dtype`."""
     x = exact if bias is None else exact + bias.double()
     size = x.abs() + error
     error = SLOPE[epilogue] * (error + 2.0**-24 * size) + (2.0**-20 * size if epilogue in ("gelu", "silu") else 0)
@@ -104,5 +104,5 @@ def finished_bound(
 
 
 def rounded(exact: torch.Tensor, error: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`error` and one rounding of the result to `dtype`."""
+    """`error` plus one rounding of the result to `dtype`."""
     return error + UNIT[dtype] * (exact.abs() + error) + TINY[dtype]

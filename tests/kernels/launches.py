@@ -1,6 +1,6 @@
 """The kernels that a program launches, recorded in the simulator, and compiled without a GPU.
 
-What is compiled is what would run: the operators' tiles, arguments and options.
+Kernels compile with the tiles, arguments and options that the operators would launch them with.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytes
 
 
 def all_launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: pytest.MonkeyPatch) -> list[Launch]:
-    """All of them."""
+    """Every kernel that `fn(world)` launches on rank RANK."""
     found: dict[int, list[Launch]] = {r: [] for r in range(ranks)}
 
     def record(machine: Any, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
@@ -60,8 +60,8 @@ def all_launched(fn: Callable[[Any], Any], ranks: int, multicast: bool, patch: p
 
 
 def compile_checked(launch: Launch, arch: int, folder: Path, signals: bool = True) -> Any:
-    """Compiled; every wait and signal is there (`compile_only` raises LostSync), no spill, shared memory fits. signals:
-    it signals, unless it is alone."""
+    """The compiled kernel. Every wait and signal is there (`compile_only` raises LostSync), nothing is spilled, and
+    shared memory fits. signals: it must signal, unless its world has one rank."""
     compiled = compile_only(launch.kernel, *launch.args, arch=arch, **launch.options)
     usage = resources(compiled, folder)
     assert usage["STACK"] == 0, usage

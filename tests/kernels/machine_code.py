@@ -1,4 +1,4 @@
-"""What cuobjdump, which Triton brings along, says of a compiled kernel."""
+"""Resources and instructions of a compiled kernel, by the cuobjdump that Triton ships."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def resources(compiled: Any, folder: Path) -> dict[str, int]:
 
 
 def sass(compiled: Any, folder: Path) -> str:
-    """Its instructions."""
+    """The kernel's instructions."""
     return cuobjdump(compiled, "-sass", folder)

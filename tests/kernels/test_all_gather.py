@@ -60,7 +60,7 @@ def test_new_tensors_and_the_choice_of_mode() -> None:
         x = pkt.full((5,), world.rank, dtype=torch.float32)
         expected = torch.arange(world.size, dtype=torch.float32).repeat_interleave(5)
         for mode in (None, "pull", "low_latency"):
-            new = pkt.all_gather(x, mode=mode)  # of this rank's
+            new = pkt.all_gather(x, mode=mode)  # a plain tensor
             assert type(new) is torch.Tensor
             assert torch.equal(new, expected)
         for mode in (None, "push", "low_latency"):
@@ -72,7 +72,7 @@ def test_new_tensors_and_the_choice_of_mode() -> None:
     on_ranks(3, run)
 
 
-def test_what_is_small_is_gathered_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shards_are_gathered_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [flagged.few(3e6, size) for size in (1, 2, 8, 9)] == [True, True, True, False]
     assert not flagged.few(3e6 + 1, 2)
     monkeypatch.setattr(flagged, "FLAG_BYTES", 50)
@@ -129,6 +129,6 @@ def test_memory_that_is_shared_in_part() -> None:
 def test_ranks_whose_x_is_elsewhere_in_the_heap() -> None:
     def offsets(world: Any) -> None:
         x = pkt.empty(8)
-        all_gather(x[world.rank :][:4], mode="pull")  # peers would read another part than is meant
+        all_gather(x[world.rank :][:4], mode="pull")  # peers would read another part of x
 
     bad(pkt.CollectiveMismatch, "heap offset", offsets)

@@ -122,7 +122,7 @@ def test_shapes_and_shards_in_turn() -> None:
 
 
 def test_settings_that_count_alike_share_an_inbox() -> None:
-    """So that a search among settings does not fill the heap."""
+    """Otherwise a search among settings would fill the heap."""
 
     def run(world: Any) -> int:
         for group, stages in ((1, 2), (8, 2), (8, 4)):
@@ -169,7 +169,7 @@ def test_bad_arguments() -> None:
     bad(pkt.Unsupported, "wanted 'rows' or 'columns'", (4, 4), (4, 4), shard="diagonal")
 
 
-def test_weights_that_are_neither_way_contiguous() -> None:
+def test_weights_contiguous_in_neither_order_are_refused() -> None:
     def run(world: Any) -> None:
         all_gather_matmul(torch.ones(4, 4), torch.ones(8, 8)[::2, ::2])
 

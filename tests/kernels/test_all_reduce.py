@@ -15,7 +15,7 @@ from pkt.kernels.shared import flagged, grid
 from .helpers import DTYPES, LAUNCHES, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
 MODES = tuple(OPERATOR.forms)
-FORMS = [(mode, True) for mode in MODES] + [("multimem", False)]  # with a switch or not
+FORMS = [(mode, True) for mode in MODES] + [("multimem", False)]  # (mode, whether there is a switch)
 
 
 def reduces(
@@ -82,7 +82,7 @@ def test_a_nan_of_any_rank_is_a_nan(op: Op, mode: Any) -> None:
     on_ranks(3, run)
 
 
-def test_what_need_not_be_symmetric() -> None:
+def test_tensors_that_need_not_be_symmetric() -> None:
     def run(world: Any) -> None:
         out = torch.empty(6)
         assert all_reduce(pkt.ones(6), out, mode="one_shot") is out
@@ -101,7 +101,7 @@ def test_what_need_not_be_symmetric() -> None:
 
 
 @pytest.mark.parametrize("multicast", [False, True])
-def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_mode_follows_the_operands(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(all_reduce.__module__)
     launched = []
 
@@ -142,8 +142,8 @@ def test_what_is_chosen(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("mode", ["one_shot", "two_shot", "two_shot_push", "copy"])
-def test_what_is_no_whole_16_bytes_goes_on_its_own(mode: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that kernels know that all else is; from so many bytes on, and where there is anything."""
+def test_a_rest_of_less_than_16_bytes_is_sent_apart(mode: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From REST_BYTES on, and only if there is a rest. The kernel of the other elements then moves whole 16 bytes."""
     module = importlib.import_module(all_reduce.__module__)
     monkeypatch.setattr(module, "REST_BYTES", 256)
     tails: list[int] = []
@@ -173,7 +173,7 @@ def test_what_is_no_whole_16_bytes_goes_on_its_own(mode: Any, in_place: bool, mo
 
 
 def test_ranks_whose_x_begins_elsewhere_send_the_same_tiles() -> None:
-    """x need not be symmetric: where it does not begin at 16 bytes its blocks are smaller."""
+    """x need not be symmetric. On a rank where it does not begin at 16 bytes its blocks are smaller."""
 
     def run(world: Any) -> None:
         n = 3 * (1 << 18)
@@ -188,7 +188,7 @@ def test_ranks_whose_x_begins_elsewhere_send_the_same_tiles() -> None:
 
 
 def test_a_tile_of_many_blocks() -> None:
-    """Of which the last one has some blocks, or a part of one; in place, too."""
+    """The last tile has fewer blocks, or ends inside a block; in place, too."""
 
     def run(world: Any) -> None:
         for n in (24 * 512, 24 * 512 - 700, 24 * 512 + 3):
@@ -203,7 +203,7 @@ def test_a_tile_of_many_blocks() -> None:
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, None), (2, 1), (3, 100), (4, None), (5, 3), (8, 2)])
 def test_chunks_of_any_number(ranks: int, chunks: int | None) -> None:
-    """Of which the last parts have none, one, or some."""
+    """The last parts have no chunk, one, or several."""
 
     def run(world: Any) -> None:
         for n in (1, 64 * ranks - 63, 64 * ranks + 1, 777):
@@ -217,8 +217,8 @@ def test_chunks_of_any_number(ranks: int, chunks: int | None) -> None:
 
 
 @pytest.mark.parametrize(("part", "elements"), [(1, 512), (1 << 18, 1 << 12), (1 << 20, 1 << 14), (1 << 22, 1 << 15)])
-def test_the_default_tile_of_what_is_pushed(part: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Follows a rank's part of x."""
+def test_the_default_tile_of_two_shot_push(part: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile follows the size of a rank's part of x."""
     module = importlib.import_module(all_reduce.__module__)
     blocks: list[int] = []
     make = module.inboxes
@@ -237,7 +237,7 @@ def test_sizes_and_types_in_turn() -> None:
                 gathered = pkt.all_gather(torch.full((n,), float(world.rank)), mode="low_latency")
                 assert torch.equal(gathered, torch.arange(3.0).repeat_interleave(n))
         spaces = [key for key in world._scopes[-1].kept if key[:2] == ("pkt.kernels", "flagged")]
-        assert spaces == [("pkt.kernels", "flagged", flagged.LEAST_ROOM)], "one for all of them"
+        assert spaces == [("pkt.kernels", "flagged", flagged.LEAST_ROOM)], "one workspace for all calls"
 
     on_ranks(3, run, seed=3)
 
@@ -259,7 +259,7 @@ def bad(error: type[Exception], match: str, call: Any) -> None:
         on_ranks(2, call)
 
 
-def test_what_the_switch_does_not_take() -> None:
+def test_types_and_alignments_that_the_switch_refuses() -> None:
     bad(
         pkt.Unsupported,
         r"multimem'\): found op 'min' of float32, and the switch has it for 16-bit floats only",

@@ -1,4 +1,4 @@
-"""All-to-all: parts of any axis to the ranks, put together along any other, bit for bit and in the natural layout."""
+"""All-to-all: parts along any axis go to the ranks, which join them along any other, bit for bit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sizes_that_do_not_divide_the_blocks(shape: tuple[int, ...], mode: str) 
     on_ranks(2, exchanges, shape, torch.float16, mode, -2, -3, None)
 
 
-def test_what_is_small_is_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_are_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flagged, "FLAG_BYTES", 50)
     made, launch = [], flagged.exchange_launch
     monkeypatch.setattr(flagged, "exchange_launch", lambda *args: made.append(1) or launch(*args))

@@ -1,4 +1,4 @@
-"""The words in which wrong arguments are refused. The conformance suite tests that every operator refuses them."""
+"""The messages for wrong arguments. The conformance suite tests that every operator refuses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pkt.kernels.shared.tile_product import Tiles
 
 
 def refused(error: type[Exception], wanted: str, name: str, *tensors: Any, **options: Any) -> None:
-    """By every rank, in these words."""
+    """Assert that every rank refuses the call with these words."""
 
     def main(world: Any) -> None:
         with pytest.raises(error, match=rf"^rank {world.rank}: {name}: {re.escape(wanted)}"):

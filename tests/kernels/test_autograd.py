@@ -15,7 +15,7 @@ from .helpers import on_ranks
 
 
 def overwrites_a_result(world: Any) -> torch.Tensor:
-    result = torch.ones(3, requires_grad=True).exp()  # which its own backward pass needs
+    result = torch.ones(3, requires_grad=True).exp()  # the backward pass of exp needs its result
     return pkt.all_reduce(result, mode="low_latency", world=world)
 
 
@@ -44,7 +44,7 @@ def test_a_backward_pass_that_needs_what_was_overwritten_raises(forward: Any) ->
     on_ranks(2, run)
 
 
-def test_nothing_to_multiply_records_nothing() -> None:
+def test_an_empty_product_records_nothing() -> None:
     def run(world: Any) -> None:
         bias = torch.ones(4, requires_grad=True)
         given = {"bias": bias, "world": world}
@@ -58,7 +58,7 @@ def test_nothing_to_multiply_records_nothing() -> None:
 
 
 def test_a_trained_output_that_no_descriptor_reaches_is_filled() -> None:
-    """Where the Gluon forms copy the result to it."""
+    """The Gluon forms copy their result to such an output."""
 
     def plan(call: Call) -> Any:
         return lambda a, b, out, bias: out.detach().fill_(3)
@@ -73,7 +73,7 @@ def test_a_trained_output_that_no_descriptor_reaches_is_filled() -> None:
 
 
 def test_in_inference_mode() -> None:
-    """Where tensors have no version."""
+    """Tensors have no version there."""
 
     def run(world: Any) -> None:
         with torch.inference_mode():

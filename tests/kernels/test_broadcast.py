@@ -39,8 +39,8 @@ def test_every_schedule(seed: int, mode: str) -> None:
 
 
 def test_a_root_that_hurries_waits_for_the_slowest() -> None:
-    """Root gets nothing of what is broadcast, but a word of everybody in every launch: so it is one launch ahead at
-    most, and puts nothing where what it put has not been taken."""
+    """Root needs no data, but in each launch it waits for a word from every rank. So it is at most one launch ahead,
+    and overwrites no word that a rank has not read."""
 
     def run(world: Any) -> None:
         x, seen = pkt.empty(300), []
@@ -53,7 +53,7 @@ def test_a_root_that_hurries_waits_for_the_slowest() -> None:
         on_ranks(3, run, seed=seed, sms=2)
 
 
-def test_what_is_small_is_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_are_sent_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flagged, "FLAG_BYTES", 50)
     made, launch = [], flagged.broadcast_launch
     monkeypatch.setattr(flagged, "broadcast_launch", lambda *args: made.append(1) or launch(*args))

@@ -13,7 +13,7 @@ from .gluon_compiling import chosen
 
 
 def test_the_choices_are_those_of_the_table(h200s: Callable[..., Any]) -> None:
-    """A line each: the operator, the ranks, rows of each rank's part, N, K, the keywords, and what is taken."""
+    """Each line has the operator, ranks, rows of each rank's part, N, K, keywords, and the form and settings taken."""
     wrong = []
     for line in Path(__file__).with_name("choices.jsonl").read_text().splitlines():
         name, size, m, N, K, options, wanted = json.loads(line)

@@ -1,7 +1,7 @@
-"""What the wrappers launch, compiled for sm_90 and sm_100 without a GPU: nothing lost, spilled or too big.
+"""The operators' kernels, compiled for sm_90 and sm_100 without a GPU: no wait or signal lost, no spill, memory fits.
 
-The wrappers run in the simulator with its launch replaced by a recorder, so what is compiled is what would run:
-their default tiles, their arguments, their options.
+The operators run in the simulator with its launch replaced by a recorder. So the kernels compile with the default
+tiles, the arguments and the options of a real call.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ COLLECTIVES = {
 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-COPIES = ("push of", "pull of", "broadcast")  # what these do does not depend on the type
+COPIES = ("push of", "pull of", "broadcast")  # these only move elements, so one type is enough
 TYPED = [(name, t) for name in COLLECTIVES for t in FLOATS[: 1 if any(c in name for c in COPIES) else 3]]
 
 
@@ -86,7 +86,7 @@ def test_collectives(name: str, dtype: torch.dtype, arch: int, monkeypatch: pyte
     wide = r"multimem\.ld_reduce\S*\.v4" if multicast else r"(ld|st)\.global\.v(2\.b64|4\.b32)"
     assert re.search(wide, ptx), "no wide access"
     least = set(re.findall(r"\b(?:min|max)\.(\S*?)b?f(?:16|32)", ptx))
-    assert least == ({"NaN."} if {"min", "max"} & set(name.split()) else set())  # which keeps a NaN
+    assert least == ({"NaN."} if {"min", "max"} & set(name.split()) else set())  # .NaN keeps a NaN
     assert not re.search(r"(ld|st)\.global\.(b|u)(8|16)\b", ptx), "an element at a time"
 
 
@@ -116,7 +116,7 @@ def test_runs_that_are_not_whole(name: str, arch: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("columns", [1001, 1002, 1004, 1008])
 def test_accesses_are_as_wide_as_runs_allow(columns: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An inbox takes 16 bytes at a time, whatever a run is."""
+    """Stores into an inbox have 16 bytes, whatever the length of a run."""
 
     def stores(call: Callable[[], Any]) -> set[str]:
         with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +157,7 @@ def test_low_latency(
 def test_low_latency_moves(
     move: Any, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One flight: what goes to each peer is flagged and nothing else is, and there is neither barrier nor fence."""
+    """One flight: only the words to each peer carry flags, and there is neither a barrier nor a fence."""
     launch = launched(lambda w: move(tensor(1 << 12, dtype=dtype), mode="low_latency"), 4, False, monkeypatch)
     ptx = compile_checked(launch, arch, tmp_path).asm["ptx"]
     assert len(re.findall(r"st\.relaxed\.sys\.global\.b128", ptx)) == 3
@@ -246,7 +246,7 @@ def test_fused_products(
     [*((name, 90) for name in FUSED), ("all_gather_matmul push columns", 100), ("matmul_reduce_scatter add", 100)],
 )
 def test_transposed_weights(name: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Loaded by TMA as they lie, and multiplied as they lie, in shared memory: nothing is transposed in registers."""
+    """TMA loads them, and the tensor cores read them, in the order they lie in: registers transpose nothing."""
     call = FUSED[name](EVEN, transposed=True)
     compiled = compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), arch, tmp_path)
     ptx = compiled.asm["ptx"]
@@ -259,7 +259,7 @@ def test_transposed_weights(name: str, arch: int, monkeypatch: pytest.MonkeyPatc
     ("name", "dtype"), [*((name, torch.bfloat16) for name in FUSED), ("matmul_reduce_scatter inbox", torch.float32)]
 )
 def test_bias_and_epilogue(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """gelu needs the most registers; with tiles of 128 x 256 some more than there are, at a tile's end."""
+    """gelu needs the most registers. With tiles of 128 x 256 it needs more than there are, at the end of a tile."""
     call = FUSED[name](EVEN, bias=True, epilogue="gelu")
     compile_checked(launched(lambda w: call(dtype), 4, False, monkeypatch), 90, tmp_path)
 
@@ -317,9 +317,9 @@ def test_tiles_that_are_measured(name: str, tiles: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("tiles", [WIDE, SQUARE], ids=str)
-def test_what_runs_beside_copy_engines(tiles: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A barrier, and a product that only waits: `compile_only` raises LostSync where one is gone. What stands for the
-    engines in the simulator, a copy and what then says so, is never compiled."""
+def test_kernels_beside_copy_engines(tiles: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A barrier, and a product that only waits: `compile_only` raises LostSync where a wait is lost. The kernels that
+    stand for the engines in the simulator, a copy and its signal, are never compiled."""
 
     def call(world: Any) -> None:
         a, b = tensor(1024, 4096, dtype=torch.bfloat16), tensor(4096, 1024, dtype=torch.bfloat16)
@@ -347,7 +347,7 @@ ADDED = {
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", ADDED)
-def test_sums_of_what_copy_engines_bring(
+def test_sums_beside_copy_engines(
     name: str, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One kernel for all chunks, which loads and stores 16 bytes a thread."""
@@ -394,7 +394,7 @@ def test_arguments_that_become_constants(call: Any, monkeypatch: pytest.MonkeyPa
     compile_checked(launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch), 90, tmp_path)
 
 
-DECODE = {  # four ranks of K = 8192, N = 28672, as in Three Taxes; and the way back
+DECODE = {  # K = 8192, N = 28672 on four ranks, as in the paper Three Taxes; and the way back
     "push": lambda m, **o: push("columns", m, 2048, 7168, **o),
     "add": lambda m, **o: scatter("add", m, 7168, 8192, **o),
     "all-reduce": lambda m, **o: reduce(False, m, 7168, 8192, **o),
@@ -404,7 +404,7 @@ DECODE = {  # four ranks of K = 8192, N = 28672, as in Three Taxes; and the way 
 @pytest.mark.parametrize(("m", "block_m"), [(1, 16), (16, 16), (40, 64), (128, 64), (1024, 128)])
 @pytest.mark.parametrize("name", DECODE)
 def test_decode(name: str, m: int, block_m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tiles no higher than the rows that there are, on the tensor cores."""
+    """Tiles have no more rows than the product needs, and use the tensor cores."""
     call = DECODE[name](m)
     launch = launched(lambda w: call(torch.bfloat16), 4, False, monkeypatch)
     ptx = compile_checked(launch, 90, tmp_path).asm["ptx"]

@@ -1,4 +1,4 @@
-"""Copies by copy engines: where boxes go, and what is copied by default."""
+"""Copies by copy engines: where boxes go, and which calls copy by default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runtime.test_cuda import open_worlds
 
 from .helpers import on_ranks
 
-# What is cut out of a contiguous tensor of 3 x 4 x 5 x 6, and how many copies it takes.
+# A view of a contiguous tensor of 3 x 4 x 5 x 6, and the copies that it takes.
 VIEWS: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]] = [
     (lambda t: t.view(-1)[7:100], 1),
     (lambda t: t[:, :, 1:2, :4].flatten(0, 2), 1),
@@ -34,7 +34,7 @@ VIEWS: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]] = [
 
 @pytest.mark.parametrize(("cut", "copies"), VIEWS)
 def test_every_element_goes_to_its_place(cut: Callable, copies: int) -> None:
-    """Through the addresses that a driver is given."""
+    """The fake driver copies between the addresses that it is given."""
 
     def main(world: Any) -> None:
         x, out = (pkt.zeros(3, 4, 5, 6, dtype=torch.int16, world=world) for _ in range(2))
@@ -69,8 +69,8 @@ def test_places_may_differ_and_runs_that_lie_far_apart_go_one_by_one(monkeypatch
 LEAST = 1 << 18  # bytes from which the test's collectives are copied
 
 
-def test_what_is_copied_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The large ones, where the operands are as copies need them and no block of a program's is asked for."""
+def test_large_calls_are_copied_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls copy if the operands are as copies need them, and if no `block` is given that copies do not take."""
     copying = {o.function: o for o in operators().values() if "copy" in o.forms and o.tuning is None}
     calls, forms = list(copying), {call: operator.forms["copy"] for call, operator in copying.items()}
     met, meeting = [], _copies.meeting
@@ -112,7 +112,7 @@ def test_what_is_copied_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_the_last_peer_is_the_first_again(chunks: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever is copied in chunks, so that ranks change peers as seldom as can be; and each has every chunk."""
+    """A chunk begins with the last peer of the one before, to change peers seldom. Each peer gets every chunk."""
     assert [_copies.turn(4, g) for g in range(4)] == [[1, 2, 3], [3, 1, 2], [2, 3, 1], [1, 2, 3]]
     assert (_copies.turn(1, 5), _copies.turn(2, 5)) == ([], [1])
     sent: list[int] = []

@@ -25,12 +25,12 @@ from .helpers import on_ranks
 
 
 class Queue:
-    """What a rank has queued on two streams, until it is done in some order that the edges between them allow."""
+    """A rank's work on two streams. `run` does it in some order that the edges between the streams allow."""
 
     def __init__(self) -> None:
         self.done: list[tuple[Callable[[], Any], str, set[int]]] = []
         self.stream = "current"
-        self.after: dict[str, set[int]] = {"current": set(), "side": set()}  # what the stream's next waits for
+        self.after: dict[str, set[int]] = {"current": set(), "side": set()}  # what the next work on a stream waits for
 
     def add(self, do: Callable[[], Any]) -> None:
         self.done.append((do, self.stream, self.after[self.stream]))
@@ -92,7 +92,7 @@ def multiply(world: Any, seed: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     a, b = world.keep("operands", lambda: (torch.empty(40, 16), torch.eye(16)))
     a.copy_(whole((40, 16), seed[world.rank]))
     out = all_gather_matmul(a, b, mode="copy", tiles=(16, 16, 16), push_rows=1)
-    world.keep("queue", Queue).add(lambda: a.fill_(float("nan")))  # the caller's next use of it
+    world.keep("queue", Queue).add(lambda: a.fill_(float("nan")))  # the caller overwrites a next
     return out, torch.cat([whole((40, 16), s) for s in seed])
 
 
@@ -137,8 +137,8 @@ def test_any_order_that_the_edges_allow(call: Callable, order: str, monkeypatch:
 
 @pytest.mark.parametrize("order", ["the side first", "the side first, but on rank 0"])
 def test_a_product_beside_its_copies(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the others' copies, so in this model, where a kernel queued first runs to its end first, not all
-    ranks may compute first."""
+    """The product waits for the peers' copies. In this model a kernel that is queued first ends first, so not all ranks
+    may compute first."""
     in_order(monkeypatch, multiply, order)
 
 

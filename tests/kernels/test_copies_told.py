@@ -1,4 +1,4 @@
-"""Copies that a kernel is told of while it runs: what goes where, in which order, behind which edges."""
+"""Copies that a running kernel waits for: their places, their order, and the edges between streams."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.runtime.test_cuda import open_worlds
 from .helpers import on_ranks
 
 
-def test_a_launch_is_counted_and_what_it_counts_begins_at_zero() -> None:
-    """By the kernel that all ranks come to first: not before all of them are there."""
+def test_begin_kernel_counts_the_launch_and_clears_counters() -> None:
+    """begin_kernel does so only when every rank has reached it."""
 
     def main(world: Any) -> None:
         counters, bar = pkt.signals(6), pkt.signals(2)
@@ -37,7 +37,7 @@ SIDE = 77
 
 
 def on_two_streams(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, str, int]]]:
-    """`_copies.Side` with streams of CUDA's that only write down, by thread, which event is recorded and waited for."""
+    """Give `_copies.Side` fake streams, which log, by thread, each event that is recorded or waited for."""
     by_thread: dict[int, list[tuple[str, str, int]]] = defaultdict(list)
 
     class Stream:
@@ -67,7 +67,7 @@ EDGES = [("current", "records", 1), ("side", "waits for", 1), ("side", "records"
 def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(
     monkeypatch: pytest.MonkeyPatch, chunk: int | None, widths: tuple[int, ...]
 ) -> None:
-    """Through the driver, in the order of its calls."""
+    """Copied by the driver, in the order of its calls."""
 
     def begin(world: Any, *_: Any, **options: Any) -> Callable:
         def start(number: torch.Tensor, bar: torch.Tensor, zeros: int, device: Any) -> None:
@@ -119,7 +119,7 @@ def test_rows_go_to_every_peer_and_behind_them_the_number_of_the_launch(
 
 
 def test_parcels_go_to_their_owners_when_their_tiles_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the driver, in the order of its calls: each is held until as many tiles as it has are counted."""
+    """Copied by the driver, in the order of its calls. Each parcel is held until all its tiles are counted."""
     called: dict[int, list[tuple[str, int, int]]] = {rank: [] for rank in range(3)}
 
     def begin(world: Any, *_: Any, **options: Any) -> Callable:
@@ -155,7 +155,7 @@ def test_parcels_go_to_their_owners_when_their_tiles_are_finished(monkeypatch: p
         for launch in (1, 2):
             events[get_ident()].clear()
             send = begun()
-            assert events[get_ident()] == EDGES[:1], "before the kernel that it goes on beside"
+            assert events[get_ident()] == EDGES[:1], "recorded before the kernel that the copies run beside"
             outbox.copy_(torch.arange(outbox.numel()).reshape(outbox.shape) + 1000 * rank + launch)
             assert not counters[count + 1 :].any()
             counters[count + 1 :] = torch.tensor([2, 2, 1] * (size - 1))  # as the kernel counts

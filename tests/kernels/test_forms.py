@@ -14,7 +14,7 @@ from .gluon_compiling import chosen, gather_call, scatter_call
 
 
 @pytest.mark.parametrize("call", [gather_call, scatter_call])
-def test_what_asks_for_another_form_gets_it(h200s, call, monkeypatch):
+def test_gluon_is_refused_where_it_cannot_run(h200s, call, monkeypatch):
     world = h200s()
     with pytest.raises(Unsupported, match="float32, not bfloat16 or float16"):
         call(world, 512, 512, 512, torch.float32, mode="gluon")
@@ -64,7 +64,7 @@ class Operator(NamedTuple):
     name: str
     rule: str  # the mode that it takes where the Gluon form cannot run
     gluon: dict  # settings of that form
-    other: dict  # of another
+    other: dict  # settings of another form
 
 
 OPERATORS = {
@@ -97,7 +97,7 @@ def settled_by(h200s, name, settings, *shape, **given):
 
 
 @pytest.mark.parametrize(("name", "settings"), TUNED)
-def test_what_was_tuned_is_taken(h200s, name, settings):
+def test_tuned_settings_are_taken(h200s, name, settings):
     said = settled_by(h200s, name, settings, 512, 512, 512)
     for setting, value in settings.items():
         found = said.get(setting)
@@ -107,7 +107,7 @@ def test_what_was_tuned_is_taken(h200s, name, settings):
 
 
 @pytest.mark.parametrize(("name", "settings"), TUNED)
-def test_what_is_given_is_not_tuned(h200s, name, settings):
+def test_given_settings_come_before_tuned_ones(h200s, name, settings):
     said = settled_by(h200s, name, settings, 512, 512, 512, tiles=(32, 32, 32))
     assert tuple(said["tiles"])[:3] == (32, 32, 32)
     assert said["mode"] == OPERATORS[name].rule
@@ -144,8 +144,8 @@ def test_few_rows_are_multiplied_apart_from_their_all_reduce(h200s, dtype):
 
 @pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_the_longest_product_of_any_rank_counts(h200s, monkeypatch, name):
-    """In which the ranks may differ, but not in the order of tiles: that of the first call, for a rank that calls again
-    with another may be the only one that asks."""
+    """Ranks may differ in K, but not in the order of tiles, so the longest K of the first call decides. A later call
+    with another K asks nobody, because the other ranks may not ask."""
     world, asked, longest = h200s(), [], []
     plain = importlib.import_module(f"pkt.kernels.{name}.plain")
     settings = plain.settings
@@ -165,7 +165,7 @@ def test_the_longest_product_of_any_rank_counts(h200s, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_nccl_where_it_was_faster_and_can_run(h200s, monkeypatch, name):
+def test_nccl_is_taken_if_it_was_faster_and_can_run(h200s, monkeypatch, name):
     asked = []
     monkeypatch.setattr(unfused, "process_group", asked.append)
     assert settled_by(h200s, name, {"mode": "nccl"}, 512, 512, 512)["mode"] == "nccl"

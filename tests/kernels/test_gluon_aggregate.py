@@ -64,7 +64,7 @@ def assigning(out, pair, num_warps: gl.constexpr):
 
 
 def test_constants_stay_constants_in_specialised_warps():
-    """Those of an aggregate in an aggregate and of a tuple in one, also behind a name and in a loop."""
+    """Constants of an aggregate or a tuple inside an aggregate stay, too, under another name and in a loop."""
     compiled = compile_only(kernel, "*i32", 2, Pair(32, gl.constexpr(5)), num_warps=4)
     assert "partition0" in compiled.asm["ttgir"]
 
@@ -76,7 +76,7 @@ def test_a_tuple_that_is_given_a_name_loses_its_constants():
 
 @pytest.mark.parametrize(("x", "constant"), [(1, True), (2, False)])
 def test_numbers_in_a_tuple_are_specialised_whatever_the_kernel_says(x, constant):
-    """So a number for which no kernel is to be compiled anew stands alone."""
+    """So a number that must not compile another kernel is an argument of its own, not part of a tuple."""
     found = [compile_only(kernel, "*i32", y, Pair(z, gl.constexpr(5)), num_warps=4) for y, z in ((x, 2), (2, x))]
     assert "%x: i32" in found[0].asm["ttgir"]
     assert ("%pair: i32" not in found[1].asm["ttgir"]) == constant

@@ -32,7 +32,7 @@ def test_push_fits(compiling, tmp_path, cut_last, tiles):
 
 @pytest.mark.parametrize(("cut_last", "chunk", "columns"), [(1, 0, 4096), (2, 4096, 4096), (2, 2048, 2048)])
 def test_copied_fits(compiling, tmp_path, cut_last, chunk, columns):
-    """Copies have been begun before, and are waited for behind it; the kernel sends and signals nothing."""
+    """Copies begin before the kernel, and the stream waits for them after it. The kernel sends and signals nothing."""
     world = compiling()
     plan = push_plan(1000, 1024, 4096, 4, TILES, 132, num_comm_sms=0, cut_last=cut_last, chunk=chunk)
     launch = product(world, 1000, 1024, 4096, plan=plan)
@@ -96,7 +96,7 @@ def test_push_on_any_number_of_ranks(compiling, tmp_path, size, rank):
         ({"whole_rounds": -1}, "whole_rounds"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(h200s, options, name):
+def test_settings_that_do_not_fit_are_refused(h200s, options, name):
     world = h200s()
     with pytest.raises(ShapeError, match=f"{name}: found"):
         gather_call(world, 512, 512, 512, mode="gluon", **options)

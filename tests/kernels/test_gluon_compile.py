@@ -1,4 +1,4 @@
-"""What the Gluon kernels share, compiled for sm_90: weights, bias, keywords, and the order of what they do."""
+"""All Gluon kernels, compiled for sm_90: weights, bias, keywords, and the order of their operations."""
 
 import re
 
@@ -30,14 +30,14 @@ def test_transposed_weights(compiling, tmp_path, call, tiles):
     assert_fits(launch, tmp_path)
     code = sass(launch.kernel, tmp_path)
     assert len(re.findall(rf"HGMMA\.64x{tiles.block_n}x16\.F32\.BF16", code)) == 2 * 4  # of each consumer
-    # the bit before the last: B lies with its columns one behind the other, as it does not here
+    # the last flag is 0 where the columns of B are contiguous, and 1 where its rows are
     row_major = call(compiling(2), 1024, 1024, 1024, tiles=tiles)
     transposes = [set(re.findall(r"wgmma\.mma_async[^;]*, (\d), (\d);", x.ptx)) for x in (launch, row_major)]
     assert transposes == [{("0", "0")}, {("0", "1")}]
 
 
 def test_transposed_weights_through_the_operators(h200s, tmp_path):
-    """Where k is padded, too."""
+    """Also where k is padded."""
     for call in (gather_call, scatter_call, reduce_call):
         world = h200s()
         call(world, 333, 1032, 1544, transposed=True)
@@ -108,7 +108,7 @@ SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (65, 8, 8)]
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 @pytest.mark.parametrize(("call", "name"), [(gather_call, "gluon_push_kernel"), (scatter_call, "gluon_inbox_kernel")])
-def test_operators_choose_it(h200s, tmp_path, call, name, shape, size):
+def test_operators_choose_the_gluon_kernel(h200s, tmp_path, call, name, shape, size):
     world = h200s(1, size)
     call(world, *shape)
     (launch,) = world.kernels
@@ -116,8 +116,8 @@ def test_operators_choose_it(h200s, tmp_path, call, name, shape, size):
     assert_fits(launch, tmp_path)
 
 
-def test_the_keywords_reach_it(h200s, tmp_path):
-    """As a tuner says them: numbers, and lists of numbers."""
+def test_keywords_reach_the_kernel(h200s, tmp_path):
+    """As a tuner passes them: numbers, and lists of numbers."""
     world = h200s()
     world.num_sms = 100
     gather_call(
@@ -134,7 +134,7 @@ def test_the_keywords_reach_it(h200s, tmp_path):
     assert scattered.args[-4:-2] == (7, 1)
 
 
-def test_what_does_not_fit_is_refused_before_a_launch(h200s):
+def test_settings_that_do_not_fit_are_refused_before_a_launch(h200s):
     world = h200s()
     for options in (
         {"num_comm_sms": -1},
@@ -155,8 +155,8 @@ def test_what_does_not_fit_is_refused_before_a_launch(h200s):
 # ------------------------------------------------------------------------------------------------------------ order
 @pytest.mark.parametrize("call", [product, scatter, reduce])
 def test_the_place_of_the_next_tile_comes_out_of_the_product(call, compiling):
-    """Found while the first step of this one is under way, and carried on: of two such numbers Triton 3.6's loop-aware
-    CSE has kept the first tile's for all."""
+    """The loop computes the place in the first step of this tile and returns it, as one number. If a loop returns two
+    such numbers, Triton 3.6's loop-aware CSE may use the first tile's number for all tiles."""
     text = call(compiling(), 1024, 1024, 1024).kernel.asm["ttgir"]
     products = text.count("warp_group_dot ")
     assert products == (4 if call is product else 2)  # each consumer's
@@ -166,7 +166,7 @@ def test_the_place_of_the_next_tile_comes_out_of_the_product(call, compiling):
 
 @pytest.mark.parametrize("call", [product, scatter, reduce])
 def test_tma_sees_what_consumers_have_stored_and_loads_after_they_have_loaded(call, compiling):
-    """What they store into or load from shared memory is fenced before they say that they have."""
+    """Consumers fence their stores to and loads from shared memory before they arrive at a barrier."""
     ptx = call(compiling(), 1024, 1024, 1024).ptx
     found = re.findall(r"stmatrix|ldmatrix|fence\.proxy\.async\.shared::cta|mbarrier\.arrive\.", ptx)
     stored = [n for n, what in enumerate(found) if what in ("stmatrix", "ldmatrix")]
@@ -178,7 +178,7 @@ def test_tma_sees_what_consumers_have_stored_and_loads_after_they_have_loaded(ca
 
 
 def comes_after(lines, i, words):
-    """Whether on every way to line i the last of `words` is met, before it the one before, ..., with no store after."""
+    """Whether every path to line i has all `words`, in their order, and no store after the first of them."""
     while words:
         i -= 1
         line = lines[i]

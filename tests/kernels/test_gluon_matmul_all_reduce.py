@@ -21,7 +21,7 @@ def test_two_shot_fits(compiling, tmp_path, tiles):
     assert_fits(launch, tmp_path)
     blocks = (tiles or NARROW).block_n // 64  # a store of 64 columns each, for each half
     assert len(re.findall(r"UTMASTG\.2D", sass(launch.kernel, tmp_path))) == 2 * (1 + 3 + 3) * blocks
-    assert count_markers(launch.kernel.asm["ttgir"])["wait"] == 1 + 1  # in a loop over the others, and at the end
+    assert count_markers(launch.kernel.asm["ttgir"])["wait"] == 1 + 1  # in a loop over the other ranks, and at the end
     assert len(re.findall(SIGNAL, launch.ptx)) == 1 + 4
 
 
@@ -30,7 +30,7 @@ def test_two_shot_on_any_number_of_ranks(compiling, tmp_path, size):
     assert_fits(reduce(compiling(size - 1, size), 333, 1032, 1544), tmp_path)
 
 
-def test_the_two_shot_is_reached_by_name(h200s, tmp_path):
+def test_mode_gluon_launches_the_two_shot(h200s, tmp_path):
     world = h200s()
     reduce_call(world, 2048, 2048, 512, mode="gluon", tiles=[128, 128, 64, 4, 8, 5], lag=3)
     reduce_call(world, 1, 8, 5, mode="gluon")
@@ -57,7 +57,7 @@ def test_the_two_shot_is_reached_by_name(h200s, tmp_path):
 
 
 def test_a_trained_output_is_filled(h200s, monkeypatch):
-    """With the sum, from where the peers store it."""
+    """The sum is copied to it from the memory where peers store it."""
     monkeypatch.setattr(two_shot, "two_shot_launch", lambda *_: lambda a, b, bias: torch.full((8, 16), 3.0).bfloat16())
     a, b = torch.ones(8, 8).bfloat16(), torch.ones(8, 16).bfloat16()
     out = torch.zeros(8, 16, dtype=torch.bfloat16, requires_grad=True)

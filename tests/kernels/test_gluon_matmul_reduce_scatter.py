@@ -26,9 +26,9 @@ def test_inbox_fits(compiling, tmp_path, tiles):
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
-def test_what_is_copied_is_stored_here(compiling, tmp_path, copies):
-    """Behind the kernel the copies are queued; it stores others' tiles in one place, and counts them for its own rank's
-    engine."""
+def test_copied_tiles_are_stored_on_their_own_rank(compiling, tmp_path, copies):
+    """The copies are queued behind the kernel. The kernel stores the peers' tiles on its own rank, and counts them for
+    that rank's copy engine."""
     world = compiling()
     launch = scatter(world, 1024, 4096, 1024, lag=128, copies=copies)
     assert_fits(launch, tmp_path)
@@ -52,8 +52,8 @@ def test_tiles_of_the_all_reduce_follow_the_output(size, side):
 
 
 def test_own_tiles_are_rounds_behind(compiling):
-    """One, in the all-reduce of narrow tiles two, and of wide ones a part where that is long enough; at most all that a
-    rank owns, and at least one tile."""
+    """One round. In the all-reduce two rounds of narrow tiles, and a part of a round of wide tiles where that is long
+    enough. Never less than one tile, nor more than all that a rank owns."""
     world = compiling()
     sides = (1024, 4096, 8192, 12288, 16384, 32768)
 
@@ -94,7 +94,7 @@ def test_copies_that_do_not_fit_are_refused(h200s, options, name):
 
 @pytest.mark.parametrize("longest", [1024, 2048])
 def test_all_ranks_copy_where_one_s_k_is_long_enough(h200s, longest):
-    """One that stored where the others copy would wait for ever."""
+    """A rank that stores while the others copy would wait forever."""
     world = h200s()
     world.all_gather_object = lambda value: [value, longest if isinstance(value, int) else value]
     scatter_call(world, 2048, 4096, 1024)
@@ -102,7 +102,7 @@ def test_all_ranks_copy_where_one_s_k_is_long_enough(h200s, longest):
 
 
 def test_ranks_may_differ_in_where_operands_begin_and_in_k(h200s, tmp_path):
-    """What only one rank sees must not change its form: the operand is copied, or padded, instead."""
+    """An address or a K of one rank must not change that rank's form: the operand is copied or padded instead."""
     for k, begin in ((64, 1), (61, 0), (0, 0)):
         world = h200s()
         a = torch.empty(4 * 128 * k + 1, dtype=torch.bfloat16)[begin:][: 4 * 128 * k].view(512, k)

@@ -1,4 +1,4 @@
-"""The Gluon kernels' own source in many orders of events: results are exact, and no launch stands still."""
+"""The Gluon kernels' own source in many orders of events: results are exact, and no launch hangs."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from .gluon_runs import SIZES, run_inbox, run_push, run_two_shot
 # -------------------------------------------------------------------------------------------------- all_gather_matmul
 PLANS = [
     {},
-    {"num_comm": 9, "cut_last": 1, "chunk": 4},  # all push
+    {"num_comm": 9, "cut_last": 1, "chunk": 4},  # every program pushes
     {"num_comm": 2, "rounds_alone": 2, "push_rows": 2, "stages": 4, "width": 16, "cut_last": 4},
     {"rounds_alone": 99, "chunk": 16, "push_rows": 2, "cut_last": 4},
     {"rounds_alone": 2, "whole_rounds": 0, "cut_last": 2},
@@ -27,8 +27,8 @@ def test_push(plan, size, m, N, K):
 @pytest.mark.parametrize("stages", [3, 4, 6])
 @pytest.mark.parametrize("chunk", [4, 12, 32])
 def test_chunks_of_few_and_many_units(chunk, stages):
-    """Of one, of more than are stored at a time, and of more than a row has; and more programs push than there are
-    chunks for."""
+    """Chunks of one unit, of more units than are stored at a time, and of more than a row has. More programs push than
+    there are chunks for."""
     for num_comm in (1, 2, 3):
         run_push(3, 21, 16, 18, 3, num_comm, chunk=chunk, stages=stages, num_comm=num_comm, rounds_alone=2)
 
@@ -54,7 +54,7 @@ def test_inbox(size, m, N, K, stages, lag):
 @pytest.mark.parametrize(("size", "m", "N", "K"), [*SIZES, (5, 9, 20, 10)])
 @pytest.mark.parametrize("copies", [1, 2, 5])
 def test_parcels(size, m, N, K, copies):
-    """Copied; also more copies than tiles."""
+    """Copied in parcels, also in more copies than tiles."""
     for seed in range(3):
         run_inbox(size, m, N, K, 1 + seed, seed, copies=copies, finish=seed == 1)
 
@@ -86,7 +86,7 @@ def test_transposed_weights():
 
 
 def test_bias_and_epilogue():
-    """Once, by who finishes a tile, each half of it with its own columns of the bias."""
+    """The rank that finishes a tile applies both once, to each half of the tile with its own columns of the bias."""
     for seed in range(3):
         for size in (1, 3):
             run_push(size, 13, 10, 18, 2, seed, finish=True)

@@ -1,4 +1,4 @@
-"""The protocols of the Gluon kernels: each wait and each signal is needed, for without it some order goes wrong."""
+"""The protocols of the Gluon kernels: without any one wait or signal, some order of events goes wrong."""
 
 import sys
 
@@ -21,7 +21,7 @@ def without(name, *path):
 
 
 def goes_wrong(run, seeds, *sizes, **options):
-    """Whether a run of two programs gives a wrong result or stands still, in one of the orders."""
+    """Whether a run of two programs gives a wrong result or hangs, in one of the orders."""
     for seed in seeds:
         try:
             run(*sizes, 2, seed, **options)
@@ -36,13 +36,13 @@ def goes_wrong(run, seeds, *sizes, **options):
     ids=["wait", "drain", "store_wait", "mbarrier.wait"],
 )
 @pytest.mark.parametrize("run", [run_push, run_inbox, run_two_shot])
-def test_what_is_left_out_is_found(run, broken):
+def test_a_kind_of_wait_that_is_left_out_is_found(run, broken):
     assert goes_wrong(run, range(6), 3, 16, 16, 16, broken=broken)
 
 
 def skipping(name, attribute, line, seen):
-    """A fault: the call of `name.attribute` in that line does nothing. `seen`: the lines that call it. The ring's waits
-    are those of the lines that call the ring."""
+    """A fault: the call of `name.attribute` in that line does nothing. `seen`: the lines that call it. A wait
+    inside the ring counts for the line that calls the ring."""
 
     def broken(functions):
         whole = getattr(functions[name], attribute)
@@ -82,16 +82,16 @@ def skipping(name, attribute, line, seen):
 def test_each_wait_and_each_signal_is_needed(run, name, attribute, places):
     lines: set = set()
     run(3, 16, 16, 16, 2, 0, broken=skipping(name, attribute, None, lines))
-    lines = {line for line in lines if line[1] != "in_turn"}  # which is there for the time it saves
+    lines = {line for line in lines if line[1] != "in_turn"}  # a wait that only saves time
     assert len(lines) == places
     for line in lines:
         broken = skipping(name, attribute, line, set())
         wrong = (goes_wrong(run, range(24), 3, 32, 32, K, launches=2, broken=broken) for K in (16, BK))
-        assert any(wrong), f"nothing wrong without {line}, of four steps or of one"
+        assert any(wrong), f"nothing goes wrong without {line}, with four steps or with one"
 
 
 def test_a_signal_before_the_data_is_found():
-    """As long as the stores are only waited for somewhere else."""
+    """Here the kernel signals without waiting for its stores first."""
 
     def broken(functions):
         functions["publish"] = lambda world: None

@@ -1,4 +1,4 @@
-"""How the Gluon kernels deal out their tiles: each once, to whom, and in which turn."""
+"""How the Gluon kernels deal out their tiles: each tile once, to which program, and in which order."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def test_a_role_takes_at_most_eight_values():
 # -------------------------------------------------------------------------------------------------- all_gather_matmul
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_copied_tiles_come_in_the_order_of_the_copies(size):
-    """Which go to rank + 1 first: some row blocks of every peer at a time, the last ones fewer."""
+    """Copies go to rank + 1 first, in groups of row blocks: each group to every peer, then the next group."""
     functions = as_python([warps, push], Machine(1, 1, 0))
     num_m, num_n, push_rows = 5, 3, 2
     for rank in range(size):
@@ -43,8 +43,8 @@ def test_copied_tiles_come_in_the_order_of_the_copies(size):
 @pytest.mark.parametrize("pieces", CUTS)
 @pytest.mark.parametrize("programs", [1, 2, 5, 8])
 def test_every_tile_and_every_part_once(programs, pieces):
-    """Whoever pushes, however many rounds without them, however many tiles; and those who push are left out of as many
-    rounds as there are, or as are asked for."""
+    """For any number of tiles, of pushing programs, and of rounds that these skip: as many as are asked for, or all of
+    them."""
     machine = SimpleNamespace(programs=programs, here=lambda: here, random=None)
     here = SimpleNamespace(program=0)
     functions = as_python([warps, push], Machine(1, programs, 0))
@@ -84,8 +84,8 @@ def test_every_tile_and_every_part_once(programs, pieces):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("programs", [1, 4, 6, 132])
 def test_turns(size, programs):
-    """Every tile of every rank once, in order; and a rank comes to a tile of its own `lag` tiles at least after the
-    others have come to it."""
+    """Every tile of every rank comes once, in order. A tile of the own rank comes at least `lag` tiles behind the same
+    tile of each other rank."""
     functions = as_python([warps], Machine(1, programs, 0))
     for count in (1, 2, 7, 40):
         for lag in {1, min(5, count), count}:
@@ -103,7 +103,7 @@ def test_turns(size, programs):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_turns_of_the_programs(size):
-    """None of them has many more tiles of its own rank, which take longer, than another."""
+    """Tiles of the own rank take longer, so every program has about as many of them."""
     functions = as_python([warps], Machine(1, 132, 0))
     mine = np.zeros(132, int)
     for t in range(8 * 132 * size):
@@ -115,7 +115,7 @@ def test_turns_of_the_programs(size):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 7), (16, 9)], ids=str)
 def test_every_tile_has_one_owner_and_a_place(size, shape):
-    """Every rank works on every tile once; no two tiles of an owner share a place; and what is no tile is skipped."""
+    """Every rank works on every tile once. No two tiles of an owner share a place. Numbers beyond them are skipped."""
     functions = as_python([warps, two_shot], Machine(size, 1, 0))
     tiles = shape[0] * shape[1]
     count = cdiv(tiles, size)

@@ -1,5 +1,5 @@
-"""How much goes in flagged words, in how many shots, and what a program takes of it. What comes of them is in the tests
-of the collectives."""
+"""The most bytes that flagged words take, the number of shots, and the words of a program. The collectives' tests check
+the results."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .helpers import on_ranks
         *((1 << 17, size, 0) for size in (9, 72)),
     ],
 )
-def test_as_far_as_flags_and_flights_go(nbytes: int, size: int, shots: int) -> None:
+def test_the_number_of_shots_follows_bytes_and_ranks(nbytes: int, size: int, shots: int) -> None:
     assert _low_latency.shots(nbytes, size) == shots
 
 
 @pytest.mark.parametrize(("shots", "block"), [(1, None), (2, None), (1, 64), (2, 64)])
 @pytest.mark.parametrize("n", [1, 1000, 1 << 13, (1 << 19) + 1, 1 << 21])
-def test_low_latency_takes_a_word_a_thread_as_far_as_programs_go(
+def test_a_thread_takes_one_word_as_long_as_there_are_programs(
     n: int, shots: int, block: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []

@@ -66,7 +66,7 @@ def same_on_all(results: list[torch.Tensor]) -> None:
 def test_bias_and_epilogue(
     epilogue: Any, with_bias: bool, dtype: torch.dtype, sizes: tuple[int, int, int], multicast: bool
 ) -> None:
-    """Once, whatever the number of ranks."""
+    """Bias and epilogue are applied once, whatever the number of ranks."""
 
     def run(world: Any) -> torch.Tensor:
         M, k, N = sizes

@@ -67,7 +67,7 @@ def multiplies(
 def test_bias_and_epilogue(
     epilogue: Any, with_bias: bool, dtype: torch.dtype, sizes: tuple[int, int, int], mode: Any
 ) -> None:
-    """Once, whatever the number of ranks."""
+    """Bias and epilogue are applied once, whatever the number of ranks."""
 
     def run(world: Any) -> None:
         m, k, N = sizes

@@ -1,4 +1,4 @@
-"""The registry: plans are made once for tensors alike, and again for any other; what every operator refuses."""
+"""The registry: one plan for all tensors alike, another for others, and the calls that every operator refuses."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_ranks_that_differ_in_a_size_take_the_greatest_of_the_first_call() -> No
 
 
 def test_plain_tensors_that_overlap_are_refused_after_a_call_with_others_alike() -> None:
-    """Neither tensor's own facts tell: the same shapes, strides and alignment."""
+    """Neither tensor shows the overlap: its shape, strides and alignment are the same as before."""
 
     def main(world: Any) -> None:
         x = torch.arange(80.0)
@@ -203,8 +203,8 @@ def test_plain_tensors_that_overlap_are_refused_after_a_call_with_others_alike()
         ),
     ],
 )
-def test_the_way_to_a_contiguous_tensor(call: Any, remedy: str) -> None:
-    """Is none that peers cannot reach, and none to a copy that nobody reads."""
+def test_the_remedy_for_a_tensor_that_is_not_contiguous(call: Any, remedy: str) -> None:
+    """The remedy is a tensor that peers can reach, and never a copy that nobody would read."""
 
     def main(world: Any) -> None:
         with pytest.raises(ShapeError, match=remedy):
@@ -227,7 +227,7 @@ def rows_of(name: str) -> int:
 @pytest.mark.parametrize("mode", [None, "unfused"])
 @pytest.mark.parametrize("name", [name for name, operator in operators().items() if "bias" in operator.tensors])
 def test_outputs_of_products_share_no_memory_with_what_is_read(name: str, mode: str | None) -> None:
-    """Nor after a call with tensors alike that do not, and none of it is written."""
+    """Such outputs are refused also after a call with tensors alike that share none. Nothing is written."""
     shape = (rows_of(name), 48)
 
     def main(world: Any) -> None:

@@ -5,10 +5,10 @@ from pkt.kernels.all_gather_matmul.rules import PushPlan, push_plan
 from .gluon_compiling import NARROW, TILES
 
 
-def test_every_plan_that_is_chosen():
-    """Copied where the product takes longer, in chunks where the own shard is multiplied before one would come whole.
-    Those that push are left out of the rounds that pushing takes. What is left after the last whole round is cut in
-    two, if then it is less than a round, unless the links are the limit."""
+def test_default_plans():
+    """Copy engines move the shards if the product takes longer than the copies. They move chunks if the own shard is
+    multiplied before a whole shard arrives. Pushing programs skip the rounds that pushing takes. The tiles after the
+    last whole round are cut in two if the parts are less than a round, unless the links are the limit."""
     for side, copied, pushed in (
         (4096, PushPlan(0, 2048, 0, 0, 1, 0), PushPlan(8, 256, 0, 2, 1, 1)),
         (6144, PushPlan(0, 3072, 0, 0, 2, 2), PushPlan(8, 256, 0, 3, 1, 2)),
@@ -30,12 +30,12 @@ def test_every_plan_that_is_chosen():
     alone = {n: push_plan(*case, 4, TILES, 132, num_comm_sms=n).rounds_alone for n in (4, 8, 16)}
     assert alone == {4: 29, 8: 15, 16: 15}  # half the programs, twice the time; eight fill the links
     assert push_plan(*case, 4, NARROW, 132, num_comm_sms=8).rounds_alone == 29  # half the tile
-    assert push_plan(128, 256, 512, 4, TILES, 2).num_comm_sms == 16  # there may be fewer programs than push
+    assert push_plan(128, 256, 512, 4, TILES, 2).num_comm_sms == 16  # more than there are programs
     assert push_plan(8192, 8192, 8192, 1, TILES, 132).num_comm_sms == 16  # nobody to copy to
 
 
 def test_up_to_half_a_round_of_tiles_is_cut():
-    """From one tile on. 7 programs have 4 tiles for each 256 columns; where they push, the first round is of one."""
+    """From one tile on. Each 256 columns have 4 tiles, for 7 programs; where programs push, the first round has one."""
     for num_comm, missing, cases in ((0, 0, {7: 0, 2: 1, 6: 3, 1: 4}), (8, 6, {2: 0, 4: 1, 1: 3, 3: 4})):
         for columns, left in cases.items():
             plan = push_plan(128, 256 * columns, 512, 4, TILES, 7, num_comm_sms=num_comm)

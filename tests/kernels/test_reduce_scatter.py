@@ -66,7 +66,7 @@ def test_least_and_greatest(op: Op, dtype: torch.dtype) -> None:
 def test_a_nan_of_any_rank_is_a_nan(op: Op, mode: Any) -> None:
     def run(world: Any) -> None:
         x = pkt.full((world.size * 4,), float(world.rank))
-        x[world.rank :: 4] = float("nan")  # element i of each part: of rank i, for i < 3
+        x[world.rank :: 4] = float("nan")  # element i of each part is NaN on rank i, for i < 3
         got = reduce_scatter(x, op=op, mode=mode)
         assert got[:3].isnan().all()
         assert got[3] == {"sum": 3, "min": 0, "max": 2}[op]
@@ -88,7 +88,7 @@ def test_in_place(mode: Any) -> None:
     on_ranks(3, run, seed=2)
 
 
-def test_every_schedule_and_both_forms_give_the_same_bits() -> None:
+def test_every_schedule_and_form_gives_the_same_bits() -> None:
     runs = [on_ranks(4, scatters, (40,), torch.bfloat16, mode, seed=seed, sms=2) for seed in SEEDS for mode in MODES]
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
@@ -102,13 +102,13 @@ def test_one_program_and_the_default_block(mode: str) -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 100])
 @pytest.mark.parametrize(("part", "dim"), [((33,), 0), ((2, 100), 1), ((17, 6), 1), ((40, 3), 1), ((5, 1, 3), 2)])
 def test_chunks_of_any_number(part: tuple[int, ...], dim: int, chunks: int) -> None:
-    """Cut by rows of tiles, or where there is one row by tiles."""
+    """Chunks are rows of tiles, or tiles where there is one row."""
     on_ranks(3, scatters, part, torch.bfloat16, "copy", 16, dim, "sum", chunks, seed=chunks)
 
 
 def test_sizes_in_turn_share_an_inbox() -> None:
     def run(world: Any) -> None:
-        for n in (70, 33, 70, 100, 16, 70):  # some of one grid, some not
+        for n in (70, 33, 70, 100, 16, 70):  # some with the same grid, some not
             scatters(world, (n,), torch.float32, "push")
         assert sum("inboxes" in key for key in world._scopes[-1].kept if isinstance(key, tuple)) == 2
 
@@ -127,7 +127,7 @@ def test_sizes_in_turn_share_an_inbox() -> None:
         *((2, kib, mode) for kib, mode in ((2047 << 10, "push"), (2 << 20, "copy"))),
     ],
 )
-def test_what_is_taken_by_default(ranks: int, kib: int, mode: str) -> None:
+def test_the_default_mode_follows_size_and_ranks(ranks: int, kib: int, mode: str) -> None:
     def run(world: Any) -> None:
         x = torch.empty(kib << 9, dtype=torch.bfloat16, device="meta")
         call = Call("reduce_scatter", world, {"x": x}, {"dim": 0}, {}, None)
@@ -177,7 +177,7 @@ def test_the_default_tile_follows_the_part(
 
 
 @pytest.mark.parametrize(("ranks", "slots"), [(1, 1), (2, 1), (3, 2)])
-def test_an_inbox_has_no_place_for_what_is_not_sent(ranks: int, slots: int) -> None:
+def test_an_inbox_has_slots_for_peers_only(ranks: int, slots: int) -> None:
     def run(world: Any) -> None:
         assert tuple(module.inboxes(2, 16, torch.float32, world).inbox.shape) == (2, slots, 2, 16)
 
@@ -187,8 +187,8 @@ def test_an_inbox_has_no_place_for_what_is_not_sent(ranks: int, slots: int) -> N
 @pytest.mark.parametrize(("shape", "dim"), [((300_000,), 0), ((37, 9001), 1), ((4099, 66), 1), ((5, 2, 30_007), 2)])
 @pytest.mark.parametrize("block", [1 << 10, 1 << 13])
 def test_many_tiles_have_one_signal(shape: tuple[int, ...], dim: int, block: int) -> None:
-    """Of one run and of many, even and not, and of which the last ones have nothing; more of them than one signal has,
-    of which the programs' first ones have fewer."""
+    """Tiles of one run and of many, even and uneven; the last tiles may be empty. There are more tiles than one signal
+    covers, and a program's first signal covers fewer."""
 
     def run(world: Any) -> None:
         whole = (*shape[:dim], shape[dim] * world.size, *shape[dim + 1 :])
@@ -201,8 +201,8 @@ def test_many_tiles_have_one_signal(shape: tuple[int, ...], dim: int, block: int
 
 
 def test_programs_are_out_of_step() -> None:
-    """Of four, with 32 tiles each and four for each signal, all but the first begin with fewer, and end with the
-    rest."""
+    """Four programs have 32 tiles each, four for each signal. All but the first begin with a signal of fewer tiles, and
+    end with one of the rest."""
 
     def run(world: Any) -> None:
         part = 1 << 14

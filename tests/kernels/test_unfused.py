@@ -78,7 +78,7 @@ def tensor(world: Any, shape: tuple[int, int], dtype: torch.dtype, kind: str) ->
 
 
 def multiplies(world: Any, sizes: tuple[int, int, int], dtype: torch.dtype, kind: str = "none") -> list[torch.Tensor]:
-    """All three, launch after launch on new values, with nothing between the launches."""
+    """All three operators, launch after launch on new values, with nothing between the launches."""
     (M, k, N), size, rank = sizes, world.size, world.rank
     shapes = [(size * M, N), (M, N), (M, N), (M, N)]
     outs = [tensor(world, shape, dtype, kind) for shape in shapes]
@@ -131,7 +131,7 @@ def without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["none", "plain", "symmetric", "odd"])
 @pytest.mark.usefixtures("without_flags")
 def test_sums_too_large_for_low_latency(kind: str) -> None:
-    """Which are made in the output where that is symmetric, else in a workspace."""
+    """Such sums are made in the output if it is symmetric, else in a workspace."""
 
     def run(world: Any) -> Any:
         multiplies(world, (18, 24, 20), torch.float32, kind)
@@ -155,7 +155,7 @@ def test_every_schedule_gives_the_same_bits(sizes: tuple[int, int, int]) -> None
 
 
 def again(world: Any, name: str, N: int, options: dict[str, Any]) -> None:
-    """One of them, launch after launch, on integers that fp32 adds and multiplies exactly."""
+    """One operator, launch after launch, on integers that fp32 adds and multiplies exactly."""
     size, rank, operator = world.size, world.rank, getattr(pkt, name)
     columns = "shard" in options
     for launch in range(4):
@@ -179,20 +179,20 @@ def again(world: Any, name: str, N: int, options: dict[str, Any]) -> None:
     ],
 )
 def test_the_next_product_waits_for_the_collective_on_every_rank(name: str, N: int, options: dict[str, Any]) -> None:
-    """In any order of the ranks: it overwrites what peers have read, and they store where it has read."""
+    """In any order of the ranks. The product overwrites memory that peers read, and peers store where it reads."""
     for seed in SEEDS:
         on_ranks(3, again, name, N, options, seed=seed, multicast=False)
 
 
 @pytest.mark.usefixtures("without_flags")
-def test_so_it_does_without_flags() -> None:
+def test_the_next_product_waits_for_the_all_reduce_without_flags() -> None:
     for seed in SEEDS:
         on_ranks(3, again, "matmul_all_reduce", 24, {}, seed=seed, multicast=False)
 
 
 @pytest.mark.parametrize(("epilogue", "with_bias", "dtype"), [finish[:3] for finish in FINISHES])
 def test_bias_and_epilogue(epilogue: Any, with_bias: bool, dtype: torch.dtype) -> None:
-    """Once, whatever the number of ranks; of the sum as it is rounded."""
+    """Bias and epilogue are applied once, to the rounded sum, whatever the number of ranks."""
 
     def run(world: Any) -> None:
         rank, size, (M, k, N) = world.rank, world.size, (6, 20, 24)
@@ -246,7 +246,7 @@ def test_no_rows_or_columns() -> None:
 
 
 def test_a_product_waits_for_the_last_call_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes where the collective of that call may still read."""
+    """The product writes where the collective of that call may still read."""
 
     def run(world: Any) -> list[str]:
         said: list[str] = []
@@ -314,7 +314,7 @@ def products(world: Any) -> None:
     same(symmetric.plain(), reduce(ops))
 
 
-def test_results() -> None:
+def test_nccl_gives_exact_results() -> None:
     def run(world: Any) -> bool:
         # The fake driver's memory is this process's own.
         world.torch_device, world.streams = torch.device("cpu"), None
@@ -336,7 +336,7 @@ def test_the_simulator_has_no_nccl() -> None:
 
 # ------------------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize("mode", ["unfused", "nccl"])
-def test_settings_of_the_fused_forms(mode: str) -> None:
+def test_settings_of_the_fused_forms_are_refused(mode: str) -> None:
     def main(world: Any) -> None:
         a = torch.zeros(4, 4)
         before = world.heap.ledger.free_bytes
@@ -353,7 +353,7 @@ def test_settings_of_the_fused_forms(mode: str) -> None:
     pkt.launch(main, ranks=2, device="cpu", heap="1MiB")
 
 
-def test_ranks_in_different_modes() -> None:
+def test_ranks_in_different_modes_are_refused() -> None:
     def main(world: Any) -> None:
         pkt.matmul_all_reduce(torch.zeros(4, 4), torch.zeros(4, 4), mode="unfused" if world.rank else "lcsc")
 

@@ -55,7 +55,7 @@ def instructions(kernel: Any) -> list[Instruction]:
 
 
 def waits(kernel: Any) -> list[list[Instruction]]:
-    """The instructions of each `// pkt.wait`, as a list a wait."""
+    """The instructions of each `// pkt.wait`, one list per wait."""
     return [parse(m) for m in re.findall(r"// pkt\.wait(.*?)// end inline asm", body(kernel), re.S)]
 
 
@@ -64,8 +64,12 @@ _MEMORY = re.compile(r"(?:multimem|ld|st|red|atom)\.(?!param|shared)|fence|cp\.a
 
 
 def order(kernel: Any) -> list[str]:
-    """Global memory accesses, fences and barriers in order: "one:" before those of a single thread, "pkt.wait" for a
-    wait, atomics as "atomic.<semantics>.<scope>.<operation>". Broadcasts of an atomic's result are left out."""
+    """Global memory accesses, fences and barriers in order.
+
+    - "one:" stands before instructions that a single thread executes.
+    - "pkt.wait" stands for a whole wait.
+    - An atomic is written as "atomic.<semantics>.<scope>.<operation>". The broadcast of its result is left out.
+    """
     text = re.sub(r"// pkt\.wait(.*?)// end inline asm", "\n pkt.wait;\n", body(kernel), flags=re.S)
     all_of_them = parse(text)
     result = []

@@ -80,7 +80,7 @@ def test_a_take_spins_on_whole_words_and_no_fence(masked: bool, arch: int) -> No
     assert order(k) == ["pkt.wait", "st.global.b32"]  # 128 threads
     for text in blocks(body(k), "// pkt.wait"):
         assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128 word", text)) == 1
-        assert text.count('.pragma "nounroll"') == 2  # otherwise the ends of spins would be most of a kernel
+        assert text.count('.pragma "nounroll"') == 2  # unrolled ends of spins would be most of a kernel
         assert "acquire" not in text
         assert "fence" not in text
     assert count_markers(k.asm["ttir"]) == {"wait": 1, "signal": 0}
@@ -278,7 +278,7 @@ def test_two_halves_by_parity_are_right(ranks: int, how: str, call: str) -> None
 
 
 def test_one_half_alone_deadlocks() -> None:
-    """A rank one launch ahead overwrites words that a slow rank has not taken, which then never finds its flag."""
+    """A rank one launch ahead overwrites words that a slow rank still needs, so the slow rank never finds its flag."""
     report = pkt.simulate(exchange, 3, seeds=40, args=(1,), sms=1)
     assert {f.kind for f in report.findings} == {"Deadlock"}
     assert "exchange_kernel program 0 waits on slots[" in str(report.findings[0])
@@ -292,7 +292,7 @@ def test_a_plain_load_of_a_word_is_a_race() -> None:
 
 def test_a_poisoned_word_is_data_only_with_the_launchs_flag() -> None:
     pkt.simulate(exchange, 2, seeds=20, args=(2, "each", -1), sms=1).check()
-    found = outcome(exchange, 2, args=(2, "each", 1))  # as if launch 1 had put them, which zeros() rules out
+    found = outcome(exchange, 2, args=(2, "each", 1))  # 1 is the flag of launch 1; words from zeros() never hold it
     assert isinstance(found.failure, Exception)
 
 

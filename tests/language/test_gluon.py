@@ -1,6 +1,9 @@
-"""The functions called from Gluon. Gluon's front end compiles @triton.jit helpers with its own semantic, on 3.6 and
-3.9 alike, so one definition serves both. Functions that need a block layout (multimem, tiles) are for Triton alone,
-and in Gluon `wait` returns each thread's own value."""
+"""The functions of pkt.language called from Gluon kernels.
+
+In Triton 3.6 and 3.9 Gluon's front end compiles @triton.jit helpers with its own semantics, so one definition serves
+both languages. Functions that need a block layout (multimem, tiles) work in Triton only. In Gluon `wait` returns each
+thread's own value.
+"""
 
 import pytest
 from triton.experimental import gluon
@@ -71,7 +74,7 @@ def test_gluon_compiles_the_other_sync_functions(arch):
     k = compiled(others_kernel, "*i32", device_world(), arch=arch)
     assert len(waits(k)) == 3
     # signal_all; barrier; world_barrier of one program, and of several
-    ends = (4, 4 + 4)  # the two may share one
+    ends = (4, 4 + 4)  # the compiler may merge the last two
     assert count(k, r"(atom|red)\.global\.sys\.relaxed\.add\.u32") - 4 - 4 in ends
     assert count_markers(k.asm["ptx"]) == {"wait": 3, "signal": 5}
 

@@ -1,5 +1,5 @@
-"""The forms in the switch: one instruction for 16 bytes, the ISA's operations and types, masks, and the loop without a
-switch."""
+"""Multimem functions: one instruction for 16 bytes, the ISA's operations and types, masks, and the loop over ranks
+without a switch."""
 
 import re
 
@@ -158,8 +158,10 @@ def test_a_tile_of_a_matrix_uses_the_switch(arch):
 
 
 def holders(ttgir):
-    """(elements of the block, elements that its layout gives to all threads) of each multimem.red: equal if no element
-    is held twice. Fails for layouts that are neither blocked nor linear."""
+    """For each multimem.red: (elements of the block, elements that its layout gives to all threads together).
+
+    The two are equal if no element is held twice. Fails for layouts that are neither blocked nor linear.
+    """
     aliases = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.M))
     result = []
     for line in ttgir.splitlines():

@@ -78,7 +78,7 @@ def test_putmem_signal_releases_once_after_the_data(arch, how, atomic):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_broadcast_pushes_to_every_pe_then_meets(arch):
+def test_broadcast_pushes_to_every_pe_then_passes_a_barrier(arch):
     k = compiled(move_kernel, "*bf16", "*bf16", "*i32", 65536, device_world(2), HOW="broadcast", arch=arch)
     ops = order(k)
     one = "one:atomic.relaxed.sys.add.u32"

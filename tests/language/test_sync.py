@@ -198,7 +198,7 @@ def test_grid_barrier_releases_once_then_spins(arch):
 def test_world_barrier_arrives_at_every_rank_once_a_rank(arch):
     k = compiled(world_barrier_kernel, "*int32", device_world(0, 4), arch=arch)
     everywhere = ["fence.acq_rel.sys"] + ["one:atomic.relaxed.sys.add.u32"] * 4
-    # a grid of one program acts as `barrier`; in others the last program arrives. Triton 3.9 merges the two ends.
+    # With one program world_barrier acts as `barrier`; with more the last one arrives. Triton 3.9 merges the branches.
     ways = ["one:atomic.acq_rel.gpu.add.u32", *everywhere]
     before, after = ["ld.relaxed.sys.global.b32", *DRAIN, "bar.sync"], ["pkt.wait", "bar.sync"]
     assert order(k) in ([*before, *everywhere, *ways, *after], [*before, *ways, *after])

@@ -94,7 +94,7 @@ def test_a_tile_to_every_rank_without_a_switch_is_a_tma_store_to_each(arch, add)
 @pytest.mark.parametrize("add", [False, True])
 def test_a_tile_to_every_rank_through_the_switch(arch, add):
     k = compiled(store_kernel, layout(), "*bf16", SWITCH, 3, R=64, C=64, ALL=True, ADD=add, arch=arch)
-    # 64 x 64 bf16 in 16 bytes by 128 threads
+    # 64 x 64 bf16: 4 accesses of 16 bytes by each of 128 threads
     assert count(k, r"multimem\.red\.relaxed\.sys\.global\.add\.v4\.bf16x2") == (4 if add else 0)
     assert count(k, r"multimem\.st\.relaxed\.sys\.global\.v4\.f32") == (0 if add else 4)
     assert count(k, f"{STORE}|{ADD}") == 0

@@ -1,5 +1,5 @@
-"""N ranks as threads over one anonymous mapping: a third implementation of Backend, small enough to see that
-it is right."""
+"""Runs N ranks as threads over one anonymous mapping: a third implementation of Backend, small enough to check by
+reading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAPACITY = 1 << 20
 
 
 class Meeting:
-    """Exchanges values between the threads; a rank that raises ends it for all."""
+    """Exchanges values between the threads; a rank that raises breaks the barrier for all."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=20)
@@ -83,8 +83,10 @@ class ThreadBackend:
 
 
 def run(size: int, fn: Callable[[World], Any], heap: int = CAPACITY, broken_ok: bool = False) -> list[Any]:
-    """`fn(world)` on `size` threads: each one's result, or its exception (a broken barrier is left out of the
-    reckoning)."""
+    """Run `fn(world)` on `size` threads and return each rank's result or exception.
+
+    Raises the first error unless `broken_ok`. A rank's error comes before the broken barriers that it causes.
+    """
     memory = mmap.mmap(-1, size * CAPACITY)
     meeting, here = Meeting(size), threading.local()
     results: list[Any] = [None] * size

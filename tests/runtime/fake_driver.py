@@ -1,8 +1,11 @@
-"""A GPU driver made of memfds and mmap: the same calls, in one process or many, that can fail where a test says so.
+"""A GPU driver made of memfds and mmap. It has the same calls, serves one process or many, and fails where a test asks.
 
-Physical memory is a memfd, a window address a fixed mapping, an exported handle a duplicate descriptor, or the text of
-one's place in /proc where it is a fabric handle: peers really read each other's memory. `FakeDriver.fail = {"map": 3}`
-makes the third map fail. `leaks()` says what was not given back.
+Peers really read each other's memory:
+- Physical memory is a memfd.
+- A window address is a fixed mapping.
+- An exported handle is a duplicate descriptor; a fabric handle is the text of the memfd's place in /proc.
+
+`FakeDriver.fail = {"map": 3}` makes the third map fail. `leaks()` names the resources that were not released.
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ class FakeGpu:
 
     uuid: str
     name: str = "FakeGPU"
-    peers: dict[int, tuple[bool, bool]] = field(default_factory=dict)  # device -> access, atomics; yes where absent
+    peers: dict[int, tuple[bool, bool]] = field(default_factory=dict)  # device -> (access, atomics); absent: both
     attributes: dict[str, int] = field(default_factory=dict)
-    domain: str = ""  # of NVLink over several hosts
+    domain: str = ""  # the NVLink domain that spans hosts
 
 
 DEFAULTS = {
@@ -84,7 +87,7 @@ class FakeDriver:
         held = {"handles": self.handles, "addresses": self.reserved, "maps": self.mapped, "bindings": self.bound}
         return ", ".join(f"{len(what)} {name}" for name, what in held.items() if what)
 
-    # -- what is there
+    # -- devices
     def version(self) -> int:
         return 13010
 
@@ -147,7 +150,7 @@ class FakeDriver:
         pid, fd = shared.rstrip(b"\0").decode().split()
         try:
             return self._handle(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-        except OSError as error:  # its rank is gone, and the memory with it
+        except OSError as error:  # the rank that exported it is gone
             raise DriverError.failed(self.rank, "import_memory", 1, "CUDA_ERROR_INVALID_VALUE") from error
 
     # -- addresses
@@ -183,9 +186,9 @@ class FakeDriver:
     # -- use
     def view(self, address: int, nbytes: int, device: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         at = address
-        while at < address + nbytes:  # it may cross from one map to the next
+        while at < address + nbytes:  # the view may cross from one map to the next
             at = next((a + n for a, n in self.mapped.items() if a <= at < a + n), 0)
-            assert at, "view of what is not mapped"
+            assert at, "a view of unmapped memory"
         storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
         return torch.empty(0, dtype=dtype).set_(storage)
 

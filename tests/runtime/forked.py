@@ -1,4 +1,4 @@
-"""Ranks as forked processes: cheap enough to kill by the hundred. What a rank returns, raises or dies of comes back."""
+"""Runs ranks as forked processes, cheap enough to kill by the hundred. Results, errors and signals come back."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ HEAP = 1 << 20
 
 @dataclass
 class End:
-    """How one rank ended. `at`: when it had, by time.monotonic(), which is one clock for all processes of a host."""
+    """How one rank ended. `at`: the time of its end by time.monotonic(), one clock for all processes of a host."""
 
     rank: int
     value: Any = None
     error: BaseException | None = None
-    died: int = 0  # by this signal
+    died: int = 0  # the signal that ended it
     at: float = 0.0
 
 
 def run(size: int, main: Callable[[int], Any], patience: float = 90.0) -> list[End]:
-    """main(rank) in `size` processes. Those that are not back after `patience` seconds are killed: a TimeoutError."""
+    """Run main(rank) in `size` processes. A rank that is not back after `patience` seconds ends with a TimeoutError."""
     return run_all([(size, main)], patience)[0]
 
 
 def run_all(
     worlds: Sequence[tuple[int, Callable[[int], Any]]], patience: float = 90.0, at_once: int = 12
 ) -> list[list[End]]:
-    """`run` of each (size, main), `at_once` of them at a time: most wait for a deadline."""
+    """Do `run` for each (size, main), `at_once` of them at a time, because most only wait for a deadline."""
     ends: list[list[End]] = [[] for _ in worlds]
     running: dict[int, _Forked] = {}
     begun = 0
@@ -81,7 +81,7 @@ class _Forked:
             self.pipes[reader] = rank
 
     def read(self, reader: int) -> None:
-        """Read what a rank has written."""
+        """Read the data that a rank has written; at its end, note how the rank ended."""
         rank, more = self.pipes[reader], os.read(reader, 1 << 16)
         self.data[rank] += more
         if not more:
@@ -93,7 +93,7 @@ class _Forked:
                 self.ends[rank].died, self.pids[rank] = os.WTERMSIG(status), 0
 
     def over(self) -> bool:
-        """All ranks are back but those that a test has stopped, or the patience is over."""
+        """Whether all ranks are back, except those that a test has stopped, or the patience is over."""
         return all(_stopped(self.pids[rank]) for rank in self.pipes.values()) or time.monotonic() > self.deadline
 
     def end(self) -> list[End]:
@@ -119,8 +119,8 @@ def _child(rank: int, main: Callable[[int], Any], writer: int) -> None:
     while data:
         data = data[os.write(writer, data) :]
     os.close(writer)
-    time.sleep(300)  # the parent ends us
-    os._exit(1)  # no exit handlers of the test run here
+    time.sleep(300)  # the parent kills this process
+    os._exit(1)  # skips the exit handlers of pytest
 
 
 def _end(rank: int, data: bytes) -> End:

@@ -25,7 +25,7 @@ def open_fake(job: dict[str, Any]) -> World:
 
 
 def without_the_token(server: socket.socket) -> threading.Thread:
-    """A thread, to be joined, that answers one caller of `server` without knowing the token."""
+    """Start a thread that answers one client of `server` without knowing the token. Join it afterwards."""
 
     def serve() -> None:
         caller, _ = server.accept()
@@ -40,4 +40,4 @@ def without_the_token(server: socket.socket) -> threading.Thread:
     return thread
 
 
-OPENER = "tests.runtime.processes:open_fake"  # the name it has in a worker
+OPENER = "tests.runtime.processes:open_fake"  # the name by which a worker imports open_fake

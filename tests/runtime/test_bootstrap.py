@@ -61,8 +61,10 @@ def test_a_device_mesh_dimension(tmp_path):
 
 
 def test_500_random_orders_of_subgroups(tmp_path):
-    """Every rank opens its groups' worlds in its own order, some twice; only rank 0 of a group writes, so nobody "
-    "waits."""
+    """Every rank takes its places in its groups' worlds in its own order, in some groups twice.
+
+    Rank 0 of a group writes without waiting, and each rank first takes the places where it is rank 0: no deadlock.
+    """
     members = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
 
     def main(rank):
@@ -70,9 +72,9 @@ def test_500_random_orders_of_subgroups(tmp_path):
         plan = random.Random(4)
         met = []
         for number in range(500):
-            order = [plan.randrange(4) for _ in range(4)]  # the same plan everywhere ...
+            order = [plan.randrange(4) for _ in range(4)]  # the same plan on every rank
             mine = [g for g in order if rank in members[g]]
-            random.Random(number * 10 + rank).shuffle(mine)  # ... in an order of one's own
+            random.Random(number * 10 + rank).shuffle(mine)  # a different order on every rank
             leads = [g for g in mine if members[g][0] == rank]
             for g in leads + [g for g in mine if g not in leads]:
                 where = bootstrap.place(groups[g], 20.0)

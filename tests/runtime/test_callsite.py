@@ -1,4 +1,4 @@
-"""What user code calls a result, whoever else parses at the same time."""
+"""call_site finds the name that user code gives a result, even while another thread parses."""
 
 from __future__ import annotations
 

@@ -25,13 +25,16 @@ STRIDE = 1 << 30
 
 @pytest.fixture(autouse=True)
 def switches_off(monkeypatch):
-    """The environment of this machine does not turn multicast off."""
+    """Remove the settings of this machine's environment that turn multicast off."""
     for name in OFF_SWITCHES:
         monkeypatch.delenv(name, raising=False)
 
 
 def open_worlds(size, main=lambda world: None, heap=1 << 20, fail=None, timeout=5.0, **driver):
-    """main(world) on `size` threads; per rank its value or exception, and the drivers. `fail`: {rank: {call: nth}}."""
+    """Run main(world) on `size` threads. Returns each rank's value or exception, and the drivers.
+
+    `fail`: {rank: {call: nth}}.
+    """
     meeting = prepare()
     drivers = [FakeDriver(rank, fail=(fail or {}).get(rank), **driver) for rank in range(size)]
     results = [None] * size
@@ -210,7 +213,7 @@ def test_more_calls_than_the_journal_holds():
     assert results[0] == results[1] == results[2]
 
 
-def test_a_late_divergence_is_found_far_behind():
+def test_a_divergence_many_allocations_ago_is_named():
     def main(world):
         for i in range(100):
             pkt.empty(i if (world.rank, i) != (1, 40) else 41, world=world)
@@ -249,7 +252,7 @@ def test_multicast_if_all_ranks_want_it():
 
 
 @pytest.mark.parametrize("switch", [f"{name}={value}" for name, value in OFF_SWITCHES.items()])
-def test_a_multicast_switch_comes_before_any_call_of_the_driver(monkeypatch, switch):
+def test_a_multicast_switch_keeps_the_driver_from_being_asked_about_it(monkeypatch, switch):
     name, _, value = switch.partition("=")
     monkeypatch.setenv(name, value)
     asked = []
@@ -285,13 +288,13 @@ def test_one_rank_without_support_turns_multicast_off_for_all(without):
 )
 def test_every_multicast_call_failing_at_every_rank_falls_back(failing, rank):
     before = state()
-    nth = {"map": 4, "allow": 4}.get(failing, 1)  # those that come after the heap's own
+    nth = {"map": 4, "allow": 4}.get(failing, 1)  # the calls after the heap's own
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         results, drivers = open_worlds(3, use, fail={rank: {failing: nth}}, gpus=gpus())
     called = drivers[rank].calls[failing] >= nth
     first_of_heap = failing in ("export", "import_memory") and not (rank == 0) == (failing == "export")
-    if first_of_heap:  # this rank's first such call is for its own memory, without which there is no world
+    if first_of_heap:  # this rank's first such call shares its own memory, and no world opens without that
         assert all(isinstance(r, DriverError) for r in results)
     else:
         assert results == [(not called, not called, None if called else (3 - r) * STRIDE) for r in range(3)], results
@@ -320,7 +323,7 @@ def test_multicast_that_cannot_grow_is_an_error_on_all_ranks(monkeypatch):
     assert [d.leaks() for d in drivers] == [""] * 2
 
 
-# ------------------------------------------------------------------------------------------------ cycles and companions
+# ------------------------------------------------------------------------------------------------------ repeated worlds
 def test_200_cycles_with_failures_leave_nothing():
     pick = random.Random(5)
     plan = []

@@ -50,7 +50,7 @@ def test_the_kernel_recorded_last_is_no_longer_cooperative(recorded):
     assert name == "cuGraphKernelNodeSetAttribute"
     assert changed is node
     assert attribute == bindings.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    assert type(value) is bindings.CUkernelNodeAttrValue  # no other is taken, though it may be the same union
+    assert type(value) is bindings.CUkernelNodeAttrValue  # the bindings refuse other types of the same union
     assert value.cooperative == 0
 
 
@@ -127,7 +127,7 @@ def test_the_bindings_take_a_fabric_handle_as_bytes():
         (3, 0, list(range(16)), "000102030405060708090a0b0c0d0e0f/7"),
         (3, 0, [0] * 16, ""),  # NVSwitches of one host
         (2, 0, list(range(16)), ""),  # the fabric manager has not finished
-        (3, 999, list(range(16)), ""),  # or it has failed
+        (3, 999, list(range(16)), ""),  # the fabric manager has failed
     ],
 )
 def test_the_nvlink_domain_comes_from_nvml(recorded, monkeypatch, state, status, cluster, domain):
@@ -199,7 +199,7 @@ def test_a_failure_names_rank_call_code_and_remedy(recorded):
 
 def test_hold_waits_for_a_word_of_at_least_a_value(recorded):
     CudaDriver(rank=1).hold(1 << 40, 7, 52)
-    assert bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ == 0, "by the sign of the difference"
+    assert bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ == 0, "it compares by the sign of the difference"
     assert recorded.calls.pop() == ("cuStreamWaitValue32", (52, 1 << 40, 7, 0))
 
 
@@ -215,7 +215,7 @@ def test_a_copy_is_one_call(recorded):
         assert (int(box.srcDevice), box.srcPitch, box.srcHeight) == (1 << 30, 100, heights[1])
         assert (box.Depth, box.Height, box.WidthInBytes) == (planes, 4, 96)
         assert box.srcMemoryType == box.dstMemoryType == bindings.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-    assert len(recorded.calls) == 1, "cuInit"
+    assert len(recorded.calls) == 1, "only cuInit is left"
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Every exception carries its facts, reads well, and survives the way between processes."""
+"""Every exception carries its facts, reads well, and survives pickling."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The same promises on real GPUs: pytest -m gpu tests/runtime. Multicast is never asked for here."""
+"""The runtime on real GPUs: pytest -m gpu tests/runtime. No test here asks for multicast."""
 
 import time
 
@@ -84,7 +84,7 @@ def test_a_world_opens_in_time_and_leaves_no_memory():
 
 
 def test_the_times_of_a_warm_call():
-    """Prints the time that a world costs by the size of its heap, to decide whether to keep worlds between calls."""
+    """Prints the cost of a world for three heap sizes. The cost decides whether to keep worlds between calls."""
     count, seconds = ranks()[-1], {}
     for heap in ("16MiB", "256MiB", "1GiB"):  # a heap takes at most 1 GiB at once
         gpus(lambda world: None, count, heap=heap)

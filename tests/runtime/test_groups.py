@@ -1,4 +1,4 @@
-"""torch's process group of a world: the one it was made from, the default one, or one made for it."""
+"""The torch process group of a world: its own group, the default group, or a new default group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reduced(group: Any, value: int) -> float:
 
 
 def on_cpu(world: Any) -> Any:
-    """`world`, as a world on the CPU, where the memory of the fake driver lies."""
+    """Return `world` with a CPU device, because the fake driver's memory lies on the CPU."""
     world.torch_device = torch.device("cpu")
     return world
 
@@ -57,7 +57,7 @@ def test_a_default_group_of_other_ranks_is_refused(tmp_path):
     def main(rank: int) -> Any:
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         with opened(bootstrap.place(groups[rank % 2], 10.0)) as world:
-            world.group = None  # as if it had been made from the launcher's places
+            world.group = None  # as in a world that the launcher opens
             with pytest.raises(Unsupported, match=r"of 4 in torch's default group.*pkt.init\(group=") as raised:
                 process_group(on_cpu(world))
             return f"rank {world.rank}:" in str(raised.value)

@@ -47,7 +47,7 @@ def test_every_rank_reports_a_full_heap_and_loses_nothing(ranks):
             big = pkt.empty(CAPACITY // 2, dtype=torch.uint8)  # noqa: F841
         assert (world.heap.ledger.free_bytes, world.heap.ledger.largest) == before
         half.free()
-        again = pkt.empty(CAPACITY - STATUS_BYTES, dtype=torch.uint8)  # freed memory comes back, and all of it
+        again = pkt.empty(CAPACITY - STATUS_BYTES, dtype=torch.uint8)  # all freed memory comes back
         return str(caught.value), again.numel()
 
     (message, count), *others = ranks(3, main)

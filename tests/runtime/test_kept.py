@@ -1,4 +1,4 @@
-"""Scopes: what the world, pkt.Workspace and world.scratch() keep, when they give it back, and ranks that disagree."""
+"""Scopes: the world, pkt.Workspace and world.scratch() keep buffers, free them, and name ranks that disagree."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ def free(world):
 
 
 # --------------------------------------------------------------------------------------------------- world.scratch()
-def test_the_end_gives_back_buffers_and_plans_and_nothing_else(ranks):
+def test_the_end_of_a_scope_frees_its_buffers_and_plans_only(ranks):
     def main(world):
         before = inbox(world, "before")
         world.plans["before"] = world.lasting["fact"] = 1
@@ -97,14 +97,14 @@ def test_buffers_made_inside_another_make_are_given_back(ranks):
         with world.scratch():
             world.keep("both", lambda: (inbox(world, "one"), pkt.empty(5, world=world)))
             pkt.empty(5, world=world).free()
-            inbox(world, "one")[0].free()  # its owner should free it, and this caller does
+            inbox(world, "one")[0].free()  # the scope should free it, but this caller does
         assert (free(world), len(world.heap.live)) == (before, 0)
 
     ranks(2, main)
 
 
 def test_a_make_that_fails_leaves_nothing_allocated(ranks):
-    """The first of its two buffers was allocated."""
+    """The first of its two buffers fits, the second does not."""
 
     def main(world):
         before = free(world)
@@ -133,7 +133,7 @@ def test_after_an_exception_everything_stays_allocated(ranks):
             with pytest.raises(ZeroDivisionError):
                 leaves(world)
             own(world)["kept"][0].fill_(1)
-        assert (free(world), own(world)) == (before, {}), "the scope around it frees it"
+        assert (free(world), own(world)) == (before, {}), "the outer scope frees them"
         with pytest.raises(ZeroDivisionError):
             leaves(world)
         own(world)["kept"][0].fill_(1)
@@ -231,7 +231,7 @@ def test_a_scope_in_a_closed_world_frees_nothing(ranks):
 
 
 def test_operators_allocate_again_after_a_scratch_scope():
-    """In the simulator, which would find kernels that still use what is freed."""
+    """Runs in the simulator, which finds kernels that still use freed memory."""
 
     def main(world):
         x, y = pkt.ones(40, world=world), pkt.empty(40, world=world)
@@ -255,7 +255,7 @@ def test_workspaces_share_no_memory(ranks):
     def main(world):
         theirs, before = inbox(world), free(world)
         one, two = pkt.Workspace(world), pkt.Workspace(world)
-        assert free(world) == before, "nothing is made before a call"
+        assert free(world) == before, "nothing is allocated before a call"
         first, second = inbox(world, workspace=one), inbox(world, workspace=two)
         assert inbox(world, workspace=one) is first
         assert inbox(world, workspace=two) is second
@@ -425,7 +425,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_keep_everything_in_the_workspace_they_are_given(name):
-    """Two workspaces in turn, with the same shapes and nothing between the calls, under the race detector."""
+    """Two workspaces take turns with equal shapes, without a barrier between calls, under the race detector."""
 
     def main(world):
         operator, size = getattr(pkt, name), world.size
@@ -441,7 +441,7 @@ def test_operators_keep_everything_in_the_workspace_they_are_given(name):
                     assert found.eq(value * wanted).all(), (options, value)
                 assert all(scope._made and scope.kept and scope.plans for scope in (one, two)), options
             assert not world.plans, options
-            assert all(isinstance(key, str) for key in own(world)), "facts, and no buffers, whose keys are tuples"
+            assert all(isinstance(key, str) for key in own(world)), "only facts are left: keys of buffers are tuples"
             assert free(world) == before, options
 
     pkt.launch(main, 3, "cpu", heap="16MiB", sms=4, races=True)

@@ -41,7 +41,7 @@ def switches_off(monkeypatch):
 
 
 class Hosts:
-    """Ranks on the `hosts` named by letters ("aab"), each with a GPU of its own; `odd`: {rank: what its GPU is not}."""
+    """Ranks on the `hosts` named by letters ("aab"), each with a GPU of its own; `odd`: {rank: change(gpu)}."""
 
     def __init__(self, store, hosts="aab", odd=None, timeout=5.0, **attributes):
         self.store, self.hosts, self.timeout, self.meeting = store, hosts, timeout, prepare()
@@ -67,7 +67,10 @@ class Hosts:
         )
 
     def in_threads(self, main, fail=None):
-        """main(world) on threads: per rank its value or exception, and the drivers. `fail`: {rank: {call: nth}}."""
+        """Run main(world) on threads. Returns each rank's value or exception, and the drivers.
+
+        `fail`: {rank: {call: nth}}.
+        """
         drivers = [self.driver(rank, (fail or {}).get(rank)) for rank in range(len(self.hosts))]
 
         def run(rank):
@@ -86,7 +89,7 @@ class Hosts:
 
 
 def of(store):
-    """The same store for every thread."""
+    """A factory that gives every thread the same store."""
     return lambda: store
 
 
@@ -118,7 +121,7 @@ def test_ranks_on_several_hosts_read_each_others_memory(file_store, hosts, monke
 
 
 def test_ranks_on_one_host_use_its_sockets_and_descriptors(monkeypatch):
-    monkeypatch.setattr(Board, "address", None)  # nobody looks for one
+    monkeypatch.setattr(Board, "address", None)  # no rank asks for an address
 
     def main(world):
         families = {connection.sock.family for connection in world.backend.transport.connections.values()}
@@ -144,7 +147,7 @@ def test_all_ranks_refuse_hosts_that_nvlink_does_not_join_before_anything_is_mad
         assert isinstance(result, Unsupported), result
         assert "rank 0 runs on host a and rank 2 on b, but rank 2's GPU" in str(result)
         assert re.search(r"rank 2 +0 +FakeGPU +b ", str(result)), "no matrix"
-    assert [set(d.calls) for d in drivers] == [{"attribute", "domain"}] * 3, "more than questions"
+    assert [set(d.calls) for d in drivers] == [{"attribute", "domain"}] * 3, "only queries were wanted"
     assert state() == before
 
 
@@ -191,7 +194,7 @@ def test_allocations_that_differ_are_named():
         pkt.empty(4 + world.rank // 2, world=world)
 
     results, _ = Hosts(of(dist.HashStore())).in_threads(main)
-    for result in results:  # who is quick finds it himself, and tells the others why he leaves
+    for result in results:  # the first rank that finds it tells the others why it leaves
         assert isinstance(result, (AllocationMismatch, PeerLost))
         assert "allocation #2 differs: ranks 0, 1: (4,) fp32 at" in str(result)
     assert AllocationMismatch in map(type, results)
@@ -203,7 +206,7 @@ def use(world):
     return world.multicast, window is not None
 
 
-def test_the_multicast_object_is_shared_in_the_same_way():
+def test_ranks_on_several_hosts_share_the_multicast_object():
     results, drivers = Hosts(of(dist.HashStore()), MULTICAST_SUPPORTED=1).in_threads(use)
     assert results == [(True, True)] * 3
     assert [d.calls["multicast_create"] for d in drivers] == [1, 0, 0]
@@ -235,14 +238,14 @@ def test_an_impostor_on_the_port_is_refused_and_delays_nobody():
             assert len(sock.recv(rendezvous.NONCE)) == rendezvous.NONCE
             sock.sendall(said)
             strangers.append(sock)
-        closed.append(answer(strangers[0]) == b"")  # too many are silent: the first is not waited for
+        closed.append(answer(strangers[0]) == b"")  # the crowd of silent strangers is full: the first is dropped
 
     thread = threading.Thread(target=impostor)
     thread.start()
 
     def main(rank):
         if rank == 1:
-            thread.join()  # the strangers were first
+            thread.join()  # the strangers come first
         return connect(Network(board, TOKEN, rank, "ab", LOOPBACK[:2]), rank, 2, 10.0)
 
     found = threads(2, main)
@@ -279,7 +282,7 @@ def test_a_server_without_the_token_is_refused():
         thread.join()
 
 
-# -------------------------------------------------------------------------------------------------------- who is where
+# ------------------------------------------------------------------------------------------------------------ addresses
 def test_a_rank_that_does_not_come_is_named():
     hosts = Hosts(of(dist.HashStore()), timeout=0.5)
     results = threads(3, lambda rank: rank != 1 and hosts.world(rank, hosts.driver(rank)))
@@ -289,7 +292,7 @@ def test_a_rank_that_does_not_come_is_named():
     assert not os.path.exists(hosts.meeting.directory)
 
 
-def test_through_torchruns_environment_and_the_serving_rank_is_not_reached_by_loopback(monkeypatch):
+def test_torchruns_environment_and_no_loopback_address_between_hosts(monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -345,7 +348,7 @@ def tcp_pair():
 @pytest.mark.parametrize("looked", [False, True])
 def test_a_goodbye_is_found_behind_unread_frames_and_ends_the_connection(unread, looked):
     connection, there = tcp_pair()
-    if unread:  # on the other side: closing there is a reset here
+    if unread:  # unread bytes there: closing that end resets this one
         connection.sock.sendall(b"more")
     there.sendall(pack(1, "x" * 100_000) + GOODBYE)
     there.close()
@@ -414,9 +417,9 @@ def test_a_farewell_reaches_ranks_that_already_have_the_frame():
 
     errors = threads(3, main)
     assert isinstance(errors[1], WaitTimeout)
-    assert isinstance(errors[0], PeerLost), "not its own deadline"
+    assert isinstance(errors[0], PeerLost), "rank 0 leaves before its own deadline"
     assert errors[0].lost == {2: "did not come in time"}
-    found[2].exchange(None, "barrier()")  # the late one finds all messages of that call, and nobody in the next
+    found[2].exchange(None, "barrier()")  # rank 2 finds all messages of that call, and no rank in the next
     with pytest.raises(PeerLost, match=r"gave up: rank [01]: .*rank 2"):
         found[2].exchange(None, "barrier()")
 
@@ -433,7 +436,7 @@ def test_the_watchdog_tells_a_rank_that_left_from_one_that_was_lost(file_store):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.6)
-        world.synchronize()  # rank 1 has gone, as it should
+        world.synchronize()  # rank 1 closed its world, so it is not lost
         seen[0] = 1
         for _ in range(100):
             time.sleep(0.01)

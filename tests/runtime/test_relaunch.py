@@ -1,7 +1,7 @@
-"""A repeated launch passes the arguments that Triton's launcher would, and leaves to Triton all that may need another
-kernel.
+"""A repeated launch passes the arguments that Triton's launcher would pass. It leaves a call to Triton if the call may
+need another kernel.
 
-Kernels are compiled as for a GPU, and Triton's own code encodes descriptors. A list stands for the function in C.
+Kernels are compiled for a GPU, and Triton's own code encodes descriptors. A list replaces the launcher's C function.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def test_pointers_numbers_tuples_and_constants(bias: bool) -> None:
     assert repeat(*args) is compiled
     found = launcher.launches.pop()
     assert found == of_triton(launcher, plain_kernel, args, {"BLOCK": 64}, compiled.packed_metadata)
-    assert not any(isinstance(x, torch.Tensor) for x in found), "an address is not looked up again"
+    assert not any(isinstance(x, torch.Tensor) for x in found), "C gets addresses and looks up none"
 
 
 def test_other_tensors_are_passed_by_their_addresses() -> None:
@@ -174,16 +174,16 @@ def test_arguments_that_may_need_another_kernel_are_left_to_triton(monkeypatch: 
     repeat, launcher, compiled = prepared(plain_kernel, args, BLOCK=64)
     large = 10**6
     for other in (
-        (torch.zeros(65)[1:], y, bias, n, one, pair),  # at no multiple of 16 bytes
+        (torch.zeros(65)[1:], y, bias, n, one, pair),  # its address is no multiple of 16
         (x.bfloat16(), y, bias, n, one, pair),
         (x, None, bias, n, one, pair),
         (x, y, x, n, one, pair),
         (x, y, bias, 49, one, pair),
-        (x, y, bias, n, True, pair),  # which is another type
+        (x, y, bias, n, True, pair),  # bool is another type than int
         (x, y, bias, n, one, pair._replace(scale=8)),
     ):
         assert repeat(*other) is None
-    assert repeat(x, y, bias, int("48"), one, pair) is compiled, "the same number"
+    assert repeat(x, y, bias, int("48"), one, pair) is compiled, "an equal number"
     assert prepared(plain_kernel, (x, y, bias, large, one, pair), BLOCK=64)[0](*args) is None
     launcher.launches.clear()
     with monkeypatch.context() as patch:
@@ -196,7 +196,7 @@ def test_arguments_that_may_need_another_kernel_are_left_to_triton(monkeypatch: 
             patch.setattr(triton.knobs.runtime, name, print)
             assert repeat(*args) is None
     with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", lambda *args, **named: None)  # as where launches only compile
+        patch.setattr(JITFunction, "run", lambda *args, **named: None)  # as in a run that only compiles
         assert repeat(*args) is None
     assert not launcher.launches
     assert repeat(*args) is compiled
@@ -275,7 +275,7 @@ def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
     assert same()
     made, bases = len(encoded), [torch.zeros_like(a) for _ in range(2)]
     described = made > 0
-    for base in (*bases, *bases):  # of which each is encoded once
+    for base in (*bases, *bases):  # each base is encoded once
         first.base = base
         assert same()
     of_triton_alone = 4 * 2 * described
@@ -285,7 +285,7 @@ def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
         assert repeat(*args) is None
     first.base = a
     again = type(first)(*(getattr(first, f) for f in first.__dataclass_fields__))
-    assert repeat(again, *args[1:]) is None, "a descriptor is the plan's own"
+    assert repeat(again, *args[1:]) is None, "only the plan's own descriptor is known"
     assert same()
 
 

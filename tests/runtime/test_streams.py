@@ -1,4 +1,4 @@
-"""Two streams, one world: its operators run one after the other, in the order of the calls, on every stream."""
+"""The operators of one world run one after the other in the order of the calls, on whatever streams."""
 
 import ast
 import contextlib
@@ -27,8 +27,8 @@ class Stream:
         self.capture = None
 
     def wait_stream(self, other):
-        # What CUDA refuses: cudaErrorStreamCaptureIsolation, cudaErrorStreamCaptureMerge.
-        assert other.capture == self.capture, "an edge from one graph to another, or in or out of one"
+        # CUDA refuses such edges: cudaErrorStreamCaptureIsolation, cudaErrorStreamCaptureMerge.
+        assert other.capture == self.capture, "the edge leaves or enters a graph"
         Cuda.waits += 1
         self.before |= other.before
 
@@ -134,11 +134,11 @@ def test_every_call_runs_after_the_last_one_in_its_graph_or_outside(steps):
             stream.before.add(number)
             calls[stream.capture].add(number)
             if graph is not None and stream.capture is None:
-                apart.add(stream)  # called beside the capture, then drawn into it: the one thing that is not ordered
+                apart.add(stream)  # a stream used beside a capture is not ordered if it joins later, so it never joins
 
 
 def test_a_capture_makes_no_buffers(ranks):
-    """Refused before anything is made, and only on the capturing stream. Existing buffers are returned."""
+    """New buffers are refused before any allocation, and only on the capturing stream. Existing ones are returned."""
 
     def main(world):
         cuda = Cuda()
@@ -157,7 +157,7 @@ def test_a_capture_makes_no_buffers(ranks):
         assert len(world.heap.live) == live
         assert cuda.asked == asked + 1
         assert world.keep("before", make) is before
-        assert cuda.asked == asked + 1, "nothing is asked where the workspace is there"
+        assert cuda.asked == asked + 1, "existing buffers need no query"
         cuda.now = cuda.streams[0]  # beside the capture
         inbox = world.keep(("pkt.all_reduce", "inbox"), make)
         cuda.now = cuda.streams[1]
@@ -172,7 +172,7 @@ def test_a_capture_makes_no_buffers(ranks):
 
 
 def test_a_capture_refuses_an_operator_that_was_not_called_before(ranks):
-    """Before anything is launched or exchanged; no plan is left either."""
+    """The call is refused before anything is launched or exchanged, and no plan is left."""
 
     def main(world):
         x = pkt.ones(8, world=world)
@@ -202,7 +202,7 @@ def test_cooperative_orders_before_it_launches():
         def run(self, *args, **options):
             said.append((args, options))
 
-    # In a context of its own, because it gives Triton an allocator, which tests behind it should not find.
+    # It runs in its own context: it gives Triton an allocator, which later tests must not find.
     contextvars.copy_context().run(launch.cooperative, World, Kernel(), (5,), 1, num_warps=8)
     options = {"grid": (5,), "warmup": False, "num_warps": 8, "launch_cooperative_grid": True}
     assert said == ["order", ((1,), options)]
@@ -213,7 +213,7 @@ def test_cooperative_orders_before_it_launches():
 
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: str(path.relative_to(KERNELS)))
 def test_every_operator_launches_through_cooperative(path):
-    """Not with kernel[grid](...) or kernel.run(...), which would neither be ordered nor refused."""
+    """kernel[grid](...) and kernel.run(...) would be neither ordered with other streams nor refused in captures."""
     tree = ast.parse(path.read_text())
     jitted = {
         f.name for f in tree.body if isinstance(f, ast.FunctionDef) and "jit" in map(_last_name, f.decorator_list)
@@ -234,7 +234,7 @@ def _last_name(node):
 
 # ------------------------------------------------------------------------------------------------------------ on GPUs
 def two_streams(world, rounds, size):
-    """The results of every round of operators on two streams in turn, each with its own data, with no other sync."""
+    """Run operators on two streams in turn, each with its own data and no other synchronization; check every round."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     xs = [pkt.zeros(n, name=f"x{i}") for i, n in enumerate((size, 3 * size + 1))]
     sums = [torch.zeros(rounds, 2, device=world.torch_device) for _ in xs]
@@ -294,7 +294,7 @@ def test_two_streams_on_gpus(count):
 
 
 @pytest.mark.gpu
-def test_what_the_order_costs_on_gpus():
+def test_the_order_of_streams_is_cheap_on_gpus():
     def main(world):
         import time
 

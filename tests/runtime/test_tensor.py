@@ -1,4 +1,4 @@
-"""Symmetric tensors: views, peers, names, and what torch's factories would have given."""
+"""Symmetric tensors: views, peers, names, and factories that equal torch's."""
 
 import copy
 import pickle
@@ -130,7 +130,7 @@ def test_names(ranks):
 
     (names, pair, nameless), *_ = ranks(1, main)
     assert names == ["x", "typed", "several", "weights", "inbox", "flags", "last", "a"]
-    if sys.version_info >= (3, 11):  # older ones cannot tell the two calls on that line apart
+    if sys.version_info >= (3, 11):  # older Pythons cannot tell the two calls on that line apart
         assert pair == ["one", "two"]
     assert all(name.startswith("empty@test_tensor.py:") for name in nameless)
 

@@ -1,4 +1,7 @@
-"""What cannot work is refused before anything is made, with the pair at fault and the matrix of all pairs."""
+"""GPUs that cannot work together are refused before anything is allocated.
+
+The error names the pair at fault and shows the matrix of all pairs.
+"""
 
 import random
 
@@ -11,7 +14,7 @@ from .fake_driver import FakeDriver, FakeGpu
 
 
 def topology(gpus, hosts=None):
-    """The topology of `gpus`, one per rank. hosts: by rank; a rank then sees only the GPUs of its host."""
+    """The topology of `gpus`, one per rank. hosts: each rank's host; with it a rank sees only the GPUs of its host."""
     if hosts is None:
         return assemble([probe(FakeDriver(r, gpus=gpus), r, "host", spans=False) for r in range(len(gpus))])
     here = [[gpu for gpu, host in zip(gpus, hosts, strict=True) if host == mine] for mine in hosts]
@@ -79,7 +82,7 @@ def test_topologies_that_cannot_work_are_refused(change, message):
 
 
 def on_two_hosts():
-    """Two GPUs on host a and one on host b, in one NVLink domain; not asked for descriptors."""
+    """Two GPUs on host a and one on host b, in one NVLink domain, without POSIX descriptors."""
     some = gpus(3, HANDLE_TYPE_FABRIC_SUPPORTED=1, HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=0)
     for gpu in some:
         gpu.domain = "c1/7"

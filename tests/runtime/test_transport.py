@@ -156,10 +156,10 @@ def dial(meeting, rank, said=b"", wait=False):
 
 
 def answer(sock):
-    """The bytes that a stranger is sent; none if all is well."""
+    """The bytes that a stranger receives; b"" if it was refused."""
     try:
         return sock.recv(100)
-    except ConnectionResetError:  # closed with something of his unread
+    except ConnectionResetError:  # closed while bytes of the stranger were unread
         return b""
 
 
@@ -175,7 +175,7 @@ def test_an_impostor_is_refused_and_delays_nobody(meeting):
 
     def main(rank):
         if rank == 1:
-            thread.join()  # the strangers were first
+            thread.join()  # the strangers come first
         return connect(meeting, rank, 2, 5.0)
 
     found = threads(2, main)
@@ -269,7 +269,7 @@ DEADLINE = 3.0  # seconds; long enough for a busy machine to start the ranks of 
 
 def losing(place, moments, size, victim, step, how):
     """main(rank) of a world in which `victim` gets signal `how` when it makes its collective call number `step`.
-    moments: of each rank when it began, of the victim when it was lost."""
+    moments: the time when each rank began, and for the victim the time when it was lost."""
     original = Transport.exchange_fds
 
     def main(rank):
@@ -295,8 +295,10 @@ def losing(place, moments, size, victim, step, how):
 
 
 def lose(losses):
-    """Play the losses (size, victim, step, how), several at a time: every survivor names the victim and nobody else.
-    The losses that a survivor left late."""
+    """Play the losses (size, victim, step, how), several at a time, and return those where a survivor left late.
+
+    Every survivor must name the victim and nobody else.
+    """
     places = [prepare() for _ in losses]
     moments = [memoryview(mmap.mmap(-1, 8 * loss[0])).cast("d") for loss in losses]  # shared with the forks
     try:
@@ -320,8 +322,11 @@ def lose(losses):
 
 
 def check_survivors(losses):
-    """All survivors leave within the deadline and 2 s. A busy machine may stand still for longer, so late losses are
-    played again, one at a time, and fail if they are late every time."""
+    """Assert that all survivors leave at most 2 s after the deadline.
+
+    A busy machine may stall for longer, so late losses are played again, one at a time. A loss that is late every time
+    fails.
+    """
     late = lose(losses)
     for _ in range(5):
         late = [loss for loss in late if lose([loss])]

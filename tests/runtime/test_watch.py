@@ -43,7 +43,7 @@ def test_every_rank_reports_an_expired_wait():
             record(page, 0, 1, counter, 3, 2, 41)
         elif world.rank == 0:
             record(page, 0, 0, counter - 4, 9, 8, 41, aborted=True)
-        for rank in range(world.size):  # as the device raises it: everywhere
+        for rank in range(world.size):  # a device raises the abort word on every rank
             world.heap.backend.view(rank, 0, 4).view(torch.int32)[words.STATUS_ABORT] = 1
         world.backend.transport.barrier("written")
         with pytest.raises(WaitTimeout) as caught:
@@ -90,7 +90,7 @@ def test_a_spin_ends_soon_after_the_peer_dies(leaves):
             with world:
                 raise ZeroDivisionError
         start = time.monotonic()
-        while not page[words.STATUS_ABORT]:  # what a kernel's wait does
+        while not page[words.STATUS_ABORT]:  # a kernel's wait polls it, too
             assert time.monotonic() - start < 25, "nobody raised the abort word"
             time.sleep(0.01)
         with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+\) (exited|closed its world) during a kernel") as caught:

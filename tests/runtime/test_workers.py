@@ -1,5 +1,4 @@
-"""pkt.launch's processes: warm, labelled, the first failure raised, nobody left behind, cells of a notebook "
-"included."""
+"""Workers of pkt.launch stay warm, label output, raise the first failure, run notebook cells and leave no orphan."""
 
 import linecache
 import os
@@ -50,7 +49,7 @@ def test_results_warm_processes_and_labels(workers, capsys):
     out = err = ""
     deadline = time.monotonic() + 10
     while (len(out.splitlines()) < 4 or len(err.splitlines()) < 4) and time.monotonic() < deadline:
-        time.sleep(0.02)  # lines come by a pipe
+        time.sleep(0.02)  # lines arrive through a pipe
         more = capsys.readouterr()
         out, err = out + more.out, err + more.err
     assert sorted(out.splitlines()) == sorted(["[rank 0] hello", "[rank 1] hello"] * 2)
@@ -65,7 +64,7 @@ def test_the_garbage_collector_skips_objects_that_stay(workers):
 
     frozen, others = run(workers, main)[0]
     assert frozen > 10 * others
-    assert run(workers, main)[0][0] <= frozen, "once, not at every call: what a call leaves behind must be found"
+    assert run(workers, main)[0][0] <= frozen, "frozen once: garbage of later calls must be collected"
 
 
 def test_the_first_traceback_is_raised_and_the_next_call_works(workers):

@@ -1,4 +1,4 @@
-"""World: collective objects, workspaces, life, and the messages where there is none."""
+"""World: collective objects, buffers, opening and closing, and the errors without a world."""
 
 import subprocess
 import sys

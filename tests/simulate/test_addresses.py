@@ -99,8 +99,8 @@ def test_an_access_to_a_peers_copy_of_a_plain_tensor_is_out_of_bounds(how: str) 
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 127])
-def test_no_other_tensor_begins_right_behind_the_end_of_one(count: int) -> None:
-    """Whatever the size of a tensor; and the error names the first element outside."""
+def test_a_gap_follows_every_tensor(count: int) -> None:
+    """A gap follows tensors of every size. The error names the tensor that ends before the access."""
 
     def main(world: Any) -> None:
         weights, _ = pkt.zeros(count), pkt.zeros(1000)

@@ -23,7 +23,7 @@ def queue_kernel(x_ptr, queue_ptr, tasks):
 
 
 def test_programs_take_tasks_from_a_queue_in_the_order_of_the_clock():
-    """Of 12 equal tasks for 4 programs; in the order of the schedule the first program would take them all."""
+    """4 programs share 12 equal tasks. In the order of the schedule the first program would take all of them."""
 
     def main(world):
         x, queue = torch.zeros(12 * BLOCK.value), torch.zeros(1, dtype=torch.int32)
@@ -43,7 +43,7 @@ def meet_kernel(flags, world):
 
 
 def test_timed_begins_on_all_ranks_together():
-    """Rank 0 is busy before, and the time of rank 1 does not include the wait for it."""
+    """Rank 0 starts late, because it is busy. The time of rank 1 does not include its wait for rank 0."""
 
     def main(world):
         flags = pkt.signals(2)

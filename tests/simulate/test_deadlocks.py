@@ -109,7 +109,7 @@ SPINS = ["volatile", "atomic", "cas", "plain"]
 
 @pytest.mark.parametrize("how", SPINS)
 def test_an_endless_spin_of_the_user_is_a_deadlock(how: str) -> None:
-    """Even while other ranks wait by pl.wait: the report has both."""
+    """The report lists the spinning programs, and the pl.wait of the other rank."""
 
     def main(world: Any) -> None:
         mailbox = pkt.signals(8)
@@ -193,7 +193,7 @@ def test_an_endless_loop_without_accesses_is_a_deadlock() -> None:
     assert "a loop of its own" in str(error)
 
 
-# -- code that looks like a spin and is none -------------------------------------------------------------------------
+# -- code that only looks like a spin --------------------------------------------------------------------------------
 
 
 @triton.jit

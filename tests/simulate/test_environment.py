@@ -246,7 +246,7 @@ def test_a_run_undoes_all_its_patches(fn: Any, error: type | None) -> None:
     after = state()
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     assert not changed
-    assert builder.pkt is None  # lets go of the machine with all its memory
+    assert builder.pkt is None  # nothing refers to the machine and its memory
 
 
 def test_the_snapshot_detects_patches() -> None:
@@ -291,7 +291,7 @@ compile_only(narrow, "*fp32", 128)
 
 
 def test_a_kernel_compiled_after_a_run_keeps_its_static_assert(tmp_path: Path) -> None:
-    """In a process that compiles for the first time after its first simulation."""
+    """The process compiles for the first time after its first simulation."""
     (tmp_path / "asserting.py").write_text(ASSERTING)
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, tmp_path / "asserting.py"], capture_output=True, text=True, env=environment)

@@ -31,8 +31,8 @@ from tests.simulate.test_races_tma import tile_in_main, tile_out_main
 
 @triton.jit
 def exchange(x, tiles, out, back, flags, world, N: tl.constexpr):
-    """Send two messages to the right neighbour, one by plain stores read by TMA, one by TMA stores read plainly; then
-    a barrier, so that the next launch may overwrite them."""
+    """Send two messages to the right neighbour: plain stores, which it loads by TMA, and a TMA store, which it loads
+    plainly. After the barrier the next launch may overwrite them."""
     o = tl.arange(0, N * N)
     epoch = pl.epoch(flags, world)
     right = (world.rank + 1) % world.size
@@ -134,7 +134,7 @@ def test_every_dropped_signal_is_reported() -> None:
         owner, counter = str(signal.target).split("'s ")
         waits = {(f"rank {w.rank}", w.counter): (w.wanted, w.found) for w in found.failure.waits}
         assert (owner, counter) in waits, signal
-        if counter != "mailbox[2]":  # the dropped signal is the barrier's
+        if counter != "mailbox[2]":  # mailbox[2] is the barrier's
             assert waits[owner, counter] == (signal.launch, signal.launch - 1)
 
 

@@ -143,7 +143,7 @@ def test_a_host_barrier_waits_for_all_ranks() -> None:
         assert order == [(what, i) for i in range(3) for what in ["before"] * 3 + ["after"] * 3]
 
 
-def test_a_workspace_is_made_once_a_world() -> None:
+def test_a_workspace_is_made_once_per_world() -> None:
     made = []
 
     def main(world: Any) -> None:
@@ -186,7 +186,7 @@ def test_every_rank_has_its_own_random_state() -> None:
 
 
 def test_every_rank_has_its_own_gradient_mode() -> None:
-    """Even if other ranks run while one of them is inside torch.no_grad()."""
+    """Other ranks run while one of them is inside torch.no_grad()."""
 
     def main(world: Any) -> list[bool]:
         found = []
@@ -432,7 +432,7 @@ def address_space() -> int:
 
 
 def test_a_heap_larger_than_memory_commits_no_memory() -> None:
-    """The kernel reserves no memory for a window before it is written: it refuses neither the windows nor a fork."""
+    """Linux reserves no memory for a window until it is written, so it refuses neither the windows nor a fork."""
 
     def main(world: Any) -> bool:
         if world.rank == 0:

@@ -113,7 +113,7 @@ def logic(out, counter, a, b, FLAG: tl.constexpr):
         tl.store(out, 1)
     else:
         tl.store(out, 0)
-    if FLAG and a > 3:  # a false constant ends it
+    if FLAG and a > 3:  # a false constant skips the rest
         tl.store(out + 1, 1)
     else:
         tl.store(out + 1, 0)
@@ -212,7 +212,7 @@ def test_helpers_of_other_modules_work() -> None:
 
 
 def test_each_rank_has_its_own_closures() -> None:
-    """Every rank makes the kernel anew, with its own closure; reused ids confuse nothing."""
+    """Every rank defines the kernel again, with its own closure. A reused id never finds another rank's kernel."""
 
     def main(world: Any) -> float:
         offset = tl.constexpr(10 * world.rank)

@@ -47,7 +47,7 @@ def not_specialised(out, n):
 
 
 def test_the_integer_one_is_a_constant() -> None:
-    """Triton compiles an argument of 1 as a constant, so on rank 1 only: code that fails there must fail here."""
+    """Triton compiles an argument of 1 as a constant. Code that fails only on rank 1 must fail here, too."""
     out = torch.empty(1, dtype=torch.int64)
     for n in (0, 2, 16, 2**40):
         run(specialised, (1,), out, n)
@@ -68,7 +68,7 @@ def argument_types(i, j, k, f, b, none):
     tl.static_assert(none is None)
 
 
-def test_numbers_have_the_types_of_a_launch() -> None:
+def test_numbers_have_the_types_that_a_launch_gives_them() -> None:
     run(argument_types, (1,), 5, 2**31, 2**63, 0.1, True, None)
 
 

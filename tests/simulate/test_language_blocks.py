@@ -41,7 +41,7 @@ def test_reductions_match_torch() -> None:
     assert_same(rows, torch.stack([x.sum(1), x.amax(1), x.amin(1)]))
     first = torch.stack([(x == x.amax(0)).int().argmax(0), (x == x.amin(0)).int().argmax(0)]).int()
     assert_same(cols[:2], first)
-    assert_same(cols[2], first[0])  # of equal values the leftmost wins
+    assert_same(cols[2], first[0])  # the leftmost of equal values wins
     assert cols[3].all()
     assert_same(whole, torch.stack([x.sum(), x.amax(), x.sum(), x.sum()]))
 

@@ -125,7 +125,7 @@ MEANING: dict[str, Any] = {
 
 
 def as_dtype(values: list, dtype: torch.dtype) -> torch.Tensor:
-    """As a tensor of dtype, by way of the signed integers: torch has few operations on unsigned ones."""
+    """`values` as a tensor of dtype. Unsigned ones are made from signed ones, for which torch has more operations."""
     signed = {torch.uint32: torch.int32, torch.uint64: torch.int64}.get(dtype)
     if signed is None:
         return torch.tensor(values, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype)
@@ -149,7 +149,7 @@ def test_atomics_update_an_element_one_after_the_other(op: str, dtype: torch.dty
             was[i] = state[i // 2]
             state[i // 2] = MEANING[op](state[i // 2], v)
     assert x.tolist() == as_dtype(state, dtype).tolist()
-    if not (op in ("max", "min") and dtype.is_floating_point):  # those take two integer atomics
+    if not (op in ("max", "min") and dtype.is_floating_point):  # Triton makes these of two integer atomics
         assert old.tolist() == as_dtype(was, dtype).tolist()
 
 
@@ -335,7 +335,7 @@ def test_descriptor_offsets_must_be_multiples_of_16_bytes() -> None:
         run(descriptor_unaligned, (1,), desc, torch.empty(8))
 
 
-if not NEWEST:  # later releases have no minimum
+if not NEWEST:  # newer releases have no block pointers
 
     @triton.jit
     def block_pointers(x, y, m, n, BM: tl.constexpr, BN: tl.constexpr):

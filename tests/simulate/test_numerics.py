@@ -239,7 +239,7 @@ def integers(a, b, out, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
-def test_integer_arithmetic_is_that_of_c(dtype: torch.dtype) -> None:
+def test_integer_arithmetic_matches_c(dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     info = torch.iinfo(dtype)
     low, high = max(info.min, -(2**40)), min(info.max, 2**40)

@@ -383,7 +383,7 @@ def take_over(x, flags, out, world, HOW: tl.constexpr):
 
 @pytest.mark.parametrize("how", ["volatile", "relaxed", "no fence"])
 def test_a_relaxed_poll_and_a_fence_act_as_a_wait(how: str) -> None:
-    """The flag is no race, and the signal counts as waited for."""
+    """Polling the flag is no race, and the signal counts as waited for."""
 
     def main(world: Any) -> None:
         x, flags = pkt.zeros(1), pkt.signals(1)

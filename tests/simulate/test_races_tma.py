@@ -1,4 +1,4 @@
-"""The race detector on TMA, a proxy of its own with stores that land late."""
+"""The race detector on TMA: its accesses have a proxy of their own, and its stores land late."""
 
 from __future__ import annotations
 

@@ -162,7 +162,8 @@ def test_atomics_update_a_peers_copy(seed: int) -> None:
     assert x[4] == [7] * n
     assert x[5] == [7 ^ 16] * n
     olds = [f[1] for f in found]
-    # In any order every old value is the sum of the updates before, and each exchange returns the last one's value.
+    # In any order, each old value is the sum of the updates before it, and each exchange returns the value that the
+    # exchange before it stored.
     sums = sorted((o[1], r + 1) for r, o in enumerate(olds))
     for (a, step), (b, _) in pairwise(sums):
         assert a + step == b

@@ -201,7 +201,7 @@ def test_pl_test_does_not_wait() -> None:
 
 @triton.jit
 def barrier_rounds(x, bad, flags, rounds, world):
-    """In each round every program of an index writes its rank's cell everywhere, then must see all cells."""
+    """In each round a program writes its rank's cell on every rank, and then must see all cells of its index."""
     pid = tl.program_id(0)
     cells = x + pid * world.size
     for i in range(rounds):
@@ -326,14 +326,14 @@ def test_fence_and_quiet_order_relaxed_flags(kind: str) -> None:
 
 def test_a_message_without_fences_is_stale() -> None:
     stale = failures(message_main, 2, args=("none",), races=False)
-    assert sum("stale" in str(e) for e in stale.values()) >= 6  # of 50 schedules, so it is no rare case
+    assert sum("stale" in str(e) for e in stale.values()) >= 6  # of 50 schedules: not a rare case
     raced = failures(message_main, 2, args=("none",))
     assert any(isinstance(e, pkt.DataRace) for e in raced.values())
 
 
 @triton.jit
 def tiles_message(x, out, flag, world, QUIET: tl.constexpr):
-    """The same with a TMA store, for which a fence does not wait."""
+    """Pass a message by a TMA store. A fence does not wait for that store, quiet does."""
     if world.rank == 0:
         desc = tl.make_tensor_descriptor(pl.peer(x, 1, world), [16, 16], [16, 1], [16, 16])
         desc.store([0, 0], tl.full((16, 16), 3, tl.int32))
@@ -393,7 +393,7 @@ def epoch_waits(x, bad, flags, world):
 
 @pytest.mark.parametrize("start", [0, 2**31 - 2, 2**32 - 3])
 def test_epochs_count_launches(start: int) -> None:
-    """For all grids, and through the wrap of the 32-bit count."""
+    """Grids of every shape count alike, also through the wrap of the 32-bit count."""
 
     def main(world: Any) -> None:
         flags, seen = pkt.signals(1), torch.zeros(12, dtype=torch.int32)

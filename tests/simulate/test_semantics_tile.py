@@ -73,7 +73,7 @@ def reduce_tiles(x, out, inplace, bar, world, R: tl.constexpr, C: tl.constexpr, 
     pl.tile.reduce(out, (0, 0, 0, 1), x, (0, 1, 0, 0), world, R, C, OP)
     me = tl.cast(world.rank, tl.int32)
     pl.tile.all_reduce(inplace, (0, 0, me, 0), world, R, C, OP)
-    pl.tile.signal(bar, (0, 0, 0, 1), (me + 1) % world.size, world)  # only to have a test of it
+    pl.tile.signal(bar, (0, 0, 0, 1), (me + 1) % world.size, world)  # only to test the signal
     pl.tile.wait(bar, (0, 0, 0, 1), 1, world)
     pl.tile.barrier(bar, (0, 0, 0, 0), world)
 

@@ -75,7 +75,7 @@ WORDS = (torch.int32, torch.uint32, torch.float32)
 
 @pytest.mark.parametrize("types", [HALVES, WORDS, HALVES[:2] + WORDS[:2]], ids=["halves", "words", "integers"])
 def test_casts_equal_those_of_torch(types: tuple[torch.dtype, ...]) -> None:
-    """Bit by bit between types of one width, by value between integers."""
+    """Casts between types of one width keep the bits, and casts between integers convert the value."""
     bits = types[0].itemsize == types[-1].itemsize
 
     def run(world: Any) -> None:

@@ -1,4 +1,4 @@
-"""No test of the tuner reads or writes the cache, or follows the wishes, of the person who runs it."""
+"""No test of the tuner uses the cache or the PKT_NCCL of the person who runs it."""
 
 import pytest
 

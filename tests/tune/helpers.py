@@ -1,4 +1,4 @@
-"""The tuned operators, and a timer that can be noisy, slow on one rank, fail, hang up and lie, as a real one can."""
+"""The tuned operators, and a timer that can be noisy, slow on one rank, fail, hang and lie, as a real one can."""
 
 import random
 from dataclasses import dataclass, field
@@ -19,13 +19,14 @@ def candidates(count):
 
 
 def anything(n):
-    """What is tuned where only the timer matters."""
+    """A function to tune where only the timer matters."""
 
 
 @dataclass
 class Rough(RecordedTimer):
-    """`seconds(n)` for Config(n=n), times 1 + noise, later on the ranks in `slow`; what `fails` maps (rank, n) to is
-    raised in `where`, once per call. Counts what it was asked for."""
+    """A timer that reports `seconds(n)` for Config(n=n), times a random factor up to 1 + noise, and times 1.5 on the
+    ranks in `slow`. fails: errors by (rank, n), which each call of the method `where` raises. `asked` lists the calls
+    of `times`."""
 
     world: object
     seconds: object = lambda n: 1e-3

@@ -33,7 +33,7 @@ def grid(meta):
 
 # ------------------------------------------------------------------------------------------------------ the simulator
 def test_a_kernel_tunes_on_the_modelled_clock():
-    """4 SMs share 4 blocks; one block is work for one of them."""
+    """Four small blocks are work for 4 SMs; one large block is work for one SM."""
     tuned = pkt.autotune(pkt.space(BLOCK=[4096, 16384], num_warps=4), key=["n"], restore=["x_ptr"])(scale_kernel)
 
     def main(world):
@@ -66,7 +66,7 @@ def test_triton_configs_and_their_hooks():
     assert hooked[-1]["BLOCK"] == search.best["BLOCK"]
     assert hooked[-1]["n"] == 64
     assert hooked[-1]["num_warps"] == 4
-    assert len(hooked) == 3, "a run of each, and the call"
+    assert len(hooked) == 3, "one run of each config, and the call"
 
 
 CHUNK = tl.constexpr(64)
@@ -95,7 +95,7 @@ def _push(task, x_ptr, half, flags, out_ptr, world, epoch):
 
 
 def test_the_split_of_an_overlapped_kernel_is_tuned_and_right():
-    """One communicator holds everybody up; results are right whichever split is chosen."""
+    """With one communicating program all others wait for it. Results are right for every split."""
     tuned = pkt.autotune(
         pkt.space(num_comm_sms=[1, 2, 3, 4]), check=lambda named, _: bool((named["out_ptr"] > 0).all())
     )(split_kernel)
@@ -118,7 +118,7 @@ def test_the_split_of_an_overlapped_kernel_is_tuned_and_right():
     assert times[1] > 1.2 * min(times.values())
 
 
-def test_a_function_tunes_and_a_new_run_remembers():
+def test_a_new_run_reuses_the_choice_for_a_function():
     @pkt.autotune(pkt.space(chunk=[16, 64]), key=["x"], restore=["x"])
     def double(x, chunk):
         ran.append(chunk)
@@ -133,7 +133,7 @@ def test_a_function_tunes_and_a_new_run_remembers():
     assert sorted(ran) == [16, 16, 16, 16, 64, 64], "4 programs for 4 SMs"
     ran.clear()
     pkt.launch(main, 2, device="cpu", sms=4)
-    assert ran == [16, 16], "what the first run found"
+    assert ran == [16, 16], "the choice of the first run"
     assert list(double.searches) == ["x=(64, 'fp32'), dtypes=fp32"]
     assert double.__name__ == "double"
 
@@ -150,7 +150,7 @@ def test_simulate_runs_the_chosen_config():
 
 
 def test_a_tuned_function_can_be_sent_to_workers():
-    """What pkt.launch on GPUs sends to its processes, with a case that is known here and not there."""
+    """As pkt.launch on GPUs sends it to its processes. The case is known here, and not there."""
     tuned = pkt.autotune(pkt.space(BLOCK=[8, 64]), key=["n"], bucket={"n": lambda n: n})(scale_kernel)
 
     def main(world):
@@ -164,7 +164,7 @@ def test_a_tuned_function_can_be_sent_to_workers():
 
 # --------------------------------------------------------------------------------------------------------------- cases
 def counting(**options):
-    """An autotuned function of two arguments, which config n each call ran with, and how many were searched."""
+    """An autotuned function of two arguments, which returns the setting n that it ran with."""
 
     def fn(m, k, n):
         return n
@@ -184,7 +184,7 @@ def test_a_case_is_searched_once():
     assert list(tuned.searches) == ["m=1", "m=2"]
 
 
-def test_tensors_count_with_shape_and_dtype():
+def test_tensors_enter_the_case_by_shape_and_dtype():
     tuned = counting(key=["m"])
 
     def main(world):
@@ -254,7 +254,7 @@ def test_pruning_is_asked_once_and_may_leave_one():
     tuned = counting(key=["m"], prune=prune)
     assert in_threads(1, lambda world: [tuned(m, 1) for m in (1, 3, 1, 3)]) == [[0, 2, 0, 2]]
     assert asked == [1, 3]
-    assert list(tuned.searches) == ["m=3"], "one needs no search"
+    assert list(tuned.searches) == ["m=3"], "a single config needs no search"
 
 
 # ------------------------------------------------------------------------------------------------------- CUDA graphs
@@ -306,7 +306,7 @@ def test_wrong_arguments_are_refused_when_called():
 
 # ----------------------------------------------------------------------------------------------- Triton's own autotuner
 class Bench(Rough):
-    """Of calls without a config."""
+    """Times calls that have no config."""
 
     def first(self, config, run):
         return super().first(Config(n=0), run)
@@ -315,7 +315,7 @@ class Bench(Rough):
         return super().times(Config(n=0), run, repeats)
 
 
-def test_do_bench_gives_every_rank_the_same(monkeypatch):
+def test_do_bench_gives_every_rank_the_same_times(monkeypatch):
     rough = {"seconds": lambda n: 1e-3, "noise": 0.5}
     monkeypatch.setattr(bench, "timer_of", lambda world: Bench(world, **rough))
 

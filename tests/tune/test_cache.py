@@ -1,4 +1,4 @@
-"""What is kept between runs: by what, by whom, and what happens to files that others write or break."""
+"""The cache of choices: its keys, the ranks that read and write it, and files that others write or break."""
 
 import datetime
 import importlib.metadata
@@ -42,14 +42,14 @@ def content(folder, name="op"):
 def test_a_choice_is_found_again(own_cache):
     tuned(key={"m": 64, "shape": (1, 2)})
     assert looked_up(key={"m": 64, "shape": (1, 2)}) == [Config(n=2)]
-    assert looked_up(key={"shape": (1, 2), "m": 64}) == [Config(n=2)], "the order of a key says nothing"
+    assert looked_up(key={"shape": (1, 2), "m": 64}) == [Config(n=2)], "the order in a key does not matter"
     (choice_kept,) = content(own_cache)["choices"].values()
     today = datetime.date.today().isoformat()
     assert choice_kept == {"config": {"n": 2}, "seconds": 1.0, "date": today}
 
 
 def test_pkt_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is run from its source: an operator looks for its choice there, too."""
+    """pkt may run from its source tree; an operator looks for its choice there, too."""
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -93,12 +93,12 @@ def test_a_changed_source_is_another_case(own_cache):
     assert len(content(own_cache, "first")["choices"]) == 2
 
 
-def test_a_second_look_is_no_collective():
+def test_a_second_lookup_is_not_collective():
     def main(world):
         found = [choice("op", {"m": 1}, world)]
         world.backend.exchange = None
         found.append(choice("op", {"m": 1}, world))
-        with pytest.raises(TypeError):  # another case is
+        with pytest.raises(TypeError):  # another case is collective
             choice("op", {"m": 2}, world)
         return found
 
@@ -107,7 +107,7 @@ def test_a_second_look_is_no_collective():
 
 
 def test_a_tuned_choice_is_seen_at_once():
-    """Also by operators that have made their plans already."""
+    """Operators that already have plans see it, too."""
 
     def main(world):
         world.plans["an operator's"] = "with other settings"
@@ -122,7 +122,7 @@ def test_a_tuned_choice_is_seen_at_once():
 
 
 def anything_in(world, n):
-    """The same, in a world."""
+    """As `anything`, with a world."""
 
 
 def test_rank_0_reads_for_all(tmp_path):
@@ -138,7 +138,7 @@ def test_rank_0_reads_for_all(tmp_path):
     assert [end.value for end in in_worlds(3, main)] == [Config(n=0)] * 3
 
 
-def test_names_that_are_no_file_names(own_cache):
+def test_names_that_cannot_be_file_names(own_cache):
     tuned(name="a/b c")
     tuned(name="a_b/c", best=1)
     assert looked_up(name="a/b c") == [Config(n=2)]
@@ -183,7 +183,7 @@ def test_a_file_that_is_not_ours_is_ignored_with_one_warning(text, own_cache):
     assert len(said) == 1
     assert str(path) in said[0]
     assert "remove it" in said[0]
-    assert path.read_bytes() == before, "it may be somebody's"
+    assert path.read_bytes() == before, "the file may be somebody else's"
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch, tmp_path):
@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch, tmp_path):
         assert tuned(2).best == Config(n=2)
 
 
-def test_a_choice_that_is_no_candidate_any_more_is_searched_again():
+def test_a_choice_that_is_no_longer_a_candidate_is_searched_again():
     def once(count):
         fn = autotune(candidates(count), timer=lambda w: Rough(w, lambda n: 9.0 - n))(lambda world, n: n)
         return in_threads(2, fn)
@@ -204,7 +204,7 @@ def test_a_choice_that_is_no_candidate_any_more_is_searched_again():
 
 # ------------------------------------------------------------------------------------------------------------- races
 def test_jobs_that_write_at_once_lose_nothing(own_cache):
-    """7 processes, 30 choices each into one file; an eighth reads until all are there, and finds it whole each time."""
+    """7 processes write 30 choices each into one file. An eighth reads until all are there; the file is never cut."""
     measured, wanted = SimpleNamespace(backend=SimpleNamespace(timed=None)), 7 * 30
 
     def job(number):
@@ -224,7 +224,7 @@ def test_jobs_that_write_at_once_lose_nothing(own_cache):
 
 
 def test_a_lock_of_a_dead_writer_is_free(own_cache):
-    """It leaves its lock, which goes with it, and half of a new file."""
+    """The dead writer leaves a lock file, which nobody holds any more, and half of a new file."""
     own_cache.mkdir()
     (own_cache / "op.json.lock").touch()
     (own_cache / "op.json.new").write_text('{"format": 1, "cho')

@@ -1,4 +1,4 @@
-"""`pkt tune`: what it searches, writes and says, and how it ends; in the simulator, or with searches made up."""
+"""`pkt tune`: its searches, files, messages and exit codes. Searches run in the simulator, or are made up."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ def run(*arguments):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """No launch: each layer's search is one that ships, and the layers that were asked for."""
+    """Replaces each search by one that ships, with no launch; lists the (layer, ranks, device) that were asked for."""
     asked = []
 
     def searched(layer, ranks, device):
@@ -104,7 +104,7 @@ def test_all_is_every_operator_at_its_benchmark_s_sizes(made_up, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {f"{what}.json" for what in OPERATORS}
 
 
-def test_names_short_and_full(made_up, tmp_path):
+def test_short_and_full_names_are_taken(made_up, tmp_path):
     for name in ("ag_gemm", "all_gather_matmul"):
         run(name, "--m", 8, "--n", 16, "--k", 4, "--ranks", 2, "--dtype", "fp16", "--out", tmp_path)
     assert made_up == [(Layer("all_gather_matmul", 8, 16, 4, "fp16"), 2, "cuda")] * 2

@@ -56,7 +56,7 @@ def test_of_takes_configs_dicts_and_tritons_configs():
         pkt.Config.of(5)
 
 
-def test_a_space_is_a_product_the_last_axis_fastest():
+def test_the_last_axis_of_a_space_varies_fastest():
     found = pkt.space(a=range(1, 3), b=["x", "y"], num_warps=8)
     assert [tuple(c.values()) for c in found] == [(1, "x", 8), (1, "y", 8), (2, "x", 8), (2, "y", 8)]
     assert pkt.space(mode="push") == [pkt.Config(mode="push")]

@@ -1,5 +1,5 @@
-"""Against every candidate that benchmarks/exhaustive.py measured: what the tuner finds having seen a few, and what is
-taken for a shape that was not measured. Replayed, with no GPU."""
+"""The tuner against every candidate that benchmarks/exhaustive.py measured, replayed without a GPU: its choice after a
+few measurements, and its choice for a shape that was not measured."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ CLOSE = 0.03
 
 
 def cases(what):
-    """Of every case the key, and the seconds of each candidate that is still in the operator's space."""
+    """(key, seconds by config) of every case, for the candidates that are still in the operator's space."""
     found = []
     for case in tuned.cases(what):
         space = set(operator_space(OPERATORS[what], case.key))
@@ -35,14 +35,14 @@ def recorded(times, world):
 
 
 def replayed(world, what, sign):
-    """The search of `pkt tune` in each case: how far what it chose is from the best, and the share it measured."""
+    """By case, how much slower the choice of `pkt tune` is than the best, as a share. The search kept to its budget."""
     found = {}
     for key, times in cases(what):
 
         def model(config, key):
             return sign * MODELS[what](config, key)
 
-        # In the space's order: that of the results would let the fastest win every tie.
+        # In the space's order: in the order of the results the fastest would win every tie.
         space = [config for config in operator_space(OPERATORS[what], key) if config in times]
         configs, most = shortlist(space, model, key)
         timer = partial(recorded, times)
@@ -54,7 +54,7 @@ def replayed(world, what, sign):
 
 
 @pytest.mark.parametrize("what", MODELS)
-def test_the_tuner_s_choice_is_close_to_the_best_having_measured_an_eighth(what):
+def test_the_tuner_measures_an_eighth_and_chooses_close_to_the_best(what):
     losses = pkt.launch(replayed, ranks=1, device="cpu", args=(what, 1))[0]
     assert {size for _, size, _ in losses} == {2, 4}
     assert {case: loss for case, loss in losses.items() if loss > CLOSE} == {}
@@ -84,7 +84,7 @@ def test_a_gluon_form_without_settings_is_predicted_with_those_of_its_rule():
 
 
 def taken(what, key, monkeypatch):
-    """The config for a case if it were not in the table, from the nearest that is, however far."""
+    """The config for a case that is taken out of the table: that of the nearest other case, however far."""
     others = tuple(s for s in tables.measured(OPERATORS[what]) if s.key != {**key, "gpu": H200.name})
     with monkeypatch.context() as patch:
         patch.setattr(tables, "measured", lambda _: others)
@@ -94,7 +94,7 @@ def taken(what, key, monkeypatch):
 
 @pytest.mark.parametrize("what", MODELS)
 def test_an_untuned_shape_is_within_a_tenth_of_the_best(what, monkeypatch):
-    """The Gluon form by its own rule; and what is taken from the nearest shape, whichever form."""
+    """For the Gluon form with its own rule, and for the config of the nearest shape, of any form."""
     losses = {}
     for key, times in cases(what):
         near = taken(what, key, monkeypatch)

@@ -33,7 +33,7 @@ def on_h200(monkeypatch):
 
 
 def own_rule(what, key):
-    """By an operator's own rule on H200."""
+    """The config of an operator's own rule on H200."""
     return Config(**OPERATORS[what].choose(key, H200))
 
 
@@ -42,7 +42,7 @@ def rows_of(found):
 
 
 def tuned(what, shape, config, size=2, seconds=2e-3):
-    """Remember `config` for a case, found against the slower NCCL + cuBLAS, or the other way round."""
+    """Tune a case so that `config` wins against NCCL + cuBLAS, or, where it is that, against another mode."""
     other = Config(mode="none") if config == NCCL else NCCL
     key, times = {**shape, "dtype": "bf16", "size": size}, {config: seconds, other: 2 * seconds}
 
@@ -62,7 +62,7 @@ def test_an_explanation_tells_the_rule_of_choice(what, shape, on_h200, capsys):
 
     for chosen, explained, own in in_threads(4, main):
         assert explained == (chosen or own)
-    found = explain(what, **shape)  # four H200 are taken where there is no world
+    found = explain(what, **shape)  # without a world, of four H200
     assert found.config == explained
     assert str(found).splitlines() == capsys.readouterr().out.rstrip().splitlines()[-len(str(found).splitlines()) :]
 
@@ -87,7 +87,7 @@ def test_a_choice_tuned_here_comes_first(config, off, on_h200, monkeypatch):
         assert "tuned on" not in explain("gemm_ar", **FAR, **other).why
 
 
-def test_of_several_machines_with_this_gpu_the_last_counts(on_h200):
+def test_the_newest_choice_of_several_machines_with_this_gpu_counts(on_h200):
     key = {**FAR, "dtype": "bf16", "size": 2}
     in_threads(2, lambda world: world.rank or [
         cache.store(world, "op", cache.case(world, "", key).replace('"sms": ', f'"sms": {n}'), Config(n=n), 1.0)
@@ -122,7 +122,7 @@ class Planned(Exception):
 @pytest.mark.parametrize("gluon", [True, False])
 @pytest.mark.parametrize("shape", [(4096, 1024, 4096), (128, 8192, 2048), (130, 100, 64), (4096, 8192, 8192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_choose_says_what_a_call_takes(what, gluon, shape, dtype, monkeypatch):
+def test_choose_agrees_with_a_call(what, gluon, shape, dtype, monkeypatch):
     if gluon:
         monkeypatch.setattr(gluon_fits, "missing_anywhere", lambda world: "")
         monkeypatch.setattr(Call, "on_gpu", True)
@@ -203,7 +203,7 @@ def test_gpus_and_dtypes_without_a_model_have_no_prediction():
 
 
 def test_an_operator_without_candidates_and_baseline(monkeypatch):
-    """Its own rule is all that there is to say."""
+    """The explanation has only the operator's own rule."""
     operator = copy.copy(OPERATORS["matmul_all_reduce"])
     operator.name, operator.default = "other", lambda call: "lcsc"
     operator.forms = {"lcsc": replace(operator.forms["lcsc"], space=None, seconds=None)}

@@ -1,4 +1,4 @@
-"""The cost model: its equation, its parts by hand, and how far it is from what was measured."""
+"""The cost model: its equation, its parts against sums by hand, and its error against measurements."""
 
 import heapq
 import math
@@ -20,7 +20,7 @@ from tests.tune.helpers import MODELS, OPERATORS
 
 WIDE = (128, 256, 64)
 
-# Median and worst of |predicted / measured - 1| over what ships. As found, rounded up.
+# Median and worst of |predicted / measured - 1| over the results that ship, rounded up.
 HELD = {
     "all_gather_matmul": (0.05, 0.21),
     "matmul_reduce_scatter": (0.05, 0.19),
@@ -47,7 +47,7 @@ def test_the_total_is_the_paper_s_equation():
 
 
 def played(tasks, task_seconds, sms, late, until):
-    """What `waves` says, found by handing out the tasks one by one."""
+    """The result of `waves`, found by handing out the tasks one by one."""
     free = [0.0] * (sms - late) + [until] * late
     heapq.heapify(free)
     end = 0.0
@@ -66,15 +66,15 @@ def test_waves_equal_a_simulated_queue(tasks, seconds, sms, late, until):
     assert found == pytest.approx(played(tasks, float(seconds), sms, late, float(until)))
 
 
-def test_a_wave_more_than_whole_ones_costs_a_wave():
+def test_one_task_beyond_whole_waves_costs_a_wave():
     assert waves(132, 1.0, 132) == 1.0
     assert waves(133, 1.0, 132) == 2.0
-    # 124 SMs for 512 tiles: five waves; but the eight that come back after the first one make it four again
+    # 512 tiles take five waves of 124 SMs, and four with the eight SMs that join after the first wave
     assert waves(512, 1.0, 124) == 5.0
     assert waves(512, 1.0, 132, num_comm_sms=8, until=1.0) == 4.0 + (512 > 124 * 4 + 8 * 3)
 
 
-def test_a_kernel_of_one_s_own():
+def test_an_overlapped_kernel_by_hand():
     together = {"tasks": 132, "task_seconds": 1e-3, "comm_bytes": 390e6, "comm_rate": 390e9}
     assert together["comm_bytes"] / together["comm_rate"] == 1e-3
     alone = overlapped(tasks=132, task_seconds=1e-3)
@@ -116,7 +116,7 @@ def test_link_rate_is_the_measured_curve():
         assert link_rate("copy engine put", 0, nbytes) == pytest.approx(gb_s * 1e9)
 
 
-def test_half_a_block_under_way_is_two_thirds_of_a_program():
+def test_a_program_with_half_a_block_in_flight_counts_as_two_thirds():
     measured = dict(link_curves()["by_programs"]["register store, 8 warps, 16 KB, one"])
     for programs in (1, 2, 4, 8):
         assert link_rate("register store", programs, 16384) == pytest.approx(measured[programs] * 1e9, rel=0.06)
@@ -164,7 +164,7 @@ def test_pkt_s_own_collective_beside_a_product(what):
         case = {"M": M, "N": 8192, "K": 7168, "dtype": "bf16", "size": 4}
         found, alone = estimate(what, UNFUSED, case), library(case)
         rate = sent(what, case) / (found.total - alone.total - H200.launch - H200.barrier)
-        assert 330e9 < rate < 363e9, "of registers, by all SMs"
+        assert 330e9 < rate < 363e9, "the rate of register stores from all SMs"
     assert found.total < estimate(what, NCCL, case).total
 
 
@@ -186,8 +186,9 @@ def in_turns(what, case, **settings):
 
 @pytest.mark.parametrize("what", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_taking_turns_by_hand(what):
-    """A quarter of 132 programs' tiles is a round's worth of own tiles. What they are behind is waited for by each of a
-    program's if it is less than what comes takes, and is computed in the end with nothing to send."""
+    """On 4 ranks a round of 132 tiles has 33 own tiles, which come `lag` tiles behind the others'. If computing `lag`
+    tiles takes less time than a tile takes to arrive, a program waits for the rest of it before each own tile. Nothing
+    is sent while the last `lag` tiles are computed."""
     case = {"M": 8192, "N": 8192, "K": 2048, "dtype": "bf16", "size": 4}
     half, one, own = 3 * 2048 * 8192 * 2, tile_seconds(128, 256, 2048), 16 * 32
     moving = (1 if what == "matmul_reduce_scatter" else 2) * half / link_rate("TMA store", H200.sms)
@@ -207,7 +208,7 @@ def test_taking_turns_by_hand(what):
 
 
 def test_rounds_of_narrow_tiles_and_of_short_ones():
-    """Two, and one where half of a round is not long enough."""
+    """The default lag is two rounds of narrow tiles, and one of wide tiles where half a round is too short."""
     case = {"M": 16384, "N": 16384, "K": 512, "dtype": "bf16", "size": 4}
     for tiles, lag in (((128, 128, 64), 66), (WIDE, 33)):
         taken, given = (Config(mode="gluon", tiles=tiles, **of) for of in ({}, {"lag": lag}))
@@ -215,7 +216,7 @@ def test_rounds_of_narrow_tiles_and_of_short_ones():
 
 
 def test_parcels_by_hand():
-    """Own tiles are last: the rest of a part comes while they are computed, if it comes in more than one copy."""
+    """Own tiles come last. With more than one copy to each peer, the rest of a part arrives while they are computed."""
     case = {"M": 8192, "N": 8192, "K": 4096, "dtype": "bf16", "size": 4}  # 16 rounds of tiles, 4 of each part
     part = 2048 * 8192 * 2
 
@@ -229,7 +230,7 @@ def test_parcels_by_hand():
 
     for copies in (2, 4):
         assert of(copies, 4096)[0].exposed == 0
-    found, copy, one = of(1, 4096)  # the last copy, and own tiles but for the round that was computed before
+    found, copy, one = of(1, 4096)  # the last copy, then the own tiles except one round
     assert found.exposed == pytest.approx(12 * one + copy + 3 * one - found.compute)
     assert in_turns("matmul_reduce_scatter", case) == in_turns("matmul_reduce_scatter", case, copies=2)
     for copies, rounds in ((1, 4), (4, 1)):  # the links are the limit, from the first parcel's last tile on
@@ -251,7 +252,7 @@ def test_fewer_peers_mean_fewer_bytes_under_way_in_the_plain_all_reduce():
 
 
 def test_pushing_first_by_hand():
-    """512 tiles, 124 programs for four rounds: 16 are left, for which there are programs enough if each is cut in 4."""
+    """Four rounds of 124 programs leave 16 of 512 tiles. Cut in 4, each of their parts has a program."""
     case, one, part = product(8192), tile_seconds(128, 256, 8192), tile_seconds(128, 64, 8192)
 
     def of(key=case, **settings):
@@ -260,17 +261,17 @@ def test_pushing_first_by_hand():
     found = of(rounds_alone=4, cut_last=4)
     assert found.compute == pytest.approx((4 * one + part) * interpolated(H200.slow, 4 * one + part))
     assert found.communication == pytest.approx(3 * 2048 * 8192 * 2 / (BESIDE * link_rate("TMA store", 8, peers="all")))
-    # those that come last are of the last whole round, of which the first rows came a good deal earlier
+    # the rows that arrive last belong to the last whole round, whose first rows arrived much earlier
     wave = found.communication * 132 / (512 * 0.75)
     assert found.exposed == pytest.approx(max(
         0.0, found.communication + max(one / 32, one - wave) - max(found.communication, found.compute)))  # fmt: skip
     whole = of(rounds_alone=4, cut_last=1)
     assert whole.compute == pytest.approx(5 * one * interpolated(H200.slow, 5 * one))
-    # three whole rounds, and 560 parts: four rounds of 124, and 64 for all
+    # three whole rounds, then 560 parts: four rounds of 124 programs, and 64 parts for all programs
     cut = of(rounds_alone=7, cut_last=4, whole_rounds=3)
     assert cut.compute == pytest.approx((3 * one + 5 * part) * interpolated(H200.slow, 3 * one + 5 * part))
     assert cut.exposed < found.exposed
-    big = product(16384)  # 9 rounds while they push; earlier and later it is more
+    big = product(16384)  # pushing takes 9 rounds; fewer or more are slower
     totals = {n: of(big, rounds_alone=n).total for n in (0, 7, 9, 16)}
     assert min(totals, key=totals.get) == 9
     assert of().total == pytest.approx(min(of(cut_last=n).total for n in (1, 2, 4)), rel=0.05)
@@ -332,7 +333,7 @@ def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
         n: estimate("all_gather_matmul", Config(mode="copy", push_rows=n, tiles=(128, 256, 64)), key) for n in (1, 8)
     }
     pushed = estimate("all_gather_matmul", Config(mode="push", num_comm_sms=1, tiles=(128, 256, 64)), key)
-    assert parts[8].communication < parts[1].communication < pushed.communication, "one SM is no copy engine"
+    assert parts[8].communication < parts[1].communication < pushed.communication, "one SM is slower than a copy engine"
     assert parts[1].compute == parts[8].compute <= pushed.compute
     few = {"M": 32768, "N": 1536, "K": 4096, "dtype": "bf16", "size": 4}  # the links are the limit
     exposed = [
@@ -353,7 +354,7 @@ def test_copies_of_more_rows_are_faster_and_leave_more_exposed():
 
 
 def test_two_chunks_shorten_the_wait_if_the_own_shard_is_done_before():
-    """At 8192 on 4 ranks, 0.360 ms and not 0.374 on H200; at 16384 the first copy is here in time."""
+    """On 4 x H200, 8192 takes 0.360 ms in two chunks and 0.374 in one. At 16384 the first copy arrives in time."""
     for side, sooner in ((8192, True), (16384, False)):
         key = {"M": side, "N": side // 4, "K": side, "dtype": "bf16", "size": 4}
         whole, half, rule = (

@@ -12,7 +12,7 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "tune_your_kernel.
 
 
 def run(cell, path, names):
-    """Execute a cell, and return what it printed. From a file, because Triton reads a kernel's text from its file."""
+    """Execute a cell from a file, because Triton reads a kernel's source from its file. Returns the printed text."""
     path.write_text("".join(cell["source"]))
     with contextlib.redirect_stdout(io.StringIO()) as said:
         exec(compile(path.read_text(), path, "exec"), names)
@@ -36,8 +36,8 @@ def test_every_cell_prints_what_it_shows(executed):
         assert without_seconds(said) == without_seconds("".join(shown))
 
 
-def test_more_to_compute_wants_fewer_to_communicate(executed):
-    """What the notebook says of its table."""
+def test_more_computation_wants_fewer_communicating_programs(executed):
+    """The notebook says this of its table."""
     best = [search.best["num_comm_sms"] for search in executed[1]["searches"]]
     assert best == sorted(best, reverse=True)
     assert best[0] > best[-1]

@@ -1,4 +1,4 @@
-"""1,000 searches on ranks that are processes, with all that goes wrong at once: one winner, and nobody hangs."""
+"""1,000 searches on ranks in processes, with many faults at once: each has one winner, and no rank hangs."""
 
 import os
 import random
@@ -17,7 +17,7 @@ WITHOUT_CACHE = 2  # the rank whose folder cannot be made
 
 
 def scenario(number):
-    """What is wrong in run `number`, the same on every rank: arguments of Rough, and the ns that fail somewhere."""
+    """The faults of run `number`, the same on every rank: arguments of Rough, and each n that fails on some rank."""
     dice = random.Random(number)
     times = [
         dice.choice([1e-3, 2e-3, 2e-3, 3e-3]) * (1 + dice.choice([0, 0.01]) * dice.random()) for _ in range(CONFIGS)
@@ -35,7 +35,7 @@ def scenario(number):
 
 
 def searches(world, folder, begin):
-    """RUNS searches, and what this rank took of each. Every rank has a cache of its own, and other things in it."""
+    """This rank's results of RUNS searches. Every rank has a cache of its own, with other choices in it."""
     os.environ["PKT_TUNE_CACHE"] = str(
         folder / "file" / "x" if world.rank == WITHOUT_CACHE else folder / str(world.rank)
     )
@@ -53,7 +53,7 @@ def searches(world, folder, begin):
             assert found.best is not None
             assert {c.config["n"] for c in found.candidates if c.dropped} <= failing
             assert found.best["n"] not in {c.config["n"] for c in found.candidates if c.dropped}
-            if rough["noise"] < 0.01:  # of those that were measured, it is one of the fastest
+            if rough["noise"] < 0.01:  # the best is one of the fastest that were measured
                 measured = [rough["seconds"](c.config["n"]) for c in found.candidates if c.times and not c.dropped]
                 assert rough["seconds"](found.best["n"]) <= min(measured) * 1.02
             taken.append(found)

@@ -1,4 +1,4 @@
-"""Candidates whose workspaces do not fit into the heap together: one is there at a time, and no time has it in it."""
+"""Candidates whose workspaces do not fit into the heap together: one exists at a time, and none is made while timed."""
 
 import contextlib
 import random
@@ -22,7 +22,7 @@ COUNT = 6
 
 
 def operator(world, n):
-    """As operators are: an inbox for each setting, that stays."""
+    """Like an operator: it keeps an inbox for each setting."""
 
     def make():
         return pkt.empty(HEAP // 2, dtype=torch.uint8, name=f"inbox {n}", world=world), pkt.signals(4, world=world)
@@ -31,19 +31,20 @@ def operator(world, n):
 
 
 class Running(Rough):
-    """Runs its candidates, and says what they found when their times were taken."""
+    """Runs its candidates, and asserts that none allocates while it is timed."""
 
     def times(self, config, run, repeats):
         run()
         before = self.world.heap.allocations
         for _ in range(repeats):
             run()
-        assert self.world.heap.allocations == before, "a time with an allocation in it"
+        assert self.world.heap.allocations == before, "an allocation was timed"
         return super().times(config, run, repeats)
 
 
 def searched(world, heap_scope=True):
-    """What was dropped, what was measured how often, and the bytes that are lost; then the winner's own call."""
+    """Tune, and call the winner. Returns each candidate's reason to be dropped and number of times, the most inboxes
+    that lived at once, and the bytes that were lost."""
     with pytest.MonkeyPatch.context() as patch:
         if not heap_scope:
             patch.setattr(target.Call, "scope", lambda call: contextlib.nullcontext())
@@ -69,12 +70,12 @@ def test_all_are_measured_where_two_do_not_fit():
     dropped, measured, most, lost = first
     assert dropped == [""] * COUNT
     assert min(measured) >= 3
-    assert max(measured) > 3, "some were looked at again"
+    assert max(measured) > 3, "no candidate was measured again"
     assert (most, lost) == (1, 0)
 
 
 def test_without_scopes_late_ones_are_dropped():
-    """What the test before this one would find."""
+    """Without scopes the test before this one fails."""
     (end,) = in_worlds(1, partial(searched, heap_scope=False))
     dropped, _, _, lost = end.value
     assert ["heap full" in why for why in dropped] == [False] + [True] * (COUNT - 1)
@@ -98,7 +99,7 @@ def test_a_candidate_that_fails_on_one_rank_leaves_nothing():
     assert [end.value for end in ends] == [(wanted, 0)] * 2, ends
 
 
-def test_compiling_keeps_no_two(monkeypatch):
+def test_compiling_keeps_one_workspace_at_a_time(monkeypatch):
     """The host code of every candidate of a batch is called before any runs."""
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
 
@@ -118,7 +119,7 @@ def test_compiling_keeps_no_two(monkeypatch):
 
 
 def test_no_allocation_falls_into_a_time(monkeypatch):
-    """The timer of GPUs, with a GPU that only counts: what is queued behind the sleep allocates nothing."""
+    """The timer of GPUs, on a fake GPU: a function that is queued behind the sleep allocates nothing."""
     events, asleep = random.Random(0), []
 
     class Event:
@@ -145,7 +146,7 @@ def test_no_allocation_falls_into_a_time(monkeypatch):
         def small(world, n):
             made = []
             world.keep(("small", n), lambda: made.append(pkt.empty(CAPACITY // 2, dtype=torch.uint8)))
-            assert not (made and asleep), "a time with an allocation in it"
+            assert not (made and asleep), "an allocation was timed"
 
         synchronize = world.synchronize
         monkeypatch.setattr(world, "synchronize", lambda: (synchronize(), asleep.clear()))
@@ -161,7 +162,7 @@ def test_no_allocation_falls_into_a_time(monkeypatch):
 
 
 def test_operators_in_the_simulator():
-    """Each of these tiles has a sum of its own, of 64 KiB, in a heap of 128 KiB."""
+    """Each choice of tiles keeps a sum of 64 KiB, in a heap of 128 KiB."""
 
     def main(world):
         torch.manual_seed(world.rank)

@@ -18,7 +18,7 @@ from .helpers import Rough, anything, candidates
 
 
 def searched(size, count=8, configs=None, options=None, **rough):
-    """Every rank's Search, and its timer's list of what it was asked for."""
+    """The Search, the same on every rank, and the (n, repeats) that its timer was asked for."""
 
     def main(world):
         timers = []
@@ -53,9 +53,9 @@ def test_a_clear_winner_is_not_measured_again():
     assert asked == [(c.config["n"], 1) for c in found.candidates] * rules.REPEATS, "in turns"
 
 
-def test_noise_is_met_with_repeats_of_ever_fewer():
-    """All within 10% of noise: after each round at most half of the candidates are measured again, twice as often. With
-    this seed none comes back that was left behind."""
+def test_ever_fewer_noisy_candidates_are_measured_again():
+    """All are within 10% of noise. After each round at most half of the candidates are measured again, twice as often.
+    With this seed no candidate that was left out is measured again later."""
     found, asked = searched(2, 16, seconds=lambda n: 1.0 + 0.01 * n, noise=0.1, seed=5, options={"most": 1.0})
     rounds = Counter(repeats for _, repeats in asked[16 * rules.REPEATS :])
     assert rounds[1] <= 8 * rules.REPEATS
@@ -80,7 +80,7 @@ def test_candidates_too_close_to_matter_are_not_measured_again():
 
 
 def test_slow_functions_are_warmed_up_first():
-    """Only where it is so slow that power may limit the clock, and only once; those times do not count."""
+    """Only once, and only if a function is so slow that power may limit the clock. Those times do not count."""
     found, asked = searched(2, 2, seconds=lambda n: 0.01 * (1 + n))
     first = found.candidates[0].config["n"]
     assert asked[:3] == [
@@ -117,8 +117,8 @@ def test_a_failure_in_warming_up_drops_that_candidate_alone():
 
 
 def test_a_lucky_first_look_does_not_win():
-    """Candidates 0 and 1 fall back behind 2, which was too far behind to be looked at again: then it is, before it is
-    taken, and it is slower."""
+    """Candidate 2 was too slow to be measured again, until 0 and 1 became slower than it. Before it can win it is
+    measured again, and is slower than both."""
     looks = {0: [1.0] * 3 + [1.3] * 21, 1: [1.05, 1.2, 1.1] + [1.3] * 21, 2: [1.12, 1.12, 1.12] + [1.5] * 21}
     seen = Counter()
 
@@ -142,7 +142,7 @@ def test_the_first_of_equal_times_wins():
 
 
 def test_a_time_is_the_median_over_repeats_of_the_maximum_over_ranks():
-    """Candidate 0 is fast but for rank 1, where it is slow; candidate 1 is the same everywhere."""
+    """Candidate 0 is fast on rank 0 and slow on rank 1; candidate 1 is in between on both."""
 
     class OneSlow(Rough):
         def times(self, config, run, repeats):
@@ -246,7 +246,7 @@ def test_reasons_of_several_ranks_are_kept():
 
 
 @pytest.mark.parametrize("time", [math.nan, math.inf, -1.0])
-def test_times_that_are_no_numbers_drop_a_candidate(time):
+def test_impossible_times_drop_a_candidate(time):
     found, _ = searched(2, seconds=lambda n: 1.0 if n else time)
     assert [c.config["n"] for c in found.candidates if c.dropped] == [0]
     assert next(c.dropped for c in found.candidates if c.dropped) == f"ranks 0, 1: took {time} s"
@@ -272,7 +272,7 @@ def test_a_wrong_result_on_one_rank_is_dropped_on_all():
 
 
 def test_other_candidates_replace_failed_ones():
-    """The budget counts what was measured."""
+    """The budget counts only candidates that were measured."""
     fails = {(0, n): RuntimeError("no") for n in range(0, 100, 2)}
     found, asked = searched(1, 100, seconds=lambda n: 1.0 + n, fails=fails)
     assert len({n for n, _ in asked}) == 12
@@ -290,7 +290,7 @@ def test_nothing_left_is_an_error_on_every_rank():
 
 
 class Compiling:
-    """Work of which every third config cannot be compiled on rank 1."""
+    """Work whose every third config cannot be compiled on rank 1."""
 
     what, restores = "kernel", False
 
@@ -313,7 +313,7 @@ class Compiling:
 
 
 def test_a_compile_error_on_one_rank_drops_a_candidate_on_all():
-    """Before anything runs, and not one by one."""
+    """Candidates are compiled in batches, before any of a batch runs."""
 
     def main(world):
         work, timer = Compiling(world), Rough(world, lambda n: 1.0 + n)

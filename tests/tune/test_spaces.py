@@ -1,4 +1,4 @@
-"""The operators' spaces: not too few, not too many, and nothing in them that cannot run."""
+"""The operators' spaces: neither too small nor too large, and every candidate can run."""
 
 import inspect
 import math
@@ -25,7 +25,7 @@ def operator_space(what, key, gpu=H200, gluon=True):
 
 
 def own(what, case, *more, **named):
-    """The space but for what is not fused."""
+    """The space without the modes that fuse nothing."""
     return [config for config in operator_space(what, case, *more, **named) if config not in (NCCL, UNFUSED)]
 
 
@@ -105,7 +105,7 @@ def test_gluon_where_it_can_run():
 
 @pytest.mark.parametrize("what", MODELS)
 def test_the_best_measured_are_in_the_space_or_next_to_it(what):
-    """Of the settings that the measured best of each size has, the space has those that matter."""
+    """For the measured best of each size, the space has a config with the same mode, blocks, num_comm_sms and chunk."""
     for search in tables.measured(OPERATORS[what]):
         found = own(what, search.key)
         same = [
@@ -118,7 +118,7 @@ def test_the_best_measured_are_in_the_space_or_next_to_it(what):
 
 
 @pytest.mark.parametrize("what", MODELS)
-def test_the_model_says_something_of_every_candidate(what):
+def test_the_model_predicts_every_candidate(what):
     case = key(8192, 8192, 2048)
     times = [MODELS[what](config, case) for config in operator_space(what, case)]
     assert all(0 < seconds < 1 for seconds in times)
@@ -141,7 +141,7 @@ def test_the_baseline_comes_first_and_can_be_turned_off(what, dtype, monkeypatch
 
 
 def seldom(world, model):
-    """A search of which the model, or the even spread where None, would leave out what is not fused."""
+    """A search in which the model, or the even spread where None, would leave out the modes that fuse nothing."""
     case = key(8192, 8192, 2048)
     found = thinned(operator_space("matmul_all_reduce", case), MODELS["matmul_all_reduce"], case, 1)
     search = tune(
@@ -168,7 +168,7 @@ def test_dtypes_without_a_space():
 
 
 def multiply(world, what, picked):
-    """Every config of `picked` gives the product, on this rank."""
+    """Assert that every config of `picked` gives the product on this rank."""
     torch.manual_seed(world.rank)
     a, b = torch.randn(64, 32, dtype=torch.float16), torch.randn(32, 48, dtype=torch.float16)
     everybody = [(x.double(), y.double()) for x, y in world.all_gather_object((a, b))]
@@ -186,7 +186,7 @@ def multiply(world, what, picked):
 
 @pytest.mark.parametrize("what", MODELS)
 def test_candidates_run(what):
-    """In the simulator, where there are 8 SMs: some from the whole length of the space."""
+    """Some candidates, spread over the whole space, in a simulator of 8 SMs."""
     rows = 128 if what == "all_gather_matmul" else 64
     found = own(what, key(rows, 48, 32, "float16", size=2), replace(H200, sms=8), gluon=False)
     picked = found[:: max(1, len(found) // 6)]
@@ -201,7 +201,7 @@ def test_thinned_keeps_some_candidates_of_equal_prediction():
     assert set(everything) == set(some)
     assert all(some[seconds] == min(3, everything[seconds]) for seconds in everything)
     assert max(everything.values()) > 6
-    # not three neighbours: they differ in what the model does not see
+    # the three are no neighbours: they differ in a setting that the model ignores
     first = min(everything, key=lambda seconds: (-everything[seconds], seconds))
     alike = [config for config in kept if model(config, case) == first]
     assert {config["push_rows"] for config in alike} == {0, 1}
@@ -217,7 +217,7 @@ def test_thinned_keeps_some_candidates_of_equal_prediction():
     ],
 )
 def test_the_largest_tiles_compile_without_spills(what, mode, of, monkeypatch, tmp_path):
-    """For sm_90: those with the most operands in shared memory, and the most accumulators a thread."""
+    """For sm_90, the tiles with the most operands in shared memory, or with the most accumulators a thread."""
     found = [config for config in operator_space(what, key(8192, 8192, 8192)) if config["mode"] == mode]
 
     def most(config):

@@ -47,7 +47,7 @@ def test_every_entry_has_its_source_and_settings_that_the_operator_takes(what):
     assert tables.source(OPERATORS[what], {**searches[0].key, "size": 3}) == {}
 
 
-def test_the_fastest_of_all_that_was_measured_and_of_every_mode_ship():
+def test_the_fastest_configs_of_all_and_of_every_mode_ship():
     for what in MODELS:
         for case in tuned.cases(what):
             (search,) = (s for s in tables.measured(OPERATORS[what]) if s.key == {**case.key, "gpu": H200.name})
@@ -61,7 +61,7 @@ def test_the_fastest_of_all_that_was_measured_and_of_every_mode_ship():
             assert len(search.candidates) < tuned.MOST + len(modes)
 
 
-def test_of_a_case_that_was_searched_twice_the_last_is_taken(monkeypatch, tmp_path):
+def test_the_last_search_of_a_case_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(tuned, "RESULTS", tmp_path)
     monkeypatch.setattr(tuned, "ROOT", tmp_path)
 
@@ -107,7 +107,7 @@ def test_a_measured_shape_gets_its_own_config(what):
 
 @pytest.fixture
 def two_cases(monkeypatch):
-    """Two shapes, of each a config for itself only."""
+    """Two measured shapes; the best config of each is right for that shape only."""
     found = []
     for N in (4096, 8192):
         configs = [Config(mode="add", tiles=(128, 256, 64, group, 8, 3)) for group in (N // 1024, 16)]
@@ -130,7 +130,7 @@ def test_the_nearest_in_doublings(two_cases):
 
 
 def test_a_tie_goes_to_the_smaller_product(two_cases):
-    half_way = 2**12.5, 4096, 2048  # half-way, at one end, at the other
+    half_way = 2**12.5, 4096, 2048  # M half-way, N of the smaller shape, K of the larger
     assert taken(*half_way) == carried("matmul_reduce_scatter", two_cases[0].best)
     assert taken(half_way[0] + 1, *half_way[1:]) == carried("matmul_reduce_scatter", two_cases[1].best)
 
@@ -162,7 +162,7 @@ def test_settings_right_for_one_shape_only_are_left_to_the_operator():
 
 
 def test_times_are_carried_over_by_the_model(monkeypatch):
-    """Where the links were the limit more programs pushed; where they are not, fewer are better."""
+    """The links were the limit, and 24 pushing programs were best. Where they are not the limit, 4 are better."""
     case = {**key(4096, 1024, 4096), "size": 4}
     configs = [Config(mode="push", num_comm_sms=n, chunk=512, tiles=(128, 256, 64, 8, 8, 3)) for n in (24, 4)]
     candidates = tuple(Candidate(c, MODELS["all_gather_matmul"](c, case), (1e-4,) * 3) for c in configs)
@@ -172,7 +172,7 @@ def test_times_are_carried_over_by_the_model(monkeypatch):
     assert found == configs
 
 
-def test_too_far_and_other_cases_have_none():
+def test_distant_and_different_cases_have_no_config():
     M = math.ceil(4096 / 2**tables.FARTHEST)
     assert tables.nearest(OPERATORS["matmul_all_reduce"], key(M, 4096, 1024), H200.name, 4) is not None
     assert tables.nearest(OPERATORS["matmul_all_reduce"], key(M - 1, 4096, 1024), H200.name, 4) is None
@@ -203,8 +203,8 @@ def test_rows_that_tma_cannot_take_get_the_fastest_plain_form():
     assert tables.nearest(OPERATORS["matmul_reduce_scatter"], key(4096, 4096, 1023), H200.name, 4)["mode"] == "gluon"
 
 
-def test_a_choice_that_was_not_tuned_is_that_of_the_nearest_shape(monkeypatch):
-    """On four ranks that say they are H200, and on those that do not."""
+def test_an_untuned_case_takes_the_choice_of_the_nearest_shape(monkeypatch):
+    """Only on four ranks that say they are H200."""
     near = {**key(5000, 1200, 4000), "size": 4}
 
     def main(world):

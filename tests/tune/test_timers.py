@@ -1,4 +1,4 @@
-"""How times are taken, and what is compiled before: without a GPU, by what is asked of torch.cuda and Triton."""
+"""Timing and compiling of candidates, tested without a GPU by the calls to torch.cuda and Triton."""
 
 import contextlib
 import threading
@@ -53,7 +53,7 @@ def test_every_repeat_is_flushed_gated_and_timed(monkeypatch):
     assert timer.first(Config(), lambda: log.append("run") or "result") == "result"
     assert log == ["run", "synchronize"], "once, for whoever checks the result"
     repeat = ["flush", "gate", "event", "run", "event"]
-    for _ in range(2):  # each time a run that may make its workspaces
+    for _ in range(2):  # each call begins with a run that may make workspaces
         log.clear()
         assert timer.times(Config(), lambda: log.append("run"), 3) == [0.002] * 3
         assert log == ["run", "synchronize", "gate", "sleep", *repeat * 3, "synchronize"]
@@ -116,7 +116,7 @@ def test_candidates_are_compiled_together_and_none_runs(monkeypatch):
 
 
 def test_kernels_that_a_function_would_launch_are_compiled(monkeypatch):
-    """All of it, in the order of the configs; what its host code says to nothing computed is no failure."""
+    """All of them, in the order of the configs. Nothing is computed, so an error of the host code is no failure."""
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     called = []
 
@@ -132,7 +132,7 @@ def test_kernels_that_a_function_would_launch_are_compiled(monkeypatch):
     assert called == [32, 32, 24]
     assert sorted(failures) == [1, 2]
     assert "too wide" in failures[1]
-    assert triton.runtime.jit.JITFunction.run.__module__ == "triton.runtime.jit", "launches launch again"
+    assert triton.runtime.jit.JITFunction.run.__module__ == "triton.runtime.jit", "launches are not restored"
 
 
 def test_autotuned_kernels_inside_are_compiled_and_choose_later(monkeypatch):
@@ -149,8 +149,8 @@ def test_autotuned_kernels_inside_are_compiled_and_choose_later(monkeypatch):
         return call_of(inside, ()).compile([Config(kernel=0), Config(kernel=1)], 2, 0.0)
 
     (failures,) = in_threads(1, main)
-    assert "power of 2" in failures[0], "the second of Triton's"
-    assert "too wide" in failures[1], "the first of ours"
+    assert "power of 2" in failures[0], "Triton's second config"
+    assert "too wide" in failures[1], "our first config"
     assert triton_tuned.cache == {}
     assert ours.searches == {}
 
@@ -172,7 +172,7 @@ def test_other_threads_launch_meanwhile(monkeypatch):
 
 
 def test_nothing_is_held_for_a_kernel_that_only_compiles(monkeypatch):
-    """Behind one that the reduce-scatter's copies wait for a stream would stand still for ever."""
+    """The reduce-scatter's copies wait for its kernel. A stream that waits for a kernel that never runs hangs."""
     queued = []
     for name in ("copy", "hold"):
         monkeypatch.setattr(CudaDriver, name, lambda self, *args, name=name: queued.append((name, args)))
@@ -194,7 +194,7 @@ def test_nothing_is_held_for_a_kernel_that_only_compiles(monkeypatch):
     assert [name for name, _ in queued] == ["hold", "copy"] * 2
 
 
-def test_each_rank_begins_elsewhere():
+def test_each_rank_begins_to_compile_elsewhere():
     def order(begin):
         later, done = _Later(), []
         for n in range(5):

@@ -33,7 +33,7 @@ def press(rank, n, times=1):
 
 
 def main_thread(main):
-    """As a script has it: Ctrl-C raises KeyboardInterrupt."""
+    """As in a script: Ctrl-C raises KeyboardInterrupt."""
 
     def with_handler(world):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,14 +55,14 @@ def test_an_interrupt_on_one_rank_keeps_the_best_so_far_on_all(rank):
     def main(world):
         rough = partial(Rough, seconds=lambda n: 9.0 - n, then=press(rank, 3))
         found = tune(anything, configs=candidates(8), model=lambda c, key: c["n"], name="op", timer=rough)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "given back"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler was not given back"
         return found, choice("op", {}, world)
 
     found = values(in_worlds(3, main_thread(main)))
     assert found[0] == found[1] == found[2]
     search, kept = found[0]
     assert search.interrupted
-    assert search.best == Config(n=3), "which was measured to its end"
+    assert search.best == Config(n=3), "candidate 3 was measured to its end"
     assert [bool(c.times) for c in search.candidates] == [True] * 4 + [False] * 4
     assert kept is None, "the next run searches again"
 
@@ -118,7 +118,7 @@ def test_another_handler_of_the_signal_stays():
 
 
 def test_interrupts_that_last_together_share_the_signal():
-    """As simulated ranks do, in any order of leaving."""
+    """Simulated ranks share it, and leave in any order."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         first, second = Interrupts(), Interrupts()
@@ -150,7 +150,7 @@ def test_survivors_name_a_dead_rank():
 
 
 def test_tuning_ends_if_the_worlds_waits_were_cut_short():
-    """Its kernels would all fail: the error that says who waited for what is worth more."""
+    """All later kernels would fail, and their errors would hide the one that says who waits for what."""
 
     def main(world):
         def aborted():
@@ -169,7 +169,7 @@ def test_tuning_ends_if_the_worlds_waits_were_cut_short():
 
 # ------------------------------------------------------------------------------------------------------- subgroups
 def test_worlds_over_subgroups_tune_by_themselves():
-    """4 processes in one world and in two of two ranks, where other configs are fast, in other numbers."""
+    """4 processes form one world, and two worlds of two ranks, in which the fast configs and their number differ."""
     whole, halves = prepare(), [prepare(), prepare()]
 
     def main(process):

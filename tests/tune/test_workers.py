@@ -49,7 +49,7 @@ def test_a_search_keeps_its_best_and_the_processes_stay(workers):
     assert found.interrupted
     assert found.best == Config(n=3)
     assert [pid for _, pid, _ in results] == workers.pids
-    assert [ignored for *_, ignored in results] == [True, True], "between searches"
+    assert [ignored for *_, ignored in results] == [True, True], "between searches a process ignores Ctrl-C"
 
 
 def test_ctrl_c_ends_other_work_and_its_processes(workers):
@@ -70,7 +70,7 @@ def test_a_second_ctrl_c_ends_the_search_and_its_processes(workers):
         def then(rank, n):
             if rank == 0:
                 for _ in range(2):
-                    time.sleep(0.5)  # what is pressed once more, not twice at once
+                    time.sleep(0.5)  # a second press, not two at once
                     os.kill(os.getppid(), signal.SIGINT)
             time.sleep(60)
 

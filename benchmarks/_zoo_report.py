@@ -1,0 +1,246 @@
+"""The entries of benchmarks/zoo.py's results file, its table and its heat map.
+
+The ratio of a case is pkt's default / the fastest baseline: above 1, pkt is slower. Only variants count whose result
+was checked and right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks._zoo_cases import LAYOUTS, SHORT
+
+DEFAULT = "pkt default"
+CLOSE = 1.03  # a ratio up to this counts as not slower: the times of two runs differ by as much
+WORST = 10
+FIGURES = {"captured": "ms", "eager": "eager_ms"}
+"""How calls are made -> the figure of an entry."""
+WIDTH, DPI = 16.0, 120  # inches and dots an inch of the picture
+
+
+def stored(one: Mapping[str, Any], run: int) -> dict[str, Any]:
+    """A measured case as the results file has it. run: index in the file's `runs`."""
+    case = one["case"]
+    products = [name.rpartition(" ") for name in case["products"]]
+    return {
+        "operator": case["operator"], "product": "/".join(dict.fromkeys(product for *_, product in products)),
+        "models": list(dict.fromkeys(model for model, *_ in products)), "tokens": case["tokens"],
+        **{name: case[name] for name in ("M", "N", "K", "layout")},
+        "run": run, "seconds": one["seconds"], "variants": one["variants"],
+    }  # fmt: skip
+
+
+def entries(every: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One entry for each variant of each case of a results file: the case's facts and the variant's figures."""
+    found = []
+    for case in every:
+        facts = {name: value for name, value in case.items() if name != "variants"}
+        found += [{**facts, "variant": name, **figures} for name, figures in case["variants"].items()]
+    return found
+
+
+def right(entry: Mapping[str, Any]) -> bool:
+    """Whether a variant was timed and its result was right."""
+    return "ms" in entry and not entry.get("failed")
+
+
+def measured(path: Path | str) -> dict[tuple[str, int, int, int, int, str], dict[str, float]]:
+    """(operator, M, N, K, ranks, layout) -> milliseconds, captured, of each variant whose result was right. M, N, K: of
+    the product that each rank computes, the tuner's key."""
+    record = json.loads(Path(path).read_text())
+    found: dict[tuple[str, int, int, int, int, str], dict[str, float]] = defaultdict(dict)
+    for e in entries(record["measured"]):
+        if right(e):
+            found[e["operator"], e["M"], e["N"], e["K"], record["ranks"], e["layout"]][e["variant"]] = e["ms"]
+    return dict(found)
+
+
+class Compared(NamedTuple):
+    """A case: the default's time, the fastest baseline and the fastest form of pkt with their times, in ms."""
+
+    case: Mapping[str, Any]  # one of its entries
+    default: float
+    baseline: tuple[str, float]
+    form: tuple[str, float]
+
+    @property
+    def ratio(self) -> float:
+        return self.default / self.baseline[1]
+
+    @property
+    def regret(self) -> float:
+        return self.default / min(self.default, self.form[1])
+
+    @property
+    def label(self) -> str:
+        c = self.case
+        shape = f"{c['M']} x {c['K']} x {c['N']}"
+        return f"{SHORT[c['operator']]} {shape}, {c['layout']}: {', '.join(c['models'])} {c['product']}"
+
+
+def compared(found: Iterable[Mapping[str, Any]], figure: str) -> list[Compared]:
+    """The cases of which the default and a baseline were measured."""
+    of: dict[tuple, list[Mapping[str, Any]]] = defaultdict(list)
+    for e in found:
+        if right(e):
+            of[e["operator"], e["M"], e["N"], e["K"], e["layout"]].append(e)
+    made = []
+    for every in of.values():
+        times = {e["variant"]: e[figure] for e in every}
+        others = {name: ms for name, ms in times.items() if not name.startswith("pkt")}
+        ours = {name: ms for name, ms in times.items() if name.startswith("pkt")}
+        if DEFAULT in times and others:
+            fastest = [min(group.items(), key=lambda item: item[1]) for group in (others, ours)]
+            made.append(Compared(every[0], times[DEFAULT], fastest[0], fastest[1]))
+    return made
+
+
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a results file: for captured and eager calls of each operator, the ratio's geometric mean, the share of
+    cases in which the default is not slower, and the geometric mean of default / fastest form."""
+    rows = []
+
+    def add(case: str, value: float, of: list[float]) -> None:
+        rows.append(
+            {"case": case, "value": value, "unit": "", "low": min(of), "high": max(of), "runs": len(of),
+             "limit": None, "at_least": False, "held": None}
+        )  # fmt: skip
+
+    for how, figure in FIGURES.items():
+        every = compared(found, figure)
+        for operator in (*SHORT, ""):
+            of = [c for c in every if operator in ("", c.case["operator"])]
+            if not of:
+                continue
+            name = f"{SHORT.get(operator, 'all')}, {how}"
+            ratios, regrets = [c.ratio for c in of], [c.regret for c in of]
+            add(f"{name}: {DEFAULT} / fastest baseline, geometric mean", mean(ratios), ratios)
+            add(
+                f"{name}: share within {CLOSE} of the fastest baseline",
+                sum(r <= CLOSE for r in ratios) / len(of),
+                ratios,
+            )
+            add(f"{name}: {DEFAULT} / fastest form of pkt, geometric mean", mean(regrets), regrets)
+    return rows
+
+
+def markdown(record: Mapping[str, Any], found: list[dict[str, Any]]) -> str:
+    """The summary, the worst cases, the cases in which pkt's choice is worst, and the variants that failed."""
+    lines = [f"## {title(record)}", "", "| | value | least | greatest | cases |", "|---|--:|--:|--:|--:|"]
+    lines += [
+        f"| {row['case']} | {row['value']:.3f} | {row['low']:.2f} | {row['high']:.2f} | {row['runs']} |"
+        for row in summary(found)
+    ]
+    for how, figure in FIGURES.items():
+        every = compared(found, figure)
+        worst = sorted(every, key=lambda c: -c.ratio)[:WORST]
+        lines += ["", f"### Slowest against the fastest baseline, {how}", ""]
+        lines += ["| product, M x K x N on a rank | ratio | pkt default, ms | fastest baseline | fastest form of pkt |"]
+        lines += ["|---|--:|--:|---|---|"]
+        lines += [
+            f"| {c.label} | {c.ratio:.2f} | {c.default:.4g} | {said(c.baseline)} | {said(c.form)} |" for c in worst
+        ]
+        worst = sorted(every, key=lambda c: -c.regret)[:WORST]
+        lines += ["", f"### Slowest against the fastest form of pkt, {how}", ""]
+        lines += [
+            "| product, M x K x N on a rank | ratio | pkt default, ms | fastest form of pkt |",
+            "|---|--:|--:|---|",
+        ]
+        lines += [f"| {c.label} | {c.regret:.2f} | {c.default:.4g} | {said(c.form)} |" for c in worst]
+    wins: dict[str, int] = defaultdict(int)
+    for c in compared(found, "ms"):
+        wins[c.baseline[0]] += 1
+    lines += ["", "Fastest baseline, captured: " + ", ".join(f"{name} {n}" for name, n in sorted(wins.items())) + "."]
+    failed: dict[tuple[str, str, str], int] = defaultdict(int)
+    for e in found:
+        if e.get("failed"):
+            kind = "left out" if e.get("skipped") else "FAILED"
+            failed[kind, e["variant"], e["failed"][:160].replace("|", "/").replace("\n", " ")] += 1
+    lines += ["", *(f"- {kind} in {n} cases: {name}: {why}" for (kind, name, why), n in sorted(failed.items()))]
+    errors = [e["error"] for e in found if right(e) and e.get("error") is not None]
+    if errors:
+        lines += ["", f"Greatest error against fp32 of the correct variants: {max(errors):.1e}."]
+    return "\n".join(lines) + "\n"
+
+
+def said(of: tuple[str, float]) -> str:
+    return f"{of[0]}, {of[1]:.4g}"
+
+
+def title(record: Mapping[str, Any]) -> str:
+    gpus = record.get("host", {}).get("gpus", [])
+    machine = f"{record['ranks']} x {gpus[0]}" if gpus else f"{record['ranks']} ranks"
+    return f"Products of published models, pkt default / fastest baseline, {machine}, {record.get('date', '')}"
+
+
+def picture(record: Mapping[str, Any], found: list[dict[str, Any]], path: Path) -> None:
+    """Draw a map of the ratios for each operator, captured and eager: a line for each product and layout, a column for
+    each number of tokens. Red: pkt is slower; blue: faster. Without matplotlib nothing is drawn."""
+    with contextlib.suppress(ImportError):
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        operators = [name for name in SHORT if any(e["operator"] == name for e in found)]
+        lines = {name: _lines(found, name) for name in operators}
+        tokens = sorted({count for e in found for count in e["tokens"]})
+        if not operators:
+            return
+        heights = [max(2, len(lines[name])) for name in operators]
+        size = (WIDTH, 1.6 + 0.15 * sum(heights) + 0.7 * len(operators))
+        figure, grid = plt.subplots(
+            len(operators), 2, figsize=size, squeeze=False, layout="constrained", gridspec_kw={"height_ratios": heights}
+        )
+        for at, operator in enumerate(operators):
+            for side, (how, key) in enumerate(FIGURES.items()):
+                axes, every = grid[at][side], compared(found, key)
+                drawn = _panel(axes, [c for c in every if c.case["operator"] == operator], lines[operator], tokens)
+                axes.set_title(f"{SHORT[operator]}, {how}", fontsize=9)
+                axes.set_yticks(range(len(lines[operator])), list(lines[operator].values()) if side == 0 else [])
+        bar = figure.colorbar(drawn, ax=grid, location="bottom", shrink=0.4, aspect=50, pad=0.01)
+        bar.set_ticks([-1, -0.5, 0, 0.5, 1], labels=["0.5", "0.71", "1", "1.41", "2"])
+        bar.ax.tick_params(labelsize=7)
+        figure.suptitle(title(record), fontsize=11)
+        figure.savefig(path, dpi=DPI)
+        plt.close(figure)
+
+
+def _lines(found: Iterable[Mapping[str, Any]], operator: str) -> dict[tuple, str]:
+    """(product's facts, layout) of an operator's lines -> their label, in order of size."""
+    every = {}
+    for e in found:
+        if e["operator"] == operator:
+            models = e["models"][0] + (f" + {len(e['models']) - 1}" if len(e["models"]) > 1 else "")
+            layout = "" if e["layout"] == LAYOUTS[0] else ", transposed"
+            every[e["K"], e["N"], e["layout"]] = f"{models} {e['product']}, {e['K']} x {e['N']}{layout}"
+    return {key: every[key] for key in sorted(every, key=lambda key: (key[0] * key[1], *key))}
+
+
+def _panel(axes: Any, every: list[Compared], lines: Mapping[tuple, str], tokens: list[int]) -> Any:
+    """One map; returns what a colour bar needs."""
+    rows, columns = {key: i for i, key in enumerate(lines)}, {count: i for i, count in enumerate(tokens)}
+    values = [[math.nan] * len(tokens) for _ in lines]
+    for c in every:
+        row = rows[c.case["K"], c.case["N"], c.case["layout"]]
+        for count in c.case["tokens"]:
+            values[row][columns[count]] = math.log2(c.ratio)
+            colour = "white" if abs(math.log2(c.ratio)) > 0.7 else "black"
+            axes.text(columns[count], row, f"{c.ratio:.2f}", ha="center", va="center", fontsize=5, color=colour)
+    axes.set_facecolor("0.8")  # not measured
+    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
+    axes.set_xticks(range(len(tokens)), [str(count) for count in tokens], rotation=90, fontsize=6)
+    axes.tick_params(axis="y", labelsize=6, length=0)
+    return drawn

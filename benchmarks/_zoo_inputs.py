@@ -27,12 +27,12 @@ DEFAULT, NCCL, FUSED = "pkt default", "NCCL + cuBLAS", "torch symm_mem fused"
 
 
 def variants(operator: str, cuda: bool, forms: str = "", M: int = 0) -> dict[str, dict[str, Any]]:
-    """Variant of pkt -> keywords of the operator. forms: names of the forms to time besides the default; where empty,
-    every form, with those in plain Triton up to PLAIN_ROWS rows."""
+    """Variant of pkt -> keywords of the operator. forms: names of the forms to time besides the default; every form
+    where empty. Forms in plain Triton are timed up to PLAIN_ROWS rows."""
     found: dict[str, dict[str, Any]] = {DEFAULT: {}} if cuda else {}
     for mode, form in operators()[operator].forms.items():
         plain = not form.gpu and "tiles" in form.settings
-        wanted = mode in forms.split(",") if forms else not (plain and M > PLAIN_ROWS)
+        wanted = (not forms or mode in forms.split(",")) and not (plain and M > PLAIN_ROWS)
         if wanted and (cuda or (not form.gpu and mode != "nccl")):
             found[f"pkt {mode}"] = {"mode": mode} | ({} if cuda else dict(form.small))
     return found

@@ -166,6 +166,7 @@ def _plan(
         named = {name: one[name] for name in operator.names}
         call = Call(f"{operator.name} of b[{i}]", world, named, arguments, dict(given), keywords["mode"])
         operator._check_operands(call)
+        call.name = operator.name  # by which a form keeps its buffers
         calls.append(call)
     order, form = _choose(operator, calls)
     lead = calls[order[0]]

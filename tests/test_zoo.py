@@ -93,8 +93,9 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plain_forms_are_left_out_above_some_rows() -> None:
     few, many = (_zoo_inputs.variants(AG, True, "", rows) for rows in (16, 16384))
-    assert {"pkt push", "pkt copy"} <= few.keys()
-    assert few.keys() - many.keys() == {"pkt push", "pkt copy"}
+    plain = {"pkt push", "pkt copy", "pkt low_latency"}
+    assert plain <= few.keys()
+    assert few.keys() - many.keys() == plain
     assert {"pkt default", "pkt gluon", "pkt unfused"} <= many.keys()
     assert list(_zoo_inputs.variants(AG, True, "push", 16384)) == ["pkt default", "pkt push"]
 

@@ -35,7 +35,7 @@ from ..all_gather import all_gather
 from ..declaration import Call, Case, Form, Launch, Tuning, choice, integer
 from ..operator import Operator
 from ..several import is_several, run_several
-from ..shared import copies, gluon_fits, product_rules, products, unfused
+from ..shared import copies, few_rows, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -193,10 +193,11 @@ class Keywords(TypedDict, total=False):
 
     epilogue: GatedEpilogue
     shard: Literal["rows", "columns"]
-    mode: Literal["push", "copy", "gluon", "unfused", "nccl"] | None
+    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None
     num_comm_sms: int | None
     chunk: int | None
     tiles: Sequence[int] | None
+    split_k: int | None
     push_rows: int | None
     rounds_alone: int | None
     cut_last: int | None
@@ -231,10 +232,11 @@ def all_gather_matmul(
     bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
     epilogue: GatedEpilogue = "none",
     shard: Literal["rows", "columns"] = "rows",
-    mode: Literal["push", "copy", "gluon", "unfused", "nccl"] | None = None,
+    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
+    split_k: int | None = None,
     push_rows: int | None = None,
     rounds_alone: int | None = None,
     cut_last: int | None = None,
@@ -268,6 +270,7 @@ def all_gather_matmul(
         "copy": the copy engines push. Shard "rows", rows of whole runs of 16 bytes.
         "gluon": "push" or "copy" in specialised warps. bf16 or fp16, shard "rows", rows at multiples of 16 bytes, 2 to
             8 ranks, sm_90, Triton 3.6.
+        "low_latency": for few rows: one launch, which asks for weights while A travels. Up to 8 ranks.
         "unfused": pkt's all-gather, then cuBLAS. "nccl": NCCL's, through torch.distributed, then cuBLAS. Both take no
             settings.
 
@@ -282,6 +285,8 @@ def all_gather_matmul(
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6),
         with NUM_STAGES slots of its ring.
+    split_k: "low_latency": programs that share a tile, each a part of K: 1, 2, 4 or 8; by default as few as keep all
+        SMs busy.
     push_rows: "gluon": row blocks pushed, and computed, together; 0, the default: as many as the programs compute at a
         time. "copy", and "gluon" where copied: row blocks that one copy moves and one signal stands for; 0, the
         default: a quarter of them, in "gluon" all.
@@ -295,7 +300,7 @@ def all_gather_matmul(
     Returns `out`, complete; `a` may be overwritten at once. Raises NotSymmetric, ShapeError, DtypeError,
     CollectiveMismatch, Unsupported, Closed.
     """
-    settings = (num_comm_sms, chunk, tiles, push_rows, rounds_alone, cut_last, whole_rounds)
+    settings = (num_comm_sms, chunk, tiles, split_k, push_rows, rounds_alone, cut_last, whole_rounds)
     values = (epilogue, shard, mode, *settings)
     if type(b) is not torch.Tensor and is_several(b):
         return run_several(OPERATOR, (a, b, out, bias), values, world, workspace, columns_each(epilogue))  # type: ignore
@@ -515,7 +520,7 @@ OPERATOR = Operator(
     ),
     result=lambda call: "W*m n" if call["shard"] == "rows" else "m n",
     arguments={"epilogue": _epilogue, "shard": choice("rows", "columns")},
-    settings={"tiles": products.tiles, **dict.fromkeys(PushPlan._fields, integer(0))},
+    settings={"tiles": products.tiles, "split_k": few_rows.splits, **dict.fromkeys(PushPlan._fields, integer(0))},
     forms={
         "push": Form(
             _push, "communicators fill inboxes, tiles wait for them", "(W - 1) |a|",
@@ -529,6 +534,7 @@ OPERATOR = Operator(
             space=rules.space_copy, seconds=rules.seconds_copy, one_shape=("push_rows",),
         ),
         "gluon": GLUON,
+        "low_latency": few_rows.gather_form(),
         **unfused.gather_forms(all_gather),
     },
     default=default,
@@ -542,8 +548,10 @@ OPERATOR = Operator(
         Case(SIZES | {"k": 24}, arguments={"mode": "copy"}, explore=False),  # whole runs of 16 bytes in every dtype
         Case(SIZES | {"n": 13}, arguments={"mode": "push"}, ranks=2, launches=3, out="new"),  # rows TMA cannot take
         Case(SIZES | {"n": 13}, arguments={"mode": "push", "shard": "columns"}, ranks=2, out="new"),
-        *products.nasty("push", "unfused"),
-        *products.nasty("push", "unfused", shard="columns"),
+        Case({"m": 3, "k": 20, "n": 24}, arguments={"mode": "low_latency"}, launches=3, out="new"),
+        Case({"m": 3, "k": 20, "n": 13}, arguments={"mode": "low_latency", "shard": "columns"}, ranks=2, out="new"),
+        *products.nasty("push", "unfused", "low_latency"),
+        *products.nasty("push", "unfused", "low_latency", shard="columns"),
         Case(SIZES, arguments={"mode": "push", "epilogue": "swiglu"}, launches=3, out="new"),
         *(
             Case(sizes, arguments={"epilogue": "swiglu", "given": given, "shard": shard}, out=out, explore=False)

@@ -30,7 +30,7 @@ from pkt.runtime.world import Workspace, World
 from ..all_reduce import all_reduce, low_latency
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..operator import Operator
-from ..shared import gluon_fits, product_rules, products, unfused
+from ..shared import few_rows, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -145,9 +145,10 @@ def matmul_all_reduce(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Literal["lcsc", "gluon", "unfused", "nccl"] | None = None,
+    mode: Literal["lcsc", "gluon", "low_latency", "unfused", "nccl"] | None = None,
     num_comm_sms: int | None = None,
     tiles: Sequence[int] | None = None,
+    split_k: int | None = None,
     lag: int | None = None,
     workspace: Workspace | None = None,
     world: World | None = None,
@@ -167,6 +168,8 @@ def matmul_all_reduce(
         "lcsc": some programs reduce finished tiles, in the switch where there is one, the others compute.
         "gluon": in specialised warps, in fp32 in a fixed order, without a switch. bf16 or fp16, rows of out at
             multiples of 16 bytes, 2 to 8 ranks, sm_90, Triton 3.6.
+        "low_latency": for few rows: one launch, tiles go from registers into words of data and flag. Up to 8 ranks.
+            Rounds each product before it is added, in a fixed order.
         "unfused": cuBLAS, then pkt's all-reduce. "nccl": cuBLAS, then NCCL's, through torch.distributed. Both round
             each product before it is added, and take no settings.
 
@@ -174,13 +177,15 @@ def matmul_all_reduce(
     num_comm_sms: "lcsc": programs that communicate, by default 16; 0: all of them, after computing.
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
+    split_k: "low_latency": programs that share a tile, each a part of K: 1, 2, 4 or 8; by default as few as keep all
+        SMs busy.
     lag: "gluon": tiles of every other rank that a rank computes before the first of its own; from 1.
 
     workspace: keeps buffers, counters and the plan until it is closed; the world where None.
 
     Returns `out`, complete. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported, Closed.
     """
-    return OPERATOR((a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, lag), world, workspace)
+    return OPERATOR((a, b, out, bias), (epilogue, mode, num_comm_sms, tiles, split_k, lag), world, workspace)
 
 
 # -------------------------------------------------------------------------------------------------------- host
@@ -262,7 +267,7 @@ OPERATOR = Operator(
     tensors=products.operands("m k", "k n", same_bias=True),
     result="m n",
     arguments=products.ARGUMENTS,
-    settings={"num_comm_sms": integer(0), "tiles": products.tiles, "lag": integer(1)},
+    settings={"num_comm_sms": integer(0), "tiles": products.tiles, "split_k": few_rows.splits, "lag": integer(1)},
     forms={
         "lcsc": Form(
             products.whole_runs(_lcsc), "some programs reduce finished tiles, the others compute",
@@ -275,6 +280,7 @@ OPERATOR = Operator(
             space=rules.space_lcsc, seconds=rules.seconds_lcsc,
         ),
         "gluon": GLUON,
+        "low_latency": few_rows.all_form(),
         **unfused.reduce_forms(all_reduce, low_latency),
     },
     default=default,
@@ -288,6 +294,7 @@ OPERATOR = Operator(
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 0}, ranks=2, out="new"),
         Case(SIZES, arguments={"mode": "lcsc", "num_comm_sms": 1}),
         Case(SIZES | {"n": 13}, arguments={"mode": "lcsc", "num_comm_sms": 1}, ranks=2, out="new"),
-        *products.nasty("lcsc", "unfused"),
+        Case({"m": 3, "k": 20, "n": 13}, arguments={"mode": "low_latency"}, out="new"),
+        *products.nasty("lcsc", "unfused", "low_latency"),
     ),
 )  # fmt: skip

@@ -31,7 +31,7 @@ from pkt.runtime.world import Workspace, World
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..operator import Operator
 from ..reduce_scatter import reduce_scatter
-from ..shared import gluon_fits, product_rules, products, unfused
+from ..shared import few_rows, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
@@ -181,8 +181,9 @@ def matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     epilogue: Epilogue = "none",
-    mode: Literal["add", "inbox", "gluon", "unfused", "nccl"] | None = None,
+    mode: Literal["add", "inbox", "gluon", "low_latency", "unfused", "nccl"] | None = None,
     tiles: Sequence[int] | None = None,
+    split_k: int | None = None,
     lag: int | None = None,
     copies: int | None = None,
     workspace: Workspace | None = None,
@@ -202,12 +203,16 @@ def matmul_reduce_scatter(
         "inbox": stores tiles with their owner, which adds them in fp32 in a fixed order.
         "gluon": as "inbox", in specialised warps. bf16 or fp16, N whole runs of 16 bytes, 2 to 8 ranks, sm_90, Triton
             3.6.
+        "low_latency": for few rows: one launch, tiles go from registers into words of data and flag. Up to 8 ranks.
+            Rounds each product before it is added, in a fixed order.
         "unfused": cuBLAS, then pkt's reduce-scatter. "nccl": cuBLAS, then NCCL's, through torch.distributed. Both round
             each product before it is added, and take no settings.
 
     Settings are the same on every rank; None takes a default that follows from mode and shapes:
     tiles: (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16, and
         those left out are as in `Tiles`. "gluon": (128, 256, 64, GROUP, 8, 3 or 4) or (128, 128, 64, GROUP, 8, 3 to 6).
+    split_k: "low_latency": programs that share a tile, each a part of K: 1, 2, 4 or 8; by default as few as keep all
+        SMs busy.
     lag: "gluon" without copies: tiles that a rank computes of every other rank's part before the first of its own; from
         1. From the number of tiles in a part on, it computes one rank's part after another, its own last.
     copies: "gluon": copies by the copy engines that each other rank's part goes in, own tiles last; 0: the kernel
@@ -218,7 +223,7 @@ def matmul_reduce_scatter(
     Returns `out`, complete; after the call no peer reads anything of it. Raises ShapeError, DtypeError,
     CollectiveMismatch, Unsupported, Closed.
     """
-    return OPERATOR((a, b, out, bias), (epilogue, mode, tiles, lag, copies), world, workspace)
+    return OPERATOR((a, b, out, bias), (epilogue, mode, tiles, split_k, lag, copies), world, workspace)
 
 
 # -------------------------------------------------------------------------------------------------------- host
@@ -282,7 +287,7 @@ OPERATOR = Operator(
     tensors=products.operands("W*m k", "k n"),
     result="m n",
     arguments=products.ARGUMENTS,
-    settings={"tiles": products.tiles, "lag": integer(1), "copies": integer(0)},
+    settings={"tiles": products.tiles, "split_k": few_rows.splits, "lag": integer(1), "copies": integer(0)},
     forms={
         "add": Form(
             products.whole_runs(_plain), "TMA adds each tile into its owner", MOVES,
@@ -295,6 +300,7 @@ OPERATOR = Operator(
             space=rules.space_plain("inbox"), seconds=rules.seconds_inbox,
         ),
         "gluon": GLUON,
+        "low_latency": few_rows.scatter_form(),
         **unfused.scatter_forms(reduce_scatter),
     },
     default=default,
@@ -306,6 +312,7 @@ OPERATOR = Operator(
         Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "add"}, launches=3, out="new"),
         Case({"m": 12, "k": 16, "n": 16}, arguments={"mode": "inbox"}, launches=3, out="new"),
         Case({"m": 12, "k": 16, "n": 13}, arguments={"mode": "add"}, ranks=2, launches=3, out="new"),
-        *products.nasty("add", "inbox", "unfused"),
+        Case({"m": 3, "k": 20, "n": 24}, arguments={"mode": "low_latency"}, ranks=2, launches=3, out="new"),
+        *products.nasty("add", "inbox", "unfused", "low_latency"),
     ),
 )  # fmt: skip

@@ -357,6 +357,23 @@ def broadcast_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- host
+def slots_of(world: World, words: int) -> tuple[SymmetricTensor, SymmetricTensor, int]:
+    """Memory on every rank for so many words in each of two launches: int32 (2, room, 4), the counter of its launches,
+    and the room. Collective.
+
+    All launches that need as much share it, whatever they move: they count in turn, and in each every rank takes from
+    every other. A launch finds in a word the flag of an earlier one, or the 0 that the memory is filled with, where
+    launches count from 1; after 2^32 of them that could be its own, in a word that none of them has used."""
+    room = max(triton.next_power_of_2(words), LEAST_ROOM)
+
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
+        # `zeros` returns when every rank's is filled.
+        filled = zeros(2, room, 4, dtype=torch.int32, name="kernels.flagged", world=world)
+        return filled, signals(1, name="kernels.flagged launches", world=world)
+
+    return *world.keep(("pkt.kernels", "flagged", room), make), room
+
+
 def _launch(
     world: World, kernel: Any, x: torch.Tensor, part: int, slots: int, block: int | None,
     numbers: tuple[int, ...], constants: tuple[Any, ...] = (),
@@ -364,17 +381,7 @@ def _launch(
     """launch(*tensors), for tensors of the same facts as `x`: moves `part` int32 of x, in `slots` slots for each of two
     launches, `block` elements a program at a time. Returns the last tensor. Collective."""
     third = triton.cdiv(part, 3)
-    room = max(triton.next_power_of_2(slots * third), LEAST_ROOM)
-
-    # One for all launches that need as much, whatever they move: they count in turn, and in each every rank takes from
-    # every other. A launch finds in a word the flag of an earlier one, or the 0 that the memory is filled with, where
-    # launches count from 1; after 2^32 of them that could be its own, in a word that none of them has used. `zeros`
-    # returns when every rank's is filled.
-    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
-        filled = zeros(2, room, 4, dtype=torch.int32, name="kernels.flagged", world=world)
-        return filled, signals(1, name="kernels.flagged launches", world=world)
-
-    space = world.keep(("pkt.kernels", "flagged", room), make)
+    *space, room = slots_of(world, slots * third)
     if block:
         words = triton.next_power_of_2(max(block * x.element_size() // (4 * VALUES), 1))
     else:

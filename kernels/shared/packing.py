@@ -19,7 +19,7 @@ def load(x_ptr, word, inside, end, PER: tl.constexpr):
         return tl.load(x_ptr + word, mask=inside & (word < end), other=0).to(tl.int32, bitcast=True)
     else:
         offs = _elements(word, PER)
-        return _packed(tl.load(x_ptr + offs, mask=inside[:, None] & (offs < end), other=0))
+        return packed(tl.load(x_ptr + offs, mask=inside[:, None] & (offs < end), other=0))
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def load_part(x_ptr, word, inside, end, span, index, SIZE: tl.constexpr, PER: tl
     else:
         offs = _elements(word, PER)
         place = _place(offs, span, index, SIZE)
-        return _packed(tl.load(x_ptr + place, mask=inside[:, None] & (offs < end), other=0))
+        return packed(tl.load(x_ptr + place, mask=inside[:, None] & (offs < end), other=0))
 
 
 @triton.jit
@@ -84,13 +84,13 @@ def reduced(
 ):
     """`first` and what `found` from BEGIN to END has of a third, reduced in fp32 in this order, rounded; as int32."""
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth
-    total = _numbers(first, dtype, PER)
+    total = numbers(first, dtype, PER)
     for i in tl.static_range(BEGIN, END):
-        total = combine(total, _numbers(found[i][THIRD], dtype, PER), OP)
+        total = combine(total, numbers(found[i][THIRD], dtype, PER), OP)
     if PER == 1:
         return total.to(dtype).to(tl.int32, bitcast=True)
     else:
-        return _packed(total.to(dtype))
+        return packed(total.to(dtype))
 
 
 @triton.jit
@@ -104,7 +104,8 @@ def _place(element, span, index, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _packed(pairs):
+def packed(pairs):
+    """Blocks (..., 2) of 16-bit elements as int32."""
     low, high = tl.split(pairs.to(tl.uint16, bitcast=True).to(tl.uint32))
     return (high << 16 | low).to(tl.int32, bitcast=True)
 
@@ -116,7 +117,7 @@ def _halves(words):
 
 
 @triton.jit
-def _numbers(words, dtype: tl.constexpr, PER: tl.constexpr):
+def numbers(words, dtype: tl.constexpr, PER: tl.constexpr):
     """In fp32: (words,), or (words, 2) where there are two in one."""
     if PER == 1:
         return words.to(dtype, bitcast=True).to(tl.float32)

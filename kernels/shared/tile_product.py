@@ -57,15 +57,19 @@ def accumulate(
     TMA: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    first=0,  # of K, a multiple of BLOCK_K
+    last=None,  # of K, behind it; K where None
 ):
-    """acc + A[row : row + BLOCK_M] @ B[:, col : col + BLOCK_N]; what lies outside is zero.
+    """acc + A[row : row + BLOCK_M, first:last] @ B[first:last, col : col + BLOCK_N]; what lies outside is zero.
 
     No wait is in here, so the loop is pipelined. fp32 operands are multiplied in fp32 (no tf32).
     """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
+    if last is None:
+        last = K
     if TMA:
-        for k in range(0, K, BLOCK_K):
+        for k in range(first, last, BLOCK_K):
             x = tl.reshape(a.load([a_index, row, k]), (BLOCK_M, BLOCK_K))
             if TRANSPOSED:
                 y = tl.trans(tl.reshape(b.load([b_index, col, k]), (BLOCK_N, BLOCK_K)))
@@ -77,17 +81,17 @@ def accumulate(
         rows = tl.arange(0, BLOCK_M)
         cols = tl.arange(0, BLOCK_N)
         ks = tl.arange(0, BLOCK_K)
-        a_ptr = a + (tl.cast(a_index, tl.int64) * M + row) * lda
+        a_ptr = a + (tl.cast(a_index, tl.int64) * M + row) * lda + first
         a_offs = rows[:, None] * lda + ks[None, :]
         if TRANSPOSED:
-            b_ptr = b + tl.cast(col, tl.int64) * shards * K + b_index * K
+            b_ptr = b + tl.cast(col, tl.int64) * shards * K + b_index * K + first
             b_offs = ks[:, None] + cols[None, :] * (shards * K)
             step = tl.cast(BLOCK_K, tl.int64)
         else:
-            b_ptr = b + tl.cast(b_index, tl.int64) * K * N + col
+            b_ptr = b + (tl.cast(b_index, tl.int64) * K + first) * N + col
             b_offs = ks[:, None] * N + cols[None, :]
             step = tl.cast(N, tl.int64) * BLOCK_K
-        for k in range(0, K, BLOCK_K):
+        for k in range(first, last, BLOCK_K):
             x = tl.load(a_ptr + a_offs, mask=(rows < M - row)[:, None] & (ks < K - k)[None, :], other=0)
             y = tl.load(b_ptr + b_offs, mask=(ks < K - k)[:, None] & (cols < N - col)[None, :], other=0)
             acc = tl.dot(x, y, acc, input_precision="ieee")

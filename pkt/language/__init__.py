@@ -15,6 +15,7 @@ from .memory import (
     copy,
     get,
     load,
+    prefetch,
     put,
     store,
 )  # fmt: skip
@@ -28,7 +29,7 @@ inspect.install_listener()
 
 __all__ = [
     "Layout", "peer", "multicast",
-    "load", "store", "get", "put", "copy",
+    "load", "store", "get", "put", "copy", "prefetch",
     "atomic_add", "atomic_cas", "atomic_xchg", "atomic_and", "atomic_or", "atomic_xor", "atomic_min", "atomic_max",
     "signal", "signal_all", "wait", "test", "barrier", "grid_barrier", "world_barrier", "fence", "quiet", "epoch",
     "put_flagged", "take_flagged", "take_flagged_all",

@@ -49,6 +49,16 @@ def put(dst, src, peer, world, mask=None):
 
 
 @triton.jit
+def prefetch(ptr, mask=None):
+    """Ask for the cache line at each `ptr` to be brought into L2, and wait for nothing: `prefetch.global.L2`.
+
+    ptr: scalar or block of pointers into this GPU's memory, one for each line of 128 bytes; mask: bool block. Changes
+    no result. A program that must wait for other ranks first prefetches what it will read then.
+    """
+    ptx.prefetch(ptr, mask)
+
+
+@triton.jit
 def _before_release(sem: tl.constexpr):
     # One thread executes an atomic on a scalar. Before a release all threads must have done their accesses, and Triton
     # 3.6 puts no barrier there.

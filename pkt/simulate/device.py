@@ -82,6 +82,9 @@ class SimulatedDevice(Flagged, Multimem):
         task.undrained = False
         self.detector.drained()
 
+    def prefetch(self, ptr: Any, mask: Any) -> None:
+        """Nothing: there are no caches."""
+
     def mark(self, kind: str) -> None:
         self.m.current.mark = kind
 

@@ -51,6 +51,22 @@ def load_store_kernel(x, y, out, bar, n, world, BLOCK: tl.constexpr):
     pl.barrier(bar + pid, world)
 
 
+@triton.jit
+def prefetch_kernel(x, out, world, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    pl.prefetch(x + offs, mask=offs < N // 2)
+    pl.prefetch(x)
+    tl.store(out + offs, tl.load(x + offs))
+
+
+@case("prefetch")
+def prefetch(world: Any) -> None:
+    x, out = pkt.empty(64, dtype=torch.int32), local(world, 64)
+    put_in(x, torch.arange(64) + world.rank, world)
+    prefetch_kernel[(1,)](x, out, world.device, 64)
+    same(world, out, list(range(world.rank, world.rank + 64)))
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.float64)
 
 

@@ -269,7 +269,9 @@ def gated(world: Any) -> None:
         bias = pkt.interleave(*(normal(world, (1, n), 7 + i)[0] for i in range(2)))
         b = pkt.interleave(gate, up)
         wanted = finished(torch.cat(shards, dim=0 if rows else 1).float() @ b.float(), bias, "swiglu")
-        for mode in ("push", "unfused", *(["copy"] if rows else []), *(["gluon"] if gluon else []), None):
+        few = ["low_latency"] if m == 1 else []
+        modes = "push", "unfused", *few, *(["copy"] if rows else []), *(["gluon"] if gluon else []), None
+        for mode in modes:
             got = pkt.all_gather_matmul(
                 shards[world.rank], b, mode=mode, shard=shard, bias=bias, epilogue="swiglu"
             )  # fmt: skip
@@ -287,7 +289,8 @@ def several_weights(world: Any) -> None:
     size, ns = world.size, (1024, 264, 264)
     for m, K in ((512, 1024), (333, 1544), (1, 264)):
         gluon = runs_gluon("all_gather_matmul", world, torch.bfloat16, 128, K, 264)
-        for mode in ("push", "copy", "unfused", *(["gluon"] if gluon else []), None):
+        few = ["low_latency"] if m == 1 else []
+        for mode in ("push", "copy", "unfused", *few, *(["gluon"] if gluon else []), None):
             for turn in range(3):
                 shards = [normal(world, (m, K), 10 * turn + r) for r in range(size)]
                 fused = normal(world, (sum(ns), K), 50 + turn)

@@ -22,10 +22,18 @@ from tests.conformance.checks import set_launches
 from tests.conformance.inputs import bound
 
 from .helpers import DTYPES, LAUNCHES, as_weight, inputs, on_ranks, random
-from .launches import SHARED_LIMIT, all_launched
+from .launches import SHARED_LIMIT, all_launched, compile_checked
 from .machine_code import resources
 
-FORMS = [("push", "rows"), ("push", "columns"), ("copy", "rows"), ("unfused", "rows"), ("unfused", "columns")]
+FORMS = [
+    ("push", "rows"),
+    ("push", "columns"),
+    ("copy", "rows"),
+    ("unfused", "rows"),
+    ("unfused", "columns"),
+    ("low_latency", "rows"),
+    ("low_latency", "columns"),
+]
 every_form = pytest.mark.parametrize(("mode", "shard"), FORMS)
 Weights = Sequence[torch.Tensor]
 
@@ -175,10 +183,10 @@ def test_the_launch_number_wraps() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- what it costs
-def kernels(stored: Any, mode: Any, patch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
+def kernels(stored: Any, mode: Any, patch: pytest.MonkeyPatch, m: int = 256, **options: Any) -> list[Any]:
     def run(world: Any) -> None:
         bs = stored([torch.empty(512, n, dtype=torch.bfloat16) for n in (256, 1024, 256)])
-        all_gather_matmul(torch.empty(256, 512, dtype=torch.bfloat16), bs, mode=mode, **options)
+        all_gather_matmul(torch.empty(m, 512, dtype=torch.bfloat16), bs, mode=mode, **options)
 
     return all_launched(run, 4, False, patch)
 
@@ -193,7 +201,9 @@ def test_weights_side_by_side_take_one_launch(monkeypatch: pytest.MonkeyPatch) -
 def test_a_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """During the launch of the greatest product; the others only compute."""
     pushes = kernels(separate, "push", monkeypatch)
-    assert [(x.args[0].N, x.args[0].GATHERED.value) for x in pushes] == [(1024, False), (256, True), (256, True)]
+    few = kernels(separate, "low_latency", monkeypatch, 4)
+    for found in (pushes, few):
+        assert [(x.args[0].N, x.args[0].GATHERED.value) for x in found] == [(1024, False), (256, True), (256, True)]
     sent = {len([x for x in kernels(s, "copy", monkeypatch) if x.kernel is not push_kernel]) for s in STORED}
     assert len(sent) == 1
     computed = [x for x in kernels(separate, "copy", monkeypatch) if x.kernel is push_kernel]
@@ -201,19 +211,24 @@ def test_a_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize(("mode", "m"), [("push", 256), ("low_latency", 4)])
 @pytest.mark.parametrize("options", [{}, {"epilogue": "swiglu"}, {"shard": "columns"}], ids=str)
-def test_what_only_computes_compiles(options: Any, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_only_computes_compiles(
+    options: Any, mode: Any, m: int, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if "shard" in options:
         stored = lambda bs: separate([b.repeat(4, 1) for b in bs])  # noqa: E731
     else:
         stored = separate_transposed
-    launch = kernels(stored, "push", monkeypatch, **options)[-1]
+    first, *_, launch = kernels(stored, mode, monkeypatch, m, **options)
+    compile_checked(first, arch, tmp_path)
     compiled = compile_only(launch.kernel, *launch.args, arch=arch, **launch.options)
     usage = resources(compiled, tmp_path)
     assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
     assert compiled.metadata.shared <= SHARED_LIMIT
     assert count_markers(compiled.asm["ptx"]) == {"wait": 0, "signal": 0}
-    assert "wgmma.mma_async" in compiled.asm["ptx"] if arch == 90 else "tcgen05.mma" in compiled.asm["ptx"]
+    if mode == "push":
+        assert "wgmma.mma_async" in compiled.asm["ptx"] if arch == 90 else "tcgen05.mma" in compiled.asm["ptx"]
 
 
 @every_form
@@ -271,7 +286,7 @@ def test_weights_that_are_trained() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ protocol
-@pytest.mark.parametrize(("mode", "shard"), FORMS[:3])
+@pytest.mark.parametrize(("mode", "shard"), [form for form in FORMS if form[0] != "unfused"])
 def test_every_schedule_is_right_and_every_fault_is_caught(mode: Any, shard: Any) -> None:
     def run(world: Any) -> None:
         """Three launches of two weights, with whole numbers."""

@@ -22,7 +22,15 @@ from .helpers import DTYPES, UNIT, as_weight, assert_within, inputs, on_ranks, p
 from .launches import all_launched
 from .machine_code import resources
 
-FORMS = [("push", "rows"), ("push", "columns"), ("copy", "rows"), ("unfused", "rows"), ("unfused", "columns")]
+FORMS = [
+    ("push", "rows"),
+    ("push", "columns"),
+    ("copy", "rows"),
+    ("unfused", "rows"),
+    ("unfused", "columns"),
+    ("low_latency", "rows"),
+    ("low_latency", "columns"),
+]
 SIZES = [(20, 24, 16), (7, 13, 21), (33, 8, 1), (1, 40, 8)]  # (m, k, columns of the result)
 
 

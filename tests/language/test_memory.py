@@ -144,6 +144,24 @@ def test_copies_move_16_bytes_at_a_time_through_registers(arch, how):
     assert count(k, r"(shl|mul\.lo|mad\.lo)\.[bsu]64") == (2 if how == "copy" else 1)
 
 
+@triton.jit
+def prefetch_kernel(x, n, B: tl.constexpr, MASKED: tl.constexpr):
+    o = tl.arange(0, B)
+    if MASKED:
+        pl.prefetch(x + 64 * o, mask=o < n)
+    else:
+        pl.prefetch(x + 64 * o)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("masked", [True, False])
+def test_prefetch_asks_once_for_each_line_and_loads_nothing(arch, masked):
+    k = compiled(prefetch_kernel, "*bf16", 300, B=512, MASKED=masked, arch=arch)
+    found = [x for x in instructions(k) if x.op == "prefetch.global.L2"]
+    assert len(found) == 512 // 128  # 128 threads
+    assert count(k, r"ld\.") == count(k, r"ld\.param")
+
+
 def test_the_distance_is_a_multiple_of_the_stride():
     # from rank 1 to rank 3, both constant: the address is the pointer plus 2 strides
     k = compiled(address_kernel, "*fp32", device_world(1))

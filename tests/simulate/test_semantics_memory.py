@@ -123,6 +123,26 @@ def test_get_put_and_copy_move_blocks(seed: int) -> None:
     launch(main, 3, seed)
 
 
+@triton.jit
+def prefetching(x, out, world, N: tl.constexpr):
+    o = tl.arange(0, N)
+    pl.prefetch(x + o, mask=o < 3)
+    tl.store(out + o, tl.load(x + o))
+
+
+def test_prefetch_is_no_access() -> None:
+    """Another rank may write what is prefetched: there is no value that it could change."""
+
+    def main(world: Any) -> None:
+        x, out = pkt.zeros(8), torch.ones(8)
+        if world.rank == 0:
+            prefetching[(1,)](x, out, world.device, 8)
+            assert out.tolist() == [0.0] * 8
+        world.barrier()
+
+    launch(main, 2)
+
+
 # -- atomics ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,12 +7,12 @@ uses `tl.atomic_*`, which Triton executes in one thread.
 
 from .flagged import put_flagged, take_flagged
 from .multimem import multimem_can, multimem_load_reduce, multimem_reduce_add, multimem_store
-from .order import SIGNAL_MARKER, cta_barrier, drain, fence, load_relaxed, proxy_fence
+from .order import SIGNAL_MARKER, cta_barrier, drain, fence, load_relaxed, prefetch, proxy_fence
 from .primitive import mark, retype_tuples, threads_to_agree
 from .spin import POLLS_PER_CHECK, WAIT_MARKER, wait
 
 __all__ = [
-    "load_relaxed", "fence", "proxy_fence", "drain", "cta_barrier", "SIGNAL_MARKER",
+    "load_relaxed", "prefetch", "fence", "proxy_fence", "drain", "cta_barrier", "SIGNAL_MARKER",
     "wait", "WAIT_MARKER", "POLLS_PER_CHECK",
     "put_flagged", "take_flagged",
     "multimem_can", "multimem_load_reduce", "multimem_store", "multimem_reduce_add",

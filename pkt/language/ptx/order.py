@@ -23,6 +23,17 @@ def load_relaxed(ptr, _semantic=None):
 
 
 @simulated
+def prefetch(ptr, mask, _semantic=None):
+    """`prefetch.global.L2` of the cache line at each pointer, where the mask is true. The simulator has no caches."""
+    if mask is None:
+        asm("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr], core.int32, _semantic)
+        return
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
+    mask = core.cast(_semantic.to_tensor(mask), core.int32, _semantic=_semantic)
+    asm(text, "=r,l,r", [ptr, mask], core.int32, _semantic)
+
+
+@simulated
 def fence(_semantic=None):
     """`fence.acq_rel.sys`, in every thread."""
     asm("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], core.int32, _semantic)

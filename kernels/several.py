@@ -8,6 +8,8 @@ it computes; the others find A in the same buffers, and wait for nothing. For th
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -35,22 +37,33 @@ def is_several(b: Any) -> TypeGuard[Tensors]:
 def side_by_side(parts: Tensors) -> torch.Tensor | None:
     """The matrix whose columns, or the vector whose elements, `parts` are in turn, as a view of their memory; None
     where they are not views of one tensor that is contiguous, or the transposed view of a contiguous one."""
+    # By addresses, and with few calls into torch: a call of the operator has to wait for this.
     first = parts[0]
-    if not all(isinstance(part, torch.Tensor) and not isinstance(part, SymmetricTensor) for part in parts):
+    if not isinstance(first, torch.Tensor) or first.layout is not torch.strided or first.ndim not in (1, 2):
         return None
-    strides, at, columns = first.stride(), first.storage_offset(), 0
-    if first.ndim not in (1, 2) or first.layout is not torch.strided:
-        return None
-    memory = first.untyped_storage().data_ptr()
+    strides, rows, dtype = first.stride(), first.shape[:-1], first.dtype
+    step, begin, columns = strides[-1] * first.element_size(), 0, 0
     for part in parts:
-        alike = part.ndim == first.ndim and part.shape[:-1] == first.shape[:-1] and part.stride() == strides
-        if not alike or part.dtype is not first.dtype or part.device != first.device:
+        if type(part) is not torch.Tensor and (not isinstance(part, torch.Tensor) or isinstance(part, SymmetricTensor)):
             return None
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != at + columns * strides[-1]:
+        if part.layout is not torch.strided or part.dtype is not dtype or part.stride() != strides:
             return None
-        columns += part.shape[-1]
-    whole = first.detach().as_strided((*first.shape[:-1], columns), strides)
-    return whole if checks.stored(whole)[0].is_contiguous() else None
+        shape = part.shape
+        if shape[:-1] != rows:
+            return None
+        if shape[-1] == 0:  # it has no address
+            continue
+        if columns == 0:
+            first, begin = part, part.data_ptr()
+        elif part.data_ptr() != begin + columns * step:
+            return None
+        columns += shape[-1]
+    if strides not in ((columns, 1), (1, *rows)):
+        return None
+    end = first.storage_offset() + math.prod(rows) * columns
+    if end * first.element_size() > first.untyped_storage().nbytes():
+        return None  # neighbours in memory by chance
+    return first.detach().as_strided((*rows, columns), strides)
 
 
 def run_several(
@@ -70,9 +83,9 @@ def run_several(
         with world.using(workspace, operator.name):
             return run_several(operator, tensors, values, world, None, columns_each)
     _check_lists(operator.name, bs, outs, biases, world)
-    whole = side_by_side(bs) if bs[0].ndim == 2 else None
+    whole = side_by_side(bs)
     out = side_by_side(outs) if outs is not None else None
-    if whole is not None and (outs is None or out is not None):
+    if whole is not None and whole.ndim == 2 and (outs is None or out is not None):
         columns = _columns(operator.name, bs, outs, columns_each, world)
         bias = None if biases is None else _joined(operator.name, bs, biases, world)
         result = operator((a, whole, out, bias), values, world)
@@ -94,7 +107,8 @@ def _check_lists(name: str, bs: Any, outs: Any, biases: Any, world: World) -> No
             wanted = f"{len(bs)}, one for each of b"
             raise ShapeError.argument(name, what, f"a list of {len(given)}", wanted, world.rank)
         for i, tensor in enumerate(given):
-            checks.check_dense(name, f"{what}[{i}]", tensor, world)
+            if type(tensor) is not torch.Tensor:
+                checks.check_dense(name, f"{what}[{i}]", tensor, world)
 
 
 def _columns(name: str, bs: Tensors, outs: Tensors | None, columns_each: int, world: World) -> list[int]:
@@ -144,6 +158,11 @@ def _separate(
 def _check_apart(name: str, a: Any, bs: Tensors, outs: Tensors, biases: Tensors, world: World) -> None:
     """Raises ShapeError where an output shares memory with an operand or another output. In every call, because the
     facts of tensors do not say how far they are from each other."""
+    if all(isinstance(x, torch.Tensor) and x.layout is torch.strided for x in (a, *bs, *outs, *biases)):
+        read, written = ([(x.data_ptr(), x.data_ptr() + x.nbytes) for x in xs] for xs in ((a, *bs, *biases), outs))
+        pairs = itertools.chain(itertools.product(written, read), itertools.combinations(written, 2))
+        if not any(begin < stop and start < end for (begin, end), (start, stop) in pairs):
+            return
     named = [("a", a), *((f"b[{i}]", b) for i, b in enumerate(bs)), *((f"bias[{i}]", x) for i, x in enumerate(biases))]
     for i, out in enumerate(outs):
         for what, other in [*named, *((f"out[{j}]", outs[j]) for j in range(i))]:

@@ -151,8 +151,8 @@ def test_symmetric_outputs() -> None:
 def test_one_weight_and_none_of_a_columns() -> None:
     def run(world: Any) -> None:
         multiplies(world, "push", "rows", 9, 8, (16,), torch.float32, separate)
-        for stored in (separate, in_rows):
-            multiplies(world, "push", "rows", 9, 8, (16, 0, 8), torch.float32, stored, bias=True)
+        for stored in STORED:
+            multiplies(world, "push", "rows", 9, 8, (0, 16, 0, 8), torch.float32, stored, bias=True)
         for m, k, ns in ((0, 8, (16, 8)), (9, 0, (16, 8)), (9, 8, (0, 0))):
             multiplies(world, "push", "rows", m, k, ns, torch.float32, separate, bias=True)
 

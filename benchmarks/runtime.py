@@ -93,7 +93,7 @@ def time_operators(world: pkt.World) -> dict[str, list[float]]:
         world.synchronize()
         world.barrier()
         recorder = Recorder()
-        with _recording(recorder, world):
+        with recording(recorder, world):
             call()
             launches = list(recorder.launches)
             if not gpu:
@@ -112,7 +112,7 @@ def time_operators(world: pkt.World) -> dict[str, list[float]]:
 
 
 @contextlib.contextmanager
-def _recording(recorder: Recorder, world: pkt.World) -> Iterator[None]:
+def recording(recorder: Recorder, world: pkt.World) -> Iterator[None]:
     """Plans made in this context use `recorder` instead of `cooperative_launch`, in every loaded pkt.kernels module."""
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):

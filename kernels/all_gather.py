@@ -171,7 +171,9 @@ OPERATOR = Operator(
             _through_registers(pull_kernel), "load from every rank", "(W - 1) |x|",
             symmetric=("x",), **BLOCKED,
         ),
-        "copy": Form(_by_copy_engines, "push by the copy engines", "(W - 1) |x|", symmetric=("out",)),
+        "copy": Form(
+            copies.in_one_call(_by_copy_engines), "push by the copy engines", "(W - 1) |x|", symmetric=("out",)
+        ),
         "low_latency": Form(
             _in_flagged_words, "words of data and flag to every rank, no barrier", "4 / 3 (W - 1) |x|",
             dtypes=flagged.DTYPES, fits=flagged.fits, **BLOCKED,

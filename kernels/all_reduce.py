@@ -38,7 +38,7 @@ from .declaration import Call, Case, Form, Launch, Operand, choice, integer
 from .declaration import block as block_size
 from .operator import Operator
 from .reduce_scatter import await_sent, in_inbox, inboxes, pushed_room
-from .shared import copy_reduce, flagged
+from .shared import copies, copy_reduce, flagged
 from .shared.checks import FLOATS
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, copy_block, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
@@ -248,6 +248,13 @@ def _in_flagged_words(shots: int) -> Callable[[Call], Launch]:
     return lambda call: flagged.reduce_launch(call.world, call["x"], call["op"], shots, call["block"])
 
 
+def _end_of(like: torch.Tensor, begin: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The elements from `begin` on of tensors of the same facts as `like`: of a symmetric one, which lies where `like`
+    does, the view is made once, because that takes as long as two launches."""
+    end = like.view(-1)[begin:]
+    return (lambda tensor: end) if isinstance(like, SymmetricTensor) else lambda tensor: tensor.view(-1)[begin:]
+
+
 def _with_the_rest(make: Callable[[Call, int], Launch]) -> Callable[[Call], Launch]:
     """make(call, n) for the first n elements of x, and flagged words for those beyond the last whole 16 bytes."""
 
@@ -258,10 +265,11 @@ def _with_the_rest(make: Callable[[Call, int], Launch]) -> Callable[[Call], Laun
         if rest == 0:
             return launch
         few = flagged.reduce_launch(call.world, x.view(-1)[n - rest :], call["op"], 1, None)
+        rest_of_x, rest_of_out = (_end_of(call[name], n - rest) for name in ("x", "out"))
 
         def both(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             launch(x, out)
-            few(x.view(-1)[n - rest :], out.view(-1)[n - rest :])
+            few(rest_of_x(x), rest_of_out(out))
             return out
 
         return both
@@ -328,8 +336,8 @@ OPERATOR = Operator(
             symmetric=("out",), **BLOCKED,
         ),
         "copy": Form(
-            _with_the_rest(_by_copy_engines), "the same, by the copy engines", MOVES, symmetric=("out",),
-            **copy_reduce.CHUNKED,
+            copies.in_one_call(_with_the_rest(_by_copy_engines)), "the same, by the copy engines", MOVES,
+            symmetric=("out",), **copy_reduce.CHUNKED,
         ),
         "multimem": Form(
             lambda call: _two_shot(multimem_kernel)(call, call["x"].numel()), "two_shot in the switch",

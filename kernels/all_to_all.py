@@ -162,7 +162,7 @@ OPERATOR = Operator(
     forms={
         "push": Form(_through_registers(True), "store into the ranks", MOVES, symmetric=("out",), **BLOCKED),
         "pull": Form(_through_registers(False), "load from them", MOVES, symmetric=("x",), **BLOCKED),
-        "copy": Form(_by_copy_engines, "push by the copy engines", MOVES, symmetric=("out",)),
+        "copy": Form(copies.in_one_call(_by_copy_engines), "push by the copy engines", MOVES, symmetric=("out",)),
         "low_latency": Form(
             _in_flagged_words, "its part in words of data and flag to every rank, no barrier", f"4 / 3 {MOVES}",
             dtypes=flagged.DTYPES, fits=flagged.fits, **BLOCKED,

@@ -237,7 +237,8 @@ OPERATOR = Operator(
         "push": Form(_push, "add what the ranks store, in a fixed order", MOVES, **BLOCKED),
         "pull": Form(_pull, "load its part from every rank", MOVES, symmetric=("x",), **BLOCKED),
         "copy": Form(
-            _by_copy_engines, "add what their copy engines bring, in a fixed order", MOVES, **copy_reduce.CHUNKED
+            copies.in_one_call(_by_copy_engines), "add what their copy engines bring, in a fixed order", MOVES,
+            **copy_reduce.CHUNKED,
         ),
         "low_latency": Form(
             _in_flagged_words, "its part in words of data and flag to every rank, no barrier", f"4 / 3 {MOVES}",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pkt
-from benchmarks import _command, _job, _run, figures, runtime
+from benchmarks import _command, _job, _run, eager, figures, runtime
 from benchmarks._case import Case
 from benchmarks._check import BOUND
 from benchmarks._results import against, record, write
@@ -244,3 +244,41 @@ def test_results_are_named_by_what_they_compute() -> None:
     names = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul", "all_to_all")
     words = ["all-gather + GEMM", "GEMM + reduce-scatter", "GEMM + all-reduce", "GEMM", "all-to-all"]
     assert [figures.operation(name) for name in names] == words
+
+
+def test_host_costs_of_eager_calls_are_counted_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A form that copies is one call of the driver when it comes again; one kernel always is."""
+    monkeypatch.setattr(eager, "REPEATS", 1)
+    monkeypatch.setattr(eager._harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["eager", "--device", "cpu", "--only", "copy,push"])
+    assert eager.main() == 0
+    figures = json.loads((tmp_path / "eager_cpu.json").read_text())["figures"]
+    copied = {name for name in figures if name.endswith(", copy")}
+    assert len(copied) == 5
+    for name, found in figures.items():
+        assert found["driver calls"] == 1, name
+        assert (found["driver calls, new"] > 1) == (name in copied), name
+        assert found["host"] > 0
+    assert "all_gather, copy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("only", ["all_to_all", "broadcast"])
+def test_host_costs_are_measured_in_turn(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program for GPUs, on simulated ranks."""
+    for name, number in (("REPEATS", 1), ("CALLS", 1), ("WARM", 1), ("prepare", lambda world: None)):
+        monkeypatch.setattr(eager, name, number)
+    ordered = eager.ordered
+    monkeypatch.setattr(eager, "ordered", lambda world, sizes, only, gpu: ordered(world, sizes, only, False))
+
+    def main(world: pkt.World) -> dict:
+        assert eager.measure(world, eager.Sizes(512, 16), only, end=0) == {}
+        return eager.measure(world, eager.Sizes(512, 16), only, end=float("inf"))
+
+    first, second = pkt.launch(main, 2, "cpu", sms=2, multicast=False)
+    assert list(first) == list(second)
+    forms = {name: form for name, form in operators()[only].forms.items() if not form.gpu}
+    assert {name.split(", ")[1] for name in first} == set(forms)
+    for name, found in first.items():
+        assert set(found) == {"host", "loop", "host, new", "loop, new"} | ({"bare"} if "copy" not in name else set())

@@ -97,7 +97,8 @@ def test_plain_forms_are_left_out_above_some_rows() -> None:
     assert plain <= few.keys()
     assert few.keys() - many.keys() == plain
     assert {"pkt default", "pkt gluon", "pkt unfused"} <= many.keys()
-    assert list(_zoo_inputs.variants(AG, True, "push", 16384)) == ["pkt default", "pkt push"]
+    assert list(_zoo_inputs.variants(AG, True, "push", 16)) == ["pkt default", "pkt push"]
+    assert list(_zoo_inputs.variants(AG, True, "push", 16384)) == ["pkt default"]
 
 
 @pytest.mark.parametrize(

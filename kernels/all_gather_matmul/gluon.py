@@ -38,6 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import pkt.language as pl
 from pkt.language import ptx, sync
 from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
@@ -548,4 +549,4 @@ def push_launch(
                 join()
         return out
 
-    return launch
+    return replayed(world, launch) if copied else launch

@@ -31,7 +31,7 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
-from ..all_gather import all_gather
+from ..all_gather import OPERATOR as ALL_GATHER
 from ..declaration import Call, Case, Form, Launch, Tuning, choice, integer
 from ..operator import Operator
 from ..several import is_several, run_several
@@ -529,13 +529,13 @@ OPERATOR = Operator(
             small={"num_comm_sms": 1, "chunk": 16, **products.SMALL},
         ),
         "copy": Form(
-            _copy, "push by the copy engines, on a stream of its own", "(W - 1) |a|",
+            copies.in_one_call(_copy), "push by the copy engines, on a stream of its own", "(W - 1) |a|",
             settings={"push_rows": 0, **TILES}, fits=fits_copies, small=products.SMALL, several=_copy_several,
             space=rules.space_copy, seconds=rules.seconds_copy, one_shape=("push_rows",),
         ),
         "gluon": GLUON,
         "low_latency": few_rows.gather_form(),
-        **unfused.gather_forms(all_gather),
+        **unfused.gather_forms(ALL_GATHER),
     },
     default=default,
     reference=reference,

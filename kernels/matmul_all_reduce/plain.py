@@ -27,7 +27,8 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
-from ..all_reduce import all_reduce, low_latency
+from ..all_reduce import OPERATOR as ALL_REDUCE
+from ..all_reduce import low_latency
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..operator import Operator
 from ..shared import few_rows, gluon_fits, product_rules, products, unfused
@@ -281,7 +282,7 @@ OPERATOR = Operator(
         ),
         "gluon": GLUON,
         "low_latency": few_rows.all_form(),
-        **unfused.reduce_forms(all_reduce, low_latency),
+        **unfused.reduce_forms(ALL_REDUCE, low_latency),
     },
     default=default,
     reference=reference,

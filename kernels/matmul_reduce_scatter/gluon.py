@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
@@ -284,4 +285,4 @@ def inbox_launch(
             send()
         return out
 
-    return launch
+    return replayed(world, launch) if copied else launch

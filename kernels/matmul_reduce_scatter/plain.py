@@ -30,7 +30,7 @@ from pkt.runtime.world import Workspace, World
 
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
 from ..operator import Operator
-from ..reduce_scatter import reduce_scatter
+from ..reduce_scatter import OPERATOR as REDUCE_SCATTER
 from ..shared import few_rows, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
@@ -301,7 +301,7 @@ OPERATOR = Operator(
         ),
         "gluon": GLUON,
         "low_latency": few_rows.scatter_form(),
-        **unfused.scatter_forms(reduce_scatter),
+        **unfused.scatter_forms(REDUCE_SCATTER),
     },
     default=default,
     reference=reference,

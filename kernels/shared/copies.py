@@ -20,11 +20,12 @@ import triton.language as tl
 
 import pkt.language as pl
 from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
-from ..declaration import Launch
+from ..declaration import Call, Launch
 from .grid import barrier_counters
 
 UNEVEN = 8
@@ -166,6 +167,26 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
             engines.copy(to, of + start, *how, stream)
 
     return send
+
+
+def sent_to(world: World, what: Sequence[Box]) -> Callable[[torch.Tensor, torch.Tensor, int | None], None]:
+    """send(x, target, stream), as of `sending`, for targets that change. The addresses in the last one are kept."""
+    if world.backend.copies is None:
+        return lambda x, target, stream: sending(world, what, target)(x, stream)
+    at, known = -1, sending(world, (), layout(1))
+
+    def send(x: torch.Tensor, target: torch.Tensor, stream: int | None) -> None:
+        nonlocal at, known
+        if at != target.data_ptr():
+            at, known = target.data_ptr(), sending(world, what, target)
+        known(x, stream)
+
+    return send
+
+
+def in_one_call(plan: Callable[[Call], Launch]) -> Callable[[Call], Launch]:
+    """`plan`, for forms that queue many copies and kernels: a call that comes again is one call of the driver."""
+    return lambda call: replayed(call.world, plan(call))
 
 
 class Side:
@@ -332,14 +353,14 @@ def exchange_launch(world: World, what: Sequence[Box]) -> Launch:
     """launch(x, out): each box of this rank's `x` into its peer's `out`, and when it ends that of all ranks. Two
     meetings of all ranks around the copies. Returns `out`."""
     side, meet = Side(world), meeting(world)
-    own, others = ([box for box in what if (box.peer == world.rank) == mine] for mine in (True, False))
+    own, others = (sent_to(world, [b for b in what if (b.peer == world.rank) == mine]) for mine in (True, False))
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank is done with what it had in `out`
         with side.behind() as stream:
-            sending(world, others, out)(x, stream)
+            others(x, out, stream)
             sent = side.mark()
-        sending(world, own, out)(x, None)
+        own(x, out, None)
         side.reach(sent)
         meet()  # publish: all parts are there
         return out

@@ -13,6 +13,7 @@ busy while it is added. One more meeting ends it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -113,21 +114,22 @@ def scatter_launch(
             found += copies.boxes(peer, to, of, itemsize)
         return found
 
-    moved = [parcel(g) for g in range(triton.cdiv(lines, together))]
+    moved = [copies.sent_to(world, parcel(g)) for g in range(triton.cdiv(lines, together))]
     inbox, bar = _inbox(rows * run, dtype, world), barrier_counters(world)
     meet, side = copies.meeting(world), copies.Side(world)
     grid = (num_programs(world, tiles),)
-    start = cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS)
+    # One for each chunk: a launch is repeated with the same numbers only.
+    starts = [cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS) for _ in moved]
     places = (rank * part.units, size * part.units, 0, rows * part.units)
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank has added what is in its inbox
         sent = []
         with side.behind() as stream:
-            for boxes in moved:
-                copies.sending(world, boxes, inbox)(x, stream)
+            for send in moved:
+                send(x, inbox, stream)
                 sent.append(side.mark())
-        for g, mark in enumerate(sent):
+        for g, (mark, start) in enumerate(zip(sent, starts)):
             side.reach(mark)
             end = min((g + 1) * tiles, part.tiles)
             start(x, out, inbox, bar, part, *places, g * tiles, end, world.device, op)
@@ -163,7 +165,7 @@ def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int |
         return [box for d in turn for box in copies.boxes((rank + d) % size, mine, mine, itemsize)]
 
     count = triton.cdiv(whole.tiles, together)
-    out_of, into = [scattered(g) for g in range(count)], [gathered(g) for g in range(count)]
+    (first, *later), into = ([copies.sent_to(world, of(g)) for g in range(count)] for of in (scattered, gathered))
     own = max(0, min(n - rank * slot, slot))
     unit = whole.UNIT.value if own % whole.UNIT.value == 0 else 1
     tiles = triton.cdiv(own, whole.COLS.value)
@@ -172,24 +174,24 @@ def reduce_launch(world: World, n: int, dtype: torch.dtype, op: Op, block: int |
     inbox, bar = _inbox(slot, dtype, world), barrier_counters(world)
     meet, side = copies.meeting(world), copies.Side(world)
     grid = (num_programs(world, together),)
-    start = cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS)
+    starts = [cooperative_launch(world, sum_kernel, grid, **COPY_OPTIONS) for _ in range(count)]
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         meet()  # before overwrite: every rank has added what is in its inbox, and is done with what it had in `out`
         with side.behind() as stream:
-            copies.sending(world, out_of[0], inbox)(x, stream)
+            first(x, inbox, stream)
             sent = side.mark()
-        for g in range(count):
+        for g, (send, share, start) in enumerate(itertools.zip_longest(later, into, starts)):
             here = sent
-            if g + 1 < count:
+            if send is not None:
                 with side.behind() as stream:
-                    copies.sending(world, out_of[g + 1], inbox)(x, stream)
+                    send(x, inbox, stream)
                     sent = side.mark()
             side.reach(here)
             end = min((g + 1) * together, tiles)
             start(x, out, inbox, bar, part, *places, min(g * together, end), end, world.device, op)
             with side.behind() as stream:
-                copies.sending(world, into[g], out)(out, stream)
+                share(out, out, stream)
         side.reach(side.mark())
         meet()  # publish: every rank's sums are there
         return out

@@ -14,6 +14,7 @@ the program that is last to arrive adds all of them in the order of K.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -279,12 +280,12 @@ def gather_form() -> Form:
 
 def scatter_form() -> Form:
     """That of matmul_reduce_scatter."""
-    return _form(_reduce(True), REDUCES, "3 / 2 (W - 1) / W |C|", scattered, roundings=lambda size: 2)
+    return _form(_into_words(True), REDUCES, "3 / 2 (W - 1) / W |C|", scattered, roundings=lambda size: 2)
 
 
 def all_form() -> Form:
     """That of matmul_all_reduce."""
-    return _form(_reduce(False), REDUCES, "3 / 2 (W - 1) |C|", in_one_shot, roundings=lambda size: 2)
+    return _form(_into_words(False), REDUCES, "3 / 2 (W - 1) |C|", in_one_shot, roundings=lambda size: 2)
 
 
 REDUCES = "few rows: tiles in words of data and flag"
@@ -297,6 +298,10 @@ def _form(
         plan, how, moves, settings={"tiles": None, "split_k": None}, complete=settled, fits=fits,
         small={**products.SMALL, "split_k": 2}, space=space_few, seconds=seconds_few(sent), **more,
     )  # fmt: skip
+
+
+def _into_words(scatter: bool) -> Callable[[Call], Launch]:
+    return products.whole_runs(products.fitted(functools.partial(_reduce, scatter=scatter), out=False))
 
 
 def splits(call: Call, name: str, value: Any) -> Any:
@@ -372,25 +377,21 @@ def _multiplying(call: Call, inbox: SymmetricTensor, ready: SymmetricTensor, pro
     return launch
 
 
-def _reduce(scatter: bool) -> Callable[[Call], Launch]:
-    """The plan of the form of the operators that reduce."""
+def _reduce(call: Call, scatter: bool) -> Launch:
+    """The plan of the operators that reduce."""
+    world, (M, k), N, tiles, dtype = call.world, call["a"].shape, call["n"], call["tiles"], call.dtype
+    a_row = triton.cdiv(N, tiles.block_n) * words_of_row.fn(tiles.block_n, 4 // dtype.itemsize)
+    slots, flags, room = flagged.slots_of(world, M * a_row if scatter else world.size * M * a_row)
+    tile = _tile(call, aligned(call["a"], stored(call["b"])[0]))
+    programs = num_programs(world, _count(call, M))
+    start = cooperative_launch(world, reduce_kernel, (programs,), **tiles.launch_options())
+    same, transposed = (slots, flags, M, N, k, room, tl.constexpr(scatter)), tile.TRANSPOSED
 
-    def plan(call: Call) -> Launch:
-        world, (M, k), N, tiles, dtype = call.world, call["a"].shape, call["n"], call["tiles"], call.dtype
-        a_row = triton.cdiv(N, tiles.block_n) * words_of_row.fn(tiles.block_n, 4 // dtype.itemsize)
-        slots, flags, room = flagged.slots_of(world, M * a_row if scatter else world.size * M * a_row)
-        tile = _tile(call, aligned(call["a"], stored(call["b"])[0]))
-        programs = num_programs(world, _count(call, M))
-        start = cooperative_launch(world, reduce_kernel, (programs,), **tiles.launch_options())
-        same, transposed = (slots, flags, M, N, k, room, tl.constexpr(scatter)), tile.TRANSPOSED
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        start(Reduce(a, b.t() if transposed else b, bias, out, *same), tile, world.device)
+        return out
 
-        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            start(Reduce(a, b.t() if transposed else b, bias, out, *same), tile, world.device)
-            return out
-
-        return launch
-
-    return products.whole_runs(products.fitted(plan, out=False))
+    return launch
 
 
 def _rows(call: Call) -> int:

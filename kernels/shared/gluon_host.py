@@ -12,6 +12,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pkt.runtime.launch.relaunch import lasts
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -39,9 +40,10 @@ def everywhere(tensor: SymmetricTensor, block: tuple[int, ...], world: World) ->
 
 
 def here(tensor: torch.Tensor, block: tuple[int, ...], *others: torch.Tensor) -> list[TensorDescriptor]:
-    """As many descriptors as from `everywhere`: of this tensor, of the others, and of this one for the rest."""
-    own = descriptor(tensor, block)
-    theirs = [descriptor(other, block) for other in others]
+    """As many descriptors as from `everywhere`: of this tensor, of the others, and of this one for the rest. They last:
+    no launch may lend them another tensor."""
+    own = lasts(descriptor(tensor, block))
+    theirs = [lasts(descriptor(other, block)) for other in others]
     return [own, *theirs, *[own] * (MAX_PEERS - len(theirs))]
 
 

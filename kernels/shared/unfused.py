@@ -7,12 +7,13 @@ unfused: pkt's own collectives, on symmetric memory that cuBLAS reads or writes.
     little takes only its latency, and pkt's have less than NCCL's.
 
 Products are rounded to the dtype before they are added, and the sum before bias and epilogue; NCCL adds in an order of
-its choice. Each operator hands in pkt's collective.
+its choice. Each operator hands in pkt's collective, which is planned once: between two calls of a plan nothing changes
+that a plan of the collective depends on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,33 +23,42 @@ import torch.distributed as dist
 from pkt.errors import Unsupported
 from pkt.model.config import NCCL, UNFUSED, nccl_wanted
 from pkt.runtime.groups import process_group
+from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..declaration import Call, Form, Launch
+from ..operator import Operator
 from .checks import aligned, check_tensor
 from .gating import gating
 from .product_rules import Key, gathered, reduced, scattered, unfused_seconds
 from .products import in_turn
 from .tile_product import columns_each, finished
 
+_MATMUL = torch.backends.cuda.matmul
+PRECISION: dict[torch.dtype, Callable[[], Hashable]] = {
+    torch.bfloat16: lambda: _MATMUL.allow_bf16_reduced_precision_reduction,
+    torch.float16: lambda: (_MATMUL.allow_fp16_reduced_precision_reduction, _MATMUL.allow_fp16_accumulation),
+}
+"""torch's settings that a product of such operands depends on."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """product(a, b, out) queues its work on the current stream; a and b are plain tensors."""
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """gather(a) -> the whole A, plain and on the current stream, until the next call."""
 
 
-def gather_forms(all_gather: Callable[..., Any]) -> dict[str, Form]:
+def gather_forms(all_gather: Operator) -> dict[str, Form]:
     """Those of all_gather_matmul."""
 
     def ours(call: Call) -> Gather:
         world, columns, (m, k) = call.world, call["shard"] == "columns", call["a"].shape
         whole = _symmetric(call, *((m, world.size * k) if columns else (world.size * m, k)))
+        move, matrix = all_gather.planned(world, _plain(call["a"]), whole, dim=int(columns)), whole.plain()
 
         def gather(a: torch.Tensor) -> torch.Tensor:
-            all_gather(a, whole, dim=int(columns), world=world)
-            return whole.plain()
+            move(a, whole)
+            return matrix
 
         return gather
 
@@ -74,15 +84,16 @@ def gather_forms(all_gather: Callable[..., Any]) -> dict[str, Form]:
     return {name: replace(form, several=_several(makers[name])) for name, form in forms.items()}
 
 
-def scatter_forms(reduce_scatter: Callable[..., Any]) -> dict[str, Form]:
+def scatter_forms(reduce_scatter: Operator) -> dict[str, Form]:
     """Those of matmul_reduce_scatter."""
 
     def ours(call: Call) -> Product:
         world, partial = call.world, _symmetric(call, call["a"].shape[0], call["n"])
+        scatter, matrix = reduce_scatter.planned(world, partial, call["out"]), partial.plain()
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            _multiply(world, a, b, partial)
-            reduce_scatter(partial, out, world=world)
+            _multiply(world, a, b, matrix)
+            scatter(partial, out)
 
         return product
 
@@ -97,20 +108,39 @@ def scatter_forms(reduce_scatter: Callable[..., Any]) -> dict[str, Form]:
     return _forms("reduce-scatter", "(W - 1) / W |C|", ours, nccl, scattered, sums=True)
 
 
-def reduce_forms(all_reduce: Callable[..., Any], low_latency: Callable[[int, World], str | None]) -> dict[str, Form]:
+def reduce_forms(all_reduce: Operator, low_latency: Callable[[int, World], str | None]) -> dict[str, Form]:
     """Those of matmul_all_reduce. low_latency: the mode of an all-reduce of so few bytes; None where they are many."""
 
     def ours(call: Call) -> Product:
-        """The sum is made in `out` where that is symmetric or the all-reduce is a low-latency one, else in a buffer."""
+        """The sum is made in `out` where that is symmetric or the all-reduce is a low-latency one, else in a buffer,
+        from which it is copied. On 2 ranks a sum in one shot moves no more than one in two shots. It goes from the
+        buffers into any `out`, and saves the copy."""
         world, (M, N) = call.world, call.shape
         flagged = low_latency(M * N * call.dtype.itemsize, world)  # for what is not symmetric, too
-        total = None if flagged or in_place(call) else _symmetric(call, M, N)
+        if flagged or in_place(call):
+            reduce = all_reduce.planned(world, call["out"], call["out"], mode=flagged)
+
+            def in_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+                _multiply(world, a, b, _plain(out))
+                reduce(out, out)
+
+            return in_out
+        total = _symmetric(call, M, N)
+        matrix = total.plain()
+        if world.size == 2:
+            sum_into = all_reduce.planned(world, total, _plain(call["out"]), mode="one_shot")
+
+            def into_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+                _multiply(world, a, b, matrix)
+                sum_into(total, _plain(out))
+
+            return into_out
+        reduce = all_reduce.planned(world, total, total)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            _multiply(world, a, b, out if total is None else total)
-            all_reduce(out if total is None else total, mode=flagged, world=world)
-            if total is not None:
-                _plain(out).copy_(total.plain())
+            _multiply(world, a, b, matrix)
+            reduce(total, total)
+            _plain(out).copy_(matrix)
 
         return product
 
@@ -146,7 +176,7 @@ def _forms(
     """sent: least bytes that leave a GPU. sums: the collective adds. Bias and epilogue round once more each."""
     return {
         "unfused": Form(
-            _plan(ours), f"cuBLAS and pkt's own {collective}", moves,
+            _plan(ours, again=True), f"cuBLAS and pkt's own {collective}", moves,
             roundings=lambda size: 4 if sums else 3,
             space=lambda key, gpu: [UNFUSED], seconds=unfused_seconds("unfused", sent), **more,
         ),
@@ -158,9 +188,16 @@ def _forms(
     }  # fmt: skip
 
 
-def _plan(make: Callable[[Call], Product]) -> Callable[[Call], Launch]:
-    """The plan of a form: the product, then bias and epilogue."""
-    return lambda call: _finished(call, make(call))
+def _plan(make: Callable[[Call], Product], again: bool = False) -> Callable[[Call], Launch]:
+    """The plan of a form: the product, then bias and epilogue. again: a call that comes again is replayed."""
+
+    def plan(call: Call) -> Launch:
+        launch = _finished(call, make(call))
+        # Not fp32: torch has two sets of settings for its products, and asking for those not in use may raise.
+        settings = PRECISION.get(call.dtype)
+        return replayed(call.world, launch, settings) if again and settings else launch
+
+    return plan
 
 
 def _finished(call: Call, product: Product) -> Launch:
@@ -231,9 +268,11 @@ def _multiply(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor)
     """a @ b into `out`, behind the world's last call, which may have been given another stream and still use `out`."""
     if world.streams is not None:
         world.streams.follow()
-    torch.mm(a, b, out=_plain(out))
+    torch.mm(a, b, out=out)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """For torch, which records nothing of it, as of kernels, and writes products of trained weights into it."""
-    return (tensor.plain() if type(tensor) is SymmetricTensor else tensor).detach()
+    if type(tensor) is SymmetricTensor:
+        tensor = tensor.plain()
+    return tensor.detach() if tensor.requires_grad else tensor

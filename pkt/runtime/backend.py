@@ -52,6 +52,13 @@ class Block(NamedTuple):
         return self.offset + self.nbytes
 
 
+class Recorded(Protocol):
+    """Work that was recorded and is queued as a whole."""
+
+    def replay(self, stream: int) -> None:
+        """Queue it on a stream; one call of the driver."""
+
+
 class CopyEngines(Protocol):
     """Work that the host queues on a stream of a GPU without a kernel; `stream` is the driver's handle."""
 
@@ -68,6 +75,11 @@ class CopyEngines(Protocol):
     def uncouple(self) -> None:
         """Make the kernel that the current stream has just recorded in a graph an ordinary node, not a cooperative
         one."""
+
+    def record(self, run: Callable[[], Any]) -> Recorded:
+        """What `run()` queues on the current stream, which must not be the default one, and on streams that it forks
+        and joins. Nothing of it runs before it is replayed. Work that was recorded shares memory, so replays must run
+        one after the other."""
 
 
 class Backend(Protocol):

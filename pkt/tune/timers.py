@@ -13,6 +13,7 @@ import triton
 import pkt.language as pl
 from pkt.errors import Unsupported
 from pkt.model.config import Config
+from pkt.runtime.launch.replay import paused
 from pkt.runtime.memory.factories import signals
 from pkt.runtime.world import World
 
@@ -64,6 +65,7 @@ class CudaTimer:
         self.world.synchronize()
         return result
 
+    @paused()  # recording a call in a repeat would hold that repeat up
     def times(self, config: Config, run: Callable[[], Any], repeats: int) -> list[float]:
         world, flush = self.world, self._flush
         start = time.perf_counter()

@@ -29,7 +29,8 @@ def gpu_cases(name: str, mode: str) -> list[Case]:
 class Calls:
     """Calls of one form with tensors of one case: launched, captured, checked."""
 
-    def __init__(self, world: Any, name: str, mode: str, case: Case, dtype: torch.dtype) -> None:
+    def __init__(self, world: Any, name: str, mode: str, case: Case, dtype: torch.dtype, settings: Any) -> None:
+        self.settings = settings
         self.world, self.operator, self.mode, self.case, self.dtype = world, OPERATORS[name], mode, case, dtype
         operands = inputs.everybody(self.operator, case, world.size, 0, dtype)
         like = inputs.exact(self.operator, case, world.rank, operands)
@@ -45,7 +46,9 @@ class Calls:
 
     def call(self) -> torch.Tensor:
         keywords = {n: v for n, v in self.case.arguments.items() if n in self.operator.arguments}
-        self.found = self.operator.function(**self.tensors, **keywords, mode=self.mode, world=self.world)
+        self.found = self.operator.function(
+            **self.tensors, **keywords, **self.settings, mode=self.mode, world=self.world
+        )
         return self.found
 
     def check(self) -> None:
@@ -57,13 +60,13 @@ class Calls:
         assert (error <= limit).all(), f"{self.mode}, {self.case}: off by {error.max():.3g}"
 
 
-def program(name: str, mode: str) -> Callable[[Any], None]:
+def program(name: str, mode: str, **settings: int) -> Callable[[Any], None]:
     def run(world: Any) -> None:
         ran = 0
         for case in gpu_cases(name, mode):
             dtype = checks.floats(OPERATORS[name], mode)[ran % 2]
             try:
-                ran += everything(world, name, mode, case, dtype)
+                ran += everything(world, name, mode, case, dtype, settings)
             except pkt.Unsupported as unfit:  # the form refuses this case on all ranks
                 print(f"{name} {mode}: {unfit}")
         assert ran, f"no case of {name} suits {mode}"
@@ -71,9 +74,10 @@ def program(name: str, mode: str) -> Callable[[Any], None]:
     return run
 
 
-def everything(world: Any, name: str, mode: str, case: Case, dtype: torch.dtype) -> int:
-    """Check eager calls, replays of a graph, and calls on two streams. Returns 1, the number of cases that ran."""
-    calls = [Calls(world, name, mode, case, dtype) for _ in range(2)]
+def everything(world: Any, name: str, mode: str, case: Case, dtype: torch.dtype, settings: dict[str, int]) -> int:
+    """1 after eager calls, replays of a graph, calls on two streams, and calls with other addresses in turn, which pkt
+    records and replays in some forms, all of them right."""
+    calls = [Calls(world, name, mode, case, dtype, settings) for _ in range(2)]
     for launch in range(3):
         calls[0].fill(launch)
         calls[0].call()
@@ -98,6 +102,12 @@ def everything(world: Any, name: str, mode: str, case: Case, dtype: torch.dtype)
         torch.cuda.synchronize()
         for one in calls:
             one.check()
+    for launch in range(8, 14):
+        for one in calls:
+            one.fill(launch)
+            one.call()
+        for one in calls:
+            one.check()
     return 1
 
 
@@ -107,13 +117,17 @@ EXPLORED = {
     for at, c in enumerate(o.cases)
     if c.explore
 }
-BATCH = Batch({form.replace(" ", "-"): program(*form.split()) for form in FORMS})
+PROGRAMS = {form.replace(" ", "-"): program(*form.split()) for form in FORMS} | {
+    "all_gather_matmul-gluon-copied": program("all_gather_matmul", "gluon", num_comm_sms=0),
+    "matmul_reduce_scatter-gluon-copied": program("matmul_reduce_scatter", "gluon", copies=2),
+}
+BATCH = Batch(PROGRAMS)
 RANKS = sorted({ranks for ranks, _ in EXPLORED.values()})
 BATCHES = {r: Batch({name: fn for name, (ranks, fn) in EXPLORED.items() if ranks == r}) for r in RANKS}
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("form", [form.replace(" ", "-") for form in FORMS])
+@pytest.mark.parametrize("form", PROGRAMS)
 def test_form(form: str, ranks: int) -> None:
     BATCH.check(form, ranks)
 

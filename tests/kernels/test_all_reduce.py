@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import pkt
 from pkt.kernels.all_reduce import OPERATOR, TWO_SHOT_PUSH_BYTES, Op, all_reduce, reference
 from pkt.kernels.shared import flagged, grid
+from tests.runtime.eager_worlds import Rank, eager_worlds
 
 from .helpers import DTYPES, LAUNCHES, SEEDS, assert_within, inputs, on_ranks, sum_bound
 
@@ -170,6 +172,40 @@ def test_a_rest_of_less_than_16_bytes_is_sent_apart(mode: Any, in_place: bool, m
         tails.clear()
         on_ranks(3, run, n, dtype)
         assert set(tails) == ({rest} if rest else set()), n
+
+
+@pytest.mark.parametrize("mode", ["one_shot", "two_shot", "two_shot_push"])
+def test_the_rest_is_cut_off_symmetric_tensors_once(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every view of one takes as long as a launch. Plain tensors may be others in each call."""
+    monkeypatch.setattr(importlib.import_module(all_reduce.__module__), "REST_BYTES", 256)
+    called: dict[int, list[str]] = {}
+    torch_function = pkt.SymmetricTensor.__torch_function__.__func__
+
+    def spied(cls: Any, func: Any, *args: Any) -> Any:
+        called.setdefault(get_ident(), []).append(func.__name__)
+        return torch_function(cls, func, *args)
+
+    monkeypatch.setattr(pkt.SymmetricTensor, "__torch_function__", classmethod(spied))
+    taken: dict[int, list[torch.Tensor]] = {}
+
+    def rest(world: Any, x: torch.Tensor, out: torch.Tensor, *args: Any) -> None:
+        taken.setdefault(get_ident(), [])[:] = x, out
+
+    def main(rank: Rank) -> None:
+        x, y = (pkt.empty(1001, world=rank.world) for _ in range(2))
+        plain = [torch.empty(1001) for _ in range(3)]
+        for _ in range(3):
+            all_reduce(x, y, mode=mode, world=rank.world)
+            now, called[get_ident()] = called.get(get_ident(), []), []
+            ends = [t.data_ptr() for t in taken[get_ident()]]
+            assert ends == [t.data_ptr() + 4 * 1000 for t in (x, y)]
+        assert now == []
+        if mode == "one_shot":
+            for out in plain:
+                all_reduce(x, out, mode=mode, world=rank.world)
+                assert taken[get_ident()][1].data_ptr() == out.data_ptr() + 4 * 1000
+
+    assert eager_worlds(2, main, {"one_shot_kernel": rest}) == [None] * 2
 
 
 def test_ranks_whose_x_begins_elsewhere_send_the_same_tiles() -> None:

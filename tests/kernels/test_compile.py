@@ -179,9 +179,9 @@ def with_bias(wanted: bool, n: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def push(
-    shard: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, **options: Any
+    shard: Any, m: int, k: int, n: int, transposed: bool = False, bias: bool = False, ranks: int = 4, **options: Any
 ) -> Callable[[torch.dtype], Any]:
-    rows = k if shard == "rows" else 4 * k
+    rows = k if shard == "rows" else ranks * k
     return lambda t: all_gather_matmul(
         tensor(m, k, dtype=t),
         weight(rows, n, t, transposed),
@@ -372,10 +372,7 @@ def test_the_widest_tile(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_other_rank_counts(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    call = FUSED[name]((8, 64, 64))
-    if ranks != 4 and "columns" in name:
-        call = push("rows", 8, 64, 64)
-
+    call = FUSED[name]((8, 64, 64), **({"ranks": ranks} if "columns" in name else {}))
     compile_checked(launched(lambda w: call(torch.float16), ranks, False, monkeypatch), 90, tmp_path)
 
 

@@ -13,6 +13,7 @@ from pkt.errors import Closed, ShapeError, UseAfterFree
 from pkt.kernels.declaration import Call, Case, Form, Launch, Operand
 from pkt.kernels.operator import Operator, operators
 from pkt.runtime.memory.tensor import facts
+from pkt.runtime.workers.carry import dumps, loads
 from tests.conformance import inputs
 
 
@@ -140,6 +141,12 @@ def test_no_plan_after_free_or_close() -> None:
             scaled(y, world=world)
 
     on_one_rank(main)
+
+
+@pytest.mark.parametrize("name", operators())
+def test_operators_travel_to_other_processes(name: str) -> None:
+    """A function that a user launches on GPUs may name an operator."""
+    assert loads(dumps(operators()[name])).names == operators()[name].names
 
 
 def test_a_setting_declared_but_not_taken_is_refused() -> None:

@@ -3,6 +3,8 @@ against the references of pkt's own forms."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,13 @@ import torch
 import pkt
 from pkt.errors import CollectiveMismatch, ShapeError, Unsupported
 from pkt.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from pkt.kernels.operator import Operator
 from pkt.kernels.shared import flagged as _low_latency
+from pkt.kernels.shared import unfused
 from pkt.kernels.shared.tile_product import finished
+from pkt.runtime.launch import replay
 from tests.runtime import forked
+from tests.runtime.eager_worlds import Rank, eager_worlds
 
 from .helpers import (
     DTYPES,
@@ -359,3 +365,59 @@ def test_ranks_in_different_modes_are_refused() -> None:
 
     with pytest.raises(CollectiveMismatch, match="mode='lcsc'.*mode='unfused'"):
         on_ranks(2, main)
+
+
+# ------------------------------------------------------------------------------------------------- what a call costs
+def three(rank: Any, out: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, Callable[[], torch.Tensor]]:
+    """Calls of the operators on two ranks, by name."""
+    a, b = torch.ones(4, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype)
+    rows = {"all_gather_matmul": 8, "matmul_reduce_scatter": 2, "matmul_all_reduce": 4}
+    outs = {name: torch.empty(n, 8, dtype=dtype) if out else None for name, n in rows.items()}
+    return {
+        name: lambda name=name: getattr(pkt, name)(a, b, outs[name], mode="unfused", world=rank.world) for name in rows
+    }
+
+
+def test_a_collective_is_planned_with_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call looks one plan up, and checks nothing a second time."""
+    looked_up: dict[int, int] = {}
+    call = Operator.__call__
+
+    def counted(self: Any, *args: Any) -> torch.Tensor:
+        looked_up[get_ident()] = looked_up.get(get_ident(), 0) + 1
+        return call(self, *args)
+
+    monkeypatch.setattr(Operator, "__call__", counted)
+
+    def main(rank: Rank) -> None:
+        for run in three(rank, True, torch.float32).values():
+            looked_up[get_ident()] = 0
+            for times in (1, 2, 3, 4):
+                run()
+                assert looked_up[get_ident()] == times
+
+    assert eager_worlds(2, main) == [None] * 2
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_a_call_that_comes_again_is_replayed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's settings of then. Not in fp32, whose settings have two forms."""
+    settings: dict[int, bool] = {}
+    monkeypatch.setitem(unfused.PRECISION, torch.bfloat16, lambda: settings.get(get_ident(), True))
+
+    def main(rank: Rank) -> None:
+        for dtype in (torch.bfloat16, torch.float32):
+            run = three(rank, True, dtype)[name]
+            found = []
+            for turn in range(replay.CALLS + 4):
+                settings[get_ident()] = turn != replay.CALLS + 2
+                before = rank.driver.calls.copy()
+                run()
+                found.append(dict(rank.driver.calls - before))
+            once = found[0] and {"launch": 1}
+            assert found[1 : replay.CALLS] == [once] * (replay.CALLS - 1)
+            recorded = {"launch": 1, "uncouple": 1, "record": 1, "replay": 1}
+            again = [recorded, {"replay": 1}, once, {"replay": 1}]
+            assert found[replay.CALLS :] == (again if dtype == torch.bfloat16 else [once] * 4)
+
+    assert eager_worlds(2, main) == [None] * 2

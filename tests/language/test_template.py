@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.language import ptx
 from pkt.language.inspect import count_markers, device_world
 
 from .compiled import ARCHS, compiled, count, instructions, order
@@ -74,6 +75,14 @@ def test_no_wait_or_signal_is_lost_and_each_claim_is_one_atomic(arch, multicast)
     assert (count(k, r"multimem\.st") > 0) == multicast
 
 
+@triton.jit
+def marked(x, MARKED: tl.constexpr):
+    if MARKED:
+        ptx.mark("communicate")
+    tl.store(x, 1)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_marks_of_the_timeline_compile_to_nothing(arch):
-    assert "communicate" not in "".join(x.op + x.operands for x in instructions(compile_kernel(arch)))
+    found = [instructions(compiled(marked, "*i32", MARKED=with_mark, arch=arch)) for with_mark in (False, True)]
+    assert found[0] == found[1]

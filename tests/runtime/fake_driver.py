@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +74,8 @@ class FakeDriver:
         self.mapped: dict[int, int] = {}
         self.bound: dict[tuple[int, int], int] = {}
         self.added: list[int] = []
+        self.graphs: dict[int, list[Callable[[], object]]] = {}  # handle -> what it queues, in order
+        self.recording: list[Callable[[], object]] | None = None
         self._next = 1000
 
     def _count(self, call: str) -> None:
@@ -84,7 +87,10 @@ class FakeDriver:
 
     def leaks(self) -> str:
         """The resources that were not released, as text; "" if none."""
-        held = {"handles": self.handles, "addresses": self.reserved, "maps": self.mapped, "bindings": self.bound}
+        held = {
+            "handles": self.handles, "addresses": self.reserved, "maps": self.mapped, "bindings": self.bound,
+            "graphs": self.graphs,
+        }  # fmt: skip
         return ", ".join(f"{len(what)} {name}" for name, what in held.items() if what)
 
     # -- devices
@@ -196,23 +202,58 @@ class FakeDriver:
         self, target: int, source: int, shape: tuple[int, int, int], to: tuple[int, int], of: tuple[int, int],
         stream: int,
     ) -> None:  # fmt: skip
-        self._count("copy")
         planes, runs, nbytes = shape
         if planes * runs > 1:
             assert min(to[0], of[0]) >= nbytes
         if planes > 1:
             assert to[1] % to[0] == of[1] % of[0] == 0
             assert min(to[1] // to[0], of[1] // of[0]) >= runs
-        for plane in range(planes):
-            for run in range(runs):
-                begin = target + plane * to[1] + run * to[0]
-                ctypes.memmove(begin, source + plane * of[1] + run * of[0], nbytes)
+
+        def move() -> None:
+            for plane in range(planes):
+                for run in range(runs):
+                    begin = target + plane * to[1] + run * to[0]
+                    ctypes.memmove(begin, source + plane * of[1] + run * of[0], nbytes)
+
+        self.queue("copy", move)
 
     def hold(self, address: int, value: int, stream: int) -> None:
         """Queued work is done at once, so the condition must hold already."""
-        self._count("hold")
-        found = ctypes.c_int32.from_address(address).value
-        assert ctypes.c_int32(found - value).value >= 0, (found, value)
+
+        def check() -> None:
+            found = ctypes.c_int32.from_address(address).value
+            assert ctypes.c_int32(found - value).value >= 0, (found, value)
+
+        self.queue("hold", check)
+
+    def queue(self, call: str, do: Callable[[], object]) -> None:
+        """A call that queues `do`: done at once, unless a graph is recorded."""
+        self._count(call)
+        if self.recording is None:
+            do()
+        else:
+            self.recording.append(do)
+
+    def record(self, run: Callable[[], object]) -> int:
+        self._count("record")
+        assert self.recording is None, "one graph at a time"
+        self.recording = []
+        try:
+            run()
+            self._next += 1
+            self.graphs[self._next] = self.recording
+        finally:
+            self.recording = None
+        return self._next
+
+    def replay(self, graph: int, stream: int) -> None:
+        self._count("replay")
+        for do in self.graphs[graph]:
+            do()
+
+    def forget(self, graph: int) -> None:
+        self._count("forget")
+        del self.graphs[graph]
 
     def uncouple(self, stream: int) -> None:
         self._count("uncouple")

@@ -226,3 +226,70 @@ def test_a_view_is_the_memory_at_that_address():
     assert view.untyped_storage().data_ptr() == source.data_ptr() + 16
     view.zero_()
     assert source[16:48].count_nonzero() == 0
+
+
+class Capture:
+    """torch.cuda.CUDAGraph, which writes down its calls among those of the driver."""
+
+    calls: list = []
+    broken = False
+
+    def __init__(self, keep_graph):
+        assert keep_graph
+
+    def capture_begin(self, pool, capture_error_mode):
+        self.calls.append(("begin", (pool, capture_error_mode)))
+
+    def capture_end(self):
+        self.calls.append(("end", ()))
+        if self.broken:
+            raise RuntimeError("cudaErrorStreamCaptureInvalidated")
+
+    def raw_cuda_graph(self):
+        return 8
+
+    def pool(self):
+        return (0, 1)
+
+
+@pytest.fixture
+def captured(recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Capture)
+    monkeypatch.setattr(Capture, "calls", recorded.calls)
+    return recorded
+
+
+def test_what_is_recorded_becomes_one_call(captured):
+    driver, modes = CudaDriver(rank=1), bindings.CUstreamCaptureMode
+    captured.answers = {
+        "cuGraphInstantiate": (bindings.CUgraphExec(9),),
+        "cuThreadExchangeStreamCaptureMode": (modes.CU_STREAM_CAPTURE_MODE_GLOBAL,),
+    }
+    captured.calls.clear()
+    assert driver.record(lambda: driver.copy(1 << 40, 1 << 30, (1, 1, 64), (9, 9), (9, 9), 52)) == 9
+    driver.replay(9, 53)
+    driver.forget(9)
+    (name, (graph, flags)) = captured.calls.pop(3)
+    assert (name, int(graph), flags) == ("cuGraphInstantiate", 8, 1 | 8)
+    assert captured.calls == [
+        ("begin", (None, "relaxed")),
+        ("cuMemcpyDtoDAsync", (1 << 40, 1 << 30, 64, 52)),
+        ("end", ()),
+        ("cuGraphLaunch", (9, 53)),
+        ("cuThreadExchangeStreamCaptureMode", (modes.CU_STREAM_CAPTURE_MODE_RELAXED,)),
+        ("cuGraphExecDestroy", (9,)),
+        ("cuThreadExchangeStreamCaptureMode", (modes.CU_STREAM_CAPTURE_MODE_GLOBAL,)),
+    ]
+    captured.calls.clear()
+    driver.record(lambda: None)
+    assert captured.calls[0] == ("begin", ((0, 1), "relaxed")), "in the memory of the first one, which lasts"
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_error_ends_the_recording(captured, monkeypatch, broken):
+    driver = CudaDriver(rank=1)
+    monkeypatch.setattr(Capture, "broken", broken)
+    captured.calls.clear()
+    with pytest.raises(ZeroDivisionError):
+        driver.record(lambda: 1 // 0)
+    assert [name for name, _ in captured.calls] == ["begin", "end"]

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pkt.language.inspect import Pointer, compile_only
 from pkt.language.world import DeviceWorld
 from pkt.runtime.launch import relaunch
-from pkt.runtime.launch.relaunch import repeated
+from pkt.runtime.launch.relaunch import lasts, repeated
 
 if not relaunch.KNOWN:
     pytest.skip("launches are repeated with Triton 3.6 only", allow_module_level=True)
@@ -287,6 +287,41 @@ def test_descriptors(kernel: Any, encoded: list[tuple[Any, ...]]) -> None:
     again = type(first)(*(getattr(first, f) for f in first.__dataclass_fields__))
     assert repeat(again, *args[1:]) is None, "only the plan's own descriptor is known"
     assert same()
+
+
+@pytest.mark.parametrize("kernel", [described_kernel, gluon_kernel])
+def test_a_descriptor_that_lasts_is_read_once(kernel: Any) -> None:
+    class Watched:
+        """A tensor, whose address was asked for so often."""
+
+        dtype, asked = torch.bfloat16, 0
+
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def data_ptr(self) -> int:
+            self.asked += 1
+            return self.tensor.data_ptr()
+
+    a, b = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    if kernel is gluon_kernel:
+        swizzled = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
+        first, second = (GluonDescriptor(t, [64, 64], [64, 1], [16, 64], swizzled) for t in (a, b))
+        args, named = (first, second, 32), {}
+    else:
+        first, second = (TensorDescriptor(t, [64, 64], [64, 1], [16, 16]) for t in (a, b))
+        args, named = (first, 16, second, torch.zeros(16, 16)), {"BLOCK": 16}
+    assert lasts(second) is second
+    repeat, launcher, compiled = prepared(kernel, args, **named)
+    first.base, second.base = Watched(a), Watched(b)
+    for _ in range(3):
+        assert repeat(*args) is compiled
+    assert (first.base.asked, second.base.asked) == (3, 0)
+    first.base, second.base = a, b
+    found = tuple(address(x) for x in launcher.launches.pop())
+    assert found == of_triton(launcher, kernel, args, named, compiled.packed_metadata)
+    again = lasts(type(second)(*(getattr(second, f) for f in second.__dataclass_fields__)))
+    assert repeat(*(again if x is second else x for x in args)) is None, "it is another"
 
 
 def test_old_encodings_are_dropped(encoded: list[tuple[Any, ...]]) -> None:

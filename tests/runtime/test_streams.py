@@ -50,8 +50,10 @@ class Cuda:
     @contextlib.contextmanager
     def stream(self, stream):
         before, self.now = self.now, stream
-        yield
-        self.now = before
+        try:
+            yield
+        finally:
+            self.now = before
 
     def is_current_stream_capturing(self):
         self.asked += 1
@@ -92,6 +94,53 @@ def test_every_call_reports_that_a_graph_is_recorded():
     assert order.follow()
     cuda.streams[1].capture = None
     assert not order.follow()
+
+
+def test_an_eager_call_gets_the_streams_handle_and_a_captured_one_none():
+    """Also where the stream of the last call has begun to record since, which `follow` does not notice."""
+    cuda = Cuda()
+    order = guard(cuda)
+    assert [order.eager(), order.eager()] == [0, 0]
+    cuda.now = cuda.streams[1]
+    assert (order.eager(), Cuda.waits) == (16, 1)
+    cuda.now.capture = 1
+    assert (order.follow(), order.eager()) == (False, None)
+    cuda.now = cuda.streams[2]
+    assert order.eager() == 32
+
+
+def test_calls_that_are_recorded_leave_no_trace():
+    """They are made on a stream of their own, which records nothing that other streams wait for."""
+    cuda = Cuda()
+    cuda.Stream = lambda device: Stream(99)
+    order = guard(cuda)
+    order.follow()
+    before = cuda.now
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError), order.recording() as free:
+            assert free
+            assert cuda.now.cuda_stream == 99
+            cuda.now.capture = 1
+            assert order.follow()
+            cuda.now.capture = None
+            raise ZeroDivisionError
+        assert cuda.now is before
+        asked = cuda.asked
+        assert not order.follow()
+        assert (Cuda.waits, cuda.asked) == (0, asked)
+
+
+def test_nothing_is_recorded_while_the_user_records():
+    cuda = Cuda()
+    order = guard(cuda)
+    order.follow()
+    cuda.now, cuda.streams[1].capture = cuda.streams[1], 1
+    assert order.follow()
+    cuda.now = cuda.streams[0]
+    with order.recording() as free:
+        assert not free
+        assert cuda.now is cuda.streams[0]
+    assert order.follow() is False
 
 
 # ("use", stream), ("begin", stream): capture into a graph, ("fork", stream): that stream joins it, ("end", 0)

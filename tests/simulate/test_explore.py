@@ -154,18 +154,20 @@ def test_a_delayed_signal_is_no_error() -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_rank_that_stops_or_dies_is_reported(dies: bool) -> None:
-    steps = outcome(exchange_main, 2).machine.steps
+    steps, lost = outcome(exchange_main, 2).machine.steps, 0
     for step in range(steps):
         for rank in (0, 1):
             found = outcome(exchange_main, 2, faults=Faults(lose=Loss(rank, step, dies)))
-            if not found.machine.lost:
+            if not found.machine.lost:  # it had nothing left to do
                 continue
+            lost += 1
             assert isinstance(found.failure, PeerLost if dies else Deadlock), (rank, step)
             notes = "".join(getattr(found.failure, "__notes__", ()))
             if dies:
                 assert f"rank {rank} died at step {step}" in str(found.failure)
             else:
                 assert f"rank {rank} stopped at step {step}" in notes
+    assert lost >= steps, "each rank has work left at most steps"
 
 
 def test_every_call_has_mutants_and_all_are_caught() -> None:

@@ -148,5 +148,5 @@ def test_an_error_in_finally_does_not_hide_the_first() -> None:
     for seed in SEEDS:
         error = outcome(main, 3, seed).error
         assert isinstance(error, RankFailed)
-        if error.rank == 1:
-            assert "the first" in str(error)
+        assert error.rank == 1
+        assert "the first" in str(error)

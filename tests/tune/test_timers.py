@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from pkt.errors import Unsupported
 from pkt.model.config import Config
 from pkt.runtime.gpu.driver import CudaDriver
+from pkt.runtime.launch import replay
 from pkt.tune import RecordedTimer, timer_of, timers
 from pkt.tune.autotune import autotune
 from pkt.tune.compiling import _Later, compile_all
@@ -52,11 +53,13 @@ def test_every_repeat_is_flushed_gated_and_timed(monkeypatch):
     timer = CudaTimer(world)
     assert timer.first(Config(), lambda: log.append("run") or "result") == "result"
     assert log == ["run", "synchronize"], "once, for whoever checks the result"
-    repeat = ["flush", "gate", "event", "run", "event"]
+    repeat, pauses = ["flush", "gate", "event", "run", "event"], []
     for _ in range(2):  # each call begins with a run that may make workspaces
         log.clear()
-        assert timer.times(Config(), lambda: log.append("run"), 3) == [0.002] * 3
+        pauses.clear()
+        assert timer.times(Config(), lambda: log.append("run") or pauses.append(replay._pauses), 3) == [0.002] * 3
         assert log == ["run", "synchronize", "gate", "sleep", *repeat * 3, "synchronize"]
+        assert (pauses, replay._pauses) == ([1] * 4, 0), "nothing is recorded between two events"
 
 
 def test_a_record_may_be_a_table_or_a_function():

@@ -10,6 +10,7 @@ all ranks or on none, and close() leaves nothing behind.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -29,6 +30,17 @@ from pkt.wording import size_text
 STRIDE = 1 << 38  # bytes between two ranks' windows: more than any GPU holds, and 9 of them fit in 47 bits of address
 
 
+class Recorded:
+    """pkt.runtime.backend.Recorded: a graph of the driver's, given back with this object."""
+
+    def __init__(self, driver: CudaDriver, graph: int) -> None:
+        self._replay, self._graph = driver.replay, graph
+        weakref.finalize(self, driver.forget, graph).atexit = False
+
+    def replay(self, stream: int) -> None:
+        self._replay(self._graph, stream)
+
+
 class Engines:
     """pkt.runtime.backend.CopyEngines of one GPU."""
 
@@ -46,6 +58,9 @@ class Engines:
 
     def uncouple(self) -> None:
         self._driver.uncouple(self._current())
+
+    def record(self, run: Callable[[], Any]) -> Recorded:
+        return Recorded(self._driver, self._driver.record(run))
 
     def _current(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream

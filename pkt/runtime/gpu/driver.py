@@ -8,7 +8,9 @@ for them.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ class CudaDriver:
         self._cuda = driver
         self._side: tuple[torch.cuda.Stream, torch.Tensor] | None = None
         self._empty: dict[Any, torch.Tensor] = {}  # (device, dtype) -> an empty tensor, to make others from
+        self._first: torch.cuda.CUDAGraph | None = None  # the first recording, which owns the memory of all
         self._lock = threading.Lock()
         self._call("cuInit", 0)
 
@@ -198,6 +201,44 @@ class CudaDriver:
         value = self._cuda.CUkernelNodeAttrValue()
         value.cooperative = 0
         self._call("cuGraphKernelNodeSetAttribute", nodes[0], attribute, value)
+
+    def record(self, run: Callable[[], Any]) -> int:
+        """Handle of a graph of what `run()` queues on the current stream, which must not be the default one, and on
+        those that it forks and joins. Nothing of it runs before `replay`. What torch allocates inside stays for all
+        graphs of this driver, which therefore must not run at the same time."""
+        recorded = torch.cuda.CUDAGraph(keep_graph=True)
+        # Relaxed: no other call of this process, such as the garbage collector's of cudaFree, ends the recording.
+        recorded.capture_begin(self._first.pool() if self._first else None, "relaxed")
+        try:
+            run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it may have ended the recording; its own error says more
+                recorded.capture_end()
+            raise
+        recorded.capture_end()
+        self._first = self._first or recorded
+        flags = self._cuda.CUgraphInstantiate_flags
+        free, priority = (
+            flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH, flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+        )  # fmt: skip
+        # As torch does. Not its replay, which may first write the state of its random numbers.
+        graph = self._cuda.CUgraph(recorded.raw_cuda_graph())
+        return int(self._call("cuGraphInstantiate", graph, int(free | priority)))
+
+    def replay(self, graph: int, stream: int) -> None:
+        """Queue all that a graph has on the stream."""
+        self._call("cuGraphLaunch", graph, stream)
+
+    def forget(self, graph: int) -> None:
+        """Give a graph back; a replay that runs goes on to its end."""
+        # It may happen whenever Python collects garbage, so also while the user records a graph, which it may not end.
+        mode = self._call(
+            "cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )
+        try:
+            self._call("cuGraphExecDestroy", graph)
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)

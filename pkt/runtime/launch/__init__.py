@@ -1,1 +1,2 @@
-"""Launching on GPUs: cooperatively (`launch`), again with other addresses (`relaunch`), one at a time (`streams`)."""
+"""Launching on GPUs: cooperatively (`launch`), again with other addresses (`relaunch`), a whole call again (`replay`),
+one at a time (`streams`)."""

@@ -9,7 +9,8 @@ communicator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ class OneInFlight:
     with other calls, as all work on streams.
     """
 
-    __slots__ = ("_captured", "_cuda", "_device", "_eager", "_last", "_raw")
+    __slots__ = ("_captured", "_cuda", "_device", "_eager", "_last", "_own", "_raw")
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device.index, cuda
         self._last = -1  # the driver's handle of the last call's stream; -1 if it was capturing
         self._eager: Any = None  # torch's stream of the last call outside a capture
         self._captured: Any = None  # torch's stream of the last call inside one
+        self._own: Any = None  # torch's stream on which calls are recorded for `replay`
         # Triton asks this function at every launch. It is private, and a torch that was built without CUDA lacks it.
         found: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._raw = found if cuda is torch.cuda and found else lambda index: cuda.current_stream(index).cuda_stream
@@ -37,6 +39,31 @@ class OneInFlight:
         """Make the current stream wait for everything queued on the last call's stream, if that is another. Returns
         whether the current stream records a CUDA graph; False too if it began to after the last call, made on it."""
         return self._raw(self._device) != self._last and self._change()
+
+    def eager(self) -> int | None:
+        """`follow`, and then the driver's handle of the current stream; None if it records a CUDA graph."""
+        here = self._raw(self._device)
+        if here != self._last and self._change():
+            return None
+        return None if here and self._cuda.is_current_stream_capturing() else here
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[bool]:
+        """A stream of its own is the current one, so that what is called inside can be recorded. These calls are
+        ordered among themselves, and the calls before and after as if they had not been made. False, with nothing
+        changed, while the user records: a stream of the world's may belong to that graph."""
+        kept = self._last, self._eager, self._captured
+        if self._captured is not None and self._capturing(self._captured):
+            yield False
+            return
+        if self._own is None:
+            self._own = self._cuda.Stream(self._device)
+        self._last, self._eager, self._captured = -1, None, None
+        try:
+            with self._cuda.stream(self._own):
+                yield True
+        finally:
+            self._last, self._eager, self._captured = kept
 
     def handle(self) -> int:
         """The driver's handle of the current stream."""

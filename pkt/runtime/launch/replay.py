@@ -1,0 +1,128 @@
+"""A call of several kernels and copies as one call of the driver.
+
+An operator that copies queues a dozen things on two streams, and one that does not fuse a product, a collective and
+what comes behind them, each of which costs the host 1 to 10 us. Between two calls
+of a plan nothing changes but the addresses of its tensors, and a loop has the same ones again and again. So a call that
+comes again is recorded as a graph of the driver's, one for each set of addresses, and from then on replayed. That is
+right wherever a graph of the user's is: launches are counted on the device.
+
+Calls with other addresses, and calls that the user records, are made one by one as before. A new set of addresses costs
+nothing but a look-up: changing those of a graph takes a call of the driver for each of its nodes, as long as the call
+itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+from pkt.runtime.backend import Recorded
+from pkt.runtime.launch.relaunch import KNOWN, hooked
+from pkt.runtime.world import World
+
+CALLS = 2
+"""With the same addresses before they are recorded. `relaunch` needs two to repeat a launch."""
+MOST_GRAPHS = 64
+"""Of a plan: more layers than that in a loop, each with tensors of its own, are rare."""
+STALE = 16 * MOST_GRAPHS
+"""Calls of a plan after which a graph that none of them needed makes room for another. Were it fewer than the graphs of
+a loop, each would be dropped before it is needed again."""
+MOST_COUNTED = 1024
+"""Sets of addresses whose calls are counted."""
+
+Launch = Callable[..., torch.Tensor]
+Key = tuple[Hashable, ...]
+"""The addresses of a call's tensors, and the settings that it depends on."""
+
+
+class _Graph:
+    """The graph of a call. result: which tensor it returns. used: the number of the last call that replayed it."""
+
+    __slots__ = ("replay", "result", "used")
+
+    def __init__(self, recorded: Recorded, result: int) -> None:
+        self.replay, self.result, self.used = recorded.replay, result, 0
+
+
+_pauses = 0
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside, calls are made one by one, and none is recorded, which takes as long as many calls: where calls are few
+    and are timed."""
+    global _pauses
+    _pauses += 1
+    try:
+        yield
+    finally:
+        _pauses -= 1
+
+
+def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | None = None) -> Launch:
+    """`launch`, for tensors of the same facts, which returns one of them: recorded where it is called again with the
+    same addresses. It must depend on nothing else but `settings()`, and do nothing on the host but queue work."""
+    streams = world.streams
+    if streams is None or not KNOWN:
+        return launch
+    engines = world.backend.copies
+    assert engines is not None, "only GPUs have streams"
+    graphs: dict[Key, _Graph] = {}
+    counted: dict[Key, int] = {}
+    calls = 0
+    crowded = 0  # until this call no graph is stale
+
+    def record(tensors: tuple[Any, ...]) -> _Graph | None:
+        found: list[torch.Tensor] = []
+        with streams.recording() as free:
+            if not free:
+                return None
+            recorded = engines.record(lambda: found.append(launch(*tensors)))
+        # From the right: `out` comes last, and may be another operand, too.
+        (result,) = [i for i in reversed(range(len(tensors))) if tensors[i] is found[0]][:1]
+        return _Graph(recorded, result)
+
+    def due(key: Key) -> bool:
+        """Whether these calls are to be recorded; makes room."""
+        nonlocal crowded
+        times = counted.get(key, 0)
+        if times < CALLS:
+            if len(counted) == MOST_COUNTED:
+                counted.clear()
+            counted[key] = times + 1
+            return False
+        if len(graphs) == MOST_GRAPHS:
+            if calls < crowded:
+                return False
+            oldest = min(graphs, key=lambda at: graphs[at].used)
+            crowded = graphs[oldest].used + STALE
+            if calls < crowded:
+                return False
+            del graphs[oldest]
+        return True
+
+    def run(*tensors: Any) -> torch.Tensor:
+        nonlocal calls
+        stream = streams.eager()
+        if stream is None or _pauses or hooked():
+            return launch(*tensors)
+        calls += 1
+        found: list[Hashable] = [None if t is None else t.data_ptr() for t in tensors]
+        if settings is not None:
+            found.append(settings())
+        key = tuple(found)
+        graph = graphs.get(key)
+        if graph is None:
+            graph = record(tensors) if due(key) else None
+            if graph is None:
+                return launch(*tensors)
+            del counted[key]
+            graphs[key] = graph
+        graph.used = calls
+        graph.replay(stream)
+        return tensors[graph.result]
+
+    return run

@@ -21,12 +21,19 @@ MAX_BLOCK = 1 << 20
 """Most elements of a block in Triton."""
 
 
+def letter_of(word: str, size: int) -> tuple[str, int]:
+    """The letter of a shape's word, and how often it is taken in a world of `size`: of "W*m" m and size, of "2*n" n and
+    2."""
+    times, _, letter = word.rpartition("*")
+    return letter, size if times == "W" else int(times or 1)
+
+
 @dataclass(frozen=True)
 class Operand:
     """A tensor that an operator takes.
 
-    shape: a letter for each dimension, such as "m k", with "W*" before one that is a multiple of the world size; "..."
-        for any shape; or a function of the call that returns one of these.
+    shape: a letter for each dimension, such as "m k", with "W*" before one that is a multiple of the world size, and
+        "2*" before one that is even; "..." for any shape; or a function of the call that returns one of these.
     dtypes: those it may have; () for that of the first operand.
     optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix. same: it has the
         same elements on every rank.
@@ -50,6 +57,8 @@ class Form:
     plan: makes buffers and returns what launches; collective.
     how, moves: for the reference page: what it does in a few words; the bytes that leave a rank.
     settings: keywords that it takes, with their defaults; a default may be a function of the call.
+    several: plans calls that are alike but for the second operand, `out` and bias, and returns what launches them as
+        one, launch(a, bs, outs, biases); a is moved once. The first call has the settings. None: it takes one only.
     complete: settles the settings together, where one follows from another; may be collective.
     fits: why it cannot run a call, in words; "" where it can. Alike on all ranks.
     symmetric: operands that peers access.
@@ -68,6 +77,7 @@ class Form:
     how: str = ""
     moves: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    several: Callable[[Sequence[Call]], Callable[..., None]] | None = None
     complete: Callable[[Call], Mapping[str, Any]] | None = None
     fits: Callable[[Call], str] = lambda call: ""
     symmetric: tuple[str, ...] = ()
@@ -118,10 +128,10 @@ class Tuning(NamedTuple):
 
     def key(self, call: Call) -> dict[str, Any]:
         """M, N and K of the product that each rank computes; and shard="columns" where that is so."""
-        m, k, size = call["m"], call["k"], call.world.size
+        m, N, k, size = call["m"], call["b"].shape[1], call["k"], call.world.size
         if self.columns and call["shard"] == "columns":
-            return {"M": m, "N": call["n"], "K": size * k, "shard": "columns"}
-        return {"M": m * (size if "m" in self.shared else 1), "N": call["n"], "K": k}
+            return {"M": m, "N": N, "K": size * k, "shard": "columns"}
+        return {"M": m * (size if "m" in self.shared else 1), "N": N, "K": k}
 
     def sizes(self, key: Mapping[str, Any]) -> dict[str, int]:
         """The letters m, n and k of the operands' shapes for such a key."""
@@ -185,10 +195,8 @@ class Call:
 
     def bound(self, shape: str) -> Shape:
         """`shape` in numbers, once its letters are known."""
-        return tuple(
-            self.sizes[word.removeprefix("W*")] * (self.world.size if word.startswith("W*") else 1)
-            for word in shape.split()
-        )
+        found = (letter_of(word, self.world.size) for word in shape.split())
+        return tuple(self.sizes[letter] * times for letter, times in found)
 
     def refuse(self, name: str, found: Any, wanted: str) -> ShapeError:
         """The error to raise for argument `name`."""

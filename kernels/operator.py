@@ -39,7 +39,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World, current_world
 from pkt.wording import dtype_text
 
-from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice
+from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice, letter_of
 from .forecast import Forecast, forecast, predicted
 from .shared import checks
 
@@ -188,10 +188,10 @@ class Operator:
         if len(words) != len(found):
             raise ShapeError.argument(call.name, name, found, f"{len(words)} dimensions", rank)
         for at, word in enumerate(words):
-            letter, times = word.removeprefix("W*"), size if word.startswith("W*") else 1
+            letter, times = letter_of(word, size)
             if letter not in call.sizes:
                 if found[at] % times:
-                    wanted = f"dimension {at} divisible by {times} ranks"
+                    wanted = f"dimension {at} divisible by {times}" + " ranks" * word.startswith("W*")
                     raise ShapeError.argument(call.name, name, found, wanted, rank)
                 call.sizes[letter] = found[at] // times
         bound = call.bound(shape)
@@ -268,6 +268,10 @@ class Operator:
     def _fastest(self, call: Call, found: Forecast) -> str:
         """The first form of a forecast that can run a call. Some ask all ranks the first time: all have one order."""
         return next(name for name in found.order if not self.forms[name].fits(call))
+
+    def order(self, call: Call) -> tuple[str, ...]:
+        """All forms, those that are expected to be the fastest first."""
+        return self._forecast(call, self._key(call)).order
 
     def _checked(self, call: Call, settings: dict[str, Any]) -> dict[str, Any]:
         """Settings, each as its check returns it."""

@@ -41,7 +41,7 @@ from pkt.errors import (
 )
 from pkt.kernels import operator as _registry
 from pkt.launcher import init, launch
-from pkt.layouts import layout
+from pkt.layouts import interleave, layout
 from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.factories import (
     arange,
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from pkt.tune.explanation import explain
 
 __all__ = [  # noqa: PLE0604
-    "init", "launch", "layout", "simulate", "autotune", "Config", "space", "explain",
+    "init", "launch", "layout", "interleave", "simulate", "autotune", "Config", "space", "explain",
     "current_world", "World", "Workspace", "SymmetricTensor", "symmetric", "check_rank", "signals", "mem_pool",
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",

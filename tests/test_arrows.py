@@ -106,7 +106,7 @@ ARROWS = {
     "pkt.kernels": (
         ["pkt.errors", "pkt.language", "pkt.runtime", "pkt.model"]
         + ["pkt.kernels.declaration", "pkt.kernels.operator", "pkt.kernels.shared"],
-        ["torch", "triton", "numpy"],
+        ["torch", "triton", "numpy", "typing_extensions"],  # the last for types alone, and torch brings it
     ),
     "pkt.tune": (
         ["pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model", "pkt.kernels.operator"],

@@ -19,6 +19,8 @@ One TMA operation moves one piece of memory in the inbox.
 COPIED: no program pushes. Copy engines bring push_rows row blocks of a peer at once, or a chunk of their columns at a
 time where tiles had better begin before a whole shard is here. Links and product are faster then, but each copy costs
 time before it begins: so this is for large products.
+
+GATHERED: the launch before has gathered A, for another weight. Nothing is pushed or waited for.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import pkt.language as pl
-from pkt.language import ptx
+from pkt.language import ptx, sync
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
@@ -63,6 +65,7 @@ from ..shared.gluon_warps import (
     Signals,
     Sizes,
     consume,
+    first_columns,
     first_tile,
     grouped,
     open_barriers,
@@ -70,7 +73,7 @@ from ..shared.gluon_warps import (
     open_ring,
 )
 from ..shared.grid import num_programs
-from ..shared.tile_product import Epilogue, Tiles
+from ..shared.tile_product import GatedEpilogue, Tiles, columns_each
 from .rules import CALL, PushPlan
 
 LANES = gl.constexpr(2)
@@ -92,6 +95,7 @@ class Order:
     GROUP: gl.constexpr
     CHUNK: gl.constexpr  # columns of A
     COPIED: gl.constexpr
+    GATHERED: gl.constexpr
 
     @gluon.jit
     def chunks(self):
@@ -322,7 +326,7 @@ def _load_rounds(step, work, a, inbox, b, signals):
         block = ((half + source) * order.num_m + i) * order.chunks() * (order.CHUNK // ring.BLOCK_K)
         for chunk in range(order.chunks()):
             start = chunk * order.CHUNK
-            if not own:
+            if (not own) and (not order.GATHERED):
                 pl.wait(signals.ptr + order.counter(source, i) + chunk, signals.epoch, signals.world)
             for k in range(start, gl.minimum(start + order.CHUNK, ring.K), ring.BLOCK_K):
                 if own:
@@ -364,14 +368,15 @@ def _store_rounds(step, n, work, c):
     rounds = work.rounds
     ring = work.ring
     ROWS: gl.constexpr = ring.BLOCK_M // CONSUMERS
+    COLUMNS: gl.constexpr = c.block_shape[2]
     for v in range(rounds.first(), rounds.end(), gl.num_programs(0)):
         source, i, j, _own = rounds.tile(v)
         step += ring.steps()
         for h in gl.static_range(CONSUMERS):
-            part = work.outbox.take(h, step, n, ring)
+            part = first_columns(work.outbox.take(h, step, n, ring), COLUMNS)
             # Three dimensions: rows past the shard's end are cut, not written over the next shard's.
-            part = part._reinterpret(part.dtype, [1, ROWS, ring.BLOCK_N], c.layout)
-            tma.async_copy_shared_to_global(c, [source, i * ring.BLOCK_M + h * ROWS, j * ring.BLOCK_N], part)
+            part = part._reinterpret(part.dtype, [1, ROWS, COLUMNS], c.layout)
+            tma.async_copy_shared_to_global(c, [source, i * ring.BLOCK_M + h * ROWS, j * COLUMNS], part)
         work.outbox.sent(step, ring, 1)
         step += 1
         n += 1
@@ -397,7 +402,7 @@ def gluon_push_kernel(
     a,  # (m, K) this rank's shard, blocks of BLOCK_M x BLOCK_K
     b,  # (K, N) this rank's, or (N, K) if TRANSPOSED, blocks of BLOCK_K and BLOCK_N
     b_part,  # the same, blocks of BLOCK_K and BLOCK_N / PIECES
-    c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M / 2 x BLOCK_N
+    c,  # (size, m, N) this rank's, blocks of 1 x BLOCK_M / 2 x BLOCK_N; half as many columns, also below, with swiglu
     c_part,  # the same, blocks of 1 x BLOCK_M / 2 x BLOCK_N / PIECES
     inbox,  # (2 * size * blocks of a shard * BLOCK_M, BLOCK_K) this rank's, blocks as of a, each one piece of memory,
     # which links and memory take fastest; halves by the parity of the launch. If COPIED (size * m, K)
@@ -415,6 +420,7 @@ def gluon_push_kernel(
     CHUNK: gl.constexpr,  # columns of A that are pushed, or copied, and signalled together
     PIECES: gl.constexpr,  # that the last tiles are cut in
     COPIED: gl.constexpr,  # by copy engines: this kernel only computes
+    GATHERED: gl.constexpr,  # the launch before has waited for all of A: this kernel only computes
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The module's kernel: shared memory, barriers, and who does what."""
@@ -422,20 +428,22 @@ def gluon_push_kernel(
     num_m = gl.cdiv(sizes.M, a.block_shape[0])
     if COPIED:
         epoch = gl.load(ready_ptr + SIZE * gl.cdiv(num_m, push_rows) * gl.cdiv(sizes.K, CHUNK))
+    elif GATHERED:
+        epoch = sync.peek_epoch(ready_ptr) - 1
     else:
         epoch = pl.epoch(ready_ptr, world)
     ring = open_ring(a, b, sizes.K, constants.STAGES, constants.TRANSPOSED)
     outbox = open_outbox(ring)
     narrow = ring.narrowed(b_part, PIECES)
     push = Push(num_comm, None, None, None, None)
-    if (SIZE > 1) and (not COPIED):
+    if (SIZE > 1) and (not COPIED) and (not GATHERED):
         push = open_push(a, num_comm, Peers((d1, d2, d3, d4, d5, d6, d7), SIZE), ring)
     num_n = gl.cdiv(sizes.N, ring.BLOCK_N)
     rank = gl.cast(world.rank, gl.int32)
-    order = Order(rank, sizes.M, num_m, num_n, sizes.K, push_rows, SIZE, constants.GROUP, CHUNK, COPIED)
+    order = Order(rank, sizes.M, num_m, num_n, sizes.K, push_rows, SIZE, constants.GROUP, CHUNK, COPIED, GATHERED)
     rounds, cut_rounds = deal(num_comm, rounds_alone, whole_rounds, order, PIECES)
     whole = Work(rounds, ring, outbox)
-    cut = Work(cut_rounds, narrow, outbox.narrowed(narrow, PIECES))
+    cut = Work(cut_rounds, narrow, outbox.narrowed(narrow))
     finish = Finish(bias, sizes.N, constants.EPILOGUE)
     signals = Signals(ready_ptr, epoch, world)
     gl.warp_specialize(
@@ -490,11 +498,14 @@ def push_launch(
     out: torch.Tensor,
     plan: PushPlan,
     tiles: Tiles,
-    epilogue: Epilogue = "none",
+    epilogue: GatedEpilogue = "none",
+    gathered: bool = False,
 ) -> Launch:
     """launch(a, b, out, bias), for tensors of the same facts as these: `out` (size * m, N) = the gathered `a` (m, K) @
-    `b` (K, N), as all_gather_matmul(shard="rows"), whose checks of the operands come before, with what
-    `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90. Collective."""
+    `b` (K, N), half as many columns with epilogue "swiglu", as all_gather_matmul(shard="rows"), whose checks of the
+    operands come before, with what `settings` returned. bf16 or fp16, rows at multiples of 16 bytes, on sm_90.
+    gathered: the launch before was for another `b`, with this plan but for the dealing out of tiles, and has gathered
+    A. Collective."""
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
     num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs, copied = num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
@@ -503,7 +514,7 @@ def push_launch(
     push_rows = min(plan.push_rows or together, num_m)
     columns = triton.cdiv(K, tiles.block_k) * tiles.block_k
     chunk = min(plan.chunk or columns, columns)
-    num_comm = min(plan.num_comm_sms, programs) if size > 1 else 0
+    num_comm = min(plan.num_comm_sms, programs) if size > 1 and not gathered else 0
     if copied:
         chunk = chunk if chunk < columns else ALL
         way = _copied(world, m, K, dtype, push_rows * tiles.block_m, chunk, tiles)
@@ -512,21 +523,22 @@ def push_launch(
     part = tiles._replace(block_n=tiles.block_n // plan.cut_last)
     numbers = (num_comm, plan.rounds_alone, plan.whole_rounds, push_rows)
     passed = (Sizes(m, N, K), *numbers, world.device, kernel_constants(tiles, b, epilogue))
-    constants = {"CHUNK": chunk, "PIECES": plan.cut_last, "COPIED": copied, "num_warps": CONSUMER_WARPS}
+    constants = {"CHUNK": chunk, "PIECES": plan.cut_last, "COPIED": copied, "GATHERED": gathered}
     blocks_of_a, blocks_of_b, parts_of_b = (
         descriptor(a, (tiles.block_m, tiles.block_k)),
         weights_descriptor(b, tiles),
         weights_descriptor(b, part),
     )
-    stacked = out.view(size, m, N)
-    halves, half_parts = (descriptor(stacked, (1, *half_block(t))) for t in (tiles, part))
+    each = columns_each(epilogue)
+    stacked, narrowed = out.view(size, m, N // each), (t._replace(block_n=t.block_n // each) for t in (tiles, part))
+    halves, half_parts = (descriptor(stacked, (1, *half_block(t))) for t in narrowed)
 
-    start = cooperative_launch(world, gluon_push_kernel, (programs,), **constants)
+    start = cooperative_launch(world, gluon_push_kernel, (programs,), **constants, num_warps=CONSUMER_WARPS)
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         blocks_of_a.base, blocks_of_b.base, parts_of_b.base = a, b, b
         halves.base = half_parts.base = out
-        join = way.begin(a) if way.begin else None
+        join = way.begin(a) if way.begin and not gathered else None
         try:
             start(
                 blocks_of_a, blocks_of_b, parts_of_b, halves, half_parts, *way.inboxes, way.ready, bias, *passed,

@@ -17,14 +17,15 @@ gluon: push or copy in specialised warps, see gluon.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.language import sync
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
@@ -33,12 +34,14 @@ from pkt.runtime.world import Workspace, World
 from ..all_gather import OPERATOR as ALL_GATHER
 from ..declaration import Call, Case, Form, Launch, Tuning, choice, integer
 from ..operator import Operator
+from ..several import is_several, run_several
 from ..shared import copies, few_rows, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
 from ..shared.grid import num_programs
 from ..shared.tile_product import (
-    Epilogue,
+    GatedEpilogue,
     accumulate,
+    columns_each,
     default_tiles,
     finish,
     finished,
@@ -50,7 +53,10 @@ from ..shared.tile_product import (
     whole_rows,
 )
 from . import rules
-from .rules import CALL, PushPlan, settings
+from .rules import CALL, PushPlan, gathered_plan, settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def reference(
@@ -58,7 +64,7 @@ def reference(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor] | None = None,
-    epilogue: Epilogue = "none",
+    epilogue: GatedEpilogue = "none",
     shard: Literal["rows", "columns"] = "rows",
 ) -> torch.Tensor:
     """What `rank` gets from the ranks' operands, in fp64."""
@@ -74,7 +80,7 @@ class Push(NamedTuple):
     a_ptr: Any  # (m, k) this rank's; only this rank reads it
     b_ptr: Any  # (K, N), or (N, K) if TRANSPOSED, this rank's; K is k, or size * k if COLUMNS
     bias_ptr: Any  # (N,) this rank's, or None
-    out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS; this rank's
+    out_ptr: Any  # (size * m, N), or (m, N) if COLUMNS, this rank's; half as many columns with swiglu
     inbox_ptr: Any  # (2, size, m, ld) on every rank, or (1, ...) if COPIED; rank r stores [:, r] of all the others
     ready_ptr: Any  # int32 (size, num_m) on every rank; [r, i] counts chunks of its row block i that rank r has stored.
     # If COPIED, as copies.Gathering has it
@@ -86,6 +92,7 @@ class Push(NamedTuple):
     num_comm_sms: Any
     together: Any  # row blocks that a counter stands for; 1 unless COPIED
     COPIED: tl.constexpr  # by copy engines: this kernel only computes
+    GATHERED: tl.constexpr  # by the launch before, for another weight: this kernel only computes
     COLUMNS: tl.constexpr
     TMA: tl.constexpr
     TRANSPOSED: tl.constexpr
@@ -103,8 +110,9 @@ def _add_shard(acc, source, b_index, i, col, p, world, epoch, b):
     a_ptr = p.a_ptr
     lda = tl.cast(p.k, tl.int32)
     if source != tl.cast(world.rank, tl.int32):
-        counters = tl.cdiv(tl.cdiv(p.m, p.BLOCK_M), p.together)
-        pl.wait(p.ready_ptr + source * counters + i // p.together, epoch * tl.cdiv(p.k, p.CHUNK), world)
+        if not p.GATHERED:
+            counters = tl.cdiv(tl.cdiv(p.m, p.BLOCK_M), p.together)
+            pl.wait(p.ready_ptr + source * counters + i // p.together, epoch * tl.cdiv(p.k, p.CHUNK), world)
         slot = source if p.COPIED else (epoch & 1) * world.size + source
         a_ptr = p.inbox_ptr + tl.cast(slot, tl.int64) * p.m * p.ld
         lda = tl.cast(p.ld, tl.int32)
@@ -120,21 +128,22 @@ def _add_shard(acc, source, b_index, i, col, p, world, epoch, b):
 def _compute(task, p, world, epoch, b, out):
     num_m = tl.cdiv(p.m, p.BLOCK_M)
     num_n = tl.cdiv(p.N, p.BLOCK_N)
+    N = p.N // columns_each(p.EPILOGUE)
     acc = tl.zeros((p.BLOCK_M, p.BLOCK_N), tl.float32)
     if p.COLUMNS:
         i, j = pl.order.supergroup(task, num_m, num_n, p.GROUP)
         for d in range(world.size):  # own shard first
             source = (tl.cast(world.rank, tl.int32) + d) % world.size
             acc = _add_shard(acc, source, source, i, j * p.BLOCK_N, p, world, epoch, b)
-        acc = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
-        store_tile(out, 0, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
+        tile = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
+        store_tile(out, 0, tile, i * p.BLOCK_M, j * tile.shape[1], p.m, N, N, p.TMA)
     else:
         source, index = pl.order.peers_interleaved(task, num_m * num_n, world)
         i = index // num_n
         j = index % num_n
         acc = _add_shard(acc, source, 0, i, j * p.BLOCK_N, p, world, epoch, b)
-        acc = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
-        store_tile(out, source, acc, i * p.BLOCK_M, j * p.BLOCK_N, p.m, p.N, p.N, p.TMA)
+        tile = finish(acc, p.bias_ptr, j * p.BLOCK_N, p.N, p.EPILOGUE)
+        store_tile(out, source, tile, i * p.BLOCK_M, j * tile.shape[1], p.m, N, N, p.TMA)
 
 
 @triton.jit
@@ -161,14 +170,17 @@ def push_kernel(p, world):
     num_m = tl.cdiv(p.m, p.BLOCK_M)
     if p.COPIED:
         epoch = tl.load(p.ready_ptr + world.size * tl.cdiv(num_m, p.together))
+    elif p.GATHERED:
+        epoch = sync.peek_epoch(p.ready_ptr) - 1
     else:
         epoch = pl.epoch(p.ready_ptr, world)
     shards: tl.constexpr = 1 if p.COLUMNS else world.size
     tasks = shards * num_m * tl.cdiv(p.N, p.BLOCK_N)
     chunks = num_m * tl.cdiv(p.k, p.CHUNK) if world.size > 1 else 0
     b = weights(p.b_ptr, world.size if p.COLUMNS else 1, p.k, p.N, p.BLOCK_K, p.BLOCK_N, p.TMA, p.TRANSPOSED)
-    out = stack(p.out_ptr, shards, p.m, p.N, p.N, p.BLOCK_M, p.BLOCK_N, p.TMA)
-    if p.COPIED:
+    EACH: tl.constexpr = columns_each(p.EPILOGUE)
+    out = stack(p.out_ptr, shards, p.m, p.N // EACH, p.N // EACH, p.BLOCK_M, p.BLOCK_N // EACH, p.TMA)
+    if p.COPIED or p.GATHERED:
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             _compute(task, p, world, epoch, b, out)
     else:
@@ -176,13 +188,49 @@ def push_kernel(p, world):
 
 
 # -------------------------------------------------------------------------------------------------------- host
+class Keywords(TypedDict, total=False):
+    """The other keywords of `all_gather_matmul`."""
+
+    epilogue: GatedEpilogue
+    shard: Literal["rows", "columns"]
+    mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None
+    num_comm_sms: int | None
+    chunk: int | None
+    tiles: Sequence[int] | None
+    split_k: int | None
+    push_rows: int | None
+    rounds_alone: int | None
+    cut_last: int | None
+    whole_rounds: int | None
+    workspace: Workspace | None
+    world: World | None
+
+
+@overload
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
-    epilogue: Epilogue = "none",
+    **keywords: Unpack[Keywords],
+) -> torch.Tensor: ...
+@overload
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor] | None = None,
+    *,
+    bias: Sequence[torch.Tensor] | None = None,
+    **keywords: Unpack[Keywords],
+) -> list[torch.Tensor]: ...
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    *,
+    bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    epilogue: GatedEpilogue = "none",
     shard: Literal["rows", "columns"] = "rows",
     mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None = None,
     num_comm_sms: int | None = None,
@@ -195,16 +243,24 @@ def all_gather_matmul(
     whole_rounds: int | None = None,
     workspace: Workspace | None = None,
     world: World | None = None,
-) -> torch.Tensor:
-    """The product of the gathered A with this rank's `b`. Collective.
+) -> torch.Tensor | list[torch.Tensor]:
+    """The product of the gathered A with this rank's `b`; with several, a list of the products, A gathered once.
+    Collective.
 
     a: this rank's shard (m, k), the same shape on every rank, contiguous; bf16, fp16 or fp32.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight;
-        (size * k, N) with shard "columns".
-    out: (size * m, N) of a's dtype, (m, N) with shard "columns"; shares no memory with the operands. A new tensor where
-        None.
-    bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default) or
-        "silu", of the sum and the bias. Both are computed in fp32; the result is rounded once.
+        (size * k, N) with shard "columns". Or a list or tuple of such, of any N each; `out` and bias are then None or
+        as many. Where these are views of one tensor, column behind column, they need not be contiguous: the product
+        of the whole is taken in one launch, and the results are views of one tensor, unless `out` are other tensors.
+        Of others each has a launch, and A travels during the first, that of most columns.
+    out: (size * m, N) of a's dtype, (m, N) with shard "columns", N / 2 columns with epilogue "swiglu"; shares no memory
+        with the operands. A new tensor where None.
+    bias: (N,) of a's dtype, this rank's. epilogue: "none", "relu", "gelu" (exact, with erf, as torch's by default),
+        "silu" or "swiglu", of the sum and the bias. Both are computed in fp32; the result is rounded once.
+        "swiglu": silu(gate) * up, where the columns of b and bias are gate and up in turn, as `pkt.interleave` lays
+        them. Of the M x N product, M rows of the result, M * N / 2 * itemsize bytes are written. A kernel of its own
+        behind the product would cost 2 * M * N * itemsize more: the product, written and read again. "unfused" and
+        "nccl" have such a kernel.
     shard: the shards are A's "rows", below each other, or its "columns", beside each other.
 
     mode: how it is computed. None, with no setting given, takes on GPUs what was tuned here or measured for a shape
@@ -244,15 +300,27 @@ def all_gather_matmul(
     CollectiveMismatch, Unsupported, Closed.
     """
     settings = (num_comm_sms, chunk, tiles, split_k, push_rows, rounds_alone, cut_last, whole_rounds)
-    return OPERATOR((a, b, out, bias), (epilogue, shard, mode, *settings), world, workspace)
+    values = (epilogue, shard, mode, *settings)
+    if type(b) is not torch.Tensor and is_several(b):
+        return run_several(OPERATOR, (a, b, out, bias), values, world, workspace, columns_each(epilogue))  # type: ignore
+    return OPERATOR((a, b, out, bias), values, world, workspace)
 
 
 # -------------------------------------------------------------------------------------------------------- host
-def _push(call: Call) -> Launch:
-    world, a, b, tiles, columns = call.world, call["a"], call["b"], call["tiles"], call["shard"] == "columns"
-    (m, k), N, size, dtype = a.shape, b.shape[1], world.size, call.dtype
-    num_m = triton.cdiv(m, tiles.block_m)
-    tasks = (1 if columns else size) * num_m * triton.cdiv(N, tiles.block_n)
+class _Inbox(NamedTuple):
+    """Where the shards of peers are, or come to, and what the counters count."""
+
+    inbox: SymmetricTensor
+    counters: SymmetricTensor
+    together: int  # row blocks that a counter stands for
+    chunk: int  # columns that it counts by
+
+
+def _pushed(call: Call) -> tuple[_Inbox, int]:
+    """That of mode "push", and the programs of its grid."""
+    world, tiles, dtype, (m, k) = call.world, call["tiles"], call.dtype, call["a"].shape
+    num_m, size = triton.cdiv(m, tiles.block_m), world.size
+    tasks = (1 if call["shard"] == "columns" else size) * num_m * triton.cdiv(call["b"].shape[1], tiles.block_n)
     chunk = triton.cdiv(min(call["chunk"], k), tiles.block_k) * tiles.block_k
     programs = num_programs(world, tasks + call["num_comm_sms"])
 
@@ -262,9 +330,15 @@ def _push(call: Call) -> Launch:
 
     # By what the counters count: settings that differ otherwise share an inbox, and its launches.
     inbox, counters = world.keep((CALL, m, k, dtype, tasks, programs, tiles.block_m, chunk), make)
+    return _Inbox(inbox, counters, 1, chunk), programs
+
+
+def _push(call: Call) -> Launch:
+    world, (found, programs) = call.world, _pushed(call)
     num_comm_sms = max(1, min(call["num_comm_sms"], programs - 1))
-    same = _push_arguments(call, inbox, counters, counters[-1:], num_comm_sms, 1, chunk)
-    start, transposed = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options()), stored(b)[1]
+    same = _push_arguments(call, found, found.counters[-1:], num_comm_sms)
+    start = cooperative_launch(world, push_kernel, (programs,), **call["tiles"].launch_options())
+    transposed = stored(call["b"])[1]
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
@@ -273,39 +347,77 @@ def _push(call: Call) -> Launch:
     return launch
 
 
-def _copy(call: Call) -> Launch:
+def _push_several(calls: Sequence[Call]) -> Callable[..., None]:
+    lead, *others = calls
+    found, _ = _pushed(lead)
+    return products.in_turn(_push(lead), *(_computing(call, found, gathered=True) for call in others))
+
+
+def _computing(call: Call, found: _Inbox, *, gathered: bool) -> Launch:
+    """launch(a, b, out, bias): a kernel that only computes. gathered: the launch before has waited for the shards."""
     world, a, b, tiles = call.world, call["a"], call["b"], call["tiles"]
-    (m, k), N = a.shape, b.shape[1]
-    num_m = triton.cdiv(m, tiles.block_m)
-    programs = num_programs(world, world.size * num_m * triton.cdiv(N, tiles.block_n))
-    together = min(call["push_rows"] or triton.cdiv(num_m, 4), num_m)
-    found = copies.gathering(world, m, k, call.dtype, together * tiles.block_m)
-    chunk = triton.cdiv(k, tiles.block_k) * tiles.block_k
-    same = _push_arguments(call, found.inbox, found.counters, None, 0, together, chunk)
-    start, transposed = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options()), stored(b)[1]
+    shards = 1 if call["shard"] == "columns" else world.size
+    tasks = shards * triton.cdiv(a.shape[0], tiles.block_m) * triton.cdiv(b.shape[1], tiles.block_n)
+    same = _push_arguments(call, found, None, 0, gathered)
+    start = cooperative_launch(world, push_kernel, (num_programs(world, tasks),), **tiles.launch_options())
+    transposed = stored(b)[1]
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        join = found.begin(a)
         start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
+        return out
+
+    return launch
+
+
+def _copied(call: Call) -> tuple[_Inbox, Callable[[torch.Tensor], Callable[[], None]]]:
+    """That of mode "copy", and what begins the copies, as copies.Gathering has it."""
+    tiles, (m, k) = call["tiles"], call["a"].shape
+    num_m = triton.cdiv(m, tiles.block_m)
+    together = min(call["push_rows"] or triton.cdiv(num_m, 4), num_m)
+    found = copies.gathering(call.world, m, k, call.dtype, together * tiles.block_m)
+    chunk = triton.cdiv(k, tiles.block_k) * tiles.block_k
+    return _Inbox(found.inbox, found.counters, together, chunk), found.begin
+
+
+def _copy(call: Call) -> Launch:
+    found, begin = _copied(call)
+    compute = _computing(call, found, gathered=False)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        join = begin(a)
+        compute(a, b, out, bias)
         join()
         return out
 
     return launch
 
 
+def _copy_several(calls: Sequence[Call]) -> Callable[..., None]:
+    found, begin = _copied(calls[0])
+    compute = products.in_turn(*(_computing(call, found, gathered=False) for call in calls))
+
+    def launch(a: torch.Tensor, bs: Any, outs: Any, biases: Any) -> None:
+        join = begin(a)
+        compute(a, bs, outs, biases)
+        join()
+
+    return launch
+
+
 def _push_arguments(
-    call: Call, inbox: SymmetricTensor, counters: SymmetricTensor, queue: Any, num_comm_sms: int, together: int,
-    chunk: int,
-) -> tuple[Any, ...]:  # fmt: skip
+    call: Call, found: _Inbox, queue: Any, num_comm_sms: int, gathered: bool = False
+) -> tuple[Any, ...]:
     """What push_kernel takes in every launch, in the order of Push, behind the tensors of the call."""
     (m, k), tiles, (rows, transposed) = call["a"].shape, call["tiles"], stored(call["b"])
     return Push(
-        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None, inbox_ptr=inbox, ready_ptr=counters, queue_ptr=queue,
-        m=m, N=call["n"], k=k, ld=padded(k, call.dtype), num_comm_sms=num_comm_sms, together=together,
-        COPIED=tl.constexpr(queue is None), COLUMNS=tl.constexpr(call["shard"] == "columns"),
+        a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None,
+        inbox_ptr=found.inbox, ready_ptr=found.counters, queue_ptr=queue,
+        m=m, N=call["b"].shape[1], k=k, ld=padded(k, call.dtype), num_comm_sms=num_comm_sms, together=found.together,
+        COPIED=tl.constexpr(queue is None and not gathered), GATHERED=tl.constexpr(gathered),
+        COLUMNS=tl.constexpr(call["shard"] == "columns"),
         TMA=tl.constexpr(aligned(call["a"], rows, call["out"])), TRANSPOSED=tl.constexpr(transposed),
         EPILOGUE=tl.constexpr(call["epilogue"]), BLOCK_M=tl.constexpr(tiles.block_m),
-        BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(chunk),
+        BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(found.chunk),
         GROUP=tl.constexpr(tiles.group),
     )[4:]  # fmt: skip
 
@@ -317,9 +429,23 @@ def _gluon(call: Call) -> Launch:
     return push_launch(call.world, call["a"], call["b"], call["out"], plan, call["tiles"], call["epilogue"])
 
 
+def _gluon_several(calls: Sequence[Call]) -> Callable[..., None]:
+    from .gluon import push_launch
+
+    def again(call: Call) -> Launch:
+        first = PushPlan(*(call[name] for name in PushPlan._fields))
+        plan = gathered_plan(first, call["m"], call["b"].shape[1], call.world, call["tiles"])
+        tensors = call["a"], call["b"], call["out"]
+        return push_launch(call.world, *tensors, plan, call["tiles"], call["epilogue"], gathered=True)
+
+    lead, *others = calls
+    return products.in_turn(FITTED(lead), *(products.fitted(again, out=True)(call) for call in others))
+
+
 def _settled(call: Call) -> dict[str, Any]:
     """The Gluon form's settings: some follow from whether others are given."""
-    plan, tiles = settings(call["m"], call["n"], call["k"], call.world, **{"tiles": None, **call.given})
+    N = call["b"].shape[1]
+    plan, tiles = settings(call["m"], N, call["k"], call.world, **{"tiles": None, **call.given})
     return {**plan._asdict(), "tiles": tiles}
 
 
@@ -336,6 +462,21 @@ def fits_copies(call: Call) -> str:
     return not_rows(call) or ("" if whole else f"rows of {call['k']} elements, not whole runs of 16 bytes")
 
 
+def _columns(call: Call) -> str:
+    """Those of b and bias, where the result has n."""
+    return "2*n" if call["epilogue"] == "swiglu" else "n"
+
+
+def _epilogue(call: Call, name: str, value: Any) -> Any:
+    """The check of `epilogue`."""
+    choice(*products.EPILOGUES, "swiglu")(call, name, value)
+    shape = tuple(call["b"].shape)
+    if value == "swiglu" and len(shape) == 2 and shape[1] % 2:
+        wanted = 'an even number of columns for epilogue "swiglu", gate and up in turn: pkt.interleave(gate, up)'
+        raise call.refuse("b", shape, wanted)
+    return value
+
+
 def not_rows(call: Call) -> str:
     return "" if call["shard"] == "rows" else f'shard {call["shard"]!r}, not "rows"'
 
@@ -348,36 +489,46 @@ CHUNKS = {"rows": 1024, "columns": 256}
 """By columns a shard's rows are short. K = 8192 on 4 x H200, at commit 769b572e2300: for 16, 128, 1024 rows chunks of
 256 take 52, 71, 244 us, of 1024 55, 78, 254, because 2 of them are less than the programs that push."""
 TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["k"], call["n"])}
+FITTED = products.fitted(_gluon, out=True)
 GLUON = Form(
-    products.fitted(_gluon, out=True),
+    FITTED,
     "push in specialised warps, by programs that then compute; by the copy engines where that is no slower",
     "(W - 1) |a|",
-    settings=dict.fromkeys(("tiles", *PushPlan._fields)), complete=_settled, fits=fits_gluon, gpu=True,
+    settings=dict.fromkeys(("tiles", *PushPlan._fields)), several=_gluon_several, complete=_settled, fits=fits_gluon,
+    gpu=True,
     space=rules.space_gluon, seconds=rules.seconds_gluon, settles=True,
     one_shape=("rounds_alone", "cut_last", "whole_rounds"),
 )  # fmt: skip
 SIZES = {"m": 12, "k": 20, "n": 24}
+SWIGLU = (
+    (SIZES, ("bias",), "rows", "new"),
+    ({"m": 33, "k": 31, "n": 5}, (), "rows", "given"),
+    ({"m": 17, "k": 8, "n": 9}, ("bias",), "columns", "new"),
+)
+"""Cases in every form: (sizes, optional operands, shard, out)."""
 OPERATOR = Operator(
     all_gather_matmul,
-    tensors=products.operands("m k", lambda call: "k n" if call["shard"] == "rows" else "W*k n"),
+    tensors=products.operands(
+        "m k", lambda call: f"{'k' if call['shard'] == 'rows' else 'W*k'} {_columns(call)}", _columns
+    ),
     result=lambda call: "W*m n" if call["shard"] == "rows" else "m n",
-    arguments={**products.ARGUMENTS, "shard": choice("rows", "columns")},
+    arguments={"epilogue": _epilogue, "shard": choice("rows", "columns")},
     settings={"tiles": products.tiles, "split_k": few_rows.splits, **dict.fromkeys(PushPlan._fields, integer(0))},
     forms={
         "push": Form(
             _push, "communicators fill inboxes, tiles wait for them", "(W - 1) |a|",
             settings={"num_comm_sms": rules.NUM_COMM_SMS, "chunk": lambda call: CHUNKS[call["shard"]], **TILES},
-            complete=_from_one, space=rules.space_push, seconds=rules.seconds_push,
+            several=_push_several, complete=_from_one, space=rules.space_push, seconds=rules.seconds_push,
             small={"num_comm_sms": 1, "chunk": 16, **products.SMALL},
         ),
         "copy": Form(
             copies.in_one_call(_copy), "push by the copy engines, on a stream of its own", "(W - 1) |a|",
-            settings={"push_rows": 0, **TILES}, fits=fits_copies, small=products.SMALL,
+            settings={"push_rows": 0, **TILES}, fits=fits_copies, small=products.SMALL, several=_copy_several,
             space=rules.space_copy, seconds=rules.seconds_copy, one_shape=("push_rows",),
         ),
         "gluon": GLUON,
         "low_latency": few_rows.gather_form(),
-        **unfused.gather_forms(ALL_GATHER),
+        **unfused.gather_forms(ALL_GATHER.planned),
     },
     reference=reference,
     terms=lambda sizes, size: size * sizes["k"],
@@ -393,5 +544,10 @@ OPERATOR = Operator(
         Case({"m": 3, "k": 20, "n": 13}, arguments={"mode": "low_latency", "shard": "columns"}, ranks=2, out="new"),
         *products.nasty("push", "unfused", "low_latency"),
         *products.nasty("push", "unfused", "low_latency", shard="columns"),
+        Case(SIZES, arguments={"mode": "push", "epilogue": "swiglu"}, launches=3, out="new"),
+        *(
+            Case(sizes, arguments={"epilogue": "swiglu", "given": given, "shard": shard}, out=out, explore=False)
+            for sizes, given, shard, out in SWIGLU
+        ),
     ),
 )  # fmt: skip

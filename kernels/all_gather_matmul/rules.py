@@ -126,6 +126,16 @@ def push_plan(m: int, N: int, K: int, size: int, tiles: Tiles, programs: int, **
     return rule._replace(rounds_alone=rounds_skipped(pushing, rule.whole_rounds, rule.cut_last))
 
 
+def gathered_plan(plan: PushPlan, m: int, N: int, world: World, tiles: Tiles) -> PushPlan:
+    """The plan of a further weight, of N columns, behind the launch that has gathered A by `plan`: the same as to how A
+    lies in the inbox, but all programs compute in all rounds."""
+    programs = num_programs(world, world.num_sms)
+    count = world.size * triton.cdiv(m, tiles.block_m) * triton.cdiv(N, tiles.block_n)
+    rounds, left = divmod(count, programs)
+    cut = 2 if 0 < left <= programs // 2 else 1
+    return plan._replace(rounds_alone=0, whole_rounds=rounds, cut_last=cut)
+
+
 def check_plan(plan: PushPlan, tiles: Tiles, world: World) -> None:
     """Raises ShapeError where the parts, each from 0, do not fit together."""
 

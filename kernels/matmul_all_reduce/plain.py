@@ -276,7 +276,7 @@ OPERATOR = Operator(
         ),
         "gluon": GLUON,
         "low_latency": few_rows.all_form(),
-        **unfused.reduce_forms(ALL_REDUCE, low_latency),
+        **unfused.reduce_forms(ALL_REDUCE.planned, low_latency),
     },
     reference=reference,
     private="k",

@@ -297,7 +297,7 @@ OPERATOR = Operator(
         ),
         "gluon": GLUON,
         "low_latency": few_rows.scatter_form(),
-        **unfused.scatter_forms(REDUCE_SCATTER),
+        **unfused.scatter_forms(REDUCE_SCATTER.planned),
     },
     reference=reference,
     private="k",

@@ -15,7 +15,7 @@ the program that is last to arrive adds all of them in the order of K.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ from .few_rows_rules import (
 )
 from .grid import num_programs
 from .product_rules import Key, gathered, scattered
-from .tile_product import accumulate, finish, padded, stack, tile_pointers, weights
+from .tile_product import accumulate, columns_each, finish, padded, stack, tile_pointers, weights
 from .tile_words import words_of_row
 
 
@@ -132,7 +132,7 @@ class Gather(NamedTuple):
     a_ptr: Any  # (m, k) this rank's
     b_ptr: Any  # (K, N), or (N, K) if TRANSPOSED, this rank's
     bias_ptr: Any  # (N,) this rank's, or None
-    out_ptr: Any  # (M, N) this rank's
+    out_ptr: Any  # (M, N) this rank's; half as many columns with swiglu
     inbox_ptr: Any  # (2, M, ld) on every rank: A, in halves by the launch's parity. A peer that is a launch ahead has
     # everybody's signals of this one, but not everybody need have finished reading
     ready_ptr: Any  # int32 (1,) on every rank: blocks of A that programs of all ranks have stored here
@@ -141,6 +141,7 @@ class Gather(NamedTuple):
     k: Any
     ld: Any
     COLUMNS: tl.constexpr  # the shards lie beside each other, not below each other
+    GATHERED: tl.constexpr  # the launch before, for another weight, has waited for all of A: this kernel only computes
     ROWS: tl.constexpr  # a block that a program stores at a time, ROWS x CHUNK
     CHUNK: tl.constexpr
     AHEAD: tl.constexpr  # rows of weights that a program asks for before it waits
@@ -154,9 +155,11 @@ def gather_kernel(p, t, world):
     M = p.m if p.COLUMNS else p.m * world.size
     K = p.k * world.size if p.COLUMNS else p.k
     launch = sync.peek_epoch(p.ready_ptr)
+    if p.GATHERED:
+        launch -= 1
     half = p.inbox_ptr + tl.cast(launch & 1, tl.int64) * M * p.ld
     blocks = tl.cdiv(p.k, p.CHUNK)
-    tasks = tl.cdiv(p.m, p.ROWS) * blocks
+    tasks = 0 if p.GATHERED else tl.cdiv(p.m, p.ROWS) * blocks
     for task in range(pid, tasks, programs):
         x, inside = tile_pointers(
             p.a_ptr, task // blocks * p.ROWS, task % blocks * p.CHUNK, p.m, p.k, p.k, p.ROWS, p.CHUNK
@@ -169,13 +172,15 @@ def gather_kernel(p, t, world):
         for d in tl.static_range(1, world.size + 1):
             pl.store(there, block, (rank + d) % world.size, world, mask=inside)
     senders = tl.minimum(tasks, programs)
-    if pid < senders:
-        pl.signal_all(p.ready_ptr, world)
-    _ask_ahead(pid, p.b_ptr, M, p.N, K, t, p.AHEAD)
+    if not p.GATHERED:
+        if pid < senders:
+            pl.signal_all(p.ready_ptr, world)
+        _ask_ahead(pid, p.b_ptr, M, p.N, K, t, p.AHEAD)
     a = stack(half, 1, M, K, p.ld, t.BLOCK_M, t.BLOCK_K, t.TMA)
     b = weights(p.b_ptr, 1, K, p.N, t.BLOCK_K, t.BLOCK_N, t.TMA, t.TRANSPOSED)
-    pl.wait(p.ready_ptr, launch * senders * world.size, world)
-    pl.epoch(p.ready_ptr, world)
+    if not p.GATHERED:
+        pl.wait(p.ready_ptr, launch * senders * world.size, world)
+        pl.epoch(p.ready_ptr, world)
     for unit in range(pid, _units(M, p.N, t), programs):
         row, col, _, _ = _place(unit, M, K, t)
         acc = _multiply(unit, a, b, M, p.N, K, p.ld, t)
@@ -188,7 +193,9 @@ def gather_kernel(p, t, world):
 @triton.jit
 def _store(total, row, col, M, p, t):
     total = finish(total, p.bias_ptr, col, p.N, t.EPILOGUE)
-    ptrs, inside = tile_pointers(p.out_ptr, row, col, M, p.N, p.N, t.BLOCK_M, t.BLOCK_N)
+    EACH: tl.constexpr = columns_each(t.EPILOGUE)
+    N = p.N // EACH
+    ptrs, inside = tile_pointers(p.out_ptr, row, col // EACH, M, N, N, t.BLOCK_M, t.BLOCK_N // EACH)
     tl.store(ptrs, total.to(p.out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -267,6 +274,7 @@ def gather_form() -> Form:
         "few rows: weights are on their way while A travels",
         "(W - 1) |a|",
         gathered,
+        several=_gather_several,
     )
 
 
@@ -312,15 +320,15 @@ def fits(call: Call) -> str:
 
 def settled(call: Call) -> dict[str, Any]:
     """The tiles, and the parts of K that the programs of a tile take. Ranks may differ in K, so in those parts."""
-    M, N = _rows(call), call["n"]
+    M, N = _rows(call), call["b"].shape[1]
     tiles = call["tiles"] or tiles_of(M, N, call.dtype)
     programs = num_programs(call.world, call.world.num_sms)
     return {"tiles": tiles, "split_k": call["split_k"] or split_of(M, N, call["b"].shape[0], tiles, programs)}
 
 
-def _gather(call: Call) -> Launch:
-    """The plan of all_gather_matmul's form."""
-    world, (m, k), N, tiles, dtype = call.world, call["a"].shape, call["n"], call["tiles"], call.dtype
+def _pushed(call: Call) -> tuple[SymmetricTensor, SymmetricTensor, int]:
+    """The inbox of A, the counter of its blocks, and the programs that store them."""
+    world, (m, k), dtype = call.world, call["a"].shape, call.dtype
     columns, M = call["shard"] == "columns", _rows(call)
     K = world.size * k if columns else k
     blocks = triton.cdiv(m, BLOCK[0]) * triton.cdiv(k, BLOCK[1])
@@ -331,10 +339,36 @@ def _gather(call: Call) -> Launch:
         return inbox, signals(1, name=f"{call.name}.few rows ready", world=world)
 
     # By what the counter counts: others share an inbox, and its launches.
-    inbox, ready = world.keep((call.name, "few rows", columns, m, k, dtype, programs), make)
-    tile = _tile(call, aligned(stored(call["b"])[0]))
-    start, transposed = cooperative_launch(world, gather_kernel, (programs,), **tiles.launch_options()), tile.TRANSPOSED
-    same = inbox, ready, m, N, k, padded(K, dtype), *map(tl.constexpr, (columns, *BLOCK, ahead(tiles, dtype.itemsize)))
+    return *world.keep((call.name, "few rows", columns, m, k, dtype, programs), make), programs
+
+
+def _gather(call: Call) -> Launch:
+    """The plan of all_gather_matmul's form."""
+    return _multiplying(call, *_pushed(call), False)
+
+
+def _gather_several(calls: Sequence[Call]) -> Callable[..., None]:
+    """Each weight has tiles and parts of K of its own, where none are given."""
+    lead, *others = calls
+    inbox, ready, _ = _pushed(lead)
+
+    def again(call: Call) -> Launch:
+        call.settings = {name: call.given.get(name) for name in ("tiles", "split_k")}
+        call.settings = settled(call)
+        programs = num_programs(call.world, _count(call, _rows(call)))
+        return _multiplying(call, inbox, ready, programs, True)
+
+    fitted = products.fitted
+    return products.in_turn(fitted(_gather, out=False)(lead), *(fitted(again, out=False)(call) for call in others))
+
+
+def _multiplying(call: Call, inbox: SymmetricTensor, ready: SymmetricTensor, programs: int, again: bool) -> Launch:
+    """launch(a, b, out, bias). again: the launch before, for another weight, has gathered A."""
+    world, (m, k), N, tiles = call.world, call["a"].shape, call["b"].shape[1], call["tiles"]
+    tile, transposed = _tile(call, aligned(stored(call["b"])[0])), stored(call["b"])[1]
+    start = cooperative_launch(world, gather_kernel, (programs,), **tiles.launch_options())
+    constants = call["shard"] == "columns", again, *BLOCK, ahead(tiles, call.dtype.itemsize)
+    same = inbox, ready, m, N, k, inbox.shape[-1], *map(tl.constexpr, constants)
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         start(Gather(a, b.t() if transposed else b, bias, out, *same), tile, world.device)
@@ -369,7 +403,7 @@ def _rows(call: Call) -> int:
 def _count(call: Call, M: int) -> int:
     """Units of a product of M rows."""
     tiles = call["tiles"]
-    return triton.cdiv(M, tiles.block_m) * triton.cdiv(call["n"], tiles.block_n) * call["split_k"]
+    return triton.cdiv(M, tiles.block_m) * triton.cdiv(call["b"].shape[1], tiles.block_n) * call["split_k"]
 
 
 def _tile(call: Call, tma: bool) -> Tile:

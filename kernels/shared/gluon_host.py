@@ -19,7 +19,7 @@ from pkt.runtime.world import World
 from .checks import stored
 from .gluon_fits import MAX_PEERS
 from .gluon_warps import CONSUMERS, Constants
-from .tile_product import Epilogue, Tiles
+from .tile_product import GatedEpilogue, Tiles
 
 CONSUMER_WARPS = 4
 """Of each consumer."""
@@ -47,7 +47,7 @@ def here(tensor: torch.Tensor, block: tuple[int, ...], *others: torch.Tensor) ->
     return [own, *theirs, *[own] * (MAX_PEERS - len(theirs))]
 
 
-def kernel_constants(tiles: Tiles, b: torch.Tensor, epilogue: Epilogue) -> Constants:
+def kernel_constants(tiles: Tiles, b: torch.Tensor, epilogue: GatedEpilogue) -> Constants:
     """The `constants` argument of a kernel."""
     return Constants(*map(gl.constexpr, (tiles.num_stages, tiles.group, stored(b)[1], epilogue)))
 

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from pkt.language import ptx
 
 from .gluon_aggregate import aggregate
-from .tile_product import activate
+from .tile_product import activate, columns_each
 
 CONSUMERS = gl.constexpr(2)
 SWIZZLED = gl.constexpr(64)
@@ -65,6 +65,23 @@ class Constants(NamedTuple):
 def half_layout(rows, columns, dtype):
     """The layout in shared memory of half a tile."""
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+
+
+@gluon.constexpr_function
+def accumulator(columns, warps):
+    """The layout in registers of what the tensor cores add up, so many columns wide."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def first_columns(room, COLUMNS: gl.constexpr):
+    """Room for half a tile in shared memory, seen as room for its first columns alone."""
+    ROWS: gl.constexpr = room.shape[0]
+    PIECES: gl.constexpr = room.shape[1] // COLUMNS
+    if PIECES > 1:
+        LAYOUT: gl.constexpr = half_layout(ROWS, COLUMNS, room.dtype)
+        room = room._reinterpret(room.dtype, [PIECES, ROWS, COLUMNS], LAYOUT).index(0)
+    return room
 
 
 @gluon.jit
@@ -253,11 +270,9 @@ class Outbox:
         ring.free(step, CONSUMERS)
 
     @gluon.jit
-    def narrowed(self, ring, PIECES: gl.constexpr):
+    def narrowed(self, ring):
         """The same outbox for the tiles of a narrowed ring."""
-        ROWS: gl.constexpr = ring.BLOCK_M // CONSUMERS
-        room = self.room._reinterpret(self.room.dtype, [PIECES, ROWS, ring.BLOCK_N], ring.HALF).index(0)
-        return Outbox(room, self.ready, self.taken, self.ahead)
+        return Outbox(first_columns(self.room, ring.BLOCK_N), self.ready, self.taken, self.ahead)
 
 
 @gluon.jit
@@ -269,7 +284,8 @@ def open_outbox(ring):
 
 @aggregate
 class Finish:
-    """What is done to a tile before it is rounded, by the rank that finishes it."""
+    """What is done to a tile before it is rounded, by the rank that finishes it. A column of the result takes
+    columns_each(EPILOGUE) of the tile's."""
 
     bias: gl.tensor  # pointer to N values, or None
     N: gl.tensor
@@ -279,13 +295,21 @@ class Finish:
     def store(self, part, where, mine, col):
         """Columns of a tile, fp32, from column `col` on, into shared memory; with bias and epilogue if this rank
         finishes it. Not yet for TMA to see."""
-        if (self.bias is not None) or (self.EPILOGUE != "none"):
+        if columns_each(self.EPILOGUE) > 1:  # not of sums: this rank finishes every tile
+            part = self.finished(part, col).to(where.dtype)
+            part = gl.convert_layout(part, accumulator(where.shape[1], gl.num_warps()))
+        elif (self.bias is not None) or (self.EPILOGUE != "none"):
             if mine:
-                if self.bias is not None:
-                    cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
-                    part += gl.load(self.bias + cols, mask=cols < self.N, other=0).to(gl.float32)[None, :]
-                part = activate(part, self.EPILOGUE)
+                part = self.finished(part, col)
         where.store(part.to(where.dtype))
+
+    @gluon.jit
+    def finished(self, part, col):
+        """The same columns with bias and epilogue."""
+        if self.bias is not None:
+            cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
+            part += gl.load(self.bias + cols, mask=cols < self.N, other=0).to(gl.float32)[None, :]
+        return activate(part, self.EPILOGUE)
 
 
 @aggregate
@@ -343,9 +367,7 @@ def multiply(CONSUMER: gl.constexpr, step, n, following, after, order, ring, out
     of `following`: it divides, which takes long, so while the first product is in flight."""
     steps = ring.steps()
     ROWS: gl.constexpr = ring.BLOCK_M // CONSUMERS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, ring.BLOCK_N, 16]
-    )
+    LAYOUT: gl.constexpr = accumulator(ring.BLOCK_N, gl.num_warps())
     acc = gl.zeros((ROWS, ring.BLOCK_N), gl.float32, LAYOUT)
     outbox.in_turn(CONSUMER, n)
     for k in range(steps):
@@ -376,16 +398,17 @@ def hand_over(CONSUMER: gl.constexpr, half, step, n, column, ring, outbox, finis
     if CONSUMER == 1:
         ring.await_full(step)
         room = ring.half(step)
-    if ring.BLOCK_N < 2 * SWIZZLED:
+    COLUMNS: gl.constexpr = ring.BLOCK_N // columns_each(finish.EPILOGUE)
+    room = first_columns(room, COLUMNS)
+    if COLUMNS < 2 * SWIZZLED:
         finish.store(half, room, mine, col)
     else:  # not all of it at once, for want of registers
         PART: gl.constexpr = ring.BLOCK_N // 2
-        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, PART, 16]
-        )
+        LAYOUT: gl.constexpr = accumulator(PART, gl.num_warps())
         parts = half.reshape([ring.BLOCK_M // CONSUMERS, 2, PART]).permute(0, 2, 1).split()
         for p in gl.static_range(2):
-            finish.store(gl.convert_layout(parts[p], LAYOUT), room.slice(p * PART, PART, 1), mine, col + p * PART)
+            place = room.slice(p * (COLUMNS // 2), COLUMNS // 2, 1)
+            finish.store(gl.convert_layout(parts[p], LAYOUT), place, mine, col + p * PART)
     fence_async_shared()
     mbarrier.arrive(outbox.ready.index(CONSUMER), count=1)
 

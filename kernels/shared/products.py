@@ -14,13 +14,16 @@ from ..declaration import MAX_BLOCK, Call, Case, Launch, Operand, choice, intege
 from .checks import FLOATS, aligned, stored
 from .tile_product import Tiles, padded
 
-ARGUMENTS = {"epilogue": choice("none", "relu", "gelu", "silu")}
+EPILOGUES = ("none", "relu", "gelu", "silu")
+ARGUMENTS = {"epilogue": choice(*EPILOGUES)}
 SMALL = {"tiles": (16, 16, 16)}
 
 
-def operands(a: str, b: str | Callable[[Call], str], *, same_bias: bool = False) -> dict[str, Operand]:
-    """A and B of these shapes, and the bias."""
-    bias = Operand("n", optional=True, same=same_bias)
+def operands(
+    a: str, b: str | Callable[[Call], str], columns: str | Callable[[Call], str] = "n", *, same_bias: bool = False
+) -> dict[str, Operand]:
+    """A and B of these shapes, and the bias for so many columns."""
+    bias = Operand(columns, optional=True, same=same_bias)
     return {"a": Operand(a, FLOATS), "b": Operand(b, transposed=True), "bias": bias}
 
 
@@ -78,6 +81,16 @@ def whole_runs(plan: Plan) -> Plan:
         return lambda a, b, out, bias: launch(*filled(a, b), out, bias)
 
     return whole
+
+
+def in_turn(*launches: Launch) -> Callable[..., None]:
+    """launch(a, bs, outs, biases): one launch after the other, each with its weight, `out` and bias."""
+
+    def launch(a: torch.Tensor, bs: Any, outs: Any, biases: Any) -> None:
+        for one, b, out, bias in zip(launches, bs, outs, biases):
+            one(a, b, out, bias)
+
+    return launch
 
 
 Fit = Callable[[torch.Tensor], torch.Tensor]

@@ -103,7 +103,7 @@ def accumulate(
 @triton.jit
 def finish(x, bias_ptr, col, N, EPILOGUE: tl.constexpr):
     """`x`, the columns from `col` on of a finished product of N columns, plus the bias where there is one, through the
-    epilogue, in fp32. `x` itself where there is neither."""
+    epilogue, in fp32: a column for each `columns_each(EPILOGUE)` of x. `x` itself where there is neither."""
     if bias_ptr is None and EPILOGUE == "none":
         return x
     else:
@@ -112,6 +112,12 @@ def finish(x, bias_ptr, col, N, EPILOGUE: tl.constexpr):
             cols = col + tl.arange(0, x.shape[1])
             x += tl.load(bias_ptr + cols, mask=cols < N, other=0).to(tl.float32)[None, :]
         return activate(x, EPILOGUE)
+
+
+@triton.constexpr_function
+def columns_each(epilogue):
+    """Columns of a product that become one of its result: gate and up, side by side, in "swiglu"."""
+    return 2 if epilogue == "swiglu" else 1
 
 
 @triton.jit
@@ -123,6 +129,9 @@ def activate(x, EPILOGUE: tl.constexpr):
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif EPILOGUE == "silu":
         x = x / (1.0 + tl.exp(-x))
+    elif EPILOGUE == "swiglu":
+        gate, up = x.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
+        x = gate / (1.0 + tl.exp(-gate)) * up
     return x
 
 
@@ -203,12 +212,15 @@ def default_tiles(m: int, dtype: torch.dtype, *columns: int) -> Tiles:
 
 
 Epilogue = Literal["none", "relu", "gelu", "silu"]
+GatedEpilogue = Literal["none", "relu", "gelu", "silu", "swiglu"]
 
 
-def finished(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue) -> torch.Tensor:
+def finished(x: torch.Tensor, bias: torch.Tensor | None, epilogue: GatedEpilogue) -> torch.Tensor:
     """`finish` in torch, in x's dtype. gelu is the exact form with erf, as torch's is by default."""
     x = x if bias is None else x + bias.to(x.dtype)
     functional = torch.nn.functional
+    if epilogue == "swiglu":
+        return functional.silu(x[:, 0::2]) * x[:, 1::2]
     return {"none": lambda x: x, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}[epilogue](x)
 
 

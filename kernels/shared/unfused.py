@@ -13,7 +13,8 @@ that a plan of the collective depends on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..declaration import Call, Form, Launch
-from ..operator import Operator
 from .checks import aligned, check_tensor
+from .gating import gating
 from .product_rules import Collective, Key, gathered, reduced, scattered, unfused_seconds
-from .tile_product import finished
+from .products import in_turn
+from .tile_product import columns_each, finished
 
 _MATMUL = torch.backends.cuda.matmul
 PRECISION: dict[torch.dtype, Callable[[], Hashable]] = {
@@ -39,25 +41,29 @@ PRECISION: dict[torch.dtype, Callable[[], Hashable]] = {
     torch.float16: lambda: (_MATMUL.allow_fp16_reduced_precision_reduction, _MATMUL.allow_fp16_accumulation),
 }
 """torch's settings that a product of such operands depends on."""
+Planned = Callable[..., Launch]
+"""`Operator.planned` of a collective."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """product(a, b, out) queues its work on the current stream; a and b are plain tensors."""
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""gather(a) -> the whole A, plain and on the current stream, until the next call."""
 
 
-def gather_forms(all_gather: Operator) -> dict[str, Form]:
+def gather_forms(all_gather: Planned) -> dict[str, Form]:
     """Those of all_gather_matmul."""
 
-    def ours(call: Call) -> Product:
+    def ours(call: Call) -> Gather:
         world, columns, (m, k) = call.world, call["shard"] == "columns", call["a"].shape
         whole = _symmetric(call, *((m, world.size * k) if columns else (world.size * m, k)))
-        gather, matrix = all_gather.planned(world, _plain(call["a"]), whole, dim=int(columns)), whole.plain()
+        move, matrix = all_gather(world, _plain(call["a"]), whole, dim=int(columns)), whole.plain()
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            gather(a, whole)
-            torch.mm(matrix, b, out=_plain(out))
+        def gather(a: torch.Tensor) -> torch.Tensor:
+            move(a, whole)
+            return matrix
 
-        return product
+        return gather
 
-    def nccl(call: Call) -> Product:
+    def nccl(call: Call) -> Gather:
         size, columns, (m, k), group = (
             call.world.size,
             call["shard"] == "columns",
@@ -65,24 +71,26 @@ def gather_forms(all_gather: Operator) -> dict[str, Form]:
             process_group(call.world),
         )
 
-        def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        def gather(a: torch.Tensor) -> torch.Tensor:
             gathered = torch.empty((size * m, k), dtype=a.dtype, device=a.device)
             dist.all_gather_into_tensor(gathered, a, group=group)
             if columns:  # needs a copy
                 gathered = gathered.view(size, m, k).transpose(0, 1).reshape(m, size * k)
-            torch.mm(gathered, b, out=_plain(out))
+            return gathered
 
-        return product
+        return gather
 
-    return _forms("all_gather", "(W - 1) |a|", ours, nccl, gathered, sums=False)
+    forms = _forms("all_gather", "(W - 1) |a|", _multiplied(ours), _multiplied(nccl), gathered, sums=False)
+    makers = {"unfused": ours, "nccl": nccl}
+    return {name: replace(form, several=_several(makers[name])) for name, form in forms.items()}
 
 
-def scatter_forms(reduce_scatter: Operator) -> dict[str, Form]:
+def scatter_forms(reduce_scatter: Planned) -> dict[str, Form]:
     """Those of matmul_reduce_scatter."""
 
     def ours(call: Call) -> Product:
         world, partial = call.world, _symmetric(call, call["a"].shape[0], call["n"])
-        scatter, matrix = reduce_scatter.planned(world, partial, call["out"]), partial.plain()
+        scatter, matrix = reduce_scatter(world, partial, call["out"]), partial.plain()
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             _multiply(world, a, b, matrix)
@@ -101,7 +109,7 @@ def scatter_forms(reduce_scatter: Operator) -> dict[str, Form]:
     return _forms("reduce_scatter", "(W - 1) / W |C|", ours, nccl, scattered, sums=True)
 
 
-def reduce_forms(all_reduce: Operator, low_latency: Callable[[int, World], str | None]) -> dict[str, Form]:
+def reduce_forms(all_reduce: Planned, low_latency: Callable[[int, World], str | None]) -> dict[str, Form]:
     """Those of matmul_all_reduce. low_latency: the mode of an all-reduce of so few bytes; None where they are many."""
 
     def ours(call: Call) -> Product:
@@ -111,7 +119,7 @@ def reduce_forms(all_reduce: Operator, low_latency: Callable[[int, World], str |
         world, (M, N) = call.world, call.shape
         flagged = low_latency(M * N * call.dtype.itemsize, world)  # for what is not symmetric, too
         if flagged or in_place(call):
-            reduce = all_reduce.planned(world, call["out"], call["out"], mode=flagged)
+            reduce = all_reduce(world, call["out"], call["out"], mode=flagged)
 
             def in_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
                 _multiply(world, a, b, _plain(out))
@@ -121,14 +129,14 @@ def reduce_forms(all_reduce: Operator, low_latency: Callable[[int, World], str |
         total = _symmetric(call, M, N)
         matrix = total.plain()
         if world.size == 2:
-            sum_into = all_reduce.planned(world, total, _plain(call["out"]), mode="one_shot")
+            sum_into = all_reduce(world, total, _plain(call["out"]), mode="one_shot")
 
             def into_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
                 _multiply(world, a, b, matrix)
                 sum_into(total, _plain(out))
 
             return into_out
-        reduce = all_reduce.planned(world, total, total)
+        reduce = all_reduce(world, total, total)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             _multiply(world, a, b, matrix)
@@ -187,20 +195,57 @@ def _plan(make: Callable[[Call], Product], again: bool = False) -> Callable[[Cal
     """The plan of a form: the product, then bias and epilogue. again: a call that comes again is replayed."""
 
     def plan(call: Call) -> Launch:
-        product, epilogue = make(call), call["epilogue"]
-
-        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            product(_plain(a), _plain(b), out)
-            if bias is not None or epilogue != "none":
-                result = _plain(out)
-                result.copy_(finished(result, None if bias is None else bias.detach(), epilogue))
-            return out
-
+        launch = _finished(call, make(call))
         # Not fp32: torch has two sets of settings for its products, and asking for those not in use may raise.
         settings = PRECISION.get(call.dtype)
         return replayed(call.world, launch, settings) if again and settings else launch
 
     return plan
+
+
+def _finished(call: Call, product: Product) -> Launch:
+    """launch(a, b, out, bias): the product, then bias and epilogue."""
+    epilogue, (M, n) = call["epilogue"], call.shape
+    each = columns_each(epilogue)
+    gate = gating(call.world, M, each * n) if each > 1 else None
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if gate is not None:
+            whole = torch.empty((M, each * n), dtype=a.dtype, device=a.device)
+            product(_plain(a), _plain(b), whole)
+            gate(whole, bias, out)
+            return out
+        product(_plain(a), _plain(b), out)
+        if bias is not None or epilogue != "none":
+            result = _plain(out)
+            result.copy_(finished(result, None if bias is None else bias.detach(), epilogue))
+        return out
+
+    return launch
+
+
+def _multiplied(make: Callable[[Call], Gather]) -> Callable[[Call], Product]:
+    """What makes the product of the whole A."""
+
+    def product(call: Call) -> Product:
+        gather = make(call)
+        return lambda a, b, out: _mm(gather(a), b, out)
+
+    return product
+
+
+def _several(make: Callable[[Call], Gather]) -> Callable[[Sequence[Call]], Callable[..., None]]:
+    """`several` of a form that gathers."""
+
+    def plan(calls: Sequence[Call]) -> Callable[..., None]:
+        gather, multiply = make(calls[0]), in_turn(*(_finished(call, _mm) for call in calls))
+        return lambda a, bs, outs, biases: multiply(gather(_plain(a)), bs, outs, biases)
+
+    return plan
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(a, b, out=_plain(out))
 
 
 def _lacks_group(call: Call) -> str:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 import pkt
+from pkt.kernels.declaration import letter_of
 from pkt.kernels.operator import Call, Case, Form, Operator
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # unit roundoff
@@ -49,7 +50,7 @@ def letters_of(operator: Operator) -> list[str]:
     """The letters of an operator's shapes, in their order."""
     call = Call(operator.name, SimpleNamespace(size=1), {}, arguments_of(operator, Case()), {}, None)
     shapes = [o.letters(call) for o in operator.tensors.values()]
-    words = [word.removeprefix("W*") for shape in shapes if shape != "..." for word in shape.split()]
+    words = [letter_of(word, 1)[0] for shape in shapes if shape != "..." for word in shape.split()]
     return list(dict.fromkeys(words))
 
 
@@ -201,10 +202,13 @@ def bound(
     arguments = arguments_of(operator, case)
     if operator.exact if isinstance(operator.exact, bool) else operator.exact(arguments):
         return 0.0
+    gated, slope = arguments.get("epilogue") == "swiglu", SLOPE
     if "epilogue" in arguments:
         arguments["epilogue"] = "none"
     size_of = {n: None if ts is None else [t.double().abs() for t in ts] for n, ts in operands.items()}
     magnitude = operator.reference(rank, **size_of, **arguments)
+    if gated:  # silu(gate) * up, whose magnitudes bound both: each factor's error is multiplied by the other
+        magnitude, slope = magnitude[:, 0::2] * magnitude[:, 1::2], SLOPE + 1
     terms = operator.terms(dict(case.sizes), size) + 2
     roundings = operator.forms[mode].roundings(size)
-    return SLOPE * (roundings * UNIT[dtype] + terms * 2.0**-24 + CURVE) * magnitude + TINY[dtype]
+    return slope * (roundings * UNIT[dtype] + terms * 2.0**-24 + CURVE) * magnitude + TINY[dtype]

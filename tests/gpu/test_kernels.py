@@ -1,6 +1,7 @@
 """The operators of pkt.kernels on GPUs: sizes that fill a GPU, layouts, defaults and layers. The programs that the
 simulator explores are in test_operators."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -251,6 +252,58 @@ def all_layers(world: Any) -> None:
 @on_ranks(2, 3, 4)
 def test_layers(ranks: int) -> None:
     launch(all_layers, ranks)
+
+
+def gated(world: Any) -> None:
+    """silu(A @ gate) * (A @ up) with a bias each, in all forms that can run, against torch."""
+    from pkt.kernels.shared.tile_product import FEW_ROWS, finished
+
+    size = world.size
+    for (m, K, n), shard in product([(333, 1544, 520), (512, 1024, 384), (1, 264, 260)], ["rows", "columns"]):
+        rows = shard == "rows"
+        gluon = rows and runs_gluon("all_gather_matmul", world, torch.bfloat16, FEW_ROWS + 1, K, n)
+        shards = [normal(world, (m, K), r) for r in range(size)]
+        gate, up = (normal(world, (n, K if rows else size * K), 50 + i).t() for i in range(2))
+        bias = pkt.interleave(*(normal(world, (1, n), 7 + i)[0] for i in range(2)))
+        b = pkt.interleave(gate, up)
+        wanted = finished(torch.cat(shards, dim=0 if rows else 1).float() @ b.float(), bias, "swiglu")
+        few = ["low_latency"] if m == 1 else []
+        modes = "push", "unfused", *few, *(["copy"] if rows else []), *(["gluon"] if gluon else []), None
+        for mode in modes:
+            got = pkt.all_gather_matmul(
+                shards[world.rank], b, mode=mode, shard=shard, bias=bias, epilogue="swiglu"
+            )  # fmt: skip
+            assert product_error(got, wanted) < 2e-2, (mode, shard, m, K, n)
+    world.barrier()
+
+
+@on_ranks(2, 4)
+def test_swiglu(ranks: int) -> None:
+    launch(gated, ranks)
+
+
+def several_weights(world: Any) -> None:
+    """A list of weights, side by side and not, in all forms that can run, thrice with other inputs."""
+    size, ns = world.size, (1024, 264, 264)
+    for m, K in ((512, 1024), (333, 1544), (1, 264)):
+        gluon = runs_gluon("all_gather_matmul", world, torch.bfloat16, 128, K, 264)
+        few = ["low_latency"] if m == 1 else []
+        for mode in ("push", "copy", "unfused", *few, *(["gluon"] if gluon else []), None):
+            for turn in range(3):
+                shards = [normal(world, (m, K), 10 * turn + r) for r in range(size)]
+                fused = normal(world, (sum(ns), K), 50 + turn)
+                wanted = (torch.cat(shards).float() @ fused.float().t()).split(ns, dim=1)
+                joined = [w.t() for w in fused.split(ns)]
+                for weights in (joined, [w.t().contiguous() for w in fused.split(ns)], [w.clone() for w in joined]):
+                    got = pkt.all_gather_matmul(shards[world.rank], weights, mode=mode)
+                    for x, y in zip(got, wanted, strict=True):
+                        assert product_error(x, y) < 1e-2, (mode, m, K, turn)
+    world.barrier()
+
+
+@on_ranks(2, 4)
+def test_several_weights(ranks: int) -> None:
+    launch(several_weights, ranks)
 
 
 def parts_of_tensors(world: Any) -> None:

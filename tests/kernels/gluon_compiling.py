@@ -20,7 +20,7 @@ from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.kernels.operator import Operator
 from pkt.kernels.shared import checks
 from pkt.kernels.shared import copies as _copies
-from pkt.kernels.shared.tile_product import Tiles
+from pkt.kernels.shared.tile_product import Tiles, columns_each
 from pkt.language.inspect import compile_only, device_world
 
 from .helpers import as_weight
@@ -183,7 +183,8 @@ def product(
     world: World, m: int, N: int, K: int, dtype: torch.dtype = BF16, transposed: bool = False, bias: bool = False,
     plan: PushPlan | None = None, tiles: Tiles | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
-    a, b, out, added = tensors((m, K), (K, N), (world.size * m, N), dtype, transposed, bias)
+    columns = N // columns_each(options.get("epilogue", "none"))
+    a, b, out, added = tensors((m, K), (K, N), (world.size * m, columns), dtype, transposed, bias)
     launch = push.push_launch(world, a, b, out, plan or PushPlan(cut_last=4), tiles or TILES, **options)
     launch(a, b, out, added)
     return world.kernels[-1]
@@ -213,7 +214,8 @@ def gather_call(
     **options: Any,
 ) -> None:  # fmt: skip
     rows = world.size * K if options.get("shard") == "columns" else K
-    a, b, out, added = tensors((m, K), (rows, N), (world.size * m, N), dtype, transposed, bias)
+    columns = N // columns_each(options.get("epilogue", "none"))
+    a, b, out, added = tensors((m, K), (rows, N), (world.size * m, columns), dtype, transposed, bias)
     assert all_gather_matmul(a, b, out, world=world, bias=added, **options) is out
 
 

@@ -55,6 +55,15 @@ class Tile:
     def __lt__(self, bound: float) -> np.ndarray:
         return self.data < bound
 
+    def __neg__(self) -> Tile:
+        return Tile(-self.data)
+
+    def __truediv__(self, divisor: float) -> Tile:
+        return Tile(self.data / divisor)
+
+    def __mul__(self, other: Tile) -> Tile:
+        return Tile(self.data * other.data)
+
     def __iadd__(self, other: Tile) -> Tile:
         self.data = self.data + other.data
         return self
@@ -194,6 +203,7 @@ class Machine:
         self.writes: list[Callable[[], None]] = []  # of stores that have read their values
         self.copies: list[Callable[[], None]] = []  # by copy engines
         self.hub = getcurrent()
+        self.epochs = [0] * size  # of the last launch that counted
         self.slowness = self.random.choice((0.3, 0.8, 0.99))  # of asynchronous operations
         self.late = self.random.random() < 0.5  # whether writes come after all other operations
         self.last = self.random.random() < 0.5  # whether copies come last of all
@@ -276,6 +286,7 @@ class Machine:
             SliceLayout=lambda *_: None, arange=lambda begin, end, layout: np.arange(begin, end), load=_load,
             allocate_shared_memory=self._allocate, atomic_add=self._atomic_add, warp_specialize=specialise,
         )  # fmt: skip
+        tl = SimpleNamespace(where=_where, exp=lambda tile: 0.0)  # so that silu(x) is x, exactly
         tma = SimpleNamespace(
             async_copy_global_to_shared=self._load,
             async_copy_shared_to_global=lambda d, at, part: self._store(d, at, part, False),
@@ -287,15 +298,16 @@ class Machine:
         pl = SimpleNamespace(
             wait=lambda p, wanted, world: self.until(lambda: int(p.counters[p.rank][p.offset]) >= wanted),
             peer=lambda p, rank, world: Pointer(p.counters, rank, p.offset),
-            epoch=lambda flags, world: world.launch,
+            epoch=self._epoch,
         )
+        sync = SimpleNamespace(peek_epoch=lambda flags: self.epochs[flags.rank] + 1)
         ptx = SimpleNamespace(
             drain=lambda world, pending=0: self._wait_group("done", pending), cta_barrier=lambda: None,
             fence=lambda: None,
         )  # fmt: skip
         return {
-            "gl": gl, "tl": SimpleNamespace(where=_where), "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,
-            "fence_async_shared": lambda: None, "half_layout": lambda *_: None,
+            "gl": gl, "tl": tl, "sync": sync, "tma": tma, "mbarrier": mbarrier, "pl": pl, "ptx": ptx,
+            "fence_async_shared": lambda: None, "half_layout": lambda *_: None, "accumulator": lambda *_: None,
             "warpgroup_mma": self._mma, "warpgroup_mma_wait": self._mma_wait,
             "tma_reduce_add": lambda d, at, part: self._store(d, at, part, True),
         }  # fmt: skip
@@ -304,6 +316,10 @@ class Machine:
         if dtype == "barriers":
             return Barriers(Barrier() for _ in range(shape[0]))
         return Shared(np.full(shape, np.nan, np.float32))
+
+    def _epoch(self, flags: Pointer, world: Any) -> int:
+        self.epochs[flags.rank] = world.launch
+        return world.launch
 
     def _atomic_add(self, p: Pointer, value: int, sem: str, scope: str) -> None:
         assert scope == "sys"

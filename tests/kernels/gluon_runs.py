@@ -46,8 +46,8 @@ def world(rank: int, size: int, e: int) -> SimpleNamespace:
     return SimpleNamespace(rank=rank, size=size, launch=e + 1)
 
 
-def constants(stages: int, transposed: bool, finish: bool) -> Any:
-    return warps.Constants(stages, 2, transposed, "relu" if finish else "none")
+def constants(stages: int, transposed: bool, finish: bool, gated: bool = False) -> Any:
+    return warps.Constants(stages, 2, transposed, "swiglu" if gated else "relu" if finish else "none")
 
 
 def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -66,19 +66,25 @@ def bias(N: int, finish: bool) -> Vector | None:
     return Vector(np.arange(N, dtype=np.float32) - N // 2) if finish else None
 
 
-def assert_exact(found: np.ndarray, exact: np.ndarray, finish: bool) -> None:
-    """finish: add `bias` and apply relu to `exact` first."""
+def assert_exact(found: np.ndarray, exact: np.ndarray, finish: bool, gated: bool = False) -> None:
+    """finish: add `bias` and apply relu to `exact` first. gated: swiglu in its place, where silu(x) is x."""
     n = exact.shape[1]
-    np.testing.assert_array_equal(found, np.maximum(exact + np.arange(n) - n // 2, 0) if finish else exact)
+    if finish:
+        exact = exact + np.arange(n) - n // 2
+    if gated:
+        exact = exact[:, 0::2] * exact[:, 1::2]
+    np.testing.assert_array_equal(found, np.maximum(exact, 0) if finish and not gated else exact)
 
 
 # ----------------------------------------------------------------------------------------------- all_gather_matmul
 def run_push(
     size: int, m: int, N: int, K: int, programs: int, seed: int, launches: int = 3, broken: Broken | None = None,
     stages: int = 3, transposed: bool = False, finish: bool = False, width: int = BN, chunk: int = 8, cut_last: int = 2,
-    push_rows: int = 1, num_comm: int = 1, rounds_alone: int = 1, whole_rounds: int = 99,
+    push_rows: int = 1, num_comm: int = 1, rounds_alone: int = 1, whole_rounds: int = 99, gated: bool = False,
+    more: int = 0,
 ) -> None:  # fmt: skip
-    """Shards (m, K) gathered and multiplied by (K, N). num_comm: 0 where copy engines move them."""
+    """Shards (m, K) gathered and multiplied by (K, N). num_comm: 0 where copy engines move them. more: columns of a
+    second weight, which a launch behind each one multiplies with what that one has gathered."""
     machine, functions = ready(push, size, programs, seed, broken)
     copied = num_comm == 0 and size > 1
     rng = np.random.default_rng(seed)
@@ -90,33 +96,40 @@ def run_push(
     counters = [np.zeros(words, np.int64) for _ in range(size)]
     a = [[integers(rng, m, K) for _ in range(launches)] for _ in range(size)]
     b = [[integers(rng, K, N) for _ in range(launches)] for _ in range(size)]
-    outs = [[poison(size, m, N) for _ in range(launches)] for _ in range(size)]
+    each = 2 if gated else 1
+    outs = [[poison(size, m, N // each) for _ in range(launches)] for _ in range(size)]
+    others = [[integers(rng, K, more) for _ in range(launches)] for _ in range(size)]
+    ends = [[poison(size, m, more // each) for _ in range(launches)] for _ in range(size)]
 
-    def launch(rank: int, e: int) -> Callable[[int], None]:
+    def launch(rank: int, e: int, again: bool = False) -> Callable[[int], None]:
         peers = [Descriptor(inbox[(rank + d) % size], BM, BK) for d in range(1, size)]
-        weight, out = b[rank][e], outs[rank][e]
+        weight, out = (others[rank][e], ends[rank][e]) if again else (b[rank][e], outs[rank][e])
+        pushing, alone = (0, 0) if again or size == 1 else (min(num_comm, programs), rounds_alone)
+        stored = width // each
         arguments = (
             Descriptor(a[rank][e], BM, BK),
             weights(weight, transposed, width), weights(weight, transposed, width // cut_last),
-            Descriptor(out, 1, BM // 2, width), Descriptor(out, 1, BM // 2, width // cut_last),
+            Descriptor(out, 1, BM // 2, stored), Descriptor(out, 1, BM // 2, stored // cut_last),
             Descriptor(inbox[rank], BM, BK), *peers, *[None] * (7 - len(peers)), Pointer(counters, rank),
-            bias(N, finish), warps.Sizes(m, N, K),
-            min(num_comm, programs) if size > 1 else 0, rounds_alone, whole_rounds, push_rows, world(rank, size, e),
-            constants(stages, transposed, finish), chunk, cut_last, copied, 4,
+            bias(weight.shape[1], finish), warps.Sizes(m, weight.shape[1], K), pushing, alone, whole_rounds, push_rows,
+            world(rank, size, e), constants(stages, transposed, finish, gated), chunk, cut_last, copied, again, 4,
         )  # fmt: skip
 
         def body(program: int) -> None:
-            if copied:
+            if copied and not again:
                 begin_copies(machine, [step[e] for step in a], rank, e, program, inbox, counters, push_rows, chunk)
             functions["gluon_push_kernel"](*arguments)
 
         return body
 
-    machine.run([[launch(rank, e) for e in range(launches)] for rank in range(size)])
+    kinds = (False, True) if more else (False,)
+    machine.run([[launch(rank, e, again) for e in range(launches) for again in kinds] for rank in range(size)])
     for rank in range(size):
         for e in range(launches):
             gathered = np.concatenate([step[e] for step in a])
-            assert_exact(outs[rank][e].reshape(size * m, N), gathered @ b[rank][e], finish)
+            assert_exact(outs[rank][e].reshape(size * m, N // each), gathered @ b[rank][e], finish, gated)
+            if more:
+                assert_exact(ends[rank][e].reshape(size * m, -1), gathered @ others[rank][e], finish, gated)
 
 
 def begin_copies(

@@ -271,6 +271,25 @@ def test_each_epilogue(epilogue: str, arch: int, monkeypatch: pytest.MonkeyPatch
     assert ("ex2.approx" in compiled.asm["ptx"]) == (epilogue != "relu")
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("sizes", [EVEN, (250, 501, 510)], ids=["tma", "registers"])
+@pytest.mark.parametrize("shard", ["rows", "columns"])
+def test_swiglu(
+    shard: Any, sizes: tuple, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Gate and up of a column meet in a thread's own registers: no more shared memory than without."""
+
+    def compiled(**options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            call = push(shard, *sizes, bias=True, transposed=shard == "columns", **options)
+            return compile_checked(launched(lambda w: call(dtype), 4, False, patch), arch, tmp_path)
+
+    found, plain = compiled(epilogue="swiglu"), compiled()
+    assert found.metadata.shared <= plain.metadata.shared
+    assert ("cp.async.bulk.tensor.3d.shared" in found.asm["ptx"]) == (sizes is EVEN)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("name", ["all_gather_matmul push columns", "matmul_all_reduce"])
 def test_transposed_weights_in_registers(

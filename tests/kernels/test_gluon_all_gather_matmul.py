@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import torch
 
 from pkt.errors import ShapeError
+from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_gather_matmul.rules import PushPlan, push_plan
 from pkt.language.inspect import count_markers
 
@@ -39,6 +41,34 @@ def test_copied_fits(compiling, tmp_path, cut_last, chunk, columns):
     assert count_markers(launch.ptx) == {"wait": cut_last, "signal": 0}
     assert not re.search(r"(?:atom|red)\.global", launch.ptx)
     assert not re.search(r"UTMASTG\.2D", sass(launch.kernel, tmp_path))
+
+
+def several(world, weights, **options):
+    """A call with weights (1544, N), as Linears hold them, through the operator."""
+    bs = [torch.empty(N, 1544, dtype=torch.bfloat16).t() for N in weights]
+    outs = [torch.empty(4 * 333, N // (2 if options else 1), dtype=torch.bfloat16) for N in weights]
+    found = all_gather_matmul(torch.empty(333, 1544, dtype=torch.bfloat16), bs, outs, world=world, **options)
+    assert all(x is y for x, y in zip(found, outs, strict=True))
+    return world.kernels
+
+
+@pytest.mark.parametrize("options", [{}, {"epilogue": "swiglu"}])
+@pytest.mark.parametrize("num_comm_sms", [8, 0])
+def test_further_weights_are_only_multiplied(h200s, tmp_path, num_comm_sms, options):
+    """The greatest goes first, and A with it; the launches behind it signal nothing and wait for nothing."""
+    world = h200s(all_gather_matmul={"mode": "gluon", "num_comm_sms": num_comm_sms})
+    first, *others = several(world, (1040, 2080, 16), **options)
+    assert [launch.args[-6 - 1].N for launch in (first, *others)] == [2080, 1040, 16]
+    assert all(launch.args[-6] == 0 for launch in others)
+    assert count_markers(first.ptx)["wait"] >= 1
+    for launch in others:
+        assert_fits(launch, tmp_path)
+        assert count_markers(launch.ptx) == {"wait": 0, "signal": 0}
+        assert not re.search(r"(?:atom|red)\.global", launch.ptx)
+        assert launch.options["CHUNK"] == first.options["CHUNK"]
+    if num_comm_sms == 0:
+        assert world.begun[0][-1] == 0
+        assert world.begun[1:] == [1]  # joined behind the first launch, and begun once
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (0, 8), (1, 8)])

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from pkt.errors import PktError
+from pkt.kernels.all_gather_matmul.rules import PushPlan
 
 from .gluon_compiling import (
     NARROW,
     SIGNAL,
     TILES,
     assert_fits,
+    chosen,
     gather_call,
     product,
     reduce,
@@ -53,6 +55,33 @@ def test_bias_and_epilogue(compiling, tmp_path, call, tiles, epilogue):
     launch = call(compiling(2), 1024, 1024, 1024, tiles=tiles, bias=True, epilogue=epilogue)
     assert_fits(launch, tmp_path)
     assert "ex2.approx" in launch.ptx
+
+
+@pytest.mark.parametrize("cut_last", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [TILES, NARROW])
+def test_swiglu(compiling, tmp_path, cut_last, tiles):
+    """Half as many columns are stored, 16 bytes at a time; gate and up meet in a thread's own registers."""
+    plan = PushPlan(cut_last=cut_last)
+    launch = product(compiling(2), 1024, 1024, 4096, plan=plan, tiles=tiles, bias=True, epilogue="swiglu")
+    assert_fits(launch, tmp_path)
+    code = sass(launch.kernel, tmp_path)
+    stored = sorted({tiles.block_n // 2, tiles.block_n // 2 // cut_last})
+    assert len(re.findall(r"UTMASTG\.3D", code)) == 2 * sum(max(width // 64, 1) for width in stored)
+    assert code.count("STSM.16.M88.4") == 2 * sum(max(width // 16, 1) for width in stored)
+
+
+def test_swiglu_through_the_operator(h200s, tmp_path):
+    """Where the rows of the result are whole runs of 16 bytes; else another form runs."""
+    for transposed in (False, True):
+        world = h200s()
+        gather_call(world, 333, 1040, 1544, transposed=transposed, bias=True, epilogue="swiglu")
+        launch = world.kernels[-1]
+        assert launch.constants.EPILOGUE == "swiglu"
+        assert_fits(launch, tmp_path)
+    with pytest.raises(PktError, match="rows of 1544 and 516 elements, not multiples of 16 bytes"):
+        gather_call(h200s(), 333, 1032, 1544, mode="gluon", epilogue="swiglu")
+    assert chosen("all_gather_matmul", h200s(), 333, 1032, 1544, epilogue="swiglu")["mode"] == "push"
+    assert chosen("all_gather_matmul", h200s(), 333, 1032, 1544)["mode"] == "gluon"
 
 
 def test_bias_and_epilogue_through_the_operators(h200s, tmp_path):

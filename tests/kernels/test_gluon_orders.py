@@ -94,6 +94,21 @@ def test_bias_and_epilogue():
             run_two_shot(size, 29, 10, 18, 2, seed, finish=True)
 
 
+@pytest.mark.parametrize("plan", range(len(PLANS)))
+def test_a_second_weight(plan):
+    """By a launch that finds A in the inbox, while peers may be a launch ahead."""
+    for seed, (size, m, N, K) in enumerate(SIZES):
+        run_push(size, m, N, K, 2 + seed % 3, seed, more=(N, 2, 20)[seed % 3], gated=seed == 3, **PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", range(len(PLANS)))
+def test_swiglu(plan):
+    """Half as many columns leave, also of tiles that are cut, and through rooms for whole ones."""
+    for seed, (size, m, N, K) in enumerate(SIZES):
+        options = {"finish": seed % 2 == 1, "transposed": seed > 2, **PLANS[plan]}
+        run_push(size, m, N, K, 2 + seed % 3, seed, gated=True, **options)
+
+
 def test_on_eight_ranks():
     run_inbox(8, 8, 8, 8, 2, 0, launches=2)
     run_two_shot(8, 24, 24, 8, 2, 0, launches=2)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from pkt.runtime.backend import Recorded
 from pkt.runtime.launch.relaunch import KNOWN, hooked
 from pkt.runtime.world import World
 
@@ -43,8 +42,8 @@ class _Graph:
 
     __slots__ = ("replay", "result", "used")
 
-    def __init__(self, recorded: Recorded, result: int) -> None:
-        self.replay, self.result, self.used = recorded.replay, result, 0
+    def __init__(self, replay: Callable[[int], None], result: int) -> None:
+        self.replay, self.result, self.used = replay, result, 0
 
 
 _pauses = 0
@@ -83,7 +82,7 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
             recorded = engines.record(lambda: found.append(launch(*tensors)))
         # From the right: `out` comes last, and may be another operand, too.
         (result,) = [i for i in reversed(range(len(tensors))) if tensors[i] is found[0]][:1]
-        return _Graph(recorded, result)
+        return _Graph(recorded.replay, result)
 
     def due(key: Key) -> bool:
         """Whether these calls are to be recorded; makes room."""

@@ -3,7 +3,7 @@
     python -m benchmarks.calibrate            # write pkt/model/calibrated.json, print the regret
     python -m benchmarks.calibrate --check    # print the regret of the committed file, write nothing
 
-Times: the zoo's (benchmarks/results/zoo_*.json), and those of the operators' own benchmarks at default settings. A
+Times: the zoo's (benchmarks/results/zoo_calibration_*.json), and those of the operators' own benchmarks at default settings. A
 product is the matrix of weights that all ranks share, by its two sides. What ships is fitted to all of them. To judge
 the fit, every third product is held out: a fit that has seen neither its times nor its shapes chooses there. The regret
 of a shape is the time of the form that the operator takes there, by the rule and the tables that ship, divided by that
@@ -105,15 +105,23 @@ def measured() -> tuple[dict[Shape, dict[str, float]], list[Path]]:
                     form = _form(shape, row["variant"])
                     if form and "ms" in row:
                         found.setdefault(shape, {})[form] = row["ms"] / 1e3
-    for path in sorted(RESULTS.glob("zoo_*.json")):
-        from benchmarks.zoo import measured as of_zoo
-
+    for path in sorted(RESULTS.glob("zoo_calibration_*.json")):
         paths.append(path)
-        for key, variants in of_zoo(path).items():
-            forms = {v.removeprefix("pkt "): ms / 1e3 for v, ms in variants.items() if v.startswith(("pkt ", PRODUCT))}
-            known = {PRODUCT, *OPERATORS[key[0]].forms}
-            found.setdefault(Shape(*key[:5], "rows", key[5]), {}).update({f: t for f, t in forms.items() if f in known})
+        for shape, forms in of_zoo(path).items():
+            found.setdefault(shape, {}).update(forms)
     return found, paths
+
+
+def of_zoo(path: Path) -> dict[Shape, dict[str, float]]:
+    """Every shape of one of the zoo's files."""
+    from benchmarks.zoo import measured as timed
+
+    found = {}
+    for key, variants in timed(path).items():
+        forms = {v.removeprefix("pkt "): ms / 1e3 for v, ms in variants.items() if v.startswith(("pkt ", PRODUCT))}
+        known = {PRODUCT, *OPERATORS[key[0]].forms}
+        found[Shape(*key[:5], "rows", key[5])] = {f: t for f, t in forms.items() if f in known}
+    return found
 
 
 def _shape(operator: str, case: str, size: int) -> Shape:

@@ -3,11 +3,11 @@
     python -m benchmarks.calibrate            # write pkt/model/calibrated.json, print the regret
     python -m benchmarks.calibrate --check    # print the regret of the committed file, write nothing
 
-Times: the zoo's (benchmarks/results/zoo_calibration_*.json), and those of the operators' own benchmarks at default settings. A
-product is the matrix of weights that all ranks share, by its two sides. What ships is fitted to all of them. To judge
-the fit, every third product is held out: a fit that has seen neither its times nor its shapes chooses there. The regret
-of a shape is the time of the form that the operator takes there, by the rule and the tables that ship, divided by that
-of the fastest form that was measured there.
+Times: the zoo's (benchmarks/results/zoo_calibration_*.json), and those of the operators' own benchmarks at default
+settings. A product is the matrix of weights that all ranks share, by its two sides. What ships is fitted to all of
+them. To judge the fit, every third product is held out: a fit that has seen neither its times nor its shapes chooses
+there. The regret of a shape is the time of the form that the operator takes there, by the rule and the tables that
+ship, divided by that of the fastest form that was measured there.
 """
 
 from __future__ import annotations

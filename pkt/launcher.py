@@ -32,7 +32,8 @@ def launch(
     pkt.simulate.
 
     On GPUs the processes stay warm between calls, and the output of a rank appears with its number. If a rank raises,
-    the run ends with RankFailed, which carries that rank's traceback.
+    the run ends with RankFailed, which carries that rank's traceback. Threads may launch at the same time: launches of
+    one size on GPUs, and all launches in the simulator, run one after the other.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ShapeError.argument("pkt.launch", "ranks", ranks, "an integer from 1")

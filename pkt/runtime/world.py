@@ -44,7 +44,8 @@ class World:
     """One rank's view of the ranks that work together. Made by pkt.init() or pkt.launch().
 
     A context manager; `close()` may be called twice; every other use after it raises Closed. A process that is forked
-    from a rank has no part in the world: every use there raises Closed, and close() does nothing.
+    from a rank has no part in the world: every use there raises Closed, and close() does nothing. Threads of a rank
+    must take turns with collective calls; a call during another thread's raises Unsupported.
     """
 
     def __init__(self, backend: Backend, heap: int | str | None = None, group: Any = None) -> None:

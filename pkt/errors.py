@@ -361,6 +361,15 @@ class Closed(PktError):
         text = f"rank {rank}: {call}: the {what} is closed: call {make} for a new one, or close later"
         return cls.of(text, rank=rank)
 
+    @classmethod
+    def forked(cls, rank: int, call: str, parent: int) -> Closed:
+        """`parent`: process number of the rank."""
+        text = (
+            f"rank {rank}: {call}: found a process forked from the rank, pid {parent}: a forked process has no part in "
+            "the world: call it in the rank itself, and hand the forked process copies"
+        )
+        return cls.of(text, rank=rank)
+
 
 class PeerLost(PktError):
     """Another rank exited, was killed or stopped answering. `.lost`: {rank: what is known}."""

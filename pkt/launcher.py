@@ -32,7 +32,8 @@ def launch(
     pkt.simulate.
 
     On GPUs the processes stay warm between calls, and the output of a rank appears with its number. If a rank raises,
-    the run ends with RankFailed, which carries that rank's traceback.
+    the run ends with RankFailed, which carries that rank's traceback. Threads may launch at the same time: launches of
+    one size on GPUs, and all launches in the simulator, run one after the other.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ShapeError.argument("pkt.launch", "ranks", ranks, "an integer from 1")
@@ -52,8 +53,9 @@ def launch(
     from pkt.runtime.processes.transport import timeout_seconds
     from pkt.runtime.workers.workers import warm
 
-    opener, seconds = "pkt.runtime.bootstrap:open_job", timeout_seconds(timeout)
-    return warm(ranks).run(fn, args, opener, seconds, heap=heap_bytes(heap), multicast=multicast)
+    # The arguments first: a wrong one must start no process.
+    opener, seconds, capacity = "pkt.runtime.bootstrap:open_job", timeout_seconds(timeout), heap_bytes(heap)
+    return warm(ranks).run(fn, args, opener, seconds, heap=capacity, multicast=multicast)
 
 
 def init(
@@ -67,8 +69,9 @@ def init(
     timeout: seconds for every step of the rendezvous and every wait (None: PKT_TIMEOUT, then 60).
     multicast: False makes no multicast window. Otherwise there is one if every rank supports it.
 
-    Raises Unsupported if there is no GPU, with a remedy, and if the ranks' GPUs cannot work together, with a table of
-    them. Ranks on several hosts need one NVLink domain over all of these.
+    Raises ShapeError for a wrong heap or timeout, before anything is made; Unsupported if there is no GPU, with a
+    remedy, and if the ranks' GPUs cannot work together, with a table of them. Ranks on several hosts need one NVLink
+    domain over all of these.
     """
     world = worlds._current()
     if world is not None and group is None:
@@ -82,7 +85,7 @@ def init(
     from pkt.runtime import bootstrap  # here, so that importing pkt loads no driver and no torch.distributed
     from pkt.runtime.processes.transport import timeout_seconds
 
-    seconds = timeout_seconds(timeout)
-    where = bootstrap.place(group, seconds)
-    world = bootstrap.open_world(where, bootstrap.own_device(), heap, seconds, multicast=multicast)
+    # Rank 0 makes a directory in `place`, so whatever can fail before goes before.
+    seconds, capacity, device = timeout_seconds(timeout), heap_bytes(heap), bootstrap.own_device()
+    world = bootstrap.open_world(bootstrap.place(group, seconds), device, capacity, seconds, multicast=multicast)
     return world.__enter__()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
+import weakref
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ from pkt.runtime.processes import wire
 T = TypeVar("T")
 
 _open: list[World] = []  # this process's worlds; the last one is current
+_shared: weakref.WeakSet[World] = weakref.WeakSet()  # worlds of several processes that are not closed
 
 
 def _current() -> World | None:
@@ -40,7 +43,9 @@ def current_world(call: str = "pkt.current_world()") -> World:
 class World:
     """One rank's view of the ranks that work together. Made by pkt.init() or pkt.launch().
 
-    A context manager; `close()` may be called twice; every other use after it raises Closed.
+    A context manager; `close()` may be called twice; every other use after it raises Closed. A process that is forked
+    from a rank has no part in the world: every use there raises Closed, and close() does nothing. Threads of a rank
+    must take turns with collective calls; a call during another thread's raises Unsupported.
     """
 
     def __init__(self, backend: Backend, heap: int | str | None = None, group: Any = None) -> None:
@@ -48,6 +53,7 @@ class World:
         same ranks, where there is one."""
         self._backend, self.group = backend, group
         self._closed = False
+        self._pid = os.getpid()
         self._device: DeviceWorld | None = None
         self._heap = SymmetricHeap(backend, heap_bytes(heap), self)
         self._scopes = [Scope(self._heap)]  # the world's own, then those that are open, innermost last
@@ -57,6 +63,8 @@ class World:
         self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
         on_gpu = backend.torch_device.type == "cuda" and torch.cuda.is_available()
         self.streams = OneInFlight(backend.torch_device) if on_gpu else None
+        if backend.timeout is not None:
+            _shared.add(self)
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -223,6 +231,7 @@ class World:
 
     def _discard(self) -> None:
         self._closed = True
+        _shared.discard(self)
         self._heap.close()
         for scope in self._scopes:
             scope.clear()
@@ -232,7 +241,21 @@ class World:
 
     def _check(self, call: str) -> None:
         if self._closed:
+            if os.getpid() != self._pid:
+                raise Closed.forked(self.rank, call, self._pid)
             raise Closed.used(self.rank, call)
+
+
+def _forked() -> None:
+    """In a forked process: its copies of the connections and of the journal's memory are the parent's."""
+    for world in list(_shared):
+        world._closed = True
+        world._heap.close()
+    _open[:] = [world for world in _open if world not in _shared]
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def check_rank(rank: Any, world: World | Backend, call: str) -> int:

@@ -15,6 +15,7 @@ from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.machine import SMS, check_count
 from pkt.simulate.run import Outcome, execute
+from pkt.simulate.turns import turn
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -159,7 +160,7 @@ def simulate(
 
     seen: set[str] = set()
     start = time.perf_counter()
-    with _bar(progress) as step, interpreting():
+    with turn("pkt.simulate"), _bar(progress) as step, interpreting():
         census = Census()
         for seed in step(todo, "schedules"):
             outcome = once(seed)

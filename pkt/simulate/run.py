@@ -17,6 +17,7 @@ from pkt.runtime.backend import SIGNAL_HEADER, Block
 from pkt.runtime.world import World
 from pkt.simulate.machine import Machine
 from pkt.simulate.memory import Region
+from pkt.simulate.turns import turn
 from pkt.trace import Event, Timeline
 
 POISON = 0xFF  # the bytes of fresh memory: NaN in every float format, -1 in the integers
@@ -122,7 +123,12 @@ def _current_world(machine: Machine, members: dict[int, World]) -> Iterator[None
 
 def execute(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> Outcome:
     """Return the outcome of one run; never raises for an error of `fn` or a finding of the detectors. options: as
-    `Machine` takes them."""
+    `Machine` takes them. Waits for the simulations of other threads, see `turn`."""
+    with turn("pkt.launch"):
+        return _execute(fn, ranks, args, heap, **options)
+
+
+def _execute(fn: Callable[..., Any], ranks: int, args: tuple, heap: int, **options: Any) -> Outcome:
     machine = Machine(ranks, stride=1 << max(20, (heap - 1).bit_length()), **options)
     members: dict[int, World] = {}
 

@@ -393,3 +393,35 @@ def test_gpus_that_cannot_work_together_are_refused_by_all():
         assert isinstance(result, Unsupported)
         assert "ranks 0 and 1 are on the same GPU" in str(result)
     assert [d.leaks() for d in drivers] == [""] * 2
+
+
+def test_collective_calls_of_two_threads_of_a_rank_are_refused():
+    """The ranks could pair them differently: a thread would get the values of another one's call."""
+    reader, writer = os.pipe()
+
+    def main(world):
+        if world.rank == 1:
+            os.read(reader, 1)  # until rank 0's second thread has called
+            return world.all_gather_object("first")
+        found = []
+        thread = threading.Thread(target=lambda: found.append(world.all_gather_object("first")))
+        before = world.backend.transport.sequence
+        thread.start()
+        while world.backend.transport.sequence == before:
+            time.sleep(0.001)
+        wanted = (
+            r"^rank 0: all_gather_object\(\): found a thread of this rank in another collective call, all_gather_obj"
+        )
+        with pytest.raises(Unsupported, match=wanted):
+            world.all_gather_object("second")
+        with pytest.raises(Unsupported):
+            world.barrier()
+        os.write(writer, b"x")
+        thread.join()
+        return found[0]
+
+    try:
+        assert [(end.value, end.error) for end in forked.in_worlds(2, main, timeout=3.0)] == [(["first"] * 2, None)] * 2
+    finally:
+        os.close(reader)
+        os.close(writer)

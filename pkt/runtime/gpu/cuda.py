@@ -10,14 +10,15 @@ all ranks or on none, and close() leaves nothing behind.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from pkt.errors import AllocationMismatch, DriverError
+from pkt.errors import AllocationMismatch, DriverError, Unsupported
 from pkt.runtime.backend import Block
 from pkt.runtime.gpu import multicast, topology
 from pkt.runtime.gpu.driver import CudaDriver, Shared
@@ -91,6 +92,7 @@ class CudaBackend:
         self._undo = ExitStack()
         self._chunks: list[tuple[int, int]] = []  # offset and bytes of each chunk, in order
         self._check: Callable[[], None] = lambda: None  # of the watch, once there is one
+        self._calling, self._call = threading.Lock(), ""  # held in a collective call, and its name
         self.copies = Engines(driver, device)
         self._votes = votes = Votes(transport, str(self.torch_device))
         with ExitStack() as undo:
@@ -213,10 +215,26 @@ class CudaBackend:
 
     # ------------------------------------------------------------------------------------------------------- together
     def exchange(self, value: Any, what: str) -> list[Any]:
-        return self.transport.exchange(value, what)
+        with self._alone(what):
+            return self.transport.exchange(value, what)
 
     def barrier(self, what: str) -> None:
-        self.transport.barrier(what)
+        with self._alone(what):
+            self.transport.barrier(what)
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Raise Unsupported if another thread of this rank is in a collective call: the ranks could pair the calls
+        differently, and give a thread the values of another one's call."""
+        if not self._calling.acquire(blocking=False):
+            found = f"found a thread of this rank in another collective call, {self._call}"
+            remedy = "make a world's collective calls from one thread at a time, in the same order on every rank"
+            raise Unsupported.here(f"rank {self.rank}: {what}", found, remedy)
+        try:
+            self._call = what
+            yield
+        finally:
+            self._calling.release()
 
     def synchronize(self) -> None:
         self.driver.synchronize(self.device_index)

@@ -12,8 +12,6 @@ import io
 import linecache
 import operator
 import pickle
-import socket
-import struct
 import sys
 from types import FunctionType
 from typing import Any
@@ -22,7 +20,6 @@ import cloudpickle
 import triton
 from triton.runtime.jit import JITFunction
 
-_LENGTH = struct.Struct("!Q")
 _OPTIONS = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline", "launch_metadata", "version")
 
 
@@ -79,28 +76,3 @@ def dumps(value: Any) -> bytes:
 def loads(data: bytes) -> Any:
     """The value that `dumps` was given."""
     return pickle.loads(data)
-
-
-def send(pipe: socket.socket, data: bytes) -> None:
-    """Send one message."""
-    pipe.sendall(_LENGTH.pack(len(data)))
-    pipe.sendall(data)
-
-
-def receive(pipe: socket.socket) -> bytes | None:
-    """The next message; None if the other end is closed."""
-    head = _read(pipe, _LENGTH.size)
-    return None if head is None else _read(pipe, _LENGTH.unpack(head)[0])
-
-
-def _read(pipe: socket.socket, length: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < length:
-        try:
-            more = pipe.recv(min(length - len(data), 1 << 20))
-        except ConnectionResetError:
-            return None
-        if not more:
-            return None
-        data += more
-    return bytes(data)

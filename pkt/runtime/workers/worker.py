@@ -1,14 +1,16 @@
 """The process of one rank of pkt.launch(device="cuda"): waits for jobs on a pipe, runs them, and stays warm.
 
-It is started as `python -m pkt.runtime.workers.worker FD`. A fork would not do, because CUDA does not survive one; nor
-would multiprocessing's spawn, which runs the caller's main module again, and a notebook has none. The parent that
-started this process pickles all that comes over the pipe.
+Its first instructions are in `start`. A fork would not do, because CUDA does not survive one; nor would
+multiprocessing's spawn, which runs the caller's main module again, and a notebook has none. The caller pickles all that
+comes over the pipe. Programs that a job starts do not have the pipe, and a process that a job forks closes it at once.
+Each job is acknowledged with an empty message before it runs, so that the caller can tell a stopped worker from a long
+job.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
+import os
 import signal
 import socket
 import sys
@@ -17,20 +19,20 @@ from typing import Any
 
 from pkt.errors import PeerLost, WaitTimeout
 from pkt.runtime.workers import interrupts
-from pkt.runtime.workers.carry import dumps, imported, loads, receive, send
+from pkt.runtime.workers.carry import dumps, imported, loads
+from pkt.runtime.workers.pipe import receive, send
 
-PR_SET_PDEATHSIG = 1
 
-
-def main(fd: int) -> None:
-    """Serve jobs until the parent closes the pipe."""
-    # The kernel ends this process with its parent: a parent that is killed cannot close the pipe in an orderly way.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C, and ends this process or passes it on
+def serve(fd: int) -> None:
+    """Run jobs until the caller closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets Ctrl-C, and ends this process or passes it on
     interrupts.passed_on = True
     with socket.socket(fileno=fd) as pipe:
-        while (job := receive(pipe)) is not None:
-            send(pipe, dumps(_serve(loads(job))))
+        os.register_at_fork(after_in_child=pipe.close)
+        while (message := receive(pipe)) is not None:
+            number, job = message
+            send(pipe, number, b"")
+            send(pipe, number, dumps(_serve(loads(job))))
 
 
 def _serve(job: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +65,3 @@ def _portable(error: BaseException) -> bytes | None:
 def _remoteness(error: BaseException) -> int:
     """How far an error is from the cause: 0 for a rank's own failure, 1 for a wait that expired, 2 for a lost peer."""
     return 2 if isinstance(error, PeerLost) else 1 if isinstance(error, WaitTimeout) else 0
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -137,6 +137,46 @@ def test_a_wrong_sequence_number_is_refused(four):
     assert "a message of rank 1: found call number 99, wanted call number 1" in str(errors[0])
 
 
+@pytest.mark.parametrize(
+    "value", [None, 7, [], ["a"], ["barrier()", None, 1], [["barrier()"], None], [{}, 1], {"a": 1}]
+)
+def test_a_message_that_is_no_call_is_refused(four, value):
+    fd = os.memfd_create("beside")
+    four[1].connections[0].queue(pack(1, value, 1), [fd])
+
+    def main(rank):
+        return four[rank].exchange(None, "barrier()") if rank != 1 else four[1].connections[0].write()
+
+    errors = threads(4, main)
+    os.close(fd)
+    assert isinstance(errors[0], TransportError), errors[0]
+    assert "a message of rank 1: found" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    "farewell", [None, [], {}, {"lost": [1]}, {"lost": {"x": 1, "-1": "", "99": ""}, "why": "w" * 9000}, {"lost": 1}]
+)
+def test_a_farewell_of_another_form_blames_the_rank_that_sent_it(four, farewell):
+    four[1].connections[0].queue(pack(0, farewell))
+    errors = threads(4, lambda r: four[r].exchange(None, "barrier()") if r != 1 else four[1].connections[0].write())
+    assert isinstance(errors[0], PeerLost), errors[0]
+    assert errors[0].lost.keys() == {1}
+    assert "gave up" in errors[0].lost[1]
+    assert len(str(errors[0])) < 2500
+
+
+def test_a_value_that_cannot_be_sent_is_refused_where_it_is_made(four):
+    deep = []
+    for _ in range(1000):
+        deep = [deep]
+    errors = threads(4, lambda rank: four[rank].exchange(deep if rank == 1 else None, "objects"))
+    assert isinstance(errors[1], TransportError), errors[1]
+    assert "this rank's value for objects: found lists or objects nested deeper than" in str(errors[1])
+    for rank in (0, 2, 3):
+        assert isinstance(errors[rank], PeerLost), errors[rank]
+        assert set(errors[rank].lost) <= {0, 1, 2, 3} - {rank}
+
+
 # ---------------------------------------------------------------------------------------------------------- strangers
 def dial(meeting, rank, said=b"", wait=False):
     """A stranger's connection to `rank`'s socket."""

@@ -54,10 +54,33 @@ def test_wire_carries_values(value):
         assert back == value
 
 
-@pytest.mark.parametrize("text", ['{"tensor": ["os", [1], ""]}', '{"object": 1}', '{"a": 1, "b": 2}', "{}", "not json"])
+STRANGE = [
+    *('{"tensor": ["os", [1], ""]}', '{"object": 1}', '{"a": 1, "b": 2}', "{}", "not json"),
+    *("[" * 100_000, '{"tuple": ' * 300 + "1" + "}" * 300, '{"tuple": 1}', '{"set": [[1]]}', '{"tensor": 3}'),
+    *(
+        '{"tensor": ["float32", [7], "AAAA"]}',
+        '{"tensor": ["float32", "x", "AAAA"]}',
+        '{"ndarray": ["f4", [1e99], ""]}',
+    ),
+]
+
+
+@pytest.mark.parametrize("text", STRANGE)
 def test_wire_refuses_other_text(text):
     with pytest.raises(ValueError):
         wire.decode(text)
+
+
+def test_wire_refuses_endless_values():
+    endless, deep = {}, 1
+    endless["self"] = endless
+    with pytest.raises(DtypeError, match=f"more than {wire.MAX_NESTED} nested"):
+        wire.encode(endless)
+    for _ in range(wire.MAX_NESTED):
+        deep = {1: deep}
+    assert wire.decode(wire.encode(deep)) == deep
+    with pytest.raises(DtypeError):
+        wire.encode([deep])
 
 
 def test_ranks_in_different_calls_are_named(ranks):

@@ -2,8 +2,9 @@
 
 A frame is a fixed header (magic, sequence number, length, number of descriptors) and JSON text. Descriptors travel with
 a frame's first byte. Both header and text are read with exact lengths, so descriptors that arrive belong to the frame
-being read. Truncated control data, a wrong number of descriptors and a wrong sequence number are refused. Between hosts
-the connection is TCP, and no frame has descriptors.
+being read. A frame is bounded: MAX_TEXT bytes, MAX_FDS descriptors, MAX_DEPTH nested lists and objects. A longer or
+deeper one, truncated control data and a wrong number of descriptors are refused as they arrive, before the rest is
+read. Between hosts the connection is TCP, and no frame has descriptors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import struct
 import termios
@@ -25,12 +27,41 @@ MAGIC = b"PKT1"
 HEADER = struct.Struct("!4sQQI")  # magic, sequence, bytes of text, descriptors
 MAX_FDS = 8
 MAX_TEXT = 1 << 30
+MAX_DEPTH = 256  # lists and objects around a value; json's own limit is the interpreter's stack
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # or its begin, so that no text takes long
+_NO_BRACKET = re.compile(r"[^\[\]{}]+")
 
 
 def pack(sequence: int, value: Any, fds: int = 0) -> bytes:
-    """Header and text of a frame."""
-    text = json.dumps(value).encode()
-    return HEADER.pack(MAGIC, sequence, len(text), fds) + text
+    """Header and text of a frame. Raises ValueError if it is too large, or nested too deep, to be read."""
+    try:
+        text = json.dumps(value)
+        _check_depth(text)
+    except RecursionError:
+        raise ValueError(f"lists or objects nested deeper than {MAX_DEPTH}") from None
+    data = text.encode()
+    if len(data) > MAX_TEXT or fds > MAX_FDS:
+        raise ValueError(f"{len(data)} bytes and {fds} descriptors, more than {MAX_TEXT} and {MAX_FDS}")
+    return HEADER.pack(MAGIC, sequence, len(data), fds) + data
+
+
+def parsed(text: str) -> Any:
+    """The value of JSON text that another process wrote. Raises ValueError if it is not JSON, or too deep."""
+    _check_depth(text)
+    try:
+        return json.loads(text)
+    except RecursionError:  # this call is itself made from deep in the stack
+        raise ValueError("lists or objects nested deeper than the stack that is left") from None
+
+
+def _check_depth(text: str) -> None:
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return  # almost every frame
+    depth = 0
+    for bracket in _NO_BRACKET.sub("", _STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"lists or objects nested deeper than {MAX_DEPTH}")
 
 
 _LEAVES = (1 << 64) - 1  # sequence number of a goodbye: the last frame of a rank that closes its world
@@ -105,6 +136,7 @@ class Connection:
             frame = self._read()
             if frame is not None and frame.sequence == _LEAVES:
                 self._left = True
+                close_fds(frame.fds)
                 raise LostConnection("closed its world")
             return frame
 
@@ -132,9 +164,10 @@ class Connection:
         if len(self._fds) != fds:
             raise self._refuse(f"{len(self._fds)} file descriptors", f"the {fds} its header announces")
         try:
-            value = json.loads(bytes(self._text))
+            value = parsed(self._text.decode())
         except ValueError as error:
-            raise self._refuse(f"text that is not JSON ({error})", "JSON") from error
+            wanted = f"JSON at most {MAX_DEPTH} deep"
+            raise self._refuse(f"text that is not JSON ({str(error)[:200]})", wanted) from None
         frame = Frame(sequence, value, self._fds)
         self._head, self._text, self._fds, self._wanted = bytearray(), bytearray(), [], None
         return frame
@@ -158,6 +191,9 @@ class Connection:
                     self._fds.extend(received)
             if flags & socket.MSG_CTRUNC:
                 raise self._refuse("truncated control data", f"at most {MAX_FDS} file descriptors")
+            announced = self._wanted[2] if self._wanted else MAX_FDS
+            if len(self._fds) > announced:  # now, because a long text could bring thousands
+                raise self._refuse(f"{len(self._fds)} file descriptors", f"the {announced} its header announces")
             if not data:
                 raise LostConnection("end of file")
             into += data

@@ -135,8 +135,8 @@ def open_world(
     timeout: seconds for every step and for waits on the GPU. driver: makes the driver of a rank. stride: bytes from one
     rank's window to the next.
     """
-    capacity = heap_bytes(heap)
     try:
+        capacity = heap_bytes(heap)
         meeting, hosts = _meeting_place(where, timeout)
         connections = rendezvous.connect(meeting, where.rank, where.size, timeout)
         transport = Transport(where.rank, where.size, connections, timeout)

@@ -5,16 +5,18 @@ import os
 import random
 import signal
 import socket
+import tempfile
 import threading
 import time
 
 import pytest
 
-from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
+from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
+from pkt.runtime.bootstrap import open_world
 from pkt.runtime.processes import rendezvous
 from pkt.runtime.processes.frames import pack
 from pkt.runtime.processes.rendezvous import Meeting, connect, prepare
-from pkt.runtime.processes.transport import Transport, process_state
+from pkt.runtime.processes.transport import Transport, process_state, timeout_seconds
 
 from . import forked
 from .processes import without_the_token
@@ -273,11 +275,49 @@ def test_a_server_without_the_token_learns_nothing_and_is_refused(meeting):
     server.close()
 
 
-def test_a_directory_that_others_can_enter_is_refused(meeting):
-    os.chmod(meeting.directory, 0o755)
-    with pytest.raises(TransportError, match="found drwxr-xr-x of uid"):
+@pytest.mark.parametrize(
+    ("mode", "text"), [(0o755, "drwxr-xr-x"), (0o750, "drwxr-x---"), (0o710, "drwx--x---"), (0o701, "drwx-----x")]
+)
+def test_a_directory_that_others_can_enter_is_refused(meeting, mode, text):
+    os.chmod(meeting.directory, mode)
+    with pytest.raises(TransportError, match=f"found {text} of uid"):
         connect(meeting, 0, 2, 1.0)
     os.chmod(meeting.directory, 0o700)
+
+
+def test_a_setgid_folder_for_temporary_files(tmp_path, monkeypatch):
+    """A directory made in it has the bit too, and is as private as another."""
+    os.chmod(tmp_path, 0o3777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = prepare()
+    os.chmod(place.directory, 0o2700)  # as the kernel makes it there; some file systems drop the bit
+    assert os.path.dirname(place.directory) == str(tmp_path)
+    for transport in transports(place, 2):
+        transport.close()
+    place.remove()
+
+
+def test_the_token_is_in_no_repr(meeting):
+    where = forked.place(meeting, 0, 2)
+    assert meeting.token not in repr(meeting) + str(meeting) + repr(where) + f"{where!s}"
+
+
+@pytest.mark.parametrize("found", ["abc", "", "nan", "inf", "-1", "0", "1e30"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(monkeypatch, found):
+    monkeypatch.setenv("PKT_TIMEOUT", found)
+    with pytest.raises(ShapeError, match=f"PKT_TIMEOUT: found '{found}', wanted seconds"):
+        timeout_seconds()
+    assert timeout_seconds(2) == 2.0
+    with pytest.raises(ShapeError, match="timeout: found"):
+        timeout_seconds(float("nan"))
+    monkeypatch.setenv("PKT_TIMEOUT", "7.5")
+    assert timeout_seconds() == 7.5
+
+
+def test_a_wrong_heap_leaves_no_directory(meeting):
+    with pytest.raises(ShapeError):
+        open_world(forked.place(meeting, 0, 2), 0, "seven", 1.0)
+    assert not os.path.exists(meeting.directory)
 
 
 def test_another_token_is_another_world(meeting):

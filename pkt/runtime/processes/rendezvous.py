@@ -23,7 +23,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pkt.errors import TransportError, WaitTimeout
@@ -65,7 +65,7 @@ class Meeting:
     """The MeetingPlace on one host, which rank 0 hands to the others."""
 
     directory: str
-    token: str  # hex
+    token: str = field(repr=False)  # hex
 
     def remove(self) -> None:
         """Remove the directory; every rank may do so."""
@@ -153,7 +153,9 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
 
 def _check_private(directory: str, rank: int) -> None:
     status = os.lstat(directory)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
+    # The setgid bit, which a new directory inherits from its parent's, and the sticky bit let nobody in.
+    private = stat.S_ISDIR(status.st_mode) and status.st_mode & 0o777 == 0o700
+    if not private or status.st_uid != os.getuid():
         found = f"{stat.filemode(status.st_mode)} of uid {status.st_uid}"
         wanted = f"drwx------ of uid {os.getuid()}"
         raise TransportError.refused(rank, f"the rendezvous directory {directory}", found, wanted)

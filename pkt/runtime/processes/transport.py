@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
+from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
 from pkt.runtime.processes.frames import (
     GOODBYE,
     MAX_DEPTH,
@@ -29,13 +29,21 @@ from pkt.runtime.processes.frames import (
 from pkt.wording import size_text
 
 DEFAULT_TIMEOUT = 60.0
+LONGEST_TIMEOUT = 1e6  # eleven days
 _GIVES_UP = 0  # sequence number of a farewell; calls count from 1
 _WHY = 2000  # letters of a farewell's reason
 
 
 def timeout_seconds(timeout: float | None = None) -> float:
-    """Seconds: `timeout`, else PKT_TIMEOUT, else 60."""
-    return float(timeout if timeout is not None else os.environ.get("PKT_TIMEOUT", DEFAULT_TIMEOUT))
+    """Seconds: `timeout`, else PKT_TIMEOUT, else 60. Raises ShapeError unless they are a positive number."""
+    name, found = ("PKT_TIMEOUT", os.environ.get("PKT_TIMEOUT")) if timeout is None else ("timeout", timeout)
+    if found is None:
+        return DEFAULT_TIMEOUT
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        if 0 < (seconds := float(found)) <= LONGEST_TIMEOUT:
+            return seconds
+    wanted = f"seconds: a number above 0, at most {LONGEST_TIMEOUT:g}"
+    raise ShapeError.argument("pkt.init", name, repr(found), wanted)
 
 
 def process_state(pid: int) -> str:

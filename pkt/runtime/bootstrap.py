@@ -135,10 +135,13 @@ def open_world(
     timeout: seconds for every step and for waits on the GPU. driver: makes the driver of a rank. stride: bytes from one
     rank's window to the next.
     """
+    keep = False
     try:
         capacity = heap_bytes(heap)
         meeting, hosts = _meeting_place(where, timeout)
+        keep = where.board is None and where.size > 1  # pkt.launch removes it; until then a late rank finds notes there
         connections = rendezvous.connect(meeting, where.rank, where.size, timeout)
+        keep = False
         transport = Transport(where.rank, where.size, connections, timeout)
         try:
             calls = driver(where.rank)
@@ -147,7 +150,7 @@ def open_world(
             raise
         backend = CudaBackend(calls, transport, device, capacity, hosts=hosts, stride=stride, want_multicast=multicast)
     finally:
-        if where.rank == 0:
+        if where.rank == 0 and not keep:
             where.meeting.remove()
     try:
         world = World(backend, capacity, where.group)

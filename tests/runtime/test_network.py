@@ -18,7 +18,7 @@ import pkt
 from pkt.errors import AllocationMismatch, DriverError, PeerLost, TransportError, Unsupported, WaitTimeout
 from pkt.runtime import bootstrap
 from pkt.runtime.gpu.topology import OFF_SWITCHES
-from pkt.runtime.processes import network, rendezvous
+from pkt.runtime.processes import callers, network, rendezvous
 from pkt.runtime.processes.frames import GOODBYE, Connection, LostConnection, pack
 from pkt.runtime.processes.network import Board, Network
 from pkt.runtime.processes.rendezvous import connect, prepare
@@ -233,7 +233,7 @@ def test_an_impostor_on_the_port_is_refused_and_delays_nobody():
     def impostor():
         address, port = board.read("listens", 0, 5.0)
         hello = rendezvous._HELLO.pack(rendezvous.MAGIC, 1, b"n" * 16, b"p" * 32)
-        for said in (b"", b"PKT1 half of a hel", hello, b"x" * 500, *[b""] * (rendezvous._CROWD + 10)):
+        for said in (b"", b"PKT1 half of a hel", hello, b"x" * 500, *[b""] * (callers.CROWD + 10)):
             sock = socket.create_connection((address, port), 5.0)
             assert len(sock.recv(rendezvous.NONCE)) == rendezvous.NONCE
             sock.sendall(said)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import ipaddress
 import json
 import os
@@ -22,10 +23,13 @@ from typing import Any
 import torch.distributed as dist
 
 from pkt.errors import TransportError, WaitTimeout
+from pkt.runtime.processes.callers import BACKLOG, Stranger
 
 # A host that loses power says no goodbye. The kernel probes a connection after 5 s of silence, every 5 s, and gives up
 # after 3 probes without an answer. TCP_USER_TIMEOUT would also end a peer that is slow to read.
 _SILENT, _PROBE, _PROBES = 5, 5, 3
+_ATTEMPT = 0.25  # seconds: after a lost first packet the kernel would wait a second, then two, then four
+_PASSES = (errno.EADDRNOTAVAIL, errno.EAGAIN)  # of connect: this host has no free port at the moment
 
 
 def this_host() -> str:
@@ -56,6 +60,11 @@ class Board:
         except RuntimeError as error:  # DistStoreError is one
             raise TimeoutError(f"{what} of rank {rank}") from error
         return json.loads(self.store.get(self._name(what, rank)))
+
+    def peek(self, what: str, rank: int) -> Any:
+        """The value that `rank` wrote; None if there is none yet."""
+        name = self._name(what, rank)
+        return json.loads(self.store.get(name)) if self.store.check([name]) else None
 
     def gather(self, what: str, rank: int, size: int, value: Any, timeout: float) -> list[Any]:
         """Every rank's `value`. Raises WaitTimeout naming the ranks that did not come."""
@@ -96,6 +105,9 @@ class Network:
     """The meeting place of ranks on several hosts, a `rendezvous.MeetingPlace`. `hosts` and `addresses`, as
     Board.address has them, are in rank order."""
 
+    # A kernel whose queue of callers is full drops the last packet of a connection that the caller takes for made.
+    patience = 2.0
+
     def __init__(self, board: Board, token: str, rank: int, hosts: Sequence[str], addresses: Sequence[str]) -> None:
         self.board, self.token, self.hosts = board, token, hosts
         self._address = addresses[rank]
@@ -110,7 +122,7 @@ class Network:
     def listen(self, rank: int, size: int) -> socket.socket:
         """A listening socket, with its address written to the board."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        listener = socket.create_server((self._address, 0), family=family, backlog=size + 8)
+        listener = socket.create_server((self._address, 0), family=family, backlog=size + BACKLOG)
         self.board.write("listens", rank, listener.getsockname()[:2])
         return listener
 
@@ -118,16 +130,19 @@ class Network:
         """Connected to `peer`'s socket."""
         deadline = time.monotonic() + timeout
         address, port = self.board.read("listens", peer, timeout)
+        left = max(1e-3, deadline - time.monotonic())
         try:
-            return socket.create_connection((address, port), max(1e-3, deadline - time.monotonic()))
-        except ConnectionError:
+            return socket.create_connection((address, port), min(_ATTEMPT, left))
+        except (ConnectionError, TimeoutError):
             raise
         except OSError as error:
+            if error.errno in _PASSES:
+                raise ConnectionError(str(error)) from error
             what = f"{address}:{port}, where rank {peer} on host {self.hosts[peer]} listens"
             raise TransportError.refused(rank, what, str(error), "a network that leads there") from error
 
-    def greet(self, sock: socket.socket) -> tuple[int, str, str]:
-        """No process number, the other end's address, no reason to refuse: over TCP only the token proves a rank."""
+    def greet(self, sock: socket.socket) -> Stranger:
+        """The other end's address, and no process number: over TCP only the token proves a rank."""
         with contextlib.suppress(OSError):  # the other end has hung up; reading will find that out
             for level, option, value in (
                 (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -137,15 +152,23 @@ class Network:
                 (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES),
             ):
                 sock.setsockopt(level, option, value)
-            return 0, "{}:{}".format(*sock.getpeername()[:2]), ""
-        return 0, "who left at once", ""
+            address, port = sock.getpeername()[:2]
+            return Stranger(0, f"{address}:{port}", address, "")
+        return Stranger(0, "a caller who left at once", "", "")
 
     def host(self, peer: int) -> str:
         """The host that `peer` wrote to the store."""
         return self.hosts[peer]
 
-    def leave(self, rank: int) -> None:
-        """Nothing to take away."""
+    def leave(self, rank: int, why: str = "") -> None:
+        """why: written to the board."""
+        if why:
+            self.board.write("left", rank, why)
+
+    def gave_up(self, peer: int) -> dict[int, str]:
+        """As `MeetingPlace.gave_up`, from the board."""
+        why = self.board.peek("left", peer)
+        return {} if why is None else {peer: f"gave up the rendezvous: {why}"}
 
 
 def _is_loopback(address: str) -> bool:

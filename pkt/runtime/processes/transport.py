@@ -26,7 +26,6 @@ from pkt.runtime.processes.frames import (
     close_fds,
     pack,
 )
-from pkt.wording import size_text
 
 DEFAULT_TIMEOUT = 60.0
 LONGEST_TIMEOUT = 1e6  # eleven days
@@ -192,7 +191,7 @@ class Transport:
         try:
             return pack(self.sequence, value, fds)
         except ValueError as error:
-            wanted = f"at most {size_text(MAX_TEXT)} of JSON, {MAX_DEPTH} deep"
+            wanted = f"at most {MAX_TEXT} bytes of JSON, {MAX_DEPTH} deep"
             raise TransportError.refused(self.rank, f"this rank's value for {what}", str(error), wanted) from None
 
     def _take(self, connection: Connection, frames: dict[int, Frame], what: str) -> None:

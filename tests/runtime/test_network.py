@@ -36,6 +36,7 @@ LOOPBACK = ["127.0.0.1"] * 3
 
 @pytest.fixture(autouse=True)
 def switches_off(monkeypatch):
+    monkeypatch.setenv("PKT_SECRET", "of every rank " * 3)
     for name in OFF_SWITCHES:
         monkeypatch.delenv(name, raising=False)
 
@@ -57,7 +58,7 @@ class Hosts:
         return FakeDriver(rank, gpus=here, fail=fail)
 
     def place(self, rank):
-        board = Board(self.store(), "pkt/world")
+        board = Board(self.store(), "pkt/world", rank, network.secret())
         return bootstrap.Place(rank, len(self.hosts), self.meeting, host=self.hosts[rank], board=board)
 
     def world(self, rank, driver):

@@ -1,11 +1,12 @@
 """How the ranks of one world find each other: a private directory of their host, one socket a rank, a shared secret.
 
-Rank 0 makes a directory (mode 0700, random name) and a random token, and hands both to the others. Each pair of ranks
-then makes one connection: the higher rank connects, and each side proves that it knows the token by answering the
-other's fresh challenge. A recorded proof is therefore useless to a stranger. The kernel tells the user id of the other
-end, which is checked as well. Every step has a deadline. Callers that prove nothing are refused, and counted in the
-error if a rank is missing in the end (`callers`). A rank that gives up leaves a note with its reason, so that a late
-one does not wait for it in vain. If the ranks are on several hosts, only the sockets differ, see
+Rank 0 makes a directory (mode 0700, random name) and a random token. The launcher's pipe hands both to the others;
+torch's store, which anybody may read and write, hands on the directory's name, and the token stands in a file in it.
+Each pair of ranks then makes one connection: the higher rank connects, and each side proves that it knows the token by
+answering the other's fresh challenge. A recorded proof is therefore useless to a stranger. The kernel tells the user id
+of the other end, which is checked as well. Every step has a deadline. Callers that prove nothing are refused, and
+counted in the error if a rank is missing in the end (`callers`). A rank that gives up leaves a note with its reason, so
+that a late one does not wait for it in vain. If the ranks are on several hosts, only the sockets differ, see
 pkt.runtime.processes.network.
 """
 
@@ -23,8 +24,8 @@ import stat
 import struct
 import tempfile
 import time
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from pkt.errors import PeerLost, PktError, TransportError, WaitTimeout
 from pkt.runtime.processes.callers import BACKLOG, CROWD, NONCE, Callers, Refused, Stranger
@@ -37,6 +38,7 @@ _SUN_PATH = 100  # bytes: the longest path of a socket that is used; the limit i
 _POLL = 0.01  # seconds between two attempts to connect
 _WHY = 500  # letters of the reason for which a rank gave up
 _WHAT = "the rendezvous"
+_PREFIX, _TOKEN = "pkt-", "token"  # of the directory's name; the name of a file in it
 _NOTE = ".left"  # ends the name of the file in which a rank says why it gave up
 
 
@@ -75,15 +77,38 @@ class Meeting:
     """The MeetingPlace on one host, which rank 0 hands to the others."""
 
     directory: str
-    token: str = field(repr=False)  # hex
+    token: str = field(repr=False)  # hex; "" before `entered`
+    board: Any = field(default=None, repr=False, compare=False)  # a network.Board for the notes; None: files here
     patience = float("inf")  # the kernel keeps every caller that it has let connect
 
     def remove(self) -> None:
         """Remove the directory; every rank may do so."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def listen(self, rank: int, size: int) -> socket.socket:
-        """As `MeetingPlace.listen`, in the directory, which must be private."""
+    def publish(self) -> None:
+        """Write the token to a file of the directory, for ranks that are told the directory only."""
+        with open(os.path.join(self.directory, _TOKEN), "x", encoding="ascii") as file:
+            file.write(self.token)
+
+    def entered(self, rank: int) -> Meeting:
+        """This meeting with its token, from the directory, which must be private. Raises PeerLost if it is gone."""
+        if self.token:
+            return self
+        if not os.path.isabs(self.directory) or not os.path.basename(self.directory).startswith(_PREFIX):
+            wanted = f"an absolute path that ends in {_PREFIX}..."
+            raise TransportError.refused(rank, "the rendezvous directory", f"{self.directory!r:.200}", wanted)
+        self._check(rank)
+        path = os.path.join(self.directory, _TOKEN)
+        try:
+            with open(path, encoding="ascii") as file:
+                token = file.read(2 * _PROOF + 1)
+            if len(bytes.fromhex(token)) != _PROOF:
+                raise ValueError(f"{len(token)} letters")
+        except (OSError, ValueError) as error:
+            raise TransportError.refused(rank, path, str(error), "the token of rank 0") from error
+        return replace(self, token=token)
+
+    def _check(self, rank: int) -> None:
         try:
             _check_private(self.directory, rank)
         except FileNotFoundError:
@@ -92,6 +117,10 @@ class Meeting:
             wanted = "the one that this rank made"
             what = f"the rendezvous directory {self.directory}"
             raise TransportError.refused(rank, what, "none", wanted) from None
+
+    def listen(self, rank: int, size: int) -> socket.socket:
+        """As `MeetingPlace.listen`, in the directory, which must be private."""
+        self._check(rank)
         listener = _unix()
         try:
             listener.bind(self._path(rank))
@@ -125,12 +154,17 @@ class Meeting:
         """Remove this rank's socket. why: written to a file beside it."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(rank))
-        if why:
+        if why and self.board is not None:
+            with contextlib.suppress(TransportError):  # the store may be gone, as this rank soon is
+                self.board.write("left", rank, why[:_WHY])
+        elif why:
             with contextlib.suppress(OSError), open(self._path(rank) + _NOTE, "x", encoding="utf-8") as file:
                 file.write(why[:_WHY])
 
     def gave_up(self, peer: int) -> dict[int, str]:
         """As `MeetingPlace.gave_up`. Rank 0, or what started the ranks, removes the directory at the end."""
+        if self.board is not None and (noted := self.board.gave_up(peer)):
+            return noted
         try:
             with open(self._path(peer) + _NOTE, encoding="utf-8", errors="replace") as file:
                 return {peer: f"gave up the rendezvous: {file.read(_WHY)}"}
@@ -146,10 +180,10 @@ class Meeting:
 def prepare() -> Meeting:
     """A new meeting place, which only this user can enter. Raises TransportError where no directory can be made."""
     try:
-        directory = tempfile.mkdtemp(prefix="pkt-")
+        directory = tempfile.mkdtemp(prefix=_PREFIX)
         if len(directory) > _SUN_PATH - 8:
             os.rmdir(directory)
-            directory = tempfile.mkdtemp(prefix="pkt-", dir="/tmp")
+            directory = tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp")
     except OSError as error:
         wanted = "a folder for temporary files that can be written (TMPDIR)"
         raise TransportError.refused(0, "the rendezvous directory", str(error), wanted) from error

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.errors import CollectiveMismatch, DtypeError, RankError, ShapeError, Unsupported
+from pkt.errors import CollectiveMismatch, DtypeError, RankError, ShapeError, TransportError, Unsupported
 from pkt.runtime.processes import wire
 
 
@@ -69,6 +69,20 @@ STRANGE = [
 def test_wire_refuses_other_text(text):
     with pytest.raises(ValueError):
         wire.decode(text)
+
+
+@pytest.mark.parametrize("text", [*STRANGE, None, 7, [], {}])
+def test_an_object_that_no_rank_encoded_is_refused(ranks, monkeypatch, text):
+    def main(world):
+        original = world.backend.exchange
+        monkeypatch.setattr(
+            world.backend, "exchange", lambda value, what: [original(value, what)[0], text], raising=False
+        )
+        for call in (lambda: world.all_gather_object(1), lambda: world.broadcast(1, root=1)):
+            with pytest.raises(TransportError, match=f"rank {world.rank}: the object of rank 1 in .*; refused"):
+                call()
+
+    ranks(2, main)
 
 
 def test_wire_refuses_endless_values():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pkt.errors import DtypeError
+from pkt.errors import DtypeError, TransportError
 from pkt.runtime.processes.frames import parsed
 
 MAX_NESTED = 80  # containers around a value: at most three levels of JSON each, see frames.MAX_DEPTH
@@ -40,6 +40,15 @@ def decode(text: str) -> Any:
         RuntimeError,
     ) as error:  # content that does not fit its tag
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def received(text: Any, rank: int, peer: int, call: str) -> Any:
+    """What `peer` encoded for `call`. Raises TransportError on `rank` for other text."""
+    try:
+        return decode(text)
+    except ValueError as error:
+        what = f"the object of rank {peer} in {call}"
+        raise TransportError.refused(rank, what, str(error)[:200], "one that pkt encoded") from error
 
 
 def _bytes(value: bytes) -> str:

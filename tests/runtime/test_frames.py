@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from pkt.errors import TransportError
-from pkt.runtime.processes.frames import HEADER, MAGIC, MAX_DEPTH, MAX_FDS, Connection, LostConnection, pack
+from pkt.runtime.processes.frames import HEADER, MAGIC, MAX_FDS, Connection, LostConnection, pack
+from pkt.runtime.processes.parsing import MAX_DEPTH
 
 
 @pytest.fixture

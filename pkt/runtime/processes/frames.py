@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import socket
 import struct
 import termios
@@ -22,46 +21,25 @@ import threading
 from typing import Any, NamedTuple
 
 from pkt.errors import TransportError
+from pkt.runtime.processes.parsing import MAX_DEPTH, check_depth, parsed
 
 MAGIC = b"PKT1"
 HEADER = struct.Struct("!4sQQI")  # magic, sequence, bytes of text, descriptors
 MAX_FDS = 8
 MAX_TEXT = 1 << 30
-MAX_DEPTH = 256  # lists and objects around a value; json's own limit is the interpreter's stack
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # or its begin, so that no text takes long
-_NO_BRACKET = re.compile(r"[^\[\]{}]+")
 
 
 def pack(sequence: int, value: Any, fds: int = 0) -> bytes:
     """Header and text of a frame. Raises ValueError if it is too large, or nested too deep, to be read."""
     try:
         text = json.dumps(value)
-        _check_depth(text)
+        check_depth(text)
     except RecursionError:
         raise ValueError(f"lists or objects nested deeper than {MAX_DEPTH}") from None
     data = text.encode()
     if len(data) > MAX_TEXT or fds > MAX_FDS:
         raise ValueError(f"{len(data)} bytes and {fds} descriptors, more than {MAX_TEXT} and {MAX_FDS}")
     return HEADER.pack(MAGIC, sequence, len(data), fds) + data
-
-
-def parsed(text: str) -> Any:
-    """The value of JSON text that another process wrote. Raises ValueError if it is not JSON, or too deep."""
-    _check_depth(text)
-    try:
-        return json.loads(text)
-    except RecursionError:  # this call is itself made from deep in the stack
-        raise ValueError("lists or objects nested deeper than the stack that is left") from None
-
-
-def _check_depth(text: str) -> None:
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return  # almost every frame
-    depth = 0
-    for bracket in _NO_BRACKET.sub("", _STRING.sub("", text)):
-        depth += 1 if bracket in "[{" else -1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"lists or objects nested deeper than {MAX_DEPTH}")
 
 
 _LEAVES = (1 << 64) - 1  # sequence number of a goodbye: the last frame of a rank that closes its world

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from pkt.errors import ShapeError, TransportError, WaitTimeout
 from pkt.runtime.processes.callers import BACKLOG, Stranger
-from pkt.runtime.processes.frames import parsed
+from pkt.runtime.processes.parsing import parsed
 
 # A host that loses power says no goodbye. The kernel probes a connection after 5 s of silence, every 5 s, and gives up
 # after 3 probes without an answer. TCP_USER_TIMEOUT would also end a peer that is slow to read.

@@ -215,11 +215,8 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
             _accept(meeting, listener, token, rank, size, deadline, found, refused)
         missing = [r for r in range(size) if r != rank and r not in found]
         if missing:
-            gone = {r: meeting.gave_up(r) if r not in heard else {} for r in missing}
-            absent = [r for r in missing if r not in gone[r]]  # those that gave up did so because of these
-            if not absent:
-                raise PeerLost.exited(rank, {r: text for some in gone.values() for r, text in some.items()}, _WHAT)
-            raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent, refused.texts())
+            absent = [r for r in missing if r not in meeting.gave_up(r)]  # the others gave up because of these
+            raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent or missing, refused.texts())
         why = ""
         return found
     except PktError as error:

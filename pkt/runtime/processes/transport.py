@@ -18,7 +18,6 @@ from typing import Any
 from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
 from pkt.runtime.processes.frames import (
     GOODBYE,
-    MAX_DEPTH,
     MAX_TEXT,
     Connection,
     Frame,
@@ -26,6 +25,7 @@ from pkt.runtime.processes.frames import (
     close_fds,
     pack,
 )
+from pkt.runtime.processes.parsing import MAX_DEPTH
 
 DEFAULT_TIMEOUT = 60.0
 LONGEST_TIMEOUT = 1e6  # eleven days

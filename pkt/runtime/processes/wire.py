@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from pkt.errors import DtypeError, TransportError
-from pkt.runtime.processes.frames import parsed
+from pkt.runtime.processes.parsing import parsed
 
-MAX_NESTED = 80  # containers around a value: at most three levels of JSON each, see frames.MAX_DEPTH
+MAX_NESTED = 80  # containers around a value: at most three levels of JSON each, see parsing.MAX_DEPTH
 CARRIED = "None, numbers, str, bytes, list, tuple, dict, set, torch.dtype, tensors or numpy arrays"
 
 

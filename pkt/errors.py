@@ -458,5 +458,16 @@ class Unsupported(PktError):
         )
 
     @classmethod
+    def no_secret(cls, rank: int, hosts: Sequence[str], letters: int) -> Unsupported:
+        """hosts: by rank, as torch's store has them. letters: how long a secret must be."""
+        said = ranks_text({r: f"on host {host!r:.80}" for r, host in enumerate(hosts)})
+        return cls.here(
+            f"rank {rank}: pkt.init()",
+            f"found {said}, and no PKT_SECRET",
+            f"set PKT_SECRET to the same {letters} letters or more on every rank (openssl rand -hex 32), so that "
+            "nobody else can join over TCP; if all ranks are on one host, somebody else wrote to torch's store",
+        )
+
+    @classmethod
     def here(cls, call: str, found: str, remedy: str) -> Unsupported:
         return cls.of(f"{call}: {found}: {remedy}")

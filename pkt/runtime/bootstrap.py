@@ -4,7 +4,8 @@ A process learns its place from torch.distributed (an initialised process group,
 mesh), from torchrun's environment, or from pkt's launcher, which hands every worker its place. Of torch.distributed
 only keys of the store are used, no collective of the group, so subgroups may make their worlds in any order. A key is
 made of the group, its members, and a count of the group's worlds. Over the same store the ranks find out whether they
-are on one host or several (`processes.network`).
+are on one host or several (`processes.network`). The store is not believed: on one host it names a directory that only
+this user can enter, and several hosts need a PKT_SECRET.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pkt.errors import RankError, WaitTimeout
+from pkt.errors import RankError, Unsupported, WaitTimeout
 from pkt.runtime.gpu.cuda import STRIDE, CudaBackend
 from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.watch import Watch
 from pkt.runtime.launch.launch import provide_scratch
 from pkt.runtime.memory.heap import heap_bytes
-from pkt.runtime.processes import rendezvous
+from pkt.runtime.processes import network, rendezvous
 from pkt.runtime.processes.network import Board, Network, this_host
 from pkt.runtime.processes.rendezvous import Meeting
 from pkt.runtime.processes.transport import Transport
@@ -49,6 +51,7 @@ class Place:
     group: Any = None  # torch's process group of the same ranks, if the world is made from one
     host: str = dataclasses.field(default_factory=this_host)
     board: Board | None = None  # where ranks write their hosts; None: all are on this host
+    job: str = ""  # a random text that rank 0 wrote to the board
 
 
 def place(group: Any, timeout: float) -> Place:
@@ -79,28 +82,38 @@ def _job_store(address: str, port: str, rank: str, size: str, timeout: float) ->
 
 def _place_by_store(store: Any, group: tuple[str, tuple[int, ...]], rank: int, size: int, timeout: float) -> Place:
     _worlds_of[group] += 1
-    board = Board(store, f"pkt/{group[0]}/{'-'.join(map(str, group[1]))}/{_worlds_of[group]}")
+    key = f"pkt/{group[0]}/{'-'.join(map(str, group[1]))}/{_worlds_of[group]}"
+    board = Board(store, key, rank, network.secret())
     if rank == 0:
-        meeting = rendezvous.prepare()
-        board.write("meeting", 0, [meeting.directory, meeting.token])
-        return Place(rank, size, meeting, board=board)
+        meeting, job = dataclasses.replace(rendezvous.prepare(), board=board), secrets.token_hex(16)
+        try:
+            meeting.publish()
+            board.write("meeting", 0, [meeting.directory, job])
+        except BaseException:
+            meeting.remove()
+            raise
+        return Place(rank, size, meeting, board=board, job=job)
     try:
-        directory, token = board.read("meeting", 0, timeout)
+        found = board.read("meeting", 0, timeout)
     except TimeoutError as error:
         raise WaitTimeout.rendezvous(rank, "pkt.init()", timeout, [0]) from error
-    return Place(rank, size, Meeting(directory, token), board=board)
+    if not isinstance(found, list) or [type(text) for text in found] != [str, str]:
+        raise board.refused("meeting", 0, found, "a directory and a name")
+    return Place(rank, size, Meeting(found[0], "", board), board=board, job=found[1])
 
 
 def _meeting_place(where: Place, timeout: float) -> tuple[rendezvous.MeetingPlace, list[str]]:
-    """The ranks' meeting place, and every rank's host."""
+    """The ranks' meeting place, and every rank's host. Raises Unsupported on several hosts without a PKT_SECRET."""
     board, rank, size = where.board, where.rank, where.size
     if board is None or size == 1:
         return where.meeting, [where.host] * size
     hosts = board.gather("host", rank, size, where.host, timeout)
     if len(set(hosts)) == 1:
-        return where.meeting, hosts
+        return where.meeting.entered(rank), hosts
+    if not board.secret:
+        raise Unsupported.no_secret(rank, hosts, network.SECRET_LETTERS)
     addresses = board.gather("address", rank, size, board.address(), timeout)
-    return Network(board, where.meeting.token, rank, hosts, addresses), hosts
+    return Network(board, board.token(where.job), rank, hosts, addresses), hosts
 
 
 def own_device() -> int:
@@ -135,10 +148,13 @@ def open_world(
     timeout: seconds for every step and for waits on the GPU. driver: makes the driver of a rank. stride: bytes from one
     rank's window to the next.
     """
-    capacity = heap_bytes(heap)
+    keep = False
     try:
+        capacity = heap_bytes(heap)
         meeting, hosts = _meeting_place(where, timeout)
+        keep = where.board is None and where.size > 1  # pkt.launch removes it; until then a late rank finds notes there
         connections = rendezvous.connect(meeting, where.rank, where.size, timeout)
+        keep = False
         transport = Transport(where.rank, where.size, connections, timeout)
         try:
             calls = driver(where.rank)
@@ -147,7 +163,7 @@ def open_world(
             raise
         backend = CudaBackend(calls, transport, device, capacity, hosts=hosts, stride=stride, want_multicast=multicast)
     finally:
-        if where.rank == 0:
+        if where.rank == 0 and not keep:
             where.meeting.remove()
     try:
         world = World(backend, capacity, where.group)

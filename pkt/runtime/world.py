@@ -123,15 +123,17 @@ class World:
     def all_gather_object(self, obj: T) -> list[T]:
         """Collective: every rank's `obj`, in rank order, each a copy. For the types see pkt.runtime.processes.wire."""
         self._check("all_gather_object()")
-        texts = self._backend.exchange(wire.encode(obj, "all_gather_object"), "all_gather_object()")
-        return [wire.decode(text) for text in texts]
+        what = "all_gather_object()"
+        texts = self._backend.exchange(wire.encode(obj, "all_gather_object"), what)
+        return [wire.received(text, self.rank, peer, what) for peer, text in enumerate(texts)]
 
     def broadcast(self, obj: T, root: int = 0) -> T:
         """Collective: a copy of `root`'s `obj`; the `obj` of other ranks is ignored. Raises RankError."""
         self._check("broadcast()")
         root = check_rank(root, self, "broadcast(root=)")
         text = wire.encode(obj, "broadcast") if self.rank == root else None
-        return wire.decode(self._backend.exchange(text, f"broadcast() from rank {root}")[root])
+        what = f"broadcast() from rank {root}"
+        return wire.received(self._backend.exchange(text, what)[root], self.rank, root, what)
 
     # ------------------------------------------------------------------------------------------ kept between calls
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:

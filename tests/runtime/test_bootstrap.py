@@ -78,21 +78,21 @@ def test_500_random_orders_of_subgroups(tmp_path):
             leads = [g for g in mine if members[g][0] == rank]
             for g in leads + [g for g in mine if g not in leads]:
                 where = bootstrap.place(groups[g], 20.0)
-                met.append((number, g, sum(m[:2] == (number, g) for m in met), where.meeting.token, where.rank))
+                met.append((number, g, sum(m[:2] == (number, g) for m in met), where.meeting.directory, where.rank))
                 if where.rank == 0:
-                    os.rmdir(where.meeting.directory)
+                    where.meeting.remove()
         return met
 
     ends = in_gloo(tmp_path, 3, main)
     assert all(end.error is None for end in ends), ends
-    tokens = {}
+    places = {}
     for end in ends:
-        for number, g, nth, token, rank in end.value:
+        for number, g, nth, directory, rank in end.value:
             assert members[g][rank] == end.rank
-            tokens.setdefault((number, g, nth), []).append(token)
-    assert len(tokens) == 2000
-    assert all(len(t) == len(members[g]) and len(set(t)) == 1 for (_, g, _), t in tokens.items())
-    assert len({t[0] for t in tokens.values()}) == 2000
+            places.setdefault((number, g, nth), []).append(directory)
+    assert len(places) == 2000
+    assert all(len(t) == len(members[g]) and len(set(t)) == 1 for (_, g, _), t in places.items())
+    assert len({t[0] for t in places.values()}) == 2000
 
 
 def test_a_missing_rank_0_is_named(tmp_path):

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from pkt.errors import TransportError
-from pkt.runtime.processes.frames import HEADER, MAGIC, Connection, LostConnection, pack
+from pkt.runtime.processes.frames import HEADER, MAGIC, MAX_FDS, Connection, LostConnection, pack
+from pkt.runtime.processes.parsing import MAX_DEPTH
 
 
 @pytest.fixture
@@ -103,6 +104,62 @@ def test_text_that_is_not_json_is_never_unpickled(ends):
     text = pickle.dumps(["what", 1])
     give(there, HEADER.pack(MAGIC, 1, len(text), 0) + text)
     with pytest.raises(TransportError, match="not JSON"):
+        connection.read()
+
+
+DEEP = ["[" * 100_000, '{"a":' * 100_000, "[" * 100_000 + "]" * 100_000, "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)]
+
+
+@pytest.mark.parametrize("text", DEEP, ids=["lists", "objects", "whole", "one too deep"])
+def test_text_nested_too_deep_is_refused(ends, text):
+    connection, there = ends
+    there.settimeout(5)
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    there.sendall(HEADER.pack(MAGIC, 1, len(text), 0) + text.encode())
+    with pytest.raises(
+        TransportError, match=rf"nested deeper than {MAX_DEPTH}.*, wanted JSON at most {MAX_DEPTH} deep"
+    ):
+        connection.read()
+
+
+def test_brackets_in_strings_do_not_count_as_depth(ends):
+    connection, there = ends
+    value = ["[{" * 1000, '"[' * 1000, "\\" * 999 + "[" * 300, *[[]] * 1000]
+    for _ in range(MAX_DEPTH - 2):
+        value = [value]
+    give(there, pack(1, value))
+    assert connection.read().value == value
+    with pytest.raises(ValueError, match="nested deeper"):
+        pack(1, [value])
+
+
+def test_a_frame_that_cannot_be_read_is_not_packed():
+    endless = []
+    endless.append(endless)
+    with pytest.raises(ValueError):
+        pack(1, endless)
+    with pytest.raises(ValueError, match="9 descriptors"):
+        pack(1, None, MAX_FDS + 1)
+
+
+@pytest.mark.parametrize("sequence", [1, (1 << 64) - 1])
+def test_descriptors_beside_every_piece_are_refused_at_once(ends, sequence):
+    """A text may come in a million pieces, so the descriptors of a frame are counted as they arrive."""
+    connection, there = ends
+    (fd,) = some_fds(1)
+    give(there, HEADER.pack(MAGIC, sequence, 1000, 1), [fd])
+    give(there, b"[", [fd])
+    os.close(fd)
+    with pytest.raises(TransportError, match="found 2 file descriptors, wanted the 1 its header announces"):
+        connection.read()
+
+
+def test_descriptors_beside_a_goodbye_are_closed(ends):
+    connection, there = ends
+    (fd,) = some_fds(1)
+    give(there, pack((1 << 64) - 1, None, 1), [fd])
+    os.close(fd)
+    with pytest.raises(LostConnection, match="closed its world"):
         connection.read()
 
 

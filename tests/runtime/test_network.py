@@ -18,7 +18,7 @@ import pkt
 from pkt.errors import AllocationMismatch, DriverError, PeerLost, TransportError, Unsupported, WaitTimeout
 from pkt.runtime import bootstrap
 from pkt.runtime.gpu.topology import OFF_SWITCHES
-from pkt.runtime.processes import network, rendezvous
+from pkt.runtime.processes import callers, network, rendezvous
 from pkt.runtime.processes.frames import GOODBYE, Connection, LostConnection, pack
 from pkt.runtime.processes.network import Board, Network
 from pkt.runtime.processes.rendezvous import connect, prepare
@@ -36,6 +36,7 @@ LOOPBACK = ["127.0.0.1"] * 3
 
 @pytest.fixture(autouse=True)
 def switches_off(monkeypatch):
+    monkeypatch.setenv("PKT_SECRET", "of every rank " * 3)
     for name in OFF_SWITCHES:
         monkeypatch.delenv(name, raising=False)
 
@@ -57,7 +58,7 @@ class Hosts:
         return FakeDriver(rank, gpus=here, fail=fail)
 
     def place(self, rank):
-        board = Board(self.store(), "pkt/world")
+        board = Board(self.store(), "pkt/world", rank, network.secret())
         return bootstrap.Place(rank, len(self.hosts), self.meeting, host=self.hosts[rank], board=board)
 
     def world(self, rank, driver):
@@ -233,7 +234,7 @@ def test_an_impostor_on_the_port_is_refused_and_delays_nobody():
     def impostor():
         address, port = board.read("listens", 0, 5.0)
         hello = rendezvous._HELLO.pack(rendezvous.MAGIC, 1, b"n" * 16, b"p" * 32)
-        for said in (b"", b"PKT1 half of a hel", hello, b"x" * 500, *[b""] * (rendezvous._CROWD + 10)):
+        for said in (b"", b"PKT1 half of a hel", hello, b"x" * 500, *[b""] * (callers.CROWD + 10)):
             sock = socket.create_connection((address, port), 5.0)
             assert len(sock.recv(rendezvous.NONCE)) == rendezvous.NONCE
             sock.sendall(said)

@@ -5,16 +5,18 @@ import os
 import random
 import signal
 import socket
+import tempfile
 import threading
 import time
 
 import pytest
 
-from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
+from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
+from pkt.runtime.bootstrap import open_world
 from pkt.runtime.processes import rendezvous
 from pkt.runtime.processes.frames import pack
 from pkt.runtime.processes.rendezvous import Meeting, connect, prepare
-from pkt.runtime.processes.transport import Transport, process_state
+from pkt.runtime.processes.transport import Transport, process_state, timeout_seconds
 
 from . import forked
 from .processes import without_the_token
@@ -137,6 +139,46 @@ def test_a_wrong_sequence_number_is_refused(four):
     assert "a message of rank 1: found call number 99, wanted call number 1" in str(errors[0])
 
 
+@pytest.mark.parametrize(
+    "value", [None, 7, [], ["a"], ["barrier()", None, 1], [["barrier()"], None], [{}, 1], {"a": 1}]
+)
+def test_a_message_that_is_no_call_is_refused(four, value):
+    fd = os.memfd_create("beside")
+    four[1].connections[0].queue(pack(1, value, 1), [fd])
+
+    def main(rank):
+        return four[rank].exchange(None, "barrier()") if rank != 1 else four[1].connections[0].write()
+
+    errors = threads(4, main)
+    os.close(fd)
+    assert isinstance(errors[0], TransportError), errors[0]
+    assert "a message of rank 1: found" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    "farewell", [None, [], {}, {"lost": [1]}, {"lost": {"x": 1, "-1": "", "99": ""}, "why": "w" * 9000}, {"lost": 1}]
+)
+def test_a_farewell_of_another_form_blames_the_rank_that_sent_it(four, farewell):
+    four[1].connections[0].queue(pack(0, farewell))
+    errors = threads(4, lambda r: four[r].exchange(None, "barrier()") if r != 1 else four[1].connections[0].write())
+    assert isinstance(errors[0], PeerLost), errors[0]
+    assert errors[0].lost.keys() == {1}
+    assert "gave up" in errors[0].lost[1]
+    assert len(str(errors[0])) < 2500
+
+
+def test_a_value_that_cannot_be_sent_is_refused_where_it_is_made(four):
+    deep = []
+    for _ in range(1000):
+        deep = [deep]
+    errors = threads(4, lambda rank: four[rank].exchange(deep if rank == 1 else None, "objects"))
+    assert isinstance(errors[1], TransportError), errors[1]
+    assert "this rank's value for objects: found lists or objects nested deeper than" in str(errors[1])
+    for rank in (0, 2, 3):
+        assert isinstance(errors[rank], PeerLost), errors[rank]
+        assert set(errors[rank].lost) <= {0, 1, 2, 3} - {rank}
+
+
 # ---------------------------------------------------------------------------------------------------------- strangers
 def dial(meeting, rank, said=b"", wait=False):
     """A stranger's connection to `rank`'s socket."""
@@ -233,11 +275,49 @@ def test_a_server_without_the_token_learns_nothing_and_is_refused(meeting):
     server.close()
 
 
-def test_a_directory_that_others_can_enter_is_refused(meeting):
-    os.chmod(meeting.directory, 0o755)
-    with pytest.raises(TransportError, match="found drwxr-xr-x of uid"):
+@pytest.mark.parametrize(
+    ("mode", "text"), [(0o755, "drwxr-xr-x"), (0o750, "drwxr-x---"), (0o710, "drwx--x---"), (0o701, "drwx-----x")]
+)
+def test_a_directory_that_others_can_enter_is_refused(meeting, mode, text):
+    os.chmod(meeting.directory, mode)
+    with pytest.raises(TransportError, match=f"found {text} of uid"):
         connect(meeting, 0, 2, 1.0)
     os.chmod(meeting.directory, 0o700)
+
+
+def test_a_setgid_folder_for_temporary_files(tmp_path, monkeypatch):
+    """A directory made in it has the bit too, and is as private as another."""
+    os.chmod(tmp_path, 0o3777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = prepare()
+    os.chmod(place.directory, 0o2700)  # as the kernel makes it there; some file systems drop the bit
+    assert os.path.dirname(place.directory) == str(tmp_path)
+    for transport in transports(place, 2):
+        transport.close()
+    place.remove()
+
+
+def test_the_token_is_in_no_repr(meeting):
+    where = forked.place(meeting, 0, 2)
+    assert meeting.token not in repr(meeting) + str(meeting) + repr(where) + f"{where!s}"
+
+
+@pytest.mark.parametrize("found", ["abc", "", "nan", "inf", "-1", "0", "1e30"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(monkeypatch, found):
+    monkeypatch.setenv("PKT_TIMEOUT", found)
+    with pytest.raises(ShapeError, match=f"PKT_TIMEOUT: found '{found}', wanted seconds"):
+        timeout_seconds()
+    assert timeout_seconds(2) == 2.0
+    with pytest.raises(ShapeError, match="timeout: found"):
+        timeout_seconds(float("nan"))
+    monkeypatch.setenv("PKT_TIMEOUT", "7.5")
+    assert timeout_seconds() == 7.5
+
+
+def test_a_wrong_heap_leaves_no_directory(meeting):
+    with pytest.raises(ShapeError):
+        open_world(forked.place(meeting, 0, 2), 0, "seven", 1.0)
+    assert not os.path.exists(meeting.directory)
 
 
 def test_another_token_is_another_world(meeting):

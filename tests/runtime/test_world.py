@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.errors import CollectiveMismatch, DtypeError, RankError, ShapeError, Unsupported
+from pkt.errors import CollectiveMismatch, DtypeError, RankError, ShapeError, TransportError, Unsupported
 from pkt.runtime.processes import wire
 
 
@@ -54,10 +54,47 @@ def test_wire_carries_values(value):
         assert back == value
 
 
-@pytest.mark.parametrize("text", ['{"tensor": ["os", [1], ""]}', '{"object": 1}', '{"a": 1, "b": 2}', "{}", "not json"])
+STRANGE = [
+    *('{"tensor": ["os", [1], ""]}', '{"object": 1}', '{"a": 1, "b": 2}', "{}", "not json"),
+    *("[" * 100_000, '{"tuple": ' * 300 + "1" + "}" * 300, '{"tuple": 1}', '{"set": [[1]]}', '{"tensor": 3}'),
+    *(
+        '{"tensor": ["float32", [7], "AAAA"]}',
+        '{"tensor": ["float32", "x", "AAAA"]}',
+        '{"ndarray": ["f4", [1e99], ""]}',
+    ),
+]
+
+
+@pytest.mark.parametrize("text", STRANGE)
 def test_wire_refuses_other_text(text):
     with pytest.raises(ValueError):
         wire.decode(text)
+
+
+@pytest.mark.parametrize("text", [*STRANGE, None, 7, [], {}])
+def test_an_object_that_no_rank_encoded_is_refused(ranks, monkeypatch, text):
+    def main(world):
+        original = world.backend.exchange
+        monkeypatch.setattr(
+            world.backend, "exchange", lambda value, what: [original(value, what)[0], text], raising=False
+        )
+        for call in (lambda: world.all_gather_object(1), lambda: world.broadcast(1, root=1)):
+            with pytest.raises(TransportError, match=f"rank {world.rank}: the object of rank 1 in .*; refused"):
+                call()
+
+    ranks(2, main)
+
+
+def test_wire_refuses_endless_values():
+    endless, deep = {}, 1
+    endless["self"] = endless
+    with pytest.raises(DtypeError, match=f"more than {wire.MAX_NESTED} nested"):
+        wire.encode(endless)
+    for _ in range(wire.MAX_NESTED):
+        deep = {1: deep}
+    assert wire.decode(wire.encode(deep)) == deep
+    with pytest.raises(DtypeError):
+        wire.encode([deep])
 
 
 def test_ranks_in_different_calls_are_named(ranks):

@@ -261,7 +261,7 @@ class CudaBackend:
             send = {r: [mine] for r in range(self.size) if r != self.rank}
             _, received = self.transport.exchange_fds(None, send, "journal")
             try:
-                fds = [mine if r == self.rank else received[r][0] for r in range(self.size)]
+                fds = [[mine] if r == self.rank else received[r] for r in range(self.size)]
                 log = journal.SharedJournal(self.rank, fds, self.transport.timeout, self.transport.check)
             finally:
                 close_fds([fd for some in received.values() for fd in some])

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from pkt.errors import DriverError, HeapFull
+from pkt.errors import DriverError, HeapFull, TransportError
 from pkt.runtime.gpu.driver import OUT_OF_MEMORY, Shared
 from pkt.runtime.processes.frames import close_fds
 from pkt.runtime.processes.transport import Transport
@@ -71,9 +71,15 @@ class Votes:
             said, received = self.transport.exchange_fds(vote, dict.fromkeys(self.transport.connections, fds), what)
         finally:
             close_fds(fds)
-        return said, {
-            peer: [*some, *(bytes.fromhex(text) for text in said[peer]["handles"])] for peer, some in received.items()
-        }
+        try:
+            return said, {
+                peer: [*some, *(bytes.fromhex(text) for text in said[peer]["handles"])]
+                for peer, some in received.items()
+            }
+        except (TypeError, KeyError, ValueError) as error:
+            close_shared(received)
+            wanted = "an object with the hexadecimal handles"
+            raise TransportError.refused(self.transport.rank, f"{what}: a vote", str(error), wanted) from error
 
     def _exchange(self, mine: dict[str, Any], what: str) -> list[dict[str, Any]]:
         return self.transport.exchange({k: v for k, v in mine.items() if k != "value"}, what)

@@ -2,8 +2,9 @@
 
 A frame is a fixed header (magic, sequence number, length, number of descriptors) and JSON text. Descriptors travel with
 a frame's first byte. Both header and text are read with exact lengths, so descriptors that arrive belong to the frame
-being read. Truncated control data, a wrong number of descriptors and a wrong sequence number are refused. Between hosts
-the connection is TCP, and no frame has descriptors.
+being read. A frame is bounded: MAX_TEXT bytes, MAX_FDS descriptors, MAX_DEPTH nested lists and objects. A longer or
+deeper one, truncated control data and a wrong number of descriptors are refused as they arrive, before the rest is
+read. Between hosts the connection is TCP, and no frame has descriptors.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 from typing import Any, NamedTuple
 
 from pkt.errors import TransportError
+from pkt.runtime.processes.parsing import MAX_DEPTH, check_depth, parsed
 
 MAGIC = b"PKT1"
 HEADER = struct.Struct("!4sQQI")  # magic, sequence, bytes of text, descriptors
@@ -28,9 +30,16 @@ MAX_TEXT = 1 << 30
 
 
 def pack(sequence: int, value: Any, fds: int = 0) -> bytes:
-    """Header and text of a frame."""
-    text = json.dumps(value).encode()
-    return HEADER.pack(MAGIC, sequence, len(text), fds) + text
+    """Header and text of a frame. Raises ValueError if it is too large, or nested too deep, to be read."""
+    try:
+        text = json.dumps(value)
+        check_depth(text)
+    except RecursionError:
+        raise ValueError(f"lists or objects nested deeper than {MAX_DEPTH}") from None
+    data = text.encode()
+    if len(data) > MAX_TEXT or fds > MAX_FDS:
+        raise ValueError(f"{len(data)} bytes and {fds} descriptors, more than {MAX_TEXT} and {MAX_FDS}")
+    return HEADER.pack(MAGIC, sequence, len(data), fds) + data
 
 
 _LEAVES = (1 << 64) - 1  # sequence number of a goodbye: the last frame of a rank that closes its world
@@ -105,6 +114,7 @@ class Connection:
             frame = self._read()
             if frame is not None and frame.sequence == _LEAVES:
                 self._left = True
+                close_fds(frame.fds)
                 raise LostConnection("closed its world")
             return frame
 
@@ -132,9 +142,10 @@ class Connection:
         if len(self._fds) != fds:
             raise self._refuse(f"{len(self._fds)} file descriptors", f"the {fds} its header announces")
         try:
-            value = json.loads(bytes(self._text))
+            value = parsed(self._text.decode())
         except ValueError as error:
-            raise self._refuse(f"text that is not JSON ({error})", "JSON") from error
+            wanted = f"JSON at most {MAX_DEPTH} deep"
+            raise self._refuse(f"text that is not JSON ({str(error)[:200]})", wanted) from None
         frame = Frame(sequence, value, self._fds)
         self._head, self._text, self._fds, self._wanted = bytearray(), bytearray(), [], None
         return frame
@@ -158,6 +169,9 @@ class Connection:
                     self._fds.extend(received)
             if flags & socket.MSG_CTRUNC:
                 raise self._refuse("truncated control data", f"at most {MAX_FDS} file descriptors")
+            announced = self._wanted[2] if self._wanted else MAX_FDS
+            if len(self._fds) > announced:  # now, because a long text could bring thousands
+                raise self._refuse(f"{len(self._fds)} file descriptors", f"the {announced} its header announces")
             if not data:
                 raise LostConnection("end of file")
             into += data

@@ -3,10 +3,15 @@
 Every rank has one anonymous memory file that all ranks map: a counter of calls written, and a ring of slots. A slot
 carries its ordinal and a checksum, so a reader recognises a half-written one. No rank overwrites a slot that a peer has
 not read, because all ranks settle at least every `period` calls, which is half the ring.
+
+The size of a memory file is sealed, because reading a map of a file that has shrunk ends the process (SIGBUS). A rank
+refuses a peer's file without these seals.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import mmap
 import os
@@ -23,13 +28,34 @@ _SLOT = struct.Struct("<QIH")  # ordinal, checksum, bytes of record
 _COUNTERS = 4096  # bytes before the slots: how many calls are written, and whether the rank has left
 _WRITTEN, _LEFT = 0, 8  # words, a cache line apart
 _ROOM = SLOT_BYTES - _SLOT.size
+_BYTES = _COUNTERS + SLOTS * SLOT_BYTES
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def create() -> int:
     """A file descriptor of a new, empty log. The log lives until the last map of it is closed."""
-    fd = os.memfd_create("pkt-journal", os.MFD_CLOEXEC)
-    os.ftruncate(fd, _COUNTERS + SLOTS * SLOT_BYTES)
+    fd = os.memfd_create("pkt-journal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, _BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
+
+
+def _mapped(rank: int, owner: int, fds: Sequence[int]) -> mmap.mmap:
+    """The map of `owner`'s log. fds: the descriptors that it sent."""
+    what, wanted = f"the journal of rank {owner}", f"one memory file of {_BYTES} bytes, of sealed size"
+    if len(fds) != 1:
+        raise TransportError.refused(rank, what, f"{len(fds)} file descriptors", wanted)
+    try:
+        nbytes, seals = os.fstat(fds[0]).st_size, fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
+        if nbytes != _BYTES or seals & _SIZE_SEALS != _SIZE_SEALS:
+            raise TransportError.refused(rank, what, f"{nbytes} bytes, seals {seals:#x}", wanted)
+        return mmap.mmap(fds[0], _BYTES)
+    except (OSError, ValueError) as error:  # no memory file, or one that cannot be written
+        raise TransportError.refused(rank, what, str(error), wanted) from error
 
 
 class SharedJournal:
@@ -37,10 +63,18 @@ class SharedJournal:
 
     period = SLOTS // 2  # a rank settles at least once in so many calls
 
-    def __init__(self, rank: int, fds: Sequence[int], timeout: float, check_peers: Callable[[str], None]) -> None:
-        """Map every rank's log. fds: in rank order; the caller closes them."""
+    def __init__(
+        self, rank: int, fds: Sequence[Sequence[int]], timeout: float, check_peers: Callable[[str], None]
+    ) -> None:
+        """Map every rank's log. fds: what each rank sent, in rank order; the caller closes them. Raises TransportError
+        unless that is one log, whose size is sealed."""
         self.rank, self.timeout, self._check_peers = rank, timeout, check_peers
-        self._maps = [mmap.mmap(fd, _COUNTERS + SLOTS * SLOT_BYTES) for fd in fds]
+        self._maps: list[mmap.mmap] = []
+        with contextlib.ExitStack() as undo:
+            for owner, sent in enumerate(fds):
+                self._maps.append(_mapped(rank, owner, sent))
+                undo.callback(self._maps[-1].close)
+            undo.pop_all()
         self._counters = [memoryview(m)[:_COUNTERS].cast("Q") for m in self._maps]
         self._written = 0
 

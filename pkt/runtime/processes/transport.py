@@ -15,16 +15,34 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from pkt.errors import CollectiveMismatch, PeerLost, PktError, TransportError, WaitTimeout
-from pkt.runtime.processes.frames import GOODBYE, Connection, Frame, LostConnection, close_fds, pack
+from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
+from pkt.runtime.processes.frames import (
+    GOODBYE,
+    MAX_TEXT,
+    Connection,
+    Frame,
+    LostConnection,
+    close_fds,
+    pack,
+)
+from pkt.runtime.processes.parsing import MAX_DEPTH
 
 DEFAULT_TIMEOUT = 60.0
+LONGEST_TIMEOUT = 1e6  # eleven days
 _GIVES_UP = 0  # sequence number of a farewell; calls count from 1
+_WHY = 2000  # letters of a farewell's reason
 
 
 def timeout_seconds(timeout: float | None = None) -> float:
-    """Seconds: `timeout`, else PKT_TIMEOUT, else 60."""
-    return float(timeout if timeout is not None else os.environ.get("PKT_TIMEOUT", DEFAULT_TIMEOUT))
+    """Seconds: `timeout`, else PKT_TIMEOUT, else 60. Raises ShapeError unless they are a positive number."""
+    name, found = ("PKT_TIMEOUT", os.environ.get("PKT_TIMEOUT")) if timeout is None else ("timeout", timeout)
+    if found is None:
+        return DEFAULT_TIMEOUT
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        if 0 < (seconds := float(found)) <= LONGEST_TIMEOUT:
+            return seconds
+    wanted = f"seconds: a number above 0, at most {LONGEST_TIMEOUT:g}"
+    raise ShapeError.argument("pkt.init", name, repr(found), wanted)
 
 
 def process_state(pid: int) -> str:
@@ -76,7 +94,7 @@ class Transport:
         try:
             for peer, connection in self.connections.items():
                 mine = list(fds.get(peer, ()))
-                connection.queue(pack(self.sequence, [what, value], len(mine)), mine)
+                connection.queue(self._packed([what, value], len(mine), what), mine)
             self._pump(deadline, frames, what)
         except BaseException as error:
             close_fds([fd for frame in frames.values() for fd in frame.fds])
@@ -169,6 +187,13 @@ class Transport:
                         raise self._gone(connection, what) from error
                 interest(connection)
 
+    def _packed(self, value: Any, fds: int, what: str) -> bytes:
+        try:
+            return pack(self.sequence, value, fds)
+        except ValueError as error:
+            wanted = f"at most {MAX_TEXT} bytes of JSON, {MAX_DEPTH} deep"
+            raise TransportError.refused(self.rank, f"this rank's value for {what}", str(error), wanted) from None
+
     def _take(self, connection: Connection, frames: dict[int, Frame], what: str) -> None:
         frame = connection.read()
         if frame is None:
@@ -176,9 +201,12 @@ class Transport:
         frames[connection.peer] = frame
         if frame.sequence == _GIVES_UP:
             raise PeerLost.exited(self.rank, self._blamed(connection, frame.value), what)
-        if frame.sequence != self.sequence or not isinstance(frame.value, list) or len(frame.value) != 2:
+        who = f"a message of rank {connection.peer}"
+        if frame.sequence != self.sequence:
             found, wanted = f"call number {frame.sequence}", f"call number {self.sequence}"
-            raise TransportError.refused(self.rank, f"a message of rank {connection.peer}", found, wanted)
+            raise TransportError.refused(self.rank, who, found, wanted)
+        if not isinstance(frame.value, list) or len(frame.value) != 2 or not isinstance(frame.value[0], str):
+            raise TransportError.refused(self.rank, who, f"{frame.value!r:.60}", "the name of a call and a value")
 
     def _farewell(self, connection: Connection, frames: dict[int, Frame], what: str) -> bool:
         """After a failed write: whether the peer's frame of this call has arrived. Raises the peer's reason if it sent
@@ -205,18 +233,22 @@ class Transport:
         gone = {peer: text for peer, text in lost.items() if "closed its world" not in text}
         return PeerLost.exited(self.rank, gone or blamed or lost, what)
 
-    def _blamed(self, connection: Connection, farewell: Mapping[str, Any]) -> dict[int, str]:
-        """The ranks that a farewell names as lost; if it names none, the rank that gave up, and why."""
-        lost = {int(rank): text for rank, text in farewell["lost"].items() if int(rank) != self.rank}
-        return lost or {connection.peer: f"({connection.who}) gave up: {farewell['why']}"}
+    def _blamed(self, connection: Connection, farewell: Any) -> dict[int, str]:
+        """The ranks that a farewell names as lost; if it names none, the rank that gave up, and why. Nothing in it is
+        trusted to have its form."""
+        lost, why = (farewell.get("lost"), farewell.get("why")) if isinstance(farewell, dict) else (None, None)
+        ranks = {str(rank): rank for rank in range(self.size) if rank != self.rank}
+        named = lost.items() if isinstance(lost, dict) else ()
+        blamed = {ranks[rank]: str(text)[:_WHY] for rank, text in named if rank in ranks}
+        return blamed or {connection.peer: f"({connection.who}) gave up: {str(why)[:_WHY]}"}
 
-    def _last_words(self, connection: Connection) -> dict[str, Any] | None:
+    def _last_words(self, connection: Connection) -> Any:
         """The farewell that a peer sent before it hung up; None if it sent none."""
         try:
             while (frame := connection.read()) is not None:
                 close_fds(frame.fds)
                 if frame.sequence == _GIVES_UP:
-                    return frame.value
+                    return frame.value or {}
         except (LostConnection, PktError):
             return None
         return None
@@ -249,7 +281,7 @@ class Transport:
         if self.closed:
             return
         ranks = {str(rank): text for rank, text in (lost or {}).items()}
-        self._say(pack(_GIVES_UP, {"lost": ranks, "why": why[:2000]}), 0.0)
+        self._say(pack(_GIVES_UP, {"lost": ranks, "why": why[:_WHY]}), 0.0)
         self.close()
 
     def leave(self) -> None:

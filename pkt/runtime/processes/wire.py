@@ -13,36 +13,63 @@ from typing import Any
 import numpy as np
 import torch
 
-from pkt.errors import DtypeError
+from pkt.errors import DtypeError, TransportError
+from pkt.runtime.processes.parsing import parsed
 
+MAX_NESTED = 80  # containers around a value: at most three levels of JSON each, see parsing.MAX_DEPTH
 CARRIED = "None, numbers, str, bytes, list, tuple, dict, set, torch.dtype, tensors or numpy arrays"
 
 
 def encode(value: Any, call: str = "encode") -> str:
-    """JSON text of `value`. Raises DtypeError naming `call` and a type that is not carried."""
-    return json.dumps(_pack(value, call))
+    """JSON text of `value`. Raises DtypeError naming `call` and a type that is not carried, or if `value` is nested
+    deeper than MAX_NESTED, as one that contains itself is."""
+    return json.dumps(_pack(value, call, MAX_NESTED))
 
 
 def decode(text: str) -> Any:
     """The value that `encode` was given, with tensors on the CPU. Raises ValueError for text that it did not write."""
-    return _unpack(json.loads(text))
+    try:
+        return _unpack(parsed(text))
+    except ValueError:
+        raise
+    except (
+        TypeError,
+        AttributeError,
+        KeyError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # content that does not fit its tag
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def received(text: Any, rank: int, peer: int, call: str) -> Any:
+    """What `peer` encoded for `call`. Raises TransportError on `rank` for other text."""
+    try:
+        return decode(text)
+    except ValueError as error:
+        what = f"the object of rank {peer} in {call}"
+        raise TransportError.refused(rank, what, str(error)[:200], "one that pkt encoded") from error
 
 
 def _bytes(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def _pack(value: Any, call: str) -> Any:
+def _pack(value: Any, call: str, levels: int) -> Any:
+    """levels: how much deeper `value` may be nested."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if not levels:
+        raise DtypeError.argument(call, "object", f"more than {MAX_NESTED} nested containers", "fewer")
+    levels -= 1
     if isinstance(value, list):
-        return [_pack(v, call) for v in value]
+        return [_pack(v, call, levels) for v in value]
     if isinstance(value, tuple):
-        return {"tuple": [_pack(v, call) for v in value]}
+        return {"tuple": [_pack(v, call, levels) for v in value]}
     if isinstance(value, dict):
-        return {"dict": [[_pack(k, call), _pack(v, call)] for k, v in value.items()]}
+        return {"dict": [[_pack(k, call, levels), _pack(v, call, levels)] for k, v in value.items()]}
     if isinstance(value, (set, frozenset)):
-        return {"set": [_pack(v, call) for v in sorted(value, key=repr)]}
+        return {"set": [_pack(v, call, levels) for v in sorted(value, key=repr)]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": _bytes(bytes(value))}
     if isinstance(value, torch.dtype):

@@ -175,7 +175,12 @@ def _is_choice(choice: Any) -> bool:
     if not isinstance(choice, dict) or not isinstance(choice.get("config"), dict):
         return False
     seconds, date = choice.get("seconds"), choice.get("date", "")
-    if not isinstance(seconds, (int, float)) or not isinstance(date, str):
+    if (
+        not isinstance(seconds, (int, float))
+        or not seconds > 0
+        or isinstance(seconds, bool)
+        or not isinstance(date, str)
+    ):
         return False
     return all(map(_is_setting, (seconds, date, *choice["config"], *choice["config"].values())))
 

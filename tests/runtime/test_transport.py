@@ -233,11 +233,36 @@ def test_a_server_without_the_token_learns_nothing_and_is_refused(meeting):
     server.close()
 
 
-def test_a_directory_that_others_can_enter_is_refused(meeting):
-    os.chmod(meeting.directory, 0o755)
-    with pytest.raises(TransportError, match="found drwxr-xr-x of uid"):
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [(0o755, "drwxr-xr-x"), (0o750, "drwxr-x---"), (0o710, "drwx--x---"), (0o701, "drwx-----x"), (0o702, "drwx----w-")],
+)
+def test_a_directory_that_others_can_enter_is_refused(meeting, mode, text):
+    os.chmod(meeting.directory, mode)
+    with pytest.raises(TransportError, match=f"found {text} of uid"):
         connect(meeting, 0, 2, 1.0)
     os.chmod(meeting.directory, 0o700)
+
+
+def test_a_rank_that_has_joined_cannot_join_again(meeting):
+    """The second one has the token, too; the first keeps its place, and the rank that is missing is waited for."""
+    joined, second = [], []
+
+    def joins():
+        deadline = time.monotonic() + 5.0
+        joined.append(rendezvous._join(meeting, bytes.fromhex(meeting.token), 1, 0, deadline))
+        with pytest.raises((ConnectionError, TimeoutError)) as caught:
+            rendezvous._join(meeting, bytes.fromhex(meeting.token), 1, 0, time.monotonic() + 0.5)
+        second.append(caught.value)
+
+    thread = threading.Thread(target=joins)
+    thread.start()
+    with pytest.raises(WaitTimeout, match="as rank 1 a second time") as caught:
+        connect(meeting, 0, 3, 1.5)
+    thread.join()
+    assert "waits for rank 2" in str(caught.value)
+    assert len(second) == 1
+    joined[0].close()
 
 
 def test_another_token_is_another_world(meeting):

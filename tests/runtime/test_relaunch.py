@@ -373,3 +373,12 @@ def test_unknown_launchers_are_left_to_triton(why: str, monkeypatch: pytest.Monk
     repeat = repeated(plain_kernel, compiled, (4,), args, {"BLOCK": 64, "grid": (4,)})
     assert repeat(args, STREAM) is None
     assert not launcher.launches
+
+
+def test_a_tuple_of_another_length_is_left_to_triton() -> None:
+    x = torch.zeros(4)
+    take = relaunch._pointers((x, 3))
+    assert take is not None
+    assert take((x, 3)) == (x.data_ptr(), 3)
+    for other in ((x,), (x, 3, 4), (x, 3, x), [x, 3], (x, 4), (3, x)):
+        assert take(other) is relaunch.OTHER

@@ -12,9 +12,9 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import DataRace, UseAfterFree
+from pkt.errors import DataRace, OutOfBounds, UseAfterFree
 from pkt.simulate.explore import simulate
-from pkt.simulate.memory import Region, Scattered
+from pkt.simulate.memory import Pending, Region, Scattered, Strided
 from pkt.simulate.schedule import Schedule
 from tests.simulate.helpers import assert_right, line_of, outcome
 from tests.simulate.test_races import send_main
@@ -71,6 +71,71 @@ def test_the_second_store_of_a_program_does_not_hide_its_first() -> None:
     assert (race.second.rank, race.second.kind, race.second.site) == (1, "load", line_of(two_halves, "tl.load(x)"))
     assert str(race).startswith("data race: load of rank 1's x[0] by rank 1")
     assert "is not ordered after: store of rank 1's x[0] by rank 0" in str(race)
+
+
+@triton.jit
+def touch(x, out, world, FIRST: tl.constexpr, N: tl.constexpr):
+    o = tl.arange(0, N)
+    if world.rank == 1:
+        pl.store(x + o, o, 0, world)
+    elif FIRST == "load":
+        tl.store(out + o, tl.load(x + o))
+    else:
+        tl.atomic_add(x + o, 1, sem="relaxed", scope="sys")
+
+
+@pytest.mark.parametrize(("first", "kind"), [("load", "load"), ("add", "atomic")])
+def test_a_store_is_held_against_earlier_loads_and_atomics(first: str, kind: str) -> None:
+    """In seed 0 rank 0 comes first, so the store is the second access."""
+
+    def main(world: Any) -> None:
+        x, out = pkt.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+        touch[(1,)](x, out, world.device, first, 8)
+        world.barrier()
+
+    (race,) = outcome(main, 2, 0).findings
+    assert (race.first.rank, race.first.kind, race.second.rank, race.second.kind) == (0, kind, 1, "store")
+
+
+@triton.jit
+def by_two_programs(x, out, world):
+    o = tl.arange(0, 8)
+    if world.rank == 0:
+        pl.store(x + 4 * tl.program_id(0) + tl.arange(0, 4), 1, 1, world)
+    elif tl.program_id(0) == 0:
+        tl.store(out + o, tl.load(x + o))
+
+
+def test_a_tile_with_two_authors_is_held_against_both() -> None:
+    def main(world: Any) -> None:
+        x, out = pkt.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+        by_two_programs[(2,)](x, out, world.device)
+        world.barrier()
+
+    (race,) = outcome(main, 2, 0).findings
+    assert (race.first.rank, race.second.rank, race.second.kind) == (0, 1, "load")
+
+
+@pytest.mark.parametrize(("low", "overlaps"), [(0, False), (4, False), (5, True), (8, True), (15, True), (16, False)])
+def test_a_pending_store_overlaps_what_it_touches(low: int, overlaps: bool) -> None:
+    region = Region(0, 64, np.zeros(64, np.uint8), 0, "x", "data", 1, (64,))
+    pending = Pending(Strided(region, 8, (2,), (4,), 4), np.zeros(2, np.int32), False)
+    assert pending.overlaps(Strided(region, low, (1,), (4,), 4)) == overlaps
+    assert pending.overlaps(Scattered(region, np.array([low]), 4)) == overlaps
+    other = Region(64, 64, np.zeros(64, np.uint8), 0, "y", "data", 1, (64,))
+    assert not pending.overlaps(Strided(other, low, (1,), (4,), 4))
+
+
+@triton.jit
+def load_wide(x, out):
+    tl.store(out, tl.load((x + 3).to(tl.pointer_type(tl.int64))))
+
+
+def test_half_of_an_element_outside_is_outside() -> None:
+    def main(world: Any) -> None:
+        load_wide[(1,)](pkt.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+
+    assert isinstance(outcome(main, 1, 0).failure, OutOfBounds)
 
 
 def test_a_signal_of_the_same_launch_is_not_called_stale() -> None:

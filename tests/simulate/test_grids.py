@@ -88,3 +88,18 @@ def test_the_offset_of_a_tile_has_64_bits() -> None:
     row, col = torch.arange(R)[:, None], torch.arange(C)[None, :]
     wanted = torch.where(row < 3, (12000 + row) * (1 << 20) + C + col, -1)
     assert out.tolist() == wanted.reshape(-1).tolist()
+
+
+@triton.jit
+def plane_of(out, base, b, d):
+    x = Layout(base, 2, 3, 5, 7, False)
+    ptrs, _ = _elements(x, (b, d, 0, 0), 4, 4)
+    at = (ptrs.to(tl.int64) - base.to(tl.int64)) // 4
+    tl.store(out + tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 4)[None, :], at)
+
+
+@pytest.mark.parametrize(("b", "d"), [(0, 2), (1, 0), (1, 2)])
+def test_a_tile_lies_in_its_matrix_of_its_batch(b: int, d: int) -> None:
+    out, base = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
+    run(plane_of, (1,), out, base, b, d)
+    assert out.tolist() == [((b * 3 + d) * 5 + row) * 7 + col for row in range(4) for col in range(4)]

@@ -26,7 +26,7 @@ def takes_turns(world: Any, operator: Any, exact: Any, shapes: tuple, *calls: di
     for launch in range(TURNS * len(calls)):
         given = dict(calls[launch % len(calls)])
         dtype = given.pop("dtype", torch.bfloat16)
-        everybody = operands(world, *shapes, dtype, launch)
+        everybody = operands(world, *given.pop("shapes", shapes), dtype, launch)
         given.setdefault("tiles", TILES)
         if given.pop("symmetric", False):
             given["out"] = pkt.empty(shapes[0][0], shapes[1][1], dtype=dtype)
@@ -52,6 +52,10 @@ GATHER, SCATTER = ((48, 64), (64, 32)), ((96, 32), (32, 48))
 CALLS = {
     "gather, chunk": (pkt.all_gather_matmul, gathered, GATHER, [
         {"mode": "push", "num_comm_sms": 1, "chunk": 16}, {"mode": "push", "num_comm_sms": 1, "chunk": 32},
+    ]),
+    "gather, columns, and so programs": (pkt.all_gather_matmul, gathered, GATHER, [
+        {"mode": "push", "num_comm_sms": 1, "chunk": 16, "shapes": ((16, 64), (64, 16))},
+        {"mode": "push", "num_comm_sms": 1, "chunk": 16, "shapes": ((16, 64), (64, 64))},
     ]),
     "gather, communicators": (pkt.all_gather_matmul, gathered, GATHER, [
         {"mode": "push", "num_comm_sms": 1, "chunk": 16}, {"mode": "push", "num_comm_sms": 2, "chunk": 16},

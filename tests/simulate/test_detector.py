@@ -116,6 +116,31 @@ def test_a_tile_with_two_authors_is_held_against_both() -> None:
     assert (race.first.rank, race.second.rank, race.second.kind) == (0, 1, "load")
 
 
+@triton.jit
+def half_after_the_signal(x, out, flags, world):
+    o = tl.arange(0, 8)
+    if world.rank == 0:
+        pl.store(x + tl.arange(0, 4), 1, 1, world)
+        pl.signal(flags, 1, world)
+        pl.store(x + 4 + tl.arange(0, 4), 2, 1, world)
+    else:
+        pl.wait(flags, 1, world)
+        tl.store(out + o, tl.load(x + o))
+
+
+def test_only_the_part_before_the_signal_is_ordered() -> None:
+    """The load's clock of rank 0 is one below that of the store behind the signal."""
+
+    def main(world: Any) -> None:
+        x, out, flags = pkt.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), pkt.signals(1)
+        half_after_the_signal[(1,)](x, out, flags, world.device)
+        world.barrier()
+
+    (race,) = outcome(main, 2, 0).findings
+    assert race.first.site == line_of(half_after_the_signal, "pl.store(x + 4")
+    assert "x[4]" in str(race)
+
+
 @pytest.mark.parametrize(("low", "overlaps"), [(0, False), (4, False), (5, True), (8, True), (15, True), (16, False)])
 def test_a_pending_store_overlaps_what_it_touches(low: int, overlaps: bool) -> None:
     region = Region(0, 64, np.zeros(64, np.uint8), 0, "x", "data", 1, (64,))

@@ -53,11 +53,11 @@ CALLS = {
     "gather, chunk": (pkt.all_gather_matmul, gathered, GATHER, [
         {"mode": "push", "num_comm_sms": 1, "chunk": 16}, {"mode": "push", "num_comm_sms": 1, "chunk": 32},
     ]),
-    "gather, columns, and so programs": (pkt.all_gather_matmul, gathered, GATHER, [
-        {"mode": "push", "num_comm_sms": 1, "chunk": 16, "shapes": ((16, 64), (64, 16))},
+    "gather, columns, and so tasks": (pkt.all_gather_matmul, gathered, GATHER, [
+        {"mode": "push", "num_comm_sms": 1, "chunk": 16, "shapes": ((16, 64), (64, 48))},
         {"mode": "push", "num_comm_sms": 1, "chunk": 16, "shapes": ((16, 64), (64, 64))},
     ]),
-    "gather, communicators": (pkt.all_gather_matmul, gathered, GATHER, [
+    "gather, communicators, and so programs": (pkt.all_gather_matmul, gathered, ((16, 64), (64, 16)), [
         {"mode": "push", "num_comm_sms": 1, "chunk": 16}, {"mode": "push", "num_comm_sms": 2, "chunk": 16},
     ]),
     "gather, rows of a tile": (pkt.all_gather_matmul, gathered, GATHER, [

@@ -4,6 +4,7 @@
 #   make test        the tests that need no GPU
 #   make newest      the language's and the simulator's tests on the newest Triton release
 #   make test-gpu    the tests that need GPUs
+#   make mutants     mistakes made in copies of the tree, one at a time: tests must notice each
 #   make lint types  ruff, mypy
 #   make bench       the simulator's speed, written to benchmarks/results/
 #
@@ -27,7 +28,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: setup demo test newest test-gpu lint types bench format clean
+.PHONY: setup demo test newest test-gpu mutants lint types bench format clean
 
 setup: $(STAMP)
 
@@ -62,6 +63,9 @@ newest: .newest/.installed
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(ARGS)
+
+mutants: $(STAMP)
+	$(PY) -m tests.mutation --jobs $(JOBS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

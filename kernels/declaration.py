@@ -153,6 +153,8 @@ class Call:
         """Settings as the caller gave them, or the tuner found them."""
         self.asked = mode
         """The form that the caller named."""
+        self.case: tuple[Any, ...] | None = None
+        """The case that the tuner's settings are for; None if they are not the tuner's."""
         self.mode = ""
         """The form that is taken."""
         self.settings: dict[str, Any] = {}

@@ -24,6 +24,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pkt.errors import CollectiveMismatch, DtypeError, ShapeError, Unsupported
+from pkt.errors import CollectiveMismatch, DtypeError, PktError, ShapeError, Unsupported
 from pkt.model import rates
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import H200, Gpu
@@ -143,7 +144,14 @@ class Operator:
         self._check_form(call, form)
         self._agree(call, form)
         if form.complete is not None:
-            call.settings = dict(form.complete(call))
+            try:
+                call.settings = dict(form.complete(call))
+            except (ShapeError, DtypeError, Unsupported) as error:
+                if call.case is None:
+                    raise
+                self._ignored(error)  # on all ranks, which have these settings of rank 0
+                world.lasting["tune.settings"][call.case] = {}
+                return self.plan(world, tensors, keywords)
         return self._filled(call, form)
 
     def planned(self, world: World, *tensors: Any, **keywords: Any) -> Launch:
@@ -209,9 +217,7 @@ class Operator:
                 mode = self._fastest(call, self._forecast(call, key))
         call.mode = mode or self.default(call)
         form = self.forms[call.mode]
-        for name in call.given:
-            if name not in form.settings:
-                raise call.refuse(name, call.given[name], f'none with mode "{call.mode}"')
+        self._check_names(call, call.mode)
         unfit = form.fits(call)
         if unfit:
             raise Unsupported.here(
@@ -253,9 +259,40 @@ class Operator:
             if call.world.capturing:
                 raise Unsupported.captured(call.world.rank, case)
             known[case] = dict(_advice[0](self, key, call.world))
-        settings = dict(known[case])
+        try:
+            settings = self.settled(call, known[case])
+            form = self.forms.get(settings.get("mode", ""))
+            if form is not None:
+                if form.fits(call):
+                    return {}
+                self._check_reach(call, form)
+        except PktError as error:
+            self._ignored(error)
+            return {}
+        call.case = case if settings else None
+        return settings
+
+    def _ignored(self, error: PktError) -> None:
+        warnings.warn(f"pkt.tune: settings that were tuned for {self.name} are ignored: {error}", stacklevel=2)
+
+    def settled(self, call: Call, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that a tuner or its cache offers, checked as if the caller had given them. Raises what the caller
+        would get."""
         mode = settings.get("mode")
-        return {} if mode is not None and self.forms[mode].fits(call) else self._checked(call, settings)
+        if mode is not None:
+            choice(*self.forms)(call, "mode", mode)
+        given, call.given = call.given, {name: value for name, value in settings.items() if name != "mode"}
+        try:
+            self._check_names(call, mode or self.default(call))
+        finally:
+            call.given = given
+        return self._checked(call, dict(settings))
+
+    def _check_names(self, call: Call, mode: str) -> None:
+        """The form takes every setting that is given. Raises ShapeError."""
+        for name in call.given:
+            if name not in self.forms[mode].settings:
+                raise call.refuse(name, call.given[name], f'none with mode "{mode}"')
 
     def _forecast(self, call: Call, key: Mapping[str, Any]) -> Forecast:
         """The forms for a case, kept in the world: ranks that call again must take the same."""
@@ -279,16 +316,19 @@ class Operator:
 
     def _check_form(self, call: Call, form: Form) -> None:
         """What depends on the form: who must be symmetric, and what may share memory."""
-        for name in form.symmetric:
-            checks.check_tensor(call.name, name, call.tensors[name], call.world, peers=True)
-        first = next(iter(self.tensors))
-        if form.dtypes:
-            checks.check_tensor(call.name, first, call.tensors[first], call.world, dtypes=form.dtypes)
+        self._check_reach(call, form)
         out = call.tensors.get("out")
         if out is not None:
             for name in self.tensors:
                 if call.tensors[name] is not None:
                     checks.check_apart(call.name, call.tensors[name], out, call.world, self.place(call), name)
+
+    def _check_reach(self, call: Call, form: Form) -> None:
+        for name in form.symmetric:
+            checks.check_tensor(call.name, name, call.tensors[name], call.world, peers=True)
+        first = next(iter(self.tensors))
+        if form.dtypes:
+            checks.check_tensor(call.name, first, call.tensors[first], call.world, dtypes=form.dtypes)
 
     def _agree(self, call: Call, form: Form) -> None:
         """Every rank makes this call. Raises CollectiveMismatch."""

@@ -26,13 +26,21 @@ Rates = Mapping[str, float]
 
 
 def folder() -> Path:
-    """The folder of pkt's files about this machine: PKT_TUNE_CACHE, or one in the user's cache directory."""
+    """The folder of pkt's files about this machine: PKT_TUNE_CACHE, or one in the user's cache directory. Raises
+    OSError if the user has no home directory."""
     given = os.environ.get("PKT_TUNE_CACHE")
     if given:
-        return Path(given).expanduser()
-    import platformdirs
+        found = os.path.expanduser(given)
+    else:
+        import platformdirs
 
-    return platformdirs.user_cache_path("pkt") / "tune"
+        try:
+            found = str(platformdirs.user_cache_path("pkt") / "tune")
+        except RuntimeError:  # newer releases raise where older ones leave the ~
+            found = "~"
+    if found.startswith("~"):  # nothing expands it where the user is unknown
+        raise OSError("there is no home directory: set HOME or PKT_TUNE_CACHE")
+    return Path(found)
 
 
 def measured(name: str) -> Rates | None:

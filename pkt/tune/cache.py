@@ -2,8 +2,11 @@
 
 Each operator or kernel has a file under PKT_TUNE_CACHE or the user's cache directory: {"format": 1, "choices": {case:
 choice}}, where a case is everything that a choice depends on, as text. Only rank 0 reads and writes. A writer holds a
-lock, reads the file, adds its choice and replaces the file, so readers need no lock and two writers lose nothing. A
-file in another format is left as it is, with one warning.
+lock, reads the file, adds its choice and replaces the file, so readers need no lock and two writers lose nothing.
+
+Other people and programs can write to the folder, so nothing in it is trusted. Only regular files are opened, no
+symbolic link is followed, at most MOST_BYTES are read, and a writer waits LOCK_SECONDS for the lock. Anything else
+costs one warning, and the tuner goes on as if nothing was kept. A file in another format is left as it is.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
+import stat
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +36,12 @@ from pkt.model.rates import folder
 from pkt.runtime.world import World
 
 FORMAT = 1
+MOST_BYTES = 16 << 20
+"""Of a file: about 50,000 choices."""
+LOCK_SECONDS = 5.0
+"""A writer holds the lock for milliseconds."""
+DEEPEST = 4  # lists in lists in a setting
+LONGEST = 1000  # characters of a text in a setting
 
 # Choices made on a modelled clock. They are no measurements, so no file keeps them.
 _simulated: dict[str, dict[str, Any]] = {}
@@ -64,7 +76,7 @@ def load(world: World, what: str, text: str) -> Config | None:
     if _modelled(world):
         choice = _simulated.get(what, {}).get(text)
     else:
-        choice = (_read(_path(what)) or {}).get(text)
+        choice = _choices(what).get(text)
     return None if choice is None else Config.of(choice["config"])
 
 
@@ -72,7 +84,7 @@ def kept(what: str, key: Mapping[str, Any], ranks: int, machine: Mapping[str, An
     """{"config", "seconds", "date"} of the choice for the operator `what` in the case `key`, or None; without a world.
     machine: those entries of `machine`'s result that are known. Of several choices that fit, the last one."""
     facts = {"source": "", "key": dict(key), "ranks": ranks, **machine, **_versions()}
-    fitting = [c for text, c in (_read(_path(what)) or {}).items() if facts.items() <= json.loads(text).items()]
+    fitting = [c for text, c in _choices(what).items() if facts.items() <= _facts(text).items()]
     return max(fitting, key=lambda choice: choice.get("date", ""), default=None)
 
 
@@ -82,8 +94,11 @@ def store(world: World, what: str, text: str, config: Config, seconds: float) ->
     if _modelled(world):
         _simulated.setdefault(what, {})[text] = choice
         return
-    path = _path(what)
+    path: Path | str = what
     try:
+        if not _is_choice(choice):
+            raise OSError(f"{config} in {seconds} s is longer than a reader takes, or has numbers that are none")
+        path = _path(what)
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
             choices = _read(path)
@@ -104,13 +119,23 @@ def _path(what: str) -> Path:
     return folder() / f"{name}.json"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """The choices of a file; {} where there is no file; None, with one warning, for a file in another format."""
+def _choices(what: str) -> dict[str, Any]:
+    """The choices for `what`; {} if there are none that can be read, with one warning."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        path = _path(what)
+    except OSError as error:
+        _warn(what, f"has no cache ({error})")
+        return {}
+    return _read(path) or {}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The choices of a file; {} if there is no file; None, with one warning, for a file in another format."""
+    try:
+        content = json.loads(_text(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _warn(path, f"cannot be read ({error}): it is ignored; remove it to tune into a new one")
         return None
     choices = content.get("choices") if isinstance(content, dict) and content.get("format") == FORMAT else None
@@ -120,31 +145,95 @@ def _read(path: Path) -> dict[str, Any] | None:
     return choices
 
 
+def _facts(text: str) -> dict[str, Any]:
+    """What the text of a case says; {} if it says nothing."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _is_choice(choice: Any) -> bool:
-    config = choice.get("config") if isinstance(choice, dict) else None
-    kept = (str, int, float, list, type(None))  # bool is an int
-    return isinstance(config, dict) and all(isinstance(value, kept) for value in config.values())
+    """Whether `store` could have made this. The operator or kernel checks the names and values of the settings."""
+    if not isinstance(choice, dict) or not isinstance(choice.get("config"), dict):
+        return False
+    seconds, date = choice.get("seconds"), choice.get("date", "")
+    if (
+        not isinstance(seconds, (int, float))
+        or not seconds > 0
+        or isinstance(seconds, bool)
+        or not isinstance(date, str)
+    ):
+        return False
+    return all(map(_is_setting, (seconds, date, *choice["config"], *choice["config"].values())))
+
+
+def _is_setting(value: Any, deep: int = 0) -> bool:
+    if isinstance(value, str):
+        return len(value) <= LONGEST and not any("\ud800" <= c <= "\udfff" for c in value)  # lone surrogates, no text
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):  # bool is one
+        return -(1 << 63) <= value < 1 << 63
+    if isinstance(value, (list, tuple)):
+        return deep < DEEPEST and all(_is_setting(part, deep + 1) for part in value)
+    return value is None
+
+
+# ---------------------------------------------------------------------------------------------------------- the files
+def _open(path: Path | str, flags: int) -> int:
+    """A descriptor of a regular file. Does not block. Raises OSError for a symbolic link, FIFO, device or folder."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(f"{os.fspath(path)} is no regular file")
+
+
+def _text(path: Path) -> str:
+    """The content of a file of at most MOST_BYTES. Raises OSError, ValueError."""
+    with open(_open(path, os.O_RDONLY), "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(f"it is longer than {MOST_BYTES} bytes")
+    return content.decode()
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time. The lock ends with the process that holds it."""
-    with open(f"{path}.lock", "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """One writer at a time. The lock ends with the process that holds it. Raises OSError after LOCK_SECONDS."""
+    lock, end = f"{path}.lock", time.monotonic() + LOCK_SECONDS
+    descriptor = _open(lock, os.O_RDWR | os.O_CREAT)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise OSError(f"another process has held {lock} for {LOCK_SECONDS:g} s") from None
+                time.sleep(0.01)
         yield
+    finally:
+        os.close(descriptor)
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file so that readers see the whole old or the whole new one. Call it under the lock."""
+    """Replace a file so that readers see the whole old or the whole new one. Call it under the lock. Raises OSError."""
+    written = json.dumps(content, indent=1, sort_keys=True).encode()
+    if len(written) > MOST_BYTES:
+        raise OSError(f"it would be longer than {MOST_BYTES} bytes: remove it to tune into a new one")
     fresh = Path(f"{path}.new")
-    with open(fresh, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, sort_keys=True)
+    fresh.unlink(missing_ok=True)  # of a writer that died
+    with open(_open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(written)
         file.flush()
         os.fsync(file.fileno())
     os.replace(fresh, path)
 
 
-def _warn(path: Path, what: str) -> None:
+def _warn(path: Path | str, what: str) -> None:
     if str(path) not in _warned:
         _warned.add(str(path))
         warnings.warn(f"pkt.tune: {path} {what}", stacklevel=2)

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.errors import DtypeError, PktError, ShapeError, Unsupported
 from pkt.kernels.operator import Operator
 from pkt.model.config import NCCL, Config, nccl_wanted
 from pkt.model.cost import DTYPES, Estimate, library, modelled
@@ -181,7 +181,7 @@ def _found(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) 
     near = tables.near(operator, key, gpu, size)
     if near and near[1] == 0:
         times |= {c.config: c.time for c in near[0].candidates if c.time is not None}
-    kept = None if gpu == SIMULATED else cache.kept(operator.name, key, size, machine)
+    kept = None if gpu == SIMULATED else _kept(operator, key, machine)
     if kept is not None:
         times[Config.of(kept["config"])] = kept["seconds"]
     config, why = _taken(operator, key, gpu, kept)
@@ -203,6 +203,18 @@ def _found(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) 
     )
     limit = max(library(key).total, _sent(operator, key) / H200.link) if has_model else None
     return Explanation(operator, {**key, "gpu": gpu}, config, why, rows, limit)
+
+
+def _kept(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The choice that was tuned here, unless a call would refuse it."""
+    kept = cache.kept(operator.name, key, key["size"], machine)
+    if kept is not None:
+        call = operator.describe(key, gpu_here(machine["gpu"]))
+        try:
+            operator.settled(call, Config.of(kept["config"]))
+        except PktError:  # the call warns
+            return None
+    return kept
 
 
 def _taken(operator: Operator, key: dict[str, Any], gpu: str, kept: Mapping[str, Any] | None) -> tuple[Config, str]:

@@ -21,6 +21,10 @@ from greenlet import getcurrent, greenlet
 from triton.runtime.jit import JITFunction
 
 
+class TooManyArrivals(AssertionError):
+    """A phase of an mbarrier got more arrivals than it has."""
+
+
 class Stuck(AssertionError):
     """Every partition waits, and no operation is left to run."""
 
@@ -106,7 +110,8 @@ class Barrier:
 
     def step(self) -> None:
         assert self.count, "not initialised"
-        assert self.pending >= 0, "more arrivals than a phase has"
+        if self.pending < 0:
+            raise TooManyArrivals
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
             self.pending = self.count

@@ -66,14 +66,22 @@ def bias(N: int, finish: bool) -> Vector | None:
     return Vector(np.arange(N, dtype=np.float32) - N // 2) if finish else None
 
 
+class Wrong(AssertionError):
+    """A result that is not the exact one; no other assertion of a run says so."""
+
+
 def assert_exact(found: np.ndarray, exact: np.ndarray, finish: bool, gated: bool = False) -> None:
-    """finish: add `bias` and apply relu to `exact` first. gated: swiglu in its place, where silu(x) is x."""
+    """finish: add `bias` and apply relu to `exact` first. gated: swiglu in its place, where silu(x) is x. Raises
+    Wrong."""
     n = exact.shape[1]
     if finish:
         exact = exact + np.arange(n) - n // 2
     if gated:
         exact = exact[:, 0::2] * exact[:, 1::2]
-    np.testing.assert_array_equal(found, np.maximum(exact, 0) if finish and not gated else exact)
+    try:
+        np.testing.assert_array_equal(found, np.maximum(exact, 0) if finish and not gated else exact)
+    except AssertionError as error:
+        raise Wrong(str(error)) from None
 
 
 # ----------------------------------------------------------------------------------------------- all_gather_matmul

@@ -1,5 +1,7 @@
 """The instructions of each synchronisation function: their order, their scopes and the threads that execute them."""
 
+import re
+
 import pytest
 import triton
 import triton.language as tl
@@ -220,3 +222,19 @@ def test_epoch_counts_an_arrival_in_one_thread(arch):
     k = compiled(epoch_kernel, "*int32", device_world(), arch=arch)
     one = "one:atomic.relaxed.gpu.add.u64"
     assert order(k) == [one, one, "one:st.global.b32"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_all_threads_get_the_value_farthest_ahead(arch):
+    """Of the values that the threads have found: a smaller one could be of an earlier round."""
+    k = compiled(wait_result_kernel, "*int32", 7, device_world(0, 2), arch=arch)
+    text = k.asm["ptx"]
+    assert "max.s32" in text
+    assert not re.search(r"\bmin\.|\.min\.|max\.u32", text)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_an_epoch_counts_programs_in_32_bits(arch):
+    text = compiled(epoch_kernel, "*int32", device_world(0, 2), arch=arch).asm["ptx"]
+    assert not re.search(r"cvt\.\w+\.[su](8|16)\b|cvt\.[su](8|16)\.", text)
+    assert "atom.global.gpu.relaxed.add.u64" in text.replace(".gpu.global", ".global.gpu") or "add.u64" in text

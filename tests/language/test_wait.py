@@ -207,3 +207,17 @@ def test_a_program_writes_at_most_one_record():
         run([thread], tick=scene.tick)
         assert thread.done
     assert len(scene.records()) == scene.status(RANK, 1) == 1
+
+
+def test_a_record_is_released_after_its_words():
+    """The host counts records with an acquire, and reads their words: only the addition that counts it publishes."""
+    text = Scene().text
+    (count,) = re.findall(r"red\.(\S+) \[", text)
+    assert count == "release.sys.global.add.u32"
+    last = max(
+        match.start()
+        for match in re.finditer(r"st\.relaxed\.sys\.global\.b32 \[at \+ \d+\]", text[: text.index("red.")])
+    )
+    assert last < text.index("red.")
+    assert f"setp.lt.u32 q, i, {SIZE};" in text, "the abort word is raised on every rank and nowhere else"
+    assert text.index("atom.relaxed.sys.global.cas") < text.index("st.relaxed.sys.global.b32 [at]")

@@ -133,3 +133,23 @@ def test_many_holes_split_and_vanish():
     for offset in offsets[1::2]:
         ledger.free(offset)
     assert ledger.holes() == [(0, 1 << 20)]
+
+
+def test_a_chunk_that_begins_later_is_still_found_by_address():
+    """The first hole of a chunk gives its beginning away; then blocks before it are freed into the chunk before."""
+    ledger, plain = Ledger(1 << 20), Plain(1 << 20, 0)
+    offsets = [ledger.allocate(512) for _ in range(2048)]
+    assert offsets == [plain.allocate(512) for _ in range(2048)]
+    for offset in offsets[::2]:
+        ledger.free(offset)
+        plain.free(offset)
+    assert len(ledger._chunks) > 4
+    for _ in range(600):  # the first hole of each chunk loses its first half, chunk after chunk
+        assert ledger.allocate(256) == plain.allocate(256)
+        assert ledger._starts == [chunk.offsets[0] for chunk in ledger._chunks]
+    for offset in [*offsets[1::2], *[o for o in plain.live if o not in offsets[1::2]]]:
+        if offset in plain.live:
+            ledger.free(offset)
+            plain.free(offset)
+            assert ledger.holes() == plain.gaps
+    check(ledger)

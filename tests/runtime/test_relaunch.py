@@ -119,14 +119,16 @@ def address(x: Any) -> Any:
     return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 
-def prepared(kernel: Any, args: tuple[Any, ...], scratch: int = 0, **named: Any) -> tuple[Any, Any, Any]:
+def prepared(
+    kernel: Any, args: tuple[Any, ...], scratch: int = 0, grid: tuple[int, ...] = (4,), **named: Any
+) -> tuple[Any, Any, Any]:
     """repeat(*args), its launcher, and the compiled kernel."""
-    named = {"launch_cooperative_grid": True, "grid": (4,)} | named
+    named = {"launch_cooperative_grid": True, "grid": grid} | named
     options = {k: v for k, v in named.items() if k not in ("grid", "launch_cooperative_grid")}
     compiled = compile_only(kernel, *map(standing, args), **options)
     launcher = compiled._run = CudaLauncher(compiled, scratch)
     compiled.module, compiled.function = object(), FUNCTION
-    repeat = repeated(kernel, compiled, (4,), args, named)
+    repeat = repeated(kernel, compiled, grid, args, named)
     return lambda *args: repeat(args, STREAM), launcher, compiled
 
 
@@ -241,18 +243,33 @@ def test_no_tensor_is_kept() -> None:
     assert [ref() for ref in gone] == [None] * 5
 
 
-def test_a_kernel_gets_the_scratch_memory_it_needs() -> None:
+@pytest.mark.parametrize(("grid", "programs"), [((4,), 4), ((4, 3), 12), ((4, 3, 5), 60), ((1, 1, 7), 7)])
+def test_a_kernel_gets_the_scratch_memory_it_needs(grid: tuple[int, ...], programs: int) -> None:
     asked = []
     args = plain_args()
-    repeat, launcher, compiled = prepared(plain_kernel, args, scratch=128, BLOCK=64)
+    repeat, launcher, compiled = prepared(plain_kernel, args, scratch=128, grid=grid, BLOCK=64)
     before = _allocation._allocator.get()
     triton.set_allocator(lambda *how: asked.append(how) or "room")
     try:
         assert repeat(*args) is compiled
     finally:
         triton.set_allocator(before)
-    assert asked == [(4 * 128, 0, STREAM)]
+    assert asked == [(programs * 128, 0, STREAM)]
+    assert launcher.launches[0][:3] == (*grid, 1, 1)[:3]
     assert launcher.launches[0][7] == "room"
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_alignment_of_a_tensor_decides_the_kernel(aligned: bool) -> None:
+    """Both ways: a kernel for aligned addresses takes no other, and one for any takes no aligned one, for which Triton
+    would compile another."""
+    room = torch.empty(64 + 8)
+    of, other = room[: 64 if aligned else 65][0 if aligned else 1 :], room[1:65] if aligned else room[4:68]
+    assert [x.data_ptr() % 16 == 0 for x in (of, other)] == [aligned, not aligned]
+    take = relaunch._address(of)
+    assert take(of) == of.data_ptr()
+    assert take(other) is relaunch.OTHER
+    assert take(other.view(torch.int32)) is relaunch.OTHER
 
 
 @pytest.mark.parametrize("kernel", [described_kernel, gluon_kernel])
@@ -356,3 +373,12 @@ def test_unknown_launchers_are_left_to_triton(why: str, monkeypatch: pytest.Monk
     repeat = repeated(plain_kernel, compiled, (4,), args, {"BLOCK": 64, "grid": (4,)})
     assert repeat(args, STREAM) is None
     assert not launcher.launches
+
+
+def test_a_tuple_of_another_length_is_left_to_triton() -> None:
+    x = torch.zeros(4)
+    take = relaunch._pointers((x, 3))
+    assert take is not None
+    assert take((x, 3)) == (x.data_ptr(), 3)
+    for other in ((x,), (x, 3, 4), (x, 3, x), [x, 3], (x, 4), (3, x)):
+        assert take(other) is relaunch.OTHER

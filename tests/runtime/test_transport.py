@@ -276,7 +276,8 @@ def test_a_server_without_the_token_learns_nothing_and_is_refused(meeting):
 
 
 @pytest.mark.parametrize(
-    ("mode", "text"), [(0o755, "drwxr-xr-x"), (0o750, "drwxr-x---"), (0o710, "drwx--x---"), (0o701, "drwx-----x")]
+    ("mode", "text"),
+    [(0o755, "drwxr-xr-x"), (0o750, "drwxr-x---"), (0o710, "drwx--x---"), (0o701, "drwx-----x"), (0o702, "drwx----w-")],
 )
 def test_a_directory_that_others_can_enter_is_refused(meeting, mode, text):
     os.chmod(meeting.directory, mode)
@@ -318,6 +319,27 @@ def test_a_wrong_heap_leaves_no_directory(meeting):
     with pytest.raises(ShapeError):
         open_world(forked.place(meeting, 0, 2), 0, "seven", 1.0)
     assert not os.path.exists(meeting.directory)
+
+
+def test_a_rank_that_has_joined_cannot_join_again(meeting):
+    """The second one has the token, too; the first keeps its place, and the rank that is missing is waited for."""
+    joined, second = [], []
+
+    def joins():
+        deadline = time.monotonic() + 5.0
+        joined.append(rendezvous._join(meeting, bytes.fromhex(meeting.token), 1, 0, deadline))
+        with pytest.raises((ConnectionError, TimeoutError)) as caught:
+            rendezvous._join(meeting, bytes.fromhex(meeting.token), 1, 0, time.monotonic() + 0.5)
+        second.append(caught.value)
+
+    thread = threading.Thread(target=joins)
+    thread.start()
+    with pytest.raises(WaitTimeout, match="as rank 1 a second time") as caught:
+        connect(meeting, 0, 3, 1.5)
+    thread.join()
+    assert "waits for rank 2" in str(caught.value)
+    assert len(second) == 1
+    joined[0].close()
 
 
 def test_another_token_is_another_world(meeting):

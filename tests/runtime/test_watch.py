@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +64,37 @@ def test_every_rank_reports_an_expired_wait():
 def test_a_kernel_is_found_by_its_hash_among_frozen_objects():
     gc.freeze()
     assert watch.kernel_name(words.site_hash("spinning_kernel")) == "spinning_kernel"
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 3.0, 4.2, 5.0, 10.0, 3600.0])
+def test_any_deadline_is_two_words_of_32_bits(seconds):
+    """3.0 s are nanoseconds with bit 31 set, 5.0 s are more than 32 bits."""
+    written = []
+    driver = SimpleNamespace(write_words=lambda address, values, device: written.append((address, values)))
+    transport = SimpleNamespace(lost=dict)
+    backend = SimpleNamespace(driver=driver, base=1 << 40, device_index=0, transport=transport)
+    watch.Watch(backend, None, seconds).close()
+    ((address, values),) = written
+    assert address == (1 << 40) + 4 * words.STATUS_DEADLINE
+    assert all(-(1 << 31) <= word < 1 << 31 for word in values)
+    assert torch.tensor(values, dtype=torch.int32).view(torch.int64).item() == int(seconds * 1e9)
+
+
+@pytest.mark.parametrize("offset", [4096, (1 << 31) + 64, (5 << 32) + (1 << 31) + 128])
+@pytest.mark.parametrize("compare", ["ge", "ne", "lt"])
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_record_names_counters_far_into_the_heap(offset, compare, aborted):
+    low, high = torch.tensor([offset]).view(torch.int32).tolist()
+    code = words.CMP_CODES[compare] | (words.CMP_ABORTED if aborted else 0)
+    fields = {
+        "rank": 1, "program": 2, "cmp": code, "wanted": 3, "found": 4, "offset_low": low, "offset_high": high,
+        "epoch": 0, "site": 0,
+    }  # fmt: skip
+    asked = []
+    heap = SimpleNamespace(backend=SimpleNamespace(base=1 << 40), find=asked.append)
+    found = watch.waiting(fields, heap)
+    assert asked == [(1 << 40) + offset]
+    assert (found.counter, found.compare, found.launch) == (f"heap offset {offset:#x}", compare, None)
 
 
 def test_incomplete_records_are_left_out():

@@ -94,7 +94,10 @@ def test_a_message_without_its_signal_is_a_race(how: str) -> None:
     assert race.first.rank != race.second.rank
     load = line_of(send, "tl.load(x + N + o)" if how == "signal first" else "tl.store(out + o, tl.load(x + o))")
     store = line_of(send, "pl.store(x + N + o" if how == "signal first" else "pl.store(x + o")
-    assert {race.first.site, race.second.site} == {load, store}
+    assert {(race.first.kind, race.first.site), (race.second.kind, race.second.site)} == {
+        ("load", load),
+        ("store", store),
+    }
 
 
 @pytest.mark.parametrize("how", ["no wait", "no signal", "relaxed signal"])

@@ -58,17 +58,28 @@ def test_pkt_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache._versions.__wrapped__()["pkt"] == "source"
 
 
-@pytest.mark.parametrize("change", ["key", "name", "size", "gpu", "versions"])
-def test_choices_differ_by_case_name_size_gpu_and_versions(change, monkeypatch):
+@pytest.mark.parametrize("change", ["key", "name", "size", "gpu", "sms", "topology", "versions"])
+def test_choices_differ_by_case_name_size_machine_and_versions(change, monkeypatch):
     tuned(key={"m": 64})
     machine = cache.machine
-    if change == "gpu":
-        monkeypatch.setattr(cache, "machine", lambda world: {**machine(world), "gpu": "another"})
+    if change in ("gpu", "sms", "topology"):
+        assert change in in_threads(1, machine)[0]
+        monkeypatch.setattr(cache, "machine", lambda world: {**machine(world), change: "another"})
     if change == "versions":
         monkeypatch.setattr(cache, "_versions", lambda: {"pkt": "next"})
     size = 2 if change == "size" else 1
     found = looked_up(size, {"m": 65 if change == "key" else 64}, "other" if change == "name" else "op")
     assert found == [None] * size
+
+
+@pytest.mark.parametrize(("multicast", "topology"), [(True, "multicast"), (False, "peer")])
+def test_a_machine_is_its_gpu_its_sms_and_whether_it_has_multicast(multicast, topology):
+    world = SimpleNamespace(backend=SimpleNamespace(gpu="NVIDIA H200"), num_sms=132, multicast=multicast, size=2)
+    assert cache.machine(world) == {"gpu": "NVIDIA H200", "sms": 132, "topology": topology}
+    facts = json.loads(cache.case(world, "its source", {"m": 1}))
+    assert facts == {
+        "source": "its source", "key": {"m": 1}, "ranks": 2, **cache.machine(world), **cache._versions()
+    }  # fmt: skip
 
 
 def test_two_cases_live_in_one_file(own_cache):

@@ -430,3 +430,17 @@ def test_restore_gives_changed_arguments_their_values_back():
     for seen, x in in_threads(2, main):
         assert seen == [5.0] * 4
         assert x == [5.0] * 3
+
+
+@pytest.mark.parametrize(("count", "stay"), [(3, 2), (5, 3), (7, 4), (8, 4)])
+def test_of_an_odd_number_the_greater_half_stays(count, stay):
+    """The times scatter more than the candidates differ, so no candidate is left behind for its time."""
+    _, asked = searched(1, count, seconds=lambda n: 1.0 + 0.01 * n, noise=5.0, seed=count)
+    later = [n for n, _ in asked[count * rules.REPEATS :]]
+    assert later.index(later[0], 1) == stay
+    assert set(later[:stay]) == set(later[stay : 2 * stay])
+
+
+@pytest.mark.parametrize(("count", "most", "wanted"), [(100, 0.12, 12), (100, 0.01, 8), (5, 0.5, 5), (40, 1.0, 40)])
+def test_how_many_candidates_are_measured(count, most, wanted):
+    assert rules.slots(count, most) == wanted

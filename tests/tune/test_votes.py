@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from pkt.errors import PeerLost, WaitTimeout
+from pkt.errors import CandidateMismatch, CollectiveMismatch, PeerLost, WaitTimeout
 from pkt.model.config import Config
 from pkt.runtime.processes.rendezvous import prepare
 from pkt.runtime.workers.interrupts import Interrupts
@@ -194,3 +194,21 @@ def test_worlds_over_subgroups_tune_by_themselves():
     assert [found[0][0].best["n"], found[2][0].best["n"]] == [0, 3]
     assert [len(found[0][0].candidates), len(found[2][0].candidates)] == [4, 8]
     assert {together.best["n"] for _, together in found} == {7}
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+@pytest.mark.parametrize("what", ["candidates", "case"])
+def test_any_one_of_three_ranks_that_differs_is_named(other, what):
+    """The one in the middle, too, between two that agree."""
+
+    def main(world):
+        differs = world.rank == other
+        configs = candidates(4)[1 if differs and what == "candidates" else 0 :]
+        key = {"m": 2 if differs and what == "case" else 1}
+        with pytest.raises(CandidateMismatch if what == "candidates" else CollectiveMismatch) as caught:
+            tune(anything, configs=configs, key=key, timer=Rough)
+        return str(caught.value)
+
+    said = in_threads(3, main)
+    assert len(set(said)) == 1
+    assert f"rank {other}" in said[0]

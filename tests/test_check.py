@@ -1,0 +1,50 @@
+"""The check of the benchmarks' results finds one wrong tile of many, and lets rounding pass."""
+
+import pytest
+import torch
+
+from benchmarks import _check
+from benchmarks._check import BOUND, distance
+
+
+def product(rows, cols):
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("shape", [(2048, 4096), (4096, 2048), (100, 70), (1, 5), (513, 257)])
+@pytest.mark.parametrize("scale", [1.0, -2.0])
+def test_rounding_passes(shape, scale):
+    exact = product(*shape)
+    assert 1e-4 < distance((scale * exact).bfloat16(), exact, scale) < BOUND / 2
+    assert distance(scale * exact, exact, scale) == 0.0
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [(0, 0), (17, 60), (31, 63)])
+def test_one_wrong_tile_of_many_is_found(value, place):
+    """A tile of 64 x 64 of 2,048. If its elements are 0, that is 2.2e-2 of the whole result's norm; of 10,000 1e-2."""
+    exact = product(32 * 64, 64 * 64)
+    found = exact.bfloat16()
+    row, col = 64 * place[0], 64 * place[1]
+    found[row : row + 64, col : col + 64] = value
+    assert distance(found, exact, 1.0) > 5 * BOUND
+
+
+def test_part_of_the_last_slice_counts(monkeypatch):
+    monkeypatch.setattr(_check, "SLICE", 64)
+    exact = product(10, 13)
+    found = exact.clone()
+    found[-1, -1] += 1.0
+    assert distance(found, exact, 1.0) > BOUND
+    assert distance(torch.zeros(0), torch.zeros(0), 1.0) == 0.0
+
+
+def test_a_slice_of_zeros_is_held_against_the_rest(monkeypatch):
+    monkeypatch.setattr(_check, "SLICE", 16)
+    exact = product(4, 16)
+    exact[1] = 0.0
+    found = exact.clone()
+    found[1] = 1e-6
+    assert distance(found, exact, 1.0) < 1e-4
+    found[1] = 1.0
+    assert distance(found, exact, 1.0) > 0.1

@@ -46,7 +46,6 @@ class Atomics(Accesses):
             region = parts[0][0].region
             tensor = f"rank {region.rank}'s {region.element(parts[0][0].first())}"
             raise SignalIndexError.epoch(accessed(task, "atomic", tensor, at))
-        task.polled = parts[0][0] if parts else None
         change = None
         if at.call in SYNC:
             m.census.note(at, "remove", "relax")
@@ -89,6 +88,8 @@ class Atomics(Accesses):
             self.detector.read_relaxed(words, scope)
         if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
             m.pause()
+        if task.looking:
+            self._saw(parts[0][0] if parts else None, out)
         return out.reshape(addresses.shape)
 
     def load_relaxed(self, ptr: Any) -> tl.tensor:
@@ -153,7 +154,8 @@ class Atomics(Accesses):
         for address in words:
             if clock is not None:
                 self.detector.publish(address, clock, task, scope)
-            m.wake(address)
+            if anything:
+                m.wake(address)
         return anything
 
     def _signal(self, at: Site, access: Access) -> Signal:

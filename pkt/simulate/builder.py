@@ -16,6 +16,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as base
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
+from pkt.simulate.loops import POLL, Slice
 from pkt.simulate.numerics import BITS, decode, encode, matmul, to_half, to_integer, to_nearest_tf32
 
 ATOMICS: dict[Any, Any] = {
@@ -278,8 +279,12 @@ class Builder(InterpreterBuilder):
         matched = np.zeros(ptr.data.shape, np.bool_)
         for where in np.ndindex(ptr.data.shape):
             address = TensorHandle(np.asarray(ptr.data[where]).reshape(1), ptr.dtype)
+            self.pkt.enter_loop(POLL, Slice((), frozenset([0]), (), frozenset([0])))
+            self.pkt.look(((POLL, 0),))
             while self.create_atomic_load(address, None, sem, scope).data.item() != expected.data[where]:
-                pass  # every atomic access lets the other programs run
+                self.pkt.iterated(POLL, {})
+            self.pkt.look(())
+            self.pkt.leave_loops((POLL,))
             matched[where] = True
         return handle(matched, tl.int1)
 

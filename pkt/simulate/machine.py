@@ -28,7 +28,6 @@ from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
 MAX_STEPS = 20_000_000  # switches between programs after which a run counts as endless
-SPIN_LIMIT = 1024  # polls of a user's own spin, with no change of memory anywhere, after which it counts as stuck
 
 
 def check_count(call: str, name: str, value: Any) -> None:
@@ -71,6 +70,7 @@ class Machine:
         self.late_signals: list[Callable[[], None]] = []
         self.progress = 0
         self.steps = 0
+        self.round = 0  # number of the round in which all programs spin; a new one where anything else happens
         self.programs = 0
         self.max_steps = max_steps
         self.ended = False
@@ -130,8 +130,24 @@ class Machine:
             task = self.ready.pop(at)
             if self._stopped(task):
                 continue
-            if task.polls > SPIN_LIMIT and self._all_spin(task):
-                raise self._deadlock(spinning=[task, *self.ready])
+            loop = task.spins
+            if loop is not None:
+                self.ready.append(task)
+                others = [i for i, t in enumerate(self.ready) if t.spins is None]
+                if not others:
+                    if self._hopeless():
+                        raise self._deadlock(spinning=self.ready)
+                    turns = [loop.round_same for t in self.ready if (loop := t.spins) is not None]
+                    at = turns.index(min(turns))  # all take turns, a slow rank too
+                elif loop.progress == self.progress:  # it would see the same again
+                    at = others[schedule.pick([self.ready[i] for i in others])]
+                else:
+                    at = -1
+                task = self.ready.pop(at)
+                if self._stopped(task):
+                    continue
+            if task.spins is None:
+                self.round += 1
             self.steps += 1
             if self.steps > self.max_steps:
                 raise Deadlock.endless(self.max_steps, str(schedule))
@@ -239,6 +255,7 @@ class Machine:
                 still.append(task)
         if still:
             self.waiting[address] = still
+            self.round += 1  # the counter may come nearer to the value that they wait for
         else:
             del self.waiting[address]
 
@@ -353,10 +370,19 @@ class Machine:
             return True
         return False
 
-    def _all_spin(self, task: Task) -> bool:
-        """Whether every ready task polls with no change of memory anywhere, and no store or signal is held back."""
-        stuck = all(t.polls > SPIN_LIMIT and t.progress == self.progress for t in (task, *self.ready))
-        return stuck and not self._settle()
+    def _hopeless(self) -> bool:
+        """Whether the ready programs, which all spin, spin for ever. First every store and signal that is held back
+        becomes visible. If then all loops see the same values again for some iterations, nothing can change them."""
+        if all(any(loop.round == self.round for loop in task.loops.values()) for task in self.ready):
+            rounds = ([loop for loop in task.loops.values() if loop.round == self.round] for task in self.ready)
+            return all(any(loop.stuck for loop in loops) for loops in rounds)
+        while self._settle():
+            pass
+        self.round += 1
+        for loop in (loop for task in self.ready for loop in task.loops.values() if loop.spins):
+            loop.round = self.round
+            loop.round_same = loop.round_sure = 0
+        return False
 
     def _stopped(self, task: Task) -> bool:
         lose = self.faults.lose

@@ -16,6 +16,8 @@ from typing import Any
 import greenlet
 import torch
 
+from pkt.simulate.loops import Loop
+
 
 @dataclass(slots=True, eq=False)
 class Task:
@@ -49,9 +51,8 @@ class Task:
     touched: set[int] = field(default_factory=set)  # first addresses of its accesses while it may have been in a spin
     last: Any = None  # the last load: first address, number of elements, number of the access
     repeats: int = 0
-    polled: Any = None  # the last load or atomic
-    idle_iterations: int = 0  # iterations of a `while` since its last access
-    iterated_at: int = 0  # value of `accesses` at the last iteration of a `while`
+    loops: dict[int, Loop] = field(default_factory=dict)  # the `while` loops that it is in, by number
+    looking: list[tuple] = field(default_factory=list)  # expressions that it is in and that may decide about loops
     undrained: bool = False  # it has stored to the heap by TMA since the last drain
 
     def __post_init__(self) -> None:
@@ -60,6 +61,11 @@ class Task:
     @property
     def is_host(self) -> bool:
         return self.launch is None
+
+    @property
+    def spins(self) -> Loop | None:
+        """A loop that the program cannot leave, unless another one changes memory; or None."""
+        return next((loop for loop in self.loops.values() if loop.spins), None) if self.loops else None
 
 
 class Launch:

@@ -234,7 +234,7 @@ class Accesses:
         """As `_before_read` for a volatile load, which is a relaxed atomic load."""
         self._own_stores(access)
         self._charge(access)
-        self.detector.write(access, "atomic", is_async=False)
+        self.detector.look(access, "volatile load")
         words = words_of(access)
         access.region.waited.update(words)
         self.detector.read_relaxed(words, "system")

@@ -145,6 +145,22 @@ class Detector:
         record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
         self.authors[stamp, region.base, "reader"] = (kind, task, site())
 
+    def look(self, access: Access, kind: str) -> None:
+        """Check and record an atomic read of the current program: a wait, a test or a volatile load. It races with
+        plain writes, and with no update."""
+        m, task = self.m, self.m.current
+        region = access.region
+        if not m.races or region.kind == "local":
+            return
+        shadow = self._shadow(region)
+        if shadow.written:
+            self._check(kind, access, Touched(access), m.clocks.fit(task.clock), writer=shadow.writer)
+        column, size = task.column, access.itemsize
+        stamp = int(task.clock[column]) << 32 | column << 16
+        for offset in access.byte_offsets().tolist():
+            shadow.looks.setdefault((offset, size), {})[column] = stamp
+        self.authors[stamp, region.base, "look"] = (kind, task, site())
+
     def write(self, access: Access, kind: str, is_async: bool, at: Site | None = None, scope: str = "system") -> None:
         """Check and record a write or an atomic update. Two updates race only if the scope of one leaves the other
         program out."""
@@ -162,13 +178,20 @@ class Detector:
         stamp = (task.async_clock if is_async else int(task.clock[task.column])) << 32 | column << 16
         task.undrained = task.undrained or is_async
         clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
-        if not (updates and region.kind == "signals"):  # updates of counters never race
+        if updates and region.kind == "signals":  # they race with plain writes of counters only
+            if shadow.written:
+                self._check(kind, access, touched, clock, writer=shadow.writer)
+        else:
             earlier = {} if updates else {"updater": shadow.updater}
             self._check(kind, access, touched, clock, writer=shadow.writer, **earlier)
             if is_async:  # the tile that TMA stores is taken to depend on this program's earlier reads
                 clock = clock.copy()
                 clock[task.column] = task.clock[task.column]
             self._check(kind, access, touched, clock, reader=shadow.reader, reader_before=shadow.other)
+        if not updates:
+            shadow.written = True
+            if shadow.looks:
+                self._check_looks(kind, access, shadow, clock)
         if updates:
             if scope != "system":
                 self.narrow[stamp, region.base] = scope
@@ -183,7 +206,21 @@ class Detector:
         for role, array in earlier.items():
             hit = unordered(touched.get(array), touched, clock)
             if hit is not None:
-                self._report(kind, access, touched, hit, role.removesuffix("_before"))
+                position, stamp = hit
+                self._report(kind, access, touched.offset(position), stamp, role.removesuffix("_before"))
+
+    def _check_looks(self, kind: str, access: Access, shadow: Shadow, clock: np.ndarray) -> None:
+        """Report an atomic read that this write overlaps and that is not ordered before it."""
+        low, high = access.span()
+        for (offset, size), stamps in shadow.looks.items():
+            if not (offset < high and low < offset + size):
+                continue
+            offsets = access.byte_offsets()
+            if not ((offsets < offset + size) & (offsets + access.itemsize > offset)).any():
+                continue
+            late = next((s for column, s in stamps.items() if clock[column] < s >> 32), None)
+            if late is not None:
+                self._report(kind, access, offset, late, "look")
 
     def _check_scopes(
         self, access: Access, touched: Touched, updaters: np.ndarray, clock: np.ndarray, scope: str
@@ -203,7 +240,7 @@ class Detector:
             if at.size:
                 narrow = min(both, key=("cta", "gpu", "system").index)
                 note = f'one of the two is atomic at scope "{narrow}", which leaves the other out: use scope="sys"'
-                self._report("atomic", access, touched, (int(at[0]), stamp), "updater", note)
+                self._report("atomic", access, touched.offset(int(at[0])), stamp, "updater", note)
 
     @staticmethod
     def _shadow(region: Region) -> Shadow:
@@ -211,13 +248,11 @@ class Detector:
             region.shadow = Shadow(region.nbytes)
         return region.shadow
 
-    def _report(
-        self, kind: str, access: Access, touched: Touched, hit: tuple[int, int], role: str, note: str = ""
-    ) -> None:
+    def _report(self, kind: str, access: Access, offset: int, stamp: int, role: str, note: str = "") -> None:
+        """offset: a byte of the region that both accesses touch, or the first of its granule."""
         m, task = self.m, self.m.current
-        position, stamp = hit
         region = access.region
-        address = region.base + max(touched.offset(position), access.span()[0])
+        address = region.base + max(offset, access.span()[0])
         at = site()
         key = (region.name, at, kind)
         if key in self.reported:

@@ -56,12 +56,15 @@ class Shadow:
     """Per granule of one region: the last writer, two readers and the last atomic updater. Each is one packed stamp,
     clock << 32 | column << 16 | mask of the bytes touched."""
 
-    __slots__ = ("writer", "reader", "other", "updater", "narrow")
+    __slots__ = ("writer", "reader", "other", "updater", "narrow", "written", "looks")
 
     def __init__(self, nbytes: int) -> None:
         n = -(-nbytes // GRANULE)
         self.writer, self.reader, self.other, self.updater = (np.zeros(n, np.int64) for _ in range(4))
         self.narrow = False  # some update had a scope narrower than the system
+        self.written = False  # by a plain access or by TMA
+        # (byte offset, bytes) of a word that was read atomically -> column -> stamp. They race with writes only.
+        self.looks: dict[tuple[int, int], dict[int, int]] = {}
 
 
 class Touched:

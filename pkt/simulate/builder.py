@@ -262,7 +262,8 @@ class Builder(InterpreterBuilder):
         expected = _like(cmp.data, ptr.data.shape).reshape(-1)
         values = _like(val.data, ptr.data.shape).reshape(-1)
         update = lambda now, where: np.where(now == expected[where], values[where], now)  # noqa: E731
-        return handle(self.pkt.atomic(ptr.data, None, dtype, update, *_order(sem, scope)), val.dtype)
+        old = self.pkt.atomic(ptr.data, None, dtype, update, *_order(sem, scope), expected=expected)
+        return handle(old, val.dtype)
 
     def create_atomic_load(self, ptr, mask, sem, scope):  # Triton 3.9
         dtype = np_dtype(ptr.get_element_ty())

@@ -89,3 +89,40 @@ def test_a_plain_store_to_a_counter_that_a_peer_looks_at_is_a_race(poll: str) ->
 @pytest.mark.parametrize("how", ["exchange", "reset"])
 def test_atomics_and_ordered_stores_to_a_counter_are_no_race(how: str, poll: str) -> None:
     assert_right(ring_main, 2, (how, poll), range(7))
+
+
+@triton.jit
+def elect(x, lock, count, flags, out, world, HOW: tl.constexpr):
+    """Ranks 0 and 1 store data and try to take the lock on rank 2, which reads once the winner has it and both have
+    counted. The loser's CAS publishes nothing, so its count must."""
+    i = world.rank
+    if i < 2:
+        if i == 1:
+            pl.wait(flags, 1, world)
+        pl.store(x + i, 7, 2, world)
+        tl.atomic_cas(pl.peer(lock, 2, world), 0, 1 + i, sem="acq_rel", scope="sys")
+        if i == 0:
+            pl.signal(flags, 1, world)
+        if HOW == "relaxed":
+            tl.atomic_add(pl.peer(count, 2, world), 1, sem="relaxed", scope="sys")
+        else:
+            tl.atomic_add(pl.peer(count, 2, world), 1, sem="release", scope="sys")
+    else:
+        while tl.atomic_add(count, 0, sem="acquire", scope="sys") < 2:
+            pass
+        if tl.atomic_add(lock, 0, sem="acquire", scope="sys") > 0:
+            tl.store(out, tl.load(x) + tl.load(x + 1))
+
+
+def elect_main(world: Any, how: str) -> None:
+    x, lock, count = (pkt.zeros(4, dtype=torch.int32) for _ in range(3))
+    elect[(1,)](x, lock, count, pkt.signals(1), torch.zeros(1, dtype=torch.int32), world.device, how)
+
+
+def test_a_cas_that_fails_releases_nothing() -> None:
+    assert_right(elect_main, 3, ("release",), range(7))
+    found = failures(lambda world: elect_main(world, "relaxed"), 3, range(7))
+    assert len(found) == 7
+    for error in found.values():
+        assert isinstance(error, pkt.DataRace)
+        assert "[1] by rank 1" in str(error)  # the loser's; the winner's is in order

@@ -242,6 +242,11 @@ class AddressSpace:
         at = bisect.bisect_right(self._starts, address) - 1
         return self._regions[at] if at >= 0 else None
 
+    def following(self, address: int) -> Region | None:
+        """The first region that begins after `address`."""
+        at = bisect.bisect_right(self._starts, address)
+        return self._regions[at] if at < len(self._regions) else None
+
     def holding(self, address: int) -> Region | None:
         """The region, in use or freed, that contains `address`."""
         region = self.nearest(address)

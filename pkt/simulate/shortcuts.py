@@ -15,6 +15,8 @@ from triton._C.libtriton import ir
 from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
+from pkt.simulate.sites import site
+
 # By name: comparing Triton's types costs more than adding two numbers.
 INTEGERS = frozenset({"int32", "int64"})
 PLAIN = INTEGERS | {"fp32", "fp16"}
@@ -187,10 +189,19 @@ def cast(slow: Callable) -> Callable:
     return call
 
 
-def peer(slow: Callable) -> Callable:
-    """`pkt.language.address.peer` for one rank, in one addition."""
+def peer(slow: Callable, builder: Any) -> Callable:
+    """`pkt.language.address.peer` for one rank, in one addition. A rank that does not exist is noted for the message:
+    its address may be in the multicast window."""
 
     def call(ptr: Any, rank: Any, world: Any) -> Any:
+        out = address_of(ptr, rank, world)
+        last = _greatest(rank)
+        if last is not None and last >= (_number(world.size) or last + 1):
+            if type(ptr) is tl.tensor and site().call != "multicast":
+                builder.pkt.m.current.strays.append(int(ptr.handle.data.flat[0]))
+        return out
+
+    def address_of(ptr: Any, rank: Any, world: Any) -> Any:
         if type(ptr) is tl.tensor and ptr.dtype.is_ptr() and ptr.dtype.element_ty.primitive_bitwidth >= 8:
             to, here, stride = _number(rank), _number(world.rank), _number(world.stride)
             if to is not None and here is not None and stride is not None:
@@ -199,6 +210,11 @@ def peer(slow: Callable) -> Callable:
         return slow(ptr, rank, world)
 
     return call
+
+
+def _greatest(rank: Any) -> int | None:
+    """The greatest of the ranks in an integer or a block of integers, or None."""
+    return int(rank.handle.data.max()) if type(rank) is tl.tensor else _number(rank)
 
 
 def _number(x: Any) -> int | None:

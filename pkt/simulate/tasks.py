@@ -53,6 +53,7 @@ class Task:
     repeats: int = 0
     loops: dict[int, Loop] = field(default_factory=dict)  # the `while` loops that it is in, by number
     looking: list[tuple] = field(default_factory=list)  # expressions that it is in and that may decide about loops
+    strays: list[int] = field(default_factory=list)  # its addresses that it moved to a rank that does not exist
     undrained: bool = False  # it has stored to the heap by TMA since the last drain
 
     def __post_init__(self) -> None:

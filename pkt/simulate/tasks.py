@@ -4,6 +4,7 @@ Task             one program of a grid, or the host code of one rank
 Launch           one grid on one rank; at most `sms` of its programs are resident
 Host             one rank
 Meeting          a collective call of the hosts
+Trial            the search for the cause of a deadlock
 """
 
 from __future__ import annotations
@@ -117,6 +118,16 @@ class Meeting:
     values: dict[int, tuple[Any, str]] = field(default_factory=dict)
     clock: Any = None
     time: float = 0.0
+
+
+@dataclass(eq=False)
+class Trial:
+    """The rest of a run after a deadlock, with all programs of `launches` resident: `error` is the error, unless they
+    still wait. findings: the number of findings before."""
+
+    launches: list[Launch]
+    error: Exception
+    findings: int
 
 
 class Stopped(greenlet.GreenletExit):

@@ -47,6 +47,9 @@ class Accesses:
         self._step(first, spin=self._repeats(first, addresses.size) or volatile)
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")
         before_read = self._before_poll if volatile else self._before_read
+        for access, _ in parts:
+            if access.region.kind == "signals":
+                access.region.waited.update(words_of(access))
         if len(parts) == 1 and parts[0][1] is ...:
             access = parts[0][0]
             assert isinstance(access, Strided)

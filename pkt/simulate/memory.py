@@ -36,6 +36,7 @@ class Region:
     shape: tuple[int, ...]
     header: int = 0  # bytes before element 0: the header of signals
     freed_at: str = ""
+    unwaited: bool = False  # signals here that no program looks at are meant
     shadow: Any = None  # the race detector's
     waited: set[int] = field(default_factory=set)  # addresses that some program waited on or tested
     signalled: dict[int, Any] = field(default_factory=dict)  # address -> site of its last signal

@@ -145,7 +145,7 @@ class Detector:
         shadow.reader.record(touched, stamp, m.clocks.fit(task.clock))
         self.authors[stamp, region.base, "reader"] = (kind, task, site())
 
-    def look(self, access: Access, kind: str) -> None:
+    def look(self, access: Access, kind: str, at: Site | None = None) -> None:
         """Check and record an atomic read of the current program: a wait, a test or a volatile load. It races with
         plain writes, and with no update."""
         m, task = self.m, self.m.current
@@ -157,9 +157,10 @@ class Detector:
             self._check(kind, access, Touched(access), m.clocks.fit(task.clock), writer=shadow.writer)
         column, size = task.column, access.itemsize
         stamp = int(task.clock[column]) << 32 | column << 16
-        for offset in access.byte_offsets().tolist():
+        offsets = (access.first() - region.base,) if access.count() == 1 else access.byte_offsets().tolist()
+        for offset in offsets:
             shadow.looks.setdefault((offset, size), {})[column] = stamp
-        self.authors[stamp, region.base, "look"] = (kind, task, site())
+        self.authors[stamp, region.base, "look"] = (kind, task, at or site())
 
     def write(self, access: Access, kind: str, is_async: bool, at: Site | None = None, scope: str = "system") -> None:
         """Check and record a write or an atomic update. Two updates race only if the scope of one leaves the other

@@ -36,7 +36,7 @@ class SimulatedDevice(Flagged, Multimem):
             m.census.note(at, "remove", "relax")
         change = m.faults.change(at)
         blocked = Blocked(task, region, address, wanted, cmp, at)
-        self.detector.look(access, "wait")
+        self.detector.look(access, "wait", at)
         start = task.time
         stale = blocked.holds() and cmp != "flip"
         if change != "remove":

@@ -194,27 +194,21 @@ def peer(slow: Callable, builder: Any) -> Callable:
     its address may be in the multicast window."""
 
     def call(ptr: Any, rank: Any, world: Any) -> Any:
-        out = address_of(ptr, rank, world)
-        last = _greatest(rank)
-        if last is not None and last >= (_number(world.size) or last + 1):
-            if type(ptr) is tl.tensor and site().call != "multicast":
-                builder.pkt.m.current.strays.append(int(ptr.handle.data.flat[0]))
-        return out
-
-    def address_of(ptr: Any, rank: Any, world: Any) -> Any:
-        if type(ptr) is tl.tensor and ptr.dtype.is_ptr() and ptr.dtype.element_ty.primitive_bitwidth >= 8:
-            to, here, stride = _number(rank), _number(world.rank), _number(world.stride)
-            if to is not None and here is not None and stride is not None:
+        to = _number(rank)
+        if type(ptr) is not tl.tensor:
+            return slow(ptr, rank, world)
+        last = int(rank.handle.data.max()) if to is None and type(rank) is tl.tensor else to
+        size = world.size if type(world.size) is int else _number(world.size)
+        if last is not None and size is not None and last >= size and site().call != "multicast":
+            builder.pkt.m.current.strays.append(int(ptr.handle.data.flat[0]))
+        if to is not None and ptr.dtype.is_ptr() and ptr.dtype.element_ty.primitive_bitwidth >= 8:
+            here, stride = _number(world.rank), _number(world.stride)
+            if here is not None and stride is not None:
                 data = ptr.handle.data + np.uint64((to - here) * stride % (1 << 64))
                 return new_tensor(data, ptr.dtype, not ptr.shape)
         return slow(ptr, rank, world)
 
     return call
-
-
-def _greatest(rank: Any) -> int | None:
-    """The greatest of the ranks in an integer or a block of integers, or None."""
-    return int(rank.handle.data.max()) if type(rank) is tl.tensor else _number(rank)
 
 
 def _number(x: Any) -> int | None:

@@ -48,6 +48,20 @@ def _returns_tensors() -> bool:
     return not hasattr(code_generator.CodeGenerator, "decide_return_type")
 
 
+_REFUSED = frozenset(
+    "Await Break ClassDef Continue Delete Dict DictComp GeneratorExp Global Import ImportFrom Lambda Match NamedExpr "
+    "Nonlocal Raise Set SetComp Try TryStar Yield YieldFrom".split()
+)
+"""Statements and expressions that Triton refuses to compile unless its code generator has a method for them."""
+
+
+@functools.cache
+def _refused(kind: str) -> bool:
+    from triton.compiler import code_generator  # imported here: it imports half of Triton
+
+    return kind in _REFUSED and not hasattr(code_generator.CodeGenerator, f"visit_{kind}")
+
+
 def _call(name: str, *arguments: ast.expr, at: ast.AST) -> Any:
     return ast.copy_location(ast.Call(ast.Name(f"__pkt_{name}__", ast.Load()), list(arguments), []), at)
 
@@ -66,7 +80,8 @@ class _Rewriter(ast.NodeTransformer):
       true, to tell it from None.
     - Using a plain number of the module is an error, as in Triton: only constexpr globals are in a kernel's key.
 
-    And it marks what decides when a `while` ends, for pkt.simulate.loops.
+    And it marks what decides when a `while` ends, for pkt.simulate.loops. What Triton does not compile raises when the
+    program comes to it: Triton skips the branches of constants, too.
     """
 
     def __init__(self, plain: set[str], definition: ast.AST) -> None:
@@ -86,6 +101,10 @@ class _Rewriter(ast.NodeTransformer):
                         self.marked.setdefault(expression, []).append((number, at))
 
     def visit(self, node: ast.AST) -> Any:
+        kind = type(node).__name__
+        if _refused(kind):
+            raises = _call("refuse", ast.Constant(kind), at=node)
+            return ast.copy_location(ast.Expr(raises), node) if isinstance(node, ast.stmt) else raises
         marks = self.marked.get(node) if isinstance(node, ast.expr) else None
         new = super().visit(node)
         if not marks:
@@ -142,6 +161,12 @@ class _Rewriter(ast.NodeTransformer):
         node.test = _call("while", node.test, ast.Constant(number), at=node)
         enter = _call("enter", ast.Constant(number), at=node)
         return [ast.copy_location(ast.Expr(enter), node), node]
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.ListComp:
+        self.generic_visit(node)
+        for of in node.generators:
+            of.iter = _call("of_tuple", of.iter, at=node)
+        return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.Expr:
         self.generic_visit(node)
@@ -267,6 +292,16 @@ def _plain(name: str, value: Any) -> Any:
     )
 
 
+def _refuse(kind: str) -> None:
+    raise NotImplementedError(f"Triton does not compile this: unsupported AST node type {kind}")
+
+
+def _of_tuple(values: Any) -> Any:
+    if not isinstance(values, (tuple, core.tuple)):
+        raise NotImplementedError("Triton does not compile this: only comprehensions over a tuple are supported")
+    return values
+
+
 def range_of_tensors(start: Any, end: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
     """`range` and `tl.range`: the index is a run-time integer, whose `//` and `%` are those of C."""
     first, last = (0, start) if end is None else (start, end)
@@ -326,5 +361,7 @@ HELPERS: dict[str, Any] = {
     "__pkt_look__": lambda numbers: builder.pkt.look(numbers),
     "__pkt_looked__": _looked,
     "__pkt_assert__": _assert,
+    "__pkt_refuse__": _refuse,
+    "__pkt_of_tuple__": _of_tuple,
     "__pkt_plain__": _plain,
 }

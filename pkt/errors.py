@@ -169,7 +169,7 @@ class LostSignal(PktError):
         by = f" by {signallers}" if signallers else ""
         text = (
             f"rank {rank}: {counter} was signalled to {value}{by} but no wait looked at it: "
-            "a wait is missing, or a signal too many"
+            "a wait is missing, or a signal too many; if it is meant, allocate with pkt.signals(n, unwaited=True)"
         )
         return cls.of(text, rank=rank, counter=counter, value=value)
 

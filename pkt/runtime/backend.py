@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
     For kind "signals" the counters start SIGNAL_HEADER bytes into the block (see `start`), and `nbytes` counts header,
     counters and guard. `site` is the line of the user's code that allocated the block ("train.py:12"); `name` is the
-    name that this code gives it.
+    name that this code gives it. `unwaited`: signals that no kernel looks at are meant.
     """
 
     offset: int
@@ -40,6 +40,7 @@ class Block(NamedTuple):
     name: str
     kind: Kind
     site: str
+    unwaited: bool = False
 
     @property
     def start(self) -> int:

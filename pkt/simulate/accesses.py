@@ -16,13 +16,14 @@ from pkt.simulate import cost
 from pkt.simulate.bad_address import bad_address, check_counters
 from pkt.simulate.builder import Tile
 from pkt.simulate.detector import Detector
+from pkt.simulate.loops import Loop, Slice, digest
 from pkt.simulate.memory import Access, Pending, Strided, Unmapped
 from pkt.simulate.numerics import BITS, encode
 
 UNINTERRUPTED = 4096  # accesses of one program before it must let others run
 POLLS_OF_A_STRETCH = 16  # polls that such a stretch of accesses counts for
 REPEATS = 16  # loads of the same words, with no other access in between, that count as one poll
-IDLE_ITERATIONS = 512  # iterations of a `while` with no access that count as one poll
+UNPAUSED = 512  # iterations of a `while` after which other programs run
 
 
 class Accesses:
@@ -45,18 +46,24 @@ class Accesses:
         first = int(addresses.flat[0])
         self._step(first, spin=self._repeats(first, addresses.size) or volatile)
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")
-        self.m.current.polled = parts[0][0] if parts else None
         before_read = self._before_poll if volatile else self._before_read
+        for access, _ in parts:
+            if access.region.kind == "signals":
+                access.region.waited.update(words_of(access))
         if len(parts) == 1 and parts[0][1] is ...:
             access = parts[0][0]
             assert isinstance(access, Strided)
             before_read(access, "load")
-            return access.view(dtype).copy()
-        out = np.zeros(addresses.size, dtype)
-        for access, where in parts:
-            before_read(access, "load")
-            out[where] = access.read(dtype)
-        return out.reshape(addresses.shape)
+            out = access.view(dtype).copy()
+        else:
+            flat = np.zeros(addresses.size, dtype)
+            for access, where in parts:
+                before_read(access, "load")
+                flat[where] = access.read(dtype)
+            out = flat.reshape(addresses.shape)
+        if self.m.current.looking:
+            self._saw(parts[0][0] if parts else None, out)
+        return out
 
     def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None:
         self._step(int(addresses.flat[0]))
@@ -68,6 +75,8 @@ class Accesses:
         access = self._tile(tile, "TMA load")
         if access is not None:
             self._before_read(access, "TMA load", is_async=True)
+            if self.m.current.looking:
+                self._saw(access, access.view(tile.dtype))
             if tile.shape == tile.box:
                 return access.view(tile.dtype).copy()
         ty = tile.element
@@ -97,16 +106,53 @@ class Accesses:
         self._charge(access)
         self._changed(access)
 
-    def iterated(self) -> None:
-        """Count an iteration of a `while`. A loop without accesses may wait for a value that it never loads, so every
-        IDLE_ITERATIONS iterations count as a poll."""
+    # loops: see pkt.simulate.loops
+
+    def enter_loop(self, number: int, of: Slice) -> None:
+        self.m.current.loops[number] = Loop(of)
+
+    def leave_loops(self, numbers: tuple[int, ...]) -> None:
+        m = self.m
+        for number in numbers:
+            loop = m.current.loops.pop(number, None)
+            if loop is not None and loop.round == m.round:
+                m.round += 1
+
+    def iterated(self, number: int, variables: dict[str, Any]) -> None:
+        """Begin an iteration of a `while`. A loop that has only seen the same again lets other programs run."""
+        m = self.m
+        loop = m.current.loops[number]
+        decides = [digest(variables.get(name)) for name in loop.slice.decides]
+        guards = [digest(variables.get(name)) for name in loop.slice.guards]
+        alike = loop.turned(tuple(decides), tuple(guards))
+        if not alike and loop.round == m.round:
+            m.round += 1
+        if (alike or not loop.turns % UNPAUSED) and loop.steps == m.steps:  # it has not paused since the last one
+            m.pause()
+        loop.steps, loop.progress = m.steps, m.progress
+
+    def look(self, expressions: tuple[tuple[int, int], ...]) -> None:
+        """Begin an expression that may decide about loops, given by (number, index in its Source); without any, end
+        it."""
+        looking = self.m.current.looking
+        if expressions:
+            looking.append(expressions)
+        else:
+            looking.pop()
+
+    def _saw(self, access: Access | None, values: Any) -> None:
+        """Note the values that an expression which decides about loops has loaded."""
         task = self.m.current
-        task.idle_iterations = task.idle_iterations + 1 if task.iterated_at == task.accesses else 0
-        task.iterated_at = task.accesses
-        if task.idle_iterations == IDLE_ITERATIONS:
-            task.polled = None
-            self._step(spin=True)
-            task.idle_iterations, task.iterated_at = 0, task.accesses
+        for number, at in {of for expressions in task.looking for of in expressions}:
+            loop = task.loops.get(number)
+            if loop is None or at not in loop.slice.guarding:
+                continue
+            found = values.tobytes() if isinstance(values, np.ndarray) else values
+            found = (access.first() if access is not None else 0, found)
+            loop.guards_seen = hash((loop.guards_seen, found))
+            if at in loop.slice.expressions:
+                loop.seen = hash((loop.seen, found))
+                loop.polled = access
 
     def computed(self, flops: float) -> None:
         self._spend("compute", flops / cost.FLOPS_PER_US)
@@ -191,7 +237,7 @@ class Accesses:
         """As `_before_read` for a volatile load, which is a relaxed atomic load."""
         self._own_stores(access)
         self._charge(access)
-        self.detector.write(access, "atomic", is_async=False)
+        self.detector.look(access, "volatile load")
         words = words_of(access)
         access.region.waited.update(words)
         self.detector.read_relaxed(words, "system")

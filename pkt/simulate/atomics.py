@@ -32,11 +32,13 @@ class Atomics(Accesses):
         scope: str,
         *,
         reads: bool = False,
+        expected: np.ndarray | None = None,
     ) -> np.ndarray:
         """Perform an atomic update; return the old values, in the shape of `addresses`.
 
         update: `update(old, where)` returns the new values of the flat positions `where`. reads: the update changes
-        nothing, so it is no signal that could be lost."""
+        nothing, so it is no signal that could be lost. expected: the values that a CAS compares, flat. Where it finds
+        others it fails: it has only read, and releases nothing."""
         m, task = self.m, self.m.current
         at = site()
         self._step(int(addresses.flat[0]), spin=mask is None or bool(mask.any()))
@@ -46,7 +48,6 @@ class Atomics(Accesses):
             region = parts[0][0].region
             tensor = f"rank {region.rank}'s {region.element(parts[0][0].first())}"
             raise SignalIndexError.epoch(accessed(task, "atomic", tensor, at))
-        task.polled = parts[0][0] if parts else None
         change = None
         if at.call in SYNC:
             m.census.note(at, "remove", "relax")
@@ -58,6 +59,9 @@ class Atomics(Accesses):
         most = ALL_OF_THEM if acquires or releases else 256
         words = [word for access, _ in parts for word in words_of(access, most)]
         copies = 1
+        failed = set() if expected is None else self._failed_words(parts, dtype, expected)
+        if failed and len(failed) == len(words):
+            releases = False
         if acquires:
             for access, _ in parts:
                 access.region.waited.update(words)
@@ -73,12 +77,12 @@ class Atomics(Accesses):
             if event == m.faults.delay:
                 clock = self._release(releases)
                 m.late_signals.append(
-                    lambda: self._perform(task, at, parts, words, dtype, update, out.copy(), clock, scope)
+                    lambda: self._perform(task, at, parts, words, dtype, update, out.copy(), clock, scope, failed)
                 )
                 return out.reshape(addresses.shape)
         clock = self._release(releases)
         for _ in range(copies):
-            changed = self._perform(task, at, parts, words, dtype, update, out, clock, scope)
+            changed = self._perform(task, at, parts, words, dtype, update, out, clock, scope, failed)
         if not changed:  # the program has only looked at the words
             for access, _ in parts:
                 access.region.waited.update(words)
@@ -89,6 +93,8 @@ class Atomics(Accesses):
             self.detector.read_relaxed(words, scope)
         if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
             m.pause()
+        if task.looking:
+            self._saw(parts[0][0] if parts else None, out)
         return out.reshape(addresses.shape)
 
     def load_relaxed(self, ptr: Any) -> tl.tensor:
@@ -116,8 +122,9 @@ class Atomics(Accesses):
         out: Any,
         clock: Any,
         scope: str,
+        failed: set[int],
     ) -> bool:
-        """Perform the update itself; return whether it changed anything."""
+        """Perform the update itself; return whether it changed anything. failed: words of a CAS that it only reads."""
         m, anything = self.m, False
         for access, where in parts:
             if m.current is task:
@@ -145,16 +152,30 @@ class Atomics(Accesses):
                     one.write(update(old[i : i + 1], flat[i : i + 1]))
             out[flat] = old
             if m.current is task:
-                self.detector.write(access, "atomic", is_async=False, at=at, scope=scope)
+                if failed and len(failed) == len(words):
+                    self.detector.look(access, "failed CAS")
+                else:
+                    self.detector.write(access, "atomic", is_async=False, at=at, scope=scope)
                 self._charge(access, signal=access.region.kind == "signals")
             if changed:
                 m.progress += 1
                 anything = True
         for address in words:
-            if clock is not None:
+            if clock is not None and address not in failed:
                 self.detector.publish(address, clock, task, scope)
-            m.wake(address)
+            if anything:
+                m.wake(address)
         return anything
+
+    def _failed_words(self, parts: list, dtype: Any, expected: np.ndarray) -> set[int]:
+        """The addresses where a CAS will find another value than it expects."""
+        out: set[int] = set()
+        for access, where in parts:
+            self._own_stores(access)
+            found = access.view(dtype).reshape(-1) if isinstance(access, Strided) else access.read(dtype)
+            wrong = found != (expected if where is ... else expected[where])
+            out.update((access.region.base + access.byte_offsets()[wrong]).tolist())
+        return out
 
     def _signal(self, at: Site, access: Access) -> Signal:
         m, task = self.m, self.m.current

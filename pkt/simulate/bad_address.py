@@ -35,7 +35,7 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
     space, address, at, rank = machine.space, unmapped.address, site(), machine.current.rank
     window = (address - space.base) // space.stride
     home = address - (window - rank) * space.stride  # the same place in the program's own window
-    mine, near, exists = space.holding(home), space.nearest(address), 0 <= window < space.size
+    mine, exists = space.holding(home), 0 <= window < space.size
 
     def access(tensor: str) -> wording.Access:
         return accessed(machine.current, kind, tensor, at)
@@ -51,7 +51,8 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
         if local is not None and local.kind == "local":
             peer = f"rank {rank + distance}'s {local.element(here)}, a peer's copy of a plain tensor"
             return errors.OutOfBounds.outside(access(peer), f"allocate {local.name} with pkt.empty or its like")
-    if window == space.size and machine.multicast and not at.call:
+    strayed = mine is not None and any(mine.base <= stray < mine.end for stray in machine.current.strays)
+    if window == space.size and machine.multicast and not at.call and not strayed:
         element = mine.element(home) if mine else f"byte {home - space.window(rank)}"
         return errors.MulticastAccess.plain(access(f"the multicast window at {element}"))
     if not exists and mine is not None:
@@ -60,7 +61,12 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
     heap = f"byte {address - space.window(window)} of rank {window}'s heap"
     where = heap if exists else "an address in no rank's heap"
     hint = ""
-    if near is not None and (near.rank == window if exists else address - near.end < space.stride):
-        past = address - near.end + 1
-        hint = f"nearest: {near.name} of rank {near.rank}, which ends {past} byte{'s'[: past > 1]} before"
+    before, after = space.nearest(address), space.following(address)
+    past = address - before.end + 1 if before is not None else space.stride
+    short = after.base - address if after is not None else space.stride
+    near = before if past <= short else after
+    if near is not None and (near.rank == window if exists else min(past, short) < space.stride):
+        apart = min(past, short)
+        verb, side = ("ends", "before") if near is before else ("begins", "after")
+        hint = f"nearest: {near.name} of rank {near.rank}, which {verb} {apart} byte{'s'[: apart > 1]} {side}"
     return errors.OutOfBounds.outside(access(where), hint)

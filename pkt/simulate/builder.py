@@ -16,6 +16,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as base
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
+from pkt.simulate.loops import POLL, Slice
 from pkt.simulate.numerics import BITS, decode, encode, matmul, to_half, to_integer, to_nearest_tf32
 
 ATOMICS: dict[Any, Any] = {
@@ -261,7 +262,8 @@ class Builder(InterpreterBuilder):
         expected = _like(cmp.data, ptr.data.shape).reshape(-1)
         values = _like(val.data, ptr.data.shape).reshape(-1)
         update = lambda now, where: np.where(now == expected[where], values[where], now)  # noqa: E731
-        return handle(self.pkt.atomic(ptr.data, None, dtype, update, *_order(sem, scope)), val.dtype)
+        old = self.pkt.atomic(ptr.data, None, dtype, update, *_order(sem, scope), expected=expected)
+        return handle(old, val.dtype)
 
     def create_atomic_load(self, ptr, mask, sem, scope):  # Triton 3.9
         dtype = np_dtype(ptr.get_element_ty())
@@ -278,8 +280,12 @@ class Builder(InterpreterBuilder):
         matched = np.zeros(ptr.data.shape, np.bool_)
         for where in np.ndindex(ptr.data.shape):
             address = TensorHandle(np.asarray(ptr.data[where]).reshape(1), ptr.dtype)
+            self.pkt.enter_loop(POLL, Slice((), frozenset([0]), (), frozenset([0])))
+            self.pkt.look(((POLL, 0),))
             while self.create_atomic_load(address, None, sem, scope).data.item() != expected.data[where]:
-                pass  # every atomic access lets the other programs run
+                self.pkt.iterated(POLL, {})
+            self.pkt.look(())
+            self.pkt.leave_loops((POLL,))
             matched[where] = True
         return handle(matched, tl.int1)
 

@@ -15,7 +15,7 @@ from pkt import errors, wording
 from pkt.simulate import cost
 from pkt.simulate.faults import Site
 from pkt.simulate.memory import Access, Region
-from pkt.simulate.races import FULL, Shadow, Touched, record, record_read, unordered
+from pkt.simulate.races import FULL, Last, Shadow, Touched
 from pkt.simulate.sites import site
 
 
@@ -142,8 +142,25 @@ class Detector:
         clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
         self._check(kind, access, touched, clock, writer=shadow.writer, updater=shadow.updater)
         stamp = int(task.clock[task.column]) << 32 | task.column << 16
-        record_read(shadow, touched, stamp, m.clocks.fit(task.clock))
+        shadow.reader.record(touched, stamp, m.clocks.fit(task.clock))
         self.authors[stamp, region.base, "reader"] = (kind, task, site())
+
+    def look(self, access: Access, kind: str, at: Site | None = None) -> None:
+        """Check and record an atomic read of the current program: a wait, a test or a volatile load. It races with
+        plain writes, and with no update."""
+        m, task = self.m, self.m.current
+        region = access.region
+        if not m.races or region.kind == "local":
+            return
+        shadow = self._shadow(region)
+        if shadow.written:
+            self._check(kind, access, Touched(access), m.clocks.fit(task.clock), writer=shadow.writer)
+        column, size = task.column, access.itemsize
+        stamp = int(task.clock[column]) << 32 | column << 16
+        offsets = (access.first() - region.base,) if access.count() == 1 else access.byte_offsets().tolist()
+        for offset in offsets:
+            shadow.looks.setdefault((offset, size), {})[column] = stamp
+        self.authors[stamp, region.base, "look"] = (kind, task, at or site())
 
     def write(self, access: Access, kind: str, is_async: bool, at: Site | None = None, scope: str = "system") -> None:
         """Check and record a write or an atomic update. Two updates race only if the scope of one leaves the other
@@ -162,48 +179,68 @@ class Detector:
         stamp = (task.async_clock if is_async else int(task.clock[task.column])) << 32 | column << 16
         task.undrained = task.undrained or is_async
         clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
-        if not (updates and region.kind == "signals"):  # updates of counters never race
+        if updates and region.kind == "signals":  # they race with plain writes of counters only
+            if shadow.written:
+                self._check(kind, access, touched, clock, writer=shadow.writer)
+        else:
             earlier = {} if updates else {"updater": shadow.updater}
             self._check(kind, access, touched, clock, writer=shadow.writer, **earlier)
             if is_async:  # the tile that TMA stores is taken to depend on this program's earlier reads
                 clock = clock.copy()
                 clock[task.column] = task.clock[task.column]
-            self._check(kind, access, touched, clock, reader=shadow.reader, reader_before=shadow.other)
+            self._check(kind, access, touched, clock, reader=shadow.reader)
+        if not updates:
+            shadow.written = True
+            if shadow.looks:
+                self._check_looks(kind, access, shadow, clock)
         if updates:
             if scope != "system":
                 self.narrow[stamp, region.base] = scope
                 shadow.narrow = True
             if shadow.narrow:
                 self._check_scopes(access, touched, shadow.updater, clock, scope)
-        record(shadow.updater if updates else shadow.writer, touched, stamp)
+        (shadow.updater if updates else shadow.writer).record(touched, stamp)
         self.authors[stamp, region.base, role] = (kind, task, at or site())
 
-    def _check(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, **earlier: np.ndarray) -> None:
+    def _check(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, **earlier: Last) -> None:
         """Report the first earlier access of each role that is not ordered before this access."""
-        for role, array in earlier.items():
-            hit = unordered(touched.get(array), touched, clock)
+        for role, last in earlier.items():
+            hit = last.unordered(touched, clock)
             if hit is not None:
-                self._report(kind, access, touched, hit, role.removesuffix("_before"))
+                position, stamp = hit
+                self._report(kind, access, touched.offset(position), stamp, role)
 
-    def _check_scopes(
-        self, access: Access, touched: Touched, updaters: np.ndarray, clock: np.ndarray, scope: str
-    ) -> None:
+    def _check_looks(self, kind: str, access: Access, shadow: Shadow, clock: np.ndarray) -> None:
+        """Report an atomic read that this write overlaps and that is not ordered before it."""
+        low, high = access.span()
+        for (offset, size), stamps in shadow.looks.items():
+            if not (offset < high and low < offset + size):
+                continue
+            offsets = access.byte_offsets()
+            if not ((offsets < offset + size) & (offsets + access.itemsize > offset)).any():
+                continue
+            late = next((s for column, s in stamps.items() if clock[column] < s >> 32), None)
+            if late is not None:
+                self._report(kind, access, offset, late, "look")
+
+    def _check_scopes(self, access: Access, touched: Touched, updaters: Last, clock: np.ndarray, scope: str) -> None:
         """Report each earlier unordered update if the scope of either update leaves the other program out."""
         task, base = self.m.current, access.region.base
-        earlier = touched.get(updaters)
-        stamps = [int(earlier.flat[0]) & ~FULL] if earlier.size == 1 else np.unique(earlier & ~FULL).tolist()
-        for stamp in stamps:
-            if not stamp or clock[(stamp >> 16) & 0xFFFF] >= stamp >> 32:
-                continue
-            other = self.authors[stamp, base, "updater"][1]
-            both = (scope, self.narrow.get((stamp, base), "system"))
-            if other is task or all(_reaches(one, task, other) for one in both):
-                continue
-            at = np.flatnonzero((((earlier & ~FULL) == stamp) & ((earlier & touched.bytes) != 0)).reshape(-1))
-            if at.size:
-                narrow = min(both, key=("cta", "gpu", "system").index)
-                note = f'one of the two is atomic at scope "{narrow}", which leaves the other out: use scope="sys"'
-                self._report("atomic", access, touched, (int(at[0]), stamp), "updater", note)
+        states = touched.get(updaters.array)
+        for state in np.unique(states).tolist():
+            for entry in updaters.stamps(state):
+                stamp = entry & ~FULL
+                if not stamp or clock[(stamp >> 16) & 0xFFFF] >= stamp >> 32:
+                    continue
+                other = self.authors[stamp, base, "updater"][1]
+                both = (scope, self.narrow.get((stamp, base), "system"))
+                if other is task or all(_reaches(one, task, other) for one in both):
+                    continue
+                at = np.flatnonzero(((states == state) & ((entry & touched.bytes) != 0)).reshape(-1))
+                if at.size:
+                    narrow = min(both, key=("cta", "gpu", "system").index)
+                    note = f'one of the two is atomic at scope "{narrow}", which leaves the other out: use scope="sys"'
+                    self._report("atomic", access, touched.offset(int(at[0])), stamp, "updater", note)
 
     @staticmethod
     def _shadow(region: Region) -> Shadow:
@@ -211,13 +248,11 @@ class Detector:
             region.shadow = Shadow(region.nbytes)
         return region.shadow
 
-    def _report(
-        self, kind: str, access: Access, touched: Touched, hit: tuple[int, int], role: str, note: str = ""
-    ) -> None:
+    def _report(self, kind: str, access: Access, offset: int, stamp: int, role: str, note: str = "") -> None:
+        """offset: a byte of the region that both accesses touch, or the first of its granule."""
         m, task = self.m, self.m.current
-        position, stamp = hit
         region = access.region
-        address = region.base + max(touched.offset(position), access.span()[0])
+        address = region.base + max(offset, access.span()[0])
         at = site()
         key = (region.name, at, kind)
         if key in self.reported:

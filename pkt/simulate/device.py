@@ -36,6 +36,7 @@ class SimulatedDevice(Flagged, Multimem):
             m.census.note(at, "remove", "relax")
         change = m.faults.change(at)
         blocked = Blocked(task, region, address, wanted, cmp, at)
+        self.detector.look(access, "wait", at)
         start = task.time
         stale = blocked.holds() and cmp != "flip"
         if change != "remove":
@@ -55,7 +56,10 @@ class SimulatedDevice(Flagged, Multimem):
                     task.waits.add(at)
                 if change != "no proxy fence":
                     self.detector.order_async()
-        return new_tensor(np.array([blocked.found()], np.int32), tl.int32, True)
+        found = blocked.found()
+        if task.looking:
+            self._saw(access, found)
+        return new_tensor(np.array([found], np.int32), tl.int32, True)
 
     def fence(self) -> None:
         m, task = self.m, self.m.current
@@ -95,11 +99,12 @@ class SimulatedDevice(Flagged, Multimem):
 
     def spinning(self, task: Any) -> Waiting:
         """The Waiting of a program that polls in a loop of its own. It is taken to wait for another value."""
-        at, launch = site_of(task), task.launch.ordinal
-        if task.polled is None:
+        at, launch, loop = site_of(task), task.launch.ordinal, task.spins
+        polled = loop.polled if loop is not None else None
+        if polled is None:
             return Waiting(task.rank, task.program, task.name, "a loop of its own", 0, 0, "ne", str(at), launch)
-        region, offset = task.polled.region, task.polled.first() - task.polled.region.base
-        size = min(task.polled.itemsize, 8)
+        region, offset = polled.region, polled.first() - polled.region.base
+        size = min(polled.itemsize, 8)
         found = int.from_bytes(region.memory[offset : offset + size].tobytes(), "little", signed=True)
-        counter = region.element(task.polled.first())
+        counter = region.element(polled.first())
         return Waiting(task.rank, task.program, task.name, counter, found, found, "ne", str(at), launch, region.rank)

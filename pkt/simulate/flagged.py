@@ -93,6 +93,8 @@ class Flagged(Atomics):
             self.detector.write(access, "atomic", is_async=False)  # as an atomic it races with plain accesses only
             self._charge(access)
             out[:, where] = _found(access)["values"].T
+        if task.looking:
+            self._saw(None, out)
         return [value.reshape(words.shape) for value in out]
 
 

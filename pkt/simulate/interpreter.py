@@ -60,7 +60,7 @@ class _Interpreted:
         scope |= source.HELPERS
         made = FunctionType(code, scope, fn.__name__, fn.__defaults__)
         made.__kwdefaults__ = fn.__kwdefaults__
-        called = shortcuts.peer(made) if jit is address.peer else made
+        called = shortcuts.peer(made, builder) if jit is address.peer else made
         self.functions[id(jit)] = jit, called  # jit is kept alive, so that no other object gets its id
         return called
 

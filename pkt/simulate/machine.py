@@ -24,11 +24,12 @@ from pkt.simulate.interpreter import argument, builder, interpret, interpreting,
 from pkt.simulate.memory import AddressSpace
 from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
-from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task
+from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial
+from pkt.wording import Waiting
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
+MOST_TRIED = 4096  # programs that a deadlock is tried with, all resident
 MAX_STEPS = 20_000_000  # switches between programs after which a run counts as endless
-SPIN_LIMIT = 1024  # polls of a user's own spin, with no change of memory anywhere, after which it counts as stuck
 
 
 def check_count(call: str, name: str, value: Any) -> None:
@@ -71,9 +72,11 @@ class Machine:
         self.late_signals: list[Callable[[], None]] = []
         self.progress = 0
         self.steps = 0
+        self.round = 0  # number of the round in which all programs spin; a new one where anything else happens
         self.programs = 0
         self.max_steps = max_steps
         self.ended = False
+        self.trial: Trial | None = None
         self.lost = False  # a fault has kept a task from running
         self.timing = 0  # hosts inside timed()
         self._was_by_time = False
@@ -125,15 +128,35 @@ class Machine:
                     continue
                 if all(h.task.greenlet.dead for h in self.hosts):
                     return
-                raise self._deadlock()
+                self._stands_still([])
+                continue
             at = schedule.pick(self.ready)
             task = self.ready.pop(at)
             if self._stopped(task):
                 continue
-            if task.polls > SPIN_LIMIT and self._all_spin(task):
-                raise self._deadlock(spinning=[task, *self.ready])
+            loop = task.spins
+            if loop is not None:
+                self.ready.append(task)
+                others = [i for i, t in enumerate(self.ready) if t.spins is None]
+                if not others:
+                    if self._hopeless():
+                        self._stands_still(self.ready)
+                        continue
+                    turns = [loop.round_same for t in self.ready if (loop := t.spins) is not None]
+                    at = turns.index(min(turns))  # all take turns, a slow rank too
+                elif loop.progress == self.progress:  # it would see the same again
+                    at = others[schedule.pick([self.ready[i] for i in others])]
+                else:
+                    at = -1
+                task = self.ready.pop(at)
+                if self._stopped(task):
+                    continue
+            if task.spins is None:
+                self.round += 1
             self.steps += 1
             if self.steps > self.max_steps:
+                if self.trial is not None:
+                    raise self._ended_trial()
                 raise Deadlock.endless(self.max_steps, str(schedule))
             self._switch(task)
 
@@ -149,6 +172,8 @@ class Machine:
         try:
             task.greenlet.switch()
         except Exception as error:
+            if self.trial is not None:
+                raise self._ended_trial() from error
             raise self._failed(task, error) from error
         finally:
             self.current = None
@@ -170,6 +195,8 @@ class Machine:
             self.events += [(task.rank, task.lane, kind, task.name, a, b) for kind, a, b in task.intervals]
         self._fill(launch)
         if launch.done:
+            if self.trial is not None and all(t.done for t in self.trial.launches):
+                raise self._ended_trial()
             self.device.commit_rank(task.rank)
             host.task.blocked = None
             self.ready.append(host.task)
@@ -239,6 +266,7 @@ class Machine:
                 still.append(task)
         if still:
             self.waiting[address] = still
+            self.round += 1  # the counter may come nearer to the value that they wait for
         else:
             del self.waiting[address]
 
@@ -353,10 +381,19 @@ class Machine:
             return True
         return False
 
-    def _all_spin(self, task: Task) -> bool:
-        """Whether every ready task polls with no change of memory anywhere, and no store or signal is held back."""
-        stuck = all(t.polls > SPIN_LIMIT and t.progress == self.progress for t in (task, *self.ready))
-        return stuck and not self._settle()
+    def _hopeless(self) -> bool:
+        """Whether the ready programs, which all spin, spin for ever. First every store and signal that is held back
+        becomes visible. If then all loops see the same values again for some iterations, nothing can change them."""
+        if all(any(loop.round == self.round for loop in task.loops.values()) for task in self.ready):
+            rounds = ([loop for loop in task.loops.values() if loop.round == self.round] for task in self.ready)
+            return all(any(loop.stuck for loop in loops) for loops in rounds)
+        while self._settle():
+            pass
+        self.round += 1
+        for loop in (loop for task in self.ready for loop in task.loops.values() if loop.spins):
+            loop.round = self.round
+            loop.round_same = loop.round_sure = 0
+        return False
 
     def _stopped(self, task: Task) -> bool:
         lose = self.faults.lose
@@ -364,10 +401,40 @@ class Machine:
         self.lost = self.lost or stopped
         return stopped
 
-    def _deadlock(self, spinning: list[Task] | None = None) -> Exception:
+    def _stands_still(self, spinning: list[Task]) -> None:
+        """Raise the deadlock, or first try whether more resident programs would mend it: then they are its cause."""
+        if self.trial is not None:  # all programs are resident, and still wait
+            del self.findings[self.trial.findings :]
+            error = self._deadlock(spinning)
+            for launch in self.trial.launches:
+                resident = f"only {self.sms} of {launch.total} programs of {launch.name} are resident"
+                error.add_note(f"rank {launch.rank}: {resident}, but the deadlock would be the same if all were")
+            raise error
+        short = [h.launch for h in self.hosts if h.launch is not None and h.launch.next < h.launch.total]
+        short = [launch for launch in short if launch.running and not self.hosts[launch.rank].slots]
+        if not short or self.lost or sum(launch.total for launch in short) > MOST_TRIED:
+            raise self._too_few(short[0], spinning) if short and not self.lost else self._deadlock(spinning)
+        self.trial = Trial(short, self._too_few(short[0], spinning), len(self.findings))
+        for launch in short:
+            self.hosts[launch.rank].slots += range(self.sms, self.sms + launch.total - launch.next)
+            self._fill(launch)
+
+    def _ended_trial(self) -> Exception:
+        """The error that began the trial: the programs go on if more of them are resident."""
+        assert self.trial is not None
+        del self.findings[self.trial.findings :]
+        return self.trial.error
+
+    def _too_few(self, launch: Launch, spinning: list[Task]) -> TooFewResident:
+        return TooFewResident.waiting(launch.rank, launch.name, launch.total, self.sms, self._waits(spinning))
+
+    def _waits(self, spinning: list[Task]) -> list[Waiting]:
         waits = [t.blocked.waiting() for tasks in self.waiting.values() for t in tasks]
-        waits += [self.device.spinning(t) for t in spinning or [] if not t.is_host]
-        waits.sort(key=lambda w: (w.rank, w.program))
+        waits += [self.device.spinning(t) for t in spinning if not t.is_host]
+        return sorted(waits, key=lambda w: (w.rank, w.program))
+
+    def _deadlock(self, spinning: list[Task]) -> Exception:
+        waits = self._waits(spinning)
         lose = self.faults.lose
         if self.lost and lose is not None and lose.dies:
             survivor = next((w.rank for w in waits if w.rank != lose.rank), (lose.rank + 1) % self.size)
@@ -376,10 +443,6 @@ class Machine:
             lost.add_note(str(Deadlock.among(waits)))
             return lost
         hosts = {h.rank: h.call for h in self.hosts if h.call}
-        for h in self.hosts:
-            launch = h.launch
-            if launch is not None and launch.next < launch.total and launch.running and not h.slots:
-                return TooFewResident.waiting(h.rank, launch.name, launch.total, self.sms, waits)
         error = Deadlock.among(waits, hosts)
         finished = [h.rank for h in self.hosts if h.task.greenlet.dead]
         if finished:

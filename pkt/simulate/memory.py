@@ -36,6 +36,7 @@ class Region:
     shape: tuple[int, ...]
     header: int = 0  # bytes before element 0: the header of signals
     freed_at: str = ""
+    unwaited: bool = False  # signals here that no program looks at are meant
     shadow: Any = None  # the race detector's
     waited: set[int] = field(default_factory=set)  # addresses that some program waited on or tested
     signalled: dict[int, Any] = field(default_factory=dict)  # address -> site of its last signal
@@ -241,6 +242,11 @@ class AddressSpace:
         """The last region that begins at `address` or before."""
         at = bisect.bisect_right(self._starts, address) - 1
         return self._regions[at] if at >= 0 else None
+
+    def following(self, address: int) -> Region | None:
+        """The first region that begins after `address`."""
+        at = bisect.bisect_right(self._starts, address)
+        return self._regions[at] if at < len(self._regions) else None
 
     def holding(self, address: int) -> Region | None:
         """The region, in use or freed, that contains `address`."""

@@ -43,6 +43,8 @@ class Multimem(Atomics):
             wide = wide.astype(np.float32) if dtype == np.float16 else wide
             total = wide if total is None else combine(total, wide)
         out = (encode(total, ty) if ty in BITS else total.astype(dtype)).reshape(ptr.handle.data.shape)
+        if self.m.current.looking:
+            self._saw(None, out)
         return new_tensor(out, ty, not ptr.shape)
 
     def multimem_store(self, ptr: Any, value: Any, mask: Any) -> None:

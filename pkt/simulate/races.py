@@ -7,8 +7,8 @@ column enters the program's own clocks only when the program drains its TMA stor
 only after a proxy fence. So a missing release, acquire, drain or proxy fence leaves two accesses unordered. That is a
 race, whatever values this schedule produces.
 
-The clocks follow Flanagan and Freund, FastTrack (PLDI 2009). A granule keeps one writer, two readers and one atomic
-updater.
+The clocks follow Flanagan and Freund, FastTrack (PLDI 2009). For each byte a granule keeps the last writer, the last
+atomic updater, and every reader that no later one is ordered after.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import numpy as np
 from pkt.simulate.memory import GRANULE, Access, Strided
 
 FULL = 0xFFFF  # all 16 bytes of a granule
+COLUMN = 0xFFFF0000
+MANY_SETS = 1 << 14  # sets of stamps after which those that no granule has any more are dropped
 
 
 class Clocks:
@@ -52,16 +54,123 @@ class Clocks:
         return np.maximum(self.fit(a), self.fit(b))
 
 
-class Shadow:
-    """Per granule of one region: the last writer, two readers and the last atomic updater. Each is one packed stamp,
-    clock << 32 | column << 16 | mask of the bytes touched."""
+class Last:
+    """The last accesses of one role, such as the readers, to every granule of one region.
 
-    __slots__ = ("writer", "reader", "other", "updater", "narrow")
+    A granule has one stamp (clock << 32 | column << 16 | mask of the bytes touched), or a negative number: the place of
+    a set of stamps in `sets`, from the end. Most tiles have one stamp all over, and few sets are ever made.
+    """
+
+    __slots__ = ("array", "sets", "places", "limit")
+
+    def __init__(self, granules: int) -> None:
+        self.array = np.zeros(granules, np.int64)
+        self.sets: list[tuple[int, ...]] = []
+        self.places: dict[tuple[int, ...], int] = {}
+        self.limit = MANY_SETS
+
+    def stamps(self, state: int) -> tuple[int, ...]:
+        """The stamps of a granule."""
+        return (state,) if state >= 0 else self.sets[-state - 1]
+
+    def unordered(self, touched: Touched, clock: np.ndarray) -> tuple[int, int] | None:
+        """(position, stamp) of an access that overlaps and is not ordered before `clock`, or None."""
+        states = touched.get(self.array)
+        first = int(states.flat[0])
+        if isinstance(touched.bytes, int) and (states.size == 1 or (states == first).all()):  # most tiles
+            for stamp in (first,) if first >= 0 else self.sets[-first - 1]:
+                if stamp & touched.bytes and clock[(stamp >> 16) & 0xFFFF] < stamp >> 32:
+                    return 0, stamp
+            return None
+        alone = np.maximum(states, 0) if self.sets else states
+        late = clock[(alone >> 16) & 0xFFFF] < alone >> 32
+        if late.any():
+            late &= (alone & touched.bytes) != 0
+            if late.any():
+                at = int(np.argmax(late))
+                return at, int(states.flat[at])
+        if self.sets:
+            for state in np.unique(states[states < 0]).tolist():
+                for stamp in self.sets[-state - 1]:
+                    if clock[(stamp >> 16) & 0xFFFF] < stamp >> 32:
+                        hit = np.flatnonzero(((states == state) & ((touched.bytes & stamp) != 0)).reshape(-1))
+                        if hit.size:
+                            return int(hit[0]), stamp
+        return None
+
+    def record(self, touched: Touched, stamp: int, clock: np.ndarray | None = None) -> None:
+        """Add an access with `stamp` (without its mask). It takes the place of earlier accesses to its bytes; if
+        `clock` is given, only of those that are ordered before that."""
+        mask = touched.bytes
+        if isinstance(mask, int):
+            if clock is None and mask == FULL:
+                touched.put(self.array, stamp | FULL)
+                return
+            states = touched.get(self.array)
+            first = int(states.flat[0])
+            if states.size == 1 or (states == first).all():
+                touched.put(self.array, self._merged(first, stamp, mask, clock))
+                return
+        else:
+            states = touched.get(self.array)
+        alone = np.maximum(states, 0)
+        simple = (states >= 0) & ((states & ~mask & FULL) == 0)
+        if clock is not None:
+            simple &= ((alone & COLUMN) == (stamp & COLUMN)) | (clock[(alone >> 16) & 0xFFFF] >= alone >> 32)
+        new = np.where(simple, stamp | mask, states)
+        if not simple.all():
+            masks = np.broadcast_to(np.asarray(mask, np.int64), states.shape)
+            keys = np.stack([states[~simple], masks[~simple]])
+            pairs, where = np.unique(keys, axis=1, return_inverse=True)
+            merged = [self._merged(state, stamp, m, clock) for state, m in pairs.T.tolist()]
+            new[~simple] = np.array(merged, np.int64)[where.reshape(-1)]
+        touched.put(self.array, new)
+        if len(self.sets) > self.limit:
+            self._forget()
+
+    def _merged(self, state: int, stamp: int, mask: int, clock: np.ndarray | None) -> int:
+        """The state of a granule in `state` after the access."""
+        new, rest = stamp | mask, []
+        for old in (state,) if state >= 0 else self.sets[-state - 1]:
+            if old & ~FULL == stamp:
+                new |= old & FULL
+            elif clock is None or old & COLUMN == stamp & COLUMN or clock[(old >> 16) & 0xFFFF] >= old >> 32:
+                left = old & ~mask
+                if left & FULL:
+                    rest.append(left)
+            else:
+                rest.append(old)
+        if not rest:
+            return new
+        both = (new, *rest)
+        place = self.places.get(both)
+        if place is None:
+            self.sets.append(both)
+            place = self.places[both] = -len(self.sets)
+        return place
+
+    def _forget(self) -> None:
+        """Drop the sets that no granule has any more."""
+        held = self.array < 0
+        states, where = np.unique(self.array[held], return_inverse=True)
+        self.sets = [self.sets[-state - 1] for state in states.tolist()]
+        self.places = {stamps: -at for at, stamps in enumerate(self.sets, 1)}
+        self.array[held] = -1 - where.reshape(-1)
+        self.limit = max(MANY_SETS, 2 * len(self.sets))
+
+
+class Shadow:
+    """The last accesses to the granules of one region."""
+
+    __slots__ = ("writer", "reader", "updater", "narrow", "written", "looks")
 
     def __init__(self, nbytes: int) -> None:
         n = -(-nbytes // GRANULE)
-        self.writer, self.reader, self.other, self.updater = (np.zeros(n, np.int64) for _ in range(4))
+        self.writer, self.reader, self.updater = Last(n), Last(n), Last(n)
         self.narrow = False  # some update had a scope narrower than the system
+        self.written = False  # by a plain access or by TMA
+        # (byte offset, bytes) of a word that was read atomically -> column -> stamp. They race with writes only.
+        self.looks: dict[tuple[int, int], dict[int, int]] = {}
 
 
 class Touched:
@@ -123,44 +232,3 @@ class Touched:
         shape, offset, strides = self.view
         where = np.unravel_index(position, shape)
         return (offset + sum(int(i) * s for i, s in zip(where, strides))) * 2
-
-
-def unordered(stamps: np.ndarray, touched: Touched, clock: np.ndarray) -> tuple[int, int] | None:
-    """(position, stamp) of the first access among `stamps` that overlaps and is not ordered before `clock`, or None."""
-    first = int(stamps.flat[0])
-    if isinstance(touched.bytes, int) and (stamps == first).all():  # most tiles have one author
-        hit = first & touched.bytes and clock[(first >> 16) & 0xFFFF] < first >> 32
-        return (0, first) if hit else None
-    late = clock[(stamps >> 16) & 0xFFFF] < stamps >> 32
-    if not late.any():
-        return None
-    late &= (stamps & touched.bytes) != 0
-    if not late.any():
-        return None
-    at = int(np.argmax(late))
-    return at, int(stamps.flat[at])
-
-
-def record(array: np.ndarray, touched: Touched, stamp: int) -> None:
-    """Make `stamp` (without its mask of bytes) the last access in `array`."""
-    if isinstance(touched.bytes, int) and touched.bytes == FULL:
-        touched.put(array, stamp | FULL)
-        return
-    now = touched.get(array)
-    same = now & ~FULL == stamp
-    touched.put(array, np.where(same, now | touched.bytes, stamp | touched.bytes))
-
-
-def record_read(shadow: Shadow, touched: Touched, stamp: int, clock: np.ndarray) -> None:
-    """Like `record` for the readers, but keep the previous reader as `other` unless it is ordered before `clock`."""
-    now = touched.get(shadow.reader)
-    first = int(now.flat[0])
-    column = stamp & ~FULL & 0xFFFF0000
-    if (now == first).all():
-        if first & 0xFFFF0000 != column and clock[(first >> 16) & 0xFFFF] < first >> 32:
-            touched.put(shadow.other, first)
-    else:
-        keep = ((now & 0xFFFF0000) != column) & (clock[(now >> 16) & 0xFFFF] < now >> 32)
-        if keep.any():
-            touched.put(shadow.other, np.where(keep, now, touched.get(shadow.other)))
-    record(shadow.reader, touched, stamp)

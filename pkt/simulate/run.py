@@ -53,6 +53,7 @@ class SimulatedRank:
         base = self.base + block.offset
         itemsize = block.dtype.itemsize
         region = Region(base, nbytes, memory, self.rank, block.name, block.kind, itemsize, block.shape, header)
+        region.unwaited = block.unwaited
         self.machine.space.add(region)
         self._regions[block.offset] = region
 
@@ -161,7 +162,7 @@ OPTIONS -= {"stride"}
 def _signals_without_wait(machine: Machine) -> Iterator[PktError]:
     """An error for each counter that was signalled and that no program ever looked at."""
     for region in machine.space.regions():
-        if region.kind == "signals":
+        if region.kind == "signals" and not region.unwaited:
             for address, where in region.signalled.items():
                 index = (address - region.base - SIGNAL_HEADER) // 4
                 if address not in region.waited and 0 <= index < region.shape[0]:

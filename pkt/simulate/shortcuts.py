@@ -15,6 +15,8 @@ from triton._C.libtriton import ir
 from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
+from pkt.simulate.sites import site
+
 # By name: comparing Triton's types costs more than adding two numbers.
 INTEGERS = frozenset({"int32", "int64"})
 PLAIN = INTEGERS | {"fp32", "fp16"}
@@ -187,13 +189,21 @@ def cast(slow: Callable) -> Callable:
     return call
 
 
-def peer(slow: Callable) -> Callable:
-    """`pkt.language.address.peer` for one rank, in one addition."""
+def peer(slow: Callable, builder: Any) -> Callable:
+    """`pkt.language.address.peer` for one rank, in one addition. A rank that does not exist is noted for the message:
+    its address may be in the multicast window."""
 
     def call(ptr: Any, rank: Any, world: Any) -> Any:
-        if type(ptr) is tl.tensor and ptr.dtype.is_ptr() and ptr.dtype.element_ty.primitive_bitwidth >= 8:
-            to, here, stride = _number(rank), _number(world.rank), _number(world.stride)
-            if to is not None and here is not None and stride is not None:
+        to = _number(rank)
+        if type(ptr) is not tl.tensor:
+            return slow(ptr, rank, world)
+        last = int(rank.handle.data.max()) if to is None and type(rank) is tl.tensor else to
+        size = world.size if type(world.size) is int else _number(world.size)
+        if last is not None and size is not None and last >= size and site().call != "multicast":
+            builder.pkt.m.current.strays.append(int(ptr.handle.data.flat[0]))
+        if to is not None and ptr.dtype.is_ptr() and ptr.dtype.element_ty.primitive_bitwidth >= 8:
+            here, stride = _number(world.rank), _number(world.stride)
+            if here is not None and stride is not None:
                 data = ptr.handle.data + np.uint64((to - here) * stride % (1 << 64))
                 return new_tensor(data, ptr.dtype, not ptr.shape)
         return slow(ptr, rank, world)

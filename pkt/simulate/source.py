@@ -11,7 +11,9 @@ import ast
 import builtins
 import functools
 import inspect
+import itertools
 import operator
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -26,6 +28,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import TensorHandle
 
 from pkt.simulate.builder import Builder, np_dtype
+from pkt.simulate.loops import POLL, Source, value_of
 
 
 class _Semantic(TritonSemantic):
@@ -45,8 +48,26 @@ def _returns_tensors() -> bool:
     return not hasattr(code_generator.CodeGenerator, "decide_return_type")
 
 
+_REFUSED = frozenset(
+    "Await Break ClassDef Continue Delete Dict DictComp GeneratorExp Global Import ImportFrom Lambda Match NamedExpr "
+    "Nonlocal Raise Set SetComp Try TryStar Yield YieldFrom".split()
+)
+"""Statements and expressions that Triton refuses to compile unless its code generator has a method for them."""
+
+
+@functools.cache
+def _refused(kind: str) -> bool:
+    from triton.compiler import code_generator  # imported here: it imports half of Triton
+
+    return kind in _REFUSED and not hasattr(code_generator.CodeGenerator, f"visit_{kind}")
+
+
 def _call(name: str, *arguments: ast.expr, at: ast.AST) -> Any:
     return ast.copy_location(ast.Call(ast.Name(f"__pkt_{name}__", ast.Load()), list(arguments), []), at)
+
+
+def _constant(value: Any) -> ast.Constant:
+    return ast.Constant(value)
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -58,10 +79,37 @@ class _Rewriter(ast.NodeTransformer):
     - A condition must be a scalar. Only conditions ask for the truth of a tensor: `tl` itself takes every tensor for
       true, to tell it from None.
     - Using a plain number of the module is an error, as in Triton: only constexpr globals are in a kernel's key.
+
+    And it marks what decides when a `while` ends, for pkt.simulate.loops. What Triton does not compile raises when the
+    program comes to it: Triton skips the branches of constants, too.
     """
 
-    def __init__(self, plain: set[str]) -> None:
+    def __init__(self, plain: set[str], definition: ast.AST) -> None:
         self.plain = plain  # names of the module or closure that hold plain numbers or strings
+        self.inside: list[int] = []  # numbers of the loops around this statement
+        self.marked: dict[ast.expr, list[tuple[int, int]]] = {}  # expression -> (loop, its index there)
+        stored = (n for n in ast.walk(definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        assigned = {n.id for n in stored}
+        self.loops: dict[ast.While, int] = {}
+        for node in ast.walk(definition):
+            if isinstance(node, ast.While):
+                number = self.loops[node] = next(_numbers)
+                found = _sources[number] = Source(node, assigned)
+                for at in found.widest.guarding - {-1}:
+                    expression = found.expressions[at]
+                    if any(isinstance(n, ast.Call) for n in ast.walk(expression)):
+                        self.marked.setdefault(expression, []).append((number, at))
+
+    def visit(self, node: ast.AST) -> Any:
+        kind = type(node).__name__
+        if _refused(kind):
+            raises = _call("refuse", ast.Constant(kind), at=node)
+            return ast.copy_location(ast.Expr(raises), node) if isinstance(node, ast.stmt) else raises
+        marks = self.marked.get(node) if isinstance(node, ast.expr) else None
+        new = super().visit(node)
+        if not marks:
+            return new
+        return _call("looked", _call("look", _constant(tuple(marks)), at=node), new, at=node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id not in self.plain:
@@ -77,7 +125,16 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if _returns_tensors() and node.value is not None:
             node.value = _call("tensor", node.value, at=node)
-        return node
+        return self._leaving(node)
+
+    def visit_Break(self, node: ast.Break) -> Any:
+        return self._leaving(node)
+
+    def _leaving(self, node: Any) -> Any:
+        if not self.inside:
+            return node
+        left = self.inside[-1:] if isinstance(node, ast.Break) else self.inside
+        return [ast.copy_location(ast.Expr(_call("leave", _constant(tuple(left)), at=node)), node), node]
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         self.generic_visit(node)
@@ -91,10 +148,25 @@ class _Rewriter(ast.NodeTransformer):
 
     def _condition(self, node: Any) -> Any:
         self.generic_visit(node)
-        node.test = _call("while" if isinstance(node, ast.While) else "true", node.test, at=node)
+        node.test = _call("true", node.test, at=node)
         return node
 
-    visit_If = visit_IfExp = visit_While = _condition
+    visit_If = visit_IfExp = _condition
+
+    def visit_While(self, node: ast.While) -> list[ast.stmt]:
+        number = self.loops[node]
+        self.inside.append(number)
+        self.generic_visit(node)
+        self.inside.pop()
+        node.test = _call("while", node.test, ast.Constant(number), at=node)
+        enter = _call("enter", ast.Constant(number), at=node)
+        return [ast.copy_location(ast.Expr(enter), node), node]
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.ListComp:
+        self.generic_visit(node)
+        for of in node.generators:
+            of.iter = _call("of_tuple", of.iter, at=node)
+        return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.Expr:
         self.generic_visit(node)
@@ -102,6 +174,8 @@ class _Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.Expr(_call("assert", node.test, *said, at=node)), node)
 
 
+_numbers = itertools.count(POLL + 1)
+_sources: dict[int, Source] = {}
 _PLAIN = (bool, int, float, str)
 
 
@@ -128,7 +202,7 @@ def code(fn: FunctionType, lines: list[str], first: int) -> CodeType:
         a.annotation = None
     scope = captured(fn)
     plain = {n for n in {*fn.__code__.co_names, *fn.__code__.co_freevars} if type(scope.get(n)) in _PLAIN}
-    _Rewriter(plain - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}).visit(definition)
+    _Rewriter(plain - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}, definition).visit(definition)
     ast.fix_missing_locations(tree)
     ast.increment_lineno(tree, first - 1)
     module = compile(tree, fn.__code__.co_filename, "exec")
@@ -181,9 +255,27 @@ def _true(value: Any) -> bool:
     return bool(data.reshape(-1)[0])
 
 
-def _while(value: Any) -> bool:
-    builder.pkt.iterated()
-    return _true(value)
+def _enter(number: int) -> None:
+    frame = sys._getframe(1)
+    source = _sources[number]
+    found = source.widest
+    if source.constants:
+        variables = frame.f_locals
+        found = source.slice(lambda code: value_of(code, variables, frame.f_globals))
+    builder.pkt.enter_loop(number, found)
+
+
+def _while(value: Any, number: int) -> bool:
+    if not _true(value):
+        builder.pkt.leave_loops((number,))
+        return False
+    builder.pkt.iterated(number, sys._getframe(1).f_locals)
+    return True
+
+
+def _looked(_: None, value: Any) -> Any:
+    builder.pkt.look(())
+    return value
 
 
 def _assert(condition: Any, message: str = "") -> None:
@@ -198,6 +290,16 @@ def _plain(name: str, value: Any) -> Any:
         f"a kernel cannot use the global variable {name} = {value!r}: make it a constexpr "
         f"({name} = tl.constexpr({value!r})) or an argument"
     )
+
+
+def _refuse(kind: str) -> None:
+    raise NotImplementedError(f"Triton does not compile this: unsupported AST node type {kind}")
+
+
+def _of_tuple(values: Any) -> Any:
+    if not isinstance(values, (tuple, core.tuple)):
+        raise NotImplementedError("Triton does not compile this: only comprehensions over a tuple are supported")
+    return values
 
 
 def range_of_tensors(start: Any, end: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
@@ -254,6 +356,12 @@ HELPERS: dict[str, Any] = {
     "__pkt_not__": lambda value: semantic.not_(value) if isinstance(value, tl.tensor) else not value,
     "__pkt_true__": _true,
     "__pkt_while__": _while,
+    "__pkt_enter__": _enter,
+    "__pkt_leave__": lambda numbers: builder.pkt.leave_loops(numbers),
+    "__pkt_look__": lambda numbers: builder.pkt.look(numbers),
+    "__pkt_looked__": _looked,
     "__pkt_assert__": _assert,
+    "__pkt_refuse__": _refuse,
+    "__pkt_of_tuple__": _of_tuple,
     "__pkt_plain__": _plain,
 }

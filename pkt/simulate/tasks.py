@@ -4,6 +4,7 @@ Task             one program of a grid, or the host code of one rank
 Launch           one grid on one rank; at most `sms` of its programs are resident
 Host             one rank
 Meeting          a collective call of the hosts
+Trial            the search for the cause of a deadlock
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import greenlet
 import torch
+
+from pkt.simulate.loops import Loop
 
 
 @dataclass(slots=True, eq=False)
@@ -49,9 +52,9 @@ class Task:
     touched: set[int] = field(default_factory=set)  # first addresses of its accesses while it may have been in a spin
     last: Any = None  # the last load: first address, number of elements, number of the access
     repeats: int = 0
-    polled: Any = None  # the last load or atomic
-    idle_iterations: int = 0  # iterations of a `while` since its last access
-    iterated_at: int = 0  # value of `accesses` at the last iteration of a `while`
+    loops: dict[int, Loop] = field(default_factory=dict)  # the `while` loops that it is in, by number
+    looking: list[tuple] = field(default_factory=list)  # expressions that it is in and that may decide about loops
+    strays: list[int] = field(default_factory=list)  # its addresses that it moved to a rank that does not exist
     undrained: bool = False  # it has stored to the heap by TMA since the last drain
 
     def __post_init__(self) -> None:
@@ -60,6 +63,11 @@ class Task:
     @property
     def is_host(self) -> bool:
         return self.launch is None
+
+    @property
+    def spins(self) -> Loop | None:
+        """A loop that the program cannot leave, unless another one changes memory; or None."""
+        return next((loop for loop in self.loops.values() if loop.spins), None) if self.loops else None
 
 
 class Launch:
@@ -110,6 +118,16 @@ class Meeting:
     values: dict[int, tuple[Any, str]] = field(default_factory=dict)
     clock: Any = None
     time: float = 0.0
+
+
+@dataclass(eq=False)
+class Trial:
+    """The rest of a run after a deadlock, with all programs of `launches` resident: `error` is the error, unless they
+    still wait. findings: the number of findings before."""
+
+    launches: list[Launch]
+    error: Exception
+    findings: int
 
 
 class Stopped(greenlet.GreenletExit):

@@ -239,3 +239,42 @@ def test_a_signal_far_from_the_counters_is_out_of_bounds() -> None:
     error = outcome(main, 2).error
     assert isinstance(error, OutOfBounds)
     assert "nearest: mailbox of rank 0" in str(error)
+
+
+@triton.jit
+def astray(x, at, rank, world, HOW: tl.constexpr):
+    if HOW == "peer":
+        tl.store(pl.peer(x, rank, world), 1.0)
+    elif HOW == "peers":
+        i = tl.arange(0, 2)
+        tl.store(pl.peer(x + i, rank + i - 1, world), 1.0)
+    elif HOW == "multicast":
+        tl.store(pl.multicast(x, world), 1.0)
+    else:
+        tl.store(x + at, 1.0)
+
+
+@pytest.mark.parametrize("how", ["peer", "peers"])
+def test_a_peer_past_the_last_rank_is_no_access_to_the_multicast_window(how: str) -> None:
+    def main(world: Any, rank: int, how: str = how) -> None:
+        weights = pkt.zeros(4)
+        if world.rank == 0:
+            astray[(1,)](weights, 0, rank, world.device, how)
+
+    assert failures(main, 3, (0, 1), args=(2,)) == {}
+    error = outcome(main, 3, args=(3,)).error
+    assert isinstance(error, OutOfBounds)
+    assert "store of rank 3's weights[" in str(error)
+    assert "peers are ranks 0 to 2" in str(error)
+    assert isinstance(outcome(main, 3, args=(0, "multicast")).error, pkt.MulticastAccess)
+
+
+def test_the_nearest_tensor_may_be_the_one_after_the_address() -> None:
+    def main(world: Any, at: int) -> None:
+        first, second = pkt.zeros(4), pkt.zeros(1000)
+        astray[(1,)](second, at, 0, world.device, "here")
+        del first
+
+    assert "nearest: second of rank 0, which begins 4 bytes after" in str(outcome(main, 1, args=(-1,)).error)
+    assert "nearest: second of rank 0, which ends 1 byte before" in str(outcome(main, 1, args=(1000,)).error)
+    assert outcome(main, 1, args=(999,)).failure is None

@@ -276,6 +276,38 @@ def test_a_grid_of_one_program_too_many_is_too_few_resident(seed: int) -> None:
     assert "gate[0]" in str(error)
 
 
+@triton.jit
+def forgets(gate, flags, world, FORGETS: tl.constexpr, TOGETHER: tl.constexpr, SPIN: tl.constexpr):
+    pid = tl.program_id(0)
+    if TOGETHER:
+        pl.grid_barrier(gate, world)
+    if world.rank == 0 or not FORGETS:
+        pl.signal(flags + pid, 1 - world.rank, world)
+    if SPIN:
+        while not pl.test(flags + pid, 1, world):
+            pass
+    else:
+        pl.wait(flags + pid, 1, world)
+
+
+@pytest.mark.parametrize("spin", [False, True])
+def test_the_cause_that_is_named_is_one_that_mends_the_program(spin: bool) -> None:
+    def main(world: Any, forgets_signal: bool, together: bool) -> None:
+        gate, flags = pkt.signals(1), pkt.signals(8)
+        forgets[(8,)](gate, flags, world.device, forgets_signal, together, spin)
+
+    for seed in SEEDS:
+        assert outcome(main, 2, seed, (False, False), sms=4).failure is None
+        assert isinstance(outcome(main, 2, seed, (False, True), sms=4).failure, TooFewResident)
+        for together in (False, True):  # a forgotten signal stays one with all programs resident
+            found = outcome(main, 2, seed, (True, together), sms=4)
+            error = found.failure
+            assert isinstance(error, Deadlock)
+            assert not isinstance(error, TooFewResident)
+            assert [(w.rank, w.program[0]) for w in error.waits] == [(0, i) for i in range(8)]
+            assert "only 4 of 8 programs of forgets are resident" in "".join(error.__notes__)
+
+
 def test_a_cooperative_launch_is_refused_before_it_starts() -> None:
     def main(world: Any, programs: int) -> None:
         together_main(world, programs, launch_cooperative_grid=True)

@@ -63,6 +63,69 @@ def test_signals_read_by_a_test_or_a_spin_are_not_lost() -> None:
     assert failures(main, 2, SEEDS) == {}
 
 
+@triton.jit
+def lend(x, full, empty, steps, world, SLOTS: tl.constexpr):
+    """Rank 0 sends `steps` values through SLOTS slots of rank 1, which returns a credit for each."""
+    for step in range(steps):
+        slot, lap = step % SLOTS, step // SLOTS
+        if world.rank == 0:
+            if lap > 0:
+                pl.wait(empty + slot, lap, world)
+            pl.store(x + slot, step, 1, world)
+            pl.signal(full + slot, 1, world)
+        else:
+            pl.wait(full + slot, lap + 1, world)
+            tl.load(x + slot)
+            pl.signal(empty + slot, 0, world)
+
+
+@pytest.mark.parametrize("meant", [False, True])
+def test_credits_that_are_left_over_can_be_said_to_be_meant(meant: bool) -> None:
+    def main(world: Any, steps: int) -> None:
+        x, full, empty = pkt.zeros(4, dtype=torch.int32), pkt.signals(4), pkt.signals(4, unwaited=meant)
+        lend[(1,)](x, full, empty, steps, world.device, 4)
+
+    @triton.jit
+    def unheard(flags, world):
+        pl.signal(flags, 0, world)
+
+    def other(world: Any) -> None:
+        credits, flags = pkt.signals(1, unwaited=meant), pkt.signals(1)
+        unheard[(1,)](credits, world.device)
+        unheard[(1,)](flags, world.device)
+
+    assert failures(main, 2, SEEDS, args=(8,)) == {}
+    left = failures(main, 2, SEEDS, args=(2,))  # the credits of slots that are not used again
+    assert {seed: type(error) for seed, error in left.items()} == ({} if meant else dict.fromkeys(SEEDS, LostSignal))
+    for seed in SEEDS:
+        lost = [str(f) for f in outcome(other, 2, seed).findings]
+        assert len(lost) == (1 if meant else 2)
+        assert "rank 0: flags[0] was signalled to 2" in lost[-1]
+        assert "if it is meant, allocate with pkt.signals(n, unwaited=True)" in lost[-1]
+
+
+def test_a_counter_that_the_next_kernel_loads_is_not_lost() -> None:
+    @triton.jit
+    def count(flags, world):
+        pl.signal(flags, 0, world)
+
+    @triton.jit
+    def report(flags, out, READS: tl.constexpr):
+        if READS:
+            tl.store(out, tl.load(flags))
+
+    def main(world: Any, reads: bool) -> None:
+        flags, out = pkt.signals(1), torch.zeros(1, dtype=torch.int32)
+        count[(1,)](flags, world.device)
+        world.barrier()
+        report[(1,)](flags, out, reads)
+        assert out.item() == (2 if reads and world.rank == 0 else 0)
+
+    assert failures(main, 2, SEEDS, args=(True,)) == {}
+    assert all(isinstance(error, LostSignal) for error in failures(main, 2, SEEDS, args=(False,)).values())
+    assert len(failures(main, 2, SEEDS, args=(False,))) == len(SEEDS)
+
+
 # -- hosts -----------------------------------------------------------------------------------------------------------
 
 

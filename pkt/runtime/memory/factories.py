@@ -190,16 +190,19 @@ def randint_like(
     return _make("randint_like", torch.randint, args, dtype or x.dtype, name, world, generator=generator)
 
 
-def signals(n: int, *, name: str | None = None, world: World | None = None) -> SymmetricTensor:
+def signals(n: int, *, unwaited: bool = False, name: str | None = None, world: World | None = None) -> SymmetricTensor:
     """`n` int32 counters for signal and wait, apart from data. They begin at zero and are never reset.
 
     64 bytes lie before them (an int64 epoch word, then guard words) and 64 bytes of guard words after them. free, close
     and world.check() raise SignalIndexError if a guard word was overwritten.
+
+    unwaited: signals that no kernel looks at are meant, such as credits that are left over at the end, or counters that
+    only the host reads. Otherwise they are LostSignal in the simulator.
     """
     shape = _shape("signals", (n,))
     if shape == (0,):
         raise ShapeError.argument("signals", "n", n, "at least 1")
-    return _make("signals", torch.empty, (shape,), torch.int32, name, world, kind="signals")
+    return _make("signals", torch.empty, (shape,), torch.int32, name, world, kind="signals", unwaited=unwaited)
 
 
 def _shape(call: str, size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -220,6 +223,7 @@ def _make(
     world: World | None,
     *,
     kind: Kind = "data",
+    unwaited: bool = False,
     fill: bool = True,
     generator: torch.Generator | None = None,
 ) -> SymmetricTensor:
@@ -241,7 +245,7 @@ def _make(
         raise DtypeError.argument(call, "dtype", dtype, "a dtype that is not quantized", world.rank)
     site = call_site(call)
     label = name or site.assigned or f"{call}@{site.text}"
-    allocation = heap.allocate(shape, dtype, label, site.text, kind)
+    allocation = heap.allocate(shape, dtype, label, site.text, kind, unwaited)
     plain = heap.tensor(allocation)
     if fill:
         if kind == "data":

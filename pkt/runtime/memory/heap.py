@@ -76,9 +76,16 @@ class SymmetricHeap:
 
     # -------------------------------------------------------------------------------------- allocate and free
     def allocate(
-        self, shape: tuple[int, ...], dtype: torch.dtype, name: str, site: str, kind: Kind = "data"
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        name: str,
+        site: str,
+        kind: Kind = "data",
+        unwaited: bool = False,
     ) -> Allocation:
         """Collective. The block for a tensor. Its contents are undefined, except guard words and counters of signals.
+        unwaited: as in pkt.signals.
 
         Raises AllocationMismatch before the memory can be used. Raises HeapFull on every rank, and then nothing is
         lost.
@@ -96,7 +103,7 @@ class SymmetricHeap:
             offset = self.ledger.allocate(nbytes)
         if offset is None:
             raise HeapFull.wanted(nbytes, self.ledger.free_bytes, self.ledger.largest, name, self.backend.rank)
-        block = Block(offset, nbytes, shape, dtype, name, kind, site)
+        block = Block(offset, nbytes, shape, dtype, name, kind, site, unwaited)
         if offset + nbytes > self._reserved:
             try:
                 self._reserve(offset + nbytes)

@@ -1,0 +1,183 @@
+"""Loops that poll: one that can never end is a deadlock, found at once; one that can end, ends."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from pkt.errors import Deadlock
+from tests.simulate.helpers import failures, outcome
+
+SEEDS = (0, 1, 2, 3, 6)  # rank 1 is slow in seed 3, rank 0 in seed 6
+KINDS = ("test", "atomic", "cas", "volatile", "plain")
+EFFECTS = ("none", "store", "atomic", "sometimes", "outside")
+
+
+@triton.jit
+def polled(flags, world, KIND: tl.constexpr):
+    if KIND == "test":
+        return pl.test(flags, 1, world).to(tl.int32)
+    elif KIND == "atomic":
+        return tl.atomic_add(flags, 0, sem="acquire", scope="sys")
+    elif KIND == "cas":
+        return tl.atomic_cas(flags, 1, 1, sem="acquire", scope="sys")
+    elif KIND == "volatile":
+        return tl.load(flags, volatile=True)
+    else:
+        return tl.load(flags)
+
+
+@triton.jit
+def spin(flags, stats, seen, world, KIND: tl.constexpr, EFFECT: tl.constexpr):
+    """Rank 0 sends when SENT; the others wait for it in a loop of their own, which may count its polls."""
+    polls = 0
+    done = polled(flags, world, KIND) == 1
+    while not done:
+        polls += 1
+        if EFFECT == "store":
+            tl.store(stats, polls)
+        elif EFFECT == "atomic":
+            tl.atomic_add(stats, 1)
+        elif EFFECT == "sometimes":
+            if polls % 16 == 0:
+                tl.store(stats, polls)
+        elif EFFECT == "outside":
+            pl.store(stats, polls, 0, world)
+        done = polled(flags, world, KIND) == 1
+    tl.store(seen, 1)
+
+
+@triton.jit
+def exchange(flags, stats, seen, turns, world, KIND: tl.constexpr, EFFECT: tl.constexpr, SENT: tl.constexpr):
+    if world.rank == 0:
+        if SENT:
+            i = 0
+            while i < turns:  # a long way to the signal
+                i += 1
+            for _ in range(turns):
+                tl.load(stats + 1, volatile=True)
+            tl.atomic_xchg(pl.peer(flags, 1, world), 1, sem="release", scope="sys")
+    else:
+        spin(flags, stats, seen, world, KIND, EFFECT)
+
+
+def exchange_main(world: Any, kind: str, effect: str, sent: bool, turns: int = 20) -> None:
+    stats = pkt.zeros(8, dtype=torch.int32)
+    if kind == "test":
+        flags = pkt.signals(1)
+    else:
+        flags = pkt.zeros(8, dtype=torch.int32)
+    seen = torch.zeros(1, dtype=torch.int32)
+    exchange[(1,)](flags, stats, seen, turns, world.device, kind, effect, sent)
+    assert seen.item() == (world.rank == 1)
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spin_that_nothing_ends_is_a_deadlock_at_once(kind: str, effect: str) -> None:
+    for seed in SEEDS:
+        start = time.process_time()
+        error = outcome(exchange_main, 2, seed, (kind, effect, False), races=False).error
+        assert isinstance(error, Deadlock), (seed, error)
+        (wait,) = error.waits
+        assert (wait.rank, wait.kernel) == (1, "exchange")
+        assert wait.counter == "flags[0]"
+        assert time.process_time() - start < 2, seed
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spin_that_a_signal_ends_goes_on(kind: str, effect: str) -> None:
+    assert failures(exchange_main, 2, SEEDS, args=(kind, effect, True), races=False) == {}
+
+
+def test_a_long_way_to_the_signal_is_no_deadlock() -> None:
+    assert failures(exchange_main, 2, (0, 3), args=("test", "none", True, 6000)) == {}
+
+
+@pytest.mark.parametrize("effect", ["none", "store", "sometimes"])
+def test_spins_of_all_ranks_are_a_deadlock_at_once(effect: str) -> None:
+    @triton.jit
+    def all_spin(flags, stats, seen, world, EFFECT: tl.constexpr):
+        spin(flags, stats, seen, world, "test", EFFECT)
+
+    def main(world: Any) -> None:
+        flags, stats, seen = pkt.signals(1), pkt.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        all_spin[(2,)](flags, stats, seen, world.device, effect)
+
+    for seed in (0, 3):
+        start = time.process_time()
+        error = outcome(main, 4, seed, races=False).error
+        assert isinstance(error, Deadlock)
+        assert len(error.waits) == 8
+        assert time.process_time() - start < 2, seed
+
+
+@triton.jit
+def gives_up(flags, out, limit, world, KIND: tl.constexpr):
+    polls = 0
+    while (polled(flags, world, KIND) != 1) & (polls < limit):
+        polls += 1
+    tl.store(out, polls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spin_that_gives_up_ends(kind: str) -> None:
+    def main(world: Any) -> None:
+        flags, out = pkt.signals(1), torch.zeros(1, dtype=torch.int32)
+        gives_up[(1,)](flags, out, 1500, world.device, kind)
+        assert out.item() == 1500
+
+    assert failures(main, 2, (0, 3)) == {}
+
+
+@triton.jit
+def hand_over(mine, n, flags, world, HOW: tl.constexpr):
+    """Two programs that count each other up until both have seen n; their loops test only whether that has happened."""
+    i = 0
+    if HOW == "counters":
+        while not (pl.test(flags, n, world) & pl.test(pl.peer(flags, 1 - world.rank, world), n, world)):
+            pl.signal(flags, 1 - world.rank, world)
+    elif HOW == "rarely":
+        while not pl.test(flags, 1, world):
+            i += 1
+            if i == n:
+                pl.signal(flags, 0, world)
+                pl.signal(flags, 1, world)
+    else:
+        while (tl.load(mine, volatile=True) < n) | (tl.load(pl.peer(mine, 1 - world.rank, world), volatile=True) < n):
+            i += 1
+            pl.store(mine, i, 1 - world.rank, world)
+
+
+@pytest.mark.parametrize("how", ["counters", "rarely", "stores"])
+def test_spins_that_end_each_other_are_no_deadlock(how: str) -> None:
+    def main(world: Any) -> None:
+        x, flags = pkt.zeros(1, dtype=torch.int32), pkt.signals(1)
+        hand_over[(1,)](x, 20, flags, world.device, how)
+
+    assert failures(main, 2, SEEDS, races=False) == {}
+
+
+@triton.jit
+def waits_for_a_spinner(flags, n, world):
+    if tl.program_id(0) == 0:
+        pl.wait(flags, n, world)
+        pl.signal(flags + 1, 0, world)
+    else:
+        while not pl.test(flags + 1, 1, world):
+            pl.signal(flags, 0, world)
+
+
+def test_a_wait_for_a_spin_with_side_effects_ends() -> None:
+    def main(world: Any) -> None:
+        waits_for_a_spinner[(2,)](pkt.signals(2), 100, world.device)
+
+    assert failures(main, 1, SEEDS) == {}

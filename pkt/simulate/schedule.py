@@ -29,7 +29,8 @@ class Schedule:
         self.victim = (seed // 3) % ranks if self.policy == "adversarial" else None
         self.late_stores = seed != 0
         # A slow rank is interrupted often: long stretches would hide what other ranks do between two of its steps.
-        rates = (0.1, 0.4) if self.victim is not None else (0.0, 0.05, 0.3)
+        # At a rate of 1 every interleaving of single accesses is as likely as any other.
+        rates = (0.1, 0.4) if self.victim is not None else (0.0, 0.05, 0.3, 1.0)
         self._interrupts = 0.0 if seed == 0 else self._random.choice(rates)
         self._commits = 0.0 if self.policy == "adversarial" else self._random.choice((0.02, 0.2, 0.6))
 

@@ -355,3 +355,20 @@ def test_the_command_runs_as_a_process(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "DataRace in seed " in done.stdout
+
+
+@triton.jit
+def take_tickets(queue, out, world, N: tl.constexpr):
+    for i in range(N):
+        tl.store(out + i, tl.atomic_add(pl.peer(queue, 0, world), 1, sem="relaxed", scope="sys"))
+
+
+def test_some_schedules_alternate_single_accesses() -> None:
+    """In 1 of 20 interleavings of three tickets each, the two ranks take turns."""
+
+    def main(world: Any) -> None:
+        queue, out = pkt.zeros(1, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+        take_tickets[(1,)](queue, out, world.device, 3)
+        assert out.tolist() not in ([0, 2, 4], [1, 3, 5])
+
+    assert len(failures(main, 2, range(120))) >= 3

@@ -25,8 +25,8 @@ from .shared import checks
 from .shared.tile_product import whole_rows
 
 Tensors = Sequence[torch.Tensor]
-Run = Callable[[torch.Tensor, Tensors, "Tensors | None", "Tensors | None"], "list[torch.Tensor]"]
-"""run(a, bs, outs, biases) -> the results, for tensors like those it was planned with."""
+Launch = Callable[[torch.Tensor, Tensors, "Tensors | None", "Tensors | None"], "list[torch.Tensor]"]
+"""launch(a, bs, outs, biases) -> the results, for tensors like those it was planned with."""
 
 
 def is_several(b: Any) -> TypeGuard[Tensors]:
@@ -142,14 +142,14 @@ def _separate(
     try:
         each = facts((a, *bs, *(outs or ()), *(biases or ())), world, operator.name)
         key: Any = (operator, run_several, values, len(bs), outs is None, biases is None, *each)
-        run = world.plans.get(key)
+        launch = world.plans.get(key)
     except (TypeError, RuntimeError):  # as in Operator.__call__
-        key = run = None
-    if run is None:
-        run = _plan(operator, world, tensors, dict(zip(operator.keywords, values)))
+        key = launch = None
+    if launch is None:
+        launch = _plan(operator, world, tensors, dict(zip(operator.keywords, values)))
         if key is not None:
-            world.plans[key] = run
-    results = run(a, bs, outs, biases)
+            world.plans[key] = launch
+    results = launch(a, bs, outs, biases)
     for out in outs or ():
         torch.autograd.graph.increment_version(out)
     return results
@@ -173,7 +173,7 @@ def _check_apart(name: str, a: Any, bs: Tensors, outs: Tensors, biases: Tensors,
 def _plan(
     operator: Operator, world: World, tensors: tuple[Any, Tensors, Tensors | None, Tensors | None],
     keywords: Mapping[str, Any],
-) -> Run:  # fmt: skip
+) -> Launch:  # fmt: skip
     """As Operator.plan, of a call for each weight. Collective."""
     a, bs, outs, biases = tensors
     count = len(bs)
@@ -206,7 +206,7 @@ def _plan(
     assert form.several is not None, "as _choose has seen"
     together = form.several([calls[i] for i in computed]) if computed else None
 
-    def run(a: torch.Tensor, bs: Tensors, outs: Tensors | None, biases: Tensors | None) -> list[torch.Tensor]:
+    def launch(a: torch.Tensor, bs: Tensors, outs: Tensors | None, biases: Tensors | None) -> list[torch.Tensor]:
         results = [new() for new in make] if outs is None else list(outs)
         added: Sequence[torch.Tensor | None] = biases or [None] * count
         for i, empty in nothing.items():
@@ -215,7 +215,7 @@ def _plan(
             together(a, *([each[i] for i in computed] for each in (bs, results, added)))
         return results
 
-    return run
+    return launch
 
 
 def _seen(operator: Operator, call: Call, name: str) -> Any:

@@ -16,7 +16,7 @@ import greenlet
 import torch
 
 from pkt.errors import Deadlock, GridTooLarge, PeerLost, PktError, RankFailed, ShapeError, TooFewResident
-from pkt.simulate import cost
+from pkt.simulate import cost, modes
 from pkt.simulate.arguments import bind, parameters, register
 from pkt.simulate.device import SimulatedDevice
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
@@ -89,7 +89,7 @@ class Machine:
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Run `body(rank)` on every rank and return the results in rank order. Raises the first error of any rank."""
         self.hub = greenlet.getcurrent()
-        saved, grad, threads = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads()
+        saved, own, threads = torch.get_rng_state(), modes.modes(), torch.get_num_threads()
         torch.set_num_threads(1)  # tiles are small: several threads would mostly wait for each other
         outer, builder.pkt = builder.pkt, self.device  # `outer`: of an enclosing run
         try:
@@ -103,7 +103,7 @@ class Machine:
         finally:
             builder.pkt = outer
             torch.set_rng_state(saved)
-            torch.set_grad_enabled(grad)
+            modes.enter(own)
             torch.set_num_threads(threads)
         return [host.result for host in self.hosts]
 
@@ -162,10 +162,10 @@ class Machine:
 
     def _switch(self, task: Task) -> None:
         host = self.hosts[task.rank]
-        launch = task.launch
+        launch, guard = task.launch, None
         if launch is None:
             torch.set_rng_state(host.random)
-            torch.set_grad_enabled(host.grad)
+            guard = modes.Guard(host.modes)
         else:
             builder.grid_idx, builder.grid_dim = task.program, launch.grid
         self.current = task
@@ -177,8 +177,10 @@ class Machine:
             raise self._failed(task, error) from error
         finally:
             self.current = None
+            if guard is not None:
+                host.modes = guard.leave()
         if launch is None:
-            host.random, host.grad = torch.get_rng_state(), torch.is_grad_enabled()
+            host.random = torch.get_rng_state()
         if task.greenlet.dead:
             self.progress += 1
             if launch is not None:

@@ -18,6 +18,7 @@ import greenlet
 import torch
 
 from pkt.simulate.loops import Loop
+from pkt.simulate.modes import modes
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +108,7 @@ class Host:
         self.calls = 0
         self.call = ""
         self.random = torch.get_rng_state()
-        self.grad = torch.is_grad_enabled()
+        self.modes = modes()
         self.result: Any = None
 
 

@@ -40,12 +40,12 @@ def test_transposed_weights_through_the_operators(h200s, tmp_path):
     """Also where k is padded."""
     for call in (gather_call, scatter_call, reduce_call):
         world = h200s()
-        call(world, 333, 1032, 1544, transposed=True)
+        call(world, 333, 1032, 1544, transposed=True, mode="gluon")
         launch = world.kernels[-1]
         assert launch.constants.TRANSPOSED
         assert_fits(launch, tmp_path)
     world = h200s()
-    scatter_call(world, 128, 64, 61, transposed=True)
+    scatter_call(world, 128, 64, 61, transposed=True, mode="gluon")
     assert world.kernels[-1].constants.TRANSPOSED
 
 
@@ -74,20 +74,20 @@ def test_swiglu_through_the_operator(h200s, tmp_path):
     """Where the rows of the result are whole runs of 16 bytes; else another form runs."""
     for transposed in (False, True):
         world = h200s()
-        gather_call(world, 333, 1040, 1544, transposed=transposed, bias=True, epilogue="swiglu")
+        gather_call(world, 333, 1040, 1544, transposed=transposed, bias=True, epilogue="swiglu", mode="gluon")
         launch = world.kernels[-1]
         assert launch.constants.EPILOGUE == "swiglu"
         assert_fits(launch, tmp_path)
     with pytest.raises(PktError, match="rows of 1544 and 516 elements, not multiples of 16 bytes"):
         gather_call(h200s(), 333, 1032, 1544, mode="gluon", epilogue="swiglu")
-    assert chosen("all_gather_matmul", h200s(), 333, 1032, 1544, epilogue="swiglu")["mode"] == "push"
-    assert chosen("all_gather_matmul", h200s(), 333, 1032, 1544)["mode"] == "gluon"
+    assert chosen("all_gather_matmul", h200s(), 4096, 8200, 8192, epilogue="swiglu")["mode"] != "gluon"
+    assert chosen("all_gather_matmul", h200s(), 4096, 8200, 8192)["mode"] == "gluon"
 
 
 def test_bias_and_epilogue_through_the_operators(h200s, tmp_path):
     for call in (gather_call, scatter_call, reduce_call):
         world = h200s()
-        call(world, 333, 1032, 1544, bias=True, epilogue="relu")
+        call(world, 333, 1032, 1544, bias=True, epilogue="relu", mode="gluon")
         launch = world.kernels[-1]
         assert launch.constants.EPILOGUE == "relu"
         assert "ex2.approx" not in launch.ptx
@@ -108,9 +108,9 @@ SIZES = [(1024, 1024, 4096), (2048, 2048, 4096), (333, 4096, 1544), (65, 8, 8)]
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 @pytest.mark.parametrize(("call", "name"), [(gather_call, "gluon_push_kernel"), (scatter_call, "gluon_inbox_kernel")])
-def test_operators_choose_the_gluon_kernel(h200s, tmp_path, call, name, shape, size):
+def test_the_gluon_kernel_fits_any_shape(h200s, tmp_path, call, name, shape, size):
     world = h200s(1, size)
-    call(world, *shape)
+    call(world, *shape, mode="gluon")
     (launch,) = world.kernels
     assert launch.kernel.metadata.name == name
     assert_fits(launch, tmp_path)

@@ -31,7 +31,7 @@ def test_copied_tiles_come_in_the_order_of_the_copies(size):
     functions = as_python([warps, push], Machine(1, 1, 0))
     num_m, num_n, push_rows = 5, 3, 2
     for rank in range(size):
-        order = functions["Order"](rank, 8 * num_m, num_m, num_n, 16, push_rows, size, 2, 8, True)
+        order = functions["Order"](rank, 8 * num_m, num_m, num_n, 16, push_rows, size, 2, 8, True, False)
         tiles = [order.tile(t) for t in range(size * num_m * num_n)]
         came = list(dict.fromkeys((source, i // push_rows) for source, i, _, own in tiles if not own))
         assert came == [((rank - d) % size, g) for g in range(3) for d in range(1, size)]
@@ -57,7 +57,7 @@ def test_every_tile_and_every_part_once(programs, pieces):
                 seen = []
                 counts = []
                 for here.program in range(programs):
-                    order = functions["Order"](0, 8 * num_m, num_m, num_n, 16, 1, 1, 2, 8, False)
+                    order = functions["Order"](0, 8 * num_m, num_m, num_n, 16, 1, 1, 2, 8, False, False)
                     rounds, left = functions["deal"](num_comm, wanted, most, order, pieces)
                     alone, late, cut = rounds.alone, left.alone, tiles - left.offset
                     whole = list(range(rounds.first(), rounds.end(), programs))

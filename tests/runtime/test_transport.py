@@ -327,9 +327,9 @@ def test_a_rank_that_has_joined_cannot_join_again(meeting):
 
     def joins():
         deadline = time.monotonic() + 5.0
-        joined.append(rendezvous._join(meeting, bytes.fromhex(meeting.token), 1, 0, deadline))
+        joined.append(rendezvous._join(meeting, bytes.fromhex(meeting.token), 1, 0, deadline, set()))
         with pytest.raises((ConnectionError, TimeoutError)) as caught:
-            rendezvous._join(meeting, bytes.fromhex(meeting.token), 1, 0, time.monotonic() + 0.5)
+            rendezvous._join(meeting, bytes.fromhex(meeting.token), 1, 0, time.monotonic() + 0.5, set())
         second.append(caught.value)
 
     thread = threading.Thread(target=joins)

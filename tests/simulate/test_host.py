@@ -204,6 +204,35 @@ def test_every_rank_has_its_own_gradient_mode() -> None:
         assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("mode", ["inference", "autocast"])
+def test_every_rank_has_its_own_inference_mode_and_autocast(mode: str) -> None:
+    """The ranks enter and leave at other times, and one of them stays inside when it fails."""
+    inside = {"inference": torch.inference_mode, "autocast": lambda: torch.autocast("cpu", torch.bfloat16)}[mode]
+    is_on = {"inference": torch.is_inference_mode_enabled, "autocast": lambda: torch.is_autocast_enabled("cpu")}[mode]
+
+    def main(world: Any, fails: bool) -> list[bool]:
+        found = []
+        for _ in range(1 + world.rank):
+            with inside():
+                world.all_gather_object(0)
+                found.append(is_on())
+                if fails and world.rank == 1:
+                    inside().__enter__()
+                    raise ValueError("on purpose")
+            found.append(is_on())
+        for _ in range(2 - world.rank):
+            world.all_gather_object(0)
+        return found
+
+    for seed in SEEDS:
+        assert launch(main, 3, seed=seed, args=(False,)) == [[True, False] * (1 + rank) for rank in range(3)]
+        assert not is_on()
+        with pytest.raises(RankFailed, match="on purpose"):
+            launch(main, 3, seed=seed, args=(True,))
+        assert not is_on()
+        torch.empty(2).add_(1)._version
+
+
 def test_a_run_restores_the_callers_gradient_mode() -> None:
     def main(world: Any) -> bool:
         before = torch.is_grad_enabled()

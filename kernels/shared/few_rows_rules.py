@@ -21,21 +21,23 @@ MOST_ROWS = 256
 MOST_RANKS = 8
 """A program takes a tile of every rank into registers."""
 BLOCK = (8, 2048)
-"""Of A that a program stores at a time into every inbox: so much that few programs signal, because signals to one
-counter come one after the other."""
+"""Rows and columns of A that a program stores into every inbox at a time. The block is large, so that few programs
+signal: atomics on one counter are serialised."""
 PREFETCH = 64 << 10
-"""Bytes of weights that a gathering program asks for before it waits for A. On 2 x H200 that saves up to 1 us of 17 to
-75, twice or four times as much saves nothing more; where tiles are reduced it saves nothing."""
+"""Bytes of weights that a program of `gather_kernel` prefetches before it waits for A. On 2 x H200 this saves up to 1
+us of 17 to 75. A larger prefetch saves nothing, nor does one in `reduce_kernel`
+(benchmarks/results/low_latency_tried_2.json)."""
 WIDE = 12_000
-"""Columns from which a tile has 128 of them: there are then enough tiles for most SMs. These tiles were the fastest of
-five to eight for 2 to 128 rows of five products on 2 x H200, weights from 17 to 235 MB."""
+"""From so many columns on a tile is 128 columns wide, because there are tiles for most SMs. For up to 128 rows and
+weights of 67 MB and more on 2 x H200, tiles and parts of K by these rules were within 3 % of the fastest tried (the
+same file). With 64 tiles and smaller weights one part of K instead of two would be up to 11 % faster."""
 SPLITS = (1, 2, 4, 8)
 """Parts of K that the programs of a tile may take."""
 SM_READS = 55e9
-"""Bytes a second that one SM reads from memory: 16 rows on 2 x H200 take 52 us where 80 SMs read 131 MB, and 122 us
-where 144 units of 302 MB take 132 SMs two rounds."""
+"""Bytes a second that one SM reads from memory. With 16 rows on 2 x H200, 80 SMs read 131 MB in 52 us; 132 SMs take two
+rounds and 122 us for 144 units of 302 MB (benchmarks/results/zoo_calibration_2.json)."""
 LEAST_STEPS = 4
-"""Steps of BLOCK_K that a part of K has at least."""
+"""The least number of steps of BLOCK_K in a part of K."""
 
 
 def tiles_of(M: int, N: int, dtype: torch.dtype) -> Tiles:
@@ -78,9 +80,9 @@ def space_few(key: Key, gpu: Gpu) -> list[Config]:
 
 
 def seconds_few(sent: Callable[[Key], float]) -> Callable[[Mapping[str, Any], Key, Gpu], Estimate]:
-    """The predicted time, where a rank sends so many bytes. Programs take units of a tile and a part of K, round by
-    round. A unit takes as long as its tile's loop, or as its weights take to come to one SM. A round takes as long as
-    all its weights take to come from memory, once for all row blocks."""
+    """The predicted time. sent: bytes that leave a rank. A unit is one tile with one part of K. Its time is that of the
+    tile's loop, or of its weights' way to one SM. A round of units takes at least the time in which memory delivers all
+    its weights; row blocks share them."""
 
     def seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
         M, N, K = math.ceil(key["M"]), key["N"], key["K"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import pkt
+from pkt.kernels.operator import operators
 from pkt.kernels.shared.tile_product import finished
 
 RANKS = (1, 2, 3, 4, 5, 8)
@@ -23,6 +24,12 @@ FINISHES = [  # (epilogue, whether there is a bias, dtype, sizes)
     ("gelu", True, torch.bfloat16, REGISTERS),
     ("gelu", True, torch.float32, TMA),
     ("silu", False, torch.float32, REGISTERS),
+]
+GATHER_FORMS = [  # (mode, shard) of all_gather_matmul that run without a GPU; copies are of rows alone
+    (mode, shard)
+    for mode, form in operators()["all_gather_matmul"].forms.items()
+    for shard in ("rows", "columns")
+    if not form.gpu and (mode, shard) != ("copy", "columns")
 ]
 
 

@@ -21,20 +21,11 @@ from tests.conformance import inputs as conformance
 from tests.conformance.checks import set_launches
 from tests.conformance.inputs import bound
 
-from .helpers import DTYPES, LAUNCHES, as_weight, inputs, on_ranks, random
+from .helpers import DTYPES, GATHER_FORMS, LAUNCHES, as_weight, inputs, on_ranks, random
 from .launches import SHARED_LIMIT, all_launched, compile_checked
 from .machine_code import resources
 
-FORMS = [
-    ("push", "rows"),
-    ("push", "columns"),
-    ("copy", "rows"),
-    ("unfused", "rows"),
-    ("unfused", "columns"),
-    ("low_latency", "rows"),
-    ("low_latency", "columns"),
-]
-every_form = pytest.mark.parametrize(("mode", "shard"), FORMS)
+every_form = pytest.mark.parametrize(("mode", "shard"), GATHER_FORMS)
 Weights = Sequence[torch.Tensor]
 
 
@@ -164,7 +155,7 @@ def test_forms_in_turn() -> None:
 
     def run(world: Any) -> None:
         for turn in range(3):
-            for mode, shard in FORMS:
+            for mode, shard in GATHER_FORMS:
                 multiplies(world, mode, shard, 20, 24, (16, 40), torch.bfloat16, separate, launches=1 + turn % 2)
                 multiplies(world, mode, shard, 20, 24, (40,), torch.bfloat16, separate, launches=1)
 
@@ -286,7 +277,7 @@ def test_weights_that_are_trained() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ protocol
-@pytest.mark.parametrize(("mode", "shard"), [form for form in FORMS if form[0] != "unfused"])
+@pytest.mark.parametrize(("mode", "shard"), [form for form in GATHER_FORMS if form[0] != "unfused"])
 def test_every_schedule_is_right_and_every_fault_is_caught(mode: Any, shard: Any) -> None:
     def run(world: Any) -> None:
         """Three launches of two weights, with whole numbers."""

@@ -18,19 +18,21 @@ from pkt.kernels.shared.gating import gate_kernel
 from pkt.language.inspect import compile_only
 from tests.conformance.inputs import SLOPE
 
-from .helpers import DTYPES, UNIT, as_weight, assert_within, inputs, on_ranks, product_bound, random, rounded
+from .helpers import (
+    DTYPES,
+    GATHER_FORMS,
+    UNIT,
+    as_weight,
+    assert_within,
+    inputs,
+    on_ranks,
+    product_bound,
+    random,
+    rounded,
+)
 from .launches import all_launched
 from .machine_code import resources
 
-FORMS = [
-    ("push", "rows"),
-    ("push", "columns"),
-    ("copy", "rows"),
-    ("unfused", "rows"),
-    ("unfused", "columns"),
-    ("low_latency", "rows"),
-    ("low_latency", "columns"),
-]
 SIZES = [(20, 24, 16), (7, 13, 21), (33, 8, 1), (1, 40, 8)]  # (m, k, columns of the result)
 
 
@@ -61,7 +63,7 @@ def layer(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("mode", "shard"), FORMS)
+@pytest.mark.parametrize(("mode", "shard"), GATHER_FORMS)
 def test_one_weight_of_two(mode: Any, shard: Any, ranks: int) -> None:
     def run(world: Any) -> None:
         for i, sizes in enumerate(SIZES):

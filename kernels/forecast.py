@@ -14,8 +14,8 @@ from pkt.model.gpu import Gpu
 from .declaration import Form
 
 SAFE = ("unfused", "nccl")
-"""The forms that are taken far from everything that was measured: cuBLAS and a collective. Their time is the sum of two
-times that depend little on the shape, where a fused form may be several times slower than it could be."""
+"""Forms to take far from every measured shape: cuBLAS and a collective. Libraries suit most shapes, but a fused form
+with the wrong settings may be several times too slow."""
 
 
 @dataclass(frozen=True)

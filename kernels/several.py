@@ -1,8 +1,9 @@
 """One call with several weights, as all_gather_matmul(a, [wq, wk, wv]): planned together, so that A is gathered once.
 
-Weights that lie side by side in memory, views of one tensor, are that tensor: one launch, and the results are views of
-one result. Of other weights each has a launch. The first one, of the greatest product, gathers A, and A travels while
-it computes; the others find A in the same buffers, and wait for nothing. For that a form has `several`.
+Weights that lie side by side in memory are views of one tensor. That tensor is multiplied in one launch, and the
+results are views of one result. Other weights have a launch each. The first launch has the weight with the most
+columns, and A travels while it computes. The other launches find A in the same buffers and wait for nothing.
+`Form.several` plans them.
 """
 
 from __future__ import annotations
@@ -224,8 +225,9 @@ def _seen(operator: Operator, call: Call, name: str) -> Any:
 
 
 def _choose(operator: Operator, calls: Sequence[Call]) -> tuple[list[int], Form]:
-    """In which order the weights are multiplied, and the form. The first one's call has the settings: it is the one of
-    the most columns, unless only others' rows are no whole runs of 16 bytes, which the settings must suit then."""
+    """The order in which the weights are multiplied, and the form. The first weight's call settles the settings.
+    Weights whose rows are not whole runs of 16 bytes come first, because the settings must suit them; then those with
+    the most columns."""
 
     def unfit(form: Form) -> str:
         if form.several is None:
@@ -240,7 +242,7 @@ def _choose(operator: Operator, calls: Sequence[Call]) -> tuple[list[int], Form]
     if why and lead.asked:
         where = f"rank {lead.world.rank}: {operator.name}(mode={lead.mode!r})"
         raise Unsupported.here(where, f"found {why}", "mode=None runs anywhere")
-    if why:  # what suits the first one alone
+    if why:  # the form suits only the first weight
         names = operator.order(lead) if lead.on_gpu else operator.forms
         lead.mode = next(name for name in names if not unfit(operator.forms[name]))
         form, lead.given = operator.forms[lead.mode], {}

@@ -1,10 +1,10 @@
 """Products with few rows, fused with a collective: each rank reads its weights once, at the speed of memory.
 
-Such a product takes as long as its weights take to come from memory. So the form "low_latency" of the three products
-does little else: one launch and no barrier.
+The time of such a product is that of its weights' way from memory. So the form "low_latency" of the three products adds
+little to it: one launch and no barrier.
 
-gather: some programs store this rank's A into every rank's inbox, and signal once each. All programs ask for their
-    first weights to be brought into L2 before they wait for A. Tiles are as high as A, so a weight is read once.
+gather: some programs store this rank's A into every rank's inbox, and signal once each. All programs prefetch their
+    first weights into L2 before they wait for A. Tiles are as high as A, so a weight is read once.
 reduce: a program that has finished a tile puts it from registers into flagged words (pkt/language/flagged.py) on the
     ranks that need it, and takes and adds the other ranks' tiles.
 
@@ -80,7 +80,7 @@ def _units(M, N, t):
 
 @triton.jit
 def _ask_ahead(unit, b_ptr, M, N, K, t, AHEAD: tl.constexpr):
-    """Ask for the first AHEAD rows of a unit's weights to be brought into L2, if there is such a unit."""
+    """Prefetch the first AHEAD rows of a unit's weights into L2, if there is such a unit."""
     _, col, first, last = _place(unit, M, K, t)
     LINE: tl.constexpr = 1024 // b_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     if unit < _units(M, N, t):
@@ -219,8 +219,8 @@ class Reduce(NamedTuple):
 
 @triton.jit
 def reduce_kernel(p, t, world):
-    """No program waits for another of its own rank. It waits for the same tile of every rank, for tiles in ascending
-    order, and the parts of a tile are neighbours. So of the tiles that are waited for, the first is being computed."""
+    """Why it cannot deadlock: a program waits only for other ranks, for the tile that it has just finished itself, and
+    takes tiles in ascending order. So on every rank somebody computes the lowest tile that anybody waits for."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     launch = sync.peek_epoch(p.flags_ptr)

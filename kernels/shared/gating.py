@@ -1,5 +1,5 @@
-"""Bias and epilogue "swiglu" of a product that a library has made: one kernel, which reads M * N elements and writes
-half as many. The fused forms do without it."""
+"""Bias and epilogue "swiglu" behind a library's product: one kernel reads M * N elements and writes half as many. The
+fused forms need no such kernel."""
 
 from __future__ import annotations
 

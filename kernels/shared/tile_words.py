@@ -1,8 +1,8 @@
 """Tiles in flagged words (pkt/language/flagged.py), straight from and to registers.
 
-A row of a tile is C int32, as packing.py makes them. Of each four in a row the first three go into one word. The
-fourths go by twos into further words: 3 / 8 C words in all, where C / 3 would be the least. So every block has a power
-of two of elements, as Triton wants.
+A row of a tile is C int32, as packing.py makes them. Three of every four share a word. The fourth ones go in pairs into
+further words. A row takes 3 / 8 C words; the minimum is C / 3, but then blocks would not have a power of two of
+elements, as Triton demands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import packing
 
 @triton.constexpr_function
 def words_of_row(columns, per):
-    """Words of a row of so many elements, `per` of them in an int32: a multiple of 8 int32."""
+    """Words of a row. columns: its elements; per: elements in an int32. The row is a multiple of 8 int32."""
     return columns // per * 3 // 8
 
 
@@ -50,7 +50,7 @@ def take_sum(ptr, apart, inside, flag, world, COLUMNS: tl.constexpr, dtype: tl.c
     c = tl.zeros_like(a)
     low = tl.zeros((twos.shape[0], twos.shape[1], PER), tl.float32)
     high = tl.zeros_like(low)
-    # As many ranks together as registers hold.
+    # The registers hold the words of so many ranks at once.
     TOGETHER: tl.constexpr = min(world.size, max(256 // ptr.shape[0], 1))
     for first in tl.static_range(0, world.size, TOGETHER):
         a, b, c, low, high = _add(

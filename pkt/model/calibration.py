@@ -2,16 +2,14 @@
 
 calibrated.json is written by benchmarks/calibrate.py and names its sources. It has
 
-collectives: seconds of a collective that follows or precedes a product, by the bytes that leave a GPU: points of NCCL's
-    and of pkt's own, by the number of ranks.
-product: how measured times of cuBLAS's products differ from those of `pkt.model.cost.library`:
-    measured = offset + factor * predicted. The factor is that of M on a curve through points (M, factor), times a power
-    of N and one of K: sides has the exponent of each, and the lengths that were measured. rows: the least M and the
-    greatest. points: how many times were fitted.
-forms: for each operator, layout of its operands and form, how measured times differ from those of its `seconds`:
-    in the same way. For those that consist of a product and a collective that comes on top.
-error: for each operator and form, the share by which half of the predictions of its time, against that of cuBLAS and
-    pkt's collective, are off at most, on products that a fit did not see.
+collectives: points (bytes that leave a GPU, seconds) of NCCL's and of pkt's collectives, for each number of ranks.
+product: the correction of `pkt.model.cost.library`, the model of cuBLAS: measured = offset + factor * predicted. The
+    factor is that of M, on a curve through points (M, factor), times a power of N and a power of K. sides: each
+    exponent, and the lengths that were measured. rows: the least and the greatest M. points: the number of fitted
+    times.
+forms: the same correction of `Form.seconds`, for each operator, layout of its operands and form.
+error: the median error of a form's predicted time, relative to that of cuBLAS and pkt's collective, on products that
+    the fit did not see; for each operator and form.
 known: for each operator and layout, the products that were measured: (ranks, N, K, least M, greatest M).
 """
 
@@ -32,17 +30,17 @@ from pkt.model.gpu import H200, Gpu, interpolated
 from pkt.wording import dtype_text
 
 NEAR, FARTHEST = 1.0, 4.0
-"""Doublings from the nearest measured shape, see `distance`: up to the first the model is trusted; up to the second it
-is trusted less with each; beyond it not at all."""
+"""Doublings from the nearest measured shape, see `distance`. Up to NEAR the model is trusted. From there to FARTHEST it
+is trusted less with each doubling, and beyond that not at all."""
 SELDOM = 20.0
-"""A form that was measured so many times is trusted as if it were a doubling away; more often, in proportion."""
+"""Points of a form that is trusted as if it were one doubling away. Twice as many points count as half a doubling."""
 SIDE = 8192
-"""N and K of which the powers in factors are 1."""
+"""The N and the K at which a factor's powers are 1."""
 RANKS = 0.5
-"""Doublings that twice the ranks count as: each computes the same, and sends almost as much."""
+"""Doublings for twice as many ranks: each rank computes the same, and sends almost as much."""
 LEAST_ERROR, UNMEASURED = 0.02, 0.25
-"""Times that differ by less than the first are alike: a measurement, repeated on another day, differs by as much. The
-second is taken for the model's error of a form that was not measured."""
+"""LEAST_ERROR: times that differ by less are alike, because a measurement on another day differs by as much.
+UNMEASURED: the assumed error of a form that was not measured."""
 
 
 @functools.cache
@@ -97,15 +95,14 @@ def _corrected(curve: Mapping[str, Any] | None, key: Mapping[str, Any], found: E
 
 
 def error(operator: str, mode: str) -> float:
-    """The share by which the time of a form, against that of cuBLAS and a collective, is not as predicted: half of the
-    predictions on products that a fit did not see are better. UNMEASURED for a form that was not measured."""
+    """The median error of a form's predicted time, as `error` of calibrated.json has it. UNMEASURED for a form that was
+    not measured."""
     return max(LEAST_ERROR, calibrated()["error"].get(operator, {}).get(mode, UNMEASURED))
 
 
 def handicap(operator: str, mode: str, key: Mapping[str, Any], doublings: float) -> float:
-    """The share by which a form has to be expected to be faster than one without a handicap, so many `doublings`, see
-    `trust`, from what was measured. More where the form itself was measured with fewer rows, seldom, or not
-    at all."""
+    """The lead, as a share of its time, that a form needs over one without a handicap. It grows with the `doublings` of
+    `trust`, and where the form itself was measured with fewer rows, seldom, or not at all."""
     curve = calibrated()["forms"].get(operator, {}).get(layout_of(key), {}).get(mode)
     if curve is None:
         return UNMEASURED * (1.0 + doublings)
@@ -130,8 +127,8 @@ def distance(operator: str, key: Mapping[str, Any]) -> float:
 
 
 def trust(operator: str, key: Mapping[str, Any], gpu: Gpu) -> tuple[float, str]:
-    """How many doublings a case is beyond what the model is trusted in, and what is not known, in words: 0 and "" near
-    what was measured; infinitely many where nothing that was measured says how fast it is."""
+    """(doublings from the nearest case in which the model is trusted, what is not known). (0, "") near a measured
+    shape; infinitely many doublings where no measurement helps."""
     if dtype_text(key["dtype"]) not in MODELLED:
         return math.inf, f"nothing was measured in {dtype_text(key['dtype'])}"
     if not gpu.measured:

@@ -18,7 +18,7 @@ class Modes(NamedTuple):
 
 
 def modes() -> Modes:
-    """Those of now."""
+    """The current modes."""
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -28,14 +28,14 @@ def modes() -> Modes:
 
 
 def enter(wanted: Modes) -> None:
-    """Take the modes, but for inference, which only a guard changes."""
+    """Set the modes, except inference, which only a guard can change."""
     torch.set_grad_enabled(wanted.grad)
     torch.set_autocast_enabled("cpu", wanted.autocast)
     torch.set_autocast_dtype("cpu", wanted.autocast_dtype)
 
 
 class Guard:
-    """Host code of a rank runs between `__init__` and `leave`, with its modes."""
+    """A rank's host code runs with its modes between `__init__` and `leave`."""
 
     __slots__ = ("_guard",)
 
@@ -45,7 +45,7 @@ class Guard:
         enter(wanted)
 
     def leave(self) -> Modes:
-        """The modes that the code has now. Nothing of them stays."""
+        """Return the modes that the code has now, and restore those from before."""
         found = modes()
         self._guard.__exit__(None, None, None)
         return found

@@ -1,15 +1,12 @@
 """A call of several kernels and copies as one call of the driver.
 
-An operator that copies queues a dozen things on two streams, and one that does not fuse a product, a collective and
-what comes behind them, each of which costs the host 1 to 10 us. Between two calls
-of a plan nothing changes but the addresses of its tensors, and a loop has the same ones again and again. So a call that
-comes again is recorded as a graph of the driver's, one for each set of addresses, and from then on replayed. That is
-right wherever a graph of the user's is: launches are counted on the device.
+A form that copies queues a dozen things on two streams. An unfused form queues a product, a collective and what follows
+them. Each costs the host 1 to 10 us. Two calls of a plan differ only in the addresses of their tensors, and a loop uses
+the same addresses again and again. So pkt records a repeated call as a CUDA graph, one for each set of addresses, and
+replays it from then on. A replay is right wherever a user's graph is: the device counts the launches.
 
-Calls with other addresses, and calls that the user records, are made one by one as before. A new set of addresses costs
-nothing but a look-up: changing those of a graph takes a call of the driver for each of its nodes, as long as the call
-itself.
-"""
+Calls with new addresses, and calls inside a user's capture, are made one by one. To change the addresses of a graph
+would take one driver call for each node, so a graph is never changed."""
 
 from __future__ import annotations
 

@@ -110,6 +110,12 @@ def cases(ranks: int, models: dict[str, Model] | None = None, tokens: Iterable[i
     return random.Random(SEED).sample(list(found.values()), len(found))
 
 
+def sent(operator: str, M: int, N: int, K: int, ranks: int) -> float:
+    """The least number of bytes that leave a GPU in bf16."""
+    whole = {"all_gather_matmul": M * K, "matmul_reduce_scatter": M * N, "matmul_all_reduce": 2 * M * N}[operator]
+    return 2 * whole * (ranks - 1) / ranks
+
+
 def piece(every: list[ZooCase], which: int, of: int) -> list[ZooCase]:
     """Piece `which`, from 1, of `of` pieces, each a sample of all cases."""
     return every[which - 1 :: of]

@@ -24,6 +24,8 @@ CHECKED = 512  # rows whose result is compared with fp32: some of every tile
 ONE_SHOT = 4 << 20  # bytes of the largest result that torch's one-shot all-reduce sums
 PLAIN_ROWS = 1024  # above so many rows, forms in plain Triton are left out
 DEFAULT, NCCL, FUSED = "pkt default", "NCCL + cuBLAS", "torch symm_mem fused"
+ALONE = "cuBLAS alone"
+"""The product without its collective: a limit, not a baseline."""
 
 
 def variants(operator: str, cuda: bool, forms: str = "", M: int = 0) -> dict[str, dict[str, Any]]:
@@ -140,7 +142,7 @@ class Inputs:
         return {name: runs_with(given) for name, given in every.items()}
 
     def baselines(self) -> dict[str, Run]:
-        """NCCL and torch beside cuBLAS."""
+        """cuBLAS alone, and beside NCCL and torch."""
         import torch.distributed as dist
 
         case, a, out, pool = self.case, self.a, self.out, self.pool
@@ -153,6 +155,7 @@ class Inputs:
                 return torch.mm(gathered, b, out=out)
 
             return {
+                ALONE: lambda b: torch.mm(gathered, b, out=out),
                 NCCL: gather,
                 FUSED: lambda b: symm.fused_all_gather_matmul(a, [b], 0, group_name())[1][0],
             }
@@ -164,7 +167,11 @@ class Inputs:
                 dist.reduce_scatter_tensor(out, product)
                 return out
 
-            return {NCCL: scatter, FUSED: lambda b: symm.fused_matmul_reduce_scatter(a, b, "sum", 0, group_name())}
+            return {
+                ALONE: lambda b: torch.mm(a, b, out=product),
+                NCCL: scatter,
+                FUSED: lambda b: symm.fused_matmul_reduce_scatter(a, b, "sum", 0, group_name()),
+            }
 
         def reduce(b: torch.Tensor) -> torch.Tensor:
             torch.mm(a, b, out=out)
@@ -181,7 +188,11 @@ class Inputs:
             torch.mm(a, b, out=summed)
             return symm.two_shot_all_reduce_(summed, "sum", group_name())
 
-        found: dict[str, Run] = {NCCL: reduce, "cuBLAS + torch two-shot": two_shot}
+        found: dict[str, Run] = {
+            ALONE: lambda b: torch.mm(a, b, out=out),
+            NCCL: reduce,
+            "cuBLAS + torch two-shot": two_shot,
+        }
         if 2 * case.M * case.N <= ONE_SHOT:
             found["cuBLAS + torch one-shot"] = one_shot
         return found

@@ -1,7 +1,8 @@
 """The entries of benchmarks/zoo.py's results file, its table and its heat map.
 
 The ratio of a case is pkt's default / the fastest baseline: above 1, pkt is slower. Only variants count whose result
-was checked and right.
+was checked and right. The limit of a case is the greater of two times: cuBLAS alone, and the bytes that leave a GPU
+divided by 390 GB/s.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks._zoo_cases import LAYOUTS, SHORT
+from benchmarks._case import LINK
+from benchmarks._zoo_cases import LAYOUTS, SHORT, sent
+from benchmarks._zoo_inputs import ALONE, DEFAULT, NCCL
 
-DEFAULT = "pkt default"
 CLOSE = 1.03  # a ratio up to this counts as not slower: the times of two runs differ by as much
 WORST = 10
 FIGURES = {"captured": "ms", "eager": "eager_ms"}
@@ -63,12 +65,15 @@ def measured(path: Path | str) -> dict[tuple[str, int, int, int, int, str], dict
 
 
 class Compared(NamedTuple):
-    """A case: the default's time, the fastest baseline and the fastest form of pkt with their times, in ms."""
+    """A case: the default's time, the fastest baseline and the fastest form of pkt with their times, in ms; NCCL's
+    time and the limit, if they were measured."""
 
     case: Mapping[str, Any]  # one of its entries
     default: float
     baseline: tuple[str, float]
     form: tuple[str, float]
+    nccl: float | None
+    limit: float | None
 
     @property
     def ratio(self) -> float:
@@ -85,7 +90,7 @@ class Compared(NamedTuple):
         return f"{SHORT[c['operator']]} {shape}, {c['layout']}: {', '.join(c['models'])} {c['product']}"
 
 
-def compared(found: Iterable[Mapping[str, Any]], figure: str) -> list[Compared]:
+def compared(found: Iterable[Mapping[str, Any]], figure: str, ranks: int) -> list[Compared]:
     """The cases of which the default and a baseline were measured."""
     of: dict[tuple, list[Mapping[str, Any]]] = defaultdict(list)
     for e in found:
@@ -94,11 +99,14 @@ def compared(found: Iterable[Mapping[str, Any]], figure: str) -> list[Compared]:
     made = []
     for every in of.values():
         times = {e["variant"]: e[figure] for e in every}
-        others = {name: ms for name, ms in times.items() if not name.startswith("pkt")}
+        others = {name: ms for name, ms in times.items() if name != ALONE and not name.startswith("pkt")}
         ours = {name: ms for name, ms in times.items() if name.startswith("pkt")}
         if DEFAULT in times and others:
             fastest = [min(group.items(), key=lambda item: item[1]) for group in (others, ours)]
-            made.append(Compared(every[0], times[DEFAULT], fastest[0], fastest[1]))
+            case = every[0]
+            bytes_ms = 1e3 * sent(case["operator"], case["M"], case["N"], case["K"], ranks) / LINK
+            limit = max(times[ALONE], bytes_ms) if ALONE in times else None
+            made.append(Compared(case, times[DEFAULT], fastest[0], fastest[1], times.get(NCCL), limit))
     return made
 
 
@@ -107,9 +115,10 @@ def mean(values: Iterable[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
-def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(found: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """Rows of a results file: for captured and eager calls of each operator, the ratio's geometric mean, the share of
-    cases in which the default is not slower, and the geometric mean of default / fastest form."""
+    cases in which the default is not slower, and the geometric means of default / fastest form, NCCL + cuBLAS / default
+    and, for captured calls, limit / default."""
     rows = []
 
     def add(case: str, value: float, of: list[float]) -> None:
@@ -119,7 +128,7 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         )  # fmt: skip
 
     for how, figure in FIGURES.items():
-        every = compared(found, figure)
+        every = compared(found, figure, ranks)
         for operator in (*SHORT, ""):
             of = [c for c in every if operator in ("", c.case["operator"])]
             if not of:
@@ -133,6 +142,12 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 ratios,
             )
             add(f"{name}: {DEFAULT} / fastest form of pkt, geometric mean", mean(regrets), regrets)
+            speeds = {NCCL: [c.nccl / c.default for c in of if c.nccl]}
+            if figure == FIGURES["captured"]:
+                speeds["limit"] = [c.limit / c.default for c in of if c.limit]
+            for what, values in speeds.items():
+                if values:
+                    add(f"{name}: {what} / {DEFAULT}, geometric mean", mean(values), values)
     return rows
 
 
@@ -141,10 +156,10 @@ def markdown(record: Mapping[str, Any], found: list[dict[str, Any]]) -> str:
     lines = [f"## {title(record)}", "", "| | value | least | greatest | cases |", "|---|--:|--:|--:|--:|"]
     lines += [
         f"| {row['case']} | {row['value']:.3f} | {row['low']:.2f} | {row['high']:.2f} | {row['runs']} |"
-        for row in summary(found)
+        for row in summary(found, record["ranks"])
     ]
     for how, figure in FIGURES.items():
-        every = compared(found, figure)
+        every = compared(found, figure, record["ranks"])
         worst = sorted(every, key=lambda c: -c.ratio)[:WORST]
         lines += ["", f"### Slowest against the fastest baseline, {how}", ""]
         lines += ["| product, M x K x N on a rank | ratio | pkt default, ms | fastest baseline | fastest form of pkt |"]
@@ -160,7 +175,7 @@ def markdown(record: Mapping[str, Any], found: list[dict[str, Any]]) -> str:
         ]
         lines += [f"| {c.label} | {c.regret:.2f} | {c.default:.4g} | {said(c.form)} |" for c in worst]
     wins: dict[str, int] = defaultdict(int)
-    for c in compared(found, "ms"):
+    for c in compared(found, "ms", record["ranks"]):
         wins[c.baseline[0]] += 1
     lines += ["", "Fastest baseline, captured: " + ", ".join(f"{name} {n}" for name, n in sorted(wins.items())) + "."]
     failed: dict[tuple[str, str, str], int] = defaultdict(int)
@@ -206,7 +221,7 @@ def picture(record: Mapping[str, Any], found: list[dict[str, Any]], path: Path) 
         )
         for at, operator in enumerate(operators):
             for side, (how, key) in enumerate(FIGURES.items()):
-                axes, every = grid[at][side], compared(found, key)
+                axes, every = grid[at][side], compared(found, key, record["ranks"])
                 drawn = _panel(axes, [c for c in every if c.case["operator"] == operator], lines[operator], tokens)
                 axes.set_title(f"{SHORT[operator]}, {how}", fontsize=9)
                 axes.set_yticks(range(len(lines[operator])), list(lines[operator].values()) if side == 0 else [])

@@ -137,7 +137,7 @@ def write(folder: Path, ranks: int) -> dict[str, Any]:
         else:
             found.append(stored(one, len(runs) - 1))
     every = entries(found)
-    record = {"benchmark": "zoo", **(runs[-1] if runs else {}), "ranks": ranks, "rows": summary(every)}
+    record = {"benchmark": "zoo", **(runs[-1] if runs else {}), "ranks": ranks, "rows": summary(every, ranks)}
     stem.with_suffix(".md").write_text(markdown(record, every))
     text = json.dumps(record, indent=1)[:-2]
     for name, values in {"runs": runs, "measured": found}.items():  # a line each

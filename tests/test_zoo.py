@@ -119,6 +119,16 @@ def test_only_one_version_of_cublasmp_is_loaded(
     assert bool(_cublasmp.missing()) == bool(why)
 
 
+def test_the_limit_is_the_product_or_the_links() -> None:
+    """16,384 rows of 64 columns send 1 MiB of a bf16 result to one peer: 2.7 us at 390 GB/s."""
+    facts = {"operator": RS, "M": 16384, "N": 64, "K": 8, "layout": "row-major", "error": None}
+    for alone, limit in ((1.0, 1.0), (0.001, 1e3 * (16384 * 64 * 2 / 2) / 390e9)):
+        times = {"pkt default": 2.0, "NCCL + cuBLAS": 3.0, "cuBLAS alone": alone}
+        (found,) = _zoo_report.compared([facts | {"variant": name, "ms": ms} for name, ms in times.items()], "ms", 2)
+        assert found.limit == pytest.approx(limit)
+        assert (found.baseline, found.nccl) == (("NCCL + cuBLAS", 3.0), 3.0)
+
+
 # ------------------------------------------------------------------------------------------------------------ timing
 class Clock:
     """A GPU's clock: each run takes as long as `took` says."""
@@ -184,11 +194,13 @@ def test_variants_take_turns_captured_and_eager(monkeypatch: pytest.MonkeyPatch)
 def synthetic(case: ZooCase, seed: int = 0) -> dict[str, Any]:
     """A measured case: the default is 1.2 times as slow as the fastest baseline."""
     ms = 1e-3 * (1 + random.Random(f"{case.key} {seed}").random())
-    times = {"pkt default": 1.2 * ms, "pkt gluon": 1.1 * ms, "NCCL + cuBLAS": ms, "torch symm_mem fused": 2 * ms}
+    times = {"pkt default": 1.2 * ms, "pkt gluon": 1.1 * ms, "NCCL + cuBLAS": ms, "torch symm_mem fused": 2 * ms,
+             "cuBLAS alone": 0.9 * ms}  # fmt: skip
     found: dict[str, Any] = {
         name: {"error": 1e-3, "ms": t, "low": t, "high": t, "eager_ms": 3 * t, "host_us": 9.0}
         for name, t in times.items()
     }
+    found["cuBLAS alone"]["error"] = None
     found["cuBLASMp"] = {"failed": "not installed", "skipped": True}
     found["pkt push"] = {"failed": "wrong: error 0.5", "ms": ms / 9, "eager_ms": ms / 9}
     return {"case": case.facts(), "variants": found, "seconds": 0.5}
@@ -276,13 +288,16 @@ def test_table_and_map_of_a_small_result(tmp_path: Path) -> None:
     every = [c for c in cases(2, tokens=(1, 2, 66)) if "Llama 3 8B down" in c.products or "Qwen3 32B qkv" in c.products]
     measured = [_zoo_report.stored(synthetic(case), 0) for case in every]
     found = _zoo_report.entries(measured)
-    assert len(found) == 6 * len(every)
+    assert len(found) == 7 * len(every)
     assert {"operator", "product", "models", "tokens", "M", "N", "K", "layout", "variant"} <= found[0].keys()
     record = {"ranks": 2, "date": "2026-11-23", "host": {"gpus": ["NVIDIA H200"] * 2}, "measured": measured}
-    rows = {row["case"]: row["value"] for row in _zoo_report.summary(found)}
+    rows = {row["case"]: row["value"] for row in _zoo_report.summary(found, 2)}
     assert rows["AG+GEMM, captured: pkt default / fastest baseline, geometric mean"] == pytest.approx(1.2)
     assert rows["all, eager: share within 1.03 of the fastest baseline"] == 0
     assert rows["GEMM+RS, captured: pkt default / fastest form of pkt, geometric mean"] == pytest.approx(1.2 / 1.1)
+    assert rows["all, captured: NCCL + cuBLAS / pkt default, geometric mean"] == pytest.approx(1 / 1.2)
+    assert rows["AG+GEMM, captured: limit / pkt default, geometric mean"] == pytest.approx(0.9 / 1.2)
+    assert "all, eager: limit / pkt default, geometric mean" not in rows
     text = _zoo_report.markdown(record, found)
     assert "2 x NVIDIA H200, 2026-11-23" in text
     assert text.count("NCCL + cuBLAS, ") >= min(10, len(every))
@@ -293,6 +308,12 @@ def test_table_and_map_of_a_small_result(tmp_path: Path) -> None:
     assert Image.open(tmp_path / "zoo_2.png").width <= 2000
     (tmp_path / "zoo_2.json").write_text(json.dumps(record))
     times = zoo.measured(tmp_path / "zoo_2.json")[AR, 66, 4096, 7168, 2, "transposed"]
-    assert set(times) == {"pkt default", "pkt gluon", "NCCL + cuBLAS", "torch symm_mem fused"}  # only right ones
+    assert set(times) == {
+        "pkt default",
+        "pkt gluon",
+        "NCCL + cuBLAS",
+        "torch symm_mem fused",
+        "cuBLAS alone",
+    }  # right ones
     # padded to two ranks, one token and two have the same rows
     assert {tuple(e["tokens"]) for e in found if e["operator"] == RS} == {(1, 2), (66,)}

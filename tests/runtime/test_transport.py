@@ -1,8 +1,6 @@
 """The rendezvous and the collective calls between processes: strangers, losses, deadlines."""
 
-import mmap
 import os
-import random
 import signal
 import socket
 import tempfile
@@ -14,7 +12,7 @@ import pytest
 from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
 from pkt.runtime.bootstrap import open_world
 from pkt.runtime.processes import rendezvous
-from pkt.runtime.processes.frames import pack
+from pkt.runtime.processes.frames import Connection, pack
 from pkt.runtime.processes.rendezvous import Meeting, connect, prepare
 from pkt.runtime.processes.transport import Transport, process_state, timeout_seconds
 
@@ -366,86 +364,29 @@ def test_process_states():
     assert process_state(0) == ""
 
 
-DEADLINE = 3.0  # seconds; long enough for a busy machine to start the ranks of several worlds
+# ------------------------------------------------------------------------------------------------------------- losses
+def test_a_rank_that_meets_only_some_names_whom_they_lost(meeting, monkeypatch):
+    """Rank 0 lost rank 1, said so and removed the directory, all before rank 2 reached rank 1."""
+    ours, theirs = socket.socketpair()
+
+    def join(place, token, rank, peer, deadline, heard):
+        if peer == 0:
+            return Connection(ours, rank, peer, os.getpid())
+        raise PeerLost.exited(rank, {0: "gave up the rendezvous before this rank came"}, "the rendezvous")
+
+    monkeypatch.setattr(rendezvous, "_join", join)
+    theirs.sendall(pack(0, {"lost": {"1": "(pid 7) exited"}, "why": "it is lost"}))
+    with theirs, pytest.raises(PeerLost, match="exited") as caught:
+        connect(meeting, 2, 3, 5.0)
+    assert caught.value.lost.keys() == {1}
 
 
-def losing(place, moments, size, victim, step, how):
-    """main(rank) of a world in which `victim` gets signal `how` when it makes its collective call number `step`.
-    moments: the time when each rank began, and for the victim the time when it was lost."""
-    original = Transport.exchange_fds
-
-    def main(rank):
-        def due(now):
-            if rank == victim and now == step:
-                moments[rank] = time.monotonic()
-                os.kill(os.getpid(), how)
-
-        def counted(self, value, fds, what):
-            due(self.sequence)
-            return original(self, value, fds, what)
-
-        moments[rank] = time.monotonic()
-        due(-1)
-        Transport.exchange_fds = counted
-        world = forked.fake_world(place, rank, size, DEADLINE)
-        for _ in range(50):
-            world.barrier()
-        world.close()
-        return world._backend.driver.leaks()
-
-    return main
-
-
-def lose(losses):
-    """Play the losses (size, victim, step, how), several at a time, and return those where a survivor left late.
-
-    Every survivor must name the victim and nobody else.
-    """
-    places = [prepare() for _ in losses]
-    moments = [memoryview(mmap.mmap(-1, 8 * loss[0])).cast("d") for loss in losses]  # shared with the forks
-    try:
-        worlds = [(loss[0], losing(place, since, *loss)) for place, since, loss in zip(places, moments, losses)]
-        found = forked.run_all(worlds)
-    finally:
-        for place in places:
-            place.remove()
-    for (size, victim, step, how), ends in zip(losses, found):
-        for end in ends:
-            what = (size, victim, step, how, end)
-            if end.rank == victim:
-                assert end.died == signal.SIGKILL or how == signal.SIGSTOP, what
-                continue
-            assert isinstance(end.error, (PeerLost, WaitTimeout)), what
-            assert f"rank {victim}" in str(end.error), what
-            if isinstance(end.error, PeerLost):
-                assert end.error.lost.keys() == {victim}, what
-    gone = [max(end.at for end in ends) - max(since) for ends, since in zip(found, moments)]
-    return [loss for loss, seconds in zip(losses, gone) if seconds >= DEADLINE + 2]
-
-
-def check_survivors(losses):
-    """Assert that all survivors leave at most 2 s after the deadline.
-
-    A busy machine may stall for longer, so late losses are played again, one at a time. A loss that is late every time
-    fails.
-    """
-    late = lose(losses)
-    for _ in range(5):
-        late = [loss for loss in late if lose([loss])]
-    assert not late
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_lost_at_each_step_is_named(how):
-    check_survivors([(3, step % 3, step, how) for step in [-1, 0, 1, 2, 3, 4, 6, 8, 10, 30]])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_100_losses_at_random(how):
-    pick = random.Random(int(how))
-    losses = []
-    for _ in range(100):
-        size = pick.randint(2, 5)
-        losses.append((size, pick.randrange(size), pick.randint(-1, 40), how))
-    check_survivors(losses)
+def test_a_rank_that_left_because_of_a_loss_is_not_named(four):
+    """As the journal looks for peers, outside the collective calls: rank 1 left because rank 3 is lost."""
+    four[1].give_up("PeerLost: rank 3", {3: "(pid 7) exited"})
+    with pytest.raises(PeerLost) as caught:
+        four[0].check("heap call #4")
+    assert caught.value.lost.keys() == {3}
+    with pytest.raises(PeerLost) as caught:  # and rank 0 told the others
+        four[2].barrier("b")
+    assert caught.value.lost.keys() == {3}

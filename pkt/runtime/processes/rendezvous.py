@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from pkt.errors import PeerLost, PktError, TransportError, WaitTimeout
 from pkt.runtime.processes.callers import BACKLOG, CROWD, NONCE, Callers, Refused, Stranger
 from pkt.runtime.processes.frames import MAGIC, Connection
+from pkt.runtime.processes.transport import Transport
 
 _PROOF = 32  # bytes
 _HELLO = struct.Struct(f"!4sI{NONCE}s{_PROOF}s")  # magic, rank, nonce, proof
@@ -211,7 +212,11 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
     try:
         with contextlib.suppress(TimeoutError):
             for peer in range(rank):
-                found[peer] = _join(meeting, token, rank, peer, deadline, heard)
+                try:
+                    found[peer] = _join(meeting, token, rank, peer, deadline, heard)
+                except PeerLost as error:  # ranks that were met may have said why, and know more
+                    told = Transport(rank, size, found, timeout).blamed()
+                    raise (PeerLost.exited(rank, told, _WHAT) if told else error) from None
             _accept(meeting, listener, token, rank, size, deadline, found, refused)
         missing = [r for r in range(size) if r != rank and r not in found]
         if missing:

@@ -31,6 +31,7 @@ DEFAULT_TIMEOUT = 60.0
 LONGEST_TIMEOUT = 1e6  # eleven days
 _GIVES_UP = 0  # sequence number of a farewell; calls count from 1
 _WHY = 2000  # letters of a farewell's reason
+_CLOSED = "closed its world"  # of a rank that lives
 
 
 def timeout_seconds(timeout: float | None = None) -> float:
@@ -135,10 +136,18 @@ class Transport:
         return found
 
     def check(self, what: str) -> None:
-        """Raise PeerLost if a rank is gone or stopped."""
+        """Raise PeerLost if a rank is gone or stopped, and tell the others. `what` goes on outside this transport."""
         lost = self.lost()
         if lost:
-            raise PeerLost.exited(self.rank, lost, what)
+            raise self._fail(PeerLost.exited(self.rank, self._causes(lost), what))
+
+    def blamed(self) -> dict[int, str]:
+        """The ranks that the farewells of the others name as lost. Takes the messages off the connections."""
+        found: dict[int, str] = {}
+        for connection in self.connections.values():
+            if (farewell := self._last_words(connection)) is not None:
+                found |= self._blamed(connection, farewell)
+        return found
 
     def close(self) -> None:
         """Close all connections; idempotent. To the others this rank has left."""
@@ -221,17 +230,22 @@ class Transport:
         return connection.peer in frames
 
     def _gone(self, connection: Connection, what: str) -> PktError:
-        """The error for a peer that hung up. Others may have too; those that sent a reason are not the cause."""
+        """The error for a peer that hung up. Others may have too."""
         lost = {connection.peer: self._end_of(connection)} | self.lost()
-        blamed: dict[int, str] = {}
+        return PeerLost.exited(self.rank, self._causes(lost), what)
+
+    def _causes(self, lost: dict[int, str]) -> dict[int, str]:
+        """The ranks of `lost` that are the cause, and those that their farewells name: a rank that sent a reason is not
+        the cause. Takes the messages off the connections."""
+        lost, blamed = dict(lost), dict[int, str]()
         for peer in list(lost):
             farewell = self._last_words(self.connections[peer])
             if farewell is not None:
                 blamed |= self._blamed(self.connections[peer], farewell)
                 del lost[peer]
         # A peer that lives and sent no reason was interrupted while it sent one: it is not the cause either.
-        gone = {peer: text for peer, text in lost.items() if "closed its world" not in text}
-        return PeerLost.exited(self.rank, gone or blamed or lost, what)
+        gone = {peer: text for peer, text in lost.items() if _CLOSED not in text}
+        return gone or blamed or lost
 
     def _blamed(self, connection: Connection, farewell: Any) -> dict[int, str]:
         """The ranks that a farewell names as lost; if it names none, the rank that gave up, and why. Nothing in it is
@@ -256,12 +270,12 @@ class Transport:
     def _end_of(self, connection: Connection) -> str:
         """How the other end of a closed connection ended. A dying process closes its files just before it is gone."""
         if connection.host:
-            return f"({connection.who}) " + ("closed its world" if connection.left() else "hung up")
+            return f"({connection.who}) " + (_CLOSED if connection.left() else "hung up")
         for _ in range(20):
             if process_state(connection.pid) == "exited":
                 return f"({connection.who}) exited"
             time.sleep(0.005)
-        return f"({connection.who}) closed its world"
+        return f"({connection.who}) {_CLOSED}"
 
     def _late(self, frames: Mapping[int, Frame], what: str) -> PktError:
         missing = [peer for peer in self.connections if peer not in frames]

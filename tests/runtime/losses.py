@@ -1,0 +1,170 @@
+"""Loses a rank at a chosen step of a chosen protocol, and judges what the others say.
+
+A step is a call of the victim's main thread into the operating system or the GPU's driver: of a socket, a poll, a file,
+a descriptor, the journal's memory, the fake driver. The victim counts them in a profile function and gets its signal
+before the step. Most protocols wait in loops, so their number of steps differs from run to run.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pkt.errors import PeerLost, WaitTimeout
+from pkt.runtime.memory import factories, heap
+from pkt.runtime.processes.rendezvous import Meeting, prepare
+from pkt.runtime.processes.transport import Transport
+
+from . import forked
+
+DEADLINE = 2.0  # seconds; long enough for a busy machine to start the ranks of several worlds
+GRACE = 2.0  # seconds after the deadline within which every survivor leaves
+PROTOCOLS = ("rendezvous", "votes", "journal", "heap", "exchange", "barrier", "farewell", "close")
+"""What the ranks do, in order. rendezvous: with hello and challenge. farewell: the victim gives up instead."""
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT)
+_SYSTEM = ("posix", "fcntl")
+_INSIDE = ("fileno", "CMSG_SPACE", "register", "unregister", "modify", "gettimeout", "len", "min", "monotonic")
+"""Calls that stay inside the process."""
+_HERE = os.path.join("pkt", "runtime")
+
+
+class Loss(NamedTuple):
+    """`victim` of `size` ranks gets signal `how` before the step number `step`, from 0, of `protocol`."""
+
+    size: int
+    victim: int
+    protocol: str
+    step: int
+    how: signal.Signals
+
+
+class Steps:
+    """Counts the steps of this thread from now on, and calls `due` at one of them, or at the end of its protocol if it
+    has fewer."""
+
+    def __init__(self, protocol: str, step: int, due: Callable[[], None]) -> None:
+        self.protocol, self.step, self.due = protocol, step, due
+        self.now, self.count = PROTOCOLS[0], 0
+        sys.setprofile(self._count)
+
+    def begin(self, protocol: str) -> None:
+        """From here on the steps belong to `protocol`."""
+        if self.now == self.protocol != protocol:
+            self._reached()
+        self.now, self.count = protocol, 0
+
+    def _reached(self) -> None:
+        sys.setprofile(None)
+        self.protocol = ""
+        self.due()
+
+    def _count(self, frame: Any, event: str, function: Any) -> None:
+        if event == "call" and frame.f_code is Transport.__init__.__code__:
+            self.begin("votes")
+        if is_step(frame, event, function):
+            if (self.now, self.count) == (self.protocol, self.step):
+                self._reached()
+            self.count += 1
+
+
+def is_step(frame: Any, event: str, function: Any) -> bool:
+    """Whether a profile function's arguments tell of a step."""
+    file = frame.f_code.co_filename
+    if event == "call":
+        return file.endswith("fake_driver.py") and _HERE in frame.f_back.f_code.co_filename
+    if event != "c_call" or function.__name__ in _INSIDE:
+        return False
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, (socket.socket, type(select.poll()))):
+        return True
+    return _HERE in file and (file.endswith("journal.py") or getattr(owner, "__name__", "") in _SYSTEM)
+
+
+def ranks_of(meeting: Meeting, lost_at: memoryview[float], loss: Loss) -> Callable[[int], Any]:
+    """main(rank) of a world in which `loss` happens; its result is what leaks. lost_at: takes the time of the
+    loss, for all processes."""
+
+    def due() -> None:
+        lost_at[0] = time.monotonic()
+        os.kill(os.getpid(), loss.how)
+
+    def all_protocols(rank: int, begin: Callable[[str], None]) -> Any:
+        heap.FIRST_BYTES = 1 << 17  # so that the heap has to grow
+        with forked.fake_world(meeting, rank, loss.size, DEADLINE) as world:
+            begin("journal")
+            for _ in range(3):
+                factories.empty(1000, world=world)
+            world.heap.agreement.settle()
+            begin("heap")
+            factories.empty(1 << 17, world=world)
+            begin("exchange")
+            assert world.all_gather_object(rank) == list(range(loss.size))
+            begin("barrier")
+            world.barrier()
+            begin("farewell")
+            if rank == loss.victim and loss.protocol == "farewell":
+                raise RuntimeError("the victim gives up")
+            if loss.protocol != "close":
+                world.barrier()  # nobody gets here whose victim was lost before
+            begin("close")
+        return world._backend.driver.leaks()  # type: ignore[attr-defined]
+
+    def main(rank: int) -> Any:
+        if rank != loss.victim:
+            return all_protocols(rank, lambda protocol: None)
+        steps = Steps(loss.protocol, loss.step, due)
+        try:
+            try:
+                return all_protocols(rank, steps.begin)
+            finally:
+                steps.begin("")
+        except (KeyboardInterrupt, RuntimeError):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # as Python itself ends after Ctrl-C
+            os.kill(os.getpid(), signal.SIGINT)
+            raise
+
+    return main
+
+
+def lose(losses: Sequence[Loss]) -> dict[Loss, str]:
+    """Play the losses, several at a time, and return those whose survivors left late, or that the machine was too slow
+    to play. Asserts that every survivor names the victim. One that had nothing left to do may end well."""
+    places = [prepare() for _ in losses]
+    moments = [memoryview(mmap.mmap(-1, 8)).cast("d") for _ in losses]
+    try:
+        worlds = [(loss.size, ranks_of(place, at, loss)) for place, at, loss in zip(places, moments, losses)]
+        found = forked.run_all(worlds, at_once=24)
+    finally:
+        for place in places:
+            place.remove()
+    return {loss: text for loss, ends, at in zip(losses, found, moments) if (text := _judged(loss, ends, at[0]))}
+
+
+def _judged(loss: Loss, ends: Sequence[forked.End], at: float) -> str:
+    """How late a survivor left; "" if all were in time. Asserts that they name the victim."""
+    if not at:
+        return f"the victim was not lost: {ends[loss.victim]}"
+    for end in ends:
+        what = (loss, end)
+        if end.rank == loss.victim:
+            assert end.died or loss.how == signal.SIGSTOP, what
+        elif end.error is None and loss.protocol == "close":
+            assert not end.value, what  # nothing leaks
+        else:
+            assert isinstance(end.error, (PeerLost, WaitTimeout)), what
+            assert f"rank {loss.victim}" in str(end.error), what
+            # A rank that waits for the victim in the rendezvous has not met the ranks after it, and names them too.
+            assert loss.protocol == "rendezvous" or _named(end.error) == {loss.victim}, what
+    late = max(end.at for end in ends if end.rank != loss.victim) - at - DEADLINE - GRACE
+    return f"{late:.1f} s late" if late > 0 else ""
+
+
+def _named(error: PeerLost | WaitTimeout) -> set[int]:
+    return set(error.lost if isinstance(error, PeerLost) else error.missing)

@@ -18,7 +18,7 @@ _RUNTIME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class CallSite(NamedTuple):
-    """`text` is "train.py:12", or "In[3]:12" in a notebook; `assigned` the variable that takes the call's result, or ""."""
+    """`text` is "train.py:12", or "In[3]:12" in a notebook; `assigned` the variable that takes the result, or ""."""
 
     text: str
     assigned: str

@@ -47,6 +47,12 @@ class SymmetricTensor(torch.Tensor):
     dtype: Any = _Once(torch.Tensor.dtype)
 
     @property
+    def _base(self) -> torch.Tensor | None:  # type: ignore[override]
+        """As of any view, and plain: a symmetric one would be a view itself, and have a base in turn for ever."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor._base.__get__(self)  # type: ignore[attr-defined]
+
+    @property
     def world(self) -> World:
         """The world this tensor belongs to."""
         owner = self._allocation.heap.owner

@@ -155,6 +155,20 @@ def test_ranks_may_allocate_and_free_on_different_lines(ranks):
     assert ranks(3, main) == [4.0] * 3
 
 
+def test_a_part_of_a_tensor_is_not_freed(ranks):
+    def main(world):
+        x = pkt.ones(2, 8)
+        for part in (x[0], x[:, 2:], x[:1]):
+            with pytest.raises(pkt.ShapeError, match="free: tensor: found a part of 'x', wanted the whole tensor"):
+                part.free()
+        assert x.sum().item() == 16
+        x.view(16).free()
+        with pytest.raises(UseAfterFree):
+            x.sum()
+
+    ranks(2, main)
+
+
 def test_the_message_of_a_divergence(ranks):
     error = errors_of(ranks(2, lambda world: diverge(world, 1, "shape"), broken_ok=True))[0]
     file = "test_heap.py"

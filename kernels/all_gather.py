@@ -110,8 +110,7 @@ def gathered(call: Call) -> tuple[int, ...]:
 
 
 def default(call: Call) -> str:
-    """Flagged words for little, where one of the two tensors is symmetric, as it must be where there is more; else push
-    or copy into a symmetric `out`; else pull."""
+    """Flagged words for little; else push or copy into a symmetric `out`; else pull."""
     x, out, world = call["x"], call["out"], call.world
     if flagged.taken(call, flagged.few(x.nbytes * max(world.size - 1, 1), world.size)):
         return "low_latency"

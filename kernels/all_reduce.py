@@ -213,20 +213,18 @@ def low_latency(nbytes: int, world: World) -> str | None:
 
 
 def default(call: Call) -> str:
-    """Flagged words for little; else one_shot into an `out` that is not symmetric; else the switch for a sum, where the
-    world has one; else two_shot, two_shot_push or copy, by size. x has to be symmetric, as it must where there is
-    more."""
+    """Flagged words for little; else the switch for a sum, where the world has one and both tensors are symmetric; else
+    two_shot, two_shot_push or copy, by size. Pushes need no symmetric x, so a plain one is never copied."""
     x, out, world = call["x"], call["out"], call.world
     words = low_latency(x.nbytes, world)
-    if words and isinstance(x, SymmetricTensor):
+    if words:
         return words
-    if not (isinstance(x, SymmetricTensor) and isinstance(out, SymmetricTensor)):
-        return "one_shot"
-    if world.multicast and call["op"] == "sum" and _even(call):
+    both = isinstance(x, SymmetricTensor) and isinstance(out, SymmetricTensor)
+    if both and world.multicast and call["op"] == "sum" and _even(call):
         return "multimem"
     if x.nbytes >= COPIED_BYTES:
         return "copy"
-    return "two_shot" if x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
+    return "two_shot" if both and x.nbytes < TWO_SHOT_PUSH_BYTES else "two_shot_push"
 
 
 def _even(call: Call) -> bool:

@@ -103,8 +103,7 @@ def exchanged(call: Call) -> tuple[int, ...]:
 
 
 def default(call: Call) -> str:
-    """Flagged words for little, where one of the two tensors is symmetric, as it must be where there is more; else push
-    or copy into a symmetric `out`; else pull."""
+    """Flagged words for little; else push or copy into a symmetric `out`; else pull."""
     if flagged.taken(call, flagged.few_of_parts(call["x"].nbytes, call.world.size)):
         return "low_latency"
     return moved(call["out"], call.given.get("block"), COPIED_BYTES)

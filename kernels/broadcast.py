@@ -78,7 +78,7 @@ def broadcast(
 
 # -------------------------------------------------------------------------------------------------------------- host
 def default(call: Call) -> str:
-    """Flagged words for little, where x is symmetric, as it must be where there is more; else pass_on."""
+    """Flagged words for little, else pass_on."""
     x, size = call["x"], call.world.size
     return "low_latency" if flagged.taken(call, flagged.few(x.nbytes * max(size - 1, 1), size)) else "pass_on"
 

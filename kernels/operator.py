@@ -40,6 +40,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World, current_world
 from pkt.wording import dtype_text
 
+from . import staging
 from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice, letter_of
 from .forecast import Forecast, forecast, predicted
 from .shared import checks
@@ -111,12 +112,21 @@ class Operator:
     ) -> torch.Tensor:
         """Run the operator: planned once for tensors of the same facts, launched each time. values: of its keywords, in
         the order of the function's parameters; packing them by name would cost the host a microsecond."""
+        if torch.compiler.is_dynamo_compiling():
+            untraced = torch.compiler.disable(Operator.__call__, reason="an operator of pkt is planned and launched")
+            return untraced(self, tensors, values, world, workspace)
         if type(world) is not World:
             world = world_of(self.name, world, *tensors, workspace)
         if workspace is not None:
             with world.using(workspace, self.name):
                 return self(tensors, values, world)
         out = tensors[self._written]
+        if torch.is_grad_enabled() and checks.is_trained(out):
+            raise Unsupported.here(
+                f"rank {world.rank}: {self.name}",
+                f"found {self.written}, a leaf that requires grad, which the call overwrites and autograd does not see",
+                f"call it under torch.no_grad(), or with {self.written}.detach()",
+            )
         plans = world.plans
         try:
             key = (self, values, *facts(tensors, world, self.name, out))
@@ -140,9 +150,11 @@ class Operator:
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, dict(zip(self.names, tensors)), arguments, given, keywords["mode"])
         self._check_operands(call)
+        copies = staging.contiguous(call, self.written) if self.tuning is None else {}
         form = self._choose(call)
-        self._check_form(call, form)
-        self._agree(call, form)
+        staged = staging.unreachable(call, form.symmetric) if self._stages(call) else []
+        self._check_form(call, form, staged)
+        self._agree(call, form, staged)
         if form.complete is not None:
             try:
                 call.settings = dict(form.complete(call))
@@ -152,7 +164,20 @@ class Operator:
                 self._ignored(error)  # on all ranks, which have these settings of rank 0
                 world.lasting["tune.settings"][call.case] = {}
                 return self.plan(world, tensors, keywords)
-        return self._filled(call, form)
+        for name in staged:
+            call.tensors[name] = memory = staging.buffer(call, name)
+            copies[name] = functools.partial(_same, memory)
+        launch = self._filled(call, form)
+        if not copies:
+            return launch
+        places = {self.names.index(name): memory for name, memory in copies.items()}
+        read = [at for at, name in enumerate(self.names) if name in self.tensors]
+        return staging.staged(launch, places, read, self._written, world)
+
+    def _stages(self, call: Call) -> bool:
+        """Whether plain tensors are copied where peers access them: not if the caller asked for a form, and so for its
+        requirements. Products choose forms by their operands, and refuse the others."""
+        return call.asked is None and self.tuning is None
 
     def planned(self, world: World, *tensors: Any, **keywords: Any) -> Launch:
         """What launches a call, for operators that are made of others: for tensors of the same facts as these, and
@@ -172,7 +197,7 @@ class Operator:
             checks.check_dense(call.name, name, tensor, world)
             stored = checks.stored(tensor)[0] if operand.transposed else tensor
             given = {"dtypes": operand.dtypes} if operand.dtypes else {"dtype": call.tensors[first].dtype}
-            checks.check_tensor(call.name, name, stored, world, **given)
+            checks.check_tensor(call.name, name, stored, world, contiguous=self.tuning is not None, **given)
         for name, value in call.arguments.items():
             call.arguments[name] = self.arguments[name](call, name, value)
         call.given = self._checked(call, call.given)
@@ -181,7 +206,10 @@ class Operator:
                 self._bind(call, name, operand)
         self._bind_result(call)
         if call.tensors.get("out") is not None:
-            checks.check_tensor(call.name, "out", call["out"], world, shape=call.shape, dtype=call.dtype)
+            checks.check_tensor(
+                call.name, "out", call["out"], world, shape=call.shape, dtype=call.dtype,
+                contiguous=self.tuning is not None,
+            )  # fmt: skip
 
     def _bind_result(self, call: Call) -> None:
         shape = self.result(call) if callable(self.result) else self.result
@@ -314,30 +342,34 @@ class Operator:
         """Settings, each as its check returns it."""
         return {name: v if name == "mode" else self.settings[name](call, name, v) for name, v in settings.items()}
 
-    def _check_form(self, call: Call, form: Form) -> None:
-        """What depends on the form: who must be symmetric, and what may share memory."""
-        self._check_reach(call, form)
+    def _check_form(self, call: Call, form: Form, staged: Sequence[str]) -> None:
+        """What depends on the form: who must be symmetric, and what may share memory. staged: operands that are copied
+        to where peers reach them."""
+        self._check_reach(call, form, staged)
         out = call.tensors.get("out")
         if out is not None:
             for name in self.tensors:
-                if call.tensors[name] is not None:
+                if call.tensors[name] is not None and name not in staged:
                     checks.check_apart(call.name, call.tensors[name], out, call.world, self.place(call), name)
 
-    def _check_reach(self, call: Call, form: Form) -> None:
-        for name in form.symmetric:
+    def _check_reach(self, call: Call, form: Form, staged: Sequence[str] = ()) -> None:
+        for name in (name for name in form.symmetric if name not in staged):
             checks.check_tensor(call.name, name, call.tensors[name], call.world, peers=True)
         first = next(iter(self.tensors))
         if form.dtypes:
             checks.check_tensor(call.name, first, call.tensors[first], call.world, dtypes=form.dtypes)
 
-    def _agree(self, call: Call, form: Form) -> None:
-        """Every rank makes this call. Raises CollectiveMismatch."""
+    def _agree(self, call: Call, form: Form, staged: Sequence[str]) -> None:
+        """Every rank makes this call, and copies the same tensors. Raises CollectiveMismatch."""
         known: dict[str, Any] = {}
+        reached = [name for name in form.symmetric if name not in staged]
         for name, operand in self.tensors.items():
             tensor = call.tensors[name]
-            known[name] = None if tensor is None else self._shared(call, name, operand, name in form.symmetric)
-        if "out" in form.symmetric:
+            known[name] = None if tensor is None else self._shared(call, name, operand, name in reached)
+        if "out" in reached:
             known["out"] = call.tensors["out"]
+        if staged:
+            known["plain"] = " ".join(staged)
         check_agreed(
             call.name, call.world, **known, **call.arguments, mode=call.mode, **call.given, **form.agrees(call)
         )
@@ -421,6 +453,10 @@ class Operator:
         self._fill(call, form)
         settings = form.complete(call) if form.complete else call.settings
         return {"mode": call.mode, **settings}
+
+
+def _same(memory: torch.Tensor) -> torch.Tensor:
+    return memory
 
 
 def _gpu(world: World, case: tuple[Any, ...]) -> Gpu:

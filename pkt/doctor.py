@@ -47,7 +47,7 @@ PACKAGES = {  # distribution -> its purpose, or "" if pkt needs it
     "torch": "",
     "triton": "",
     "cuda-bindings": "",
-    "matplotlib": "pictures of timelines: pip install pkt-triton[plot]",
+    "matplotlib": "pictures of timelines: pip install matplotlib",
 }
 IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels/channel*"  # memory crosses hosts through one of these
 NBYTES = 128 << 20  # that each rank sends to the next

@@ -63,12 +63,15 @@ class Deadlock(PktError):
 
     @classmethod
     def among(cls, waits: Sequence[Waiting], hosts: Mapping[int, str] | None = None) -> Deadlock:
-        """`hosts`: by rank, the collective call that its host code is blocked in."""
-        text = f"deadlock: {len(waits)} program{'s' * (len(waits) != 1)} wait and nothing can move"
+        """`hosts`: by rank, the call that its host code is in, where some wait in collective ones."""
+        programs = f"{len(waits)} program{'s' * (len(waits) != 1)} wait" if waits or not hosts else "host code waits"
+        text = f"deadlock: {programs} and nothing can move"
         if waits:
             text += f"\n{waits[0].text()}\n{waiting_table(waits)}"
         if hosts:
-            text += f"\nhost code: {ranks_text({r: f'in {what}' for r, what in hosts.items()})}"
+            text += (
+                f"\nhost code: {ranks_text(hosts)}\nevery rank must make the same collective calls in the same order"
+            )
         return cls.of(text, waits=list(waits))
 
     @classmethod
@@ -360,6 +363,11 @@ class Closed(PktError):
     def used(cls, rank: int, call: str, what: str = "world", make: str = "pkt.init()") -> Closed:
         text = f"rank {rank}: {call}: the {what} is closed: call {make} for a new one, or close later"
         return cls.of(text, rank=rank)
+
+    @classmethod
+    def memory(cls, rank: int, call: str, name: str) -> Closed:
+        text = f"rank {rank}: {call} uses {name!r} after its world was closed: keep {name}.clone(), or close later"
+        return cls.of(text, rank=rank, name=name)
 
     @classmethod
     def forked(cls, rank: int, call: str, parent: int) -> Closed:

@@ -149,7 +149,7 @@ class Timeline:
         return path
 
     def to_png(self, path: str | Path, dpi: int = 160) -> Path:
-        """Draw a band for each rank with a row for each lane. Needs matplotlib (`pip install 'pkt-triton[plot]'`)."""
+        """Draw a band for each rank with a row for each lane. Needs matplotlib (`pip install matplotlib`)."""
         path = Path(path)
         _draw(self, dpi).savefig(path)
         return path
@@ -211,7 +211,7 @@ def _draw(timeline: Timeline, dpi: int = 160) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise ImportError("the picture needs matplotlib: pip install 'pkt-triton[plot]'") from e
+        raise ImportError("the picture needs matplotlib: pip install matplotlib") from e
 
     bands = {rank: timeline.lanes(rank) for rank in timeline.ranks}
     heights = [_band_inches(len(lanes), dpi) for lanes in bands.values()] or [0.5]

@@ -5,6 +5,8 @@ Imports nothing of pkt, and nothing that takes long to import.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,13 @@ def dtype_text(dtype: Any) -> str:
     """`torch.bfloat16` -> `bf16`."""
     name = str(dtype).removeprefix("torch.")
     return SHORT.get(name, name)
+
+
+def file_text(path: str) -> str:
+    """A file of source as messages name it: `train.py`; `In[3]` for the third cell of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = shell.compile.format_code_name(path) if shell is not None else None
+    return cell[1] if cell is not None and cell[0] == "Cell" else os.path.basename(path)
 
 
 def program_text(program: int | Sequence[int]) -> str:

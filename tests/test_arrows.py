@@ -94,13 +94,14 @@ ARROWS = {
     "pkt.model": (["pkt.errors", "pkt.wording"], ["torch", "triton", "numpy", "platformdirs"]),
     "pkt.kernels.declaration": (["pkt.errors", "pkt.runtime", "pkt.model"], ["torch"]),
     "pkt.kernels.forecast": (["pkt.model", "pkt.kernels.declaration"], []),
+    "pkt.kernels.staging": (["pkt.errors", "pkt.runtime", "pkt.kernels.declaration"], ["torch"]),
     "pkt.kernels.shared": (
         ["pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model", "pkt.kernels.declaration"],
         ["torch", "triton"],
     ),
     "pkt.kernels.operator": (
         ["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.model"]
-        + ["pkt.kernels.declaration", "pkt.kernels.forecast", "pkt.kernels.shared"],
+        + ["pkt.kernels.declaration", "pkt.kernels.forecast", "pkt.kernels.shared", "pkt.kernels.staging"],
         ["torch"],
     ),
     "pkt.kernels": (

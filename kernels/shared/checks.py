@@ -27,8 +27,9 @@ def check_tensor(
     dtype: torch.dtype | None = None,
     dtypes: tuple[torch.dtype, ...] | None = None,
     peers: bool = False,
+    contiguous: bool = True,
 ) -> None:
-    """`tensor` is contiguous, on this rank's device, of the shape and dtype asked for; symmetric if `peers` access it.
+    """`tensor` is on this rank's device, of the shape and dtype asked for; symmetric if `peers` access it.
     Raises NotSymmetric, ShapeError or DtypeError, naming `name` and `call`."""
     check_dense(call, name, tensor, world)
     if peers:
@@ -40,7 +41,7 @@ def check_tensor(
     found = tuple(tensor.shape)
     if shape is not None and found != tuple(shape):
         raise ShapeError.argument(call, name, found, str(tuple(shape)), world.rank)
-    if not tensor.is_contiguous():
+    if contiguous and not tensor.is_contiguous():
         strides = f"{found} with strides {tuple(tensor.stride())}"
         remedy = (
             "allocate one of this shape with pkt" if isinstance(tensor, SymmetricTensor)
@@ -60,6 +61,28 @@ def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
         found = f"a tensor with layout {_name(tensor.layout)}"
         remedy = "" if name == "out" else f": {name}.to_dense()"
         raise DtypeError.argument(call, name, found, f"a dense one{remedy}", world.rank)
+    if not _has_memory(tensor):
+        found = f"a {type(tensor).__name__} that has no memory of its own"
+        remedy = "the tensor itself, outside torch.vmap, torch.export and FakeTensorMode; of a DTensor its to_local()"
+        raise DtypeError.argument(call, name, found, remedy, world.rank)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, torch._subclasses.FakeTensor):  # which has address 0, with a warning
+        return False
+    try:
+        tensor.data_ptr()
+    except (RuntimeError, TypeError):  # of vmap, a DTensor
+        return False
+    return True
+
+
+def is_trained(tensor: Any) -> bool:
+    """Whether `tensor` is a leaf that requires grad."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():  # a symmetric tensor checks each attribute, in microseconds
+        return tensor.requires_grad and tensor.is_leaf
 
 
 def check_apart(call: str, x: torch.Tensor, out: torch.Tensor, world: World, place: int | None, name: str) -> None:

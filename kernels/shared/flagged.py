@@ -60,9 +60,8 @@ def few_of_parts(nbytes: int, size: int) -> bool:
 
 
 def taken(call: Call, enough: bool) -> bool:
-    """Whether mode None takes flagged words to move what is little `enough`. An operand or `out` has to be symmetric,
-    as it must where there is more to move."""
-    return enough and call.dtype in DTYPES and any(isinstance(t, SymmetricTensor) for t in call.tensors.values())
+    """Whether mode None takes flagged words to move what is little `enough`."""
+    return enough and call.dtype in DTYPES
 
 
 def fits(call: Call) -> str:

@@ -5,9 +5,10 @@ signals. Each is then broken in turn, and a fault that no schedule catches shows
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from pkt.wording import file_text
 
 Change = Literal["remove", "relax", "no drain", "no proxy fence"]
 
@@ -28,7 +29,7 @@ class Site:
     call: str
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
+        return f"{file_text(self.file)}:{self.line}"
 
 
 @dataclass(frozen=True)

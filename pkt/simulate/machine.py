@@ -7,6 +7,7 @@ launch. Other ranks go on meanwhile, so a fast rank's next launch can overtake a
 from __future__ import annotations
 
 import heapq
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,7 @@ from pkt.simulate.interpreter import argument, builder, interpret, interpreting,
 from pkt.simulate.memory import AddressSpace
 from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
+from pkt.simulate.sites import host_call
 from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial
 from pkt.wording import Waiting
 
@@ -352,6 +354,19 @@ class Machine:
         task.time = meeting.time
         return [meeting.values[r] for r in range(self.size)]
 
+    def whereabouts(self) -> dict[int, str]:
+        """By rank, the call that its host code is in."""
+        found = {}
+        for host in self.hosts:
+            task = host.task
+            if task.greenlet.dead:
+                found[host.rank] = "has returned"
+            else:
+                frame = sys._getframe() if task is self.current else task.greenlet.gr_frame
+                call = host_call(frame, host.launch.name if host.launch else "")
+                found[host.rank] = f"in {call}"
+        return found
+
     def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
         """Return the result of `run()` on the calling host, and the microseconds that it took on the modelled clock.
 
@@ -444,10 +459,10 @@ class Machine:
             lost = PeerLost.exited(survivor, {lose.rank: f"died at step {lose.step}"}, during)
             lost.add_note(str(Deadlock.among(waits)))
             return lost
-        hosts = {h.rank: h.call for h in self.hosts if h.call}
-        error = Deadlock.among(waits, hosts)
+        blocked = any(host.call for host in self.hosts)
+        error = Deadlock.among(waits, self.whereabouts() if blocked else None)
         finished = [h.rank for h in self.hosts if h.task.greenlet.dead]
-        if finished:
+        if finished and not blocked:
             error.add_note(f"ranks that have returned: {', '.join(map(str, finished))}")
         if self.lost:
             error.add_note(str(lose))

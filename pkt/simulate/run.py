@@ -58,12 +58,15 @@ class SimulatedRank:
         self._regions[block.offset] = region
 
     def freed(self, block: Block) -> None:
-        self._regions.pop(block.offset).freed_at = block.site
+        region = self._regions.pop(block.offset)
+        region.freed_at = block.site
+        region.memory[:] = POISON  # host views that outlive the tensor
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         brought = self.machine.meet(value, what)
         if len({name for _, name in brought}) > 1:
-            raise CollectiveMismatch.calls({rank: name for rank, (_, name) in enumerate(brought)})
+            places = self.machine.whereabouts()
+            raise CollectiveMismatch.calls({r: f"{name} {places[r]}" for r, (_, name) in enumerate(brought)})
         return [value for value, _ in brought]
 
     def barrier(self, what: str) -> None:

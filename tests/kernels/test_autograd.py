@@ -51,7 +51,8 @@ def test_an_empty_product_records_nothing() -> None:
         found = pkt.all_gather_matmul(torch.ones(4, 0), torch.ones(0, 4), **given)
         assert not found.requires_grad
         trained = torch.zeros(8, 4, requires_grad=True)
-        assert pkt.all_gather_matmul(torch.ones(4, 0), torch.ones(0, 4), trained, **given) is trained
+        with torch.no_grad():
+            assert pkt.all_gather_matmul(torch.ones(4, 0), torch.ones(0, 4), trained, **given) is trained
         assert torch.equal(trained, torch.ones(8, 4))
 
     on_ranks(2, run)
@@ -70,6 +71,22 @@ def test_a_trained_output_that_no_descriptor_reaches_is_filled() -> None:
     launch = products.fitted(plan, out=True)(Call("test", None, tensors, {}, {}, None))
     assert launch(torch.ones(4, 8), torch.ones(8, 8), trained, None) is trained
     assert trained.eq(3).all()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_leaf_that_requires_grad_is_not_overwritten(symmetric: bool) -> None:
+    """As torch's mul_ refuses it: its gradient would be that of the value before."""
+
+    def run(world: Any) -> None:
+        x = (pkt.ones(4) if symmetric else torch.ones(4)).requires_grad_()
+        for overwrite in (pkt.all_reduce, pkt.broadcast):
+            with pytest.raises(pkt.Unsupported, match="a leaf that requires grad.*call it under torch.no_grad"):
+                overwrite(x, world=world)
+        assert x.sum().item() == 4
+        with torch.no_grad():
+            assert pkt.all_reduce(x, world=world).sum().item() == 8
+
+    on_ranks(2, run)
 
 
 def test_in_inference_mode() -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pkt
 from pkt.errors import Closed, ShapeError, UseAfterFree
 from pkt.kernels.declaration import Call, Case, Form, Launch, Operand
 from pkt.kernels.operator import Operator, operators
+from pkt.kernels.shared import flagged
 from pkt.runtime.memory.tensor import facts
 from pkt.runtime.workers.carry import dumps, loads
 from tests.conformance import inputs
@@ -193,29 +195,92 @@ def test_plain_tensors_that_overlap_are_refused_after_a_call_with_others_alike()
     pkt.launch(main, ranks=2, device="cpu", heap="4MiB")
 
 
-@pytest.mark.parametrize(
-    ("call", "remedy"),
-    [
-        (
-            lambda: pkt.all_reduce(pkt.ones(4, 4).t()),
-            "x: found .*contiguous tensor: allocate one of this shape with pkt",
-        ),
-        (
-            lambda: pkt.all_reduce(torch.ones(4, 4).t(), mode="low_latency", world=pkt.current_world()),
-            "x: found .*contiguous tensor: x.contiguous",
-        ),
-        (
-            lambda: pkt.all_reduce(pkt.ones(4, 4), torch.ones(4, 4).t(), mode="one_shot"),
-            "out: found .*contiguous tensor: allocate one, and copy from it",
-        ),
-    ],
-)
-def test_the_remedy_for_a_tensor_that_is_not_contiguous(call: Any, remedy: str) -> None:
-    """The remedy is a tensor that peers can reach, and never a copy that nobody would read."""
+COLLECTIVES = [operator for operator in operators().values() if operator.tuning is None]
+KINDS = {  # how a tensor of these elements may lie in memory
+    "plain": lambda x: x.clone(),
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every second": lambda x: torch.stack((x, x), -1)[..., 0],
+    "symmetric, transposed": lambda x: pkt.empty(*x.t().shape, dtype=x.dtype).copy_(x.t()).t(),
+}
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("operator", COLLECTIVES, ids=lambda operator: operator.name)
+def test_collectives_take_any_tensor(operator: Any, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice each, the second time with other elements. large: as if x were too large for flagged words."""
+    if large:
+        monkeypatch.setattr(flagged, "few", lambda *_: False)
+        monkeypatch.setattr(flagged, "few_of_parts", lambda *_: False)
+        monkeypatch.setattr(flagged, "shots", lambda *_: 0)
 
     def main(world: Any) -> None:
-        with pytest.raises(ShapeError, match=remedy):
-            call()
+        everybody = [torch.arange(24.0).view(4, 6) + 100 * rank for rank in range(world.size)]
+        given = {"root": 1} if operator.name == "broadcast" else {}
+        exact = operator.reference(world.rank, everybody, **given).float()
+        for kind, place in KINDS.items():
+            for as_out in (None, "plain", "transposed") if "out" in operator.names else (None,):
+                x, out = place(everybody[world.rank]), as_out and KINDS[as_out](torch.zeros_like(exact))
+                outs = {} if out is None else {"out": out}
+                for launch in (0, 1):
+                    x.copy_(everybody[world.rank] + launch)
+                    found = operator.function(x, **given, **outs, world=world)
+                    wanted = exact + launch * (world.size if "reduce" in operator.name else 1)
+                    assert torch.equal(found, wanted), (kind, as_out, found, wanted)
+                    assert found is (x if operator.name == "broadcast" else found if out is None else out)
+
+    pkt.launch(main, ranks=2, device="cpu", heap="8MiB", sms=2)
+
+
+def test_a_named_form_copies_nothing_into_the_heap() -> None:
+    def main(world: Any) -> None:
+        with pytest.raises(pkt.NotSymmetric, match="all_gather: x must be a symmetric tensor"):
+            pkt.all_gather(torch.ones(4), mode="pull", world=world)
+        with pytest.raises(ShapeError, match="elements that share no memory"):
+            pkt.all_reduce(torch.ones(1).expand(4), world=world)
+
+    pkt.launch(main, ranks=2, device="cpu", heap="1MiB")
+
+
+def test_ranks_that_copy_different_tensors_are_told() -> None:
+    def main(world: Any) -> None:
+        x = pkt.ones(8, dtype=torch.float64)  # of which there are no flagged words
+        pkt.all_gather(x if world.rank else x.plain().clone(), world=world)
+
+    with pytest.raises(pkt.CollectiveMismatch, match="plain='x'"):
+        pkt.launch(main, ranks=2, device="cpu", heap="64MiB")
+
+
+class Reduced(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return pkt.all_reduce(x)
+
+
+def faked(x: torch.Tensor) -> None:
+    with FakeTensorMode() as mode:
+        pkt.all_reduce(mode.from_tensor(x))
+
+
+TRANSFORMS = {
+    "vmap": torch.vmap(pkt.all_reduce),
+    "fake": faked,
+    "export": lambda x: torch.export.export(Reduced(), (x,)),
+}
+
+
+@pytest.mark.parametrize("around", ["compile", *TRANSFORMS])
+def test_inside_torchs_transforms(around: str) -> None:
+    """torch.compile calls the operator between its graphs. The others are refused, because the tensors have no
+    memory."""
+
+    def main(world: Any) -> None:
+        if around == "compile":
+            compiled = torch.compile(lambda x: (pkt.all_reduce(x * 2) + 1, pkt.ones(4) * 2 + 1), backend="eager")
+            reduced, symmetric = compiled(torch.ones(4))
+            assert reduced.tolist() == [5.0] * 4
+            assert symmetric.tolist() == [3.0] * 4
+            return
+        with pytest.raises(pkt.DtypeError, match="no memory of its own.*wanted the tensor itself, outside"):
+            TRANSFORMS[around](torch.ones(3, 4))
 
     pkt.launch(main, ranks=2, device="cpu", heap="1MiB")
 

@@ -99,7 +99,7 @@ def test_a_failed_growth_loses_nothing(ranks, monkeypatch):
     assert ranks(2, main) == [1 << 16] * 2
 
 
-DIFFERENCES = ("shape", "dtype", "kind", "site", "op")
+DIFFERENCES = ("shape", "dtype", "kind", "op")
 
 
 def diverge(world, odd, difference):
@@ -116,8 +116,6 @@ def diverge(world, odd, difference):
         return pkt.signals(1024)
     if world.rank == odd and difference == "op":
         return kept.free()
-    if world.rank == odd and difference == "site":
-        return pkt.empty(size, dtype=dtype)
     return pkt.empty(size, dtype=dtype)
 
 
@@ -137,6 +135,38 @@ def test_1000_random_divergences_are_named(ranks):
         assert alone, f"rank {odd} not named alone: {message}"
         seen.add(difference)
     assert seen == set(DIFFERENCES)
+
+
+def test_ranks_may_allocate_and_free_on_different_lines(ranks):
+    def main(world):
+        if world.rank == 0:
+            x, longer = pkt.ones(4), pkt.zeros(2, name="a name of rank 0")
+        else:
+            x = pkt.ones(4)
+            longer = pkt.zeros(2)
+        world.barrier()
+        if world.rank == 0:
+            longer.free()
+        else:
+            longer.free()
+        world.barrier()
+        return x.sum().item()
+
+    assert ranks(3, main) == [4.0] * 3
+
+
+def test_a_part_of_a_tensor_is_not_freed(ranks):
+    def main(world):
+        x = pkt.ones(2, 8)
+        for part in (x[0], x[:, 2:], x[:1]):
+            with pytest.raises(pkt.ShapeError, match="free: tensor: found a part of 'x', wanted the whole tensor"):
+                part.free()
+        assert x.sum().item() == 16
+        x.view(16).free()
+        with pytest.raises(UseAfterFree):
+            x.sum()
+
+    ranks(2, main)
 
 
 def test_the_message_of_a_divergence(ranks):

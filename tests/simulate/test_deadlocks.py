@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -158,8 +159,39 @@ def test_a_rank_that_misses_a_host_barrier_is_a_deadlock() -> None:
 
     error = outcome(main, 3).error
     assert isinstance(error, Deadlock)
-    assert "host code: ranks 0, 2: in barrier()" in str(error)
-    assert "ranks that have returned: 1" in "".join(error.__notes__)
+    assert "host code: ranks 0, 2: in barrier() at test_deadlocks.py:" in str(error)
+    assert "rank 1: has returned\nevery rank must make the same collective calls" in str(error)
+
+
+@pytest.mark.parametrize("call", [pkt.ones, pkt.empty, pkt.all_gather])
+def test_a_collective_that_ranks_leave_out_is_named_with_its_line(call: Any) -> None:
+    line = main_line = 0
+
+    def main(world: Any) -> None:
+        nonlocal line, main_line
+        if world.rank == 0:
+            line = sys._getframe().f_lineno + 1
+            call(torch.ones(4) if call is pkt.all_gather else 4)
+        elif world.rank == 1:
+            main_line = sys._getframe().f_lineno + 1
+            world.barrier()
+
+    error = outcome(main, 3).error
+    assert isinstance(error, Deadlock)
+    assert f"rank 0: in {call.__name__}() at test_deadlocks.py:{line}" in str(error)
+    assert f"rank 1: in barrier() at test_deadlocks.py:{main_line}" in str(error)
+    assert "rank 2: has returned" in str(error)
+
+
+def test_different_collectives_are_named_with_their_lines() -> None:
+    def main(world: Any) -> None:
+        world.barrier() if world.rank else world.broadcast(3)
+
+    error = outcome(main, 2).error
+    assert isinstance(error, pkt.CollectiveMismatch)
+    line = main.__code__.co_firstlineno + 1
+    assert f"rank 0: broadcast() from rank 0 in broadcast() at test_deadlocks.py:{line}" in str(error)
+    assert f"rank 1: barrier() in barrier() at test_deadlocks.py:{line}" in str(error)
 
 
 def test_a_host_barrier_and_a_waiting_kernel_are_a_deadlock() -> None:
@@ -173,7 +205,8 @@ def test_a_host_barrier_and_a_waiting_kernel_are_a_deadlock() -> None:
     error = outcome(main, 2).error
     assert isinstance(error, Deadlock)
     assert "rank 1: ring program 0 waits on mailbox[3]" in str(error)
-    assert "host code: rank 0: in barrier()" in str(error)
+    assert "host code: rank 0: in barrier() at test_deadlocks.py:" in str(error)
+    assert "rank 1: in the launch of ring at test_deadlocks.py:" in str(error)
 
 
 @triton.jit

@@ -491,3 +491,21 @@ def test_a_finished_run_holds_no_memory() -> None:
 def test_a_returned_tensor_keeps_its_memory() -> None:
     found = launch(lambda world: pkt.full((4,), float(world.rank), dtype=torch.float32).plain(), 4)
     assert [r.tolist() for r in found] == [[float(rank)] * 4 for rank in range(4)]
+
+
+def test_views_that_outlive_their_tensor_hold_no_numbers() -> None:
+    def main(world: Any) -> list[bool]:
+        x = pkt.ones(4)
+        views = x.plain(), x.peer(1 - world.rank)
+        world.barrier()
+        x.free()
+        world.barrier()
+        return [bool(view.isnan().all()) for view in views]
+
+    assert launch(main, 2) == [[True, True]] * 2
+
+
+def test_the_remedy_for_a_tensor_that_launch_returns() -> None:
+    x = launch(lambda world: pkt.ones(4, name="x"), 1)[0]
+    with pytest.raises(Closed, match=r"sum uses 'x' after its world was closed: keep x.clone\(\)"):
+        x.sum()

@@ -4,14 +4,14 @@ A `Request` describes a call. If the backend keeps a journal, which peers read w
 request, with a digest of all its calls so far. Every few calls it compares digests up to the last call that all ranks
 have made. `settle` waits for the other ranks; it is called before anything that another rank can see (a launch, a peer
 view, a barrier). Without a journal the ranks exchange each request at once. Either way the ranks that see the first
-difference raise it, by name, before the memory is used.
+difference raise it, by name, before the memory is used. The lines of the calls may differ: they are only for messages.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import AnyStr, NamedTuple
 
 from pkt.errors import AllocationMismatch
 from pkt.runtime.backend import Backend
@@ -61,11 +61,11 @@ class Agreement:
         self.ordinal += 1
         if self._journal is None:
             said = self.backend.exchange(packed, f"heap call #{self.ordinal}")
-            if len(set(said)) > 1:
+            if len(set(map(_compared, said))) > 1:
                 raise _mismatch(dict(enumerate(said)), self.backend.rank)
             return
         text = packed.encode()
-        self._digest = zlib.crc32(text, self._digest)
+        self._digest = zlib.crc32(_compared(text), self._digest)
         self._journal.append(b"%08x" % self._digest + text)
         if self.ordinal % self._journal.period == 0:
             self.settle()
@@ -84,16 +84,22 @@ class Agreement:
         last = min(self.ordinal, *(self._journal.written(r) for r in range(self.backend.size)))
         if last <= self._agreed:
             return
-        if len(set(self._said(last).values())) > 1:
+        if len(set(map(_compared, self._said(last).values()))) > 1:
             for ordinal in range(self._agreed + 1, last + 1):
-                said = {r: text[8:].decode(errors="replace") for r, text in self._said(ordinal).items()}
-                if len(set(said.values())) > 1:
+                records = self._said(ordinal)
+                if len(set(map(_compared, records.values()))) > 1:
+                    said = {r: record[8:].decode(errors="replace") for r, record in records.items()}
                     raise _mismatch(said, self.backend.rank)
         self._agreed = last
 
     def _said(self, ordinal: int) -> dict[int, bytes]:
         assert self._journal is not None
         return {r: self._journal.read(r, ordinal) for r in range(self.backend.size)}
+
+
+def _compared(packed: AnyStr) -> AnyStr:
+    """A packed request without its site."""
+    return packed.rpartition(b"\x1f" if isinstance(packed, bytes) else "\x1f")[0]
 
 
 def _mismatch(said: Mapping[int, str], rank: int) -> AllocationMismatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import os
 import sys
@@ -11,12 +12,13 @@ from itertools import islice
 from types import CodeType
 from typing import NamedTuple
 
+from pkt.wording import file_text
+
 _RUNTIME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STATEMENT_LINES = 12  # the longest statement that is read for a name
 
 
 class CallSite(NamedTuple):
-    """`text` is "train.py:12"; `assigned` the variable that takes the call's result, or ""."""
+    """`text` is "train.py:12", or "In[3]:12" in a notebook; `assigned` the variable that takes the result, or ""."""
 
     text: str
     assigned: str
@@ -46,51 +48,48 @@ def _at(code: CodeType, lasti: int, line: int, call: str) -> CallSite:
     column: int | None = None
     if sys.version_info >= (3, 11):  # the column tells two calls on one line apart
         column = next(islice(code.co_positions(), lasti // 2, None))[2]
-    return CallSite(f"{os.path.basename(code.co_filename)}:{line}", _assigned(code.co_filename, line, column, call))
+    source = "".join(linecache.getlines(code.co_filename))
+    try:
+        calls = [found for found in _assignments(source) if found[0] == line and found[2] == call]
+    except (SyntaxError, ValueError):  # no Python: the text of a shell, or a file that has changed
+        calls = []
+    names = [name for _, at, _, name in calls if len(calls) == 1 or at == column]
+    return CallSite(f"{file_text(code.co_filename)}:{line}", names[0] if len(names) == 1 else "")
 
 
-def _assigned(path: str, line: int, column: int | None, call: str) -> str:
-    """The target of the assignment that starts at `line`, if the call at `column` is its value or an element of it."""
-    first = linecache.getline(path, line)
-    indent = len(first) - len(first.lstrip())
-    source = ""
-    for extra in range(_STATEMENT_LINES):
-        source += linecache.getline(path, line + extra)[indent if extra == 0 else 0 :]
-        try:
-            (statement,) = _parsed(source)
-        except (SyntaxError, ValueError):  # not the whole statement yet, or not the start of one
+@functools.lru_cache(maxsize=32)
+def _assignments(source: str) -> list[tuple[int, int, str, str]]:
+    """(line, column, function, target) of each call in `source`; target "" where its result is not assigned."""
+    nodes = list(ast.walk(_parsed(source)))
+    targets: dict[ast.expr, str] = {}
+    for node in nodes:
+        if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            pairs: list[tuple[ast.expr, ast.expr]] = [(node.target, node.value)]
+        elif isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        else:
             continue
-        break
-    else:
-        return ""
-    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-        pairs: list[tuple[ast.expr, ast.expr]] = [(statement.target, statement.value)]
-    elif isinstance(statement, ast.Assign):
-        pairs = [(target, statement.value) for target in statement.targets]
-    else:
-        return ""
-    for target, value in pairs:
-        couples = [(target, value)]
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            couples = list(zip(target.elts, value.elts, strict=True))
-        calls = [(t, v) for t, v in couples if isinstance(v, ast.Call) and _name(v.func) == call]
-        here = [t for t, v in calls if column is None or v.lineno > 1 or v.col_offset + indent == column]
-        if len(here) == 1:
-            return _name(here[0])
-    return ""
+        for target, value in pairs:
+            couples = [(target, value)]
+            if isinstance(target, _LISTS) and isinstance(value, _LISTS) and len(target.elts) == len(value.elts):
+                couples = list(zip(target.elts, value.elts, strict=True))
+            for of, one in couples:
+                targets.setdefault(one, _name(of))
+    return [(n.lineno, n.col_offset, _name(n.func), targets.get(n, "")) for n in nodes if isinstance(n, ast.Call)]
 
 
-def _parsed(source: str) -> list[ast.stmt]:
-    """The statements of `source`. ast.parse may raise SystemError if two threads are in it (gh-106905). So one thread
-    at a time calls it here, and tries again after such an error, which a thread elsewhere caused."""
+def _parsed(source: str) -> ast.Module:
+    """ast.parse may raise SystemError if two threads are in it (gh-106905). So one thread at a time calls it here, and
+    tries again after such an error, which a thread elsewhere caused."""
     with _parsing:
         try:
-            return ast.parse(source).body
+            return ast.parse(source)
         except SystemError:
-            return ast.parse(source).body
+            return ast.parse(source)
 
 
 _parsing = threading.Lock()
+_LISTS = ast.Tuple, ast.List
 
 
 def _name(node: ast.expr) -> str:

@@ -255,5 +255,5 @@ def _make(
             except (RuntimeError, TypeError, ValueError):  # torch has no such kernel, and so on every rank
                 heap.free(allocation, site.text)
                 raise
-        heap.collective_point(f"filling {label}")
+        heap.collective_point(f"filling allocation #{allocation.number}")
     return symmetric_over(plain, allocation)

@@ -48,7 +48,7 @@ class Allocation:
     def use(self, call: str) -> None:
         """Raise UseAfterFree or Closed if the memory was given back. call: named in the message."""
         if self.heap.closed:
-            raise Closed.used(self.heap.backend.rank, f"{call} on {self.block.name!r}")
+            raise Closed.memory(self.heap.backend.rank, call, self.block.name)
         if self.freed_at:
             raise UseAfterFree.host(self.heap.backend.rank, call, self.block.name, self.freed_at)
 

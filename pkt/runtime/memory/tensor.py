@@ -7,12 +7,13 @@ the same allocations (see `agreement`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from pkt.errors import NotSymmetric, Unsupported
+from pkt.errors import NotSymmetric, ShapeError, Unsupported
 from pkt.runtime.memory.callsite import call_site
 from pkt.runtime.memory.heap import Allocation
 from pkt.runtime.world import World, check_rank
@@ -47,6 +48,12 @@ class SymmetricTensor(torch.Tensor):
     dtype: Any = _Once(torch.Tensor.dtype)
 
     @property
+    def _base(self) -> torch.Tensor | None:  # type: ignore[override]
+        """As of any view, and plain: a symmetric one would be a view itself, and have a base in turn for ever."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor._base.__get__(self)  # type: ignore[attr-defined]
+
+    @property
     def world(self) -> World:
         """The world this tensor belongs to."""
         owner = self._allocation.heap.owner
@@ -72,7 +79,14 @@ class SymmetricTensor(torch.Tensor):
 
     def free(self) -> None:
         """Collective: give the memory back. Every rank frees the same tensors in the same order. Later use raises
-        UseAfterFree."""
+        UseAfterFree; of what `peer` and `plain` returned it is undefined. Raises ShapeError for a part of a tensor."""
+        block = self._allocation.block
+        with torch._C.DisableTorchFunctionSubclass():
+            part = self.nbytes != math.prod(block.shape) * block.dtype.itemsize
+        if part:
+            wanted = f"the whole tensor, {block.shape}: free the tensor that it is a view of"
+            found, rank = f"a part of {block.name!r}", self._allocation.heap.backend.rank
+            raise ShapeError.argument("free", "tensor", found, wanted, rank)
         self._allocation.heap.free(self._allocation, call_site("free").text)
 
     def plain(self) -> torch.Tensor:

@@ -35,6 +35,12 @@ def test_summary_counts_over_the_span_of_all_ranks():
     assert (second.compute, second.communicate, second.overlap) == (0.5, 0.0, None)
 
 
+def test_time_in_which_several_lanes_communicate_counts_once():
+    events = [Event(0, lane, "communicate", "", 0.0, 4.0) for lane in (0, 1)] + [Event(0, 2, "compute", "", 2.0, 4.0)]
+    (row,) = Timeline(events).summary()
+    assert row.overlap == pytest.approx(0.5)
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 12)),

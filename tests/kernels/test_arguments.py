@@ -44,6 +44,11 @@ def test_tiles() -> None:
     tiles(pkt.DtypeError, "tiles: found tuple (16, None, 16), wanted a sequence", (16, None, 16))
     tiles(pkt.DtypeError, "tiles[0]: found str '16', wanted an integer", ("16", 16, 16))
     tiles(pkt.DtypeError, "tiles[2]: found float 16.0, wanted an integer", [16, 16, 16.0])
+    for blocks in ((8, 16, 16), (16, 48, 16), (16, 16)):
+        tiles(pkt.ShapeError, f"tiles: found {blocks}, wanted three blocks, powers of two from 16", blocks)
+    many = (16, 16, 16, 8, 4, 4, 256)
+    wanted = "num_warps a power of two up to 16, maxnreg up to 255, everything from 1"
+    tiles(pkt.ShapeError, f"tiles: found {many}, wanted {wanted}", many)
     for blocks in ((4096, 4096, 64), (16, 4096, 4096), (4096, 16, 4096)):
         found = f"tiles: found {tuple(Tiles(*blocks))}, wanted at most 1048576 elements in a block"
         tiles(pkt.ShapeError, found, blocks)

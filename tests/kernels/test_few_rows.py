@@ -43,6 +43,16 @@ def test_launches_of_other_shapes_share_the_words() -> None:
     pkt.launch(body, 2, "cpu", seed=3)
 
 
+def test_a_rank_that_is_a_launch_ahead_spares_the_words_that_others_still_need() -> None:
+    def body(world: Any) -> None:
+        for launch in range(5):
+            a, b = torch.full((3, 16), float(world.rank + launch)), torch.ones(16, 16)
+            found = pkt.matmul_reduce_scatter(a, b, mode="low_latency", tiles=(16, 16, 16), split_k=1, world=world)
+            assert found.eq(16 * (3 + 3 * launch)).all()
+
+    pkt.simulate(body, ranks=3, seeds=8, sms=1).check()
+
+
 def test_parts_of_k_are_a_power_of_two() -> None:
     def body(world: Any) -> None:
         with pytest.raises(ShapeError, match=r"split_k: found 3, wanted 1 or 2 or 4 or 8"):

@@ -314,7 +314,7 @@ def test_side_by_side() -> None:
     assert torch.equal(side_by_side(vector.split([2, 3, 4])), vector)  # type: ignore[arg-type]
     for parts in (
         [q, k], [k, q, v], [q, k.clone(), v], [q, k, v.int()], [q, q], [q.clone(), k.clone()], [q, vector],
-        [q, k[:2], v],
+        [q, k[:2], v], [q, weight.as_strided((4, 6), (6, 1), 6)],
     ):  # fmt: skip
         assert side_by_side(parts) is None
 

@@ -14,7 +14,8 @@ import pkt
 from pkt.kernels.all_gather_matmul import all_gather_matmul, reference
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
 from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from pkt.kernels.shared.gating import gate_kernel
+from pkt.kernels.shared.gating import gate_kernel, gating
+from pkt.kernels.shared.tile_product import finished
 from pkt.language.inspect import compile_only
 from tests.conformance.inputs import SLOPE
 
@@ -102,8 +103,19 @@ def test_what_is_not_a_number_stays_so() -> None:
         assert found[:, 0].eq(0).all()
         assert found[:, 1].isnan().all()
         assert not found[:, 2].isfinite().any()
+        assert all_gather_matmul(a, gate, epilogue="relu")[:, 1].isnan().all()
 
     on_ranks(1, run)
+
+
+def test_the_kernel_behind_a_librarys_product_takes_any_number_of_columns() -> None:
+    def run(world: Any) -> None:
+        product, bias = torch.randn(19, 2 * 301), torch.randn(2 * 301)
+        out = torch.zeros(19, 301)
+        gating(world, *product.shape)(product, bias, out)
+        torch.testing.assert_close(out, finished(product, bias, "swiglu"))
+
+    on_ranks(1, run, sms=2)
 
 
 def test_interleave() -> None:

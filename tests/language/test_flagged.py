@@ -71,6 +71,11 @@ def test_a_put_compiles_to_one_store_a_word_and_no_fence(masked: bool, rank: int
     assert count_markers(k.asm["ttir"]) == {"wait": 0, "signal": 1}
     k = compiled(put_one_kernel, "*int32", 5, device_world(rank, 32), arch=arch)
     assert order(k) == ["st.relaxed.sys.global.b128"]
+    known = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", body(k)))
+    (quarters,) = re.findall(
+        r"mov\.b64 low, {(%r\d+), (%r\d+)}; mov\.b64 high, {(%r\d+), (%r\d+)}; mov\.b128 word, {low, high}", body(k)
+    )
+    assert [known.get(register, "flag") for register in quarters] == ["7", "8", "9", "flag"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

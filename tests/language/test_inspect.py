@@ -120,6 +120,9 @@ def test_the_check_detects_a_call_missing_at_either_step():
     for stage in ("ttgir", "ptx"):
         with pytest.raises(LostSync, match="some_kernel: 1 wait"):
             check_sync({**asm, stage: asm[stage].replace("pkt.wait", "")}, "some_kernel")
+    asm = dict(compiled(branches_kernel, "*i32", "*i32", WORLD).asm)
+    with pytest.raises(LostSync, match="2 wait"):
+        check_sync({**asm, "ttgir": asm["ttgir"].replace("pkt.wait", "", 1)})
     k = compiled(signal_kernel, "*int32", 3, WORLD, "add")
     with pytest.raises(LostSync, match="1 signal"):
         check_sync({**k.asm, "ptx": k.asm["ptx"].replace("pkt.signal", "")})

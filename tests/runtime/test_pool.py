@@ -30,6 +30,9 @@ def test_tensors_of_a_segment_are_symmetric(ranks):
         assert x.data_ptr() == y.data_ptr()
         assert x[1:].peer(1 - world.rank).eq(1 - world.rank).all()
         assert pkt.symmetric(y.T, "y", world).peer(1 - world.rank).stride() == (1, 4)
+        behind = at(pool.allocate(1 << 16, 0, None), 3)  # begins where the first segment ends
+        assert behind.data_ptr() == address + (1 << 16)
+        assert pkt.symmetric(behind, "behind", world).symbol == "pool segment 2"
         with pytest.raises(NotSymmetric):
             pkt.symmetric(torch.zeros(3), "z", world)
         assert pool.allocate(2 * CAPACITY, 0, None) is None

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +155,7 @@ def test_factories_equal_those_of_torch(ranks):
         ("full", ((2,), 1.5), {"dtype": torch.bfloat16}),
         ("full", ((3,), True), {}),
         ("arange", (10,), {}),
+        ("arange", (3, 3), {}),
         ("arange", (1, 2, 0.25), {}),
         ("arange", (5, 0, -2), {"dtype": torch.float32}),
         ("zeros_like", (x,), {}),
@@ -260,6 +262,8 @@ def test_arguments_of_kernel_wrappers(ranks):
                 match=f"rank 0: gather: src must be a symmetric tensor of this world .* found {said}",
             ):
                 pkt.symmetric(wrong, "src", world, call="gather")
+        with pytest.raises(NotSymmetric, match="found a symmetric tensor of another world, 'x'"):
+            pkt.symmetric(x, "x", SimpleNamespace(rank=0), call="gather")
         with pytest.raises(ShapeError, match=r"gather: x: found \(4,\), wanted \(5,\)"):
             pkt.symmetric(x, "x", world, shape=(5,), call="gather")
         with pytest.raises(DtypeError, match="gather: x: found fp32, wanted bfloat16"):

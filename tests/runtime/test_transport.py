@@ -261,6 +261,17 @@ def test_a_recorded_proof_is_useless(meeting, monkeypatch):
     assert "the rendezvous waits for rank 1 after 0.7 s" in str(caught.value)
 
 
+def test_a_proof_is_for_one_role_one_challenge_and_one_pair():
+    said = [
+        ("join", b"n", 1, 0),
+        ("welcome", b"n", 1, 0),
+        ("join", b"m", 1, 0),
+        ("join", b"n", 2, 0),
+        ("join", b"n", 1, 2),
+    ]
+    assert len({rendezvous._proof(b"token", *what) for what in said}) == len(said)
+
+
 def test_a_server_without_the_token_learns_nothing_and_is_refused(meeting):
     server = socket.socket(socket.AF_UNIX)
     server.bind(os.path.join(meeting.directory, "0"))

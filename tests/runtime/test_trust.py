@@ -212,6 +212,17 @@ def test_forged_entries_end_in_errors_of_pkt(what):
         assert len(str(error)) < 1500
 
 
+def test_a_signed_entry_stands_for_no_other():
+    """A stranger may copy what a rank wrote to another place of the store."""
+    store = dist.HashStore()
+    board = Board(store, KEY, 0, SECRET.encode())
+    board.write("host", 0, "a")
+    store.set(f"{KEY}/host/1", store.get(f"{KEY}/host/0"))
+    assert board.read("host", 0, 1) == "a"
+    with pytest.raises(TransportError, match="an entry that is not signed"):
+        board.read("host", 1, 1)
+
+
 STRANGE = [None, 7, [], ["127.0.0.1"], ["::::", 1], ["127.0.0.1", 1 << 70], [["a"], {}], "x" * 999]
 
 

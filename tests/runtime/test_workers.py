@@ -144,6 +144,13 @@ def test_importable_kernels_are_imported():
     assert loads(dumps(wait)) is wait
 
 
+def test_kernels_of_the_main_module_go_by_value(monkeypatch):
+    """A worker has another main module, even where this process could import it under that name."""
+    monkeypatch.setattr(local_kernel.fn, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "local_kernel", local_kernel, raising=False)
+    assert loads(dumps(local_kernel)) is not local_kernel
+
+
 def test_kernels_of_modules_that_a_worker_cannot_find_go_by_value(workers):
     assert run(workers, lambda world: (local_kernel.fn.__name__, helper(3))) == [("local_kernel", 4)] * 2
 

@@ -56,6 +56,7 @@ def test_wire_carries_values(value):
 
 STRANGE = [
     *('{"tensor": ["os", [1], ""]}', '{"object": 1}', '{"a": 1, "b": 2}', "{}", "not json"),
+    '{"tuple": [], "set": []}',
     *("[" * 100_000, '{"tuple": ' * 300 + "1" + "}" * 300, '{"tuple": 1}', '{"set": [[1]]}', '{"tensor": 3}'),
     *(
         '{"tensor": ["float32", [7], "AAAA"]}',

@@ -36,7 +36,7 @@ def addresses(x, out, world):
 
 
 @pytest.mark.parametrize("multicast", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64, torch.bool], ids=str)
 def test_peer_and_multicast_addresses(dtype: torch.dtype, multicast: bool) -> None:
     def main(world: Any) -> None:
         x, out = pkt.zeros(16, dtype=dtype), torch.empty(world.size + 5, dtype=torch.int64)

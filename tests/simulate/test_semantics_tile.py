@@ -16,7 +16,7 @@ import pkt.language as pl
 from tests.simulate.helpers import failures, run
 
 SEEDS = (0, 1, 2, 3, 4, 6)
-R, C = 16, 16
+R, C = 8, 16
 
 
 def layout(x: Any, tma: bool = True) -> pl.Layout:
@@ -37,20 +37,21 @@ def store_tiles(dst, add, everywhere, bar, world, R: tl.constexpr, C: tl.constex
     pl.tile.store_async(everywhere, tile, (0, me, 0, 1), world)
     pl.tile.store_add_async(add, tile, (0, 0, 1, 0), world)
     pl.tile.store_add_async(add, tile, (0, 0, 0, 1), world, right)
-    pl.tile.signal_all(bar, (0, 0, 0, 2), world)
-    pl.tile.wait(bar, (0, 0, 0, 2), world.size, world)
+    pl.tile.signal_all(bar, (0, 0, 1, 2), world)
+    pl.tile.wait(bar, (0, 0, 1, 2), world.size, world)
 
 
 @pytest.mark.parametrize("tma", [True, False])
 @pytest.mark.parametrize("multicast", [True, False])
 def test_tiles_arrive_whole_and_are_cut_at_the_edge(multicast: bool, tma: bool) -> None:
     def main(world: Any) -> None:
-        n, rows, cols = world.size, 24, 28  # neither a multiple of the tile
+        n, rows, cols = world.size, 12, 28  # neither a multiple of the tile
         dst, everywhere = pkt.zeros((n, 1, rows, cols)), pkt.zeros((1, n, rows, cols))
-        add, bar = pkt.ones((1, 1, rows, cols)), pkt.signals(4)
+        add, bar = pkt.ones((1, 1, rows, cols)), pkt.signals(8).view(2, 4)
         store_tiles[(1,)](
             layout(dst, tma), layout(add, tma), layout(everywhere, tma), layout(bar, False), world.device, R, C
         )
+        assert bar[1, 2] == n
         left = (world.rank - 1) % n
         wanted = torch.zeros(n, 1, rows, cols)
         wanted[left, 0, R:, :C] = left + 1

@@ -43,7 +43,7 @@ class Accesses:
         return self.m.current is None or self.m.current.is_host
 
     def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray:
-        first = int(addresses.flat[0])
+        first = addresses.item(0)
         self._step(first, spin=self._repeats(first, addresses.size) or volatile)
         parts = self._resolve(addresses, mask, dtype.itemsize, "load")
         before_read = self._before_poll if volatile else self._before_read
@@ -66,7 +66,7 @@ class Accesses:
         return out
 
     def store(self, addresses: np.ndarray, mask: np.ndarray | None, values: np.ndarray) -> None:
-        self._step(int(addresses.flat[0]))
+        self._step(addresses.item(0))
         for access, where in self._resolve(addresses, mask, values.dtype.itemsize, "store"):
             self._write(access, values if where is ... else values.reshape(-1)[where], "store", is_async=False)
 

@@ -257,7 +257,7 @@ class AddressSpace:
         """The accesses to `addresses` where `mask` is true, each with the part of the block that it covers: an Ellipsis
         for the whole block, else flat indices."""
         if addresses.size == 1 and (mask is None or mask.all()):
-            address = int(addresses.flat[0])
+            address = addresses.item(0)
             region = self.find(address)
             if address + itemsize > region.end:
                 raise Unmapped(address + itemsize - 1)
@@ -290,18 +290,17 @@ class AddressSpace:
         shape = addresses.shape
         if addresses.size == 0:
             return None
-        flat = addresses.reshape(-1)
-        first = int(flat[0])
+        first = addresses.item(0)
         strides = []
         step = 1
         for axis in reversed(range(len(shape))):
             alone = itemsize if axis == len(shape) - 1 else 0
-            strides.append(int(flat[step]) - first if shape[axis] > 1 else alone)
+            strides.append(addresses.item(step) - first if shape[axis] > 1 else alone)
             step *= shape[axis]
         strides.reverse()
         if strides[-1] != itemsize or min(strides) < 0:
             return None
-        if not np.array_equal(addresses - np.uint64(first), _ramp(shape, tuple(strides))):
+        if not (addresses - np.uint64(first) == _ramp(shape, tuple(strides))).all():
             return None
         return self._strided(first, shape, tuple(strides), itemsize)
 

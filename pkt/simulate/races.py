@@ -61,10 +61,11 @@ class Last:
     a set of stamps in `sets`, from the end. Most tiles have one stamp all over, and few sets are ever made.
     """
 
-    __slots__ = ("array", "sets", "places", "limit")
+    __slots__ = ("array", "sets", "places", "limit", "empty")
 
     def __init__(self, granules: int) -> None:
         self.array = np.zeros(granules, np.int64)
+        self.empty = True
         self.sets: list[tuple[int, ...]] = []
         self.places: dict[tuple[int, ...], int] = {}
         self.limit = MANY_SETS
@@ -75,8 +76,10 @@ class Last:
 
     def unordered(self, touched: Touched, clock: np.ndarray) -> tuple[int, int] | None:
         """(position, stamp) of an access that overlaps and is not ordered before `clock`, or None."""
+        if self.empty:
+            return None
         states = touched.get(self.array)
-        first = int(states.flat[0])
+        first = states.item(0)
         if isinstance(touched.bytes, int) and (states.size == 1 or (states == first).all()):  # most tiles
             for stamp in (first,) if first >= 0 else self.sets[-first - 1]:
                 if stamp & touched.bytes and clock[(stamp >> 16) & 0xFFFF] < stamp >> 32:
@@ -102,12 +105,13 @@ class Last:
         """Add an access with `stamp` (without its mask). It takes the place of earlier accesses to its bytes; if
         `clock` is given, only of those that are ordered before that."""
         mask = touched.bytes
+        self.empty = False
         if isinstance(mask, int):
             if clock is None and mask == FULL:
                 touched.put(self.array, stamp | FULL)
                 return
             states = touched.get(self.array)
-            first = int(states.flat[0])
+            first = states.item(0)
             if states.size == 1 or (states == first).all():
                 touched.put(self.array, self._merged(first, stamp, mask, clock))
                 return

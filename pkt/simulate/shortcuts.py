@@ -22,7 +22,9 @@ INTEGERS = frozenset({"int32", "int64"})
 PLAIN = INTEGERS | {"fp32", "fp16"}
 _LIMIT = {"int32": 1 << 31, "int64": 1 << 63}
 
-_shapes: dict[tuple, tuple[Any, Any]] = {(): ((), core.constexpr(1))}
+_SCALAR: tuple = ()  # the shape of every scalar, compared by identity: asking a tuple of Triton for its length is slow
+_ONE = core.constexpr(1)
+_shapes: dict[tuple, tuple[Any, Any]] = {_SCALAR: (_SCALAR, _ONE)}
 _blocks: dict[tuple, tl.dtype] = {}
 
 
@@ -49,7 +51,7 @@ def new_tensor(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
     tensor.dtype = ty
     if scalar:
         tensor.type = ty
-        tensor.shape, tensor.numel = _shapes[()]
+        tensor.shape, tensor.numel = _SCALAR, _ONE
     else:
         shape = data.shape
         tensor.type = block(ty, shape)
@@ -117,7 +119,9 @@ def binary(name: str, slow: Callable) -> Callable:
             other = other.value
             kind = type(other)
         is_tensor = kind is tl.tensor
-        if is_tensor and self.shape and other.shape and len(self.shape) != len(other.shape):
+        mine = self.shape
+        its = other.shape if is_tensor else _SCALAR
+        if mine is not its and mine is not _SCALAR and its is not _SCALAR and len(mine) != len(its):
             return slow(self, other)
         left: Any = self.handle.data
         right: Any
@@ -138,8 +142,7 @@ def binary(name: str, slow: Callable) -> Callable:
         out = op(left, right)
         if compares:
             ty = tl.int1
-        scalar = not self.shape and not (is_tensor and other.shape)
-        return new_tensor(out, ty, scalar)
+        return new_tensor(out, ty, mine is _SCALAR and its is _SCALAR)
 
     return call
 
@@ -179,9 +182,9 @@ def cast(slow: Callable) -> Callable:
                 if have == wanted:
                     return input
                 if bitcast is True and have in _BITS and _BITS[have].itemsize == _BITS[wanted].itemsize:
-                    return new_tensor(data.view(_BITS[wanted]), dtype, not input.shape)
+                    return new_tensor(data.view(_BITS[wanted]), dtype, input.shape is _SCALAR)
                 if bitcast is False and have in _WIDTH and wanted in _WIDTH:
-                    return new_tensor(data.astype(_WIDTH[wanted]), dtype, not input.shape)
+                    return new_tensor(data.astype(_WIDTH[wanted]), dtype, input.shape is _SCALAR)
             elif wanted in INTEGERS and type(input) is int and -_LIMIT[wanted] <= input < _LIMIT[wanted]:
                 return new_tensor(np.array([input], _WIDTH[wanted]), dtype, True)
         return slow(input, dtype, fp_downcast_rounding, bitcast)
@@ -205,7 +208,7 @@ def peer(slow: Callable, builder: Any) -> Callable:
             here, stride = _number(world.rank), _number(world.stride)
             if here is not None and stride is not None:
                 data = ptr.handle.data + np.uint64((to - here) * stride % (1 << 64))
-                return new_tensor(data, ptr.dtype, not ptr.shape)
+                return new_tensor(data, ptr.dtype, ptr.shape is _SCALAR)
         return slow(ptr, rank, world)
 
     return call
@@ -215,7 +218,7 @@ def _number(x: Any) -> int | None:
     """The value of one integer (a Python int, a constexpr or a scalar tensor), or None."""
     if type(x) is core.constexpr:
         x = x.value
-    if type(x) is tl.tensor and not x.shape and x.dtype.name in INTEGERS:
+    if type(x) is tl.tensor and x.shape is _SCALAR and x.dtype.name in INTEGERS:
         return int(x.handle.data.item())
     return x if type(x) is int else None
 
@@ -263,7 +266,7 @@ def load(slow: Callable, builder: Any) -> Callable:
             if ty.is_int():
                 return slow(pointer, mask, other)
         handle = builder._load(pointer.handle, None if mask is None else mask.handle, fill, False)
-        return tl.tensor(handle, block(ty, handle.data.shape) if pointer.shape else ty)
+        return new_tensor(handle.data, ty, pointer.shape is _SCALAR)
 
     return call
 

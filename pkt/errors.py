@@ -479,3 +479,8 @@ class Unsupported(PktError):
     @classmethod
     def here(cls, call: str, found: str, remedy: str) -> Unsupported:
         return cls.of(f"{call}: {found}: {remedy}")
+
+    @classmethod
+    def simulated(cls, what: str, place: str, remedy: str) -> Unsupported:
+        """`place`: the line of the kernel that makes the call."""
+        return cls.of(f"{what} at {place}: the simulator does not have it: {remedy}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pkt.errors import ShapeError
 from pkt.runtime.world import World
@@ -49,6 +50,31 @@ def register(arguments: dict[str, Any], space: AddressSpace, rank: int, kernel: 
         space.add_local(Region(base, nbytes, memory, rank, name, "local", tensor.element_size(), tuple(tensor.shape)))
         bases.append(base)
     return bases
+
+
+class Taken:
+    """The local tensors whose `data_ptr()` host code has read: a kernel may load these addresses from memory."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[StorageWeakRef, str, int]] = {}  # by first address
+
+    def note(self, tensor: torch.Tensor, where: str) -> None:
+        storage = tensor.untyped_storage()
+        self._storages[storage.data_ptr()] = StorageWeakRef(storage), where, tensor.element_size()
+
+    def register(self, space: AddressSpace, rank: int) -> list[int]:
+        """Make those that still exist addressable; return their base addresses, to be dropped after the launch."""
+        bases = []
+        for base, (weak, where, size) in list(self._storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is None:
+                del self._storages[base]
+                continue
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+            name, n = f"the tensor whose address was taken at {where}", storage.nbytes()
+            space.add_local(Region(base, n, memory, rank, name, "local", size, (n // size,)))
+            bases.append(base)
+        return bases
 
 
 def _tensors(values: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,6 +8,7 @@ performs it.
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as base
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
+from pkt.errors import Unsupported
+from pkt.simulate import libdevice
 from pkt.simulate.loops import POLL, Slice
-from pkt.simulate.numerics import BITS, decode, encode, matmul, to_half, to_integer, to_nearest_tf32
+from pkt.simulate.numerics import BITS, decode, encode, matmul, scale, to_half, to_integer, to_nearest_tf32, unpack_fp4
+from pkt.simulate.sites import site
 
 ATOMICS: dict[Any, Any] = {
     ir.ATOMIC_OP.ADD: np.add,
@@ -31,6 +35,8 @@ ATOMICS: dict[Any, Any] = {
     ir.ATOMIC_OP.UMIN: np.minimum,
     ir.ATOMIC_OP.XCHG: lambda old, new: new,
 }
+_REGISTERS = re.compile(r"mov\.u(?:32|64) \$0, %(globaltimer|smid);")  # tl.extra.cuda.globaltimer and smid
+_INSTEAD = "use the functions of pkt.language or tl"
 _UNSIGNED = (ir.ATOMIC_OP.UMAX, ir.ATOMIC_OP.UMIN)
 _SIGNED = (ir.ATOMIC_OP.MAX, ir.ATOMIC_OP.MIN)
 
@@ -75,6 +81,13 @@ def np_dtype(ty: tl.dtype) -> np.dtype:
 
 def handle(data: np.ndarray, ty: tl.dtype) -> TensorHandle:
     return TensorHandle(data, ty.scalar)
+
+
+class _Results:
+    """The results of inline assembly."""
+
+    def __init__(self, *results: TensorHandle) -> None:
+        self.get_result = results.__getitem__
 
 
 class Builder(InterpreterBuilder):
@@ -175,6 +188,11 @@ class Builder(InterpreterBuilder):
     def get_bf16(self, value):
         return handle(encode(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
 
+    def create_extern_elementwise(self, lib_name, lib_path, symbol, args, ty, is_pure):
+        if not symbol.startswith("__nv_"):
+            raise Unsupported.simulated(f"extern function {symbol!r}", str(site()), _INSTEAD)
+        return handle(libdevice.call(symbol, [a.data for a in args], np_dtype(ty)), ty)
+
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         tf32 = input_precision == ir.INPUT_PRECISION.TF32
         product = matmul(a.data, a.dtype.scalar, b.data, b.dtype.scalar, tf32)
@@ -182,6 +200,24 @@ class Builder(InterpreterBuilder):
         product += decode(d.data, d.dtype.scalar)
         ty = d.dtype.scalar
         return handle(encode(product, ty) if ty in BITS else product.astype(d.data.dtype, copy=False), ty)
+
+    def create_dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, fast, a_k_pack, b_k_pack, acc):
+        x = self._operand(a, a_format, -1 if a_k_pack else -2)
+        y = np.swapaxes(self._operand(b, b_format, -2 if b_k_pack else -1), -1, -2)
+        for exponents in (a_scale, b_scale):
+            if exponents is not None and exponents.data.itemsize * x.shape[-1] != exponents.data.shape[-1] * 32:
+                raise Unsupported.simulated(
+                    "tl.dot_scaled with groups of 16", str(site()), "scale groups of 32 (ue8m0)"
+                )
+        x, y = (scale(v, None if e is None else e.data) for v, e in ((x, a_scale), (y, b_scale)))
+        product = matmul(x, tl.float32, np.swapaxes(y, -1, -2), tl.float32, tf32=False)
+        self.pkt.computed(2.0 * product.size * x.shape[-1])
+        return handle(product + acc.data, tl.float32)
+
+    def _operand(self, block, kind, packed_axis):
+        if kind == ir.ScaleDotElemTypeTY.E2M1:
+            return unpack_fp4(block.data, packed_axis)
+        return decode(block.data, block.dtype.scalar).astype(np.float32)
 
     def create_split(self, val):
         return tuple(handle(np.ascontiguousarray(val.data[..., i]), val.dtype) for i in (0, 1))
@@ -290,9 +326,12 @@ class Builder(InterpreterBuilder):
         return handle(matched, tl.int1)
 
     def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
-        raise NotImplementedError(
-            f"the simulator cannot run inline assembly: {inlineAsm!r}; use the functions of pkt.language or tl"
-        )
+        made = _REGISTERS.fullmatch(inlineAsm)
+        if made is not None:
+            return _Results(handle(np.array([self.pkt.register(made[1])]).astype(np_dtype(type[0])), type[0]))
+        if inlineAsm.startswith("griddepcontrol."):  # the kernels of a rank run one after the other
+            return _Results(handle(np.zeros(1, np.int32), tl.int32))
+        raise Unsupported.simulated(f"inline assembly {inlineAsm!r:.120}", str(site()), _INSTEAD)
 
     def create_print(self, prefix, hex, values, isSigned):
         super().create_print(f"rank {self.pkt.rank}{prefix}", hex, values, isSigned)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from pkt.simulate import cost
 from pkt.simulate.accesses import scalar
 from pkt.simulate.blocked import Blocked, signed
 from pkt.simulate.faults import SYNC
@@ -88,6 +89,21 @@ class SimulatedDevice(Flagged, Multimem):
 
     def prefetch(self, ptr: Any, mask: Any) -> None:
         """Nothing: there are no caches."""
+
+    def register(self, name: str) -> int:
+        """`globaltimer`, the modelled clock in ns, which each reading moves on; or `smid`, the program's slot."""
+        task = self.m.current
+        if name == "globaltimer":
+            task.time += cost.STEP_US
+        value = task.lane if name == "smid" else int(1000 * task.time)
+        if task.looking:
+            self._saw(None, value)
+        return value
+
+    def take_address(self, tensor: Any, address: int) -> None:
+        """Note that host code has read the address of a tensor."""
+        if self.m.space.owner(address) is None:
+            self.m.taken.note(tensor, str(site()))
 
     def mark(self, kind: str) -> None:
         self.m.current.mark = kind

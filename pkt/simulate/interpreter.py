@@ -18,16 +18,20 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language import core
+from triton.language.extra import libdevice
 from triton.runtime import interpreter as base
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
+from pkt.errors import Unsupported
 from pkt.language import address
 from pkt.simulate import reductions, shortcuts, source
 from pkt.simulate.builder import Builder, np_dtype
+from pkt.simulate.sites import in_user_code
 from pkt.simulate.source import builder, semantic
 
 
@@ -111,6 +115,14 @@ def _number(value: float, ty: tl.dtype) -> tl.tensor:
     return shortcuts.new_tensor(np.array([value], np_dtype(ty)), ty, True)
 
 
+def refuse_gluon(kernel: Any) -> None:
+    """Raise Unsupported for a kernel of Gluon, which has layouts, shared memory and warps."""
+    if isinstance(kernel, JITFunction) and kernel.is_gluon():
+        place = f"{kernel.fn.__code__.co_filename}:{kernel.starting_line_number}"
+        remedy = "write it in triton.language, or run it on GPUs"
+        raise Unsupported.simulated(f"the Gluon kernel {kernel.fn.__name__}", place, remedy)
+
+
 @functools.cache
 def launch_options() -> frozenset[str]:
     """Names of a launch's keyword arguments that are no parameters of the kernel: num_warps and so on."""
@@ -141,7 +153,7 @@ def _patch(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
         undo.callback(delattr, owner, name)
     else:
         undo.callback(setattr, owner, name, old)
-        if owner in (tl, core, tl.math):
+        if inspect.ismodule(owner):
             interpret.replaced[id(old)] = value
     setattr(owner, name, value)
 
@@ -176,7 +188,8 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
 
 def _install(patches: ExitStack) -> None:
     patch = functools.partial(_patch, patches)
-    owners = (tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor)
+    cuda = tl.extra.cuda
+    owners = (tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor, cuda, cuda.libdevice)
     for owner in owners:
         for name, member in list(vars(owner).items()):
             if core.is_builtin(member):
@@ -184,6 +197,11 @@ def _install(patches: ExitStack) -> None:
                 patch(owner, name, _shortcut(owner, name, bound))
             elif owner is tl.tensor and isinstance(member, JITFunction):
                 patch(owner, name, _method(member))
+    patch(cuda, "num_warps", lambda: builder.pkt.m.current.launch.num_warps)
+    patch(cuda, "num_threads", lambda: 32 * builder.pkt.m.current.launch.num_warps)
+    for name, stub in list(vars(libdevice).items()):  # each stands for the target's function of its name
+        if inspect.isfunction(stub) and hasattr(cuda.libdevice, name):
+            patch(libdevice, name, getattr(cuda.libdevice, name))
     for owner in (tl, core):
         for name, value in (
             ("range", source.range_of_tensors),
@@ -211,11 +229,23 @@ def _install(patches: ExitStack) -> None:
     # Builtins of pkt.language that are called with no `_semantic` use this one.
     patch(base, "interpreter_semantic", semantic)
     patch(base, "interpreter_builder", builder)
+    patch(torch.Tensor, "data_ptr", _data_ptr)
     patch(JITFunction, "__call__", _call)
     patch(JITFunction, "run", _launch)
     patch(base.InterpretedFunction, "__call__", _call)
     patch(base.InterpretedFunction, "run", _launch)
     patch(Autotuner, "run", _autotuned)
+
+
+def _data_ptr(self: torch.Tensor) -> int:
+    """As torch's. Machine.launch lets kernels use the addresses that host code has read."""
+    address = _address(self)
+    if builder.pkt is not None and self.device.type == "cpu" and address and in_user_code():
+        builder.pkt.take_address(self, address)
+    return address
+
+
+_address = torch._C.TensorBase.data_ptr
 
 
 def _call(self: Any, *args: Any, **named: Any) -> Any:

@@ -18,10 +18,10 @@ import torch
 
 from pkt.errors import Deadlock, GridTooLarge, PeerLost, PktError, RankFailed, ShapeError, TooFewResident
 from pkt.simulate import cost, modes
-from pkt.simulate.arguments import bind, parameters, register
+from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.device import SimulatedDevice
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
-from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options
+from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options, refuse_gluon
 from pkt.simulate.memory import AddressSpace
 from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
@@ -66,6 +66,7 @@ class Machine:
         self.findings: list[Any] = []
         self.events: list[tuple[int, int, str, str, float, float]] = []  # fields of trace.Event
         self.clocks = Clocks()
+        self.taken = Taken()
         self.hosts = [Host(r, sms) for r in range(ranks)]
         self.ready: list[Task] = []
         self.waiting: dict[int, list[Task]] = {}  # address of the counter -> programs that wait on it
@@ -281,6 +282,7 @@ class Machine:
         if warmup:
             return
         host = self.host("a kernel launch")
+        refuse_gluon(kernel)
         names = [p.name for p in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
         options = {k: v for k, v in named.items() if k not in names}
         unknown = options.keys() - launch_options()
@@ -302,9 +304,10 @@ class Machine:
             n: bound[n] if fixed else argument(bound[n], special, type_)
             for n, fixed, special, type_ in parameters(kernel)
         }
-        local = register(bound, self.space, host.rank, name)
+        local = register(bound, self.space, host.rank, name) + self.taken.register(self.space, host.rank)
         host.launches += 1
         launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values))
+        launch.num_warps = options.get("num_warps", launch.num_warps)
         task = host.task
         task.clock = self.clocks.fit(task.clock)
         launch.time = task.time = task.time + cost.LAUNCH_US

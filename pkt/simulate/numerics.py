@@ -120,3 +120,20 @@ def matmul(a: np.ndarray, a_ty: tl.dtype, b: np.ndarray, b_ty: tl.dtype, tf32: b
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     # By torch, which the machine limits to one thread: tiles are small, and numpy's BLAS would spin on every core.
     return torch.matmul(*(torch.from_numpy(np.require(m, requirements=("C", "W"))) for m in (a, b))).numpy()
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def unpack_fp4(packed: np.ndarray, axis: int) -> np.ndarray:
+    """float32 values of e2m1 pairs in bytes, the first of each pair in the low bits, along `axis`."""
+    pairs = np.stack([_E2M1[packed & 15], _E2M1[packed >> 4]], axis % packed.ndim + 1)
+    return pairs.reshape([n * (1 + (i == axis % packed.ndim)) for i, n in enumerate(packed.shape)])
+
+
+def scale(values: np.ndarray, exponents: np.ndarray | None) -> np.ndarray:
+    """`values` (rows, K) times 2 ** (exponent - 127), one ue8m0 exponent for each 32 along K; 255 is NaN."""
+    if exponents is None:
+        return values
+    factors = np.where(exponents == 255, np.nan, np.exp2(exponents.astype(np.float64) - 127))
+    return (values * np.repeat(factors, 32, -1)).astype(np.float32)

@@ -77,6 +77,7 @@ class Launch:
     def __init__(self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable) -> None:
         self.rank, self.name, self.grid, self.ordinal, self.body = rank, name, grid, ordinal, body
         self.total = grid[0] * grid[1] * grid[2]
+        self.num_warps = 4
         self.next = 0
         self.running = 0
         self.clock: Any = None  # joined clocks of the programs that have finished

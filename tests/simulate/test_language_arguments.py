@@ -175,16 +175,6 @@ def test_a_static_assert_fails_the_run() -> None:
         run(fails_static, (1,), 3)
 
 
-@triton.jit
-def assembly(out):
-    tl.store(out, tl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], tl.int32, True, 1))
-
-
-def test_inline_assembly_is_refused_by_name() -> None:
-    with pytest.raises(RankFailed, match=r"the simulator cannot run inline assembly: 'mov.u32 \$0, 1;'"):
-        run(assembly, (1,), torch.empty(1, dtype=torch.int32))
-
-
 # -- frequent mistakes -----------------------------------------------------------------------------------------------
 
 

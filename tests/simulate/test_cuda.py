@@ -1,0 +1,77 @@
+"""`tl.extra.cuda` in the simulator, and what it refuses: inline assembly of others, and Gluon."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+import pkt
+from pkt.errors import Deadlock, Unsupported
+from pkt.simulate import cost
+from tests.simulate.helpers import HEAP, line_of, run
+
+
+@triton.jit
+def registers(out):
+    i = tl.program_id(0)
+    begin = tl.extra.cuda.globaltimer()
+    tl.store(out + 4 * i, tl.extra.cuda.smid().to(tl.int64))
+    tl.store(out + 4 * i + 1, tl.extra.cuda.globaltimer() - begin)
+    tl.store(out + 4 * i + 2, tl.extra.cuda.num_warps())
+    tl.store(out + 4 * i + 3, tl.extra.cuda.num_threads())
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+def test_registers_have_the_slot_and_the_modelled_clock() -> None:
+    out = torch.zeros(6, 4, dtype=torch.int64)
+    pkt.launch(lambda world: registers[(6,)](out, num_warps=8), ranks=1, device="cpu", heap=HEAP, sms=3)
+    assert set(out[:, 0].tolist()) == {0, 1, 2}
+    assert (out[:, 1] >= 1000 * cost.STEP_US).all()
+    assert out[0, 2:].tolist() == [8, 256]
+
+
+@triton.jit
+def poll_until(flag, out, BOUNDED: tl.constexpr):
+    begin = tl.extra.cuda.globaltimer()
+    if BOUNDED:
+        while (tl.atomic_add(flag, 0) == 0) & (tl.extra.cuda.globaltimer() - begin < 100_000):
+            pass
+    else:
+        while tl.atomic_add(flag, 0) == 0:
+            pass
+    tl.store(out, tl.extra.cuda.globaltimer() - begin)
+
+
+def test_a_poll_that_the_clock_ends_is_no_deadlock() -> None:
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    run(poll_until, (1,), flag, out, True)
+    assert 100_000 <= out.item() < 110_000
+    with pytest.raises(Deadlock):
+        run(poll_until, (1,), flag, out, False)
+
+
+@triton.jit
+def assembly(out):
+    tl.store(out, tl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], tl.int32, False, 1))
+
+
+def test_inline_assembly_is_refused_with_its_line() -> None:
+    with pytest.raises(Unsupported, match=r"inline assembly 'mov.u32 \$0, %clock;'.*pkt.language or tl") as caught:
+        run(assembly, (1,), torch.empty(1, dtype=torch.int32))
+    assert line_of(assembly, "inline_asm") in str(caught.value)
+
+
+@gluon.jit
+def of_gluon(out):
+    gl.store(out, 1)
+
+
+def test_a_gluon_kernel_is_refused_with_its_line() -> None:
+    with pytest.raises(Unsupported, match=r"the Gluon kernel of_gluon.*triton.language.*GPUs") as caught:
+        run(of_gluon, (1,), torch.empty(1, dtype=torch.int32))
+    assert line_of(of_gluon, "gluon.jit") in str(caught.value)

@@ -37,14 +37,17 @@ def copy(dst, src, to_rank, from_rank, world, mask=None):
 
 
 @triton.jit
-def get(dst, src, peer, world, mask=None):
-    """Copy rank `peer`'s `src` into my `dst`."""
+def get(peer, world, mask=None, dst=None, src=None):
+    """Copy rank `peer`'s `src` into my `dst`. Name both pointers: `pl.get(dst=y, src=x, peer=1, world=world)`."""
+    tl.static_assert(dst is not None and src is not None, "name the pointers: pl.get(dst=, src=, peer=, world=)")
     tl.store(dst, tl.load(address.peer(src, peer, world), mask=mask), mask=mask)
 
 
 @triton.jit
-def put(dst, src, peer, world, mask=None):
-    """Copy my `src` into rank `peer`'s `dst`. Visible there after a `signal`."""
+def put(peer, world, mask=None, dst=None, src=None):
+    """Copy my `src` into rank `peer`'s `dst`. Visible there after a `signal`. Name both pointers, as in `get`: other
+    libraries put the source first."""
+    tl.static_assert(dst is not None and src is not None, "name the pointers: pl.put(dst=, src=, peer=, world=)")
     tl.store(address.peer(dst, peer, world), tl.load(src, mask=mask), mask=mask)
 
 

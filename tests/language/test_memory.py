@@ -9,7 +9,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.language.inspect import device_world
 
-from .compiled import ARCHS, compiled, count, instructions, order
+from .compiled import ARCHS, compiled, count, instructions, order, reasons
 
 RANKS = (0, 1, 2, 16)
 STRIDE = 1 << 38
@@ -32,9 +32,9 @@ def load_kernel(x, y, n, world, B: tl.constexpr):
 def move_kernel(dst, src, to_rank, from_rank, world, B: tl.constexpr, HOW: tl.constexpr):
     o = tl.arange(0, B)
     if HOW == "get":
-        pl.get(dst + o, src + o, from_rank, world)
+        pl.get(dst=dst + o, src=src + o, peer=from_rank, world=world)
     elif HOW == "put":
-        pl.put(dst + o, src + o, to_rank, world)
+        pl.put(dst=dst + o, src=src + o, peer=to_rank, world=world)
     else:
         pl.copy(dst + o, src + o, to_rank, from_rank, world)
 
@@ -142,6 +142,23 @@ def test_copies_move_16_bytes_at_a_time_through_registers(arch, how):
     assert order(k) == ["ld.global.v4.b32", "st.global.v4.b32"]
     # put and get compute one remote address, copy computes two
     assert count(k, r"(shl|mul\.lo|mad\.lo)\.[bsu]64") == (2 if how == "copy" else 1)
+
+
+@triton.jit
+def unnamed_kernel(dst, src, world, HOW: tl.constexpr):
+    if HOW == "put":
+        pl.put(dst, src, 1, world)
+    elif HOW == "get":
+        pl.get(dst, src, 1, world)
+    else:
+        pl.put(1, world, dst=dst)
+
+
+@pytest.mark.parametrize("how", ["put", "get", "put without src"])
+def test_pointers_without_names_are_refused(how):
+    with pytest.raises(triton.CompilationError) as caught:
+        compiled(unnamed_kernel, "*fp32", "*fp32", device_world(), how)
+    assert f"name the pointers: pl.{how[:3]}(dst=, src=, peer=, world=)" in reasons(caught.value)
 
 
 @triton.jit

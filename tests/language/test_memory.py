@@ -70,6 +70,21 @@ def atomic_kernel(x, value, world, OP: tl.constexpr, SEM: tl.constexpr):
 
 
 @triton.jit
+def ordered_kernel(x, y, world, HOW: tl.constexpr, SCOPE: tl.constexpr, B: tl.constexpr):
+    offs = tl.arange(0, B) if B > 0 else 0
+    if HOW == "load_acquire":
+        tl.store(y + offs, pl.load_acquire(x + offs, 3, world, SCOPE))
+    elif HOW == "load_relaxed":
+        tl.store(y + offs, pl.load_relaxed(x + offs, 3, world, SCOPE))
+    elif HOW == "store_release":
+        pl.store_release(x + offs, 5, 3, world, SCOPE)
+    elif HOW == "store_relaxed":
+        pl.store_relaxed(x + offs, 5, 3, world, SCOPE)
+    else:
+        pl.atomic_add(x, 1, 3, world, sem="relaxed", scope=SCOPE)
+
+
+@triton.jit
 def atomic_block_kernel(x, y, n, world, B: tl.constexpr):
     o = tl.arange(0, B)
     tl.store(y + o, pl.atomic_add(x + o, 1, 3, world, mask=o < n, sem="relaxed"), mask=o < n)
@@ -218,6 +233,35 @@ def test_a_scalar_atomic_runs_once_at_system_scope_behind_a_barrier(arch, sem, o
     # Triton 3.9 adds a barrier after an acquire, which does no harm
     assert ops[: len(before) + 1] == [*before, f"one:atomic.{sem}.sys.{suffix}"]
     assert set(ops[len(before) + 1 :]) <= {"bar.sync"}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("scope", ["sys", "gpu"])
+@pytest.mark.parametrize("dtype", ["i32", "fp64"])
+def test_ordered_loads_and_stores_of_a_scalar_happen_once(arch, scope, dtype):
+    def ops(how):
+        found = order(compiled(ordered_kernel, "*" + dtype, "*" + dtype, device_world(), how, scope, 0, arch=arch))
+        return [op for op in found if not op.startswith("one:st.global")]  # the result
+
+    bits = {"i32": 32, "fp64": 64}[dtype]
+    assert ops("load_acquire") == [f"one:ld.global.{scope}.acquire.b{bits}", "bar.sync"]
+    assert ops("load_relaxed") == [f"one:ld.global.{scope}.relaxed.b{bits}"]
+    assert ops("store_release") == ["bar.sync", f"one:atomic.release.{scope}.exch.b{bits}"]
+    assert ops("store_relaxed") == [f"one:atomic.relaxed.{scope}.exch.b{bits}"]
+    assert ops("atomic_add") == [f"one:atomic.relaxed.{scope}.add.{'u32' if bits == 32 else 'f64'}"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_ordered_blocks_access_each_element_once(arch):
+    for how, access in (("load_acquire", "acquire.add.u32"), ("store_release", "release.exch.b32")):
+        k = compiled(ordered_kernel, "*i32", "*i32", device_world(), how, "sys", 512, arch=arch)
+        assert count(k, rf"(atom|red|ld)\.global\.sys\.({access})") == 512 // 128
+
+
+def test_elements_of_16_bits_have_no_ordered_loads():
+    with pytest.raises(triton.CompilationError) as caught:
+        compiled(ordered_kernel, "*bf16", "*bf16", device_world(), "load_acquire", "sys", 0)
+    assert "32 or 64 bits" in reasons(caught.value)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -16,9 +16,9 @@ def register_kernel(dst, src, n, world, distance, PUSH: tl.constexpr, BLOCK: tl.
     for block in range(tl.program_id(0), n // BLOCK, tl.num_programs(0)):
         offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         if PUSH:
-            pl.put(dst + offs, src + offs, other, world)
+            pl.put(dst=dst + offs, src=src + offs, peer=other, world=world)
         else:
-            pl.get(dst + offs, src + offs, other, world)
+            pl.get(dst=dst + offs, src=src + offs, peer=other, world=world)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def pingpong_kernel(flags, box, src, first, rounds, one, two, world, BLOCK: tl.c
                 pl.wait(flags + mine, i + 1, world)
             if BLOCK > 0:
                 offs = tl.arange(0, BLOCK)
-                pl.put(box + theirs * BLOCK + offs, src + offs, other, world)
+                pl.put(dst=box + theirs * BLOCK + offs, src=src + offs, peer=other, world=world)
             pl.signal(flags + theirs, other, world)
             if begins:
                 pl.wait(flags + mine, i + 1, world)

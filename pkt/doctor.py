@@ -193,7 +193,7 @@ def push_registers_kernel(dst, src, n, world, BLOCK: tl.constexpr):
     """Store this rank's src into the next rank's dst; n elements, a multiple of BLOCK."""
     for block in range(tl.program_id(0), n // BLOCK, tl.num_programs(0)):
         offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        pl.put(dst + offs, src + offs, (world.rank + 1) % world.size, world)
+        pl.put(dst=dst + offs, src=src + offs, peer=(world.rank + 1) % world.size, world=world)
 
 
 @triton.jit

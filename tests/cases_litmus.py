@@ -60,8 +60,8 @@ def pairs_kernel(
     first,
     rounds,
     world,
-    SEND: tl.constexpr,  # "store", "tma", "tma add", "atomic add"
-    RECEIVE: tl.constexpr,  # "load", "tma"
+    SEND: tl.constexpr,  # "store", "release" (plain stores, published by store_release), "tma", "tma add", "atomic add"
+    RECEIVE: tl.constexpr,  # "load", "acquire" (loads after a load_acquire), "tma"
     WITHOUT: tl.constexpr,  # a planted mistake, to test the counting. "order": the signal is sent before the data.
     # "fence": a relaxed signal is sent after stores that have completed
     ROWS: tl.constexpr,
@@ -84,7 +84,7 @@ def pairs_kernel(
         difference = tl.where(i < 2, value, 2 * STEP)
         if WITHOUT == "order":
             pl.signal(flags + partner, to, world)
-        if SEND == "store":
+        if SEND == "store" or SEND == "release":
             pl.store(box + there * ROWS * COLS + offs, value, to, world)
         elif SEND == "tma":
             theirs.store([there * ROWS, 0], value)
@@ -96,9 +96,15 @@ def pairs_kernel(
             ptx.drain(world)
             ptx.cta_barrier()
             tl.atomic_add(pl.peer(flags + partner, to, world), 1, sem="relaxed", scope="sys")
+        elif SEND == "release":
+            pl.store_release(flags + partner, i + 1, to, world)
         elif WITHOUT != "order":
             pl.signal(flags + partner, to, world)
-        pl.wait(flags + pid, i + 1, world)
+        if RECEIVE == "acquire":
+            while pl.load_acquire(flags + pid, rank, world) < i + 1:
+                pass
+        else:
+            pl.wait(flags + pid, i + 1, world)
         if RECEIVE == "tma":
             found = mine.load([here * ROWS, 0])
         else:
@@ -354,6 +360,7 @@ def relay(world: Any, programs: int, rounds: int, launches: int = 2) -> Counts:
 
 LITMUS: dict[str, Callable[..., Counts]] = {
     "plain stores": functools.partial(pairs, send="store", receive="load"),
+    "store-release, load-acquire": functools.partial(pairs, send="release", receive="acquire"),
     "TMA stores": functools.partial(pairs, send="tma", receive="load"),
     "TMA reads after a wait": functools.partial(pairs, send="store", receive="tma"),
     "TMA both ways": functools.partial(pairs, send="tma", receive="tma"),

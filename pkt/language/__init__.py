@@ -15,9 +15,13 @@ from .memory import (
     copy,
     get,
     load,
+    load_acquire,
+    load_relaxed,
     prefetch,
     put,
     store,
+    store_relaxed,
+    store_release,
 )  # fmt: skip
 from .multimem import multimem_load_reduce, multimem_reduce_add, multimem_store
 from .sync import barrier, epoch, fence, grid_barrier, quiet, signal, signal_all, test, wait, world_barrier
@@ -30,6 +34,7 @@ inspect.install_listener()
 __all__ = [
     "Layout", "peer", "multicast",
     "load", "store", "get", "put", "copy", "prefetch",
+    "load_acquire", "load_relaxed", "store_release", "store_relaxed",
     "atomic_add", "atomic_cas", "atomic_xchg", "atomic_and", "atomic_or", "atomic_xor", "atomic_min", "atomic_max",
     "signal", "signal_all", "wait", "test", "barrier", "grid_barrier", "world_barrier", "fence", "quiet", "epoch",
     "put_flagged", "take_flagged", "take_flagged_all",

@@ -12,6 +12,7 @@ import triton.language as tl
 from . import address, ptx
 
 _ACQ_REL = tl.constexpr("acq_rel")
+_SYS = tl.constexpr("sys")
 
 
 @triton.jit
@@ -37,14 +38,17 @@ def copy(dst, src, to_rank, from_rank, world, mask=None):
 
 
 @triton.jit
-def get(dst, src, peer, world, mask=None):
-    """Copy rank `peer`'s `src` into my `dst`."""
+def get(peer, world, mask=None, dst=None, src=None):
+    """Copy rank `peer`'s `src` into my `dst`. Name both pointers: `pl.get(dst=y, src=x, peer=1, world=world)`."""
+    tl.static_assert(dst is not None and src is not None, "name the pointers: pl.get(dst=, src=, peer=, world=)")
     tl.store(dst, tl.load(address.peer(src, peer, world), mask=mask), mask=mask)
 
 
 @triton.jit
-def put(dst, src, peer, world, mask=None):
-    """Copy my `src` into rank `peer`'s `dst`. Visible there after a `signal`."""
+def put(peer, world, mask=None, dst=None, src=None):
+    """Copy my `src` into rank `peer`'s `dst`. Visible there after a `signal`. Name both pointers, as in `get`: other
+    libraries put the source first."""
+    tl.static_assert(dst is not None and src is not None, "name the pointers: pl.put(dst=, src=, peer=, world=)")
     tl.store(address.peer(dst, peer, world), tl.load(src, mask=mask), mask=mask)
 
 
@@ -67,62 +71,123 @@ def _before_release(sem: tl.constexpr):
 
 
 @triton.jit
-def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
+def _words(ptr):
+    # As integers: adding 0 to a float would change -0.0.
+    size: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth
+    tl.static_assert(size == 32 or size == 64, "an element of 32 or 64 bits")
+    if size == 32:
+        return ptr.to(tl.pointer_type(tl.int32))
+    else:
+        return ptr.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _read(ptr, sem: tl.constexpr, scope: tl.constexpr):
+    found = tl.atomic_add(_words(ptr), 0, sem=sem, scope=scope)
+    return found.to(ptr.dtype.scalar.element_ty, bitcast=True)
+
+
+@triton.jit
+def _write(ptr, value, sem: tl.constexpr, scope: tl.constexpr):
+    words = _words(ptr)
+    value = tl.cast(value, ptr.dtype.scalar.element_ty).to(words.dtype.scalar.element_ty, bitcast=True)
+    tl.atomic_xchg(words, value, sem=sem, scope=scope)
+
+
+@triton.jit
+def load_acquire(ptr, peer, world, scope: tl.constexpr = _SYS):
+    """The value at `ptr` of rank `peer`'s copy. What was done before the release that wrote it is visible afterwards.
+
+    ptr: scalar or block of pointers to elements of 32 or 64 bits; scope: "sys", or "gpu" where only programs of one GPU
+    meet. One thread reads a scalar and tells the others, so that the value may steer control flow:
+    `atom.global.acquire.<scope>.add` of 0, which newer Triton turns into a load, then `bar.sync`. It does not order TMA
+    loads, and a loop around it has no deadline: `wait` has both.
+    """
+    found = _read(address.peer(ptr, peer, world), "acquire", scope)
+    ptx.cta_barrier()
+    return found
+
+
+@triton.jit
+def load_relaxed(ptr, peer, world, scope: tl.constexpr = _SYS):
+    """As `load_acquire`, without its order. Unlike `load`, it may meet stores of other programs."""
+    return _read(address.peer(ptr, peer, world), "relaxed", scope)
+
+
+@triton.jit
+def store_release(ptr, value, peer, world, scope: tl.constexpr = _SYS):
+    """Publish the plain accesses that this program has done, then store `value` into rank `peer`'s copy.
+
+    ptr, scope: as for `load_acquire`. `bar.sync`, `atom.global.release.<scope>.exch`, for a scalar in one thread. It
+    does not wait for TMA stores: `signal` does.
+    """
+    _before_release("release")
+    _write(address.peer(ptr, peer, world), value, "release", scope)
+
+
+@triton.jit
+def store_relaxed(ptr, value, peer, world, scope: tl.constexpr = _SYS):
+    """As `store_release`, without its order. Unlike `store`, other programs may load or store the element meanwhile."""
+    _write(address.peer(ptr, peer, world), value, "relaxed", scope)
+
+
+@triton.jit
+def atomic_add(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr += value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.add`.
 
     ptr: scalar or block of pointers to 32- or 64-bit integers or floats, fp16 or bf16; sem: "relaxed", "acquire",
-    "release", "acq_rel". The scope is the system. A release covers the plain accesses of the whole program, but not its
-    TMA stores: use `signal` for those. The other atomics are alike.
+    "release", "acq_rel"; scope: "sys", or "gpu" where only programs of one GPU meet. A release covers the plain
+    accesses of the whole program, but not its TMA stores: use `signal` for those. The other atomics are alike.
     """
     _before_release(sem)
-    return tl.atomic_add(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+    return tl.atomic_add(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
-def atomic_cas(ptr, expected, value, peer, world, sem: tl.constexpr = _ACQ_REL):
+def atomic_cas(ptr, expected, value, peer, world, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr = value` on rank `peer` if it is `expected`; returns the old value. `atom.global.<sem>.sys.cas`. Takes no
     mask, like `tl.atomic_cas`."""
     _before_release(sem)
-    return tl.atomic_cas(address.peer(ptr, peer, world), expected, value, sem=sem, scope="sys")
+    return tl.atomic_cas(address.peer(ptr, peer, world), expected, value, sem=sem, scope=scope)
 
 
 @triton.jit
-def atomic_xchg(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
+def atomic_xchg(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr = value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.exch`."""
     _before_release(sem)
-    return tl.atomic_xchg(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+    return tl.atomic_xchg(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
-def atomic_and(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
+def atomic_and(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr &= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.and`."""
     _before_release(sem)
-    return tl.atomic_and(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+    return tl.atomic_and(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
-def atomic_or(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
+def atomic_or(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr |= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.or`."""
     _before_release(sem)
-    return tl.atomic_or(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+    return tl.atomic_or(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
-def atomic_xor(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
+def atomic_xor(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr ^= value` on rank `peer`; returns the old value. `atom.global.<sem>.sys.xor`."""
     _before_release(sem)
-    return tl.atomic_xor(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+    return tl.atomic_xor(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
-def atomic_min(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
+def atomic_min(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr = min(*ptr, value)` on rank `peer`; returns the old value. `atom.global.<sem>.sys.min`."""
     _before_release(sem)
-    return tl.atomic_min(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+    return tl.atomic_min(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)
 
 
 @triton.jit
-def atomic_max(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL):
+def atomic_max(ptr, value, peer, world, mask=None, sem: tl.constexpr = _ACQ_REL, scope: tl.constexpr = _SYS):
     """`*ptr = max(*ptr, value)` on rank `peer`; returns the old value. `atom.global.<sem>.sys.max`."""
     _before_release(sem)
-    return tl.atomic_max(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope="sys")
+    return tl.atomic_max(address.peer(ptr, peer, world), value, mask=mask, sem=sem, scope=scope)

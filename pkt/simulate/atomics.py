@@ -10,7 +10,7 @@ import triton.language as tl
 from pkt.errors import SignalIndexError
 from pkt.simulate.accesses import Accesses, words_of
 from pkt.simulate.detector import accessed
-from pkt.simulate.faults import SYNC, Signal, Site
+from pkt.simulate.faults import READS, SYNC, Signal, Site
 from pkt.simulate.memory import Access, Scattered, Strided
 from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site
@@ -50,7 +50,8 @@ class Atomics(Accesses):
             raise SignalIndexError.epoch(accessed(task, "atomic", tensor, at))
         change = None
         if at.call in SYNC:
-            m.census.note(at, "remove", "relax")
+            reads = reads or at.call in READS
+            m.census.note(at, *(("relax",) if at.call in READS else ("remove", "relax")))
             change = m.faults.change(at)
             if change == "remove" and not reads:
                 return out.reshape(addresses.shape)

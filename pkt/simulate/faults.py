@@ -12,12 +12,13 @@ from pkt.wording import file_text
 
 Change = Literal["remove", "relax", "no drain", "no proxy fence"]
 
-# Calls that synchronise and get mutants. Accesses of atomic_*, load and store have sites too, but get no mutants.
+# Calls that synchronise and get mutants. Accesses of atomic_*, load and store have sites too, but get none.
 SYNC = frozenset(
     "signal signal_all wait barrier grid_barrier world_barrier fence quiet barrier_all sync_all signal_op "
     "signal_wait_until putmem_signal putmem_signal_nbi broadcast put_flagged take_flagged "
-    "take_flagged_all".split()
+    "take_flagged_all store_release load_acquire".split()
 )
+READS = frozenset({"load_acquire"})  # of these calls, those that only read: they can be relaxed, not removed or lost
 
 
 @dataclass(frozen=True)

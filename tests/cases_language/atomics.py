@@ -40,6 +40,35 @@ def atomics_kernel(x, old, value, bar, n, world, OP: tl.constexpr, SEM: tl.const
     pl.barrier(bar + pid, world)
 
 
+@triton.jit
+def read_written_kernel(x, out, bar, world, BLOCK: tl.constexpr):
+    """Each rank stores its rank at its own place on every rank: the even places by a scalar, or half a block each."""
+    rank = tl.cast(world.rank, tl.int32)
+    offs = tl.arange(0, BLOCK)
+    for r in tl.static_range(world.size):
+        pl.store_release(x + rank, rank + 1, r, world)
+        pl.store_relaxed(x + world.size + rank, -1 - rank, r, world)
+        pl.store_release(x + 2 * world.size + rank * BLOCK + offs, rank * BLOCK + offs, r, world)
+    pl.barrier(bar, world)
+    for r in tl.static_range(world.size):
+        to = (rank + r) % world.size
+        tl.store(out + r, pl.load_acquire(x + r, to, world))
+        tl.store(out + world.size + r, pl.load_relaxed(x + world.size + r, to, world))
+        at = 2 * world.size + r * BLOCK + offs
+        tl.store(out + at, pl.load_acquire(x + at, to, world))
+
+
+@case("store_release", "store_relaxed", "load_acquire", "load_relaxed", dtype=torch.int32)
+@case("store_release", "store_relaxed", "load_acquire", "load_relaxed", dtype=torch.int64)
+@case("store_release", "store_relaxed", "load_acquire", "load_relaxed", dtype=torch.float32)
+def read_written(world: Any, dtype: torch.dtype, block: int = 4) -> None:
+    n = world.size
+    x, bar = pkt.zeros(2 * n + n * block, dtype=dtype), pkt.signals(1)
+    out = local(world, len(x), dtype=dtype)
+    read_written_kernel[(1,)](x, out, bar, world.device, block)
+    same(world, out, [*range(1, n + 1), *range(-1, -n - 1, -1), *range(n * block)])
+
+
 ATOMICS: dict[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
     "and": lambda a, b: a & b,

@@ -97,9 +97,9 @@ def copies_kernel(x, y, out, bar, n, world, HOW: tl.constexpr, BLOCK: tl.constex
     offs = pid * BLOCK + tl.arange(0, BLOCK)
     to = (world.rank + 1) % world.size
     if HOW == "put":
-        pl.put(y + offs, x + offs, to, world, mask=offs < n)
+        pl.put(dst=y + offs, src=x + offs, peer=to, world=world, mask=offs < n)
     elif HOW == "get":
-        pl.get(y + offs, x + offs, to, world, mask=offs < n)
+        pl.get(dst=y + offs, src=x + offs, peer=to, world=world, mask=offs < n)
     else:  # between two other ranks: from the next rank to the previous one
         pl.copy(y + offs, x + offs, (world.rank + world.size - 1) % world.size, to, world, mask=offs < n)
     pl.barrier(bar + pid, world)

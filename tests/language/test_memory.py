@@ -9,7 +9,7 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.language.inspect import device_world
 
-from .compiled import ARCHS, compiled, count, instructions, order
+from .compiled import ARCHS, compiled, count, instructions, order, reasons
 
 RANKS = (0, 1, 2, 16)
 STRIDE = 1 << 38
@@ -32,9 +32,9 @@ def load_kernel(x, y, n, world, B: tl.constexpr):
 def move_kernel(dst, src, to_rank, from_rank, world, B: tl.constexpr, HOW: tl.constexpr):
     o = tl.arange(0, B)
     if HOW == "get":
-        pl.get(dst + o, src + o, from_rank, world)
+        pl.get(dst=dst + o, src=src + o, peer=from_rank, world=world)
     elif HOW == "put":
-        pl.put(dst + o, src + o, to_rank, world)
+        pl.put(dst=dst + o, src=src + o, peer=to_rank, world=world)
     else:
         pl.copy(dst + o, src + o, to_rank, from_rank, world)
 
@@ -67,6 +67,21 @@ def atomic_kernel(x, value, world, OP: tl.constexpr, SEM: tl.constexpr):
         pl.atomic_max(x, value, 3, world, sem=SEM)
     else:
         pl.atomic_cas(x, 7, value, 3, world, sem=SEM)
+
+
+@triton.jit
+def ordered_kernel(x, y, world, HOW: tl.constexpr, SCOPE: tl.constexpr, B: tl.constexpr):
+    offs = tl.arange(0, B) if B > 0 else 0
+    if HOW == "load_acquire":
+        tl.store(y + offs, pl.load_acquire(x + offs, 3, world, SCOPE))
+    elif HOW == "load_relaxed":
+        tl.store(y + offs, pl.load_relaxed(x + offs, 3, world, SCOPE))
+    elif HOW == "store_release":
+        pl.store_release(x + offs, 5, 3, world, SCOPE)
+    elif HOW == "store_relaxed":
+        pl.store_relaxed(x + offs, 5, 3, world, SCOPE)
+    else:
+        pl.atomic_add(x, 1, 3, world, sem="relaxed", scope=SCOPE)
 
 
 @triton.jit
@@ -145,6 +160,23 @@ def test_copies_move_16_bytes_at_a_time_through_registers(arch, how):
 
 
 @triton.jit
+def unnamed_kernel(dst, src, world, HOW: tl.constexpr):
+    if HOW == "put":
+        pl.put(dst, src, 1, world)
+    elif HOW == "get":
+        pl.get(dst, src, 1, world)
+    else:
+        pl.put(1, world, dst=dst)
+
+
+@pytest.mark.parametrize("how", ["put", "get", "put without src"])
+def test_pointers_without_names_are_refused(how):
+    with pytest.raises(triton.CompilationError) as caught:
+        compiled(unnamed_kernel, "*fp32", "*fp32", device_world(), how)
+    assert f"name the pointers: pl.{how[:3]}(dst=, src=, peer=, world=)" in reasons(caught.value)
+
+
+@triton.jit
 def prefetch_kernel(x, n, B: tl.constexpr, MASKED: tl.constexpr):
     o = tl.arange(0, B)
     if MASKED:
@@ -201,6 +233,35 @@ def test_a_scalar_atomic_runs_once_at_system_scope_behind_a_barrier(arch, sem, o
     # Triton 3.9 adds a barrier after an acquire, which does no harm
     assert ops[: len(before) + 1] == [*before, f"one:atomic.{sem}.sys.{suffix}"]
     assert set(ops[len(before) + 1 :]) <= {"bar.sync"}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("scope", ["sys", "gpu"])
+@pytest.mark.parametrize("dtype", ["i32", "fp64"])
+def test_ordered_loads_and_stores_of_a_scalar_happen_once(arch, scope, dtype):
+    def ops(how):
+        found = order(compiled(ordered_kernel, "*" + dtype, "*" + dtype, device_world(), how, scope, 0, arch=arch))
+        return [op for op in found if not op.startswith("one:st.global")]  # the result
+
+    bits = {"i32": 32, "fp64": 64}[dtype]
+    assert ops("load_acquire") == [f"one:ld.global.{scope}.acquire.b{bits}", "bar.sync"]
+    assert ops("load_relaxed") == [f"one:ld.global.{scope}.relaxed.b{bits}"]
+    assert ops("store_release") == ["bar.sync", f"one:atomic.release.{scope}.exch.b{bits}"]
+    assert ops("store_relaxed") == [f"one:atomic.relaxed.{scope}.exch.b{bits}"]
+    assert ops("atomic_add") == [f"one:atomic.relaxed.{scope}.add.{'u32' if bits == 32 else 'f64'}"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_ordered_blocks_access_each_element_once(arch):
+    for how, access in (("load_acquire", "acquire.add.u32"), ("store_release", "release.exch.b32")):
+        k = compiled(ordered_kernel, "*i32", "*i32", device_world(), how, "sys", 512, arch=arch)
+        assert count(k, rf"(atom|red|ld)\.global\.sys\.({access})") == 512 // 128
+
+
+def test_elements_of_16_bits_have_no_ordered_loads():
+    with pytest.raises(triton.CompilationError) as caught:
+        compiled(ordered_kernel, "*bf16", "*bf16", device_world(), "load_acquire", "sys", 0)
+    assert "32 or 64 bits" in reasons(caught.value)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -53,6 +53,18 @@ def send(x, out, flags, world, HOW: tl.constexpr, N: tl.constexpr):
         tl.atomic_add(pl.peer(flags, other, world), 1, sem="release", scope="sys")
         while tl.atomic_add(flags, 0, sem="acquire", scope="sys") < 1:
             pass
+    elif HOW == "acquire and release":
+        pl.store_release(flags, 1, other, world)
+        while pl.load_acquire(flags, world.rank, world) < 1:
+            pass
+    elif HOW == "relaxed store":
+        pl.store_relaxed(flags, 1, other, world)
+        while pl.load_acquire(flags, world.rank, world) < 1:
+            pass
+    elif HOW == "relaxed load":
+        pl.store_release(flags, 1, other, world)
+        while pl.load_relaxed(flags, world.rank, world) < 1:
+            pass
     elif HOW == "raw, default order":
         tl.atomic_add(pl.peer(flags, other, world), 1, scope="sys")
         while tl.atomic_cas(flags, 1, 1, scope="sys") != 1:
@@ -69,12 +81,15 @@ def send_main(world: Any, how: str) -> None:
     world.barrier()
 
 
-@pytest.mark.parametrize("how", ["right", "raw", "raw, default order"])
+@pytest.mark.parametrize("how", ["right", "raw", "raw, default order", "acquire and release"])
 def test_a_message_with_its_signal_is_right(how: str) -> None:
     assert_right(send_main, args=(how,))
 
 
-MISSING = ["no wait", "relaxed signal", "relaxed wait", "gpu scope", "gpu scope of the release", "signal first"]
+MISSING = [
+    "no wait", "relaxed signal", "relaxed wait", "gpu scope", "gpu scope of the release", "signal first",
+    "relaxed store", "relaxed load",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", [*MISSING, "no signal"])
@@ -418,3 +433,13 @@ def test_a_large_block_of_atomics_releases() -> None:
         assert world.rank == 0 or out.item() == 7
 
     assert failures(main, 2, range(6)) == {}
+
+
+def test_a_release_can_be_lost_and_an_acquire_only_relaxed() -> None:
+    report = pkt.simulate(
+        send_main, ranks=2, seeds=2, args=("acquire and release",), heap="1MiB", mutants=True, lost_signals=True
+    )
+    report.check()
+    changes = {(mutant.site.call, mutant.change) for mutant in report.mutants}
+    assert changes == {("store_release", "remove"), ("store_release", "relax"), ("load_acquire", "relax")}
+    assert {signal.site.call for signal in report.signals} == {"store_release"}

@@ -95,8 +95,8 @@ def test_load_and_store_reach_every_rank(ranks: int, seed: int) -> None:
 def copies(x, got, put, between, flags, world, N: tl.constexpr):
     o = tl.arange(0, N)
     right = (world.rank + 1) % world.size
-    pl.get(got + o, x + o, right, world, mask=o > 0)
-    pl.put(put + o, x + o, right, world, mask=o < N - 1)
+    pl.get(dst=got + o, src=x + o, peer=right, world=world, mask=o > 0)
+    pl.put(dst=put + o, src=x + o, peer=right, world=world, mask=o < N - 1)
     if world.rank == 0:
         pl.copy(between + o, x + o, 2, 1, world, mask=o != 3)
     pl.barrier(flags, world)

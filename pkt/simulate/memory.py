@@ -223,6 +223,10 @@ class AddressSpace:
                 del self._starts[at], self._regions[at]
             self._last = None
 
+    def shared(self, address: int) -> bool:
+        """Whether a running launch may access the storage that begins at `address`: in the heap, or its argument."""
+        return address in self._local or self.owner(address) is not None
+
     def regions(self) -> list[Region]:
         return list(self._regions)
 

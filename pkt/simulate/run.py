@@ -70,7 +70,7 @@ class SimulatedRank:
         self.exchange(None, what)
 
     def synchronize(self) -> None:
-        """Do nothing: a launch returns only when its grid has finished."""
+        self.machine.finish_launches()
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
         result, microseconds = self.machine.timed(run)

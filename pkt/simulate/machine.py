@@ -428,7 +428,7 @@ class Machine:
             self.late_signals.pop(0)()
             return True
         if self.with_stores:
-            self.device.commit_one()
+            self.device.commit_one(surely=True)
             return True
         return False
 

@@ -58,6 +58,9 @@ class SimulatedRank:
         self._regions[block.offset] = region
 
     def freed(self, block: Block) -> None:
+        # A launch of any rank may still use it: on GPUs its memory is reused after the next collective call only.
+        self.synchronize()
+        self.barrier("free()")
         self._regions.pop(block.offset).freed_at = block.site
 
     def exchange(self, value: Any, what: str) -> list[Any]:

@@ -57,6 +57,7 @@ class Task:
     loops: dict[int, Loop] = field(default_factory=dict)  # the `while` loops that it is in, by number
     looking: list[tuple] = field(default_factory=list)  # expressions that it is in and that may decide about loops
     strays: list[int] = field(default_factory=list)  # its addresses that it moved to a rank that does not exist
+    fenced: bool = False  # a fence lies behind some of its buffered atomics: its next write comes after those
     undrained: bool = False  # it has stored to the heap by TMA since the last drain
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ because `launch` moves them between processes. Of pkt this module imports only `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pkt.wording import Access, Waiting, dtype_text, ranks_text, size_text, waiting_table
@@ -108,15 +108,18 @@ class GridTooLarge(PktError):
 
 
 class DataRace(PktError):
-    """Two accesses that nothing orders, at least one of them a write. `.first`, `.second`."""
+    """Two accesses that nothing orders, at least one of them a write. `.first`, `.second`. `.pair`: the tensor's name
+    and the two lines with their kinds of access, the same whichever comes first and on whatever ranks."""
+
+    pair: Hashable
 
     @classmethod
-    def between(cls, first: Access, second: Access) -> DataRace:
+    def between(cls, first: Access, second: Access, pair: Hashable) -> DataRace:
         text = (
             f"data race: {second.text()}\n  is not ordered after: {first.text()}\n"
             "  put a signal after the first and a wait before the second"
         )
-        return cls.of(text, first=first, second=second)
+        return cls.of(text, first=first, second=second, pair=pair)
 
 
 class StaleFlag(PktError):

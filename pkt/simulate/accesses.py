@@ -17,7 +17,7 @@ from pkt.simulate.bad_address import bad_address, check_counters
 from pkt.simulate.builder import Tile
 from pkt.simulate.detector import Detector
 from pkt.simulate.loops import Loop, Slice, digest
-from pkt.simulate.memory import Access, Pending, Strided, Unmapped
+from pkt.simulate.memory import Access, Buffered, Pending, Strided, Unmapped
 from pkt.simulate.numerics import BITS, encode
 
 UNINTERRUPTED = 4096  # accesses of one program before it must let others run
@@ -100,6 +100,8 @@ class Accesses:
         if access is None:
             return
         self._own_stores(access)
+        if self.m.current.fenced:
+            self._commit_buffered(self.m.current)
         self.detector.write(access, "TMA reduce", is_async=True)
         view = access.view(tile.dtype)
         view[...] = op(view, values[tile.inside])
@@ -157,10 +159,13 @@ class Accesses:
     def computed(self, flops: float) -> None:
         self._spend("compute", flops / cost.FLOPS_PER_US)
 
-    def commit_one(self) -> None:
+    def commit_one(self, surely: bool = False) -> None:
+        """Make a pending store visible. A buffered atomic mostly stays buffered, unless `surely`."""
         m = self.m
         task = m.with_stores[m.schedule.choose(len(m.with_stores))]
-        self._commit_pending(task, [task.pending[m.schedule.choose(len(task.pending))]])
+        store = task.pending[m.schedule.choose(len(task.pending))]
+        if surely or not isinstance(store, Buffered) or m.schedule.releases():
+            self._commit_pending(task, [store])
 
     def commit_rank(self, rank: int) -> None:
         for task in [t for t in self.m.with_stores if t.rank == rank]:
@@ -218,6 +223,8 @@ class Accesses:
     def _write(self, access: Access, values: np.ndarray, kind: str, is_async: bool) -> None:
         m, task = self.m, self.m.current
         self._own_stores(access)
+        if task.fenced:
+            self._commit_buffered(task)
         self.detector.write(access, kind, is_async)
         self._charge(access)
         if not m.schedule.late_stores or access.region.kind == "local":
@@ -249,6 +256,11 @@ class Accesses:
             hit = [p for p in task.pending if p.overlaps(access)]
             if hit:
                 self._commit_pending(task, hit)
+
+    def _commit_buffered(self, task: Any) -> None:
+        """Make the relaxed atomics visible that a fence orders before the program's next write."""
+        task.fenced = False
+        self._commit(task, lambda p: isinstance(p, Buffered))
 
     def _commit(self, task: Any, which: Any) -> None:
         if task.pending:

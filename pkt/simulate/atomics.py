@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ from pkt.errors import SignalIndexError
 from pkt.simulate.accesses import Accesses, words_of
 from pkt.simulate.detector import accessed
 from pkt.simulate.faults import READS, SYNC, Signal, Site
-from pkt.simulate.memory import Access, Scattered, Strided
+from pkt.simulate.memory import Access, Buffered, Scattered, Strided
 from pkt.simulate.shortcuts import new_tensor
-from pkt.simulate.sites import site
+from pkt.simulate.sites import site, unused
 
 ALL_OF_THEM = 1 << 62
 _ALL = {1: np.arange(1)}  # size of a block -> its flat positions, for the most frequent size
@@ -82,6 +83,13 @@ class Atomics(Accesses):
                 )
                 return out.reshape(addresses.shape)
         clock = self._release(releases)
+        if task.fenced and self._changes(parts, dtype, update):
+            self._commit_buffered(task)
+        relaxed = not (releases or acquires or reads) and copies == 1 and parts
+        if m.schedule.late_atomics and relaxed and not self._overtakes(task) and unused():
+            self._buffer(task, at, parts, dtype, update, len(out), clock, scope)
+            self._linger(task)
+            return out.reshape(addresses.shape)
         for _ in range(copies):
             changed = self._perform(task, at, parts, words, dtype, update, out, clock, scope, failed)
         if not changed:  # the program has only looked at the words
@@ -92,8 +100,7 @@ class Atomics(Accesses):
                 self.detector.acquire(address, scope)
         else:
             self.detector.read_relaxed(words, scope)
-        if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
-            m.pause()
+        self._linger(task)
         if task.looking:
             self._saw(parts[0][0] if parts else None, out)
         return out.reshape(addresses.shape)
@@ -124,11 +131,14 @@ class Atomics(Accesses):
         clock: Any,
         scope: str,
         failed: set[int],
+        recorded: bool = False,
     ) -> bool:
-        """Perform the update itself; return whether it changed anything. failed: words of a CAS that it only reads."""
+        """Perform the update itself; return whether it changed anything. failed: words of a CAS that it only reads.
+        recorded: the race detector knows of the update since the program made it."""
         m, anything = self.m, False
+        record = m.current is task and not recorded
         for access, where in parts:
-            if m.current is task:
+            if record:
                 self._own_stores(access)
             flat: Any = _ALL.get(len(out), None) if where is ... else where
             if flat is None:
@@ -152,7 +162,7 @@ class Atomics(Accesses):
                     old[i] = one.read(dtype)[0]
                     one.write(update(old[i : i + 1], flat[i : i + 1]))
             out[flat] = old
-            if m.current is task:
+            if record:
                 if failed and len(failed) == len(words):
                     self.detector.look(access, "failed CAS")
                 else:
@@ -167,6 +177,44 @@ class Atomics(Accesses):
             if anything:
                 m.wake(address)
         return anything
+
+    def _linger(self, task: Any) -> None:
+        """Let other programs run just after an atomic, where a missing order shows: for long behind a buffered one."""
+        m = self.m
+        if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
+            m.pause()
+        if m.schedule.late_atomics:
+            while any(isinstance(p, Buffered) for p in task.pending) and m.schedule.withholds():
+                m.pause()
+
+    def _overtakes(self, task: Any) -> bool:
+        """Whether a relaxed atomic becomes visible at once, before one that is buffered."""
+        return any(isinstance(p, Buffered) for p in task.pending) and self.m.schedule.lingers()
+
+    def _buffer(
+        self, task: Any, at: Site, parts: list, dtype: Any, update: Any, count: int, clock: Any, scope: str
+    ) -> None:
+        """Record the update now, and perform it when the schedule or the program's order makes it visible."""
+        m = self.m
+        for access, where in parts:
+            self._own_stores(access)
+            self.detector.write(access, "atomic", is_async=False, at=at, scope=scope)
+            self._charge(access, signal=access.region.kind == "signals")
+            words, out = words_of(access), np.zeros(count, dtype)
+            perform = functools.partial(
+                self._perform, task, at, [(access, where)], words, dtype, update, out, clock, scope, set(), True
+            )
+            if not task.pending:
+                m.with_stores.append(task)
+            task.pending.append(Buffered(access, perform))
+
+    def _changes(self, parts: list, dtype: Any, update: Any) -> bool:
+        """Whether the update will change any word."""
+        for access, where in parts:
+            old = access.view(dtype).reshape(-1).copy() if isinstance(access, Strided) else access.read(dtype)
+            if (update(old, np.arange(len(old)) if where is ... else where) != old).any():
+                return True
+        return False
 
     def _failed_words(self, parts: list, dtype: Any, expected: np.ndarray) -> set[int]:
         """The addresses where a CAS will find another value than it expects."""

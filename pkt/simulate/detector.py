@@ -261,7 +261,8 @@ class Detector:
         tensor = f"rank {region.rank}'s {region.element(address)}"
         first_kind, author, where = self.authors[stamp & ~FULL, region.base, role]
         first = accessed(author, first_kind, tensor, where)
-        error = errors.DataRace.between(first, accessed(task, kind, tensor, at))
+        pair = region.name, frozenset({(first_kind, where), (kind, at)})
+        error = errors.DataRace.between(first, accessed(task, kind, tensor, at), pair)
         for text in filter(None, (note, task.satisfied_by)):
             error.add_note(text)
         m.findings.append(error)

@@ -16,6 +16,7 @@ from pkt.simulate.accesses import scalar
 from pkt.simulate.blocked import Blocked, signed
 from pkt.simulate.faults import SYNC
 from pkt.simulate.flagged import Flagged
+from pkt.simulate.memory import Buffered
 from pkt.simulate.multimem import Multimem
 from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site, site_of
@@ -37,6 +38,7 @@ class SimulatedDevice(Flagged, Multimem):
             m.census.note(at, "remove", "relax")
         change = m.faults.change(at)
         blocked = Blocked(task, region, address, wanted, cmp, at)
+        self._own_stores(access)
         self.detector.look(access, "wait", at)
         start = task.time
         stale = blocked.holds() and cmp != "flip"
@@ -62,14 +64,21 @@ class SimulatedDevice(Flagged, Multimem):
             self._saw(access, found)
         return new_tensor(np.array([found], np.int32), tl.int32, True)
 
-    def fence(self) -> None:
+    def fence(self, sc: bool = False) -> None:
         m, task = self.m, self.m.current
         at = site()
         if at.call in SYNC:
             m.census.note(at, "relax" if at.call not in ("fence", "quiet") else "remove")
-        if m.faults.change(at) is not None and m.faults.change(at) != "no drain":
+            if sc:
+                m.census.note(at, "not sc")
+        change = m.faults.change(at)
+        if change not in (None, "no drain", "not sc"):
             return
-        self._commit(task, lambda p: not p.is_async)
+        # Only a fence.sc orders earlier writes before later reads. After any other one, earlier relaxed atomics may
+        # still be buffered, until the program's next write.
+        everything = sc and change is None
+        self._commit(task, lambda p: not p.is_async and (everything or not isinstance(p, Buffered)))
+        task.fenced = not everything and any(isinstance(p, Buffered) for p in task.pending)
         self.detector.fence()
 
     def proxy_fence(self, world: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pkt.errors import ShapeError
+from pkt.errors import DataRace, ShapeError
 from pkt.runtime.memory.heap import heap_bytes
 from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
 from pkt.simulate.interpreter import interpreting
@@ -48,6 +48,7 @@ class Report:
 
     findings: failures of the program as it is; empty if every schedule that ran is right.
     mutants, signals, losses: every fault that was tried, with the failure that caught it, or None if nothing did.
+    skipped: the kinds of faults that were asked for and not tried, because the program itself has findings.
     """
 
     ranks: int
@@ -58,6 +59,7 @@ class Report:
     mutants: dict[Mutant, Found | None] = field(default_factory=dict)
     signals: dict[Signal, Found | None] = field(default_factory=dict)
     losses: dict[Loss, Found | None] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def survivors(self) -> list[Mutant | Signal | Loss]:
@@ -100,6 +102,8 @@ class Report:
             if found:
                 caught = sum(by is not None for by in found.values())
                 table.add_row(what, str(len(found)), f"{caught} caught, {len(found) - caught} not")
+            elif what in self.skipped:
+                table.add_row(what, "0", "skipped: the program itself has findings")
         return table
 
     def __str__(self) -> str:
@@ -158,7 +162,7 @@ def simulate(
         report.programs += outcome.machine.programs
         return outcome
 
-    seen: set[str] = set()
+    seen: set[Hashable] = set()
     start = time.perf_counter()
     with turn("pkt.simulate"), _bar(progress) as step, interpreting():
         census = Census()
@@ -170,19 +174,23 @@ def simulate(
             if not census.signals:
                 census.signals = outcome.machine.census.signals
             failure = outcome.failure
-            if failure is not None and str(failure) not in seen:
-                seen.add(str(failure))
+            if failure is not None and _same(failure) not in seen:
+                seen.add(_same(failure))
                 report.findings.append(Found(seed, failure))
             if len(report.findings) >= max_findings:
                 break
         report.seconds = time.perf_counter() - start
-        if mutants and not report.findings:
+        if report.findings:
+            wanted = {"mutants": mutants, "lost signals": lost_signals, "lost ranks": lost_ranks}
+            report.skipped = [what for what, asked in wanted.items() if asked]
+            return report
+        if mutants:
             for mutant in step(census.mutants(), "mutants"):
                 report.mutants[mutant] = _caught(once, Faults(mutant=mutant))
-        if lost_signals and not report.findings:
+        if lost_signals:
             for signal in step(census.signals, "lost signals"):
                 report.signals[signal] = _caught(once, Faults(drop=signal))
-        if lost_ranks and not report.findings:
+        if lost_ranks:
             steps = once(0).machine.steps
             chance = random.Random(ranks)
             for _ in step(range(lost_ranks), "lost ranks"):
@@ -192,6 +200,11 @@ def simulate(
                     failure = outcome.failure
                     report.losses[loss] = None if failure is None else Found(0, failure, Faults(lose=loss))
     return report
+
+
+def _same(failure: Exception) -> Hashable:
+    """Equal for two failures that are one finding: a race whatever its ranks and its direction, else an equal text."""
+    return failure.pair if isinstance(failure, DataRace) else str(failure)
 
 
 def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pkt.wording import file_text
 
-Change = Literal["remove", "relax", "no drain", "no proxy fence"]
+Change = Literal["remove", "relax", "no drain", "no proxy fence", "not sc"]
 
 # Calls that synchronise and get mutants. Accesses of atomic_*, load and store have sites too, but get none.
 SYNC = frozenset(
@@ -46,6 +46,7 @@ class Mutant:
             "relax": "{} without its memory order",
             "no drain": "{} before TMA stores have landed",
             "no proxy fence": "{} without the fence for TMA loads",
+            "not sc": "{} with sc=False",
         }[self.change]
         return f"{what.format(self.site.call)} at {self.site}"
 

@@ -1,7 +1,8 @@
 """N ranks in one process: every program of every grid is a greenlet, and a seeded schedule decides which one runs.
 
-A launch blocks its rank's host until the grid has finished, as if the rank had one stream and synchronised after every
-launch. Other ranks go on meanwhile, so a fast rank's next launch can overtake a slow rank's current one.
+A rank has one stream: its launches run one after the other, while its host code goes on until it waits for them (see
+pkt.simulate.stream). In seed 0 the host code of a rank goes on only when nothing else can. Ranks do not wait for each
+other, so a fast rank's next launch can overtake a slow rank's current one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pkt.simulate.memory import AddressSpace
 from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
 from pkt.simulate.sites import host_call
+from pkt.simulate.stream import Stream
 from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial
 from pkt.wording import Waiting
 
@@ -86,6 +88,7 @@ class Machine:
         self.current: Task | None = None
         self.hub: Any = None
         self.device = SimulatedDevice(self)
+        self.stream = Stream(self)
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -113,6 +116,7 @@ class Machine:
     def _start_host(self, host: Host, body: Callable[[int], Any], random: torch.Tensor) -> None:
         def run() -> None:
             host.result = body(host.rank)
+            self.finish_launches()
 
         task = Task(greenlet.greenlet(run, self.hub), host.rank, "host")
         task.column = self.clocks.column()
@@ -168,7 +172,7 @@ class Machine:
         launch, guard = task.launch, None
         if launch is None:
             torch.set_rng_state(host.random)
-            guard = modes.Guard(host.modes)
+            guard = modes.Guard(self.stream.watched(host))
         else:
             builder.grid_idx, builder.grid_dim = task.program, launch.grid
         self.current = task
@@ -203,8 +207,28 @@ class Machine:
             if self.trial is not None and all(t.done for t in self.trial.launches):
                 raise self._ended_trial()
             self.device.commit_rank(task.rank)
+            self._ended(host, launch)
+
+    def _ended(self, host: Host, launch: Launch) -> None:
+        """Begin the rank's next launch, and wake its host if that waits for `launch` or for all of them."""
+        host.finished = launch.clock if host.finished is None else self.clocks.join(host.finished, launch.clock)
+        host.finished_at = launch.time
+        host.launch = None
+        for base in launch.local:
+            self.space.drop_local(base)
+        if host.queue:
+            self._begin(host)
+        if host.task.blocked is launch or (host.task.blocked is host and not host.launched):
             host.task.blocked = None
             self.ready.append(host.task)
+
+    def _begin(self, host: Host) -> None:
+        """Begin the first launch of a rank's queue."""
+        launch = host.launch = host.queue.popleft()
+        if host.finished is not None:
+            launch.before = self.clocks.join(launch.before, host.finished)
+        launch.begin = launch.time = max(launch.begin, host.finished_at)
+        self._fill(launch)
 
     def _fill(self, launch: Launch) -> None:
         """Start programs of `launch` while its rank has free slots."""
@@ -217,13 +241,12 @@ class Machine:
             while len(host.columns) <= index:
                 host.columns.append(self.clocks.column(2))
             task.column = host.columns[index]
-            parent = host.task
-            task.clock = self.clocks.fit(parent.clock).copy()
+            task.clock = self.clocks.fit(launch.before).copy()
             task.clock[task.column] += 1
             task.async_clock = int(task.clock[task.column + 1]) + 1
             task.tma_clock = task.clock.copy()
             task.clock[task.column] += 1  # TMA loads are not ordered after the program's own plain stores
-            task.time = max(parent.time, launch.time if index >= self.sms else parent.time)
+            task.time = launch.time if index >= self.sms else launch.begin
             launch.running += 1
             self.programs += 1
             self.ready.append(task)
@@ -233,8 +256,11 @@ class Machine:
         hosts = [host.task for host in self.hosts]
         for task in [*hosts, *self.ready, *(t for tasks in self.waiting.values() for t in tasks)]:
             if not task.greenlet.dead:
+                guard = modes.Guard(self.hosts[task.rank].modes) if task.is_host else None
                 with suppress(Exception):  # raised in a `finally` of the task: the run has ended for an earlier reason
                     task.greenlet.throw(Stopped)
+                if guard is not None:
+                    guard.leave()
 
     # -- switching, called from inside a task -----------------------------------------------------------------------
 
@@ -278,11 +304,40 @@ class Machine:
     # -- launching --------------------------------------------------------------------------------------------------
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-        """Launch `kernel[grid](*args, **named)` on the rank whose host runs now, and wait until the grid has ended."""
+        """Launch `kernel[grid](*args, **named)` on the rank whose host runs now, behind its earlier launches."""
         if warmup:
             return
         host = self.host("a kernel launch")
         refuse_gluon(kernel)
+        with self.stream.launching(host):
+            launch = self._prepared(host, kernel, args, grid, named)
+        if launch is None:
+            return
+        host.queue.append(launch)
+        if not host.launched:
+            self._begin(host)
+        if self.schedule.seed:
+            self.pause()
+            return
+        self.block(launch)
+        if not host.launched:
+            self.finish_launches()
+
+    def finish_launches(self) -> None:
+        """Wait until the launches of the rank whose host runs now have ended. What they did is ordered before what the
+        host code does afterwards."""
+        host = self.host("waiting for launches")
+        if host.launched:
+            self.block(host)
+        if host.finished is not None:
+            task = host.task
+            task.clock = self.clocks.join(task.clock, host.finished)
+            task.clock[task.column] += 1
+            task.time = max(task.time, host.finished_at)
+            host.finished = None
+
+    def _prepared(self, host: Host, kernel: Any, args: tuple, grid: Any, named: dict[str, Any]) -> Launch | None:
+        """The launch, or None where its grid is empty."""
         names = [p.name for p in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
         options = {k: v for k, v in named.items() if k not in names}
         unknown = options.keys() - launch_options()
@@ -298,7 +353,7 @@ class Machine:
         if options.get("launch_cooperative_grid") and total > self.sms:
             raise GridTooLarge.resident(name, total, self.sms, 1, rank=host.rank)
         if total == 0:
-            return
+            return None
         function = interpret(kernel)
         values = {
             n: bound[n] if fixed else argument(bound[n], special, type_)
@@ -306,22 +361,13 @@ class Machine:
         }
         local = register(bound, self.space, host.rank, name) + self.taken.register(self.space, host.rank)
         host.launches += 1
-        launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values))
+        launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values), local)
         launch.num_warps = options.get("num_warps", launch.num_warps)
         task = host.task
-        task.clock = self.clocks.fit(task.clock)
-        launch.time = task.time = task.time + cost.LAUNCH_US
-        host.launch = launch
-        try:
-            self._fill(launch)
-            self.block(launch)
-        finally:
-            host.launch = None
-            for base in local:
-                self.space.drop_local(base)
-        task.clock = self.clocks.join(task.clock, launch.clock)
+        launch.before = self.clocks.fit(task.clock).copy()
         task.clock[task.column] += 1
-        task.time = launch.time
+        launch.begin = task.time = task.time + cost.LAUNCH_US
+        return launch
 
     # -- hosts ------------------------------------------------------------------------------------------------------
 
@@ -376,6 +422,7 @@ class Machine:
         Collective: all hosts begin at the same time. In seed 0 programs meanwhile run in the order of that clock, as
         for a timeline, so that they take tasks from a queue in that order.
         """
+        self.finish_launches()
         self.meet(None, "timed()")
         task = self.host("timed()").task
         if not self.timing:
@@ -383,7 +430,9 @@ class Machine:
         self.timing += 1
         begin = task.time
         try:
-            return run(), task.time - begin
+            result = run()
+            self.finish_launches()
+            return result, task.time - begin
         finally:
             self.timing -= 1
             if not self.timing:
@@ -397,7 +446,7 @@ class Machine:
             self.late_signals.pop(0)()
             return True
         if self.with_stores:
-            self.device.commit_one()
+            self.device.commit_one(surely=True)
             return True
         return False
 
@@ -422,7 +471,14 @@ class Machine:
         return stopped
 
     def _stands_still(self, spinning: list[Task]) -> None:
-        """Raise the deadlock, or first try whether more resident programs would mend it: then they are its cause."""
+        """Let host code go on that only waits because this is seed 0. Else raise the deadlock, or first try whether
+        more resident programs would mend it: then they are its cause."""
+        behind = [host.task for host in self.hosts if isinstance(host.task.blocked, Launch)]
+        for task in behind:
+            task.blocked = None
+            self.ready.append(task)
+        if behind:
+            return
         if self.trial is not None:  # all programs are resident, and still wait
             del self.findings[self.trial.findings :]
             error = self._deadlock(spinning)

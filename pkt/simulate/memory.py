@@ -148,6 +148,22 @@ class Pending:
             self.access.write(self.values)
 
 
+class Buffered(Pending):
+    """A relaxed atomic, whose result its program does not use, that other programs do not see yet."""
+
+    __slots__ = ("perform",)
+
+    def __init__(self, access: Access, perform: Any) -> None:
+        super().__init__(access, _NO_VALUES, is_async=False)
+        self.perform = perform
+
+    def commit(self) -> None:
+        self.perform()
+
+
+_NO_VALUES = np.empty(0)
+
+
 class Unmapped(Exception):
     """An address that no live region holds; pkt.simulate.bad_address turns it into an error with names."""
 
@@ -222,6 +238,10 @@ class AddressSpace:
             if at < len(self._starts) and self._starts[at] == base:
                 del self._starts[at], self._regions[at]
             self._last = None
+
+    def shared(self, address: int) -> bool:
+        """Whether a running launch may access the storage that begins at `address`: in the heap, or its argument."""
+        return address in self._local or self.owner(address) is not None
 
     def regions(self) -> list[Region]:
         return list(self._regions)

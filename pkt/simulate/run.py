@@ -58,6 +58,9 @@ class SimulatedRank:
         self._regions[block.offset] = region
 
     def freed(self, block: Block) -> None:
+        # A launch of any rank may still use it: on GPUs its memory is reused after the next collective call only.
+        self.synchronize()
+        self.barrier("free()")
         region = self._regions.pop(block.offset)
         region.freed_at = block.site
         region.memory[:] = POISON  # host views that outlive the tensor
@@ -73,7 +76,7 @@ class SimulatedRank:
         self.exchange(None, what)
 
     def synchronize(self) -> None:
-        """Do nothing: a launch returns only when its grid has finished."""
+        self.machine.finish_launches()
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
         result, microseconds = self.machine.timed(run)

@@ -1,7 +1,12 @@
 """Which task runs next and when a store becomes visible: all the randomness of a simulation, from one seed.
 
-Seed 0 is the plain order: programs run until they block, and stores are visible at once. Every third of the other seeds
-is adversarial: one rank is slow, and no store is visible before something orders it. The rest are random.
+Seed 0 is the plain order: programs run until they block, and stores are visible at once. The other seeds take turns with
+these policies:
+
+adversarial   one rank is slow, and no store is visible before something orders it
+late atomics  random; relaxed atomics, too, become visible late and in any order
+uniform       before each access, any program that can run is as likely to go on as any other
+random        programs run for stretches, whose length depends on the seed
 """
 
 from __future__ import annotations
@@ -12,6 +17,9 @@ from typing import Any
 
 PATIENCE = 0.97  # how often an adversarial schedule prefers any other rank to its victim
 LINGERING = 0.5  # how often a program with pending stores stops after an atomic
+WITHHOLDING = 0.75  # how often it stops once more behind a buffered atomic
+HOLDING = 0.97  # how often a buffered atomic stays so where a store would become visible
+POLICIES = ("adversarial", "random", "late atomics", "adversarial", "uniform", "late atomics")  # by seed
 
 
 class Schedule:
@@ -25,12 +33,12 @@ class Schedule:
         self.seed = seed
         self.by_time = by_time and seed == 0
         self._random = random.Random(seed)
-        self.policy = "in order" if seed == 0 else "adversarial" if seed % 3 == 0 else "random"
+        self.policy = "in order" if seed == 0 else POLICIES[seed % len(POLICIES)]
         self.victim = (seed // 3) % ranks if self.policy == "adversarial" else None
         self.late_stores = seed != 0
+        self.late_atomics = self.policy == "late atomics"
         # A slow rank is interrupted often: long stretches would hide what other ranks do between two of its steps.
-        # At a rate of 1 every interleaving of single accesses is as likely as any other.
-        rates = (0.1, 0.4) if self.victim is not None else (0.0, 0.05, 0.3, 1.0)
+        rates = {"adversarial": (0.1, 0.4), "uniform": (1.0,)}.get(self.policy, (0.0, 0.05, 0.3, 1.0))
         self._interrupts = 0.0 if seed == 0 else self._random.choice(rates)
         self._commits = 0.0 if self.policy == "adversarial" else self._random.choice((0.02, 0.2, 0.6))
 
@@ -59,9 +67,17 @@ class Schedule:
         """Whether some pending store becomes visible now."""
         return self._commits > 0 and self._random.random() < self._commits
 
+    def releases(self) -> bool:
+        """Whether the buffered atomic that would become visible now does."""
+        return self._random.random() > HOLDING
+
     def lingers(self) -> bool:
         """Whether a program with pending stores stops just after an atomic, where a missing order shows."""
         return self._random.random() < LINGERING
+
+    def withholds(self) -> bool:
+        """Whether a program stops once more behind an atomic that is buffered."""
+        return self._random.random() < WITHHOLDING
 
     def choose(self, count: int) -> int:
         return self._random.randrange(count) if count > 1 else 0

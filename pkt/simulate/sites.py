@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import os
 import sys
@@ -45,6 +46,24 @@ def site() -> Site:
 def in_user_code() -> bool:
     """Whether user code called the function that asks."""
     return _kind(sys._getframe(2).f_code.co_filename) == _USER
+
+
+def unused() -> bool:
+    """Whether the program drops the result of the primitive that it calls now: the call is a statement of its own."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _kind(frame.f_code.co_filename) != _MACHINERY:
+            following = _following(frame.f_code, frame.f_lasti)
+            if following != "RETURN_VALUE":
+                return following == "POP_TOP"
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _following(code: Any, at: int) -> str:
+    """The name of the instruction behind the one at offset `at`."""
+    return next((i.opname for i in dis.get_instructions(code) if i.offset > at), "")
 
 
 def site_of(task: Any) -> Site:

@@ -10,6 +10,7 @@ Trial            the search for the cause of a deadlock
 from __future__ import annotations
 
 import contextvars
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,7 @@ class Task:
     loops: dict[int, Loop] = field(default_factory=dict)  # the `while` loops that it is in, by number
     looking: list[tuple] = field(default_factory=list)  # expressions that it is in and that may decide about loops
     strays: list[int] = field(default_factory=list)  # its addresses that it moved to a rank that does not exist
+    fenced: bool = False  # a fence lies behind some of its buffered atomics: its next write comes after those
     undrained: bool = False  # it has stored to the heap by TMA since the last drain
 
     def __post_init__(self) -> None:
@@ -74,12 +76,17 @@ class Task:
 class Launch:
     """One grid on one rank. Its programs start in the hardware's order, x fastest."""
 
-    def __init__(self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable) -> None:
+    def __init__(
+        self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable, local: list[int]
+    ) -> None:
         self.rank, self.name, self.grid, self.ordinal, self.body = rank, name, grid, ordinal, body
+        self.local = local  # addresses of its local tensors
         self.total = grid[0] * grid[1] * grid[2]
         self.num_warps = 4
         self.next = 0
         self.running = 0
+        self.before: Any = None  # clock of what its programs come after: the host code, and the launches in front of it
+        self.begin = 0.0
         self.clock: Any = None  # joined clocks of the programs that have finished
         self.time = 0.0
 
@@ -95,8 +102,8 @@ class Launch:
 
 
 class Host:
-    """One rank: its host task, its SM slots, and torch's state of a thread (random state, whether gradients are
-    recorded)."""
+    """One rank: its host task, its stream of launches, its SM slots, and torch's state of a thread (random state,
+    whether gradients are recorded)."""
 
     task: Task  # from the start of the run on
 
@@ -105,12 +112,21 @@ class Host:
         self.slots = list(range(sms))
         self.columns: list[int] = []
         self.launches = 0
-        self.launch: Launch | None = None
+        self.launch: Launch | None = None  # the one that runs
+        self.queue: deque[Launch] = deque()  # those behind it
+        self.finished: Any = None  # clock of the launches that have ended since the host last waited for them
+        self.finished_at = 0.0
+        self.waits = False  # for its launches, in a torch function
         self.calls = 0
         self.call = ""
         self.random = torch.get_rng_state()
         self.modes = modes()
         self.result: Any = None
+
+    @property
+    def launched(self) -> bool:
+        """Whether some of its launches have not ended."""
+        return self.launch is not None
 
 
 @dataclass(eq=False)

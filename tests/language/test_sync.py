@@ -68,6 +68,11 @@ def fence_kernel(flags, world):
 
 
 @triton.jit
+def fence_sc_kernel(flags, world):
+    pl.fence(sc=True)
+
+
+@triton.jit
 def epoch_kernel(flags, world):
     tl.store(flags, pl.epoch(flags, world))
 
@@ -215,6 +220,7 @@ def test_quiet_and_fence_compile_to_their_fences(arch):
         "bar.sync",
     ]
     assert order(compiled(fence_kernel, "*int32", device_world(), arch=arch)) == ["fence.acq_rel.sys"]
+    assert order(compiled(fence_sc_kernel, "*int32", device_world(), arch=arch)) == ["fence.sc.sys"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -262,6 +262,58 @@ def test_a_report_names_the_seed() -> None:
     assert f"seed {first.seed} replays it" in raised.value.__notes__
 
 
+@triton.jit
+def to_all(x, flags, world, WAIT: tl.constexpr):
+    for i in tl.static_range(1, world.size):
+        pl.store(x + world.rank, 1.0, (world.rank + i) % world.size, world)
+    pl.signal_all(flags, world)
+    if WAIT:
+        pl.wait(flags, world.size, world)
+    tl.load(x + (world.rank + 1) % world.size)
+    pl.wait(flags, world.size, world)
+
+
+def to_all_main(world: Any, waits: bool) -> None:
+    x, flags = pkt.zeros(world.size), pkt.signals(1)
+    to_all[(1,)](x, flags, world.device, waits)
+
+
+def test_a_race_is_one_finding_whatever_the_ranks_and_the_direction() -> None:
+    report = simulate(to_all_main, 3, seeds=40, args=(False,), heap="1MiB")
+    races = [outcome(to_all_main, 3, seed, (False,)).failure for seed in range(40)]
+    assert len({str(race) for race in races}) >= 6  # three ranks, in both directions
+    (found,) = report.findings
+    assert isinstance(found.failure, DataRace)
+    name, lines = found.failure.pair
+    assert (name, {kind for kind, _ in lines}) == ("x", {"store", "load"})
+    assert simulate(to_all_main, 3, seeds=40, args=(True,), heap="1MiB").ok
+
+
+def test_two_races_of_one_tensor_are_two_findings() -> None:
+    @triton.jit
+    def twice(x, world):
+        tl.store(pl.peer(x, 0, world), 1.0)
+        tl.store(pl.peer(x + 1, 0, world), 2.0)
+
+    def main(world: Any) -> None:
+        twice[(1,)](pkt.zeros(2), world.device)
+
+    pairs = {race.pair for race in outcome(main, 2).findings}
+    assert len(pairs) == 2
+
+
+def test_faults_that_were_skipped_are_said_to_be() -> None:
+    asked: dict[str, Any] = {"mutants": True, "lost_ranks": 1}
+    wrong = simulate(to_all_main, 3, seeds=2, args=(False,), heap="1MiB", **asked)
+    assert wrong.skipped == ["mutants", "lost ranks"]
+    assert not wrong.mutants
+    lines = [line for line in str(wrong).splitlines() if "skipped: the program itself has findings" in line]
+    assert [line.split()[1] for line in lines] == ["mutants", "lost"]
+    right = simulate(to_all_main, 2, seeds=2, args=(True,), heap="1MiB", **asked)
+    assert right.skipped == []
+    assert "skipped" not in str(right)
+
+
 def test_seeds_may_be_chosen() -> None:
     report = simulate(tile_in_main, 2, seeds=[3, 1], args=("raw",), heap="1MiB")
     assert report.schedules == 2

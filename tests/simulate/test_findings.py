@@ -204,6 +204,7 @@ def test_an_error_in_finally_does_not_hide_the_first() -> None:
             if world.rank == 1:
                 raise ValueError("the first")
             never_comes[(1,)](mailbox, world.device)
+            world.synchronize()
         finally:
             if world.rank == 0:
                 raise RuntimeError("a later one")

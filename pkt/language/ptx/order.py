@@ -34,9 +34,9 @@ def prefetch(ptr, mask, _semantic=None):
 
 
 @simulated
-def fence(_semantic=None):
-    """`fence.acq_rel.sys`, in every thread."""
-    asm("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], core.int32, _semantic)
+def fence(sc=False, _semantic=None):
+    """`fence.acq_rel.sys`, or `fence.sc.sys` if `sc`, in every thread."""
+    asm(f"fence.{'sc' if sc else 'acq_rel'}.sys; mov.b32 $0, 0;", "=r", [], core.int32, _semantic)
 
 
 @simulated

@@ -41,7 +41,7 @@ def main(name: str, title: str, targets: dict[str, float] | None = None, argv: I
         print(f"{name}: nothing was measured, so no results file is written")
     elif options.device == "cuda":
         asked = targets or {} if options.ranks == 4 else {}
-        write(options.out, title, record(name, rows, options.ranks, asked), text)
+        write(options.out, record(name, rows, options.ranks, asked), text)
     print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     failed = [row for row in rows if row.get("failed") and not row.get("skipped") and row["variant"].startswith("pkt")]
     return 1 if failed else 0

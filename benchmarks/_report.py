@@ -1,14 +1,16 @@
-"""A run's times beside their limits, as a table and as a bar chart.
+"""A run's times beside their limits, as a table.
 
 The limit of a product is the greater of two times: cuBLAS's, and the bytes that leave a GPU divided by 390 GB/s.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import Any
 
 from benchmarks._case import LINK
+
+DEFAULT = "pkt default"
 
 
 def limits(rows: list[dict[str, Any]], alone: str = "cuBLAS alone") -> None:
@@ -54,30 +56,15 @@ def markdown(title: str, rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"Greatest error against fp32 of the correct variants: {worst:.1e}.", ""])
 
 
-def picture(title: str, rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw bars of limit / time: a group for each case, a bar for each baseline and for pkt's fastest variant."""
-    import matplotlib
+def operation(name: str) -> str:
+    """The parts of a fused operator in words: "matmul_all_reduce" -> "GEMM + all-reduce"."""
+    parts = re.split(r"_(?=matmul$)|(?<=^matmul)_", name)
+    return " + ".join(part.replace("matmul", "GEMM").replace("_", "-") for part in parts)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    cases = list(dict.fromkeys(row["case"] for row in rows if "ratio" in row))
-    timed = {(r["case"], r["variant"]): r["ratio"] for r in rows if "ratio" in r and r.get("error") is not None}
-    names = [n for n in dict.fromkeys(name for _, name in timed) if not n.startswith("pkt")]
-    ours = {c: max((v for (k, n), v in timed.items() if k == c and n.startswith("pkt")), default=0.0) for c in cases}
-    bars = {name: [timed.get((c, name), 0.0) for c in cases] for name in names} | {"pkt": [ours[c] for c in cases]}
-    figure, axes = plt.subplots(figsize=(1.5 + 1.8 * len(cases), 3.4), layout="constrained")
-    width = 0.8 / len(bars)
-    for i, (name, values) in enumerate(bars.items()):
-        at = [x + (i - (len(bars) - 1) / 2) * width for x in range(len(cases))]
-        colour = "tab:red" if name == "pkt" else f"{0.75 - 0.45 * i / max(len(bars) - 1, 1):.2f}"
-        drawn = axes.bar(at, values, width * 0.92, label=name, color=colour)
-        axes.bar_label(drawn, [f"{v:.2f}" if v else "" for v in values], fontsize=7)
-    axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xticks(range(len(cases)), cases)
-    axes.set_ylabel("limit / time")
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8, ncols=2, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+def title(record: dict[str, Any]) -> str:
+    """The ranks, the machine (its GPUs, or its CPU cores if it has none) and the date."""
+    gpus, cores = record["host"]["gpus"], record["host"]["cores"]
+    on = f"{len(gpus)} {gpus[0]}" if gpus else f"{cores} CPU cores"
+    ranks = f"{'' if gpus else 'simulated '}rank{'s' if record['ranks'] != 1 else ''}"
+    return f"{record['ranks']} {ranks} on {on}, {record['date']}"

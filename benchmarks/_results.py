@@ -1,4 +1,4 @@
-"""The results file of a run, its table and its bar chart.
+"""The results file of a run, its table and its picture.
 
 The file is `NAME.json` for four ranks, else `NAME_RANKS.json`. A run on three ranks is compared with one on two, if the
 same folder has that.
@@ -6,7 +6,6 @@ same folder has that.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -14,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _pictures
 from benchmarks._harness import commit, host
-from benchmarks._report import picture
 
 AGAINST = {3: 2}  # ranks -> the smaller number of ranks whose times they are compared with
 
@@ -77,8 +76,8 @@ def against(fewer: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
     return report
 
 
-def write(folder: Path, title: str, made: dict[str, Any], text: str) -> None:
-    """Write three files: `made` (from `record`) with its comparison, its table `text`, and its bar chart."""
+def write(folder: Path, made: dict[str, Any], text: str) -> None:
+    """Write three files: `made` (from `record`) with its comparison, its table `text`, and its picture."""
     name, ranks = made["benchmark"], made["ranks"]
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / (name if ranks == 4 else f"{name}_{ranks}")
@@ -92,6 +91,4 @@ def write(folder: Path, title: str, made: dict[str, Any], text: str) -> None:
             print(f"{fewer.name}: not compared: its host or commit differs, or it has no case of this run")
     stem.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
     stem.with_suffix(".md").write_text(text)
-    with contextlib.suppress(ImportError):
-        if any("ratio" in row for row in made["measured"]):
-            picture(title, made["measured"], stem.with_suffix(".png"))
+    _pictures.draw_if_possible(stem.with_suffix(".json"))

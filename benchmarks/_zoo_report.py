@@ -1,4 +1,4 @@
-"""The entries of benchmarks/zoo.py's results file, its table and its heat map.
+"""The entries of benchmarks/zoo.py's results file, and its table.
 
 The ratio of a case is pkt's default / the fastest baseline: above 1, pkt is slower. Only variants count whose result
 was checked and right. The limit of a case is the greater of two times: cuBLAS alone, and the bytes that leave a GPU
@@ -7,7 +7,6 @@ divided by 390 GB/s.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
@@ -17,14 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks._case import LINK
-from benchmarks._zoo_cases import LAYOUTS, SHORT, sent
+from benchmarks._zoo_cases import SHORT, sent
 from benchmarks._zoo_inputs import ALONE, DEFAULT, NCCL
 
 CLOSE = 1.03  # a ratio up to this counts as not slower: the times of two runs differ by as much
 WORST = 10
 FIGURES = {"captured": "ms", "eager": "eager_ms"}
 """How calls are made -> the figure of an entry."""
-WIDTH, DPI = 16.0, 120  # inches and dots an inch of the picture
 
 
 def stored(one: Mapping[str, Any], run: int) -> dict[str, Any]:
@@ -198,64 +196,3 @@ def title(record: Mapping[str, Any]) -> str:
     gpus = record.get("host", {}).get("gpus", [])
     machine = f"{record['ranks']} x {gpus[0]}" if gpus else f"{record['ranks']} ranks"
     return f"Products of published models, pkt default / fastest baseline, {machine}, {record.get('date', '')}"
-
-
-def picture(record: Mapping[str, Any], found: list[dict[str, Any]], path: Path) -> None:
-    """Draw a map of the ratios for each operator, captured and eager: a line for each product and layout, a column for
-    each number of tokens. Red: pkt is slower; blue: faster. Without matplotlib nothing is drawn."""
-    with contextlib.suppress(ImportError):
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        operators = [name for name in SHORT if any(e["operator"] == name for e in found)]
-        lines = {name: _lines(found, name) for name in operators}
-        tokens = sorted({count for e in found for count in e["tokens"]})
-        if not operators:
-            return
-        heights = [max(2, len(lines[name])) for name in operators]
-        size = (WIDTH, 1.6 + 0.15 * sum(heights) + 0.7 * len(operators))
-        figure, grid = plt.subplots(
-            len(operators), 2, figsize=size, squeeze=False, layout="constrained", gridspec_kw={"height_ratios": heights}
-        )
-        for at, operator in enumerate(operators):
-            for side, (how, key) in enumerate(FIGURES.items()):
-                axes, every = grid[at][side], compared(found, key, record["ranks"])
-                drawn = _panel(axes, [c for c in every if c.case["operator"] == operator], lines[operator], tokens)
-                axes.set_title(f"{SHORT[operator]}, {how}", fontsize=9)
-                axes.set_yticks(range(len(lines[operator])), list(lines[operator].values()) if side == 0 else [])
-        bar = figure.colorbar(drawn, ax=grid, location="bottom", shrink=0.4, aspect=50, pad=0.01)
-        bar.set_ticks([-1, -0.5, 0, 0.5, 1], labels=["0.5", "0.71", "1", "1.41", "2"])
-        bar.ax.tick_params(labelsize=7)
-        figure.suptitle(title(record), fontsize=11)
-        figure.savefig(path, dpi=DPI)
-        plt.close(figure)
-
-
-def _lines(found: Iterable[Mapping[str, Any]], operator: str) -> dict[tuple, str]:
-    """(product's facts, layout) of an operator's lines -> their label, in order of size."""
-    every = {}
-    for e in found:
-        if e["operator"] == operator:
-            models = e["models"][0] + (f" + {len(e['models']) - 1}" if len(e["models"]) > 1 else "")
-            layout = "" if e["layout"] == LAYOUTS[0] else ", transposed"
-            every[e["K"], e["N"], e["layout"]] = f"{models} {e['product']}, {e['K']} x {e['N']}{layout}"
-    return {key: every[key] for key in sorted(every, key=lambda key: (key[0] * key[1], *key))}
-
-
-def _panel(axes: Any, every: list[Compared], lines: Mapping[tuple, str], tokens: list[int]) -> Any:
-    """One map; returns what a colour bar needs."""
-    rows, columns = {key: i for i, key in enumerate(lines)}, {count: i for i, count in enumerate(tokens)}
-    values = [[math.nan] * len(tokens) for _ in lines]
-    for c in every:
-        row = rows[c.case["K"], c.case["N"], c.case["layout"]]
-        for count in c.case["tokens"]:
-            values[row][columns[count]] = math.log2(c.ratio)
-            colour = "white" if abs(math.log2(c.ratio)) > 0.7 else "black"
-            axes.text(columns[count], row, f"{c.ratio:.2f}", ha="center", va="center", fontsize=5, color=colour)
-    axes.set_facecolor("0.8")  # not measured
-    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
-    axes.set_xticks(range(len(tokens)), [str(count) for count in tokens], rotation=90, fontsize=6)
-    axes.tick_params(axis="y", labelsize=6, length=0)
-    return drawn

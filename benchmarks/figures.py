@@ -1,4 +1,5 @@
-"""Write measured figures into README.md and docs/. Every figure of a page comes from a committed results file.
+"""Write measured figures into README.md and docs/, and draw the pictures of benchmarks/results. Every figure of a page
+and every picture comes from a committed results file.
 
     python -m benchmarks.figures
 
@@ -10,7 +11,8 @@ the files of several operators gives one table:
     <!-- benchmarks/results/all_gather_matmul.json benchmarks/results/matmul_reduce_scatter.json -->
     <!-- end -->
 
-This program writes the text between the comments. tests/test_readme_figures.py fails if a page has another text.
+This program writes the text between the comments. tests/test_readme_figures.py fails if a page has another text, and
+tests/test_pictures.py if a picture was drawn from other data.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import ROOT
+from benchmarks import _pictures
+from benchmarks._harness import RESULTS, ROOT
+from benchmarks._report import DEFAULT, operation, title
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(
     r"(<!-- (benchmarks/results/\w+\.json(?: benchmarks/results/\w+\.json)*) -->\n).*?(<!-- end -->)", re.DOTALL
 )
-DEFAULT = "pkt default"
 BETWEEN = ("N = 6144", "N = 12288")
 """Cases that a table of several operators leaves out."""
 BASELINES = {"NCCL + cuBLAS": "NCCL + cuBLAS", "torch symm_mem fused": "torch fused"}
@@ -75,20 +78,6 @@ def operators_table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def operation(name: str) -> str:
-    """The parts of a fused operator in words: "matmul_all_reduce" -> "GEMM + all-reduce"."""
-    parts = re.split(r"_(?=matmul$)|(?<=^matmul)_", name)
-    return " + ".join(part.replace("matmul", "GEMM").replace("_", "-") for part in parts)
-
-
-def title(record: dict[str, Any]) -> str:
-    """The ranks, the machine (its GPUs, or its CPU cores if it has none) and the date."""
-    gpus, cores = record["host"]["gpus"], record["host"]["cores"]
-    on = f"{len(gpus)} {gpus[0]}" if gpus else f"{cores} CPU cores"
-    ranks = f"{'' if gpus else 'simulated '}rank{'s' if record['ranks'] != 1 else ''}"
-    return f"{record['ranks']} {ranks} on {on}, {record['date']}"
-
-
 def number(value: float) -> str:
     """`value` with two significant digits below 10, three up to 1,000, and commas between thousands."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}" if value < 10 else f"{value:.3g}"
@@ -105,6 +94,9 @@ def main() -> None:
         if filled(text) != text:
             page.write_text(filled(text))
             print(f"figures written: {Path(page).relative_to(ROOT)}")
+    for picture, data in _pictures.pictures(RESULTS).items():
+        _pictures.draw(picture, data)
+        print(f"drawn: {picture.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections import defaultdict
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pkt
-from benchmarks import _harness
+from benchmarks import _harness, _pictures
 from benchmarks.link_measure import MIB, PARTS, Plan, Record, measure
 
 RAW, PRACTICAL = 478.0, 390.0
@@ -108,44 +106,6 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / MIB:g} MiB" if nbytes >= MIB else f"{nbytes / 1024:g} KiB"
 
 
-def draw(records: list[Record], title: str, path: Path, limits: bool) -> None:
-    """Draw four panels: bandwidth by message size, by programs to one peer and to all, and the latencies."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    lines: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        if record.us:
-            lines[record.group][record.series].append((record.x, statistics.median(figures(record))))
-    figure, axes = plt.subplots(2, 2, figsize=(15, 10), layout="constrained")
-    panels = ("one peer, by message size", "one peer, by programs", "all peers, by programs")
-    for axis, group in zip(axes.flat, panels):
-        for series, found in lines[group].items():
-            if found == [found[0]] and group.endswith("programs"):
-                axis.axhline(found[0][1], linestyle=":", label=series)
-            else:
-                axis.plot(*zip(*sorted(found)), marker="o", markersize=3, label=series)
-        if limits:
-            for value, name in ((RAW, f"links, {RAW:g}"), (PRACTICAL, f"greatest measured, {PRACTICAL:g}")):
-                axis.axhline(value, color="black", linewidth=0.8, linestyle="--")
-                axis.annotate(name, (0.01, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
-        axis.set(title=group, ylabel="GB/s out of each GPU", ylim=(0, None))
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("bytes of a message" if group.endswith("size") else "programs")
-        axis.legend(fontsize=7)
-        axis.grid(alpha=0.3)
-    axis = axes.flat[3]
-    latencies = [(s, found[0][1]) for s, found in lines["latency"].items()]
-    bars = axis.barh([s for s, _ in latencies][::-1], [us for _, us in latencies][::-1])
-    axis.bar_label(bars, fmt="%.2f", fontsize=7)
-    axis.set(title="latency", xlabel="us")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
@@ -177,7 +137,7 @@ def main() -> int:
         "points": [asdict(point) for point in points],
     }
     path = _harness.write("link", table, **facts)
-    draw(records, f"{given.ranks} x {gpus[0]}", path.with_suffix(".png"), held)
+    _pictures.draw_if_possible(path)
     return 0
 
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import pkt
-from benchmarks import _cublasmp
+from benchmarks import _cublasmp, _pictures
 from benchmarks._harness import RESULTS, commit, host
 from benchmarks._process_group import ENVIRONMENT
 from benchmarks._run import HEAP, WAIT_SECONDS
 from benchmarks._timing import Settings
 from benchmarks._zoo_cases import LAYOUTS, SHORT, TINY, TOKENS, ZooCase, cases, piece
 from benchmarks._zoo_inputs import PLAIN_ROWS
-from benchmarks._zoo_report import entries, markdown, measured, picture, stored, summary
+from benchmarks._zoo_report import entries, markdown, measured, stored, summary
 from pkt.errors import PktError
 from pkt.runtime.workers import workers
 
@@ -143,7 +143,7 @@ def write(folder: Path, ranks: int) -> dict[str, Any]:
     for name, values in {"runs": runs, "measured": found}.items():  # a line each
         text += f',\n "{name}": [\n  ' + ",\n  ".join(json.dumps(value) for value in values) + "\n ]"
     stem.with_suffix(".json").write_text(text + "\n}\n")
-    picture(record, every, stem.with_suffix(".png"))
+    _pictures.draw_if_possible(stem.with_suffix(".json"))
     lines.unlink(missing_ok=True)
     return record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["KINDS", "Event", "RankSummary", "Timeline"]
+__all__ = ["KINDS", "Event", "RankSummary", "Signal", "Timeline"]
 
 KINDS = ("compute", "communicate", "wait")
 
@@ -20,9 +20,20 @@ KINDS = ("compute", "communicate", "wait")
 COLOURS = {"compute": "#0072B2", "communicate": "#E69F00", "wait": "#B9BEC6"}
 INK, FAINT, IDLE = "#22262B", "#7A828C", "#F3F5F7"
 
+TINY_US = 1e-3
+
 # In inches. The bands fill the space between the margins.
 WIDTH, LEFT, RIGHT = 11.0, 0.85, 1.75
 GAP, LEGEND, FOOT = 0.16, 0.45, 0.52
+LABEL = 7.0  # points
+
+
+class Signal(NamedTuple):
+    """Where and when a signal was sent: the rank, its lane, and the microsecond."""
+
+    rank: int
+    lane: int
+    us: float
 
 
 class Event(NamedTuple):
@@ -31,8 +42,10 @@ class Event(NamedTuple):
     rank: the rank that it ran on.
     lane: the slot of the resident program on that rank (an SM, or a share of one).
     kind: one of `KINDS`.
-    name: a description for people: "tile 3", "wait flags[7]".
+    name: a description for people: "tile 3", "wait flags[7] >= 2".
     start_us, end_us: microseconds from the start of the run.
+    args: facts that Perfetto shows beside the event: kernel, program, tile, counter.
+    signal: the signal that ended a wait, if one is known.
     """
 
     rank: int
@@ -41,6 +54,8 @@ class Event(NamedTuple):
     name: str
     start_us: float
     end_us: float
+    args: Mapping[str, Any] = {}
+    signal: Signal | None = None
 
 
 class RankSummary(NamedTuple):
@@ -59,7 +74,7 @@ class RankSummary(NamedTuple):
 
 
 class Timeline:
-    """Events of one run, on one clock.
+    """Events of one run, on one clock. Its time 0 is the start of the first event.
 
     Where two events of a lane overlap, the one that began later counts: a wait inside a communicate event is a wait.
     All ranks share one span, from the first start to the last end, so that a rank that finishes early shows as idle.
@@ -67,7 +82,11 @@ class Timeline:
     """
 
     def __init__(self, events: Iterable[Event], title: str = "", clock: str = "modelled µs") -> None:
-        self.events = sorted(events, key=lambda e: (e.rank, e.lane, e.start_us, -e.end_us))
+        events = list(events)
+        zero = min((event.start_us for event in events), default=0.0)
+        self.events = sorted(
+            (_shifted(event, zero) for event in events), key=lambda e: (e.rank, e.lane, e.start_us, -e.end_us)
+        )
         self.title = title
         self.clock = clock
         for event in self.events:
@@ -83,10 +102,8 @@ class Timeline:
 
     @property
     def span_us(self) -> tuple[float, float]:
-        """First start and last end, in microseconds; (0, 0) if there are no events."""
-        if not self.events:
-            return 0.0, 0.0
-        return min(e.start_us for e in self.events), max(e.end_us for e in self.events)
+        """First start, which is 0, and last end, in microseconds."""
+        return 0.0, max((event.end_us for event in self.events), default=0.0)
 
     def lanes(self, rank: int) -> dict[int, list[Event]]:
         """The events of each lane of `rank`, cut so that none overlap, in order of time."""
@@ -130,7 +147,11 @@ class Timeline:
         return table
 
     def to_perfetto(self, path: str | Path) -> Path:
-        """Write Chrome's trace JSON, one process a rank, for ui.perfetto.dev and chrome://tracing."""
+        """Write Chrome's trace JSON for ui.perfetto.dev and chrome://tracing.
+
+        A rank is a process, and a lane is a thread. An arrow leads from a signal to the wait that it ended. A counter
+        of each rank shows how many of its lanes compute, communicate and wait.
+        """
         records: list[dict[str, object]] = []
         for rank in self.ranks:
             process: dict[str, object] = {"ph": "M", "pid": rank}
@@ -143,16 +164,50 @@ class Timeline:
         for event in self.events:
             place = {"ph": "X", "pid": event.rank, "tid": event.lane, "name": event.name or event.kind}
             time = {"ts": event.start_us, "dur": event.end_us - event.start_us}
-            records.append({**place, **time, "cat": event.kind})
+            records.append({**place, **time, "cat": event.kind, "args": dict(event.args)})
+        records += self._arrows() + self._counters()
         path = Path(path)
         path.write_text(json.dumps({"displayTimeUnit": "ns", "traceEvents": records}))
         return path
+
+    def _arrows(self) -> list[dict[str, object]]:
+        """Two records for each arrow. Perfetto binds an end of an arrow to the event that is running there, so both are
+        a little before the end of theirs."""
+        records: list[dict[str, object]] = []
+        for event in self.events:
+            if event.signal is not None:
+                rank, lane, us = event.signal
+                arrow: dict[str, object] = {"cat": "signal", "name": event.name, "id": len(records) // 2 + 1}
+                records.append({**arrow, "ph": "s", "pid": rank, "tid": lane, "ts": max(0.0, us - TINY_US)})
+                end = {"pid": event.rank, "tid": event.lane, "ts": max(event.start_us, event.end_us - TINY_US)}
+                records.append({**arrow, "ph": "f", "bp": "e", **end})
+        return records
+
+    def _counters(self) -> list[dict[str, object]]:
+        records: list[dict[str, object]] = []
+        for rank in self.ranks:
+            changes: dict[float, dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
+            for events in self.lanes(rank).values():
+                for event in events:
+                    changes[event.start_us][event.kind] += 1
+                    changes[event.end_us][event.kind] -= 1
+            lanes = dict.fromkeys(KINDS, 0)
+            for ts in sorted(changes):
+                lanes = {kind: lanes[kind] + changes[ts][kind] for kind in KINDS}
+                records.append({"ph": "C", "pid": rank, "name": "lanes", "ts": ts, "args": lanes})
+        return records
 
     def to_png(self, path: str | Path, dpi: int = 160) -> Path:
         """Draw a band for each rank with a row for each lane. Needs matplotlib (`pip install matplotlib`)."""
         path = Path(path)
         _draw(self, dpi).savefig(path)
         return path
+
+
+def _shifted(event: Event, zero: float) -> Event:
+    """The event on a clock that begins at `zero`."""
+    signal = event.signal and event.signal._replace(us=event.signal.us - zero)
+    return event._replace(start_us=event.start_us - zero, end_us=event.end_us - zero, signal=signal)
 
 
 def _without_overlaps(events: list[Event]) -> list[Event]:
@@ -219,8 +274,6 @@ def _draw(timeline: Timeline, dpi: int = 160) -> Figure:
     height = head + FOOT + sum(heights) + GAP * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, height), dpi=dpi, facecolor="white")
     start, end = timeline.span_us
-    if 0 < start < 0.05 * end:
-        start = 0.0  # so that the axis begins at zero
 
     top, axes = height - head, None
     for row, inches in zip(timeline.summary(), heights):
@@ -272,6 +325,18 @@ def _band(axes: Any, lanes: list[list[Event]], inches: float) -> None:
             bars = [(start, length - seam if length > 6 * seam else length) for start, length in lengths]
             if bars:
                 axes.broken_barh(bars, (place + gap / 2, 1 - gap), facecolors=colour, linewidth=0)
+    if row_points >= LABEL + 2:
+        _labels(axes, lanes, (WIDTH - LEFT - RIGHT) * 72 / (right - left))
+
+
+def _labels(axes: Any, lanes: list[list[Event]], points: float) -> None:
+    """Name the events that are wide enough for their name. points: of a microsecond."""
+    for place, events in enumerate(lanes):
+        for e in events:
+            text = e.name.removeprefix("wait ")
+            if (e.kind == "wait" or "tile" in e.args) and 0.62 * LABEL * len(text) < (e.end_us - e.start_us) * points:
+                axes.text((e.start_us + e.end_us) / 2, place + 0.53, text, ha="center", va="center", fontsize=LABEL,
+                          color="white" if e.kind == "compute" else INK)  # fmt: skip
 
 
 def _shares(axes: Any, row: RankSummary, inches: float) -> None:

@@ -72,7 +72,7 @@ def test_results_file_has_the_comparison_with_two_ranks(tmp_path: Path, capsys: 
     for ranks, ms in ((2, 1.0), (3, 1.2)):
         row = {"case": "N", "variant": "pkt default", "ms": ms, "low": ms, "high": ms, "runs": 20}
         rows = [row | {"error": 0.0, "ratio": 0.5 / ms, "bytes": ranks}]
-        write(tmp_path, "Title", record("collectives", rows, ranks, {"N": 0.45}), "table\n")
+        write(tmp_path, record("collectives", rows, ranks, {"N": 0.45}), "table\n")
         assert (tmp_path / f"collectives_{ranks}.md").read_text() == "table\n"
     made = json.loads((tmp_path / "collectives_3.json").read_text())
     assert {"gpus", "cores", "versions"} <= set(made["host"])

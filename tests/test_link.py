@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,12 +89,3 @@ def test_rows_compare_figures_with_limits() -> None:
         "host: pkt launch over bare launch": True,
     }
     assert all(r.held is None for r in link.rows(records, held=False)[0])
-
-
-def test_draw_writes_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    groups = ("one peer, by message size", "one peer, by programs", "all peers, by programs")
-    records = [Record(g, "TMA store", x, [100.0], nbytes=x * 10**6) for g in groups for x in (1, 2, 4)]
-    records.append(Record("latency", "signal", 0, [2.0]))
-    link.draw(records, "a title", tmp_path / "link.png", limits=True)
-    assert (tmp_path / "link.png").stat().st_size > 10_000

@@ -4,11 +4,16 @@ import json
 
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pkt.trace import KINDS, Event, Timeline
+import pkt.language as pl
+from pkt import empty, signals
+from pkt.simulate.run import execute
+from pkt.trace import KINDS, Event, Signal, Timeline
 
 TWO_RANKS = [
     Event(0, 0, "communicate", "copy", 0.0, 6.0),
@@ -72,6 +77,86 @@ def test_perfetto_keeps_every_event(tmp_path):
     }
     names = {(r["pid"], r["args"]["name"]) for r in records if r["name"] == "process_name"}
     assert names == {(0, "rank 0"), (1, "rank 1")}
+
+
+def test_the_clock_begins_at_zero():
+    event = Event(0, 0, "wait", "wait flags[1]", 7.0, 9.0, signal=Signal(1, 0, 6.0))
+    timeline = Timeline([event, Event(1, 0, "compute", "", 5.0, 6.5)])
+    assert timeline.span_us == (0.0, 4.0)
+    assert timeline.events[0].start_us == 2.0
+    assert timeline.events[0].signal == Signal(1, 0, 1.0)
+
+
+@triton.jit
+def exchange(x, flags, world, N: tl.constexpr):
+    i = tl.arange(0, N)
+    other = 1 - world.rank
+    pl.put(x + i, x + i, other, world)
+    pl.signal(flags + 1, other, world)
+    pl.wait(flags + 1, 1, world)
+
+
+def swapped(world):
+    flags = signals(2, name="flags")
+    exchange[(1,)](empty(512), flags, world.device, 256)
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory):
+    timeline = execute(swapped, 2, trace=True).timeline()
+    path = timeline.to_perfetto(tmp_path_factory.mktemp("trace") / "trace.json")
+    return timeline, json.loads(path.read_text())["traceEvents"]
+
+
+def test_a_wait_names_its_counter_and_an_arrow_leads_to_it_from_the_signal(exchanged):
+    timeline, records = exchanged
+    waits = [event for event in timeline.events if event.kind == "wait"]
+    assert [(e.rank, e.name, e.args["counter"], e.signal.rank) for e in waits] == [
+        (0, "wait flags[1] >= 1", "flags[1]", 1),
+        (1, "wait flags[1] >= 1", "flags[1]", 0),
+    ]
+    begins, ends = ({r["id"]: r for r in records if r["ph"] == phase} for phase in "sf")
+    assert len(begins) == 2
+    assert begins.keys() == ends.keys()
+    slices = [r for r in records if r["ph"] == "X"]
+    for number, begin in begins.items():
+        end = ends[number]
+        assert begin["ts"] < end["ts"]
+        assert begin["pid"] == 1 - end["pid"]
+        for record, kind in ((begin, "communicate"), (end, "wait")):  # each end lies in the event it belongs to
+            mine = [s for s in slices if s["pid"] == record["pid"] and s["ts"] <= record["ts"] <= s["ts"] + s["dur"]]
+            assert [s["cat"] for s in mine] == [kind]
+
+
+def test_a_counter_shows_how_many_lanes_do_what(exchanged):
+    timeline, records = exchanged
+    counts = [r for r in records if r["ph"] == "C" and r["pid"] == 0]
+    assert {kind for r in counts for kind, n in r["args"].items() if n} >= {"communicate", "wait"}
+    assert all(sum(r["args"].values()) == 1 for r in counts[:-1])  # one lane, never idle
+    assert counts[-1]["args"] == dict.fromkeys(KINDS, 0)
+    assert counts[-1]["ts"] == pytest.approx(max(e.end_us for e in timeline.events if e.rank == 0))
+
+
+@triton.jit
+def double(task, x):
+    tl.store(x + task, 2 * tl.load(x + task))
+
+
+@triton.jit
+def in_tiles(x, queue, flags, world):
+    pl.lcsc(double, double, (x,), 3, 0, queue, pl.epoch(flags, world), 1)
+
+
+def doubled(world):
+    in_tiles[(2,)](empty(8), signals(1), signals(1), world.device)
+
+
+def test_perfetto_has_the_tile_of_an_event(tmp_path):
+    path = execute(doubled, 1, trace=True).timeline().to_perfetto(tmp_path / "trace.json")
+    slices = [r for r in json.loads(path.read_text())["traceEvents"] if r["ph"] == "X"]
+    assert {r["name"] for r in slices if "tile" in r["args"]} == {"tile 0", "tile 1", "tile 2"}
+    assert all(r["name"] == f"tile {r['args']['tile']}" for r in slices if "tile" in r["args"])
+    assert {r["args"]["kernel"] for r in slices} == {"in_tiles"}
 
 
 def test_the_table_has_a_row_for_each_rank():

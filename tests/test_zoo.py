@@ -302,10 +302,6 @@ def test_table_and_map_of_a_small_result(tmp_path: Path) -> None:
     assert "2 x NVIDIA H200, 2026-11-23" in text
     assert text.count("NCCL + cuBLAS, ") >= min(10, len(every))
     assert f"- FAILED in {len(every)} cases: pkt push: wrong: error 0.5" in text
-    _zoo_report.picture(record, found, tmp_path / "zoo_2.png")
-    from PIL import Image
-
-    assert Image.open(tmp_path / "zoo_2.png").width <= 2000
     (tmp_path / "zoo_2.json").write_text(json.dumps(record))
     times = zoo.measured(tmp_path / "zoo_2.json")[AR, 66, 4096, 7168, 2, "transposed"]
     assert set(times) == {

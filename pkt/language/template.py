@@ -29,8 +29,8 @@ def lcsc(compute: tl.constexpr, communicate: tl.constexpr, args, num_tasks, num_
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     if pid < num_comm_sms:
-        ptx.mark("communicate")
         for task in range(pid, num_comm_tasks, num_comm_sms):
+            ptx.mark("communicate", task)
             communicate(task, *args)
     ptx.mark("compute")
     # The queue is never reset. A launch makes one claim for each task and a last one in each program, so the value of
@@ -38,9 +38,11 @@ def lcsc(compute: tl.constexpr, communicate: tl.constexpr, args, num_tasks, num_
     first = (epoch - 1) * (num_tasks + programs)
     task = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu") - first
     while task < num_tasks:
+        ptx.mark("compute", task)
         compute(task, *args)
         task = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu") - first
     if num_comm_sms == 0:
-        ptx.mark("communicate")
         for task in range(pid, num_comm_tasks, programs):
+            ptx.mark("communicate", task)
             communicate(task, *args)
+    ptx.mark("compute")

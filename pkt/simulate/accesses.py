@@ -7,6 +7,7 @@ TMA stores; only `drain` does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ import triton.language as tl
 from pkt.simulate import cost
 from pkt.simulate.bad_address import bad_address, check_counters
 from pkt.simulate.builder import Tile
-from pkt.simulate.detector import Detector
+from pkt.simulate.detector import Detector, Sync
 from pkt.simulate.loops import Loop, Slice, digest
 from pkt.simulate.memory import Access, Buffered, Pending, Strided, Unmapped
 from pkt.simulate.numerics import BITS, encode
+from pkt.wording import Waiting
 
 UNINTERRUPTED = 4096  # accesses of one program before it must let others run
 POLLS_OF_A_STRETCH = 16  # polls that such a stretch of accesses counts for
@@ -300,14 +302,25 @@ class Accesses:
         if self.m.tracing:
             self._interval(kind, start, task.time)
 
-    def _interval(self, kind: str, start: float, end: float) -> None:
+    def _interval(
+        self,
+        kind: str,
+        start: float,
+        end: float,
+        waiting: Callable[[], Waiting] | None = None,
+        sync: Sync | None = None,
+    ) -> None:
+        """Add a stretch to the timeline, if there is one. waiting: what a wait waited for. sync: the signals that it
+        found."""
         if not self.m.tracing:
             return
-        intervals = self.m.current.intervals
-        if intervals and intervals[-1][0] == kind and intervals[-1][2] >= start:
-            intervals[-1][2] = end
+        task = self.m.current
+        last = task.intervals[-1] if task.intervals else None
+        if last and waiting is None and last[0] == kind and last[3] == task.tile and last[2] >= start:
+            last[2] = end
         else:
-            intervals.append([kind, start, end])
+            signal = None if sync is None else sync.sent
+            task.intervals.append([kind, start, end, task.tile, waiting and waiting(), signal])
 
 
 def scalar(value: Any) -> int:

@@ -22,12 +22,13 @@ from pkt.simulate.sites import site
 class Sync:
     """The clocks released at one address: by any rank at system scope, and by each rank at any scope."""
 
-    __slots__ = ("system", "rank", "time", "launch")
+    __slots__ = ("system", "rank", "time", "launch", "sent")
 
     def __init__(self) -> None:
         self.system: Any = None
         self.rank: dict[int, Any] = {}
         self.time = 0.0
+        self.sent: tuple[int, int, float] | None = None  # rank, lane and time of the signal that arrives last
         self.launch: dict[int, int] = {}  # rank -> its newest launch that released here
 
 
@@ -76,7 +77,8 @@ class Detector:
         if scope != "cta":
             sync.rank[task.rank] = join(sync.rank.get(task.rank), clock)
         flight = cost.LOCAL_SIGNAL_US if self.m.space.owner(address) in (task.rank, None) else cost.SIGNAL_US
-        sync.time = max(sync.time, task.time + flight)
+        if task.time + flight > sync.time:
+            sync.time, sync.sent = task.time + flight, (task.rank, task.lane, task.time)
         sync.launch[task.rank] = task.launch.ordinal
 
     def read_relaxed(self, addresses: list[int], scope: str) -> None:

@@ -52,7 +52,7 @@ class SimulatedDevice(Flagged, Multimem):
                 if stale and m.races and region.kind == "signals":
                     self.detector.note_stale(task, blocked, sync)
             if task.time > start:
-                self._interval("wait", start, task.time)
+                self._interval("wait", start, task.time, blocked.waiting, sync)
             if change != "relax" and m.races:
                 self.detector.acquire(address, "system")
                 if at.call in SYNC:
@@ -114,8 +114,9 @@ class SimulatedDevice(Flagged, Multimem):
         if self.m.space.owner(address) is None:
             self.m.taken.note(tensor, str(site()))
 
-    def mark(self, kind: str) -> None:
-        self.m.current.mark = kind
+    def mark(self, kind: str, task: Any = None) -> None:
+        current = self.m.current
+        current.mark, current.tile = kind, None if task is None else scalar(task)
 
     def check_exit(self, task: Any) -> None:
         """Order a program's TMA stores when it ends. Stores that are still pending stay so until the grid ends."""

@@ -88,7 +88,8 @@ class Flagged(Atomics):
                 m.block(Blocked(task, access.region, word, flag, "eq", at))
             sync = self.detector.sync.get(access.first())
             if sync is not None and sync.time > task.time:
-                self._interval("wait", task.time, sync.time)
+                blocked = Blocked(task, access.region, access.first() + FLAG, flag, "eq", at)
+                self._interval("wait", task.time, sync.time, blocked.waiting, sync)
                 task.time = sync.time
             self.detector.write(access, "atomic", is_async=False)  # as an atomic it races with plain accesses only
             self._charge(access)

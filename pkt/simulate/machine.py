@@ -28,7 +28,8 @@ from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
 from pkt.simulate.sites import host_call
 from pkt.simulate.stream import Stream
-from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial
+from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, events
+from pkt.trace import Event
 from pkt.wording import Waiting
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
@@ -66,7 +67,7 @@ class Machine:
         self.races, self.tracing, self.faults = races, trace, faults
         self.census = Census()
         self.findings: list[Any] = []
-        self.events: list[tuple[int, int, str, str, float, float]] = []  # fields of trace.Event
+        self.events: list[Event] = []
         self.clocks = Clocks()
         self.taken = Taken()
         self.hosts = [Host(r, sms) for r in range(ranks)]
@@ -201,7 +202,7 @@ class Machine:
         launch.time = max(launch.time, task.time)
         heapq.heappush(host.slots, task.lane)
         if self.tracing:
-            self.events += [(task.rank, task.lane, kind, task.name, a, b) for kind, a, b in task.intervals]
+            self.events += events(task)
         self._fill(launch)
         if launch.done:
             if self.trial is not None and all(t.done for t in self.trial.launches):

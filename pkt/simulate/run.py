@@ -18,7 +18,7 @@ from pkt.runtime.world import World
 from pkt.simulate.machine import Machine
 from pkt.simulate.memory import Region
 from pkt.simulate.turns import turn
-from pkt.trace import Event, Timeline
+from pkt.trace import Timeline
 
 POISON = 0xFF  # the bytes of fresh memory: NaN in every float format, -1 in the integers
 
@@ -110,7 +110,7 @@ class Outcome:
 
     def timeline(self, title: str = "") -> Timeline:
         """When every program did what, on the modelled clock; empty unless the run was traced."""
-        return Timeline((Event(*fields) for fields in self.machine.events), title)
+        return Timeline(self.machine.events, title)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 
 from pkt.simulate.loops import Loop
 from pkt.simulate.modes import modes
+from pkt.trace import Event, Signal
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +46,9 @@ class Task:
     polls: int = 0
     progress: int = -1
     time: float = 0.0
-    intervals: list[list] = field(default_factory=list)
+    intervals: list[list] = field(default_factory=list)  # kind, start, end, tile, wait and the signal that ended it
     mark: str = "compute"
+    tile: int | None = None  # that the marked region works on
     signals: int = 0
     satisfied_by: str | None = None
     accesses: int = 0
@@ -71,6 +73,22 @@ class Task:
     def spins(self) -> Loop | None:
         """A loop that the program cannot leave, unless another one changes memory; or None."""
         return next((loop for loop in self.loops.values() if loop.spins), None) if self.loops else None
+
+
+def events(task: Task) -> list[Event]:
+    """What the timeline shows of a program that has ended."""
+    found = []
+    for kind, start, end, tile, waiting, signal in task.intervals:
+        args: dict[str, Any] = {"kernel": task.name, "program": task.index}
+        name = task.name if tile is None else f"tile {tile}"
+        if tile is not None:
+            args["tile"] = tile
+        if waiting is not None:
+            name = f"wait {waiting.counter} {waiting.condition}"
+            args |= {"counter": waiting.counter, "wanted": waiting.condition, "at": waiting.site}
+        sent = None if signal is None else Signal(*signal)
+        found.append(Event(task.rank, task.lane, kind, name, start, end, args, sent))
+    return found
 
 
 class Launch:

@@ -106,7 +106,8 @@ def retype_tuples(args, _semantic=None):
 
 
 @simulated
-def mark(kind, _semantic=None):
-    """Begin a region of the simulator's timeline: "compute", "communicate" or "wait". Compiled to nothing."""
+def mark(kind, task=None, _semantic=None):
+    """Begin a region of the simulator's timeline: "compute", "communicate" or "wait". task: the index of the tile that
+    the region works on. Compiled to nothing."""
     if kind not in ("compute", "communicate", "wait"):
         raise ValueError(f'kind is "compute", "communicate" or "wait", not {kind!r}')

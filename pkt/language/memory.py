@@ -100,8 +100,8 @@ def load_acquire(ptr, peer, world, scope: tl.constexpr = _SYS):
 
     ptr: scalar or block of pointers to elements of 32 or 64 bits; scope: "sys", or "gpu" where only programs of one GPU
     meet. One thread reads a scalar and tells the others, so that the value may steer control flow:
-    `atom.global.acquire.<scope>.add` of 0, which newer Triton turns into a load, then `bar.sync`. It does not order TMA
-    loads, and a loop around it has no deadline: `wait` has both.
+    an atomic addition of 0, which Triton compiles to `ld.global.<scope>.acquire`, then `bar.sync`. It does not order
+    TMA loads, and a loop around it has no deadline: `wait` has both.
     """
     found = _read(address.peer(ptr, peer, world), "acquire", scope)
     ptx.cta_barrier()

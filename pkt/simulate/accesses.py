@@ -42,7 +42,8 @@ class Accesses:
     @property
     def on_host(self) -> bool:
         """Whether host code runs now, and not a program of a kernel."""
-        return self.m.current is None or self.m.current.is_host
+        task = self.m.current
+        return task is None or task.launch is None
 
     def load(self, addresses: np.ndarray, mask: np.ndarray | None, dtype: np.dtype, volatile: bool) -> np.ndarray:
         first = addresses.item(0)

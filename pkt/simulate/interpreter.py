@@ -82,7 +82,7 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
     that the parameter is annotated with, such as "i64", which a number then has whatever its value; "" for none."""
     if annotated and isinstance(value, (bool, int, float)):
         wide = tl.float64 if isinstance(value, float) else tl.int64 if value < 1 << 63 else tl.uint64
-        return semantic.cast(_number(value, wide), tl.str_to_ty(annotated, None))
+        return semantic.cast(_number(value, wide), _annotated(annotated))
     if isinstance(value, core.constexpr):
         return value.value
     if value is None or isinstance(value, (str, core.dtype, JITFunction)):
@@ -109,6 +109,11 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
         made.handle.round_f32_to_tf32 = getattr(value, "round_f32_to_tf32", False)  # Triton 3.9
         return made
     return value
+
+
+@functools.cache
+def _annotated(name: str) -> tl.dtype:
+    return tl.str_to_ty(name, None)
 
 
 def _number(value: float, ty: tl.dtype) -> tl.tensor:

@@ -67,8 +67,10 @@ class Strided:
 
     def span(self) -> tuple[int, int]:
         """First byte and one past the last, as offsets in the region."""
-        reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides))
-        return self.offset, self.offset + reach + self.itemsize
+        end = self.offset + self.itemsize
+        for n, s in zip(self.shape, self.strides):
+            end += (n - 1) * s
+        return self.offset, end
 
     def count(self) -> int:
         return math.prod(self.shape)

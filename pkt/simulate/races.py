@@ -51,7 +51,9 @@ class Clocks:
         return clock
 
     def join(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return np.maximum(self.fit(a), self.fit(b))
+        if not len(a) == len(b) == self.width:
+            a, b = self.fit(a), self.fit(b)
+        return np.maximum(a, b)
 
 
 class Last:
@@ -204,7 +206,7 @@ class Touched:
 
     def _single(self, offset: int, itemsize: int) -> None:
         at = offset % GRANULE
-        self.index = np.array([offset // GRANULE])
+        self.index = offset // GRANULE
         self.bytes = ((1 << itemsize) - 1) << at & FULL
 
     def _scatter(self, offsets: np.ndarray, itemsize: int) -> None:
@@ -232,7 +234,7 @@ class Touched:
     def offset(self, position: int) -> int:
         """Byte offset in the region of the granule at flat `position`."""
         if self.view is None:
-            return int(self.index[position]) * GRANULE
+            return (self.index if isinstance(self.index, int) else int(self.index[position])) * GRANULE
         shape, offset, strides = self.view
         where = np.unravel_index(position, shape)
         return (offset + sum(int(i) * s for i, s in zip(where, strides))) * 2

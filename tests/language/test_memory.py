@@ -244,8 +244,11 @@ def test_ordered_loads_and_stores_of_a_scalar_happen_once(arch, scope, dtype):
         return [op for op in found if not op.startswith("one:st.global")]  # the result
 
     bits = {"i32": 32, "fp64": 64}[dtype]
-    assert ops("load_acquire") == [f"one:ld.global.{scope}.acquire.b{bits}", "bar.sync"]
-    assert ops("load_relaxed") == [f"one:ld.global.{scope}.relaxed.b{bits}"]
+    # Triton turns the addition of 0 into a load
+    for how, sem, after in (("load_acquire", "acquire", ["bar.sync"]), ("load_relaxed", "relaxed", [])):
+        access, *rest = ops(how)
+        assert access in (f"one:ld.global.{scope}.{sem}.b{bits}", f"one:atomic.{sem}.{scope}.add.u{bits}")
+        assert rest == after
     assert ops("store_release") == ["bar.sync", f"one:atomic.release.{scope}.exch.b{bits}"]
     assert ops("store_relaxed") == [f"one:atomic.relaxed.{scope}.exch.b{bits}"]
     assert ops("atomic_add") == [f"one:atomic.relaxed.{scope}.add.{'u32' if bits == 32 else 'f64'}"]

@@ -258,7 +258,7 @@ def zoo(record: Record) -> Any:
     panels = [name for name in _zoo_report.SHORT if any(e["operator"] == name for e in found)]
     figure = canvas(
         "Products of models: times as fast as the fastest baseline", [record], 1.1 + 1.65 * len(panels),
-        "Means are geometric. Baselines: NCCL + cuBLAS, torch, cuBLASMp. captured: in a CUDA graph.", key,
+        f"Geometric means. Not slower: within {_zoo_report.CLOSE - 1:.0%}. Baselines: NCCL + cuBLAS, torch, cuBLASMp. Captured: CUDA graph.", key,
     )  # fmt: skip
     for axes, name in zip(figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0], panels):
         said: list[str] = []

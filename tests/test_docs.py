@@ -1,5 +1,6 @@
 """README.md and docs: every Python block runs and prints the output shown, and every public name is described."""
 
+import importlib.util
 import inspect
 import os
 import re
@@ -186,3 +187,16 @@ def test_named_tests_exist(page):
     for path, name in re.findall(r"`(?:T )?(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
         assert (ROOT / path).is_file(), f"{page.name} names {path}"
         assert f"def {name}(" in (ROOT / path).read_text() or not name, f"{page.name} names {path}::{name}"
+
+
+# adding-an-operator.md names an operator that it adds.
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "adding-an-operator"], ids=lambda page: page.name)
+def test_named_functions_exist(page):
+    """Every `pkt.name` and `pl.name` of a page, in text and in code."""
+    for prefix, names in re.findall(r"(?<![\w.-])(pkt|pl)\.(\w+(?:\.\w+)*)(?![\w*])", page.read_text()):
+        value: object = {"pkt": pkt, "pl": pl}[prefix]
+        for name in names.split("."):
+            if not inspect.ismodule(value):
+                break  # an attribute of a class, or of what a call returns
+            value = getattr(value, name, None) or importlib.util.find_spec(f"{value.__name__}.{name}")
+            assert value is not None, f"{page.name} names {prefix}.{names}"

@@ -26,7 +26,7 @@ from benchmarks import _pictures
 from benchmarks._harness import RESULTS, ROOT
 from benchmarks._report import DEFAULT, operation, title
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLACE = re.compile(
     r"(<!-- (benchmarks/results/\w+\.json(?: benchmarks/results/\w+\.json)*) -->\n).*?(<!-- end -->)", re.DOTALL
 )

@@ -1,5 +1,6 @@
 """README.md and docs: every Python block runs and prints the output shown, and every public name is described."""
 
+import importlib.util
 import inspect
 import os
 import re
@@ -17,7 +18,7 @@ from benchmarks import reference
 from tests.test_arrows import imported, sources
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OUTPUT = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BESIDE = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
@@ -52,7 +53,7 @@ def not_printed(page: Path, printed: str) -> list[str]:
     return [line for line in shown if normal(line) not in found]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda page: page.name)
 def test_blocks_run_and_print_what_the_page_shows(page, tmp_path):
     program = tmp_path / f"{page.stem}.py"
     program.write_text(blocks(page))
@@ -186,3 +187,16 @@ def test_named_tests_exist(page):
     for path, name in re.findall(r"`(?:T )?(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
         assert (ROOT / path).is_file(), f"{page.name} names {path}"
         assert f"def {name}(" in (ROOT / path).read_text() or not name, f"{page.name} names {path}::{name}"
+
+
+# adding-an-operator.md names an operator that it adds.
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "adding-an-operator"], ids=lambda page: page.name)
+def test_named_functions_exist(page):
+    """Every `pkt.name` and `pl.name` of a page, in text and in code."""
+    for prefix, names in re.findall(r"(?<![\w.-])(pkt|pl)\.(\w+(?:\.\w+)*)(?![\w*])", page.read_text()):
+        value: object = {"pkt": pkt, "pl": pl}[prefix]
+        for name in names.split("."):
+            if not inspect.ismodule(value):
+                break  # an attribute of a class, or of what a call returns
+            value = getattr(value, name, None) or importlib.util.find_spec(f"{value.__name__}.{name}")
+            assert value is not None, f"{page.name} names {prefix}.{names}"

@@ -1,4 +1,4 @@
-"""README.md opens with a sentence, a measured table and a program; every quoted figure is from a results file."""
+"""README.md opens with a sentence, a measured picture and a program; every quoted figure is from a results file."""
 
 import pytest
 
@@ -30,14 +30,17 @@ def test_filled_corrects_a_changed_figure():
     assert figures.filled(text.replace(measured, wrong)) == text
 
 
-def test_the_first_forty_lines_have_a_table_and_a_program():
+def test_the_first_screens_have_a_picture_a_program_and_the_race():
     text = README.read_text()
-    head = "\n".join(text.splitlines()[:39]) + "\n"
-    assert figures.PLACE.search(head), "a measured table before line 40"
+    head = text.split("\n## ")[0]
+    assert len(head.splitlines()) <= 60
+    assert "](benchmarks/results/overview.png)" in head
     programs = BLOCK.findall(head)
-    assert len(programs) == 1, "one whole program before line 40"
+    assert len(programs) == 1, "one whole program"
     assert len(programs[0].splitlines()) <= 21
     assert "pkt.launch(" in programs[0]
+    assert head.index("```python") < head.index("```text\ndata race: ")
+    assert figures.PLACE.search(text), "a measured table"
 
 
 def test_number_keeps_two_or_three_digits():

@@ -8,20 +8,22 @@ import os
 import sys
 from typing import Any
 
+import torch
 import triton
 
+from pkt import runtime
 from pkt.simulate.faults import Site
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
-_TRITON = os.path.dirname(os.path.abspath(triton.__file__))
+_BELOW = tuple(os.path.dirname(os.path.abspath(module.__file__)) for module in (triton, torch, runtime))
 _USER, _PKT, _MACHINERY = range(3)
 
 
 @functools.cache
 def _kind(file: str) -> int:
     path = os.path.abspath(file)
-    return _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith((_HERE, _TRITON)) else _USER
+    return _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith((_HERE, *_BELOW)) else _USER
 
 
 def _outward(frame: Any) -> Site:

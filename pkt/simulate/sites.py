@@ -16,7 +16,7 @@ from pkt.simulate.faults import Site
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
-_BELOW = tuple(os.path.dirname(os.path.abspath(module.__file__)) for module in (triton, torch, runtime))
+_BELOW = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) for module in (triton, torch, runtime))
 _USER, _PKT, _MACHINERY = range(3)
 
 
@@ -47,7 +47,7 @@ def site() -> Site:
 
 def unused() -> bool:
     """Whether the program drops the result of the primitive that it calls now: the call is a statement of its own."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         if _kind(frame.f_code.co_filename) != _MACHINERY:
             following = _following(frame.f_code, frame.f_lasti)

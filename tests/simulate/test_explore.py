@@ -281,7 +281,7 @@ def to_all_main(world: Any, waits: bool) -> None:
 def test_a_race_is_one_finding_whatever_the_ranks_and_the_direction() -> None:
     report = simulate(to_all_main, 3, seeds=40, args=(False,), heap="1MiB")
     races = [outcome(to_all_main, 3, seed, (False,)).failure for seed in range(40)]
-    assert len({str(race) for race in races}) >= 6  # three ranks, in both directions
+    assert len({str(race) for race in races}) >= 4  # other ranks, and both directions
     (found,) = report.findings
     assert isinstance(found.failure, DataRace)
     name, lines = found.failure.pair

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 import triton
 
-from pkt import runtime
 from pkt.simulate.faults import Site
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
-_BELOW = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) for module in (triton, torch, runtime))
+_RUNTIME = os.path.join(os.path.dirname(_HERE), "runtime")
+_BELOW = (_HERE, _RUNTIME, *(os.path.dirname(os.path.abspath(str(module.__file__))) for module in (triton, torch)))
 _USER, _PKT, _MACHINERY = range(3)
 
 
 @functools.cache
 def _kind(file: str) -> int:
     path = os.path.abspath(file)
-    return _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith((_HERE, *_BELOW)) else _USER
+    return _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith(_BELOW) else _USER
 
 
 def _outward(frame: Any) -> Site:

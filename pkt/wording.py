@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+HOST = "host code"
 COMPARISON = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
 COMPARISON["flip"] = "the barrier round after"
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -108,7 +109,7 @@ def waiting_table(waits: Sequence[Waiting], limit: int = 32) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """One access of a program to a rank's memory, for the checkers."""
+    """One access of a program to a rank's memory, for the checkers. kernel: "host code" where no program makes it."""
 
     rank: int
     program: int | tuple[int, ...]
@@ -118,5 +119,6 @@ class Access:
     site: str = ""
 
     def text(self) -> str:
-        by = f"rank {self.rank} {self.kernel} program {program_text(self.program)}"
+        by = f"rank {self.rank} {self.kernel}"
+        by += f" program {program_text(self.program)}" if self.kernel != HOST else ""
         return f"{self.kind} of {self.tensor} by {by}" + (f" at {self.site}" if self.site else "")

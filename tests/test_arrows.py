@@ -81,7 +81,7 @@ ARROWS = {
     # ------------------------------------------------------------------------------------------------ above the runtime
     "pkt.simulate": (
         ["pkt.errors", "pkt.wording", "pkt.language", "pkt.trace"]
-        + ["pkt.runtime.backend", "pkt.runtime.memory.heap", "pkt.runtime.world"],
+        + ["pkt.runtime.backend", "pkt.runtime.memory.heap", "pkt.runtime.memory.tensor", "pkt.runtime.world"],
         ["torch", "triton", "numpy", "greenlet", "rich", "typer"],
     ),
     "pkt.launcher": (["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.simulate"], ["torch"]),

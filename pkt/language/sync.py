@@ -112,8 +112,8 @@ def test(ptr, at_least, world, cmp: tl.constexpr = _GE):  # noqa: PT028
 def fence(sc: tl.constexpr = False):
     """`fence.acq_rel.sys` in every thread, for hand-written protocols; `signal` and `wait` need none.
 
-    sc: `fence.sc.sys`, which orders earlier writes before later reads, too. If two programs each write a flag, fence and
-    read the other's flag, at least one of them then sees the other's. Each needs a fence with sc=True.
+    sc: `fence.sc.sys`, which also orders earlier writes before later reads. If two programs each write a flag, fence
+    and read the other's flag, at least one of them then sees the other's. Each needs a fence with sc=True.
     """
     ptx.fence(sc)
 

@@ -166,7 +166,8 @@ class Accesses:
         """Make a pending store visible. A buffered atomic mostly stays buffered, unless `surely`."""
         m = self.m
         task = m.with_stores[m.schedule.choose(len(m.with_stores))]
-        store = task.pending[m.schedule.choose(len(task.pending))]
+        at = m.schedule.choose(len(task.pending))
+        store, m.order = task.pending[at], hash((m.order, task.column, -1 - at))
         if surely or not isinstance(store, Buffered) or m.schedule.releases():
             self._commit_pending(task, [store])
 

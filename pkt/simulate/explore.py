@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,12 +48,17 @@ class Report:
     """The result of `pkt.simulate`: the runs and the findings.
 
     findings: failures of the program as it is; empty if every schedule that ran is right.
+    policies: how many schedules of each policy of pkt.simulate.schedule ran.
+    orders: one number for each different schedule among them: an order of the programs' accesses, and of the moments
+    when their stores became visible.
     mutants, signals, losses: every fault that was tried, with the failure that caught it, or None if nothing did.
     skipped: the kinds of faults that were asked for and not tried, because the program itself has findings.
     """
 
     ranks: int
     schedules: int = 0
+    policies: Counter[str] = field(default_factory=Counter)
+    orders: set[int] = field(default_factory=set)
     programs: int = 0
     seconds: float = 0.0
     findings: list[Found] = field(default_factory=list)
@@ -98,6 +104,8 @@ class Report:
             str(self.schedules),
             f"no finding ({rate:.0f} a second)" if not kinds else f"{len(self.findings)} found: {', '.join(kinds)}",
         )
+        policies = [f"{count} {policy}" for policy, count in self.policies.items()]
+        table.add_row("different schedules", str(len(self.orders)), ", ".join(policies))
         for what, found in self._tried().items():
             if found:
                 caught = sum(by is not None for by in found.values())
@@ -169,6 +177,8 @@ def simulate(
         for seed in step(todo, "schedules"):
             outcome = once(seed)
             report.schedules += 1
+            report.policies[outcome.machine.schedule.policy] += 1
+            report.orders.add(outcome.machine.order)
             for site, changes in outcome.machine.census.sites.items():
                 census.note(site, *changes)
             if not census.signals:

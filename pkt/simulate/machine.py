@@ -30,7 +30,7 @@ from pkt.simulate.sites import host_call
 from pkt.simulate.stream import Stream
 from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, events
 from pkt.trace import Event
-from pkt.wording import Waiting
+from pkt.wording import HOST, Waiting
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
 MOST_TRIED = 4096  # programs that a deadlock is tried with, all resident
@@ -80,6 +80,7 @@ class Machine:
         self.steps = 0
         self.round = 0  # number of the round in which all programs spin; a new one where anything else happens
         self.programs = 0
+        self.order = 0  # a hash of which task ran when, and which store became visible when
         self.max_steps = max_steps
         self.ended = False
         self.trial: Trial | None = None
@@ -119,7 +120,7 @@ class Machine:
             host.result = body(host.rank)
             self.finish_launches()
 
-        task = Task(greenlet.greenlet(run, self.hub), host.rank, "host")
+        task = Task(greenlet.greenlet(run, self.hub), host.rank, HOST)
         task.column = self.clocks.column()
         task.clock = self.clocks.zero()
         task.clock[task.column] = 1
@@ -177,6 +178,7 @@ class Machine:
         else:
             builder.grid_idx, builder.grid_dim = task.program, launch.grid
         self.current = task
+        self.order = hash((self.order, task.column, task.accesses))
         try:
             task.greenlet.switch()
         except Exception as error:

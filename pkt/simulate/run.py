@@ -14,6 +14,7 @@ import torch
 from pkt.errors import CollectiveMismatch, DataRace, HeapFull, LostSignal, PktError
 from pkt.runtime import world as worlds
 from pkt.runtime.backend import SIGNAL_HEADER, Block
+from pkt.runtime.memory import tensor as tensors
 from pkt.runtime.world import World
 from pkt.simulate.machine import Machine
 from pkt.simulate.memory import Region
@@ -38,6 +39,8 @@ class SimulatedRank:
         self._regions: dict[int, Region] = {}
 
     def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        if rank != self.rank:  # for `x.peer(rank)`, a plain tensor
+            self.machine.stream.watch(self.machine.hosts[self.rank])
         return torch.from_numpy(self.machine.space.slice(rank, offset, nbytes)).view(dtype)
 
     def reserve(self, nbytes: int) -> None:
@@ -115,17 +118,18 @@ class Outcome:
 
 @contextmanager
 def _current_world(machine: Machine, members: dict[int, World]) -> Iterator[None]:
-    """Make the current world that of the rank whose host code runs."""
+    """Make the current world that of the rank whose host code runs, and follow its accesses of the heap."""
 
     def current() -> World | None:
         task = machine.current
         return members.get(task.rank) if task is not None else None
 
-    saved, worlds._current = worlds._current, current
+    saved = worlds._current, tensors.accessed
+    worlds._current, tensors.accessed = current, machine.stream.accessed
     try:
         yield
     finally:
-        worlds._current = saved
+        worlds._current, tensors.accessed = saved
 
 
 def execute(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> Outcome:

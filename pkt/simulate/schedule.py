@@ -1,7 +1,7 @@
 """Which task runs next and when a store becomes visible: all the randomness of a simulation, from one seed.
 
-Seed 0 is the plain order: programs run until they block, and stores are visible at once. The other seeds take turns with
-these policies:
+Seed 0 is the plain order: programs run until they block, and stores are visible at once. The other seeds take turns
+with these policies:
 
 adversarial   one rank is slow, and no store is visible before something orders it
 late atomics  random; relaxed atomics, too, become visible late and in any order

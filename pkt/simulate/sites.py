@@ -8,20 +8,22 @@ import os
 import sys
 from typing import Any
 
+import torch
 import triton
 
 from pkt.simulate.faults import Site
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LANGUAGE = os.path.join(os.path.dirname(_HERE), "language")
-_TRITON = os.path.dirname(os.path.abspath(triton.__file__))
+_RUNTIME = os.path.join(os.path.dirname(_HERE), "runtime")
+_BELOW = (_HERE, _RUNTIME, *(os.path.dirname(os.path.abspath(str(module.__file__))) for module in (triton, torch)))
 _USER, _PKT, _MACHINERY = range(3)
 
 
 @functools.cache
 def _kind(file: str) -> int:
     path = os.path.abspath(file)
-    return _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith((_HERE, _TRITON)) else _USER
+    return _PKT if path.startswith(_LANGUAGE) else _MACHINERY if path.startswith(_BELOW) else _USER
 
 
 def _outward(frame: Any) -> Site:
@@ -50,7 +52,7 @@ def in_user_code() -> bool:
 
 def unused() -> bool:
     """Whether the program drops the result of the primitive that it calls now: the call is a statement of its own."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         if _kind(frame.f_code.co_filename) != _MACHINERY:
             following = _following(frame.f_code, frame.f_lasti)

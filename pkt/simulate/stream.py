@@ -1,8 +1,9 @@
-"""Host code beside its rank's launches: which torch functions wait for them.
+"""Host code beside its rank's launches: which torch functions wait for them, and what they access.
 
 On a GPU a launch returns at once, and torch's own work queues behind it on the stream. Here torch computes at once, so
 a torch function that reads or writes memory which a launch may touch waits until the rank's launches have ended. Such
-memory is the symmetric heap, and the tensors that are arguments of the launches. Views and shapes do not wait.
+memory is the symmetric heap, and the tensors that are arguments of the launches. Views and shapes do not wait. The race
+detector learns which parts of the heap such a function reads and writes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from pkt.simulate.memory import Strided, Unmapped
 from pkt.simulate.modes import Modes
 from pkt.simulate.tasks import Host
 
@@ -25,6 +27,14 @@ _NO_ACCESS = frozenset(
     "select narrow unbind split chunk transpose swapaxes t permute movedim squeeze unsqueeze expand expand_as "
     "unflatten diagonal unfold".split()
 )
+
+# Torch functions that change their first argument and whose names do not end in one underscore.
+_CHANGES = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
+    "__ilshift__ __irshift__".split()
+)
+# Parts of the names of torch functions that read or write chosen elements only: the race detector cannot tell which.
+_SOME_ELEMENTS = ("index", "gather", "scatter", "take", "masked", "__getitem__", "put_")
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
@@ -53,8 +63,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.host.launched and not self.host.waits and accesses(getattr(func, "__name__", ""), args):
-            self.stream.before(self.host, (*args, *kwargs.values()))
+        if not self.host.waits:
+            self.stream.accessed(getattr(func, "__name__", ""), args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -68,17 +78,72 @@ class Stream:
     def watched(self, host: Host) -> Modes:
         """The modes in which the host code of a rank goes on: with its watch, if launches run."""
         watch, own = self._watches[host.rank], host.modes
-        if not host.launched and watch not in own.functions:
+        needed = host.launched or host.watched
+        if not needed and watch not in own.functions:
             return own
         functions = tuple(mode for mode in own.functions if mode is not watch)
         # Inside a torch function that waits, torch has put the watch aside and will put it back.
-        return own._replace(functions=functions if host.waits or not host.launched else (watch, *functions))
+        return own._replace(functions=functions if host.waits or not needed else (watch, *functions))
 
-    def before(self, host: Host, values: Any) -> None:
-        """Wait for the launches of a rank if a torch function with these arguments accesses memory that they may."""
-        if any(self._shared(tensor) for tensor in tensors_in(values)):
-            with self.launching(host):
-                self.m.finish_launches()
+    def watch(self, host: Host) -> None:
+        """Watch the host code of a rank from now on: it gets a plain tensor over another rank's memory."""
+        if host.watched or self.m.current is not host.task:
+            return
+        host.watched = True
+        count = torch._C._len_torch_function_stack()
+        inner = [_pop_mode() for _ in range(count)]
+        if self._watches[host.rank] not in inner:
+            inner.append(self._watches[host.rank])  # outermost, so that the code's own modes end as they began
+        for mode in reversed(inner):
+            _push_mode(mode)
+
+    def accessed(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before a torch function of host code: wait for the rank's launches if it accesses memory that they may, and
+        tell the race detector which parts of the heap it reads and writes."""
+        m = self.m
+        task = m.current
+        if task is None or not task.is_host or m.hosts[task.rank].waits or not accesses(name, args):
+            return
+        host = m.hosts[task.rank]
+        tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if self._shared(tensor)]
+        if not tensors:
+            return
+        with self.launching(host):
+            m.finish_launches()  # other tasks may run here: so outside the next `with`, whose effect is the thread's
+        if m.races and not any(part in name for part in _SOME_ELEMENTS):
+            with self.launching(host), torch._C.DisableTorchFunctionSubclass():
+                self._record(name, args, kwargs, tensors)
+
+    def _record(self, name: str, args: tuple, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        written = list(tensors_in([kwargs.get("out")]))
+        changes = (name.endswith("_") and not name.endswith("__")) or name in _CHANGES
+        if changes and args and isinstance(args[0], torch.Tensor):
+            written.append(args[0])
+        for tensor in tensors:
+            writes = any(tensor is other for other in written)
+            if name == "__setitem__" and writes:
+                tensor = tensor[args[1]]
+            access = self._access(tensor)
+            if access is not None and writes:
+                self.m.device.detector.write(access, "store", is_async=False)
+            elif access is not None:
+                self.m.device.detector.read(access, "load")
+
+    def _access(self, tensor: torch.Tensor) -> Strided | None:
+        """The part of the heap that a tensor lies on; None for other memory."""
+        address, itemsize = tensor.data_ptr(), tensor.element_size()
+        if not tensor.numel() or self.m.space.owner(address) is None:
+            return None
+        try:
+            region = self.m.space.find(address)
+        except Unmapped:
+            return None
+        axes = [(n, s * itemsize) for n, s in zip(tensor.shape, tensor.stride()) if n > 1 and s]
+        axes.sort(key=lambda axis: -axis[1])
+        if not axes or axes[-1][1] != itemsize:
+            axes.append((1, itemsize))
+        shape, strides = zip(*axes)
+        return Strided(region, address - region.base, shape, strides, itemsize)
 
     def _shared(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunctionSubclass():

@@ -134,6 +134,7 @@ class Host:
         self.queue: deque[Launch] = deque()  # those behind it
         self.finished: Any = None  # clock of the launches that have ended since the host last waited for them
         self.finished_at = 0.0
+        self.watched = False  # it holds plain tensors over other ranks' memory
         self.waits = False  # for its launches, in a torch function
         self.calls = 0
         self.call = ""

@@ -51,7 +51,7 @@ def test_a_fence_sc_has_mutants_and_both_are_caught() -> None:
     report = simulate(dekker_main, 2, seeds=8, args=("sc",), heap="1MiB", mutants=True)
     report.check()
     assert sorted(mutant.change for mutant in report.mutants) == ["not sc", "remove"]
-    assert "fence with sc=False at test_weak_atomics.py:" in str(list(report.mutants)[0])
+    assert "fence with sc=False at test_weak_atomics.py:" in str(next(iter(report.mutants)))
 
 
 @triton.jit

@@ -26,6 +26,10 @@ _RESHAPING = frozenset(
 )
 
 
+def accessed(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Called before each torch function on a symmetric tensor. The simulator puts its own function here."""
+
+
 class _Once:
     """A non-data descriptor: an entry of the same name in the instance's __dict__ wins over it."""
 
@@ -135,6 +139,7 @@ class SymmetricTensor(torch.Tensor):
         if name not in _ALWAYS:
             for source in sources:
                 source._allocation.use(name)
+            accessed(name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if name in _RESHAPING and args and isinstance(args[0], SymmetricTensor):

@@ -1,0 +1,113 @@
+"""Torch functions on symmetric tensors and on `x.peer(r)` enter the race detector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from pkt.errors import DataRace
+from tests.simulate.helpers import failures
+
+SEEDS = range(5)  # every policy
+
+
+@triton.jit
+def read_peer(x, out, world, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, pl.load(x + i, (world.rank + 1) % world.size, world))
+
+
+@triton.jit
+def write_peer(x, world, N: tl.constexpr):
+    pl.store(x + tl.arange(0, N), 5.0, (world.rank + 1) % world.size, world)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "fill_": lambda x: x.fill_(1.0),
+    "copy_": lambda x: x.copy_(torch.ones(8)),
+    "x[i] = v": lambda x: x.__setitem__(3, 1.0),
+    "x[i:j] += v": lambda x: x[2:4].add_(1.0),
+    "+=": lambda x: x.__iadd__(1.0),
+    "out=": lambda x: torch.add(torch.ones(8), 1.0, out=x),
+    "a view": lambda x: x.view(2, 4).T[1].zero_(),
+    "peer": lambda x: x.peer((x.world.rank + 2) % 3).fill_(1.0),
+}
+READS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda x: x[5].item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.plain().sum() + float(x.numpy()[0]),
+    "clone": lambda x: x.clone(),
+    "==": lambda x: bool((x == 1).any()),
+    "print": lambda x: f"{x}",
+    "peer": lambda x: x.peer((x.world.rank + 2) % 3).sum(),
+}
+
+
+def main(world: Any, kernel: Any, touch: Any, barrier: bool) -> None:
+    """Host code touches x between two launches that read or write the peer's x."""
+    x, out = pkt.zeros(8), torch.zeros(8)
+    for _ in range(2):
+        kernel[(1,)](*((x, out) if kernel is read_peer else (x,)), world.device, 8)
+        if barrier:
+            world.barrier()
+        touch(x)
+        if barrier:
+            world.barrier()
+
+
+def assert_found(kernel: Any, touch: Any, kind: str, ranks: int) -> None:
+    assert failures(main, ranks, SEEDS, args=(kernel, touch, True)) == {}
+    found = failures(main, ranks, SEEDS, args=(kernel, touch, False))
+    assert len(found) == len(SEEDS)
+    for race in found.values():
+        assert isinstance(race, DataRace)
+        host = race.first if race.first.kernel == "host code" else race.second
+        assert host.kernel == "host code"
+        assert host.kind == kind
+        assert host.site.startswith("test_host_accesses.py:")
+        assert f"rank {host.rank} host code at test_host_accesses.py:" in str(race)
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_on_the_host_races_with_a_peers_kernel_unless_a_barrier_is_between(how: str) -> None:
+    assert_found(read_peer, WRITES[how], "store", 3 if how == "peer" else 2)
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_read_on_the_host_races_with_a_peers_kernel_unless_a_barrier_is_between(how: str) -> None:
+    assert_found(write_peer, READS[how], "load", 3 if how == "peer" else 2)
+
+
+def test_the_host_and_the_kernels_of_its_own_rank_never_race() -> None:
+    @triton.jit
+    def add(x, N: tl.constexpr):
+        i = tl.arange(0, N)
+        tl.store(x + i, tl.load(x + i) + 1)
+
+    def alone(world: Any) -> None:
+        x = pkt.zeros(8)
+        for _ in range(3):
+            x += 1
+            add[(1,)](x, 8)
+        assert x.tolist() == [6.0] * 8
+        x.fill_(0)
+
+    assert failures(alone, 2, SEEDS) == {}
+
+
+def test_the_host_races_only_where_the_bytes_are_the_same() -> None:
+    def apart(world: Any) -> None:
+        x, out = pkt.zeros(8), torch.zeros(4)
+        read_peer[(1,)](x, out, world.device, 4)
+        x[4:] = 1.0
+        x[4:].fill_(2.0)
+        assert x.shape == (8,)
+
+    assert failures(apart, 2, SEEDS) == {}

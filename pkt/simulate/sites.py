@@ -42,11 +42,6 @@ def site() -> Site:
     return _outward(sys._getframe(1))
 
 
-def in_user_code() -> bool:
-    """Whether user code called the function that asks."""
-    return _kind(sys._getframe(2).f_code.co_filename) == _USER
-
-
 def site_of(task: Any) -> Site:
     """The site of a task that is not running."""
     return _outward(task.greenlet.gr_frame)

@@ -14,6 +14,7 @@ from pkt.errors import (
     CandidateMismatch,
     Closed,
     CollectiveMismatch,
+    CompileError,
     DataRace,
     Deadlock,
     DriverError,
@@ -80,7 +81,7 @@ __all__ = [  # noqa: PLE0604
     "DataRace", "StaleFlag", "OutOfBounds", "UseAfterFree", "MulticastAccess", "LostSignal", "LostSync",
     "CollectiveMismatch", "AllocationMismatch", "CandidateMismatch", "NoCandidate",
     "HeapFull", "NotSymmetric", "RankError", "SignalIndexError", "ShapeError", "DtypeError", "Closed",
-    "PeerLost", "RankFailed", "TransportError", "DriverError", "Unsupported",
+    "PeerLost", "RankFailed", "TransportError", "DriverError", "CompileError", "Unsupported",
     *_registry.names(),
 ]  # fmt: skip
 

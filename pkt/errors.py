@@ -442,6 +442,18 @@ class DriverError(PktError):
         return cls.of(f"{what}: the multicast window could not grow with the heap", code=-1)
 
 
+class CompileError(PktError):
+    """Triton does not compile a kernel for these arguments. `.kernel`, `.place` (file:line) and `.arch`."""
+
+    @classmethod
+    def refused(cls, kernel: str, place: str, arch: int, said: str) -> CompileError:
+        """`said`: Triton's own message."""
+        text = (
+            f"{kernel} at {place}: Triton does not compile it for sm_{arch}, so the simulator does not run it:\n{said}"
+        )
+        return cls.of(text, kernel=kernel, place=place, arch=arch)
+
+
 class Unsupported(PktError):
     """This machine, release of Triton or mode does not support a call."""
 

@@ -49,7 +49,7 @@ class _Target:
 
 
 @contextlib.contextmanager
-def _targeting(arch: int) -> Iterator[None]:
+def targeting(arch: int) -> Iterator[None]:
     # `driver.active` would look for a GPU; `driver._active` may still be unset.
     before = driver._active
     driver.set_active(_Target(arch))
@@ -87,7 +87,7 @@ def compile_only(
     def argument(x: Any) -> Any:
         return Pointer(x[1:]) if isinstance(x, str) and x.startswith("*") else x
 
-    with _targeting(arch):
+    with targeting(arch):
         compiled = kernel.warmup(*(argument(x) for x in args), grid=grid, **{k: argument(x) for k, x in kwargs.items()})
     check_sync(compiled.asm, compiled.metadata.name)
     return compiled

@@ -44,6 +44,7 @@ def main(
     mutants: Annotated[bool, typer.Option(help="break every wait, signal, barrier and fence in turn")] = False,
     lost_signals: Annotated[bool, typer.Option(help="drop every signal in turn")] = False,
     lost_ranks: Annotated[int, typer.Option(min=0, help="how often a rank stops or dies at a random point")] = 0,
+    compile: Annotated[str | None, typer.Option(help="compile the kernels for this target: sm_90 or sm_100")] = None,
 ) -> None:
     """Run a function on simulated ranks under many schedules; exit status 1 if anything is found."""
     report = simulate(
@@ -57,6 +58,7 @@ def main(
         mutants=mutants,
         lost_signals=lost_signals,
         lost_ranks=lost_ranks,
+        compile=compile,
         progress=sys.stderr.isatty(),
     )
     print(report)

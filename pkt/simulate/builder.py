@@ -205,7 +205,7 @@ class Builder(InterpreterBuilder):
         x = self._operand(a, a_format, -1 if a_k_pack else -2)
         y = np.swapaxes(self._operand(b, b_format, -2 if b_k_pack else -1), -1, -2)
         for exponents in (a_scale, b_scale):
-            if exponents is not None and exponents.data.itemsize * x.shape[-1] != exponents.data.shape[-1] * 32:
+            if exponents is not None and x.shape[-1] != 32 * exponents.data.shape[-1]:
                 raise Unsupported.simulated(
                     "tl.dot_scaled with groups of 16", str(site()), "scale groups of 32 (ue8m0)"
                 )

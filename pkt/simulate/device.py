@@ -110,8 +110,8 @@ class SimulatedDevice(Flagged, Multimem):
         return value
 
     def take_address(self, tensor: Any, address: int) -> None:
-        """Note that host code has read the address of a tensor."""
-        if self.m.space.owner(address) is None:
+        """Note that host code has read the address of a tensor. A launch reads those of its arguments, too."""
+        if self.on_host and not self.m.launching and self.m.space.owner(address) is None:
             self.m.taken.note(tensor, str(site()))
 
     def mark(self, kind: str, task: Any = None) -> None:

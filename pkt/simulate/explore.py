@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pkt.errors import DataRace, ShapeError
 from pkt.runtime.memory.heap import heap_bytes
 from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
+from pkt.simulate.front_end import Usage, check_compile
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.machine import SMS, check_count
 from pkt.simulate.run import Outcome, execute
@@ -53,6 +54,7 @@ class Report:
     when their stores became visible.
     mutants, signals, losses: every fault that was tried, with the failure that caught it, or None if nothing did.
     skipped: the kinds of faults that were asked for and not tried, because the program itself has findings.
+    kernels: registers, spills and shared memory of each compiled kernel, with `compile`.
     """
 
     ranks: int
@@ -66,6 +68,7 @@ class Report:
     signals: dict[Signal, Found | None] = field(default_factory=dict)
     losses: dict[Loss, Found | None] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    kernels: list[Usage] = field(default_factory=list)
 
     @property
     def survivors(self) -> list[Mutant | Signal | Loss]:
@@ -112,6 +115,8 @@ class Report:
                 table.add_row(what, str(len(found)), f"{caught} caught, {len(found) - caught} not")
             elif what in self.skipped:
                 table.add_row(what, "0", "skipped: the program itself has findings")
+        for usage in self.kernels:
+            table.add_row(f"{usage.kernel}, sm_{usage.arch}", "", str(usage))
         return table
 
     def __str__(self) -> str:
@@ -144,6 +149,7 @@ def simulate(
     lost_ranks: int = 0,
     progress: bool = False,
     max_findings: int = 20,
+    compile: str | None = None,
 ) -> Report:
     """Run `fn(world, *args)` on `ranks` simulated ranks under many schedules and report every failure.
 
@@ -156,18 +162,22 @@ def simulate(
     lost_ranks: also stop or kill a rank, at this many random points. Some schedule must catch each of these faults.
     progress: show a bar on the terminal.
     max_findings: stop after this many different findings.
+    compile: "sm_90" or "sm_100" compiles each kernel to machine code for that target, too, and reports what it takes of
+    an SM. By default Triton's front end alone sees it.
 
     Never raises for a finding; `Report.check` does. Raises ShapeError if the arguments leave nothing to run."""
     todo = list(range(seeds) if isinstance(seeds, int) else seeds)
     if not todo:
         raise ShapeError.argument("pkt.simulate", "seeds", seeds, "at least one schedule")
     check_count("pkt.simulate", "max_findings", max_findings)
+    check_compile("pkt.simulate", compile)
     report = Report(ranks)
-    options: dict[str, Any] = {"sms": sms, "multicast": multicast, "races": races}
+    options: dict[str, Any] = {"sms": sms, "multicast": multicast, "races": races, "compile": compile}
 
     def once(seed: int, faults: Faults = NO_FAULTS) -> Outcome:
         outcome = execute(fn, ranks, tuple(args), heap_bytes(heap), seed=seed, faults=faults, **options)
         report.programs += outcome.machine.programs
+        report.kernels += [usage for usage in outcome.machine.usage if usage not in report.kernels]
         return outcome
 
     seen: set[Hashable] = set()

@@ -31,7 +31,6 @@ from pkt.errors import Unsupported
 from pkt.language import address
 from pkt.simulate import reductions, shortcuts, source
 from pkt.simulate.builder import Builder, np_dtype
-from pkt.simulate.sites import in_user_code
 from pkt.simulate.source import builder, semantic
 
 
@@ -148,19 +147,39 @@ def _bound(member: Callable) -> Callable:
 
 
 _MISSING: Any = object()
+_patched: list[tuple] = []  # (owner, name, value before, value) of every patch
 
 
 def _patch(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute until `undo` is closed."""
     # The class's own dictionary: getattr would bind descriptors and find inherited names.
     old = vars(owner).get(name, _MISSING)
-    if old is _MISSING:
-        undo.callback(delattr, owner, name)
-    else:
-        undo.callback(setattr, owner, name, old)
-        if inspect.ismodule(owner):
-            interpret.replaced[id(old)] = value
+    if old is not _MISSING and inspect.ismodule(owner):
+        interpret.replaced[id(old)] = value
+    patch = owner, name, old, value
+    _patched.append(patch)
+    undo.callback(lambda: _undo(_patched.pop()))
     setattr(owner, name, value)
+
+
+def _undo(patch: tuple) -> None:
+    owner, name, old, _ = patch
+    if old is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, old)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Undo the patches while the context lasts, so that Triton can compile."""
+    for patch in reversed(_patched):
+        _undo(patch)
+    try:
+        yield
+    finally:
+        for owner, name, _, value in _patched:
+            setattr(owner, name, value)
 
 
 def _attribute(value: Any, *_: Any) -> Any:
@@ -245,7 +264,7 @@ def _install(patches: ExitStack) -> None:
 def _data_ptr(self: torch.Tensor) -> int:
     """As torch's. Machine.launch lets kernels use the addresses that host code has read."""
     address = _address(self)
-    if builder.pkt is not None and self.device.type == "cpu" and address and in_user_code():
+    if builder.pkt is not None and self.device.type == "cpu" and address:
         builder.pkt.take_address(self, address)
     return address
 

@@ -22,6 +22,7 @@ from pkt.simulate import cost, modes
 from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.device import SimulatedDevice
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
+from pkt.simulate.front_end import Usage, check_compile, check_compiles
 from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options, refuse_gluon
 from pkt.simulate.memory import AddressSpace
 from pkt.simulate.races import Clocks
@@ -58,8 +59,10 @@ class Machine:
         trace: bool = False,
         faults: Faults = NO_FAULTS,
         max_steps: int = MAX_STEPS,
+        compile: str | None = None,
     ) -> None:
         check_count("the simulator", "ranks", ranks)
+        check_compile("the simulator", compile)
         check_count("the simulator", "sms", sms)
         self.size, self.sms, self.multicast = ranks, sms, multicast
         self.schedule = Schedule(seed, ranks, by_time=trace)
@@ -69,7 +72,10 @@ class Machine:
         self.findings: list[Any] = []
         self.events: list[Event] = []
         self.clocks = Clocks()
+        self.compile = compile
+        self.usage: dict[Usage, None] = {}  # of the compiled kernels, in the order of their first launches
         self.taken = Taken()
+        self.launching = False  # the arguments of a launch are read
         self.hosts = [Host(r, sms) for r in range(ranks)]
         self.ready: list[Task] = []
         self.waiting: dict[int, list[Task]] = {}  # address of the counter -> programs that wait on it
@@ -358,10 +364,15 @@ class Machine:
         if total == 0:
             return None
         function = interpret(kernel)
+        self.launching = True
+        usage = check_compiles(kernel, bound, options, self.compile)
+        if usage is not None:
+            self.usage[usage] = None
         values = {
             n: bound[n] if fixed else argument(bound[n], special, type_)
             for n, fixed, special, type_ in parameters(kernel)
         }
+        self.launching = False
         local = register(bound, self.space, host.rank, name) + self.taken.register(self.space, host.rank)
         host.launches += 1
         launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values), local)

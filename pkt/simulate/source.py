@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton import knobs
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import TensorHandle
@@ -53,20 +52,6 @@ def _returns_tensors() -> bool:
     return not hasattr(code_generator.CodeGenerator, "decide_return_type")
 
 
-_REFUSED = frozenset(
-    "Await Break ClassDef Continue Delete Dict DictComp GeneratorExp Global Import ImportFrom Lambda Match NamedExpr "
-    "Nonlocal Raise Set SetComp Try TryStar Yield YieldFrom".split()
-)
-"""Statements and expressions that Triton refuses to compile unless its code generator has a method for them."""
-
-
-@functools.cache
-def _refused(kind: str) -> bool:
-    from triton.compiler import code_generator  # imported here: it imports half of Triton
-
-    return kind in _REFUSED and not hasattr(code_generator.CodeGenerator, f"visit_{kind}")
-
-
 def _call(name: str, *arguments: ast.expr, at: ast.AST) -> Any:
     return ast.copy_location(ast.Call(ast.Name(f"__pkt_{name}__", ast.Load()), list(arguments), []), at)
 
@@ -83,14 +68,12 @@ class _Rewriter(ast.NodeTransformer):
     - `not` of a block works element by element.
     - A condition must be a scalar. Only conditions ask for the truth of a tensor: `tl` itself takes every tensor for
       true, to tell it from None.
-    - Using a plain number of the module is an error, as in Triton: only constexpr globals are in a kernel's key.
 
-    And it marks what decides when a `while` ends, for pkt.simulate.loops. What Triton does not compile raises when the
-    program comes to it: Triton skips the branches of constants, too.
+    And it marks what decides when a `while` ends, for pkt.simulate.loops. pkt.simulate.front_end refuses what Triton
+    does not compile.
     """
 
-    def __init__(self, plain: set[str], definition: ast.AST) -> None:
-        self.plain = plain  # names of the module or closure that hold plain numbers or strings
+    def __init__(self, definition: ast.AST) -> None:
         self.inside: list[int] = []  # numbers of the loops around this statement
         self.marked: dict[ast.expr, list[tuple[int, int]]] = {}  # expression -> (loop, its index there)
         stored = (n for n in ast.walk(definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
@@ -106,20 +89,11 @@ class _Rewriter(ast.NodeTransformer):
                         self.marked.setdefault(expression, []).append((number, at))
 
     def visit(self, node: ast.AST) -> Any:
-        kind = type(node).__name__
-        if _refused(kind):
-            raises = _call("refuse", ast.Constant(kind), at=node)
-            return ast.copy_location(ast.Expr(raises), node) if isinstance(node, ast.stmt) else raises
         marks = self.marked.get(node) if isinstance(node, ast.expr) else None
         new = super().visit(node)
         if not marks:
             return new
         return _call("looked", _call("look", _constant(tuple(marks)), at=node), new, at=node)
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in self.plain:
-            return node
-        return _call("plain", ast.Constant(node.id), node, at=node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         self.generic_visit(node)
@@ -167,12 +141,6 @@ class _Rewriter(ast.NodeTransformer):
         enter = _call("enter", ast.Constant(number), at=node)
         return [ast.copy_location(ast.Expr(enter), node), node]
 
-    def visit_ListComp(self, node: ast.ListComp) -> ast.ListComp:
-        self.generic_visit(node)
-        for of in node.generators:
-            of.iter = _call("of_tuple", of.iter, at=node)
-        return node
-
     def visit_Assert(self, node: ast.Assert) -> ast.Expr:
         self.generic_visit(node)
         said = [node.msg] if node.msg is not None else []
@@ -181,7 +149,6 @@ class _Rewriter(ast.NodeTransformer):
 
 _numbers = itertools.count(POLL + 1)
 _sources: dict[int, Source] = {}
-_PLAIN = (bool, int, float, str)
 
 
 def captured(fn: FunctionType) -> dict[str, Any]:
@@ -205,9 +172,7 @@ def code(fn: FunctionType, lines: list[str], first: int) -> CodeType:
     arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
     for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
         a.annotation = None
-    scope = captured(fn)
-    plain = {n for n in {*fn.__code__.co_names, *fn.__code__.co_freevars} if type(scope.get(n)) in _PLAIN}
-    _Rewriter(plain - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}, definition).visit(definition)
+    _Rewriter(definition).visit(definition)
     ast.fix_missing_locations(tree)
     ast.increment_lineno(tree, first - 1)
     module = compile(tree, fn.__code__.co_filename, "exec")
@@ -254,10 +219,7 @@ def _true(value: Any) -> bool:
         return value
     if type(value) is not tl.tensor:
         return _true(value.condition) if hasattr(value, "condition") else bool(value)  # tl.condition of Triton 3.9
-    data = value.handle.data
-    if data.size != 1:
-        raise ValueError(f"a block of shape {tuple(data.shape)} has no truth value; use tl.where, or reduce it first")
-    return bool(data.reshape(-1)[0])
+    return bool(value.handle.data.reshape(-1)[0])
 
 
 def _enter(number: int) -> None:
@@ -288,25 +250,6 @@ def _assert(condition: Any, message: str = "") -> None:
     assert held, message
 
 
-def _plain(name: str, value: Any) -> Any:
-    if type(value) not in _PLAIN or knobs.compilation.allow_non_constexpr_globals:
-        return value
-    raise NameError(
-        f"a kernel cannot use the global variable {name} = {value!r}: make it a constexpr "
-        f"({name} = tl.constexpr({value!r})) or an argument"
-    )
-
-
-def _refuse(kind: str) -> None:
-    raise NotImplementedError(f"Triton does not compile this: unsupported AST node type {kind}")
-
-
-def _of_tuple(values: Any) -> Any:
-    if not isinstance(values, (tuple, core.tuple)):
-        raise NotImplementedError("Triton does not compile this: only comprehensions over a tuple are supported")
-    return values
-
-
 def range_of_tensors(start: Any, end: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
     """`range` and `tl.range`: the index is a run-time integer, whose `//` and `%` are those of C."""
     first, last = (0, start) if end is None else (start, end)
@@ -321,8 +264,6 @@ def range_of_tensors(start: Any, end: Any = None, step: Any = None, **_: Any) ->
 def static_range(start: Any, end: Any = None, step: Any = None, **_: Any) -> range:
     """`tl.static_range`: the index is a constant."""
     bounds = (0, start, step) if end is None else (start, end, step)
-    if any(isinstance(v, tl.tensor) for v in bounds):
-        raise TypeError("tl.static_range takes constants; use tl.range for a run-time number of iterations")
     return range(*(operator.index(v) for v in (*bounds[:2], 1 if step is None else step)))
 
 
@@ -366,7 +307,4 @@ HELPERS: dict[str, Any] = {
     "__pkt_look__": lambda numbers: builder.pkt.look(numbers),
     "__pkt_looked__": _looked,
     "__pkt_assert__": _assert,
-    "__pkt_refuse__": _refuse,
-    "__pkt_of_tuple__": _of_tuple,
-    "__pkt_plain__": _plain,
 }

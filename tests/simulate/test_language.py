@@ -13,7 +13,7 @@ from triton.language import store as imported_store
 from triton.language.math import exp2 as imported_exp2
 
 import pkt
-from pkt.errors import RankFailed
+from pkt.errors import CompileError, RankFailed
 from pkt.simulate.interpreter import interpret
 from tests.simulate import other_module
 from tests.simulate.helpers import assert_same, run
@@ -23,7 +23,7 @@ from tests.simulate.helpers import assert_same, run
 
 @triton.jit
 def loops(out, n, N: tl.constexpr):
-    total = 0
+    total = tl.cast(0, tl.int64)
     for i in range(n):
         total += i
     tl.store(out, total)
@@ -47,8 +47,8 @@ def loops(out, n, N: tl.constexpr):
             total += 1
     tl.store(out + 4, total)
     for i in range(n - n):
-        total = 0
-    tl.store(out + 5, (total if n > 5 else -1) + (1 if n > 50 else 0))
+        total *= 0
+    tl.store(out + 5, (total if n > 5 else total - 1) + (1 if n > 50 else 0))
     for i in range(n):
         if i < 2:
             total += 1
@@ -97,7 +97,7 @@ def static_loop_of_run_time_length(out, n):
 
 
 def test_static_range_refuses_run_time_bounds() -> None:
-    with pytest.raises(RankFailed, match="tl.static_range takes constants"):
+    with pytest.raises(CompileError, match="static_range start value is not a constexpr"):
         run(static_loop_of_run_time_length, (1,), torch.empty(4), 4)
 
 
@@ -137,7 +137,7 @@ def block_condition(x, out):
 
 
 def test_a_block_is_refused_as_a_condition() -> None:
-    with pytest.raises(RankFailed, match=r"a block of shape \(4,\) has no truth value"):
+    with pytest.raises(CompileError, match="more than one value is ambiguous"):
         run(block_condition, (1,), torch.ones(4), torch.ones(1))
 
 
@@ -182,7 +182,7 @@ SCALE = tl.constexpr(3)
 
 
 @triton.jit
-def _helper(x, factor: tl.constexpr = SCALE, *, plus=0):
+def _helper(x, factor: tl.constexpr = SCALE, plus=0):
     return x * factor + plus
 
 
@@ -247,7 +247,7 @@ def uses_a_plain_global(out, USE: tl.constexpr):
 def test_using_a_plain_global_is_refused() -> None:
     out = torch.zeros(1)
     run(uses_a_plain_global, (1,), out, False)
-    with pytest.raises(RankFailed, match=r"cannot use the global variable WIDTH = 4: make it a constexpr"):
+    with pytest.raises(CompileError, match="Cannot access global variable WIDTH"):
         run(uses_a_plain_global, (1,), out, True)
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.allow_non_constexpr_globals = True

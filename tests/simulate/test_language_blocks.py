@@ -195,7 +195,7 @@ def standard_library(x, out, ints, N: tl.constexpr):
     i, j = tl.swizzle2d(tl.num_programs(0), tl.program_id(0) + 2, 4, 4, 2)
     tl.store(ints + 3, i * 10 + j)
     tl.assume(N > 0)
-    tl.store(ints + 4, tl.multiple_of(tl.max_contiguous(tl.load(ints), 1), 1) + 1)
+    tl.store(ints + 4 + tl.arange(0, 1), tl.multiple_of(tl.max_contiguous(tl.load(ints + tl.arange(0, 1)), 1), 1) + 1)
     tl.debug_barrier()
 
 

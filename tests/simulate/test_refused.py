@@ -1,6 +1,9 @@
-"""The simulator refuses statements and expressions that Triton does not compile, where a program comes to them."""
+"""What does not compile does not run: the simulator shows each specialisation to Triton's front end first."""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +11,17 @@ import triton
 import triton.language as tl
 from triton.compiler.code_generator import CodeGenerator
 
-from pkt.errors import RankFailed
-from tests.simulate.helpers import run
+import pkt
+import pkt.language as pl
+from pkt.errors import CompileError, ShapeError
+from tests.simulate.helpers import HEAP, line_of, outcome, run
+
+front_end = importlib.import_module("pkt.simulate.front_end")
+
+
+@triton.jit
+def opens(x):
+    tl.store(x, len(open("/dev/null").read()))
 
 
 @triton.jit
@@ -18,10 +30,6 @@ def strange(x, n, HOW: tl.constexpr):
         for i in range(4):
             if i == n:
                 break
-    elif HOW == "continue":
-        for i in range(4):
-            if i == n:
-                continue
     elif HOW == "dict":
         sizes = {"a": 1}
         tl.store(x, sizes["a"])
@@ -36,39 +44,104 @@ def strange(x, n, HOW: tl.constexpr):
     elif HOW == "lambda":
         f = lambda y: y + 1  # noqa: E731
         tl.store(x, f(1))
-    elif HOW == "import":
-        import math
-
-        tl.store(x, math.floor(1.5))
     elif HOW == "walrus":
         tl.store(x, (y := 3) + y)
+    elif HOW == "one branch":
+        if n > 1:
+            late = 3
+        tl.store(x, late)
+    elif HOW == "type changes":
+        total = 0
+        for i in range(n):
+            total += tl.load(x) * 0.5
+        tl.store(x, total)
+    elif HOW == "helper":
+        opens(x)
     else:
         values = [i + 1 for i in (1, 2)]
         tl.store(x, values[1])
 
 
 @pytest.mark.parametrize(
-    ("how", "kind"),
+    ("how", "said", "line"),
     [
-        ("break", "Break"),
-        ("continue", "Continue"),
-        ("dict", "Dict"),
-        ("list comprehension", "only comprehensions over a tuple"),
-        ("try", "Try"),
-        ("lambda", "Lambda"),
-        ("import", "Import"),
-        ("walrus", "NamedExpr"),
+        ("break", "unsupported AST node type: Break", "break"),
+        ("dict", "Dict", 'sizes = {"a": 1}'),
+        ("list comprehension", "comprehensions", "values = [i + 1 for i in range(3)]"),
+        ("try", "Try", "try:"),
+        ("lambda", "Lambda", "f = lambda"),
+        ("walrus", "NamedExpr", "(y := 3)"),
+        ("one branch", "late is not defined", "tl.store(x, late)"),
+        ("type changes", "Loop-carried variable total", "for i in range(n)"),
+        ("helper", "open", "opens(x)"),
     ],
 )
-def test_what_triton_does_not_compile_is_refused_where_it_is_reached(how: str, kind: str) -> None:
+def test_what_triton_does_not_compile_is_refused_with_its_message(how: str, said: str, line: str) -> None:
     x = torch.zeros(1, dtype=torch.int32)
     run(strange, (1,), x, 2, "none of them")  # Triton skips the branches of constants
     assert x.item() == 3
-    if hasattr(CodeGenerator, f"visit_{kind}") and kind == "NamedExpr":  # newer Triton compiles it
+    if how == "walrus" and hasattr(CodeGenerator, "visit_NamedExpr"):  # newer Triton compiles it
         run(strange, (1,), x, 2, how)
         assert x.item() == 6
         return
-    with pytest.raises(RankFailed, match="Triton does not compile this") as caught:
+    with pytest.raises(CompileError, match=said) as caught:
         run(strange, (1,), x, 2, how)
-    assert kind in str(caught.value)
-    assert "test_refused.py" in str(caught.value)
+    if how not in ("break", "type changes", "one branch"):
+        assert caught.value.place == line_of(strange, line)
+    assert x.item() == 3  # nothing ran
+    assert caught.value.arch == 90
+
+
+@triton.jit
+def rotate(x, flags, world, N: tl.constexpr):
+    i, right = tl.arange(0, N), (world.rank + 1) % world.size
+    pl.store(x + N + i, tl.load(x + i), right, world)
+    pl.signal(flags, right, world)
+    pl.wait(flags, 1, world)
+
+
+def test_a_specialisation_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0, 2 and 3 are one specialisation; the rank 1 is a constant. Further schedules compile nothing."""
+    compiled: list[Any] = []
+    compile = front_end._compile
+    monkeypatch.setattr(front_end, "_compile", lambda *args, **named: compiled.append(args) or compile(*args, **named))
+
+    def main(world: Any, n: int) -> None:
+        x, flags = pkt.zeros(2 * n), pkt.signals(1)
+        rotate[(1,)](x, flags, world.device, n)
+
+    assert pkt.simulate(main, ranks=4, seeds=5, args=(16,), heap=HEAP).ok
+    assert len(compiled) == 2
+    assert outcome(main, 4, args=(32,)).failure is None
+    assert len(compiled) == 4
+
+
+def test_the_language_is_patched_again_after_a_compilation() -> None:
+    before = tl.load, tl.tensor.__add__, torch.Tensor.data_ptr
+    x = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(CompileError):
+        run(strange, (1,), x, 2, "dict")
+    assert (tl.load, tl.tensor.__add__, torch.Tensor.data_ptr) == before
+    run(strange, (1,), x, 2, "something else")
+    assert x.item() == 3
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_compile_reports_what_a_kernel_takes(target: str) -> None:
+    def main(world: Any) -> None:
+        x, flags = pkt.zeros(64), pkt.signals(1)
+        rotate[(1,)](x, flags, world.device, 32, num_warps=1)
+
+    report = pkt.simulate(main, ranks=2, seeds=2, heap=HEAP, compile=target)
+    assert report.ok
+    assert {(u.kernel, f"sm_{u.arch}", u.spilled) for u in report.kernels} == {("rotate", target, 0)}
+    assert all(8 <= u.registers <= 255 and u.shared <= 1024 for u in report.kernels)
+    assert f"rotate, {target}" in str(report)
+    assert f"{report.kernels[0].registers} registers, 0 bytes spilled" in str(report)
+
+
+def test_compile_names_its_targets() -> None:
+    with pytest.raises(ShapeError, match="found sm_70"):
+        pkt.simulate(lambda world: None, ranks=1, seeds=1, compile="sm_70")
+    with pytest.raises(ShapeError, match="found sm_70"):
+        pkt.launch(lambda world: None, ranks=1, device="cpu", compile="sm_70")

@@ -1,0 +1,126 @@
+"""What does not compile does not run: Triton's front end sees each specialisation of a kernel once, before it runs.
+
+The front end makes Triton's first representation (TTIR) of the kernel and all that it calls, as for a GPU, in about
+15 ms. It checks types, names and statements. It needs no GPU. With `compile="sm_90"` the rest of the compiler runs
+and says what each kernel takes of an SM.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triton import knobs
+from triton._C.libtriton import ir
+from triton.compiler.code_generator import get_jit_fn_file_line
+from triton.compiler.errors import CompilationError
+from triton.runtime.jit import JITFunction
+
+from pkt.errors import CompileError, PktError, ShapeError
+from pkt.language.inspect import check_sync, targeting
+from pkt.simulate.interpreter import compiling
+
+ARCHITECTURES = {None: 90, "sm_90": 90, "sm_100": 100}
+"""Values of `compile` -> the target of the front end."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a program of a compiled kernel takes of an SM. spilled, shared: bytes, of a thread and of a program."""
+
+    kernel: str
+    arch: int
+    registers: int
+    spilled: int
+    shared: int
+
+    def __str__(self) -> str:
+        return f"{self.registers} registers, {self.spilled} bytes spilled, {self.shared} bytes of shared memory"
+
+
+class _Kernel:
+    """A kernel for one target: its binder, which finds the specialisation of arguments, and those that compiled."""
+
+    def __init__(self, kernel: Any, arch: int) -> None:
+        with compiling(), targeting(arch):
+            _, _, self.target, self.backend, self.binder = kernel.create_binder()
+        self.kernel = kernel  # kept alive, so that no other kernel gets its id
+        self.compiled: dict[Any, Usage | None] = {}
+
+
+_kernels: dict[Any, _Kernel] = {}  # by id: a JITFunction's hash compiles, which is not possible while `tl` is patched
+
+
+def check_compile(call: str, compile: str | None) -> None:
+    """Raise ShapeError unless `compile` is a value of the option."""
+    if compile not in ARCHITECTURES:
+        raise ShapeError.argument(call, "compile", compile, 'None, "sm_90" or "sm_100"')
+
+
+def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | None = None) -> Usage | None:
+    """Raise CompileError, with Triton's message, if Triton does not compile `kernel` for these arguments.
+
+    options: of the launch, such as num_warps. compile: "sm_90" or "sm_100" also makes the machine code and returns its
+    Usage. A kernel that was decorated under TRITON_INTERPRET=1 is not checked."""
+    if not isinstance(kernel, JITFunction):
+        return None
+    known = _kernels.get((id(kernel), compile))
+    if known is None:
+        known = _kernels[id(kernel), compile] = _Kernel(kernel, ARCHITECTURES[compile])
+    bound, specialization, given = known.binder(**arguments, **options)
+    functions = [id(v) for v in bound.values() if isinstance(getattr(v, "value", v), JITFunction)]
+    types = specialization
+    if compile is None:  # alignment changes nothing in TTIR but hints
+        types = [s if s[0] == "constexpr" else s[0] for s in specialization]
+    key = repr(types), repr(given), *functions
+    if key not in known.compiled:
+        with compiling(), targeting(known.target.arch):
+            known.compiled[key] = _compile(known, bound, specialization, given, whole=compile is not None)
+    return known.compiled[key]
+
+
+def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, whole: bool) -> Usage | None:
+    kernel, backend, arch = known.kernel, known.backend, known.target.arch
+    options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
+    source = kernel.ASTSource(kernel, signature, constants, attributes)
+    try:
+        if whole:
+            compiled = kernel.compile(source, target=known.target, options=options.__dict__)
+            check_sync(compiled.asm, compiled.metadata.name)
+            return _usage(kernel.fn.__name__, arch, compiled)
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions = backend.get_codegen_implementation(options)
+        source.make_ir(known.target, options, functions, backend.get_module_map(), context)
+    except PktError:
+        raise
+    except Exception as error:
+        file, line = get_jit_fn_file_line(kernel)
+        if isinstance(error, CompilationError) and hasattr(error.node, "lineno"):
+            line += error.node.lineno - 1
+        raise CompileError.refused(kernel.fn.__name__, f"{Path(file).name}:{line}", arch, _said(error)) from error
+    return None
+
+
+def _usage(name: str, arch: int, compiled: Any) -> Usage:
+    """The resources of a compiled kernel, by the cuobjdump that Triton ships."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return Usage(name, arch, int(found[1]), int(found[2]), compiled.metadata.shared)
+
+
+def _said(error: BaseException) -> str:
+    """Triton's message: that of the innermost error, which stands in the function with the wrong line."""
+    while isinstance(error.__cause__, CompilationError):
+        error = error.__cause__
+    return str(error)

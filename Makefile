@@ -4,7 +4,7 @@
 #   make test        the tests that need no GPU
 #   make newest      the language's and the simulator's tests on the newest Triton release
 #   make test-gpu    the tests that need GPUs
-#   make mutants     mistakes made in copies of the tree, one at a time: tests must notice each
+#   make mutants     mistakes made in copies of the tree, one at a time: tests must notice each (half an hour; ten in test)
 #   make lint types  ruff, mypy
 #   make bench       the simulator's speed, written to benchmarks/results/
 #

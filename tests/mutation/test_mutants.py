@@ -1,12 +1,14 @@
-"""The list of mistakes follows the code: `make mutants` can make each of them."""
+"""The list of mistakes follows the code: `make mutants` can make each of them. A sample is made here."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import MUTANTS
+from tests.mutation.mutants import MUTANTS, QUICK
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,3 +25,20 @@ def test_mistakes_change_something_and_name_tests_that_exist() -> None:
         files = [name.partition("::")[0] for name in mutant.tests if name.startswith("tests/")]
         assert files, mutant.reason
         assert all((ROOT / name).exists() for name in files), mutant.reason
+    assert all((ROOT / name).exists() for name in QUICK)
+
+
+def test_there_are_enough_and_few_are_excused() -> None:
+    assert len(MUTANTS) >= 250
+    assert sum(bool(mutant.excuse) for mutant in MUTANTS) <= 10
+
+
+def test_ten_mistakes_are_noticed() -> None:
+    """Another ten for each commit; `python -m tests.mutation --sample 10 --seed COMMIT` repeats them."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if not commit:
+        pytest.skip("the driver asks git which files there are")
+    command = [sys.executable, "-m", "tests.mutation", "--sample", "10", "--seed", commit.strip(), "--jobs", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, f"commit {commit}{done.stdout}{done.stderr}"
+    assert "10 of " in done.stdout

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pkt.errors import ShapeError
 from pkt.runtime.memory.heap import heap_bytes
+from pkt.runtime.world import check_function
 from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.machine import SMS, check_count
@@ -146,9 +147,15 @@ def simulate(
     max_findings: stop after this many different findings.
 
     Never raises for a finding; `Report.check` does. Raises ShapeError if the arguments leave nothing to run."""
-    todo = list(range(seeds) if isinstance(seeds, int) else seeds)
-    if not todo:
-        raise ShapeError.argument("pkt.simulate", "seeds", seeds, "at least one schedule")
+    check_function("pkt.simulate", fn, args)
+    try:
+        todo = list(range(seeds) if isinstance(seeds, int) else seeds)
+    except TypeError:
+        todo = []
+    if not todo or not all(isinstance(seed, int) for seed in todo):
+        raise ShapeError.argument("pkt.simulate", "seeds", repr(seeds), "a number of schedules, or the seeds of some")
+    if isinstance(lost_ranks, bool) or not isinstance(lost_ranks, int) or lost_ranks < 0:
+        raise ShapeError.argument("pkt.simulate", "lost_ranks", repr(lost_ranks), "an integer from 0")
     check_count("pkt.simulate", "max_findings", max_findings)
     report = Report(ranks)
     options: dict[str, Any] = {"sms": sms, "multicast": multicast, "races": races}

@@ -57,7 +57,6 @@ def main(
         mutants=mutants,
         lost_signals=lost_signals,
         lost_ranks=lost_ranks,
-        progress=sys.stderr.isatty(),
     )
     print(report)
     raise typer.Exit(0 if report.ok else 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +45,7 @@ class Found:
         return f"{self.kind} in seed {self.seed}{where}: {self.failure}{notes}"
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The result of `pkt.simulate`: the runs and the findings.
 
@@ -103,6 +105,14 @@ class Report:
                 table.add_row(what, str(len(found)), f"{caught} caught, {len(found) - caught} not")
         return table
 
+    def __repr__(self) -> str:
+        found = f"{len(self.findings)} findings, {len(self.survivors)} faults not caught"
+        return f"Report({self.schedules} schedules on {self.ranks} ranks: {found})"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         from rich.console import Console
 
@@ -131,7 +141,7 @@ def simulate(
     mutants: bool = False,
     lost_signals: bool = False,
     lost_ranks: int = 0,
-    progress: bool = False,
+    progress: bool | None = None,
     max_findings: int = 20,
 ) -> Report:
     """Run `fn(world, *args)` on `ranks` simulated ranks under many schedules and report every failure.
@@ -143,7 +153,7 @@ def simulate(
     mutants: also remove or weaken every wait, signal, barrier and fence in turn.
     lost_signals: also drop every single signal of the plain schedule in turn.
     lost_ranks: also stop or kill a rank, at this many random points. Some schedule must catch each of these faults.
-    progress: show a bar on the terminal.
+    progress: show a bar with the time left; None: on a terminal and in a notebook.
     max_findings: stop after this many different findings.
 
     Never raises for a finding; `Report.check` does. Raises ShapeError if the arguments leave nothing to run."""
@@ -210,13 +220,16 @@ def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
 
 
 @contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[Sequence[Any], str], Iterator[Any]]]:
+def _bar(shown: bool | None) -> Iterator[Callable[[Sequence[Any], str], Iterator[Any]]]:
     """Yield a function that wraps a loop's items in a progress bar, or only iterates if not `shown`."""
+    if shown is None:
+        shown = sys.stderr.isatty() or "ipykernel" in sys.modules
     if not shown:
         yield lambda items, what: iter(items)
         return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield lambda items, what: iter(progress.track(items, description=what))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import random
 import sys
 import time
@@ -111,6 +110,8 @@ class Report:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
+        import html  # here, because only notebooks need it
+
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:

@@ -100,7 +100,19 @@ def _tuned(operator: _registry.Operator, key: _Mapping[str, _Any], world: World)
 _registry.take_advice(_tuned)
 
 
+def _version() -> str:
+    """Of the installed distribution; "0+source" where pkt is imported from a folder."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("pkt-triton")
+    except metadata.PackageNotFoundError:
+        return "0+source"
+
+
 def __getattr__(name: str) -> _Any:
+    if name == "__version__":
+        return _version()
     if name == "tune":
         return _import_module("pkt.tune")
     if name in _registry.registered:

@@ -10,6 +10,9 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
+
+from pkt.errors import Unsupported
 from pkt.kernels.operator import operators
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -33,10 +36,15 @@ def main(arguments: list[str], checkout: Path = CHECKOUT) -> None:
         known = ", ".join(names) if programs else f"none in {checkout}: benchmarks come with a checkout"
         print(f"python -m pkt.bench NAME [options]; the names: {known}")
         sys.exit(2)
+    if name in {*operators(), "forms"} and not {"cpu", "--help"} & set(options) and not torch.cuda.is_available():
+        raise Unsupported.here(f"pkt bench {arguments[0]}", "found no GPU", "pkt explain predicts times without one")
     sys.path.insert(0, str(checkout))  # the ranks' processes import benchmarks by name, too
     sys.argv = [name, *options]
     runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except Unsupported as error:
+        sys.exit(f"pkt: {error}")

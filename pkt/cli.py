@@ -1,29 +1,64 @@
-"""The command `pkt` with its subcommands doctor, simulate and tune."""
+"""The command `pkt` with its subcommands doctor, simulate, tune, explain, bench and demo."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+import pkt
+from pkt.bench import main as benchmark
 from pkt.doctor import examine, measure, show
+from pkt.errors import PktError
 from pkt.simulate.__main__ import main as simulate
 from pkt.tune.command import main as tune
+from pkt.tune.explanation import explain as explained
+
+
+class _Commands(typer.core.TyperGroup):
+    """Shows an error of pkt as one message, with exit status 2, as click shows a wrong option."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PktError as error:
+            typer.echo(f"pkt: {error}", err=True)
+            raise typer.Exit(2) from error
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="ParallelKittens for Triton.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("simulate")(simulate)
-app.command("tune")(tune)
 
 
-@app.command()
+def _examples(*lines: str) -> str:
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"pkt {pkt.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="show it")] = False,
+) -> None:
+    """ParallelKittens for Triton: kernels that compute and communicate on several GPUs."""
+
+
+@app.command(
+    short_help="show what runs on this machine, and what it lacks",
+    epilog=_examples("pkt doctor", "pkt doctor --no-bandwidth"),
+)
 def doctor(
     bandwidth: Annotated[bool, typer.Option(help="open a world on the GPUs and time transfers between them")] = True,
 ) -> None:
@@ -34,6 +69,60 @@ def doctor(
     # For a file or a pipe rich assumes 80 columns, which would break the lines of tables.
     show(report, Console(width=None if sys.stdout.isatty() else 120))
     raise typer.Exit(report.status)
+
+
+app.command(
+    "simulate",
+    short_help="run a function under many schedules, without a GPU",
+    epilog=_examples(
+        "pkt simulate ring.py",
+        "pkt simulate ring.py:main --ranks 8 --seeds 200 --mutants",
+        "pkt simulate ring.py --seed 17",
+    ),
+)(simulate)
+app.command(
+    "tune",
+    short_help="search for an operator's fastest settings",
+    epilog=_examples(
+        "pkt tune ag_gemm --ranks 4 --m 8192 --n 8192 --k 8192",
+        "pkt tune gemm_ar --ranks 2 --device cpu --m 64 --n 64 --k 64",
+        "pkt tune --all",
+    ),
+)(tune)
+
+
+@app.command(
+    short_help="say which settings an operator takes, and why",
+    epilog=_examples(
+        "pkt explain ag_gemm --m 8192 --n 2048 --k 8192", "pkt explain gemm_rs --m 512 --n 8192 --k 7168 --ranks 2"
+    ),
+)
+def explain(
+    operator: Annotated[str, typer.Argument(help="the operator's name, or its short one, as ag_gemm")],
+    m: Annotated[int, typer.Option(min=1, help="rows of the product that each rank computes")],
+    n: Annotated[int, typer.Option(min=1, help="columns of that product")],
+    k: Annotated[int, typer.Option(min=1, help="what that product sums over")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    ranks: Annotated[int, typer.Option(min=1, help="number of ranks")] = 4,
+    gpu: Annotated[str, typer.Option(help="as torch names it")] = "NVIDIA H200",
+) -> None:
+    """Show which settings an operator takes where none are given, why, and the predicted and measured times."""
+    explained(operator, M=m, N=n, K=k, dtype=dtype, size=ranks, gpu=gpu)
+
+
+_ANY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(short_help="run a benchmark of a checkout: pkt bench NAME [options]", context_settings=_ANY)
+def bench(ctx: typer.Context) -> None:
+    """Run a benchmark, as `python -m pkt.bench`; without a name it lists them."""
+    benchmark(["" if ctx.args[:1] == ["--help"] else ctx.args[0], *ctx.args[1:]] if ctx.args else [])
+
+
+@app.command(short_help="check, explore, break and draw a fused product", context_settings=_ANY)
+def demo(ctx: typer.Context) -> None:
+    """Run the demo of a checkout: a fused GEMM + all-reduce on four simulated ranks, checked, explored and broken."""
+    benchmark(["demo", *ctx.args])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import pkt.language as pl
 from pkt.errors import PktError, Unsupported
 from pkt.launcher import launch
 from pkt.model import rates
-from pkt.model.gpu import H200
+from pkt.model.gpu import H200, gluon_lacks
 from pkt.runtime.gpu import nvml
 from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.topology import Topology, assemble, multicast_off, probe
@@ -136,6 +136,9 @@ def _software(report: Report) -> None:
     if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < OLDEST_TRITON:
         wanted = ".".join(map(str, OLDEST_TRITON))
         missing(Problem(f"triton {triton.__version__} is too old", f"pip install 'triton>={wanted}'"))
+    elif lacks := gluon_lacks((9, 0)):
+        found = f"the forms in Gluon, the fastest of the fused products on H100 and H200, do not run: {lacks}"
+        missing(Problem(found, "pip install 'triton==3.6.*'; all other forms run", fatal=False))
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     report.software.append(("C compiler", compiler or "none"))
     if not compiler:
@@ -322,8 +325,12 @@ def verdict(report: Report) -> str:
     """The last line of the report: whether pkt runs on GPUs here, and on how many."""
     if not report.ok:
         return (
-            "pkt does not run on GPUs here. In the simulator it does, kernels and all:\n"
-            '    pkt.launch(fn, ranks=4, device="cpu")      or      pkt simulate file.py'
+            "pkt does not run on GPUs here. On this machine these do:\n"
+            '    pkt.launch(fn, ranks=4, device="cpu")      every kernel and operator, in the simulator\n'
+            "    pkt simulate file.py                       many schedules: races, deadlocks, lost signals\n"
+            "    pkt explain ag_gemm --m 8192 --n 2048 --k 8192     what an operator takes on an H200, and how long\n"
+            "A machine with GPUs needs NVIDIA GPUs that access each other (NVLink), their driver, a torch built for\n"
+            "CUDA and a C compiler. The forms in Gluon need an H100 or H200 and Triton 3.6."
         )
     tried = f" (tried, in {report.seconds:.1f} s)" if report.seconds is not None else ""
     if report.ranks == 1:

@@ -10,7 +10,7 @@ import torch
 from pkt.errors import ShapeError, Unsupported
 from pkt.runtime import world as worlds
 from pkt.runtime.memory.heap import heap_bytes
-from pkt.runtime.world import World
+from pkt.runtime.world import World, check_function
 from pkt.wording import size_text
 
 
@@ -37,6 +37,7 @@ def launch(
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ShapeError.argument("pkt.launch", "ranks", ranks, "an integer from 1")
+    check_function("pkt.launch", fn, args)
     if device == "cpu":
         from pkt.simulate.run import OPTIONS, run
 

@@ -117,8 +117,11 @@ ARROWS = {
         ["pkt.errors", "pkt.launcher", "pkt.runtime", "pkt.model", "pkt.kernels.operator", "pkt.tune"],
         ["torch", "typer", "rich"],
     ),
-    "pkt.bench": (["pkt.kernels.operator"], ["benchmarks"]),
-    "pkt.cli": (["pkt.doctor", "pkt.simulate", "pkt.tune.command"], ["typer", "rich"]),
+    "pkt.bench": (["pkt.errors", "pkt.kernels.operator"], ["benchmarks", "torch"]),
+    "pkt.cli": (
+        ["pkt", "pkt.bench", "pkt.doctor", "pkt.errors", "pkt.simulate", "pkt.tune.command", "pkt.tune.explanation"],
+        ["typer", "rich"],
+    ),
 }
 
 # Imports that the arrows forbid and the tree still has. They do not count as steps of a circle.

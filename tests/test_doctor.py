@@ -337,6 +337,23 @@ def test_times_of_a_product_and_a_copy(monkeypatch):
     assert sent == [3, 3, 20, 20]
 
 
+@pytest.mark.parametrize(("version", "told"), [("3.6.0", False), ("3.9.1", True)])
+def test_which_triton_has_the_forms_in_gluon(monkeypatch, version, told):
+    monkeypatch.setattr("triton.__version__", version)
+    report = examine(gpus(2))
+    assert report.ok
+    assert ("note: the forms in Gluon" in text(report)) == told
+    found = str(pkt.explain("ag_gemm", M=8192, N=2048, K=8192, gpu="NVIDIA H200"))
+    assert "mode=gluon" in found
+    assert (f"not with Triton {version}, not 3.6, as here" in found) == told
+
+
+def test_without_gpus_the_last_lines_say_what_works():
+    page = text(examine([]))
+    for line in ('device="cpu"', "pkt simulate file.py", "pkt explain ag_gemm", "A machine with GPUs needs"):
+        assert line in page
+
+
 def test_a_world_that_fails_is_fatal():
     def run(*args, **options):
         raise RankFailed.raised(2, "Traceback ...\nDriverError: cuMemMap failed")

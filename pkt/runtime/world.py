@@ -6,7 +6,7 @@ import itertools
 import operator
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -269,6 +269,14 @@ def check_rank(rank: Any, world: World | Backend, call: str) -> int:
     if not 0 <= index < world.size:
         raise RankError.outside(world.rank, call, rank, world.size)
     return index
+
+
+def check_function(call: str, fn: Any, args: Any) -> None:
+    """Raise DtypeError unless `fn` is a function and `args` a sequence of its further arguments."""
+    if not callable(fn):
+        raise DtypeError.argument(call, "fn", f"{type(fn).__name__} {fn!r:.40}", "a function of the world")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise DtypeError.argument(call, "args", f"{type(args).__name__} {args!r:.40}", "a tuple, as in (x,)")
 
 
 class Workspace(Scope):

@@ -59,7 +59,6 @@ def main(
         lost_signals=lost_signals,
         lost_ranks=lost_ranks,
         compile=compile,
-        progress=sys.stderr.isatty(),
     )
     print(report)
     raise typer.Exit(0 if report.ok else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pkt.errors import DataRace, ShapeError
 from pkt.runtime.memory.heap import heap_bytes
+from pkt.runtime.world import check_function
 from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
 from pkt.simulate.front_end import Usage, check_compile
 from pkt.simulate.interpreter import interpreting
@@ -44,7 +46,7 @@ class Found:
         return f"{self.kind} in seed {self.seed}{where}: {self.failure}{notes}"
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The result of `pkt.simulate`: the runs and the findings.
 
@@ -119,6 +121,16 @@ class Report:
             table.add_row(f"{usage.kernel}, sm_{usage.arch}", "", str(usage))
         return table
 
+    def __repr__(self) -> str:
+        found = f"{len(self.findings)} findings, {len(self.survivors)} faults not caught"
+        return f"Report({self.schedules} schedules on {self.ranks} ranks: {found})"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        import html  # here, because only notebooks need it
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         from rich.console import Console
 
@@ -147,7 +159,7 @@ def simulate(
     mutants: bool = False,
     lost_signals: bool = False,
     lost_ranks: int = 0,
-    progress: bool = False,
+    progress: bool | None = None,
     max_findings: int = 20,
     compile: str | None = None,
 ) -> Report:
@@ -160,15 +172,21 @@ def simulate(
     mutants: also remove or weaken every wait, signal, barrier and fence in turn.
     lost_signals: also drop every single signal of the plain schedule in turn.
     lost_ranks: also stop or kill a rank, at this many random points. Some schedule must catch each of these faults.
-    progress: show a bar on the terminal.
+    progress: show a bar with the time left; None: on a terminal and in a notebook.
     max_findings: stop after this many different findings.
     compile: "sm_90" or "sm_100" compiles each kernel to machine code for that target, too, and reports what it takes of
     an SM. By default Triton's front end alone sees it.
 
     Never raises for a finding; `Report.check` does. Raises ShapeError if the arguments leave nothing to run."""
-    todo = list(range(seeds) if isinstance(seeds, int) else seeds)
-    if not todo:
-        raise ShapeError.argument("pkt.simulate", "seeds", seeds, "at least one schedule")
+    check_function("pkt.simulate", fn, args)
+    try:
+        todo = list(range(seeds) if isinstance(seeds, int) else seeds)
+    except TypeError:
+        todo = []
+    if not todo or not all(isinstance(seed, int) for seed in todo):
+        raise ShapeError.argument("pkt.simulate", "seeds", repr(seeds), "a number of schedules, or the seeds of some")
+    if isinstance(lost_ranks, bool) or not isinstance(lost_ranks, int) or lost_ranks < 0:
+        raise ShapeError.argument("pkt.simulate", "lost_ranks", repr(lost_ranks), "an integer from 0")
     check_count("pkt.simulate", "max_findings", max_findings)
     check_compile("pkt.simulate", compile)
     report = Report(ranks)
@@ -236,13 +254,16 @@ def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
 
 
 @contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[Sequence[Any], str], Iterator[Any]]]:
+def _bar(shown: bool | None) -> Iterator[Callable[[Sequence[Any], str], Iterator[Any]]]:
     """Yield a function that wraps a loop's items in a progress bar, or only iterates if not `shown`."""
+    if shown is None:
+        shown = sys.stderr.isatty() or "ipykernel" in sys.modules
     if not shown:
         yield lambda items, what: iter(items)
         return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield lambda items, what: iter(progress.track(items, description=what))

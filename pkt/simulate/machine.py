@@ -64,6 +64,9 @@ class Machine:
         check_count("the simulator", "ranks", ranks)
         check_compile("the simulator", compile)
         check_count("the simulator", "sms", sms)
+        check_count("the simulator", "max_steps", max_steps)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ShapeError.argument("the simulator", "seed", repr(seed), "an integer")
         self.size, self.sms, self.multicast = ranks, sms, multicast
         self.schedule = Schedule(seed, ranks, by_time=trace)
         self.space = AddressSpace(ranks, stride)
@@ -356,8 +359,10 @@ class Machine:
         for hook in getattr(kernel, "pre_run_hooks", ()):
             hook(*args, **named)
         where = tuple(grid(bound)) if callable(grid) else tuple(grid)
-        shape: tuple[int, int, int] = (*(int(n) for n in where), 1, 1)[:3]  # type: ignore[assignment]
         name = kernel.fn.__name__
+        if not 1 <= len(where) <= 3 or not all(hasattr(n, "__index__") and n >= 0 for n in where):
+            raise ShapeError.argument(name, "grid", where, "one to three integers from 0", host.rank)
+        shape: tuple[int, int, int] = (*map(int, where), 1, 1)[:3]  # type: ignore[assignment]
         total = shape[0] * shape[1] * shape[2]
         if options.get("launch_cooperative_grid") and total > self.sms:
             raise GridTooLarge.resident(name, total, self.sms, 1, rank=host.rank)

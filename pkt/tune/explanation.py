@@ -18,7 +18,7 @@ from pkt.errors import DtypeError, PktError, ShapeError, Unsupported
 from pkt.kernels.operator import Operator
 from pkt.model.config import NCCL, Config, nccl_wanted
 from pkt.model.cost import DTYPES, Estimate, library, modelled
-from pkt.model.gpu import H200, Gpu
+from pkt.model.gpu import H200, Gpu, gluon_lacks
 from pkt.model.rates import gpu_here
 from pkt.runtime.world import World, current_world
 from pkt.tune import cache, tables
@@ -92,6 +92,9 @@ class Explanation:
     def _lines(self) -> list[str]:
         """The lines below the table."""
         lines = [f"taken: {self.why}"]
+        lacks = gluon_lacks((9, 0))
+        if lacks and self.config.get("mode") == "gluon" and self.key["gpu"] != SIMULATED:
+            lines.append(f"not with {lacks}, as here: there mode=gluon does not run, and calls take another form")
         taken = self.rows[0]
         baseline = next((row for row in self.rows if row.config == NCCL), taken)
         for how, mine, theirs in (

@@ -434,3 +434,20 @@ def test_the_report_counts_policies_and_different_schedules() -> None:
     assert "2 uniform" in str(report)
     alone = simulate(lambda world: None, 1, seeds=12, heap="1MiB")  # a rank that does nothing has one schedule
     assert (alone.schedules, len(alone.orders)) == (12, 1)
+
+
+def test_a_report_is_short_in_a_shell_and_a_table_in_a_notebook() -> None:
+    report = simulate(lambda world: None, 2, seeds=3, heap="1MiB")
+    assert repr(report) == "Report(3 schedules on 2 ranks: 0 findings, 0 faults not caught)"
+    assert "schedules on 2 ranks" in report._repr_html_()
+
+
+@pytest.mark.parametrize("where", ["terminal", "notebook", "pipe"])
+def test_a_bar_is_shown_to_a_person(where: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: where == "terminal")
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    if where == "notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    simulate(lambda world: None, 2, seeds=3, heap="1MiB")
+    assert ("schedules" in capsys.readouterr().err) == (where != "pipe")

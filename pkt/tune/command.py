@@ -110,8 +110,8 @@ def _gpu(world: World) -> Gpu:
         properties = torch.cuda.get_device_properties(world.torch_device)
         shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         gluon = not gluon_lacks((properties.major, properties.minor))
-    sms, least, everywhere = (min(of) for of in zip(*world.all_gather_object((world.num_sms, shared, gluon))))
-    return replace(H200, sms=sms, shared=least, gluon=everywhere)
+    least, everywhere = (min(of) for of in zip(*world.all_gather_object((shared, gluon))))
+    return replace(H200, sms=world.num_sms, shared=least, gluon=everywhere)
 
 
 def shortlist(configs: Sequence[Config], model: Model, key: Mapping[str, Any]) -> tuple[list[Config], float]:

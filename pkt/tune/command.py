@@ -24,6 +24,7 @@ from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
 from pkt.tune.candidates import model_of, operator_space, thinned, tuned_operators
+from pkt.tune.distance import distance
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
 from pkt.tune.tuner import tune
@@ -36,7 +37,7 @@ SIMULATED_MOST = 256**3
 SIMULATED_SMS = 8
 HEAP = {"cuda": "60GiB", "cpu": "64MiB"}
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Greatest ||result - exact|| / ||exact||. Roundings stay far below it; a tile that is wrong or late is far above."""
+"""Greatest `distance`. Roundings stay far below it; a tile that is wrong or late is far above."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,9 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
     together = {name: [theirs[name] for theirs in everybody] for name in operands}
     exact = operator.reference(world.rank, **together).float()
     del everybody, together
-    norm = exact.norm()
 
     def right(arguments: Mapping[str, Any], result: torch.Tensor) -> bool:
-        return bool((result.float() - exact).norm() <= BOUND[dtype] * norm)
+        return distance(result, exact) <= BOUND[dtype]
 
     # Symmetric, because some forms can then reduce in place.
     operands["out"] = empty(*call.shape, dtype=dtype, world=world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +135,7 @@ def _operands(operator: Operator, like: Mapping[str, torch.Tensor], world: World
 # ------------------------------------------------------------------------------------------------------------- command
 def main(
     operator: Annotated[str, typer.Argument(help="the operator's name, or its short one, as ag_gemm")] = "",
-    ranks: Annotated[int, typer.Option(help="GPUs, or simulated ranks")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="GPUs, or simulated ranks")] = 4,
     m: Annotated[int, typer.Option(help="rows of the whole product", show_default=False)] = 0,
     n: Annotated[int, typer.Option(help="columns of the whole product", show_default=False)] = 0,
     k: Annotated[int, typer.Option(help="what is summed over, on all ranks", show_default=False)] = 0,
@@ -149,6 +150,7 @@ def main(
     after Ctrl-C, which keeps the best so far.
     """
     layers = _layers(operator, every, m, n, k, dtype, device)
+    _check_folder(out)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found: dict[str, list[Search]] = {}
     gpu = ""
@@ -168,6 +170,20 @@ def main(
     if any(search.interrupted for searches in found.values() for search in searches):
         raise typer.Exit(130)
     raise typer.Exit(0 if sum(map(len, found.values())) == len(layers) else 1)
+
+
+def _check_folder(out: Path) -> None:
+    """Raise typer.BadParameter, before a search is made for nothing, where no table can be written into `out`."""
+    there = next(folder for folder in (out, *out.absolute().parents) if os.path.exists(folder))
+    try:
+        os.lstat(out)
+        fits = True
+    except (FileNotFoundError, NotADirectoryError):
+        fits = True
+    except (OSError, ValueError):  # a name that no folder can have
+        fits = False
+    if not fits or not there.is_dir() or not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"found --out {out}, wanted a folder that can be written")
 
 
 def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, device: str) -> list[Layer]:

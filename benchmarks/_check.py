@@ -14,9 +14,9 @@ import torch
 
 from benchmarks._case import Case
 from pkt.errors import PktError, Unsupported, WaitTimeout
+from pkt.tune.distance import distance
 
 BOUND = 1e-2  # greatest `distance` in bf16; a wrong or late tile is far above it
-SLICE = 1 << 16  # elements that are compared together: one tile of a result of any size is much of some slice
 SCALES = (1.0, -2.0, -2.0, 1.0, 4.0)  # of the inputs, launch by launch; they reach both halves of a double buffer
 
 
@@ -69,27 +69,3 @@ def _error(case: Case, run: Callable[[], torch.Tensor], exact: list[torch.Tensor
         worst = max(worst, distance(run(), exact[0], scale))
     case.scaled.mul_(1.0 / before)
     return worst
-
-
-def distance(found: torch.Tensor, exact: torch.Tensor, scale: float) -> float:
-    """The greatest ||found - scale * exact|| of the slices of SLICE elements, relative to the norm of the slice of
-    scale * exact or of an average slice, whichever is greater; infinite if `found` has a NaN. It works on 1024 slices
-    at a time, because an fp32 copy of the whole tensor may not fit into memory."""
-    found, exact = found.reshape(-1), exact.reshape(-1)
-    off, norm, count = [], [], []
-    for start in range(0, exact.numel(), SLICE << 10):
-        part = exact[start : start + (SLICE << 10)] * scale
-        wrong = found[start : start + (SLICE << 10)].float() - part
-        whole = part.numel() // SLICE * SLICE
-        for piece in (slice(0, whole), slice(whole, None)):
-            if part[piece].numel():
-                shape = (-1, min(SLICE, part[piece].numel()))
-                off.append(wrong[piece].view(shape).square().sum(1, dtype=torch.float64))
-                norm.append(part[piece].view(shape).square().sum(1, dtype=torch.float64))
-                count.append(torch.full_like(norm[-1], shape[1]))
-    if not off:
-        return 0.0
-    wrongs, norms, counts = torch.cat(off), torch.cat(norm), torch.cat(count)
-    average = counts * (norms.sum() / counts.sum())
-    value = (wrongs / torch.maximum(norms, average).clamp_min(1e-300)).max().sqrt().item()
-    return value if value == value else float("inf")

@@ -23,9 +23,9 @@ import torch
 
 import pkt
 from benchmarks import _harness
-from benchmarks._check import distance
 from benchmarks._process_group import ENVIRONMENT, prepare
 from benchmarks._timing import gate
+from pkt.tune.distance import distance
 from pkt.tune.timers import sleep
 
 HIDDEN, WIDE = 8192, 28672

@@ -21,12 +21,13 @@ import torch
 
 import pkt
 from benchmarks import _command, collectives
-from benchmarks._check import BOUND, distance
+from benchmarks._check import BOUND
 from benchmarks._collective import module_of
 from benchmarks._harness import RESULTS
 from benchmarks._process_group import ENVIRONMENT, prepare
 from pkt.kernels.operator import Case, operators
 from pkt.runtime.workers import workers
+from pkt.tune.distance import distance
 from tests.conformance import inputs
 
 SHAPES = ((512, 512, 512), (128, 64, 256), (96, 200, 264), (333, 1544, 1032), (16, 4096, 128))  # of letters, in order

@@ -25,12 +25,8 @@ BLOCKED: dict[str, Any] = {"settings": {"block": None}, "small": {"block": 16}}
 
 
 def num_programs(world: World, tasks: int) -> int:
-    """A grid that is resident on every rank, the same on all, no larger than `tasks` asks for. Collective the first
-    time."""
-    known = world.lasting  # of the world, whatever the workspace: otherwise some ranks might ask alone
-    if "pkt.kernels.sms" not in known:
-        known["pkt.kernels.sms"] = min(world.all_gather_object(world.num_sms))
-    return max(1, min(known["pkt.kernels.sms"], tasks))
+    """A grid that is resident on every rank, the same on all, no larger than `tasks` asks for."""
+    return max(1, min(world.num_sms, tasks))
 
 
 def barrier_counters(world: World) -> SymmetricTensor:
@@ -48,7 +44,7 @@ def resident_launch(
     world: World, kernel: Any, tasks: int, arguments: tuple[Any, ...], constants: tuple[Any, ...] = ()
 ) -> Launch:
     """launch(*tensors): `kernel`, which only moves and adds, on (*tensors, *arguments, world.device, *constants), in a
-    program an SM but no more than `tasks`. Returns the last tensor. Collective the first time."""
+    program an SM but no more than `tasks`. Returns the last tensor."""
     start = cooperative_launch(world, kernel, (num_programs(world, tasks),), **COPY_OPTIONS)
 
     def launch(*tensors: torch.Tensor) -> torch.Tensor:

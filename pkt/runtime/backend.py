@@ -92,10 +92,10 @@ class Backend(Protocol):
     stride: int  # bytes from one rank's window to the next
     capacity: int  # bytes that a window may come to hold; <= stride
     multicast: bool  # the multicast window exists
-    num_sms: int  # programs that can be resident, one a SM
+    num_sms: int  # programs that can be resident on every rank, one a SM: of the rank with the fewest SMs
     base: int  # address of this rank's window
     gap: int  # bytes between two blocks that belong to neither, so that an access past the end of a block is found
-    gpu: str  # model of this rank's GPU; "simulated" where there is none
+    gpu: str  # model of rank 0's GPU; "simulated" where there is none
 
     @property
     def timeout(self) -> float | None:

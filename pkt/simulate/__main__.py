@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pkt.errors import PktError
 from pkt.simulate.explore import simulate
 from pkt.simulate.machine import SMS
 
@@ -17,11 +19,11 @@ from pkt.simulate.machine import SMS
 def load(target: str) -> Callable[..., Any]:
     """Return the function `name` of "path/file.py:name", or `main` where no name is given."""
     path, _, name = target.partition(":")
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise typer.BadParameter(f"no file {path}; wanted file.py or file.py:function")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise typer.BadParameter(f"{path} is no Python file; wanted file.py or file.py:function")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -34,32 +36,39 @@ def load(target: str) -> Callable[..., Any]:
 
 def main(
     target: Annotated[str, typer.Argument(help="file.py or file.py:function; the function takes the world")],
-    ranks: Annotated[int, typer.Option(min=1, help="ranks to simulate")] = 4,
-    seeds: Annotated[int, typer.Option(min=1, help="schedules to run")] = 1000,
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="ranks to simulate")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, max=10**9, help="schedules to run")] = 1000,
     seed: Annotated[int | None, typer.Option(help="replay this one schedule")] = None,
-    sms: Annotated[int, typer.Option(min=1, help="programs that fit on a rank at once")] = SMS,
+    sms: Annotated[int, typer.Option(min=1, max=65536, help="programs that fit on a rank at once")] = SMS,
     heap: Annotated[str, typer.Option(help="size of each rank's symmetric heap")] = "1GiB",
     races: Annotated[bool, typer.Option(help="detect data races")] = True,
     multicast: Annotated[bool, typer.Option(help="give the ranks a multicast window")] = True,
     mutants: Annotated[bool, typer.Option(help="break every wait, signal, barrier and fence in turn")] = False,
     lost_signals: Annotated[bool, typer.Option(help="drop every signal in turn")] = False,
-    lost_ranks: Annotated[int, typer.Option(min=0, help="how often a rank stops or dies at a random point")] = 0,
+    lost_ranks: Annotated[
+        int, typer.Option(min=0, max=10**6, help="how often a rank stops or dies at a random point")
+    ] = 0,
     compile: Annotated[str | None, typer.Option(help="compile the kernels for this target: sm_90 or sm_100")] = None,
 ) -> None:
     """Run a function on simulated ranks under many schedules; exit status 1 if anything is found."""
-    report = simulate(
-        load(target),
-        ranks,
-        seeds if seed is None else [seed],
-        heap=heap,
-        sms=sms,
-        races=races,
-        multicast=multicast,
-        mutants=mutants,
-        lost_signals=lost_signals,
-        lost_ranks=lost_ranks,
-        compile=compile,
-    )
+    function = load(target)
+    try:
+        report = simulate(
+            function,
+            ranks,
+            seeds if seed is None else [seed],
+            heap=heap,
+            sms=sms,
+            races=races,
+            multicast=multicast,
+            mutants=mutants,
+            lost_signals=lost_signals,
+            lost_ranks=lost_ranks,
+            compile=compile,
+        )
+    except PktError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
     print(report)
     raise typer.Exit(0 if report.ok else 1)
 

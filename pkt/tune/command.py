@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from pkt.runtime.memory.factories import empty
 from pkt.runtime.world import World
 from pkt.tune import cache, tables
 from pkt.tune.candidates import model_of, operator_space, thinned, tuned_operators
+from pkt.tune.distance import distance
 from pkt.tune.report import report
 from pkt.tune.search import MOST, Model, Search, slots
 from pkt.tune.tuner import tune
@@ -36,7 +38,7 @@ SIMULATED_MOST = 256**3
 SIMULATED_SMS = 8
 HEAP = {"cuda": "60GiB", "cpu": "64MiB"}
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Greatest ||result - exact|| / ||exact||. Roundings stay far below it; a tile that is wrong or late is far above."""
+"""Greatest `distance`. Roundings stay far below it; a tile that is wrong or late is far above."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,9 @@ def search_layer(world: World, layer: Layer, exhaustive: bool = False) -> tuple[
     together = {name: [theirs[name] for theirs in everybody] for name in operands}
     exact = operator.reference(world.rank, **together).float()
     del everybody, together
-    norm = exact.norm()
 
     def right(arguments: Mapping[str, Any], result: torch.Tensor) -> bool:
-        return bool((result.float() - exact).norm() <= BOUND[dtype] * norm)
+        return distance(result, exact) <= BOUND[dtype]
 
     # Symmetric, because some forms can then reduce in place.
     operands["out"] = empty(*call.shape, dtype=dtype, world=world)
@@ -110,8 +111,8 @@ def _gpu(world: World) -> Gpu:
         properties = torch.cuda.get_device_properties(world.torch_device)
         shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         gluon = not gluon_lacks((properties.major, properties.minor))
-    sms, least, everywhere = (min(of) for of in zip(*world.all_gather_object((world.num_sms, shared, gluon))))
-    return replace(H200, sms=sms, shared=least, gluon=everywhere)
+    least, everywhere = (min(of) for of in zip(*world.all_gather_object((shared, gluon))))
+    return replace(H200, sms=world.num_sms, shared=least, gluon=everywhere)
 
 
 def shortlist(configs: Sequence[Config], model: Model, key: Mapping[str, Any]) -> tuple[list[Config], float]:
@@ -134,7 +135,7 @@ def _operands(operator: Operator, like: Mapping[str, torch.Tensor], world: World
 # ------------------------------------------------------------------------------------------------------------- command
 def main(
     operator: Annotated[str, typer.Argument(help="the operator's name, or its short one, as ag_gemm")] = "",
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs, or simulated ranks")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="GPUs, or simulated ranks")] = 4,
     m: Annotated[int, typer.Option(min=0, help="rows of the whole product", show_default=False)] = 0,
     n: Annotated[int, typer.Option(min=0, help="columns of the whole product", show_default=False)] = 0,
     k: Annotated[int, typer.Option(min=0, help="what is summed over, on all ranks", show_default=False)] = 0,
@@ -149,6 +150,7 @@ def main(
     after Ctrl-C, which keeps the best so far.
     """
     layers = _layers(operator, every, m, n, k, dtype, device)
+    _check_folder(out)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found: dict[str, list[Search]] = {}
     gpu = ""
@@ -168,6 +170,20 @@ def main(
     if any(search.interrupted for searches in found.values() for search in searches):
         raise typer.Exit(130)
     raise typer.Exit(0 if sum(map(len, found.values())) == len(layers) else 1)
+
+
+def _check_folder(out: Path) -> None:
+    """Raise typer.BadParameter, before a search is made for nothing, where no table can be written into `out`."""
+    there = next(folder for folder in (out, *out.absolute().parents) if os.path.exists(folder))
+    try:
+        os.lstat(out)
+        fits = True
+    except (FileNotFoundError, NotADirectoryError):
+        fits = True
+    except (OSError, ValueError):  # a name that no folder can have
+        fits = False
+    if not fits or not there.is_dir() or not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"found --out {out}, wanted a folder that can be written")
 
 
 def _layers(operator: str, every: bool, m: int, n: int, k: int, dtype: str, device: str) -> list[Layer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import sys
@@ -33,15 +34,22 @@ def dtypes_of(operator: Operator, mode: str) -> tuple[torch.dtype, ...]:
 
 
 def given(
-    world: Any, operator: Operator, mode: str | None, operands: dict[str, Any], out: Any = None, offset: int = 0,
-    transposed: bool = False,
+    world: Any, operator: Operator, mode: str | None, operands: dict[str, Any], out: Any = None,
+    offset: int | tuple[int, ...] = 0, transposed: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """This rank's operands, symmetric where the form's peers access them, and `out` where the function takes one.
-    transposed: as transposed views where the operator takes those."""
+    offset: elements before a tensor's first one; of several, each rank's for its own tensors. transposed: as transposed
+    views where the operator takes those."""
+
+    def start(name: str) -> int:
+        return offset if isinstance(offset, int) else 0 if name in symmetric else offset[world.rank]
+
     symmetric = operator.forms[mode].symmetric if mode else tuple(operator.names)
     mine = {
         n: ts
-        and inputs.placed(world, ts[world.rank], n in symmetric, offset, transposed and operator.tensors[n].transposed)
+        and inputs.placed(
+            world, ts[world.rank], n in symmetric, start(n), transposed and operator.tensors[n].transposed
+        )
         for n, ts in operands.items()
     }
     return mine | ({"out": out} if "out" in operator.names else {})
@@ -81,8 +89,8 @@ def check_results(
 
 
 def right(
-    world: Any, operator: Operator, mode: str, case: Case, launch: int, dtype: torch.dtype, kind: str, offset: int,
-    keep: dict[str, torch.Tensor], transposed: bool = False,
+    world: Any, operator: Operator, mode: str, case: Case, launch: int, dtype: torch.dtype, kind: str,
+    offset: int | tuple[int, ...], keep: dict[str, torch.Tensor], transposed: bool = False,
 ) -> None:  # fmt: skip
     """One call of a case, and whether its result is right. keep: tensors of the launch before, which are used again."""
     operands = inputs.everybody(operator, case, world.size, launch, dtype)
@@ -101,6 +109,19 @@ def right(
     error = (found.cpu().double() - exact.cpu().double()).abs()
     assert tuple(found.shape) == tuple(exact.shape), (mode, case, found.shape, exact.shape)
     assert (error <= limit).all(), f"{mode}, {case}, launch {launch}: off by {error.max():.3g}"
+
+
+def check_results_of_uneven_ranks(operator: Operator, mode: str, dtype: torch.dtype) -> None:
+    """Right where the operands of one rank of two begin at a multiple of 16 bytes. Their rows do."""
+    letters = inputs.letters_of(operator)
+    case = Case(sizes=dict.fromkeys(letters, 16)) if letters else next(inputs.cases_of(operator, mode))
+
+    def run(world: Any) -> None:
+        for offset in ((0, 1), (1, 0)):
+            with contextlib.suppress(pkt.Unsupported):  # on both ranks, or the other would wait
+                right(world, operator, mode, case, 0, dtype, "new", offset, {})
+
+    on_ranks(2, run, sms=4)
 
 
 def check_empty(operator: Operator, mode: str) -> None:

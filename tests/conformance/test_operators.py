@@ -42,6 +42,11 @@ def test_results_of_operands_that_begin_anywhere(name: str, mode: str) -> None:
 
 
 @every_form
+def test_results_of_ranks_whose_operands_begin_elsewhere(name: str, mode: str) -> None:
+    checks.check_results_of_uneven_ranks(OPERATORS[name], mode, checks.floats(OPERATORS[name], mode)[0])
+
+
+@every_form
 def test_empty_operands(name: str, mode: str) -> None:
     checks.check_empty(OPERATORS[name], mode)
 

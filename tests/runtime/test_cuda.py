@@ -14,8 +14,10 @@ import torch
 import pkt
 from pkt.errors import AllocationMismatch, DriverError, HeapFull, PeerLost, PktError, Unsupported, WaitTimeout
 from pkt.runtime import bootstrap
+from pkt.runtime.gpu import alike
 from pkt.runtime.gpu.topology import OFF_SWITCHES
 from pkt.runtime.processes.rendezvous import prepare
+from pkt.runtime.processes.transport import timeout_seconds
 
 from . import forked
 from .fake_driver import PAGE, FakeDriver, FakeGpu
@@ -179,7 +181,43 @@ def test_heaps_of_different_sizes_are_named():
     meeting.remove()
     for end in ends:
         assert isinstance(end.error, AllocationMismatch)
-        assert "heap= differs: rank 0: 1 MiB; rank 1: 2 MiB" in str(end.error)
+        assert "PKT_HEAP differs: rank 0: 1 MiB (1048576 bytes); rank 1: 2 MiB (2097152 bytes)" in str(end.error)
+
+
+@pytest.mark.parametrize(
+    ("what", "set_other"),
+    [
+        ("PKT_NCCL", lambda: os.environ.update(PKT_NCCL="0")),
+        ("PKT_TIMEOUT", lambda: os.environ.update(PKT_TIMEOUT="4")),
+        ("Triton", lambda: setattr(alike.triton, "__version__", "3.99")),
+        ("torch", lambda: setattr(alike.torch, "__version__", "2.99")),
+        ("pkt's device code", lambda: setattr(alike, "code_hash", lambda: 1)),
+    ],
+)
+def test_ranks_of_other_versions_and_settings_are_named(what, set_other):
+    meeting = prepare()
+
+    def run(rank):
+        os.environ["PKT_TIMEOUT"] = "5"
+        if rank == 2:
+            set_other()
+        where, timeout = bootstrap.Place(rank, 3, meeting), timeout_seconds()
+        return forked.open_world(where, rank, 1 << 20, timeout, driver=FakeDriver, stride=STRIDE)
+
+    ends = forked.run(3, run)
+    meeting.remove()
+    for end in ends:
+        assert isinstance(end.error, Unsupported), end
+        text = str(end.error)
+        assert what in text
+        assert all(part in text for part in ("differs, ranks 0, 1: ", "; rank 2: ", "wanted one on all ranks: "))
+
+
+def test_ranks_with_other_gpus_count_on_the_least_and_take_rank_0_for_the_model():
+    counts = [132, 114, 144]
+    gpus = [FakeGpu(f"u{i}", name=f"GPU {i}", attributes={"MULTIPROCESSOR_COUNT": n}) for i, n in enumerate(counts)]
+    results, _ = open_worlds(3, lambda world: (world.num_sms, world.backend.gpu), gpus=gpus)
+    assert results == [(114, "GPU 0")] * 3
 
 
 def test_allocations_are_compared_before_use_and_named():

@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 
-from pkt.errors import AllocationMismatch, DriverError, Unsupported
+from pkt.errors import DriverError, Unsupported
 from pkt.runtime.backend import Block
-from pkt.runtime.gpu import multicast, topology
+from pkt.runtime.gpu import alike, multicast, topology
 from pkt.runtime.gpu.driver import CudaDriver, Shared
 from pkt.runtime.gpu.votes import Votes, close_shared
 from pkt.runtime.processes import journal
 from pkt.runtime.processes.frames import close_fds
 from pkt.runtime.processes.transport import Transport
-from pkt.wording import size_text
 
 STRIDE = 1 << 38  # bytes between two ranks' windows: more than any GPU holds, and 9 of them fit in 47 bits of address
 
@@ -98,16 +97,14 @@ class CudaBackend:
         with ExitStack() as undo:
             undo.callback(transport.close)
             spans = len(set(hosts)) > 1
-            mine = votes.attempt(lambda: topology.probe(driver, device, hosts[self.rank], spans)) | {"heap": capacity}
-            probes = transport.exchange(mine, "topology")
-            if len({p["heap"] for p in probes}) > 1:
-                raise AllocationMismatch.differs("heap=", {r: size_text(p["heap"]) for r, p in enumerate(probes)})
+            mine = votes.attempt(lambda: topology.probe(driver, device, hosts[self.rank], spans))
+            probes = transport.exchange(mine | {"alike": alike.said(capacity, transport.timeout)}, "topology")
+            alike.check([p["alike"] for p in probes])
             votes.check(probes, "topology")
             found = topology.assemble([p["value"] for p in probes])
             found.check()
             driver.fabric = spans
-            gpu = found.gpus[self.rank]
-            self.num_sms, self.gpu = gpu.num_sms, gpu.name
+            self.num_sms, self.gpu = min(gpu.num_sms for gpu in found.gpus), found.gpus[0].name
             granularity = votes.on_all(lambda: driver.granularity(device), "memory granularity")
             self.capacity = min(-(-capacity // granularity) * granularity, stride)
             span = (self.size + 1) * stride

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,7 +37,7 @@ BOUND = 2e-2  # greatest distance in bf16, after up to 8 roundings
 
 def work(world: World, seed: int, calls: int) -> dict[str, float]:
     """Random calls on one rank, alike on all; the greatest distance and the descriptors of this process."""
-    pick, worst, kept = random.Random(seed), 0.0, []
+    pick, worst, kept = random.Random(seed), 0.0, list[Any]()
     cuda = world.torch_device.type == "cuda"
     for launch in range(calls):
         name = pick.choice(sorted(operators()))
@@ -92,9 +92,9 @@ def grown(states: Sequence[Mapping[str, float]]) -> dict[str, str]:
     return found
 
 
-def soak(device: str, seconds: float, seed: int, ranks: int, calls: int = CALLS) -> dict[str, Any]:
+def soak(device: Literal["cpu", "cuda"], seconds: float, seed: int, ranks: int, calls: int = CALLS) -> dict[str, Any]:
     """Open worlds for so many seconds, three at least. {"worlds", "distance", "grown"}."""
-    end, states, worst, pick = time.monotonic() + seconds, [], 0.0, random.Random(seed)
+    end, states, worst, pick = time.monotonic() + seconds, list[dict[str, float]](), 0.0, random.Random(seed)
     while time.monotonic() < end or len(states) < 3:
         size = pick.randint(2, ranks) if device == "cpu" else ranks
         more: dict[str, Any] = {"sms": 4} if device == "cpu" else {}

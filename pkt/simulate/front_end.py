@@ -120,6 +120,6 @@ def _usage(name: str, arch: int, compiled: Any) -> Usage:
 
 def _said(error: BaseException) -> str:
     """Triton's message: that of the innermost error, which stands in the function with the wrong line."""
-    while hasattr(error.__cause__, "node"):
-        error = error.__cause__
+    while (cause := error.__cause__) is not None and hasattr(cause, "node"):
+        error = cause
     return str(error)

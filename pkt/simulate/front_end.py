@@ -16,8 +16,6 @@ from typing import Any
 
 from triton import knobs
 from triton._C.libtriton import ir
-from triton.compiler.code_generator import get_jit_fn_file_line
-from triton.compiler.errors import CompilationError
 from triton.runtime.jit import JITFunction
 
 from pkt.errors import CompileError, PktError, ShapeError
@@ -84,6 +82,8 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
 
 
 def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, whole: bool) -> Usage | None:
+    from triton.compiler.code_generator import get_jit_fn_file_line  # imported here: it imports half of Triton
+
     kernel, backend, arch = known.kernel, known.backend, known.target.arch
     options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
     source = kernel.ASTSource(kernel, signature, constants, attributes)
@@ -101,8 +101,7 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
         raise
     except Exception as error:
         file, line = get_jit_fn_file_line(kernel)
-        if isinstance(error, CompilationError) and hasattr(error.node, "lineno"):
-            line += error.node.lineno - 1
+        line += max(0, getattr(getattr(error, "node", None), "lineno", 0) - 1)
         raise CompileError.refused(kernel.fn.__name__, f"{Path(file).name}:{line}", arch, _said(error)) from error
     return None
 
@@ -121,6 +120,6 @@ def _usage(name: str, arch: int, compiled: Any) -> Usage:
 
 def _said(error: BaseException) -> str:
     """Triton's message: that of the innermost error, which stands in the function with the wrong line."""
-    while isinstance(error.__cause__, CompilationError):
-        error = error.__cause__
+    while (cause := error.__cause__) is not None and hasattr(cause, "node"):
+        error = cause
     return str(error)

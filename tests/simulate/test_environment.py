@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 import pkt
 import pkt.language as pl
-from pkt.errors import Deadlock, RankFailed
+from pkt.errors import CompileError, Deadlock, RankFailed
 from pkt.runtime import world as worlds
 from pkt.simulate.source import builder
 
@@ -140,9 +140,9 @@ def test_a_notebook_cell_may_be_run_again_with_changes() -> None:
 
 def test_errors_in_a_cell_name_its_line() -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
-    with pytest.raises(RankFailed) as caught:
+    with pytest.raises(CompileError, match="nothing is not defined") as caught:
         cell(CELL.format(factor="nothing"), "/tmp/ipykernel_1/4.py", scope)
-    assert 'File "/tmp/ipykernel_1/4.py", line 6, in scale' in str(caught.value)
+    assert caught.value.place == "4.py:11"
     assert "return x * nothing" in str(caught.value)
 
 
@@ -193,7 +193,7 @@ def plain(x):
 
 @triton.jit
 def wrong(x):
-    tl.store(x, tl.no_such_function(x))
+    tl.device_assert(tl.load(x) > 0, "x must be positive")
 
 
 @triton.jit
@@ -355,5 +355,5 @@ def test_a_kernel_cannot_be_launched_from_a_kernel() -> None:
     def launches(x):
         plain[(1,)](x)
 
-    with pytest.raises(RankFailed, match="belongs in the host code of a simulated rank, not in a kernel"):
+    with pytest.raises(CompileError, match=r"plain\[\(1,\)\]\(x\)"):
         pkt.launch(lambda world: launches[(1,)](torch.zeros(1)), ranks=1, device="cpu")

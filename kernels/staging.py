@@ -10,6 +10,7 @@ An operand is copied before the launch, and what is written is copied back after
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,9 +35,8 @@ def contiguous(call: Call, written: str) -> dict[str, Callable[[], torch.Tensor]
         if name == written and torch._debug_has_internal_overlap(tensor) == 1:
             strides = f"{tuple(tensor.shape)} with strides {tuple(tensor.stride())}"
             raise ShapeError.argument(call.name, name, strides, "elements that share no memory", call.world.rank)
-        shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
-        made[name] = lambda shape=shape, dtype=dtype, device=device: torch.empty(shape, dtype=dtype, device=device)
-        call.tensors[name] = made[name]()
+        make = functools.partial(torch.empty, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        made[name], call.tensors[name] = make, make()
     return made
 
 

@@ -63,18 +63,23 @@ def tell_kernel(counter_ptr, number_ptr, peer, world):
 def copy_kernel(
     dst_ptr,  # on `peer`
     src_ptr,  # this rank's
-    box,  # Box
+    peer,
+    planes,
+    runs,
+    run,
+    target_place,  # Place
+    source_place,  # Place
     world,
     BLOCK: tl.constexpr,
 ):
     """In the place of a copy engine in the simulator, where a copy of torch's would escape the race detector."""
-    n = box.planes * box.runs * box.run
+    n = planes * runs * run
     for start in range(0, n, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        plane, run, element = i // (box.runs * box.run), i // box.run % box.runs, i % box.run
-        source = src_ptr + box.source.start + plane * box.source.plane + run * box.source.pitch + element
-        target = dst_ptr + box.target.start + plane * box.target.plane + run * box.target.pitch + element
-        pl.store(target, tl.load(source, mask=i < n), box.peer, world, mask=i < n)
+        plane, row, element = i // (runs * run), i // run % runs, i % run
+        source = src_ptr + source_place.start + plane * source_place.plane + row * source_place.pitch + element
+        target = dst_ptr + target_place.start + plane * target_place.plane + row * target_place.pitch + element
+        pl.store(target, tl.load(source, mask=i < n), peer, world, mask=i < n)
 
 
 def turn(size: int, g: int) -> list[int]:
@@ -147,7 +152,7 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
 
         def simulate(x: torch.Tensor, stream: int | None) -> None:
             for box in what:
-                beside(copy_kernel, (1,), target, x, box, world.device, 1024)
+                beside(copy_kernel, (1,), target, x, *box, world.device, 1024)
 
         return simulate
     itemsize, window, to = target.element_size(), world.backend.stride, target.data_ptr()

@@ -31,6 +31,7 @@ from pkt.errors import Unsupported
 from pkt.language import address
 from pkt.simulate import reductions, shortcuts, source
 from pkt.simulate.builder import Builder, np_dtype
+from pkt.simulate.sites import in_user_code
 from pkt.simulate.source import builder, semantic
 
 
@@ -262,9 +263,9 @@ def _install(patches: ExitStack) -> None:
 
 
 def _data_ptr(self: torch.Tensor) -> int:
-    """As torch's. Machine.launch lets kernels use the addresses that host code has read."""
+    """As torch's. Machine.launch lets kernels use the addresses that the user's host code has read."""
     address = _address(self)
-    if builder.pkt is not None and self.device.type == "cpu" and address:
+    if builder.pkt is not None and in_user_code() and self.device.type == "cpu" and address:
         builder.pkt.take_address(self, address)
     return address
 

@@ -45,6 +45,11 @@ def site() -> Site:
     return _outward(sys._getframe(1))
 
 
+def in_user_code() -> bool:
+    """Whether user code called the function that asks."""
+    return _kind(sys._getframe(2).f_code.co_filename) == _USER
+
+
 def unused() -> bool:
     """Whether the program drops the result of the primitive that it calls now: the call is a statement of its own."""
     frame: Any = sys._getframe(1)

@@ -109,7 +109,7 @@ BODY = "return OPERATOR((x, out), (by, mode, block), world)"
 NEW = "OPERATOR((x, None), (by, mode, block), world)"
 ALLOCATED = ("world.keep(", "(lambda key, make: make())(")
 STARVED = [("(programs,))", "(programs,), maxnreg=32)"), ('settings={"block": 1024}', 'settings={"block": 32768}')]
-CARELESS = "class Careless(Operator):\n    def _agree(self, call, form): ...\n\n\nOPERATOR = Careless("
+CARELESS = "class Careless(Operator):\n    def _agree(self, call, form, staged): ...\n\n\nOPERATOR = Careless("
 # By property: the message that the suite has for a mistake, and the mistake as (old, new) pieces of the text.
 FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "results": ("off by", [("tl.int32) + by) %", "tl.int32) + 1) %")]),

@@ -111,7 +111,7 @@ class SimulatedDevice(Flagged, Multimem):
 
     def take_address(self, tensor: Any, address: int) -> None:
         """Note that host code has read the address of a tensor. A launch reads those of its arguments, too."""
-        if self.on_host and not self.m.launching and self.m.space.owner(address) is None:
+        if self.on_host and not self.m.binding and self.m.space.owner(address) is None:
             self.m.taken.note(tensor, str(site()))
 
     def mark(self, kind: str, task: Any = None) -> None:

@@ -27,7 +27,7 @@ from pkt.simulate.interpreter import argument, builder, interpret, interpreting,
 from pkt.simulate.memory import AddressSpace
 from pkt.simulate.races import Clocks
 from pkt.simulate.schedule import Schedule
-from pkt.simulate.sites import host_call
+from pkt.simulate.sites import host_call, site
 from pkt.simulate.stream import Stream
 from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, events
 from pkt.trace import Event
@@ -78,7 +78,7 @@ class Machine:
         self.compile = compile
         self.usage: dict[Usage, None] = {}  # of the compiled kernels, in the order of their first launches
         self.taken = Taken()
-        self.launching = False  # the arguments of a launch are read
+        self.binding = False  # Triton reads the arguments of a launch
         self.hosts = [Host(r, sms) for r in range(ranks)]
         self.ready: list[Task] = []
         self.waiting: dict[int, list[Task]] = {}  # address of the counter -> programs that wait on it
@@ -369,18 +369,20 @@ class Machine:
         if total == 0:
             return None
         function = interpret(kernel)
-        self.launching = True
-        usage = check_compiles(kernel, bound, options, self.compile)
+        self.binding = True
+        try:
+            usage = check_compiles(kernel, bound, options, self.compile)
+        finally:
+            self.binding = False
         if usage is not None:
             self.usage[usage] = None
         values = {
             n: bound[n] if fixed else argument(bound[n], special, type_)
             for n, fixed, special, type_ in parameters(kernel)
         }
-        self.launching = False
         local = register(bound, self.space, host.rank, name) + self.taken.register(self.space, host.rank)
         host.launches += 1
-        launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values), local)
+        launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values), local, site())
         launch.num_warps = options.get("num_warps", launch.num_warps)
         task = host.task
         launch.before = self.clocks.fit(task.clock).copy()
@@ -431,8 +433,11 @@ class Machine:
                 found[host.rank] = "has returned"
             else:
                 frame = sys._getframe() if task is self.current else task.greenlet.gr_frame
-                call = host_call(frame, host.launch.name if host.launch else "")
-                found[host.rank] = f"in {call}"
+                behind = task.blocked if isinstance(task.blocked, Launch) else None
+                call, line = host_call(frame, behind.name if behind else "")
+                if line is None and host.launch is not None:  # its function has ended, and its launches have not
+                    call, line = f"the launch of {host.launch.name}", host.launch.site
+                found[host.rank] = f"in {call}" + (f" at {line}" if line is not None else "")
         return found
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:

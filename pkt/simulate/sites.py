@@ -73,12 +73,12 @@ def site_of(task: Any) -> Site:
     return _outward(task.greenlet.gr_frame)
 
 
-def host_call(frame: Any, launched: str = "") -> str:
-    """The call of pkt that host code is in, innermost frame `frame`, and its line: `ones() at train.py:12`. launched:
-    the kernel whose launch that is."""
+def host_call(frame: Any, launched: str = "") -> tuple[str, Site | None]:
+    """The call of pkt that host code is in, innermost frame `frame`, and its line, as "ones()" and train.py:12. The
+    line is None where the user's function has ended. launched: the kernel whose launch that is."""
     call = "host code"
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("pkt.", "triton.")):
         call = f"{frame.f_code.co_name}()"
         frame = frame.f_back
     call = f"the launch of {launched}" if launched else call
-    return call if frame is None else f"{call} at {Site(frame.f_code.co_filename, frame.f_lineno, call)}"
+    return call, None if frame is None else Site(frame.f_code.co_filename, frame.f_lineno, call)

@@ -18,6 +18,7 @@ from typing import Any
 import greenlet
 import torch
 
+from pkt.simulate.faults import Site
 from pkt.simulate.loops import Loop
 from pkt.simulate.modes import modes
 from pkt.trace import Event, Signal
@@ -95,10 +96,12 @@ class Launch:
     """One grid on one rank. Its programs start in the hardware's order, x fastest."""
 
     def __init__(
-        self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable, local: list[int]
-    ) -> None:
+        self, rank: int, name: str, grid: tuple[int, int, int], ordinal: int, body: Callable, local: list[int],
+        site: Site,
+    ) -> None:  # fmt: skip
         self.rank, self.name, self.grid, self.ordinal, self.body = rank, name, grid, ordinal, body
         self.local = local  # addresses of its local tensors
+        self.site = site  # of the launch in the user's host code
         self.total = grid[0] * grid[1] * grid[2]
         self.num_warps = 4
         self.next = 0

@@ -176,7 +176,7 @@ def test_wrong_arguments_of_launch_are_refused():
             pkt.launch(print, ranks=ranks, device="cpu")
     with pytest.raises(Unsupported, match='"cuda" or "cpu"'):
         pkt.launch(print, device="tpu")
-    with pytest.raises(Unsupported, match="found the option 'smss': wanted faults, "):
+    with pytest.raises(Unsupported, match="found the option 'smss': wanted compile, faults, "):
         pkt.launch(print, ranks=1, device="cpu", smss=4)
     with pytest.raises(ShapeError, match="the simulator: sms: found 0, wanted an integer from 1"):
         pkt.launch(print, ranks=1, device="cpu", sms=0)

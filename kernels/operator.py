@@ -342,7 +342,7 @@ class Operator:
         """Settings, each as its check returns it."""
         return {name: v if name == "mode" else self.settings[name](call, name, v) for name, v in settings.items()}
 
-    def _check_form(self, call: Call, form: Form, staged: Sequence[str]) -> None:
+    def _check_form(self, call: Call, form: Form, staged: Sequence[str] = ()) -> None:
         """What depends on the form: who must be symmetric, and what may share memory. staged: operands that are copied
         to where peers reach them."""
         self._check_reach(call, form, staged)

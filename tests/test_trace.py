@@ -91,7 +91,7 @@ def test_the_clock_begins_at_zero():
 def exchange(x, flags, world, N: tl.constexpr):
     i = tl.arange(0, N)
     other = 1 - world.rank
-    pl.put(x + i, x + i, other, world)
+    pl.put(dst=x + i, src=x + i, peer=other, world=world)
     pl.signal(flags + 1, other, world)
     pl.wait(flags + 1, 1, world)
 

@@ -81,6 +81,7 @@ class Atomics(Accesses):
                 m.late_signals.append(
                     lambda: self._perform(task, at, parts, words, dtype, update, out.copy(), clock, scope, failed)
                 )
+                self.detector.passed(releases)
                 return out.reshape(addresses.shape)
         clock = self._release(releases)
         if task.fenced and self._changes(parts, dtype, update):
@@ -92,6 +93,7 @@ class Atomics(Accesses):
             return out.reshape(addresses.shape)
         for _ in range(copies):
             changed = self._perform(task, at, parts, words, dtype, update, out, clock, scope, failed)
+        self.detector.passed(releases)
         if not changed:  # the program has only looked at the words
             for access, _ in parts:
                 access.region.waited.update(words)

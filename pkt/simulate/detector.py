@@ -57,15 +57,21 @@ class Detector:
 
     def released(self, releases: bool) -> Any:
         """Return the clock that an atomic of the current program publishes: its clock now if the atomic releases, else
-        its clock at the last fence. None if there was no fence, or if the detector is off."""
+        its clock at the last fence. None if there was no fence, or if the detector is off. The clock covers the atomic
+        itself, and `passed` must come behind it."""
         m, task = self.m, self.m.current
         if not m.races:
             return None
         if not releases:
             return task.fence_clock
-        clock = task.clock.copy()
         task.clock[task.column] += 1
-        return clock
+        return task.clock.copy()
+
+    def passed(self, releases: bool) -> None:
+        """A released clock does not cover what the current program does from now on."""
+        task = self.m.current
+        if releases and self.m.races:
+            task.clock[task.column] += 1
 
     def publish(self, address: int, clock: Any, task: Any, scope: str) -> None:
         sync = self.sync.get(address)
@@ -142,7 +148,10 @@ class Detector:
             for wait in task.waits:
                 m.census.note(wait, "no proxy fence")
         clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
-        self._check(kind, access, touched, clock, writer=shadow.writer, updater=shadow.updater)
+        # Host code reads counters after its launches, whose waits have seen the signals.
+        counts = task.is_host and region.kind == "signals"
+        updates = {} if counts else {"updater": shadow.updater}
+        self._check(kind, access, touched, clock, writer=shadow.writer, **updates)
         stamp = int(task.clock[task.column]) << 32 | task.column << 16
         shadow.reader.record(touched, stamp, m.clocks.fit(task.clock))
         self.authors[stamp, region.base, "reader"] = (kind, task, site())

@@ -198,7 +198,7 @@ def simulate(
         report.kernels += [usage for usage in outcome.machine.usage if usage not in report.kernels]
         return outcome
 
-    seen: set[Hashable] = set()
+    seen: dict[Hashable, Exception] = {}
     start = time.perf_counter()
     with turn("pkt.simulate"), _bar(progress) as step, interpreting():
         census = Census()
@@ -212,9 +212,12 @@ def simulate(
             if not census.signals:
                 census.signals = outcome.machine.census.signals
             failure = outcome.failure
-            if failure is not None and _same(failure) not in seen:
-                seen.add(_same(failure))
-                report.findings.append(Found(seed, failure))
+            if failure is not None:
+                known = seen.setdefault(_same(failure), failure)
+                if known is failure:
+                    report.findings.append(Found(seed, failure))
+                for note in set(getattr(failure, "__notes__", ())) - set(getattr(known, "__notes__", ())):
+                    known.add_note(note)  # a cause that shows in this schedule only
             if len(report.findings) >= max_findings:
                 break
         report.seconds = time.perf_counter() - start

@@ -131,7 +131,8 @@ class Stream:
 
     def _access(self, tensor: torch.Tensor) -> Strided | None:
         """The part of the heap that a tensor lies on; None for other memory."""
-        address, itemsize = tensor.data_ptr(), tensor.element_size()
+        itemsize = tensor.element_size()
+        address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * itemsize  # of a freed tensor, too
         if not tensor.numel() or self.m.space.owner(address) is None:
             return None
         try:

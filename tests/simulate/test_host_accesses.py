@@ -111,3 +111,26 @@ def test_the_host_races_only_where_the_bytes_are_the_same() -> None:
         assert x.shape == (8,)
 
     assert failures(apart, 2, SEEDS) == {}
+
+
+@triton.jit
+def count(flags, out, world, EVERYWHERE: tl.constexpr):
+    if EVERYWHERE:
+        pl.signal_all(flags, world)
+        pl.wait(flags, world.size, world)
+    else:
+        pl.signal(flags, (world.rank + 1) % world.size, world)
+        pl.wait(flags, 1, world)
+        tl.store(out, tl.load(flags))
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_counter_may_be_read_after_the_wait_that_saw_it(everywhere: bool) -> None:
+    def reads(world: Any) -> None:
+        flags, out = pkt.signals(1), torch.ones(1, dtype=torch.int32)
+        world.barrier()
+        count[(1,)](flags, out, world.device, everywhere)
+        assert (flags[0], out[0]) == (world.size if everywhere else 1, 1)
+        world.barrier()
+
+    assert failures(reads, 3, SEEDS) == {}

@@ -176,9 +176,11 @@ def test_atomics_work_on_a_tile() -> None:
 @triton.jit
 def compare_and_swap(x, old, N: tl.constexpr):
     o = tl.arange(0, N)
-    tl.store(old + o, tl.atomic_cas(x + o, o, o + 100))
-    tl.store(old + N, tl.atomic_cas(x, 100, 7))
-    tl.store(old + N + 1, tl.atomic_cas(x, 100, 8))
+    at = o.to(x.dtype.element_ty)
+    tl.store(old + o, tl.atomic_cas(x + o, at, at + 100))
+    hundred = tl.full((), 100, x.dtype.element_ty)
+    tl.store(old + N, tl.atomic_cas(x, hundred, hundred - 93))
+    tl.store(old + N + 1, tl.atomic_cas(x, hundred, hundred - 92))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -255,8 +257,7 @@ def test_descriptors_clip_at_the_edge(dtype: torch.dtype) -> None:
 @triton.jit
 def descriptor_edges(desc, out, PAD: tl.constexpr):
     for k in tl.static_range(3):
-        i: tl.constexpr = (-4, 6, 100)[k]
-        block = desc.load([i, -4])
+        block = desc.load([(-4, 6, 100)[k], -4])
         at = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
         tl.store(out + 64 * k + at, block)
 

@@ -332,3 +332,23 @@ def test_a_plain_access_to_the_multicast_window_is_an_error() -> None:
     assert isinstance(failure, pkt.MulticastAccess)
     assert "plain access to the multicast window: store of the multicast window at x[3] by rank" in str(failure)
     assert "hand_made_multicast program 0 at test_semantics_memory.py:" in str(failure)
+
+
+@triton.jit
+def named_orders(words, out, world):
+    right = (world.rank + 1) % world.size
+    pl.store_relaxed(words, 1.5, right, world)
+    pl.store_release(words + 1, 2.5, right, world)
+    while pl.load_acquire(words + 1, world.rank, world) != 2.5:
+        pass
+    tl.store(out, pl.load_relaxed(words, world.rank, world))
+
+
+def test_loads_and_stores_of_named_orders_move_values() -> None:
+    def main(world: Any) -> None:
+        words, out = pkt.zeros(2), torch.zeros(1)
+        world.barrier()
+        named_orders[(1,)](words, out, world.device)
+        assert (words.tolist(), out.item()) == ([1.5, 2.5], 1.5)
+
+    assert failures(main, 3, range(12)) == {}

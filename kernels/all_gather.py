@@ -89,15 +89,16 @@ def all_gather(
 ) -> torch.Tensor:
     """The ranks' `x` one after the other along dimension `dim`, on every rank. Collective.
 
-    x: contiguous, the same shape and dtype on every rank. out: x's shape with size times its dimension `dim`, of x's
-    dtype; a new tensor where None. Unless pulled, `x` may be this rank's own place in `out` where that is contiguous.
-    mode: a form that the top of kernels/all_gather.py describes. "push" and "copy" need a symmetric `out`, "pull" a
-    symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by operands and size, see `default`. block:
-    elements a program moves at a time, a power of two; none with "copy". Returns `out`, complete; `x` may be
-    overwritten at once.
+    x: the same shape and dtype on every rank. out: x's shape with size times its dimension `dim`, of x's dtype; a new
+    tensor where None. Unless pulled, `x` may be this rank's own place in `out` where that is contiguous. mode: a form
+    that the top of kernels/all_gather.py describes. "push" and "copy" need a symmetric `out`, "pull" a symmetric `x`,
+    "low_latency" elements of 16 or 32 bits. None chooses by operands and size, see `default`. block: elements a program
+    moves at a time, a power of two; none with "copy". Returns `out`, complete; `x` may be overwritten at once. Tensors
+    may have any strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
-    Symmetric memory kept: low_latency 8 / 3 * (size - 1) times x's bytes, rounded up to a power of two, each power once
-    and with all_reduce; the others nothing for data. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency 8 / 3 * (size - 1) times
+    x's bytes, rounded up to a power of two, each power once and with all_reduce; the others nothing for data. Raises
+    NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     return OPERATOR((x, out), (dim, mode, block), world)
 

@@ -189,18 +189,18 @@ def all_reduce(
 ) -> torch.Tensor:
     """The ranks' `x` reduced, on every rank; in place where `out` is None. Collective.
 
-    x: contiguous, bf16, fp16 or fp32; symmetric unless mode is a low-latency one, two_shot_push or copy. out: x or
-    apart from it, of x's shape and dtype; symmetric unless mode is a low-latency one or one_shot. op: "sum", in fp32
-    and rounded once; "min", "max": a NaN of any rank is a NaN, except in multimem. mode: a form that the top
-    of kernels/all_reduce.py describes. None chooses by operands and size, see `default`. block: elements a program
-    moves at a time, a power of two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at
-    most, REDUCE_CHUNKS of shared.copy_reduce where None.
-    Returns `out` (or x), complete; `x` may be overwritten at once.
+    x: bf16, fp16 or fp32; symmetric unless mode is a low-latency one, two_shot_push or copy. out: x or apart from it,
+    of x's shape and dtype; symmetric unless mode is a low-latency one or one_shot. op: "sum", in fp32 and rounded once;
+    "min", "max": a NaN of any rank is a NaN, except in multimem. mode: a form that the top of kernels/all_reduce.py
+    describes. None chooses by operands and size, see `default`. block: elements a program moves at a time, a power of
+    two; copy: that it adds. chunks: with "copy" only, so many copies of x to each rank at most, REDUCE_CHUNKS of
+    shared.copy_reduce where None. Returns `out` (or x), complete; `x` may be overwritten at once. Tensors may have any
+    strides. Without `mode` a plain tensor is copied where the form needs a symmetric one.
 
-    Symmetric memory kept: low_latency 8 / 3 * size times x's bytes, low_latency_two_shot 16 / 3 times, rounded up to a
-    power of two, each power once and with all_gather; two_shot_push 2 * (size - 1) tiles a program for each size of
-    tile and grid, as reduce_scatter; copy x's bytes less a part for each size of part. Raises NotSymmetric, ShapeError,
-    DtypeError, Unsupported, CollectiveMismatch.
+    Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency 8 / 3 * size times x's
+    bytes, low_latency_two_shot 16 / 3 times, rounded up to a power of two, each power once and with all_gather;
+    two_shot_push 2 * (size - 1) tiles a program for each size of tile and grid, as reduce_scatter; copy x's bytes less
+    a part for each size of part. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     out = x if out is None else out
     return OPERATOR((x, out), (op, mode, block, chunks), world)

@@ -82,15 +82,17 @@ def all_to_all(
 ) -> torch.Tensor:
     """Part `rank` along axis `scatter` of the ranks' `x`, one after the other along axis `gather`. Collective.
 
-    x: contiguous, of any number of dimensions, its axis `scatter` a multiple of size; the same shape and dtype on every
-    rank. out: x's shape with axis `scatter` divided by size and then axis `gather` times size, contiguous, of x's
-    dtype, apart from x; a new tensor where None. mode: a form that the top of kernels/all_to_all.py describes. "push"
-    and "copy" need a symmetric `out`, "pull" a symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by
-    operands and size, see `default`. block: elements a program moves at a time, a power of two; none with "copy".
-    Returns `out`, complete; `x` may be overwritten at once.
+    x: of any number of dimensions, its axis `scatter` a multiple of size; the same shape and dtype on every rank. out:
+    x's shape with axis `scatter` divided by size and then axis `gather` times size, of x's dtype, apart from x; a new
+    tensor where None. mode: a form that the top of kernels/all_to_all.py describes. "push" and "copy" need a symmetric
+    `out`, "pull" a symmetric `x`, "low_latency" elements of 16 or 32 bits. None chooses by operands and size, see
+    `default`. block: elements a program moves at a time, a power of two; none with "copy". Returns `out`, complete; `x`
+    may be overwritten at once. Tensors may have any strides. Without `mode` a plain tensor is copied where the form
+    needs a symmetric one.
 
-    Symmetric memory kept: low_latency at most 8 / 3 times x's bytes, rounded up to a power of two, each power once and
-    with all_gather; the others nothing for data. Raises NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
+    Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency at most 8 / 3 times x's
+    bytes, rounded up to a power of two, each power once and with all_gather; the others nothing for data. Raises
+    NotSymmetric, ShapeError, DtypeError, CollectiveMismatch.
     """
     return OPERATOR((x, out), (scatter, gather, mode, block), world)
 

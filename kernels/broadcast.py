@@ -65,13 +65,15 @@ def broadcast(
 ) -> torch.Tensor:
     """Root's `x` in every rank's `x`. Collective.
 
-    x: contiguous, the same shape and dtype on every rank; symmetric unless mode is "low_latency". root: the rank whose
-    x it is. mode: a form that the top of kernels/broadcast.py describes. "low_latency" takes elements of 16 or 32 bits.
-    None chooses by size, see `default`. block: elements a program moves at a time, a power of two. Returns `x`,
-    complete; it may be overwritten at once.
+    x: the same shape and dtype on every rank; symmetric unless mode is "low_latency". root: the rank whose x it is.
+    mode: a form that the top of kernels/broadcast.py describes. "low_latency" takes elements of 16 or 32 bits. None
+    chooses by size, see `default`. block: elements a program moves at a time, a power of two. Returns `x`, complete; it
+    may be overwritten at once. Tensors may have any strides. Without `mode` a plain tensor is copied where the form
+    needs a symmetric one.
 
-    Symmetric memory kept: low_latency 8 / 3 * (size - 1) times x's bytes, rounded up to a power of two, each power once
-    and with all_gather; pass_on nothing. Raises NotSymmetric, RankError, ShapeError, DtypeError, CollectiveMismatch.
+    Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; low_latency 8 / 3 * (size - 1) times
+    x's bytes, rounded up to a power of two, each power once and with all_gather; pass_on nothing. Raises NotSymmetric,
+    RankError, ShapeError, DtypeError, CollectiveMismatch.
     """
     return OPERATOR((x,), (root, mode, block), world)
 

@@ -169,17 +169,18 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Part `rank` of the ranks' `x`, reduced; the parts are equal slices of dimension `dim`. Collective.
 
-    x: its dimension `dim` a multiple of size, contiguous, bf16, fp16 or fp32; symmetric to pull. out: x's shape with
-    that dimension divided by size, contiguous, of x's dtype; a new tensor where None. It may be this rank's own part of
-    `x` where that is contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of
-    any rank is a NaN. mode: a form that the top of kernels/reduce_scatter.py describes. None chooses by size, see
-    `default`. block: elements of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most;
-    None: by size. Returns `out`, the same bits every time; `x` may be overwritten at once.
+    x: its dimension `dim` a multiple of size, bf16, fp16 or fp32; symmetric to pull. out: x's shape with that dimension
+    divided by size, of x's dtype; a new tensor where None. It may be this rank's own part of `x` where that is
+    contiguous, and no other memory of x. op: "sum", in fp32 and rounded once; "min", "max": a NaN of any rank is a NaN.
+    mode: a form that the top of kernels/reduce_scatter.py describes. None chooses by size, see `default`. block:
+    elements of a tile, a power of two. chunks: with "copy" only, so many copies to each rank at most; None: by size.
+    Returns `out`, the same bits every time; `x` may be overwritten at once. Tensors may have any strides. Without
+    `mode` a plain tensor is copied where the form needs a symmetric one.
 
-    Symmetric memory kept: pull none; low_latency at most 8 / 3 times x's bytes, rounded up to a power of two, each
-    power once and with all_gather; push 2 * (size - 1) times a program's bytes for a signal, or a tile, for each number
-    of them and grid; copy x's bytes less a part for each size of part. Raises NotSymmetric, ShapeError, DtypeError,
-    Unsupported, CollectiveMismatch.
+    Symmetric memory kept: a copied tensor's bytes, rounded up to a power of two; pull none; low_latency at most 8 / 3
+    times x's bytes, rounded up to a power of two, each power once and with all_gather; push 2 * (size - 1) times a
+    program's bytes for a signal, or a tile, for each number of them and grid; copy x's bytes less a part for each size
+    of part. Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
     return OPERATOR((x, out), (dim, op, mode, block, chunks), world)
 

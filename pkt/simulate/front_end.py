@@ -7,6 +7,7 @@ and says what each kernel takes of an SM.
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import tempfile
@@ -82,8 +83,6 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
 
 
 def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, whole: bool) -> Usage | None:
-    from triton.compiler.code_generator import get_jit_fn_file_line  # imported here: it imports half of Triton
-
     kernel, backend, arch = known.kernel, known.backend, known.target.arch
     options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
     source = kernel.ASTSource(kernel, signature, constants, attributes)
@@ -100,9 +99,11 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
     except PktError:
         raise
     except Exception as error:
-        file, line = get_jit_fn_file_line(kernel)
+        lines, line = inspect.getsourcelines(kernel.fn)
+        line += next(at for at, text in enumerate(lines) if text.lstrip().startswith("def "))  # behind decorators
         line += max(0, getattr(getattr(error, "node", None), "lineno", 0) - 1)
-        raise CompileError.refused(kernel.fn.__name__, f"{Path(file).name}:{line}", arch, _said(error)) from error
+        place = f"{Path(kernel.fn.__code__.co_filename).name}:{line}"
+        raise CompileError.refused(kernel.fn.__name__, place, arch, _said(error)) from error
     return None
 
 

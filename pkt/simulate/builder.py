@@ -336,6 +336,12 @@ class Builder(InterpreterBuilder):
     def create_print(self, prefix, hex, values, isSigned):
         super().create_print(f"rank {self.pkt.rank}{prefix}", hex, values, isSigned)
 
+    def create_grid_dependency_wait(self) -> None:
+        """Nothing, as for `launch_dependents`: the kernels of a rank run one after the other."""
+
+    def create_grid_dependency_launch_dependents(self) -> None:
+        """See `create_grid_dependency_wait`."""
+
 
 def _like(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return data if data.shape == shape else np.broadcast_to(data, shape)

@@ -30,13 +30,20 @@ from pkt.simulate.builder import Builder, np_dtype
 from pkt.simulate.loops import POLL, Source, value_of
 
 
+class _Format(str):
+    """A string as Triton 3.6 takes it, which is a constexpr there, and as later ones take it."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
 class _Semantic(TritonSemantic):
     def _has_native_tma(self) -> bool:
         return True  # Triton's own would ask the GPU driver
 
     def dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *rest):
-        # The code generator makes every string a constexpr, and this method of Triton relies on it.
-        formats = (f if isinstance(f, core.constexpr) else core.constexpr(f) for f in (lhs_format, rhs_format))
+        formats = (_Format(f.value if isinstance(f, core.constexpr) else f) for f in (lhs_format, rhs_format))
         return super().dot_scaled(lhs, lhs_scale, next(formats), rhs, rhs_scale, next(formats), *rest)
 
 

@@ -136,9 +136,9 @@ def _operands(operator: Operator, like: Mapping[str, torch.Tensor], world: World
 def main(
     operator: Annotated[str, typer.Argument(help="the operator's name, or its short one, as ag_gemm")] = "",
     ranks: Annotated[int, typer.Option(min=1, max=1024, help="GPUs, or simulated ranks")] = 4,
-    m: Annotated[int, typer.Option(min=0, help="rows of the whole product", show_default=False)] = 0,
-    n: Annotated[int, typer.Option(min=0, help="columns of the whole product", show_default=False)] = 0,
-    k: Annotated[int, typer.Option(min=0, help="what is summed over, on all ranks", show_default=False)] = 0,
+    m: Annotated[int, typer.Option(help="rows of the whole product", show_default=False)] = 0,
+    n: Annotated[int, typer.Option(help="columns of the whole product", show_default=False)] = 0,
+    k: Annotated[int, typer.Option(help="what is summed over, on all ranks", show_default=False)] = 0,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     every: Annotated[bool, typer.Option("--all", help="every operator, at its benchmark's sizes")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the simulator, small, on a modelled clock")] = "cuda",

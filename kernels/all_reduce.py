@@ -213,13 +213,16 @@ def low_latency(nbytes: int, world: World) -> str | None:
 
 
 def default(call: Call) -> str:
-    """Flagged words for little; else the switch for a sum, where the world has one and both tensors are symmetric; else
-    two_shot, two_shot_push or copy, by size. Pushes need no symmetric x, so a plain one is never copied."""
+    """Flagged words for little; else one_shot from a symmetric x into a plain `out`; else the switch for a sum, where
+    the world has one and both tensors are symmetric; else two_shot, two_shot_push or copy, by size. Pushes need no
+    symmetric x, so a plain one is never copied."""
     x, out, world = call["x"], call["out"], call.world
     words = low_latency(x.nbytes, world)
     if words:
         return words
     both = isinstance(x, SymmetricTensor) and isinstance(out, SymmetricTensor)
+    if isinstance(x, SymmetricTensor) and not both:
+        return "one_shot"
     if both and world.multicast and call["op"] == "sum" and _even(call):
         return "multimem"
     if x.nbytes >= COPIED_BYTES:

@@ -119,6 +119,7 @@ def ranks_of(meeting: Meeting, lost_at: memoryview[float], loss: Loss) -> Callab
     def main(rank: int) -> Any:
         if rank != loss.victim:
             return all_protocols(rank, lambda protocol: None)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
         steps = Steps(loss.protocol, loss.step, due)
         try:
             try:

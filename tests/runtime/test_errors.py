@@ -30,7 +30,7 @@ BUILT = {
     errors.GridTooLarge.resident(
         "k", 264, 132, 1
     ): "k: grid 264 > 132 resident programs (132 SMs x 1): lower the grid or num_stages",
-    errors.DataRace.between(ACCESS, ACCESS): "data race: store of rank 0's x[17] by rank 1 k program 4 at k.py:12",
+    errors.DataRace.between(ACCESS, ACCESS, "x"): "data race: store of rank 0's x[17] by rank 1 k program 4 at k.py:12",
     errors.StaleFlag.found(WAIT, 40): "written in launch 40",
     errors.OutOfBounds.outside(ACCESS, "x"): "out of bounds: store",
     errors.UseAfterFree.device(ACCESS, "a.py:3"): "freed at a.py:3",

@@ -68,7 +68,7 @@ def main(
         )
     except PktError as error:
         typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None
     print(report)
     raise typer.Exit(0 if report.ok else 1)
 

@@ -15,7 +15,7 @@ from pkt import errors, wording
 from pkt.simulate import cost
 from pkt.simulate.faults import Site
 from pkt.simulate.memory import Access, Region
-from pkt.simulate.races import FULL, Last, Shadow, Touched
+from pkt.simulate.races import FULL, Last, Shadow, Touched, touched_by
 from pkt.simulate.sites import site
 
 
@@ -143,16 +143,17 @@ class Detector:
         region = access.region
         if not m.races or region.kind == "local":
             return
-        shadow, touched = self._shadow(region), Touched(access)
+        shadow, touched = region.shadow or self._shadow(region), touched_by(access)
         if is_async:
             for wait in task.waits:
                 m.census.note(wait, "no proxy fence")
         clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
         # Host code reads counters after its launches, whose waits have seen the signals.
         counts = task.is_host and region.kind == "signals"
-        updates = {} if counts else {"updater": shadow.updater}
-        self._check(kind, access, touched, clock, writer=shadow.writer, **updates)
-        stamp = int(task.clock[task.column]) << 32 | task.column << 16
+        self._check(kind, access, touched, clock, "writer", shadow.writer)
+        if not counts:
+            self._check(kind, access, touched, clock, "updater", shadow.updater)
+        stamp = task.clock.item(task.column) << 32 | task.column << 16
         shadow.reader.record(touched, stamp, m.clocks.fit(task.clock))
         self.authors[stamp, region.base, "reader"] = (kind, task, site())
 
@@ -163,11 +164,11 @@ class Detector:
         region = access.region
         if not m.races or region.kind == "local":
             return
-        shadow = self._shadow(region)
+        shadow = region.shadow or self._shadow(region)
         if shadow.written:
-            self._check(kind, access, Touched(access), m.clocks.fit(task.clock), writer=shadow.writer)
+            self._check(kind, access, touched_by(access), m.clocks.fit(task.clock), "writer", shadow.writer)
         column, size = task.column, access.itemsize
-        stamp = int(task.clock[column]) << 32 | column << 16
+        stamp = task.clock.item(column) << 32 | column << 16
         offsets = (access.first() - region.base,) if access.count() == 1 else access.byte_offsets().tolist()
         for offset in offsets:
             shadow.looks.setdefault((offset, size), {})[column] = stamp
@@ -181,25 +182,26 @@ class Detector:
         if not m.races or region.kind == "local":
             return
         updates = kind in ("atomic", "TMA reduce")
-        shadow, touched = self._shadow(region), Touched(access)
+        shadow, touched = region.shadow or self._shadow(region), touched_by(access)
         role = "updater" if updates else "writer"
         if updates and scope != task.scope and not is_async:  # so that all updates of a stamp have one scope
             task.scope = scope
             task.clock[task.column] += 1
         column = task.column + 1 if is_async else task.column
-        stamp = (task.async_clock if is_async else int(task.clock[task.column])) << 32 | column << 16
+        stamp = (task.async_clock if is_async else task.clock.item(column)) << 32 | column << 16
         task.undrained = task.undrained or is_async
         clock = m.clocks.fit(task.tma_clock if is_async else task.clock)
         if updates and region.kind == "signals":  # they race with plain writes of counters only
             if shadow.written:
-                self._check(kind, access, touched, clock, writer=shadow.writer)
+                self._check(kind, access, touched, clock, "writer", shadow.writer)
         else:
-            earlier = {} if updates else {"updater": shadow.updater}
-            self._check(kind, access, touched, clock, writer=shadow.writer, **earlier)
+            self._check(kind, access, touched, clock, "writer", shadow.writer)
+            if not updates:
+                self._check(kind, access, touched, clock, "updater", shadow.updater)
             if is_async:  # the tile that TMA stores is taken to depend on this program's earlier reads
                 clock = clock.copy()
                 clock[task.column] = task.clock[task.column]
-            self._check(kind, access, touched, clock, reader=shadow.reader)
+            self._check(kind, access, touched, clock, "reader", shadow.reader)
         if not updates:
             shadow.written = True
             if shadow.looks:
@@ -213,13 +215,12 @@ class Detector:
         (shadow.updater if updates else shadow.writer).record(touched, stamp)
         self.authors[stamp, region.base, role] = (kind, task, at or site())
 
-    def _check(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, **earlier: Last) -> None:
-        """Report the first earlier access of each role that is not ordered before this access."""
-        for role, last in earlier.items():
-            hit = last.unordered(touched, clock)
-            if hit is not None:
-                position, stamp = hit
-                self._report(kind, access, touched.offset(position), stamp, role)
+    def _check(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, role: str, last: Last) -> None:
+        """Report the first earlier access of a role that is not ordered before this access."""
+        hit = None if last.empty else last.unordered(touched, clock)
+        if hit is not None:
+            position, stamp = hit
+            self._report(kind, access, touched.offset(position), stamp, role)
 
     def _check_looks(self, kind: str, access: Access, shadow: Shadow, clock: np.ndarray) -> None:
         """Report an atomic read that this write overlaps and that is not ordered before it."""
@@ -255,8 +256,7 @@ class Detector:
 
     @staticmethod
     def _shadow(region: Region) -> Shadow:
-        if region.shadow is None:
-            region.shadow = Shadow(region.nbytes)
+        region.shadow = Shadow(region.nbytes)
         return region.shadow
 
     def _report(self, kind: str, access: Access, offset: int, stamp: int, role: str, note: str = "") -> None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pkt.errors import DataRace, ShapeError
+from pkt.errors import DataRace, RankFailed, ShapeError
 from pkt.runtime.memory.heap import heap_bytes
 from pkt.runtime.world import check_function
-from pkt.simulate.faults import NO_FAULTS, Census, Faults, Loss, Mutant, Signal
+from pkt.simulate.faults import NO_FAULTS, Census, Change, Faults, Loss, Mutant, Signal, Site
 from pkt.simulate.front_end import Usage, check_compile
 from pkt.simulate.interpreter import interpreting
 from pkt.simulate.machine import SMS, check_count
 from pkt.simulate.run import Outcome, execute
 from pkt.simulate.turns import turn
+from pkt.wording import html_text, rendered
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -127,23 +127,14 @@ class Report:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        import html  # here, because only notebooks need it
-
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return html_text(str(self))
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=110, color_system=None)
-        with console.capture() as out:
-            console.print(self.table())
-            for found in self.findings[:SHOWN]:
-                console.print(f"\n{found}", markup=False, highlight=False)
-            if len(self.findings) > SHOWN:
-                console.print(f"\n... and {len(self.findings) - SHOWN} more")
-            for survivor in self.survivors:
-                console.print(f"not caught: {survivor}", markup=False, highlight=False)
-        return out.get().rstrip()
+        lines = [f"\n{found}" for found in self.findings[:SHOWN]]
+        if len(self.findings) > SHOWN:
+            lines.append(f"\n... and {len(self.findings) - SHOWN} more")
+        lines += [f"not caught: {survivor}" for survivor in self.survivors]
+        return "\n".join([rendered(self.table()), *lines])
 
 
 def simulate(
@@ -162,6 +153,7 @@ def simulate(
     progress: bool | None = None,
     max_findings: int = 20,
     compile: str | None = None,
+    processes: int | None = None,
 ) -> Report:
     """Run `fn(world, *args)` on `ranks` simulated ranks under many schedules and report every failure.
 
@@ -176,8 +168,14 @@ def simulate(
     max_findings: stop after this many different findings.
     compile: "sm_90" or "sm_100" compiles each kernel to machine code for that target, too, and reports what it takes of
     an SM. By default Triton's front end alone sees it.
+    processes: how many forked processes share the runs, once these have taken a moment; None: one a core, or 1 where
+    this process has other threads, has used CUDA, or is a test's. What `fn` keeps outside its ranks stays in the
+    process that ran it; findings and counts do not depend on the number.
 
     Never raises for a finding; `Report.check` does. Raises ShapeError if the arguments leave nothing to run."""
+    from pkt.progress import steps as shown  # here, because importing pkt should load little
+    from pkt.simulate.processes import each
+
     check_function("pkt.simulate", fn, args)
     try:
         todo = list(range(seeds) if isinstance(seeds, int) else seeds)
@@ -189,63 +187,109 @@ def simulate(
         raise ShapeError.argument("pkt.simulate", "lost_ranks", repr(lost_ranks), "an integer from 0")
     check_count("pkt.simulate", "max_findings", max_findings)
     check_compile("pkt.simulate", compile)
+    check_count("pkt.simulate", "processes", 1 if processes is None else processes)
     report = Report(ranks)
     options: dict[str, Any] = {"sms": sms, "multicast": multicast, "races": races, "compile": compile}
+    tally = _Tally()
 
     def once(seed: int, faults: Faults = NO_FAULTS) -> Outcome:
         outcome = execute(fn, ranks, tuple(args), heap_bytes(heap), seed=seed, faults=faults, **options)
-        report.programs += outcome.machine.programs
-        report.kernels += [usage for usage in outcome.machine.usage if usage not in report.kernels]
+        tally.programs += outcome.machine.programs
+        tally.kernels |= outcome.machine.usage
         return outcome
 
+    def tallied(call: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, _Tally]]:
+        def run(item: Any) -> tuple[Any, _Tally]:
+            nonlocal tally
+            tally = _Tally()
+            return call(item), tally
+
+        return run
+
+    census = Census()
     seen: dict[Hashable, Exception] = {}
     start = time.perf_counter()
-    with turn("pkt.simulate"), _bar(progress) as step, interpreting():
-        census = Census()
-        for seed in step(todo, "schedules"):
-            outcome = once(seed)
-            report.schedules += 1
-            report.policies[outcome.machine.schedule.policy] += 1
-            report.orders.add(outcome.machine.order)
-            for site, changes in outcome.machine.census.sites.items():
-                census.note(site, *changes)
-            if not census.signals:
-                census.signals = outcome.machine.census.signals
-            failure = outcome.failure
-            if failure is not None:
-                known = seen.setdefault(_same(failure), failure)
-                if known is failure:
-                    report.findings.append(Found(seed, failure))
-                for note in set(getattr(failure, "__notes__", ())) - set(getattr(known, "__notes__", ())):
-                    known.add_note(note)  # a cause that shows in this schedule only
-            if len(report.findings) >= max_findings:
-                break
+    with turn("pkt.simulate"), interpreting():
+
+        def results(call: Callable[[Any], Any], items: Sequence[Any], what: str) -> Generator[Any, None, None]:
+            with closing(each(tallied(call), items, processes)) as found:
+                for result, counts in shown(found, what, progress, len(items)):
+                    report.programs += counts.programs
+                    report.kernels += [usage for usage in counts.kernels if usage not in report.kernels]
+                    yield result
+
+        with closing(results(lambda seed: _Ran.of(once(seed), census), todo, "schedules")) as schedules:
+            for ran, seed in zip(schedules, todo):
+                report.schedules += 1
+                report.policies[ran.policy] += 1
+                report.orders.add(ran.order)
+                for site, changes in ran.sites.items():
+                    census.note(site, *changes)
+                census.signals = census.signals or ran.signals
+                failure = ran.failure
+                if failure is not None:
+                    known = seen.setdefault(_same(failure), failure)
+                    if known is failure:
+                        report.findings.append(Found(seed, failure))
+                    for note in set(getattr(failure, "__notes__", ())) - set(getattr(known, "__notes__", ())):
+                        known.add_note(note)  # a cause that shows in this schedule only
+                if len(report.findings) >= max_findings:
+                    break
         report.seconds = time.perf_counter() - start
         if report.findings:
             wanted = {"mutants": mutants, "lost signals": lost_signals, "lost ranks": lost_ranks}
             report.skipped = [what for what, asked in wanted.items() if asked]
             return report
         if mutants:
-            for mutant in step(census.mutants(), "mutants"):
-                report.mutants[mutant] = _caught(once, Faults(mutant=mutant))
+            broken = census.mutants()
+            caught = results(lambda mutant: _caught(once, Faults(mutant=mutant)), broken, "mutants")
+            report.mutants.update(zip(broken, caught))
         if lost_signals:
-            for signal in step(census.signals, "lost signals"):
-                report.signals[signal] = _caught(once, Faults(drop=signal))
+            signals = census.signals
+            caught = results(lambda signal: _caught(once, Faults(drop=signal)), signals, "lost signals")
+            report.signals.update(zip(signals, caught))
         if lost_ranks:
-            steps = once(0).machine.steps
-            chance = random.Random(ranks)
-            for _ in step(range(lost_ranks), "lost ranks"):
-                loss = Loss(chance.randrange(ranks), chance.randrange(steps), dies=chance.random() < 0.5)
-                outcome = once(0, Faults(lose=loss))
-                if outcome.machine.lost:  # the rank had work left to do
-                    failure = outcome.failure
-                    report.losses[loss] = None if failure is None else Found(0, failure, Faults(lose=loss))
+            (steps,) = results(lambda seed: once(seed).machine.steps, [0], "lost ranks")
+            losses = _losses(ranks, lost_ranks, steps)
+            for loss, (lost, found) in zip(losses, results(lambda loss: _lost(once, loss), losses, "lost ranks")):
+                if lost:  # the rank had work left to do
+                    report.losses[loss] = found
     return report
 
 
+@dataclass
+class _Tally:
+    """What some runs add to the counts of a report."""
+
+    programs: int = 0
+    kernels: dict[Usage, None] = field(default_factory=dict)
+
+
+@dataclass
+class _Ran:
+    """What a report takes from one schedule. Processes send it to each other."""
+
+    failure: Exception | None
+    policy: str
+    order: int
+    sites: dict[Site, set[Change]]
+    signals: list[Signal]
+
+    @classmethod
+    def of(cls, outcome: Outcome, known: Census) -> _Ran:
+        """known: the census of earlier schedules, which need not be repeated."""
+        machine = outcome.machine
+        sites = {s: c for s, c in machine.census.sites.items() if not c <= known.sites.get(s, set())}
+        signals = [] if known.signals else machine.census.signals
+        return cls(outcome.failure, machine.schedule.policy, machine.order, sites, signals)
+
+
 def _same(failure: Exception) -> Hashable:
-    """Equal for two failures that are one finding: a race whatever its ranks and its direction, else an equal text."""
-    return failure.pair if isinstance(failure, DataRace) else str(failure)
+    """Equal for two failures that are one finding: a race whatever its ranks and its direction, else an equal text,
+    apart from the seed."""
+    if isinstance(failure, DataRace):
+        return failure.pair
+    return failure.traceback if isinstance(failure, RankFailed) else str(failure)
 
 
 def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
@@ -256,17 +300,14 @@ def _caught(once: Callable[..., Outcome], faults: Faults) -> Found | None:
     return None
 
 
-@contextmanager
-def _bar(shown: bool | None) -> Iterator[Callable[[Sequence[Any], str], Iterator[Any]]]:
-    """Yield a function that wraps a loop's items in a progress bar, or only iterates if not `shown`."""
-    if shown is None:
-        shown = sys.stderr.isatty() or "ipykernel" in sys.modules
-    if not shown:
-        yield lambda items, what: iter(items)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def _losses(ranks: int, count: int, steps: int) -> list[Loss]:
+    chance = random.Random(ranks)
+    return [Loss(chance.randrange(ranks), chance.randrange(steps), dies=chance.random() < 0.5) for _ in range(count)]
 
-    columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield lambda items, what: iter(progress.track(items, description=what))
+
+def _lost(once: Callable[..., Outcome], loss: Loss) -> tuple[bool, Found | None]:
+    """Whether the loss kept a rank from anything, and the failure that caught it."""
+    faults = Faults(lose=loss)
+    outcome = once(0, faults)
+    failure = outcome.failure
+    return outcome.machine.lost, None if failure is None else Found(0, failure, faults)

@@ -21,10 +21,14 @@ from triton.runtime.jit import JITFunction
 
 from pkt.errors import CompileError, PktError, ShapeError
 from pkt.language.inspect import check_sync, targeting
+from pkt.language.world import DeviceWorld
 from pkt.simulate.interpreter import compiling
 
 ARCHITECTURES = {None: 90, "sm_90": 90, "sm_100": 100}
 """Values of `compile` -> the target of the front end."""
+
+
+_NO_WORLD = re.compile(rf"object has no attribute '({'|'.join(DeviceWorld._fields)})'")
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,9 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
         lines, line = inspect.getsourcelines(kernel.fn)
         line += next(at for at, text in enumerate(lines) if text.lstrip().startswith("def "))  # behind decorators
         line += max(0, getattr(getattr(error, "node", None), "lineno", 0) - 1)
-        place = f"{Path(kernel.fn.__code__.co_filename).name}:{line}"
-        raise CompileError.refused(kernel.fn.__name__, place, arch, _said(error)) from error
+        place, said = f"{Path(kernel.fn.__code__.co_filename).name}:{line}", _said(error)
+        remedy = "a kernel takes the world as world.device: give it that" if _NO_WORLD.search(said) else ""
+        raise CompileError.refused(kernel.fn.__name__, place, arch, said, remedy) from error
     return None
 
 

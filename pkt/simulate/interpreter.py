@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -90,9 +91,11 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
     if isinstance(value, bool):
         return _number(value, tl.int1)
     if isinstance(value, int):
-        return 1 if value == 1 and specialize else _number(value, source.int_type(value))
+        return 1 if value == 1 and specialize else shortcuts.integer(value, source.int_type(value))
     if isinstance(value, float):
         return _number(value, tl.float32)
+    if isinstance(value, torch.Tensor):
+        return shortcuts.new_tensor(np.array([value.data_ptr()], np.uint64), _pointer_to(value.dtype), True)
     if hasattr(value, "data_ptr"):
         return base._implicit_cvt(value)
     if isinstance(value, tuple):
@@ -109,6 +112,12 @@ def argument(value: Any, specialize: bool = True, annotated: str = "") -> Any:
         made.handle.round_f32_to_tf32 = getattr(value, "round_f32_to_tf32", False)  # Triton 3.9
         return made
     return value
+
+
+@functools.cache
+def _pointer_to(dtype: torch.dtype) -> tl.dtype:
+    """The type of a tensor's argument; Triton would parse its name at every launch."""
+    return base._implicit_cvt(torch.empty(0, dtype=dtype, device="cpu")).type
 
 
 @functools.cache
@@ -198,6 +207,8 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
         return shortcuts.getitem(slow)
     if name in shortcuts.ATOMICS and owner in (tl, core):
         return shortcuts.atomic(name, slow, builder)
+    if name in shortcuts.PURE:
+        return shortcuts.pure(name, slow)
     if name in ("cast", "to"):
         return shortcuts.cast(slow)
     if name == "arange":
@@ -241,6 +252,7 @@ def _install(patches: ExitStack) -> None:
         ):
             patch(owner, name, value)
     patch(tl.tensor, "__init__", shortcuts.tensor_init)
+    patch(tl.tensor, "results", None)  # of operations on a constant, see pkt.simulate.shortcuts
     patch(TensorHandle, "__post_init__", lambda self: None)  # Triton's checks sizes at every operation
     patch(tl.tensor, "reduce", reductions.reduce)
     patch(tl.tensor, "associative_scan", reductions.associative_scan)
@@ -274,7 +286,8 @@ _address = torch._C.TensorBase.data_ptr
 
 
 def _call(self: Any, *args: Any, **named: Any) -> Any:
-    if builder.pkt.on_host:
+    task = builder.pkt.m.current
+    if task is None or task.launch is None:
         name = self.fn.__name__
         raise TypeError(f"{name}(...) in host code: a kernel is launched on a grid, {name}[grid](...)")
     return interpret(self)(*args, **named)
@@ -344,4 +357,4 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
 
 
 def _refuse(kernel: Any, *args: Any, **named: Any) -> None:
-    raise RuntimeError(f"{kernel.fn.__name__} is launched outside a simulated rank")
+    raise Unsupported.thread(f"the launch of {kernel.fn.__name__}", threading.current_thread().name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,10 +18,11 @@ from typing import Any
 import greenlet
 import torch
 
-from pkt.errors import Deadlock, GridTooLarge, PeerLost, PktError, RankFailed, ShapeError, TooFewResident
+from pkt.errors import Deadlock, GridTooLarge, PeerLost, PktError, RankFailed, ShapeError, TooFewResident, Unsupported
 from pkt.simulate import cost, modes
 from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.device import SimulatedDevice
+from pkt.simulate.engine import running
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
 from pkt.simulate.front_end import Usage, check_compile, check_compiles
 from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options, refuse_gluon
@@ -82,7 +84,9 @@ class Machine:
         self.hosts = [Host(r, sms) for r in range(ranks)]
         self.ready: list[Task] = []
         self.waiting: dict[int, list[Task]] = {}  # address of the counter -> programs that wait on it
-        self.meetings: dict[int, Meeting] = {}
+        self.meetings: dict[
+            tuple[tuple[int, ...], int], Meeting
+        ] = {}  # by the ranks that meet, and which of their calls
         self.with_stores: list[Task] = []  # tasks with pending stores
         self.late_signals: list[Callable[[], None]] = []
         self.progress = 0
@@ -97,9 +101,11 @@ class Machine:
         self.timing = 0  # hosts inside timed()
         self._was_by_time = False
         self.current: Task | None = None
+        self.random_of: Host | None = None  # the rank whose random state torch has now
         self.hub: Any = None
-        self.device = SimulatedDevice(self)
-        self.stream = Stream(self)
+        self.thread = threading.get_ident()  # that all ranks run in
+        self.device: Any = SimulatedDevice(self)
+        self.stream: Any = Stream(self)
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +116,7 @@ class Machine:
         torch.set_num_threads(1)  # tiles are small: several threads would mostly wait for each other
         outer, builder.pkt = builder.pkt, self.device  # `outer`: of an enclosing run
         try:
-            with interpreting(self.launch):
+            with interpreting(self.launch), running(self):
                 for host in self.hosts:
                     self._start_host(host, body, saved)
                 try:
@@ -137,7 +143,7 @@ class Machine:
         self.ready.append(task)
 
     def _loop(self) -> None:
-        schedule = self.schedule
+        schedule, losing = self.schedule, self.faults.lose is not None
         while True:
             if self.with_stores and schedule.commits():
                 self.device.commit_one()
@@ -150,9 +156,9 @@ class Machine:
                 continue
             at = schedule.pick(self.ready)
             task = self.ready.pop(at)
-            if self._stopped(task):
+            if losing and self._stopped(task):
                 continue
-            loop = task.spins
+            loop = task.spins if task.loops else None
             if loop is not None:
                 self.ready.append(task)
                 others = [i for i, t in enumerate(self.ready) if t.spins is None]
@@ -167,9 +173,10 @@ class Machine:
                 else:
                     at = -1
                 task = self.ready.pop(at)
-                if self._stopped(task):
+                if losing and self._stopped(task):
                     continue
-            if task.spins is None:
+                loop = task.spins
+            if loop is None:
                 self.round += 1
             self.steps += 1
             if self.steps > self.max_steps:
@@ -182,7 +189,7 @@ class Machine:
         host = self.hosts[task.rank]
         launch, guard = task.launch, None
         if launch is None:
-            torch.set_rng_state(host.random)
+            self._take_random(host)
             guard = modes.Guard(self.stream.watched(host))
         else:
             builder.grid_idx, builder.grid_dim = task.program, launch.grid
@@ -198,12 +205,19 @@ class Machine:
             self.current = None
             if guard is not None:
                 host.modes = guard.leave()
-        if launch is None:
-            host.random = torch.get_rng_state()
         if task.greenlet.dead:
             self.progress += 1
             if launch is not None:
                 self._finish(task, launch)
+
+    def _take_random(self, host: Host) -> None:
+        """Give torch the random state of a rank, and keep that of the rank whose host code ran before."""
+        last = self.random_of
+        if last is not host:
+            if last is not None:
+                last.random = torch.get_rng_state()
+            torch.set_rng_state(host.random)
+            self.random_of = host
 
     def _finish(self, task: Task, launch: Launch) -> None:
         host = self.hosts[task.rank]
@@ -268,11 +282,25 @@ class Machine:
         hosts = [host.task for host in self.hosts]
         for task in [*hosts, *self.ready, *(t for tasks in self.waiting.values() for t in tasks)]:
             if not task.greenlet.dead:
-                guard = modes.Guard(self.hosts[task.rank].modes) if task.is_host else None
+                guard = None
+                if task.is_host:
+                    self._take_random(self.hosts[task.rank])
+                    guard = modes.Guard(self.hosts[task.rank].modes)
                 with suppress(Exception):  # raised in a `finally` of the task: the run has ended for an earlier reason
                     task.greenlet.throw(Stopped)
                 if guard is not None:
                     guard.leave()
+
+    def close(self) -> None:
+        """Keep what the run has found, and drop what it ran on. That refers to itself in many ways, and would otherwise
+        stay, heaps included, until the garbage collector finds it: a tenth of the time of a small schedule."""
+        self.space.close()
+        self.stream.close()
+        self.device = self.stream = self.hub = self.random_of = None
+        for tasks in (self.hosts, self.ready, self.with_stores, self.late_signals):
+            tasks.clear()
+        self.waiting.clear()
+        self.meetings.clear()
 
     # -- switching, called from inside a task -----------------------------------------------------------------------
 
@@ -293,7 +321,11 @@ class Machine:
     def _leave(self) -> None:
         if self.ended:
             raise Stopped
-        self.hub.switch()
+        aside = self.current.aside if self.current is not None else None
+        if aside is not None:
+            aside.leave()
+        else:
+            self.hub.switch()
 
     def wake(self, address: int) -> None:
         """Make the programs ready that wait on the counter at `address` and whose condition holds now."""
@@ -328,6 +360,9 @@ class Machine:
         host.queue.append(launch)
         if not host.launched:
             self._begin(host)
+        if host.task.aside is not None:  # autograd's engine reads the results at once
+            self.finish_launches()
+            return
         if self.schedule.seed:
             self.pause()
             return
@@ -393,28 +428,36 @@ class Machine:
     # -- hosts ------------------------------------------------------------------------------------------------------
 
     def host(self, call: str) -> Host:
-        """The host that runs now. Raises RuntimeError where a program of a kernel makes the call."""
+        """The host that runs now. Raises Unsupported where a program of a kernel or another thread makes the call."""
+        self.check_thread(call)
         task = self.current
         if task is None or not task.is_host:
-            raise RuntimeError(f"{call} belongs in the host code of a simulated rank, not in a kernel")
+            raise Unsupported.in_kernel(call)
         return self.hosts[task.rank]
 
-    def meet(self, value: Any, what: str) -> list[tuple[Any, str]]:
-        """Return every host's (value, what) in rank order, once every host has called. Everything before the call is
-        ordered before everything after it, on all ranks."""
+    def check_thread(self, call: str) -> None:
+        """Raise Unsupported in another thread than that of the ranks, or of a backward pass of the current one."""
+        aside = self.current.aside if self.current is not None else None
+        if threading.get_ident() != (self.thread if aside is None else aside.thread):
+            raise Unsupported.thread(call, threading.current_thread().name)
+
+    def meet(self, value: Any, what: str, among: tuple[int, ...]) -> list[tuple[Any, str]]:
+        """Return the (value, what) of the hosts of the ranks `among`, in this order, once all of them have called.
+        Everything before the call is ordered before everything after it, on these ranks."""
         host = self.host(what)
         task = host.task
-        host.calls += 1
+        host.calls[among] += 1
         host.call = what
-        meeting = self.meetings.setdefault(host.calls, Meeting())
+        ordinal = among, host.calls[among]
+        meeting = self.meetings.setdefault(ordinal, Meeting())
         meeting.values[host.rank] = (value, what)
         meeting.clock = task.clock if meeting.clock is None else self.clocks.join(meeting.clock, task.clock)
         meeting.time = max(meeting.time, task.time)
-        if len(meeting.values) < self.size:
+        if len(meeting.values) < len(among):
             self.block(meeting)
         else:
-            del self.meetings[host.calls]
-            for other in self.hosts:
+            del self.meetings[ordinal]
+            for other in (self.hosts[rank] for rank in sorted(among)):
                 if other is not host:
                     other.task.blocked = None
                     self.ready.append(other.task)
@@ -422,32 +465,34 @@ class Machine:
         task.clock = self.clocks.fit(meeting.clock).copy()
         task.clock[task.column] += 1
         task.time = meeting.time
-        return [meeting.values[r] for r in range(self.size)]
+        return [meeting.values[r] for r in among]
 
     def whereabouts(self) -> dict[int, str]:
         """By rank, the call that its host code is in."""
         found = {}
         for host in self.hosts:
             task = host.task
+            closed = "" if host.closed is None else f", after close() at {host.closed}"
             if task.greenlet.dead:
-                found[host.rank] = "has returned"
+                found[host.rank] = f"has returned{closed}"
             else:
-                frame = sys._getframe() if task is self.current else task.greenlet.gr_frame
+                running = sys._getframe() if task is self.current else task.greenlet.gr_frame
+                frame = running if task.aside is None else task.aside.frame
                 behind = task.blocked if isinstance(task.blocked, Launch) else None
                 call, line = host_call(frame, behind.name if behind else "")
                 if line is None and host.launch is not None:  # its function has ended, and its launches have not
                     call, line = f"the launch of {host.launch.name}", host.launch.site
-                found[host.rank] = f"in {call}" + (f" at {line}" if line is not None else "")
+                found[host.rank] = f"in {call}" + (f" at {line}" if line is not None else "") + closed
         return found
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+    def timed(self, run: Callable[[], Any], among: tuple[int, ...]) -> tuple[Any, float]:
         """Return the result of `run()` on the calling host, and the microseconds that it took on the modelled clock.
 
-        Collective: all hosts begin at the same time. In seed 0 programs meanwhile run in the order of that clock, as
-        for a timeline, so that they take tasks from a queue in that order.
+        Collective among these ranks: their hosts begin at the same time. In seed 0 programs meanwhile run in the order
+        of that clock, as for a timeline, so that they take tasks from a queue in that order.
         """
         self.finish_launches()
-        self.meet(None, "timed()")
+        self.meet(None, "timed()", among)
         task = self.host("timed()").task
         if not self.timing:
             self._was_by_time, self.schedule.by_time = self.schedule.by_time, self.schedule.seed == 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+OUTSIDE = 1 << 16  # windows from a rank's own to where a peer leads that its team does not have
 GRANULE = 16  # bytes that one entry of the race detector's shadow stands for
 # Linux's value; Python has the name from 3.13 on. Without the flag Linux counts every window in full as committed
 # memory, and refuses a machine of many ranks, or a fork while a few machines wait for the garbage collector.
@@ -41,9 +42,8 @@ class Region:
     waited: set[int] = field(default_factory=set)  # addresses that some program waited on or tested
     signalled: dict[int, Any] = field(default_factory=dict)  # address -> site of its last signal
 
-    @property
-    def end(self) -> int:
-        return self.base + self.nbytes
+    def __post_init__(self) -> None:
+        self.end = self.base + self.nbytes
 
     def element(self, address: int) -> str:
         """The element at `address`, as `name[2, 5]`."""
@@ -56,31 +56,37 @@ class Region:
 class Strided:
     """`shape` elements of `itemsize` bytes at byte `strides` from `offset` of one region, the last axis contiguous."""
 
-    __slots__ = ("region", "offset", "shape", "strides", "itemsize")
+    __slots__ = ("region", "offset", "shape", "strides", "itemsize", "_end", "_count")
 
     def __init__(self, region: Region, offset: int, shape: tuple, strides: tuple, itemsize: int) -> None:
         self.region, self.offset = region, offset
         self.shape, self.strides, self.itemsize = shape, strides, itemsize
+        end, count = offset + itemsize, 1
+        for n, s in zip(shape, strides):
+            end += (n - 1) * s
+            count *= n
+        self._end, self._count = end, count
 
     def view(self, dtype: np.dtype) -> np.ndarray:
         return np.ndarray(self.shape, dtype, self.region.memory, self.offset, self.strides)
 
     def span(self) -> tuple[int, int]:
         """First byte and one past the last, as offsets in the region."""
-        end = self.offset + self.itemsize
-        for n, s in zip(self.shape, self.strides):
-            end += (n - 1) * s
-        return self.offset, end
+        return self.offset, self._end
 
     def count(self) -> int:
-        return math.prod(self.shape)
+        return self._count
+
+    def place(self) -> tuple:
+        """Equal for accesses to the same bytes of their regions."""
+        return self.offset, self.shape, self.strides, self.itemsize
 
     def byte_offsets(self) -> np.ndarray:
         """Byte offsets of the elements in the region, flat."""
         return (_ramp(self.shape, self.strides).astype(np.int64) + self.offset).reshape(-1)
 
     def nbytes(self) -> int:
-        return self.count() * self.itemsize
+        return self._count * self.itemsize
 
     def first(self) -> int:
         return self.region.base + self.offset
@@ -113,6 +119,10 @@ class Scattered:
 
     def count(self) -> int:
         return len(self.offsets)
+
+    def place(self) -> tuple:
+        """Equal for accesses to the same bytes of their regions."""
+        return self.offsets.tobytes(), self.itemsize
 
     def byte_offsets(self) -> np.ndarray:
         """Byte offsets of the elements in the region, flat."""
@@ -183,6 +193,11 @@ def _ramp(shape: tuple, strides: tuple) -> np.ndarray:
     return out
 
 
+@functools.lru_cache(maxsize=256)
+def _ramp_bytes(shape: tuple, strides: tuple) -> bytes:
+    return _ramp(shape, strides).tobytes()
+
+
 class AddressSpace:
     """`size` windows of `stride` bytes, then the multicast window, which has addresses but no memory behind it."""
 
@@ -250,10 +265,11 @@ class AddressSpace:
 
     def find(self, address: int) -> Region:
         last = self._last
-        if last is not None and last.base <= address < last.base + last.nbytes:
+        if last is not None and last.base <= address < last.end:
             return last
-        region = self.holding(address)
-        if region is None:
+        at = bisect.bisect_right(self._starts, address) - 1
+        region = self._regions[at] if at >= 0 else None
+        if region is None or address >= region.end:
             raise Unmapped(address)
         if region.freed_at:
             raise Unmapped(address, region)
@@ -283,8 +299,8 @@ class AddressSpace:
             region = self.find(address)
             if address + itemsize > region.end:
                 raise Unmapped(address + itemsize - 1)
-            strides = (itemsize,) * addresses.ndim
-            return [(Strided(region, address - region.base, addresses.shape, strides, itemsize), ...)]
+            shape = addresses.shape
+            return [(Strided(region, address - region.base, shape, (itemsize,) * len(shape), itemsize), ...)]
         if mask is None:
             regular = self._regular(addresses, itemsize)
             if regular is not None:
@@ -294,6 +310,11 @@ class AddressSpace:
             chosen = np.flatnonzero(mask)
             flat = addresses.reshape(-1)[chosen]
         accesses: list[tuple[Access, Any]] = []
+        if len(flat):  # mostly one region has all
+            region = self.find(flat.item(0))
+            offsets = (flat - np.uint64(region.base)).astype(np.int64)
+            if offsets.min() >= 0 and offsets.max() <= region.nbytes - itemsize:
+                return [(Scattered(region, offsets, itemsize), np.arange(len(flat)) if chosen is None else chosen)]
         left = np.arange(len(flat))
         while len(left):
             here = flat[left]
@@ -322,9 +343,10 @@ class AddressSpace:
         strides.reverse()
         if strides[-1] != itemsize or min(strides) < 0:
             return None
-        if not (addresses - np.uint64(first) == _ramp(shape, tuple(strides))).all():
+        key = tuple(strides)
+        if (addresses - np.uint64(first)).tobytes() != _ramp_bytes(shape, key):  # faster than an array of bools
             return None
-        return self._strided(first, shape, tuple(strides), itemsize)
+        return self._strided(first, shape, key, itemsize)
 
     def _strided(self, first: int, shape: tuple, strides: tuple, itemsize: int) -> Strided | None:
         region = self.find(first)

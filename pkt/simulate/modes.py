@@ -1,9 +1,10 @@
-"""torch's modes of a thread: gradients, inference, autocast and function modes. Simulated ranks are greenlets of one
-thread, and each has its own, as a process has."""
+"""torch's modes of a thread: gradients, inference, autocast, function modes, hooks of saved tensors, and the dispatch
+keys that an operator's code runs below. Simulated ranks are greenlets of one thread, and each has its own, as a process
+has."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
@@ -17,21 +18,34 @@ class Modes(NamedTuple):
     autocast: bool
     autocast_dtype: torch.dtype
     functions: tuple[TorchFunctionMode, ...] = ()  # outermost first; without those of the simulation's caller
+    hooks: tuple[tuple[Any, Any], ...] = ()  # of saved tensors, (pack, unpack), in the same order
+    keys: tuple[Any, Any] | None = None  # dispatch keys included and excluded; None: as the others of these modes say
 
 
-def modes() -> Modes:
-    """The current modes."""
+def modes(functions: tuple[TorchFunctionMode, ...] = (), hooks: tuple[tuple[Any, Any], ...] = ()) -> Modes:
+    """The current modes, and the function modes and hooks that the caller has found."""
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
+        functions,
+        hooks,
     )
+
+
+def inherited(without: TorchFunctionMode) -> Modes:
+    """The current modes, for another thread, but the function mode `without`."""
+    stack = torch.overrides._get_current_function_mode_stack()
+    functions = tuple(mode for mode in stack if mode is not without)
+    hooks = _taken_hooks()
+    _put_hooks(hooks)
+    return modes()._replace(functions=functions, hooks=hooks)
 
 
 def enter(wanted: Modes) -> None:
     """Set the modes, except inference, which only a guard can change."""
-    torch.set_grad_enabled(wanted.grad)
+    torch._C._set_grad_enabled(wanted.grad)
     torch.set_autocast_enabled("cpu", wanted.autocast)
     torch.set_autocast_dtype("cpu", wanted.autocast_dtype)
 
@@ -39,19 +53,48 @@ def enter(wanted: Modes) -> None:
 class Guard:
     """A rank's host code runs with its modes between `__init__` and `leave`."""
 
-    __slots__ = ("_guard", "_outer")
+    __slots__ = ("_before", "_forced", "_guard", "_hooks", "_outer")
 
     def __init__(self, wanted: Modes) -> None:
-        self._guard = torch.inference_mode(wanted.inference)
+        self._guard = torch._C._InferenceMode(wanted.inference)  # torch.inference_mode without its decorator
         self._guard.__enter__()
         enter(wanted)
         self._outer = torch._C._len_torch_function_stack()
         for mode in wanted.functions:
             _push_mode(mode)
+        self._hooks = _taken_hooks()
+        _put_hooks(wanted.hooks)
+        self._before, self._forced = _keys(), None
+        if wanted.keys is not None:
+            self._forced = torch._C._ForceDispatchKeyGuard(*wanted.keys)
+            self._forced.__enter__()
 
     def leave(self) -> Modes:
         """Return the modes that the code has now, and restore those from before."""
+        keys = _keys()
+        if self._forced is not None:
+            self._forced.__exit__(None, None, None)
+        hooks = _taken_hooks()
+        _put_hooks(self._hooks)
         functions = [_pop_mode() for _ in range(torch._C._len_torch_function_stack() - self._outer)]
-        found = modes()._replace(functions=tuple(reversed(functions)))
+        found = modes(tuple(reversed(functions)), hooks)
         self._guard.__exit__(None, None, None)
-        return found
+        return found if keys == self._before else found._replace(keys=keys)
+
+
+def _keys() -> tuple[Any, Any]:
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def _taken_hooks() -> tuple[tuple[Any, Any], ...]:
+    """All hooks of saved tensors, outermost first, which are then gone."""
+    found = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        found.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return tuple(reversed(found))
+
+
+def _put_hooks(hooks: tuple[tuple[Any, Any], ...]) -> None:
+    for pack, unpack in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

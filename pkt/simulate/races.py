@@ -13,7 +13,6 @@ atomic updater, and every reader that no later one is ordered after.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,9 @@ from pkt.simulate.memory import GRANULE, Access, Strided
 
 FULL = 0xFFFF  # all 16 bytes of a granule
 COLUMN = 0xFFFF0000
+FEW = 16  # granules
+SMALL = 512  # elements of an access whose granules are kept, of at most KEPT accesses
+KEPT = 4096
 MANY_SETS = 1 << 14  # sets of stamps after which those that no granule has any more are dropped
 
 
@@ -80,12 +82,12 @@ class Last:
         """(position, stamp) of an access that overlaps and is not ordered before `clock`, or None."""
         if self.empty:
             return None
+        if touched.one >= 0:
+            return self._late(self.array.item(touched.one), touched.bytes, clock)
         states = touched.get(self.array)
-        first = states.item(0)
-        if isinstance(touched.bytes, int) and (states.size == 1 or (states == first).all()):  # most tiles
-            for stamp in (first,) if first >= 0 else self.sets[-first - 1]:
-                if stamp & touched.bytes and clock[(stamp >> 16) & 0xFFFF] < stamp >> 32:
-                    return 0, stamp
+        if isinstance(touched.bytes, int) and _uniform(states):  # most tiles
+            return self._late(states.item(0), touched.bytes, clock)
+        if touched.few and not any(self._late(*each, clock) for each in zip(states.tolist(), touched.few)):
             return None
         alone = np.maximum(states, 0) if self.sets else states
         late = clock[(alone >> 16) & 0xFFFF] < alone >> 32
@@ -97,10 +99,17 @@ class Last:
         if self.sets:
             for state in np.unique(states[states < 0]).tolist():
                 for stamp in self.sets[-state - 1]:
-                    if clock[(stamp >> 16) & 0xFFFF] < stamp >> 32:
+                    if clock.item((stamp >> 16) & 0xFFFF) < stamp >> 32:
                         hit = np.flatnonzero(((states == state) & ((touched.bytes & stamp) != 0)).reshape(-1))
                         if hit.size:
                             return int(hit[0]), stamp
+        return None
+
+    def _late(self, state: int, mask: int, clock: np.ndarray) -> tuple[int, int] | None:
+        """As `unordered`, for granules that all are in `state`."""
+        for stamp in (state,) if state >= 0 else self.sets[-state - 1]:
+            if stamp & mask and clock.item((stamp >> 16) & 0xFFFF) < stamp >> 32:
+                return 0, stamp
         return None
 
     def record(self, touched: Touched, stamp: int, clock: np.ndarray | None = None) -> None:
@@ -112,13 +121,25 @@ class Last:
             if clock is None and mask == FULL:
                 touched.put(self.array, stamp | FULL)
                 return
+            if touched.one >= 0:
+                self.array[touched.one] = self._merged(self.array.item(touched.one), stamp, mask, clock)
+                return
             states = touched.get(self.array)
-            first = states.item(0)
-            if states.size == 1 or (states == first).all():
-                touched.put(self.array, self._merged(first, stamp, mask, clock))
+            if _uniform(states):
+                touched.put(self.array, self._merged(states.item(0), stamp, mask, clock))
                 return
         else:
             states = touched.get(self.array)
+        if touched.few:
+            each = zip(states.tolist(), touched.few)
+            touched.put(self.array, [self._merged(state, stamp, m, clock) for state, m in each])
+        else:
+            touched.put(self.array, self._all_merged(states, stamp, mask, clock))
+        if len(self.sets) > self.limit:
+            self._forget()
+
+    def _all_merged(self, states: np.ndarray, stamp: int, mask: Any, clock: np.ndarray | None) -> np.ndarray:
+        """`_merged` of many granules."""
         alone = np.maximum(states, 0)
         simple = (states >= 0) & ((states & ~mask & FULL) == 0)
         if clock is not None:
@@ -126,13 +147,11 @@ class Last:
         new = np.where(simple, stamp | mask, states)
         if not simple.all():
             masks = np.broadcast_to(np.asarray(mask, np.int64), states.shape)
-            keys = np.stack([states[~simple], masks[~simple]])
-            pairs, where = np.unique(keys, axis=1, return_inverse=True)
-            merged = [self._merged(state, stamp, m, clock) for state, m in pairs.T.tolist()]
-            new[~simple] = np.array(merged, np.int64)[where.reshape(-1)]
-        touched.put(self.array, new)
-        if len(self.sets) > self.limit:
-            self._forget()
+            pairs = list(zip(states[~simple].tolist(), masks[~simple].tolist()))
+            # A tile's granules are mostly alike, and a set is faster than numpy's sort.
+            merged = {(state, m): self._merged(state, stamp, m, clock) for state, m in sorted(set(pairs))}
+            new[~simple] = [merged[pair] for pair in pairs]
+        return new
 
     def _merged(self, state: int, stamp: int, mask: int, clock: np.ndarray | None) -> int:
         """The state of a granule in `state` after the access."""
@@ -140,7 +159,7 @@ class Last:
         for old in (state,) if state >= 0 else self.sets[-state - 1]:
             if old & ~FULL == stamp:
                 new |= old & FULL
-            elif clock is None or old & COLUMN == stamp & COLUMN or clock[(old >> 16) & 0xFFFF] >= old >> 32:
+            elif clock is None or old & COLUMN == stamp & COLUMN or clock.item((old >> 16) & 0xFFFF) >= old >> 32:
                 left = old & ~mask
                 if left & FULL:
                     rest.append(left)
@@ -182,32 +201,28 @@ class Shadow:
 class Touched:
     """The granules of one access: their place in a shadow array, and a mask of the bytes that it touches in each."""
 
-    __slots__ = ("view", "index", "bytes")
+    __slots__ = ("one", "view", "index", "bytes", "few")
 
     def __init__(self, access: Access) -> None:
+        self.few: list[int] = []  # the masks of a few granules: a loop over those is faster than numpy
+        self.one = -1  # the only granule; or else a view, or an array of granules
         self.view: Any = None
         self.index: Any = None
         self.bytes: Any = FULL
-        if isinstance(access, Strided):
-            if math.prod(access.shape) == 1:
-                self._single(access.offset, access.itemsize)
-                return
+        if access.count() == 1:
+            offset = access.span()[0]
+            self.one = offset // GRANULE
+            self.bytes = ((1 << access.itemsize) - 1) << offset % GRANULE & FULL
+        elif isinstance(access, Strided):
             row = access.shape[-1] * access.itemsize
-            if not ((access.offset | row) % GRANULE or any(s % GRANULE for s in access.strides[:-1])):
+            if (access.offset | row) % GRANULE or any(s % GRANULE for s in access.strides[:-1]):
+                self._scatter(access.byte_offsets(), access.itemsize)
+            else:
                 shape = (*access.shape[:-1], row // GRANULE)
                 strides = (*(s // 2 for s in access.strides[:-1]), 8)
                 self.view = (shape, access.offset // 2, strides)
-                return
-            self._scatter(access.byte_offsets(), access.itemsize)
-        elif len(access.offsets) == 1:
-            self._single(int(access.offsets[0]), access.itemsize)
         else:
             self._scatter(access.offsets, access.itemsize)
-
-    def _single(self, offset: int, itemsize: int) -> None:
-        at = offset % GRANULE
-        self.index = offset // GRANULE
-        self.bytes = ((1 << itemsize) - 1) << at & FULL
 
     def _scatter(self, offsets: np.ndarray, itemsize: int) -> None:
         granule = offsets // GRANULE
@@ -218,23 +233,53 @@ class Touched:
         starts = np.flatnonzero(np.concatenate(([True], granule[1:] != granule[:-1])))
         self.index = granule[starts]
         self.bytes = np.bitwise_or.reduceat(touched, starts) & FULL
+        if len(starts) <= FEW:
+            self.few = self.bytes.tolist()
 
     def get(self, array: np.ndarray) -> np.ndarray:
+        if self.one >= 0:
+            return array[self.one : self.one + 1]
         if self.view is None:
             return array[self.index]
         shape, offset, strides = self.view
         return np.ndarray(shape, np.int64, array, offset, strides)
 
     def put(self, array: np.ndarray, stamps: Any) -> None:
-        if self.view is None:
+        if self.one >= 0:
+            array[self.one] = stamps
+        elif self.view is None:
             array[self.index] = stamps
         else:
             self.get(array)[...] = stamps
 
     def offset(self, position: int) -> int:
         """Byte offset in the region of the granule at flat `position`."""
+        if self.one >= 0:
+            return self.one * GRANULE
         if self.view is None:
-            return (self.index if isinstance(self.index, int) else int(self.index[position])) * GRANULE
+            return int(self.index[position]) * GRANULE
         shape, offset, strides = self.view
         where = np.unravel_index(position, shape)
         return (offset + sum(int(i) * s for i, s in zip(where, strides))) * 2
+
+
+_kept: dict[tuple, Touched] = {}
+
+
+def touched_by(access: Access) -> Touched:
+    """`Touched(access)`. Those of few elements are kept: every schedule makes the same accesses again."""
+    if access.count() > SMALL:
+        return Touched(access)
+    key = access.place()
+    known = _kept.get(key)
+    if known is None:
+        if len(_kept) >= KEPT:
+            _kept.clear()
+        known = _kept[key] = Touched(access)
+    return known
+
+
+def _uniform(states: np.ndarray) -> bool:
+    """Whether all are equal; on bytes, which takes half the time of an array of bools."""
+    data = states.tobytes()
+    return data == data[:8] * states.size

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from pkt.errors import CollectiveMismatch, DataRace, HeapFull, LostSignal, PktError
+from pkt.errors import CollectiveMismatch, DataRace, HeapFull, LostSignal, PktError, Unsupported
 from pkt.runtime import world as worlds
 from pkt.runtime.backend import SIGNAL_HEADER, Block
 from pkt.runtime.memory import tensor as tensors
 from pkt.runtime.world import World
 from pkt.simulate.machine import Machine
 from pkt.simulate.memory import Region
+from pkt.simulate.sites import site
 from pkt.simulate.turns import turn
 from pkt.trace import Timeline
 
@@ -37,6 +37,9 @@ class SimulatedRank:
         self.multicast, self.num_sms = machine.multicast, machine.sms
         self.base, self.gap = machine.space.window(rank), 1
         self._regions: dict[int, Region] = {}
+
+    def window(self, rank: int) -> int:
+        return self.machine.space.window(rank)
 
     def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         if rank != self.rank:  # for `x.peer(rank)`, a plain tensor
@@ -60,19 +63,20 @@ class SimulatedRank:
         self.machine.space.add(region)
         self._regions[block.offset] = region
 
-    def freed(self, block: Block) -> None:
+    def freed(self, block: Block, among: tuple[int, ...] | None = None) -> None:
         # A launch of any rank may still use it: on GPUs its memory is reused after the next collective call only.
         self.synchronize()
-        self.barrier("free()")
+        self.exchange(None, "free()", among)
         region = self._regions.pop(block.offset)
         region.freed_at = block.site
         region.memory[:] = POISON  # host views that outlive the tensor
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
-        brought = self.machine.meet(value, what)
+    def exchange(self, value: Any, what: str, among: tuple[int, ...] | None = None) -> list[Any]:
+        among = among or tuple(range(self.size))
+        brought = self.machine.meet(value, what, among)
         if len({name for _, name in brought}) > 1:
             places = self.machine.whereabouts()
-            raise CollectiveMismatch.calls({r: f"{name} {places[r]}" for r, (_, name) in enumerate(brought)})
+            raise CollectiveMismatch.calls({r: f"{name} {places[r]}" for r, (_, name) in zip(among, brought)})
         return [value for value, _ in brought]
 
     def barrier(self, what: str) -> None:
@@ -81,14 +85,16 @@ class SimulatedRank:
     def synchronize(self) -> None:
         self.machine.finish_launches()
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        result, microseconds = self.machine.timed(run)
+    def timed(self, run: Callable[[], Any], among: tuple[int, ...] | None = None) -> tuple[Any, float]:
+        result, microseconds = self.machine.timed(run, among or tuple(range(self.size)))
         return result, 1e-6 * microseconds
 
     def abandon(self, why: str) -> None:
         """The error itself ends the run: the other ranks need not be told."""
 
     def close(self) -> None:
+        if self.machine.current is not None:  # not the end of the run
+            self.machine.hosts[self.rank].closed = site()
         for region in self._regions.values():
             region.freed_at = "world.close()"
         self._regions.clear()
@@ -121,15 +127,24 @@ def _current_world(machine: Machine, members: dict[int, World]) -> Iterator[None
     """Make the current world that of the rank whose host code runs, and follow its accesses of the heap."""
 
     def current() -> World | None:
+        machine.check_thread("a call of pkt")
         task = machine.current
         return members.get(task.rank) if task is not None else None
 
-    saved = worlds._current, tensors.accessed
-    worlds._current, tensors.accessed = current, machine.stream.accessed
+    def op_begins(name: str) -> None:
+        task = machine.current
+        if task is not None and task.is_host and task.aside is None:
+            found = "found code that was compiled outside of the simulation"
+            raise Unsupported.here(
+                f"rank {task.rank}: {name}", found, "call torch.compile in the function that pkt.launch runs"
+            )
+
+    saved = worlds._current, worlds.op_begins, tensors.accessed
+    worlds._current, worlds.op_begins, tensors.accessed = current, op_begins, machine.stream.accessed
     try:
         yield
     finally:
-        worlds._current, tensors.accessed = saved
+        worlds._current, worlds.op_begins, tensors.accessed = saved
 
 
 def execute(fn: Callable[..., Any], ranks: int, args: tuple = (), heap: int = 1 << 30, **options: Any) -> Outcome:
@@ -159,8 +174,8 @@ def _execute(fn: Callable[..., Any], ranks: int, args: tuple, heap: int, **optio
             error = raised
     findings = list(machine.findings)
     if error is None:
-        findings += _signals_without_wait(machine)
-    machine.space.close()
+        findings += [*_closed_on_some(machine), *_signals_without_wait(machine)]
+    machine.close()
     return Outcome(machine, results, error, findings)
 
 
@@ -169,14 +184,23 @@ OPTIONS -= {"stride"}
 """Names of the options of `execute`."""
 
 
+def _closed_on_some(machine: Machine) -> Iterator[PktError]:
+    """An error if some ranks closed their worlds and others did not."""
+    places = {host.rank: str(host.closed) for host in machine.hosts if host.closed is not None}
+    if 0 < len(places) < machine.size:
+        yield CollectiveMismatch.closed(places, machine.size)
+
+
 def _signals_without_wait(machine: Machine) -> Iterator[PktError]:
     """An error for each counter that was signalled and that no program ever looked at."""
     for region in machine.space.regions():
         if region.kind == "signals" and not region.unwaited:
             for address, where in region.signalled.items():
-                index = (address - region.base - SIGNAL_HEADER) // 4
+                offset = address - region.base
+                index = (offset - SIGNAL_HEADER) // region.itemsize
                 if address not in region.waited and 0 <= index < region.shape[0]:
-                    value = int(region.memory[address - region.base :][:4].view(np.int32)[0])
+                    counter = region.memory[offset : offset + region.itemsize].tobytes()
+                    value = int.from_bytes(counter, "little", signed=True)
                     yield LostSignal.unread(region.rank, region.element(address), value, str(where))
 
 

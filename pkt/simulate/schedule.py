@@ -52,7 +52,7 @@ class Schedule:
             return min(range(len(ready)), key=lambda i: ready[i].time)
         if self.seed == 0:
             return 0
-        at = self._random.randrange(len(ready))
+        at = self._below(len(ready))
         if self.victim is not None and ready[at].rank == self.victim and self._random.random() < PATIENCE:
             others = [i for i, task in enumerate(ready) if task.rank != self.victim]
             if others:
@@ -80,4 +80,11 @@ class Schedule:
         return self._random.random() < WITHHOLDING
 
     def choose(self, count: int) -> int:
-        return self._random.randrange(count) if count > 1 else 0
+        return self._below(count) if count > 1 else 0
+
+    def _below(self, count: int) -> int:
+        """As `randrange(count)`, in a third of its time."""
+        bits, found = count.bit_length(), count
+        while found >= count:
+            found = self._random.getrandbits(bits)
+        return found

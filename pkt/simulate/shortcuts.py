@@ -15,6 +15,8 @@ from triton._C.libtriton import ir
 from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
+from pkt.language.world import listed_rank
+from pkt.simulate.memory import OUTSIDE
 from pkt.simulate.sites import site
 
 # By name: comparing Triton's types costs more than adding two numbers.
@@ -66,6 +68,57 @@ def new_tensor(data: np.ndarray, ty: tl.dtype, scalar: bool) -> tl.tensor:
 _make_handle, _make_tensor = TensorHandle.__new__, tl.tensor.__new__
 
 
+# -- constants ------------------------------------------------------------------------------------------------------
+# A program's index, its integer arguments, its ramps and what follows from them alone are the same in every schedule. A
+# constant keeps the results of operations on it in `results`: operation and operand -> (result, operand). Operands are
+# told apart by identity, and kept so that no other object gets theirs. Other tensors have None there (see
+# pkt.simulate.interpreter). No operation writes into a tensor's array; numpy refuses it for constants.
+
+_LARGEST = 4096  # elements of a constant
+_MOST = 1 << 22  # elements of all constants, after which they are made anew; running programs keep theirs
+_AROUND = 128  # elements that take as much memory as the objects of a constant
+_roots: dict[Any, tl.tensor] = {}
+_elements = 0
+
+
+def _keep(made: Any) -> bool:
+    """Make `made` a constant, unless it is too large; return whether it is one."""
+    global _elements
+    if type(made) is not tl.tensor or made.handle.data.size > _LARGEST:
+        return False
+    if made.results is None:
+        _elements += made.handle.data.size + _AROUND
+        made.handle.data.flags.writeable = False
+        made.results = {}
+    return True
+
+
+def _follows(results: dict, key: Any, made: Any, operand: Any = None) -> Any:
+    """`made`, the result for `key` of an operation on the constant that has `results`."""
+    if _keep(made):
+        results[key] = made, operand
+    return made
+
+
+def constant(key: Any, make: Callable[[], tl.tensor]) -> tl.tensor:
+    """The tensor `make()`, which depends on `key` alone."""
+    global _elements
+    known = _roots.get(key)
+    if known is None:
+        known = make()
+        if _elements > _MOST:
+            _roots.clear()
+            _elements = 0
+        if _keep(known):
+            _roots[key] = known
+    return known
+
+
+def integer(value: int, ty: tl.dtype) -> tl.tensor:
+    """The scalar `value` of an integer type."""
+    return constant((ty.name, value), lambda: new_tensor(np.array([value], ty.name), ty, True))
+
+
 def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
     """The block type of `shape` elements of `ty`."""
     key = (ty.name, shape)
@@ -114,6 +167,23 @@ def binary(name: str, slow: Callable) -> Callable:
     compares, moves = name in _COMPARE, name in ("__add__", "__radd__", "__sub__")
 
     def call(self: tl.tensor, other: Any) -> Any:
+        results = self.results
+        if results is None:
+            return compute(self, other)
+        kind = type(other)
+        if kind is core.constexpr:
+            other = other.value
+            kind = type(other)
+        if kind is tl.tensor and other.results is not None:
+            key: tuple = (id(other), name)
+        elif kind is int:
+            key = (name, other)
+        else:
+            return compute(self, other)
+        known = results.get(key)
+        return known[0] if known is not None else _follows(results, key, compute(self, other), other)
+
+    def compute(self: tl.tensor, other: Any) -> Any:
         kind, ty = type(other), self.dtype
         if kind is core.constexpr:
             other = other.value
@@ -133,10 +203,9 @@ def binary(name: str, slow: Callable) -> Callable:
         elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS and have in types:
             left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
             ty = tl.int64
-        elif moves and ty.is_ptr() and (kind is int or (is_tensor and other.dtype.name in INTEGERS)):
+        elif moves and type(ty) is tl.pointer_type and (kind is int or (is_tensor and other.dtype.name in INTEGERS)):
             size = max(1, ty.element_ty.primitive_bitwidth // 8)
-            offset = np.int64(other) if kind is int else other.handle.data.astype(np.int64, copy=False)
-            right = (offset * size).view(np.uint64)
+            right = _bytes(np.int64(other), size) if kind is int else _byte_offsets(other, size)
         else:
             return slow(self, other)
         out = op(left, right)
@@ -147,6 +216,46 @@ def binary(name: str, slow: Callable) -> Callable:
     return call
 
 
+PURE = ("where", "minimum", "maximum")
+
+
+def pure(name: str, slow: Callable) -> Callable:
+    """A function whose result depends on its arguments alone: on constants and integers it is a constant."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        first = next((a for a in args if type(a) is tl.tensor), None)
+        if named or first is None or first.results is None:
+            return slow(*args, **named)
+        key: list = [name]
+        for a in args:
+            a = a.value if type(a) is core.constexpr else a
+            if type(a) is int:
+                key.append(a)
+            elif type(a) is tl.tensor and a.results is not None:
+                key += (None, id(a))
+            else:
+                return slow(*args)
+        known = first.results.get(tuple(key))
+        return known[0] if known is not None else _follows(first.results, tuple(key), slow(*args), args)
+
+    return call
+
+
+def _bytes(offset: Any, size: int) -> Any:
+    return (offset.astype(np.int64, copy=False) * size).view(np.uint64)
+
+
+def _byte_offsets(offset: tl.tensor, size: int) -> np.ndarray:
+    """Offsets in bytes of elements of `size` bytes, as they are added to addresses."""
+    results = offset.results
+    if results is None:
+        return _bytes(offset.handle.data, size)
+    known = results.get(size)
+    if known is None:
+        known = results[size] = _bytes(offset.handle.data, size)
+    return known
+
+
 def getitem(slow: Callable) -> Callable:
     """`x[None, :]` and `x[:, None]` of a vector."""
 
@@ -154,10 +263,19 @@ def getitem(slow: Callable) -> Callable:
         if len(self.shape) == 1 and type(slices) in (tuple, core.tuple) and len(slices) == 2:
             first, second = slices
             if first is None and second == _EVERY:
-                return new_tensor(self.handle.data[None, :], self.dtype, False)
+                return viewed(self, (None, _EVERY), "row")
             if second is None and first == _EVERY:
-                return new_tensor(self.handle.data[:, None], self.dtype, False)
+                return viewed(self, (_EVERY, None), "column")
         return slow(self, slices)
+
+    def viewed(self: tl.tensor, index: tuple, name: str) -> tl.tensor:
+        results = self.results
+        if results is None:
+            return new_tensor(self.handle.data[index], self.dtype, False)
+        known = results.get(name)
+        if known is not None:
+            return known[0]
+        return _follows(results, name, new_tensor(self.handle.data[index], self.dtype, False))
 
     return call
 
@@ -184,9 +302,14 @@ def cast(slow: Callable) -> Callable:
                 if bitcast is True and have in _BITS and _BITS[have].itemsize == _BITS[wanted].itemsize:
                     return new_tensor(data.view(_BITS[wanted]), dtype, input.shape is _SCALAR)
                 if bitcast is False and have in _WIDTH and wanted in _WIDTH:
-                    return new_tensor(data.astype(_WIDTH[wanted]), dtype, input.shape is _SCALAR)
+                    results = input.results
+                    known = None if results is None else results.get(wanted)
+                    if known is not None:
+                        return known[0]
+                    made = new_tensor(data.astype(_WIDTH[wanted]), dtype, input.shape is _SCALAR)
+                    return made if results is None else _follows(results, wanted, made)
             elif wanted in INTEGERS and type(input) is int and -_LIMIT[wanted] <= input < _LIMIT[wanted]:
-                return new_tensor(np.array([input], _WIDTH[wanted]), dtype, True)
+                return integer(input, dtype)
         return slow(input, dtype, fp_downcast_rounding, bitcast)
 
     return call
@@ -204,14 +327,26 @@ def peer(slow: Callable, builder: Any) -> Callable:
         size = world.size if type(world.size) is int else _number(world.size)
         if last is not None and size is not None and last >= size and site().call != "multicast":
             builder.pkt.m.current.strays.append(int(ptr.handle.data.flat[0]))
-        if to is not None and ptr.dtype.is_ptr() and ptr.dtype.element_ty.primitive_bitwidth >= 8:
+        if to is not None and type(ptr.dtype) is tl.pointer_type and ptr.dtype.element_ty.primitive_bitwidth >= 8:
             here, stride = _number(world.rank), _number(world.stride)
             if here is not None and stride is not None:
-                data = ptr.handle.data + np.uint64((to - here) * stride % (1 << 64))
+                distance = (to - here) * stride
+                if _number(world.team):
+                    distance = _in_team(builder.pkt.m.space, to, here, distance, world)
+                data = ptr.handle.data + np.uint64(distance % (1 << 64))
                 return new_tensor(data, ptr.dtype, ptr.shape is _SCALAR)
         return slow(ptr, rank, world)
 
     return call
+
+
+def _in_team(space: Any, to: int, here: int, distance: int, world: Any) -> int:
+    """The distance from a team's rank `here` to its rank `to`: `distance` if the team's ranks have equal steps. For a
+    rank outside the team it leads to no window, although the world may have a rank there."""
+    if not 0 <= to < (_number(world.size) or 0):
+        return OUTSIDE * space.stride
+    table = _number(world.table)
+    return (listed_rank(table, to) - listed_rank(table, here)) * space.stride if table else distance
 
 
 def _number(x: Any) -> int | None:
@@ -237,7 +372,7 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
         if mask is None and plain and sem in sems and scope in scopes:
             ty = pointer.dtype.element_ty
             if type(val) is int:
-                val = new_tensor(np.array([val], _WIDTH[ty.name]), ty, True)
+                val = integer(val, ty)
             if type(val) is tl.tensor and val.dtype.name == ty.name and not val.shape:
                 handle = builder.create_atomic_rmw(op, pointer.handle, val.handle, None, sems[sem], scopes[scope])
                 return tl.tensor(handle, ty)
@@ -248,7 +383,7 @@ def atomic(name: str, slow: Callable, builder: Any) -> Callable:
 
 def _matches(ptr: Any, mask: Any) -> bool:
     """Whether the pointers have a plain element type, and the mask, if any, has their shape."""
-    if type(ptr) is not tl.tensor or not ptr.dtype.is_ptr() or ptr.dtype.element_ty.is_block():
+    if type(ptr) is not tl.tensor or type(ptr.dtype) is not tl.pointer_type or ptr.dtype.element_ty.is_block():
         return False
     if ptr.dtype.element_ty.name == "int1" or ptr.type.is_const():
         return False
@@ -283,17 +418,12 @@ def store(slow: Callable, builder: Any) -> Callable:
 
 
 def arange(slow: Callable) -> Callable:
-    ramps: dict[tuple[int, int], np.ndarray] = {}
-
     def call(start: Any, end: Any, **named: Any) -> Any:
         first, last = (v.value if type(v) is core.constexpr else v for v in (start, end))
         if type(first) is tl.tensor or type(last) is tl.tensor:
             return slow(start, end, **named)  # raises: bounds must be constants
-        ramp = ramps.get((first, last))
-        if ramp is None:  # the first call lets `tl` check the bounds
-            ramp = ramps[first, last] = slow(first, last, **named).handle.data
-            ramp.flags.writeable = False
-        return new_tensor(ramp, tl.int32, False)
+        # The first call lets `tl` check the bounds.
+        return constant((first, last), lambda: new_tensor(slow(first, last, **named).handle.data, tl.int32, False))
 
     return call
 
@@ -303,6 +433,6 @@ def of_grid(sizes: Callable[[], tuple[int, int, int]]) -> Callable:
 
     def call(axis: Any = 0) -> Any:
         at = axis.value if type(axis) is core.constexpr else axis
-        return new_tensor(np.array([sizes()[at]], np.int32), tl.int32, True)
+        return integer(sizes()[at], tl.int32)
 
     return call

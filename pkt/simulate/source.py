@@ -20,14 +20,13 @@ from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any
 
-import numpy as np
 import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
-from triton.runtime.interpreter import TensorHandle
 
-from pkt.simulate.builder import Builder, np_dtype
+from pkt.simulate.builder import Builder
 from pkt.simulate.loops import POLL, Source, value_of
+from pkt.simulate.shortcuts import integer
 
 
 class _Format(str):
@@ -193,6 +192,8 @@ def to_tensor(value: Any) -> Any:
     """Convert plain numbers, in tuples too, to tensors; return anything else unchanged."""
     if type(value) is tl.tensor:
         return value
+    if type(value) is int and -(2**31) <= value < 2**31:
+        return integer(value, tl.int32)
     if isinstance(value, (bool, int, float, core.constexpr)):
         return semantic.to_tensor(value, False)
     return same_tuple(value, map(to_tensor, value)) if isinstance(value, tuple) else value
@@ -263,9 +264,8 @@ def range_of_tensors(start: Any, end: Any = None, step: Any = None, **_: Any) ->
     bounds = [first, last, 1 if step is None else step]
     types = [v.dtype if isinstance(v, tl.tensor) else int_type(operator.index(v)) for v in bounds]
     ty = functools.reduce(semantic.integer_promote_impl, types)
-    dtype = np_dtype(ty)
     for i in range(*(operator.index(v) for v in bounds)):
-        yield tl.tensor(TensorHandle(np.array([i], dtype), ty), ty)
+        yield integer(i, ty)
 
 
 def static_range(start: Any, end: Any = None, step: Any = None, **_: Any) -> range:

@@ -75,6 +75,10 @@ class Stream:
         self.m = machine
         self._watches = [_Watch(self, host) for host in machine.hosts]
 
+    def close(self) -> None:
+        """The watches refer to this stream."""
+        self._watches.clear()
+
     def watched(self, host: Host) -> Modes:
         """The modes in which the host code of a rank goes on: with its watch, if launches run."""
         watch, own = self._watches[host.rank], host.modes
@@ -84,6 +88,10 @@ class Stream:
         functions = tuple(mode for mode in own.functions if mode is not watch)
         # Inside a torch function that waits, torch has put the watch aside and will put it back.
         return own._replace(functions=functions if host.waits or not needed else (watch, *functions))
+
+    def watch_of(self, rank: int) -> TorchFunctionMode:
+        """The watch over a rank's host code."""
+        return self._watches[rank]
 
     def watch(self, host: Host) -> None:
         """Watch the host code of a rank from now on: it gets a plain tensor over another rank's memory."""

@@ -10,7 +10,7 @@ Trial            the search for the cause of a deadlock
 from __future__ import annotations
 
 import contextvars
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +62,7 @@ class Task:
     strays: list[int] = field(default_factory=list)  # its addresses that it moved to a rank that does not exist
     fenced: bool = False  # a fence lies behind some of its buffered atomics: its next write comes after those
     undrained: bool = False  # it has stored to the heap by TMA since the last drain
+    aside: Any = None  # of host code: the thread in which it is in a backward pass, see pkt.simulate.engine
 
     def __post_init__(self) -> None:
         self.greenlet.gr_context = contextvars.copy_context()
@@ -139,8 +140,9 @@ class Host:
         self.finished_at = 0.0
         self.watched = False  # it holds plain tensors over other ranks' memory
         self.waits = False  # for its launches, in a torch function
-        self.calls = 0
+        self.calls: Counter[tuple[int, ...]] = Counter()  # collective ones, by the ranks that meet
         self.call = ""
+        self.closed: Site | None = None  # where it closed its world
         self.random = torch.get_rng_state()
         self.modes = modes()
         self.result: Any = None

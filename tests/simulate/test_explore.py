@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import pkt
 import pkt.language as pl
 from pkt.errors import DataRace, Deadlock, PeerLost, ShapeError
-from pkt.simulate.__main__ import main
+from pkt.simulate.command import main
 from pkt.simulate.explore import Report, simulate
 from pkt.simulate.faults import Faults, Loss, Mutant
 from pkt.simulate.machine import Machine
@@ -403,7 +403,9 @@ def test_the_command_line_explores_and_replays(tmp_path: Path) -> None:
 def test_the_command_runs_as_a_process(tmp_path: Path) -> None:
     file = tmp_path / "push.py"
     file.write_text(FILE)
-    command = [sys.executable, "-m", "pkt.simulate", f"{file}:broken", "--ranks", "2", "--seeds", "3", "--heap", "1MiB"]
+    main = "from pkt.cli import app; app()"
+    asked = [f"{file}:broken", "--ranks", "2", "--seeds", "3", "--heap", "1MiB"]
+    command = [sys.executable, "-c", main, "simulate", *asked]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "DataRace in seed " in done.stdout
@@ -440,14 +442,3 @@ def test_a_report_is_short_in_a_shell_and_a_table_in_a_notebook() -> None:
     report = simulate(lambda world: None, 2, seeds=3, heap="1MiB")
     assert repr(report) == "Report(3 schedules on 2 ranks: 0 findings, 0 faults not caught)"
     assert "schedules on 2 ranks" in report._repr_html_()
-
-
-@pytest.mark.parametrize("where", ["terminal", "notebook", "pipe"])
-def test_a_bar_is_shown_to_a_person(where: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: where == "terminal")
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    if where == "notebook":
-        monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    simulate(lambda world: None, 2, seeds=3, heap="1MiB")
-    assert ("schedules" in capsys.readouterr().err) == (where != "pipe")

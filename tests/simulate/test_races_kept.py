@@ -92,9 +92,11 @@ def test_words_of_several_ranks_side_by_side_are_kept_apart(dtype: torch.dtype) 
 # -- against a table with one entry a byte ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("few", [races.FEW, 0])  # granules by a loop, and by numpy
 @pytest.mark.parametrize("reads", [True, False])
-def test_the_shadow_keeps_what_a_table_of_bytes_keeps(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shadow_keeps_what_a_table_of_bytes_keeps(reads: bool, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(races, "MANY_SETS", 40)
+    monkeypatch.setattr(races, "FEW", few)
     chance = np.random.default_rng(7)
     nbytes, columns = 96, 6
     region = Region(0, nbytes, np.zeros(nbytes, np.uint8), 0, "x", "data", 4, (24,))

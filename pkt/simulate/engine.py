@@ -1,0 +1,151 @@
+"""Backward passes and compiled functions of simulated ranks: each runs in a thread of its own.
+
+Ranks are greenlets of one thread. Autograd's engine, the compiler and torch's calls of ops keep what they are doing for
+each thread: if a rank waited for a peer inside one of these, and the peer began one, the engine would run either rank's
+nodes for the other, and torch would abort. So the thread runs the code, and the rank's greenlet leaves and comes back
+for it. Only one of the two runs at a time.
+
+On GPUs torch's own work is ordered behind a launch by the stream. Here it is done at once, by code that no watch sees
+(see pkt.simulate.stream), so in such a thread the host waits for each launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import _TorchDispatchModeKey as Key
+
+from pkt.simulate import modes
+
+_running: list[tuple[Any, int]] = []  # machines, innermost last, and their threads
+
+
+class Aside:
+    """Host code of a rank in another thread than the simulation's."""
+
+    def __init__(self, hub: Any) -> None:
+        self.hub, self.frame = hub, sys._getframe(2)
+        self._asked, self._answered = threading.Semaphore(0), threading.Semaphore(0)
+        self.thread: int | None = None
+        """Where the code runs."""
+        self._ended = False
+        self._result: Any = None
+        self._error: BaseException | None = None  # of the code, at the end
+        self._thrown: BaseException | None = None  # into the greenlet while the code waited
+
+    def run(self, code: Callable[[], Any], wanted: modes.Modes) -> Any:
+        """What `code()` returns or raises in these modes. Called in the rank's greenlet, which goes on when the thread
+        has ended."""
+        thread = threading.Thread(target=self._body, args=(code, wanted), daemon=True)
+        thread.start()
+        while True:
+            self._asked.acquire()
+            if self._ended:
+                break
+            try:
+                self.hub.switch()
+            except BaseException as thrown:  # the end of the run: it goes through the code in the thread
+                self._thrown = thrown
+            self._answered.release()
+        thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _body(self, code: Callable[[], Any], wanted: modes.Modes) -> None:
+        self.thread = threading.get_ident()
+        guard = modes.Guard(wanted)
+        try:
+            self._result = code()
+        except BaseException as error:
+            self._error = error
+        finally:
+            guard.leave()
+            self._ended = True
+            self._asked.release()
+
+    def leave(self) -> None:
+        """In the thread: let other tasks run, as the greenlet would."""
+        self._asked.release()
+        self._answered.acquire()
+        if self._thrown is not None:
+            thrown, self._thrown = self._thrown, None
+            raise thrown
+
+
+def aside(code: Callable[[], Any]) -> Any:
+    """What `code()` returns: in a thread, if a simulated rank calls this and is in none."""
+    if not _running:
+        return code()
+    machine, thread = _running[-1]
+    task = machine.current
+    if task is None or not task.is_host or threading.get_ident() != thread or _tracing():
+        return code()
+    machine.finish_launches()
+    task.aside = Aside(machine.hub)
+    try:
+        return task.aside.run(code, modes.inherited(machine.stream.watch_of(task.rank)))
+    finally:
+        task.aside = None
+
+
+def _tracing() -> bool:
+    """Whether tensors stand for others in a graph: then nothing is launched."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (Key.FAKE, Key.FUNCTIONAL, Key.PROXY))
+
+
+class _Engine:
+    """Stands in for autograd's engine while ranks are simulated."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the engine's."""
+        return aside(lambda: self._engine.run_backward(*args, **kwargs))
+
+
+def _compiling(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile while ranks are simulated."""
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return aside(lambda: function(*args, **kwargs))
+
+        return called
+
+    @functools.wraps(compile)
+    def compiled(model: Any = None, **options: Any) -> Any:
+        found = compile(model, **options)
+        if model is None:  # a decorator, which calls torch.compile
+            return found
+        if isinstance(found, torch.nn.Module):
+            found.forward = wrapped(found.forward)
+            return found
+        return wrapped(found)
+
+    return compiled
+
+
+@contextmanager
+def running(machine: Any) -> Iterator[None]:
+    """Inside the `with`, backward passes and compiled functions of the machine's ranks run in threads."""
+    variable: Any = torch.autograd.Variable
+    engine, compile = variable._execution_engine, torch.compile
+    variable._execution_engine, torch.compile = _Engine(engine), _compiling(compile)
+    _running.append((machine, threading.get_ident()))
+    try:
+        yield
+    finally:
+        _running.pop()
+        variable._execution_engine, torch.compile = engine, compile

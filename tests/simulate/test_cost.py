@@ -1,0 +1,90 @@
+"""What a schedule costs, in counts that do not depend on the machine. `make bench` has the seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from benchmarks.simulator import locked, ring, small, spinning
+from pkt.simulate import shortcuts
+from pkt.simulate.interpreter import interpreting
+from pkt.simulate.run import execute
+from tests.simulate.helpers import HEAP
+
+
+@pytest.mark.parametrize(
+    ("fn", "ranks", "seeds", "most"),
+    [(spinning, 4, 20, 1000), (ring, 8, 10, 200), (ring, 16, 6, 400), (locked, 8, 10, 500), (locked, 16, 6, 1500)],
+)
+def test_steps_of_a_schedule(fn: Callable, ranks: int, seeds: int, most: int) -> None:
+    with interpreting():
+        for seed in range(seeds):
+            outcome = execute(fn, ranks, heap=HEAP, sms=8, seed=seed)
+            assert outcome.failure is None
+            assert outcome.machine.steps <= most
+
+
+def calls(run: Callable[[], Any]) -> int:
+    """How many functions of Python `run` calls."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_calls_of_a_schedule() -> None:
+    """16 programs with 6 accesses each, on 4 ranks that make 3 tensors each."""
+    with interpreting():
+        execute(small, 4, heap=HEAP, sms=8, seed=7)  # translated and compiled once
+        assert calls(lambda: execute(small, 4, heap=HEAP, sms=8, seed=7)) <= 11_500
+
+
+def test_a_schedule_leaves_little_for_the_garbage_collector() -> None:
+    """Its heap and its tasks go with it."""
+    import gc
+
+    with interpreting():
+        execute(small, 4, heap=HEAP, sms=8)
+        gc.collect()
+        gc.disable()
+        try:
+            execute(small, 4, heap=HEAP, sms=8)
+            assert gc.collect() < 500
+        finally:
+            gc.enable()
+
+
+def test_constants_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second schedule makes no new constant, and finds the results of the first."""
+    with interpreting():
+        execute(small, 4, heap=HEAP, sms=8, seed=1)
+        before = shortcuts._elements
+        execute(small, 4, heap=HEAP, sms=8, seed=2)
+        assert shortcuts._elements == before
+        monkeypatch.setattr(shortcuts, "_MOST", 0)  # as if too many were kept
+        execute(small, 4, heap=HEAP, sms=8, seed=3)
+        execute(small, 4, heap=HEAP, sms=8, seed=3)
+
+
+def test_nothing_writes_into_a_constant() -> None:
+    def main(world: pkt.World) -> None:
+        one = shortcuts.integer(1, shortcuts.tl.int32)
+        with pytest.raises(ValueError, match="read-only"):
+            one.handle.data[0] = 2
+        assert torch.equal(torch.ones(1), torch.ones(1))
+
+    with interpreting():
+        execute(main, 1, heap=HEAP)

@@ -22,9 +22,9 @@ def words_of_row(columns, per):
 
 
 @triton.jit
-def put(ptr, tile, inside, flag, peer, world):
+def put(ptr, tile, inside, flag, peer, world, more=None):
     """Put `tile`, of the dtype to send, into rank `peer`'s words. ptr: int32 (rows,), to the first word of each row;
-    inside: (rows,), the rows to put."""
+    inside: (rows,), the rows to put; more: int32 (rows,), what the third place of the words of two carries."""
     PER: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
     if PER == 1:
         whole = tile.to(tl.int32, bitcast=True)
@@ -34,9 +34,10 @@ def put(ptr, tile, inside, flag, peer, world):
     a, b = _halves(even)
     c, d = _halves(odd)
     low, high = _halves(d)
-    threes, twos, inside_threes, inside_twos = _places(ptr, inside, a.shape[1])
+    third = low if more is None else tl.broadcast_to(more[:, None], low.shape)
+    threes, twos, inside_threes, inside_twos = places(ptr, inside, a.shape[1])
     pl.put_flagged(threes, (a, b, c), flag, peer, world, mask=inside_threes)
-    pl.put_flagged(twos, (low, high, low), flag, peer, world, mask=inside_twos)
+    pl.put_flagged(twos, (low, high, third), flag, peer, world, mask=inside_twos)
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def take_sum(ptr, apart, inside, flag, world, COLUMNS: tl.constexpr, dtype: tl.c
     """The sum of all ranks' tiles, fp32 (rows, COLUMNS), added in the order of ranks. ptr: to the first word of each
     row of rank 0's tile; apart: int32 from a rank's tile to the next rank's; inside: the rows to take."""
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth
-    threes, twos, inside_threes, inside_twos = _places(ptr, inside, COLUMNS // PER // 4)
+    threes, twos, inside_threes, inside_twos = places(ptr, inside, COLUMNS // PER // 4)
     a = tl.zeros((threes.shape[0], threes.shape[1], PER), tl.float32)
     b = tl.zeros_like(a)
     c = tl.zeros_like(a)
@@ -81,8 +82,9 @@ def _add(
 
 
 @triton.jit
-def _places(ptr, inside, QUARTER: tl.constexpr):
-    """Where the words of three and of two int32 of each row are, and which of them are inside."""
+def places(ptr, inside, QUARTER: tl.constexpr):
+    """Where the words of three and of two int32 of each row are, and which of them are inside. QUARTER: words of three
+    in a row, of four times as many int32."""
     threes = ptr[:, None] + 4 * tl.arange(0, QUARTER)[None, :]
     twos = ptr[:, None] + 4 * (tl.arange(0, QUARTER // 2) + QUARTER)[None, :]
     return (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import ptx
+
 
 @triton.jit
 def peer(ptr, rank, world):
@@ -12,12 +14,16 @@ def peer(ptr, rank, world):
 
     ptr: scalar or block of pointers into my own heap, any element type; rank: int, 0 <= rank < world.size.
     Returns pointers of the same shape and type, `ptr + (rank - world.rank) * stride` in 64-bit integer arithmetic. The
-    compiler still sees the alignment, so 16-byte accesses stay 16 bytes wide. No ordering.
+    compiler still sees the alignment, so 16-byte accesses stay 16 bytes wide. No ordering. In a team, `rank` is one of
+    the team's, and its stride or a constant table leads to the copy.
     """
     bits: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth
     itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1  # a bool is one bit, in a byte
     # world.rank is the constant 1 on rank 1: tl.cast takes constants and tensors alike
-    distance = tl.cast(rank, tl.int64) - tl.cast(world.rank, tl.int64)
+    if world.table == 0:
+        distance = tl.cast(rank, tl.int64) - tl.cast(world.rank, tl.int64)
+    else:  # a team whose ranks have unequal steps
+        distance = ptx.member(rank, world) - ptx.member(world.rank, world)
     return ptr + distance * (world.stride // itemsize)
 
 

@@ -1,9 +1,15 @@
-"""Data that carries its own flag: three quarters of a word are data, and the last quarter names the launch.
+"""Data that carries its own flag: the last int32 of a word names the launch, and the others are data.
 
-A word has 16 bytes and is stored and loaded as a whole, so a program that finds the flag has the data. A message needs
-neither a barrier nor a fence, and takes one flight; a quarter of the bytes moved are flags. NCCL calls this protocol LL
-and uses words of half the size. Since PTX ISA 8.3 an access of type b128 is one access, and not two. None of 2 x 10^7
-messages between H200s was torn (`gpu_tests.json`).
+A word is stored and loaded as a whole, so a program that finds the flag has the data. A message needs neither a barrier
+nor a fence, and takes one flight. NCCL calls this protocol LL.
+
+| word | data | flags among the bytes moved | PTX type |
+|---|---|---|---|
+| long, 16 bytes | three int32 | a quarter | b128 (*) |
+| short, 8 bytes | one int32, as NCCL's | half | b64 |
+
+(*) An access of type b128 is one access since PTX ISA 8.3, and none of 2 x 10^7 messages between H200s was torn
+(`gpu_tests.json`). Short words have not run on GPUs.
 
 Two rules keep a flag from being found without its data:
 
@@ -24,33 +30,36 @@ from . import address, ptx
 
 @triton.jit
 def put_flagged(ptr, values, flag, peer, world, mask=None):
-    """Store three `values` with `flag` into rank `peer`'s words.
+    """Store three `values`, or one, with `flag` into rank `peer`'s words.
 
-    ptr: scalar or block of pointers to int32 in my heap, each to the first of a word's four, at a multiple of 16 bytes;
-    values: a tuple of three, int32 of that shape (bitcast other types); flag: int32 scalar, another one for each use of
-    a word. `st.relaxed.sys.global.b128`, one a word. No order: it publishes nothing but itself.
+    ptr: scalar or block of pointers to int32 in my heap, each to the first of a word, at a multiple of the word's 16
+    bytes, or 8 bytes with one value; values: a tuple of three or one, int32 of that shape (bitcast other types); flag:
+    int32 scalar, another one for each use of a word. `st.relaxed.sys.global.b128`, or `.b64`, one a word. No order: it
+    publishes nothing but itself.
     """
     ptx.put_flagged(address.peer(ptr, peer, world), values, flag, mask)
 
 
 @triton.jit
-def take_flagged(ptr, flag, world, mask=None):
-    """Wait until each of my words has `flag`; return its data: a tuple of three, int32 of ptr's shape, 0 where masked.
+def take_flagged(ptr, flag, world, mask=None, values: tl.constexpr = 3):
+    """Wait until each of my words has `flag`; return its data: a tuple of `values`, int32 of ptr's shape, 0 where
+    masked.
 
-    Each thread spins on `ld.relaxed.sys.global.b128` of its own words, one after the other, with the deadline and the
-    record of `wait`. No order: the sender's other accesses do not become visible. If the result is used in another
-    layout, Triton may take a word twice, with the same result; one word a thread avoids that.
+    values: 3, or 1, as the sender put. Each thread spins on `ld.relaxed.sys.global.b128` (`.b64`) of its own words, one
+    after the other, with the deadline and the record of `wait`. No order: the sender's other accesses do not become
+    visible. If the result is used in another layout, Triton may take a word twice, with the same result; one word a
+    thread avoids that.
     """
-    return ptx.take_flagged(ptr, 0, 1, flag, mask, world)[0]
+    return ptx.take_flagged(ptr, 0, 1, flag, mask, world, values)[0]
 
 
 @triton.jit
-def take_flagged_all(ptr, stride, flag, world, mask=None, parts: tl.constexpr = None):
+def take_flagged_all(ptr, stride, flag, world, mask=None, parts: tl.constexpr = None, values: tl.constexpr = 3):
     """Take the words of every rank: a tuple of `take_flagged`'s result for rank 0's words, for rank 1's, ...
 
-    ptr: to rank 0's words; stride: number of int32 from one rank's words to the next rank's, a multiple of 4; parts:
-    number of ranks, if not all have words. A thread polls its words of all ranks together, so that it finds data that
-    has arrived from all of them in one flight, not in one for each.
+    ptr: to rank 0's words; stride: number of int32 from one rank's words to the next rank's, a multiple of a word's 4
+    or 2; parts: number of ranks, if not all have words. A thread polls its words of all ranks together, so that it
+    finds data that has arrived from all of them in one flight, not in one for each.
     """
     count: tl.constexpr = world.size if parts is None else parts
-    return ptx.take_flagged(ptr, stride, count, flag, mask, world)
+    return ptx.take_flagged(ptr, stride, count, flag, mask, world, values)

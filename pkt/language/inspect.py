@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from triton.language import core
 from triton.runtime import driver
 
 from .ptx import SIGNAL_MARKER, WAIT_MARKER
-from .world import DeviceWorld, code_hash
+from .world import DeviceWorld, code_hash, step_of, team_constants
 
 MARKERS = {WAIT_MARKER: "wait", SIGNAL_MARKER: "signal"}
 """Comment in the assembly -> name of its call in errors."""
@@ -60,16 +60,27 @@ def targeting(arch: int) -> Iterator[None]:
 
 
 def device_world(
-    rank: int = 0, size: int = 4, stride: int = 1 << 38, multicast: bool = False, code: int | None = None
+    rank: int = 0,
+    size: int = 4,
+    stride: int = 1 << 38,
+    multicast: bool = False,
+    code: int | None = None,
+    team: Sequence[int] | None = None,
 ) -> DeviceWorld:
-    """A `world` argument with the given constants to compile with; its status page is an aligned pointer."""
+    """A `world` argument with the given constants to compile with; its status page is an aligned pointer. team: some of
+    the `size` ranks; `rank` is then one of the team's."""
+    constants, members, step = (0, 0), size, 1
+    if team is not None:
+        constants, members, step = team_constants(team, size), len(team), step_of(team) or 1
     return DeviceWorld(
         rank=rank,
-        size=core.constexpr(size),
-        stride=core.constexpr(stride),
+        size=core.constexpr(members),
+        stride=core.constexpr(stride * step),
         multicast=core.constexpr(multicast),
         status=Pointer("int32"),
         code=core.constexpr(code_hash() if code is None else code),
+        team=core.constexpr(constants[0]),
+        table=core.constexpr(constants[1]),
     )
 
 

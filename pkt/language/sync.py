@@ -2,7 +2,8 @@
 
 A `signal` publishes everything that its program did before: plain accesses, multimem and TMA stores, by any of its
 threads. The program whose `wait` finds the signal sees all of it, by TMA loads too. There are no other rules of memory
-order. Counters are int32 in symmetric memory. Comparisons allow for a wrap, and counters are never reset.
+order. Counters are int32 or int64 in symmetric memory; those of barriers are int32. Comparisons allow for a wrap, and
+counters are never reset.
 
 Call none of these functions inside a K loop, which would no longer be pipelined, or in a warp-specialised loop, which
 loses the call (`pkt.language.inspect` makes that an error).
@@ -15,15 +16,15 @@ import triton.language as tl
 
 from . import address, ptx
 
-_HEADER_WORDS = tl.constexpr(16)
+_HEADER_WORDS = tl.constexpr(8)  # int64
 _ADD = tl.constexpr("add")
 _GE = tl.constexpr("ge")
 
 
 @triton.jit
 def _post(ptr, value, op: tl.constexpr, sem: tl.constexpr):
-    counter: tl.constexpr = ptr.dtype.element_ty
-    tl.static_assert(counter == tl.int32 or counter == tl.uint32, "a counter is int32")
+    is_counter: tl.constexpr = ptr.dtype.element_ty.is_int() and ptr.dtype.element_ty.primitive_bitwidth >= 32
+    tl.static_assert(is_counter, "a counter is int32 or int64")
     if op == "add":
         tl.atomic_add(ptr, tl.cast(value, ptr.dtype.element_ty), sem=sem, scope="sys")
     else:
@@ -35,7 +36,7 @@ def _post(ptr, value, op: tl.constexpr, sem: tl.constexpr):
 def signal(ptr, peer, world, value=1, op: tl.constexpr = _ADD):
     """Publish everything this program has done, then add `value` to rank `peer`'s counter (op="set": store it).
 
-    ptr: scalar pointer to int32 in my heap; peer: int; value: int32.
+    ptr: scalar pointer to int32 or int64 in my heap; peer: int; value: of that type.
     `cp.async.bulk.wait_group 0`, `fence.proxy.async` (TMA stores have landed), `bar.sync`, then in one thread
     `atom.add.release.sys` (or `exch`).
     """
@@ -62,8 +63,8 @@ def _uniform(found, want):
     # steer control flow. Reductions are pure: where the result is not used, the compiler removes this one.
     threads: tl.constexpr = ptx.threads_to_agree()
     if threads > 1:
-        want = tl.cast(want, tl.int32)
-        ahead = tl.full((threads,), 0, tl.int32) + (found - want)
+        want = tl.cast(want, found.dtype)
+        ahead = tl.full((threads,), 0, found.dtype) + (found - want)
         found = want + tl.max(ahead, 0)
     return found
 
@@ -72,8 +73,9 @@ def _uniform(found, want):
 def wait(ptr, at_least, world, cmp: tl.constexpr = _GE):
     """Wait until my counter `*ptr` is at least `at_least`; then everything its signallers published is visible.
 
-    ptr: scalar pointer to int32 in my heap; at_least: int; cmp: "ge", "gt", "le", "lt", "eq", "ne", on the sign of the
-    32-bit difference, so that counters may wrap. Returns the value found, int32, the same in every thread.
+    ptr: scalar pointer to int32 or int64 in my heap; at_least: int; cmp: "ge", "gt", "le", "lt", "eq", "ne", on the
+    sign of the difference in the counter's bits, so that counters may wrap. Returns the value found, of the counter's
+    type, the same in every thread.
     Spin on `ld.acquire.sys`, `fence.proxy.async.global` (so TMA sees the data, too), `bar.sync`.
     If the counter stands still for longer than the deadline in the status page, the wait writes one record, every
     rank's waits leave, and the host raises WaitTimeout. The value returned then does not satisfy the comparison, and
@@ -92,7 +94,8 @@ def test(ptr, at_least, world, cmp: tl.constexpr = _GE):  # noqa: PT028
     """
     found = tl.atomic_add(ptr, tl.cast(0, ptr.dtype.element_ty), sem="acquire", scope="sys")
     ptx.proxy_fence(world)
-    ahead = found - tl.cast(at_least, tl.int32)
+    counter: tl.constexpr = tl.int32 if found.dtype.primitive_bitwidth == 32 else tl.int64
+    ahead = tl.cast(found, counter) - tl.cast(at_least, counter)
     if cmp == "ge":
         return ahead >= 0
     elif cmp == "gt":
@@ -205,7 +208,7 @@ def world_barrier(ptr, world):
 def peek_epoch(flags):
     """The value that `epoch` will return in this program, by a plain load. The program must call `epoch` later, behind
     `ptx.cta_barrier`: the distribution of the atomic's result among the threads then overlaps with another wait."""
-    return (ptx.load_relaxed((flags - _HEADER_WORDS).to(tl.pointer_type(tl.int64))) >> 32).to(tl.int32) + 1
+    return (ptx.load_relaxed(flags.to(tl.pointer_type(tl.int64)) - _HEADER_WORDS) >> 32).to(tl.int32) + 1
 
 
 @triton.jit
@@ -217,7 +220,7 @@ def epoch(flags, world):
     `atom.add.relaxed` on the 64-bit word that lies 64 bytes before `flags`. Its high half is the epoch, its low half
     the arrivals; the last program to arrive begins the next epoch.
     """
-    word = (flags - _HEADER_WORDS).to(tl.pointer_type(tl.int64))
+    word = flags.to(tl.pointer_type(tl.int64)) - _HEADER_WORDS
     n = tl.cast(_num_programs(), tl.int64)
     before = tl.atomic_add(word, tl.cast(1, tl.int64), sem="relaxed", scope="gpu")
     last = (before & 0xFFFFFFFF) == n - 1

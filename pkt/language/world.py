@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +31,20 @@ RECORD_WORDS = 16
 """Words in a record. A program writes at most one record; records are in the order of arrival."""
 MAX_RECORDS = (STATUS_BYTES // 4 - STATUS_FIRST_RECORD) // RECORD_WORDS
 
-RECORD_FIELDS = ("rank", "program", "cmp", "wanted", "found", "offset_low", "offset_high", "epoch", "site", "owner")
-"""Words 0 to 9 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words. `epoch`
+RECORD_FIELDS = (
+    "rank", "program", "cmp", "wanted", "found", "offset_low", "offset_high", "epoch", "site", "owner",
+    "wanted_high", "found_high",
+)  # fmt: skip
+"""Words 0 to 11 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words. `epoch`
 is 0 where the wait does not know it. `site` is `site_hash` of the kernel's name. `owner` is program + 1, and 0 in a
-slot that no program has claimed."""
+slot that no program has claimed. The last two are written for counters of 64 bits only (CMP_WIDE)."""
 
 CMP_CODES = {"ge": 0, "gt": 1, "le": 2, "lt": 3, "eq": 4, "ne": 5, "flip": 6}
 """Low byte of a record's word `cmp`. "flip": the counter's top bit differs from that of `wanted` (barriers)."""
 CMP_ABORTED = 256
 """Added to word `cmp` if the wait left because another wait had expired, not because its own time was up."""
+CMP_WIDE = 512
+"""Added to word `cmp` if the counter has 64 bits: `wanted` and `found` are then low halves."""
 
 
 def site_hash(kernel: str) -> int:
@@ -55,6 +62,8 @@ class DeviceWorld(NamedTuple):
     multicast: whether multimem instructions may be used; otherwise every multicast form is a loop over the ranks.
     status: pointer to int32, this rank's status page.
     code: `code_hash()`, part of the kernel's cache key, because Triton's key leaves out the bodies of Python builtins.
+    team, table: `team_constants` of a team; 0 in a world of all ranks. A team's status page is that of the world of all
+        ranks. With a table `stride` is that world's, and only `pl.peer` knows where the copies are.
     """
 
     rank: Any
@@ -63,6 +72,51 @@ class DeviceWorld(NamedTuple):
     multicast: tl.constexpr
     status: Any
     code: tl.constexpr
+    team: tl.constexpr = tl.constexpr(0)
+    table: tl.constexpr = tl.constexpr(0)
+
+
+_TEAM_BITS, TABLE_BITS = 20, 6
+LISTED = 60 // TABLE_BITS
+"""Most ranks of a team whose ranks have unequal steps."""
+LISTED_WORLD = 1 << TABLE_BITS
+"""Most ranks of a world with such a team."""
+
+
+def step_of(ranks: Sequence[int]) -> int | None:
+    """The distance of neighbours in `ranks`, 1 for one rank; None if there are several."""
+    steps = {b - a for a, b in itertools.pairwise(ranks)} or {1}
+    return steps.pop() if len(steps) == 1 else None
+
+
+def team_constants(ranks: Sequence[int], whole: int) -> tuple[int, int]:
+    """`team` and `table` of the team of the given ranks of a world of `whole`: numbers of 60 bits, because a kernel
+    cannot put a world with a tuple into a tuple. They hold `whole`, and how a team's rank becomes one of that world:
+    first + rank * step, or a table with TABLE_BITS for each rank."""
+    step = step_of(ranks)
+    if step is None:
+        return whole, sum(rank << TABLE_BITS * at for at, rank in enumerate(ranks))
+    return whole | ranks[0] << _TEAM_BITS | (step % (1 << _TEAM_BITS)) << 2 * _TEAM_BITS, 0
+
+
+def listed_rank(table: int, rank: int) -> int:
+    """The rank in the world of all ranks of a team's rank, by its `table`."""
+    return table >> TABLE_BITS * rank & (1 << TABLE_BITS) - 1
+
+
+class Team(NamedTuple):
+    """A `team` constant taken apart. step: 0 with a table."""
+
+    whole: int
+    first: int
+    step: int
+
+    @classmethod
+    def of(cls, team: int) -> Team:
+        """The parts of `team`, which is not 0."""
+        mask = (1 << _TEAM_BITS) - 1
+        step = team >> 2 * _TEAM_BITS & mask
+        return cls(team & mask, team >> _TEAM_BITS & mask, step - (mask + 1) * (step >> _TEAM_BITS - 1))
 
 
 @functools.cache

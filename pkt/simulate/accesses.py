@@ -292,10 +292,9 @@ class Accesses:
 
     def _charge(self, access: Access, signal: bool = False) -> None:
         task = self.m.current
-        remote = access.region.kind != "local" and access.region.rank != task.rank
+        remote = access.region.rank != task.rank and access.region.kind != "local"
         rate = cost.REMOTE_BYTES_PER_US if remote else cost.LOCAL_BYTES_PER_US
-        kind = "communicate" if remote or task.mark == "communicate" else task.mark
-        self._spend(kind, cost.STEP_US * signal + access.nbytes() / rate)
+        self._spend("communicate" if remote else task.mark, cost.STEP_US * signal + access.nbytes() / rate)
 
     def _spend(self, kind: str, microseconds: float) -> None:
         task = self.m.current

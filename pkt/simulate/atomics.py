@@ -10,8 +10,9 @@ import triton.language as tl
 
 from pkt.errors import SignalIndexError
 from pkt.simulate.accesses import Accesses, words_of
+from pkt.simulate.bad_address import check_kind
 from pkt.simulate.detector import accessed
-from pkt.simulate.faults import READS, SYNC, Signal, Site
+from pkt.simulate.faults import COUNTING, READS, SYNC, Signal, Site
 from pkt.simulate.memory import Access, Buffered, Scattered, Strided
 from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site, unused
@@ -49,6 +50,8 @@ class Atomics(Accesses):
             region = parts[0][0].region
             tensor = f"rank {region.rank}'s {region.element(parts[0][0].first())}"
             raise SignalIndexError.epoch(accessed(task, "atomic", tensor, at))
+        if at.call in COUNTING:
+            check_kind(m, parts, "atomic", at)
         change = None
         if at.call in SYNC:
             reads = reads or at.call in READS

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from pkt.errors import FalseAssumption
 from pkt.simulate import cost
 from pkt.simulate.accesses import scalar
+from pkt.simulate.bad_address import check_kind
 from pkt.simulate.blocked import Blocked, signed
-from pkt.simulate.faults import SYNC
+from pkt.simulate.faults import COUNTING, SYNC
 from pkt.simulate.flagged import Flagged
 from pkt.simulate.memory import Buffered
 from pkt.simulate.multimem import Multimem
@@ -30,14 +32,18 @@ class SimulatedDevice(Flagged, Multimem):
         m, task = self.m, self.m.current
         at = site()
         self._step()
-        address, wanted = scalar(ptr), signed(scalar(want))
-        access = self._resolve(np.array([address], np.uint64), None, 4, "wait")[0][0]
+        bits = ptr.dtype.element_ty.primitive_bitwidth
+        address, wanted = scalar(ptr), signed(scalar(want), bits)
+        parts = self._resolve(np.array([address], np.uint64), None, bits // 8, "wait")
+        if at.call in COUNTING:
+            check_kind(m, parts, "wait", at)
+        access = parts[0][0]
         region = access.region
         region.waited.add(address)
         if at.call in SYNC:
             m.census.note(at, "remove", "relax")
         change = m.faults.change(at)
-        blocked = Blocked(task, region, address, wanted, cmp, at)
+        blocked = Blocked(task, region, address, wanted, cmp, at, bits)
         self._own_stores(access)
         self.detector.look(access, "wait", at)
         start = task.time
@@ -62,7 +68,8 @@ class SimulatedDevice(Flagged, Multimem):
         found = blocked.found()
         if task.looking:
             self._saw(access, found)
-        return new_tensor(np.array([found], np.int32), tl.int32, True)
+        dtype = tl.int32 if bits == 32 else tl.int64
+        return new_tensor(np.array([found], f"int{bits}"), dtype, True)
 
     def fence(self, sc: bool = False) -> None:
         m, task = self.m, self.m.current
@@ -108,6 +115,10 @@ class SimulatedDevice(Flagged, Multimem):
         if task.looking:
             self._saw(None, value)
         return value
+
+    def assumed_falsely(self) -> None:
+        task = self.m.current
+        raise FalseAssumption.at(task.rank, task.name, task.program, str(site()))
 
     def take_address(self, tensor: Any, address: int) -> None:
         """Note that host code has read the address of a tensor. A launch reads those of its arguments, too."""

@@ -17,8 +17,8 @@ from pkt.simulate.memory import Access, Pending, Strided
 from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site
 
-FLAGGED = np.dtype([("values", np.int32, VALUES), ("flag", np.uint32)])
-FLAG = 4 * VALUES  # the flag's byte in a word
+WORDS = {values: np.dtype([("values", np.int32, (values,)), ("flag", np.uint32)]) for values in (1, VALUES)}
+"""A word by the number of its values."""
 
 
 class Flagged(Atomics):
@@ -29,7 +29,7 @@ class Flagged(Atomics):
         m, task = self.m, self.m.current
         at = site()
         self._step()
-        parts = self._flagged(ptr.handle.data, mask_of(mask, ptr), "put_flagged")
+        parts = self._flagged(ptr.handle.data, mask_of(mask, ptr), len(values), "put_flagged")
         if at.call in SYNC:
             m.census.note(at, "remove")
         if m.faults.change(at) == "remove" or not parts:
@@ -37,7 +37,7 @@ class Flagged(Atomics):
         event = self._signal(at, parts[0][0])
         if event == m.faults.drop:
             return
-        words = np.empty(ptr.handle.data.shape, FLAGGED)
+        words = np.empty(ptr.handle.data.shape, WORDS[len(values)])
         words["flag"] = scalar(flag) & 0xFFFFFFFF
         for i, value in enumerate(values):
             words["values"][..., i] = value.handle.data if isinstance(value, tl.tensor) else signed(value)
@@ -50,7 +50,9 @@ class Flagged(Atomics):
                 self._write(access, data, "atomic", is_async=False)
             self.detector.publish(access.first(), None, task, "system")  # no clock, only the time of arrival
 
-    def take_flagged(self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any, world: Any) -> tuple[tuple, ...]:
+    def take_flagged(
+        self, ptr: Any, stride: Any, parts: int, flag: Any, mask: Any, world: Any, values: int = VALUES
+    ) -> tuple[tuple, ...]:
         at = site()
         self._step()
         if at.call in SYNC:
@@ -58,37 +60,41 @@ class Flagged(Atomics):
         compare = self.m.faults.change(at) != "remove"
         words, inside = ptr.handle.data, mask_of(mask, ptr)
         apart = np.uint64(4 * scalar(stride))
-        found = (self._take(words + i * apart, inside, signed(scalar(flag)), compare, at) for i in range(parts))
-        return tuple(tuple(new_tensor(value, tl.int32, not ptr.shape) for value in values) for values in found)
+        want = signed(scalar(flag))
+        found = (self._take(words + i * apart, inside, want, compare, at, values) for i in range(parts))
+        return tuple(tuple(new_tensor(value, tl.int32, not ptr.shape) for value in part) for part in found)
 
-    def _flagged(self, words: np.ndarray, mask: Any, call: str) -> list:
-        parts = self._resolve(words, mask, FLAGGED.itemsize, call)
-        misaligned = words[(words % FLAGGED.itemsize != 0) & (True if mask is None else mask)]
+    def _flagged(self, words: np.ndarray, mask: Any, values: int, call: str) -> list:
+        if values not in WORDS:
+            raise ValueError(f"{call}: a word has {' or '.join(map(str, WORDS))} values, not {values}")
+        nbytes = WORDS[values].itemsize
+        parts = self._resolve(words, mask, nbytes, call)
+        misaligned = words[(words % nbytes != 0) & (True if mask is None else mask)]
         if misaligned.size:
             at = int(misaligned.flat[0])
-            raise ValueError(f"{call}: {self.m.space.find(at).element(at)} is not at a multiple of 16 bytes")
+            raise ValueError(f"{call}: {self.m.space.find(at).element(at)} is not at a multiple of {nbytes} bytes")
         return parts
 
     def _arrive(self, late: Pending) -> None:
         late.commit()
         self._changed(late.access)
 
-    def _take(self, words: np.ndarray, mask: Any, flag: int, compare: bool, at: Site) -> list[np.ndarray]:
+    def _take(self, words: np.ndarray, mask: Any, flag: int, compare: bool, at: Site, values: int) -> list[np.ndarray]:
         """The values of the words, once each word has the flag, or at once if not `compare`."""
         m, task = self.m, self.m.current
-        out = np.zeros((VALUES, words.size), np.int32)
-        for access, where in self._flagged(words, mask, "take_flagged"):
+        out, behind = np.zeros((values, words.size), np.int32), 4 * values  # bytes before the flag
+        for access, where in self._flagged(words, mask, values, "take_flagged"):
             self._own_stores(access)
             while compare:
                 missing = np.flatnonzero(_found(access)["flag"] != flag & 0xFFFFFFFF)
                 if not missing.size:
                     break
-                word = int(_words(access)[missing[0]]) + FLAG
+                word = int(_words(access)[missing[0]]) + behind
                 m.waiting.setdefault(word, []).append(task)
                 m.block(Blocked(task, access.region, word, flag, "eq", at))
             sync = self.detector.sync.get(access.first())
             if sync is not None and sync.time > task.time:
-                blocked = Blocked(task, access.region, access.first() + FLAG, flag, "eq", at)
+                blocked = Blocked(task, access.region, access.first() + behind, flag, "eq", at)
                 self._interval("wait", task.time, sync.time, blocked.waiting, sync)
                 task.time = sync.time
             self.detector.write(access, "atomic", is_async=False)  # as an atomic it races with plain accesses only
@@ -106,4 +112,5 @@ def _words(access: Access) -> np.ndarray:
 
 def _found(access: Access) -> np.ndarray:
     """The flagged words of an access, flat."""
-    return (access.view(FLAGGED) if isinstance(access, Strided) else access.read(FLAGGED)).reshape(-1)
+    word = WORDS[access.itemsize // 4 - 1]
+    return (access.view(word) if isinstance(access, Strided) else access.read(word)).reshape(-1)

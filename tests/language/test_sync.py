@@ -141,7 +141,7 @@ def block_kernel(flags, world):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "args"), [(wait_kernel, ("*fp32", 7)), (wait_kernel, ("*i64", 7)), (block_kernel, ("*i32",))]
+    ("kernel", "args"), [(wait_kernel, ("*fp32", 7)), (wait_kernel, ("*i16", 7)), (block_kernel, ("*i32",))]
 )
 def test_a_counter_of_another_type_is_refused(kernel, args):
     with pytest.raises(triton.CompilationError) as caught:

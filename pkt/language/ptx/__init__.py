@@ -8,7 +8,7 @@ uses `tl.atomic_*`, which Triton executes in one thread.
 from .flagged import put_flagged, take_flagged
 from .multimem import multimem_can, multimem_load_reduce, multimem_reduce_add, multimem_store
 from .order import SIGNAL_MARKER, cta_barrier, drain, fence, load_relaxed, prefetch, proxy_fence
-from .primitive import mark, retype_tuples, threads_to_agree
+from .primitive import mark, member, retype_tuples, threads_to_agree
 from .spin import POLLS_PER_CHECK, WAIT_MARKER, wait
 
 __all__ = [
@@ -16,5 +16,5 @@ __all__ = [
     "wait", "WAIT_MARKER", "POLLS_PER_CHECK",
     "put_flagged", "take_flagged",
     "multimem_can", "multimem_load_reduce", "multimem_store", "multimem_reduce_add",
-    "mark", "retype_tuples", "threads_to_agree",
+    "mark", "member", "retype_tuples", "threads_to_agree",
 ]  # fmt: skip

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from triton.language import core
+from triton.runtime import interpreter
+
+from .. import world as page
 
 
 def plain(x: Any) -> Any:
@@ -28,11 +31,10 @@ def primitive(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         if _semantic is None:
-            from triton.runtime import interpreter
-
             _semantic = interpreter.interpreter_semantic
-        args = tuple(plain(a) for a in args)
-        kwargs = {k: plain(v) for k, v in kwargs.items()}
+        args = tuple(map(plain, args))
+        if kwargs:
+            kwargs = {k: plain(v) for k, v in kwargs.items()}
         return fn(*args, **kwargs, _semantic=_semantic)
 
     setattr(call, core.TRITON_BUILTIN, True)
@@ -80,6 +82,18 @@ def asm(text: str, constraints: str, args: list, dtype: Any, semantic: Any) -> A
 
 def element(ptr: Any) -> Any:
     return ptr.dtype.scalar.element_ty
+
+
+@primitive
+def member(rank, world, _semantic=None):
+    """The number that a team's rank has in the world of all ranks, int64."""
+    rank = core.cast(_semantic.to_tensor(rank), core.int64, _semantic=_semantic)
+    team, table = page.Team.of(plain(world.team)), plain(world.table)
+    if not table:
+        return _semantic.add(_semantic.mul(rank, team.step, False), team.first, False)
+    entries = core.cast(_semantic.to_tensor(table), core.int64, _semantic=_semantic)
+    entry = _semantic.ashr(entries, _semantic.mul(rank, page.TABLE_BITS, False))
+    return _semantic.and_(entry, (1 << page.TABLE_BITS) - 1)
 
 
 @primitive

@@ -9,7 +9,7 @@ from triton.language import core
 
 from .. import world as page
 from .order import proxy_fences
-from .primitive import asm, element, plain, primitive, simulator
+from .primitive import asm, element, member, plain, primitive, simulator
 
 WAIT_MARKER = "// pkt.wait"
 """Comment in the assembly of a wait, as SIGNAL_MARKER."""
@@ -31,15 +31,15 @@ def _kernel_name() -> str:
     return ""
 
 
-# The tests of each comparison, on d = found - wanted as a signed number, which is right across a wrap of the counter.
+# The tests of each comparison, on found - wanted as a signed number, which is right across a wrap of the counter.
 _HOLDS = {
-    "ge": "sub.s32 d, {found}, {want}; setp.ge.s32 p, d, 0;",
-    "gt": "sub.s32 d, {found}, {want}; setp.gt.s32 p, d, 0;",
-    "le": "sub.s32 d, {found}, {want}; setp.le.s32 p, d, 0;",
-    "lt": "sub.s32 d, {found}, {want}; setp.lt.s32 p, d, 0;",
-    "eq": "setp.eq.s32 p, {found}, {want};",
-    "ne": "setp.ne.s32 p, {found}, {want};",
-    "flip": "xor.b32 d, {found}, {want}; setp.lt.s32 p, d, 0;",
+    "ge": "sub.s{bits} ahead, {found}, {want}; setp.ge.s{bits} p, ahead, 0;",
+    "gt": "sub.s{bits} ahead, {found}, {want}; setp.gt.s{bits} p, ahead, 0;",
+    "le": "sub.s{bits} ahead, {found}, {want}; setp.le.s{bits} p, ahead, 0;",
+    "lt": "sub.s{bits} ahead, {found}, {want}; setp.lt.s{bits} p, ahead, 0;",
+    "eq": "setp.eq.s{bits} p, {found}, {want};",
+    "ne": "setp.ne.s{bits} p, {found}, {want};",
+    "flip": "xor.b{bits} ahead, {found}, {want}; setp.lt.s{bits} p, ahead, 0;",
 }
 
 # The fast path is {poll}, {holds} and the branch. The rest runs every POLLS_PER_CHECK polls:
@@ -51,10 +51,11 @@ _HOLDS = {
 _SPIN = """{{
 {marker}
 .reg .pred p, q, late;
-.reg .b32 d, n, a, last, code, prog, own, i;
+.reg .b32 d, n, a, code, prog, own, i;
 .reg .b64 now, since, limit, at, off;
+.reg .b{bits} ahead, last;
 {before}
-mov.b32 n, {first_count}; mov.b64 since, 0; mov.b32 last, {want};
+mov.b32 n, {first_count}; mov.b64 since, 0; mov.b{bits} last, {want};
 $$PKT_POLL_${{:uid}}:
 {poll}
 {holds}
@@ -71,8 +72,8 @@ setp.eq.s32 late, a, 0;
 @!late bra $$PKT_LEAVE_${{:uid}};
 mov.u64 now, %globaltimer;
 setp.eq.u64 q, since, 0;
-setp.ne.or.u32 q, {found}, last, q;
-mov.b32 last, {found};
+setp.ne.or.u{bits} q, {found}, last, q;
+mov.b{bits} last, {found};
 @q mov.b64 since, now;
 ld.relaxed.sys.global.b64 limit, [{status} + {deadline}];
 setp.eq.s64 q, limit, 0;
@@ -100,8 +101,7 @@ sub.s64 off, {where}, {status};
 st.relaxed.sys.global.b32 [at], {rank};
 st.relaxed.sys.global.b32 [at + 4], prog;
 st.relaxed.sys.global.b32 [at + 8], code;
-st.relaxed.sys.global.b32 [at + 12], {want};
-st.relaxed.sys.global.b32 [at + 16], {found};
+{values}
 mov.b64 {{a, d}}, off;
 st.relaxed.sys.global.b32 [at + 20], a;
 st.relaxed.sys.global.b32 [at + 24], d;
@@ -121,17 +121,37 @@ $$PKT_DONE_${{:uid}}:
 }}"""
 
 
+def _everybody(world: Any) -> tuple[int, int]:
+    """Number and stride of the ranks that an expired wait aborts: all, also those outside a team."""
+    size, stride, team = plain(world.size), plain(world.stride), plain(world.team)
+    if not team:
+        return size, stride
+    whole, _, step = page.Team.of(team)
+    return whole, stride if plain(world.table) else stride // step
+
+
+def _stored(bits: int, value: str, field: str) -> str:
+    """The instructions that store the value of a wait in a record."""
+    low = 4 * page.RECORD_FIELDS.index(field)
+    if bits == 32:
+        return f"st.relaxed.sys.global.b32 [at + {low}], {value};"
+    high = 4 * page.RECORD_FIELDS.index(f"{field}_high")
+    halves = f"mov.b64 {{a, d}}, {value};"
+    return f"{halves} st.relaxed.sys.global.b32 [at + {low}], a; st.relaxed.sys.global.b32 [at + {high}], d;"
+
+
 def spin(
     poll: str, holds: str, found: str, where: str, operand: int, cmp: str, world: Any,
-    before: str = "", look: str = "", after: str = "", small: bool = False,
+    before: str = "", look: str = "", after: str = "", small: bool = False, bits: int = 32,
 ) -> str:  # fmt: skip
     """Assembly that runs `before`, repeats `poll` until `holds` sets the predicate p, and runs `after`.
 
     found, where: registers of the value found and of its address, for the record; `look` sets them if polls do not.
     operand: number of the first of `arguments`. cmp: of CMP_CODES, for the record. small: emit less code, which loads
-    sooner where time is short, but makes kernels that are short of registers spill more.
+    sooner where time is short, but makes kernels that are short of registers spill more. bits: of the value.
     """
     want, status, rank = (f"${operand + i}" for i in range(3))
+    size, stride = _everybody(world)
     return _SPIN.format(
         marker=WAIT_MARKER,
         before=before,
@@ -139,6 +159,8 @@ def spin(
         holds=holds,
         look=look,
         after=after,
+        bits=bits,
+        values="\n".join(_stored(bits, value, field) for value, field in ((want, "wanted"), (found, "found"))),
         found=found,
         where=where,
         loop='.pragma "nounroll";\n' if small else "",
@@ -147,7 +169,7 @@ def spin(
         rank=rank,
         first_count=POLLS_PER_CHECK - FIRST_CHECK,
         mask=POLLS_PER_CHECK - 1,
-        code=page.CMP_CODES[cmp],
+        code=page.CMP_CODES[cmp] | (page.CMP_WIDE if bits == 64 else 0),
         aborted=page.CMP_ABORTED,
         abort=4 * page.STATUS_ABORT,
         deadline=4 * page.STATUS_DEADLINE,
@@ -157,15 +179,16 @@ def spin(
         records=page.MAX_RECORDS,
         owner=4 * page.RECORD_FIELDS.index("owner"),
         site=page.site_hash(_kernel_name()),
-        stride=plain(world.stride),
-        size=plain(world.size),
+        stride=stride,
+        size=size,
     )
 
 
-def arguments(want: Any, world: Any, semantic: Any) -> list:
-    """The operands of `spin`: the wanted value, the status page and the rank."""
-    want = core.cast(semantic.to_tensor(want), core.int32, _semantic=semantic)
-    rank = core.cast(semantic.to_tensor(plain(world.rank)), core.int32, _semantic=semantic)
+def arguments(want: Any, world: Any, semantic: Any, dtype: Any = core.int32) -> list:
+    """The operands of `spin`: the wanted value as a `dtype`, the status page and the rank, of all ranks."""
+    want = core.cast(semantic.to_tensor(want), dtype, _semantic=semantic)
+    rank = member(world.rank, world, _semantic=semantic) if plain(world.team) else plain(world.rank)
+    rank = core.cast(semantic.to_tensor(rank), core.int32, _semantic=semantic)
     return [want, world.status, rank]
 
 
@@ -173,19 +196,26 @@ def arguments(want: Any, world: Any, semantic: Any) -> list:
 def wait(ptr, want, cmp, world, _semantic=None):
     """Spin on `ld.acquire.sys` until `*ptr cmp want`; then order TMA loads and multimem accesses after it.
 
-    ptr: scalar pointer to int32; want: int32; cmp: ge gt le lt eq ne (safe across a wrap) or flip (the top bit differs
-    from that of `want`). Returns the value that this thread found. Threads may find different values; `sync.wait` makes
-    them uniform.
+    ptr: scalar pointer to int32 or int64; want: of that type; cmp: ge gt le lt eq ne (safe across a wrap) or flip (the
+    top bit differs from that of `want`). Returns the value that this thread found. Threads may find different values;
+    `sync.wait` makes them uniform.
     """
     if cmp not in page.CMP_CODES:
         raise ValueError(f"cmp is one of {', '.join(page.CMP_CODES)}, not {cmp!r}")
-    if not ptr.type.is_ptr() or element(ptr).name not in ("int32", "uint32"):
-        raise ValueError(f"a counter is a scalar pointer to int32, not {ptr.type}")
+    if not ptr.type.is_ptr() or element(ptr).name not in ("int32", "uint32", "int64", "uint64"):
+        raise ValueError(f"a counter is a scalar pointer to int32 or int64, not {ptr.type}")
+    bits = element(ptr).primitive_bitwidth
+    if cmp == "flip" and bits != 32:
+        raise ValueError(f"a barrier's counter is a scalar pointer to int32, not {ptr.type}")
     machine = simulator(_semantic)
     if machine is not None:
         return machine.wait(ptr, want, cmp)
-    holds = _HOLDS[cmp].format(found="$0", want="$2")
-    load, after = "ld.acquire.sys.global.b32 $0, [$1];", proxy_fences(world, _semantic)
-    text = spin(load, holds, "$0", "$1", 2, cmp, world, after=after)
-    # "=&r": the result is written while the inputs are still needed.
-    return asm(text, "=&r,l,r,l,r", [ptr, *arguments(want, world, _semantic)], core.int32, _semantic)
+    holds = _HOLDS[cmp].format(found="$0", want="$2", bits=bits)
+    load, after = f"ld.acquire.sys.global.b{bits} $0, [$1];", proxy_fences(world, _semantic)
+    text = spin(load, holds, "$0", "$1", 2, cmp, world, after=after, bits=bits)
+    register, dtype = ("r", core.int32) if bits == 32 else ("l", core.int64)
+    if bits == 64:  # Triton wants the pointers of one assembly, the status page's too, to be of one type
+        ptr = core.cast(ptr, world.status.dtype, _semantic=_semantic)
+    # "=&": the result is written while the inputs are still needed.
+    constraints = f"=&{register},l,{register},l,r"
+    return asm(text, constraints, [ptr, *arguments(want, world, _semantic, dtype)], dtype, _semantic)

@@ -110,8 +110,12 @@ class Backend(Protocol):
         """The GPU's copy engines; None in the simulator, where kernels copy instead."""
 
     @property
-    def timed(self) -> Callable[[Callable[[], Any]], tuple[Any, float]] | None:
-        """Where the clock is a model: collective, `timed(run)` returns the result of `run()` and its seconds."""
+    def timed(self) -> Callable[..., tuple[Any, float]] | None:
+        """Where the clock is a model: collective, `timed(run)` returns the result of `run()` and its seconds.
+        `timed(run, among)` does so among these ranks."""
+
+    def window(self, rank: int) -> int:
+        """The address of `rank`'s window."""
 
     def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A tensor of one dimension over `nbytes` at `offset` of `rank`'s window; `rank == size` is the multicast
@@ -124,13 +128,14 @@ class Backend(Protocol):
     def allocated(self, block: Block) -> None:
         """Called after every allocation, for checkers."""
 
-    def freed(self, block: Block) -> None:
-        """Called after every free, for checkers."""
+    def freed(self, block: Block, among: tuple[int, ...] | None = None) -> None:
+        """Called after every free, for checkers. among: as of `exchange`."""
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: Any, what: str, among: tuple[int, ...] | None = None) -> list[Any]:
         """Collective: every rank's `value` in rank order. Values are made of None, bool, int, float, str, list and dict
-        with str keys (JSON). `what` names the call ("allocation #5"). Raises CollectiveMismatch if ranks give different
-        names, WaitTimeout or PeerLost if a rank does not come in time."""
+        with str keys (JSON). `what` names the call ("allocation #5"). among: only these ranks meet, and give the order.
+        Raises CollectiveMismatch if ranks give different names, WaitTimeout or PeerLost if a rank does not come in
+        time."""
 
     def barrier(self, what: str) -> None:
         """Collective: return when every rank's host has called it. Does not wait for device work."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from pkt.errors import RankError, Unsupported, WaitTimeout
 from pkt.runtime.gpu.cuda import STRIDE, CudaBackend
 from pkt.runtime.gpu.driver import CudaDriver
+from pkt.runtime.gpu.sharing import device_of
 from pkt.runtime.gpu.watch import Watch
 from pkt.runtime.launch.launch import provide_scratch
 from pkt.runtime.memory.heap import heap_bytes
@@ -118,19 +119,20 @@ def _meeting_place(where: Place, timeout: float) -> tuple[rendezvous.MeetingPlac
 
 def own_device() -> int:
     """The GPU of this process: the current one, or that of LOCAL_RANK if none has been used yet."""
-    local = os.environ.get("LOCAL_RANK", "")
-    if not torch.cuda.is_initialized() and local.isdigit() and int(local) < torch.cuda.device_count():
-        torch.cuda.set_device(int(local))
+    local, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
+    if not torch.cuda.is_initialized() and local.isdigit() and device_of(int(local), count) < count:
+        torch.cuda.set_device(device_of(int(local), count))
     torch.cuda.synchronize()  # makes torch's context, which the driver's calls need
     return torch.cuda.current_device()
 
 
 def open_job(job: dict[str, Any]) -> World:
     """The world of one job of pkt.launch, in its worker process: rank r takes GPU r."""
-    torch.cuda.set_device(job["rank"])
+    device = device_of(job["rank"], torch.cuda.device_count())
+    torch.cuda.set_device(device)
     torch.cuda.synchronize()  # makes the context
     where = Place(job["rank"], job["size"], Meeting(job["directory"], job["token"]))
-    return open_world(where, job["rank"], job["heap"], job["timeout"], multicast=job["multicast"])
+    return open_world(where, device, job["heap"], job["timeout"], multicast=job["multicast"])
 
 
 def open_world(

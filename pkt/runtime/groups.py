@@ -29,6 +29,9 @@ def _default(world: World) -> dist.ProcessGroup:
     seconds = world.backend.timeout
     if seconds is None:
         raise Unsupported.here(call, "found the simulator, whose ranks share a process", "pkt's own forms run there")
+    if world.parent is not None:
+        remedy = "pkt's own forms run there; a world from pkt.init(group=...) has a group"
+        raise Unsupported.here(call, "found a team, for which torch has made none", remedy)
     if not dist.is_available():
         raise Unsupported.here(call, "found a torch without torch.distributed", "pkt's own forms do without")
     if not dist.is_initialized():

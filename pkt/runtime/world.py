@@ -20,16 +20,25 @@ from pkt.runtime.kept import Scope, entered, scratch
 from pkt.runtime.launch.streams import OneInFlight
 from pkt.runtime.memory.heap import SymmetricHeap, heap_bytes
 from pkt.runtime.processes import wire
+from pkt.runtime.team import TeamBackend, check_agreed, check_translated, checked_ranks
+from pkt.wording import dtype_text, html_text, size_text, table
 
 T = TypeVar("T")
+SHOWN = 16  # allocations that a notebook shows of a world
 
 _open: list[World] = []  # this process's worlds; the last one is current
+_names = itertools.count()
+_named: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
 _shared: weakref.WeakSet[World] = weakref.WeakSet()  # worlds of several processes that are not closed
 
 
 def _current() -> World | None:
     """The world that host code runs in. The simulator, where many ranks share a thread, puts its own function here."""
     return _open[-1] if _open else None
+
+
+def op_begins(name: str) -> None:
+    """Called before an op of compiled code runs. The simulator puts its own function here."""
 
 
 def current_world(call: str = "pkt.current_world()") -> World:
@@ -40,6 +49,26 @@ def current_world(call: str = "pkt.current_world()") -> World:
     return world
 
 
+def named_world(name: str) -> World:
+    """The world or team of that name in this rank; the current one for "". Raises Unsupported if there is none."""
+    world = _current()
+    found = None if world is None else world.lineage[-1]._by_name.get(name or world.name)
+    found = found or _named.get(name)
+    if found is None:
+        raise Unsupported.no_world(f"an operator in compiled code, of world {name!r}")
+    return found
+
+
+def numbered_workspace(number: int, world: World) -> Workspace | None:
+    """The workspace of that number; None for 0. Raises Closed if there is none."""
+    if number == 0:
+        return None
+    found = world.lasting.get(_WORKSPACES, {}).get(number)
+    if found is None:
+        raise Closed.used(world.rank, "an operator in compiled code", f"workspace {number}", "pkt.Workspace()")
+    return found
+
+
 class World:
     """One rank's view of the ranks that work together. Made by pkt.init() or pkt.launch().
 
@@ -48,27 +77,60 @@ class World:
     must take turns with collective calls; a call during another thread's raises Unsupported.
     """
 
-    def __init__(self, backend: Backend, heap: int | str | None = None, group: Any = None) -> None:
+    def __init__(
+        self, backend: Backend, heap: int | str | None = None, group: Any = None, parent: World | None = None
+    ) -> None:
         """Collective: `heap` bytes (see pkt.init) of symmetric memory on `backend`. group: torch's process group of the
-        same ranks, where there is one."""
-        self._backend, self.group = backend, group
+        same ranks, where there is one. parent: the world that this is a team of."""
+        self._backend, self.group, self.parent = backend, group, parent
+        self.lineage: tuple[World, ...] = (self, *parent.lineage) if parent else (self,)
+        """This world, the one that it is a team of, and so on up to the world of all ranks."""
+        self._teams: list[World] = []
+        # Simulated ranks run the code that one of them compiles.
+        self.name = "simulated" if backend.gpu == "simulated" else f"world{next(_names)}"
+        """In compiled code, of this process. Members give a team one name, and other teams others."""
+        self._made = 0  # calls of team() so far
+        self._by_name: dict[str, World] = {}  # of a world of all ranks: itself and its teams
+        if parent is not None:
+            self.name = f"{parent.name}/{parent._made}"
+        self.lineage[-1]._by_name[self.name] = _named[self.name] = self
         self._closed = False
         self._pid = os.getpid()
         self._device: DeviceWorld | None = None
-        self._heap = SymmetricHeap(backend, heap_bytes(heap), self)
+        whole = parent.lineage[-1] if parent else None
+        self._heap: SymmetricHeap = SymmetricHeap(backend, heap_bytes(heap), self, whole._heap if whole else None)
         self._scopes = [Scope(self._heap)]  # the world's own, then those that are open, innermost last
-        self.span = range(backend.base, backend.base + self._heap.capacity)
-        """Addresses of this rank's window."""
+        self.span: range = whole.span if whole else range(backend.base, backend.base + self._heap.capacity)
+        """Addresses of this rank's window, of a team's that of the world of all ranks."""
         self.rank, self.size = backend.rank, backend.size
         self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
         on_gpu = backend.torch_device.type == "cuda" and torch.cuda.is_available()
-        self.streams = OneInFlight(backend.torch_device) if on_gpu else None
+        # A team's operators share the GPU's SMs with those of the world, and so run one after the other with them.
+        own = OneInFlight(backend.torch_device) if on_gpu and whole is None else None
+        self.streams: OneInFlight | None = whole.streams if whole else own
         if backend.timeout is not None:
             _shared.add(self)
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
-        return f"World(rank {self.rank} of {self.size} on {self.torch_device}{closed})"
+        team = f", team {list(self.ranks)}" if self.parent else ""
+        return f"World(rank {self.rank} of {self.size} on {self.torch_device}{team}{closed})"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members by their numbers in the world of all ranks: of a world that is no team, 0, 1, ..."""
+        return self._backend.ranks if isinstance(self._backend, TeamBackend) else tuple(range(self.size))
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it: the symmetric memory, too."""
+        if self._closed:
+            return html_text(repr(self))
+        ledger, live = self._heap.ledger, [a.block for a in self._heap.live.values()]
+        rows = [(b.name, b.kind, str(b.shape), dtype_text(b.dtype), size_text(b.nbytes)) for b in live[:SHOWN]]
+        more = f"\n  ... and {len(live) - SHOWN} more" if len(live) > SHOWN else ""
+        free = f"symmetric heap: {len(live)} allocations, {size_text(ledger.free_bytes)} free"
+        names = table(("name", "kind", "shape", "dtype", "bytes"), rows) if rows else ""
+        return html_text(f"{self!r}\n{free}\n{names}{more}".rstrip())
 
     @property
     def backend(self) -> Backend:
@@ -99,15 +161,46 @@ class World:
         self._heap.agreement.settle()
         if self._device is None:
             backend = self._backend
+            team, table = backend.constants if isinstance(backend, TeamBackend) else (0, 0)
             self._device = DeviceWorld(
                 rank=backend.rank,
                 size=tl.constexpr(backend.size),
                 stride=tl.constexpr(backend.stride),
                 multicast=tl.constexpr(backend.multicast),
-                status=self._heap.tensor(self._heap.status),
+                status=self.lineage[-1]._heap.tensor(self._heap.status),
                 code=tl.constexpr(code_hash()),
+                team=tl.constexpr(team),
+                table=tl.constexpr(table),
             )
         return self._device
+
+    # -------------------------------------------------------------------------------------------- teams
+    def team(self, ranks: Sequence[int], heap: int | str | None = None) -> World | None:
+        """Collective among all ranks of this world: the team of `ranks`, in which the caller has the rank of its place
+        in the list; None on ranks outside it. For a team, `operator(..., world=team)`, `team.device`, `team.barrier()`.
+
+        ranks: the same on all members, so disjoint teams are made in one call: [0, 1] on ranks 0 and 1, [2, 3] on ranks
+        2 and 3. Any number of ranks with equal steps, as in range(0, 8, 2); at most 10 ranks of 64 with others.
+        heap: bytes of this world's heap (see pkt.init) for the team's own tensors and the buffers of its operators, an
+        eighth of the heap where None. The share lasts as long as this world. Disjoint teams may work at the same time;
+        ranks that two teams have in common call them in one order. Symmetric tensors of this world work in the team.
+        Raises RankError, ShapeError, Unsupported, CollectiveMismatch, HeapFull.
+        """
+        self._check("team()")
+        members = checked_ranks(ranks, self.rank, self.size)
+        nbytes = heap_bytes(self._heap.capacity // 8 if heap is None else heap)
+        check_translated([self.ranks[r] for r in members], self.lineage[-1].size, self.rank)
+        self._heap.collective_point("team()")
+        said = self._backend.exchange([members, nbytes], "team()")
+        check_agreed({rank: (list(found), share) for rank, (found, share) in enumerate(said)})
+        offset = self._heap.share(nbytes, "team()")
+        self._made += 1
+        if self.rank not in members:
+            return None
+        made = World(TeamBackend(self._backend, members, offset, nbytes), nbytes, parent=self)
+        self._teams.append(made)
+        self._heap.shares.append(made.heap)
+        return made
 
     # -------------------------------------------------------------------------------------------- collectives
     def barrier(self) -> None:
@@ -200,9 +293,11 @@ class World:
             scope.plans.clear()
 
     def check(self) -> None:
-        """Raise SignalIndexError if a guard word around this rank's signals was overwritten."""
+        """Raise SignalIndexError if a guard word around this rank's signals, or a team's, was overwritten."""
         self._check("check()")
         self._heap.check_guards("check()")
+        for team in (team for team in self._teams if not team.closed):
+            team.check()
 
     # --------------------------------------------------------------------------------------------------- life
     @property
@@ -211,17 +306,21 @@ class World:
         return self._closed
 
     def close(self) -> None:
-        """Release everything, after a check of the guard words. A second call does nothing."""
+        """Release everything, a world's teams too, after a check of the guard words. Every rank must close its world,
+        but none waits for the others. A second call does nothing. The share of a team goes back with the world."""
         if self._closed:
             return
         try:
+            for team in self._teams:
+                team.close()
             self._heap.check_guards("close()")
         finally:
             self._discard()
 
     def __enter__(self) -> World:
         self._check("with world")
-        _open.append(self)
+        if self.parent is None:  # the current world is one of all ranks
+            _open.append(self)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -233,6 +332,9 @@ class World:
 
     def _discard(self) -> None:
         self._closed = True
+        for team in self._teams:
+            if not team.closed:
+                team._discard()
         _shared.discard(self)
         self._heap.close()
         for scope in self._scopes:
@@ -304,6 +406,7 @@ class Workspace(Scope):
         numbers = self.world.lasting.setdefault(_NUMBERS, itertools.count(1))
         self.number = next(numbers)  # by which ranks find out that they gave different ones to a call
         self.closed = False
+        self.world.lasting.setdefault(_WORKSPACES, weakref.WeakValueDictionary())[self.number] = self
 
     def __repr__(self) -> str:
         return f"Workspace({self.number} of {self.world}{', closed' if self.closed else ''})"
@@ -331,4 +434,4 @@ class Workspace(Scope):
         self.clear()
 
 
-_NUMBERS = "pkt.Workspace"
+_NUMBERS, _WORKSPACES = "pkt.Workspace", "pkt.Workspace.numbered"

@@ -212,6 +212,19 @@ def test_a_block_below_16_bytes_a_thread_adds_rank_by_rank(arch):
     assert count(compiled(store_kernel, "*bf16", "*bf16", 1, SWITCH, B=512, MASK=False, arch=arch), "multimem") == 1
 
 
+@triton.jit
+def short_rows_kernel(x, y, ld, world, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    o = tl.arange(0, ROWS)[:, None] * ld + tl.arange(0, COLUMNS)[None, :]
+    tl.store(y + o, pl.multimem_load_reduce(x + o, world, "add"))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_below_16_bytes_go_rank_by_rank(arch):
+    for columns, through_the_switch in ((4, False), (8, True)):
+        k = compiled(short_rows_kernel, "*bf16", "*bf16", 64, SWITCH, ROWS=64, COLUMNS=columns, arch=arch)
+        assert bool(count(k, "multimem")) == through_the_switch
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_scalars_go_rank_by_rank(arch):
     k = compiled(scalar_kernel, "*i32", SWITCH, arch=arch)

@@ -332,6 +332,14 @@ def test_a_host_without_a_way_to_the_others_is_refused(monkeypatch):
         connect(Network(board, TOKEN, 1, "ab", ["10.255.0.1", "127.0.0.1"]), 1, 2, 5.0)
 
 
+@pytest.mark.parametrize("port", [0, -1, 1 << 16, "80", None])
+def test_a_port_that_is_none_is_refused(port):
+    board = Board(dist.HashStore(), "w")
+    board.write("listens", 0, ["127.0.0.1", port])
+    with pytest.raises(TransportError, match="an address and a port"):
+        connect(Network(board, TOKEN, 1, "ab", ["127.0.0.1", "127.0.0.1"]), 1, 2, 5.0)
+
+
 def test_the_address_from_which_this_host_reaches_another():
     assert network.address_towards("127.0.0.1") == "127.0.0.1"
     assert network.address_towards("no such host.invalid") == ""
@@ -379,7 +387,7 @@ def test_a_rank_lost_at_each_step_is_named_by_all(file_store, monkeypatch, how, 
     hosts, exchange = Hosts(file_store, timeout=1.0), Transport.exchange_fds
 
     def counted(self, *args):
-        if self.rank == victim and self.sequence == step:
+        if self.rank == victim and max(self.sequences.values(), default=0) == step:
             os.kill(os.getpid(), how)
         return exchange(self, *args)
 

@@ -263,7 +263,7 @@ def test_arguments_of_kernel_wrappers(ranks):
             ):
                 pkt.symmetric(wrong, "src", world, call="gather")
         with pytest.raises(NotSymmetric, match="found a symmetric tensor of another world, 'x'"):
-            pkt.symmetric(x, "x", SimpleNamespace(rank=0), call="gather")
+            pkt.symmetric(x, "x", SimpleNamespace(rank=0, lineage=()), call="gather")
         with pytest.raises(ShapeError, match=r"gather: x: found \(4,\), wanted \(5,\)"):
             pkt.symmetric(x, "x", world, shape=(5,), call="gather")
         with pytest.raises(DtypeError, match="gather: x: found fp32, wanted bfloat16"):

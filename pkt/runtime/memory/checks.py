@@ -21,7 +21,8 @@ def symmetric(
     dtype: torch.dtype | None = None,
     call: str = "",
 ) -> SymmetricTensor:
-    """`tensor`, once it is known to be a live symmetric tensor of `world`, of `shape` and `dtype` where given.
+    """`tensor`, once it is known to be a live symmetric tensor of `world`, or of one that it is a team of, of `shape`
+    and `dtype` where given.
 
     A tensor of the world's mem_pool comes back as a symmetric one over the same memory. Raises NotSymmetric,
     UseAfterFree, Closed, ShapeError or DtypeError, naming `name` and `call`.
@@ -32,7 +33,7 @@ def symmetric(
         tensor = tensor if adopted is None else adopted
     if not isinstance(tensor, SymmetricTensor):
         raise NotSymmetric.argument(rank, name, _described(tensor), call)
-    if tensor._allocation.heap.owner is not world:
+    if tensor._allocation.heap.owner not in world.lineage:
         raise NotSymmetric.argument(rank, name, f"a symmetric tensor of another world, {tensor.symbol!r}", call)
     tensor._allocation.use(call or name)
     if shape is not None and tuple(tensor.shape) != tuple(shape):

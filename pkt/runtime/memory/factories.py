@@ -190,8 +190,17 @@ def randint_like(
     return _make("randint_like", torch.randint, args, dtype or x.dtype, name, world, generator=generator)
 
 
-def signals(n: int, *, unwaited: bool = False, name: str | None = None, world: World | None = None) -> SymmetricTensor:
-    """`n` int32 counters for signal and wait, apart from data. They begin at zero and are never reset.
+def signals(
+    n: int,
+    *,
+    dtype: torch.dtype = torch.int32,
+    unwaited: bool = False,
+    name: str | None = None,
+    world: World | None = None,
+) -> SymmetricTensor:
+    """`n` counters for signal and wait, apart from data. They begin at zero and are never reset.
+
+    dtype: int32, or int64 for counts that outgrow it, such as bytes or positions of a stream. Barriers take int32.
 
     64 bytes lie before them (an int64 epoch word, then guard words) and 64 bytes of guard words after them. free, close
     and world.check() raise SignalIndexError if a guard word was overwritten.
@@ -202,7 +211,9 @@ def signals(n: int, *, unwaited: bool = False, name: str | None = None, world: W
     shape = _shape("signals", (n,))
     if shape == (0,):
         raise ShapeError.argument("signals", "n", n, "at least 1")
-    return _make("signals", torch.empty, (shape,), torch.int32, name, world, kind="signals", unwaited=unwaited)
+    if dtype not in (torch.int32, torch.int64):
+        raise DtypeError.argument("signals", "dtype", dtype, "torch.int32 or torch.int64")
+    return _make("signals", torch.empty, (shape,), dtype, name, world, kind="signals", unwaited=unwaited)
 
 
 def _shape(call: str, size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -232,6 +243,8 @@ def _make(
     heap = world.heap
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise DtypeError.argument(call, "dtype", dtype, "a torch.dtype", world.rank)
+    if dtype in _QUANTIZED:
+        raise DtypeError.argument(call, "dtype", dtype, "a dtype that is not quantized", world.rank)
     if fill and kind == "data":
         try:  # torch knows the shape and dtype of its factory's result, and refuses wrong arguments
             meta = like(*args, dtype=dtype, device="meta")
@@ -241,8 +254,6 @@ def _make(
         shape, dtype = tuple(meta.shape), meta.dtype
     else:
         (shape,), dtype = args, dtype or torch.get_default_dtype()
-    if dtype in _QUANTIZED:
-        raise DtypeError.argument(call, "dtype", dtype, "a dtype that is not quantized", world.rank)
     site = call_site(call)
     label = name or site.assigned or f"{call}@{site.text}"
     allocation = heap.allocate(shape, dtype, label, site.text, kind, unwaited)

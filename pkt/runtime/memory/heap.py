@@ -56,8 +56,9 @@ class Allocation:
 class SymmetricHeap:
     """Allocates blocks of a backend's memory, frees and checks them."""
 
-    def __init__(self, backend: Backend, capacity: int, owner: object) -> None:
-        """Collective. capacity: bytes. owner: the World that this is the heap of."""
+    def __init__(self, backend: Backend, capacity: int, owner: object, whole: SymmetricHeap | None = None) -> None:
+        """Collective. capacity: bytes. owner: the World that this is the heap of. whole: of a team, the heap of all
+        ranks, which has the status page."""
         self.backend, self.owner = backend, owner
         self.capacity = min(capacity, backend.capacity)
         self.closed = False
@@ -65,9 +66,13 @@ class SymmetricHeap:
         self.agreement = Agreement(backend)
         self.live: dict[int, Allocation] = {}
         self.allocations = 0  # made so far
+        self.shares: list[SymmetricHeap] = []  # of teams, inside this heap
         self._freed: list[int] = []  # offsets that may be used again after the next collective point
         self._reserved = min(self.capacity, FIRST_BYTES)
         backend.reserve(self._reserved)
+        if whole is not None:
+            self.status: Allocation = whole.status
+            return
         offset = self.ledger.allocate(STATUS_BYTES)
         block = Block(offset or 0, STATUS_BYTES, (STATUS_BYTES // 4,), torch.int32, "status", "status", "")
         self.status = Allocation(self, block, 0)
@@ -118,6 +123,20 @@ class SymmetricHeap:
             words[:2] = 0  # the epoch word
             words[SIGNAL_HEADER // 4 : (nbytes - SIGNAL_GUARD) // 4] = 0
         return allocation
+
+    def share(self, nbytes: int, name: str) -> int:
+        """Collective, after a collective point. The offset of `nbytes` for a team, for as long as this heap lasts.
+        Raises HeapFull on every rank."""
+        offset = self.ledger.allocate(nbytes)
+        if offset is None:
+            raise HeapFull.wanted(nbytes, self.ledger.free_bytes, self.ledger.largest, name, self.backend.rank)
+        if offset + nbytes > self._reserved:
+            try:
+                self._reserve(offset + nbytes)
+            except PktError:  # as in `allocate`
+                self.ledger.free(offset)
+                raise
+        return offset
 
     def free(self, allocation: Allocation, site: str) -> None:
         """Collective. Give `allocation` back; any later use of it raises. Raises SignalIndexError, after the block is
@@ -171,10 +190,13 @@ class SymmetricHeap:
         return elements if len(block.shape) == 1 else elements.view(block.shape)
 
     def find(self, address: int) -> Allocation | None:
-        """The live allocation of this rank that holds `address`."""
+        """The live allocation of this rank that holds `address`, a team's too."""
         offset = address - self.backend.base
         if not 0 <= offset < self.capacity:
             return None
+        inside = (share.find(address) for share in self.shares)
+        if (found := next((a for a in inside if a is not None), None)) is not None:
+            return found
         return next((a for a in self.live.values() if a.block.offset <= offset < a.block.end), None)
 
     def check_guards(self, call: str) -> None:
@@ -195,7 +217,8 @@ class SymmetricHeap:
             return None
         bad = [i for i in (*range(2, first), *range(last, len(words))) if words[i] != GUARD_WORD]
         count, word = block.shape[0], bad[0]
-        return SignalIndexError.guard(self.backend.rank, call, block.name, word - first, count, int(words[word]))
+        index = (word - first) * 4 // block.dtype.itemsize
+        return SignalIndexError.guard(self.backend.rank, call, block.name, index, count, int(words[word]))
 
     def _reserve(self, nbytes: int) -> None:
         """Put physical memory behind [0, nbytes), or twice what there is if that is more. Nothing moves."""

@@ -53,15 +53,14 @@ class SegmentAllocator:
 
 
 def adopt(tensor: torch.Tensor, world: World) -> SymmetricTensor | None:
-    """`tensor` as a symmetric tensor over the same memory, if that lies in the world's pool; else None.
+    """`tensor` as a symmetric tensor over the same memory, if that lies in the world's pool, or in that of a world that
+    it is a team of; else None.
 
     The result does not keep `tensor` alive: once `tensor` is gone, torch may use the memory for another.
     """
-    _, pool = world.lasting.get(_KEY, (None, None))
-    if pool is None:
-        return None
-    heap, address, itemsize = world.heap, tensor.data_ptr(), tensor.dtype.itemsize
-    for start, allocation in pool.segments.items():
+    address, itemsize = tensor.data_ptr(), tensor.dtype.itemsize
+    pools = [(w.heap, w.lasting[_KEY][1]) for w in world.lineage if _KEY in w.lasting]
+    for heap, start, allocation in ((h, *segment) for h, pool in pools for segment in pool.segments.items()):
         if start <= address < start + allocation.block.nbytes:
             segment = heap.tensor(allocation)
             elements = segment[: segment.numel() // itemsize * itemsize].view(tensor.dtype)

@@ -8,7 +8,8 @@ the same allocations (see `agreement`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from pkt.errors import NotSymmetric, ShapeError, Unsupported
 from pkt.runtime.memory.callsite import call_site
 from pkt.runtime.memory.heap import Allocation
 from pkt.runtime.world import World, check_rank
+from pkt.wording import dtype_text, html_text, size_text
 
 # Allowed after free() and close().
 _ALWAYS = frozenset("__get__ size dim numel stride element_size storage_offset __repr__ is_contiguous".split())
@@ -24,6 +26,10 @@ _ALWAYS = frozenset("__get__ size dim numel stride element_size storage_offset _
 _RESHAPING = frozenset(
     "__set__ as_strided_ resize_ resize_as_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
 )
+
+
+TRACED: set[type] = set()
+"""Types of tensors that stand for others in a graph, and have no memory. `pkt.kernels.traced` adds torch's."""
 
 
 def accessed(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -76,9 +82,14 @@ class SymmetricTensor(torch.Tensor):
         heap = self._allocation.heap
         return self._in_window(heap.backend.size, "multicast") if heap.backend.multicast else None
 
-    def peer(self, rank: int) -> torch.Tensor:
-        """Rank `rank`'s copy, same shape and strides, as a plain tensor. Raises RankError."""
-        index = check_rank(rank, self._allocation.heap.backend, f"{self.symbol}.peer")
+    def peer(self, rank: int, world: World | None = None) -> torch.Tensor:
+        """Rank `rank`'s copy, same shape and strides, as a plain tensor. world: the team that counts `rank`; the
+        tensor's world where None. Raises RankError, NotSymmetric."""
+        index = check_rank(rank, world or self._allocation.heap.backend, f"{self.symbol}.peer")
+        if world is not None and world is not self.world:
+            if self.world not in world.lineage:
+                raise NotSymmetric.argument(world.rank, self.symbol, "a symmetric tensor of another world", "peer()")
+            index = self.world.ranks.index(world.ranks[index])
         return self._in_window(index, f"peer({index})")
 
     def free(self) -> None:
@@ -124,6 +135,18 @@ class SymmetricTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return f"symmetric {block.name!r} of rank {rank}: {self.as_subclass(torch.Tensor)!r}"
 
+    def _repr_html_(self) -> str:
+        """As a notebook shows it: what it is, then its elements."""
+        if self._allocation.heap.closed or self._allocation.freed_at:
+            return html_text(repr(self))
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(torch.Tensor)
+            facts = f"{tuple(plain.shape)} {dtype_text(plain.dtype)}, {size_text(plain.nbytes)}"
+            where = f"symmetric {self.symbol!r} of rank {self._allocation.heap.backend.rank}"
+            offset = self._address - self._allocation.heap.backend.base
+            with torch._tensor_str.printoptions(threshold=100):  # torch's own 1000 fill a screen
+                return html_text(f"{where}: {facts} at heap offset {offset}\n{plain!r}")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         memo[id(self)] = copied = self.plain().clone()
         return copied
@@ -134,6 +157,9 @@ class SymmetricTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # in a graph it is a plain tensor
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         sources = list(_symmetric_in((*args, *kwargs.values())))
         name = getattr(func, "__name__", "a torch function")  # some callables of torch have no name
         if name not in _ALWAYS:
@@ -155,6 +181,14 @@ def symmetric_over(plain: torch.Tensor, allocation: Allocation) -> SymmetricTens
     kept["_allocation"], kept["dtype"], kept["_facts"] = allocation, dtype, None
     kept["_address"] = allocation.heap.backend.base + allocation.block.start + offset
     return tensor
+
+
+def described(shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
+    """A symmetric tensor of no memory and no world, for rules that ask what operands are."""
+    heap = SimpleNamespace(closed=False, agreement=SimpleNamespace(settle=lambda: None))
+    heap.backend = SimpleNamespace(base=0)
+    nowhere = SimpleNamespace(heap=heap, block=SimpleNamespace(start=0), freed_at="", use=lambda call: None)
+    return symmetric_over(torch.empty(tuple(shape), dtype=dtype, device="meta"), nowhere)  # type: ignore[arg-type]
 
 
 def _remember(tensor: SymmetricTensor) -> None:
@@ -181,7 +215,7 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
     | `out` | differ from those of any other tensor |
     | no tensor | itself |
 
-    Raises UseAfterFree, Closed.
+    Raises UseAfterFree, Closed; TypeError for a tensor in TRACED.
     """
     found: list[Any] = []
     span = world.span
@@ -199,6 +233,8 @@ def facts(tensors: Iterable[Any], world: World, call: str, out: Any = None) -> l
                 allocation.use(call)
             found.append(tensor._facts or _found_out(tensor))
         elif isinstance(tensor, torch.Tensor):
+            if type(tensor) in TRACED:
+                raise TypeError("a tensor without memory has no facts")
             address = tensor.data_ptr()
             place: Any = address if address in span else address & 15
             if tensor is out:

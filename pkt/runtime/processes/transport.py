@@ -12,7 +12,8 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
@@ -66,13 +67,13 @@ class Transport:
     def __init__(self, rank: int, size: int, connections: Mapping[int, Connection], timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.connections = dict(connections)
-        self.sequence = 0
+        self.sequences: Counter[int] = Counter()  # number of the last call with each rank
         self.closed = False
 
     # ------------------------------------------------------------------------------------------------------- collective
-    def exchange(self, value: Any, what: str) -> list[Any]:
-        """Every rank's `value`, in rank order."""
-        values, fds = self.exchange_fds(value, {}, what)
+    def exchange(self, value: Any, what: str, among: Sequence[int] | None = None) -> list[Any]:
+        """Every rank's `value`, in rank order. among: only some ranks meet, and give the order; this one is in it."""
+        values, fds = self.exchange_fds(value, {}, what, among)
         for rank, received in fds.items():
             if received:
                 close_fds([fd for some in fds.values() for fd in some])
@@ -81,7 +82,7 @@ class Transport:
         return values
 
     def exchange_fds(
-        self, value: Any, fds: Mapping[int, list[int]], what: str
+        self, value: Any, fds: Mapping[int, list[int]], what: str, among: Sequence[int] | None = None
     ) -> tuple[list[Any], dict[int, list[int]]]:
         """Every rank's `value`, and the descriptors that each rank sent to this one, which the caller has to close.
 
@@ -89,14 +90,16 @@ class Transport:
         """
         if self.closed:
             raise TransportError.refused(self.rank, what, "a closed transport", "an open one")
-        self.sequence += 1
+        order = range(self.size) if among is None else among
+        meeting = {peer: self.connections[peer] for peer in order if peer != self.rank}
         deadline = time.monotonic() + self.timeout
         frames: dict[int, Frame] = {}
         try:
-            for peer, connection in self.connections.items():
+            for peer, connection in meeting.items():
+                self.sequences[peer] += 1
                 mine = list(fds.get(peer, ()))
-                connection.queue(self._packed([what, value], len(mine), what), mine)
-            self._pump(deadline, frames, what)
+                connection.queue(self._packed(peer, [what, value], len(mine), what), mine)
+            self._pump(meeting, deadline, frames, what)
         except BaseException as error:
             close_fds([fd for frame in frames.values() for fd in frame.fds])
             if isinstance(error, PktError):
@@ -106,9 +109,12 @@ class Transport:
         said = {self.rank: what} | {peer: frame.value[0] for peer, frame in frames.items()}
         if len(set(said.values())) > 1:
             close_fds([fd for frame in frames.values() for fd in frame.fds])
-            self.close()  # without a farewell: every rank gets the same frames and finds the same difference
-            raise CollectiveMismatch.calls(said)
-        values = [value if r == self.rank else frames[r].value[1] for r in range(self.size)]
+            mismatch = CollectiveMismatch.calls(said)
+            # No farewell to these ranks: each gets the same frames and finds the same difference.
+            self._say(pack(_GIVES_UP, {"lost": {}, "why": str(mismatch)[:_WHY]}), 0.0, but=meeting)
+            self.close()
+            raise mismatch
+        values = [value if r == self.rank else frames[r].value[1] for r in order]
         return values, {peer: frame.fds for peer, frame in frames.items()}
 
     def barrier(self, what: str) -> None:
@@ -156,10 +162,11 @@ class Transport:
             connection.close()
 
     # ---------------------------------------------------------------------------------------------------------- inside
-    def _pump(self, deadline: float, frames: dict[int, Frame], what: str) -> None:
-        """Write and read until every peer's frame of this call is here."""
+    def _pump(self, meeting: Mapping[int, Connection], deadline: float, frames: dict[int, Frame], what: str) -> None:
+        """Write and read until every frame of this call is here. meeting: the connections to the ranks that take
+        part."""
         poller = select.poll()
-        ends = {connection.fileno(): connection for connection in self.connections.values()}
+        ends = {connection.fileno(): connection for connection in meeting.values()}
         state: dict[int, int] = {}
 
         def interest(connection: Connection) -> None:
@@ -175,7 +182,7 @@ class Transport:
         while len(frames) < len(ends) or any(c.unsent for c in ends.values()):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise self._late(frames, what)
+                raise self._late(meeting, frames, what)
             for fileno, event in poller.poll(min(left, 1.0) * 1e3):
                 connection = ends[fileno]
                 if connection.peer in frames and event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
@@ -196,9 +203,9 @@ class Transport:
                         raise self._gone(connection, what) from error
                 interest(connection)
 
-    def _packed(self, value: Any, fds: int, what: str) -> bytes:
+    def _packed(self, peer: int, value: Any, fds: int, what: str) -> bytes:
         try:
-            return pack(self.sequence, value, fds)
+            return pack(self.sequences[peer], value, fds)
         except ValueError as error:
             wanted = f"at most {MAX_TEXT} bytes of JSON, {MAX_DEPTH} deep"
             raise TransportError.refused(self.rank, f"this rank's value for {what}", str(error), wanted) from None
@@ -211,8 +218,9 @@ class Transport:
         if frame.sequence == _GIVES_UP:
             raise PeerLost.exited(self.rank, self._blamed(connection, frame.value), what)
         who = f"a message of rank {connection.peer}"
-        if frame.sequence != self.sequence:
-            found, wanted = f"call number {frame.sequence}", f"call number {self.sequence}"
+        sequence = self.sequences[connection.peer]
+        if frame.sequence != sequence:
+            found, wanted = f"call number {frame.sequence}", f"call number {sequence}"
             raise TransportError.refused(self.rank, who, found, wanted)
         if not isinstance(frame.value, list) or len(frame.value) != 2 or not isinstance(frame.value[0], str):
             raise TransportError.refused(self.rank, who, f"{frame.value!r:.60}", "the name of a call and a value")
@@ -277,8 +285,8 @@ class Transport:
             time.sleep(0.005)
         return f"({connection.who}) {_CLOSED}"
 
-    def _late(self, frames: Mapping[int, Frame], what: str) -> PktError:
-        missing = [peer for peer in self.connections if peer not in frames]
+    def _late(self, meeting: Mapping[int, Connection], frames: Mapping[int, Frame], what: str) -> PktError:
+        missing = [peer for peer in meeting if peer not in frames]
         known = {peer: text for peer, text in self.lost().items() if peer in missing}
         if known:
             return PeerLost.exited(self.rank, known, what)
@@ -306,11 +314,12 @@ class Transport:
         """Whether `rank`, which has hung up, sent a goodbye."""
         return self.connections[rank].left()
 
-    def _say(self, words: bytes, patience: float) -> None:
-        """Send a last frame to every rank. Waits `patience` seconds at most for ranks that read a large message."""
+    def _say(self, words: bytes, patience: float, but: Container[int] = ()) -> None:
+        """Send a last frame to every rank, `but` some. Waits `patience` seconds at most for ranks that read a large
+        message."""
         deadline = time.monotonic() + patience
-        for connection in self.connections.values():
-            if not connection.discard():
+        for peer, connection in self.connections.items():
+            if peer in but or not connection.discard():
                 continue  # part of another frame was sent: this peer sees the end of file instead
             connection.queue(words)
             with contextlib.suppress(LostConnection, OSError):  # this peer is the lost one

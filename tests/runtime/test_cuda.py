@@ -443,9 +443,9 @@ def test_collective_calls_of_two_threads_of_a_rank_are_refused():
             return world.all_gather_object("first")
         found = []
         thread = threading.Thread(target=lambda: found.append(world.all_gather_object("first")))
-        before = world.backend.transport.sequence
+        before = world.backend.transport.sequences.total()
         thread.start()
-        while world.backend.transport.sequence == before:
+        while world.backend.transport.sequences.total() == before:
             time.sleep(0.001)
         wanted = (
             r"^rank 0: all_gather_object\(\): found a thread of this rank in another collective call, all_gather_obj"

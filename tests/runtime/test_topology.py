@@ -8,6 +8,7 @@ import random
 import pytest
 
 from pkt.errors import Unsupported
+from pkt.runtime.gpu.sharing import device_of
 from pkt.runtime.gpu.topology import OFF_SWITCHES, assemble, multicast_off, probe
 
 from .fake_driver import FakeDriver, FakeGpu
@@ -141,3 +142,21 @@ def test_off_switches():
     for name, value in OFF_SWITCHES.items():
         assert multicast_off({name: value}) == f"{name}={value}"
         assert multicast_off({name: "1" if value == "0" else "0"}) == ""
+
+
+def test_ranks_share_a_gpu_only_where_all_of_them_ask_for_it(monkeypatch):
+    some = gpus(3)
+    some[1].uuid = some[2].uuid = "uuid-0"
+    monkeypatch.setenv("PKT_SHARE_GPU", "1")
+    probes = [probe(FakeDriver(r, gpus=some), r, "host", spans=False) for r in range(3)]
+    assert not assemble(probes).multicast
+    assemble(probes).check()
+    probes[2]["gpu"]["may_share"] = False
+    with pytest.raises(Unsupported, match=r"ranks 0 and 2 are on the same GPU .* set PKT_SHARE_GPU=1 on every rank"):
+        assemble(probes).check()
+
+
+@pytest.mark.parametrize(("share", "devices"), [("", [0, 1, 2]), ("1", [0, 1, 0])])
+def test_ranks_take_shared_gpus_in_turns(share, devices, monkeypatch):
+    monkeypatch.setenv("PKT_SHARE_GPU", share)
+    assert [device_of(rank, 2) for rank in range(3)] == devices

@@ -133,6 +133,9 @@ class CudaBackend:
         return self.transport.timeout
 
     # ------------------------------------------------------------------------------------------------------- the memory
+    def window(self, rank: int) -> int:
+        return self._windows + rank * self.stride
+
     def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return self.driver.view(self._windows + rank * self.stride + offset, nbytes, self.device_index, dtype)
 
@@ -202,7 +205,7 @@ class CudaBackend:
     def allocated(self, block: Block) -> None:
         """Nothing to do: the GPU does not check accesses."""
 
-    def freed(self, block: Block) -> None:
+    def freed(self, block: Block, among: tuple[int, ...] | None = None) -> None:
         """Nothing to do."""
 
     def attach(self, check: Callable[[], None], close: Callable[[], None]) -> None:
@@ -211,9 +214,9 @@ class CudaBackend:
         self._undo.callback(close)
 
     # ------------------------------------------------------------------------------------------------------- together
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: Any, what: str, among: tuple[int, ...] | None = None) -> list[Any]:
         with self._alone(what):
-            return self.transport.exchange(value, what)
+            return self.transport.exchange(value, what, among)
 
     def barrier(self, what: str) -> None:
         with self._alone(what):

@@ -12,6 +12,7 @@ from typing import Any
 
 from pkt.errors import Unsupported
 from pkt.runtime.gpu.driver import CudaDriver
+from pkt.runtime.gpu.sharing import may_share
 from pkt.wording import table
 
 # Each of these turns multicast off before any call of the driver: pkt's switch, and those of other libraries.
@@ -49,6 +50,7 @@ class Gpu:
     fabric_handles: bool
     cooperative_launch: bool
     multicast: bool  # supported and not switched off; whether it is used is a vote
+    may_share: bool = False  # with another rank
     host: str = ""
     domain: str = ""  # of NVLink over several hosts, "cluster/clique"; "" if ranks are on one host
 
@@ -106,10 +108,11 @@ class Topology:
         owner: dict[str, int] = {}
         first = self.gpus[0]
         for rank, gpu in enumerate(self.gpus):
-            if gpu.uuid in owner:
-                found = f"ranks {owner[gpu.uuid]} and {rank} are on the same GPU ({gpu.name})"
-                return found, "give every rank a GPU of its own: torch.cuda.set_device(local_rank)"
-            owner[gpu.uuid] = rank
+            other = owner.setdefault(gpu.uuid, rank)
+            if other != rank and not (gpu.may_share and self.gpus[other].may_share):
+                found = f"ranks {other} and {rank} are on the same GPU ({gpu.name})"
+                remedy = "give every rank a GPU of its own: torch.cuda.set_device(local_rank)"
+                return found, f"{remedy}; to test a program slowly on fewer GPUs, set PKT_SHARE_GPU=1 on every rank"
             if "MIG" in gpu.name:
                 found = f"rank {rank} is on a MIG slice ({gpu.name})"
                 return found, "slices have no peer access: turn MIG off or use whole GPUs"
@@ -165,7 +168,8 @@ def probe(driver: CudaDriver, device: int, host: str, spans: bool) -> dict[str, 
         posix_fds=bool(flag(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
         fabric_handles=bool(flag(device, "HANDLE_TYPE_FABRIC_SUPPORTED")),
         cooperative_launch=bool(flag(device, "COOPERATIVE_LAUNCH")),
-        multicast=not multicast_off() and bool(flag(device, "MULTICAST_SUPPORTED")),
+        multicast=not (multicast_off() or may_share()) and bool(flag(device, "MULTICAST_SUPPORTED")),
+        may_share=may_share(),
         host=host,
         domain=driver.domain(device) if spans else "",
     )

@@ -48,19 +48,24 @@ def kernel_name(site: int) -> str:
 
 def waiting(record: dict[str, int], heap: SymmetricHeap) -> Waiting:
     """A record as a Waiting, with the name of the signals and the index of the counter."""
+    wanted, found = record["wanted"], record["found"]
+    if record["cmp"] & page.CMP_WIDE:
+        wanted = wanted & 0xFFFFFFFF | record["wanted_high"] << 32
+        found = found & 0xFFFFFFFF | record["found_high"] << 32
     offset = (record["offset_low"] & 0xFFFFFFFF) | record["offset_high"] << 32
     allocation = heap.find(heap.backend.base + offset)
     counter = f"heap offset {offset:#x}"
     if allocation is not None:
         block = allocation.block
-        counter = f"{block.name}[{(offset - block.start) // block.dtype.itemsize}]"
+        first = allocation.heap.backend.base + block.start  # a team's heap begins inside this one
+        counter = f"{block.name}[{(heap.backend.base + offset - first) // block.dtype.itemsize}]"
     return Waiting(
         rank=record["rank"],
         program=record["program"],
         kernel=kernel_name(record["site"]),
         counter=counter,
-        wanted=record["wanted"],
-        found=record["found"],
+        wanted=wanted,
+        found=found,
         compare=_COMPARISONS.get(record["cmp"] & (page.CMP_ABORTED - 1), "ge"),
         launch=record["epoch"] or None,
     )

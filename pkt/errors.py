@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from pkt.wording import Access, Waiting, dtype_text, ranks_text, size_text, waiting_table
+from pkt.wording import Access, Waiting, dtype_text, program_text, ranks_text, size_text, waiting_table
 
 E = TypeVar("E", bound="PktError")
 
@@ -64,7 +64,8 @@ class Deadlock(PktError):
     @classmethod
     def among(cls, waits: Sequence[Waiting], hosts: Mapping[int, str] | None = None) -> Deadlock:
         """`hosts`: by rank, the call that its host code is in, where some wait in collective ones."""
-        programs = f"{len(waits)} program{'s' * (len(waits) != 1)} wait" if waits or not hosts else "host code waits"
+        programs = f"{len(waits)} programs wait" if len(waits) != 1 else "1 program waits"
+        programs = programs if waits or not hosts else "host code waits"
         text = f"deadlock: {programs} and nothing can move"
         if waits:
             text += f"\n{waits[0].text()}\n{waiting_table(waits)}"
@@ -202,6 +203,18 @@ class LostSync(PktError):
         return cls.of(text, kernel=kernel, inside=count)
 
 
+class FalseAssumption(PktError):
+    """A `tl.assume` whose condition is false."""
+
+    @classmethod
+    def at(cls, rank: int, kernel: str, program: int | Sequence[int], site: str) -> FalseAssumption:
+        text = (
+            f"rank {rank}: {kernel} program {program_text(program)} at {site}: tl.assume is false, and the compiler "
+            "may rely on it: correct the condition, or remove the call"
+        )
+        return cls.of(text, rank=rank, program=program, site=site)
+
+
 class CollectiveMismatch(PktError):
     """The ranks are in different collective calls."""
 
@@ -211,6 +224,16 @@ class CollectiveMismatch(PktError):
             f"the ranks make different collective calls: {ranks_text(what)}: every rank must make the same "
             "calls in the same order",
             calls=dict(what),
+        )
+
+    @classmethod
+    def closed(cls, places: Mapping[int, str], size: int) -> CollectiveMismatch:
+        """`places`: by rank that closed its world, the line, or "" where it is not known."""
+        said = {r: f"closes its world at {places[r]}" if places[r] else "closes its world" for r in places}
+        said |= {r: "does not close it" for r in range(size) if r not in places}
+        return cls.of(
+            f"close() on some ranks only: {ranks_text(said)}: close the world on every rank, or leave it to pkt.launch",
+            calls=said,
         )
 
 
@@ -314,7 +337,7 @@ class RankError(PktError, IndexError):
 
 
 class SignalIndexError(PktError, IndexError):
-    """A signal index outside its counters."""
+    """A signal index outside its counters, or a signal to memory that is none of `pkt.signals`."""
 
     @classmethod
     def beside(cls, access: Access, name: str, count: int) -> SignalIndexError:
@@ -328,6 +351,13 @@ class SignalIndexError(PktError, IndexError):
     def epoch(cls, access: Access) -> SignalIndexError:
         return cls.of(
             f"epoch: {access.text()}: wanted the first counter of pkt.signals: pass the tensor as pkt.signals gave it",
+            access=access,
+        )
+
+    @classmethod
+    def data(cls, access: Access, call: str) -> SignalIndexError:
+        return cls.of(
+            f"{call}: {access.text()}: wanted a counter of pkt.signals: allocate it with pkt.signals(n)",
             access=access,
         )
 
@@ -396,6 +426,8 @@ class PeerLost(PktError):
 class RankFailed(PktError):
     """The function raised on a rank. `.rank`, `.traceback` (text), `__cause__` if the exception could be pickled."""
 
+    traceback: str
+
     @classmethod
     def raised(
         cls, rank: int, traceback: str, seed: int | None = None, also: Mapping[int, str] | None = None
@@ -446,16 +478,17 @@ class CompileError(PktError):
     """Triton does not compile a kernel for these arguments. `.kernel`, `.place` (file:line) and `.arch`."""
 
     @classmethod
-    def refused(cls, kernel: str, place: str, arch: int, said: str) -> CompileError:
+    def refused(cls, kernel: str, place: str, arch: int, said: str, remedy: str = "") -> CompileError:
         """`said`: Triton's own message."""
         text = (
             f"{kernel} at {place}: Triton does not compile it for sm_{arch}, so the simulator does not run it:\n{said}"
         )
+        text += f"\n{remedy}" if remedy else ""
         return cls.of(text, kernel=kernel, place=place, arch=arch)
 
 
-class Unsupported(PktError):
-    """This machine, release of Triton or mode does not support a call."""
+class Unsupported(PktError, RuntimeError):
+    """This machine, release of Triton, mode or thread does not support a call."""
 
     @classmethod
     def no_gpu(cls, call: str, found: str) -> Unsupported:
@@ -470,6 +503,19 @@ class Unsupported(PktError):
             f"{call}: there is no world: call pkt.init() first, or run inside pkt.launch(fn, ranks=4, "
             'device="cpu" or "cuda")'
         )
+
+    @classmethod
+    def thread(cls, call: str, name: str) -> Unsupported:
+        """`name`: of the thread that makes the call."""
+        return cls.here(
+            call,
+            f"found thread {name!r} beside a simulation, whose ranks run in one thread",
+            "call it in the function that pkt.launch runs; on GPUs the threads of a rank may take turns",
+        )
+
+    @classmethod
+    def in_kernel(cls, call: str) -> Unsupported:
+        return cls.here(call, "found a program of a kernel", "call it in the host code of a rank")
 
     @classmethod
     def captured(cls, rank: int, key: Any) -> Unsupported:

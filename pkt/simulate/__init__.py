@@ -7,5 +7,6 @@ device        the memory accesses and the waits of programs, on accesses, atomic
               memory is the address space, bad_address explains a wrong address, cost is the modelled clock
 detector      finds the accesses that nothing orders, by the clocks of races; sites finds a program's line
 faults        the faults that can be injected
-run           one run; explore: many seeds, mutants and lost signals; turns: one simulation at a time
+run           one run; explore: many seeds, mutants and lost signals, shared among processes; turns: one simulation
+              at a time
 """

@@ -5,11 +5,13 @@ No text contains a raw address: addresses differ from run to run, and the same f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pkt import errors, wording
 from pkt.simulate.detector import accessed
-from pkt.simulate.memory import Access, Unmapped
+from pkt.simulate.faults import Site
+from pkt.simulate.memory import OUTSIDE, Access, Unmapped
 from pkt.simulate.sites import site
 
 EPOCH_BYTES = 8  # the word that `epoch` counts in
@@ -20,7 +22,10 @@ def check_counters(machine: Any, access: Access, kind: str) -> None:
     beginning. The other words are pkt's own."""
     region = access.region
     low, high = access.span()
-    if (low >= region.header and high <= region.header + 4 * region.shape[0]) or (low, high) == (0, EPOCH_BYTES):
+    if (low >= region.header and high <= region.header + region.itemsize * region.shape[0]) or (low, high) == (
+        0,
+        EPOCH_BYTES,
+    ):
         return
     at = site()
     outside = low if low < region.header else high - access.itemsize
@@ -28,6 +33,15 @@ def check_counters(machine: Any, access: Access, kind: str) -> None:
     if at.call == "epoch":
         raise errors.SignalIndexError.epoch(found)
     raise errors.SignalIndexError.beside(found, region.name, region.shape[0])
+
+
+def check_kind(machine: Any, parts: Sequence[tuple[Access, Any]], kind: str, at: Site) -> None:
+    """Raise SignalIndexError unless `parts`, which a signal, wait or barrier accesses, are counters of pkt.signals."""
+    for access, _ in parts:
+        region = access.region
+        if region.kind != "signals":
+            tensor = f"rank {region.rank}'s {region.element(access.first())}"
+            raise errors.SignalIndexError.data(accessed(machine.current, kind, tensor, at), at.call)
 
 
 def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
@@ -55,6 +69,10 @@ def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
     if window == space.size and machine.multicast and not at.call and not strayed:
         element = mine.element(home) if mine else f"byte {home - space.window(rank)}"
         return errors.MulticastAccess.plain(access(f"the multicast window at {element}"))
+    origin = address - OUTSIDE * space.stride
+    if (meant := space.holding(origin)) is not None:  # see `shortcuts.peer`
+        found = f"a copy of {meant.element(origin)} on a rank that the team does not have"
+        return errors.OutOfBounds.outside(access(found), "a team's peers are its own ranks, from 0")
     if not exists and mine is not None:
         element, peers = f"rank {window}'s {mine.element(home)}", f"peers are ranks 0 to {space.size - 1}"
         return errors.OutOfBounds.outside(access(element), peers)

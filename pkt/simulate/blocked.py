@@ -5,34 +5,34 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import numpy as np
-
 from pkt.simulate.faults import Site
 from pkt.simulate.memory import Region
 from pkt.wording import Waiting
 
 
-def signed(value: int) -> int:
-    """The low 32 bits as a signed number."""
-    return (value + 2**31) % 2**32 - 2**31
+def signed(value: int, bits: int = 32) -> int:
+    """The low bits as a signed number."""
+    half = 1 << (bits - 1)
+    return (value + half) % (2 * half) - half
 
 
 class Blocked:
-    """A program in a wait. cmp: "ge", "gt", "le", "lt", "eq", "ne", as in `operator`, or "flip" (the top bit)."""
+    """A program in a wait. cmp: "ge", "gt", "le", "lt", "eq", "ne", as in `operator`, or "flip" (the top bit). bits: of
+    the counter."""
 
-    def __init__(self, task: Any, region: Region, address: int, want: int, cmp: str, at: Site):
+    def __init__(self, task: Any, region: Region, address: int, want: int, cmp: str, at: Site, bits: int = 32):
         self.task, self.region, self.address = task, region, address
-        self.want, self.cmp, self.at = want, cmp, at
+        self.want, self.cmp, self.at, self.bits = want, cmp, at, bits
 
     def found(self) -> int:
         offset = self.address - self.region.base
-        return int(self.region.memory[offset : offset + 4].view(np.int32)[0])
+        return int.from_bytes(self.region.memory[offset : offset + self.bits // 8].tobytes(), "little", signed=True)
 
     def holds(self) -> bool:
         found = self.found()
         if self.cmp == "flip":
             return (found ^ self.want) & 0x80000000 != 0
-        return getattr(operator, self.cmp)(signed(found - self.want), 0)
+        return getattr(operator, self.cmp)(signed(found - self.want, self.bits), 0)
 
     def waiting(self) -> Waiting:
         task = self.task

@@ -5,6 +5,7 @@ signals. Each is then broken in turn, and a fault that no schedule catches shows
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +19,10 @@ SYNC = frozenset(
     "signal_wait_until putmem_signal putmem_signal_nbi broadcast put_flagged take_flagged "
     "take_flagged_all store_release load_acquire".split()
 )
+# Of these calls, those whose pointer is a counter of pkt.signals.
+COUNTING = SYNC - frozenset(
+    "fence quiet put_flagged take_flagged take_flagged_all store_release load_acquire".split()
+) | {"test"}
 READS = frozenset({"load_acquire"})  # of these calls, those that only read: they can be relaxed, not removed or lost
 
 
@@ -65,6 +70,10 @@ class Signal:
     @property
     def target(self) -> str:
         return self.counter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: without the memory that `counter` holds."""
+        return vars(self) | {"counter": functools.partial(str, self.target)}
 
     def __str__(self) -> str:
         sender = f"rank {self.rank} program {self.program} launch {self.launch}"

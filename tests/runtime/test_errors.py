@@ -26,6 +26,7 @@ BUILT = {
     "wanted >= 3, found 2, launch 41",
     errors.WaitTimeout.rendezvous(0, "barrier", 2.5, [1, 3]): "rank 0: barrier waits for rank 1, rank 3 after 2.5 s",
     errors.Deadlock.among([WAIT, WAIT], {0: "barrier()"}): "deadlock: 2 programs wait",
+    errors.Deadlock.among([WAIT]): "deadlock: 1 program waits and nothing can move",
     errors.TooFewResident.waiting(1, "k", 5, 4): "rank 1: k has 5 programs but only 4 are resident",
     errors.GridTooLarge.resident(
         "k", 264, 132, 1

@@ -12,7 +12,8 @@ import pytest
 import triton
 
 import pkt
-from pkt.errors import PeerLost, RankFailed
+from pkt.errors import CollectiveMismatch, PeerLost, RankFailed
+from pkt.runtime.workers import carry
 from pkt.runtime.workers.carry import dumps, loads
 from pkt.runtime.workers.workers import Workers
 
@@ -83,6 +84,17 @@ def test_the_first_traceback_is_raised_and_the_next_call_works(workers):
     assert run(workers, lambda world: world.rank) == [0, 1]
 
 
+def test_close_on_one_rank_only_is_an_error(workers):
+    def closes(world, ranks):
+        if world.rank in ranks:
+            world.close()
+        return world.rank
+
+    with pytest.raises(CollectiveMismatch, match="only: rank 0: does not close it; rank 1: closes its world: close"):
+        run(workers, closes, [1])
+    assert run(workers, closes, [0, 1]) == run(workers, closes, []) == [0, 1]
+
+
 def test_a_timeout_is_raised_rather_than_the_lost_peer_it_caused(workers):
     def main(world):
         from pkt.errors import PeerLost, WaitTimeout
@@ -146,6 +158,7 @@ def test_importable_kernels_are_imported():
 
 def test_kernels_of_the_main_module_go_by_value(monkeypatch):
     """A worker has another main module, even where this process could import it under that name."""
+    monkeypatch.setattr(carry, "_findable", lambda module: True)
     monkeypatch.setattr(local_kernel.fn, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "local_kernel", local_kernel, raising=False)
     assert loads(dumps(local_kernel)) is not local_kernel

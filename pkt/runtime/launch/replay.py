@@ -35,11 +35,11 @@ Key = tuple[Hashable, ...]
 
 
 class _Graph:
-    """The graph of a call. result: which tensor it returns. used: the number of the last call that replayed it."""
+    """The graph of a call. result: which tensors it returns. used: the number of the last call that replayed it."""
 
     __slots__ = ("replay", "result", "used")
 
-    def __init__(self, replay: Callable[[int], None], result: int) -> None:
+    def __init__(self, replay: Callable[[int], None], result: int | tuple[int, ...]) -> None:
         self.replay, self.result, self.used = replay, result, 0
 
 
@@ -59,8 +59,9 @@ def paused() -> Iterator[None]:
 
 
 def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | None = None) -> Launch:
-    """`launch`, for tensors of the same facts, which returns one of them: recorded where it is called again with the
-    same addresses. It must depend on nothing else but `settings()`, and do nothing on the host but queue work."""
+    """`launch`, for tensors of the same facts, which returns one or some of them: recorded where it is called again
+    with the same addresses. It must depend on nothing else but `settings()`, and do nothing on the host but queue
+    work."""
     streams = world.streams
     if streams is None or not KNOWN:
         return launch
@@ -72,14 +73,15 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
     crowded = 0  # until this call no graph is stale
 
     def record(tensors: tuple[Any, ...]) -> _Graph | None:
-        found: list[torch.Tensor] = []
+        found: list[Any] = []
         with streams.recording() as free:
             if not free:
                 return None
             recorded = engines.record(lambda: found.append(launch(*tensors)))
         # From the right: `out` comes last, and may be another operand, too.
-        (result,) = [i for i in reversed(range(len(tensors))) if tensors[i] is found[0]][:1]
-        return _Graph(recorded.replay, result)
+        several = found[0] if isinstance(found[0], tuple) else (found[0],)
+        places = [next(i for i in reversed(range(len(tensors))) if tensors[i] is one) for one in several]
+        return _Graph(recorded.replay, tuple(places) if isinstance(found[0], tuple) else places[0])
 
     def due(key: Key) -> bool:
         """Whether these calls are to be recorded; makes room."""
@@ -100,7 +102,7 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
             del graphs[oldest]
         return True
 
-    def run(*tensors: Any) -> torch.Tensor:
+    def run(*tensors: Any) -> Any:
         nonlocal calls
         stream = streams.eager()
         if stream is None or _pauses or hooked():
@@ -119,6 +121,8 @@ def replayed(world: World, launch: Launch, settings: Callable[[], Hashable] | No
             graphs[key] = graph
         graph.used = calls
         graph.replay(stream)
-        return tensors[graph.result]
+        if isinstance(graph.result, int):
+            return tensors[graph.result]
+        return tuple(tensors[i] for i in graph.result)
 
     return run

@@ -47,7 +47,8 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
             gc.freeze()
         world = opener(job)
         with world:
-            return {"result": dumps(loads(job["fn"])(world, *loads(job["args"])))}
+            result = dumps(loads(job["fn"])(world, *loads(job["args"])))
+            return {"result": result, "closed": world.closed}
     except BaseException as error:
         return {"traceback": traceback.format_exc(), "error": _portable(error), "remoteness": _remoteness(error)}
     finally:

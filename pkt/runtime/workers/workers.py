@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import IO, Any, NamedTuple, TextIO
 
-from pkt.errors import PeerLost, RankFailed, Unsupported
+from pkt.errors import CollectiveMismatch, PeerLost, RankFailed, Unsupported
 from pkt.runtime.processes import rendezvous
 from pkt.runtime.processes.transport import process_state
 from pkt.runtime.workers import interrupts
@@ -138,6 +138,9 @@ class Workers:
     def _raise_first(self, answers: list[dict[str, Any]]) -> None:
         failed = {rank: a for rank, a in enumerate(answers) if "result" not in a}
         if not failed:
+            closed = {rank: "" for rank, answer in enumerate(answers) if answer["closed"]}
+            if 0 < len(closed) < self.size:
+                raise CollectiveMismatch.closed(closed, self.size)
             return
         first = min(failed, key=lambda rank: (failed[rank]["remoteness"], failed[rank]["at"]))
         others = {r: a["traceback"].strip().splitlines()[-1] for r, a in failed.items() if r != first}

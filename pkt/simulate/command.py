@@ -1,4 +1,4 @@
-"""`python -m pkt.simulate file.py[:function] --ranks 4 --seeds 1000`: explore the schedules of a function."""
+"""The command `pkt simulate file.py[:function] --ranks 4 --seeds 1000`: explore the schedules of a function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from pkt.errors import PktError
 from pkt.simulate.explore import simulate
 from pkt.simulate.machine import SMS
 
@@ -52,26 +51,18 @@ def main(
 ) -> None:
     """Run a function on simulated ranks under many schedules; exit status 1 if anything is found."""
     function = load(target)
-    try:
-        report = simulate(
-            function,
-            ranks,
-            seeds if seed is None else [seed],
-            heap=heap,
-            sms=sms,
-            races=races,
-            multicast=multicast,
-            mutants=mutants,
-            lost_signals=lost_signals,
-            lost_ranks=lost_ranks,
-            compile=compile,
-        )
-    except PktError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    report = simulate(
+        function,
+        ranks,
+        seeds if seed is None else [seed],
+        heap=heap,
+        sms=sms,
+        races=races,
+        multicast=multicast,
+        mutants=mutants,
+        lost_signals=lost_signals,
+        lost_ranks=lost_ranks,
+        compile=compile,
+    )
     print(report)
     raise typer.Exit(0 if report.ok else 1)
-
-
-if __name__ == "__main__":
-    typer.run(main)

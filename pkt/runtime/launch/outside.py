@@ -1,0 +1,28 @@
+"""The error of a kernel that is launched where there is neither a GPU nor a world."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from pkt.errors import Unsupported
+
+
+def name_the_remedy() -> None:
+    """Let Triton raise Unsupported, with a remedy, where it finds no GPU for a launch. Nothing of pkt runs in a launch
+    outside a world, so Triton itself has to. Its own error is a RuntimeError, and Unsupported is one, too."""
+    module: Any = sys.modules.get("triton.runtime.driver")
+    create = getattr(module, "_create_driver", None)  # private to Triton: another release may not have it
+    if create is None or getattr(create, "of_pkt", False):
+        return
+
+    def create_driver() -> Any:
+        try:
+            return create()
+        except RuntimeError as error:
+            if not str(error).startswith("0 active drivers"):
+                raise
+            raise Unsupported.no_gpu("Triton", "found no GPU, and no world around this launch of a kernel") from error
+
+    create_driver.of_pkt = True  # type: ignore[attr-defined]
+    module._create_driver = create_driver

@@ -1,0 +1,115 @@
+"""Backward passes of simulated ranks that wait for each other, launch kernels and fail inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.utils.checkpoint import checkpoint
+
+import pkt
+import pkt.language as pl
+
+
+@triton.jit
+def shift_kernel(x_ptr, out_ptr, flags, by, world, N: tl.constexpr):
+    launch = pl.epoch(flags, world)
+    offs = tl.arange(0, N)
+    to = (tl.cast(world.rank, tl.int32) + by) % world.size
+    pl.barrier(flags + 1, world)
+    pl.put(dst=out_ptr + offs, src=x_ptr + offs, peer=to, world=world)
+    pl.signal(flags, to, world)
+    pl.wait(flags, launch, world)
+
+
+class Shift(torch.autograd.Function):
+    """A kernel of the user's, forwards and backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, inbox: Any, flags: Any, world: Any, by: int = 1) -> torch.Tensor:
+        ctx.rest = inbox, flags, world, by
+        shift_kernel[(1,)](x.contiguous(), inbox, flags, by % world.size, world.device, x.numel())
+        return inbox.plain().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        inbox, flags, world, by = ctx.rest
+        assert pkt.current_world() is world
+        return Shift.apply(grad, inbox, flags, world, -by), None, None, None, None
+
+
+def shifted(world: Any, steps: int, wrap: Callable[..., Any] = lambda f, x: f(x)) -> tuple[float, float]:
+    x = torch.full((8,), 1.0 + world.rank, requires_grad=True)
+    buffers = pkt.empty(8), pkt.signals(2), world
+
+    def step(y: torch.Tensor) -> torch.Tensor:
+        return Shift.apply(y.square(), *buffers)
+
+    y = x
+    for _ in range(steps):
+        y = wrap(step, y)
+    (y.sum() * (world.rank + 1)).backward()
+    return y[0].item(), x.grad[0].item()
+
+
+def wanted(rank: int, size: int, steps: int) -> tuple[float, float]:
+    power, to = 2**steps, (rank + steps) % size
+    return float((1 + (rank - steps) % size) ** power), float((to + 1) * power * (rank + 1) ** (power - 1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_rank_runs_its_own_nodes(seed: int) -> None:
+    found = pkt.launch(shifted, 3, device="cpu", args=(2,), seed=seed, races=True)
+    assert found == [wanted(r, 3, 2) for r in range(3)]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_saved_tensor_hooks_are_each_ranks_own(reentrant: bool) -> None:
+    def again(f: Any, x: torch.Tensor) -> Any:
+        return checkpoint(f, x, use_reentrant=reentrant)
+
+    found = pkt.launch(shifted, 3, device="cpu", args=(2, again), seed=3)
+    assert found == [wanted(r, 3, 2) for r in range(3)]
+
+
+def test_an_error_in_a_backward_pass_is_the_ranks() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            world = pkt.current_world()
+            world.barrier()
+            if world.rank == 1:
+                raise ValueError("no gradient today")
+            world.barrier()
+            return grad
+
+    def main(world: Any) -> None:
+        Fails.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+    with pytest.raises(pkt.RankFailed, match="rank 1 raised(.|\n)*no gradient today"):
+        pkt.launch(main, 3, device="cpu")
+
+
+def test_a_deadlock_in_a_backward_pass_names_the_line() -> None:
+    def main(world: Any) -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = pkt.all_gather(x, world=world).sum()
+        if world.rank == 0:
+            y.backward()
+
+    with pytest.raises(pkt.PktError, match=r"test_backward\.py:\d+"):
+        pkt.launch(main, 2, device="cpu")
+
+
+def test_the_engine_is_given_back() -> None:
+    engine = torch.autograd.Variable._execution_engine
+    pkt.launch(lambda world: None, 2, device="cpu")
+    assert torch.autograd.Variable._execution_engine is engine

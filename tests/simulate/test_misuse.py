@@ -1,0 +1,152 @@
+"""Misuse that would pass in silence, or end in an error of Python or Triton: each has an error of pkt with a remedy."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+import pkt.language as pl
+from pkt.runtime.launch import outside
+from tests.simulate.helpers import HEAP, line_of, outcome
+
+
+@triton.jit
+def tell(flags, world):
+    pl.signal(flags, 1 - tl.cast(world.rank, tl.int32), world)
+
+
+@triton.jit
+def listen(flags, world):
+    pl.wait(flags, 0, world)
+
+
+@triton.jit
+def meet(flags, world):
+    pl.barrier(flags, world)
+
+
+@triton.jit
+def names_its_rank(x, world):
+    tl.store(x, world.rank)
+
+
+@triton.jit
+def assumes(x, n):
+    tl.assume(n > 4)
+    tl.store(x + tl.arange(0, 2), 1.0)
+
+
+def closes_on(*ranks: int) -> Callable[..., None]:
+    def main(world: Any) -> None:
+        pkt.ones(4)
+        if world.rank in ranks:
+            world.close()
+
+    return main
+
+
+def test_close_on_some_ranks_only_is_a_finding() -> None:
+    error = outcome(closes_on(0, 2), 3).failure
+    assert isinstance(error, pkt.CollectiveMismatch)
+    assert "close() on some ranks only: ranks 0, 2: closes its world at test_misuse.py:" in str(error)
+    assert "rank 1: does not close it" in str(error)
+    assert outcome(closes_on(), 2).failure is None
+    assert outcome(closes_on(0, 1), 2).failure is None
+
+
+def test_a_deadlock_says_that_a_rank_has_closed_its_world() -> None:
+    def main(world: Any) -> None:
+        world.close() if world.rank == 0 else pkt.ones(4)
+
+    with pytest.raises(pkt.Deadlock, match=r"rank 0: has returned, after close\(\) at test_misuse.py:\d+"):
+        pkt.launch(main, 2, "cpu", heap=HEAP)
+
+
+@pytest.mark.parametrize(("kernel", "call"), [(tell, "signal"), (listen, "wait"), (meet, "barrier")])
+@pytest.mark.parametrize("plain", [False, True])
+def test_signals_go_to_memory_of_signals(kernel: Any, call: str, plain: bool) -> None:
+    def main(world: Any) -> None:
+        flags = torch.zeros(2, dtype=torch.int32) if plain else pkt.zeros(2, dtype=torch.int32)
+        kernel[(1,)](flags, world.device)
+
+    error = outcome(main).failure
+    if plain and call == "signal":  # to a peer's copy, which does not exist
+        assert isinstance(error, (pkt.SignalIndexError, pkt.OutOfBounds))
+        return
+    assert isinstance(error, pkt.SignalIndexError)
+    assert str(error).startswith(f"{call}: ")
+    assert f" at {line_of(kernel, f'pl.{call}')}: wanted a counter of pkt.signals: allocate it with" in str(error)
+
+
+@pytest.mark.parametrize("given", [lambda world: world.rank, lambda world: None])
+def test_a_kernel_that_gets_something_else_for_its_world(given: Any) -> None:
+    with pytest.raises(pkt.CompileError, match=r"(?s)names_its_rank at test_misuse.*give it that$"):
+        pkt.launch(lambda world: names_its_rank[(1,)](pkt.zeros(1), given(world)), 2, "cpu", heap=HEAP)
+
+
+def test_a_false_assumption_names_its_line() -> None:
+    report = pkt.simulate(lambda world: assumes[(1,)](torch.zeros(2), 4), 1, 2, heap=HEAP)
+    (finding,) = report.findings
+    assert isinstance(finding.failure, pkt.FalseAssumption)
+    wanted = f"rank 0: assumes program 0 at {line_of(assumes, 'tl.assume')}: tl.assume is false, "
+    assert str(finding.failure).startswith(wanted)
+    pkt.launch(lambda world: assumes[(1,)](torch.zeros(2), 5), 1, "cpu", heap=HEAP)
+
+
+def test_another_thread_of_a_rank_is_refused() -> None:
+    calls: list[Callable[[Any, Any], Any]] = [
+        lambda world, x: pkt.zeros(4),
+        lambda world, x: pkt.all_reduce(x),
+        lambda world, x: pkt.current_world(),
+        lambda world, x: world.barrier(),
+        lambda world, x: world.all_gather_object(1),
+        lambda world, x: x.free(),
+        lambda world, x: assumes[(1,)](x, 5),
+    ]
+
+    def main(world: Any) -> list[str]:
+        x, said = pkt.zeros(4), []
+
+        def work() -> None:
+            for call in calls:
+                try:
+                    call(world, x)
+                except pkt.Unsupported as error:
+                    said.append(str(error))
+
+        thread = threading.Thread(target=work, name="loader")
+        thread.start()
+        thread.join()
+        return said
+
+    for said in pkt.launch(main, 2, "cpu", heap=HEAP):
+        assert len(said) == len(calls)
+        assert all("found thread 'loader' beside a simulation" in text for text in said)
+        assert all("call it in the function that pkt.launch runs" in text for text in said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a launch outside a world runs on the GPU")
+def test_a_launch_outside_a_world_names_the_remedy() -> None:
+    with pytest.raises(pkt.Unsupported, match=r"no world around this launch of a kernel.*pkt\.launch\(fn, ranks=4"):
+        assumes[(1,)](torch.zeros(2), 5)
+    with pytest.raises(RuntimeError):  # as Triton raises without pkt
+        assumes[(1,)](torch.zeros(2), 5)
+
+
+def test_other_errors_of_tritons_driver_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create() -> None:
+        raise RuntimeError("2 active drivers")
+
+    module = sys.modules["triton.runtime.driver"]
+    monkeypatch.setattr(module, "_create_driver", create)
+    outside.name_the_remedy()
+    with pytest.raises(RuntimeError, match="^2 active drivers$"):
+        module._create_driver()

@@ -31,10 +31,12 @@ def main(arguments: list[str], checkout: Path = CHECKOUT) -> None:
     name, options = short.get(arguments[0], arguments[0]) if arguments else "", arguments[1:]
     if name not in programs and name in operators() and "forms" in programs:
         name, options = "forms", ["--sizes", f"pkt.{name} ", *options]
+    if not programs:
+        remedy = "they come with a clone of pkt: install that one, with pip install -e ."
+        raise Unsupported.here(f"pkt bench {name}".rstrip(), f"found no benchmarks beside pkt in {checkout}", remedy)
     if name not in programs:
         names = dict.fromkeys([*short, *programs, *operators()])
-        known = ", ".join(names) if programs else f"none in {checkout}: benchmarks come with a checkout"
-        print(f"python -m pkt.bench NAME [options]; the names: {known}")
+        print(f"python -m pkt.bench NAME [options]; the names: {', '.join(names)}")
         sys.exit(2)
     wants_gpus = name in {*operators(), "forms"} and not {"cpu", "--help"} & set(options)
     if wants_gpus and checkout == CHECKOUT and not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated, Any
 
@@ -11,8 +12,8 @@ from rich.console import Console
 import pkt
 from pkt.bench import main as benchmark
 from pkt.doctor import examine, measure, show
-from pkt.errors import PktError
-from pkt.simulate.__main__ import main as simulate
+from pkt.errors import PktError, ShapeError
+from pkt.simulate.command import main as simulate
 from pkt.tune.command import main as tune
 from pkt.tune.explanation import explain as explained
 
@@ -94,20 +95,31 @@ app.command(
 @app.command(
     short_help="say which settings an operator takes, and why",
     epilog=_examples(
-        "pkt explain ag_gemm --m 8192 --n 2048 --k 8192", "pkt explain gemm_rs --m 512 --n 8192 --k 7168 --ranks 2"
+        "pkt explain ag_gemm --m 8192 --n 2048 --k 8192",
+        "pkt explain gemm_rs --m 512 --n 8192 --k 7168 --ranks 2",
+        "pkt explain all_reduce --shape 4096x8192",
     ),
 )
 def explain(
     operator: Annotated[str, typer.Argument(help="the operator's name, or its short one, as ag_gemm")],
-    m: Annotated[int, typer.Option(min=1, help="rows of the product that each rank computes")],
-    n: Annotated[int, typer.Option(min=1, help="columns of that product")],
-    k: Annotated[int, typer.Option(min=1, help="what that product sums over")],
+    m: Annotated[int | None, typer.Option(min=1, help="rows of the product that each rank computes")] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="columns of that product")] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="what that product sums over")] = None,
+    shape: Annotated[str | None, typer.Option(help="of a collective's x, in place of m, n and k: 4096x8192")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     ranks: Annotated[int, typer.Option(min=1, help="number of ranks")] = 4,
     gpu: Annotated[str, typer.Option(help="as torch names it")] = "NVIDIA H200",
 ) -> None:
     """Show which settings an operator takes where none are given, why, and the predicted and measured times."""
-    explained(operator, M=m, N=n, K=k, dtype=dtype, size=ranks, gpu=gpu)
+    explained(operator, M=m, N=n, K=k, shape=_lengths(shape), dtype=dtype, size=ranks, gpu=gpu)
+
+
+def _lengths(shape: str | None) -> list[int] | None:
+    if shape is None:
+        return None
+    if not re.fullmatch(r"\d+(x\d+)*", shape):
+        raise ShapeError.argument("pkt explain", "--shape", repr(shape), "lengths, as in 4096x8192")
+    return [int(length) for length in shape.split("x")]
 
 
 _ANY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -32,6 +32,7 @@ from pkt.errors import PktError, Unsupported
 from pkt.launcher import launch
 from pkt.model import rates
 from pkt.model.gpu import H200, gluon_lacks
+from pkt.progress import Advance, bar
 from pkt.runtime.gpu import nvml
 from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.topology import Topology, assemble, multicast_off, probe
@@ -265,6 +266,11 @@ def times(world: World, side: int, nbytes: int) -> dict[str, float]:
 def measure(report: Report, run: Callable[..., list[Any]] = launch) -> None:
     """Open a world on the GPUs that can work together and try it. A failure becomes a fatal problem of `report`. Rates
     of a GPU that the cost model does not know are kept for it."""
+    with bar("measuring", 2) as advance:
+        _measure(report, run, advance)
+
+
+def _measure(report: Report, run: Callable[..., list[Any]], advance: Advance) -> None:
     start = time.perf_counter()
     try:
         # Without multicast: it is not needed here, and a failed attempt may disturb other users of shared GPUs.
@@ -272,9 +278,11 @@ def measure(report: Report, run: Callable[..., list[Any]] = launch) -> None:
     except Exception as error:  # of any kind: the report shows it
         report.problems.append(Problem(f"a world on {report.ranks} GPUs failed", f"{type(error).__name__}: {error}"))
         return
+    advance("transfers between the GPUs")
     if report.ranks > 1:
         report.speeds = {name: [speeds[name] for speeds in found] for name in found[0]}
         _keep_rates(report, run)
+    advance("rates of a GPU")
     report.seconds = time.perf_counter() - start
 
 

@@ -46,8 +46,10 @@ def launch(
         return run(fn, ranks, args=tuple(args), heap=heap_bytes(heap), multicast=multicast, **options)
     if device != "cuda":
         raise Unsupported.here("pkt.launch", f"found device {device!r}", 'wanted "cuda" or "cpu"')
+    from pkt.runtime.gpu.sharing import may_share
+
     found = torch.cuda.device_count()
-    if found < ranks:
+    if found < (1 if may_share() else ranks):
         raise Unsupported.no_gpu("pkt.launch", f"wanted {ranks} GPUs, found {found}")
     for name in options:
         raise Unsupported.here("pkt.launch", f"found the option {name!r}", 'it is for device="cpu" only')

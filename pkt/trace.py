@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pkt.wording import html_text, rendered
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
@@ -95,6 +97,18 @@ class Timeline:
             if event.end_us < event.start_us:
                 raise ValueError(f"{event}: ends before it starts")
 
+    def __repr__(self) -> str:
+        title = f"{self.title!r}, " if self.title else ""
+        return f"Timeline({title}{len(self.ranks)} ranks, {len(self.events)} events, {self._length()})"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it: the summary."""
+        return html_text(rendered(self.table()))
+
+    def _length(self) -> str:
+        start, end = self.span_us
+        return f"{end - start:,.1f} {self.clock}"
+
     @property
     def ranks(self) -> list[int]:
         """The ranks that have events, in order."""
@@ -135,8 +149,7 @@ class Timeline:
         """The summary as a rich table."""
         from rich.table import Table
 
-        start, end = self.span_us
-        table = Table(title=self.title or None, caption=f"{end - start:,.1f} {self.clock} from first start to last end")
+        table = Table(title=self.title or None, caption=f"{self._length()} from first start to last end")
         for column in ("rank", "lanes", *KINDS, "idle", "overlap"):
             table.add_column(column, justify="right")
         for row in self.summary():

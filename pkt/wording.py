@@ -28,6 +28,23 @@ def size_text(nbytes: int) -> str:
     return f"{value:.1f}".removesuffix(".0") + f" {unit}"
 
 
+def html_text(text: str) -> str:
+    """Plain text as a notebook shows it: escaped, with its columns aligned."""
+    import html  # here, because only notebooks need it
+
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def rendered(shown: Any, width: int = 110) -> str:
+    """A table of rich, or a group of them, as plain text."""
+    from rich.console import Console  # here: rich takes longer to import than pkt
+
+    console = Console(width=width, color_system=None, force_jupyter=False)
+    with console.capture() as out:
+        console.print(shown)
+    return out.get().rstrip()
+
+
 def dtype_text(dtype: Any) -> str:
     """`torch.bfloat16` -> `bf16`."""
     name = str(dtype).removeprefix("torch.")

@@ -154,9 +154,9 @@ def main(
     console = Console(width=None if sys.stdout.isatty() else 120)
     found: dict[str, list[Search]] = {}
     gpu = ""
+    for layer in layers:
+        layer.key(ranks)  # raises for sizes that the ranks cannot share: all of them before the first search
     try:
-        for layer in layers:
-            layer.key(ranks)  # all of them before the first search
         for layer in layers:
             search, gpu = _searched(layer, ranks, device)
             found.setdefault(layer.what, []).append(search)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pkt.errors import DtypeError, PktError, ShapeError, Unsupported
-from pkt.kernels.operator import Operator
+from pkt.kernels.operator import Operator, operators
 from pkt.model.config import NCCL, Config, nccl_wanted
 from pkt.model.cost import DTYPES, Estimate, library, modelled
 from pkt.model.gpu import H200, Gpu, gluon_lacks
@@ -23,6 +23,7 @@ from pkt.model.rates import gpu_here
 from pkt.runtime.world import World, current_world
 from pkt.tune import cache, tables
 from pkt.tune.candidates import estimate, operator_space, tuned_operators
+from pkt.tune.collectives import Copies, copies
 from pkt.tune.report import milliseconds, text_of
 from pkt.tune.search import Search
 from pkt.wording import dtype_text
@@ -77,7 +78,7 @@ class Explanation:
         return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, *map(Text, self._lines()))
 
     def __str__(self) -> str:
-        console = Console(width=120, file=io.StringIO(), record=True)
+        console = Console(width=120, file=io.StringIO(), record=True, force_jupyter=False)
         console.print(self)
         return console.export_text().rstrip()
 
@@ -93,8 +94,8 @@ class Explanation:
         """The lines below the table."""
         lines = [f"taken: {self.why}"]
         lacks = gluon_lacks((9, 0))
-        if lacks and self.config.get("mode") == "gluon" and self.key["gpu"] != SIMULATED:
-            lines.append(f"not with {lacks}, as here: there mode=gluon does not run, and calls take another form")
+        if lacks and "gluon" in self.operator.forms and self.key["gpu"] != SIMULATED:
+            lines.append(f"without the form gluon, which does not run with {lacks}, as here")
         taken = self.rows[0]
         baseline = next((row for row in self.rows if row.config == NCCL), taken)
         for how, mine, theirs in (
@@ -123,18 +124,21 @@ class Explanation:
 def explain(
     op: str | Callable[..., Any],
     *,
-    M: int,
-    N: int,
-    K: int,
+    M: int | None = None,
+    N: int | None = None,
+    K: int | None = None,
+    shape: int | Sequence[int] | None = None,
     dtype: torch.dtype | str = torch.bfloat16,
     size: int | None = None,
     gpu: str | None = None,
-) -> Explanation:
+) -> Explanation | Copies:
     """Print which settings an operator takes where none are given, and why; their predicted and measured times; and for
-    comparison pkt's fastest form and NCCL + cuBLAS. Needs no GPU and no world; not collective: one rank is enough.
+    comparison pkt's fastest form and NCCL + cuBLAS. Of a collective, print which form it takes, and what symmetric
+    tensors save over plain ones. Needs no GPU and no world; not collective: one rank is enough.
 
-    op: an operator that is tuned: the function, its name, or its short name, as "ag_gemm".
+    op: a fused product or a collective: the function, its name, or its short name, as "ag_gemm".
     M, N, K: of the product (M, K) @ (K, N) that each rank computes; for all_gather_matmul M counts the gathered rows.
+    shape: of a collective's x, in place of M, N and K.
     dtype: of the operands, bf16, fp16 or fp32.
     size: the number of ranks; that of the current world, 4 where there is none.
     gpu: as torch names it; that of the current world, "NVIDIA H200" where there is none. In the simulator "simulated":
@@ -145,24 +149,46 @@ def explain(
     world = _world()
     if size is None:
         size = 4 if world is None else world.size
-    operator, key = _asked(op, M, N, K, dtype, size)
     machine = {"gpu": H200.name} if world is None else cache.machine(world)
-    found = _found(operator, key, machine if gpu in (None, machine["gpu"]) else {"gpu": gpu})
+    found: Explanation | Copies
+    collective = _collective(op)
+    if collective is not None:
+        _check_axes(size=size)
+        if (M, N, K) != (None, None, None):
+            raise ShapeError.argument(CALL, "M, N, K", (M, N, K), f"none with {collective.name}, but shape=")
+        multicast = world is not None and world.multicast
+        found = copies(collective, shape, dtype, size, gpu_here(gpu or machine["gpu"]), multicast)
+    else:
+        if shape is not None:
+            raise ShapeError.argument(CALL, "shape", repr(shape), "none with a product, but M=, N= and K=")
+        operator, key = _asked(op, M, N, K, dtype, size)
+        found = _found(operator, key, machine if gpu in (None, machine["gpu"]) else {"gpu": gpu})
     Console(width=None if sys.stdout.isatty() else 120).print(found)
     return found
 
 
 # ------------------------------------------------------------------------------------------------------------ the case
-def _asked(op: Any, M: int, N: int, K: int, dtype: Any, size: int) -> tuple[Operator, dict[str, Any]]:
+def _collective(op: Any) -> Operator | None:
+    """The collective of that name, or of that function."""
+    operator = operators().get(op if isinstance(op, str) else getattr(op, "__name__", ""))
+    return operator if operator is not None and [*operator.tensors] == ["x"] else None
+
+
+def _check_axes(**axes: Any) -> None:
+    for axis, length in axes.items():
+        if type(length) is not int or length < 1:
+            raise ShapeError.argument(CALL, axis, repr(length), "at least 1")
+
+
+def _asked(op: Any, M: Any, N: Any, K: Any, dtype: Any, size: Any) -> tuple[Operator, dict[str, Any]]:
     """The operator, and the case as tables and models have it."""
     name, known = op if isinstance(op, str) else getattr(op, "__name__", repr(op)), tuned_operators().values()
     operator = next((o for o in known if o.tuning and name in (o.name, o.tuning.short)), None)
     if operator is None or operator.tuning is None:
         wanted = ", ".join(f"{o.name} ({o.tuning.short})" for o in known if o.tuning)
-        raise ShapeError.argument(CALL, "op", repr(name), wanted)
-    for axis, length in {"M": M, "N": N, "K": K, "size": size}.items():
-        if length < 1:
-            raise ShapeError.argument(CALL, axis, length, "at least 1")
+        collectives = ", ".join(name for name in operators() if _collective(name) is not None)
+        raise ShapeError.argument(CALL, "op", repr(name), f"{wanted}, {collectives}")
+    _check_axes(M=M, N=N, K=K, size=size)
     if dtype_text(dtype) not in DTYPES:
         raise DtypeError.argument(CALL, "dtype", dtype, ", ".join(DTYPES))
     if "m" in operator.tuning.shared and M % size:
@@ -183,7 +209,9 @@ def _found(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) 
     times: dict[Config, float] = {}
     near = tables.near(operator, key, gpu, size)
     if near and near[1] == 0:
-        times |= {c.config: c.time for c in near[0].candidates if c.time is not None}
+        times |= {
+            c.config: c.time for c in near[0].candidates if c.time is not None and _runs(operator, key, gpu, c.config)
+        }
     kept = None if gpu == SIMULATED else _kept(operator, key, machine)
     if kept is not None:
         times[Config.of(kept["config"])] = kept["seconds"]
@@ -194,7 +222,7 @@ def _found(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) 
         compared.setdefault(min(own, key=lambda c: times[c]), []).append("pkt's fastest measured")
     has_model = gpu == H200.name and modelled(key)
     if has_model:
-        own_forms = [c for c in operator_space(operator, key) if c != NCCL]
+        own_forms = [c for c in operator_space(operator, key, gpu_here(gpu)) if c != NCCL]
         if own_forms:
             first = min(own_forms, key=lambda c: found.total if (found := estimate(operator, c, key)) else math.inf)
             compared.setdefault(first, []).append("pkt's fastest by the model")
@@ -217,7 +245,15 @@ def _kept(operator: Operator, key: dict[str, Any], machine: Mapping[str, Any]) -
             operator.settled(call, Config.of(kept["config"]))
         except PktError:  # the call warns
             return None
+        if not _runs(operator, key, machine["gpu"], kept["config"]):
+            return None
     return kept
+
+
+def _runs(operator: Operator, key: Mapping[str, Any], gpu: str, config: Mapping[str, Any]) -> bool:
+    """Whether the form of `config` can run a case on that GPU, with this Triton. NCCL + cuBLAS always counts."""
+    form = operator.forms.get(config.get("mode", ""))
+    return form is None or config["mode"] == NCCL["mode"] or not form.fits(operator.describe(key, gpu_here(gpu)))
 
 
 def _taken(operator: Operator, key: dict[str, Any], gpu: str, kept: Mapping[str, Any] | None) -> tuple[Config, str]:
@@ -233,7 +269,7 @@ def _taken(operator: Operator, key: dict[str, Any], gpu: str, kept: Mapping[str,
             return config, f"tuned on this machine{day}: {milliseconds(kept['seconds'])} ms"
         passed = "NCCL + cuBLAS was tuned here and is off; "
     tabled, near = tables.nearest(operator, key, gpu, key["size"]), tables.near(operator, key, gpu, key["size"])
-    if tabled is not None and near is not None:
+    if tabled is not None and near is not None and _runs(operator, key, gpu, tabled):
         search, distance = near
         shape = ", ".join(f"{axis}={search.key[axis]}" for axis in tables.AXES)
         there = f"the nearest shape, {shape}, {distance:.2g} doublings away" if distance else "this shape"

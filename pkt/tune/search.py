@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from pkt.errors import NoCandidate
 from pkt.model.config import Config
+from pkt.progress import Advance, bar
 from pkt.runtime.workers.interrupts import Interrupts
 from pkt.runtime.world import World
-from pkt.tune._progress import progress
 from pkt.tune.timers import Timer
 from pkt.tune.votes import Votes
-from pkt.wording import ranks_text
+from pkt.wording import html_text, ranks_text, table
 
 MOST = 0.12  # largest share of the candidates that is measured
 LEAST = 8  # fewest candidates that are measured
@@ -27,6 +27,7 @@ HEAT = 0.3
 """Seconds of work before the first repeat that counts, if a launch takes longer than HEATING. Power limits the clock of
 a GPU that has worked for a while, so candidates measured before that would win by as much as a tenth."""
 HEATING = 1e-3
+SHOWN = 8  # candidates that a notebook shows
 CLOSE = 0.005  # a smaller relative difference of two times is not worth another repeat
 
 Model = Callable[[Config, Mapping[str, Any]], "float | None"]
@@ -57,7 +58,7 @@ class Candidate:
         return max(self.times) - min(self.times)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Search:
     """The result of a search, the same on every rank.
 
@@ -72,6 +73,17 @@ class Search:
     best: Config | None
     seconds: float
     interrupted: bool = False
+
+    def __repr__(self) -> str:
+        measured = sum(bool(c.times) for c in self.candidates)
+        return f"Search({self.what}: {measured} of {len(self.candidates)} measured, best {self.best})"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it: the fastest candidates. pkt.tune.report has the whole table."""
+        fastest = sorted((c for c in self.candidates if c.time and not c.dropped), key=lambda c: c.time or 0.0)
+        rows = [(f"{1e3 * (c.time or 0.0):.4g}", c.config) for c in fastest[:SHOWN]]
+        case = ", ".join(f"{name}={value}" for name, value in self.key.items())
+        return html_text(f"{self!r}\n{case}\n{table(('ms', 'settings'), rows)}")
 
 
 class Work(Protocol):
@@ -121,7 +133,8 @@ def search(
     Raises NoCandidate if every candidate was dropped.
     """
     start = time.perf_counter()
-    with Interrupts() as interrupts, progress(work.what, slots(len(order), most), world.rank == 0) as advance:
+    shown = None if world.rank == 0 else False
+    with Interrupts() as interrupts, bar(f"tuning {work.what}", slots(len(order), most), shown) as advance:
         votes = Votes(world, work.what, interrupts)
         state = _State([Candidate(config, predicted) for config, predicted in order], votes, timer, work)
         state.admit(slots(len(order), most), advance)
@@ -150,7 +163,7 @@ class _State:
         measured = [(c.time, i) for i, c in enumerate(self.candidates) if c.time is not None and not c.dropped]
         return [i for _, i in sorted(measured)]
 
-    def admit(self, count: int, advance: Callable[[float | None], None]) -> None:
+    def admit(self, count: int, advance: Advance) -> None:
         """Measure the first `count` that compile and run, REPEATS times, once in each turn, so that a changing clock
         favours no candidate."""
         admitted = begin = 0
@@ -166,7 +179,7 @@ class _State:
                         self.heat(i)
                 if measured and not self.candidates[i].dropped:
                     admitted += 1
-                    advance(self.candidates[self.ranked()[0]].time)
+                    advance(f"best {1e6 * (self.candidates[self.ranked()[0]].time or 0.0):,.1f} µs")
         first = sorted(self.ranked())
         self.turns(first * (REPEATS - 1), dict.fromkeys(first, 1))
 

@@ -143,7 +143,7 @@ def test_wrong_command_lines_are_refused(made_up, arguments, said):
 def test_indivisible_sizes_are_refused_before_any_launch(made_up, tmp_path, name, sizes, said):
     m, n, k = sizes
     done = run(name, "--m", m, "--n", n, "--k", k, "--out", tmp_path / "none")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert said in done.output
     assert made_up == []
     assert not (tmp_path / "none").exists()

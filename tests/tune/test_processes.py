@@ -12,7 +12,7 @@ from tests.runtime.forked import in_worlds
 
 from .helpers import Rough, anything, candidates
 
-WORLDS, RUNS, RANKS, CONFIGS = 4, 250, 4, 12
+WORLDS, RUNS, RANKS, CONFIGS = 4, 250, 4, 8
 WITHOUT_CACHE = 2  # the rank whose folder cannot be made
 
 

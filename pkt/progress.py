@@ -1,0 +1,137 @@
+"""Progress bars with the time left, for work that takes more than two seconds: on a terminal and in a notebook.
+
+A bar is on standard error, and disappears at the end. In a file, a pipe or a CI job there is none.
+Imports nothing of pkt.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+REFRESH = 0.2  # seconds between two pictures of a bar or line
+PATIENCE = 2.0  # seconds of work before a notebook shows a line
+_Update = Callable[["int | None", str], None]
+Advance = Callable[[str], None]
+"""Called after each step, with a few words for the end of the bar."""
+
+
+@contextmanager
+def bar(what: str, total: int | None, shown: bool | None = None) -> Iterator[Advance]:
+    """Show a bar of `total` steps while the `with` lasts. shown: None: on a terminal and in a notebook."""
+    with _drawn(what, total, shown) as task:
+        yield lambda said: task and task(None, said)
+
+
+def steps(items: Iterable[T], what: str, shown: bool | None = None, total: int | None = None) -> Iterator[T]:
+    """The items, with a bar whose step is an item. total: how many, where they have no length."""
+    with bar(what, len(items) if isinstance(items, Sized) else total, shown) as advance:
+        for item in items:
+            yield item
+            advance("")
+
+
+@contextmanager
+def following(what: str, total: int, done: Callable[[], int], shown: bool | None = None) -> Iterator[None]:
+    """Show a bar while the `with` lasts, for steps that other processes take. done: how many; asked once a second, in
+    a thread."""
+    with _drawn(what, total, shown) as task:
+        if task is None:
+            yield
+            return
+        ended = threading.Event()
+
+        def follow() -> None:
+            while not ended.wait(1.0):
+                task(done(), "")
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+@contextmanager
+def _drawn(what: str, total: int | None, shown: bool | None) -> Iterator[_Update | None]:
+    """A function that sets how many steps are done, or adds one where that is None; None without a bar."""
+    notebook = "ipykernel" in sys.modules
+    if shown is None:
+        shown = notebook or sys.stderr.isatty()
+    if not shown:
+        yield None
+    elif notebook:
+        with _in_a_notebook(what, total) as update:
+            yield update
+    else:
+        with _on_a_terminal(what, total) as update:
+            yield update
+
+
+@contextmanager
+def _on_a_terminal(what: str, total: int | None) -> Iterator[_Update]:
+    from rich.console import Console  # imported here: rich takes longer to import than pkt
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    # What is printed meanwhile must go where it went before, as to the file of `command > file`.
+    redirected = sys.stdout.isatty()
+    console = Console(stderr=True)
+    # Without a thread that refreshes the bar, which would keep pkt.simulate from forking.
+    quiet: dict[str, Any] = {"console": console, "transient": True, "auto_refresh": False}
+    with Progress(*columns, redirect_stdout=redirected, **quiet) as progress:
+        task, drawn = progress.add_task(what, total=total, said=""), 0.0
+
+        def update(completed: int | None, said: str) -> None:
+            nonlocal drawn
+            if completed is None:
+                progress.update(task, advance=1, said=said)
+            else:
+                progress.update(task, completed=completed, said=said)
+            if time.monotonic() > drawn + REFRESH:
+                progress.refresh()
+                drawn = time.monotonic()
+
+        try:
+            yield update
+        finally:
+            progress.refresh()
+
+
+@contextmanager
+def _in_a_notebook(what: str, total: int | None) -> Iterator[_Update]:
+    """One line of text, from two seconds on; rich's bar would need ipywidgets, and leave an empty output behind."""
+    from IPython.display import display
+
+    begin = shown_at = time.monotonic()
+    done, handle = 0, None
+
+    def update(completed: int | None, said: str) -> None:
+        nonlocal done, shown_at, handle
+        done = done + 1 if completed is None else completed
+        now = time.monotonic()
+        if now < begin + PATIENCE or now < shown_at + REFRESH:
+            return
+        shown_at = now
+        left = f"{(total - done) * (now - begin) / done:.0f} s left" if done and total else ""
+        text = {"text/plain": f"{what} {done}/{total}  {said}  {left}"}
+        if handle is None:
+            handle = display(text, raw=True, display_id=True)
+        else:
+            handle.update(text, raw=True)
+
+    try:
+        yield update
+    finally:
+        if handle is not None:
+            handle.update({"text/plain": ""}, raw=True)

@@ -1,0 +1,91 @@
+"""pkt.explain for a collective: the form that it takes for symmetric tensors and for plain ones, and what is copied."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from pkt.errors import DtypeError, ShapeError
+from pkt.kernels.operator import Operator
+from pkt.model.gpu import Gpu
+from pkt.wording import dtype_text, size_text
+
+CALL = "pkt.explain"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The form for one kind of tensors, and the bytes that each call copies into and out of symmetric memory, by name
+    of the tensor. seconds: that the GPU's memory takes for the copies; 0.0 without any, None for an unknown GPU."""
+
+    tensors: str
+    mode: str
+    copied: Mapping[str, int]
+    seconds: float | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.copied.values())
+
+
+@dataclass(frozen=True, repr=False)
+class Copies:
+    """The answer of `explain` for a collective; str() gives the text that was printed.
+
+    key: x, dtype, number of ranks and GPU. symmetric, plain: what is taken for tensors of pkt and for others.
+    """
+
+    operator: Operator
+    key: Mapping[str, Any]
+    symmetric: Taken
+    plain: Taken
+
+    def __rich__(self) -> Group:
+        table = Table()
+        for name in ("tensors", "form", "copied in each call", "bytes", "about, us"):
+            table.add_column(name, justify="right" if name in ("bytes", "about, us") else "left")
+        for taken in (self.symmetric, self.plain):
+            about = "" if taken.seconds is None else f"{1e6 * taken.seconds:.3g}"
+            table.add_row(taken.tensors, taken.mode, ", ".join(taken.copied) or "nothing", f"{taken.nbytes:,}", about)
+        case = ", ".join(f"{name}={value}" for name, value in self.key.items())
+        return Group(Text(f"{self.operator.name}: {case}", style="bold"), table, Text(self._saved()))
+
+    def __str__(self) -> str:
+        console = Console(width=120, file=io.StringIO(), record=True, force_jupyter=False)
+        console.print(self)
+        return console.export_text().rstrip()
+
+    def __repr__(self) -> str:
+        return f"Copies({self.operator.name}: {self.plain.nbytes} bytes for plain tensors)"
+
+    def _saved(self) -> str:
+        if not self.plain.nbytes:
+            return "symmetric tensors save no copy: this form takes plain ones where they are"
+        about = "" if self.plain.seconds is None else f", about {1e6 * self.plain.seconds:.3g} us of the GPU's memory"
+        launches = f"{len(self.plain.copied)} launch{'es' * (len(self.plain.copied) > 1)}"
+        return f"symmetric tensors save copies of {size_text(self.plain.nbytes)}{about} and {launches} in each call"
+
+
+def copies(operator: Operator, shape: Any, dtype: Any, size: int, gpu: Gpu, multicast: bool) -> Copies:
+    """What `operator` takes for x of a shape, with its other arguments left out. multicast: of the ranks. Raises
+    ShapeError, DtypeError."""
+    lengths = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (-1,)
+    if not all(type(n) is int and n >= 0 for n in lengths):
+        raise ShapeError.argument(CALL, "shape", repr(shape), "the shape of x, as in (4096, 8192)")
+    found = next((d for d in operator.tensors["x"].dtypes if dtype_text(d) == dtype_text(dtype)), None)
+    if found is None:
+        wanted = ", ".join(dtype_text(d) for d in operator.tensors["x"].dtypes)
+        raise DtypeError.argument(CALL, "dtype", dtype, wanted)
+    taken, names = [], " and ".join(name for name in ("x", "out") if name in operator.names)
+    for kind, symmetric in (("symmetric", True), ("plain", False)):
+        mode, copied = operator.collective(lengths, found, size, gpu, symmetric, multicast)
+        seconds = 2 * sum(copied.values()) / gpu.memory if gpu.measured else None  # read and written
+        taken.append(Taken(f"{kind} {names}", mode, copied, seconds))
+    key = {"x": lengths, "dtype": dtype_text(found), "size": size, "gpu": gpu.name}
+    return Copies(operator, key, *taken)

@@ -1,0 +1,117 @@
+"""Progress bars are shown on a terminal, with the time left, and nowhere else."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import pkt
+from benchmarks import _run, zoo
+from pkt import doctor, progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+KINDS = pytest.mark.parametrize("kind", [Terminal, io.StringIO], ids=["terminal", "pipe"])
+
+
+def standard_error(kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """In its place, something that can be read. Not a fixture: pytest puts its own there before each test."""
+    made = kind()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setenv("COLUMNS", "120")
+    return made
+
+
+def shows(screen: io.StringIO, *words: str) -> bool:
+    """Whether the words were shown; a pipe must stay empty."""
+    if not screen.isatty():
+        assert screen.getvalue() == ""
+        return True
+    missing = [word for word in words if word not in screen.getvalue()]
+    assert not missing, screen.getvalue()
+    return True
+
+
+@KINDS
+def test_a_bar_has_the_work_the_steps_and_the_time_left(
+    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = standard_error(kind, monkeypatch)
+    assert list(progress.steps([1, 2, 3], "cases")) == [1, 2, 3]
+    with progress.bar("more", 2) as advance:
+        advance("first")
+        advance("second")
+    assert shows(screen, "cases", "3/3", "more", "second", "0:00:00")
+
+
+@KINDS
+def test_what_is_printed_meanwhile_goes_to_the_file_of_the_command(
+    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = standard_error(kind, monkeypatch)
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", file)
+    for case in progress.steps([1, 2], "cases"):
+        print("case", case)
+    assert file.getvalue() == "case 1\ncase 2\n"
+    assert "case 1" not in screen.getvalue()
+
+
+@KINDS
+def test_a_caller_may_ask_for_no_bar(kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = standard_error(kind, monkeypatch)
+    pkt.simulate(lambda world: None, 1, 3, progress=False)
+    assert screen.getvalue() == ""
+    pkt.simulate(lambda world: None, 1, 3)
+    assert shows(screen, "schedules", "3/3")
+
+
+@KINDS
+def test_doctor_shows_how_far_its_measuring_is(kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = standard_error(kind, monkeypatch)
+    report: Any = SimpleNamespace(ranks=1, problems=[], seconds=0.0)
+    doctor.measure(report, lambda *args, **named: [{}])
+    assert shows(screen, "measuring", "2/2")
+    assert report.seconds > 0
+
+
+@KINDS
+def test_benchmarks_show_how_far_they_are(kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = standard_error(kind, monkeypatch)
+    cases = {f"N = {n}": {} for n in (1, 2)}
+    found = SimpleNamespace(cases=lambda quick: cases, variants=lambda device, quick: ["a"])
+    monkeypatch.setattr(_run.importlib, "import_module", lambda name: found)
+    monkeypatch.setattr(_run, "_case", lambda *args: [{"variant": "a"}])
+    assert len(_run.run("benchmarks.some", "cpu", 2, True, None)) == 2  # type: ignore[arg-type]
+    assert shows(screen, "some", "2/2", "N = 2, a")
+
+
+@KINDS
+def test_the_zoo_follows_the_file_of_its_workers(
+    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    screen = standard_error(kind, monkeypatch)
+    rows = tmp_path / "zoo.jsonl"
+    rows.write_text("{}\n")
+
+    def launch(*args: Any, **named: Any) -> None:
+        with open(rows, "a") as file:
+            file.write(json.dumps({}) + "\n")
+        time.sleep(1.5 if screen.isatty() else 0)
+
+    monkeypatch.setattr(pkt, "launch", launch)
+    wanted: Any = [SimpleNamespace(facts=dict, key=n, label=str(n)) for n in range(2)]
+    options = argparse.Namespace(device="cuda", seconds=1.0, ranks=2, forms="")
+    assert len(zoo.run(options, wanted, rows)) == 1
+    assert shows(screen, "zoo", "1/2")

@@ -25,9 +25,10 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from .declaration import Call, Case, Form, Launch, Operand, block
+from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .shared import copies, flagged, runs
-from .shared.checks import NUMBERS
+from .shared.checks import NUMBERS, adds
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
 COPIED_BYTES = 256 << 20
@@ -156,6 +157,12 @@ def own_place(call: Call) -> int | None:
     return call.world.rank if rows == 1 and call.mode != "pull" else None
 
 
+def backward(call: Recorded) -> Gradients:
+    """The gradient of x, from that of the result. Collective."""
+    grad = call.operator("reduce_scatter", call.grad, dim=call["dim"])
+    return {"x": grad.view(call.shape("x"))}
+
+
 OPERATOR = Operator(
     all_gather,
     tensors={"x": Operand("...", NUMBERS)},
@@ -183,6 +190,7 @@ OPERATOR = Operator(
     reference=reference,
     place=own_place,
     exact=True,
+    backward=Backward(backward, "`reduce_scatter`", refuses=adds),
     cases=(
         Case(shapes={"x": (4, 10)}, arguments={"mode": "push"}, ranks=4),
         Case(shapes={"x": (4, 10)}, arguments={"mode": "pull", "dim": 1}),

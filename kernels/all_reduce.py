@@ -36,10 +36,11 @@ from pkt.runtime.world import World
 
 from .declaration import Call, Case, Form, Launch, Operand, choice, integer
 from .declaration import block as block_size
+from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .reduce_scatter import await_sent, in_inbox, inboxes, pushed_room
 from .shared import copies, copy_reduce, flagged
-from .shared.checks import FLOATS
+from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, copy_block, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
 
@@ -309,6 +310,11 @@ def _by_copy_engines(call: Call, n: int) -> Launch:
     return copy_reduce.reduce_launch(call.world, n, call.dtype, call["op"], call["block"], call["chunks"])
 
 
+def backward(call: Recorded) -> Gradients:
+    """The gradient of x, from that of the result. Collective."""
+    return {"x": all_reduce(call.grad.clone(memory_format=torch.contiguous_format), world=call.world)}
+
+
 MOVES = "2 (W - 1) / W |x|"
 OPERATOR = Operator(
     all_reduce,
@@ -347,6 +353,8 @@ OPERATOR = Operator(
     },
     default=default,
     reference=reference,
+    in_place=True,
+    backward=Backward(backward, "`all_reduce`; of sums alone", refuses=adds),
     place=lambda call: 0,
     cases=(
         # The third launch meets what the first left in its half of the slots.

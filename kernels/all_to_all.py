@@ -31,6 +31,7 @@ from pkt.runtime.world import World
 
 from .all_gather import moved
 from .declaration import Call, Case, Form, Launch, Operand, block
+from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .shared import copies, flagged, runs
 from .shared.checks import NUMBERS
@@ -152,6 +153,11 @@ def _in_flagged_words(call: Call) -> Launch:
     return flagged.exchange_launch(call.world, call["x"], together_x * run, together_out * run, call["block"])
 
 
+def backward(call: Recorded) -> Gradients:
+    """The gradient of x, from that of the result. Collective."""
+    return {"x": all_to_all(call.grad, scatter=call["gather"], gather=call["scatter"], world=call.world)}
+
+
 MOVES = "(W - 1) / W |x|"
 TURNED = {"scatter": 1, "gather": 0}
 OPERATOR = Operator(
@@ -171,6 +177,7 @@ OPERATOR = Operator(
     },
     default=default,
     reference=reference,
+    backward=Backward(backward, "`all_to_all`, `scatter` and `gather` exchanged"),
     exact=True,
     cases=(
         Case(shapes={"x": "W*7 3"}, explore=False),

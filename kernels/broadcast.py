@@ -21,10 +21,12 @@ import triton.language as tl
 import pkt.language as pl
 from pkt.runtime.world import World
 
+from .all_reduce import all_reduce
 from .declaration import Call, Case, Form, Launch, Operand, block, rank
+from .gradients import Backward, Gradients, Recorded, is_rank
 from .operator import Operator
 from .shared import flagged, runs
-from .shared.checks import NUMBERS
+from .shared.checks import NUMBERS, adds
 from .shared.grid import BLOCKED, barrier_counters, resident_launch
 
 
@@ -100,6 +102,13 @@ def _in_flagged_words(call: Call) -> Launch:
     return flagged.broadcast_launch(call.world, call["x"], call["root"], call["block"])
 
 
+def backward(call: Recorded) -> Gradients:
+    """The sum for root, and zeros for the others, whose x was overwritten. No branch depends on the rank: all ranks'
+    graphs hold the all-reduce, and simulated ranks share compiled code."""
+    total = all_reduce(call.grad.clone(memory_format=torch.contiguous_format), world=call.world)
+    return {"x": torch.where(is_rank(call["root"], call.world, total), total, 0)}
+
+
 OPERATOR = Operator(
     broadcast,
     tensors={"x": Operand("...", NUMBERS)},
@@ -115,6 +124,7 @@ OPERATOR = Operator(
     },
     default=default,
     reference=reference,
+    backward=Backward(backward, "`all_reduce`; zeros on all ranks but root", refuses=adds),
     written="x",
     exact=True,
     cases=(

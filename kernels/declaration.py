@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,8 +36,10 @@ class Operand:
     shape: a letter for each dimension, such as "m k", with "W*" before one that is a multiple of the world size, and
         "2*" before one that is even; "..." for any shape; or a function of the call that returns one of these.
     dtypes: those it may have; () for that of the first operand.
+    strided: plans take it with any strides, so it is never copied.
     optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix. same: it has the
         same elements on every rank.
+    make: how tests make one that not every value suits, such as indices; standard normal or small numbers if None.
     """
 
     shape: str | Callable[[Call], str]
@@ -44,6 +47,8 @@ class Operand:
     optional: bool = False
     transposed: bool = False
     same: bool = False
+    strided: bool = False
+    make: Callable[[Shape, torch.Generator, Call], torch.Tensor] | None = None
 
     def letters(self, call: Call) -> str:
         """The shape in a call."""
@@ -99,7 +104,8 @@ class Case:
     sizes: of the letters of the shapes. shapes: of operands of any shape. arguments: keywords of the call, `mode` and
     settings among them. ranks, sms, multicast: of the world. launches: how many, with other inputs and nothing reset
     between. out: "new", "given", "symmetric", or "x" for the operand x itself. explore: run it under many schedules,
-    and with every piece of synchronisation broken in turn.
+    and with every piece of synchronisation broken in turn. large: sizes of the letters for which kernels are compiled;
+    a few hundred each where none are given.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -111,6 +117,7 @@ class Case:
     launches: int = 2
     out: str = "symmetric"
     explore: bool = True
+    large: Mapping[str, int] = field(default_factory=dict)
 
 
 class Tuning(NamedTuple):
@@ -221,6 +228,22 @@ def integer(least: int | None = None) -> Check:
             raise DtypeError.argument(call.name, name, found, "an integer", call.world.rank)
         if least is not None and value < least:
             raise call.refuse(name, value, f"at least {least}")
+        return value
+
+    return check
+
+
+def number(above: float = -math.inf) -> Check:
+    """None or a finite number greater than `above`."""
+
+    def check(call: Call, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            found = f"{type(value).__name__} {value!r:.40}"
+            raise DtypeError.argument(call.name, name, found, "a number", call.world.rank)
+        if not above < value < math.inf:
+            raise call.refuse(name, value, "a finite number" if above == -math.inf else f"more than {above}")
         return value
 
     return check

@@ -8,8 +8,9 @@ A file declares an operator with a typed function that users call and an `Operat
 
     OPERATOR = Operator(all_gather, tensors={...}, result=..., forms={...}, reference=..., cases=(...))
 
-tensors: the operands, their shapes by letters. arguments: keywords that change the result. settings: keywords that
-change only how it is computed. forms: the ways to compute it, by the name that `mode=` takes.
+tensors: the operands, their shapes by letters; "d.x" is a part of the function's parameter d. arguments: keywords that
+change the result. settings: keywords that change only how it is computed. forms: the ways to compute it, by the name
+that `mode=` takes.
 
 The first call with tensors of some shapes, dtypes, strides and alignment goes through `Operator.plan`: checks, the
 choice of a form, agreement between the ranks, buffers. It returns a closure that only launches, which later calls with
@@ -36,13 +37,14 @@ from pkt.errors import CollectiveMismatch, DtypeError, PktError, ShapeError, Uns
 from pkt.model import rates
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import H200, Gpu
-from pkt.runtime.memory.tensor import SymmetricTensor, facts
+from pkt.runtime.memory.tensor import SymmetricTensor, described, facts
 from pkt.runtime.world import Workspace, World, current_world
 from pkt.wording import dtype_text
 
-from . import staging
+from . import gradients, staging, traced
 from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice, letter_of
 from .forecast import Forecast, forecast, predicted
+from .gradients import Backward, Gradients, Recorded
 from .shared import checks
 
 Advice = Callable[["Operator", Mapping[str, Any], World], Mapping[str, Any]]
@@ -60,47 +62,90 @@ class Operator:
 
     def __init__(
         self,
-        function: Callable[..., torch.Tensor],
+        function: Callable[..., Any],
         *,
         tensors: Mapping[str, Operand],
         result: str | Callable[[Call], str | Shape],
         forms: Mapping[str, Form],
-        reference: Callable[..., torch.Tensor],
+        reference: Callable[..., Any],
+        also: Mapping[str, Operand] | None = None,
         default: Callable[[Call], str] | None = None,
         arguments: Mapping[str, Check] | None = None,
         settings: Mapping[str, Check] | None = None,
         written: str = "out",
+        in_place: bool = False,
         place: Callable[[Call], int | None] = lambda call: None,
         private: str = "",
+        most: Mapping[str, int] | None = None,
+        always: bool = False,
         exact: bool = False,
         terms: Callable[[Mapping[str, int], int], int] = lambda sizes, size: size,
+        bound: Callable[..., Sequence[torch.Tensor | float]] | None = None,
         tuning: Tuning | None = None,
+        backward: Backward | Callable[[Recorded], Gradients] | None = None,
         cases: Sequence[Case] = (),
     ) -> None:
-        """function: what users call. result: the shape of what it returns, of the first operand's dtype. default: the
-        form taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning`
-        takes the form that is expected to be the fastest instead, where the caller gives no setting either. written:
-        the operand that is written. place: which part of x, or of `out`, of the other's size the two may share.
-        private: letters in which ranks may differ. exact: data is moved, not computed with. terms: how many numbers an
+        """function: what users call. result: the shape of what it returns, of the first operand's dtype. also: further
+        results, by name: they are new at each call, follow the operands and `out` when a plan launches, and make the
+        launch, the call and the reference return a tuple. default: the form taken where the caller names none; the
+        first of `forms` without it. On GPUs an operator with `tuning` takes the form that is expected to be the fastest
+        instead, where the caller gives no setting either. backward: its backward pass, see gradients.py. written:
+        the operand that is written. in_place: the function writes into the first operand where it is given no `out`.
+        place: which part of x, or of `out`, of the other's size the two may share.
+        private: letters in which ranks may differ. most: the greatest size of a letter. always: it launches for empty
+        operands, too, which other ranks may need. exact: data is moved, not computed with. terms: how many numbers an
         element of the result is a sum of, from the sizes of the letters and of the world. reference(rank, **operands
-        of all ranks, **arguments): the exact result of a rank, in fp64."""
+        of all ranks, **arguments): the exact result of a rank, in fp64. bound(rank, dtype, roundings, **operands of all
+        ranks, **arguments): how far each result may be from it, where that does not follow from `terms`."""
         self.function, self.name = function, function.__name__
         self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
         self.default = default or (lambda call: next(iter(self.forms)))
         self.arguments, self.settings = dict(arguments or {}), dict(settings or {})
         self.written, self.place, self.private = written, place, private
         self.exact, self.terms, self.tuning, self.cases = exact, terms, tuning, tuple(cases)
+        self.also, self.bound, self.most, self.always = dict(also or {}), bound, dict(most or {}), always
+        self.backward = backward if backward is None or isinstance(backward, Backward) else Backward(backward)
         parameters = inspect.signature(function).parameters
         self._defaults = {name: parameters[name].default for name in self.arguments}
-        self.names = [name for name in parameters if name in self.tensors or name == "out"]
-        self._written = self.names.index(written)
-        self.keywords = [name for name in parameters if name not in (*self.names, "world", "workspace")]
+        parts = {name: [n for n in self.tensors if n.startswith(f"{name}.")] for name in parameters}
+        self._parts = {name: found for name, found in parts.items() if found}
+        self.names = [
+            n for name in parameters for n in self._parts.get(name, [name]) if n in self.tensors or n == "out"
+        ]
+        self.places = {name: at for at, name in enumerate(self.names)}
+        self.read = [self.places[name] for name in self.tensors]
+        self._written = self.places[written]
+        self.in_place = in_place or written in self.tensors
+        others = *self.names, *self._parts, "world", "workspace"
+        self.keywords = [name for name in parameters if name not in others]
         declared = {*self.arguments, *self.settings, *self.tensors, "mode"}
         if missing := declared ^ ({*self.keywords, *self.names} - {"out"}):
             raise TypeError(f"{self.name}: declared or taken, but not both: {', '.join(sorted(missing))}")
+        self.op, self.op_out, self.op_several = traced.define(self)
 
     def __repr__(self) -> str:
         return f"Operator({self.name})"
+
+    def function_of(self, name: str) -> Callable[..., Any]:
+        """The function of another operator."""
+        found = named(name)
+        assert found is not None, f"{self.name}: no operator {name}"
+        return found.function
+
+    def __reduce__(self) -> Any:
+        """For another process: one of pkt's by its name, another by what it declares, from which its ops are made."""
+        if self.name in _modules() and _loaded(self.name) is self:
+            return _loaded, (self.name,)
+        ops = ("op", "op_out", "op_several")
+        return _rebuilt, ({name: value for name, value in vars(self).items() if name not in ops},)
+
+    def parameters(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors by the names of operands, as the function takes them: operands "d.x" and "d.y" are parts of `d`."""
+        whole = {name: SimpleNamespace() for name in self._parts}
+        for name, parts in self._parts.items():
+            for part in parts:
+                setattr(whole[name], part.removeprefix(f"{name}."), tensors[part])
+        return {n: t for n, t in tensors.items() if "." not in n} | whole
 
     # ------------------------------------------------------------------------------------------------------ each call
     def __call__(
@@ -109,32 +154,33 @@ class Operator:
         values: tuple[Any, ...],
         world: World | None = None,
         workspace: Workspace | None = None,
-    ) -> torch.Tensor:
+        needs: str | None = None,
+    ) -> Any:
         """Run the operator: planned once for tensors of the same facts, launched each time. values: of its keywords, in
-        the order of the function's parameters; packing them by name would cost the host a microsecond."""
+        the order of the function's parameters; packing them by name would cost the host a microsecond. needs: of a call
+        that is recorded already, the operands that require grad."""
         if torch.compiler.is_dynamo_compiling():
-            untraced = torch.compiler.disable(Operator.__call__, reason="an operator of pkt is planned and launched")
-            return untraced(self, tensors, values, world, workspace)
+            return traced.call(self, tensors, values, world, workspace)
         if type(world) is not World:
             world = world_of(self.name, world, *tensors, workspace)
+        if torch.is_grad_enabled() and gradients.required(tensors):
+            if traced.has_traced(tensors):
+                return traced.call_of(self, tensors, values, world, workspace)
+            return gradients.record(self, tensors, values, world, workspace, self.__call__)
         if workspace is not None:
             with world.using(workspace, self.name):
-                return self(tensors, values, world)
+                return self(tensors, values, world, None, needs)
         out = tensors[self._written]
-        if torch.is_grad_enabled() and checks.is_trained(out):
-            raise Unsupported.here(
-                f"rank {world.rank}: {self.name}",
-                f"found {self.written}, a leaf that requires grad, which the call overwrites and autograd does not see",
-                f"call it under torch.no_grad(), or with {self.written}.detach()",
-            )
         plans = world.plans
         try:
-            key = (self, values, *facts(tensors, world, self.name, out))
+            key = (self, values, needs, *facts(tensors, world, self.name, out))
             launch = plans.get(key)
         except (TypeError, RuntimeError):  # a list among the settings, or a tensor with no address: nothing to look up
             key = launch = None
         if launch is None:
-            launch = self.plan(world, tensors, dict(zip(self.keywords, values)))
+            if key is None and traced.has_traced(tensors):
+                return traced.call_of(self, tensors, values, world, workspace)
+            launch = self.plan(world, tensors, dict(zip(self.keywords, values)), needs)
             if key is not None:
                 plans[key] = launch
         result = launch(*tensors)
@@ -143,18 +189,21 @@ class Operator:
         return result
 
     # --------------------------------------------------------------------------------- the first with tensors alike
-    def plan(self, world: World, tensors: Sequence[Any], keywords: Mapping[str, Any]) -> Launch:
-        """Check everything, agree with the other ranks, and make what launches. Collective. Raises NotSymmetric,
-        ShapeError, DtypeError, Unsupported, CollectiveMismatch."""
+    def plan(
+        self, world: World, tensors: Sequence[Any], keywords: Mapping[str, Any], needs: str | None = None
+    ) -> Launch:
+        """Check everything, agree with the other ranks, and make what launches. needs: as for a call. Collective.
+        Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch."""
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, dict(zip(self.names, tensors)), arguments, given, keywords["mode"])
         self._check_operands(call)
-        copies = staging.contiguous(call, self.written) if self.tuning is None else {}
+        any_strides = [name for name, operand in self.tensors.items() if operand.strided]
+        copies = staging.contiguous(call, self.written, any_strides) if self.tuning is None else {}
         form = self._choose(call)
         staged = staging.unreachable(call, form.symmetric) if self._stages(call) else []
         self._check_form(call, form, staged)
-        self._agree(call, form, staged)
+        self._agree(call, form, staged, needs)
         if form.complete is not None:
             try:
                 call.settings = dict(form.complete(call))
@@ -163,7 +212,7 @@ class Operator:
                     raise
                 self._ignored(error)  # on all ranks, which have these settings of rank 0
                 world.lasting["tune.settings"][call.case] = {}
-                return self.plan(world, tensors, keywords)
+                return self.plan(world, tensors, keywords, needs)
         for name in staged:
             call.tensors[name] = memory = staging.buffer(call, name)
             copies[name] = functools.partial(_same, memory)
@@ -204,12 +253,32 @@ class Operator:
         for name, operand in self.tensors.items():
             if call.tensors[name] is not None:
                 self._bind(call, name, operand)
+                for letter in self.most:
+                    if call.sizes.get(letter, 0) > self.most[letter]:
+                        found = tuple(call.tensors[name].shape)
+                        raise call.refuse(name, found, f"a size of at most {self.most[letter]} for {letter}")
         self._bind_result(call)
         if call.tensors.get("out") is not None:
             checks.check_tensor(
                 call.name, "out", call["out"], world, shape=call.shape, dtype=call.dtype,
                 contiguous=self.tuning is not None,
             )  # fmt: skip
+
+    def blank(self, world: World, operands: Mapping[str, Any], keywords: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Empty results for operands of which only shapes and dtypes are known. Raises as a plan does for these."""
+        arguments = {name: keywords[name] for name in self.arguments}
+        given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
+        call = Call(self.name, world, operands, arguments, given, keywords["mode"])
+        for name, value in call.arguments.items():
+            call.arguments[name] = self.arguments[name](call, name, value)
+        call.given = self._checked(call, call.given)
+        for name, operand in self.tensors.items():
+            if operands[name] is not None:
+                self._bind(call, name, operand)
+        self._bind_result(call)
+        first = next(iter(operands.values()))
+        others = (first.new_empty(call.bound(o.letters(call)), dtype=o.dtypes[0]) for o in self.also.values())
+        return first.new_empty(call.shape), *others
 
     def _bind_result(self, call: Call) -> None:
         shape = self.result(call) if callable(self.result) else self.result
@@ -359,8 +428,9 @@ class Operator:
         if form.dtypes:
             checks.check_tensor(call.name, first, call.tensors[first], call.world, dtypes=form.dtypes)
 
-    def _agree(self, call: Call, form: Form, staged: Sequence[str]) -> None:
-        """Every rank makes this call, and copies the same tensors. Raises CollectiveMismatch."""
+    def _agree(self, call: Call, form: Form, staged: Sequence[str], needs: str | None) -> None:
+        """Every rank makes this call, copies the same tensors, and needs the same gradients. Raises
+        CollectiveMismatch."""
         known: dict[str, Any] = {}
         reached = [name for name in form.symmetric if name not in staged]
         for name, operand in self.tensors.items():
@@ -370,6 +440,8 @@ class Operator:
             known["out"] = call.tensors["out"]
         if staged:
             known["plain"] = " ".join(staged)
+        if needs is not None:
+            known["requires_grad"] = needs
         check_agreed(
             call.name, call.world, **known, **call.arguments, mode=call.mode, **call.given, **form.agrees(call)
         )
@@ -381,41 +453,52 @@ class Operator:
             return tensor
         shape = operand.letters(call)
         words = shape.split() if shape != "..." else [""] * tensor.ndim
-        sizes = (word if word and word in self.private else n for n, word in zip(tensor.shape, words))
+        sizes = (word if word and letter_of(word, 1)[0] in self.private else n for n, word in zip(tensor.shape, words))
         return Agreed(tuple(sizes), tensor.dtype, None)
 
     def _filled(self, call: Call, form: Form) -> Launch:
-        """What launches, with a new result where the caller gives none; nothing is launched for an empty one."""
+        """What launches, with new results where the caller gives none; nothing is launched for empty ones."""
         new = functools.partial(torch.empty, call.shape, dtype=call.dtype, device=call.world.torch_device)
         given = "out" not in self.names or call.tensors["out"] is not None
         if not given:
             call.tensors["out"] = new()
+        others = [
+            functools.partial(torch.empty, call.bound(o.letters(call)), dtype=o.dtypes[0], device=call["out"].device)
+            for o in self.also.values()
+        ]
         launch = self._empty(call) or form.plan(call)
-        if given:
+        if given and not others:
             return launch
         at = self.names.index("out")
 
-        def launch_into_new(*tensors: Any) -> torch.Tensor:
-            given = list(tensors)
-            given[at] = new()
-            return launch(*given)
+        def launch_into_new(*tensors: Any) -> Any:
+            full = list(tensors)
+            if not given:
+                full[at] = new()
+            return launch(*full, *(make() for make in others))
 
         return launch_into_new
 
     def _empty(self, call: Call) -> Launch | None:
         """What "launches" where there is nothing to compute; None where there is."""
         written, size = call.tensors[self.written], call.world.size
-        if written.numel() == 0:
+        if self.always:
+            return None
+        if written.numel() == 0 and not self.also:
             return lambda *tensors: tensors[self._written]
         ranks_agree = not any(n == 0 for letter, n in call.sizes.items() if letter in self.private)
         if ranks_agree and any(t is not None and t.numel() == 0 for n, t in call.tensors.items() if n in self.tensors):
             arguments = dict(call.arguments)
 
             @torch.no_grad()  # as of kernels
-            def launch(*tensors: Any) -> torch.Tensor:
+            def launch(*tensors: Any) -> Any:
                 named = zip(self.names, tensors)
                 operands = {n: None if t is None else [t] * size for n, t in named if n in self.tensors}
-                return tensors[self._written].copy_(self.reference(call.world.rank, **operands, **arguments))
+                exact = self.reference(call.world.rank, **operands, **arguments)
+                if not self.also:
+                    return tensors[self._written].copy_(exact)
+                written = (tensors[self._written], *tensors[len(self.names) :])
+                return tuple(to.copy_(found) for to, found in zip(written, exact))
 
             return launch
         return None
@@ -435,6 +518,23 @@ class Operator:
         self._bind_result(call)
         return call
 
+    def collective(
+        self, shape: Shape, dtype: torch.dtype, size: int, gpu: Gpu, symmetric: bool, multicast: bool
+    ) -> tuple[str, dict[str, int]]:
+        """The form that the operator, a collective, takes for x of a shape where the caller leaves all else out, and
+        the bytes of the copies that each call makes, see `staging.copied`. symmetric: x and `out` are. gpu, multicast:
+        of every rank. Raises ShapeError."""
+        make = described if symmetric else functools.partial(torch.empty, device="meta")
+        call = Call(self.name, _Described(size, gpu, multicast), {}, self._defaults, {}, None)  # type: ignore[arg-type]
+        call.tensors["x"] = make(shape, dtype=dtype)
+        for name, value in call.arguments.items():
+            call.arguments[name] = self.arguments[name](call, name, value)
+        self._bind_result(call)
+        if "out" in self.names:
+            call.tensors["out"] = make(call.shape, dtype=dtype)
+        mode = self.default(call)
+        return mode, staging.copied(call, self.forms[mode].symmetric, self.tensors, self.written)
+
     def predicted(self, config: Mapping[str, Any], key: Mapping[str, Any], gpu: Gpu) -> Estimate | None:
         """The parts of the time of a config, `mode` and settings, in such a case; None where its form declares none."""
         form = self.forms.get(config.get("mode", ""))
@@ -453,6 +553,13 @@ class Operator:
         self._fill(call, form)
         settings = form.complete(call) if form.complete else call.settings
         return {"mode": call.mode, **settings}
+
+
+def _rebuilt(state: dict[str, Any]) -> Operator:
+    operator = Operator.__new__(Operator)
+    vars(operator).update(state)
+    operator.op, operator.op_out, operator.op_several = traced.define(operator)
+    return operator
 
 
 def _same(memory: torch.Tensor) -> torch.Tensor:
@@ -475,15 +582,16 @@ def _gpu(world: World, case: tuple[Any, ...]) -> Gpu:
 class _Described(SimpleNamespace):
     """As much of a world as the rules of operators ask for: all ranks are alike."""
 
-    rank, capturing = 0, False
+    rank, capturing, lineage = 0, False, ()
 
-    def __init__(self, size: int, gpu: Gpu | None) -> None:
+    def __init__(self, size: int, gpu: Gpu | None, multicast: bool = False) -> None:
         asked = {}  # what ranks ask each other once
         if gpu is not None:
             lacks = "" if gpu.gluon else f"{gpu.name}, without Gluon forms"
             asked = {"pkt.kernels.gluon": lacks, "pkt.kernels.nccl": ""}
         device = torch.device("cpu" if gpu is None else "cuda")
-        super().__init__(size=size, num_sms=gpu.sms if gpu else 1, torch_device=device, lasting=asked)
+        sms = gpu.sms if gpu else 1
+        super().__init__(size=size, num_sms=sms, torch_device=device, lasting=asked, multicast=multicast)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -583,5 +691,5 @@ def check_agreed(call: str, world: World, **arguments: Any) -> None:
 def _signature(value: Any, world: World) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    offset = value.data_ptr() - world.backend.base if isinstance(value, SymmetricTensor) else None
+    offset = value.data_ptr() - world.span.start if isinstance(value, SymmetricTensor) else None
     return Agreed(tuple(value.shape), value.dtype, offset)

@@ -27,9 +27,10 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from .declaration import Call, Case, Form, Launch, Operand, block, choice, integer
+from .gradients import Backward, Gradients, Recorded
 from .operator import Operator
 from .shared import copies, copy_reduce, flagged, runs
-from .shared.checks import FLOATS
+from .shared.checks import FLOATS, adds
 from .shared.grid import BLOCKED, COPY_BYTES, barrier_counters, num_programs, resident_launch
 from .shared.reduction import OPS, Op, combine, over_ranks, reduced
 
@@ -227,6 +228,11 @@ def _in_flagged_words(call: Call) -> Launch:
     return flagged.scatter_launch(call.world, call["x"], _around(call)[1], call["op"], call["block"])
 
 
+def backward(call: Recorded) -> Gradients:
+    """The gradient of x, from that of the result. Collective."""
+    return {"x": call.operator("all_gather", call.grad, dim=call["dim"])}
+
+
 MOVES = "(W - 1) / W |x|"
 OPERATOR = Operator(
     reduce_scatter,
@@ -248,6 +254,7 @@ OPERATOR = Operator(
     },
     default=default,
     reference=reference,
+    backward=Backward(backward, "`all_gather`; of sums alone", refuses=adds),
     place=lambda call: call.world.rank if _around(call)[0] == 1 else None,
     cases=(
         Case(shapes={"x": "4 W*10"}, arguments={"mode": "pull", "dim": 1}, out="new"),

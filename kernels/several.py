@@ -17,12 +17,13 @@ from typing import Any, TypeGuard
 import torch
 
 from pkt.errors import DtypeError, ShapeError, Unsupported
-from pkt.runtime.memory.tensor import SymmetricTensor, facts
+from pkt.runtime.memory.tensor import TRACED, SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World
 
+from . import gradients, traced
 from .declaration import Call, Form
 from .operator import Operator, check_agreed, world_of
-from .shared import checks
+from .shared import checks, tile_product
 from .shared.tile_product import whole_rows
 
 Tensors = Sequence[torch.Tensor]
@@ -73,25 +74,36 @@ def run_several(
     values: tuple[Any, ...],
     world: World | None,
     workspace: Workspace | None,
-    columns_each: int,
+    needs: str | None = None,
 ) -> list[torch.Tensor]:
-    """The operator for a, each of several b, and `out` and bias of each; values as in `Operator.__call__`.
-    columns_each: columns of b that become one of the result."""
+    """The operator for a, each of several b, and `out` and bias of each; values and needs as in `Operator.__call__`."""
+    if torch.compiler.is_dynamo_compiling():
+        return traced.call(operator, tensors, values, world, workspace)
     a, bs, outs, biases = tensors
     if type(world) is not World:
         world = world_of(operator.name, world, a, *bs, workspace)
+    if bs and type(bs[0]) in TRACED:
+        return traced.call_of(operator, tensors, values, world, workspace)
+    if torch.is_grad_enabled() and gradients.required(tensors):
+        _check_lists(operator.name, bs, outs, biases, world)
+        run = functools.partial(run_several, operator)
+        return gradients.record(operator, tensors, values, world, workspace, run)
     if workspace is not None:
         with world.using(workspace, operator.name):
-            return run_several(operator, tensors, values, world, None, columns_each)
+            return run_several(operator, tensors, values, world, None, needs)
     _check_lists(operator.name, bs, outs, biases, world)
+    columns_each = tile_product.columns_each(values[operator.keywords.index("epilogue")])
     whole = side_by_side(bs)
     out = side_by_side(outs) if outs is not None else None
     if whole is not None and whole.ndim == 2 and (outs is None or out is not None):
         columns = _columns(operator.name, bs, outs, columns_each, world)
         bias = None if biases is None else _joined(operator.name, bs, biases, world)
-        result = operator((a, whole, out, bias), values, world)
+        result = operator((a, whole, out, bias), values, world, None, needs)
         return list(outs or result.split(columns, dim=1))
-    return _separate(operator, (a, bs, outs, biases), values, world)
+    return _separate(operator, (a, bs, outs, biases), values, world, needs)
+
+
+traced.take_several(run_several)
 
 
 def _check_lists(name: str, bs: Any, outs: Any, biases: Any, world: World) -> None:
@@ -135,19 +147,19 @@ def _joined(name: str, bs: Tensors, biases: Tensors, world: World) -> torch.Tens
 # ------------------------------------------------------------------------------------------- a launch for each weight
 def _separate(
     operator: Operator, tensors: tuple[Any, Tensors, Tensors | None, Tensors | None], values: tuple[Any, ...],
-    world: World,
+    world: World, needs: str | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     a, bs, outs, biases = tensors
     if outs is not None:
         _check_apart(operator.name, a, bs, outs, biases or (), world)
     try:
         each = facts((a, *bs, *(outs or ()), *(biases or ())), world, operator.name)
-        key: Any = (operator, run_several, values, len(bs), outs is None, biases is None, *each)
+        key: Any = (operator, run_several, values, needs, len(bs), outs is None, biases is None, *each)
         launch = world.plans.get(key)
     except (TypeError, RuntimeError):  # as in Operator.__call__
         key = launch = None
     if launch is None:
-        launch = _plan(operator, world, tensors, dict(zip(operator.keywords, values)))
+        launch = _plan(operator, world, tensors, dict(zip(operator.keywords, values)), needs)
         if key is not None:
             world.plans[key] = launch
     results = launch(a, bs, outs, biases)
@@ -173,7 +185,7 @@ def _check_apart(name: str, a: Any, bs: Tensors, outs: Tensors, biases: Tensors,
 
 def _plan(
     operator: Operator, world: World, tensors: tuple[Any, Tensors, Tensors | None, Tensors | None],
-    keywords: Mapping[str, Any],
+    keywords: Mapping[str, Any], needs: str | None,
 ) -> Launch:  # fmt: skip
     """As Operator.plan, of a call for each weight. Collective."""
     a, bs, outs, biases = tensors
@@ -193,7 +205,9 @@ def _plan(
     for call in calls:
         call.mode, call.given, call.settings = lead.mode, lead.given, lead.settings
         operator._check_form(call, form)
-    shared = {name: tuple(_seen(operator, call, name) for call in calls) for name in operator.tensors}
+    shared: dict[str, Any] = {name: tuple(_seen(operator, call, name) for call in calls) for name in operator.tensors}
+    if needs is not None:
+        shared["requires_grad"] = needs
     check_agreed(operator.name, world, **shared, **lead.arguments, mode=lead.mode, **lead.given, **form.agrees(lead))
     if form.complete is not None:
         settings = dict(form.complete(lead))

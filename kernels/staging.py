@@ -11,7 +11,7 @@ An operand is copied before the launch, and what is written is copied back after
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,12 @@ from pkt.runtime.world import World
 from .declaration import Call, Launch
 
 
-def contiguous(call: Call, written: str) -> dict[str, Callable[[], torch.Tensor]]:
+def contiguous(call: Call, written: str, but: Sequence[str] = ()) -> dict[str, Callable[[], torch.Tensor]]:
     """In the place of operands that are not contiguous, contiguous ones in `call`; what makes them at each launch, by
-    name. Raises ShapeError if elements of `written` share memory."""
+    name. but: operands that may have any strides. Raises ShapeError if elements of `written` share memory."""
     made: dict[str, Callable[[], torch.Tensor]] = {}
     for name, tensor in call.tensors.items():
-        if tensor is None or tensor.is_contiguous():
+        if tensor is None or name in but or tensor.is_contiguous():
             continue
         if name == written and torch._debug_has_internal_overlap(tensor) == 1:
             strides = f"{tuple(tensor.shape)} with strides {tuple(tensor.stride())}"
@@ -44,6 +44,13 @@ def unreachable(call: Call, names: Sequence[str]) -> list[str]:
     """Those of the tensors `names` that are plain: peers cannot access them."""
     plain = [(name, call.tensors[name]) for name in names if call.tensors[name] is not None]
     return [n for n, t in plain if not isinstance(t, SymmetricTensor) and adopt(t, call.world) is None]
+
+
+def copied(call: Call, names: Sequence[str], read: Container[str], written: str) -> dict[str, int]:
+    """Bytes of each copy that a call makes of those of the tensors `names` that are plain: "x in", "out back"."""
+    sizes = {name: call.tensors[name].nbytes for name in unreachable(call, names)}
+    brought = {f"{name} in": n for name, n in sizes.items() if name in read}
+    return brought | {f"{name} back": n for name, n in sizes.items() if name == written}
 
 
 def buffer(call: Call, name: str) -> torch.Tensor:
@@ -76,6 +83,7 @@ def staged(
         result = launch(*given)
         if written not in copies:
             return result
-        return tensors[written].copy_(given[written])
+        copied = tensors[written].copy_(given[written])
+        return (copied, *result[1:]) if isinstance(result, tuple) else copied
 
     return through_copies

@@ -32,8 +32,11 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
 from ..all_gather import OPERATOR as ALL_GATHER
+from ..all_gather import all_gather
 from ..declaration import Call, Case, Form, Launch, Tuning, choice, integer
+from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
+from ..reduce_scatter import reduce_scatter
 from ..several import is_several, run_several
 from ..shared import copies, few_rows, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
@@ -302,7 +305,7 @@ def all_gather_matmul(
     settings = (num_comm_sms, chunk, tiles, split_k, push_rows, rounds_alone, cut_last, whole_rounds)
     values = (epilogue, shard, mode, *settings)
     if type(b) is not torch.Tensor and is_several(b):
-        return run_several(OPERATOR, (a, b, out, bias), values, world, workspace, columns_each(epilogue))  # type: ignore
+        return run_several(OPERATOR, (a, b, out, bias), values, world, workspace)  # type: ignore
     return OPERATOR((a, b, out, bias), values, world, workspace)
 
 
@@ -458,6 +461,7 @@ def _from_one(call: Call) -> dict[str, Any]:
 
 
 def fits_copies(call: Call) -> str:
+    """Why the copy engines cannot push A, in words; "" where they can."""
     whole = whole_rows(call.dtype, call["k"])
     return not_rows(call) or ("" if whole else f"rows of {call['k']} elements, not whole runs of 16 bytes")
 
@@ -478,11 +482,34 @@ def _epilogue(call: Call, name: str, value: Any) -> Any:
 
 
 def not_rows(call: Call) -> str:
+    """Why A is not sharded by rows, in words; "" where it is."""
     return "" if call["shard"] == "rows" else f'shard {call["shard"]!r}, not "rows"'
 
 
 def fits_gluon(call: Call) -> str:
+    """Why mode gluon cannot run a call, in words; "" where it can."""
     return not_rows(call) or gluon_fits.fits("k", "n")(call)
+
+
+def backward(call: Recorded) -> Gradients:
+    """With C = A @ b: the shard's gradient is its part of the sum over ranks of dC @ b^T, b's is A^T @ dC. Several
+    weights are one of their columns side by side."""
+    found: dict[str, Any] = {}
+    rows, world, grads = call["shard"] == "rows", call.world, [grad.contiguous() for grad in call.grads]
+    if "bias" in call.wanted:
+        found["bias"] = [grad.sum(0) for grad in grads]
+    if "a" in call.wanted:
+        b = call["b"]
+        weights = torch.cat(b, dim=1) if isinstance(b, list) else b
+        grad = torch.cat(grads, dim=1) if len(grads) > 1 else grads[0]
+        found["a"] = (
+            call.operator("matmul_reduce_scatter", grad, weights.t(), workspace=call.workspace) if rows
+            else reduce_scatter(torch.mm(grad, weights.t()), dim=1, world=world)
+        )  # fmt: skip
+    if "b" in call.wanted:
+        whole = all_gather(call["a"], dim=0 if rows else 1, world=world)
+        found["b"] = [torch.mm(whole.t(), grad) for grad in grads]
+    return found
 
 
 CHUNKS = {"rows": 1024, "columns": 256}
@@ -531,6 +558,11 @@ OPERATOR = Operator(
         **unfused.gather_forms(ALL_GATHER.planned),
     },
     reference=reference,
+    backward=Backward(
+        backward,
+        "of a `matmul_reduce_scatter`; of b `all_gather` of a once more, then a product",
+        saves={"a": ("b",), "b": ("a",)}, split=products.behind,
+    ),
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True),
     cases=(

@@ -166,17 +166,20 @@ def _plain_tiles(key: Key, gpu: Gpu) -> list[tuple[Any, ...]]:
 
 
 def space_push(key: Key, gpu: Gpu) -> list[Config]:
+    """Candidates of mode push."""
     chunks = sorted({triton.cdiv(min(chunk, key["K"]), 64) * 64 for chunk in (512, 2048)})
     return space(mode="push", num_comm_sms=rules.comm_sms(gpu), chunk=chunks, tiles=_plain_tiles(key, gpu))
 
 
 def space_copy(key: Key, gpu: Gpu) -> list[Config]:
+    """Candidates of mode copy; none where the copy engines cannot push A."""
     if gpu.sms == 1 or not whole_rows(rules.dtype_of(key), key["K"]):
         return []
     return space(mode="copy", push_rows=[0, 1, 2], tiles=_plain_tiles(key, gpu))
 
 
 def space_gluon(key: Key, gpu: Gpu) -> list[Config]:
+    """Candidates of mode gluon, in which programs or copy engines push; none where it cannot run."""
     if not rules.gluon_fits(key, gpu, "N", "K"):
         return []
     found = []
@@ -223,6 +226,7 @@ def columns(key: Key) -> bool:
 
 
 def seconds_push(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    """The parts of a candidate's predicted time, in seconds."""
     case, num_comm = _plain_product(config, key), config.get("num_comm_sms", NUM_COMM_SMS)
     one, nbytes = case.seconds(gpu, plain=True), rules.gathered(key)
     block = case.block_m * case.block_k * case.itemsize
@@ -236,6 +240,7 @@ def seconds_push(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
 
 
 def seconds_copy(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    """The parts of a candidate's predicted time, in seconds."""
     case = _plain_product(config, key)
     push_rows = config.get("push_rows") or triton.cdiv(triton.cdiv(case.m, case.block_m), PLAIN_COPIES)
     plan = PushPlan(0, 0, push_rows, whole_rounds=case.size * case.tiles(case.m) // gpu.sms)
@@ -243,6 +248,7 @@ def seconds_copy(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
 
 
 def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    """The parts of a candidate's predicted time, in seconds."""
     tiles = Tiles(*config.get("tiles") or TILES)
     case = Product.of(key, tiles)
     given = {name: config[name] for name in PushPlan._fields if config.get(name) is not None}

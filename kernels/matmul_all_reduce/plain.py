@@ -28,8 +28,9 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
 from ..all_reduce import OPERATOR as ALL_REDUCE
-from ..all_reduce import low_latency
+from ..all_reduce import all_reduce, low_latency
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
+from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..shared import few_rows, gluon_fits, product_rules, products, unfused
 from ..shared.checks import aligned, stored
@@ -248,6 +249,17 @@ def _settled(call: Call) -> dict[str, Any]:
     return dict(zip(("tiles", "lag"), found))
 
 
+def backward(call: Recorded) -> Gradients:
+    """With dC summed over the ranks: dC @ b^T and a^T @ dC."""
+    found: dict[str, Any] = {}
+    if "bias" in call.wanted:
+        found["bias"] = call.grad.sum(0)
+    if call.wanted & {"a", "b"}:
+        total = call.grad.clone(memory_format=torch.contiguous_format)
+        found |= products.both(call, all_reduce(total, world=call.world))
+    return found
+
+
 MOVES = "2 (W - 1) / W |C|"
 GLUON = Form(
     products.whole_runs(products.fitted(_gluon, out=False)),
@@ -279,6 +291,10 @@ OPERATOR = Operator(
         **unfused.reduce_forms(ALL_REDUCE.planned, low_latency),
     },
     reference=reference,
+    backward=Backward(
+        backward, "`all_reduce` once, then two products",
+        saves={"a": ("b",), "b": ("a",)}, split=products.behind,
+    ),
     private="k",
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("gemm_ar", product_rules.reduced, ("k",)),

@@ -79,6 +79,7 @@ def space_lcsc(key: Key, gpu: Gpu) -> list[Config]:
 
 
 def space_gluon(key: Key, gpu: Gpu) -> list[Config]:
+    """Candidates of mode gluon; none where it cannot run."""
     if not rules.gluon_fits(key, gpu, "N"):
         return []
     return space(mode="gluon", lag=rules.lags(key, gpu), tiles=rules.gluon_tiles(gpu, (4, 8, 16)))
@@ -99,6 +100,7 @@ def seconds_lcsc(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
 
 
 def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    """The parts of a candidate's predicted time, in seconds."""
     shape = key["M"], key["N"], key["K"], key["size"]
     tiles, lag = settled(*shape, gpu.sms, Tiles(*config["tiles"]) if config.get("tiles") else None, config.get("lag"))
     case = Product.of(key, tiles)

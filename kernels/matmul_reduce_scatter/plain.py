@@ -28,7 +28,9 @@ from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
+from ..all_gather import all_gather
 from ..declaration import Call, Case, Form, Launch, Tuning, integer
+from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..reduce_scatter import OPERATOR as REDUCE_SCATTER
 from ..shared import few_rows, gluon_fits, product_rules, products, unfused
@@ -269,6 +271,17 @@ def _settled(call: Call) -> dict[str, Any]:
     return dict(zip(("tiles", "lag", "copies"), found))
 
 
+def backward(call: Recorded) -> Gradients:
+    """With dC of all rows, gathered once: dC @ b^T and a^T @ dC. all_gather_matmul would hide the gather behind the
+    first product, but the second would need another one; and its ranks must agree in k, which here may differ."""
+    found: dict[str, Any] = {}
+    if "bias" in call.wanted:
+        found["bias"] = call.grad.sum(0)
+    if call.wanted & {"a", "b"}:
+        found |= products.both(call, all_gather(call.grad, world=call.world))
+    return found
+
+
 TILES = {"tiles": lambda call: default_tiles(call["m"], call.dtype, call["n"])}
 MOVES = "(W - 1) / W |C|"
 GLUON = Form(
@@ -300,6 +313,10 @@ OPERATOR = Operator(
         **unfused.scatter_forms(REDUCE_SCATTER.planned),
     },
     reference=reference,
+    backward=Backward(
+        backward, "`all_gather` once, then two products",
+        saves={"a": ("b",), "b": ("a",)}, split=products.behind,
+    ),
     private="k",
     terms=lambda sizes, size: size * sizes["k"],
     tuning=Tuning("gemm_rs", product_rules.scattered, ("m", "k")),

@@ -82,6 +82,7 @@ def space_plain(mode: str) -> Callable[[Key, Gpu], list[Config]]:
 
 
 def space_gluon(key: Key, gpu: Gpu) -> list[Config]:
+    """Candidates of mode gluon, stored by the kernel or by copy engines; none where it cannot run."""
     if not rules.gluon_fits(key, gpu, "N"):
         return []
     tiles = rules.gluon_tiles(gpu, (4, 8, 16))
@@ -120,6 +121,7 @@ def _plain(case: Product, rate: float, parts: int, sync: float, gpu: Gpu) -> Est
 
 
 def seconds_gluon(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    """The parts of a candidate's predicted time, in seconds."""
     m, given = math.ceil(key["M"] / key["size"]), (config.get("lag"), config.get("copies"))
     tiles, lag, copies = settled(
         m, key["N"], key["K"], key["size"], gpu.sms, Tiles(*config["tiles"]) if config.get("tiles") else None, *given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
         raise DtypeError.argument(call, name, found, f"a dense one{remedy}", world.rank)
     if not _has_memory(tensor):
         found = f"a {type(tensor).__name__} that has no memory of its own"
-        remedy = "the tensor itself, outside torch.vmap, torch.export and FakeTensorMode; of a DTensor its to_local()"
+        remedy = "the tensor itself, outside torch.vmap and torch.func; of a DTensor its to_local()"
         raise DtypeError.argument(call, name, found, remedy, world.rank)
 
 
@@ -75,6 +76,12 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     except (RuntimeError, TypeError):  # of vmap, a DTensor
         return False
     return True
+
+
+def adds(keywords: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """Why no gradient can be summed over the ranks, for `Backward.refuses`."""
+    op = keywords.get("op", "sum")
+    return f"op={op!r}" if op != "sum" else "" if dtype in FLOATS else _name(dtype)
 
 
 def is_trained(tensor: Any) -> bool:

@@ -155,10 +155,10 @@ def sending(world: World, what: Sequence[Box], target: torch.Tensor) -> Send:
                 beside(copy_kernel, (1,), target, x, *box, world.device, 1024)
 
         return simulate
-    itemsize, window, to = target.element_size(), world.backend.stride, target.data_ptr()
+    itemsize, to, here = target.element_size(), target.data_ptr(), world.backend.window(world.rank)
     moves = [
         (
-            to + (box.peer - world.rank) * window + box.target.start * itemsize, box.source.start * itemsize,
+            to + world.backend.window(box.peer) - here + box.target.start * itemsize, box.source.start * itemsize,
             (box.planes, box.runs, box.run * itemsize),
             (box.target.pitch * itemsize, box.target.plane * itemsize),
             (box.source.pitch * itemsize, box.source.plane * itemsize),
@@ -234,6 +234,16 @@ def meeting(world: World) -> Callable[[], None]:
     return lambda: start(bar, world.device)
 
 
+def telling(world: World, peer: int, counters: SymmetricTensor, at: int) -> Send:
+    """tell(this, stream): queue the copy of `this`, the last of this rank's `counters`, to `peer`'s counter `at`: the
+    number of the launch, behind what the stream has moved so far."""
+    if world.backend.copies is not None:
+        word, words = layout(1), layout(counters.numel())
+        return sending(world, boxes(peer, words[at : at + 1], word, counters.element_size()), counters)
+    number = counters[-1:]
+    return lambda this, stream: beside(tell_kernel, (1,), counters[at:], number, peer, world.device, num_warps=1)
+
+
 class Gathering(NamedTuple):
     """What `gathering` sends, and what a kernel that waits for it needs."""
 
@@ -262,7 +272,7 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk
 
     inbox, counters = world.keep(("pkt.kernels", "gathered", m, k, dtype, step, chunk), make)
     start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)
-    shard, theirs, word, words = layout(m, k), layout(size, m, k)[rank], layout(1), layout(counters.numel())
+    shard, theirs = layout(m, k), layout(size, m, k)[rank]
     number, side = counters[-1:], Side(world)
 
     def part(g: int, peer: int, c: int) -> tuple[Send, Send]:
@@ -270,11 +280,7 @@ def gathering(world: World, m: int, k: int, dtype: torch.dtype, step: int, chunk
         here = slice(g * step, (g + 1) * step), slice(c * chunk, (c + 1) * chunk)
         at = (rank * groups + g) * chunks + c
         move = sending(world, boxes(peer, theirs[here], shard[here], dtype.itemsize), inbox)
-        if world.backend.copies is not None:
-            return move, sending(world, boxes(peer, words[at : at + 1], word, counters.element_size()), counters)
-        return move, lambda this, stream: beside(
-            tell_kernel, (1,), counters[at:], number, peer, world.device, num_warps=1
-        )
+        return move, telling(world, peer, counters, at)
 
     order = itertools.product(range(groups), range(1, size), range(chunks))
     parts, this = [part(g, (rank + d) % size, c) for g, d, c in order], number.plain()

@@ -35,7 +35,7 @@ def weights_descriptor(b: torch.Tensor, tiles: Tiles) -> TensorDescriptor:
 def everywhere(tensor: SymmetricTensor, block: tuple[int, ...], world: World) -> list[TensorDescriptor]:
     """Descriptors of a tensor on this rank, and on the MAX_PEERS next ones: ranks rank + 1, rank + 2, ...; where there
     are fewer this rank's again."""
-    theirs = [tensor.peer((world.rank + d) % world.size) for d in range(1, world.size)]
+    theirs = [tensor.peer((world.rank + d) % world.size, world) for d in range(1, world.size)]
     return here(tensor.plain(), block, *theirs)
 
 

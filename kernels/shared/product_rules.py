@@ -61,6 +61,7 @@ def gluon_fits(key: Key, gpu: Gpu, *columns: str) -> bool:
 
 
 def dtype_of(key: Key) -> torch.dtype:
+    """Of the operands of a case."""
     return DTYPES[dtype_text(key["dtype"])]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from pkt.errors import DtypeError
 from pkt.runtime.memory.tensor import SymmetricTensor
 
 from ..declaration import MAX_BLOCK, Call, Case, Launch, Operand, choice, integer
+from ..gradients import Gradients, Recorded
 from .checks import FLOATS, aligned, stored
-from .tile_product import Tiles, padded
+from .tile_product import Tiles, finished, padded
 
 EPILOGUES = ("none", "relu", "gelu", "silu")
 ARGUMENTS = {"epilogue": choice(*EPILOGUES)}
@@ -81,6 +82,25 @@ def whole_runs(plan: Plan) -> Plan:
         return lambda a, b, out, bias: launch(*filled(a, b), out, bias)
 
     return whole
+
+
+def behind(keywords: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callable[[torch.Tensor], torch.Tensor]] | None:
+    """`Backward.split`: the gradient of an epilogue needs the sum before it, which a fused kernel does not store. So a
+    recorded call returns that sum, rounded, and torch computes the epilogue, and keeps what its gradient needs."""
+    epilogue = keywords["epilogue"]
+    if epilogue == "none":
+        return None
+    return {"epilogue": "none"}, lambda total: finished(total, None, epilogue)
+
+
+def both(call: Recorded, grad: torch.Tensor) -> Gradients:
+    """The gradients of a and b that are wanted, from that of their whole product."""
+    found = {}
+    if "a" in call.wanted:
+        found["a"] = torch.mm(grad, call["b"].t())
+    if "b" in call.wanted:
+        found["b"] = torch.mm(call["a"].t(), grad)
+    return found
 
 
 def in_turn(*launches: Launch) -> Callable[..., None]:

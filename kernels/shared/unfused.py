@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from pkt.errors import Unsupported
 from pkt.model.config import NCCL, UNFUSED, nccl_wanted
+from pkt.runtime.gpu.sharing import may_share
 from pkt.runtime.groups import process_group
 from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty
@@ -184,7 +185,7 @@ def _forms(
         ),
         "nccl": Form(
             _plan(nccl), f"cuBLAS and NCCL's {name}, through torch.distributed", moves,
-            fits=_lacks_group, gpu=True, roundings=lambda size: size + 3 if sums else 3,
+            fits=lacks_group, gpu=True, roundings=lambda size: size + 3 if sums else 3,
             space=lambda key, gpu: [NCCL] if nccl_wanted() else [],
             seconds=unfused_seconds("nccl", collective, sent), **more,
         ),
@@ -248,12 +249,14 @@ def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(a, b, out=_plain(out))
 
 
-def _lacks_group(call: Call) -> str:
+def lacks_group(call: Call) -> str:
     """Why NCCL has no group of this world's ranks, or is not wanted where the caller names no form; "" where it may
     run. Collective, but remembered where the caller names no form, because one rank may then plan alone."""
     known, key = call.world.lasting, "pkt.kernels.nccl"
     if call.asked is None and not nccl_wanted():
         return "PKT_NCCL=0"
+    if may_share():
+        return "PKT_SHARE_GPU=1, and NCCL wants a GPU for every rank"
     if call.asked or key not in known:
         try:
             process_group(call.world)

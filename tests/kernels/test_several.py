@@ -90,12 +90,14 @@ def multiplies(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @every_form
 def test_several_weights(mode: Any, shard: Any, ranks: int) -> None:
-    """Of any number of columns, in every dtype, however they are stored."""
+    """Of any number of columns, in every dtype, however they are stored. Even and odd numbers of ranks share the sizes
+    between them."""
 
     def run(world: Any) -> None:
         for i, stored in enumerate(STORED):
-            multiplies(world, mode, shard, 20, 24, (16, 40, 16), DTYPES[i % 3], stored, bias=i % 2 == 0)
-            if mode != "copy":
+            if mode == "copy" or (i + ranks) % 2 == 0:
+                multiplies(world, mode, shard, 20, 24, (16, 40, 16), DTYPES[i % 3], stored, bias=i % 2 == 0)
+            else:
                 multiplies(world, mode, shard, 7, 13, (21, 5, 1), DTYPES[(i + 1) % 3], stored, bias=i % 2 == 1)
         multiplies(world, mode, shard, 33, 8, (24, 7), torch.bfloat16, separate)  # one whose rows TMA cannot take
 
@@ -227,6 +229,7 @@ def test_later_calls_are_not_planned_again(mode: Any, shard: Any, monkeypatch: p
     """And the plan keeps no tensor."""
 
     def run(world: Any) -> None:
+        alive: list[weakref.ref] = []
         for stored in STORED:
             k = 16 * (world.size if shard == "columns" else 1)
             for turn in range(2):
@@ -244,10 +247,10 @@ def test_later_calls_are_not_planned_again(mode: Any, shard: Any, monkeypatch: p
                 else:
                     found = all_gather_matmul(a, bs, given, **options)
                 assert not any(x.requires_grad for x in found)
-            alive = [weakref.ref(x) for x in (a, *bs, *outs)]
+            alive += [weakref.ref(x) for x in (a, *bs, *outs)]
             del a, bs, outs, given, found
-            gc.collect()
-            assert not any(x() is not None for x in alive), "the plan keeps a tensor"
+        gc.collect()
+        assert not any(x() is not None for x in alive), "the plan keeps a tensor"
 
     on_ranks(1, run)
 
@@ -265,13 +268,13 @@ def test_a_workspace_gives_back_what_is_kept() -> None:
 
 
 def test_weights_that_are_trained() -> None:
-    """Parameters, and views of one, which record; the results do not."""
+    """Parameters, and views of one, which record; so do the results."""
 
     def run(world: Any) -> None:
         whole = torch.nn.Parameter(torch.ones(24, 8))
         for bs in ([w.t() for w in whole.split([16, 8])], [torch.nn.Parameter(torch.ones(8, n)) for n in (16, 8)]):
             found = all_gather_matmul(torch.ones(4, 8), bs)
-            assert [x.eq(8).all().item() and not x.requires_grad for x in found] == [True, True]
+            assert [x.eq(8).all().item() and x.requires_grad for x in found] == [True, True]
 
     on_ranks(2, run)
 

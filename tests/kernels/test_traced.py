@@ -1,0 +1,215 @@
+"""Operators in graphs that torch makes: torch.compile without a graph break, torch.export, fake tensors, transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import pkt
+from pkt.kernels.operator import operators
+
+from .helpers import on_ranks
+
+
+def compiled(function: Any, backend: str = "aot_eager", **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+class Block(nn.Module):
+    """A Llama layer, tensor and sequence parallel: x (m, width) are this rank's tokens."""
+
+    def __init__(self, width: int = 16, heads: int = 2, head: int = 8, hidden: int = 12) -> None:
+        super().__init__()
+        self.heads, self.head = heads, head
+        self.before, self.between = Norm(width), Norm(width)
+        shapes = [(heads * head, width)] * 3 + [(width, heads * head), (2 * hidden, width), (width, hidden)]
+        self.weights = nn.ParameterList(0.2 * torch.randn(shape) for shape in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v, o, up, down = (weight.t() for weight in self.weights)
+        each = pkt.all_gather_matmul(self.before(x), [q, k, v])
+        each = [one.view(-1, self.heads, self.head).transpose(0, 1) for one in each]
+        seen = nn.functional.scaled_dot_product_attention(*each, is_causal=True)
+        x = x + pkt.matmul_reduce_scatter(seen.transpose(0, 1).reshape(-1, self.heads * self.head), o)
+        hidden = pkt.all_gather_matmul(self.between(x), up, epilogue="swiglu")
+        return x + pkt.matmul_reduce_scatter(hidden, down)
+
+
+def gradients(model: Any, x: torch.Tensor, parameters: Any) -> list[torch.Tensor]:
+    """The result, and the gradients of its squared sum."""
+    result = model(x)
+    return [result.detach(), *torch.autograd.grad(result.square().sum(), [x, *parameters])]
+
+
+def assert_alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * (1 + b.abs().max()), (a - b).abs().max()
+
+
+def test_a_llama_layer_is_one_graph() -> None:
+    def run(world: Any) -> None:
+        torch.manual_seed(world.rank)
+        block, x = Block(), torch.randn(4, 16, requires_grad=True)
+        wanted = gradients(block, x, block.parameters())
+        assert_alike(gradients(compiled(block), x, block.parameters()), wanted)
+
+    on_ranks(2, run, seed=1)
+
+
+def test_inductor() -> None:
+    def run(world: Any) -> None:
+        x = torch.randn(4, 8, requires_grad=True)
+        found = compiled(lambda x: pkt.all_gather(x), "inductor")(x)
+        found.sum().backward()
+        assert torch.equal(found[4 * world.rank :][:4], x)
+        assert x.grad.eq(2).all()
+
+    on_ranks(2, run)
+
+
+def test_results_that_are_written() -> None:
+    """A given output, a reduction in place of an input, and one that autograd sees."""
+
+    def several(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, world: Any) -> Any:
+        given = pkt.all_gather(x, out, world=world)
+        assert given is out
+        inside = pkt.all_reduce(y * 2)
+        return pkt.all_reduce(x, world=world), inside, out + 1
+
+    def run(world: Any) -> None:
+        x, y, out = torch.full((2,), 1.0 + world.rank), torch.ones(2, requires_grad=True), torch.empty(4)
+        reduced, inside, more = compiled(several)(x, y, out, world)
+        inside.sum().backward()
+        assert reduced is x
+        assert x.tolist() == [3.0] * 2
+        assert inside.tolist() == [4.0] * 2
+        assert y.grad.tolist() == [4.0] * 2
+        assert out.tolist() == [1.0, 1.0, 2.0, 2.0]
+        assert torch.equal(more, out + 1)
+
+    on_ranks(2, run, seed=2)
+
+
+def test_sizes_that_change_and_a_workspace() -> None:
+    def run(world: Any) -> None:
+        with pkt.Workspace(world) as workspace:
+            before = world.heap.ledger.free_bytes
+            product = compiled(
+                lambda a, b: pkt.all_gather_matmul(a, b, workspace=workspace, mode="push", tiles=(16, 16, 16)),
+                dynamic=True,
+            )
+            for m in (4, 6, 9):
+                a, b = torch.randn(m, 8), torch.randn(8, 6)
+                found = product(a, b)
+                assert torch.allclose(found, torch.cat(world.all_gather_object(a)) @ b, rtol=1e-4, atol=1e-4)
+        assert world.heap.ledger.free_bytes == before
+        with pytest.raises(pkt.Closed, match="workspace 1"):
+            product(a, b)
+
+    on_ranks(2, run)
+
+
+def test_checkpoint_in_a_graph() -> None:
+    def run(world: Any) -> None:
+        w = torch.randn(8, 6, requires_grad=True)
+        x = torch.randn(4, 8, requires_grad=True)
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda y: pkt.all_gather_matmul(y, w, epilogue="silu"), x, use_reentrant=False)
+
+        assert_alike(gradients(compiled(model), x, [w]), gradients(model, x, [w]))
+
+    on_ranks(2, run)
+
+
+def test_export() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return pkt.all_gather_matmul(x, self.weight, epilogue="gelu")
+
+    def run(world: Any) -> None:
+        model, x = Model(), torch.randn(4, 8)
+        program = torch.export.export(model, (x,))
+        called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+        assert called[0] == "pkt.all_gather_matmul.default"
+        with pytest.raises(pkt.Unsupported, match="compiled outside of the simulation"):
+            program.module()(x)
+        assert torch.allclose(compiled(program.module(), "eager")(x), model(x))
+
+    on_ranks(2, run)
+
+
+def test_fake_tensors_have_the_shapes_of_results() -> None:
+    def run(world: Any) -> None:
+        with FakeTensorMode():
+            x, w = torch.empty(4, 8), torch.empty(8, 6, requires_grad=True)
+            assert pkt.all_gather(x, dim=1).shape == (4, 16)
+            q, k = pkt.all_gather_matmul(x, [w, w])
+            assert q.shape == k.shape == (8, 6)
+            with pytest.raises(pkt.ShapeError, match=r"b: found \(7, 6\), wanted \(8, 6\)"):
+                pkt.all_gather_matmul(x, torch.empty(7, 6))
+
+    on_ranks(2, run)
+
+
+def test_transforms_and_direct_calls_are_refused() -> None:
+    def run(world: Any) -> None:
+        x = torch.ones(3, 4)
+        with pytest.raises(pkt.DtypeError, match=r"no memory of its own.*wanted .* outside torch\.vmap"):
+            torch.vmap(pkt.all_reduce)(x)
+        with pytest.raises(pkt.DtypeError, match="no memory of its own"):
+            torch.func.jvp(pkt.all_gather, (x,), (x,))
+        with pytest.raises(pkt.Unsupported, match="call torch.compile in the function"):
+            torch.ops.pkt.all_gather(x, 0, None, None, "", 0)
+
+    on_ranks(1, run)
+
+
+def test_a_call_without_gradients_is_refused_in_a_graph() -> None:
+    def run(world: Any) -> None:
+        x = torch.ones(4, requires_grad=True)
+        for call in (lambda x: pkt.reduce_scatter(x, op="max"), lambda x: pkt.all_gather(x, torch.empty(8))):
+            with pytest.raises(Exception, match="has no gradient|leave out= away"):
+                compiled(call)(x)
+
+    on_ranks(2, run)
+
+
+def test_symmetric_tensors_come_in_as_plain_ones() -> None:
+    def run(world: Any) -> None:
+        x = pkt.full(4, 1.0 + world.rank)
+        gathered = compiled(lambda x: pkt.all_gather(x) + 1)
+        assert gathered(x.plain()).tolist() == [2.0] * 4 + [3.0] * 4
+        with pytest.raises(Exception, match=r"found a symmetric tensor in compiled code: give x\.plain\(\)"):
+            gathered(x)
+        assert compiled(lambda x: x * 2, "eager")(x).tolist() == (2 * x).tolist()
+
+    on_ranks(2, run)
+
+
+def test_schemas_say_what_is_written() -> None:
+    for name, operator in operators().items():
+        assert operator.op._schema.name == f"pkt::{name}"
+        assert not operator.op._schema.is_mutable
+        if operator.op_out is not None:
+            written = [a.name for a in operator.op_out._schema.arguments if a.alias_info and a.alias_info.is_write]
+            assert written == ["out"]

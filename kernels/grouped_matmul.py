@@ -1,0 +1,196 @@
+"""Grouped product: rows that lie in the order of their experts, each times its expert's matrix. Local to a rank.
+
+One persistent kernel. Every program finds its tiles from `offsets` on the device: it computes how many tiles each
+expert has, and a tile's expert is the number of experts whose tiles end before it. So the host need not know how many
+rows an expert has, and a CUDA graph replays with other routing.
+
+The tiles of one expert are neighbours, and among them those of the same columns. So the programs that share weights run
+at the same time, and memory delivers a weight once: with few rows an expert the product takes the time that the weights
+take.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from pkt.errors import ShapeError, Unsupported
+from pkt.runtime.launch.launch import beside, provide_scratch
+from pkt.runtime.world import World
+
+from . import gradients
+from .declaration import Call
+from .operator import world_of
+from .shared import products
+from .shared.checks import FLOATS, aligned, check_apart, check_dense, check_tensor
+from .shared.tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, accumulate, stack, tile_pointers
+
+
+def reference(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The exact product in fp64, (M, N); rows of no expert are 0."""
+    out = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float64, device=x.device)
+    ends = offsets.tolist()
+    for expert, (first, last) in enumerate(itertools.pairwise(ends)):
+        out[first:last] = x[first:last].double() @ w[expert].double()
+    return out
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    x_ptr,  # (M, K) rows by expert
+    w_ptr,  # (experts, K, N), or (experts, N, K) if TRANSPOSED
+    offsets_ptr,  # int32 (experts + 1,); rows [offsets[e], offsets[e + 1]) are expert e's
+    out_ptr,  # (M, N)
+    M,
+    N,
+    K,
+    experts,
+    EXPERTS: tl.constexpr,  # the next power of two
+    TMA: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,  # rows of tiles that run over all columns together, and share their rows in L2
+):
+    e = tl.arange(0, EXPERTS)
+    starts, stops = _rows(offsets_ptr, e, experts, M)
+    columns = tl.cdiv(N, BLOCK_N)
+    ends = tl.cumsum(tl.cdiv(stops - starts, BLOCK_M) * columns)  # tiles of each expert and of those before it
+    a = stack(x_ptr, 1, M, K, K, BLOCK_M, BLOCK_K, TMA)
+    b = _weights(w_ptr, experts, K, N, BLOCK_K, BLOCK_N, TMA, TRANSPOSED)
+    for tile in range(tl.program_id(0), tl.max(ends), tl.num_programs(0)):
+        before = ends <= tile
+        expert = tl.sum(before.to(tl.int32))
+        inside = tile - tl.max(tl.where(before, ends, 0))
+        start, stop = _rows(offsets_ptr, expert, experts, M)
+        rows = tl.cdiv(stop - start, BLOCK_M)
+        group = inside // (GROUP * columns) * GROUP
+        high = tl.minimum(rows - group, GROUP)
+        inside = inside % (GROUP * columns)
+        row = start + (group + inside % high) * BLOCK_M
+        col = inside // high * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if TMA:
+            acc = accumulate(acc, a, 0, b, expert, experts, row, col, M, N, K, K, True, TRANSPOSED, BLOCK_K)
+        else:
+            own = b + tl.cast(expert, tl.int64) * K * N
+            acc = accumulate(acc, a, 0, own, 0, 1, row, col, M, N, K, K, False, TRANSPOSED, BLOCK_K)
+        ptrs, mask = tile_pointers(out_ptr, row, col, stop, N, N, BLOCK_M, BLOCK_N)
+        tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rows(offsets_ptr, expert, experts, M):
+    """The first row of `expert` and the one behind its last, whatever the offsets are: inside of x, and in order."""
+    start = tl.load(offsets_ptr + expert, mask=expert < experts, other=0)
+    stop = tl.load(offsets_ptr + expert + 1, mask=expert < experts, other=0)
+    start = tl.maximum(start, 0)
+    return start, tl.maximum(tl.minimum(stop, M), start)
+
+
+@triton.jit
+def _weights(ptr, experts, K, N, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, T: tl.constexpr):
+    if T:
+        return stack(ptr, experts, N, K, K, BLOCK_N, BLOCK_K, TMA)
+    else:
+        return stack(ptr, experts, K, N, N, BLOCK_K, BLOCK_N, TMA)
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    tiles: Sequence[int] | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """Each expert's rows of `x` times its matrix: out[i] = x[i] @ w[e] for offsets[e] <= i < offsets[e + 1]. Local.
+
+    x: (M, K), rows in the order of their experts. w: (experts, K, N) of x's dtype, or the transposed view of a
+    contiguous (experts, N, K). offsets: int32 (experts + 1,) on x's device, ascending; it is read on the device, so its
+    values may change between replays of a CUDA graph. out: (M, N) of x's dtype, apart from x and w; a new tensor where
+    None. Rows that no expert has are not written. tiles: (block_m, block_n, block_k, group, num_warps, num_stages,
+    maxnreg) of a tile of out, the first three at least; None chooses by M / experts and dtype. Sums are in fp32.
+    Returns `out`. Raises ShapeError, DtypeError, and Unsupported where an operand requires grad: it has no gradient.
+    """
+    world = world_of("grouped_matmul", world, x, out)
+    transposed = _check(x, w, offsets, out, world)
+    if torch.is_grad_enabled() and gradients.required((x, w, out)):
+        found = "found an operand that requires grad, and the operator has no gradient"
+        remedy = "call it under torch.no_grad(), or with operands that are detached"
+        raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
+    (M, K), experts, N = x.shape, *w.shape[::2]
+    if out is None:
+        out = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    if not K:
+        return out.zero_()
+    tma = aligned(x, w.transpose(1, 2) if transposed else w)
+    if tiles is None:
+        held = default_tiles(M, experts, x.dtype, tma)
+    else:
+        held = products.tiles(Call("grouped_matmul", world, {}, {}, {}, None), "tiles", tiles)
+    rows_of_tiles = triton.cdiv(M, held.block_m) + experts - 1  # at most: each expert ends inside of a tile
+    grid = min(rows_of_tiles * triton.cdiv(N, held.block_n), world.num_sms * programs_each(held, x.dtype))
+    provide_scratch()
+    beside(
+        grouped_matmul_kernel, (grid,), x, w, offsets, out, M, N, K, experts, triton.next_power_of_2(experts), tma,
+        transposed, held.block_m, held.block_n, held.block_k, held.group, **held.launch_options(),
+    )  # fmt: skip
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------------- host
+SHARED, SPARE = 228 << 10, 4 << 10
+"""Bytes of an SM's shared memory, sm_90 and sm_100; and those that two programs take beside their stages."""
+
+FEW_ROWS_TILES = Tiles(64, 256, 64, num_stages=4)
+TILES = Tiles(128, 256, 64)
+FEW_ROWS = 160
+
+
+def default_tiles(M: int, experts: int, dtype: torch.dtype, tma: bool) -> Tiles:
+    """Tiles for M rows of so many experts. Weights are the limit up to some hundred rows an expert. FEW_ROWS_TILES are
+    within 4 % of the best tiles for 8, 32 and 128 rows an expert on an H200, TILES for 255 and 510 rows
+    (`benchmarks/results/grouped_matmul.json`)."""
+    if dtype == torch.float32:
+        return FP32_TILES
+    if not tma:
+        return UNALIGNED_TILES
+    return FEW_ROWS_TILES if M <= FEW_ROWS * experts else TILES
+
+
+def programs_each(tiles: Tiles, dtype: torch.dtype) -> int:
+    """Programs that fit on an SM: two where registers and the stages' shared memory leave room. Tiles of less than 64
+    rows go through registers to the tensor cores, and one of their stages is there."""
+    stage = (tiles.block_m + tiles.block_n) * tiles.block_k * dtype.itemsize
+    stages = tiles.num_stages - (tiles.block_m < 64)
+    return 2 if tiles.num_warps <= 4 and 2 * stages * stage + SPARE <= SHARED else 1
+
+
+def _check(
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None, world: World
+) -> bool:  # fmt: skip
+    """Raise what the function's docstring says; whether w is the view of a transposed tensor."""
+    call, rank = "grouped_matmul", world.rank
+    check_tensor(call, "x", x, world, dtypes=FLOATS)
+    if x.ndim != 2:
+        raise ShapeError.argument(call, "x", tuple(x.shape), "2 dimensions", rank)
+    check_dense(call, "w", w, world)
+    if w.ndim != 3 or w.shape[1] != x.shape[1] or not w.shape[0]:
+        raise ShapeError.argument(call, "w", tuple(w.shape), f"(experts, {x.shape[1]}, N)", rank)
+    transposed = not w.is_contiguous() and w.transpose(1, 2).is_contiguous()
+    check_tensor(call, "w", w.transpose(1, 2) if transposed else w, world, dtype=x.dtype)
+    check_tensor(call, "offsets", offsets, world, dtype=torch.int32, shape=(w.shape[0] + 1,))
+    if out is not None:
+        check_tensor(call, "out", out, world, dtype=x.dtype, shape=(x.shape[0], w.shape[2]))
+        check_apart(call, x, out, world, None, "x")
+        check_apart(call, w, out, world, None, "w")
+    return transposed

@@ -1,0 +1,149 @@
+"""Dispatch and combine: routings that break things, the way through a grouped product and home, what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels import dispatch as module
+from pkt.kernels.dispatch import Dispatched
+
+from .helpers import on_ranks, random
+
+ROUTINGS = ("random", "skewed", "none", "one rank", "everywhere")
+
+
+def routed(routing: str, T: int, K: int, experts: int, rank: int) -> torch.Tensor:
+    """int64 (T, K) experts of a rank's tokens."""
+    generator = torch.Generator().manual_seed(rank)
+    chosen = torch.randint(0, experts, (T, K), generator=generator)
+    if routing == "random":
+        return torch.where(torch.rand(T, K, generator=generator) < 0.2, -1, chosen)
+    if routing == "skewed":
+        return torch.where(torch.rand(T, K, generator=generator) < 0.8, 0, chosen)
+    if routing == "none":
+        return torch.where(chosen % 2 == 0, -1, experts + 7)
+    if routing == "one rank":
+        return torch.full((T, K), experts - 1)
+    return torch.arange(K).expand(T, K) * experts // K
+
+
+def operands(size: int, routing: str, tokens: tuple[int, ...], K: int, experts: int, H: int) -> Any:
+    """x, topk_idx and topk_weights of all ranks."""
+    every = [tokens[rank % len(tokens)] for rank in range(size)]
+    return (
+        [random((T, H), torch.bfloat16, rank) for rank, T in enumerate(every)],
+        [routed(routing, T, K, experts, rank) for rank, T in enumerate(every)],
+        [random((T, K), torch.float32, rank, 1).abs() for rank, T in enumerate(every)],
+    )
+
+
+def same(found: Dispatched, exact: tuple[torch.Tensor, ...]) -> None:
+    end = int(exact[3][-1])
+    for name, one, other in zip(Dispatched._fields, found, exact, strict=True):
+        if name == "rows":  # behind the last expert's they are undefined
+            one, other = one[:end], other[:end]
+        assert torch.equal(one.double(), other.double()), name
+
+
+@pytest.mark.parametrize(
+    ("size", "K", "tokens"), [(1, 2, (5,)), (2, 16, (3, 4)), (3, 3, (7, 0, 9)), (4, 1, (0, 0, 0, 6))]
+)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing_is_right(routing: str, size: int, K: int, tokens: tuple[int, ...]) -> None:
+    """One plan, and other routings in its next launches, as in a replayed graph."""
+    experts, room = 6, 160
+
+    def run(world: Any) -> None:
+        mine: list[torch.Tensor] = []
+        for now in (routing, "random"):
+            every = operands(size, now, tokens, K, experts, 8)
+            if not mine:
+                mine = [one[world.rank].clone() for one in every]
+            for one, other in zip(mine, every):
+                one.copy_(other[world.rank])
+            found = pkt.dispatch(*mine, experts, max_tokens=room, alignment=4)
+            found.check()
+            same(found, module.reference(world.rank, *every, experts, room, 4))
+
+    on_ranks(size, run, sms=3)
+
+
+def test_tokens_go_through_experts_and_home() -> None:
+    """The way of a layer: dispatch, a product for each expert, combine; all of it against the product of each pair."""
+    size, experts, K, H, N, T = 2, 4, 3, 16, 24, 7
+
+    def run(world: Any) -> None:
+        x, idx, weights = operands(size, "random", (T,), K, experts, H)
+        w = random((experts, H, N), torch.bfloat16, 9)
+        own = slice(world.rank * experts // size, (world.rank + 1) * experts // size)
+        rank = world.rank
+        found = pkt.dispatch(x[rank], idx[rank], weights[rank], experts, max_tokens=64, alignment=2)
+        y = pkt.grouped_matmul(found.rows, w[own].contiguous(), found.offsets, tiles=(16, 16, 16))
+        home = pkt.combine(y, found)
+        plain = pkt.combine(y, found._replace(weights=None))
+        terms = torch.einsum("th,tkhn->tkn", x[rank].double(), w[idx[rank].clamp_min(0)].double())
+        terms *= (idx[rank] >= 0)[:, :, None]
+        for result, scale in ((home, weights[rank].double()[:, :, None]), (plain, 1)):
+            exact, most = (terms * scale).sum(1), (terms.abs() * scale).sum(1)
+            # The product is rounded, a rank's sum, and the sum of both; fp32 is far below.
+            assert ((result.double() - exact).abs() <= 3.1 * 2.0**-8 * most + 2.0**-120).all()
+
+    on_ranks(size, run, sms=2)
+
+
+def test_what_does_not_fit_is_refused_whole_and_said() -> None:
+    """Rank 1 has no room for its rows: its counts are true, rank 0 is as if nothing had happened, and combine gives
+    what rank 0's experts have."""
+    room = 12
+
+    def run(world: Any) -> str:
+        every = operands(2, "random", (6, 5), 2, 4, 8)
+        every[1][0][:, 1] = 3
+        every[1][1][:, 0] = 3
+        rank = world.rank
+        mine = [one[rank] for one in every]
+        found = pkt.dispatch(*mine, 4, max_tokens=room, alignment=2)
+        same(found, module.reference(rank, *every, 4, room, 2))
+        home = pkt.combine(found.rows, found)
+        here = (mine[1] >= 0) & (mine[1] < 2)
+        exact = mine[0].double() * torch.where(here, mine[2], 0).double().sum(1)[:, None]
+        assert ((home.double() - exact).abs() <= 2.1 * 2.0**-8 * exact.abs()).all()
+        try:
+            found.check()
+        except pkt.ShapeError as error:
+            return str(error)
+        return ""
+
+    said = on_ranks(2, run, sms=2)
+    assert said[0] == ""
+    assert said[1].startswith("rank 1: dispatch: max_tokens: found 12, wanted at least ")
+    assert said[1].endswith("wanted at least 14: expert 3 has 13 of 13 rows")
+
+
+def test_equal_calls_have_equal_bits() -> None:
+    def run(world: Any) -> None:
+        x, idx, weights = (one[world.rank] for one in operands(2, "random", (9,), 3, 4, 8))
+        first = pkt.combine(
+            pkt.dispatch(x, idx, weights, 4, max_tokens=64).rows, pkt.dispatch(x, idx, weights, 4, max_tokens=64)
+        )
+        for sms in (1, 2):
+            found = pkt.dispatch(x, idx, weights, 4, max_tokens=64, num_comm_sms=sms)
+            assert torch.equal(pkt.combine(found.rows, found, num_comm_sms=sms), first)
+
+    for seed in (0, 1, 3):
+        on_ranks(2, run, seed=seed, sms=4)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("num_experts", 0), ("max_tokens", 0), ("alignment", 0), ("K", 17)])
+def test_refuses(name: str, wrong: int) -> None:
+    def run(world: Any) -> None:
+        numbers = {"num_experts": 4, "max_tokens": 8, "alignment": 1, "K": 2} | {name: wrong}
+        K = numbers.pop("K")
+        with pytest.raises(pkt.ShapeError, match="rank 0: dispatch: "):
+            pkt.dispatch(torch.ones(3, 8), torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K), **numbers)
+
+    on_ranks(1, run)

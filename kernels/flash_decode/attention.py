@@ -1,0 +1,168 @@
+"""One pass over the keys that a rank holds: every program takes an equal share of them, whatever the lengths are.
+
+A *unit* is what attends together: of one sequence the rows (query token, head) of one KV head, up to ROWS of them. All
+rows of a unit share each load of the cache. Its keys are cut into tiles of KEYS. The tiles of all units lie in one row,
+in the order of (sequence, KV head, block of rows, tile), and each program takes a run of that row. So all programs have
+as many tiles, give or take one run, and the grid does not depend on the lengths, which the kernel reads on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Decode(NamedTuple):
+    """What the kernels work on. B sequences, SQ query tokens of each, HEADS query heads, GROUP of them to each KV head.
+    A row of the result is number (b * SQ + s) * HEADS + h."""
+
+    q_ptr: Any  # (B, SQ, HEADS, D) this rank's, the same on every rank
+    k_ptr: Any  # (pages, PAGE, KV heads, D) this rank's
+    v_ptr: Any  # (pages, PAGE, KV heads, E) this rank's; k_ptr with SHARED
+    table_ptr: Any  # int32 (B, pages_of), the pages of a sequence on this rank, in the order of its keys
+    lens_ptr: Any  # int32 (B, SQ), this rank's keys that a query token sees: the first so many
+    sinks_ptr: Any  # fp32 (HEADS,), the same on every rank, or None
+    out_ptr: Any  # (B, SQ, HEADS, E) this rank's
+    lse_ptr: Any  # fp32 (B, SQ, HEADS) this rank's
+    parts_ptr: Any  # int32 (programs + units, ROWS, WORDS, 4) this rank's: parts of units, in flagged words
+    flags_ptr: Any  # of this rank; only its launch counter is used
+    slots_ptr: Any  # int32 (2, room, 4) on every rank; of a half, by the launch's parity, (size, rows, WORDS, 4) is
+    # used, and rank r puts [r] of it. Without FUSED fp32 (rows, E + 1): this rank's result, and its lse
+    B: Any
+    pages_of: Any
+    most: Any  # keys that the pages of a sequence can hold
+    k_page: Any  # elements from one page of K to the next,
+    k_token: Any  # from one key to the next in a page,
+    k_head: Any  # from one KV head to the next
+    v_page: Any
+    v_token: Any
+    v_head: Any
+    room: Any
+    scale: Any
+    cap: Any
+    BATCH: tl.constexpr  # B, rounded up to a power of two, as the next are
+    TOKENS: tl.constexpr
+    SQ: tl.constexpr
+    HEADS: tl.constexpr
+    GROUP: tl.constexpr
+    D: tl.constexpr
+    E: tl.constexpr
+    PAGE: tl.constexpr
+    SHARED: tl.constexpr  # V is the first E of K
+    CAPPED: tl.constexpr
+    FUSED: tl.constexpr
+    ROWS: tl.constexpr
+    BLOCKS: tl.constexpr  # units of a KV head
+    UNITS: tl.constexpr  # of a sequence
+    KEYS: tl.constexpr
+    D1: tl.constexpr  # D is cut in D1, which may be V, and the rest, D2, which may be 0; both are rounded up
+    D2: tl.constexpr
+    COLUMNS: tl.constexpr  # E, rounded up
+    WORDS: tl.constexpr  # of a row
+
+
+# ------------------------------------------------------------------------------------------------------------- shares
+@triton.jit
+def tiles_of_all(p):
+    """(BATCH,): tiles of each sequence's units: one at least, so that somebody reports a unit that has no keys."""
+    b = tl.arange(0, p.BATCH)
+    s = tl.arange(0, p.TOKENS)
+    here = (b < p.B)[:, None] & (s < p.SQ)[None, :]
+    lens = tl.load(p.lens_ptr + b[:, None] * p.SQ + s[None, :], mask=here, other=0)
+    longest = tl.minimum(tl.maximum(tl.max(lens, 1), 0), p.most)
+    return tl.where(b < p.B, tl.maximum(tl.cdiv(longest, p.KEYS), 1), 0)
+
+
+@triton.jit
+def share_of(tiles, p):
+    """Tiles that a program takes: the first from 0 on, the second from there on, ..."""
+    return tl.maximum(tl.cdiv(tl.sum(tiles, 0) * p.UNITS, tl.num_programs(0)), 1)
+
+
+@triton.jit
+def unit_at(tile, tiles, p):
+    """The unit that a tile of the row belongs to."""
+    b = tl.sum((tl.cumsum(tiles, 0) * p.UNITS <= tile).to(tl.int32), 0)
+    first, count = tiles_of(b * p.UNITS, tiles, p)
+    return b * p.UNITS + (tile - first) // tl.maximum(count, 1)
+
+
+@triton.jit
+def tiles_of(unit, tiles, p):
+    """(the first tile of a unit, how many it has)"""
+    b = tl.arange(0, p.BATCH)
+    before = tl.sum(tl.where(b < unit // p.UNITS, tiles, 0), 0)
+    count = tl.sum(tl.where(b == unit // p.UNITS, tiles, 0), 0)
+    return before * p.UNITS + unit % p.UNITS * count, count
+
+
+@triton.jit
+def place_of(unit, i, p):
+    """Of rows i of a unit: (sequence, KV head, query token, number of the row of the result, which of them exist)."""
+    b = unit // p.UNITS
+    g = unit % p.UNITS // p.BLOCKS
+    row = unit % p.BLOCKS * p.ROWS + i
+    s = row // p.GROUP
+    exists = row < p.SQ * p.GROUP
+    return b, g, s, (b * p.SQ + s) * p.HEADS + g * p.GROUP + row % p.GROUP, exists
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+@triton.jit
+def attend(unit, first, last, p):
+    """Tiles [first, last) of a unit's keys: (the attention over them, fp32 (ROWS, COLUMNS); its lse, fp32 (ROWS,)). A
+    row that sees none of them has 0 and -inf. No wait is in here, so the loop is pipelined."""
+    dtype: tl.constexpr = p.q_ptr.dtype.element_ty
+    b, g, s, number, exists = place_of(unit, tl.arange(0, p.ROWS), p)
+    d1 = tl.arange(0, p.D1)
+    q_row = p.q_ptr + tl.cast(number, tl.int64)[:, None] * p.D
+    q1 = tl.load(q_row + d1[None, :], mask=exists[:, None] & (d1 < p.D)[None, :], other=0)
+    if p.D2:
+        d2 = p.D1 + tl.arange(0, p.D2)
+        q2 = tl.load(q_row + d2[None, :], mask=exists[:, None] & (d2 < p.D)[None, :], other=0)
+    seen = tl.load(p.lens_ptr + b * p.SQ + s, mask=exists, other=0)
+    seen = tl.minimum(seen, p.most)
+    end = tl.max(seen, 0)
+    e = tl.arange(0, p.COLUMNS)
+    table = p.table_ptr + tl.cast(b, tl.int64) * p.pages_of
+    k_head = p.k_ptr + tl.cast(g, tl.int64) * p.k_head
+    v_head = p.v_ptr + tl.cast(g, tl.int64) * p.v_head
+
+    acc = tl.zeros((p.ROWS, p.COLUMNS), tl.float32)
+    most = tl.full((p.ROWS,), float("-inf"), tl.float32)  # of the scores, which are in powers of two
+    total = tl.zeros((p.ROWS,), tl.float32)
+    for tile in range(first, last):
+        key = tile * p.KEYS + tl.arange(0, p.KEYS)
+        there = key < end
+        page = tl.cast(tl.load(table + key // p.PAGE, mask=there, other=0), tl.int64)
+        k_row = k_head + (page * p.k_page + key % p.PAGE * p.k_token)[:, None]
+        k1 = tl.load(k_row + d1[None, :], mask=there[:, None] & (d1 < p.D)[None, :], other=0)
+        score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+        if p.D2:
+            k2 = tl.load(k_row + d2[None, :], mask=there[:, None] & (d2 < p.D)[None, :], other=0)
+            score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
+        score *= p.scale
+        if p.CAPPED:
+            # tanh(x) = 1 - 2 / (1 + e^2x), right for infinite powers, too
+            score = p.cap * (1 - 2 / (1 + tl.exp2(score * (2 * LOG2E / p.cap))))
+        score = tl.where(key[None, :] < seen[:, None], score * LOG2E, float("-inf"))
+        higher = tl.maximum(most, tl.max(score, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # or a row that has seen no key were inf - inf
+        weight = tl.exp2(score - base[:, None])
+        old = tl.exp2(most - base)
+        total = total * old + tl.sum(weight, 1)
+        if p.SHARED and p.COLUMNS == p.D1:
+            v = k1
+        else:
+            v_row = v_head + (page * p.v_page + key % p.PAGE * p.v_token)[:, None]
+            v = tl.load(v_row + e[None, :], mask=there[:, None] & (e < p.E)[None, :], other=0)
+        acc = tl.dot(weight.to(dtype), v, acc * old[:, None], input_precision="ieee")
+        most = higher
+    nothing = total == 0
+    lse = tl.where(nothing, float("-inf"), (most + tl.log2(total)) * LN2)
+    return acc / tl.where(nothing, 1.0, total)[:, None], lse

@@ -1,0 +1,159 @@
+"""The kernels: `decode_kernel` is the whole operator in one launch, or one rank's part, `combine_kernel` the rest."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.language import ptx, sync
+
+from . import attention, merging
+
+FEW, MANY = tl.constexpr(2), tl.constexpr(8)
+"""Parts of a unit that a program takes at once: in one flight."""
+
+
+@triton.jit
+def decode_kernel(p, world, TAKE: tl.constexpr):
+    """1. Each program attends over its share of the tiles. A unit that one program has all of is put to the ranks, a
+    part of a unit into this rank's memory. 2. Each program merges the parts of some rows and puts them to the ranks.
+    3. Each takes some rows of all ranks, merges them, and stores the result.
+
+    Why it cannot deadlock: nobody waits in 1; 2 waits for 1, and 3 for 1 and 2 of all ranks. TAKE: rows at a time in 2
+    and 3. Without FUSED there is no 3, and the results of 1 and 2 are stored for `combine_kernel`."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    launch = sync.peek_epoch(p.flags_ptr)
+    tiles = attention.tiles_of_all(p)
+    share = attention.share_of(tiles, p)
+    units = p.B * p.UNITS
+    end = tl.minimum((pid + 1) * share, tl.sum(tiles, 0) * p.UNITS)
+    if pid * share < end:
+        for unit in range(attention.unit_at(pid * share, tiles, p), attention.unit_at(end - 1, tiles, p) + 1):
+            begin, count = attention.tiles_of(unit, tiles, p)
+            first = tl.maximum(pid * share - begin, 0)
+            last = tl.minimum(end - begin, count)
+            part, lse = attention.attend(unit, first, last, p)
+            i = tl.arange(0, p.ROWS)
+            _, _, _, number, exists = attention.place_of(unit, i, p)
+            if last - first == count:
+                _report(part, lse, number, exists, launch, p, world)
+            else:
+                at = p.parts_ptr + (tl.cast(pid + unit, tl.int64) * p.ROWS + i) * (p.WORDS * 4)
+                merging.put(at, part, lse, exists, launch, world.rank, world)
+    EACH: tl.constexpr = (min(p.ROWS, p.SQ * p.GROUP) + TAKE - 1) // TAKE  # tasks of a unit
+    for task in range(pid, units * EACH, programs):
+        unit = task // EACH
+        i = task % EACH * TAKE + tl.arange(0, TAKE)
+        _, _, _, number, exists = attention.place_of(unit, i, p)
+        exists = exists & (i < p.ROWS)
+        begin, count = attention.tiles_of(unit, tiles, p)
+        one = begin // share
+        parts = (begin + count - 1) // share - one + 1
+        if parts > 1:  # which lie one behind the other, because each next one is of the next program
+            at = p.parts_ptr + (tl.cast(one + unit, tl.int64) * p.ROWS + i) * (p.WORDS * 4)
+            merged = merging.none(TAKE, p.COLUMNS)
+            if parts < MANY:
+                merged = _all_parts(merged, at, parts, exists, launch, p, world, FEW)
+            else:
+                merged = _all_parts(merged, at, parts, exists, launch, p, world, MANY)
+            part, lse = merging.divided(merging.sums(merged), merged[0], merged[1])
+            _report(part, lse, number, exists, launch, p, world)
+    if p.FUSED:
+        half = _half(launch, p)
+        for task in range(pid, units * EACH, programs):
+            i = task % EACH * TAKE + tl.arange(0, TAKE)
+            _, _, _, number, exists = attention.place_of(task // EACH, i, p)
+            exists = exists & (i < p.ROWS)
+            at = half + tl.cast(number, tl.int64) * (p.WORDS * 4)
+            merged = merging.none(TAKE, p.COLUMNS)
+            merged = merging.take(merged, at, _slot(p), 0, exists, launch, world, p.COLUMNS, world.size)
+            _store(merged, number, exists, p)
+    ptx.cta_barrier()
+    pl.epoch(p.flags_ptr, world)
+
+
+@triton.jit
+def combine_kernel(p, ranks: tl.constexpr, TAKE: tl.constexpr):
+    """Merge the ranks' results, p.slots_ptr fp32 (ranks, rows, E + 1), TAKE rows in a program."""
+    rows = p.B * p.SQ * p.HEADS
+    number = tl.program_id(0) * TAKE + tl.arange(0, TAKE)
+    exists = number < rows
+    e = tl.arange(0, p.COLUMNS)
+    inside = exists[:, None] & (e < p.E)[None, :]
+    most = tl.full((TAKE,), float("-inf"), tl.float32)
+    total = tl.zeros((TAKE,), tl.float32)
+    acc = tl.zeros((TAKE, p.COLUMNS), tl.float32)
+    for rank in tl.static_range(ranks):
+        row = p.slots_ptr + (tl.cast(rank * rows, tl.int64) + number) * (p.E + 1)
+        lse = tl.load(row + p.E, mask=exists, other=0)
+        most, total, old, new = merging.weights(most, total, lse)
+        acc = acc * old[:, None] + tl.load(row[:, None] + e[None, :], mask=inside, other=0) * new[:, None]
+    most, total, acc = _with_sink(most, total, acc, number, exists, p)
+    _store_rows(acc, most, total, number, exists, p)
+
+
+@triton.jit
+def _half(launch, p):
+    return p.slots_ptr + tl.cast(launch & 1, tl.int64) * p.room * 4
+
+
+@triton.jit
+def _slot(p):
+    """int32 from a rank's words to the next rank's."""
+    return tl.cast(p.B, tl.int64) * (p.SQ * p.HEADS * p.WORDS * 4)
+
+
+@triton.jit
+def _report(part, lse, number, exists, launch, p, world):
+    """Put this rank's result of some rows to every rank, itself too; without FUSED store it."""
+    if p.FUSED:
+        rank = tl.cast(world.rank, tl.int32)
+        at = _half(launch, p) + rank * _slot(p) + tl.cast(number, tl.int64) * (p.WORDS * 4)
+        for d in tl.static_range(1, world.size + 1):
+            merging.put(at, part, lse, exists, launch, (rank + d) % world.size, world)
+    else:
+        e = tl.arange(0, p.COLUMNS)
+        row = p.slots_ptr + tl.cast(number, tl.int64) * (p.E + 1)
+        tl.store(row[:, None] + e[None, :], part, mask=exists[:, None] & (e < p.E)[None, :])
+        tl.store(row + p.E, lse, mask=exists)
+
+
+@triton.jit
+def _all_parts(merged, at, parts, exists, launch, p, world, TOGETHER: tl.constexpr):
+    """Merge all parts of some rows, TOGETHER at a time. The last ones begin sooner, so that they are as many, and those
+    that the others had weigh nothing."""
+    apart: tl.constexpr = p.ROWS * p.WORDS * 4
+    for turn in range(tl.cdiv(parts, TOGETHER)):
+        first = tl.minimum(turn * TOGETHER, parts - TOGETHER)
+        skipped = turn * TOGETHER - first
+        there = at + tl.cast(first, tl.int64) * apart
+        merged = merging.take(merged, there, apart, skipped, exists, launch, world, p.COLUMNS, TOGETHER)
+    return merged
+
+
+@triton.jit
+def _with_sink(most, total, acc, number, exists, p):
+    """The sink: a key of value 0."""
+    if p.sinks_ptr is not None:
+        sink = tl.load(p.sinks_ptr + number % p.HEADS, mask=exists, other=0)
+        most, total, old, _ = merging.weights(most, total, sink)
+        acc = acc * old[:, None]
+    return most, total, acc
+
+
+@triton.jit
+def _store(merged, number, exists, p):
+    acc = merging.sums(merged)
+    most, total, acc = _with_sink(merged[0], merged[1], acc, number, exists, p)
+    _store_rows(acc, most, total, number, exists, p)
+
+
+@triton.jit
+def _store_rows(acc, most, total, number, exists, p):
+    rows, lse = merging.divided(acc, most, total)
+    e = tl.arange(0, p.COLUMNS)
+    out = p.out_ptr + tl.cast(number, tl.int64)[:, None] * p.E + e[None, :]
+    tl.store(out, rows.to(p.out_ptr.dtype.element_ty), mask=exists[:, None] & (e < p.E)[None, :])
+    tl.store(p.lse_ptr + number, lse, mask=exists)

@@ -1,0 +1,160 @@
+"""What the conformance suite has no operands for: lengths that change, no keys, sinks, caps, latent caches, strides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.flash_decode import OPERATOR, flash_decode, reference
+from pkt.kernels.flash_decode.reference import bound
+
+from .helpers import on_ranks
+from .launches import all_launched, compile_checked
+
+PAGE, PAGES = 4, 12
+
+
+def operands(
+    seed: int, lens: list[list[list[int]]], heads: int, kv_heads: int, D: int, E: int | None, size: float,
+    pages: int = PAGES,
+) -> dict[str, Any]:  # fmt: skip
+    """Of all ranks, by name. lens: of each rank (B, SQ)."""
+    make = torch.Generator().manual_seed(seed)
+    ranks, B, SQ = len(lens), len(lens[0]), len(lens[0][0])
+    q = torch.randn(B, SQ, heads, D, generator=make) * size
+    caches = [torch.randn(pages, PAGE, kv_heads, D, generator=make) for _ in range(ranks)]
+    values = [torch.randn(pages, PAGE, kv_heads, E, generator=make) for _ in range(ranks)] if E else None
+    tables = [torch.stack([torch.randperm(pages, generator=make) for _ in range(B)]).int() for _ in range(ranks)]
+    return {
+        "q": [q] * ranks, "k_cache": caches, "v_cache": values, "block_table": tables,
+        "seq_lens": [torch.tensor(own, dtype=torch.int32) for own in lens], "sinks": None,
+    }  # fmt: skip
+
+
+def check(world: Any, every: dict[str, Any], keep: dict[str, Any], **arguments: Any) -> tuple[Any, Any]:
+    """Both results are right. keep: tensors of the call before, whose memory is used again."""
+    mine = {name: None if ranks is None else ranks[world.rank] for name, ranks in every.items()}
+    for name, tensor in mine.items():
+        if tensor is not None:
+            keep.setdefault(name, tensor.clone()).copy_(tensor)
+    changes = {name: value for name, value in arguments.items() if name in OPERATOR.arguments}
+    exact = reference(world.rank, **every, **changes)
+    limits = bound(world.rank, mine["q"].dtype, 1, **every, **changes)
+    found = flash_decode(*(keep.get(name) for name in mine), block=16, stages=1, **arguments)
+    for result, right, limit in zip(found, exact, limits, strict=True):
+        close = (result == right) | ((result.double() - right).abs() <= limit)
+        assert close.all(), ((result.double() - right).abs().max(), limit.max())
+    return found
+
+
+LENGTHS = [
+    [[[0, 0], [48, 47]], [[0, 0], [0, 1]], [[0, 0], [20, 20]]],  # the first sequence has no key anywhere
+    [
+        [[5, 6], [0, 0]],
+        [[-3, 0], [99, 99]],
+        [[48, 48], [1, 2]],
+    ],  # below 0 is 0, and beyond the pages all that they hold
+]
+
+
+@pytest.mark.parametrize("mode", ["fused", "unfused"])
+def test_lengths_may_change_between_launches(mode: str) -> None:
+    every_rank = {}
+
+    def run(world: Any) -> None:
+        keep: dict[str, Any] = {}
+        for launch, lens in enumerate(LENGTHS):
+            every = operands(launch, lens, 4, 2, 16, 16, 1.0)
+            out, lse = check(world, every, keep, mode=mode, programs=4)
+            if launch == 0:
+                assert (out[0] == 0).all()
+                assert (lse[0] == -torch.inf).all()
+            every_rank.setdefault(launch, []).append(torch.cat([out.flatten(), lse.flatten()]))
+
+    on_ranks(3, run, sms=4)
+    for results in every_rank.values():
+        assert all(torch.equal(results[0], other) for other in results[1:]), "ranks hold other bits"
+
+
+def test_many_programs_share_a_unit() -> None:
+    """From eight parts on they are taken eight at a time: ten, eight and nine of them."""
+
+    def run(world: Any) -> None:
+        every = operands(6, [[[160]], [[128]], [[140]]], 2, 1, 16, 16, 1.0, pages=40)
+        check(world, every, {}, programs=10)
+
+    on_ranks(3, run, sms=10)
+
+
+@pytest.mark.parametrize("size", [1.0, 300.0], ids=["usual", "one-hot"])
+def test_sinks_caps_and_latent_caches(size: float) -> None:
+    def run(world: Any) -> None:
+        every = operands(3, [[[7], [0]], [[40], [0]]], 3, 1, 24, None, size)
+        every["sinks"] = [torch.tensor([0.5, -torch.inf, 30.0])] * 2
+        _, lse = check(world, every, {}, v_dim=16, soft_cap=20.0, scale=0.3, programs=3)
+        assert torch.equal(lse[1, 0], every["sinks"][0]), "without keys the sink is all"
+        check(world, every, {})  # V is all of K
+
+    on_ranks(2, run, sms=3)
+
+
+def test_caches_are_used_where_they_are() -> None:
+    def run(world: Any) -> None:
+        every = operands(4, [[[9]], [[30]]], 2, 2, 16, 16, 1.0)
+        both = torch.stack(
+            [every["k_cache"][world.rank], every["v_cache"][world.rank]], 1
+        )  # (pages, 2, page, heads, D)
+        by_heads = every["k_cache"][world.rank].transpose(1, 2).contiguous().transpose(1, 2)
+        q, table, lens = (every[name][world.rank] for name in ("q", "block_table", "seq_lens"))
+        exact, _ = reference(world.rank, **every)
+        for k in (both[:, 0], by_heads):
+            found, _ = flash_decode(q, k, both[:, 1], table, lens, block=16, stages=1, programs=2)
+            assert torch.allclose(found.double(), exact, atol=1e-5, rtol=1e-5)
+        with pytest.raises(pkt.ShapeError, match="lie together"):
+            flash_decode(
+                q, every["k_cache"][world.rank].transpose(1, 3).contiguous().transpose(1, 3), None, table, lens
+            )
+
+    on_ranks(2, run, sms=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"v_dim": 4}, "v_dim"),
+        ({"v_cache": None, "v_dim": 17}, "v_dim"),
+        ({"block": 8}, "block"),
+        ({"warps": 3}, "warps"),
+    ],
+)
+def test_wrong_sizes_are_refused(change: dict[str, Any], found: str) -> None:
+    def run(world: Any) -> None:
+        every = operands(5, [[[9]]], 2, 1, 16, 16, 1.0)
+        with pytest.raises(pkt.ShapeError, match=rf"rank 0: flash_decode: {found}: found"):
+            flash_decode(**{name: ranks and ranks[0] for name, ranks in every.items()} | change)
+
+    on_ranks(1, run)
+
+
+def test_heads_must_be_a_multiple_of_kv_heads() -> None:
+    def run(world: Any) -> None:
+        q, cache = torch.zeros(1, 1, 3, 16), torch.zeros(1, 4, 2, 16)
+        with pytest.raises(pkt.ShapeError, match="3 heads, wanted a multiple of the 2 KV heads"):
+            flash_decode(q, cache, cache, torch.zeros(1, 1).int(), torch.zeros(1, 1).int())
+
+    on_ranks(1, run)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_latent_caches_of_512_columns_do_not_spill(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(world: Any) -> None:
+        q, cache = torch.empty(4, 1, 128, 576, dtype=torch.bfloat16), torch.empty(4, 64, 1, 576, dtype=torch.bfloat16)
+        table, lens = torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32)
+        flash_decode(q, cache, None, table, lens, v_dim=512)
+
+    (launch,) = all_launched(run, 2, True, monkeypatch)
+    compile_checked(launch, arch, tmp_path, signals=False)

@@ -1,0 +1,195 @@
+"""Ring attention beside torch's attention alone and behind NCCL's all-gather, bf16.
+
+    python -m benchmarks.ring_attention --ranks 2     on GPUs, some minutes; results/ring_attention_2.json
+    python -m benchmarks.ring_attention --ranks 1     the kernel alone, beside torch's
+    python -m benchmarks.ring_attention --quick       on the CPU, small, checked and not timed
+
+A sequence of S positions is split among the ranks. "torch alone" is scaled_dot_product_attention with cuDNN of a rank's
+queries with all keys, which are there already; with a causal mask, of a rank's queries with its own keys, whose rate is
+that of the mask. TFLOP/s are those of the pairs that a rank's queries see. All variants of a case take turns, REPEATS
+times; a repeat's time is the greatest of the ranks. Every variant's result is compared with torch's first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import pkt
+from benchmarks import _harness
+from benchmarks._check import BOUND
+from pkt.runtime.groups import process_group
+from pkt.tune.distance import distance
+from pkt.tune.timers import sleep
+
+REPEATS = 20
+FLUSH = 256 << 20
+TORCH, NCCL = "torch alone", "NCCL + torch"
+TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3))
+PUSHING = (8, 16, 32)
+
+
+class Case(NamedTuple):
+    """S: positions in all. H, KV: heads of queries and keys."""
+
+    B: int
+    S: int
+    H: int
+    KV: int
+    D: int
+    causal: bool
+
+    def __str__(self) -> str:
+        mask = "causal zigzag" if self.causal else "full"
+        return f"{mask} B{self.B} S{self.S} H{self.H}/{self.KV} D{self.D}"
+
+    def tflop(self, size: int) -> float:
+        """Of a rank: two products of the pairs that its queries see."""
+        return 4e-12 * self.B * self.H * self.D * self.S * (self.S / size) / (1 + self.causal)
+
+
+SHAPES = ((16, 6144, 16, 16), (4, 24576, 16, 16), (1, 98304, 16, 16), (1, 131072, 32, 8))
+CASES = tuple(Case(*shape, 128, causal) for shape in SHAPES for causal in (False, True))
+QUICK = (Case(1, 48, 2, 1, 16, False), Case(1, 48, 2, 1, 16, True))
+Run = Callable[[], torch.Tensor]
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """torch's, of (B, S, H, D)."""
+    backends = [SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH]
+    with sdpa_kernel(backends):
+        a, b, c = (x.transpose(1, 2) for x in (q, k, v))
+        found = F.scaled_dot_product_attention(a, b, c, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2])
+    return found.transpose(1, 2)
+
+
+def variants(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Run]:
+    """pkt's forms with the default settings, the fused one with others, and torch's."""
+    layout: Literal["contiguous", "zigzag"] = "zigzag" if case.causal else "contiguous"
+    call = functools.partial(pkt.ring_attention, q, k, v, causal=case.causal, layout=layout)
+    small = {} if q.is_cuda else {"tiles": (16, 16)}
+    found: dict[str, Run] = {mode: functools.partial(call, mode=mode, **small) for mode in ("fused", "copy", "unfused")}
+    if not q.is_cuda:
+        return found
+    for tiles in TILES:
+        found[f"fused {'x'.join(map(str, tiles))}"] = functools.partial(call, mode="fused", tiles=tiles)
+    if world.size > 1:
+        for pushing in PUSHING:
+            found[f"fused {pushing} push"] = functools.partial(call, mode="fused", num_comm_sms=pushing)
+        if not case.causal:
+            found[NCCL] = functools.partial(gathered, case, world, q, k, v)
+    keys, values = (x if case.causal else x.repeat(1, world.size, 1, 1) for x in (k, v))
+    found[TORCH] = functools.partial(attend, q, keys, values, case.causal)
+    return found
+
+
+def gathered(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """NCCL's all-gather of keys and values, then torch's attention."""
+    import torch.distributed as dist
+
+    whole, group = [], process_group(world)
+    for x in (k, v):
+        room = torch.empty(world.size, *x.shape, dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(room, x.contiguous(), group=group)
+        whole.append(room.transpose(0, 1).reshape(x.shape[0], -1, *x.shape[2:]))
+    return attend(q, whole[0], whole[1], False)
+
+
+def wanted(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """This rank's result by torch, from all ranks' keys; with a causal mask, of 64 rows of the first batch."""
+    layout: Literal["contiguous", "zigzag"] = "zigzag" if case.causal else "contiguous"
+    order = {"layout": layout, "world": world}
+    keys, values = (pkt.unshard_sequence(pkt.all_gather(x, dim=1), **order) for x in (k, v))
+    if not case.causal:
+        return attend(q, keys, values, False)
+    at, all_at = pkt.sequence_positions(case.S, **order), torch.arange(case.S, device=q.device)
+    heads = [x[:1].repeat_interleave(case.H // case.KV, 2).transpose(1, 2) for x in (keys, values)]
+    rows = torch.linspace(0, len(at) - 1, 64, device=q.device).long()  # of the first batch
+    scores = q[:1, rows].transpose(1, 2).float() @ heads[0].float().transpose(2, 3) * case.D**-0.5
+    scores.masked_fill_(all_at > at[rows][:, None], -torch.inf)
+    return (scores.softmax(3) @ heads[1].float()).transpose(1, 2)
+
+
+def measure(world: Any, cases: tuple[Case, ...]) -> list[tuple[Case, str, float, list[float]]]:
+    """Case, variant, error and milliseconds of every repeat on this rank."""
+    found = []
+    for case in cases:
+        rows, device = case.S // world.size, world.torch_device
+        random = torch.Generator(device=device).manual_seed(world.rank)
+        q, k, v = (
+            torch.randn(case.B, rows, heads, case.D, generator=random, dtype=torch.bfloat16, device=device)
+            for heads in (case.H, case.KV, case.KV)
+        )
+        exact = wanted(case, world, q, k, v)
+        good: list[tuple[list[float], Run]] = []
+        with world.scratch():
+            for name, run in variants(case, world, q, k, v).items():
+                result, checked = run(), name != TORCH
+                if exact.shape != result.shape:
+                    result = result[:1, torch.linspace(0, rows - 1, 64, device=device).long()]
+                times: list[float] = []
+                found.append((case, name, distance(result, exact) if checked else 0.0, times))
+                good.append((times, run))
+            if q.is_cuda:
+                _take_turns(world, good)
+    return found
+
+
+def _take_turns(world: Any, good: list[tuple[list[float], Run]]) -> None:
+    """Time every variant REPEATS times, forwards and backwards in turn."""
+    flush = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
+    for repeat in range(REPEATS):
+        for times, run in good if repeat % 2 else reversed(good):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            world.barrier()
+            sleep(500e-6)
+            flush.zero_()
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", default="", help="part of the names of cases")
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    from benchmarks.ring_attention import CASES as all_cases  # workers cannot import from __main__
+    from benchmarks.ring_attention import QUICK as small
+    from benchmarks.ring_attention import measure as importable
+
+    cases = tuple(case for case in (small if given.quick else all_cases) if given.only in str(case))
+    device: Literal["cpu", "cuda"] = "cpu" if given.quick else "cuda"
+    heap = "64MiB" if given.quick else "4GiB"
+    ranks = pkt.launch(importable, given.ranks, device, (cases,), heap=heap, multicast=False)
+    rows, wrong = [], []
+    for each in zip(*ranks):
+        case, name, _, _ = each[0]
+        error, times = max(one[2] for one in each), [max(ts) for ts in zip(*(one[3] for one in each))]
+        if error > BOUND:
+            wrong.append(f"{case}, {name}: error {error:.2g}, wanted at most {BOUND:g}")
+        if times:
+            median = statistics.median(times)
+            print(f"{median:9.3f} ms {1e3 * case.tflop(given.ranks) / median:6.0f} TFLOP/s  {case}, {name}")
+            rows.append(_harness.row(f"{case}, {name}", times, "ms", None))
+        else:
+            print(f"error {error:.1e}  {case}, {name}")
+    print("\n".join(wrong))
+    if not given.quick:
+        _harness.write(f"ring_attention_{given.ranks}", rows, "ring_attention", failed=wrong)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

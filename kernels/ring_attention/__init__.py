@@ -1,0 +1,6 @@
+"""`pkt.ring_attention`: its declaration in `forms`, its kernel in `kernel`, layouts of a sequence and masks in
+`sequence`, and what its tests hold it against in `exact`."""
+
+from .forms import OPERATOR, ring_attention
+
+__all__ = ["OPERATOR", "ring_attention"]

@@ -1,0 +1,254 @@
+"""The kernel: attention of this rank's queries to the keys of all ranks, in the order in which they arrive."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+
+LN2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(1 << 30)  # behind every position
+
+
+class Attention(NamedTuple):
+    """What the kernel works on. S is the rows of a rank; a chunk is up to CHUNK of them, of all heads. WAYS: who moves
+    keys and values: "fused", this kernel; "copied", copy engines beside it; "gathered", a call before it."""
+
+    q_ptr: Any  # (B, S, H, D) this rank's
+    k_ptr: Any  # (B, S, KV, D) this rank's; (size, B, S, KV, D) if gathered, this rank's too
+    v_ptr: Any  # as k
+    spans_ptr: Any  # int32 (2, S) this rank's, or None: the document of each of my rows, see sequence.spans
+    out_ptr: Any  # (B, S, H, D) this rank's
+    lse_ptr: Any  # fp32 (B, H, S) this rank's
+    k_inbox_ptr: Any  # (size - 1, B, S, KV, D) on every rank; rank - d stores [d - 1]; None if gathered
+    v_inbox_ptr: Any  # as k_inbox
+    ready_ptr: Any  # int32 (size - 1, B, chunks) on every rank; [d - 1, b, c] is the number of the last launch whose
+    # chunk c of rank - d is here; if copied the number of this launch follows
+    needs_ptr: Any  # int32 (size - 1, chunks) this rank's; [d - 1, c]: rank + d needs my chunk c
+    queue_ptr: Any  # int32, this rank's
+    bar_ptr: Any  # int32 (num_comm_sms) on every rank
+    B: Any
+    S: Any
+    left: Any  # a query at position p sees keys from p - left
+    right: Any  # to p + right
+    length: Any  # of the sequence; what lies behind is padding
+    scale: Any  # of a score, times log2(e); fp32
+    num_comm_sms: Any
+    H: tl.constexpr  # these three belong to a model, and as constants they save registers for addresses
+    KV: tl.constexpr
+    D: tl.constexpr
+    WAY: tl.constexpr
+    ZIGZAG: tl.constexpr
+    WHOLE: tl.constexpr  # D is BLOCK_D
+    BLOCK_M: tl.constexpr  # queries of a task
+    BLOCK_N: tl.constexpr  # keys of a step
+    BLOCK_D: tl.constexpr
+    CHUNK: tl.constexpr  # rows, a multiple of BLOCK_N
+    BLOCK: tl.constexpr  # elements that a program pushes at a time
+
+
+@triton.jit
+def _num_pieces(p, ROWS: tl.constexpr):
+    """Pieces of ROWS rows that a rank's rows are cut into."""
+    if p.ZIGZAG:
+        return 2 * tl.cdiv((p.S + 1) // 2, ROWS)
+    else:
+        return tl.cdiv(p.S, ROWS)
+
+
+@triton.jit
+def _piece(i, source, p, world, ROWS: tl.constexpr):
+    """Piece i of rank `source`: its first row, its rows, and the position of its first row, as sequence.pieces."""
+    if p.ZIGZAG:
+        first = (p.S + 1) // 2
+        second = p.S - first
+        each = tl.cdiv(first, ROWS)
+        at = (i % each) * ROWS
+        upper = i >= each
+        rows = tl.where(upper, second, first)
+        start = tl.where(upper, world.size * first + (world.size - 1 - source) * second, source * first)
+        return tl.where(upper, first, 0) + at, tl.minimum(tl.maximum(rows - at, 0), ROWS), start + at
+    else:
+        at = i * ROWS
+        return at, tl.minimum(p.S - at, ROWS), source * p.S + at
+
+
+@triton.jit
+def _attend(
+    top, total, acc, q, k_ptr, v_ptr, begin, steps, before, skipped, rows, position, low, high, p, MASKED: tl.constexpr
+):
+    """The softmax so far, and that of `steps` blocks of keys from row `begin` on; `skipped` rows are left out behind
+    the first `before` blocks. No wait is in here, so the loop is pipelined.
+
+    top, total: fp32 (BLOCK_M,), the greatest score, in base 2, and the sum of the exponentials without it. acc: fp32
+    (BLOCK_M, BLOCK_D), the values times the exponentials. rows, position: of the chunk at k_ptr.
+    """
+    d = tl.arange(0, p.BLOCK_D)
+    n = tl.arange(0, p.BLOCK_N)
+    ld: tl.constexpr = p.KV * p.D
+    for step in range(steps):
+        row = begin + step * p.BLOCK_N
+        if MASKED:
+            row += tl.where(step >= before, skipped, 0)
+        base = tl.cast(row, tl.int64) * ld  # 64-bit bases, 32-bit offsets inside a block
+        offs = n[:, None] * ld + d[None, :]
+        if MASKED:
+            inside = ((row + n) < rows)[:, None] & (d < p.D)[None, :]
+            k = tl.load(k_ptr + base + offs, mask=inside, other=0.0)
+        elif p.WHOLE:
+            k = tl.load(k_ptr + base + offs)
+        else:
+            k = tl.load(k_ptr + base + offs, mask=(d < p.D)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            at = position + row + n
+            seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None]) & ((row + n) < rows)[None, :]
+            scores = tl.where(seen, scores, -float("inf"))
+        new = tl.maximum(top, tl.max(scores, 1) * p.scale)
+        finite = tl.where(new == -float("inf"), 0.0, new)  # no key seen so far
+        weights = tl.exp2(scores * p.scale - finite[:, None])
+        shrink = tl.exp2(top - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        if MASKED:
+            inside = ((row + n) < rows)[:, None] & (d < p.D)[None, :]
+            v = tl.load(v_ptr + base + offs, mask=inside, other=0.0)
+        elif p.WHOLE:
+            v = tl.load(v_ptr + base + offs)
+        else:
+            v = tl.load(v_ptr + base + offs, mask=(d < p.D)[None, :], other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = new
+    return top, total, acc
+
+
+@triton.jit
+def _sight(row, rows, position, p):
+    """The keys that each of BLOCK_M queries sees, [low, high), and those that one of them sees, [least, most), and
+    those that all of them see, [all_from, all_to). row, position: of the first of the `rows` queries."""
+    m = tl.arange(0, p.BLOCK_M)
+    inside = m < rows
+    at = position + m
+    low = tl.maximum(at - p.left, 0)
+    high = tl.where(at < p.length, tl.minimum(at + p.right + 1, p.length), 0)
+    if p.spans_ptr is not None:
+        low = tl.maximum(low, tl.load(p.spans_ptr + row + m, mask=inside, other=0))
+        high = tl.minimum(high, tl.load(p.spans_ptr + p.S + row + m, mask=inside, other=0))
+    least = tl.min(tl.where(inside, low, FAR), 0)
+    all_from = tl.max(tl.where(inside, low, 0), 0)
+    most = tl.max(tl.where(inside, high, 0), 0)
+    all_to = tl.min(tl.where(inside, high, FAR), 0)
+    return low, high, least, most, all_from, all_to
+
+
+@triton.jit
+def _compute(task, p, world, epoch):
+    """Task `task`: BLOCK_M queries of a head. Its own keys first, then chunk by chunk those of the others, in the order
+    rank - 1, rank - 2, ..., of which a causal mask needs only the first."""
+    tiles = _num_pieces(p, p.BLOCK_M)
+    i = tiles - 1 - task % tiles  # causal: those with the most keys first
+    h = task // tiles % p.H
+    b = tl.cast(task // tiles // p.H, tl.int64)
+    rank = tl.cast(world.rank, tl.int32)
+    row, rows, position = _piece(i, rank, p, world, p.BLOCK_M)
+    low, high, least, most, all_from, all_to = _sight(row, rows, position, p)
+    m = tl.arange(0, p.BLOCK_M)
+    d = tl.arange(0, p.BLOCK_D)
+    inside = (m < rows)[:, None] & (d < p.D)[None, :]
+    base = ((b * p.S + row) * p.H + h) * p.D
+    places = m[:, None] * (p.H * p.D) + d[None, :]
+    q = tl.load(p.q_ptr + base + places, mask=inside, other=0.0)
+    top = tl.full((p.BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((p.BLOCK_M,), tl.float32)
+    acc = tl.zeros((p.BLOCK_M, p.BLOCK_D), tl.float32)
+    chunks = _num_pieces(p, p.CHUNK)
+    others: tl.constexpr = max(world.size - 1, 1)
+    shard = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
+    for step in range(chunks * world.size):
+        own = step < chunks
+        c = tl.where(own, step, (step - chunks) // others)
+        distance = tl.where(own, 0, 1 + (step - chunks) % others)
+        source = (rank - distance + world.size) % world.size
+        first, count, start = _piece(c, source, p, world, p.CHUNK)
+        begin = tl.maximum(least - start, 0)
+        end = tl.minimum(most - start, count)
+        if begin < end:
+            begin = begin // p.BLOCK_N * p.BLOCK_N
+            place = ((b * p.S + first) * p.KV + h // (p.H // p.KV)) * p.D
+            k_ptr = p.k_ptr + place
+            v_ptr = p.v_ptr + place
+            if p.WAY == "gathered":
+                k_ptr += source * shard
+                v_ptr += source * shard
+            elif world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
+                if distance > 0:
+                    pl.wait(p.ready_ptr + ((distance - 1) * p.B + b) * chunks + c, epoch, world)
+                    k_ptr = p.k_inbox_ptr + (distance - 1) * shard + place
+                    v_ptr = p.v_inbox_ptr + (distance - 1) * shard + place
+            # Blocks that every query sees whole need no mask.
+            full = tl.minimum(
+                tl.cdiv(tl.maximum(all_from - start - begin, 0), p.BLOCK_N), tl.cdiv(end - begin, p.BLOCK_N)
+            )
+            behind = tl.maximum(tl.minimum(all_to - start, count) - begin, 0) // p.BLOCK_N
+            unmasked = tl.maximum(behind - full, 0)
+            masked = tl.cdiv(end - begin, p.BLOCK_N) - unmasked
+            top, total, acc = _attend(
+                top, total, acc, q, k_ptr, v_ptr, begin + full * p.BLOCK_N, unmasked, 0, 0, count, start, low, high, p,
+                False,
+            )  # fmt: skip
+            top, total, acc = _attend(
+                top, total, acc, q, k_ptr, v_ptr, begin, masked, full, unmasked * p.BLOCK_N, count, start, low, high, p,
+                True,
+            )  # fmt: skip
+    empty = total == 0.0
+    out = acc / tl.where(empty, 1.0, total)[:, None]
+    tl.store(p.out_ptr + base + places, out.to(p.out_ptr.dtype.element_ty), mask=inside)
+    lse = tl.where(empty, -float("inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    tl.store(p.lse_ptr + (b * p.H + h) * p.S + row + m, lse, mask=m < rows)
+
+
+@triton.jit
+def _push(task, p, world, epoch):
+    """Chunk `task` of my keys and values to every peer that needs it: one load, then a store to each."""
+    chunks = _num_pieces(p, p.CHUNK)
+    c = task % chunks
+    b = tl.cast(task // chunks, tl.int64)
+    rank = tl.cast(world.rank, tl.int32)
+    first, count, _ = _piece(c, rank, p, world, p.CHUNK)
+    shard = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
+    place = (b * p.S + first) * p.KV * p.D
+    n = count * p.KV * p.D
+    for start in range(0, n, p.BLOCK):
+        offs = start + tl.arange(0, p.BLOCK)
+        k = tl.load(p.k_ptr + place + offs, mask=offs < n)
+        v = tl.load(p.v_ptr + place + offs, mask=offs < n)
+        for d in tl.static_range(1, world.size):
+            if tl.load(p.needs_ptr + (d - 1) * chunks + c) != 0:
+                slot = p.k_inbox_ptr + (d - 1) * shard + place + offs
+                pl.store(slot, k, (rank + d) % world.size, world, mask=offs < n)
+                slot = p.v_inbox_ptr + (d - 1) * shard + place + offs
+                pl.store(slot, v, (rank + d) % world.size, world, mask=offs < n)
+    for d in tl.static_range(1, world.size):
+        if tl.load(p.needs_ptr + (d - 1) * chunks + c) != 0:
+            counter = p.ready_ptr + ((d - 1) * p.B + b) * chunks + c
+            pl.signal(counter, (rank + d) % world.size, world, epoch, "set")  # publish
+
+
+@triton.jit
+def attention_kernel(p, world):
+    tasks = p.B * p.H * _num_pieces(p, p.BLOCK_M)
+    chunks = p.B * _num_pieces(p, p.CHUNK) if world.size > 1 else 0
+    if p.WAY == "fused":
+        epoch = pl.epoch(p.ready_ptr, world)
+        if world.size > 1 and tl.program_id(0) < p.num_comm_sms:
+            # before overwrite: every rank's launch before has ended, and with it what reads its inbox
+            pl.barrier(p.bar_ptr + tl.program_id(0), world)
+        pl.lcsc(_compute, _push, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
+    else:
+        epoch = 0
+        if p.WAY == "copied":
+            epoch = tl.load(p.ready_ptr + (world.size - 1) * chunks)
+        for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+            _compute(task, p, world, epoch)

@@ -1,0 +1,147 @@
+"""Where the rows of a sequence that is split among ranks stand, and which of them attend to which.
+
+A rank holds `rows` rows of a sequence of size * rows positions, in one part or two whose positions are consecutive:
+
+contiguous: rank r holds part r of `size` parts.
+zigzag: the sequence is cut in 2 * size chunks; rank r holds chunks r and 2 * size - 1 - r. With a causal mask all ranks
+    then have the same work. Where `rows` is odd the first `size` chunks have a row more than the others.
+
+A query at position p attends to the keys of one interval, [p - left, p + right], inside the sequence and its document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from pkt.errors import ShapeError, Unsupported
+from pkt.runtime.world import World, current_world
+
+Layout = Literal["contiguous", "zigzag"]
+LAYOUTS = ("contiguous", "zigzag")
+
+
+class Part(NamedTuple):
+    """Consecutive rows of a rank whose positions are consecutive."""
+
+    row: int
+    rows: int
+    position: int
+
+
+class View(NamedTuple):
+    """Which keys a query at position p sees: from p - left to p + right, both below `length`, if p is, too."""
+
+    left: int
+    right: int
+    length: int
+
+
+def parts(rows: int, layout: str, rank: int, size: int) -> list[Part]:
+    """The parts that `rank` holds."""
+    if layout == "contiguous":
+        return [Part(0, rows, rank * rows)]
+    first = (rows + 1) // 2
+    second = rows - first
+    return [Part(0, first, rank * first), Part(first, second, size * first + (size - 1 - rank) * second)]
+
+
+def positions(rows: int, layout: str, rank: int, size: int) -> torch.Tensor:
+    """The position of each row that `rank` holds, int64 (rows,)."""
+    return torch.cat([torch.arange(p.position, p.position + p.rows) for p in parts(rows, layout, rank, size)])
+
+
+def pieces(rows: int, layout: str, rank: int, size: int, most: int) -> list[Part]:
+    """The parts of `rank`, cut into pieces of `most` rows. Each part has as many pieces as the first; the last may be
+    empty."""
+    held = parts(rows, layout, rank, size)
+    starts = range(0, held[0].rows, most)
+    return [Part(p.row + at, min(most, max(p.rows - at, 0)), p.position + at) for p in held for at in starts]
+
+
+def needed(piece: Part, view: View, rows: int, layout: str, rank: int, size: int) -> bool:
+    """Whether a query of `rank` sees a key of `piece`, documents aside."""
+    for part in parts(rows, layout, rank, size):
+        last = min(part.position + part.rows, view.length) - 1
+        if last < part.position:
+            continue
+        low, high = max(part.position - view.left, 0), min(last + view.right, view.length - 1)
+        if low < piece.position + piece.rows and piece.position <= high and piece.rows:
+            return True
+    return False
+
+
+def spans(cu_seqlens: torch.Tensor, at: torch.Tensor, total: int) -> torch.Tensor:
+    """The document of each position: its first position and the one behind it, int32 (2, n); (total, 0) where there is
+    none. cu_seqlens: int32 (documents + 1,). at: (n,). On the device, so that a replayed graph may have others."""
+    ends = torch.cat((cu_seqlens, cu_seqlens.new_full((1,), total)))
+    document = torch.searchsorted(cu_seqlens, at, right=True)
+    outside = (document == 0) | (document == len(cu_seqlens))
+    first = torch.where(outside, total, cu_seqlens[(document - 1).clamp(min=0)])
+    return torch.stack((first, torch.where(outside, 0, ends[document]))).int().contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------- for users
+def _checked(call: str, layout: str, dim: int, x: torch.Tensor, world: World | None) -> tuple[World, int]:
+    world = current_world(call) if world is None else world
+    if layout not in LAYOUTS:
+        raise Unsupported.here(f"rank {world.rank}: {call}", f"found layout {layout!r}", f"wanted one of {LAYOUTS}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ShapeError.argument(call, "dim", dim, f"a dimension of {tuple(x.shape)}", world.rank)
+    return world, dim % x.ndim
+
+
+def sequence_positions(length: int, *, layout: Layout = "contiguous", world: World | None = None) -> torch.Tensor:
+    """The positions of this rank's rows of a sequence, int64 (ceil(length / size),), on the world's device: what RoPE
+    needs, and positional embeddings. Those from `length` on are padding.
+
+    layout: "contiguous" or "zigzag", as of `pkt.ring_attention`. Raises Unsupported.
+    """
+    x = torch.empty(max(length, 0), device="meta")
+    world, _ = _checked("pkt.sequence_positions", layout, 0, x, world)
+    return positions(-(-len(x) // world.size), layout, world.rank, world.size).to(world.torch_device)
+
+
+def shard_sequence(
+    x: torch.Tensor, dim: int = 1, *, layout: Layout = "contiguous", world: World | None = None
+) -> torch.Tensor:
+    """This rank's rows of `x`, along dimension `dim`: ceil(n / size) of n, zeros where they lie behind the end. A new
+    tensor.
+
+    layout: "contiguous" or "zigzag", as of `pkt.ring_attention`. Not collective. Raises ShapeError, Unsupported.
+    """
+    world, dim = _checked("pkt.shard_sequence", layout, dim, x, world)
+    length = x.shape[dim]
+    at = positions(-(-length // world.size), layout, world.rank, world.size).to(x.device)
+    found = x.index_select(dim, at.clamp(max=max(length - 1, 0)))
+    return found.index_fill_(dim, torch.nonzero(at >= length).flatten(), 0)
+
+
+def unshard_sequence(
+    x: torch.Tensor, dim: int = 1, *, length: int | None = None, layout: Layout = "contiguous",
+    world: World | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The sequence in the order of its positions, of the ranks' rows one rank after the other along dimension `dim`, as
+    `pkt.all_gather` returns them. A new tensor of `length` rows, of all where None.
+
+    layout: that of the rows. Not collective. Raises ShapeError, Unsupported.
+    """
+    world, dim = _checked("pkt.unshard_sequence", layout, dim, x, world)
+    size = world.size
+    if x.shape[dim] % size:
+        wanted = f"dimension {dim} divisible by {size} ranks"
+        raise ShapeError.argument("pkt.unshard_sequence", "x", tuple(x.shape), wanted, world.rank)
+    whole = gathered_order(x.shape[dim] // size, layout, size).to(x.device)
+    return x.index_select(dim, whole[:length])
+
+
+def gathered_order(rows: int, layout: str, size: int) -> torch.Tensor:
+    """In rank-major rows, the index of each position, int64 (size * rows,)."""
+    return torch.argsort(torch.cat([positions(rows, layout, rank, size) for rank in range(size)]))
+
+
+def everywhere(shards: Sequence[torch.Tensor], layout: str, dim: int) -> torch.Tensor:
+    """The whole sequence of all ranks' rows, by position."""
+    return torch.cat(tuple(shards), dim).index_select(dim, gathered_order(shards[0].shape[dim], layout, len(shards)))

@@ -1,0 +1,202 @@
+"""Ring attention beyond what the registry's suite covers: layouts, documents, padding, inputs that break softmax."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.ring_attention import exact, sequence
+from pkt.kernels.ring_attention.sequence import LAYOUTS, View
+from tests.kernels.helpers import on_ranks
+
+RANKS, ROWS, HEADS, KV, D = 2, 37, 4, 2, 12
+SMALL = {"tiles": (16, 16)}
+PUSHED = {**SMALL, "num_comm_sms": 1, "chunk": 16}
+
+
+def operands(seed: int, rows: int = ROWS, batch: int = 1, size: int = RANKS) -> list[list[torch.Tensor]]:
+    """q, k and v of all ranks, fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.randn(batch, rows, heads, D, generator=generator) for _ in range(size)] for heads in (HEADS, KV, KV)
+    ]  # fmt: skip
+
+
+def check(
+    everybody: list[list[torch.Tensor]], dtype: torch.dtype = torch.float32, launches: int = 1, size: int = RANKS,
+    cu_seqlens: torch.Tensor | None = None, **keywords: Any,
+) -> None:  # fmt: skip
+    """Results of all ranks are within the bound, and rows that see no key are 0 and -inf."""
+    q, k, v = ([x.to(dtype) for x in xs] for xs in everybody)
+    documents = None if cu_seqlens is None else [cu_seqlens] * size
+    told = {n: x for n, x in keywords.items() if n not in ("mode", "tiles", "num_comm_sms", "chunk")}
+
+    def run(world: Any) -> None:
+        rank = world.rank
+        wanted = exact.reference(rank, q, k, v, documents, **told)
+        limits = exact.bound(rank, dtype, 1, q, k, v, documents, **told)
+        for _ in range(launches):
+            found = pkt.ring_attention(q[rank], k[rank], v[rank], cu_seqlens=cu_seqlens, return_lse=True, **keywords)
+            assert found[1].dtype == torch.float32
+            for x, right, limit in zip(found, wanted, limits, strict=True):
+                assert x.shape == right.shape
+                off = (x.double() - right).abs()
+                assert ((x.double() == right) | (off <= limit)).all(), (off.max(), (off - limit).max())
+
+    on_ranks(size, run, sms=3)
+
+
+# -------------------------------------------------------------------------------------------------------- layouts
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 3), (6, 2), (7, 4)])
+def test_a_sequence_goes_to_the_ranks_and_back(layout: Any, rows: int, size: int) -> None:
+    length = rows * size - (size - 1)
+
+    def run(world: Any) -> None:
+        x = torch.arange(2.0 * length).reshape(2, length, 1) + 1
+        mine = pkt.shard_sequence(x, layout=layout)
+        at = pkt.sequence_positions(length, layout=layout)
+        assert mine.shape == (2, rows, 1)
+        assert at.shape == (rows,)
+        padded = torch.cat((x, torch.zeros(2, rows * size - length, 1)), 1)
+        assert torch.equal(mine, padded[:, at])
+        whole = pkt.unshard_sequence(pkt.all_gather(mine, dim=1), length=length, layout=layout)
+        assert torch.equal(whole, x)
+
+    on_ranks(size, run)
+
+
+def test_zigzag_gives_a_rank_two_chunks() -> None:
+    assert [sequence.positions(4, "zigzag", rank, 2).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_sent_is_what_somebody_sees(layout: str) -> None:
+    """Chunk by chunk, against every pair of positions."""
+    rows, size, most = 7, 3, 2
+    total = rows * size
+    for left, right, length in itertools.product((0, 2, total), (0, 3, total), (0, 11, total)):
+        view = View(left, right, length)
+        for sender, receiver in itertools.permutations(range(size), 2):
+            queries = [p for p in sequence.positions(rows, layout, receiver, size).tolist() if p < length]
+            seen = {j for p in queries for j in range(max(p - left, 0), min(p + right + 1, length))}
+            for piece in sequence.pieces(rows, layout, sender, size, most):
+                keys = range(piece.position, piece.position + piece.rows)
+                assert sequence.needed(piece, view, rows, layout, receiver, size) == any(j in seen for j in keys)
+
+
+def test_pieces_are_the_rows_of_a_rank() -> None:
+    for layout, rows, size in itertools.product(LAYOUTS, (1, 5, 8), (1, 3)):
+        for rank in range(size):
+            pieces = sequence.pieces(rows, layout, rank, size, 2)
+            assert [p.row + i for p in pieces for i in range(p.rows)] == list(range(rows))
+            found = [p.position + i for p in pieces for i in range(p.rows)]
+            assert found == sequence.positions(rows, layout, rank, size).tolist()
+
+
+# -------------------------------------------------------------------------------------------------------- results
+@pytest.mark.parametrize(
+    ("mode", "keywords"),
+    [
+        ("fused", {"causal": True, "layout": "zigzag"}),
+        ("fused", {"window": (9, 20), "scale": 0.5}),
+        ("copy", {"causal": True, "window": (30, -1), "layout": "zigzag"}),
+        ("fused", {"length": 2 * ROWS - 21}),  # the last rank has rows that are padding alone
+        ("unfused", {"length": 5, "layout": "zigzag"}),
+    ],
+)
+def test_several_chunks_and_tiles(mode: str, keywords: dict[str, Any]) -> None:
+    settings = {name: value for name, value in PUSHED.items() if mode == "fused" or name != "num_comm_sms"}
+    check(operands(1, batch=1), mode=mode, **(SMALL if mode == "unfused" else settings), **keywords)
+
+
+@pytest.mark.parametrize("mode", ["fused", "unfused"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_documents_of_any_lengths(mode: str, layout: str) -> None:
+    """One ends in the middle of a rank, one crosses ranks, one is empty, and rows behind the last see nothing."""
+    packed = [[x[0] for x in xs] for xs in operands(2)]
+    ends = torch.tensor([0, 3, 3, 20, 60], dtype=torch.int32)
+    settings = PUSHED if mode == "fused" else SMALL
+    check(packed, cu_seqlens=ends, causal=layout == "zigzag", layout=layout, mode=mode, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inputs_that_break_a_careless_softmax(dtype: torch.dtype) -> None:
+    """Scores of some thousands, of which one key gets everything; scores that are all equal; and keys of one rank whose
+    scores are far below or above those of another."""
+    q, k, v = operands(3, rows=18)
+    hot = [[64 * x for x in xs] for xs in (q, k)]
+    check([*hot, v], dtype, causal=True, mode="fused", **PUSHED)
+    check([[0 * x for x in q], k, v], dtype, mode="fused", **PUSHED)
+    check([q, [k[0] - 100, k[1] + 100], v], dtype, mode="fused", **PUSHED)
+
+
+def test_an_overflow_of_a_merge_is_told_from_a_right_result() -> None:
+    """The inputs above are such that exp of a difference of logarithms is infinite in fp32, in either direction."""
+    q, k, v = operands(3, rows=18)
+    moved = [k[0] - 100, k[1] + 100]
+    parts = [
+        exact.weights_of(0, [q[0]], [one], [v[0]], None, False, "contiguous", None, None, None).lse for one in moved
+    ]
+    assert (parts[1] - parts[0]).max() > 88.8
+    assert (parts[0] - parts[1]).max() > 88.8
+
+
+def test_a_row_without_keys_is_zero_and_its_logarithm_minus_infinity() -> None:
+    q, k, v = operands(4, rows=4)
+
+    def run(world: Any) -> None:
+        rank = world.rank
+        out, lse = pkt.ring_attention(q[rank], k[rank], v[rank], length=3, return_lse=True, mode="fused", **PUSHED)
+        seen = torch.arange(4) + 4 * rank < 3
+        assert not out[:, ~seen].any()
+        assert (lse[..., ~seen] == -math.inf).all()
+        assert out[:, seen].abs().gt(0).all()
+        assert lse[..., seen].isfinite().all()
+
+    on_ranks(RANKS, run)
+
+
+def test_the_bound_is_small() -> None:
+    """A bound that grew with the inputs' size would pass anything."""
+    q, k, v = operands(5)
+    bf16 = [[x.bfloat16() for x in xs] for xs in (q, k, v)]
+    out, lse = exact.bound(0, torch.bfloat16, 1, *bf16)
+    assert out.max() < 2.0**-6
+    assert lse.max() < 2.0**-12
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+def test_wrong_calls_say_what_is_wrong() -> None:
+    q, k, v = (xs[0] for xs in operands(6, rows=4, size=1))
+    ends = torch.tensor([0, 4], dtype=torch.int32)
+    wrong = [
+        (
+            (q, k[:, :, :1].expand(1, 4, 3, D), v),
+            {},
+            "found \\(1, 4, 3, 12\\), wanted a number of heads that divides q's 4",
+        ),
+        ((q, k, v[..., :3]), {}, "v: found .* wanted \\(1, 4, 2, 12\\)"),
+        ((q[0], k[0], v[0]), {}, "wanted 4 dimensions without cu_seqlens"),
+        ((q, k, v), {"cu_seqlens": ends}, "wanted 3 dimensions with cu_seqlens"),
+        ((q[0], k[0], v[0]), {"cu_seqlens": ends, "length": 2}, "wanted None with cu_seqlens"),
+        ((q[0], k[0], v[0]), {"cu_seqlens": ends.long()}, "wanted int32"),
+        ((q, k, v), {"length": 5}, "wanted at most 4"),
+        ((q, k, v), {"scale": 0.0}, "wanted more than 0"),
+        ((q, k, v), {"window": (-2, 0)}, "wanted at least -1"),
+        ((q, k, v), {"num_comm_sms": 0, "mode": "fused"}, "wanted at least 1"),
+        ((q, k, v), {"tiles": (16, 8)}, "powers of two from 16"),
+        ((torch.ones(1, 1, 1, 512),) * 3, {}, "at most 256"),
+    ]
+
+    def run(world: Any) -> None:
+        for tensors, keywords, said in wrong:
+            with pytest.raises(pkt.PktError, match=said):
+                pkt.ring_attention(*tensors, **keywords)
+
+    on_ranks(1, run)

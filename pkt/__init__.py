@@ -19,6 +19,7 @@ from pkt.errors import (
     Deadlock,
     DriverError,
     DtypeError,
+    FalseAssumption,
     GridTooLarge,
     HeapFull,
     LostSignal,
@@ -43,6 +44,7 @@ from pkt.errors import (
 from pkt.kernels import operator as _registry
 from pkt.launcher import init, launch
 from pkt.layouts import interleave, layout
+from pkt.runtime.launch import outside as _outside
 from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.factories import (
     arange,
@@ -68,26 +70,33 @@ from pkt.runtime.world import Workspace, World, check_rank, current_world
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
 
 if TYPE_CHECKING:
+    from pkt.kernels.grouped_matmul import grouped_matmul
     from pkt.model.config import Config, space
     from pkt.tune.autotune import autotune
     from pkt.tune.explanation import explain
 
 __all__ = [  # noqa: PLE0604
     "init", "launch", "layout", "interleave", "simulate", "autotune", "Config", "space", "explain",
+    "grouped_matmul",
     "current_world", "World", "Workspace", "SymmetricTensor", "symmetric", "check_rank", "signals", "mem_pool",
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "PktError", "WaitTimeout", "Deadlock", "TooFewResident", "GridTooLarge",
     "DataRace", "StaleFlag", "OutOfBounds", "UseAfterFree", "MulticastAccess", "LostSignal", "LostSync",
+    "FalseAssumption",
     "CollectiveMismatch", "AllocationMismatch", "CandidateMismatch", "NoCandidate",
     "HeapFull", "NotSymmetric", "RankError", "SignalIndexError", "ShapeError", "DtypeError", "Closed",
     "PeerLost", "RankFailed", "TransportError", "DriverError", "CompileError", "Unsupported",
+    "shard_sequence", "unshard_sequence", "sequence_positions",
     *_registry.names(),
 ]  # fmt: skip
 
 _LAZY = {
     "autotune": "pkt.tune.autotune", "explain": "pkt.tune.explanation",
-    "Config": "pkt.model.config", "space": "pkt.model.config",
+    "Config": "pkt.model.config", "space": "pkt.model.config", "grouped_matmul": "pkt.kernels.grouped_matmul",
+    **dict.fromkeys(
+        ("shard_sequence", "unshard_sequence", "sequence_positions"), "pkt.kernels.ring_attention.sequence"
+    ),
 }  # fmt: skip
 
 
@@ -98,6 +107,7 @@ def _tuned(operator: _registry.Operator, key: _Mapping[str, _Any], world: World)
 
 
 _registry.take_advice(_tuned)
+_outside.name_the_remedy()
 
 
 def _version() -> str:

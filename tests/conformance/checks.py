@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,17 @@ def result_for(
 # ------------------------------------------------------------------------------------------------------------- results
 def check_results(
     operator: Operator, mode: str, ranks: int, dtype: torch.dtype, kind: str, offset: int = 0, *, more: bool = False,
-    transposed: bool = False, launches: int = LAUNCHES,
+    transposed: bool = False, launches: int = LAUNCHES, part: int | None = None,
 ) -> None:  # fmt: skip
     """Every case is right within the bound, launch after launch with other inputs, and without a reset. more: further
-    sizes. transposed: operands are transposed views where the operator takes those."""
+    sizes. transposed: operands are transposed views where the operator takes those. part: 0 or 1 for every other case,
+    beginning with the first or the second."""
+    cases = [*inputs.cases_of(operator, mode, more)]
+    if part is not None and len(cases) > 1:
+        cases = cases[part::2]
 
     def run(world: Any) -> None:
-        for case in inputs.cases_of(operator, mode, more):
+        for case in cases:
             keep: dict[str, torch.Tensor] = {}
             for launch in range(launches):
                 try:
@@ -95,27 +100,52 @@ def right(
 ) -> None:  # fmt: skip
     """One call of a case, and whether its result is right. keep: tensors of the launch before, which are used again."""
     operands = inputs.everybody(operator, case, world.size, launch, dtype)
-    exact = inputs.exact(operator, case, world.rank, operands)
+    exacts = inputs.exacts(operator, case, world.rank, operands)
     if not keep:
-        out = result_for(world, operator, mode, case, exact, dtype, kind)
+        out = result_for(world, operator, mode, case, exacts[0], dtype, kind)
         keep.update(given(world, operator, mode, operands, out, offset, transposed))
     for name, ranks in operands.items():
         if ranks is not None:
             keep[name].copy_(ranks[world.rank])
     out = keep.get("out")
-    found = inputs.called(operator, mode, keep, case, world=world)
+    results = inputs.results(inputs.called(operator, mode, keep, case, world=world))
     if out is not None:
-        assert found is out, f"{mode}: returned another tensor than `out`"
-    limit = inputs.bound(operator, mode, case, world.rank, world.size, operands, dtype)
-    error = (found.cpu().double() - exact.cpu().double()).abs()
-    assert tuple(found.shape) == tuple(exact.shape), (mode, case, found.shape, exact.shape)
-    assert (error <= limit).all(), f"{mode}, {case}, launch {launch}: off by {error.max():.3g}"
+        assert results[0] is out, f"{mode}: returned another tensor than `out`"
+    limits = inputs.bounds(operator, mode, case, world.rank, world.size, operands, dtype)
+    assert len(results) == len(exacts) == len(limits) == 1 + len(operator.also)
+    for found, exact, limit in zip(results, exacts, limits):
+        assert tuple(found.shape) == tuple(exact.shape), (mode, case, found.shape, exact.shape)
+        found, exact = found.cpu().double(), exact.cpu().double()
+        close = within(found, exact, limit)
+        assert close.all(), f"{mode}, {case}, launch {launch}: off by {(found - exact).abs().max():.3g}"
+
+
+def within(found: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+    """Which elements are close enough. Infinities are equal; where the limit is infinite anything is right."""
+    return (
+        (found == exact) | ((found - exact).abs() <= limit) | torch.isinf(torch.as_tensor(limit, device=found.device))
+    )
+
+
+def check_teams(operator: Operator, mode: str, teams: list[list[int]]) -> None:
+    """Teams that make the same calls at the same time, over operands of the whole world, each get their own results.
+    Each rank is in one team, and the teams are of one size."""
+
+    def run(world: Any) -> None:
+        team = world.team(next(ranks for ranks in teams if world.rank in ranks))
+        case, dtype = next(inputs.cases_of(operator, mode)), floats(operator, mode)[0]
+        keep: dict[str, torch.Tensor] = {}
+        for launch in range(2):
+            # Launches of the teams have other operands.
+            right(team, operator, mode, case, launch + 10 * teams.index(list(team.ranks)), dtype, "new", 0, keep)
+
+    on_ranks(sum(map(len, teams)), run)
 
 
 def check_results_of_uneven_ranks(operator: Operator, mode: str, dtype: torch.dtype) -> None:
     """Right where the operands of one rank of two begin at a multiple of 16 bytes. Their rows do."""
     letters = inputs.letters_of(operator)
-    case = Case(sizes=dict.fromkeys(letters, 16)) if letters else next(inputs.cases_of(operator, mode))
+    case = inputs.alike(operator, 16, "16") if letters else next(inputs.cases_of(operator, mode))
 
     def run(world: Any) -> None:
         for offset in ((0, 1), (1, 0)):
@@ -141,10 +171,11 @@ def emptied(case: Case) -> list[tuple[dict[str, Any], dict[str, int]]]:
     """(shapes, sizes) of a case with one of its dimensions or letters 0."""
     found: list[tuple[dict[str, Any], dict[str, int]]] = []
     found += [(dict(case.shapes), {**case.sizes, letter: 0}) for letter in case.sizes]
-    for name, shape in case.shapes.items():
-        words = [str(w) for w in (shape.split() if isinstance(shape, str) else shape)]
-        without = [" ".join([*words[:at], "0", *words[at + 1 :]]) for at in range(len(words))]
-        found += [({**case.shapes, name: shape}, dict(case.sizes)) for shape in without]
+    shapes = {n: [str(w) for w in (s.split() if isinstance(s, str) else s)] for n, s in case.shapes.items()}
+    dimensions = max(map(len, shapes.values()), default=0)  # of the operands; indices beside them may have fewer
+    for at in range(dimensions):
+        none = {n: " ".join([*w[:at], "0", *w[at + 1 :]]) for n, w in shapes.items() if len(w) == dimensions}
+        found.append(({**case.shapes, **none}, dict(case.sizes)))
     return found
 
 
@@ -152,9 +183,9 @@ def emptied(case: Case) -> list[tuple[dict[str, Any], dict[str, int]]]:
 def refuses(world: Any, operator: Operator, tensors: dict[str, Any], case: Case, /, **more: Any) -> None:
     """The call raises one of pkt's errors that names rank and call, before it launches or allocates anything."""
     before = world.heap.ledger.free_bytes
-    keywords = {n: v for n, v in case.arguments.items() if n in operator.arguments}
+    keywords = inputs.arguments_of(operator, case)
     with pytest.raises(pkt.PktError) as caught:
-        operator.function(**tensors, **{**keywords, "world": world, **more})
+        operator.function(**operator.parameters(tensors), **{**keywords, "world": world, **more})
     assert re.match(rf"rank {world.rank}: {operator.name}\b", str(caught.value)), str(caught.value)
     assert world.heap.ledger.free_bytes == before, "memory was allocated"
 
@@ -162,7 +193,8 @@ def refuses(world: Any, operator: Operator, tensors: dict[str, Any], case: Case,
 def check_refusals(operator: Operator) -> None:
     """Wrong tensors and keywords, of each kind."""
     case = operator.cases[0]
-    case = Case(sizes=case.sizes, shapes=case.shapes, arguments={**case.arguments, "given": tuple(operator.tensors)})
+    every = tuple(n for n, o in operator.tensors.items() if o.shape != "..." or n in case.shapes)
+    case = Case(sizes=case.sizes, shapes=case.shapes, arguments={**case.arguments, "given": every})
 
     def run(world: Any) -> None:
         dtype = next(iter(operator.tensors.values())).dtypes[0]
@@ -172,6 +204,8 @@ def check_refusals(operator: Operator) -> None:
         good = given(world, operator, None, operands, out)
         for name, operand in operator.tensors.items():
             x = good[name]
+            if x is None:
+                continue
             strided = torch.empty((*x.shape, 2), dtype=dtype)[..., 0] if x.numel() > 1 else 3
             wrongs = [None, 3, "x", x.to(torch.complex64), torch.ones(2).to_sparse()]
             if operator.tuning is not None:  # the others copy it
@@ -188,7 +222,8 @@ def check_refusals(operator: Operator) -> None:
             for setting in operator.settings.keys() - form.settings.keys():
                 refuses(world, operator, good, case, mode=name, **{setting: 1})
         for keyword in (*operator.settings, *operator.arguments):
-            for wrong in (object(), 1.5, "no such"):
+            real = "float" in str(inspect.signature(operator.function).parameters[keyword].annotation)
+            for wrong in (object(), float("nan") if real else 1.5, "no such"):
                 refuses(world, operator, good, case, **{keyword: wrong})
         if out is not None:
             wide = pkt.empty((*like.shape, 2), dtype=dtype)
@@ -209,7 +244,7 @@ def check_overlap(operator: Operator) -> None:
             operands = inputs.everybody(operator, case, world.size, 0, dtype)
             like = inputs.exact(operator, case, world.rank, operands)
             for name, ranks in operands.items():
-                if ranks is None or min(ranks[0].numel(), like.numel()) < 2:
+                if ranks is None or ranks[0].dtype != dtype or min(ranks[0].numel(), like.numel()) < 2:
                     continue
                 room = pkt.empty(ranks[0].numel() + like.numel(), dtype=dtype)
                 good = given(world, operator, None, operands)
@@ -238,7 +273,8 @@ def check_agreement(operator: Operator) -> None:
             rooms = {}
             for name, ranks in operands.items():
                 if ranks is not None:
-                    room = pkt.empty(16384, dtype=torch.uint8)[: ranks[0].nbytes].view(dtype).view(ranks[0].shape)
+                    room = pkt.empty(16384, dtype=torch.uint8)[: ranks[0].nbytes].view(ranks[0].dtype)
+                    room = room.view(ranks[0].shape)
                     room.copy_(ranks[world.rank])
                     rooms[name] = room
                 else:
@@ -292,13 +328,15 @@ def check_host_cost(operator: Operator, mode: str, patch: pytest.MonkeyPatch) ->
                 else:
                     count.append(frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else "")
 
-        keywords = {n: v for n, v in case.arguments.items() if n in operator.arguments}
+        keywords = inputs.arguments_of(operator, case)
         keywords |= inputs.settings_of(operator.forms[mode], case, operator)
+        parameters = operator.parameters(tensors)
         sys.setprofile(profile)
         try:
-            operator.function(**tensors, **keywords, mode=mode, world=world)
+            operator.function(**parameters, **keywords, mode=mode, world=world)
         finally:
             sys.setprofile(None)
+        parameters.clear()
         alive = [weakref.ref(x) for x in tensors.values() if type(x) is torch.Tensor]
         tensors.clear()
         gc.collect()
@@ -320,12 +358,89 @@ def check_autograd(operator: Operator, mode: str) -> None:
         tensors = given(world, operator, mode, operands, out)
         for _ in range(2):
             before = None if tensors[operator.written] is None else tensors[operator.written]._version
-            found = inputs.called(operator, mode, tensors, case, world=world)
-            assert not found.requires_grad
+            results = inputs.results(inputs.called(operator, mode, tensors, case, world=world))
+            assert not any(found.requires_grad for found in results)
             if before is not None:
                 assert tensors[operator.written]._version > before, "torch is not told of the write"
 
     on_ranks(2, run)
+
+
+def check_gradients(operator: Operator, ranks: int) -> None:
+    """The gradients of every case are those of the reference in fp64, of the sum of all ranks' losses; those of one
+    operand alone, too. An operator without a backward pass says so."""
+    cases: dict[Any, Case] = {}
+    for case in operator.cases:
+        arguments = inputs.arguments_of(operator, case)
+        if operator.backward is not None and not operator.backward.refuses(arguments, torch.float32):
+            given = case.arguments.get("given", ())
+            cases.setdefault((*arguments.items(), given, *(len(s) for s in case.shapes.values())), case)
+    assert operator.backward is None or cases, "no case has gradients"
+
+    def run(world: Any) -> None:
+        if operator.backward is None:
+            operands = inputs.everybody(operator, operator.cases[0], world.size, 0, torch.float32)
+            tensors = {n: ts and ts[world.rank].requires_grad_(ts[0].is_floating_point()) for n, ts in operands.items()}
+            with pytest.raises(pkt.Unsupported, match="has no gradient"):
+                inputs.called(operator, None, tensors, Case(arguments=operator.cases[0].arguments), world=world)
+        for number, case in enumerate(cases.values()):
+            operands = inputs.gradients_of(operator, case, world.size)
+            names = [n for n, ts in operands.items() if ts is not None and ts[0].is_floating_point()]
+            alone = [[name] for name in names] if number == 0 and len(names) > 1 else []
+            for needs in (names, *alone):
+                right_gradients(world, operator, case, operands, needs)
+
+    on_ranks(ranks, run, sms=2)
+
+
+def right_gradients(world: Any, operator: Operator, case: Case, operands: dict[str, Any], needs: list[str]) -> None:
+    """Whether the gradients of the operands `needs` are right in a call of a case."""
+    leaves = {n: ts and ts[world.rank].clone().requires_grad_(n in needs) for n, ts in operands.items()}
+    # Copies, because some calls overwrite their operand, which may not be a leaf.
+    tensors = {n: None if x is None else x.clone() for n, x in leaves.items()}
+    results = inputs.results(inputs.called(operator, None, tensors, case, world=world))
+    floats = [at for at, found in enumerate(results) if found.is_floating_point()]
+    assert all(results[at].requires_grad for at in floats)
+    everybody = [inputs.upstream(operator, case, r, operands) for r in range(world.size)]
+    torch.autograd.backward([results[at] for at in floats], [everybody[world.rank][at].float() for at in floats])
+    exact, limits = inputs.exact_gradients(operator, case, world.rank, operands, everybody, needs)
+    for name, right, limit in zip(needs, exact, limits):
+        found = leaves[name].grad
+        assert found is not None, f"{name} has no gradient"
+        error = (found.double() - right).abs()
+        assert (error <= limit).all(), f"{case}: the gradient of {name} is off by {error.max():.3g}"
+
+
+def check_compiled(operator: Operator) -> None:
+    """torch.compile makes one graph of a call, whose result and gradients are those of the eager call."""
+    case = operator.cases[0]
+    case = Case(sizes=case.sizes, shapes=case.shapes, arguments=inputs.arguments_of(operator, case))
+    gradient = operator.backward is not None and not operator.backward.refuses(case.arguments, torch.float32)
+    mode = next(iter(operator.forms))
+
+    def run(world: Any) -> None:
+        operands = inputs.everybody(operator, case, world.size, 0, torch.float32, inputs.whole)
+        limits = inputs.bounds(operator, mode, case, world.rank, world.size, operands, torch.float32)
+        leaves = {n: ts and ts[world.rank].requires_grad_(gradient) for n, ts in operands.items()}
+
+        def call(tensors: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+            return inputs.results(operator.function(**tensors, **case.arguments))
+
+        def everything(function: Any) -> list[torch.Tensor]:
+            # Copies, because some calls overwrite their operand.
+            found = function(operator.parameters({n: None if x is None else x.clone() for n, x in leaves.items()}))
+            recorded = [x for x in found if x.requires_grad]
+            wanted = [x for x in leaves.values() if x is not None and x.requires_grad]
+            upstream = [x.detach() % 3 for x in recorded]
+            return [*found, *(torch.autograd.grad(recorded, wanted, upstream) if wanted else ())]
+
+        compiled, eager = everything(torch.compile(call, backend="aot_eager", fullgraph=True)), everything(call)
+        for at, (found, right) in enumerate(zip(compiled, eager, strict=True)):
+            undefined = torch.as_tensor(limits[at] if at < len(limits) else 0.0) == float("inf")
+            assert ((found == right) | undefined).all(), "compiled code computes something else"
+
+    torch._dynamo.reset()
+    on_ranks(2, run, sms=2)
 
 
 def check_capture(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> None:
@@ -367,28 +482,36 @@ def explored(operator: Operator, case: Case) -> Callable[[Any], None]:
     """A program for `pkt.simulate`: launches with other inputs each time, whose accesses the race detector sees."""
     mode = case.arguments["mode"]
 
+    def everybody(world: Any, launch: int) -> dict[str, Any]:
+        found = inputs.everybody(operator, case, world.size, launch, torch.float32, inputs.whole)
+        return {n: None if ts is None else [t.to(world.torch_device) for t in ts] for n, ts in found.items()}
+
     def run(world: Any) -> None:
-        first = inputs.everybody(operator, case, world.size, 0, torch.float32, inputs.whole)
+        first = everybody(world, 0)
         like = inputs.exact(operator, case, world.rank, first)
         any_shape = {n for n, o in operator.tensors.items() if o.shape == "..."}
         symmetric = {*operator.forms[mode].symmetric, *any_shape}
         x = {n: pkt.empty(tuple(ts[0].shape)) for n, ts in first.items() if ts is not None and n in symmetric}
         out = result_for(world, operator, mode, case, like, torch.float32, case.out)
         for launch in range(case.launches):
-            operands = inputs.everybody(operator, case, world.size, launch, torch.float32, inputs.whole)
+            operands = everybody(world, launch)
             mine = {n: None if ts is None else ts[world.rank] for n, ts in operands.items()}
             for number, name in enumerate(operands):
                 if name in x:
                     inputs.fill(x[name], inputs.seed_of(launch, world.rank, number))
             tensors = {**mine, **x, **({"out": x.get(case.out, out)} if "out" in operator.names else {})}
-            found = inputs.read(inputs.called(operator, mode, tensors, case, world=world))
-            exact = inputs.exact(operator, case, world.rank, operands)
+            results = inputs.results(inputs.called(operator, mode, tensors, case, world=world))
+            exacts = inputs.exacts(operator, case, world.rank, operands)
             # Sums of whole numbers are exact, what an epilogue makes of them is not.
-            limit = 0.0
-            if inputs.arguments_of(operator, case).get("epilogue", "none") != "none":
-                limit = inputs.bound(operator, mode, case, world.rank, world.size, operands, torch.float32)
-            assert found.shape == exact.shape, (found, exact)
-            assert ((found.double() - exact.double()).abs() <= limit).all(), (found, exact)
+            limits: tuple[Any, ...] = (0.0,)
+            epilogue = inputs.arguments_of(operator, case).get("epilogue", "none") != "none"
+            if epilogue or operator.bound is not None:
+                limits = inputs.bounds(operator, mode, case, world.rank, world.size, operands, torch.float32)
+            for tensor, exact, limit in zip(results, exacts, limits, strict=True):
+                found = inputs.read(tensor)
+                assert found.shape == exact.shape, (found, exact)
+                close = within(found.double(), exact.double(), limit)
+                assert close.all(), (found, exact)
 
     run.__name__ = name_of(operator, case)
     return run
@@ -443,43 +566,49 @@ def set_launches(world: Any, launches: int) -> None:
         counters.copy_(((counters.long() * launches + 2**31) % 2**32 - 2**31).int())
         header = world.backend.view(world.rank, block.offset, 8).view(torch.int64)
         if header.item():
-            assert header.item() == 1 << 32, "wanted one launch, and no rank in the next"
-            header.fill_((launches % 2**32 << 32) - (launches >> 31 << 64))
+            each = int(header.item()) >> 32  # a call may launch a collective for each of its operands
+            assert header.item() == each << 32, "a rank is in the next launch"
+            total = launches * each % 2**32
+            header.fill_((total << 32) - (total >> 31 << 64))
 
 
 # -------------------------------------------------------------------------------------------------------- compilation
-def big(case: Case) -> Case:
-    """The case with dimensions that fill a GPU."""
+def big(case: Case, most: Mapping[str, int]) -> Case:
+    """The case with dimensions that fill a GPU, none greater than `most` of its letter."""
     shapes = {}
     for name, shape in case.shapes.items():
         words = [str(w) for w in (shape.split() if isinstance(shape, str) else shape)] or ["1"]
         first, _, n = words[0].rpartition("*")
         shapes[name] = " ".join([f"{first}*{int(n) << 12}" if first else f"{int(n) << 12}", *words[1:]])
-    return Case(sizes={n: 256 << (i > 0) for i, n in enumerate(case.sizes)}, shapes=shapes, arguments=case.arguments)
+    sizes = case.large or {n: min(256 << (i > 0), most.get(n, 1 << 30)) for i, n in enumerate(case.sizes)}
+    return Case(sizes=sizes, shapes=shapes, arguments=case.arguments)
 
 
 def check_compilation(operator: Operator, mode: str, arch: int, patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Every kernel that the form launches compiles: no wait or signal lost, nothing spilled, and memory fits."""
     own = next(case for case in operator.cases if case.arguments.get("mode", mode) == mode)
     named = {n: v for n, v in own.arguments.items() if n in operator.arguments}
-    case = big(Case(sizes=own.sizes or {}, shapes=own.shapes, arguments=named))
+    case = big(own, operator.most)
     dtype = dtypes_of(operator, mode)[0]
 
     def run(world: Any) -> None:
         symmetric = operator.forms[mode].symmetric
         tensors: dict[str, Any] = {}
         for name, shape in inputs.shapes_of(operator, case, world.size).items():
-            if operator.tensors[name].optional:
+            if operator.tensors[name].optional and name not in own.arguments.get("given", ()):
                 tensors[name] = None
             elif name in symmetric:
                 tensors[name] = pkt.empty(shape, dtype=dtype)
+            elif operator.tensors[name].make is not None:
+                made = inputs.everybody(operator, case, world.size, 0, dtype)[name]
+                tensors[name] = made[world.rank]
             else:
                 tensors[name] = torch.empty(shape, dtype=dtype)
         if "out" in symmetric:
             empties = {n: None if t is None else [t.to("meta")] * world.size for n, t in tensors.items()}
             like = operator.reference(world.rank, **empties, **inputs.arguments_of(operator, case))
             tensors["out"] = pkt.empty(tuple(like.shape), dtype=dtype)
-        operator.function(**tensors, **named, mode=mode, world=world)
+        operator.function(**operator.parameters(tensors), **named, mode=mode, world=world)
 
     launches = all_launched(run, 2, own.multicast, patch)
     assert launches, "nothing was launched"

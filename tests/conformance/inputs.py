@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,19 +24,32 @@ LETTERS = ((1,), RAGGED, (33, 16, 18, 40, 3))
 
 
 def arguments_of(operator: Operator, case: Case) -> dict[str, Any]:
-    """The keywords that change the result, defaults where the case says nothing."""
+    """The keywords that change the result. Where the case says nothing: the default, or what the operator's first case
+    has if there is none."""
     parameters = inspect.signature(operator.function).parameters
-    return {name: case.arguments.get(name, parameters[name].default) for name in operator.arguments}
+    found = {name: parameters[name].default for name in operator.arguments}
+    needed = {name for name, value in found.items() if value is inspect.Parameter.empty}
+    return (
+        found
+        | {n: v for n, v in (operator.cases[0].arguments | case.arguments).items() if n in needed}
+        | {n: v for n, v in case.arguments.items() if n in found}
+    )
+
+
+def call_of(operator: Operator, case: Case, size: int) -> Call:
+    """As much of a call as shapes and values depend on."""
+    call = Call(operator.name, SimpleNamespace(size=size), {}, arguments_of(operator, case), {}, None)
+    call.sizes = dict(case.sizes)
+    return call
 
 
 def shapes_of(operator: Operator, case: Case, size: int) -> dict[str, tuple[int, ...]]:
     """The operands' shapes on `size` ranks, those of optional ones too."""
-    call = Call(operator.name, SimpleNamespace(size=size), {}, arguments_of(operator, case), {}, None)
-    call.sizes = dict(case.sizes)
+    call = call_of(operator, case, size)
     found = {}
     for name, operand in operator.tensors.items():
         shape = operand.letters(call)
-        found[name] = numbers(case.shapes[name], size) if shape == "..." else call.bound(shape)
+        found[name] = numbers(case.shapes.get(name, ()), size) if shape == "..." else call.bound(shape)
     return found
 
 
@@ -44,6 +58,15 @@ def numbers(shape: str | tuple[int, ...], size: int) -> tuple[int, ...]:
     if not isinstance(shape, str):
         return tuple(shape)
     return tuple(int(w.removeprefix("W*")) * (size if w.startswith("W*") else 1) for w in shape.split())
+
+
+def alike(operator: Operator, n: int, shape: str | tuple[int, ...]) -> Case:
+    """n of each letter, or x of `shape`; of an operator whose sizes are not so simple its first case."""
+    letters, first = letters_of(operator), operator.cases[0]
+    if list(operator.tensors) == ["x"] and not letters:
+        return Case(shapes={"x": shape})
+    simple = letters and not first.large and not operator.most
+    return Case(sizes=dict.fromkeys(letters, n)) if simple else first
 
 
 def letters_of(operator: Operator) -> list[str]:
@@ -55,17 +78,29 @@ def letters_of(operator: Operator) -> list[str]:
 
 
 def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case]:
-    """The operator's own cases that may take this form, and a ragged one if its shapes have letters. more: also sizes
-    of one and sizes beyond a block. If its shapes have letters, cases that do not fit the form are left out, judged
-    with elements of two bytes, in which the fewest fit; a form for GPUs alone refuses such cases itself."""
-    form = operator.forms[mode]
-    if form.gpu or not letters_of(operator):
-        yield from _cases(operator, mode, more)
-        return
+    """The operator's own cases that may take this form, and a ragged one if its shapes have letters; each call once, as
+    cases may differ in ranks or launches alone. more: also sizes of one and sizes beyond a block. A letter with a
+    greatest size has a quarter of it. If its shapes have letters, cases that do not fit the form are left out, judged
+    with elements of two bytes, in which the fewest fit; a form for GPUs alone refuses such cases itself. Sizes that do
+    not fit the operator are left out, too, but none of its own cases."""
+    form, letters, seen = operator.forms[mode], letters_of(operator), set()
     for case in _cases(operator, mode, more):
-        call = Call(operator.name, SimpleNamespace(size=2), {}, arguments_of(operator, case), {}, mode)
+        arguments = {**case.arguments, **arguments_of(operator, case), "mode": mode}
+        key = tuple((*sorted(of.items()),) for of in (case.sizes, case.shapes, arguments))
+        if key in seen:
+            continue
+        seen.add(key)
+        if form.gpu or not letters:
+            yield case
+            continue
+        call = Call(operator.name, SimpleNamespace(size=2, rank=0), {}, arguments_of(operator, case), {}, mode)
         call.tensors[next(iter(operator.tensors))] = torch.empty(0, dtype=torch.bfloat16)
         call.sizes = dict(case.sizes)
+        if case not in operator.cases and callable(operator.result):
+            try:
+                operator.result(call)
+            except pkt.ShapeError:
+                continue
         if not form.fits(call):
             yield case
 
@@ -80,7 +115,8 @@ def _cases(operator: Operator, mode: str, more: bool) -> Iterator[Case]:
             continue
         seen.add(key)
         for sizes in (LETTERS if more else (RAGGED,)) if letters else ():
-            yield Case(sizes=dict(zip(letters, sizes * len(letters))), arguments=arguments)
+            found = dict(zip(letters, sizes * len(letters)))
+            yield Case(sizes=found | {n: max(1, most // 4) for n, most in operator.most.items()}, arguments=arguments)
         for change in (_ones, _longer) if more and case.shapes else ():
             yield Case(shapes={name: change(_words(shape)) for name, shape in case.shapes.items()}, arguments=arguments)
 
@@ -163,7 +199,14 @@ def everybody(
             found[name] = None
             continue
         ranks = [0] * size if operator.tensors[name].same else range(size)
-        found[name] = [make(shape, seed_of(launch, rank, number), dtype) for rank in ranks]
+        seeds = [seed_of(launch, rank, number) for rank in ranks]
+        own = operator.tensors[name].make
+        if own is None:
+            found[name] = [make(shape, seed, dtype) for seed in seeds]
+        else:
+            call = call_of(operator, case, size)
+            with torch.device("cpu"):
+                found[name] = [own(shape, torch.Generator("cpu").manual_seed(seed), call) for seed in seeds]
     return found
 
 
@@ -175,23 +218,66 @@ def placed(
     of a contiguous one if transposed."""
     if transposed:
         return placed(world, tensor.t(), symmetric, offset).t()
-    made = pkt.empty if symmetric else lambda n, dtype: torch.empty(n, dtype=dtype, device=world.torch_device)
-    room = made(tensor.numel() + offset, dtype=tensor.dtype)
+    n = tensor.numel() + offset
+    room: Any
+    if symmetric:
+        room = pkt.empty(n, dtype=tensor.dtype, world=world)
+    else:
+        room = torch.empty(n, dtype=tensor.dtype, device=world.torch_device)
     found = room[offset:].view(tensor.shape)
     found.copy_(tensor)
     return found
 
 
-def called(operator: Operator, mode: str | None, tensors: Mapping[str, Any], case: Case, **more: Any) -> torch.Tensor:
-    """The operator's function with these tensors and the case's keywords."""
-    keywords = {n: v for n, v in case.arguments.items() if n in operator.arguments}
+def called(operator: Operator, mode: str | None, tensors: Mapping[str, Any], case: Case, **more: Any) -> Any:
+    """What the operator's function returns for these tensors and the case's keywords."""
+    keywords = arguments_of(operator, case)
     settings = settings_of(operator.forms[mode], case, operator) if mode else {}
-    return operator.function(**tensors, **{**keywords, **settings, "mode": mode, **more})
+    return operator.function(**operator.parameters(tensors), **{**keywords, **settings, "mode": mode, **more})
+
+
+def runnable(operator: Operator, case: Case, tensors: Mapping[str, Any], **more: Any) -> Callable[[], Any]:
+    """The call of these tensors with the case's arguments and the keywords `more`, to be repeated."""
+    arguments = arguments_of(operator, case)
+    return functools.partial(operator.function, **operator.parameters(tensors), **arguments, **more)
+
+
+def defined(found: Any, exact: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+    """The first result, with the exact elements where anything is right."""
+    anything = torch.isinf(torch.as_tensor(limit, device=exact.device)).to(results(found)[0].device)
+    return torch.where(anything, exact.to(results(found)[0]), results(found)[0])
+
+
+def results(found: Any) -> tuple[torch.Tensor, ...]:
+    """All results of a call."""
+    return found if isinstance(found, tuple) else (found,)
 
 
 def exact(operator: Operator, case: Case, rank: int, operands: Mapping[str, Any]) -> torch.Tensor:
-    """The exact result of `rank`."""
-    return operator.reference(rank, **operands, **arguments_of(operator, case))
+    """The exact result of `rank`, the first of several."""
+    return exacts(operator, case, rank, operands)[0]
+
+
+def exacts(operator: Operator, case: Case, rank: int, operands: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """All exact results of `rank`."""
+    with _where(operands):
+        return results(operator.reference(rank, **operands, **arguments_of(operator, case)))
+
+
+def _where(operands: Mapping[str, Any]) -> torch.device:
+    """The operands' device, on which references are computed."""
+    return next(ranks[0].device for ranks in operands.values() if ranks is not None)
+
+
+def bounds(
+    operator: Operator, mode: str, case: Case, rank: int, size: int, operands: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[torch.Tensor | float, ...]:
+    """How far each right result may be from the exact one, element by element."""
+    if operator.bound is None:
+        return (bound(operator, mode, case, rank, size, operands, dtype),)
+    roundings = operator.forms[mode].roundings(size)
+    with _where(operands):
+        return tuple(operator.bound(rank, dtype, roundings, **operands, **arguments_of(operator, case)))
 
 
 def bound(
@@ -212,3 +298,60 @@ def bound(
     terms = operator.terms(dict(case.sizes), size) + 2
     roundings = operator.forms[mode].roundings(size)
     return slope * (roundings * UNIT[dtype] + terms * 2.0**-24 + CURVE) * magnitude + TINY[dtype]
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+def gradients_of(operator: Operator, case: Case, size: int) -> dict[str, Any]:
+    """All ranks' operands in fp32 for gradients: whole numbers, whose sums are exact, where the call is linear."""
+    return everybody(operator, case, size, 0, torch.float32, whole if _linear(operator, case) else values)
+
+
+def _linear(operator: Operator, case: Case) -> bool:
+    return operator.bound is None and arguments_of(operator, case).get("epilogue", "none") == "none"
+
+
+def upstream(operator: Operator, case: Case, rank: int, operands: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Whole gradients of a rank's results, other ones for each rank."""
+    results = exacts(operator, case, rank, operands)
+    return tuple(whole(tuple(x.shape), 5 * rank + at + 1) for at, x in enumerate(results))
+
+
+def exact_gradients(
+    operator: Operator, case: Case, rank: int, operands: Mapping[str, Any], grads: list[tuple[torch.Tensor, ...]],
+    needs: list[str],
+) -> tuple[list[torch.Tensor], list[Any]]:  # fmt: skip
+    """(gradients of a rank's operands `needs`, how far right ones may be from them): torch's, of the references of all
+    ranks in fp64, with these gradients of their results."""
+    arguments = arguments_of(operator, case)
+    exact = _pulled_back(operator, rank, operands, grads, needs, arguments)
+    if _linear(operator, case):
+        return exact, [0.0] * len(exact)
+    if operator.bound is not None:
+        return exact, [2.0**-14 * (1 + x.abs().max()) for x in exact]
+    # dz = g f'(z). An error of z moves f', and the up of swiglu, which its gate's gradient is multiplied by.
+    size_of = {n: None if ts is None else [t.double().abs() for t in ts] for n, ts in operands.items()}
+    plain = arguments | {"epilogue": "none"}
+    most = []
+    for r, (g, *_) in enumerate(grads):
+        z, g = operator.reference(r, **size_of, **plain), g.double().abs()
+        if z.shape != g.shape:  # swiglu
+            z, g = torch.maximum(z[:, 0::2], z[:, 1::2]).repeat_interleave(2, 1), g.repeat_interleave(2, 1)
+        most.append(((1 + z) * g,))
+    magnitudes = _pulled_back(operator, rank, size_of, most, needs, plain)
+    terms = 2 * len(grads) * max(case.sizes.values()) + operator.terms(dict(case.sizes), len(grads))
+    return exact, [SLOPE * (terms * 2.0**-24 + CURVE) * m + TINY[torch.float32] for m in magnitudes]
+
+
+def _pulled_back(
+    operator: Operator, rank: int, operands: Mapping[str, Any], grads: Any, needs: list[str], arguments: dict[str, Any]
+) -> list[torch.Tensor]:
+    leaves: dict[str, Any] = {
+        n: None if ts is None else [t.double().requires_grad_() if t.is_floating_point() else t for t in ts]
+        for n, ts in operands.items()
+    }
+    loss: Any = 0
+    for r, each in enumerate(grads):
+        found = results(operator.reference(r, **leaves, **arguments))
+        loss = loss + sum((x * g.double()).sum() for x, g in zip(found, each) if x.is_floating_point())
+    mine = [leaves[n][rank] for n in needs]
+    return list(torch.autograd.grad(loss, mine, materialize_grads=True))

@@ -69,6 +69,7 @@ def all_checks(operator: Operator, folder: Path) -> dict[str, Callable[[], Any]]
         "agreement": lambda: checks.check_agreement(operator),
         "host cost": lambda: patched(checks.check_host_cost, operator, mode),
         "autograd": lambda: checks.check_autograd(operator, mode),
+        "gradients": lambda: checks.check_gradients(operator, 3),
         "capture": lambda: patched(checks.check_capture, operator, mode),
         "scope": lambda: checks.check_workspace(operator, mode),
         "exploration": lambda: checks.check_exploration(operator, operator.cases[0], SCHEDULES),
@@ -79,8 +80,8 @@ def all_checks(operator: Operator, folder: Path) -> dict[str, Callable[[], Any]]
 
 
 PROPERTIES = (
-    "results", "dtypes", "offsets", "empty", "refusals", "overlap", "agreement", "host cost", "autograd", "capture",
-    "scope", "exploration", "wrap", "sm_90", "sm_100",
+    "results", "dtypes", "offsets", "empty", "refusals", "overlap", "agreement", "host cost", "autograd", "gradients",
+    "capture", "scope", "exploration", "wrap", "sm_90", "sm_100",
 )  # fmt: skip
 
 
@@ -109,7 +110,7 @@ BODY = "return OPERATOR((x, out), (by, mode, block), world)"
 NEW = "OPERATOR((x, None), (by, mode, block), world)"
 ALLOCATED = ("world.keep(", "(lambda key, make: make())(")
 STARVED = [("(programs,))", "(programs,), maxnreg=32)"), ('settings={"block": 1024}', 'settings={"block": 32768}')]
-CARELESS = "class Careless(Operator):\n    def _agree(self, call, form, staged): ...\n\n\nOPERATOR = Careless("
+CARELESS = "class Careless(Operator):\n    def _agree(self, *_): ...\n\n\nOPERATOR = Careless("
 # By property: the message that the suite has for a mistake, and the mistake as (old, new) pieces of the text.
 FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "results": ("off by", [("tl.int32) + by) %", "tl.int32) + 1) %")]),
@@ -124,6 +125,7 @@ FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [(BODY, f"OPERATOR.plan(world, (x, out), {{'by': by, 'mode': mode, 'block': block}}); {BODY}")],
     ),
     "autograd": ("not told", [(BODY, BODY.replace("(x, out)", "(x, out if out is None else out.data)"))]),
+    "gradients": ("the gradient of x is off", [('by=-call["by"]', 'by=call["by"]')]),
     "capture": (
         "DID NOT RAISE",
         [("OPERATOR = Operator(", CARELESS), ALLOCATED, ("barrier_counters(world)", "signals(9)")],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pkt.kernels.operator import Case, Operator, operators
+from pkt.simulate.faults import Mutant
 from pkt.simulate.run import execute
 from tests.conformance import checks
 
@@ -16,29 +17,38 @@ FORMS = [(name, mode) for name, o in OPERATORS.items() for mode, form in o.forms
 EXPLORED = [(o, case) for o in OPERATORS.values() for case in o.cases if case.explore]
 SCHEDULES = int(os.environ.get("PKT_SCHEDULES", "2000"))  # of all cases together
 LOST_RANKS = 3  # random points at which a rank stops or dies, for each case
+KINDS = ("given", "new", "symmetric")  # of `out`
 every_form = pytest.mark.parametrize(("name", "mode"), FORMS)
 every_operator = pytest.mark.parametrize("name", OPERATORS)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 4, 5, 8])
 @every_form
 def test_results_on_any_number_of_ranks(name: str, mode: str, ranks: int) -> None:
-    operator = OPERATORS[name]
-    dtypes = checks.floats(operator, mode)
-    kinds = ("new", "given", "symmetric")
-    dtype, launches = dtypes[ranks % len(dtypes)], 3 if ranks < 5 else 2
-    checks.check_results(operator, mode, ranks, dtype, kinds[ranks % 3], more=ranks == 3, launches=launches)
+    """Every case on up to 4 ranks, those on 2 in the next test; 5 and 8 ranks share the cases between them."""
+    dtypes = checks.floats(OPERATORS[name], mode)
+    dtype, kind, part = dtypes[ranks % len(dtypes)], KINDS[ranks % 3], {5: 0, 8: 1}.get(ranks)
+    launches = 3 if ranks < 4 else 2
+    checks.check_results(OPERATORS[name], mode, ranks, dtype, kind, more=ranks == 3, launches=launches, part=part)
+
+
+@every_form
+def test_results_in_teams(name: str, mode: str) -> None:
+    """One form with equal steps, the next with a table."""
+    teams = ([[0, 2], [1, 3]], [[3, 0, 5], [1, 2, 4]])[FORMS.index((name, mode)) % 2]
+    checks.check_teams(OPERATORS[name], mode, teams)
 
 
 @every_form
 def test_results_in_every_dtype(name: str, mode: str) -> None:
-    for dtype in checks.floats(OPERATORS[name], mode):
-        checks.check_results(OPERATORS[name], mode, 2, dtype, "given", transposed=True)
+    for i, dtype in enumerate(checks.floats(OPERATORS[name], mode)):
+        checks.check_results(OPERATORS[name], mode, 2, dtype, KINDS[i % 3], transposed=i != 1, launches=2)
 
 
 @every_form
 def test_results_of_operands_that_begin_anywhere(name: str, mode: str) -> None:
-    checks.check_results(OPERATORS[name], mode, 3, checks.floats(OPERATORS[name], mode)[0], "new", offset=1)
+    dtype = checks.floats(OPERATORS[name], mode)[0]
+    checks.check_results(OPERATORS[name], mode, 3, dtype, "new", offset=1, launches=2)
 
 
 @every_form
@@ -76,6 +86,17 @@ def test_autograd_is_told_of_what_is_written(name: str, mode: str) -> None:
     checks.check_autograd(OPERATORS[name], mode)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@every_operator
+def test_gradients(name: str, ranks: int) -> None:
+    checks.check_gradients(OPERATORS[name], ranks)
+
+
+@every_operator
+def test_compiled_code(name: str) -> None:
+    checks.check_compiled(OPERATORS[name])
+
+
 @every_form
 def test_a_first_call_in_a_capture_is_refused(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_capture(OPERATORS[name], mode, monkeypatch)
@@ -95,14 +116,14 @@ def test_every_schedule_is_right_and_every_fault_is_caught(operator: Operator, c
 
 
 def test_there_is_enough_to_break() -> None:
-    mutants = set()
+    """Already in the first few cases."""
+    mutants: set[Mutant] = set()
     for operator, case in EXPLORED:
         census = execute(checks.explored(operator, case), case.ranks, sms=case.sms, multicast=case.multicast)
         mutants |= set(census.machine.census.mutants())
-    changes = {mutant.change for mutant in mutants}
-    print(f"{len(mutants)} mutants of {len({m.site for m in mutants})} sites: {', '.join(sorted(changes))}")
-    assert len(mutants) >= 30
-    assert {"remove", "relax"} <= changes
+        if len(mutants) >= 30 and {"remove", "relax"} <= {mutant.change for mutant in mutants}:
+            return
+    pytest.fail(f"only {mutants}")
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3])

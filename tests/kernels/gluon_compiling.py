@@ -48,7 +48,7 @@ class Symmetric:
         self.tensor = torch.empty(*shape, dtype=dtype)
         self.dtype = dtype
 
-    def peer(self, rank: int) -> torch.Tensor:
+    def peer(self, rank: int, world: World | None = None) -> torch.Tensor:
         return self.tensor
 
     def plain(self) -> torch.Tensor:

@@ -204,6 +204,7 @@ class Machine:
     def __init__(self, size: int, programs: int, seed: int) -> None:
         self.size, self.programs, self.random = size, programs, random.Random(seed)
         self.warps: list[Warps] = []
+        self.running = [0] * size  # how many of them each rank has
         self.asynchronous: list[Callable[[], None]] = []
         self.writes: list[Callable[[], None]] = []  # of stores that have read their values
         self.copies: list[Callable[[], None]] = []  # by copy engines
@@ -227,39 +228,45 @@ class Machine:
         warps = Warps(self, rank, program, run)
         warps.name = getattr(run, "__name__", "")
         self.warps.append(warps)
+        self.running[rank] += 1
         return warps
+
+    def able(self) -> Warps | None:
+        """A random one of the partitions that can go on."""
+        order = self.random.sample(self.warps, len(self.warps))
+        return next((warps for warps in order if warps.ready is None or warps.ready()), None)
 
     def run(self, launches: list[list[Callable[[int], Any]]]) -> None:
         """Start each launch of a rank when the one before has ended; each program calls it with the program's index."""
         next_launch = [0] * self.size
         while True:
             for rank in range(self.size):
-                if next_launch[rank] < len(launches[rank]) and not any(w.rank == rank for w in self.warps):
+                if next_launch[rank] < len(launches[rank]) and not self.running[rank]:
                     body = launches[rank][next_launch[rank]]
                     next_launch[rank] += 1
                     for program in range(self.programs):
                         self.start(rank, program, lambda body=body, program=program: body(program))
-            able = [w for w in self.warps if w.ready is None or w.ready()]
             operations = self.asynchronous or self.writes if self.late else self.asynchronous + self.writes
-            if not self.last or not (able or operations):
+            if not self.last:
                 operations = operations + self.copies
-            if not able and not operations:
-                if not self.warps:
-                    return
-                where = sorted({(w.rank, w.program, w.name) for w in self.warps})
-                raise Stuck(f"{len(where)} partitions wait: {where[:12]}")
-            if able and (not operations or self.random.random() < self.slowness):
-                warps = self.random.choice(able)
+            warps = self.able() if not operations or self.random.random() < self.slowness else None
+            if warps is not None:
                 warps.ready = None
                 warps.greenlet.switch()
                 if warps.greenlet.dead:
                     self.warps.remove(warps)
-            else:
-                operation = self.random.choice(operations)
+                    self.running[warps.rank] -= 1
+            elif operations or self.copies:
+                operation = self.random.choice(operations or self.copies)
                 for queue in (self.asynchronous, self.writes, self.copies):
                     if operation in queue:
                         queue.remove(operation)
                 operation()
+            elif self.warps:
+                where = sorted({(w.rank, w.program, w.name) for w in self.warps})
+                raise Stuck(f"{len(where)} partitions wait: {where[:12]}")
+            else:
+                return
 
     def copied(self, copy: Callable[[], None]) -> None:
         """Run `copy` at a random time, and return when it is done."""

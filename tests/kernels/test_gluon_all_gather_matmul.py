@@ -71,8 +71,9 @@ def test_further_weights_are_only_multiplied(h200s, tmp_path, num_comm_sms, opti
         assert world.begun[1:] == [1]  # joined behind the first launch, and begun once
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (0, 8), (1, 8)])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (0, 3), (1, 8)])
 def test_push_on_any_number_of_ranks(compiling, tmp_path, rank, size):
+    """Rank 1 is a constant of the kernel, rank 0 is not."""
     launch = product(compiling(rank, size), 333, 1032, 1544)
     assert_fits(launch, tmp_path)
     assert len(re.findall(SIGNAL, launch.ptx)) == 2 * (size - 1)  # each lane's, to each peer

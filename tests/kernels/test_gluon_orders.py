@@ -34,7 +34,7 @@ def test_chunks_of_few_and_many_units(chunk, stages):
 
 
 def test_fewer_tiles_than_programs():
-    for seed in range(3):
+    for seed in range(5):
         for cut_last in (1, 2, 4):
             run_push(2, 5, 7, 6, 5, seed, num_comm=1 + seed, cut_last=cut_last)
 

@@ -227,7 +227,7 @@ def test_bias_and_epilogue(epilogue: Any, with_bias: bool, dtype: torch.dtype) -
 
 
 def test_weights_that_are_trained() -> None:
-    """Nothing is recorded, as with kernels of pkt's own."""
+    """cuBLAS' product is recorded as a kernel of pkt's own is: once, by the operator."""
 
     def run(world: Any) -> None:
         weight = torch.ones(4, 4, requires_grad=True)
@@ -235,7 +235,14 @@ def test_weights_that_are_trained() -> None:
         for operator in (pkt.all_gather_matmul, pkt.matmul_reduce_scatter, pkt.matmul_all_reduce):
             found = operator(torch.ones(4, 4), weight.t(), mode="unfused", bias=bias, world=world)
             assert found.unique().tolist() == [5.0 if operator is pkt.all_gather_matmul else 9.0]
-            assert not found.requires_grad
+            assert found.requires_grad
+            rows = 4.0 if operator is pkt.matmul_reduce_scatter else 8.0  # that a weight's column meets, in all losses
+            weight.grad = None
+            found.sum().backward()
+            assert weight.grad is not None
+            assert weight.grad.unique().tolist() == [rows]
+            with torch.no_grad():
+                assert not operator(torch.ones(4, 4), weight.t(), mode="unfused", bias=bias, world=world).requires_grad
 
     on_ranks(2, run)
 

@@ -80,10 +80,10 @@ def module_of(name: str) -> ModuleType | None:
 
 
 def collectives() -> dict[str, tuple[Operator, Collective]]:
-    """Operators of tensors of any shape whose benchmark module has a COLLECTIVE."""
+    """Operators of one tensor of any shape that have a benchmark module."""
     found = {}
     for name, operator in operators().items():
-        module = module_of(name) if all(operand.shape == "..." for operand in operator.tensors.values()) else None
+        module = module_of(name) if [o.shape for o in operator.tensors.values()] == ["..."] else None
         if module:
             found[name] = operator, module.COLLECTIVE
     return found

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,6 @@ def seconds(run: Callable[[], Any], repeats: int = 5, warmup: int = 1) -> list[f
         run()
         taken.append(time.perf_counter() - start)
     return taken
-
-
-def progress(cases: Iterable[Any], what: str) -> Iterator[Any]:
-    """Yield the cases and show a progress bar on standard error."""
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(list(cases), description=what, console=Console(stderr=True), transient=True)
 
 
 def host() -> dict[str, Any]:

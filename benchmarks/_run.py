@@ -5,21 +5,18 @@ A job has all variants of a case and their baselines. If a variant ends the job,
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
-
-from rich.console import Console
-from rich.progress import Progress
 
 import pkt
 from benchmarks._job import job
 from benchmarks._timing import Settings
 from pkt.errors import PktError
+from pkt.progress import bar
 from pkt.runtime.workers import workers
 
 GIVE_UP = 4  # after so many Gluon variants have ended their jobs, the other Gluon variants are left out
@@ -46,21 +43,12 @@ def run(
         else:
             chosen[label] = arguments
     names = [n for n in benchmark.variants(device, quick) if not only or any(w in n for w in only.split(","))]
-    with progress(module.rpartition(".")[2], len(chosen) * len(names)) as advance:
+    with bar(module.rpartition(".")[2], len(chosen) * len(names)) as advance:
         for label, arguments in chosen.items():
             for row in _case(module, device, ranks, label, arguments, names, given_up, settings):
                 rows.append(row)
                 advance(f"{label}, {row['variant']}")
     return rows
-
-
-@contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar if standard error is a terminal. Call the function that it gives with each finished step."""
-    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    with bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done: bar.update(task, advance=1, description=f"{title}: {done}")
 
 
 def _case(

@@ -83,7 +83,7 @@ def main() -> int:
 
     start = time.perf_counter()
     seeds = range(1, arguments.schedules + 1)
-    report = pkt.simulate(fused, RANKS, seeds, (SMALL, SMALL_TILE), sms=SMS, progress=True)
+    report = pkt.simulate(fused, RANKS, seeds, (SMALL, SMALL_TILE), sms=SMS)
     found = f"{len(report.findings)} findings" if report.findings else "no race, no deadlock, no wrong result"
     table.add_row(f"{report.schedules} random schedules", found, f"{time.perf_counter() - start:.1f}")
 

@@ -57,19 +57,25 @@ class Sizes(NamedTuple):
 def calls_of(world: pkt.World, operator: Operator, sizes: Sizes, gpu: bool) -> dict[str, Callable[[], Any]]:
     """A call of each form by its name. Tensors of collectives are symmetric, those of products are not."""
     letters = inputs.letters_of(operator)
-    elements = f"W*{sizes.nbytes // 2 // world.size // 8 * 8}"
-    case = Case(sizes=dict.fromkeys(letters, sizes.letter), shapes=dict.fromkeys(operator.tensors, elements))
+    case = inputs.alike(operator, sizes.letter, f"W*{sizes.nbytes // 2 // world.size // 8 * 8}")
 
     def tensor(shape: tuple[int, ...]) -> torch.Tensor:
         if letters:
             return torch.zeros(shape, dtype=torch.bfloat16, device=world.torch_device)
         return pkt.zeros(*shape, dtype=torch.bfloat16, world=world)
 
-    shapes = inputs.shapes_of(operator, case, world.size)
-    given = {name: tensor(shape) for name, shape in shapes.items() if not operator.tensors[name].optional}
+    given: dict[str, Any]
+    if case is operator.cases[0]:  # its operands have values of their own
+        operands = inputs.everybody(operator, case, world.size, 0, torch.bfloat16)
+        given = {n: ts and inputs.placed(world, ts[world.rank], True) for n, ts in operands.items()}
+        shape = tuple(inputs.exact(operator, case, world.rank, operands).shape)
+    else:
+        shapes = inputs.shapes_of(operator, case, world.size)
+        given = {name: tensor(shape) for name, shape in shapes.items() if not operator.tensors[name].optional}
+        shape = result_shape(operator, case, world, given) if "out" in operator.names else ()
     if "out" in operator.names:
-        given["out"] = tensor(result_shape(operator, case, world, given))
-    call = partial(operator.function, **given, world=world)
+        given["out"] = tensor(shape)
+    call: Callable[..., Any] = inputs.runnable(operator, case, given, world=world)
     found: dict[str, Callable[[], Any]] = {}
     found |= {mode: partial(call, mode=mode) for mode, form in operator.forms.items() if gpu or not form.gpu}
     if gpu and operator.name in COPIED:

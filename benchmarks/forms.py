@@ -11,7 +11,6 @@ left out. NCCL is beside the forms where an operator has a form "nccl", or basel
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +30,20 @@ LETTERS = (512, 1024, 4096)
 
 def examples(operator: Operator, quick: bool) -> dict[str, Example]:
     """Label -> the sizes of a case."""
-    letters = inputs.letters_of(operator)
+    letters, first = inputs.letters_of(operator), operator.cases[0]
+    if inputs.alike(operator, 16, "16") is first:
+        large = Example(sizes=first.large, arguments=_operands(first))
+        return {"large": large} if first.large and not quick else {"small": first}
     if letters:
         sizes = (16,) if quick else LETTERS
-        return {f"{' = '.join(letters)} = {n}": Example(sizes=dict.fromkeys(letters, n)) for n in sizes}
+        return {f"{' = '.join(letters)} = {n}": inputs.alike(operator, n, "") for n in sizes}
     vectors = {"840 elements": 840} if quick else VECTORS
-    return {label: Example(shapes=dict.fromkeys(operator.tensors, (n,))) for label, n in vectors.items()}
+    return {label: inputs.alike(operator, 0, (n,)) for label, n in vectors.items()}
+
+
+def _operands(example: Example) -> dict[str, Any]:
+    """Those of its arguments that say which optional operands are given."""
+    return {name: value for name, value in example.arguments.items() if name == "given"}
 
 
 def variants(device: str, quick: bool) -> list[str]:
@@ -68,11 +75,19 @@ def case(world: Any, name: str, label: str, quick: bool) -> Case:
     if "out" in operator.names:
         tensors["out"] = pkt.empty(tuple(exact.shape), dtype=dtype, world=world)
     world.barrier()
-    runs: dict[str, Any] = {"pkt default": partial(operator.function, **tensors, world=world)}
+    limit = 0.0 if operator.bound is None else inputs.bounds(
+        operator, next(iter(operator.forms)), example, world.rank, size, operands, dtype
+    )[0]  # fmt: skip
+
+    def variant(**keywords: Any) -> Any:
+        run = inputs.runnable(operator, example, tensors, world=world, **keywords)
+        return (lambda: inputs.defined(run(), exact, limit)) if operator.also else run
+
+    runs: dict[str, Any] = {"pkt default": variant()}
     for mode, form in operator.forms.items():
         if world.torch_device.type == "cuda" or not form.gpu:
             settings = inputs.settings_of(form, example, operator) if quick else {}
-            runs[f"pkt {mode}"] = partial(operator.function, **tensors, world=world, mode=mode, **settings)
+            runs[f"pkt {mode}"] = variant(mode=mode, **settings)
     own = collectives().get(name)
     if own and world.torch_device.type == "cuda":
         plain = [x.plain() for x in tensors.values() if isinstance(x, pkt.SymmetricTensor)]

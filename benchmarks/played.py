@@ -124,7 +124,7 @@ class Inbox:
     def plain(self) -> torch.Tensor:
         return self.tensor.plain()
 
-    def peer(self, rank: int) -> torch.Tensor:
+    def peer(self, rank: int, world: Any = None) -> torch.Tensor:
         """The part of the other GPU's inbox for the data from rank `rank`."""
         return self.tensor.peer(self.world.other)[rank * self.rows :]
 

@@ -12,7 +12,7 @@ from pkt.kernels.operator import Operator, operators
 HEAD = """# Operators
 
 Every operator in the registry: its signature, what it returns, and its forms, the values of `mode=`. W is the number of
-ranks. The column "bytes" counts the bytes that leave each rank.
+ranks. The column "bytes" counts the bytes that leave each rank. [Gradients](inside-torch.md) are collective calls, too.
 `python -m benchmarks.reference > docs/operators.md` makes this page.
 [Add an operator](adding-an-operator.md)
 """
@@ -27,7 +27,9 @@ def section(operator: Operator) -> str:
     """What one operator takes, returns and raises, and a table of its forms."""
     signature = re.sub(r"(?<=[:>] )'([^']*)'", r"\1", str(inspect.signature(operator.function))).replace("torch.", "")
     call = textwrap.fill(f"{operator.name}{signature}", 120, subsequent_indent="    ")
-    lines = ["", *(f"| {' | '.join(row)} |" for row in forms(operator)), ""]
+    backward = operator.backward
+    gradient = "none" if backward is None else backward.how or "declared"
+    lines = ["", *(f"| {' | '.join(row)} |" for row in forms(operator)), "", f"Gradient: {gradient}.", ""]
     doc = inspect.getdoc(operator.function) or ""
     return "\n".join([f"## pkt.{operator.name}", "", "```", call, "", doc, "```", *lines])
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import gc
 import os
 import subprocess
@@ -27,7 +26,7 @@ import torch
 import pkt
 from benchmarks import _harness
 from benchmarks._collective import module_of
-from pkt.kernels.operator import Case, operators
+from pkt.kernels.operator import operators
 from tests.conformance import inputs
 
 INIT, HEAP_CALL, OVERHEAD = 1.5, 20.0, 10.0  # s; us for an allocation or a free; us that an operator may add
@@ -42,16 +41,14 @@ def calls_of(world: pkt.World) -> dict[str, Callable[[], Any]]:
     calls: dict[str, Callable[[], Any]] = {}
     for name, operator in operators().items():
         letters = inputs.letters_of(operator)
-        case = Case(
-            sizes=dict.fromkeys(letters, 128), shapes=dict.fromkeys(operator.tensors, f"W*{4096 // world.size}")
-        )
+        case = inputs.alike(operator, 128, f"W*{4096 // world.size}")
         operands = inputs.everybody(operator, case, world.size, 0, torch.bfloat16)
         like = inputs.exact(operator, case, world.rank, operands)
         mine = {n: ts and inputs.placed(world, ts[world.rank], not letters) for n, ts in operands.items()}
         if "out" in operator.names:
             mine["out"] = inputs.placed(world, like.bfloat16(), not letters)
         keywords = getattr(module_of(name), "HOST_COST", {})
-        calls[name] = functools.partial(operator.function, **mine, **keywords, world=world)
+        calls[name] = inputs.runnable(operator, case, mine, **keywords, world=world)
     world.barrier()
     return calls
 

@@ -11,6 +11,7 @@ soon as it is measured, and cases that the results file or this file has are lef
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from benchmarks._zoo_cases import LAYOUTS, SHORT, TINY, TOKENS, ZooCase, cases, 
 from benchmarks._zoo_inputs import PLAIN_ROWS
 from benchmarks._zoo_report import entries, markdown, measured, stored, summary
 from pkt.errors import PktError
+from pkt.progress import following
 from pkt.runtime.workers import workers
 
 __all__ = ["main", "measured"]
@@ -80,9 +82,10 @@ def run(options: argparse.Namespace, wanted: list[ZooCase], rows: Path) -> list[
             called = (facts, options.forms, settings, str(journal), str(rows.resolve()), left_out)
             failure = ""
             try:
-                pkt.launch(
-                    importable, options.ranks, "cuda", called, heap=HEAP["cuda"], multicast=False, timeout=WAIT_SECONDS
-                )
+                more: dict[str, Any] = {"heap": HEAP["cuda"], "multicast": False, "timeout": WAIT_SECONDS}
+                measured = functools.partial(lambda before: len(read(rows)) - before, before)
+                with following("zoo", len(wanted), measured):
+                    pkt.launch(importable, options.ranks, "cuda", called, **more)
             except (PktError, OSError, EOFError) as error:
                 failure = str(error).strip() or type(error).__name__
             found = read(rows)[before:]

@@ -20,12 +20,13 @@ from benchmarks._results import against, record, write
 from benchmarks._timing import PASSES, Settings
 from benchmarks.operators import modules
 from pkt import bench
+from pkt.errors import Unsupported
 from pkt.kernels.operator import operators
 from tests.conformance.test_new_operator import written
 
 VARIANTS = [path.stem for name in operators() for path in Path(_run.__file__).parent.glob(f"{name}_*.py")]
 """Further benchmarks of single operators, whose names begin with the operator's."""
-RANKS = {**dict.fromkeys(VARIANTS, 4), **dict.fromkeys(modules(), 3), "forms": 2}
+RANKS = {**dict.fromkeys(VARIANTS, 4), **dict.fromkeys(modules(), 3), "forms": 2, "flash_decode": 2}
 
 
 @pytest.mark.parametrize(("name", "ranks"), RANKS.items())
@@ -208,10 +209,9 @@ def test_bench_lists_the_benchmarks(arguments: list[str], checkout: Path, capsys
     assert "module" not in said
 
 
-def test_bench_without_a_checkout_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(["ag_gemm"], tmp_path)
-    assert "come with a checkout" in capsys.readouterr().out
+def test_bench_without_a_checkout_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="pkt bench demo: found no benchmarks .*clone of pkt: install that"):
+        bench.main(["demo"], tmp_path)
 
 
 def test_every_short_name_has_a_benchmark() -> None:
@@ -256,9 +256,10 @@ def test_host_costs_of_eager_calls_are_counted_without_a_gpu(
     assert eager.main() == 0
     figures = json.loads((tmp_path / "eager_cpu.json").read_text())["figures"]
     copied = {name for name in figures if name.endswith(", copy")}
-    assert len(copied) == 5
+    assert copied == {f"{name}, copy" for name, operator in operators().items() if "copy" in operator.forms}
     for name, found in figures.items():
-        assert found["driver calls"] == 1, name
+        new_results = operators()[name.partition(",")[0]].also  # at other addresses each time, so nothing is replayed
+        assert found["driver calls"] == 1 or new_results, name
         assert (found["driver calls, new"] > 1) == (name in copied), name
         assert found["host"] > 0
     assert "all_gather, copy" in capsys.readouterr().out

@@ -38,7 +38,3 @@ def test_results_file_names_host_and_command(tmp_path, monkeypatch, capsys):
     assert set(record["host"]["versions"]) >= {"python", "torch", "triton"}
     assert "/some/where" not in path.read_text()
     assert "holds" in capsys.readouterr().out
-
-
-def test_progress_yields_every_case():
-    assert list(_harness.progress([1, 2, 3], "cases")) == [1, 2, 3]

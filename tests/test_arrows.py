@@ -19,30 +19,37 @@ ROOT = Path(__file__).resolve().parents[1]
 # A part is a module, or a package without the modules that have a line of their own. It may import itself, the
 # standard library, and ([modules and packages of pkt], [third-party packages]).
 ARROWS = {
-    "pkt.wording": ([], []),
+    "pkt.wording": ([], ["rich"]),
+    "pkt.progress": ([], ["rich", "IPython"]),
     "pkt.errors": (["pkt.wording"], []),
     "pkt.language": (["pkt.errors"], ["triton"]),
-    "pkt.trace": ([], ["rich", "matplotlib"]),
+    "pkt.trace": (["pkt.wording"], ["rich", "matplotlib"]),
     # ------------------------------------------------------------------------------------------ host side, lowest first
     "pkt.runtime": ([], []),
     "pkt.runtime.backend": (["pkt.runtime.processes"], ["torch"]),
     "pkt.runtime.processes": (["pkt.errors"], ["torch", "numpy"]),
     "pkt.runtime.memory": (["pkt.errors", "pkt.wording", "pkt.language.world", "pkt.runtime.backend"], ["torch"]),
     "pkt.runtime.kept": (["pkt.errors", "pkt.runtime.memory.heap"], []),
+    "pkt.runtime.team": (["pkt.errors", "pkt.language.world", "pkt.runtime.backend"], ["torch"]),
     "pkt.runtime.world": (
         [
             "pkt.errors",
+            "pkt.wording",
             "pkt.language.world",
             "pkt.runtime.backend",
             "pkt.runtime.kept",
             "pkt.runtime.launch.streams",
             "pkt.runtime.memory.heap",
             "pkt.runtime.processes.wire",
+            "pkt.runtime.team",
         ],
         ["torch", "triton"],
     ),
     # Tensors and factories are part of the memory package, but they import the world.
-    "pkt.runtime.memory.tensor": (["pkt.errors", "pkt.runtime.memory", "pkt.runtime.world"], ["torch"]),
+    "pkt.runtime.memory.tensor": (
+        ["pkt.errors", "pkt.wording", "pkt.runtime.memory", "pkt.runtime.world"],
+        ["torch"],
+    ),
     "pkt.runtime.memory.pool": (["pkt.errors", "pkt.runtime.memory.tensor", "pkt.runtime.world"], ["torch"]),
     "pkt.runtime.memory.checks": (
         ["pkt.errors", "pkt.runtime.memory.pool", "pkt.runtime.memory.tensor", "pkt.runtime.world"],
@@ -80,14 +87,14 @@ ARROWS = {
     ),
     # ------------------------------------------------------------------------------------------------ above the runtime
     "pkt.simulate": (
-        ["pkt.errors", "pkt.wording", "pkt.language", "pkt.trace"]
+        ["pkt.errors", "pkt.progress", "pkt.wording", "pkt.language", "pkt.trace"]
         + ["pkt.runtime.backend", "pkt.runtime.memory.heap", "pkt.runtime.memory.tensor", "pkt.runtime.world"],
         ["torch", "triton", "numpy", "greenlet", "rich", "typer"],
     ),
     "pkt.launcher": (["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.simulate"], ["torch"]),
     "pkt.layouts": (["pkt.errors", "pkt.language", "pkt.runtime"], ["torch", "triton"]),
     "pkt.doctor": (
-        ["pkt.errors", "pkt.wording", "pkt.language", "pkt.launcher", "pkt.runtime", "pkt.model"],
+        ["pkt.errors", "pkt.progress", "pkt.wording", "pkt.language", "pkt.launcher", "pkt.runtime", "pkt.model"],
         ["torch", "triton", "rich"],
     ),
     # Operators and the tuner meet in pkt.model and in the registry, pkt.kernels.operator; pkt/__init__ joins them.
@@ -96,21 +103,27 @@ ARROWS = {
     "pkt.kernels.forecast": (["pkt.model", "pkt.kernels.declaration"], []),
     "pkt.kernels.staging": (["pkt.errors", "pkt.runtime", "pkt.kernels.declaration"], ["torch"]),
     "pkt.kernels.shared": (
-        ["pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model", "pkt.kernels.declaration"],
+        ["pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model", "pkt.kernels.declaration"]
+        + ["pkt.kernels.gradients"],
         ["torch", "triton"],
     ),
+    "pkt.kernels.gradients": (["pkt.errors", "pkt.runtime", "pkt.kernels.shared"], ["torch"]),
+    "pkt.kernels.traced": (["pkt.errors", "pkt.runtime", "pkt.kernels.gradients"], ["torch"]),
     "pkt.kernels.operator": (
         ["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.model"]
-        + ["pkt.kernels.declaration", "pkt.kernels.forecast", "pkt.kernels.shared", "pkt.kernels.staging"],
+        + ["pkt.kernels.declaration", "pkt.kernels.forecast", "pkt.kernels.gradients", "pkt.kernels.shared"]
+        + ["pkt.kernels.staging", "pkt.kernels.traced"],
         ["torch"],
     ),
     "pkt.kernels": (
         ["pkt.errors", "pkt.language", "pkt.runtime", "pkt.model"]
-        + ["pkt.kernels.declaration", "pkt.kernels.operator", "pkt.kernels.shared"],
+        + ["pkt.kernels.declaration", "pkt.kernels.gradients", "pkt.kernels.operator", "pkt.kernels.shared"]
+        + ["pkt.kernels.traced"],
         ["torch", "triton", "numpy", "typing_extensions"],  # the last for types alone, and torch brings it
     ),
     "pkt.tune": (
-        ["pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model", "pkt.kernels.operator"],
+        ["pkt.errors", "pkt.progress", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model"]
+        + ["pkt.kernels.operator"],
         ["torch", "triton", "numpy", "rich", "platformdirs", "matplotlib"],
     ),
     "pkt.tune.command": (

@@ -4,17 +4,21 @@ import importlib.util
 import inspect
 import os
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+import typer
 from triton.language.core import constexpr
 
 import pkt
 import pkt.language as pl
 from benchmarks import reference
+from pkt.cli import app
+from pkt.tune.command import SIMULATED_MOST
+from tests.programs import ran
 from tests.test_arrows import imported, sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,9 +63,7 @@ def test_blocks_run_and_print_what_the_page_shows(page, tmp_path):
     program.write_text(blocks(page))
     clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PKT_NCCL")}
     clean["PKT_TUNE_CACHE"] = str(tmp_path / "tuned")  # the page must not show choices tuned on this machine
-    done = subprocess.run(
-        [sys.executable, str(program)], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240
-    )
+    done = ran(program, clean)
     said = f"{page.name} (line numbers are the page's)\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, said
     missing = not_printed(page, done.stdout)
@@ -127,8 +129,8 @@ def test_the_tour_names_existing_files():
 
 
 def test_imports_follow_the_tour():
-    """A row may import its top folder, its last column, pkt/errors.py and pkt/wording.py."""
-    always = {"pkt/errors.py", "pkt/wording.py"}
+    """A row may import its top folder, its last column, pkt/errors.py, pkt/progress.py and pkt/wording.py."""
+    always = {"pkt/errors.py", "pkt/progress.py", "pkt/wording.py"}
     allowed: dict[str, set[str]] = {}
     for row in tour():
         for top in {re.sub(r"^(pkt/\w+/|kernels/).*", r"\1", place) for place in row.places}:
@@ -200,3 +202,33 @@ def test_named_functions_exist(page):
                 break  # an attribute of a class, or of what a call returns
             value = getattr(value, name, None) or importlib.util.find_spec(f"{value.__name__}.{name}")
             assert value is not None, f"{page.name} names {prefix}.{names}"
+
+
+COMMAND = re.compile(r"^(?:python -m pkt\.|pkt )(doctor|simulate|tune|explain|bench|demo)\b *([^#\n]*)", re.MULTILINE)
+COMMANDS = sorted({found for page in PAGES for found in COMMAND.findall(page.read_text())})
+
+
+@pytest.mark.parametrize(("name", "options"), COMMANDS, ids=lambda text: text.strip())
+def test_each_command_that_a_page_shows_is_one(name: str, options: str) -> None:
+    """Its options are parsed, and it is not run."""
+    command = typer.main.get_command(app).commands[name]
+    given = command.make_context(name, shlex.split(options)).params
+    if given.get("device") == "cpu":
+        assert given["m"] * given["n"] * given["k"] <= SIMULATED_MOST, "too large for the simulator"
+
+
+def test_torchs_names_in_the_page_for_newcomers_exist():
+    text = (ROOT / "docs" / "coming-from.md").read_text()
+    handle = torch._C._distributed_c10d._SymmetricMemory
+    import torch.distributed._symmetric_memory as symm_mem  # which registers torch.ops.symm_mem
+
+    owners = {
+        "dist": torch.distributed,
+        "symm_mem": symm_mem,
+        "hdl": handle,
+        "torch.ops.symm_mem": torch.ops.symm_mem,
+    }
+    for prefix, owner in owners.items():
+        names = re.findall(rf"`{re.escape(prefix)}\.(\w+)", text)
+        assert names, prefix
+        assert [name for name in names if not hasattr(owner, name)] == []

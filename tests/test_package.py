@@ -68,9 +68,11 @@ def test_modules_and_operators_are_documented():
             if isinstance(node, (ast.FunctionDef, ast.ClassDef))
             and not node.name.startswith("_")
             # A kernel's arguments have comments beside them, and the module's header says what the kernel computes.
-            and not any(ast.unparse(d).partition("(")[0] in ("triton.jit", "gluon.jit") for d in node.decorator_list)
+            and not any(
+                ast.unparse(d).partition("(")[0] in ("triton.jit", "gluon.jit", "overload") for d in node.decorator_list
+            )
         ]
-        nodes = [tree, *public] if path.parent.name == "kernels" else [tree]
+        nodes = [tree, *public] if path.is_relative_to(ROOT / "kernels") else [tree]
         bare += [f"{path.relative_to(ROOT)} {getattr(n, 'name', '')}" for n in nodes if not ast.get_docstring(n)]
     assert not bare
 

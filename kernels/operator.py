@@ -277,8 +277,12 @@ class Operator:
                 self._bind(call, name, operand)
         self._bind_result(call)
         first = next(iter(operands.values()))
-        others = (first.new_empty(call.bound(o.letters(call)), dtype=o.dtypes[0]) for o in self.also.values())
+        others = (first.new_empty(call.bound(o.letters(call)), dtype=dtype) for o, dtype in self._others(call))
         return first.new_empty(call.shape), *others
+
+    def _others(self, call: Call) -> list[tuple[Operand, torch.dtype]]:
+        """The further results, and the dtype of each."""
+        return [(o, o.dtypes[0] if o.dtypes else call.dtype) for o in self.also.values()]
 
     def _bind_result(self, call: Call) -> None:
         shape = self.result(call) if callable(self.result) else self.result
@@ -463,8 +467,8 @@ class Operator:
         if not given:
             call.tensors["out"] = new()
         others = [
-            functools.partial(torch.empty, call.bound(o.letters(call)), dtype=o.dtypes[0], device=call["out"].device)
-            for o in self.also.values()
+            functools.partial(torch.empty, call.bound(o.letters(call)), dtype=dtype, device=call["out"].device)
+            for o, dtype in self._others(call)
         ]
         launch = self._empty(call) or form.plan(call)
         if given and not others:

@@ -1,0 +1,208 @@
+"""The backward pass of `pkt.ring_attention`: gradients of queries, and of keys and values by their owners.
+
+fused: one launch behind a kernel that reads `dout` and the result once. Keys and values travel as in the forward pass,
+    into the same windows. Every program claims tasks in this order:
+
+    1. BLOCK_M queries of a head, over the keys of all ranks, own ones first. Nothing of this leaves the rank.
+    2. BLOCK_M keys of a head of another rank, over this rank's queries. The parts of their gradients are fp32. They go
+       to an inbox of the rank that has the keys, with a signal each.
+    3. BLOCK_M keys of a head of this rank. The parts of the other ranks are added to its own: those of rank + 1,
+       rank + 2, ..., in this order. So the result is the same in every run, to the last bit.
+
+    Scores are computed twice, in 1 and in 2 and 3: with atomics, which need this once, the order would not be fixed.
+    A mask, a window or the end of a document also hides parts: those that are zero are neither computed nor sent.
+
+Beside the keys and values as in the forward pass, 8 * (size - 1) * B * S * KV * D bytes leave each rank, less what
+nobody sees. The inboxes of the parts hold as much.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from pkt.errors import ShapeError
+from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.world import World
+
+from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
+from .operator import Operator
+from .ring_attention.backward import Backward, backward_kernel, rows_kernel
+from .ring_attention.exact_backward import bound, reference
+from .ring_attention.planning import (
+    ARGUMENTS, CHUNK, NUM_COMM_SMS, Plan, Tiles, from_one, of_heads, planned, shape_of, sizes, tiles_of, windows,
+)  # fmt: skip
+from .ring_attention.sequence import Layout, spans
+from .shared.checks import FLOATS
+from .shared.grid import barrier_counters, num_programs
+
+CALL = "ring_attention_backward"
+ROWS = 16
+"""Rows of queries that a program of the first kernel reads."""
+
+
+def ring_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    dlse: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    causal: bool = False,
+    layout: Layout = "contiguous",
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    length: int | None = None,
+    mode: Literal["fused"] | None = None,
+    num_comm_sms: int | None = None,
+    chunk: int | None = None,
+    tiles: Sequence[int] | None = None,
+    world: World | None = None,
+) -> Any:
+    """(dq, dk, dv): the gradients of `pkt.ring_attention`, of the sum of all ranks' losses. Collective.
+
+    autograd calls this; call it yourself in a backward pass of your own.
+
+    dout: the gradient of the forward call's result, of its shape and dtype. result, lse: what that call returned. dlse:
+        the gradient of lse, fp32; None for zeros. q, k, v, cu_seqlens and the keywords up to `length`: as of the
+        forward call.
+    out: dq's shape and dtype, where it goes; a new tensor where None. dk and dv are new tensors of k's shape and dtype.
+
+    num_comm_sms: programs that push keys and values, at least 1, by default 16. chunk: rows of these that one signal
+    stands for, rounded up to BLOCK_M and BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES):
+    queries or keys of a task, and keys or queries of a step, powers of two from 16. The same on every rank.
+
+    Sums are fp32, also over ranks and over heads that share keys, and are rounded once; weights and slopes are rounded
+    to q's dtype before they are multiplied. The result is the same in every run, to the last bit. The gradients of rows
+    that see no key, or that nobody sees, are 0. Tensors may have any strides. It has not run on GPUs.
+
+    Symmetric memory kept: the windows of `pkt.ring_attention`, which both share, and (size - 1) times the elements of k
+    and v in fp32. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    """
+    values = (causal, layout, scale, window, length, mode, num_comm_sms, chunk, tiles)
+    return OPERATOR((dout, q, k, v, result, lse, out, dlse, cu_seqlens), values, world)
+
+
+# ------------------------------------------------------------------------------------------------------------- host
+def default_tiles(call: Call) -> Tiles:
+    """Those of kernels that keep everything in registers."""
+    return Tiles(64, 32, 8, 1) if call.dtype.itemsize == 4 else Tiles(64, 64, 8, 2)
+
+
+def _shape(call: Call) -> Shape:
+    """dq's, which is q's. Raises ShapeError."""
+    shape = shape_of(call)
+    for name in ("dout", "result"):
+        if call[name].shape != shape:
+            raise ShapeError.argument(call.name, name, tuple(call[name].shape), str(shape), call.world.rank)
+    for name in ("lse", "dlse"):
+        wanted = call.bound(of_heads(call))
+        if call[name] is not None and call[name].shape != wanted:
+            raise ShapeError.argument(call.name, name, tuple(call[name].shape), str(wanted), call.world.rank)
+    return shape
+
+
+def _inboxes(call: Call, plan: Plan, programs: int) -> tuple[Any, Any]:
+    """Inboxes of the parts, and counters: of the chunks, of the parts, and one more word. Collective."""
+    world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
+    others, packed = world.size - 1, call["cu_seqlens"] is not None
+    count = others * b * (len(plan.pieces) + g * plan.blocks) + 1
+    parts = world.keep(
+        (CALL, "parts", b, s, g, d),
+        lambda: empty(max(others, 1), 2, b, s, g, d, dtype=torch.float32, name=f"{CALL}.parts", world=world),
+    )
+    # Documents may hide chunks that a causal mask or a window does not.
+    counters = world.keep(
+        (CALL, "ready", count, call["h"], plan.blocks, plan.chunk, packed, programs),
+        lambda: signals(count, unwaited=packed, name=f"{CALL}.ready", world=world),
+    )
+    return parts, counters
+
+
+def _fused(call: Call) -> Launch:
+    world, tiles = call.world, call["tiles"]
+    b, s, h, g, d = (call[letter] for letter in "bshgd")
+    plan, total = planned(call, max(tiles.block_m, tiles.block_n)), s * world.size
+    tasks, pushes = b * plan.blocks * (h + g * world.size), b * plan.pushes
+    programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
+    keys, values = windows(call)
+    parts, counters = _inboxes(call, plan, programs)
+    ready = (world.size - 1) * b * len(plan.pieces)
+    needs = torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device)
+    same = Backward(
+        *[None] * 9, k_inbox_ptr=keys, v_inbox_ptr=values, parts_ptr=parts, ready_ptr=counters,
+        parted_ptr=counters[ready:], needs_ptr=needs, queue_ptr=counters[-1:], bar_ptr=barrier_counters(world),
+        num_comm_sms=max(1, min(call["num_comm_sms"], programs - 1, pushes)), **sizes(call, plan),
+    )[9:]  # fmt: skip
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    start = cooperative_launch(world, backward_kernel, (programs,), **options)
+    positions = torch.arange(total, dtype=torch.int32, device=world.torch_device)
+    new_rows = functools.partial(torch.empty, 2, b, h, s, dtype=torch.float32, device=world.torch_device)
+    n, block_d = b * s * h, triton.next_power_of_2(max(d, 16))
+    grid = (triton.cdiv(n, ROWS),)
+
+    def launch(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
+        out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        rows = new_rows()
+        documents = None if cu_seqlens is None else spans(cu_seqlens, positions, total)
+        beside(rows_kernel, grid, result, dout, lse, dlse, rows, n, s, h, d, block_d, ROWS)
+        start(Backward(q, k, v, dout, documents, rows, out, dk, dv, *same), world.device)
+        return out, dk, dv
+
+    return launch
+
+
+# ------------------------------------------------------------------------------------------------------ declaration
+def _logarithms(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
+    """Some for tests, with which no weight overflows."""
+    return 4 + torch.rand(shape, generator=generator)
+
+
+def of_keys(call: Call) -> str:
+    """The shape of k, in letters."""
+    return "b s g d" if call["cu_seqlens"] is None else "s g d"
+
+
+SHAPES = dict.fromkeys(("dout", "q", "k", "v", "result"), (1, 3, 1, 4))
+OPERATOR = Operator(
+    ring_attention_backward,
+    tensors={
+        "dout": Operand("...", FLOATS), "q": Operand("..."), "k": Operand("..."), "v": Operand("..."),
+        "result": Operand("..."),
+        "lse": Operand(of_heads, (torch.float32,), make=_logarithms),
+        "dlse": Operand(of_heads, (torch.float32,), optional=True, make=_logarithms),
+        "cu_seqlens": Operand("...", (torch.int32,), optional=True, same=True),
+    },
+    result=_shape,
+    also={"dk": Operand(of_keys), "dv": Operand(of_keys)},
+    arguments=ARGUMENTS,
+    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": tiles_of},
+    forms={
+        "fused": Form(
+            _fused, "some programs push keys and values, the others send parts of their gradients to the owners",
+            "2 (W - 1) |k|, and in fp32 as many elements",
+            settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, "tiles": default_tiles}, complete=from_one,
+            small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16)},
+        ),
+    },
+    reference=reference,
+    bound=bound,
+    cases=(
+        # Scores of whole numbers are small enough for exp.
+        Case(shapes=SHAPES, arguments={"mode": "fused", "causal": True, "scale": 0.02, "given": ("dlse",)}, out="new"),
+        Case(shapes=SHAPES, arguments={"mode": "fused", "window": (4, 1), "scale": 0.02}, explore=False),
+    ),
+)  # fmt: skip

@@ -4,9 +4,9 @@ fused: one launch behind a kernel that reads `dout` and the result once. Keys an
     into the same windows. Every program claims tasks in this order:
 
     1. BLOCK_M queries of a head, over the keys of all ranks, own ones first. Nothing of this leaves the rank.
-    2. BLOCK_M keys of a head of another rank, over this rank's queries. The parts of their gradients are fp32. They go
+    2. BLOCK_N keys of a head of another rank, over this rank's queries. The parts of their gradients are fp32. They go
        to an inbox of the rank that has the keys, with a signal each.
-    3. BLOCK_M keys of a head of this rank. The parts of the other ranks are added to its own: those of rank + 1,
+    3. BLOCK_N keys of a head of this rank. The parts of the other ranks are added to its own: those of rank + 1,
        rank + 2, ..., in this order. So the result is the same in every run, to the last bit.
 
     Scores are computed twice, in 1 and in 2 and 3: with atomics, which need this once, the order would not be fixed.
@@ -33,7 +33,7 @@ from pkt.runtime.world import World
 
 from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
 from .operator import Operator
-from .ring_attention.backward import Backward, backward_kernel, rows_kernel
+from .ring_attention.backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
 from .ring_attention.exact_backward import bound, reference
 from .ring_attention.planning import (
     ARGUMENTS, CHUNK, NUM_COMM_SMS, Plan, Tiles, from_one, of_heads, planned, shape_of, sizes, tiles_of, windows,
@@ -102,28 +102,25 @@ def default_tiles(call: Call) -> Tiles:
 def _shape(call: Call) -> Shape:
     """dq's, which is q's. Raises ShapeError."""
     shape = shape_of(call)
-    for name in ("dout", "result"):
-        if call[name].shape != shape:
-            raise ShapeError.argument(call.name, name, tuple(call[name].shape), str(shape), call.world.rank)
-    for name in ("lse", "dlse"):
-        wanted = call.bound(of_heads(call))
+    heads = call.bound(of_heads(call))
+    for name, wanted in (("dout", shape), ("result", shape), ("lse", heads), ("dlse", heads)):
         if call[name] is not None and call[name].shape != wanted:
             raise ShapeError.argument(call.name, name, tuple(call[name].shape), str(wanted), call.world.rank)
     return shape
 
 
 def _inboxes(call: Call, plan: Plan, programs: int) -> tuple[Any, Any]:
-    """Inboxes of the parts, and counters: of the chunks, of the parts, and one more word. Collective."""
+    """Inboxes of the parts, and counters: of the chunks, of the parts, and two more words. Collective."""
     world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
     others, packed = world.size - 1, call["cu_seqlens"] is not None
-    count = others * b * (len(plan.pieces) + g * plan.blocks) + 1
+    count = others * b * (len(plan.pieces) + g * plan.blocks[1]) + 2
     parts = world.keep(
         (CALL, "parts", b, s, g, d),
-        lambda: empty(max(others, 1), 2, b, s, g, d, dtype=torch.float32, name=f"{CALL}.parts", world=world),
+        lambda: empty(world.size, 2, b, s, g, d, dtype=torch.float32, name=f"{CALL}.parts", world=world),
     )
     # Documents may hide chunks that a causal mask or a window does not.
     counters = world.keep(
-        (CALL, "ready", count, call["h"], plan.blocks, plan.chunk, packed, programs),
+        (CALL, "ready", count, call["h"], *plan.blocks, plan.chunk, packed, programs),
         lambda: signals(count, unwaited=packed, name=f"{CALL}.ready", world=world),
     )
     return parts, counters
@@ -133,7 +130,7 @@ def _fused(call: Call) -> Launch:
     world, tiles = call.world, call["tiles"]
     b, s, h, g, d = (call[letter] for letter in "bshgd")
     plan, total = planned(call, max(tiles.block_m, tiles.block_n)), s * world.size
-    tasks, pushes = b * plan.blocks * (h + g * world.size), b * plan.pushes
+    tasks, pushes = b * h * plan.blocks[0], b * plan.pushes
     programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
     keys, values = windows(call)
     parts, counters = _inboxes(call, plan, programs)
@@ -141,11 +138,13 @@ def _fused(call: Call) -> Launch:
     needs = torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device)
     same = Backward(
         *[None] * 9, k_inbox_ptr=keys, v_inbox_ptr=values, parts_ptr=parts, ready_ptr=counters,
-        parted_ptr=counters[ready:], needs_ptr=needs, queue_ptr=counters[-1:], bar_ptr=barrier_counters(world),
+        parted_ptr=counters[ready:], needs_ptr=needs, number_ptr=counters[-2:], queue_ptr=counters[-1:], bar_ptr=barrier_counters(world),
         num_comm_sms=max(1, min(call["num_comm_sms"], programs - 1, pushes)), **sizes(call, plan),
     )[9:]  # fmt: skip
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    start = cooperative_launch(world, backward_kernel, (programs,), **options)
+    of_queries = cooperative_launch(world, queries_kernel, (programs,), **options)
+    pieces = b * g * plan.blocks[1]
+    add = cooperative_launch(world, sum_kernel, (num_programs(world, pieces),))
     positions = torch.arange(total, dtype=torch.int32, device=world.torch_device)
     new_rows = functools.partial(torch.empty, 2, b, h, s, dtype=torch.float32, device=world.torch_device)
     n, block_d = b * s * h, triton.next_power_of_2(max(d, 16))
@@ -159,7 +158,10 @@ def _fused(call: Call) -> Launch:
         rows = new_rows()
         documents = None if cu_seqlens is None else spans(cu_seqlens, positions, total)
         beside(rows_kernel, grid, result, dout, lse, dlse, rows, n, s, h, d, block_d, ROWS)
-        start(Backward(q, k, v, dout, documents, rows, out, dk, dv, *same), world.device)
+        p = Backward(q, k, v, dout, documents, rows, out, dk, dv, *same)
+        of_queries(p, world.device)
+        beside(keys_kernel, (pieces * world.size,), p, world.device, **options)
+        add(p, world.device)
         return out, dk, dv
 
     return launch

@@ -15,12 +15,12 @@ import triton.language as tl
 
 import pkt.language as pl
 
-from .kernel import LN2, arrived, blocks, num_pieces, part, piece, push, sight, visit
+from .kernel import LN2, arrived, blocks, interval, num_pieces, part, piece, push, sight, visit
 
 
 class Backward(NamedTuple):
     """What the kernel works on, where it differs from `Attention`. A task of queries has BLOCK_M of a head, and looks at
-    BLOCK_N keys at a time; one of keys has BLOCK_M of them, and looks at BLOCK_N queries at a time."""
+    BLOCK_N keys at a time; one of keys has BLOCK_N of them, and looks at BLOCK_M queries at a time."""
 
     q_ptr: Any  # (B, S, H, D) this rank's
     k_ptr: Any  # (B, S, KV, D) this rank's
@@ -33,11 +33,12 @@ class Backward(NamedTuple):
     dv_ptr: Any  # as k
     k_inbox_ptr: Any  # (size - 1, B, S, KV, D) on every rank; rank - d stores [d - 1]
     v_inbox_ptr: Any  # as k_inbox
-    parts_ptr: Any  # fp32 (size - 1, 2, B, S, KV, D) on every rank; rank + d stores [d - 1], its parts of my dk and dv
+    parts_ptr: Any  # fp32 (size, 2, B, S, KV, D) on every rank; rank + d stores [d], its parts of my dk and dv
     ready_ptr: Any  # int32 (size - 1, B, chunks) on every rank, as of Attention
-    parted_ptr: Any  # int32 (size - 1, B, KV, pieces of BLOCK_M rows) on every rank; the number of the last launch whose
+    parted_ptr: Any  # int32 (size - 1, B, KV, pieces of BLOCK_N rows) on every rank; the number of the last launch whose
     # part of rank + d is here
     needs_ptr: Any  # int32 (size - 1, chunks) this rank's
+    number_ptr: Any  # int32, this rank's: the number of this launch
     queue_ptr: Any
     bar_ptr: Any
     num_comm_sms: Any
@@ -98,7 +99,9 @@ def _tile(ptr, rows, p, ROWS: tl.constexpr, LD: tl.constexpr, MASKED: tl.constex
     d = tl.arange(0, p.BLOCK_D)
     n = tl.arange(0, ROWS)
     offs = n[:, None] * LD + d[None, :]  # 32 bits inside a tile
-    if MASKED:
+    if MASKED and p.WHOLE:
+        return tl.load(ptr + offs, mask=(n < rows)[:, None], other=0.0)
+    elif MASKED:
         return tl.load(ptr + offs, mask=(n < rows)[:, None] & (d < p.D)[None, :], other=0.0)
     elif p.WHOLE:
         return tl.load(ptr + offs)
@@ -108,16 +111,16 @@ def _tile(ptr, rows, p, ROWS: tl.constexpr, LD: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _places(rows, p):
-    """Where the `rows` rows of a head of keys are, (BLOCK_M, BLOCK_D), and which of these elements are there."""
+    """Where the `rows` rows of a head of keys are, (BLOCK_N, BLOCK_D), and which of these elements are there."""
     d = tl.arange(0, p.BLOCK_D)
-    n = tl.arange(0, p.BLOCK_M)
+    n = tl.arange(0, p.BLOCK_N)
     return n[:, None] * (p.KV * p.D) + d[None, :], (n < rows)[:, None] & (d < p.D)[None, :]
 
 
 @triton.jit
-def _row(begin, step, before, skipped, p, MASKED: tl.constexpr):
+def _row(begin, step, before, skipped, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """The first row of a step, as of `_attend`."""
-    row = begin + step * p.BLOCK_N
+    row = begin + step * ROWS
     if MASKED:
         row += tl.where(step >= before, skipped, 0)
     return row
@@ -132,7 +135,7 @@ def _of_queries(
     n = tl.arange(0, p.BLOCK_N)
     ld: tl.constexpr = p.KV * p.D
     for step in range(steps):
-        row = _row(begin, step, before, skipped, p, MASKED)
+        row = _row(begin, step, before, skipped, p.BLOCK_N, MASKED)
         base = tl.cast(row, tl.int64) * ld
         k = _tile(k_ptr + base, rows - row, p, p.BLOCK_N, ld, MASKED)
         weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * p.scale - lse[:, None])
@@ -148,31 +151,34 @@ def _of_queries(
 
 @triton.jit
 def _of_keys(
-    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin, steps, before, skipped, rows, position, low, high, p,
+    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin, steps, before, skipped, rows, position, keys, p, world,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk / scale and dv, with `steps` more blocks of queries. Scores have keys as rows and queries as columns."""
-    n = tl.arange(0, p.BLOCK_N)
+    """dk / scale and dv, with `steps` more blocks of queries. keys: the position of the first key."""
+    m = tl.arange(0, p.BLOCK_M)
+    at_keys = keys + tl.arange(0, p.BLOCK_N)
     ld: tl.constexpr = p.H * p.D
     for step in range(steps):
-        row = _row(begin, step, before, skipped, p, MASKED)
+        row = _row(begin, step, before, skipped, p.BLOCK_M, MASKED)
         base = tl.cast(row, tl.int64) * ld
-        q = _tile(q_ptr + base, rows - row, p, p.BLOCK_N, ld, MASKED)
+        q = _tile(q_ptr + base, rows - row, p, p.BLOCK_M, ld, MASKED)
         if MASKED:
-            lse = tl.load(lse_ptr + row + n, mask=row + n < rows, other=0.0)
-            delta = tl.load(delta_ptr + row + n, mask=row + n < rows, other=0.0)
+            lse = tl.load(lse_ptr + row + m, mask=row + m < rows, other=0.0)
+            delta = tl.load(delta_ptr + row + m, mask=row + m < rows, other=0.0)
         else:
-            lse = tl.load(lse_ptr + row + n)
-            delta = tl.load(delta_ptr + row + n)
-        weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * p.scale - lse[None, :])
+            lse = tl.load(lse_ptr + row + m)
+            delta = tl.load(delta_ptr + row + m)
+        weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * p.scale - lse[:, None])
         if MASKED:
-            at = position + row + n
-            seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None]) & ((row + n) < rows)[None, :]
+            at = position + row + m
+            low, high = interval(at, at, world.size * p.S, row + m < rows, p.left, p.right, p)
+            high = tl.where(row + m < rows, high, 0)
+            seen = (at_keys[None, :] >= low[:, None]) & (at_keys[None, :] < high[:, None])
             weights = tl.where(seen, weights, 0.0)
-        dout = _tile(dout_ptr + base, rows - row, p, p.BLOCK_N, ld, MASKED)
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
-        slopes = weights * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
-        dk = tl.dot(slopes.to(q.dtype), q, dk, input_precision="ieee")
+        dout = _tile(dout_ptr + base, rows - row, p, p.BLOCK_M, ld, MASKED)
+        dv = tl.dot(tl.trans(weights.to(dout.dtype)), dout, dv, input_precision="ieee")
+        slopes = weights * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
+        dk = tl.dot(tl.trans(slopes.to(q.dtype)), q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -186,7 +192,7 @@ def _queries(task, p, world, epoch):
     rank = tl.cast(world.rank, tl.int32)
     row, rows, position = piece(i, rank, p, world, p.BLOCK_M)
     low, high, least, most, all_from, all_to = sight(
-        position, world.size * p.S, rows, position, p.left, p.right, p
+        position, world.size * p.S, rows, position, p.left, p.right, p, p.BLOCK_M
     )  # fmt: skip
     m = tl.arange(0, p.BLOCK_M)
     d = tl.arange(0, p.BLOCK_D)
@@ -199,7 +205,7 @@ def _queries(task, p, world, epoch):
     dq = tl.zeros((p.BLOCK_M, p.BLOCK_D), tl.float32)
     for step in range(num_pieces(p, p.CHUNK) * world.size):
         c, distance, first, count, start = visit(step, rank, p, world)
-        begin, end, full, unmasked, masked = blocks(start, count, least, most, all_from, all_to, p)
+        begin, end, full, unmasked, masked = blocks(start, count, least, most, all_from, all_to, p.BLOCK_N)
         if begin < end:
             place = ((b * p.S + first) * p.KV + h // (p.H // p.KV)) * p.D
             k_ptr, v_ptr = arrived(c, distance, b, place, p, world, epoch)
@@ -228,38 +234,43 @@ def _is_seen(least, most, source, p, world):
 
 
 @triton.jit
-def _keys(task, p, world, epoch):
-    """Task `task` of keys: what this rank's queries make of dk and dv of BLOCK_M keys of a head, of all heads of queries
-    that share it. The keys of the ranks at distances 1, 2, ... come first, and the parts go to their owners. Own keys
-    come last, and the parts of the ranks rank + 1, rank + 2, ... are added to them: all of these are sent by tasks that
-    wait for no part."""
-    tiles = num_pieces(p, p.BLOCK_M)
+def keys_kernel(p, world):
+    """What this rank's queries make of dk and dv of BLOCK_N keys of a head, of all heads of queries that share it: a
+    program for each of these parts. It goes to the owner of the keys. Own keys come last, so that the parts of the other
+    ranks arrive meanwhile.
+
+    It waits for nothing. A key is seen by the query at its own position, so the queries that see one of BLOCK_N keys have
+    consecutive positions. If one of them is here, then `queries_kernel` has waited for the chunk of these keys."""
+    tiles = num_pieces(p, p.BLOCK_N)
+    task = tl.program_id(0)
     i = task % tiles
     g = task // tiles % p.KV
     b = tl.cast(task // tiles // p.KV % p.B, tl.int64)
     distance = (task // tiles // p.KV // p.B + 1) % world.size
     rank = tl.cast(world.rank, tl.int32)
     source = (rank - distance + world.size) % world.size
-    row, rows, position = piece(i, source, p, world, p.BLOCK_M)
-    # Positions of the queries that see these keys; owner and sender of a part find the same.
+    row, rows, position = piece(i, source, p, world, p.BLOCK_N)
     low, high, least, most, all_from, all_to = sight(
-        position, world.size * p.S, rows, position, p.right, p.left, p
+        position, world.size * p.S, rows, position, p.right, p.left, p, p.BLOCK_N
     )  # fmt: skip
     if (distance == 0) | _is_seen(least, most, rank, p, world):
-        each = num_pieces(p, p.CHUNK) // 2 if p.ZIGZAG else 0
-        upper, _, _ = part(i >= tiles // 2, source, p, world)
-        c = (row - upper) // p.CHUNK + tl.where(upper > 0, each, 0)
         place = ((b * p.S + row) * p.KV + g) * p.D
-        k_ptr, v_ptr = arrived(c, distance, b, place, p, world, epoch)
-        k = _tile(k_ptr, rows, p, p.BLOCK_M, p.KV * p.D, True)
-        v = _tile(v_ptr, rows, p, p.BLOCK_M, p.KV * p.D, True)
-        dk = tl.zeros((p.BLOCK_M, p.BLOCK_D), tl.float32)
-        dv = tl.zeros((p.BLOCK_M, p.BLOCK_D), tl.float32)
+        whole = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
+        k_ptr = p.k_ptr + place
+        v_ptr = p.v_ptr + place
+        if world.size > 1:
+            if distance > 0:
+                k_ptr = p.k_inbox_ptr + (distance - 1) * whole + place
+                v_ptr = p.v_inbox_ptr + (distance - 1) * whole + place
+        k = _tile(k_ptr, rows, p, p.BLOCK_N, p.KV * p.D, True)
+        v = _tile(v_ptr, rows, p, p.BLOCK_N, p.KV * p.D, True)
+        dk = tl.zeros((p.BLOCK_N, p.BLOCK_D), tl.float32)
+        dv = tl.zeros((p.BLOCK_N, p.BLOCK_D), tl.float32)
         group: tl.constexpr = p.H // p.KV
         parts: tl.constexpr = 2 if p.ZIGZAG else 1
         for step in range(parts * group):
             first, count, start = part(step >= group, rank, p, world)
-            begin, end, full, unmasked, masked = blocks(start, count, least, most, all_from, all_to, p)
+            begin, end, full, unmasked, masked = blocks(start, count, least, most, all_from, all_to, p.BLOCK_M)
             if begin < end:
                 h = g * group + step % group
                 q_ptr = p.q_ptr + ((b * p.S + first) * p.H + h) * p.D
@@ -267,51 +278,63 @@ def _keys(task, p, world, epoch):
                 lse_ptr = p.rows_ptr + (b * p.H + h) * p.S + first
                 delta_ptr = lse_ptr + tl.cast(p.B * p.H, tl.int64) * p.S
                 dk, dv = _of_keys(
-                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin + full * p.BLOCK_N, unmasked, 0, 0, count,
-                    start, low, high, p, False,
+                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin + full * p.BLOCK_M, unmasked, 0, 0, count,
+                    start, position, p, world, False,
                 )  # fmt: skip
                 dk, dv = _of_keys(
-                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin, masked, full, unmasked * p.BLOCK_N, count,
-                    start, low, high, p, True,
+                    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin, masked, full, unmasked * p.BLOCK_M, count,
+                    start, position, p, world, True,
                 )  # fmt: skip
         dk *= p.scale * LN2
         offs, inside = _places(rows, p)
-        whole = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
+        slot = p.parts_ptr + distance * 2 * whole + place
+        pl.store(slot + offs, dk, source, world, mask=inside)
+        pl.store(slot + whole + offs, dv, source, world, mask=inside)
         if world.size > 1:
             if distance > 0:
-                slot = p.parts_ptr + (distance - 1) * 2 * whole + place
-                pl.store(slot + offs, dk, source, world, mask=inside)
-                pl.store(slot + whole + offs, dv, source, world, mask=inside)
                 at = (((distance - 1) * p.B + b) * p.KV + g) * tiles + i
-                pl.signal(p.parted_ptr + at, source, world, epoch, "set")  # publish
-            else:
-                for other in range(1, world.size):
-                    if _is_seen(least, most, (rank + other) % world.size, p, world):
-                        pl.wait(p.parted_ptr + (((other - 1) * p.B + b) * p.KV + g) * tiles + i, epoch, world)
-                        slot = p.parts_ptr + (other - 1) * 2 * whole + place
-                        dk += _tile(slot, rows, p, p.BLOCK_M, p.KV * p.D, True)
-                        dv += _tile(slot + whole, rows, p, p.BLOCK_M, p.KV * p.D, True)
-        if distance == 0:
-            tl.store(p.dk_ptr + place + offs, dk.to(p.dk_ptr.dtype.element_ty), mask=inside)
-            tl.store(p.dv_ptr + place + offs, dv.to(p.dv_ptr.dtype.element_ty), mask=inside)
+                pl.signal(p.parted_ptr + at, source, world, tl.load(p.number_ptr), "set")  # publish
 
 
 @triton.jit
-def _gradient(task, p, world, epoch):
-    queries = p.B * p.H * num_pieces(p, p.BLOCK_M)
-    if task < queries:
-        _queries(task, p, world, epoch)
-    else:
-        _keys(task - queries, p, world, epoch)
+def sum_kernel(p, world):
+    """dk and dv of this rank's keys: the sums of the parts of rank, rank + 1, rank + 2, ..., in this order."""
+    tiles = num_pieces(p, p.BLOCK_N)
+    rank = tl.cast(world.rank, tl.int32)
+    whole = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
+    number = tl.load(p.number_ptr)
+    for task in range(tl.program_id(0), p.B * p.KV * tiles, tl.num_programs(0)):
+        i = task % tiles
+        g = task // tiles % p.KV
+        b = tl.cast(task // tiles // p.KV, tl.int64)
+        row, rows, position = piece(i, rank, p, world, p.BLOCK_N)
+        # As the senders find it: a part that is not sent is zero.
+        low, high, least, most, all_from, all_to = sight(
+            position, world.size * p.S, rows, position, p.right, p.left, p, p.BLOCK_N
+        )  # fmt: skip
+        place = ((b * p.S + row) * p.KV + g) * p.D
+        dk = _tile(p.parts_ptr + place, rows, p, p.BLOCK_N, p.KV * p.D, True)
+        dv = _tile(p.parts_ptr + whole + place, rows, p, p.BLOCK_N, p.KV * p.D, True)
+        for distance in range(1, world.size):
+            if _is_seen(least, most, (rank + distance) % world.size, p, world):
+                pl.wait(p.parted_ptr + (((distance - 1) * p.B + b) * p.KV + g) * tiles + i, number, world)
+                slot = p.parts_ptr + distance * 2 * whole + place
+                dk += _tile(slot, rows, p, p.BLOCK_N, p.KV * p.D, True)
+                dv += _tile(slot + whole, rows, p, p.BLOCK_N, p.KV * p.D, True)
+        offs, inside = _places(rows, p)
+        tl.store(p.dk_ptr + place + offs, dk.to(p.dk_ptr.dtype.element_ty), mask=inside)
+        tl.store(p.dv_ptr + place + offs, dv.to(p.dv_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def backward_kernel(p, world):
-    tasks = p.B * num_pieces(p, p.BLOCK_M) * (p.H + p.KV * world.size)
+def queries_kernel(p, world):
     chunks = p.B * num_pieces(p, p.CHUNK) if world.size > 1 else 0
     epoch = pl.epoch(p.ready_ptr, world)
+    if tl.program_id(0) == 0:
+        tl.store(p.number_ptr, epoch)  # for the kernels behind this one
     if world.size > 1 and tl.program_id(0) < p.num_comm_sms:
-        # Before overwrite: every rank's launch before has ended, and with it what reads its inboxes. A part is sent to a
+        # Before overwrite: every rank's call before has ended, and with it what reads its inboxes. A part is sent to a
         # rank when keys of it are here, so behind its barrier.
         pl.barrier(p.bar_ptr + tl.program_id(0), world)
-    pl.lcsc(_gradient, push, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
+    tasks = p.B * p.H * num_pieces(p, p.BLOCK_M)
+    pl.lcsc(_queries, push, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)

@@ -143,7 +143,7 @@ def _attention(call: Call, plan: Plan, way: str, programs: int, pushing: int = 0
 
 
 def _tasks(call: Call, plan: Plan) -> int:
-    return call["b"] * call["h"] * plan.blocks
+    return call["b"] * call["h"] * plan.blocks[0]
 
 
 def _counters(call: Call, plan: Plan, *key: Any) -> SymmetricTensor:

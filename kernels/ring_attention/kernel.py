@@ -86,19 +86,25 @@ def piece(i, source, p, world, ROWS: tl.constexpr):
 
 
 @triton.jit
-def sight(place, stride, rows, position, left, right, p):
-    """The keys that each of BLOCK_M queries sees, [low, high), and those that one of them sees, [least, most), and
-    those that all of them see, [all_from, all_to). position: of the first of the `rows` queries. place: of its document
-    in spans_ptr, whose ends lie `stride` behind the beginnings. The queries that see each of BLOCK_M keys with the two
-    sides exchanged."""
-    m = tl.arange(0, p.BLOCK_M)
-    inside = m < rows
-    at = position + m
+def interval(at, place, stride, inside, left, right, p):
+    """The keys that queries at positions `at` see, [low, high). place: of their documents in spans_ptr, whose ends lie
+    `stride` behind the beginnings; inside: which of the queries there are."""
     low = tl.maximum(at - left, 0)
     high = tl.where(at < p.length, tl.minimum(at + right + 1, p.length), 0)
     if p.spans_ptr is not None:
-        low = tl.maximum(low, tl.load(p.spans_ptr + place + m, mask=inside, other=0))
-        high = tl.minimum(high, tl.load(p.spans_ptr + stride + place + m, mask=inside, other=0))
+        low = tl.maximum(low, tl.load(p.spans_ptr + place, mask=inside, other=0))
+        high = tl.minimum(high, tl.load(p.spans_ptr + stride + place, mask=inside, other=0))
+    return low, high
+
+
+@triton.jit
+def sight(place, stride, rows, position, left, right, p, ROWS: tl.constexpr):
+    """The keys that each of ROWS queries sees, [low, high), and those that one of them sees, [least, most), and those
+    that all of them see, [all_from, all_to). position, place: of the first of the `rows` queries, see `interval`. The
+    queries that see each of ROWS keys with the two sides exchanged."""
+    m = tl.arange(0, ROWS)
+    inside = m < rows
+    low, high = interval(position + m, place + m, stride, inside, left, right, p)
     least = tl.min(tl.where(inside, low, FAR), 0)
     all_from = tl.max(tl.where(inside, low, 0), 0)
     most = tl.max(tl.where(inside, high, 0), 0)
@@ -107,16 +113,16 @@ def sight(place, stride, rows, position, left, right, p):
 
 
 @triton.jit
-def blocks(start, count, least, most, all_from, all_to, p):
-    """Which blocks of BLOCK_N rows are looked at, of `count` rows from position `start` on: they begin at row `begin`,
+def blocks(start, count, least, most, all_from, all_to, ROWS: tl.constexpr):
+    """Which blocks of ROWS rows are looked at, of `count` rows from position `start` on: they begin at row `begin`,
     `unmasked` of them need no mask and come behind `full` others; `masked` need one. None if begin >= end."""
     begin = tl.maximum(least - start, 0)
     end = tl.minimum(most - start, count)
-    begin = tl.where(begin < end, begin // p.BLOCK_N * p.BLOCK_N, end)
-    full = tl.minimum(tl.cdiv(tl.maximum(all_from - start - begin, 0), p.BLOCK_N), tl.cdiv(end - begin, p.BLOCK_N))
-    behind = tl.maximum(tl.minimum(all_to - start, count) - begin, 0) // p.BLOCK_N
+    begin = tl.where(begin < end, begin // ROWS * ROWS, end)
+    full = tl.minimum(tl.cdiv(tl.maximum(all_from - start - begin, 0), ROWS), tl.cdiv(end - begin, ROWS))
+    behind = tl.maximum(tl.minimum(all_to - start, count) - begin, 0) // ROWS
     unmasked = tl.maximum(behind - full, 0)
-    return begin, end, full, unmasked, tl.cdiv(end - begin, p.BLOCK_N) - unmasked
+    return begin, end, full, unmasked, tl.cdiv(end - begin, ROWS) - unmasked
 
 
 @triton.jit
@@ -204,7 +210,7 @@ def _compute(task, p, world, epoch):
     b = tl.cast(task // tiles // p.H, tl.int64)
     rank = tl.cast(world.rank, tl.int32)
     row, rows, position = piece(i, rank, p, world, p.BLOCK_M)
-    low, high, least, most, all_from, all_to = sight(row, p.S, rows, position, p.left, p.right, p)
+    low, high, least, most, all_from, all_to = sight(row, p.S, rows, position, p.left, p.right, p, p.BLOCK_M)
     m = tl.arange(0, p.BLOCK_M)
     d = tl.arange(0, p.BLOCK_D)
     inside = (m < rows)[:, None] & (d < p.D)[None, :]
@@ -217,7 +223,7 @@ def _compute(task, p, world, epoch):
     chunks = num_pieces(p, p.CHUNK)
     for step in range(chunks * world.size):
         c, distance, first, count, start = visit(step, rank, p, world)
-        begin, end, full, unmasked, masked = blocks(start, count, least, most, all_from, all_to, p)
+        begin, end, full, unmasked, masked = blocks(start, count, least, most, all_from, all_to, p.BLOCK_N)
         if begin < end:
             place = ((b * p.S + first) * p.KV + h // (p.H // p.KV)) * p.D
             if p.WAY == "gathered":

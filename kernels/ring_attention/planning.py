@@ -131,7 +131,7 @@ class Plan(NamedTuple):
     tiles: Tiles
     chunk: int
     pieces: list[sequence.Part]  # chunks of this rank
-    blocks: int  # of BLOCK_M rows that a rank's rows are cut into
+    blocks: tuple[int, int]  # of BLOCK_M and of BLOCK_N rows that a rank's rows are cut into
     needs: list[list[bool]]  # [d - 1][c]: rank + d needs chunk c
 
     @property
@@ -147,9 +147,9 @@ def planned(call: Call, step: int) -> Plan:
     view = view_of(s, size, call["causal"], call["window"], call["length"])
     most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), step) * step
     chunks = sequence.pieces(s, layout, rank, size, most)
-    blocks = len(sequence.pieces(s, layout, rank, size, tiles.block_m))
+    m, n = (len(sequence.pieces(s, layout, rank, size, rows)) for rows in tiles[:2])
     needs = [[sequence.needed(c, view, s, layout, (rank + d) % size, size) for c in chunks] for d in range(1, size)]
-    return Plan(view, layout == "zigzag", tiles, most, chunks, blocks, needs)
+    return Plan(view, layout == "zigzag", tiles, most, chunks, (m, n), needs)
 
 
 def sizes(call: Call, plan: Plan) -> dict[str, Any]:

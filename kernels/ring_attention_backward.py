@@ -36,9 +36,21 @@ from .operator import Operator
 from .ring_attention.backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
 from .ring_attention.exact_backward import bound, reference
 from .ring_attention.planning import (
-    ARGUMENTS, CHUNK, NUM_COMM_SMS, Plan, Tiles, from_one, of_heads, planned, shape_of, sizes, tiles_of, windows,
+    ARGUMENTS,
+    CHUNK,
+    NUM_COMM_SMS,
+    Plan,
+    Tiles,
+    from_one,
+    of_heads,
+    planned,
+    shape_of,
+    sizes,
+    tiles_of,
+    windows,
 )  # fmt: skip
 from .ring_attention.sequence import Layout, spans
+from .ring_attention.sequence import pieces as parts_of
 from .shared.checks import FLOATS
 from .shared.grid import barrier_counters, num_programs
 
@@ -67,6 +79,7 @@ def ring_attention_backward(
     num_comm_sms: int | None = None,
     chunk: int | None = None,
     tiles: Sequence[int] | None = None,
+    key_tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> Any:
     """(dq, dk, dv): the gradients of `pkt.ring_attention`, of the sum of all ranks' losses. Collective.
@@ -79,8 +92,9 @@ def ring_attention_backward(
     out: dq's shape and dtype, where it goes; a new tensor where None. dk and dv are new tensors of k's shape and dtype.
 
     num_comm_sms: programs that push keys and values, at least 1, by default 16. chunk: rows of these that one signal
-    stands for, rounded up to BLOCK_M and BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES):
-    queries or keys of a task, and keys or queries of a step, powers of two from 16. The same on every rank.
+    stands for, rounded up to BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES) of the first
+    kernel: queries of a task and keys of a step, powers of two from 16. key_tiles: those of the second: queries of a
+    step and keys of a program. The same on every rank.
 
     Sums are fp32, also over ranks and over heads that share keys, and are rounded once; weights and slopes are rounded
     to q's dtype before they are multiplied. The result is the same in every run, to the last bit. The gradients of rows
@@ -89,14 +103,25 @@ def ring_attention_backward(
     Symmetric memory kept: the windows of `pkt.ring_attention`, which both share, and (size - 1) times the elements of k
     and v in fp32. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
     """
-    values = (causal, layout, scale, window, length, mode, num_comm_sms, chunk, tiles)
+    values = (causal, layout, scale, window, length, mode, num_comm_sms, chunk, tiles, key_tiles)
     return OPERATOR((dout, q, k, v, result, lse, out, dlse, cu_seqlens), values, world)
 
 
 # ------------------------------------------------------------------------------------------------------------- host
 def default_tiles(call: Call) -> Tiles:
-    """Those of kernels that keep everything in registers."""
-    return Tiles(64, 32, 8, 1) if call.dtype.itemsize == 4 else Tiles(64, 64, 8, 2)
+    """Those of the first kernel with which it keeps everything in registers."""
+    if call.dtype.itemsize == 4:
+        return Tiles(64, 32, 8, 1)
+    d = triton.next_power_of_2(max(call["d"], 16))
+    return Tiles(128, 64, 8, 2) if d <= 64 else Tiles(128, 32, 8, 2) if d <= 128 else Tiles(64, 32, 8, 1)
+
+
+def default_key_tiles(call: Call) -> Tiles:
+    """Those of the second."""
+    if call.dtype.itemsize == 4:
+        return Tiles(32, 64, 8, 1)
+    d = triton.next_power_of_2(max(call["d"], 16))
+    return Tiles(128, 64, 8, 2) if d <= 64 else Tiles(64, 64, 8, 2) if d <= 128 else Tiles(32, 64, 8, 1)
 
 
 def _shape(call: Call) -> Shape:
@@ -109,42 +134,44 @@ def _shape(call: Call) -> Shape:
     return shape
 
 
-def _inboxes(call: Call, plan: Plan, programs: int) -> tuple[Any, Any]:
-    """Inboxes of the parts, and counters: of the chunks, of the parts, and two more words. Collective."""
+def _inboxes(call: Call, plan: Plan, pieces: int, programs: int) -> tuple[Any, Any]:
+    """Inboxes of the parts, and counters: of the chunks, of `pieces` parts of a batch of one, and two more words.
+    Collective."""
     world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
-    others, packed = world.size - 1, call["cu_seqlens"] is not None
-    count = others * b * (len(plan.pieces) + g * plan.blocks[1]) + 2
+    packed = call["cu_seqlens"] is not None
+    count = (world.size - 1) * b * (len(plan.pieces) + pieces) + 2
     parts = world.keep(
         (CALL, "parts", b, s, g, d),
         lambda: empty(world.size, 2, b, s, g, d, dtype=torch.float32, name=f"{CALL}.parts", world=world),
     )
     # Documents may hide chunks that a causal mask or a window does not.
     counters = world.keep(
-        (CALL, "ready", count, call["h"], *plan.blocks, plan.chunk, packed, programs),
+        (CALL, "ready", count, call["h"], plan.blocks, pieces, plan.chunk, packed, programs),
         lambda: signals(count, unwaited=packed, name=f"{CALL}.ready", world=world),
     )
     return parts, counters
 
 
 def _fused(call: Call) -> Launch:
-    world, tiles = call.world, call["tiles"]
+    world, tiles, key_tiles = call.world, call["tiles"], call["key_tiles"]
     b, s, h, g, d = (call[letter] for letter in "bshgd")
-    plan, total = planned(call, max(tiles.block_m, tiles.block_n)), s * world.size
-    tasks, pushes = b * h * plan.blocks[0], b * plan.pushes
+    plan, total = planned(call), s * world.size
+    tasks, pushes = b * h * plan.blocks, b * plan.pushes
+    pieces = g * len(parts_of(s, call["layout"], world.rank, world.size, key_tiles.block_n))
     programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
     keys, values = windows(call)
-    parts, counters = _inboxes(call, plan, programs)
+    parts, counters = _inboxes(call, plan, pieces, programs)
     ready = (world.size - 1) * b * len(plan.pieces)
     needs = torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device)
-    same = Backward(
+    both = Backward(
         *[None] * 9, k_inbox_ptr=keys, v_inbox_ptr=values, parts_ptr=parts, ready_ptr=counters,
-        parted_ptr=counters[ready:], needs_ptr=needs, number_ptr=counters[-2:], queue_ptr=counters[-1:], bar_ptr=barrier_counters(world),
-        num_comm_sms=max(1, min(call["num_comm_sms"], programs - 1, pushes)), **sizes(call, plan),
-    )[9:]  # fmt: skip
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    of_queries = cooperative_launch(world, queries_kernel, (programs,), **options)
-    pieces = b * g * plan.blocks[1]
-    add = cooperative_launch(world, sum_kernel, (num_programs(world, pieces),))
+        parted_ptr=counters[ready:], needs_ptr=needs, number_ptr=counters[-2:], queue_ptr=counters[-1:],
+        bar_ptr=barrier_counters(world), num_comm_sms=max(1, min(call["num_comm_sms"], programs - 1, pushes)), **sizes(call, plan),
+    )  # fmt: skip
+    block_m, block_n = map(tl.constexpr, key_tiles[:2])
+    same, behind = both[9:], both._replace(BLOCK_M=block_m, BLOCK_N=block_n)[9:]
+    of_queries = cooperative_launch(world, queries_kernel, (programs,), **tiles.options)
+    add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), num_warps=8)
     positions = torch.arange(total, dtype=torch.int32, device=world.torch_device)
     new_rows = functools.partial(torch.empty, 2, b, h, s, dtype=torch.float32, device=world.torch_device)
     n, block_d = b * s * h, triton.next_power_of_2(max(d, 16))
@@ -158,10 +185,11 @@ def _fused(call: Call) -> Launch:
         rows = new_rows()
         documents = None if cu_seqlens is None else spans(cu_seqlens, positions, total)
         beside(rows_kernel, grid, result, dout, lse, dlse, rows, n, s, h, d, block_d, ROWS)
-        p = Backward(q, k, v, dout, documents, rows, out, dk, dv, *same)
-        of_queries(p, world.device)
-        beside(keys_kernel, (pieces * world.size,), p, world.device, **options)
-        add(p, world.device)
+        tensors = q, k, v, dout, documents, rows, out, dk, dv
+        of_queries(Backward(*tensors, *same), world.device)
+        of_keys = Backward(*tensors, *behind)
+        beside(keys_kernel, (b * pieces * world.size,), of_keys, world.device, **key_tiles.options)
+        add(of_keys, world.device)
         return out, dk, dv
 
     return launch
@@ -191,13 +219,13 @@ OPERATOR = Operator(
     result=_shape,
     also={"dk": Operand(of_keys), "dv": Operand(of_keys)},
     arguments=ARGUMENTS,
-    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": tiles_of},
+    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": tiles_of, "key_tiles": tiles_of},
     forms={
         "fused": Form(
             _fused, "some programs push keys and values, the others send parts of their gradients to the owners",
             "2 (W - 1) |k|, and in fp32 as many elements",
-            settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, "tiles": default_tiles}, complete=from_one,
-            small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16)},
+            settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, "tiles": default_tiles, "key_tiles": default_key_tiles},
+            complete=from_one, small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16), "key_tiles": (16, 16)},
         ),
     },
     reference=reference,

@@ -19,8 +19,8 @@ from .kernel import LN2, arrived, blocks, interval, num_pieces, part, piece, pus
 
 
 class Backward(NamedTuple):
-    """What the kernel works on, where it differs from `Attention`. A task of queries has BLOCK_M of a head, and looks at
-    BLOCK_N keys at a time; one of keys has BLOCK_N of them, and looks at BLOCK_M queries at a time."""
+    """What the kernels work on, where it differs from `Attention`. All look at BLOCK_M queries and BLOCK_N keys at a
+    time; `queries_kernel` may have others than the kernels behind it."""
 
     q_ptr: Any  # (B, S, H, D) this rank's
     k_ptr: Any  # (B, S, KV, D) this rank's
@@ -35,7 +35,9 @@ class Backward(NamedTuple):
     v_inbox_ptr: Any  # as k_inbox
     parts_ptr: Any  # fp32 (size, 2, B, S, KV, D) on every rank; rank + d stores [d], its parts of my dk and dv
     ready_ptr: Any  # int32 (size - 1, B, chunks) on every rank, as of Attention
-    parted_ptr: Any  # int32 (size - 1, B, KV, pieces of BLOCK_N rows) on every rank; the number of the last launch whose
+    parted_ptr: (
+        Any  # int32 (size - 1, B, KV, pieces of BLOCK_N rows) on every rank; the number of the last launch whose
+    )
     # part of rank + d is here
     needs_ptr: Any  # int32 (size - 1, chunks) this rank's
     number_ptr: Any  # int32, this rank's: the number of this launch
@@ -56,7 +58,7 @@ class Backward(NamedTuple):
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_D: tl.constexpr
-    CHUNK: tl.constexpr  # rows, a multiple of BLOCK_M and BLOCK_N
+    CHUNK: tl.constexpr
     BLOCK: tl.constexpr
 
 

@@ -35,7 +35,9 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
     return (x[None] if x.ndim == 3 else x).double().transpose(1, 2)
 
 
-def slopes_of(rank: int, dout: Ranks, q: Ranks, k: Ranks, v: Ranks, result: Ranks, lse: Ranks, dlse: Any, *told: Any) -> Slopes:
+def slopes_of(
+    rank: int, dout: Ranks, q: Ranks, k: Ranks, v: Ranks, result: Ranks, lse: Ranks, dlse: Any, *told: Any
+) -> Slopes:
     """Those of `rank`'s queries. told: cu_seqlens, causal, layout, scale, window, length."""
     s = scores_of(rank, q, k, v, *told)
     of_rows = [x if x is None else x[rank].double().reshape(s.scores.shape[:3])[..., None] for x in (lse, dlse)]

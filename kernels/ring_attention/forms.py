@@ -41,7 +41,19 @@ from . import sequence
 from .exact import bound, reference
 from .kernel import Attention, attention_kernel
 from .planning import (
-    ARGUMENTS, CALL, CHUNK, NUM_COMM_SMS, Plan, Tiles, flag, from_one, of_heads, planned, shape_of, sizes, tiles_of,
+    ARGUMENTS,
+    CALL,
+    CHUNK,
+    NUM_COMM_SMS,
+    Plan,
+    Tiles,
+    flag,
+    from_one,
+    of_heads,
+    planned,
+    shape_of,
+    sizes,
+    tiles_of,
     windows,
 )  # fmt: skip
 from .sequence import Layout
@@ -121,7 +133,7 @@ def _attention(call: Call, plan: Plan, way: str, programs: int, pushing: int = 0
         q_ptr=None, k_ptr=None, v_ptr=None, spans_ptr=None, out_ptr=None, lse_ptr=None, **{**blank, **buffers},
         **sizes(call, plan), num_comm_sms=pushing, WAY=tl.constexpr(way),
     )[6:]  # fmt: skip
-    options = {"num_warps": plan.tiles.num_warps, "num_stages": plan.tiles.num_stages}
+    options = plan.tiles.options
     if way == "gathered":  # it waits for nobody
 
         def start(*arguments: Any) -> None:
@@ -143,7 +155,7 @@ def _attention(call: Call, plan: Plan, way: str, programs: int, pushing: int = 0
 
 
 def _tasks(call: Call, plan: Plan) -> int:
-    return call["b"] * call["h"] * plan.blocks[0]
+    return call["b"] * call["h"] * plan.blocks
 
 
 def _counters(call: Call, plan: Plan, *key: Any) -> SymmetricTensor:
@@ -158,7 +170,7 @@ def _counters(call: Call, plan: Plan, *key: Any) -> SymmetricTensor:
 
 
 def _fused(call: Call) -> Launch:
-    world, plan = call.world, planned(call, call["tiles"].block_n)
+    world, plan = call.world, planned(call)
     pushes, tasks = call["b"] * plan.pushes, _tasks(call, plan)
     programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
     pushing = max(1, min(call["num_comm_sms"], programs - 1, pushes))
@@ -172,7 +184,7 @@ def _fused(call: Call) -> Launch:
 
 
 def _copied(call: Call) -> Launch:
-    world, plan = call.world, planned(call, call["tiles"].block_n)
+    world, plan = call.world, planned(call)
     (b, s, run), (keys, values) = (call["b"], call["s"], call["g"] * call["d"]), windows(call)
     rank, size, chunks = world.rank, world.size, len(plan.pieces)
     counters = _counters(call, plan, "copied", b, s, run)
@@ -189,7 +201,13 @@ def _copied(call: Call) -> Launch:
             parts.append((*moves, copies.telling(world, peer, counters, at)))
     this = this_launch.plain()
     compute = _attention(
-        call, plan, "copied", num_programs(world, _tasks(call, plan)), k_inbox_ptr=keys, v_inbox_ptr=values, ready_ptr=counters
+        call,
+        plan,
+        "copied",
+        num_programs(world, _tasks(call, plan)),
+        k_inbox_ptr=keys,
+        v_inbox_ptr=values,
+        ready_ptr=counters,
     )
 
     def launch(
@@ -211,7 +229,7 @@ def _copied(call: Call) -> Launch:
 
 
 def _unfused(call: Call) -> Launch:
-    world, plan, k = call.world, planned(call, call["tiles"].block_n), call["k"]
+    world, plan, k = call.world, planned(call), call["k"]
     shape = (world.size * call["b"], call["s"], call["g"], call["d"])
     key = (CALL, "gathered", shape, call.dtype)
 

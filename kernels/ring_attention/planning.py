@@ -34,6 +34,11 @@ class Tiles(NamedTuple):
     num_warps: int = 8
     num_stages: int = 2
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 def tiles_of(call: Call, name: str, value: Any) -> Tiles:
     """The check of `tiles`."""
@@ -131,7 +136,7 @@ class Plan(NamedTuple):
     tiles: Tiles
     chunk: int
     pieces: list[sequence.Part]  # chunks of this rank
-    blocks: tuple[int, int]  # of BLOCK_M and of BLOCK_N rows that a rank's rows are cut into
+    blocks: int  # of BLOCK_M rows that a rank's rows are cut into
     needs: list[list[bool]]  # [d - 1][c]: rank + d needs chunk c
 
     @property
@@ -140,16 +145,15 @@ class Plan(NamedTuple):
         return len(self.pieces) if self.needs else 0
 
 
-def planned(call: Call, step: int) -> Plan:
-    """step: rows that a chunk must be a multiple of."""
+def planned(call: Call) -> Plan:
     world, s, tiles, layout = call.world, call["s"], call["tiles"], call["layout"]
     rank, size = world.rank, world.size
     view = view_of(s, size, call["causal"], call["window"], call["length"])
-    most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), step) * step
+    most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), tiles.block_n) * tiles.block_n
     chunks = sequence.pieces(s, layout, rank, size, most)
-    m, n = (len(sequence.pieces(s, layout, rank, size, rows)) for rows in tiles[:2])
+    blocks = len(sequence.pieces(s, layout, rank, size, tiles.block_m))
     needs = [[sequence.needed(c, view, s, layout, (rank + d) % size, size) for c in chunks] for d in range(1, size)]
-    return Plan(view, layout == "zigzag", tiles, most, chunks, (m, n), needs)
+    return Plan(view, layout == "zigzag", tiles, most, chunks, blocks, needs)
 
 
 def sizes(call: Call, plan: Plan) -> dict[str, Any]:

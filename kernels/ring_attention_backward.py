@@ -166,10 +166,10 @@ def _fused(call: Call) -> Launch:
     both = Backward(
         *[None] * 9, k_inbox_ptr=keys, v_inbox_ptr=values, parts_ptr=parts, ready_ptr=counters,
         parted_ptr=counters[ready:], needs_ptr=needs, number_ptr=counters[-2:], queue_ptr=counters[-1:],
-        bar_ptr=barrier_counters(world), num_comm_sms=max(1, min(call["num_comm_sms"], programs - 1, pushes)), **sizes(call, plan),
+        bar_ptr=barrier_counters(world), num_comm_sms=max(1, min(call["num_comm_sms"], programs - 1, pushes)), **sizes(call, plan), STAGES=tl.constexpr(tiles.num_stages),
     )  # fmt: skip
-    block_m, block_n = map(tl.constexpr, key_tiles[:2])
-    same, behind = both[9:], both._replace(BLOCK_M=block_m, BLOCK_N=block_n)[9:]
+    block_m, block_n, _, stages = map(tl.constexpr, key_tiles)
+    same, behind = both[9:], both._replace(BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages)[9:]
     of_queries = cooperative_launch(world, queries_kernel, (programs,), **tiles.options)
     add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), num_warps=8)
     positions = torch.arange(total, dtype=torch.int32, device=world.torch_device)

@@ -60,6 +60,7 @@ class Backward(NamedTuple):
     BLOCK_D: tl.constexpr
     CHUNK: tl.constexpr
     BLOCK: tl.constexpr
+    STAGES: tl.constexpr  # of loops that need no mask
 
 
 @triton.jit
@@ -136,7 +137,7 @@ def _of_queries(
     """dq / scale, with `steps` more blocks of keys; see `_attend`. No wait is in here, so the loop is pipelined."""
     n = tl.arange(0, p.BLOCK_N)
     ld: tl.constexpr = p.KV * p.D
-    for step in range(steps):
+    for step in tl.range(steps, num_stages=1 if MASKED else p.STAGES):
         row = _row(begin, step, before, skipped, p.BLOCK_N, MASKED)
         base = tl.cast(row, tl.int64) * ld
         k = _tile(k_ptr + base, rows - row, p, p.BLOCK_N, ld, MASKED)
@@ -160,7 +161,7 @@ def _of_keys(
     m = tl.arange(0, p.BLOCK_M)
     at_keys = keys + tl.arange(0, p.BLOCK_N)
     ld: tl.constexpr = p.H * p.D
-    for step in range(steps):
+    for step in tl.range(steps, num_stages=1 if MASKED else p.STAGES):
         row = _row(begin, step, before, skipped, p.BLOCK_M, MASKED)
         base = tl.cast(row, tl.int64) * ld
         q = _tile(q_ptr + base, rows - row, p, p.BLOCK_M, ld, MASKED)

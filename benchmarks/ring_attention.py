@@ -6,9 +6,9 @@
 
 A sequence of S positions is split among the ranks. "torch alone" is scaled_dot_product_attention with cuDNN of a rank's
 queries with all keys, which are there already; with a causal mask, of a rank's queries with its own keys, whose rate is
-that of the mask. TFLOP/s are those of the pairs that a rank's queries see; a forward and backward pass has 3.5 times as many. All variants of a case take turns, REPEATS
-times; a repeat's time is the greatest of the ranks. Every variant's result is compared with torch's first, and the
-gradients with those of torch's attention over the whole sequence where it is short.
+that of the mask. TFLOP/s are those of the pairs that a rank's queries see; a forward and backward pass has 3.5 times as
+many. All variants of a case take turns, REPEATS times; a repeat's time is the greatest of the ranks. Every variant's
+result is compared with torch's first, and the gradients with those of torch over the whole sequence where it is short.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Case(NamedTuple):
         return 4e-12 * self.B * self.H * self.D * self.S * (self.S / size) / (1 + self.causal)
 
     def work(self, name: str, size: int) -> float:
-        """TFLOP of a variant of a rank. A backward pass has five products of the pairs, where a forward pass has two."""
+        """TFLOP of a rank in a variant. A backward pass has five products of the pairs, where a forward pass has
+        two."""
         return self.tflop(size) * (3.5 if name.endswith(BOTH) else 1)
 
 
@@ -100,7 +101,9 @@ def variants(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.
             found[NCCL] = functools.partial(gathered, case, world, q, k, v)
     keys, values = (x if case.causal else x.repeat(1, world.size, 1, 1) for x in (k, v))
     found[TORCH] = functools.partial(attend, q, keys, values, case.causal)
-    found[f"{TORCH}, {BOTH}"] = functools.partial(trained, functools.partial(attend, causal=case.causal), q, keys, values)
+    found[f"{TORCH}, {BOTH}"] = functools.partial(
+        trained, functools.partial(attend, causal=case.causal), q, keys, values
+    )
     return found
 
 

@@ -1,9 +1,8 @@
 """The kernels of the backward pass: gradients of this rank's queries, and its parts of those of everybody's keys and
 values, which go to their owners and are added there.
 
-With weights = exp(scale * q @ k.T - lse) and slopes = weights * (dout @ v.T - delta), delta = rowsum(dout * out) - dlse:
-
-    dq = scale * slopes @ k    dk = scale * slopes.T @ q    dv = weights.T @ dout
+    weights = exp(scale * q @ k.T - lse)    slopes = weights * (dout @ v.T - delta)    delta = rowsum(dout * out) - dlse
+    dq = scale * slopes @ k                 dk = scale * slopes.T @ q                  dv = weights.T @ dout
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class Backward(NamedTuple):
     needs_ptr: Any  # int32 (size - 1, chunks) this rank's
     number_ptr: Any  # int32, this rank's: the number of this launch
     queue_ptr: Any
-    bar_ptr: Any
     num_comm_sms: Any
     B: Any
     S: Any
@@ -239,11 +237,11 @@ def _is_seen(least, most, source, p, world):
 @triton.jit
 def keys_kernel(p, world):
     """What this rank's queries make of dk and dv of BLOCK_N keys of a head, of all heads of queries that share it: a
-    program for each of these parts. It goes to the owner of the keys. Own keys come last, so that the parts of the other
-    ranks arrive meanwhile.
+    program for each of these parts. It goes to the owner of the keys. Own keys come last, so that the parts of the
+    other ranks arrive meanwhile.
 
-    It waits for nothing. A key is seen by the query at its own position, so the queries that see one of BLOCK_N keys have
-    consecutive positions. If one of them is here, then `queries_kernel` has waited for the chunk of these keys."""
+    It waits for nothing. A key is seen by the query at its own position, so the queries that see one of BLOCK_N keys
+    have consecutive positions. If one of them is here, then `queries_kernel` has waited for the chunk of these keys."""
     tiles = num_pieces(p, p.BLOCK_N)
     task = tl.program_id(0)
     i = task % tiles
@@ -253,7 +251,7 @@ def keys_kernel(p, world):
     rank = tl.cast(world.rank, tl.int32)
     source = (rank - distance + world.size) % world.size
     row, rows, position = piece(i, source, p, world, p.BLOCK_N)
-    low, high, least, most, all_from, all_to = sight(
+    _low, _high, least, most, all_from, all_to = sight(
         position, world.size * p.S, rows, position, p.right, p.left, p, p.BLOCK_N
     )  # fmt: skip
     if (distance == 0) | _is_seen(least, most, rank, p, world):
@@ -312,7 +310,7 @@ def sum_kernel(p, world):
         b = tl.cast(task // tiles // p.KV, tl.int64)
         row, rows, position = piece(i, rank, p, world, p.BLOCK_N)
         # As the senders find it: a part that is not sent is zero.
-        low, high, least, most, all_from, all_to = sight(
+        _low, _high, least, most, _from, _to = sight(
             position, world.size * p.S, rows, position, p.right, p.left, p, p.BLOCK_N
         )  # fmt: skip
         place = ((b * p.S + row) * p.KV + g) * p.D
@@ -331,13 +329,14 @@ def sum_kernel(p, world):
 
 @triton.jit
 def queries_kernel(p, world):
+    """dq, while keys and values go to the other ranks.
+
+    No barrier is needed before they overwrite those of the last call. A rank that has read these has sent parts of
+    their gradients behind that, for which `sum_kernel` has waited here. It sends its next parts when it has the next
+    keys, so behind the last `sum_kernel`, which reads parts."""
     chunks = p.B * num_pieces(p, p.CHUNK) if world.size > 1 else 0
     epoch = pl.epoch(p.ready_ptr, world)
     if tl.program_id(0) == 0:
         tl.store(p.number_ptr, epoch)  # for the kernels behind this one
-    if world.size > 1 and tl.program_id(0) < p.num_comm_sms:
-        # Before overwrite: every rank's call before has ended, and with it what reads its inboxes. A part is sent to a
-        # rank when keys of it are here, so behind its barrier.
-        pl.barrier(p.bar_ptr + tl.program_id(0), world)
     tasks = p.B * p.H * num_pieces(p, p.BLOCK_M)
     pl.lcsc(_queries, push, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)

@@ -170,15 +170,16 @@ def sizes(call: Call, plan: Plan) -> dict[str, Any]:
     return run_time | {name: tl.constexpr(value) for name, value in constants.items()}
 
 
-def windows(call: Call) -> tuple[SymmetricTensor, SymmetricTensor]:
-    """Inboxes of keys and values, (size - 1, b, s, g, d) each, for all calls with such operands. Collective."""
+def windows(call: Call, name: str = CALL) -> tuple[SymmetricTensor, SymmetricTensor]:
+    """Inboxes of keys and values, (size - 1, b, s, g, d) each, for all calls of `name` with such operands.
+    Collective."""
     world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
     shape = (world.size - 1, b, s, g, d) if world.size > 1 else (1,)
 
     def make() -> tuple[SymmetricTensor, SymmetricTensor]:
         keys, values = (
-            empty(*shape, dtype=call.dtype, name=f"{CALL}.{name}", world=world) for name in ("keys", "values")
+            empty(*shape, dtype=call.dtype, name=f"{name}.{of}", world=world) for of in ("keys", "values")
         )  # fmt: skip
         return keys, values
 
-    return world.keep((CALL, "windows", b, s, g, d, call.dtype), make)
+    return world.keep((name, "windows", b, s, g, d, call.dtype), make)

@@ -146,6 +146,7 @@ class Plan(NamedTuple):
 
 
 def planned(call: Call) -> Plan:
+    """Views, chunks and tasks of a call."""
     world, s, tiles, layout = call.world, call["s"], call["tiles"], call["layout"]
     rank, size = world.rank, world.size
     view = view_of(s, size, call["causal"], call["window"], call["length"])

@@ -157,9 +157,7 @@ def _bound(member: Callable) -> Callable:
 
 
 _MISSING: Any = object()
-_patches: dict[
-    tuple[int, str], tuple
-] = {}  # (id of owner, name) -> (owner, name, value before, value): those made last
+_patches: dict[tuple[int, str], tuple] = {}  # (owner's id, name) -> (owner, name, value before, value): the last
 _replaced: dict[int, Any] = {}  # what these patches add to `interpret.replaced`
 _sizes: list[tuple[Any, int]] = []  # the owners whose builtins they replace, and how many names each had
 _patched: list[tuple] = []  # the patches that are in force

@@ -289,6 +289,14 @@ def _install() -> tuple[Any, ...]:
     patch(core.dtype, "to_ir", _to_ir)
     patch(core.block_type, "to_ir", lambda self, b: shortcuts.block_like(self, self.element_ty.to_ir(b)))
     patch(core.block_type, "with_element_ty", shortcuts.block_like)
+    patch(core.block_type, "__init__", shortcuts.block_init(core.block_type.__init__))
+    for owner, name, made in (
+        (core, "_type_for_tuple_values", shortcuts.tuple_types),
+        (core, "_unwrap_if_constexpr", shortcuts.unwrapped),
+        (base, "_get_np_dtype", shortcuts.np_dtype_of),
+    ):
+        if hasattr(owner, name):  # private names of Triton
+            patch(owner, name, made(getattr(owner, name)))
     # Builtins of pkt.language that are called with no `_semantic` use this one.
     patch(base, "interpreter_semantic", semantic)
     patch(base, "interpreter_builder", builder)

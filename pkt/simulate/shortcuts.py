@@ -128,9 +128,75 @@ def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
     return known
 
 
+def block_init(slow: Callable) -> Callable:
+    """`tl.block_type.__init__`, except that all blocks of one type and shape share their parts."""
+    known: dict[tuple, dict[str, Any]] = {}
+
+    def init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        key = (element_ty.name, _integers(shape)) if type(element_ty) is tl.dtype else None
+        parts = known.get(key) if key is not None and key[1] is not None else None
+        if parts is not None:
+            vars(self).update(parts)
+            return
+        slow(self, element_ty, shape)
+        if key is not None and key[1] is not None:
+            known[key] = dict(vars(self))
+
+    return init
+
+
+_INT = frozenset({int})
+_WITH_NO_VALUE = frozenset({int, tl.tensor, type(None)})
+
+
+def unwrapped(slow: Callable) -> Callable:
+    """`_unwrap_if_constexpr` of Triton, which asks three times what a value is."""
+
+    def call(o: Any) -> Any:
+        kind = type(o)
+        return o.value if kind is core.constexpr else o if kind in _WITH_NO_VALUE else slow(o)
+
+    return call
+
+
+def tuple_types(slow: Callable) -> Callable:
+    """The type of a `tl.tuple`, made once for the integers that it holds; most tuples are shapes."""
+    known: dict[tuple, Any] = {}
+
+    def call(values: Any, fields: Any = None) -> Any:
+        key = _integers(values) if fields is None else None
+        if key is None:
+            return slow(values, fields)
+        if key not in known:
+            known[key] = slow(values, fields)
+        return known[key]
+
+    return call
+
+
+def _integers(values: Any) -> tuple[int, ...] | None:
+    """The integers, or constants of integers, in a sequence; None if it has other values."""
+    found = tuple([v.value if type(v) is core.constexpr else v for v in values])
+    return found if _INT.issuperset(map(type, found)) else None
+
+
 def block_like(self: tl.block_type, ty: tl.dtype) -> tl.dtype:
     """`tl.block_type.with_element_ty`, and `to_ir`, which here is the type itself."""
     return block(ty, tuple(self.shape))
+
+
+def np_dtype_of(slow: Callable) -> Callable:
+    """`_get_np_dtype` of Triton's interpreter, which makes its whole table at every call."""
+    known: dict[str, np.dtype] = {}
+
+    def call(ty: tl.dtype) -> np.dtype:
+        if type(ty) is not tl.dtype:
+            return slow(ty)
+        if ty.name not in known:
+            known[ty.name] = slow(ty)
+        return known[ty.name]
+
+    return call
 
 
 def _truncated(left: Any, right: Any) -> Any:

@@ -23,6 +23,8 @@ from pkt.simulate.sites import site
 INTEGERS = frozenset({"int32", "int64"})
 PLAIN = INTEGERS | {"fp32", "fp16"}
 _LIMIT = {"int32": 1 << 31, "int64": 1 << 63}
+_WORDS = frozenset({"uint16", "uint32", "uint64"})
+_RANGE = {name: (-limit, limit) for name, limit in _LIMIT.items()} | {n: (0, 1 << int(n[4:])) for n in _WORDS}
 
 _SCALAR: tuple = ()  # the shape of every scalar, compared by identity: asking a tuple of Triton for its length is slow
 _ONE = core.constexpr(1)
@@ -229,7 +231,9 @@ OPERATORS = {**_ARITHMETIC, **_INTEGER, **_COMPARE, **_LOGIC, **_SHIFT}
 
 def binary(name: str, slow: Callable) -> Callable:
     op = OPERATORS[name]
-    types = INTEGERS if name in _INTEGER or name in _SHIFT else INTEGERS | {"int1"} if name in _LOGIC else PLAIN
+    types = INTEGERS if name in _INTEGER else INTEGERS | _WORDS if name in _SHIFT else PLAIN | _WORDS
+    if name in _LOGIC:
+        types = INTEGERS | _WORDS | {"int1"}
     compares, moves = name in _COMPARE, name in ("__add__", "__radd__", "__sub__")
 
     def call(self: tl.tensor, other: Any) -> Any:
@@ -264,7 +268,7 @@ def binary(name: str, slow: Callable) -> Callable:
         have = ty.name
         if is_tensor and other.dtype.name == have and have in types:
             right = other.handle.data
-        elif kind is int and have in INTEGERS and have in types and -_LIMIT[have] <= other < _LIMIT[have]:
+        elif kind is int and have in types and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
             right = left.dtype.type(other)
         elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS and have in types:
             left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)

@@ -237,8 +237,8 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
         return shortcuts.pure(name, slow)
     if name in ("cast", "to"):
         return shortcuts.cast(slow)
-    if name == "arange":
-        return shortcuts.arange(slow)
+    if name in ("arange", "join", "split"):
+        return getattr(shortcuts, name)(slow)
     if name in ("program_id", "num_programs"):
         return shortcuts.of_grid(lambda: builder.grid_idx if name == "program_id" else builder.grid_dim)
     if name == "load" and owner in (tl, core):

@@ -17,6 +17,7 @@ from triton.runtime.interpreter import TensorHandle
 
 from pkt.language.world import listed_rank
 from pkt.simulate.memory import OUTSIDE
+from pkt.simulate.numerics import decode, encode, to_half
 from pkt.simulate.sites import site
 
 # By name: comparing Triton's types costs more than adding two numbers.
@@ -357,8 +358,17 @@ _WIDTH: dict[str, Any] = {f"{u}int{n}": np.dtype(f"{u}int{n}") for u in ("", "u"
 _BITS = _WIDTH | {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 
 
+_ROUNDED: dict[tuple[str, str], Callable[[np.ndarray], np.ndarray]] = {
+    ("bf16", "fp32"): lambda data: decode(data, tl.bfloat16),
+    ("fp16", "fp32"): lambda data: data.astype(np.float32),
+    ("fp32", "bf16"): lambda data: encode(data, tl.bfloat16),
+    ("fp32", "fp16"): lambda data: to_half(data, False),
+}
+
+
 def cast(slow: Callable) -> Callable:
-    """`tl.cast` and `x.to` between integers, bit casts between types of equal width, and casts to the type of x."""
+    """`tl.cast` and `x.to` between integers, between fp32 and the halves, bit casts between types of equal width, and
+    casts to the type of x."""
 
     def call(
         input: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, _semantic: Any = None
@@ -378,9 +388,35 @@ def cast(slow: Callable) -> Callable:
                         return known[0]
                     made = new_tensor(data.astype(_WIDTH[wanted]), dtype, input.shape is _SCALAR)
                     return made if results is None else _follows(results, wanted, made)
+                rounded = _ROUNDED.get((have, wanted))
+                if bitcast is False and rounded is not None:
+                    return new_tensor(rounded(data), dtype, input.shape is _SCALAR)
             elif wanted in INTEGERS and type(input) is int and -_LIMIT[wanted] <= input < _LIMIT[wanted]:
                 return integer(input, dtype)
         return slow(input, dtype, fp_downcast_rounding, bitcast)
+
+    return call
+
+
+def join(slow: Callable) -> Callable:
+    """`tl.join` of two blocks of one shape and type."""
+
+    def call(a: Any, b: Any) -> Any:
+        if type(a) is type(b) is tl.tensor and a.shape is b.shape is not _SCALAR and a.dtype.name == b.dtype.name:
+            return new_tensor(np.stack([a.handle.data, b.handle.data], axis=-1), a.dtype, False)
+        return slow(a, b)
+
+    return call
+
+
+def split(slow: Callable) -> Callable:
+    """`tl.split` of a block that leaves two blocks."""
+
+    def call(a: Any) -> Any:
+        data = a.handle.data if type(a) is tl.tensor and len(a.shape) > 1 else None
+        if data is None or data.shape[-1] != 2:
+            return slow(a)
+        return new_tensor(data[..., 0], a.dtype, False), new_tensor(data[..., 1], a.dtype, False)
 
     return call
 

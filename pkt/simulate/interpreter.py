@@ -234,7 +234,7 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
     if name in shortcuts.ATOMICS and owner in (tl, core):
         return shortcuts.atomic(name, slow, builder)
     if name in shortcuts.PURE:
-        return shortcuts.pure(name, slow)
+        return shortcuts.pure(name, shortcuts.where(slow) if name == "where" else slow)
     if name in ("cast", "to"):
         return shortcuts.cast(slow)
     if name in ("arange", "join", "split"):

@@ -24,6 +24,7 @@ from pkt.simulate.sites import site
 INTEGERS = frozenset({"int32", "int64"})
 PLAIN = INTEGERS | {"fp32", "fp16"}
 _LIMIT = {"int32": 1 << 31, "int64": 1 << 63}
+_EXACT = 1 << 24  # integers up to here are exact in fp32
 _WORDS = frozenset({"uint16", "uint32", "uint64"})
 _RANGE = {name: (-limit, limit) for name, limit in _LIMIT.items()} | {n: (0, 1 << int(n[4:])) for n in _WORDS}
 
@@ -271,6 +272,8 @@ def binary(name: str, slow: Callable) -> Callable:
             right = other.handle.data
         elif kind is int and have in types and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
             right = left.dtype.type(other)
+        elif have == "fp32" and have in types and (kind is float or (kind is int and -_EXACT <= other <= _EXACT)):
+            right = np.float32(other)
         elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS and have in types:
             left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
             ty = tl.int64
@@ -310,6 +313,34 @@ def pure(name: str, slow: Callable) -> Callable:
         return known[0] if known is not None else _follows(first.results, tuple(key), slow(*args), args)
 
     return call
+
+
+def where(slow: Callable) -> Callable:
+    """`tl.where` of blocks of one shape, and of numbers."""
+
+    def call(condition: Any, x: Any, y: Any) -> Any:
+        if type(condition) is tl.tensor and condition.dtype.name == "int1" and condition.shape is not _SCALAR:
+            typed = x if type(x) is tl.tensor else y
+            if type(typed) is tl.tensor:
+                left, right = (_operand(v, typed.dtype, condition.shape) for v in (x, y))
+                if left is not None and right is not None:
+                    return new_tensor(np.where(condition.handle.data, left, right), typed.dtype, False)
+        return slow(condition, x, y)
+
+    return call
+
+
+def _operand(x: Any, ty: tl.dtype, shape: Any) -> Any:
+    """The array, or the number, of an operand of type `ty`; None if it has another type or shape."""
+    if type(x) is core.constexpr:
+        x = x.value
+    kind = type(x)
+    if kind is tl.tensor:
+        return x.handle.data if x.shape is shape and x.dtype.name == ty.name else None
+    if ty.name == "fp32" and (kind is float or (kind is int and -_EXACT <= x <= _EXACT)):
+        return np.float32(x)
+    limits = _RANGE.get(ty.name)
+    return np.dtype(ty.name).type(x) if kind is int and limits is not None and limits[0] <= x < limits[1] else None
 
 
 def _bytes(offset: Any, size: int) -> Any:

@@ -133,3 +133,30 @@ def test_the_shortcuts_of_words_compute_modulo_their_range(dtype: torch.dtype) -
     run(words_kernel, (1,), words(x).view(dtype), words(y).view(dtype), out.view(dtype), n)
     for line, (found, right) in enumerate(zip(out.view(8, n), wanted)):
         assert torch.equal(found, words([v & most for v in right])), line
+
+
+@triton.jit
+def numbers_kernel(x_ptr, out_ptr, N: tl.constexpr, HALF: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(out_ptr + i, tl.where(x > 0.1, x * 0.1 + 3, float("-inf")))
+    tl.store(out_ptr + N + i, tl.where(i % 2 == 0, HALF, x - HALF))
+    tl.store(out_ptr + 2 * N + i, tl.where(x < 0, i * 5, -1).to(tl.float32))
+    tl.store(out_ptr + 3 * N + i, tl.where(x != x, 1, tl.where(i > 3, x, x * 2)))
+    tl.store(out_ptr + 4 * N + i, x + 16777217)  # rounded to fp32
+
+
+def test_blocks_and_numbers_are_fp32() -> None:
+    x = torch.tensor([0.1, -3.0, float("nan"), 7.5, float("inf"), -0.0, 1e-45, 2.0**-24])
+    out, i, half = torch.zeros(40), torch.arange(8), torch.tensor(0.3)
+    run(numbers_kernel, (1,), x, out, 8, 0.3)
+    tenth = torch.tensor(0.1)
+    wanted = [
+        torch.where(x > tenth, x * tenth + 3, float("-inf")),
+        torch.where(i % 2 == 0, half, x - half),
+        torch.where(x < 0, i * 5, -1).float(),
+        torch.where(x != x, 1, torch.where(i > 3, x, x * 2)),
+        x + torch.tensor(16777217.0),
+    ]
+    for line, (found, right) in enumerate(zip(out.view(5, 8), wanted)):
+        assert torch.equal(found.view(torch.int32), right.float().view(torch.int32)), (line, found, right)

@@ -289,7 +289,8 @@ class NoCandidate(PktError, ValueError):
 
 
 class HeapFull(PktError, MemoryError):
-    """The symmetric heap has no hole that is large enough. Raised on all ranks, and nothing is lost."""
+    """The symmetric heap has no hole that is large enough. Raised on all ranks, and nothing is lost. Or a rank has no
+    memory for the result of an operator."""
 
     @classmethod
     def wanted(cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None) -> HeapFull:
@@ -300,6 +301,14 @@ class HeapFull(PktError, MemoryError):
             f"{size_text(largest)}; raise heap= or PKT_HEAP"
         )
         return cls.of(text, nbytes=nbytes, free=free, largest=largest)
+
+    @classmethod
+    def result(cls, call: str, nbytes: int, device: str, rank: int) -> HeapFull:
+        text = (
+            f"rank {rank}: {call}: found no memory on {device} for a result of {size_text(nbytes)}; wanted: ask for a "
+            "smaller one, or free other memory"
+        )
+        return cls.of(text, nbytes=nbytes)
 
     @classmethod
     def no_memory(cls, nbytes: int, device: str, said: Mapping[int, str]) -> HeapFull:

@@ -56,6 +56,9 @@ class MeetingPlace(Protocol):
 
     def listen(self, rank: int, size: int) -> socket.socket: ...
 
+    def listens(self, peer: int) -> bool:
+        """Whether `peer` has come, as far as this rank can find out."""
+
     def dial(self, rank: int, peer: int, timeout: float) -> socket.socket:
         """One attempt to connect. Raises FileNotFoundError, ConnectionError, BlockingIOError or TimeoutError while
         `peer` does not listen."""
@@ -130,6 +133,10 @@ class Meeting:
             listener.close()
             raise
         return listener
+
+    def listens(self, peer: int) -> bool:
+        """As `MeetingPlace.listens`."""
+        return os.path.exists(self._path(peer))
 
     def dial(self, rank: int, peer: int, timeout: float) -> socket.socket:
         """Connected to `peer`'s socket."""
@@ -221,7 +228,8 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
         missing = [r for r in range(size) if r != rank and r not in found]
         if missing:
             absent = [r for r in missing if r not in meeting.gave_up(r)]  # the others gave up because of these
-            raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent or missing, refused.texts())
+            came = [r for r in absent or missing if r > rank > 0 and meeting.listens(r)]
+            raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent or missing, refused.texts(), came)
         why = ""
         return found
     except PktError as error:

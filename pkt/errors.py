@@ -52,7 +52,9 @@ class WaitTimeout(PktError):
         """`refused`: callers that were no rank of this world. came: missing ranks that are there: they connect to ranks
         in order, so one before this rank may keep them."""
         before = " or ".join(f"rank {r}" for r in range(rank))
-        who = ", ".join(f"rank {r}" + (f" (it has come, and may wait for {before})" if r in came else "") for r in missing)
+        who = ", ".join(
+            f"rank {r}" + (f" (it has come, and may wait for {before})" if r in came else "") for r in missing
+        )
         who = who or "a peer"
         away = f"\nrefused: {'; '.join(refused)}" if refused else ""
         text = (

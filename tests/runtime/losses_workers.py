@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from typing import Any
 from pkt.errors import RankFailed
 from pkt.runtime.workers import carry, pipe, worker, workers
 
-from . import forked, losses, processes
+from . import forked, processes
 from .losses import DEADLINE, GRACE, Loss, Steps
 
 PROTOCOLS = ("take", "world", "work", "answer")
@@ -144,9 +145,10 @@ def _judged(loss: Loss, end: forked.End, at: float) -> str:
     if loss.how == signal.SIGINT:
         assert how == "interrupted", what
     elif how == "failed" or said:
-        assert said.startswith(f"rank {loss.victim} raised"), what
+        # The first to speak may be a rank that says whom it has lost.
+        assert re.search(rf"rank {loss.victim}\b", said), what
     else:
         assert loss.protocol == "answer", what
         return ""
-    late = ended - at - DEADLINE - GRACE - losses.GRACE
+    late = ended - at - DEADLINE - GRACE - workers.GRACE  # the caller's own, after the ranks'
     return f"{late:.1f} s late" if late > 0 else ""

@@ -89,3 +89,19 @@ def test_casts_equal_those_of_torch(types: tuple[torch.dtype, ...]) -> None:
                 assert y.view(torch.uint8).equal(wanted.view(torch.uint8)), (source, target)
 
     pkt.launch(run, ranks=1, device="cpu")
+
+
+@triton.jit
+def table_kernel(out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i[:, None] * N + i[None, :], i[:, None] * 100 + i[None, :])
+
+
+def test_rows_and_columns_of_one_ramp_are_told_apart() -> None:
+    def run(world: Any) -> None:
+        out = torch.zeros(8, 8, dtype=torch.int32)
+        for _ in range(2):
+            table_kernel[(1,)](out, 8)
+            assert out.tolist() == [[100 * row + col for col in range(8)] for row in range(8)]
+
+    pkt.launch(run, ranks=1, device="cpu")

@@ -49,13 +49,14 @@ class WaitTimeout(PktError):
         cls, rank: int, what: str, seconds: float, missing: Sequence[int], refused: Sequence[str] = (),
         came: Sequence[int] = (),
     ) -> WaitTimeout:  # fmt: skip
-        """`refused`: callers that were no rank of this world. came: missing ranks that are there: they connect to ranks
-        in order, so one before this rank may keep them."""
-        before = " or ".join(f"rank {r}" for r in range(rank))
-        who = ", ".join(
-            f"rank {r}" + (f" (it has come, and may wait for {before})" if r in came else "") for r in missing
-        )
-        who = who or "a peer"
+        """`refused`: callers that were no rank of this world. came: missing ranks that are there: each connects to the
+        ranks before it in their order, so one before both may keep it."""
+
+        def named(missed: int) -> str:
+            before = " or ".join(f"rank {r}" for r in range(min(rank, missed)))
+            return f"rank {missed}" + f" (it has come, and may wait for {before})" * (missed in came and bool(before))
+
+        who = ", ".join(map(named, missing)) or "a peer"
         away = f"\nrefused: {'; '.join(refused)}" if refused else ""
         text = (
             f"rank {rank}: {what} waits for {who} after {seconds:.1f} s: every rank must make this call; "

@@ -228,7 +228,7 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
         missing = [r for r in range(size) if r != rank and r not in found]
         if missing:
             absent = [r for r in missing if r not in meeting.gave_up(r)]  # the others gave up because of these
-            came = [r for r in absent or missing if r > rank > 0 and meeting.listens(r)]
+            came = [r for r in absent or missing if meeting.listens(r)]
             raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent or missing, refused.texts(), came)
         why = ""
         return found

@@ -215,7 +215,7 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
     except OSError as error:
         wanted = "a new socket, one process a rank"
         raise TransportError.refused(rank, "listening for the other ranks", str(error), wanted) from error
-    why = "it was interrupted"
+    why, lost = "it was interrupted", dict[int, str]()
     try:
         with contextlib.suppress(TimeoutError):
             for peer in range(rank):
@@ -236,15 +236,17 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
         text = str(error).removeprefix(f"rank {rank}: ")
         if isinstance(error, WaitTimeout):
             text = f"{', '.join(f'rank {r}' for r in error.missing)} did not come within {timeout:g} s"
+            lost = dict.fromkeys(error.missing, "did not come in time")
+        elif isinstance(error, PeerLost):
+            lost = dict(error.lost)
         why = text
         raise
     except OSError as error:
         why = str(error)
         raise TransportError.refused(rank, _WHAT, why, "a socket to every other rank") from error
     finally:
-        if why:
-            for connection in found.values():
-                connection.close()
+        if why:  # ranks that were met may be further, and have no other way to find out
+            Transport(rank, size, found, timeout).give_up(why, lost)
         listener.close()
         meeting.leave(rank, why)
 

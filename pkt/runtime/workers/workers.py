@@ -5,7 +5,8 @@ only lost a peer are mentioned after it. If a rank does not come back after anot
 next call starts new ones.
 
 Threads may call `run` at the same time: one launch follows the other. A function may run as long as it likes; every
-other step of a launch has a deadline: a worker must take its job, and an answer that has begun must go on.
+other step of a launch has a deadline: a worker must take its job, and an answer that has begun must go on. A worker
+that is stopped is lost at the deadline, or at once where another rank has failed.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def combine(
     Symmetric memory kept: as many tokens as y has rows, rounded up. Raises ShapeError, DtypeError, CollectiveMismatch.
     Not differentiable so far.
     """
-    handle = dispatched.tokens, dispatched.places, dispatched.weights
+    handle = OPERATOR.handle("dispatched", dispatched, world)
     return OPERATOR((y, *handle, out), (mode, num_comm_sms), world)
 
 

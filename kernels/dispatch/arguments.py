@@ -53,3 +53,36 @@ class Buffers(NamedTuple):
     sent: Any  # int32 (programs, size): tokens of it that go to each rank
     base: Any  # int32 (programs, EXPERTS): the row of the program's next token for an expert, on the expert's rank
     order: Any  # int32 (size, S): the tokens that go to each rank
+
+
+class Few(NamedTuple):
+    """The numbers of a low-latency dispatch. Where they mean the same, names are those of `Size`."""
+
+    T: Any
+    H: Any
+    R: Any
+    S: Any
+    P: Any  # tokens of a rank at most
+    THIRD: Any  # words of a token
+    PARTS: Any  # programs that share a token
+    EXPERTS: tl.constexpr
+    CHOICES: tl.constexpr
+    OWN: tl.constexpr
+    OWN2: tl.constexpr  # the next power of two
+    K: tl.constexpr
+    K2: tl.constexpr
+    ALIGNMENT: tl.constexpr
+    CHUNK: tl.constexpr  # slots that a source takes in turn
+    EXPERT_WORDS: tl.constexpr  # of counts by expert
+    COUNTED: tl.constexpr  # of all counts
+    TOKENS: tl.constexpr  # counted at a time
+    BLOCK: tl.constexpr  # words of a token moved at a time
+    LANES: tl.constexpr  # threads
+
+
+class Words(NamedTuple):
+    """The memory of a low-latency dispatch."""
+
+    words: Any  # int32 (2, room, 4) on every rank, see words.py
+    launches: Any  # of this rank; only its launch counter is used
+    room: Any

@@ -3,29 +3,26 @@
 Rows of an expert are in the order of source ranks, then of their tokens, in every run. A rank sends a token once to
 each other rank that has an expert of it. Counts, offsets and indices stay on the device.
 
-push: one launch, see push.py. Rank by rank tokens go into inboxes, and from there into their rows.
+push: one launch, see push.py. Tokens go into inboxes, chunk by chunk, and from there into their rows.
+low_latency: one launch without barriers, see low_latency.py. Tokens go in flagged words, as soon as they are there.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
-import triton.language as tl
 
-from pkt.runtime.launch.launch import cooperative_launch
-from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
-from ..declaration import Call, Case, Form, Launch, Operand, Shape, integer
+from ..declaration import Call, Case, Form, Operand, Shape, integer
 from ..operator import Operator
 from ..shared.checks import FLOATS
-from ..shared.grid import COPY_OPTIONS, num_programs
-from .arguments import Buffers, Result, Size
-from .push import dispatch_kernel
+from . import rules
+from .plans import plan_low_latency, plan_push
 from .reference import reference, undefined
-from .result import Dispatched, chunk_of, slots_of
+from .result import Dispatched, check_promise, slots_of
 
 
 def dispatch(
@@ -37,8 +34,9 @@ def dispatch(
     *,
     max_tokens: int,
     alignment: int = 1,
-    mode: Literal["push"] | None = None,
+    mode: Literal["push", "low_latency"] | None = None,
     num_comm_sms: int | None = None,
+    tokens_per_rank: int | None = None,
     world: World | None = None,
 ) -> Dispatched:
     """The tokens that have chosen this rank's experts, from all ranks, in the order of experts. Collective.
@@ -47,81 +45,44 @@ def dispatch(
     16, the experts of each token; -1, or any number that is no expert's, for none. topk_weights: fp32 (T, K).
     num_experts: of all ranks; rank r has experts r * E to (r + 1) * E - 1, E = num_experts / size, rounded up.
     max_tokens: rows of the result on every rank, padding included. alignment: the rows of each expert are padded with
-    zeros to a multiple of it. out: (max_tokens, H) of x's dtype for the rows; a new tensor where None. num_comm_sms:
-    programs that send, while the others place what arrives. Returns `Dispatched`, whose tensors `pkt.grouped_matmul`
-    and `pkt.combine` take. The host waits for nothing, so a CUDA graph replays with other routing.
+    zeros to a multiple of it. out: (max_tokens, H) of x's dtype for the rows; a new tensor where None. Returns
+    `Dispatched`, whose tensors `pkt.grouped_matmul` and `pkt.combine` take; it is the same in both forms, bit by bit.
+    The host waits for nothing, so a CUDA graph replays with other routing.
+
+    mode: a form that the top of kernels/dispatch/host.py describes. tokens_per_rank: a promise that no rank has more
+    tokens, alike on all ranks; low_latency keeps a place for each of them at each rank, or for max_tokens where None.
+    With it, mode None takes the form that kernels/dispatch/rules.py predicts to be faster, which is low_latency for few
+    tokens; without it, push. num_comm_sms: with push only, programs that send, while the others place what arrives.
 
     If a rank would need more than max_tokens rows, it receives none: its offsets are 0, its counts are true, and
     `Dispatched.check` raises an error that says how many rows it needs. With the greatest T of any rank,
     size * T * K + E * (alignment - 1) rows are always enough.
 
-    Symmetric memory kept: max_tokens tokens. Raises ShapeError, DtypeError, CollectiveMismatch. Not differentiable so
-    far.
+    Symmetric memory kept: push max_tokens tokens; low_latency, in words of 4 / 3 of their bytes and rounded up to a
+    power of two, 2 * size * tokens_per_rank tokens, shared with the low-latency forms of the collectives. Raises
+    ShapeError, DtypeError, CollectiveMismatch. Not differentiable so far.
     """
     tensors = x, topk_idx, topk_weights, out
-    return Dispatched(*OPERATOR(tensors, (num_experts, max_tokens, alignment, mode, num_comm_sms), world))
+    keywords = num_experts, max_tokens, alignment, mode, num_comm_sms, tokens_per_rank
+    return Dispatched(*OPERATOR(tensors, keywords, world))
 
 
-# -------------------------------------------------------------------------------------------------------------- host
-TILE_BYTES = 16384
-"""Copied at a time."""
-SENDERS = 24
-"""Programs that send, by default: so many fill the links (see docs/facts.md), and the others memory."""
+# -------------------------------------------------------------------------------------------------------- declaration
+def default(call: Call) -> str:
+    """The form with the least predicted time, or the one that takes a setting that was given."""
+    if "num_comm_sms" in call.given:
+        return "push"
+    tokens = call.given.get("tokens_per_rank")
+    return rules.chosen("dispatch", tokens, call["h"] * call.dtype.itemsize, call["k"], call.world.size)
 
 
 def _bound(call: Call) -> Shape:
     """The shape of the rows, and the letters of the further results."""
     size, R = call.world.size, call["max_tokens"]
+    check_promise(call, "x", call.given.get("tokens_per_rank"))
     own = triton.cdiv(call["num_experts"], size)
     call.sizes |= {"r": R, "e": own, "ends": own + 1, "s": slots_of(R, size), "two": 2, "three": 3}
     return R, call["h"]
-
-
-def _buffers(call: Call, p: Size, programs: int) -> Buffers:
-    world, size, slots, n = call.world, call.world.size, p.S, p.EXPERTS.value
-    meta = 2 * p.K.value + 1
-
-    def int32(name: str, *shape: int) -> torch.Tensor:
-        return empty(*shape, dtype=torch.int32, name=f"dispatch.{name}", world=world)
-
-    def make() -> Buffers:
-        return Buffers(
-            int32("counts", 2, size, n + size),
-            empty(slots, max(p.H, 1), dtype=call.dtype, name="dispatch.inbox", world=world),
-            int32("meta", slots, meta),
-            signals(1 + slots // p.CHUNK.value, name="dispatch.ready", world=world),
-            signals(1, name="dispatch.grid", world=world),
-            int32("hist", programs, n), int32("sent", programs, size), int32("base", programs, n),
-            int32("order", size, slots),
-        )  # fmt: skip
-
-    return world.keep(("dispatch", n, meta, slots, p.CHUNK.value, p.H, call.dtype), make)
-
-
-def _plan(call: Call) -> Launch:
-    world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
-    size, own = world.size, call.sizes["e"]
-    programs = num_programs(world, world.num_sms)
-    cols = min(1024, triton.next_power_of_2(max(H, 1)))
-    chunk, K2 = chunk_of(call["max_tokens"]), triton.next_power_of_2(max(K, 1))
-    senders = max(1, min(call["num_comm_sms"] or SENDERS, programs - 1))
-    sized = Size(
-        T, H, call["max_tokens"], call.sizes["s"],
-        *map(tl.constexpr, (
-            size * own, call["num_experts"], own, K, K2, call["alignment"], chunk, senders, max(1, 64 // K2),
-            min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
-        )),
-    )  # fmt: skip
-    buffers = _buffers(call, sized, programs)
-    start = cooperative_launch(world, dispatch_kernel, (programs,), **COPY_OPTIONS)
-
-    def launch(*tensors: torch.Tensor) -> Any:
-        x, idx, weights, *results = tensors
-        routes = idx.new_empty((T, K), dtype=torch.int32)
-        start(x, idx, weights, Result(*results), routes, buffers, sized, world.device)
-        return tuple(results)
-
-    return launch
 
 
 def _some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
@@ -151,18 +112,30 @@ OPERATOR = Operator(
         "needed": Operand("two", INT32),
     },
     arguments={"num_experts": integer(least=1), "max_tokens": integer(least=1), "alignment": integer(least=1)},
-    settings={"num_comm_sms": integer(least=1)},
+    settings={"num_comm_sms": integer(least=1), "tokens_per_rank": integer(least=1)},
     forms={
         "push": Form(
-            _plan, "tokens into inboxes, once a rank, while others are placed", "x of tokens that leave, once a rank",
-            settings={"num_comm_sms": None},
+            plan_push, "tokens into inboxes, once a rank, while others are placed",
+            "x of tokens that leave, once a rank", settings={"num_comm_sms": None, "tokens_per_rank": None},
+        ),
+        "low_latency": Form(
+            plan_low_latency, "the same in words of data and flag, no barrier",
+            "4 / 3 of x of tokens that leave, once a rank", settings={"tokens_per_rank": None},
         ),
     },
+    default=default,
     reference=reference,
     bound=undefined,
     exact=True,
     private="t",
     most={"k": 16},
     always=True,
-    cases=(Case({"t": 4, "h": 4, "k": 2}, arguments=FEW | {"mode": "push"}, ranks=2),),
+    cases=(
+        Case({"t": 4, "h": 4, "k": 2}, arguments=FEW | {"mode": "push"}, ranks=2),
+        # The third launch meets what the first left in its half of the words.
+        Case(
+            {"t": 3, "h": 4, "k": 2}, arguments=FEW | {"mode": "low_latency"}, ranks=2, launches=3,
+            large={"t": 128, "h": 7168, "k": 8},
+        ),
+    ),
 )  # fmt: skip

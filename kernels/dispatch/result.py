@@ -9,6 +9,8 @@ import triton
 
 from pkt.errors import ShapeError
 
+from ..declaration import Call
+
 MOST_CHUNK = 32
 """Tokens between two signals, at most: with 7168 elements a signal takes some hundredths of their time."""
 
@@ -22,6 +24,13 @@ def slots_of(max_tokens: int, size: int) -> int:
     """Places in an inbox for max_tokens tokens, where each source begins a chunk."""
     chunk = chunk_of(max_tokens)
     return (triton.cdiv(max_tokens, chunk) + size) * chunk
+
+
+def check_promise(call: Call, name: str, promised: int | None) -> None:
+    """Raise ShapeError if this rank has more tokens, in operand `name`, than `promised`; None promises nothing."""
+    if promised is not None and call.sizes["t"] > promised:
+        found = f"{call.sizes['t']} tokens of this rank"
+        raise call.refuse(name, found, f"at most tokens_per_rank={promised}: promise more, or take another mode")
 
 
 class Dispatched(NamedTuple):

@@ -132,10 +132,11 @@ OPERATOR = Operator(
     always=True,
     cases=(
         Case({"t": 4, "h": 4, "k": 2}, arguments=FEW | {"mode": "push"}, ranks=2),
-        # The third launch meets what the first left in its half of the words.
         Case(
-            {"t": 3, "h": 4, "k": 2}, arguments=FEW | {"mode": "low_latency"}, ranks=2, launches=3,
+            {"t": 3, "h": 4, "k": 2}, arguments=FEW | {"mode": "low_latency"}, ranks=2, explore=False,
             large={"t": 128, "h": 7168, "k": 8},
         ),
+        # Rank 0 has room in the first launch, and none in the second, in which counts of nobody would give it some.
+        Case({"t": 2, "h": 4, "k": 2}, arguments=FEW | {"max_tokens": 4, "mode": "low_latency"}, ranks=2),
     ),
 )  # fmt: skip

@@ -77,31 +77,34 @@ def _put_token(x_ptr, idx_ptr, w_ptr, half, flag, t, part, p, world):
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)
     chosen, pairs, tokens, goes = _numbers(idx_ptr, t, p, world)
+    goes_to = ()
+    at = ()
+    for d in tl.static_range(1, world.size + 1):
+        peer = (rank + d) % world.size
+        j = _of(tokens, peer)
+        goes_to = goes_to + ((_of(goes, peer) > 0) & (j < p.P),)
+        at = at + (words.of_token(half, rank, j, p, world),)
     if part == 0:
         lane = tl.arange(0, p.LANES)
         here = lane[:, None] == k[None, :]
         expert = tl.sum(tl.where(here, chosen[None, :], 0), 1)
         number = tl.sum(tl.where(here, pairs[None, :], 0), 1)
         bits = tl.load(w_ptr + tl.cast(t, tl.int64) * p.K + lane, mask=lane < p.K, other=0).to(tl.int32, bitcast=True)
+        owner = choices.owner(expert, p)
         for d in tl.static_range(1, world.size + 1):
             peer = (rank + d) % world.size
-            j = _of(tokens, peer)
-            on_peer = choices.owner(expert, p) == peer
-            first = tl.where(lane < p.K, tl.where(on_peer, expert - peer * p.OWN, -1), t)
-            inside = (lane < p.K + 1) & (_of(goes, peer) > 0) & (j < p.P)
-            at = words.of_token(half, rank, j, p, world) + 4 * lane
-            pl.put_flagged(at, (first, number, bits), flag, peer, world, mask=inside)
+            first = tl.where(lane < p.K, tl.where(owner == peer, expert - peer * p.OWN, -1), t)
+            inside = (lane < p.K + 1) & goes_to[d - 1]
+            pl.put_flagged(at[d - 1] + 4 * lane, (first, number, bits), flag, peer, world, mask=inside)
     x_ptr += tl.cast(t, tl.int64) * p.H
     PER: tl.constexpr = 32 // x_ptr.dtype.element_ty.primitive_bitwidth  # elements in an int32
     for block in range(part, tl.cdiv(p.THIRD, p.BLOCK), p.PARTS):
         word = block * p.BLOCK + tl.arange(0, p.BLOCK)
         x = packing.thirds(x_ptr, word, p.THIRD, word < p.THIRD, p.H, PER)
         for d in tl.static_range(1, world.size + 1):
-            peer = (rank + d) % world.size
-            j = _of(tokens, peer)
-            inside = (word < p.THIRD) & (_of(goes, peer) > 0) & (j < p.P)
-            at = words.of_token(half, rank, j, p, world) + 4 * (p.K + 1 + word)
-            pl.put_flagged(at, x, flag, peer, world, mask=inside)
+            inside = (word < p.THIRD) & goes_to[d - 1]
+            to = at[d - 1] + 4 * (p.K + 1 + word)
+            pl.put_flagged(to, x, flag, (rank + d) % world.size, world, mask=inside)
 
 
 @triton.jit

@@ -86,6 +86,12 @@ def words_of(nbytes: int) -> int:
     return triton.cdiv(triton.cdiv(nbytes, 4), 3)
 
 
+def parts_of(third: int, tokens: int, programs: int) -> tuple[int, int]:
+    """How many words of a token, which has `third`, a program moves at a time, and how many programs share a token."""
+    block = max(1, min(THREADS, triton.next_power_of_2(third) // 2))
+    return block, max(1, min(triton.cdiv(third, block), programs // max(tokens, 1)))
+
+
 def plan_low_latency(call: Call) -> Launch:
     world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     size, own, most = world.size, call.sizes["e"], tokens_at_most(call)
@@ -93,11 +99,10 @@ def plan_low_latency(call: Call) -> Launch:
     third, K2, W2 = words_of(H * call.dtype.itemsize), triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(size)
     expert_words = triton.cdiv(size * own, 3)
     counted = expert_words + triton.cdiv(size, 3)
-    block = max(1, min(THREADS, triton.next_power_of_2(third) // 2))
+    block, parts = parts_of(third, T, programs)
     tokens = max(1, min(MOST_COUNTED, COUNTED_AT_A_TIME // max(K2 * K2, K2 * W2, W2 * W2)))
     sized = Few(
-        T, H, call["max_tokens"], call.sizes["s"], most, third,
-        max(1, min(triton.cdiv(third, block), programs // max(T, 1))),
+        T, H, call["max_tokens"], call.sizes["s"], most, third, parts,
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, triton.next_power_of_2(own), K, K2, call["alignment"],
             chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, THREADS,

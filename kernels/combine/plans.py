@@ -40,8 +40,8 @@ def plan_pull(call: Call) -> Launch:
     chunks = triton.cdiv(slots, chunk)
     group = max(1, min(MOST_GROUP, chunks // 4))
     tile = max(1, TILE_BYTES // (cols * call.dtype.itemsize))
-    rows = min(chunk, max(1, tile // 2))  # of K rows each
     K2 = triton.next_power_of_2(max(K, 1))
+    rows = min(chunk, max(1, tile // 2 * 8 // max(K2, 8)))  # of K rows each, in registers
     sized = Size(
         call.sizes["t"], H, slots, *map(tl.constexpr, (K, K2, chunk, group, collectors, rows, min(chunk, tile), cols))
     )

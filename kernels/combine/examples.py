@@ -13,6 +13,8 @@ def slot_of(call: Call, rank: int, t: int, d: int) -> int:
     s, k, r, size, chunk = call["s"], call["k"], call["r"], call.world.size, chunk_of(call["r"])
     slot = (t // chunk * size + rank) * chunk + t % chunk
     goes = t % chunk == 0 or (7 * rank + 5 * t + 3 * d + call.world.launch) % 4 > 0
+    if k == 1:  # a rank's tokens are on no rank above it, so that lower ranks get nothing from higher ones
+        goes = d <= rank
     return slot if goes and t < call["t"] and slot < s and slot * k < r * (k > 0) else -1
 
 

@@ -3,7 +3,8 @@
 A half, by the launch's parity, has COUNTED words of each source rank, and then, for each number j and each source rank,
 the words of the j-th token that this rank sends here: one for each of its pairs, one with its number, and the token.
 
-No word's flag is ever the 0 that the memory is filled with: `flag_of`.
+No word's flag is ever the 0 that the memory is filled with: `flag_of`. Flags repeat after 2^32 launches, as in all
+flagged words: a word is taken too early if it was last used exactly so many launches ago.
 """
 
 from __future__ import annotations

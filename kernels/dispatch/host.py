@@ -136,7 +136,6 @@ OPERATOR = Operator(
             {"t": 3, "h": 4, "k": 2}, arguments=FEW | {"mode": "low_latency"}, ranks=2, explore=False,
             large={"t": 128, "h": 7168, "k": 8},
         ),
-        # Rank 0 has room in the first launch, and none in the second, in which counts of nobody would give it some.
-        Case({"t": 2, "h": 2, "k": 2}, arguments=FEW | {"max_tokens": 4, "mode": "low_latency"}, ranks=2, sms=1),
+        Case({"t": 2, "h": 2, "k": 2}, arguments=FEW | {"max_tokens": 8, "mode": "low_latency"}, ranks=2, sms=1),
     ),
 )  # fmt: skip

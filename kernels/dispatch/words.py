@@ -80,12 +80,17 @@ def _everywhere(counts, lane):
 
 
 @triton.jit
+def _of_all(half, flag, word, inside, p, world):
+    """Some words of every rank's counts, when they are there."""
+    return pl.take_flagged_all(half + 4 * word, 4 * p.COUNTED, flag, world, mask=inside)
+
+
+@triton.jit
 def take_counts(half, flag, p, world):
     """Of each rank how many pairs it has for each of my experts: a tuple of (OWN2,), when they are there."""
     e = tl.arange(0, p.OWN2)
     expert = tl.cast(world.rank, tl.int32) * p.OWN + e
-    words = half + expert // 3 * 4
-    found = pl.take_flagged_all(words, 4 * p.COUNTED, flag, world, mask=e < p.OWN)
+    found = _of_all(half, flag, expert // 3, e < p.OWN, p, world)
     counts = ()
     for rank in tl.static_range(world.size):
         counts = counts + (item(found[rank], expert),)
@@ -115,8 +120,7 @@ def take_needed(half, flag, p, world):
     """The rows that each rank would need, (W,), when all counts are there."""
     word = tl.arange(0, triton.next_power_of_2(p.EXPERT_WORDS))
     ranks = tl.arange(0, triton.next_power_of_2(world.size))[:, None]
-    inside = word < p.EXPERT_WORDS
-    found = pl.take_flagged_all(half + 4 * word, 4 * p.COUNTED, flag, world, mask=inside)
+    found = _of_all(half, flag, word, word < p.EXPERT_WORDS, p, world)
     needed = tl.zeros((ranks.shape[0],), tl.int32)
     for i in tl.static_range(3):
         counts = tl.zeros_like(word)

@@ -24,6 +24,8 @@ from pkt.runtime.world import World
 
 from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
 from .dispatch import Dispatched
+from .dispatch_again import some_rows, some_slots, some_weights
+from .experts_gradients import OF_COMBINE
 from .operator import Operator
 from .shared.checks import FLOATS
 from .shared.grid import COPY_OPTIONS, barrier_counters, num_programs
@@ -175,8 +177,8 @@ def combine(
     is 0. num_comm_sms: programs that load from the ranks, while the others add this rank's rows. Returns `out`.
     The host waits for nothing, so a CUDA graph replays with other routing.
 
-    Symmetric memory kept: as many tokens as y has rows, rounded up. Raises ShapeError, DtypeError, CollectiveMismatch.
-    Not differentiable so far.
+    Differentiable, also in the weights. Symmetric memory kept: as many tokens as y has rows, rounded up. Raises
+    ShapeError, DtypeError, CollectiveMismatch.
     """
     handle = dispatched.tokens, dispatched.places, dispatched.weights
     return OPERATOR((y, *handle, out), (mode, num_comm_sms), world)
@@ -228,36 +230,15 @@ def _plan(call: Call) -> Launch:
     return launch
 
 
-def _some_rows(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    """Rows for tests; every slot has one, where there are rows."""
-    rows = torch.randint(0, max(call["r"], 1), shape, generator=generator)
-    none = torch.rand(shape, generator=generator) < 1 / 3
-    none[:, :1] = False
-    none |= not call["r"]
-    return torch.where(none, -1, rows).int()
-
-
-def _some_slots(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    """Slots for tests, in no order; a third of the places with none."""
-    if not (call["s"] and call["k"] and call["r"]):
-        return torch.full(shape, -1, dtype=torch.int32)
-    slots = torch.randint(0, call["s"], shape, generator=generator)
-    return torch.where(torch.rand(shape, generator=generator) < 1 / 3, -1, slots).int()
-
-
-def _some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    return torch.rand(shape, generator=generator)
-
-
 INT32 = (torch.int32,)
-FEW = {"r": 5, "h": 4, "s": 7, "k": 2, "t": 4}
+FEW = {"r": 14, "h": 4, "s": 7, "k": 2, "t": 4}
 OPERATOR = Operator(
     combine,
     tensors={
         "y": Operand("r h", FLOATS),
-        "dispatched.tokens": Operand("s k", INT32, make=_some_rows),
-        "dispatched.places": Operand("W*t", INT32, make=_some_slots),
-        "dispatched.weights": Operand("r", (torch.float32,), optional=True, make=_some_weights),
+        "dispatched.tokens": Operand("s k", INT32, make=some_rows),
+        "dispatched.places": Operand("W*t", INT32, make=some_slots),
+        "dispatched.weights": Operand("r", (torch.float32,), optional=True, make=some_weights),
     },
     result=_shape,
     settings={"num_comm_sms": integer(least=1)},
@@ -269,6 +250,7 @@ OPERATOR = Operator(
     },
     reference=reference,
     bound=bound,
+    backward=OF_COMBINE,
     private="t",
     most={"k": 16},
     always=True,

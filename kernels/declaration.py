@@ -39,7 +39,8 @@ class Operand:
     strided: plans take it with any strides, so it is never copied.
     optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix. same: it has the
         same elements on every rank.
-    make: how tests make one that not every value suits, such as indices; standard normal or small numbers if None.
+    make: how tests make one that not every value suits, such as indices; standard normal or small numbers if None. Its
+        call.world has the rank, the number of ranks as `size`, and the number of the launch as `launch`.
     """
 
     shape: str | Callable[[Call], str]

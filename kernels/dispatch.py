@@ -33,6 +33,7 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
 from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
+from .experts_gradients import OF_DISPATCH
 from .operator import Operator
 from .shared.checks import FLOATS
 from .shared.grid import COPY_OPTIONS, num_programs
@@ -543,8 +544,8 @@ def dispatch(
     `Dispatched.check` raises an error that says how many rows it needs. With the greatest T of any rank,
     size * T * K + E * (alignment - 1) rows are always enough.
 
-    Symmetric memory kept: max_tokens tokens. Raises ShapeError, DtypeError, CollectiveMismatch. Not differentiable so
-    far.
+    Differentiable in x and topk_weights. Symmetric memory kept: max_tokens tokens. Raises ShapeError, DtypeError,
+    CollectiveMismatch.
     """
     tensors = x, topk_idx, topk_weights, out
     return Dispatched(*OPERATOR(tensors, (num_experts, max_tokens, alignment, mode, num_comm_sms), world))
@@ -661,6 +662,7 @@ OPERATOR = Operator(
     },
     reference=reference,
     bound=undefined,
+    backward=OF_DISPATCH,
     exact=True,
     private="t",
     most={"k": 16},

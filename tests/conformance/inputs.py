@@ -36,9 +36,9 @@ def arguments_of(operator: Operator, case: Case) -> dict[str, Any]:
     )
 
 
-def call_of(operator: Operator, case: Case, size: int) -> Call:
+def call_of(operator: Operator, case: Case, size: int, rank: int = 0, launch: int = 0) -> Call:
     """As much of a call as shapes and values depend on."""
-    call = Call(operator.name, SimpleNamespace(size=size), {}, arguments_of(operator, case), {}, None)
+    call = Call(operator.name, SimpleNamespace(size=size, rank=rank, launch=launch), {}, arguments_of(operator, case), {}, None)
     call.sizes = dict(case.sizes)
     return call
 
@@ -204,9 +204,11 @@ def everybody(
         if own is None:
             found[name] = [make(shape, seed, dtype) for seed in seeds]
         else:
-            call = call_of(operator, case, size)
-            with torch.device("cpu"):
-                found[name] = [own(shape, torch.Generator("cpu").manual_seed(seed), call) for seed in seeds]
+            found[name] = []
+            for rank, seed in enumerate(seeds):
+                call = call_of(operator, case, size, rank, launch)
+                with torch.device("cpu"):
+                    found[name].append(own(shape, torch.Generator("cpu").manual_seed(seed), call))
     return found
 
 

@@ -22,8 +22,8 @@ from . import gradients, grouped_gradients
 from .declaration import Call
 from .operator import world_of
 from .shared import products
-from .shared.checks import FLOATS, check_dense, check_tensor
-from .shared.tile_product import FP32_TILES, Tiles, tile_pointers
+from .shared.checks import FLOATS, aligned, check_dense, check_tensor
+from .shared.tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, tile_pointers
 
 
 def reference(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _outer(
         raise ShapeError.argument(call, "offsets", tuple(offsets.shape), "(experts + 1,)", world.rank)
     if torch.is_grad_enabled() and gradients.required((x, y)):
         return grouped_gradients.outer(x, y, offsets, tiles, world)
-    held = default_tiles(x.dtype)
+    held = default_tiles(x.dtype, aligned(x, y))
     if tiles is not None:
         held = products.tiles(Call(call, world, {}, {}, {}, None), "tiles", tiles)
     (M, K), N, experts = x.shape, y.shape[1], len(offsets) - 1
@@ -130,9 +130,11 @@ grouped_gradients.take("outer", _outer)
 TILES = Tiles(128, 128, 64, num_stages=3)
 
 
-def default_tiles(dtype: torch.dtype) -> Tiles:
-    """Not measured."""
-    return FP32_TILES if dtype == torch.float32 else TILES
+def default_tiles(dtype: torch.dtype, whole: bool) -> Tiles:
+    """Not measured. whole: rows of x and y begin at multiples of 16 bytes."""
+    if dtype == torch.float32:
+        return FP32_TILES
+    return TILES if whole else UNALIGNED_TILES
 
 
 # ------------------------------------------------------------------------------------------------- rows of no expert

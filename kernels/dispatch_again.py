@@ -183,7 +183,7 @@ def _send_chunk(x_ptr, tokens, chunk, peer, m, p, world):
 def _place(
     x_ptr, tokens_ptr, places_ptr, weights_ptr, y_ptr, rows_ptr, dots_ptr, launch, first, step, m, p, world
 ):  # fmt: skip
-    """Copy the token of each slot into its rows: my own from x, the others' from the inbox, once their chunk is there."""
+    """Copy the token of each slot into its rows: my own from x, the others' from the inbox, once a chunk is there."""
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)[None, :]
     for chunk in range(first, tl.cdiv(p.S, p.CHUNK), step):

@@ -1,6 +1,6 @@
 """Gradients of `grouped_matmul` and `grouped_outer`, in terms of each other, and both as ops of torch in compiled code.
 
-With out[e] = x[e] @ w[e] for the rows of each expert e: the gradient of x is that of out times w transposed, and zero in
+For the rows of each expert e, out[e] = x[e] @ w[e]. The gradient of x is that of out times w transposed, and zero in
 the rows of no expert. The gradient of w is `grouped_outer` of x and that of out. A call that is recorded is a node of
 autograd, and its backward pass is recorded where that is wanted. Offsets have no gradient, and stay on the device.
 """

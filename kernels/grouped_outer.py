@@ -1,4 +1,4 @@
-"""The weights' gradient of a grouped product: each expert's rows of x, transposed, times its rows of y. Local to a rank.
+"""The weights' gradient of a grouped product: each expert's rows of x, transposed, times its rows of y. Local.
 
 Every program computes tiles of an expert's matrix, over the expert's rows, which it finds from `offsets` on the device.
 The tiles of one expert are neighbours, and among them those of the same columns, so L2 delivers its rows more than

@@ -13,7 +13,6 @@ import torch
 
 from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World, named_world
-from pkt.wording import dtype_text
 
 from . import grouped_gradients
 from .combine import combine
@@ -91,7 +90,7 @@ def moe(
 
 @torch.compiler.assume_constant_result
 def _place(name: str) -> tuple[int, int]:
-    """(size, rank) of the world of that name. In compiled code, which ranks may share, the rank is for messages only."""
+    """(size, rank) of the world of that name. The rank is for messages: ranks may share compiled code."""
     world = named_world(name)
     return world.size, world.rank
 
@@ -120,7 +119,7 @@ def _check(
         check(names[1], second, 2 + more, **experts, **{f"d{more}": first.shape[-1] // columns})
         for name, w in zip(names, (first, second)):
             if w.dtype != x.dtype:
-                raise DtypeError.argument("moe", name, w.dtype, f"x's, {dtype_text(x.dtype)}", rank)
+                raise DtypeError.argument("moe", name, w.dtype, f"x's, {x.dtype}", rank)
 
     if activation not in ACTIVATIONS:
         wanted = " or ".join(map(repr, ACTIVATIONS))

@@ -38,7 +38,9 @@ def arguments_of(operator: Operator, case: Case) -> dict[str, Any]:
 
 def call_of(operator: Operator, case: Case, size: int, rank: int = 0, launch: int = 0) -> Call:
     """As much of a call as shapes and values depend on."""
-    call = Call(operator.name, SimpleNamespace(size=size, rank=rank, launch=launch), {}, arguments_of(operator, case), {}, None)
+    call = Call(
+        operator.name, SimpleNamespace(size=size, rank=rank, launch=launch), {}, arguments_of(operator, case), {}, None
+    )
     call.sizes = dict(case.sizes)
     return call
 

@@ -80,7 +80,9 @@ def test_gradients_in_bf16() -> None:
     """Products of the experts, a rank's sum and the sum of all are rounded, on the way there and back."""
 
     def run(world: Any) -> None:
-        assert_gradients(world, operands(2, "random", (4,), 2, EXPERTS, H), 32, torch.bfloat16, 24 * UNIT[torch.bfloat16])
+        assert_gradients(
+            world, operands(2, "random", (4,), 2, EXPERTS, H), 32, torch.bfloat16, 24 * UNIT[torch.bfloat16]
+        )
 
     on_ranks(2, run, seed=1)
 

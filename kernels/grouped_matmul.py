@@ -23,9 +23,9 @@ from pkt.runtime.launch.launch import beside, provide_scratch
 from pkt.runtime.world import World
 
 from . import gradients, grouped_gradients
+from .agreement import world_of
 from .declaration import Call
 from .grouped_outer import clear as clear_rows
-from .operator import world_of
 from .shared import products
 from .shared.checks import FLOATS, aligned, check_apart, check_dense, check_tensor
 from .shared.tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, accumulate, stack, tile_pointers

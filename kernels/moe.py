@@ -15,10 +15,10 @@ from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.runtime.world import World, named_world
 
 from . import grouped_gradients
+from .agreement import world_of
 from .combine import combine
 from .dispatch import dispatch
 from .grouped_matmul import grouped_matmul
-from .operator import world_of
 from .shared.tile_product import GatedEpilogue, finished
 
 ACTIVATIONS = ("swiglu", "silu", "gelu", "relu", "none")

@@ -299,7 +299,7 @@ def _plan(call: Call) -> Launch:
     def launch(
         x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any, y: Any, rows: torch.Tensor,
         dots: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> Any:  # fmt: skip
         start(x, tokens, places, weights, y, rows, dots, bar, memory, sized, world.device)
         return rows, dots
 

@@ -206,11 +206,11 @@ def everybody(
         if own is None:
             found[name] = [make(shape, seed, dtype) for seed in seeds]
         else:
-            found[name] = []
-            for rank, seed in enumerate(seeds):
-                call = call_of(operator, case, size, rank, launch)
-                with torch.device("cpu"):
-                    found[name].append(own(shape, torch.Generator("cpu").manual_seed(seed), call))
+            calls = [call_of(operator, case, size, rank, launch) for rank in range(len(seeds))]
+            with torch.device("cpu"):
+                found[name] = [
+                    own(shape, torch.Generator("cpu").manual_seed(seed), call) for seed, call in zip(seeds, calls)
+                ]
     return found
 
 

@@ -336,6 +336,7 @@ def some_slots(shape: Shape, generator: torch.Generator, call: Call) -> torch.Te
 
 
 def some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
+    """Weights of rows for tests."""
     return torch.rand(shape, generator=generator)
 
 

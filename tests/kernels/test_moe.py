@@ -98,6 +98,12 @@ def test_ranks_with_other_numbers_of_tokens_and_too_little_room() -> None:
     on_ranks(2, run, sms=2)
 
 
+def test_ranks_with_other_numbers_of_tokens_need_max_tokens() -> None:
+    every = layer(2, "random", (6, 4), 2, 2, 2 * F)
+    with pytest.raises(pkt.CollectiveMismatch, match="max_tokens=24.*max_tokens=16"):
+        on_ranks(2, lambda world: pkt.moe(*(ranks[world.rank] for ranks in every.values())))
+
+
 def test_shared_experts() -> None:
     """They are added, and have gradients."""
     every = layer(1, "random", (4,), 2, 2, 2 * F)

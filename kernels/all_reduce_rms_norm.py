@@ -508,7 +508,7 @@ OPERATOR = Operator(
         ),
         "two_shot": Form(
             _two_shot, "rows to their owner, which adds; all norm what comes back", MOVES,
-            settings={"rows": None}, small={"rows": 2},
+            settings={"rows": None}, small={"rows": 4},
         ),
         "unfused": Form(
             _unfused, "pkt's all-reduce, then a kernel that norms", "as all_reduce's", roundings=lambda size: 2
@@ -523,7 +523,7 @@ OPERATOR = Operator(
     ),
     cases=(
         # One program with two turns, so that both halves of its inbox have answers.
-        Case({"t": 8, "h": 3}, arguments={"mode": "two_shot"}, ranks=2, sms=1, **GIVEN),
+        Case({"t": 16, "h": 3}, arguments={"mode": "two_shot"}, ranks=2, sms=1, **GIVEN),
         Case({"t": 1, "h": 3}, arguments={"mode": "two_shot"}, **GIVEN),
         # The third launch meets what the first left in its half of the slots. On one SM one program has a token.
         Case({"t": 1, "h": 3}, arguments={"mode": "low_latency"}, sms=1, launches=3, **GIVEN),

@@ -250,7 +250,7 @@ OPERATOR = Operator(
     forms={
         "push": Form(
             _push, "rows to their owner, which adds and norms; all get the normed rows", "2 (W - 1) / W |x|",
-            settings={"rows": None}, small={"rows": 2},
+            settings={"rows": None}, small={"rows": 4},
         ),
     },
     reference=reference,
@@ -261,7 +261,7 @@ OPERATOR = Operator(
     ),
     cases=(
         # One program with two turns, so that both halves of its inbox have answers.
-        Case({"t": 4, "h": 3}, arguments={"mode": "push"}, ranks=2, sms=1, **GIVEN),
+        Case({"t": 8, "h": 3}, arguments={"mode": "push"}, ranks=2, sms=1, **GIVEN),
         Case({"t": 1, "h": 3}, arguments={"mode": "push"}, **GIVEN),
         Case({"t": 1, "h": 256}, arguments={"quant": "fp8_group"}, explore=False),
     ),

@@ -67,7 +67,7 @@ class VocabParallelEmbedding(Sharded):
             raise DtypeError.argument(call, "tokens", tokens.dtype, wanted, self.world.rank)
         mine = tokens - self.world.rank * self.own
         inside = (mine >= 0) & (mine < self.own)
-        found = functional.embedding(mine.where(inside, 0), self.weight) * inside.unsqueeze(-1)
+        found = functional.embedding(mine.where(inside, 0), self.local("weight")) * inside.unsqueeze(-1)
         if self.sequence_dim is None:
             return summed(found, self.world)
         dim = rows.dimension("pkt.nn.VocabParallelEmbedding", found, self.sequence_dim, self.world)

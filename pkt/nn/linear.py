@@ -104,14 +104,20 @@ class ColumnParallelLinear(ParallelLinear):
         return "linear" if self.sequence_dim is None else "all_gather_matmul"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        call = "pkt.nn.ColumnParallelLinear"
+        return self.compute(x, self.sequence_dim)
+
+    def compute(self, x: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
+        """The result for an x whose dimension `sequence_dim` is split."""
+        call, weight, bias = "pkt.nn.ColumnParallelLinear", self.local("weight"), self.local("bias")
         check_features(call, x, self.in_features, self.world)
-        if self.sequence_dim is None:
-            y = functional.linear(sum_gradient(x, self.world), self.weight, self.bias)
-        else:
-            dim = rows.dimension(call, x, self.sequence_dim, self.world)
-            y = all_gather_matmul(rows.rows(x), self.weight.t(), bias=self.bias, world=self.world)
-            y = rows.from_ranks(y, x.shape, dim, self.world.size)
+        if sequence_dim is None:
+            return self.finished(functional.linear(sum_gradient(x, self.world), weight, bias))
+        dim = rows.dimension(call, x, sequence_dim, self.world)
+        y = all_gather_matmul(rows.rows(x), weight.t(), bias=bias, world=self.world)
+        return self.finished(rows.from_ranks(y, x.shape, dim, self.world.size))
+
+    def finished(self, y: torch.Tensor) -> torch.Tensor:
+        """The result of this rank's features."""
         return gathered(y, y.ndim - 1, self.world) if self.gather_output else y
 
 
@@ -154,10 +160,11 @@ class RowParallelLinear(ParallelLinear):
         call = "pkt.nn.RowParallelLinear"
         check_features(call, x, self.in_features // self.world.size, self.world)
         if self.sequence_dim is None:
-            y = sum_of_products(rows.rows(x), self.weight, self.bias, self.world)
+            y = sum_of_products(rows.rows(x), self.local("weight"), self.local("bias"), self.world)
             return y.view(*x.shape[:-1], self.out_features)
         dim = rows.dimension(call, x, self.sequence_dim, self.world)
-        bias = None if self.bias is None else sum_gradient(self.bias, self.world)
+        bias = self.local("bias")
+        bias = None if bias is None else sum_gradient(bias, self.world)
         mine = rows.to_ranks(call, x, dim, self.world)
-        y = matmul_reduce_scatter(mine, self.weight.t(), bias=bias, world=self.world)
+        y = matmul_reduce_scatter(mine, self.local("weight").t(), bias=bias, world=self.world)
         return y.view(rows.part_shape(x.shape, dim, self.world.size, self.out_features))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from pkt.runtime.world import World, current_world
 
 from .exchange import sum_gradient
+from .sharded import copied, local
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -25,18 +25,14 @@ class SequenceParallel:
         own = dict(self._parameters)
         for name, parameter in own.items():
             if parameter is not None:
-                self._parameters[name] = sum_gradient(parameter, self.world)
+                self._parameters[name] = sum_gradient(local(parameter), self.world)
         try:
             return super().forward(*arguments, **keywords)  # type: ignore[misc]
         finally:
             self._parameters.update(own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.world)] = self.world
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return made
+        return copied(self, memo)
 
 
 def sequence_parallel(module: M, *, world: World | None = None) -> M:

@@ -56,6 +56,11 @@ class Sharded(nn.Module):
         made = self.joined(name, shares).clone(memory_format=torch.contiguous_format)
         self.register_parameter(name, nn.Parameter(made, requires_grad=trained))
 
+    def local(self, name: str) -> Any:
+        """This rank's part of a parameter, as a plain tensor; None where there is none."""
+        found = self._parameters[name]
+        return None if found is None else local(found)
+
     def joined(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parameter that parts make; several lie below each other."""
         return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
@@ -69,9 +74,7 @@ class Sharded(nn.Module):
         """Collective: the whole tensors of this module's own parameters, by key, new on every rank."""
         found = {}
         for name, parts in self.parts.items():
-            parameter = self._parameters[name]
-            assert parameter is not None
-            for part, mine in zip(parts, self.separate(name, parameter.detach())):
+            for part, mine in zip(parts, self.separate(name, self.local(name).detach())):
                 found[part.key] = mine.clone() if part.dim is None else _gathered(mine, part.dim, self.world)
         return found
 
@@ -90,7 +93,7 @@ class Sharded(nn.Module):
             lacking = [key for key in keys if key not in state_dict]
             if not lacking:
                 given = [share(state_dict.pop(key), part, self.world) for key, part in zip(keys, parts)]
-                state_dict[prefix + name] = self.joined(name, given).contiguous()
+                state_dict[prefix + name] = _like(self._parameters[name], self.joined(name, given).contiguous())
             elif keys != [prefix + name]:
                 missing_keys += lacking if strict else []
                 for key in keys:
@@ -100,18 +103,40 @@ class Sharded(nn.Module):
 
     def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
         """A copy of the parameters in the same world."""
-        memo[id(self.world)] = self.world
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return made
+        return copied(self, memo)
+
+
+def copied(module: Any, memo: dict[int, Any]) -> Any:
+    """For `copy.deepcopy`: a copy of a module in the same world."""
+    memo[id(module.world)] = module.world
+    made = type(module).__new__(type(module))
+    memo[id(module)] = made
+    made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in module.__dict__.items()})
+    return made
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether this is torch's DTensor, which nothing here imports."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def share(tensor: torch.Tensor, part: Part, world: World) -> torch.Tensor:
     """This rank's part of a whole tensor, as a view; the tensor itself where it is no whole one."""
-    if part.dim is None or tensor.ndim <= part.dim or tensor.shape[part.dim] != part.size:
+    if part.dim is None or is_dtensor(tensor) or tensor.ndim <= part.dim or tensor.shape[part.dim] != part.size:
         return tensor
     return tensor.chunk(world.size, part.dim)[world.rank]
+
+
+def _like(parameter: Any, given: torch.Tensor) -> torch.Tensor:
+    """`given`, this rank's part, as a DTensor where the parameter is one."""
+    if not is_dtensor(parameter) or is_dtensor(given):
+        return given
+    return type(parameter).from_local(given, parameter.device_mesh, parameter.placements, run_check=False)
 
 
 def _gathered(mine: torch.Tensor, dim: int, world: World) -> torch.Tensor:

@@ -121,6 +121,7 @@ ARROWS = {
         + ["pkt.kernels.traced"],
         ["torch", "triton", "numpy", "typing_extensions"],  # the last for types alone, and torch brings it
     ),
+    "pkt.nn": (["pkt.errors", "pkt.launcher", "pkt.runtime", "pkt.kernels"], ["torch"]),
     "pkt.tune": (
         ["pkt.errors", "pkt.progress", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model"]
         + ["pkt.kernels.operator"],

@@ -59,7 +59,7 @@ def parallelize(
     _check_ties(module, {name for name, _ in planned}, world)
     ties: dict[tuple[int, int | None], Any] = {}  # parameters that several modules share
     products = 0
-    for name, style in planned:
+    for name, style in sorted(planned, key=lambda found: type(found[1]).__name__ == "PrepareModuleInput"):
         one = module.get_submodule(name)
         if src_data_rank is not None and not any(True for _ in one.children()):
             _agree(one, src_data_rank, world)

@@ -71,6 +71,12 @@ class PlannedColumn(ColumnParallelLinear):
 
     place: Place
     style: Any
+    gathers = False
+    """Whether it is expected to gather the input of the module around it."""
+
+    @property
+    def runs(self) -> str:
+        return "all_gather_matmul" if self.gathers else super().runs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, Ungathered):
@@ -123,7 +129,7 @@ class Prepared:
         self.positional = self._layouts(style.input_layouts or (), style.desired_input_layouts or ())
         given, wanted = style.input_kwarg_layouts, style.desired_input_kwarg_layouts
         self.named = dict(zip(given, self._layouts(tuple(given.values()), tuple(wanted.get(n) for n in given))))
-        self.takers: list[Any] | None = None
+        self.takers: list[Any] = []
         self.gathers: list[Gather] = []
 
     def _layouts(self, given: Sequence[Any], wanted: Sequence[Any]) -> list[tuple[Any, bool] | None]:
@@ -143,12 +149,13 @@ class Prepared:
         return found
 
     def apply(self, module: nn.Module) -> None:
+        self.takers = [child for child in module.children() if isinstance(child, PlannedColumn)]
+        for taker in self.takers:
+            taker.gathers = True
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after)
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self.takers is None:
-            self.takers = [child for child in module.children() if isinstance(child, PlannedColumn)]
         self.gathers = []
         if self.positional and len(inputs) != len(self.positional):
             found = f"{len(inputs)} inputs, and layouts of {len(self.positional)} in PrepareModuleInput"
@@ -168,7 +175,7 @@ class Prepared:
             return x
         dim = self.place.tokens(layout, "an input of layout")
         assert dim is not None
-        one = Gather(self.place.name, x, dim, self.takers or [], self.place.world)
+        one = Gather(self.place.name, x, dim, self.takers, self.place.world)
         self.gathers.append(one)
         return one.tensor()
 
@@ -176,7 +183,7 @@ class Prepared:
         """Linears that did not take the input are not expected to again."""
         unused = [linear for gather in self.gathers for linear, _ in gather.ahead]
         if unused:
-            self.takers = [t for t in self.takers or [] if all(t is not linear for linear in unused)]
+            self.takers = [t for t in self.takers if all(t is not linear for linear in unused)]
         self.gathers = []
 
 

@@ -144,9 +144,7 @@ class RowParallelLinear(ParallelLinear):
         super().__init__(nn.Linear(in_features, out_features, bias, device, dtype), sequence_dim, world)
 
     @classmethod
-    def of(
-        cls, linear: nn.Linear, *, sequence_dim: int | None = None, world: World | None = None
-    ) -> RowParallelLinear:
+    def of(cls, linear: nn.Linear, *, sequence_dim: int | None = None, world: World | None = None) -> RowParallelLinear:
         """This rank's part of a whole Linear, in new memory."""
         made = cls.__new__(cls)
         ParallelLinear.__init__(made, linear, sequence_dim, world)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from pkt.runtime.world import World, current_world

@@ -76,7 +76,9 @@ def parallelize(
             setattr(module.get_submodule(parent), last, made)
     if not products:
         names = ", ".join(repr(n) for n, m in module.named_modules() if isinstance(m, nn.Linear)) or "none"
-        found = f"found no Linear and no Embedding under the plan's names {list(plan) if isinstance(plan, Mapping) else ''}"
+        found = (
+            f"found no Linear and no Embedding under the plan's names {list(plan) if isinstance(plan, Mapping) else ''}"
+        )
         remedy = f"the module has the Linears {names}; make no call for a pipeline stage that has none"
         raise Unsupported.here(f"rank {world.rank}: {CALL}", found, remedy)
     return module
@@ -106,9 +108,7 @@ def _world(mesh: Any) -> tuple[World, Any]:
     return launcher.init(group=group), mesh
 
 
-def _found(
-    module: nn.Module, plan: Mapping[str, ParallelStyle]
-) -> Iterator[tuple[str, ParallelStyle]]:
+def _found(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, ParallelStyle]]:
     """Names of the planned modules, and their styles. Of a name that matches none, a warning."""
     for key, style in plan.items():
         names = list(_matching(module, key.split("."))) if key else [""]

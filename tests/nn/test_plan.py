@@ -1,4 +1,4 @@
-"""pkt.parallelize: torch's plans in the simulator, where it takes a world: results, what is gathered, what is refused."""
+"""pkt.parallelize: torch's plans in the simulator, on a world: results, what is gathered, what is refused."""
 
 from __future__ import annotations
 
@@ -184,7 +184,9 @@ def test_shared_parameters_stay_shared() -> None:
     def run(world: Any) -> None:
         tied = pkt.parallelize(Tied(), world, both)
         assert tied.output.weight is tied.embedding.weight
-        with pytest.raises(pkt.Unsupported, match="module 'output': found a parameter that module 'embedding' has, too"):
+        with pytest.raises(
+            pkt.Unsupported, match="module 'output': found a parameter that module 'embedding' has, too"
+        ):
             pkt.parallelize(Tied(), world, {"output": ColwiseParallel()})
 
     on_ranks(2, run)
@@ -223,17 +225,25 @@ def test_styles_and_layouts_that_pkt_has_not() -> None:
         refused("style PrepareModuleOutput: use ColwiseParallel, RowwiseParallel", "mlp", output)
         slices = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
         refused(r"PrepareModuleInput from R.* to S.*: use Shard\(dim\) to Replicate\(\)", "mlp", slices)
-        refused(r"ColwiseParallel to S.*: use Shard\(-1\) or Repl", "mlp.gate", ColwiseParallel(output_layouts=Shard(1)))
+        refused(
+            r"ColwiseParallel to S.*: use Shard\(-1\) or Repl", "mlp.gate", ColwiseParallel(output_layouts=Shard(1))
+        )
         refused(r"ColwiseParallel from S.*: use Replicate\(\)", "mlp.gate", ColwiseParallel(input_layouts=Shard(-1)))
         refused("ColwiseParallel from P", "mlp.gate", ColwiseParallel(input_layouts=Partial()))
-        refused(r"RowwiseParallel from R.*: use input_layouts=S", "mlp.down", RowwiseParallel(input_layouts=Replicate()))
+        refused(
+            r"RowwiseParallel from R.*: use input_layouts=S", "mlp.down", RowwiseParallel(input_layouts=Replicate())
+        )
         refused("RowwiseParallel to S", "mlp.down", RowwiseParallel(output_layouts=Shard(-1)))
         refused("ColwiseParallel on an Embedding: use RowwiseParallel", "embedding", ColwiseParallel())
         vocabulary = RowwiseParallel(input_layouts=Replicate())
         refused("an Embedding with padding_idx: make it without", "embedding", vocabulary)
         refused("LayerNorm, which is no plain Linear: plan Linears", "norm", ColwiseParallel())
-        refused("Own, which is no plain Linear", "mlp.up", ColwiseParallel(), lambda m: setattr(m.mlp, "up", Own(8, 12)))
-        refused("SequenceParallel on MLP, which has modules with parameters.*: plan the norms", "mlp", SequenceParallel())
+        refused(
+            "Own, which is no plain Linear", "mlp.up", ColwiseParallel(), lambda m: setattr(m.mlp, "up", Own(8, 12))
+        )
+        refused(
+            "SequenceParallel on MLP, which has modules with parameters.*: plan the norms", "mlp", SequenceParallel()
+        )
         hooked = lambda m: m.mlp.up.register_forward_hook(print)  # noqa: E731
         refused("a module with hooks: add hooks behind", "mlp.up", ColwiseParallel(), hooked)
         twice = lambda m: pkt.parallelize(m, world, {"mlp.up": ColwiseParallel()})  # noqa: E731
@@ -252,7 +262,9 @@ def test_elements_of_an_input_that_is_not_gathered() -> None:
         split, x = model(), drawn(2, 2, 8)
         pkt.parallelize(split, world, {**plan(), "mlp": PrepareModuleInput(**GATHER)})
         split.mlp.forward = lambda x: x * 2
-        with pytest.raises(pkt.Unsupported, match="pkt.parallelize: 'mlp': found mul of the input.*leave PrepareModule"):
+        with pytest.raises(
+            pkt.Unsupported, match="pkt.parallelize: 'mlp': found mul of the input.*leave PrepareModule"
+        ):
             split(x)
         split.mlp.other = nn.Linear(8, 8)
         split.mlp.forward = lambda x: split.mlp.other(x)

@@ -11,6 +11,7 @@ plans, on NCCL. SERVING keeps all tokens on every rank (GEMM + all-reduce), TRAI
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -19,13 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as torchs
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.nn import functional
 
 import pkt
@@ -40,14 +36,9 @@ class Shape(NamedTuple):
     hidden: int
 
 
-SHAPES = {
-    "8b": Shape(128256, 4096, 32, 32, 8, 14336),
-    "tiny": Shape(64, 32, 2, 4, 2, 48),
-}
-Cache = "tuple[torch.Tensor, torch.Tensor]"  # keys and values (batch, this rank's KV heads, positions, head)
+SHAPES = {"8b": Shape(128256, 4096, 32, 32, 8, 14336), "tiny": Shape(64, 32, 2, 4, 2, 48)}
 
 
-# --------------------------------------------------------------------------------------------------------- the model
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """x (batch, heads, tokens, head) with its positions (tokens,) in."""
     half = x.shape[-1] // 2
@@ -61,10 +52,8 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head = shape.features // shape.heads
-        self.wq = nn.Linear(shape.features, shape.heads * self.head, bias=False)
-        self.wk = nn.Linear(shape.features, shape.kv_heads * self.head, bias=False)
-        self.wv = nn.Linear(shape.features, shape.kv_heads * self.head, bias=False)
-        self.wo = nn.Linear(shape.heads * self.head, shape.features, bias=False)
+        self.wq, self.wo = (nn.Linear(shape.features, shape.features, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(shape.features, shape.kv_heads * self.head, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> torch.Tensor:
         batch, tokens, _ = x.shape
@@ -74,7 +63,7 @@ class Attention(nn.Module):
         if cache is not None:
             for kept, new in zip(cache, (k, v)):
                 kept.index_copy_(2, positions, new)
-            if tokens == 1:  # decoding: this token sees all that is kept; a prefill sees itself
+            if tokens == 1:  # decoding: the token sees all that is kept; a prompt sees itself
                 k, v = cache
                 seen = torch.arange(k.shape[2], device=x.device) <= positions[:, None]
         y = functional.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=True)
@@ -84,9 +73,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.features, shape.hidden, bias=False)
+        self.w1, self.w3 = (nn.Linear(shape.features, shape.hidden, bias=False) for _ in range(2))
         self.w2 = nn.Linear(shape.hidden, shape.features, bias=False)
-        self.w3 = nn.Linear(shape.features, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(functional.silu(self.w1(x)) * self.w3(x))
@@ -111,14 +99,14 @@ class Llama(nn.Module):
         self.norm, self.output = nn.RMSNorm(shape.features), nn.Linear(shape.features, shape.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, caches: Any = None) -> torch.Tensor:
-        """Logits (batch, tokens, vocabulary) of tokens (batch, tokens) at positions (tokens,)."""
+        """Logits (batch, tokens, vocabulary) of tokens (batch, tokens) at positions (tokens,); with caches of keys and
+        values, by block, of the last token alone."""
         x = self.embedding(tokens)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
             x = block(x, positions, cache)
-        return self.output(self.norm(x))
+        return self.output(self.norm(x if caches is None else x[:, -1:]))
 
 
-# --------------------------------------------------------------------------------------------------------- the plans
 def serving() -> dict[str, Any]:
     """All tokens on every rank."""
     return {
@@ -133,16 +121,16 @@ def serving() -> dict[str, Any]:
 
 def training() -> dict[str, Any]:
     """A part of the sequence on each rank, but inside attention and feed-forward."""
-    gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    attention = {"input_layouts": (Shard(1), None, None), "desired_input_layouts": (Replicate(), None, None)}
+    gather = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    gather_first = {"input_layouts": (Shard(1), None, None), "desired_input_layouts": (Replicate(), None, None)}
     return {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "blocks.*.attention_norm": SequenceParallel(),
-        "blocks.*.attention": PrepareModuleInput(**attention),
+        "blocks.*.attention": PrepareModuleInput(**gather_first),
         "blocks.*.attention.w[qkv]": ColwiseParallel(),
         "blocks.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "blocks.*.ffn_norm": SequenceParallel(),
-        "blocks.*.feed_forward": PrepareModuleInput(**gathered),
+        "blocks.*.feed_forward": PrepareModuleInput(**gather),
         "blocks.*.feed_forward.w[13]": ColwiseParallel(),
         "blocks.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -167,7 +155,6 @@ class Stack(NamedTuple):
         return self.parallelize(whole, self.mesh, plan, src_data_rank=None)
 
 
-# ---------------------------------------------------------------------------------------------------------- the jobs
 def loss_of(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
     """Of the next token. data: (batch, tokens + 1), the same on every rank."""
     positions = torch.arange(data.shape[1] - 1, device=data.device)
@@ -203,17 +190,12 @@ def serve(stack: Stack, shape: Shape, prompt: torch.Tensor, ranks: int, room: in
     positions = torch.arange(length, device=stack.device)
 
     @torch.no_grad()
-    def prefill() -> torch.Tensor:
-        tokens.copy_(model(prompt, positions, caches)[:, -1:].argmax(-1))
-        position.fill_(length)
+    def run(given: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        tokens.copy_(model(given, at, caches).argmax(-1))
+        position.copy_(at[-1:] + 1)
         return tokens
 
-    @torch.no_grad()
-    def decode() -> torch.Tensor:
-        tokens.copy_(model(tokens, position, caches)[:, -1:].argmax(-1))
-        position.add_(1)
-        return tokens
-
+    prefill, decode = functools.partial(run, prompt, positions), functools.partial(run, tokens, position)
     prefill()
     if stack.device.type == "cpu":
         return prefill, decode
@@ -222,12 +204,7 @@ def serve(stack: Stack, shape: Shape, prompt: torch.Tensor, ranks: int, room: in
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         decode()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return tokens
-
-    return prefill, replay
+    return prefill, lambda: graph.replay() or tokens
 
 
 def speed(world: Any, run: Callable[[], Any], tokens: int, repeats: int) -> float:
@@ -246,8 +223,8 @@ def main(world: Any, shape: Shape, length: int, batch: int, repeats: int, stacks
     device = world.torch_device
     stacks = stacks or [Stack("pkt", pkt.parallelize, world, device)]
     generator = torch.Generator().manual_seed(1)
-    data = torch.randint(shape.vocabulary, (1, length + 1), generator=generator).to(device)
-    prompt = torch.randint(shape.vocabulary, (batch, length // batch), generator=generator).to(device)
+    drawn = functools.partial(torch.randint, shape.vocabulary, generator=generator)
+    data, prompt = drawn((1, length + 1)).to(device), drawn((batch, length // batch)).to(device)
     found: dict[str, list[float]] = {"prefill": [], "decode": [], "training": [], "loss": []}
     for stack in stacks:
         prefill, decode = serve(stack, shape, prompt, world.size, room=2 * repeats + 4)
@@ -267,14 +244,17 @@ def main(world: Any, shape: Shape, length: int, batch: int, repeats: int, stacks
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     on_gpus = "RANK" in os.environ  # torchrun
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b" if on_gpus else "tiny")
-    parser.add_argument("--layers", type=int, help="of the shape's own where not given")
-    parser.add_argument("--length", type=int, default=4096 if on_gpus else 16, help="tokens of a prefill and of a step")
-    parser.add_argument("--batch", type=int, default=16 if on_gpus else 2, help="sequences that are decoded")
-    parser.add_argument("--repeats", type=int, default=10 if on_gpus else 1)
-    parser.add_argument("--ranks", type=int, default=2, help="simulated ones")
+    for name, on_gpu, simulated, text in (
+        ("--layers", None, None, "of the shape's own where not given"),
+        ("--length", 4096, 16, "tokens of a prefill and of a step"),
+        ("--batch", 16, 2, "sequences that are decoded"),
+        ("--repeats", 10, 1, "of each job"),
+        ("--ranks", None, 2, "of the simulator"),
+    ):
+        parser.add_argument(name, type=int, default=on_gpu if on_gpus else simulated, help=text)
     given = parser.parse_args()
     shape = SHAPES[given.shape]
     arguments = (shape._replace(layers=given.layers or shape.layers), given.length, given.batch, given.repeats)
@@ -285,6 +265,6 @@ if __name__ == "__main__":
         torch.distributed.init_process_group("nccl")
         mesh = torch.distributed.init_device_mesh("cuda", (torch.distributed.get_world_size(),))
         with pkt.init(heap="4GiB") as world:
-            both = [("pkt", pkt.parallelize, world), ("NCCL", parallelize_module, mesh)]
+            both = [("pkt", pkt.parallelize, world), ("NCCL", torchs.parallelize_module, mesh)]
             main(world, *arguments, [Stack(*stack, world.torch_device) for stack in both])
         torch.distributed.destroy_process_group()

@@ -14,7 +14,7 @@ from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.runtime.world import World
 
 from . import rows
-from .exchange import sum_gradient
+from .exchange import autocast, sum_gradient
 from .linear import RowParallelLinear, check_features
 from .sharded import Part, Sharded
 
@@ -77,11 +77,12 @@ class Attention(Sharded):
         if x.ndim > 3:
             wanted = "(tokens, features) or (batch, tokens, features)"
             raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)
+        x, weight, bias = autocast(x, self.qkv_weight, self.qkv_bias)
         if self.sequence_parallel:
-            y = all_gather_matmul(rows.rows(x), self.qkv_weight.t(), bias=self.qkv_bias, world=world)
+            y = all_gather_matmul(rows.rows(x), weight.t(), bias=bias, world=world)
             y = rows.from_ranks(y, x.shape, x.ndim - 2, world.size)
         else:
-            y = functional.linear(sum_gradient(x, world), self.qkv_weight, self.qkv_bias)
+            y = functional.linear(sum_gradient(x, world), weight, bias)
         batch, tokens = y.shape[0] if y.ndim == 3 else 1, y.shape[-2]
         y = y.view(batch, tokens, self.heads + 2 * self.kv_heads, self.head)
         q, k, v = y.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

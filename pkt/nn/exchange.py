@@ -92,3 +92,12 @@ def sum_of_products(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     """The sum over ranks of a (M, k) @ weight (N, k).t(), and bias (N,), on every rank; the backward pass moves
     nothing."""
     return _SumOfProducts.apply(a, weight, bias, world)
+
+
+def autocast(*tensors: torch.Tensor | None) -> Any:
+    """Tensors, or None, in the dtype in which torch.autocast would multiply them."""
+    kind = next(tensor for tensor in tensors if tensor is not None).device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple([None if tensor is None else tensor.to(dtype) for tensor in tensors])

@@ -17,6 +17,7 @@ from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.runtime.world import World
 
 from . import rows
+from .exchange import autocast
 
 _SHAPE_ONLY = frozenset(
     [
@@ -53,19 +54,18 @@ class Gather:
             if one is linear:
                 del self.ahead[at]
                 return y
-        others = [t for t in self.takers if t is not linear and t.in_features == linear.in_features]
-        others = [t for t in others if (t.bias is None) == (bias is None)]
-        if all(t is not linear for t in self.takers):
-            others = []
-        else:
-            self.takers = []
-        weights = [weight.t(), *(t.local("weight").t() for t in others)]
-        biases = None if bias is None else [bias, *(t.local("bias") for t in others)]
-        flat = rows.rows(self.shard)
+        others = []
+        if any(t is linear for t in self.takers):
+            others = [t for t in self.takers if t is not linear and t.in_features == linear.in_features]
+            others = [t for t in others if (t.bias is None) == (bias is None)]
+        flat, *weights = autocast(rows.rows(self.shard), weight, *[t.local("weight") for t in others])
+        weights = [w.t() for w in weights]
+        biases = None if bias is None else list(autocast(bias, *[t.local("bias") for t in others]))
         if others:
             each = all_gather_matmul(flat, weights, bias=biases, world=self.world)
         else:
-            each = [all_gather_matmul(flat, weights[0], bias=bias, world=self.world)]
+            alone = None if biases is None else biases[0]
+            each = [all_gather_matmul(flat, weights[0], bias=alone, world=self.world)]
         each = [rows.from_ranks(y, self.shard.shape, self.dim, self.world.size) for y in each]
         self.ahead += zip(others, each[1:])
         return each[0]

@@ -22,7 +22,7 @@ from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.runtime.world import World
 
 from . import rows
-from .exchange import gathered, sum_gradient, sum_of_products
+from .exchange import autocast, gathered, sum_gradient, sum_of_products
 from .sharded import Part, Sharded
 
 
@@ -108,8 +108,9 @@ class ColumnParallelLinear(ParallelLinear):
 
     def compute(self, x: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
         """The result for an x whose dimension `sequence_dim` is split."""
-        call, weight, bias = "pkt.nn.ColumnParallelLinear", self.local("weight"), self.local("bias")
+        call = "pkt.nn.ColumnParallelLinear"
         check_features(call, x, self.in_features, self.world)
+        x, weight, bias = autocast(x, self.local("weight"), self.local("bias"))
         if sequence_dim is None:
             return self.finished(functional.linear(sum_gradient(x, self.world), weight, bias))
         dim = rows.dimension(call, x, sequence_dim, self.world)
@@ -157,12 +158,12 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         call = "pkt.nn.RowParallelLinear"
         check_features(call, x, self.in_features // self.world.size, self.world)
+        x, weight, bias = autocast(x, self.local("weight"), self.local("bias"))
         if self.sequence_dim is None:
-            y = sum_of_products(rows.rows(x), self.local("weight"), self.local("bias"), self.world)
+            y = sum_of_products(rows.rows(x), weight, bias, self.world)
             return y.view(*x.shape[:-1], self.out_features)
         dim = rows.dimension(call, x, self.sequence_dim, self.world)
-        bias = self.local("bias")
         bias = None if bias is None else sum_gradient(bias, self.world)
         mine = rows.to_ranks(call, x, dim, self.world)
-        y = matmul_reduce_scatter(mine, self.local("weight").t(), bias=bias, world=self.world)
+        y = matmul_reduce_scatter(mine, weight.t(), bias=bias, world=self.world)
         return y.view(rows.part_shape(x.shape, dim, self.world.size, self.out_features))

@@ -14,7 +14,7 @@ from pkt.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from pkt.runtime.world import World
 
 from . import rows
-from .exchange import sum_gradient, sum_of_products
+from .exchange import autocast, sum_gradient, sum_of_products
 from .linear import RowParallelLinear, check_features
 from .sharded import Part, Sharded
 
@@ -61,15 +61,15 @@ class SwiGLUMLP(Sharded):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         check_features("pkt.nn.SwiGLUMLP", x, self.features, self.world)
-        weight, bias, world = self.gate_up_weight, self.gate_up_bias, self.world
-        down: Any = self._modules[self.down_name]
-        mine = rows.rows(x)
+        world, down = self.world, self.get_submodule(self.down_name)
+        mine, weight, bias = autocast(rows.rows(x), self.gate_up_weight, self.gate_up_bias)
+        last_weight, last_bias = autocast(down.weight, down.bias)
         if self.sequence_parallel:  # rows stay in the order of the ranks from one product to the other
             hidden = all_gather_matmul(mine, weight.t(), bias=bias, epilogue="swiglu", world=world)
-            last = None if down.bias is None else sum_gradient(down.bias, world)
-            y = matmul_reduce_scatter(hidden, down.weight.t(), bias=last, world=world)
+            last_bias = None if last_bias is None else sum_gradient(last_bias, world)
+            y = matmul_reduce_scatter(hidden, last_weight.t(), bias=last_bias, world=world)
         else:
             both = functional.linear(sum_gradient(mine, world), weight, bias)
             hidden = functional.silu(both[:, ::2]) * both[:, 1::2]
-            y = sum_of_products(hidden, down.weight, down.bias, world)
+            y = sum_of_products(hidden, last_weight, last_bias, world)
         return y.view(x.shape)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from pkt.errors import Unsupported
 from pkt.runtime.world import World, current_world
 
 from .exchange import sum_gradient
@@ -39,11 +40,21 @@ def sequence_parallel(module: M, *, world: World | None = None) -> M:
 
     Its parameters are the same on every rank and the forward pass moves nothing. In the backward pass the ranks sum the
     parameters' gradients, one all-reduce for each parameter. The module is changed, and returned: its class becomes a
-    subclass, its parameters and their names stay. A second call changes nothing. world: the current one where None.
+    subclass, its parameters and their names stay. world: the current one where None. Raises Unsupported if modules
+    inside this one have parameters.
     """
+    call = "pkt.nn.sequence_parallel"
+    world = current_world(call) if world is None else world
+    if has_inner_parameters(module):
+        found = f"found {type(module).__name__}, inside which modules have parameters of their own"
+        raise Unsupported.here(f"rank {world.rank}: {call}", found, "call it for the norms inside")
     if not isinstance(module, SequenceParallel):
         made = type(module)
-        world = current_world("pkt.nn.sequence_parallel") if world is None else world
         module.__class__ = type(f"SequenceParallel{made.__name__}", (SequenceParallel, made), {})
-        module.world = world  # type: ignore[assignment]
+    module.world = world  # type: ignore[assignment]
     return module
+
+
+def has_inner_parameters(module: nn.Module) -> bool:
+    """Whether modules inside this one have parameters."""
+    return any(True for child in module.children() for _ in child.parameters())

@@ -16,7 +16,7 @@ from pkt.runtime.world import World
 from .embedding import VocabParallelEmbedding
 from .gathering import Gather, Ungathered
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .norm import SequenceParallel, sequence_parallel
+from .norm import SequenceParallel, has_inner_parameters, sequence_parallel
 from .sharded import Sharded
 
 LAST = Shard(-1)
@@ -250,9 +250,11 @@ def _placed(made: Any, style: Any, place: Place) -> Any:
 def _sequence(style: Any, module: nn.Module, place: Place) -> nn.Module:
     layout: Placement = style.sequence_sharding[0]
     place.tokens(layout, "SequenceParallel of")
-    if any(True for child in module.children() for _ in child.parameters()):
-        found = f"SequenceParallel on {type(module).__name__}, which has modules with parameters of their own"
+    if has_inner_parameters(module):
+        found = f"SequenceParallel on {type(module).__name__}, inside which modules have parameters of their own"
         raise place.refused(found, "plan the norms inside it")
+    if isinstance(module, (Sharded, SequenceParallel)):
+        raise place.refused(f"{type(module).__name__}, which is parallel already", "plan each module once")
     sequence_parallel(module, world=place.world)
     if place.mesh is not None:
         for name, old in list(module._parameters.items()):

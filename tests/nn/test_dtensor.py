@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import pkt
 from pkt.nn import embedding, exchange, gathering, linear, plan, sharded
@@ -169,6 +175,12 @@ def test_dtensors_in_and_out_and_a_mesh_of_two_dimensions(tmp_path: Any) -> None
             found = split[2](hidden)
             assert found.placements == (Shard(1),)
             assert torch.allclose(found.full_tensor(), whole(x), rtol=1e-4, atol=1e-5)
+        prepared = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        inner = {"": prepared, "1": styles["1"], "2": styles["2"]}
+        gathering = pkt.parallelize(nn.Sequential(nn.Identity(), *copy.deepcopy(whole[1:])), tp, inner)
+        for layout in (Shard(1), Replicate()):
+            found = gathering(distribute_tensor(x, tp, [layout]))
+            assert torch.allclose(found.full_tensor(), whole[1:](x), rtol=1e-4, atol=1e-5)
         with pytest.raises(pkt.Unsupported, match=r"module '2': found an input of layout .*: give Shard\(-1\)"):
             split[2](distribute_tensor(torch.ones(2, 4, 12), tp, [Replicate()]))
         with pytest.raises(pkt.Unsupported, match=r"module '0': found an input of layout"):

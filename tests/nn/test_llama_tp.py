@@ -53,7 +53,7 @@ def test_losses_and_gradients_are_those_of_the_unsplit_model() -> None:
     on_ranks(2, run)
 
 
-def test_a_cache_gives_the_tokens_of_whole_prompts() -> None:
+def test_a_cache_gives_what_whole_prompts_give() -> None:
     llama = example()
     shape = llama.SHAPES["tiny"]._replace(layers=1)
 
@@ -61,12 +61,15 @@ def test_a_cache_gives_the_tokens_of_whole_prompts() -> None:
         stack = llama.Stack("pkt", pkt.parallelize, world, torch.device("cpu"))
         prompt = torch.randint(64, (2, 5), generator=torch.Generator().manual_seed(1))
         prefill, decode = llama.serve(stack, shape, prompt, world.size, room=4)
+        model, caches = stack.model(shape, llama.serving()), [tuple(torch.zeros(2, 1, 8, 8) for _ in range(2))]
         torch.manual_seed(0)
-        whole, tokens = llama.Llama(shape).double(), prompt
+        whole, tokens, given, at = llama.Llama(shape).double(), prompt, prompt, torch.arange(5)
         for step in (prefill, decode, decode):
-            wanted = whole(tokens, torch.arange(tokens.shape[1]))[:, -1:].argmax(-1)
-            assert torch.equal(step(), wanted)
-            tokens = torch.cat((tokens, wanted), dim=1)
+            exact = whole(tokens, torch.arange(tokens.shape[1]))[:, -1:].detach()
+            near(model(given, at, caches).detach(), exact)
+            given, at = exact.argmax(-1), at[-1:] + 1
+            assert torch.equal(step(), given)
+            tokens = torch.cat((tokens, given), dim=1)
 
     on_ranks(2, run)
 

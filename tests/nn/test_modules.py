@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 import pkt
 
@@ -129,6 +131,32 @@ def test_rotation_and_a_cache_are_the_callers() -> None:
     on_ranks(2, run)
 
 
+def test_autocast() -> None:
+    def run(world: Any) -> None:
+        torch.manual_seed(1)
+        whole, x, dtypes = MLP(16, 24), drawn(4, 16), set()
+        exact = whole(x).detach()
+        gathers = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+        for split in (True, False):
+            mlp = pkt.nn.SwiGLUMLP(16, 24, bias=True, sequence_parallel=split)
+            mlp.load_state_dict(whole.state_dict())
+            rows = RowwiseParallel(output_layouts=Shard(0) if split else Replicate())
+            plan = {"0.[gu]*": ColwiseParallel(), "0.down_proj": rows}
+            planned = nn.Sequential(copy.deepcopy(whole))
+            pkt.parallelize(planned, world, {**plan, "0": gathers} if split else plan)
+            for module in (mlp, planned):
+                with torch.autocast("cpu", torch.bfloat16):
+                    found = module(x.chunk(2)[world.rank] if split else x)
+                found.sum().backward()
+                dtypes.add(found.dtype)
+                error = found.float() - (exact.chunk(2)[world.rank] if split else exact)
+                assert error.abs().max() <= 2**-6 * exact.abs().max()
+        assert dtypes == {torch.bfloat16}
+        assert mlp.gate_up_weight.grad.dtype == torch.float32
+
+    on_ranks(2, run)
+
+
 # ---------------------------------------------------------------------------------------------------------- state dicts
 def test_state_dicts_of_whole_weights_and_of_parts() -> None:
     def run(world: Any) -> None:
@@ -230,6 +258,10 @@ def test_wrong_arguments() -> None:
         )
         refused(r"pkt.nn.SwiGLUMLP: x: found \(8,\)", lambda: nn_.SwiGLUMLP(8, 4)(drawn(8)))
         refused(r"pkt.nn.Attention: x: found \(1, 1, 2, 8\)", lambda: nn_.Attention(8, 4)(drawn(1, 1, 2, 8)))
+        with pytest.raises(
+            pkt.Unsupported, match="pkt.nn.sequence_parallel: found Block, inside which.*the norms inside"
+        ):
+            nn_.sequence_parallel(whole_block())
         with pytest.raises(pkt.DtypeError, match="pkt.nn.VocabParallelEmbedding: tokens: found fp32, wanted integers"):
             nn_.VocabParallelEmbedding(4, 8)(drawn(4))
 

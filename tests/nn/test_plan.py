@@ -241,14 +241,15 @@ def test_styles_and_layouts_that_pkt_has_not() -> None:
         refused(
             "Own, which is no plain Linear", "mlp.up", ColwiseParallel(), lambda m: setattr(m.mlp, "up", Own(8, 12))
         )
-        refused(
-            "SequenceParallel on MLP, which has modules with parameters.*: plan the norms", "mlp", SequenceParallel()
-        )
+        refused("SequenceParallel on MLP, inside which modules have.*: plan the norms", "mlp", SequenceParallel())
         hooked = lambda m: m.mlp.up.register_forward_hook(print)  # noqa: E731
         refused("a module with hooks: add hooks behind", "mlp.up", ColwiseParallel(), hooked)
         twice = lambda m: pkt.parallelize(m, world, {"mlp.up": ColwiseParallel()})  # noqa: E731
         with pytest.raises(pkt.Unsupported, match="module 'mlp.up': found PlannedColumn, which is parallel already"):
             twice(twice(model()))
+        normed = {"norm": SequenceParallel(), "mlp.up": ColwiseParallel()}
+        with pytest.raises(pkt.Unsupported, match="module 'norm': found SequenceParallelLayerNorm, which is parallel"):
+            pkt.parallelize(pkt.parallelize(model(), world, normed), world, {"norm": SequenceParallel()})
         with pytest.raises(pkt.DtypeError, match="pkt.parallelize: mesh: found str, wanted a DeviceMesh"):
             pkt.parallelize(model(), "tp", plan())
         with pytest.raises(pkt.DtypeError, match="a parameter: found fp64"):

@@ -77,7 +77,7 @@ class Attention(Sharded):
         if x.ndim > 3:
             wanted = "(tokens, features) or (batch, tokens, features)"
             raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)
-        x, weight, bias = autocast(x, self.qkv_weight, self.qkv_bias)
+        x, weight, bias = autocast(x, self.local("qkv_weight"), self.local("qkv_bias"))
         if self.sequence_parallel:
             y = all_gather_matmul(rows.rows(x), weight.t(), bias=bias, world=world)
             y = rows.from_ranks(y, x.shape, x.ndim - 2, world.size)

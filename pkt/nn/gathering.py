@@ -19,14 +19,11 @@ from pkt.runtime.world import World
 from . import rows
 from .exchange import autocast
 
+_TENSOR: Any = torch.Tensor
 _SHAPE_ONLY = frozenset(
-    [
-        torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__,
-        torch.Tensor.ndim.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.layout.__get__,
-        torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.__hash__,
-        torch.Tensor.is_floating_point,
-    ]
-)  # fmt: skip
+    [getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")]
+    + [getattr(_TENSOR, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__", "__hash__")]
+)
 
 
 class Gather:
@@ -45,7 +42,7 @@ class Gather:
         shape = list(self.shard.shape)
         shape[self.dim] *= self.world.size
         found: Any = self.shard.new_empty(()).expand(shape).as_subclass(Ungathered)
-        found.gather = self
+        found.source = self
         return found
 
     def product(self, linear: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -74,7 +71,7 @@ class Gather:
 class Ungathered(torch.Tensor):
     """A tensor of the gathered shape, whose elements only Linears of the plan can use."""
 
-    gather: Gather
+    source: Gather
 
     @classmethod
     def __torch_function__(
@@ -83,7 +80,7 @@ class Ungathered(torch.Tensor):
         if func in _SHAPE_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        name = next((x.gather.name for x in args if isinstance(x, Ungathered)), "")
+        name = next((x.source.name for x in args if isinstance(x, Ungathered)), "")
         raise Unsupported.here(
             f"pkt.parallelize: {name!r}",
             f"found {getattr(func, '__name__', func)} of the input, which is gathered inside the Linears that take it",

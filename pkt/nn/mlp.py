@@ -61,9 +61,10 @@ class SwiGLUMLP(Sharded):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         check_features("pkt.nn.SwiGLUMLP", x, self.features, self.world)
-        world, down = self.world, self.get_submodule(self.down_name)
-        mine, weight, bias = autocast(rows.rows(x), self.gate_up_weight, self.gate_up_bias)
-        last_weight, last_bias = autocast(down.weight, down.bias)
+        down: Any = self._modules[self.down_name]
+        world = self.world
+        mine, weight, bias = autocast(rows.rows(x), self.local("gate_up_weight"), self.local("gate_up_bias"))
+        last_weight, last_bias = autocast(down.local("weight"), down.local("bias"))
         if self.sequence_parallel:  # rows stay in the order of the ranks from one product to the other
             hidden = all_gather_matmul(mine, weight.t(), bias=bias, epilogue="swiglu", world=world)
             last_bias = None if last_bias is None else sum_gradient(last_bias, world)

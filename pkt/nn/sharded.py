@@ -109,7 +109,8 @@ class Sharded(nn.Module):
 def copied(module: Any, memo: dict[int, Any]) -> Any:
     """For `copy.deepcopy`: a copy of a module in the same world."""
     memo[id(module.world)] = module.world
-    made = type(module).__new__(type(module))
+    kind: Any = type(module)
+    made = kind.__new__(kind)
     memo[id(module)] = made
     made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in module.__dict__.items()})
     return made

@@ -80,7 +80,7 @@ class PlannedColumn(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, Ungathered):
-            y = x.gather.product(self, self.local("weight"), self.local("bias"))
+            y = x.source.product(self, self.local("weight"), self.local("bias"))
             y = self.finished(y)
         elif isinstance(x, DTensor):
             x, layout = self.place.mine(x, "input")
@@ -221,7 +221,8 @@ def _column(style: Any, module: nn.Module, place: Place) -> nn.Module:
     if returned not in (LAST, Replicate()):
         raise place.refused(f"ColwiseParallel to {returned}", "use Shard(-1) or Replicate()")
     dim = place.tokens(given, "ColwiseParallel from")
-    made = PlannedColumn.of(module, sequence_dim=dim, gather_output=returned == Replicate(), world=place.world)  # type: ignore[arg-type]
+    linear: Any = module
+    made = PlannedColumn.of(linear, sequence_dim=dim, gather_output=returned == Replicate(), world=place.world)
     return _placed(made, style, place)
 
 
@@ -232,13 +233,13 @@ def _row(style: Any, module: nn.Module, place: Place) -> nn.Module:
     if given != wanted:
         raise place.refused(f"RowwiseParallel from {given}", f"use input_layouts={wanted}")
     dim = place.tokens(style.output_layouts[0], "RowwiseParallel to")
+    whole: Any = module
     if not embedding:
-        return _placed(PlannedRow.of(module, sequence_dim=dim, world=place.world), style, place)  # type: ignore[arg-type]
-    options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-    for option in options:
-        if getattr(module, option) not in (None, False):
+        return _placed(PlannedRow.of(whole, sequence_dim=dim, world=place.world), style, place)
+    for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(whole, option) is not None and getattr(whole, option) is not False:
             raise place.refused(f"an Embedding with {option}", "make it without, or leave it out of the plan")
-    return _placed(PlannedEmbedding.of(module, sequence_dim=dim, world=place.world), style, place)  # type: ignore[arg-type]
+    return _placed(PlannedEmbedding.of(whole, sequence_dim=dim, world=place.world), style, place)
 
 
 def _placed(made: Any, style: Any, place: Place) -> Any:

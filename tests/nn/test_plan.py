@@ -213,7 +213,7 @@ def test_styles_and_layouts_that_pkt_has_not() -> None:
     def run(world: Any) -> None:
         def refused(match: str, name: str, style: Any, changed: Any = None) -> None:
             made = model()
-            made.embedding = nn.Embedding(4, 8, padding_idx=1)
+            made.embedding = nn.Embedding(4, 8, padding_idx=0)
             if changed is not None:
                 changed(made)
             before = world.heap.ledger.free_bytes

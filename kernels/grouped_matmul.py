@@ -23,8 +23,8 @@ from pkt.runtime.launch.launch import beside, provide_scratch
 from pkt.runtime.world import World
 
 from . import gradients
+from .agreement import world_of
 from .declaration import Call
-from .operator import world_of
 from .shared import products
 from .shared.checks import FLOATS, aligned, check_apart, check_dense, check_tensor
 from .shared.tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, accumulate, stack, tile_pointers

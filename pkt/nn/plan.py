@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from torch import nn
 from pkt import launcher
 from pkt.errors import DtypeError, Unsupported
 from pkt.kernels.broadcast import broadcast
-from pkt.kernels.shared.checks import FLOATS
 from pkt.runtime import world as worlds
 from pkt.runtime.world import World, check_rank, current_world
 
@@ -56,17 +55,26 @@ def parallelize(
     if src_data_rank is not None:
         check_rank(src_data_rank, world, f"{CALL}(src_data_rank=)")
     planned = list(_found(module, plan if isinstance(plan, Mapping) else {"": plan}))
+    planned.sort(key=lambda found: isinstance(found[1], styles.INPUTS))  # behind the Linears, which it looks for
+    places = [styles.Place(name, world, mesh) for name, _ in planned]
+    modules = [module.get_submodule(name) for name, _ in planned]
+    # All checks come before the first change.
+    _check_once(planned, places, styles.INPUTS)
     _check_ties(module, {name for name, _ in planned}, world)
+    changes = [styles.change(style, one, place) for (_, style), one, place in zip(planned, modules, places)]
+    if not any(isinstance(style, styles.PRODUCTS) for _, style in planned):
+        names = ", ".join(repr(n) for n, m in module.named_modules() if isinstance(m, nn.Linear)) or "none"
+        names_of_plan = list(plan) if isinstance(plan, Mapping) else [""]
+        found = f"found no Linear and no Embedding under the plan's names {names_of_plan}"
+        remedy = f"the module has the Linears {names}; make no call for a pipeline stage that has none"
+        raise Unsupported.here(f"rank {world.rank}: {CALL}", found, remedy)
     ties: dict[tuple[int, int | None], Any] = {}  # parameters that several modules share
-    products = 0
-    for name, style in sorted(planned, key=lambda found: type(found[1]).__name__ == "PrepareModuleInput"):
-        one = module.get_submodule(name)
-        if src_data_rank is not None and not any(True for _ in one.children()):
+    for (name, style), one, change in zip(planned, modules, changes):
+        if src_data_rank is not None and not isinstance(style, styles.INPUTS):
             _agree(one, src_data_rank, world)
-        made = styles.apply(style, one, styles.Place(name, world, mesh))
+        made = change()
         if not isinstance(made, Sharded):
             continue
-        products += 1
         for key, (part,) in made.parts.items():
             made._parameters[key] = ties.setdefault((id(one._parameters[key]), part.dim), made._parameters[key])
         if name == "":
@@ -74,14 +82,17 @@ def parallelize(
         else:
             parent, _, last = name.rpartition(".")
             setattr(module.get_submodule(parent), last, made)
-    if not products:
-        names = ", ".join(repr(n) for n, m in module.named_modules() if isinstance(m, nn.Linear)) or "none"
-        found = (
-            f"found no Linear and no Embedding under the plan's names {list(plan) if isinstance(plan, Mapping) else ''}"
-        )
-        remedy = f"the module has the Linears {names}; make no call for a pipeline stage that has none"
-        raise Unsupported.here(f"rank {world.rank}: {CALL}", found, remedy)
     return module
+
+
+def _check_once(planned: Sequence[tuple[str, Any]], places: Sequence[Any], inputs: type) -> None:
+    """Raise Unsupported if two names of the plan match one module, but for its inputs."""
+    seen: set[tuple[str, bool]] = set()
+    for (name, style), place in zip(planned, places):
+        key = name, isinstance(style, inputs)
+        if key in seen:
+            raise place.refused("two styles", "let one name of the plan match it")
+        seen.add(key)
 
 
 def _world(mesh: Any) -> tuple[World, Any]:
@@ -145,8 +156,6 @@ def _agree(module: nn.Module, source: int, world: World) -> None:
     for parameter in module._parameters.values():
         if parameter is None or parameter.is_meta:
             continue
-        if parameter.dtype not in FLOATS:
-            raise DtypeError.argument(CALL, "a parameter", parameter.dtype, "bfloat16, float16 or float32", world.rank)
         flat = parameter.detach().reshape(-1)
         if world.size > 1:
             pieces = [broadcast(piece.clone(), source, world=world) for piece in flat.split(PIECE)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
 
-from pkt.errors import Unsupported
+from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.kernels.shared.checks import FLOATS
 from pkt.runtime.world import World
 
 from .embedding import VocabParallelEmbedding
@@ -19,6 +20,7 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 from .norm import SequenceParallel, has_inner_parameters, sequence_parallel
 from .sharded import Sharded
 
+CALL = "pkt.parallelize"
 LAST = Shard(-1)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -30,7 +32,7 @@ class Place:
         self.name, self.world, self.mesh = name, world, mesh
 
     def refused(self, found: str, remedy: str) -> Unsupported:
-        where = f"rank {self.world.rank}: pkt.parallelize: module {self.name!r}"
+        where = f"rank {self.world.rank}: {CALL}: module {self.name!r}"
         return Unsupported.here(where, f"found {found}", remedy)
 
     def tokens(self, layout: Any, what: str) -> int | None:
@@ -53,6 +55,18 @@ class Place:
         if local or self.mesh is None:
             return y
         return DTensor.from_local(y, self.mesh, [layout], run_check=False)
+
+    def check_parameters(self, module: nn.Module, split: int | None) -> None:
+        """Raise DtypeError or ShapeError for parameters that operators do not take. split: dimension of the weight that
+        the ranks share."""
+        where, rank, size = f"{CALL}: module {self.name!r}", self.world.rank, self.world.size
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype not in FLOATS:
+                raise DtypeError.argument(where, name, parameter.dtype, "bfloat16, float16 or float32", rank)
+        weight: Any = None if split is None else module._parameters["weight"]
+        if weight is not None and weight.shape[split] % size:
+            wanted = f"dimension {split} a multiple of {size}, the number of ranks"
+            raise ShapeError.argument(where, "weight", tuple(weight.shape), wanted, rank)
 
     def distribute(self, module: Sharded) -> None:
         """Make the parameters DTensors, as torch's are, where there is a mesh."""
@@ -148,12 +162,14 @@ class Prepared:
                 raise self.place.refused(f"PrepareModuleInput from {layout} to {to}", remedy)
         return found
 
-    def apply(self, module: nn.Module) -> None:
+    def apply(self, module: nn.Module) -> nn.Module:
+        """Make the change."""
         self.takers = [child for child in module.children() if isinstance(child, PlannedColumn)]
         for taker in self.takers:
             taker.gathers = True
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after)
+        return module
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self.gathers = []
@@ -187,17 +203,22 @@ class Prepared:
         self.gathers = []
 
 
-def apply(style: Any, module: nn.Module, place: Place) -> nn.Module:
-    """What takes the module's place in the model: a module of pkt, or the module itself. Raises Unsupported."""
+PRODUCTS = (torchs.ColwiseParallel, torchs.RowwiseParallel)
+INPUTS = torchs.PrepareModuleInput
+
+
+def change(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
+    """What makes the change of a style, behind all checks: it returns what takes the module's place in the model, a
+    module of pkt or the module itself. Raises Unsupported, ShapeError, DtypeError."""
     if isinstance(style, torchs.ColwiseParallel):
         return _column(style, module, place)
     if isinstance(style, torchs.RowwiseParallel):
         return _row(style, module, place)
     if isinstance(style, torchs.SequenceParallel):
         return _sequence(style, module, place)
-    if isinstance(style, torchs.PrepareModuleInput):
-        Prepared(style, place).apply(module)
-        return module
+    if isinstance(style, INPUTS):
+        prepared = Prepared(style, place)
+        return lambda: prepared.apply(module)
     names = "ColwiseParallel, RowwiseParallel, SequenceParallel or PrepareModuleInput"
     raise place.refused(f"style {type(style).__name__}", f"use {names}")
 
@@ -213,33 +234,35 @@ def _check_plain(module: nn.Module, kind: type[nn.Module], place: Place) -> None
         raise place.refused("a module with hooks", "add hooks behind pkt.parallelize, to the module that it makes")
 
 
-def _column(style: Any, module: nn.Module, place: Place) -> nn.Module:
+def _column(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
     if isinstance(module, nn.Embedding):
         raise place.refused("ColwiseParallel on an Embedding", "use RowwiseParallel, which splits the vocabulary")
     _check_plain(module, nn.Linear, place)
     given, returned = style.input_layouts[0], style.output_layouts[0]
     if returned not in (LAST, Replicate()):
         raise place.refused(f"ColwiseParallel to {returned}", "use Shard(-1) or Replicate()")
-    dim = place.tokens(given, "ColwiseParallel from")
+    dim, whole = place.tokens(given, "ColwiseParallel from"), returned == Replicate()
+    place.check_parameters(module, 0)
     linear: Any = module
-    made = PlannedColumn.of(linear, sequence_dim=dim, gather_output=returned == Replicate(), world=place.world)
-    return _placed(made, style, place)
+    return lambda: _placed(
+        PlannedColumn.of(linear, sequence_dim=dim, gather_output=whole, world=place.world), style, place
+    )
 
 
-def _row(style: Any, module: nn.Module, place: Place) -> nn.Module:
-    embedding = isinstance(module, nn.Embedding)
+def _row(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
+    embedding, whole = isinstance(module, nn.Embedding), cast(Any, module)
     _check_plain(module, nn.Embedding if embedding else nn.Linear, place)
     given, wanted = style.input_layouts[0], Replicate() if embedding else LAST
     if given != wanted:
         raise place.refused(f"RowwiseParallel from {given}", f"use input_layouts={wanted}")
     dim = place.tokens(style.output_layouts[0], "RowwiseParallel to")
-    whole: Any = module
+    place.check_parameters(module, 0 if embedding else 1)
     if not embedding:
-        return _placed(PlannedRow.of(whole, sequence_dim=dim, world=place.world), style, place)
+        return lambda: _placed(PlannedRow.of(whole, sequence_dim=dim, world=place.world), style, place)
     for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(whole, option) is not None and getattr(whole, option) is not False:
             raise place.refused(f"an Embedding with {option}", "make it without, or leave it out of the plan")
-    return _placed(PlannedEmbedding.of(whole, sequence_dim=dim, world=place.world), style, place)
+    return lambda: _placed(PlannedEmbedding.of(whole, sequence_dim=dim, world=place.world), style, place)
 
 
 def _placed(made: Any, style: Any, place: Place) -> Any:
@@ -248,7 +271,7 @@ def _placed(made: Any, style: Any, place: Place) -> Any:
     return made
 
 
-def _sequence(style: Any, module: nn.Module, place: Place) -> nn.Module:
+def _sequence(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
     layout: Placement = style.sequence_sharding[0]
     place.tokens(layout, "SequenceParallel of")
     if has_inner_parameters(module):
@@ -256,26 +279,29 @@ def _sequence(style: Any, module: nn.Module, place: Place) -> nn.Module:
         raise place.refused(found, "plan the norms inside it")
     if isinstance(module, (Sharded, SequenceParallel)):
         raise place.refused(f"{type(module).__name__}, which is parallel already", "plan each module once")
+    place.check_parameters(module, None)
+    return lambda: _norm(style, module, place, layout)
+
+
+def _norm(style: Any, module: nn.Module, place: Place, layout: Placement) -> nn.Module:
     sequence_parallel(module, world=place.world)
-    if place.mesh is not None:
-        for name, old in list(module._parameters.items()):
-            if old is not None and not isinstance(old, DTensor):
-                made = DTensor.from_local(old.detach(), place.mesh, [Replicate()], run_check=False)
-                module.register_parameter(name, nn.Parameter(made, requires_grad=old.requires_grad))
+    if place.mesh is None:
+        return module
+    for name, old in list(module._parameters.items()):
+        if old is not None and not isinstance(old, DTensor):
+            made = DTensor.from_local(old.detach(), place.mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(made, requires_grad=old.requires_grad))
 
-        def before(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-            x, *rest = inputs
-            if not isinstance(x, DTensor):
-                return None
-            x, found = place.mine(x, "input")
-            if found != layout:
-                raise place.refused(f"an input of layout {found}", f"give {layout}")
-            return x, *rest
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        x, *rest = inputs
+        if not isinstance(x, DTensor):
+            return None
+        x, found = place.mine(x, "input")
+        if found != layout:
+            raise place.refused(f"an input of layout {found}", f"give {layout}")
+        return x, *rest
 
-        module.register_forward_pre_hook(before)
-        if not style.use_local_output:
-            module.register_forward_hook(lambda module, inputs, y: place.given(y, layout, False))
+    module.register_forward_pre_hook(before)
+    if not style.use_local_output:
+        module.register_forward_hook(lambda module, inputs, y: place.given(y, layout, False))
     return module
-
-
-__all__ = ["Place", "SequenceParallel", "apply"]

@@ -252,10 +252,30 @@ def test_styles_and_layouts_that_pkt_has_not() -> None:
             pkt.parallelize(pkt.parallelize(model(), world, normed), world, {"norm": SequenceParallel()})
         with pytest.raises(pkt.DtypeError, match="pkt.parallelize: mesh: found str, wanted a DeviceMesh"):
             pkt.parallelize(model(), "tp", plan())
-        with pytest.raises(pkt.DtypeError, match="a parameter: found fp64"):
+        with pytest.raises(pkt.DtypeError, match="module 'norm': weight: found fp64, wanted bfloat16"):
             pkt.parallelize(model().double(), world, plan())
 
     on_ranks(1, run)
+
+
+def test_a_wrong_plan_changes_nothing() -> None:
+    def run(world: Any) -> None:
+        def refused(match: str, error: type[Exception] = pkt.Unsupported, **styles: Any) -> None:
+            made = model()
+            made.mlp.up = nn.Linear(8, 13 if error is pkt.ShapeError else 12)
+            before, wanted = repr(made), {name: p.clone() for name, p in made.named_parameters()}
+            with pytest.raises(error, match=match):
+                pkt.parallelize(made, world, plan(**styles), src_data_rank=1)
+            assert repr(made) == before
+            assert all(torch.equal(p, wanted[name]) for name, p in made.named_parameters())
+
+        refused(r"module 'mlp.up': weight: found \(13, 8\), wanted dimension 0 a multiple of 2", pkt.ShapeError)
+        refused("module 'mlp.gate': found two styles: let one name", **{"mlp.g*": ColwiseParallel()})
+        refused(
+            "module 'mlp.down': found RowwiseParallel to", **{"mlp.down": RowwiseParallel(output_layouts=Shard(-1))}
+        )
+
+    on_ranks(2, run)
 
 
 def test_elements_of_an_input_that_is_not_gathered() -> None:

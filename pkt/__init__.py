@@ -71,6 +71,8 @@ from pkt.simulate.explore import simulate  # hides the package of that name, who
 
 if TYPE_CHECKING:
     from pkt.kernels.grouped_matmul import grouped_matmul
+    from pkt.kernels.grouped_outer import grouped_outer
+    from pkt.kernels.moe import moe
     from pkt.model.config import Config, space
     from pkt.nn.plan import parallelize
     from pkt.tune.autotune import autotune
@@ -78,7 +80,7 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: PLE0604
     "init", "launch", "layout", "interleave", "simulate", "autotune", "Config", "space", "explain",
-    "grouped_matmul", "parallelize",
+    "grouped_matmul", "grouped_outer", "moe", "parallelize",
     "current_world", "World", "Workspace", "SymmetricTensor", "symmetric", "check_rank", "signals", "mem_pool",
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
@@ -95,7 +97,7 @@ __all__ = [  # noqa: PLE0604
 _LAZY = {
     "autotune": "pkt.tune.autotune", "explain": "pkt.tune.explanation",
     "Config": "pkt.model.config", "space": "pkt.model.config", "grouped_matmul": "pkt.kernels.grouped_matmul",
-    "parallelize": "pkt.nn.plan",
+    "grouped_outer": "pkt.kernels.grouped_outer", "moe": "pkt.kernels.moe", "parallelize": "pkt.nn.plan",
     **dict.fromkeys(
         ("shard_sequence", "unshard_sequence", "sequence_positions"), "pkt.kernels.ring_attention.sequence"
     ),

@@ -13,7 +13,7 @@ from pkt.errors import DtypeError, ShapeError
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.tensor import SymmetricTensor
 
-from ..declaration import Call, choice, integer, number
+from ..declaration import MAX_STAGES, Call, choice, integer, number
 from ..shared.grid import COPY_BYTES
 from . import sequence
 from .exact import view_of
@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
 
 def tiles_of(call: Call, name: str, value: Any) -> Tiles:
     """The check of `tiles`."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, Sequence) or isinstance(value, str) or None in value:
         found = f"{type(value).__name__} {value!r:.40}"
         raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
     for at, size in enumerate(value):
@@ -51,7 +51,9 @@ def tiles_of(call: Call, name: str, value: Any) -> Tiles:
     powers = [16 <= size <= 256 and not size & (size - 1) for size in value[:2]]
     if not 2 <= len(value) <= 4 or not all(powers) or Tiles(*value).num_warps not in (1, 2, 4, 8, 16):
         raise call.refuse(name, tuple(value), wanted)
-    return Tiles(*value)
+    if (full := Tiles(*value)).num_stages > MAX_STAGES:
+        raise call.refuse(name, tuple(full), f"at most {MAX_STAGES} stages")
+    return full
 
 
 def flag(call: Call, name: str, value: Any) -> bool:
@@ -65,7 +67,7 @@ def flag(call: Call, name: str, value: Any) -> bool:
 def _window(call: Call, name: str, value: Any) -> Any:
     if value is None:
         return None
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2 or None in value:
         found = f"{type(value).__name__} {value!r:.40}"
         raise DtypeError.argument(call.name, name, found, "two integers (left, right)", call.world.rank)
     for at, side in enumerate(value):

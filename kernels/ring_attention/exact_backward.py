@@ -40,11 +40,12 @@ def slopes_of(
 ) -> Slopes:
     """Those of `rank`'s queries. told: cu_seqlens, causal, layout, scale, window, length."""
     s = scores_of(rank, q, k, v, *told)
-    of_rows = [x if x is None else x[rank].double().reshape(s.scores.shape[:3])[..., None] for x in (lse, dlse)]
-    top = of_rows[0].masked_fill(of_rows[0] == -math.inf, 0.0)
+    shape = (*s.scores.shape[:3], 1)
+    logarithm = lse[rank].double().reshape(shape)
+    top = logarithm.masked_fill(logarithm == -math.inf, 0.0)
     weights = torch.exp(s.scores - top)
     out, grad = _heads_first(result[rank]), _heads_first(dout[rank])
-    more = torch.zeros_like(top) if of_rows[1] is None else of_rows[1]
+    more = torch.zeros_like(top) if dlse is None else dlse[rank].double().reshape(shape)
     delta = (grad * out).sum(3, keepdim=True) - more
     slopes = torch.where(weights > 0, weights * (grad @ s.v.transpose(2, 3) - delta), 0.0)
     return Slopes(

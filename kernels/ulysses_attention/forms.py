@@ -343,8 +343,7 @@ OPERATOR = Operator(
     ),
     cases=(
         Case(shapes=SHAPES, arguments={"mode": "push", "causal": True}, out="new", ranks=2),
-        Case(shapes=SHAPES, arguments={"mode": "push"}, out="symmetric", ranks=2),
-        Case(shapes={"q": "2 3 W*1 4", "k": "2 3 W*1 4", "v": "2 3 W*1 4"}, arguments={"mode": "push"}, explore=False),
+        Case(shapes=dict.fromkeys("qkv", "1 3 W*1 4"), arguments={"mode": "push"}, ranks=2),
         Case(shapes=SHAPES, arguments={"mode": "unfused", "window": (4, 1)}, explore=False),
     ),
 )  # fmt: skip

@@ -30,6 +30,9 @@ class Exchange(NamedTuple):
     done_ptr: Any  # int32 (size, groups) on every rank: tiles of my positions that each rank has ever finished
     queue_ptr: Any  # int32, this rank's
     bar_ptr: Any  # int32 (num_comm_sms) on every rank
+    tasks: Any  # tiles of all my heads
+    tiles: Any  # of BLOCK_M queries, in a rank's positions
+    pieces: Any  # of a group, in a rank's positions
     B: Any
     R: Any
     S: Any
@@ -73,10 +76,9 @@ def _move(dst_ptr, src_ptr, dst_pitch, src_pitch, rows, p):
 @triton.jit
 def _push(task, p, world, epoch):
     """One piece of a group to the rank of its heads, for every rank: the queries, and keys that no group before has."""
-    pieces = tl.cdiv(p.R, p.PIECE)
-    row = task % pieces * p.PIECE
-    b = tl.cast(task // pieces % p.B, tl.int64)
-    g = task // pieces // p.B
+    row = task % p.pieces * p.PIECE
+    b = tl.cast(task // p.pieces % p.B, tl.int64)
+    g = task // p.pieces // p.B
     rank = tl.cast(world.rank, tl.int32)
     rows = tl.minimum(p.R - row, p.PIECE)
     position = rank * p.R + row
@@ -108,20 +110,18 @@ def _push(task, p, world, epoch):
 def _compute(task, p, world, epoch):
     """Task `task`: BLOCK_M queries of a head that are of one rank, those with the most keys under a causal mask first.
     The result goes to that rank."""
-    each = tl.cdiv(p.R, p.BLOCK_M)
-    tiles = each * world.size
+    tiles = p.tiles * world.size
     tile = tiles - 1 - task % tiles
-    owner = tile // each
-    row = tile % each * p.BLOCK_M
+    owner = tile // p.tiles
+    row = tile % p.tiles * p.BLOCK_M
     b = tl.cast(task // tiles // p.GROUP % p.B, tl.int64)
     g = task // tiles // p.GROUP // p.B
     head = g * p.GROUP + task // tiles % p.GROUP
     rank = tl.cast(world.rank, tl.int32)
     groups: tl.constexpr = p.HEADS // p.GROUP
-    pieces = tl.cdiv(p.R, p.PIECE)
     first = _first(g, p)
     for at in range(first, g + 1, tl.maximum(g - first, 1)):  # keys, and queries if they came later
-        pl.wait(p.ready_ptr + b * groups + at, epoch * (world.size * pieces), world)
+        pl.wait(p.ready_ptr + b * groups + at, epoch * (world.size * p.pieces), world)
     rows = tl.minimum(p.R - row, p.BLOCK_M)
     position = owner * p.R + row
     low, high, least, most, all_from, all_to = tile_attention.sight(position, rows, position, p)
@@ -130,20 +130,21 @@ def _compute(task, p, world, epoch):
     inside = (m < rows)[:, None] & (d < p.D)[None, :]
     place = ((b * p.HEADS + head) * p.S + position) * p.D
     q = tl.load(p.q_inbox_ptr + place + m[:, None] * p.D + d[None, :], mask=inside, other=0.0)
-    top, total, acc = tile_attention.nothing(p)
-    begin = least // p.BLOCK_N * p.BLOCK_N
-    if begin < most:
-        keys = (b * p.COPIES + head // (p.HEADS // p.COPIES)) * p.S * p.D
-        top, total, acc = tile_attention.attend(
-            top, total, acc, q, p.k_inbox_ptr + keys, p.v_inbox_ptr + keys, begin, most, p.S, 0, low, high, all_from,
-            all_to, p,
-        )  # fmt: skip
-    out, _ = tile_attention.finished(top, total, acc)
     heads: tl.constexpr = world.size * p.HEADS
     home = p.out_ptr if p.DIRECT else p.out_inbox_ptr
-    home += ((b * p.R + row) * heads + rank * p.HEADS + head) * p.D
+    home += (b * p.R * heads + rank * p.HEADS + head) * p.D
+    home = pl.peer(home, owner, world)
+    top, total, acc = tile_attention.nothing(p)
+    begin = least // p.BLOCK_N * p.BLOCK_N
+    keys = (b * p.COPIES + head // (p.HEADS // p.COPIES)) * p.S * p.D
+    top, total, acc = tile_attention.attend(
+        top, total, acc, q, p.k_inbox_ptr + keys, p.v_inbox_ptr + keys, begin, tl.maximum(begin, most), p.S, 0, low,
+        high, all_from, all_to, p,
+    )  # fmt: skip
+    out, _ = tile_attention.finished(top, total, acc)
     out = out.to(home.dtype.element_ty)
-    pl.store(home + m[:, None] * (heads * p.D) + d[None, :], out, owner, world, mask=inside)
+    r = tl.cast(row + m, tl.int64)[:, None]
+    tl.store(home + r * (heads * p.D) + d[None, :], out, mask=inside)
     pl.signal(p.done_ptr + rank * groups + g, owner, world)  # publish
 
 
@@ -151,17 +152,15 @@ def _compute(task, p, world, epoch):
 def _collect(p, world, epoch):
     """Wait for the tiles of my positions. Without DIRECT also take them out of the inbox, group by group."""
     groups: tl.constexpr = p.HEADS // p.GROUP
-    tiles = p.B * p.GROUP * tl.cdiv(p.R, p.BLOCK_M)
-    pieces = 1 if p.DIRECT else p.B * tl.cdiv(p.R, p.PIECE)
+    pieces = 1 if p.DIRECT else p.B * p.pieces
     for task in range(tl.program_id(0), groups * world.size * pieces, tl.num_programs(0)):
         g = task // pieces // world.size
         source = task // pieces % world.size
-        pl.wait(p.done_ptr + source * groups + g, epoch * tiles, world)
+        pl.wait(p.done_ptr + source * groups + g, epoch * (p.B * p.GROUP * p.tiles), world)
         if not p.DIRECT:
             heads: tl.constexpr = world.size * p.HEADS
-            each = tl.cdiv(p.R, p.PIECE)
-            row = task % each * p.PIECE
-            b = tl.cast(task % pieces // each, tl.int64)
+            row = task % p.pieces * p.PIECE
+            b = tl.cast(task % pieces // p.pieces, tl.int64)
             for j in range(p.GROUP):
                 place = ((b * p.R + row) * heads + source * p.HEADS + g * p.GROUP + j) * p.D
                 rows = tl.minimum(p.R - row, p.PIECE)
@@ -170,12 +169,10 @@ def _collect(p, world, epoch):
 
 @triton.jit
 def exchange_kernel(p, world):
-    groups: tl.constexpr = p.HEADS // p.GROUP
-    tasks = p.B * p.HEADS * world.size * tl.cdiv(p.R, p.BLOCK_M)
-    pushes = p.B * groups * tl.cdiv(p.R, p.PIECE)
+    pushes = p.B * (p.HEADS // p.GROUP) * p.pieces
     epoch = pl.epoch(p.ready_ptr, world)
     if tl.program_id(0) < p.num_comm_sms:
         # before overwrite: every rank's launch before has ended, and with it what reads its inboxes
         pl.barrier(p.bar_ptr + tl.program_id(0), world)
-    pl.lcsc(_compute, _push, (p, world, epoch), tasks, pushes, p.queue_ptr, epoch, p.num_comm_sms)
+    pl.lcsc(_compute, _push, (p, world, epoch), p.tasks, pushes, p.queue_ptr, epoch, p.num_comm_sms)
     _collect(p, world, epoch)

@@ -44,7 +44,7 @@ from ..shared import attention
 from ..shared.checks import FLOATS, check_tensor
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
 from .kernel import Exchange, exchange_kernel
-from .local import Local
+from .local import Local, repeated
 
 CALL = "ulysses_attention"
 NUM_COMM_SMS = 16
@@ -140,7 +140,7 @@ class Heads(NamedTuple):
 
     def repeated(self, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """(B, S, heads, D) with heads of keys as often as ranks need them; heads of queries as they are."""
-        return x.repeat_interleave(self.repeats, 2) if x.shape[2] == kv_heads and self.repeats > 1 else x
+        return repeated(x, self.repeats) if x.shape[2] == kv_heads else x
 
 
 def heads_of(heads: int, kv_heads: int, size: int) -> Heads:
@@ -251,14 +251,9 @@ def _push(call: Call) -> Launch:
 
 
 def _unfused(call: Call) -> Launch:
-    world, (b, s, d), size, g, out = (
-        call.world,
-        (call["b"], call["s"], call["d"]),
-        call.world.size,
-        call["g"],
-        call["out"],
-    )
-    held, local = heads_of(call["h"], g, size), Local(_view(call), _scale(call))
+    world, size, out = call.world, call.world.size, call["out"]
+    b, s, h, g, d = (call[letter] for letter in "bshgd")
+    held, local = heads_of(h, g, size), Local(_view(call), _scale(call))
     whole = {name: (b, size * s, n, d) for name, n in zip("qkv", (held.queries, held.keys, held.keys))}
 
     def make(name: str, shape: tuple[int, ...]) -> SymmetricTensor:
@@ -278,7 +273,7 @@ def _unfused(call: Call) -> Launch:
     # Peers store into a symmetric `out`, and otherwise load from a symmetric result.
     result = None if isinstance(out, SymmetricTensor) else make("results", whole["q"])
     like = torch.empty(whole["q"], dtype=call.dtype, device=world.torch_device) if result is None else result
-    back = ALL_TO_ALL.planned(world, like, out.view(b, s, call["h"], d), scatter=1, gather=2)
+    back = ALL_TO_ALL.planned(world, like, out.view(b, s, h, d), scatter=1, gather=2)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
@@ -309,6 +304,8 @@ def backward(call: Recorded) -> Gradients:
     """The gradients, by exchanges of heads, torch's gradients of attention, and exchanges back. Collective."""
     size, (b, s, h, d) = call.world.size, ((1,) * (4 - len(call.shape("q"))) + call.shape("q"))
     g = call.shape("k")[-2]
+    if not b * s * h * d:
+        return {name: call.grad.new_zeros(call.shape(name)) for name in call.wanted}
     held = heads_of(h, g, size)
 
     def there(x: torch.Tensor) -> torch.Tensor:
@@ -331,7 +328,7 @@ def backward(call: Recorded) -> Gradients:
 # ---------------------------------------------------------------------------------------------------- declaration
 SAVED = ("q", "k", "v", "cu_seqlens")
 SMALL = {"num_comm_sms": 1, "heads": 1, "chunk": 16, "tiles": (16, 16)}
-SHAPES = {"q": "1 3 W*2 4", "k": (1, 3, 1, 4), "v": (1, 3, 1, 4)}
+SHAPES = {"q": "1 3 W*2 64", "k": (1, 3, 1, 64), "v": (1, 3, 1, 64)}  # kernels are compiled for this D
 OPERATOR = Operator(
     ulysses_attention,
     tensors={

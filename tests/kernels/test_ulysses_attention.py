@@ -18,7 +18,7 @@ from tests.kernels.helpers import UNIT, on_ranks
 from .launches import compile_checked, launched
 
 RANKS, ROWS, D = 2, 21, 12
-SMALL = {"mode": "push", "tiles": (16, 16), "chunk": 16, "num_comm_sms": 2}
+SMALL = {"mode": "push", "tiles": (16, 16), "chunk": 16, "num_comm_sms": 3}  # a group has two pieces
 ENDS = torch.tensor([0, 3, 3, 20, 31], dtype=torch.int32)  # one crosses the ranks, one is empty, some rows have none
 
 
@@ -49,7 +49,7 @@ def check(everybody: list[list[torch.Tensor]], symmetric: bool = False, launches
             off = (found.double() - right).abs()
             assert (off <= limit).all(), (off.max(), (off - limit).max())
 
-    on_ranks(len(q), run, sms=3)
+    on_ranks(len(q), run, sms=4)
 
 
 # ---------------------------------------------------------------------------------------------------------- heads
@@ -84,7 +84,7 @@ def test_groups_of_heads(size: int, heads: int, kv_heads: int, group: int | None
 def test_heads_that_make_no_group_are_refused() -> None:
     def run(world: Any) -> None:
         q, k, v = (xs[0] for xs in operands(2, 12, 3))
-        for heads, said in ((4, "wanted a divisor of 6 and a divisor or a multiple of 2"), (0, "wanted at least 1")):
+        for heads, said in ((3, "wanted a divisor of 6 and a divisor or a multiple of 2"), (0, "wanted at least 1")):
             with pytest.raises(pkt.ShapeError, match=f"heads: found {heads}, {said}"):
                 pkt.ulysses_attention(q, k, v, mode="push", heads=heads)
         with pytest.raises(pkt.ShapeError, match="q: found .*, wanted a number of heads that 2 ranks divide"):

@@ -9,7 +9,7 @@ import triton
 
 from pkt.errors import DtypeError, ShapeError
 
-from ..declaration import Call, integer
+from ..declaration import MAX_STAGES, Call, integer
 
 MAX_D = 256
 
@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
 
 def tiles(call: Call, name: str, value: Any) -> Tiles:
     """The check of the keyword `tiles`."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, Sequence) or isinstance(value, str) or None in value:
         found = f"{type(value).__name__} {value!r:.40}"
         raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
     for at, size in enumerate(value):
@@ -34,7 +34,9 @@ def tiles(call: Call, name: str, value: Any) -> Tiles:
     powers = [16 <= size <= 256 and not size & (size - 1) for size in value[:2]]
     if not 2 <= len(value) <= 4 or not all(powers) or Tiles(*value).num_warps not in (1, 2, 4, 8, 16):
         raise call.refuse(name, tuple(value), wanted)
-    return Tiles(*value)
+    if (full := Tiles(*value)).num_stages > MAX_STAGES:
+        raise call.refuse(name, tuple(full), f"at most {MAX_STAGES} stages")
+    return full
 
 
 def flag(call: Call, name: str, value: Any) -> bool:
@@ -49,7 +51,7 @@ def window(call: Call, name: str, value: Any) -> Any:
     """The check of the keyword `window`."""
     if value is None:
         return None
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2 or None in value:
         found = f"{type(value).__name__} {value!r:.40}"
         raise DtypeError.argument(call.name, name, found, "two integers (left, right)", call.world.rank)
     for at, side in enumerate(value):

@@ -29,9 +29,7 @@ VARIANTS = [path.stem for name in operators() for path in Path(_run.__file__).pa
 RANKS = {
     **dict.fromkeys(VARIANTS, 4),
     **dict.fromkeys(modules(), 3),
-    "forms": 2,
-    "flash_decode": 2,
-    "ulysses_attention": 2,
+    **dict.fromkeys(("forms", "flash_decode", "moe", "ulysses_attention"), 2),
 }
 
 

@@ -20,6 +20,10 @@ Launch = Callable[..., torch.Tensor]
 Shape = tuple[int, ...]
 MAX_BLOCK = 1 << 20
 """Most elements of a block in Triton."""
+MAX_INT = (1 << 31) - 1
+"""Greatest int32."""
+MAX_STAGES = 16
+"""Most loads of a loop at once: more of the smallest tiles that are of use do not fit into shared memory."""
 
 
 def letter_of(word: str, size: int) -> tuple[str, int]:
@@ -34,15 +38,17 @@ class Operand:
     """A tensor that an operator takes.
 
     shape: a letter for each dimension, such as "m k", with "W*" before one that is a multiple of the world size, and
-        "2*" before one that is even; "..." for any shape; or a function of the call that returns one of these.
+        "2*" before one that is even; "..." for any shape; or a function of the call that returns one of these. Of a
+        further result it may also return the sizes.
     dtypes: those it may have; () for that of the first operand.
     strided: plans take it with any strides, so it is never copied.
     optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix. same: it has the
         same elements on every rank.
-    make: how tests make one that not every value suits, such as indices; standard normal or small numbers if None.
+    make: how tests make one that not every value suits, such as indices; standard normal or small numbers if None. Its
+        call.world has the rank, the number of ranks as `size`, and the number of the launch as `launch`.
     """
 
-    shape: str | Callable[[Call], str]
+    shape: str | Callable[[Call], str | Shape]
     dtypes: tuple[torch.dtype, ...] = ()
     optional: bool = False
     transposed: bool = False
@@ -52,7 +58,8 @@ class Operand:
 
     def letters(self, call: Call) -> str:
         """The shape in a call."""
-        return self.shape(call) if callable(self.shape) else self.shape
+        found = self.shape(call) if callable(self.shape) else self.shape
+        return found if isinstance(found, str) else " ".join(map(str, found))
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,8 @@ class Call:
         self.sizes: dict[str, int] = {}
         self.shape: Shape = ()
         """Of the result."""
+        self.result_dtype: torch.dtype | None = None
+        """Of the result."""
 
     def __getitem__(self, name: str) -> Any:
         for space in (self.tensors, self.arguments, self.settings, self.given, self.sizes):
@@ -178,7 +187,7 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first operand, and of the result."""
+        """Of the first operand."""
         return next(iter(self.tensors.values())).dtype
 
     @property
@@ -205,7 +214,7 @@ class Call:
     def bound(self, shape: str) -> Shape:
         """`shape` in numbers, once its letters are known."""
         found = (letter_of(word, self.world.size) for word in shape.split())
-        return tuple(self.sizes[letter] * times for letter, times in found)
+        return tuple((int(letter) if letter.isdigit() else self.sizes[letter]) * times for letter, times in found)
 
     def refuse(self, name: str, found: Any, wanted: str) -> ShapeError:
         """The error to raise for argument `name`."""
@@ -217,17 +226,20 @@ Check = Callable[["Call", str, Any], Any]
 """check(call, name, value) -> the value to use; raises one of pkt's errors, naming both."""
 
 
-def integer(least: int | None = None) -> Check:
-    """An int, `least` or more."""
+def integer(least: int | None = None, most: int = MAX_INT) -> Check:
+    """None or an int from `least` to `most`; without them what an int32 of a kernel holds."""
 
     def check(call: Call, name: str, value: Any) -> Any:
         if value is None:
             return None
-        if not isinstance(value, int):
+        if not isinstance(value, int) or isinstance(value, bool):
             found = f"{type(value).__name__} {value!r:.40}"
             raise DtypeError.argument(call.name, name, found, "an integer", call.world.rank)
-        if least is not None and value < least:
-            raise call.refuse(name, value, f"at least {least}")
+        low = -MAX_INT if least is None else least
+        if value < low:
+            raise call.refuse(name, value, f"at least {low}")
+        if value > most:
+            raise call.refuse(name, value, f"at most {most}")
         return value
 
     return check
@@ -249,7 +261,7 @@ def number(above: float = -math.inf) -> Check:
     return check
 
 
-def choice(*choices: str) -> Check:
+def choice(*choices: str | None) -> Check:
     """One of `choices`."""
 
     def check(call: Call, name: str, value: Any) -> Any:

@@ -18,15 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import ShapeError, Unsupported
+from pkt.errors import Closed, ShapeError, Unsupported
 from pkt.runtime.launch.launch import beside, provide_scratch
 from pkt.runtime.world import World
 
-from . import gradients
+from . import gradients, grouped_gradients
 from .agreement import world_of
 from .declaration import Call
+from .grouped_outer import clear as clear_rows
 from .shared import products
-from .shared.checks import FLOATS, aligned, check_apart, check_dense, check_tensor
+from .shared.checks import FLOATS, aligned, check_apart, check_tensor
 from .shared.tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, accumulate, stack, tile_pointers
 
 
@@ -117,14 +118,29 @@ def grouped_matmul(
     values may change between replays of a CUDA graph. out: (M, N) of x's dtype, apart from x and w; a new tensor where
     None. Rows that no expert has are not written. tiles: (block_m, block_n, block_k, group, num_warps, num_stages,
     maxnreg) of a tile of out, the first three at least; None chooses by M / experts and dtype. Sums are in fp32.
-    Returns `out`. Raises ShapeError, DtypeError, and Unsupported where an operand requires grad: it has no gradient.
+    Returns `out`. Differentiable: the gradient of x is zero in the rows that no expert has. Raises ShapeError,
+    DtypeError, and Unsupported where an operand requires grad and `out` is given.
     """
+    if out is not None and torch.compiler.is_dynamo_compiling():
+        raise Unsupported.here("grouped_matmul", "found out= in compiled code", "leave it away")
+    return _multiply(x, w, offsets, tiles, False, world, out)
+
+
+def _multiply(
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, tiles: Sequence[int] | None, clear: bool,
+    world: World | None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """clear: rows that no expert has become zeros."""
+    if grouped_gradients.is_traced(x, w, offsets):
+        return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
     world = world_of("grouped_matmul", world, x, out)
     transposed = _check(x, w, offsets, out, world)
     if torch.is_grad_enabled() and gradients.required((x, w, out)):
-        found = "found an operand that requires grad, and the operator has no gradient"
-        remedy = "call it under torch.no_grad(), or with operands that are detached"
-        raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
+        if out is not None:
+            found = "found out=, which autograd does not record, and a tensor that requires grad"
+            remedy = "leave out= away, or call it under torch.no_grad(), or with operands that are detached"
+            raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
+        return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
     (M, K), experts, N = x.shape, *w.shape[::2]
     if out is None:
         out = torch.empty(M, N, dtype=x.dtype, device=x.device)
@@ -144,7 +160,12 @@ def grouped_matmul(
         grouped_matmul_kernel, (grid,), x, w, offsets, out, M, N, K, experts, triton.next_power_of_2(experts), tma,
         transposed, held.block_m, held.block_n, held.block_k, held.group, **held.launch_options(),
     )  # fmt: skip
+    if clear:
+        clear_rows(out, offsets, world)
     return out
+
+
+grouped_gradients.take("multiply", _multiply)
 
 
 # -------------------------------------------------------------------------------------------------------------- host
@@ -180,14 +201,16 @@ def _check(
 ) -> bool:  # fmt: skip
     """Raise what the function's docstring says; whether w is the view of a transposed tensor."""
     call, rank = "grouped_matmul", world.rank
+    if world.closed:
+        raise Closed.used(rank, call)
     check_tensor(call, "x", x, world, dtypes=FLOATS)
     if x.ndim != 2:
         raise ShapeError.argument(call, "x", tuple(x.shape), "2 dimensions", rank)
-    check_dense(call, "w", w, world)
+    check_tensor(call, "w", w, world, dtype=x.dtype, contiguous=False)
     if w.ndim != 3 or w.shape[1] != x.shape[1] or not w.shape[0]:
         raise ShapeError.argument(call, "w", tuple(w.shape), f"(experts, {x.shape[1]}, N)", rank)
     transposed = not w.is_contiguous() and w.transpose(1, 2).is_contiguous()
-    check_tensor(call, "w", w.transpose(1, 2) if transposed else w, world, dtype=x.dtype)
+    check_tensor(call, "w", w.transpose(1, 2) if transposed else w, world)
     check_tensor(call, "offsets", offsets, world, dtype=torch.int32, shape=(w.shape[0] + 1,))
     if out is not None:
         check_tensor(call, "out", out, world, dtype=x.dtype, shape=(x.shape[0], w.shape[2]))

@@ -37,11 +37,19 @@ def arguments_of(operator: Operator, case: Case) -> dict[str, Any]:
     )
 
 
-def call_of(operator: Operator, case: Case, size: int) -> Call:
+def call_of(operator: Operator, case: Case, size: int, rank: int = 0, launch: int = 0) -> Call:
     """As much of a call as shapes and values depend on."""
-    call = Call(operator.name, SimpleNamespace(size=size), {}, arguments_of(operator, case), {}, None)
+    world = SimpleNamespace(size=size, rank=rank, launch=launch)
+    call = Call(operator.name, world, {}, arguments_of(operator, case), {}, None)
     call.sizes = dict(case.sizes)
     return call
+
+
+def result_dtype(operator: Operator, case: Case, dtype: torch.dtype) -> torch.dtype:
+    """The first result's, where the first operand has `dtype`."""
+    call = call_of(operator, case, 1)
+    call.tensors[next(iter(operator.tensors))] = torch.empty(0, dtype=dtype)
+    return operator.dtype(call)
 
 
 def shapes_of(operator: Operator, case: Case, size: int) -> dict[str, tuple[int, ...]]:
@@ -205,9 +213,11 @@ def everybody(
         if own is None:
             found[name] = [make(shape, seed, dtype) for seed in seeds]
         else:
-            call = call_of(operator, case, size)
-            with torch.device("cpu"):
-                found[name] = [own(shape, torch.Generator("cpu").manual_seed(seed), call) for seed in seeds]
+            found[name] = every = []
+            for rank, seed in enumerate(seeds):
+                call = call_of(operator, case, size, rank, launch)
+                with torch.device("cpu"):
+                    every.append(own(shape, torch.Generator("cpu").manual_seed(seed), call))
     return found
 
 

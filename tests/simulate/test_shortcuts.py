@@ -160,3 +160,19 @@ def test_blocks_and_numbers_are_fp32() -> None:
     ]
     for line, (found, right) in enumerate(zip(out.view(5, 8), wanted)):
         assert torch.equal(found.view(torch.int32), right.float().view(torch.int32)), (line, found, right)
+
+
+@triton.jit
+def table_kernel(out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i[:, None] * N + i[None, :], i[:, None] * 100 + i[None, :])
+
+
+def test_rows_and_columns_of_one_ramp_are_told_apart() -> None:
+    def run(world: Any) -> None:
+        out = torch.zeros(8, 8, dtype=torch.int32)
+        for _ in range(2):
+            table_kernel[(1,)](out, 8)
+            assert out.tolist() == [[100 * row + col for col in range(8)] for row in range(8)]
+
+    pkt.launch(run, ranks=1, device="cpu")

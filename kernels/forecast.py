@@ -1,15 +1,21 @@
-"""Which form of an operator is expected to be the fastest for a case, and whether anything measured supports that."""
+"""Which form of an operator is expected to be the fastest for a case, and whether anything measured supports that; and
+the GPU that it is chosen for: that of a world's ranks, or of a world that nobody joined."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
-from pkt.model import calibration
+import torch
+
+from pkt.errors import Unsupported
+from pkt.model import calibration, rates
 from pkt.model.cost import Estimate, library, modelled
-from pkt.model.gpu import Gpu
+from pkt.model.gpu import H200, Gpu
+from pkt.runtime.world import World
 
 from .declaration import Form
 
@@ -61,3 +67,34 @@ def predicted(
     if not found.compute:  # a form for few rows says nothing of its tensor cores: with many they are the limit
         found = replace(found, compute=library(key, gpu).compute)
     return calibration.corrected(operator, name, key, found) if modelled(key) else found
+
+
+def gpu_of(world: World, case: tuple[Any, ...]) -> Gpu:
+    """The GPU of every rank. One that the model was not fitted to has the rates that rank 0's machine measured, so it
+    is collective the first time, which may not be in a capture."""
+    name, known = world.backend.gpu, world.lasting
+    if name == H200.name:
+        return H200
+    if "pkt.kernels.gpu" not in known:
+        if world.capturing:
+            raise Unsupported.captured(world.rank, case)
+        known["pkt.kernels.gpu"] = rates.gpu_with(name, world.all_gather_object(rates.measured(name))[0])
+    return known["pkt.kernels.gpu"]
+
+
+class Described(SimpleNamespace):
+    """As much of a world as the rules of operators ask for: all ranks are alike."""
+
+    rank, capturing, lineage = 0, False, ()
+
+    def __init__(self, size: int, gpu: Gpu | None, multicast: bool = False) -> None:
+        asked = {}  # what ranks ask each other once
+        if gpu is not None:
+            lacks = "" if gpu.gluon else f"{gpu.name}, without Gluon forms"
+            asked = {"pkt.kernels.gluon": lacks, "pkt.kernels.nccl": ""}
+        device = torch.device("cpu" if gpu is None else "cuda")
+        sms = gpu.sms if gpu else 1
+        super().__init__(size=size, num_sms=sms, torch_device=device, lasting=asked, multicast=multicast)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size

@@ -23,27 +23,28 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from pkt.errors import CollectiveMismatch, DtypeError, PktError, ShapeError, Unsupported
-from pkt.model import rates
+from pkt.errors import DtypeError, HeapFull, PktError, ShapeError, Unsupported
 from pkt.model.cost import DTYPES, Estimate
-from pkt.model.gpu import H200, Gpu
-from pkt.runtime.memory.tensor import SymmetricTensor, described, facts
-from pkt.runtime.world import Workspace, World, current_world
+from pkt.model.gpu import Gpu
+from pkt.runtime.memory.tensor import described, facts
+from pkt.runtime.world import Workspace, World
 from pkt.wording import dtype_text
 
 from . import gradients, staging, traced
+from .agreement import Agreed, check_agreed, world_of
 from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning, choice, letter_of
-from .forecast import Forecast, forecast, predicted
+from .forecast import Described, Forecast, forecast, gpu_of, predicted
 from .gradients import Backward, Gradients, Recorded
 from .shared import checks
 
@@ -147,6 +148,16 @@ class Operator:
                 setattr(whole[name], part.removeprefix(f"{name}."), tensors[part])
         return {n: t for n, t in tensors.items() if "." not in n} | whole
 
+    def handle(self, name: str, value: Any, world: World | None) -> tuple[Any, ...]:
+        """The operands that are parts of `value`, the function's parameter `name`. Raises DtypeError."""
+        parts = [part.partition(".")[2] for part in self._parts[name]]
+        if lacks := [part for part in parts if not hasattr(value, part)]:
+            rank = world_of(self.name, world).rank
+            raise DtypeError.argument(
+                self.name, name, f"{type(value).__name__} {value!r:.40}", f"what has {' and '.join(lacks)}", rank
+            )
+        return tuple([getattr(value, part) for part in parts])
+
     # ------------------------------------------------------------------------------------------------------ each call
     def __call__(
         self,
@@ -247,9 +258,7 @@ class Operator:
             stored = checks.stored(tensor)[0] if operand.transposed else tensor
             given = {"dtypes": operand.dtypes} if operand.dtypes else {"dtype": call.tensors[first].dtype}
             checks.check_tensor(call.name, name, stored, world, contiguous=self.tuning is not None, **given)
-        for name, value in call.arguments.items():
-            call.arguments[name] = self.arguments[name](call, name, value)
-        call.given = self._checked(call, call.given)
+        self._check_keywords(call)
         for name, operand in self.tensors.items():
             if call.tensors[name] is not None:
                 self._bind(call, name, operand)
@@ -264,14 +273,20 @@ class Operator:
                 contiguous=self.tuning is not None,
             )  # fmt: skip
 
+    def _check_keywords(self, call: Call) -> None:
+        """Arguments and settings. None stands for a default: an argument may be None only where that is its default."""
+        for name, value in call.arguments.items():
+            call.arguments[name] = checked = self.arguments[name](call, name, value)
+            if checked is None and self._defaults[name] is not None:
+                raise DtypeError.argument(call.name, name, None, "a value", call.world.rank)
+        call.given = self._checked(call, call.given)
+
     def blank(self, world: World, operands: Mapping[str, Any], keywords: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Empty results for operands of which only shapes and dtypes are known. Raises as a plan does for these."""
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, operands, arguments, given, keywords["mode"])
-        for name, value in call.arguments.items():
-            call.arguments[name] = self.arguments[name](call, name, value)
-        call.given = self._checked(call, call.given)
+        self._check_keywords(call)
         for name, operand in self.tensors.items():
             if operands[name] is not None:
                 self._bind(call, name, operand)
@@ -396,7 +411,7 @@ class Operator:
         known: dict[Any, Forecast] = call.world.lasting.setdefault("pkt.kernels.forecasts", {})
         case = (self.name, *key.values())
         if case not in known:
-            known[case] = self.forecast(key, _gpu(call.world, case))
+            known[case] = self.forecast(key, gpu_of(call.world, case))
         return known[case]
 
     def _fastest(self, call: Call, found: Forecast) -> str:
@@ -461,7 +476,11 @@ class Operator:
         new = functools.partial(torch.empty, call.shape, dtype=call.dtype, device=call.world.torch_device)
         given = "out" not in self.names or call.tensors["out"] is not None
         if not given:
-            call.tensors["out"] = new()
+            try:
+                call.tensors["out"] = new()
+            except RuntimeError as error:  # torch.OutOfMemoryError is one
+                nbytes = math.prod(call.shape) * call.dtype.itemsize
+                raise HeapFull.result(call.name, nbytes, str(call.world.torch_device), call.world.rank) from error
         others = [
             functools.partial(torch.empty, call.bound(o.letters(call)), dtype=o.dtypes[0], device=call["out"].device)
             for o in self.also.values()
@@ -509,7 +528,7 @@ class Operator:
         N, K of the product that each rank computes, dtype and size. gpu: of every rank; the simulator where None."""
         assert self.tuning is not None, f"{self.name} is not tuned"
         arguments = {**self._defaults, **{name: key[name] for name in self._defaults if name in key}}
-        call = Call(self.name, _Described(key["size"], gpu), {}, arguments, {}, None)  # type: ignore[arg-type]
+        call = Call(self.name, Described(key["size"], gpu), {}, arguments, {}, None)  # type: ignore[arg-type]
         call.sizes = self.tuning.sizes(key)
         dtype = DTYPES[dtype_text(key["dtype"])]
         for name, operand in self.tensors.items():
@@ -525,7 +544,7 @@ class Operator:
         the bytes of the copies that each call makes, see `staging.copied`. symmetric: x and `out` are. gpu, multicast:
         of every rank. Raises ShapeError."""
         make = described if symmetric else functools.partial(torch.empty, device="meta")
-        call = Call(self.name, _Described(size, gpu, multicast), {}, self._defaults, {}, None)  # type: ignore[arg-type]
+        call = Call(self.name, Described(size, gpu, multicast), {}, self._defaults, {}, None)  # type: ignore[arg-type]
         call.tensors["x"] = make(shape, dtype=dtype)
         for name, value in call.arguments.items():
             call.arguments[name] = self.arguments[name](call, name, value)
@@ -564,37 +583,6 @@ def _rebuilt(state: dict[str, Any]) -> Operator:
 
 def _same(memory: torch.Tensor) -> torch.Tensor:
     return memory
-
-
-def _gpu(world: World, case: tuple[Any, ...]) -> Gpu:
-    """The GPU of every rank. One that the model was not fitted to has the rates that rank 0's machine measured, so it
-    is collective the first time, which may not be in a capture."""
-    name, known = world.backend.gpu, world.lasting
-    if name == H200.name:
-        return H200
-    if "pkt.kernels.gpu" not in known:
-        if world.capturing:
-            raise Unsupported.captured(world.rank, case)
-        known["pkt.kernels.gpu"] = rates.gpu_with(name, world.all_gather_object(rates.measured(name))[0])
-    return known["pkt.kernels.gpu"]
-
-
-class _Described(SimpleNamespace):
-    """As much of a world as the rules of operators ask for: all ranks are alike."""
-
-    rank, capturing, lineage = 0, False, ()
-
-    def __init__(self, size: int, gpu: Gpu | None, multicast: bool = False) -> None:
-        asked = {}  # what ranks ask each other once
-        if gpu is not None:
-            lacks = "" if gpu.gluon else f"{gpu.name}, without Gluon forms"
-            asked = {"pkt.kernels.gluon": lacks, "pkt.kernels.nccl": ""}
-        device = torch.device("cpu" if gpu is None else "cuda")
-        sms = gpu.sms if gpu else 1
-        super().__init__(size=size, num_sms=sms, torch_device=device, lasting=asked, multicast=multicast)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.size
 
 
 # ------------------------------------------------------------------------------------------------------ the registry
@@ -640,56 +628,3 @@ def named(name: str) -> Operator | None:
     if name in _modules():
         return _loaded(name)
     return next((o for o in operators().values() if o.tuning and o.tuning.short == name), None)
-
-
-# ------------------------------------------------------------------------------------------------- worlds, agreement
-def world_of(call: str, world: World | None, *arguments: Any) -> World:
-    """`world`, or that of the first symmetric tensor or workspace, or the current one. Raises DtypeError."""
-    if world is not None:
-        if not isinstance(world, World):
-            raise DtypeError.argument(call, "world", type(world).__name__, "a pkt.World", current_world(call).rank)
-        return world
-    for argument in arguments:
-        # A failing isinstance is slow, and most arguments are None or plain tensors.
-        if argument is None or type(argument) is torch.Tensor:
-            continue
-        if isinstance(argument, (SymmetricTensor, Workspace)):
-            return argument.world
-    return current_world(call)
-
-
-class Agreed(NamedTuple):
-    """A tensor as the ranks compare it."""
-
-    shape: tuple[int | str, ...]
-    dtype: torch.dtype
-    offset: int | None  # in the heap, if peers access it
-
-    def __str__(self) -> str:
-        where = "" if self.offset is None else f" at heap offset {self.offset}"
-        sizes = ", ".join(map(str, self.shape)) + "," * (len(self.shape) == 1)
-        return f"({sizes}) {str(self.dtype).removeprefix('torch.')}{where}"
-
-
-def check_agreed(call: str, world: World, **arguments: Any) -> None:
-    """Collective the first time a signature is seen: every rank made the same call. Raises CollectiveMismatch.
-    Symmetric tensors count with their offset in the heap, because peers find them by arithmetic."""
-    if world.handed_in is not None:
-        arguments["workspace"] = world.handed_in
-    signature = tuple(_signature(value, world) for value in arguments.values())
-
-    def compare() -> bool:
-        said = ", ".join(f"{n}={v if isinstance(v, Agreed) else repr(v)}" for n, v in zip(arguments, signature))
-        everybody = world.all_gather_object(f"{call}({said})")
-        if len(set(everybody)) > 1:
-            raise CollectiveMismatch.calls(dict(enumerate(everybody)))
-        return True
-
-    world.keep(("pkt.kernels", "agreed", call, signature), compare)
-
-
-def _signature(value: Any, world: World) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    offset = value.data_ptr() - world.span.start if isinstance(value, SymmetricTensor) else None
-    return Agreed(tuple(value.shape), value.dtype, offset)

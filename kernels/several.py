@@ -21,8 +21,9 @@ from pkt.runtime.memory.tensor import TRACED, SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World
 
 from . import gradients, traced
+from .agreement import check_agreed, world_of
 from .declaration import Call, Form
-from .operator import Operator, check_agreed, world_of
+from .operator import Operator
 from .shared import checks, tile_product
 from .shared.tile_product import whole_rows
 

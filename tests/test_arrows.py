@@ -99,8 +99,9 @@ ARROWS = {
     ),
     # Operators and the tuner meet in pkt.model and in the registry, pkt.kernels.operator; pkt/__init__ joins them.
     "pkt.model": (["pkt.errors", "pkt.wording"], ["torch", "triton", "numpy", "platformdirs"]),
+    "pkt.kernels.agreement": (["pkt.errors", "pkt.runtime"], ["torch"]),
     "pkt.kernels.declaration": (["pkt.errors", "pkt.runtime", "pkt.model"], ["torch"]),
-    "pkt.kernels.forecast": (["pkt.model", "pkt.kernels.declaration"], []),
+    "pkt.kernels.forecast": (["pkt.errors", "pkt.runtime", "pkt.model", "pkt.kernels.declaration"], ["torch"]),
     "pkt.kernels.staging": (["pkt.errors", "pkt.runtime", "pkt.kernels.declaration"], ["torch"]),
     "pkt.kernels.shared": (
         ["pkt.errors", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model", "pkt.kernels.declaration"]
@@ -111,14 +112,14 @@ ARROWS = {
     "pkt.kernels.traced": (["pkt.errors", "pkt.runtime", "pkt.kernels.gradients"], ["torch"]),
     "pkt.kernels.operator": (
         ["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.model"]
-        + ["pkt.kernels.declaration", "pkt.kernels.forecast", "pkt.kernels.gradients", "pkt.kernels.shared"]
-        + ["pkt.kernels.staging", "pkt.kernels.traced"],
+        + ["pkt.kernels.agreement", "pkt.kernels.declaration", "pkt.kernels.forecast", "pkt.kernels.gradients"]
+        + ["pkt.kernels.shared", "pkt.kernels.staging", "pkt.kernels.traced"],
         ["torch"],
     ),
     "pkt.kernels": (
         ["pkt.errors", "pkt.language", "pkt.runtime", "pkt.model"]
-        + ["pkt.kernels.declaration", "pkt.kernels.gradients", "pkt.kernels.operator", "pkt.kernels.shared"]
-        + ["pkt.kernels.traced"],
+        + ["pkt.kernels.agreement", "pkt.kernels.declaration", "pkt.kernels.gradients", "pkt.kernels.operator"]
+        + ["pkt.kernels.shared", "pkt.kernels.traced"],
         ["torch", "triton", "numpy", "typing_extensions"],  # the last for types alone, and torch brings it
     ),
     "pkt.tune": (

@@ -57,7 +57,7 @@ def combine(
     source = getattr(dispatched, "source", None)
     if isinstance(source, torch.Tensor) and source.ndim == 2:
         source = source.flatten()
-    handle = dispatched.tokens, dispatched.places, dispatched.weights, source
+    handle = OPERATOR.handle("dispatched", dispatched, world), source
     return OPERATOR((y, *handle, out), (mode, num_comm_sms, tokens_per_rank), world)
 
 

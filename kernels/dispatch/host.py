@@ -68,6 +68,10 @@ def dispatch(
 
 
 # -------------------------------------------------------------------------------------------------------- declaration
+MOST_ROWS = 1 << 30
+"""That alignment may add, at most."""
+
+
 def default(call: Call) -> str:
     """The form with the least predicted time, or the one that takes a setting that was given."""
     if "num_comm_sms" in call.given:
@@ -81,6 +85,10 @@ def _bound(call: Call) -> Shape:
     size, R = call.world.size, call["max_tokens"]
     check_promise(call, "x", call.given.get("tokens_per_rank"))
     own = triton.cdiv(call["num_experts"], size)
+    most = MOST_ROWS // (own * size)
+    if call["alignment"] > most:
+        wanted = f"at most {most} for {own * size} experts, so that an int32 counts their rows"
+        raise call.refuse("alignment", call["alignment"], wanted)
     call.sizes |= {"r": R, "e": own, "ends": own + 1, "s": slots_of(R, size), "two": 2, "three": 3}
     return R, call["h"]
 

@@ -18,7 +18,6 @@ from triton.runtime import interpreter as base
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 from pkt.errors import Unsupported
-from pkt.simulate import libdevice
 from pkt.simulate.loops import POLL, Slice
 from pkt.simulate.numerics import BITS, decode, encode, matmul, scale, to_half, to_integer, to_nearest_tf32, unpack_fp4
 from pkt.simulate.sites import site
@@ -194,6 +193,8 @@ class Builder(InterpreterBuilder):
     def create_extern_elementwise(self, lib_name, lib_path, symbol, args, ty, is_pure):
         if not symbol.startswith("__nv_"):
             raise Unsupported.simulated(f"extern function {symbol!r}", str(site()), _INSTEAD)
+        from pkt.simulate import libdevice  # few kernels call it, so importing pkt does not load it
+
         return handle(libdevice.call(symbol, [a.data for a in args], np_dtype(ty)), ty)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):

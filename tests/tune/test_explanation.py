@@ -134,7 +134,7 @@ def test_choose_agrees_with_a_call(what, gluon, shape, dtype, monkeypatch):
         monkeypatch.setattr(gluon_fits, "missing_anywhere", lambda world: "")
         monkeypatch.setattr(Call, "on_gpu", True)
         monkeypatch.setattr(Operator, "_tuned", lambda self, call, key: {})
-        monkeypatch.setattr(registry, "_gpu", lambda world, case: H200)
+        monkeypatch.setattr(registry, "gpu_of", lambda world, case: H200)
         monkeypatch.setattr(unfused, "process_group", lambda world: None)
 
     def planned(self, call, form):

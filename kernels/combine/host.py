@@ -54,11 +54,10 @@ def combine(
     and rounded up to a power of two, 2 * size * tokens_per_rank tokens, shared with the low-latency forms of the
     collectives. Raises ShapeError, DtypeError, CollectiveMismatch. Not differentiable so far.
     """
-    source = getattr(dispatched, "source", None)
+    *handle, source = OPERATOR.handle("dispatched", dispatched, world)
     if isinstance(source, torch.Tensor) and source.ndim == 2:
         source = source.flatten()
-    handle = OPERATOR.handle("dispatched", dispatched, world), source
-    return OPERATOR((y, *handle, out), (mode, num_comm_sms, tokens_per_rank), world)
+    return OPERATOR((y, *handle, source, out), (mode, num_comm_sms, tokens_per_rank), world)
 
 
 # -------------------------------------------------------------------------------------------------------- declaration

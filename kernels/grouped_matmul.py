@@ -22,9 +22,10 @@ from pkt.errors import Closed, ShapeError, Unsupported
 from pkt.runtime.launch.launch import beside, provide_scratch
 from pkt.runtime.world import World
 
-from . import gradients
+from . import gradients, grouped_gradients
 from .agreement import world_of
 from .declaration import Call
+from .grouped_outer import clear as clear_rows
 from .shared import products
 from .shared.checks import FLOATS, aligned, check_apart, check_tensor
 from .shared.tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, accumulate, stack, tile_pointers
@@ -117,14 +118,29 @@ def grouped_matmul(
     values may change between replays of a CUDA graph. out: (M, N) of x's dtype, apart from x and w; a new tensor where
     None. Rows that no expert has are not written. tiles: (block_m, block_n, block_k, group, num_warps, num_stages,
     maxnreg) of a tile of out, the first three at least; None chooses by M / experts and dtype. Sums are in fp32.
-    Returns `out`. Raises ShapeError, DtypeError, and Unsupported where an operand requires grad: it has no gradient.
+    Returns `out`. Differentiable: the gradient of x is zero in the rows that no expert has. Raises ShapeError,
+    DtypeError, and Unsupported where an operand requires grad and `out` is given.
     """
+    if out is not None and torch.compiler.is_dynamo_compiling():
+        raise Unsupported.here("grouped_matmul", "found out= in compiled code", "leave it away")
+    return _multiply(x, w, offsets, tiles, False, world, out)
+
+
+def _multiply(
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, tiles: Sequence[int] | None, clear: bool,
+    world: World | None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """clear: rows that no expert has become zeros."""
+    if grouped_gradients.is_traced(x, w, offsets):
+        return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
     world = world_of("grouped_matmul", world, x, out)
     transposed = _check(x, w, offsets, out, world)
     if torch.is_grad_enabled() and gradients.required((x, w, out)):
-        found = "found an operand that requires grad, and the operator has no gradient"
-        remedy = "call it under torch.no_grad(), or with operands that are detached"
-        raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
+        if out is not None:
+            found = "found out=, which autograd does not record, and a tensor that requires grad"
+            remedy = "leave out= away, or call it under torch.no_grad(), or with operands that are detached"
+            raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
+        return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
     (M, K), experts, N = x.shape, *w.shape[::2]
     if out is None:
         out = torch.empty(M, N, dtype=x.dtype, device=x.device)
@@ -144,7 +160,12 @@ def grouped_matmul(
         grouped_matmul_kernel, (grid,), x, w, offsets, out, M, N, K, experts, triton.next_power_of_2(experts), tma,
         transposed, held.block_m, held.block_n, held.block_k, held.group, **held.launch_options(),
     )  # fmt: skip
+    if clear:
+        clear_rows(out, offsets, world)
     return out
+
+
+grouped_gradients.take("multiply", _multiply)
 
 
 # -------------------------------------------------------------------------------------------------------------- host

@@ -71,13 +71,15 @@ from pkt.simulate.explore import simulate  # hides the package of that name, who
 
 if TYPE_CHECKING:
     from pkt.kernels.grouped_matmul import grouped_matmul
+    from pkt.kernels.grouped_outer import grouped_outer
+    from pkt.kernels.moe import moe
     from pkt.model.config import Config, space
     from pkt.tune.autotune import autotune
     from pkt.tune.explanation import explain
 
 __all__ = [  # noqa: PLE0604
     "init", "launch", "layout", "interleave", "simulate", "autotune", "Config", "space", "explain",
-    "grouped_matmul",
+    "grouped_matmul", "grouped_outer", "moe",
     "current_world", "World", "Workspace", "SymmetricTensor", "symmetric", "check_rank", "signals", "mem_pool",
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
@@ -94,6 +96,7 @@ __all__ = [  # noqa: PLE0604
 _LAZY = {
     "autotune": "pkt.tune.autotune", "explain": "pkt.tune.explanation",
     "Config": "pkt.model.config", "space": "pkt.model.config", "grouped_matmul": "pkt.kernels.grouped_matmul",
+    "grouped_outer": "pkt.kernels.grouped_outer", "moe": "pkt.kernels.moe",
     **dict.fromkeys(
         ("shard_sequence", "unshard_sequence", "sequence_positions"), "pkt.kernels.ring_attention.sequence"
     ),

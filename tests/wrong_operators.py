@@ -111,6 +111,7 @@ def _dispatch_wrong() -> Bad:
         "max_tokens": {**AT_LEAST_1, HeapFull: (1 << 24, MAX_INT)},
         "alignment": {ShapeError: (0, -1, MAX_INT, 1 << 29, *HUGE), DtypeError: NO_INTEGER[:-1]},  # 1 == True
         "num_comm_sms": COUNT,
+        "tokens_per_rank": {ShapeError: (0, -1, 2, *HUGE), DtypeError: NO_INTEGER},
     }
 
 
@@ -152,14 +153,47 @@ def _combine_wrong() -> Bad:
             ShapeError: (torch.ones(5, 4), torch.ones(4, 5), torch.ones(4, 4, 1)),
             DtypeError: (torch.ones(4, 4).half(),),
         },
+        "dispatched.source": {
+            ShapeError: (torch.zeros(4, 3, dtype=torch.int32), torch.zeros(14, dtype=torch.int32)),
+            DtypeError: (torch.zeros(5, 3), torch.zeros(5, 3, dtype=torch.int64)),
+        },
         "num_comm_sms": COUNT,
+        "tokens_per_rank": {ShapeError: (0, -1, 3, *HUGE), DtypeError: NO_INTEGER},
+        "mode": {ShapeError: ("low_latency",)},  # which needs dispatched.source
     }
 
 
 def _combine_differ() -> Mapping[str, tuple[Any, Any]]:
     return {
         "y": (torch.ones(5, 4).half(), torch.ones(5, 4).bfloat16()), "num_comm_sms": (1, 2),
+        "tokens_per_rank": (4, 5),
     }  # fmt: skip
+
+
+def _again() -> dict[str, Any]:
+    """With a routing in which no token goes anywhere."""
+    handle = {name: value for name, value in _combine().items() if name.startswith("dispatched.")}
+    for name in ("dispatched.tokens", "dispatched.places"):
+        handle[name] = handle[name] - 1
+    return {"x": torch.ones(4, 8), **handle, "y": None, "out": None}
+
+
+def _again_wrong() -> Bad:
+    parts = ("dispatched", "dispatched.tokens", "dispatched.places", "num_comm_sms")
+    return {
+        **{name: wrong for name, wrong in _combine_wrong().items() if name in parts},
+        "x": {
+            ShapeError: (torch.ones(4), torch.ones(4, 8, 1)),
+            DtypeError: (None, torch.ones(4, 8).int(), torch.ones(4, 8).double()),
+        },
+        "dispatched.weights": {ShapeError: (torch.ones(5, 1),), DtypeError: (None, torch.ones(5).half())},
+        "y": {ShapeError: (torch.ones(5, 7), torch.ones(4, 8)), DtypeError: (torch.ones(5, 8).half(),)},
+        "out": {ShapeError: (torch.ones(5, 7), torch.ones(4, 8)), DtypeError: (torch.ones(5, 8).half(),)},
+    }
+
+
+def _again_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"x": (torch.ones(4, 8).half(), torch.ones(4, 8).bfloat16()), "num_comm_sms": (1, 2)}
 
 
 # -------------------------------------------------------------------------------------------------------- flash_decode
@@ -272,6 +306,7 @@ OTHERS = (
     Tried(pkt.grouped_matmul, _grouped, _grouped_wrong),
     Tried(pkt.dispatch, _dispatch, _dispatch_wrong, _dispatch_differ),
     Tried(pkt.combine, _combine, _combine_wrong, _combine_differ),
+    Tried(pkt.dispatch_again, _again, _again_wrong, _again_differ),
     Tried(pkt.flash_decode, _decode, _decode_wrong, _decode_differ),
     Tried(pkt.ring_attention, _ring, _ring_wrong, _ring_differ),
 )

@@ -17,6 +17,7 @@ import triton
 from pkt.runtime.world import World
 
 from ..declaration import Call, Case, Form, Operand, Shape, integer
+from ..experts_gradients import OF_DISPATCH
 from ..operator import Operator
 from ..shared.checks import FLOATS
 from . import rules
@@ -59,8 +60,8 @@ def dispatch(
     size * T * K + E * (alignment - 1) rows are always enough.
 
     Symmetric memory kept: push max_tokens tokens; low_latency, in words of 4 / 3 of their bytes and rounded up to a
-    power of two, 2 * size * tokens_per_rank tokens, shared with the low-latency forms of the collectives. Raises
-    ShapeError, DtypeError, CollectiveMismatch. Not differentiable so far.
+    power of two, 2 * size * tokens_per_rank tokens, shared with the low-latency forms of the collectives.
+    Differentiable in x and topk_weights. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
     tensors = x, topk_idx, topk_weights, out
     keywords = num_experts, max_tokens, alignment, mode, num_comm_sms, tokens_per_rank
@@ -134,6 +135,7 @@ OPERATOR = Operator(
     default=default,
     reference=reference,
     bound=undefined,
+    backward=OF_DISPATCH,
     exact=True,
     private="t",
     most={"k": 16},

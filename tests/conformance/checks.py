@@ -423,7 +423,8 @@ def check_compiled(operator: Operator) -> None:
     def run(world: Any) -> None:
         operands = inputs.everybody(operator, case, world.size, 0, torch.float32, inputs.whole)
         limits = inputs.bounds(operator, mode, case, world.rank, world.size, operands, torch.float32)
-        leaves = {n: ts and ts[world.rank].requires_grad_(gradient) for n, ts in operands.items()}
+        mine = {n: ts and ts[world.rank] for n, ts in operands.items()}
+        leaves = {n: x if x is None else x.requires_grad_(gradient and x.is_floating_point()) for n, x in mine.items()}
 
         def call(tensors: dict[str, Any]) -> tuple[torch.Tensor, ...]:
             return inputs.results(operator.function(**tensors, **case.arguments))

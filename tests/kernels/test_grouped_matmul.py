@@ -156,14 +156,3 @@ def test_other_dtypes_compile(dtype: torch.dtype, tma: bool, tmp_path: Path) -> 
         )  # fmt: skip
         usage = resources(compiled, tmp_path)
         assert usage["STACK"] == usage["LOCAL"] == 0, usage
-
-
-def test_gradients_are_refused() -> None:
-    def main(world: Any) -> None:
-        x, w, offsets = torch.ones(4, 8), torch.ones(2, 8, 4, requires_grad=True), torch.tensor([0, 2, 4]).int()
-        with pytest.raises(pkt.Unsupported, match="rank 0: grouped_matmul: found an operand that requires grad"):
-            grouped_matmul(x, w, offsets, world=world)
-        with torch.no_grad():
-            assert grouped_matmul(x, w, offsets, world=world).eq(8).all()
-
-    pkt.launch(main, ranks=1, device="cpu", sms=2)

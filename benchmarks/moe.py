@@ -1,0 +1,165 @@
+"""Benchmark of a layer of experts in bf16: 256 experts, 8 of them a token, 7168 -> 2048 -> 7168, with swiglu.
+
+    python -m benchmarks.moe --ranks 2                      one run with all baselines
+    python -m benchmarks.moe --ranks 2 --sizes "skewed"     some cases
+    python -m benchmarks.moe --device cpu --quick           check in the simulator; time nothing
+
+"T = 4096" are the tokens of all ranks. They choose experts at random, or skewed: by Zipf's law. "products alone" are
+both grouped products and the activation, over the rows that pkt's dispatch brings. They exchange nothing, so their
+result is not checked; neither are dispatch and combine alone. "torch._grouped_mm alone" is the same with torch's
+product. "NCCL + torch._grouped_mm" sorts the pairs of token and expert, sends a row for each pair, and waits on the
+host for the counts. Variants "with gradients" also run the backward pass, of x, the weights of the tokens, w1 and w2.
+"captured" is a replayed CUDA graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import pkt
+from benchmarks._case import Case, captured, normal
+from benchmarks._command import main
+from pkt.kernels.shared.tile_product import finished
+
+TITLE = "A layer of experts, bf16"
+EXPERTS, CHOSEN, H, F = 256, 8, 7168, 2048
+TOKENS = (128, 256, 1024, 4096, 8192, 16384)
+PKT = ("pkt moe", "pkt moe, with gradients")
+ALONE = ("products alone", "torch._grouped_mm alone", "dispatch alone", "combine alone")
+NCCL = ("NCCL + torch._grouped_mm", "NCCL + torch._grouped_mm, with gradients")
+
+
+def variants(device: str, quick: bool) -> list[str]:
+    return list(PKT) if device == "cpu" else [*ALONE, *NCCL, "pkt moe, captured", *PKT]
+
+
+def cases(quick: bool) -> dict[str, dict[str, Any]]:
+    if quick:
+        return {"T = 6, skewed": {"T": 6, "experts": 4, "chosen": 2, "H": 16, "F": 8, "skewed": True}}
+    sizes: dict[str, dict[str, Any]] = {f"T = {T}, random": {"T": T} for T in TOKENS}
+    return sizes | {f"T = {T}, skewed": {"T": T, "skewed": True} for T in (1024, 8192)}
+
+
+def case(
+    world: Any, T: int, experts: int = EXPERTS, chosen: int = CHOSEN, H: int = H, F: int = F, skewed: bool = False
+) -> Case:  # fmt: skip
+    size, device = world.size, world.torch_device
+    own, each = experts // size, T // size
+    x = normal((each, H), 1000 + world.rank, device)
+    generator = torch.Generator(device=device).manual_seed(world.rank)
+    weight = 1 / torch.arange(1, experts + 1, device=device) if skewed else torch.ones(experts, device=device)
+    idx = torch.multinomial(weight.expand(each, -1), chosen, generator=generator)
+    weights = torch.rand(each, chosen, generator=generator, device=device)
+    mine = [_expert(world.rank * own + e, H, F, device) for e in range(own)]
+    w1, w2 = (torch.stack(ws) for ws in zip(*mine))
+    del mine
+
+    def exact() -> torch.Tensor:
+        """Expert by expert, in fp32, with no communication."""
+        out = torch.zeros(each, H, device=device)
+        for e in range(experts):
+            t, k = (idx == e).nonzero(as_tuple=True)
+            if len(t):
+                up, down = (w.float() for w in _expert(e, H, F, device))
+                y = finished(x[t].float() @ up, None, "swiglu") @ down
+                out.index_add_(0, t, weights[t, k, None] * y)
+        return out
+
+    leaves = [tensor.detach().requires_grad_() for tensor in (x, weights, w1, w2)]
+    layers: dict[str, Callable[..., torch.Tensor]] = {
+        "pkt moe": lambda x, weights, w1, w2: pkt.moe(x, idx, weights, w1, w2, world=world)
+    }
+    runs: dict[str, Callable[[], torch.Tensor]] = {}
+    if device.type == "cuda":
+        layers["NCCL + torch._grouped_mm"] = lambda x, weights, w1, w2: _with_nccl(x, idx, weights, w1, w2, size)
+        runs |= _alone(world, x, idx, weights, w1, w2)
+        runs["pkt moe, captured"] = captured(lambda: layers["pkt moe"](x, weights, w1, w2))
+    for name, layer in layers.items():
+        runs[name] = _forwards(layer, (x, weights, w1, w2))
+        runs[f"{name}, with gradients"] = _both_ways(layer, leaves)
+    return Case(
+        nbytes=4.0 * each * H * (size - 1) * (1 - (1 - 1 / size) ** chosen),  # if experts are chosen at random
+        flops=6.0 * T * chosen * H * F / size,
+        variants=runs,
+        exact=exact,
+        scaled=None,
+        unchecked=frozenset(ALONE),
+    )
+
+
+def _expert(e: int, H: int, F: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """w1 (H, 2 * F) and w2 (F, H) of an expert, the same wherever they are made."""
+    return normal((H, 2 * F), 2 * e, device, H**-0.5), normal((F, H), 2 * e + 1, device, F**-0.5)
+
+
+def _forwards(layer: Callable[..., torch.Tensor], tensors: Any) -> Callable[[], torch.Tensor]:
+    return lambda: layer(*tensors)
+
+
+def _both_ways(layer: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The layer and its gradients, for a gradient of ones."""
+
+    def run() -> torch.Tensor:
+        out = layer(*leaves)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+        return out.detach()
+
+    return run
+
+
+def _alone(world: Any, x: Any, idx: Any, weights: Any, w1: Any, w2: Any) -> dict[str, Callable[[], torch.Tensor]]:
+    """Parts, over the rows of a dispatch."""
+    room, experts = max(1, world.size * idx.numel()), world.size * len(w1)
+
+    def dispatched() -> Any:
+        return pkt.dispatch(x, idx, weights, experts, max_tokens=room, world=world)
+
+    there = dispatched()
+    y = torch.randn(room, w2.shape[2], device=x.device).bfloat16()
+    rows = there.rows[: int(there.offsets[-1])]
+
+    def products() -> torch.Tensor:
+        hidden = finished(pkt.grouped_matmul(rows, w1, there.offsets, world=world), None, "swiglu")
+        return pkt.grouped_matmul(hidden, w2, there.offsets, world=world)
+
+    def torchs() -> torch.Tensor:
+        hidden = finished(torch._grouped_mm(rows, w1, offs=there.offsets[1:]), None, "swiglu")
+        return torch._grouped_mm(hidden, w2, offs=there.offsets[1:])
+
+    return {
+        "products alone": products,
+        "torch._grouped_mm alone": torchs,
+        "dispatch alone": lambda: dispatched().rows,
+        "combine alone": lambda: pkt.combine(y, there, world=world),
+    }
+
+
+def _with_nccl(x: Any, idx: Any, weights: Any, w1: Any, w2: Any, size: int) -> torch.Tensor:
+    """The layer of torch.distributed: a row for each pair of token and expert there and back."""
+    import torch.distributed as dist
+    from torch.distributed.nn.functional import all_to_all_single
+
+    (T, K), own = idx.shape, len(w1)
+    order = idx.flatten().argsort(stable=True)
+    counts = torch.bincount(idx.flatten(), minlength=size * own)
+    theirs = torch.empty_like(counts)  # of each rank, how many rows of each of my experts it sends
+    dist.all_to_all_single(theirs, counts)
+    sent, received = (n.view(size, own).sum(1).tolist() for n in (counts, theirs))  # the host waits
+    rows = all_to_all_single(x.new_empty(sum(received), x.shape[1]), x[order // K], received, sent)
+    expert = torch.arange(own, device=x.device).repeat(size).repeat_interleave(theirs)
+    by_expert = expert.argsort(stable=True)
+    offsets = theirs.view(size, own).sum(0).cumsum(0).int()
+    hidden = finished(torch._grouped_mm(rows[by_expert], w1, offs=offsets), None, "swiglu")
+    y = torch._grouped_mm(hidden, w2, offs=offsets)
+    back = torch.empty_like(y).index_copy(0, by_expert, y)
+    home = all_to_all_single(x.new_empty(T * K, y.shape[1]), back, sent, received)
+    scaled = home.float() * weights.flatten()[order, None]
+    return torch.zeros(T, y.shape[1], device=x.device).index_add(0, order // K, scaled).bfloat16()
+
+
+if __name__ == "__main__":
+    sys.exit(main("moe", TITLE))

@@ -1,0 +1,80 @@
+"""Gradients of `dispatch`, `combine` and `dispatch_again`, in terms of these: the routing stays as it was.
+
+`combine` adds rows, and `dispatch_again` copies to rows: each is the transpose of the other. The weight of a row is a
+number of the row's rank, whose gradient goes home to its token as a row of K numbers that `combine` adds.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .gradients import Backward, Gradients, Recorded
+
+
+def _handle(call: Recorded, prefix: str, weights: torch.Tensor | None) -> Any:
+    """As much of a `Dispatched` as the operators read, with these weights."""
+    return SimpleNamespace(tokens=call[f"{prefix}tokens"], places=call[f"{prefix}places"], weights=weights)
+
+
+def _of_dispatch(call: Recorded) -> Gradients:
+    handle, found = _handle(call, "", None), {}
+    if "x" in call.wanted:
+        found["x"] = call.operator("combine", call.grads[0], handle)
+    if "topk_weights" in call.wanted:
+        number = torch.arange(handle.tokens.shape[1], dtype=torch.int32, device=handle.tokens.device)
+        spread = torch.where(call["source"][:, 2:] == number, call.grads[1][:, None], 0)  # fp32 (R, K)
+        found["topk_weights"] = call.operator("combine", spread, handle)
+    return found
+
+
+def _of_combine(call: Recorded) -> Gradients:
+    weights, y = call["dispatched.weights"], None
+    if weights is None:
+        weights = torch.ones(call.shape("y")[0], dtype=torch.float32, device=call.grad.device)
+    if "dispatched.weights" in call.wanted:
+        y = call["y"]
+    rows, dots = call.operator("dispatch_again", call.grad, _handle(call, "dispatched.", weights), y)
+    return {"y": rows, "dispatched.weights": dots}
+
+
+def _of_dispatch_again(call: Recorded) -> Gradients:
+    rows, dots = call.grads
+    found: dict[str, torch.Tensor] = {}
+    if "x" in call.wanted:
+        weights = call["dispatched.weights"]
+        found["x"] = call.operator("combine", rows, _handle(call, "dispatched.", weights))
+        if call["y"] is not None:
+            found["x"] = found["x"] + call.operator("combine", call["y"], _handle(call, "dispatched.", dots))
+    if call.wanted & {"dispatched.weights", "y"}:
+        own = rows if "dispatched.weights" in call.wanted else None
+        again = call.operator("dispatch_again", call["x"], _handle(call, "dispatched.", dots), own)
+        found |= {"y": again[0], "dispatched.weights": again[1]}
+    return found
+
+
+_ROUTES = ("dispatched.tokens", "dispatched.places")
+OF_DISPATCH = Backward(
+    _of_dispatch,
+    "`combine` of the rows' gradients, and of the weights' gradients as rows of K numbers",
+    saves={"x": ("tokens", "places"), "topk_weights": ("tokens", "places", "source")},
+)
+OF_COMBINE = Backward(
+    _of_combine,
+    "`dispatch_again` of the gradient, with the product of each row and its token's gradient",
+    saves={
+        "y": (*_ROUTES, "dispatched.weights"),
+        "dispatched.weights": (*_ROUTES, "dispatched.weights", "y"),
+    },
+)
+OF_DISPATCH_AGAIN = Backward(
+    _of_dispatch_again,
+    "of x: `combine`, twice if there is a y. Of y and of the weights: `dispatch_again`",
+    saves={
+        "x": (*_ROUTES, "dispatched.weights", "y"),
+        "dispatched.weights": (*_ROUTES, "x"),
+        "y": (*_ROUTES, "x"),
+    },
+)

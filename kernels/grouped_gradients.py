@@ -1,0 +1,143 @@
+"""Gradients of `grouped_matmul` and `grouped_outer`, in terms of each other, and both as ops of torch in compiled code.
+
+For the rows of each expert e, out[e] = x[e] @ w[e]. The gradient of x is that of out times w transposed, and zero in
+the rows of no expert. The gradient of w is `grouped_outer` of x and that of out. A call that is recorded is a node of
+autograd, and its backward pass is recorded where that is wanted. Offsets have no gradient, and stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pkt.runtime import world as worlds
+from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import World, named_world
+
+from . import traced
+
+Multiply = Callable[..., torch.Tensor]
+"""multiply(x, w, offsets, tiles, clear, world): the grouped product; clear: zeros in the rows of no expert."""
+Outer = Callable[..., torch.Tensor]
+"""outer(x, y, offsets, tiles, world)."""
+_run: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+def take(name: str, run: Callable[..., torch.Tensor]) -> None:
+    """From now on `run` computes "multiply" or "outer": the files of the kernels hand their functions in."""
+    _run[name] = run
+
+
+def is_traced(*tensors: Any) -> bool:
+    """Whether a call of these tensors goes into a compiler's graph."""
+    return torch.compiler.is_dynamo_compiling() or traced.has_traced(tensors)
+
+
+def multiply(
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, tiles: Sequence[int] | None, clear: bool,
+    world: World | None,
+) -> torch.Tensor:  # fmt: skip
+    """A grouped product in a graph."""
+    return _in_graph(_Multiply, torch.ops.pkt.grouped_matmul, (x, w, offsets), (tiles, clear), world)
+
+
+def outer(
+    x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, tiles: Sequence[int] | None, world: World | None
+) -> torch.Tensor:
+    """`grouped_outer` in a graph."""
+    return _in_graph(_Outer, torch.ops.pkt.grouped_outer, (x, y, offsets), (tiles,), world)
+
+
+def _in_graph(node: Any, op: Any, tensors: tuple[Any, ...], values: tuple[Any, ...], world: World | None) -> Any:
+    if is_traced(*tensors):
+        return op(*tensors, *values, "" if world is None else world.name)
+    return node.apply(*(x.plain() if isinstance(x, SymmetricTensor) else x for x in tensors), *values, world)
+
+
+def _keep_multiply(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, w, offsets, _, _, world = inputs
+    ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None, offsets)
+    ctx.world, ctx.swapped = world, not w.is_contiguous()
+
+
+def _multiply_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    x, w, offsets = ctx.saved_tensors
+    grad, world = grad.contiguous(), _world(ctx.world)
+    dx = dw = None
+    if w is not None:
+        dx = _run["multiply"](grad, w.transpose(1, 2), offsets, None, True, world)
+    if x is not None and ctx.swapped:
+        dw = _run["outer"](grad, x, offsets, None, world).transpose(1, 2)
+    elif x is not None:
+        dw = _run["outer"](x, grad, offsets, None, world)
+    return dx, dw, None, None, None, None
+
+
+def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, y, offsets, _, world = inputs
+    ctx.save_for_backward(x if y.requires_grad else None, y if x.requires_grad else None, offsets)
+    ctx.world = world
+
+
+def _outer_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    x, y, offsets = ctx.saved_tensors
+    grad, world = grad.contiguous(), _world(ctx.world)
+    dx = None if y is None else _run["multiply"](y, grad.transpose(1, 2), offsets, None, True, world)
+    dy = None if x is None else _run["multiply"](x, grad, offsets, None, True, world)
+    return dx, dy, None, None, None
+
+
+def _world(world: World | str | None) -> World | None:
+    """That of a node, or of an op, whose name for it is "" where it is the current one."""
+    return named_world(world) if isinstance(world, str) else world
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(*inputs: Any) -> torch.Tensor:
+        return _run["multiply"](*inputs)
+
+    setup_context = staticmethod(_keep_multiply)
+    backward = staticmethod(_multiply_backward)
+
+
+class _Outer(torch.autograd.Function):
+    @staticmethod
+    def forward(*inputs: Any) -> torch.Tensor:
+        return _run["outer"](*inputs)
+
+    setup_context = staticmethod(_keep_outer)
+    backward = staticmethod(_outer_backward)
+
+
+# ---------------------------------------------------------------------------------------------------- what torch sees
+_library = torch.library.Library("pkt", "FRAGMENT")
+
+
+def _define(name: str, keywords: str, run: str, shape: Callable[..., Any], keep: Any, backward: Any) -> None:
+    @torch.no_grad()
+    def ran(*inputs: Any) -> torch.Tensor:
+        worlds.op_begins(f"torch.ops.pkt.{name}")
+        world = named_world(inputs[-1])
+        found = _run[run](*inputs[:-1], world)
+        if world.torch_device.type == "cpu":  # compiled code reads results without asking the simulator
+            world.synchronize()
+        return found
+
+    schema = f"{name}(Tensor x, Tensor {'w' if run == 'multiply' else 'y'}, Tensor offsets, {keywords}, str world)"
+    _library.define(f"{schema} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, ran, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pkt::{name}", lambda x, *rest: x.new_empty(shape(x, *rest)), lib=_library)
+    torch.library.register_autograd(f"pkt::{name}", backward, setup_context=keep, lib=_library)
+
+
+_define(
+    "grouped_matmul", "int[]? tiles, bool clear", "multiply", lambda x, w, *_: (x.shape[0], w.shape[2]), _keep_multiply,
+    _multiply_backward,
+)  # fmt: skip
+_define(
+    "grouped_outer", "int[]? tiles", "outer", lambda x, y, offsets, *_: (offsets.shape[0] - 1, x.shape[1], y.shape[1]),
+    _keep_outer, _outer_backward,
+)  # fmt: skip

@@ -1,0 +1,140 @@
+"""A layer of experts: tokens go to their experts' ranks, through two products with an activation between, and home.
+
+It is made of `dispatch`, `grouped_matmul`, torch's activation and `combine`, each a call of its own. So its gradients
+are theirs, and it is no entry of the registry: it has no kernel, no form and no buffer to declare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.runtime.world import World, named_world
+
+from . import grouped_gradients
+from .agreement import world_of
+from .combine import combine
+from .dispatch import dispatch
+from .grouped_matmul import grouped_matmul
+from .shared.tile_product import GatedEpilogue, finished
+
+ACTIVATIONS = ("swiglu", "silu", "gelu", "relu", "none")
+
+
+def reference(
+    rank: int, x: Sequence[torch.Tensor], topk_idx: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor],
+    w1: Sequence[torch.Tensor], w2: Sequence[torch.Tensor], activation: GatedEpilogue = "swiglu",
+    fits: Sequence[bool] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """What `rank` gets, in fp64, from the tensors of all ranks. fits: whether each rank has room for its rows."""
+    own, out = len(w1[0]), torch.zeros(x[rank].shape[0], w2[0].shape[2], dtype=torch.float64)
+    for t, experts in enumerate(topk_idx[rank].tolist()):
+        for k, expert in enumerate(experts):
+            at, number = divmod(expert, own)
+            if 0 <= at < len(x) and (fits is None or fits[at]):
+                hidden = finished(x[rank][t : t + 1].double() @ w1[at][number].double(), None, activation)
+                y = (hidden @ w2[at][number].double())[0]
+                out = out.index_add(0, torch.tensor([t]), (topk_weights[rank][t, k].double() * y)[None])
+    return out
+
+
+def moe(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    activation: GatedEpilogue = "swiglu",
+    *,
+    shared: Sequence[torch.Tensor] | None = None,
+    max_tokens: int | None = None,
+    needed: torch.Tensor | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """Each token's experts' results, times their weights, added: a layer of experts that the ranks share. Collective.
+
+    For each of its experts e a token x gets topk_weights * (act(x @ w1[e]) @ w2[e]). x: (T, H), this rank's tokens.
+    topk_idx: int32 or int64 (T, K), -1 for none; topk_weights: fp32 (T, K), as for `dispatch`. w1: (E, H, N) and
+    w2: (E, F, G), of x's dtype, this rank's experts, or transposed views as for `grouped_matmul`; E alike on all ranks,
+    rank r has experts r * E to (r + 1) * E - 1. activation: "swiglu", with N = 2 * F, where the columns of w1 are gate
+    and up in turn, as `pkt.interleave` lays them; or "silu", "gelu", "relu", "none" with N = F. shared: (w1, w2) of an
+    expert for all tokens, (H, N) and (F, G), which every rank has and applies to its own tokens. Returns (T, G) of x's
+    dtype. The rows that an expert gets and each product are in x's dtype; sums are in fp32, as `combine` says.
+
+    max_tokens: R, the rows for which every rank has room. None is for size * T * K, with which nothing overflows; then
+    all ranks need the same T. If a rank would need more than R, its experts do nothing in this call: their part of each
+    result is 0. needed: int32 (2,) on the device, or None; the rows that this rank needed, and the rank, are copied to
+    it, so that the host can look later. The host waits for nothing, so a CUDA graph replays with other routing.
+
+    Memory, in elements of x's dtype: R * (H + N + F + G) for the rows between the calls, each layer's as long as its
+    backward pass needs them. Symmetric memory that all layers of these sizes share: about R * (H + G), and for backward
+    passes R * G more, and R * H where H is not G. Differentiable in x, topk_weights, w1, w2 and shared, with the
+    gradients of the sum of all ranks' losses. Raises ShapeError, DtypeError, Unsupported, CollectiveMismatch.
+    """
+    if not grouped_gradients.is_traced(x, topk_idx, topk_weights, w1, w2):
+        world = world_of("moe", world, x)
+    size, rank = _place("" if world is None else world.name)
+    _check(rank, x, topk_idx, w1, w2, activation, shared, needed)
+    if max_tokens is None:
+        max_tokens = max(1, size * topk_idx.numel())
+    there = dispatch(x, topk_idx, topk_weights, size * w1.shape[0], max_tokens=max_tokens, world=world)
+    if needed is not None:
+        needed.copy_(there.needed)
+    hidden = finished(grouped_matmul(there.rows, w1, there.offsets, world=world), None, activation)
+    out = combine(grouped_matmul(hidden, w2, there.offsets, world=world), there, world=world)
+    return out if shared is None else out + finished(x @ shared[0], None, activation) @ shared[1]
+
+
+@torch.compiler.assume_constant_result
+def _place(name: str) -> tuple[int, int]:
+    """(size, rank) of the world of that name. The rank is for messages: ranks may share compiled code."""
+    world = named_world(name)
+    return world.size, world.rank
+
+
+def _check(
+    rank: int, x: torch.Tensor, topk_idx: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str,
+    shared: Sequence[torch.Tensor] | None, needed: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raise what `dispatch` and the products would not say in terms of this call."""
+
+    def check(name: str, tensor: Any, dimensions: int, **wanted: int) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise DtypeError.argument("moe", name, type(tensor).__name__, "a tensor", rank)
+        if tensor.ndim != dimensions:
+            raise ShapeError.argument("moe", name, tuple(tensor.shape), f"{dimensions} dimensions", rank)
+        for at, number in wanted.items():
+            if tensor.shape[int(at[1:])] != number:
+                raise ShapeError.argument("moe", name, tuple(tensor.shape), f"{number} in dimension {at[1:]}", rank)
+
+    def check_pair(first: Any, second: Any, names: tuple[str, str], **experts: int) -> None:
+        more = len(experts)
+        check(names[0], first, 2 + more, **experts, **{f"d{more}": x.shape[1]})
+        if first.shape[-1] % columns:
+            wanted = 'an even number of columns for activation "swiglu", gate and up in turn: pkt.interleave(gate, up)'
+            raise ShapeError.argument("moe", names[0], tuple(first.shape), wanted, rank)
+        check(names[1], second, 2 + more, **experts, **{f"d{more}": first.shape[-1] // columns})
+        for name, w in zip(names, (first, second)):
+            if w.dtype != x.dtype:
+                raise DtypeError.argument("moe", name, w.dtype, f"x's, {x.dtype}", rank)
+
+    if activation not in ACTIVATIONS:
+        wanted = " or ".join(map(repr, ACTIVATIONS))
+        raise Unsupported.here(f"rank {rank}: moe", f"found activation {activation!r}", f"wanted {wanted}")
+    columns = 2 if activation == "swiglu" else 1
+    check("x", x, 2)
+    check("topk_idx", topk_idx, 2, d0=x.shape[0])
+    check("w1", w1, 3)
+    check_pair(w1, w2, ("w1", "w2"), d0=w1.shape[0])
+    if shared is not None:
+        if not isinstance(shared, Sequence) or len(shared) != 2:
+            raise DtypeError.argument("moe", "shared", type(shared).__name__, "two tensors, (w1, w2)", rank)
+        check_pair(*shared, ("shared[0]", "shared[1]"))
+        if shared[1].shape[1] != w2.shape[2]:
+            wanted = f"{w2.shape[2]} columns, as w2 has"
+            raise ShapeError.argument("moe", "shared[1]", tuple(shared[1].shape), wanted, rank)
+    if needed is not None:
+        check("needed", needed, 1, d0=2)

@@ -1,0 +1,159 @@
+"""A layer of experts: results and gradients of whole layers against fp64, capacity, compiled code, wrong calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.moe import reference
+
+from .helpers import UNIT, on_ranks, random
+from .test_dispatch import routed
+
+H, F, G = 8, 6, 10
+
+
+def layer(
+    size: int, routing: str, T: tuple[int, ...], K: int, own: int, columns: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Operands of all ranks, by name."""
+    every = [T[rank % len(T)] for rank in range(size)]
+    return {
+        "x": [random((t, H), dtype, r, 0) for r, t in enumerate(every)],
+        "topk_idx": [routed(routing, t, K, own * size, r) for r, t in enumerate(every)],
+        "topk_weights": [random((t, K), torch.float32, r, 1).abs() for r, t in enumerate(every)],
+        "w1": [random((own, H, columns), dtype, r, 2) / H**0.5 for r in range(size)],
+        "w2": [random((own, F, G), dtype, r, 3) / F**0.5 for r in range(size)],
+    }
+
+
+LEAVES = ("x", "topk_weights", "w1", "w2")
+
+
+def assert_right(
+    world: Any, every: dict[str, Any], tolerance: float, run: Any = pkt.moe, fits: Any = None, **more: Any
+) -> None:
+    """The result and the gradients, of the sum of all ranks' losses, are those of the reference in fp64."""
+    size, rank = world.size, world.rank
+    mine = {name: ranks[rank].clone() for name, ranks in every.items()}
+    for name in LEAVES:
+        mine[name].requires_grad_()
+    grads = [random((x.shape[0], G), x.dtype, r, 4) for r, x in enumerate(every["x"])]
+    out = run(**mine, **more)
+    out.backward(grads[rank])
+    exact = {n: [t.double().requires_grad_() if n in LEAVES else t for t in ranks] for n, ranks in every.items()}
+    results = [reference(r, *exact.values(), more.get("activation", "swiglu"), fits) for r in range(size)]
+    loss = sum((found * grad.double()).sum() for found, grad in zip(results, grads))
+    if loss.requires_grad:
+        wanted = torch.autograd.grad(loss, [exact[n][rank] for n in LEAVES], materialize_grads=True)
+    else:
+        wanted = [torch.zeros_like(mine[n]) for n in LEAVES]
+    found = (out, *(mine[n].grad for n in LEAVES))
+    for name, one, right in zip(("out", *LEAVES), found, (results[rank], *wanted), strict=True):
+        assert one.dtype == (torch.float32 if name == "topk_weights" else mine["x"].dtype)
+        most = right.abs().max() if right.numel() else 0
+        assert (one.double() - right).abs().le(tolerance * (1 + most)).all(), name
+
+
+@pytest.mark.parametrize(
+    ("routing", "size", "K", "T", "activation"),
+    [
+        ("random", 1, 8, (3,), "swiglu"),
+        ("skewed", 2, 2, (5,), "gelu"),
+        ("none", 2, 1, (2,), "none"),
+        ("one rank", 3, 1, (4,), "relu"),
+        ("random", 4, 2, (3,), "swiglu"),
+    ],
+)
+def test_layers(routing: str, size: int, K: int, T: tuple[int, ...], activation: Any) -> None:
+    """fp32, with as much room as can be needed."""
+    every = layer(size, routing, T, K, 2, 2 * F if activation == "swiglu" else F)
+    on_ranks(size, lambda world: assert_right(world, every, 2.0**-17, activation=activation), sms=2)
+
+
+def test_bf16_and_linears_weights() -> None:
+    """bf16, with weights as transposed views: about ten roundings on the way there and back."""
+    every = layer(2, "random", (5,), 2, 2, 2 * F, torch.bfloat16)
+    for name in ("w1", "w2"):
+        every[name] = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in every[name]]
+    on_ranks(2, lambda world: assert_right(world, every, 10 * UNIT[torch.bfloat16]), sms=2)
+
+
+def test_ranks_with_other_numbers_of_tokens_and_too_little_room() -> None:
+    """max_tokens given: the experts of rank 1 have no room, and the host may look up how much they need."""
+    every = layer(2, "random", (6, 4), 2, 2, 2 * F)
+    for idx in every["topk_idx"]:
+        idx[:, 0] = 3
+    here = [sum(int(((idx // 2 == r) & (idx >= 0)).sum()) for idx in every["topk_idx"]) for r in range(2)]
+    assert here[0] < here[1]
+
+    def run(world: Any) -> None:
+        needed = torch.zeros(2, dtype=torch.int32)
+        assert_right(world, every, 2.0**-17, fits=(True, False), max_tokens=here[1] - 1, needed=needed)
+        assert needed.tolist() == [here[world.rank], world.rank]
+
+    on_ranks(2, run, sms=2)
+
+
+def test_ranks_with_other_numbers_of_tokens_need_max_tokens() -> None:
+    every = layer(2, "random", (6, 4), 2, 2, 2 * F)
+    with pytest.raises(pkt.CollectiveMismatch, match="max_tokens=24.*max_tokens=16"):
+        on_ranks(2, lambda world: pkt.moe(*(ranks[world.rank] for ranks in every.values())))
+
+
+def test_shared_experts() -> None:
+    """They are added, and have gradients."""
+    every = layer(1, "random", (4,), 2, 2, 2 * F)
+
+    def run(world: Any) -> None:
+        mine = [ranks[0] for ranks in every.values()]
+        shared = [random(shape, torch.float32, 5).requires_grad_() for shape in ((H, 8), (4, G))]
+        out, plain = pkt.moe(*mine, shared=shared), pkt.moe(*mine)
+        hidden = mine[0] @ shared[0]
+        beside = torch.nn.functional.silu(hidden[:, 0::2]) * hidden[:, 1::2] @ shared[1]
+        assert torch.equal(out, plain + beside)
+        for one, other in zip(torch.autograd.grad(out.sum(), shared), torch.autograd.grad(beside.sum(), shared)):
+            assert torch.equal(one, other)
+
+    on_ranks(1, run)
+
+
+def test_compiled_code() -> None:
+    """One graph, forwards and backwards."""
+    every = layer(2, "random", (3,), 2, 1, 2 * F)
+
+    def run(world: Any) -> None:
+        compiled = torch.compile(pkt.moe, backend="aot_eager", fullgraph=True)
+        assert_right(world, every, 2.0**-17, compiled)
+
+    torch._dynamo.reset()
+    on_ranks(2, run, sms=2)
+
+
+def test_refuses() -> None:
+    every = layer(1, "random", (4,), 2, 2, 2 * F)
+
+    def run(world: Any) -> None:
+        good = {name: ranks[0] for name, ranks in every.items()}
+        x, w1, w2 = good["x"], good["w1"], good["w2"]
+        wrongs = {
+            "x": (None, x[0], x[:, :7].contiguous(), x.int()),
+            "topk_idx": (None, good["topk_idx"][:3], good["topk_idx"].float()),
+            "topk_weights": (None, good["topk_weights"].half(), good["topk_weights"][:3]),
+            "w1": (3, w1[0], w1[..., :11], w1.half(), w1[:1]),
+            "w2": (3, w2[0], w2[:, :5], w2.half(), w2[:1]),
+            "activation": ("gated", 3, "gelu"),
+            "shared": (3, (w1[0],), (w1[0], w2[0][:, :9]), (w1[0][:7], w2[0])),
+            "max_tokens": (0, 1.5),
+            "needed": (3, torch.zeros(3, dtype=torch.int32)),
+            "world": (3,),
+        }
+        for name, values in wrongs.items():
+            for wrong in values:
+                with pytest.raises(pkt.PktError, match="rank 0: "):
+                    pkt.moe(**{**good, name: wrong})
+
+    on_ranks(1, run)

@@ -302,13 +302,67 @@ def _ring_differ() -> Mapping[str, tuple[Any, Any]]:
     }  # fmt: skip
 
 
+# --------------------------------------------------------------------------------------------------------- fused norms
+def _norm() -> dict[str, Any]:
+    return {"x": torch.ones(4, 8), "residual": torch.ones(4, 8), "weight": torch.ones(8), "out": None}
+
+
+def _norm_wrong() -> Bad:
+    x, matrix = torch.ones(4, 8), (torch.ones(4), torch.ones(4, 8, 1))
+    return {
+        "x": {ShapeError: matrix, DtypeError: (None, x.int(), x.double())},
+        "residual": {ShapeError: (*matrix, torch.ones(4, 7), torch.ones(3, 8)), DtypeError: (None, x.half(), x.int())},
+        "weight": {ShapeError: (torch.ones(7), torch.ones(1, 8)), DtypeError: (None, torch.ones(8).half())},
+        "out": {ShapeError: (*matrix, torch.ones(4, 7)), DtypeError: (x.half(), x.to(torch.float8_e4m3fn))},
+        "eps": {ShapeError: (0, -1e-6, float("nan"), float("inf")), DtypeError: NO_NUMBER},
+        "quant": {Unsupported: ("fp8", "", 8, True, ["fp8_token"]), ShapeError: ("fp8_group",)},  # H is 8, not 128
+        "rows": COUNT,
+    }
+
+
+def _norm_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"eps": (1e-5, 2e-5)}
+
+
+def _all_norm_wrong() -> Bad:
+    return {**_norm_wrong(), "parts": {ShapeError: (0, -1, 3, *HUGE), DtypeError: NO_INTEGER}}
+
+
+def _shared_norm_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"eps": (1e-5, 2e-5), "rows": (1, 2)}
+
+
+def _shared_norm() -> dict[str, Any]:
+    return {**_norm(), "x": torch.ones(8, 8), "out": None}
+
+
+def _shared_norm_wrong() -> Bad:
+    wrong = _norm_wrong()
+    out = {ShapeError: (torch.ones(4, 8), torch.ones(8)), DtypeError: (torch.ones(8, 8).half(),)}
+    return {**wrong, "x": {**wrong["x"], ShapeError: (torch.ones(7, 8), torch.ones(8))}, "out": out}
+
+
+# --------------------------------------------------------------------------------------------------- ulysses_attention
+def _ulysses_wrong() -> Bad:
+    """As ring_attention's where the names are the same; and heads that two ranks do not divide."""
+    alike = {n: v for n, v in _ring_wrong().items() if not {"length", "layout", "return_lse"} & set(n.split())}
+    return {**alike, "q k v": {ShapeError: (3 * (torch.ones(1, 4, 3, 8),),)}, "heads": COUNT}
+
+
+def _ulysses_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"scale": (0.5, 0.6), "window": ((1, 0), (1, 1))}
+
+
 OTHERS = (
     Tried(pkt.grouped_matmul, _grouped, _grouped_wrong),
     Tried(pkt.dispatch, _dispatch, _dispatch_wrong, _dispatch_differ),
     Tried(pkt.combine, _combine, _combine_wrong, _combine_differ),
     Tried(pkt.dispatch_again, _again, _again_wrong, _again_differ),
+    Tried(pkt.all_reduce_rms_norm, _norm, _all_norm_wrong, _norm_differ),
+    Tried(pkt.reduce_scatter_rms_norm, _shared_norm, _shared_norm_wrong, _shared_norm_differ),
     Tried(pkt.flash_decode, _decode, _decode_wrong, _decode_differ),
     Tried(pkt.ring_attention, _ring, _ring_wrong, _ring_differ),
+    Tried(pkt.ulysses_attention, _ring, _ulysses_wrong, _ulysses_differ),
 )
 
 

@@ -180,7 +180,7 @@ def combine(
     Differentiable, also in the weights. Symmetric memory kept: as many tokens as y has rows, rounded up. Raises
     ShapeError, DtypeError, CollectiveMismatch.
     """
-    handle = dispatched.tokens, dispatched.places, dispatched.weights
+    handle = OPERATOR.handle("dispatched", dispatched, world)
     return OPERATOR((y, *handle, out), (mode, num_comm_sms), world)
 
 

@@ -20,6 +20,10 @@ Launch = Callable[..., torch.Tensor]
 Shape = tuple[int, ...]
 MAX_BLOCK = 1 << 20
 """Most elements of a block in Triton."""
+MAX_INT = (1 << 31) - 1
+"""Greatest int32."""
+MAX_STAGES = 16
+"""Most loads of a loop at once: more of the smallest tiles that are of use do not fit into shared memory."""
 
 
 def letter_of(word: str, size: int) -> tuple[str, int]:
@@ -218,17 +222,20 @@ Check = Callable[["Call", str, Any], Any]
 """check(call, name, value) -> the value to use; raises one of pkt's errors, naming both."""
 
 
-def integer(least: int | None = None) -> Check:
-    """An int, `least` or more."""
+def integer(least: int | None = None, most: int = MAX_INT) -> Check:
+    """None or an int from `least` to `most`; without them what an int32 of a kernel holds."""
 
     def check(call: Call, name: str, value: Any) -> Any:
         if value is None:
             return None
-        if not isinstance(value, int):
+        if not isinstance(value, int) or isinstance(value, bool):
             found = f"{type(value).__name__} {value!r:.40}"
             raise DtypeError.argument(call.name, name, found, "an integer", call.world.rank)
-        if least is not None and value < least:
-            raise call.refuse(name, value, f"at least {least}")
+        low = -MAX_INT if least is None else least
+        if value < low:
+            raise call.refuse(name, value, f"at least {low}")
+        if value > most:
+            raise call.refuse(name, value, f"at most {most}")
         return value
 
     return check

@@ -556,6 +556,8 @@ MOST_CHUNK = 32
 """Tokens between two signals, at most: with 7168 elements a signal takes some hundredths of their time."""
 TILE_BYTES = 16384
 """Copied at a time."""
+MOST_ROWS = 1 << 30
+"""That alignment may add, at most."""
 SENDERS = 24
 """Programs that send, by default: so many fill the links (see docs/facts.md), and the others memory."""
 
@@ -575,6 +577,10 @@ def _bound(call: Call) -> Shape:
     """The shape of the rows, and the letters of the further results."""
     size, R = call.world.size, call["max_tokens"]
     own = triton.cdiv(call["num_experts"], size)
+    most = MOST_ROWS // (own * size)
+    if call["alignment"] > most:
+        wanted = f"at most {most} for {own * size} experts, so that an int32 counts their rows"
+        raise call.refuse("alignment", call["alignment"], wanted)
     call.sizes |= {"r": R, "e": own, "ends": own + 1, "s": slots_of(R, size), "two": 2, "three": 3}
     return R, call["h"]
 

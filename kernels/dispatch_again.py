@@ -264,7 +264,7 @@ def dispatch_again(
     `dispatch` in a backward pass, too. Differentiable. Symmetric memory kept: R tokens. Raises ShapeError,
     DtypeError, CollectiveMismatch.
     """
-    handle = dispatched.tokens, dispatched.places, dispatched.weights
+    handle = OPERATOR.handle("dispatched", dispatched, world)
     return Again(*OPERATOR((x, *handle, y, out), (mode, num_comm_sms), world))
 
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import ShapeError, Unsupported
+from pkt.errors import Closed, ShapeError, Unsupported
 from pkt.runtime.launch.launch import beside, provide_scratch
 from pkt.runtime.world import World
 
@@ -27,7 +27,7 @@ from .agreement import world_of
 from .declaration import Call
 from .grouped_outer import clear as clear_rows
 from .shared import products
-from .shared.checks import FLOATS, aligned, check_apart, check_dense, check_tensor
+from .shared.checks import FLOATS, aligned, check_apart, check_tensor
 from .shared.tile_product import FP32_TILES, UNALIGNED_TILES, Tiles, accumulate, stack, tile_pointers
 
 
@@ -201,14 +201,16 @@ def _check(
 ) -> bool:  # fmt: skip
     """Raise what the function's docstring says; whether w is the view of a transposed tensor."""
     call, rank = "grouped_matmul", world.rank
+    if world.closed:
+        raise Closed.used(rank, call)
     check_tensor(call, "x", x, world, dtypes=FLOATS)
     if x.ndim != 2:
         raise ShapeError.argument(call, "x", tuple(x.shape), "2 dimensions", rank)
-    check_dense(call, "w", w, world)
+    check_tensor(call, "w", w, world, dtype=x.dtype, contiguous=False)
     if w.ndim != 3 or w.shape[1] != x.shape[1] or not w.shape[0]:
         raise ShapeError.argument(call, "w", tuple(w.shape), f"(experts, {x.shape[1]}, N)", rank)
     transposed = not w.is_contiguous() and w.transpose(1, 2).is_contiguous()
-    check_tensor(call, "w", w.transpose(1, 2) if transposed else w, world, dtype=x.dtype)
+    check_tensor(call, "w", w.transpose(1, 2) if transposed else w, world)
     check_tensor(call, "offsets", offsets, world, dtype=torch.int32, shape=(w.shape[0] + 1,))
     if out is not None:
         check_tensor(call, "out", out, world, dtype=x.dtype, shape=(x.shape[0], w.shape[2]))

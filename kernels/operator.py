@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import pkgutil
 import re
 import warnings
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import DtypeError, PktError, ShapeError, Unsupported
+from pkt.errors import DtypeError, HeapFull, PktError, ShapeError, Unsupported
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import Gpu
 from pkt.runtime.memory.tensor import described, facts
@@ -147,6 +148,16 @@ class Operator:
                 setattr(whole[name], part.removeprefix(f"{name}."), tensors[part])
         return {n: t for n, t in tensors.items() if "." not in n} | whole
 
+    def handle(self, name: str, value: Any, world: World | None) -> tuple[Any, ...]:
+        """The operands that are parts of `value`, the function's parameter `name`. Raises DtypeError."""
+        parts = [part.partition(".")[2] for part in self._parts[name]]
+        if lacks := [part for part in parts if not hasattr(value, part)]:
+            rank = world_of(self.name, world).rank
+            raise DtypeError.argument(
+                self.name, name, f"{type(value).__name__} {value!r:.40}", f"what has {' and '.join(lacks)}", rank
+            )
+        return tuple([getattr(value, part) for part in parts])
+
     # ------------------------------------------------------------------------------------------------------ each call
     def __call__(
         self,
@@ -247,9 +258,7 @@ class Operator:
             stored = checks.stored(tensor)[0] if operand.transposed else tensor
             given = {"dtypes": operand.dtypes} if operand.dtypes else {"dtype": call.tensors[first].dtype}
             checks.check_tensor(call.name, name, stored, world, contiguous=self.tuning is not None, **given)
-        for name, value in call.arguments.items():
-            call.arguments[name] = self.arguments[name](call, name, value)
-        call.given = self._checked(call, call.given)
+        self._check_keywords(call)
         for name, operand in self.tensors.items():
             if call.tensors[name] is not None:
                 self._bind(call, name, operand)
@@ -264,14 +273,20 @@ class Operator:
                 contiguous=self.tuning is not None,
             )  # fmt: skip
 
+    def _check_keywords(self, call: Call) -> None:
+        """Arguments and settings. None stands for a default: an argument may be None only where that is its default."""
+        for name, value in call.arguments.items():
+            call.arguments[name] = checked = self.arguments[name](call, name, value)
+            if checked is None and self._defaults[name] is not None:
+                raise DtypeError.argument(call.name, name, None, "a value", call.world.rank)
+        call.given = self._checked(call, call.given)
+
     def blank(self, world: World, operands: Mapping[str, Any], keywords: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Empty results for operands of which only shapes and dtypes are known. Raises as a plan does for these."""
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, operands, arguments, given, keywords["mode"])
-        for name, value in call.arguments.items():
-            call.arguments[name] = self.arguments[name](call, name, value)
-        call.given = self._checked(call, call.given)
+        self._check_keywords(call)
         for name, operand in self.tensors.items():
             if operands[name] is not None:
                 self._bind(call, name, operand)
@@ -461,7 +476,11 @@ class Operator:
         new = functools.partial(torch.empty, call.shape, dtype=call.dtype, device=call.world.torch_device)
         given = "out" not in self.names or call.tensors["out"] is not None
         if not given:
-            call.tensors["out"] = new()
+            try:
+                call.tensors["out"] = new()
+            except RuntimeError as error:  # torch.OutOfMemoryError is one
+                nbytes = math.prod(call.shape) * call.dtype.itemsize
+                raise HeapFull.result(call.name, nbytes, str(call.world.torch_device), call.world.rank) from error
         others = [
             functools.partial(torch.empty, call.bound(o.letters(call)), dtype=o.dtypes[0], device=call["out"].device)
             for o in self.also.values()

@@ -46,10 +46,17 @@ class WaitTimeout(PktError):
 
     @classmethod
     def rendezvous(
-        cls, rank: int, what: str, seconds: float, missing: Sequence[int], refused: Sequence[str] = ()
-    ) -> WaitTimeout:
-        """`refused`: callers that were no rank of this world."""
-        who = ", ".join(f"rank {r}" for r in missing) or "a peer"
+        cls, rank: int, what: str, seconds: float, missing: Sequence[int], refused: Sequence[str] = (),
+        came: Sequence[int] = (),
+    ) -> WaitTimeout:  # fmt: skip
+        """`refused`: callers that were no rank of this world. came: missing ranks that are there: each connects to the
+        ranks before it in their order, so one before both may keep it."""
+
+        def named(missed: int) -> str:
+            before = " or ".join(f"rank {r}" for r in range(min(rank, missed)))
+            return f"rank {missed}" + f" (it has come, and may wait for {before})" * (missed in came and bool(before))
+
+        who = ", ".join(map(named, missing)) or "a peer"
         away = f"\nrefused: {'; '.join(refused)}" if refused else ""
         text = (
             f"rank {rank}: {what} waits for {who} after {seconds:.1f} s: every rank must make this call; "
@@ -289,7 +296,8 @@ class NoCandidate(PktError, ValueError):
 
 
 class HeapFull(PktError, MemoryError):
-    """The symmetric heap has no hole that is large enough. Raised on all ranks, and nothing is lost."""
+    """The symmetric heap has no hole that is large enough. Raised on all ranks, and nothing is lost. Or a rank has no
+    memory for the result of an operator."""
 
     @classmethod
     def wanted(cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None) -> HeapFull:
@@ -300,6 +308,14 @@ class HeapFull(PktError, MemoryError):
             f"{size_text(largest)}; raise heap= or PKT_HEAP"
         )
         return cls.of(text, nbytes=nbytes, free=free, largest=largest)
+
+    @classmethod
+    def result(cls, call: str, nbytes: int, device: str, rank: int) -> HeapFull:
+        text = (
+            f"rank {rank}: {call}: found no memory on {device} for a result of {size_text(nbytes)}; wanted: ask for a "
+            "smaller one, or free other memory"
+        )
+        return cls.of(text, nbytes=nbytes)
 
     @classmethod
     def no_memory(cls, nbytes: int, device: str, said: Mapping[int, str]) -> HeapFull:

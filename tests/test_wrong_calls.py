@@ -12,8 +12,11 @@ import typer.testing
 
 import pkt
 from pkt.cli import app
+from pkt.errors import DtypeError
 from pkt.kernels.operator import Operator, operators
 from tests.conformance.inputs import arguments_of
+
+from .wrong_operators import OTHERS, Tried, parameters
 
 Call = tuple[str, type[pkt.PktError], str, Callable[[], Any]]
 """How it reads, the error that it must raise, a word of the message, the call."""
@@ -71,6 +74,37 @@ def operator_calls(operator: Operator) -> Iterator[Call]:
         for error, values in BAD.get(name, {}).items():
             for value in values:
                 yield call(name, value, error)
+
+
+def other_calls(tried: Tried) -> Iterator[Call]:
+    right, taken = tried.right(), inspect.signature(tried.function).parameters
+    common = {name: BAD[name] for name in ("mode", "world") if name in taken}
+
+    def call(name: str, value: Any, error: type[pkt.PktError]) -> Call:
+        names = name.split()
+        changed = dict(zip(names, value)) if len(names) > 1 else {name: value}
+        word = tried.function.__name__ if error is pkt.HeapFull else names[0]
+        said = f"{name}={value!r:.60} {getattr(value, 'shape', '')}"
+        return said, error, word, lambda: tried.function(**parameters({**right, **changed}))
+
+    for name, operand in right.items():
+        if not isinstance(operand, int):
+            for value in (*NO_TENSORS, *LAYOUTS.values()):
+                yield call(name, value, DtypeError)
+        if isinstance(operand, torch.Tensor):
+            yield call(name, operand.to("meta"), pkt.NotSymmetric)
+    for name, errors in {**common, **tried.wrong()}.items():
+        for error, values in errors.items():
+            for value in values:
+                yield call(name, value, error)
+
+
+def differing_calls(tried: Tried, world: pkt.World) -> Iterator[Call]:
+    """Calls that are right on each rank, and not on both."""
+    for name, values in tried.differ().items():
+        given = {**tried.right(), name: values[world.rank]}
+        said = f"{name} differs: {values!r:.60}"
+        yield said, pkt.CollectiveMismatch, name, lambda g=given: tried.function(**parameters(g))
 
 
 def factory_calls() -> Iterator[Call]:
@@ -182,20 +216,31 @@ def wrong(calls: Iterable[Call]) -> dict[str, str]:
             call()
             found[said] = "nothing raised"
         except Exception as error:
-            right = type(error) is wanted and word in str(error) and "found " in str(error) and "\n" not in str(error)
+            says = "rank " if wanted in (pkt.CollectiveMismatch, pkt.HeapFull, pkt.Closed) else "found "
+            right = type(error) is wanted and word in str(error) and says in str(error) and "\n" not in str(error)
             if not right:
                 found[said] = f"{type(error).__name__}, not {wanted.__name__} with {word!r}: {error}"
     return found
 
 
-OTHERS = {"combine", "dispatch", "dispatch_again", "flash_decode", "ring_attention"}
-"""Operators whose operands are not square matrices: their own tests have wrong calls."""
-TRIED = [operator for operator in operators().values() if operator.name not in OTHERS]
+SQUARE = [o for o in operators().values() if o.function not in [other.function for other in OTHERS]]
 
 
-@pytest.mark.parametrize("operator", TRIED, ids=lambda operator: operator.name)
+@pytest.mark.parametrize("operator", SQUARE, ids=lambda operator: operator.name)
 def test_operators(operator: Operator) -> None:
     assert pkt.launch(lambda world: wrong(operator_calls(operator)), 2, "cpu", heap="8MiB") == [{}] * 2
+
+
+@pytest.mark.parametrize("tried", OTHERS, ids=lambda tried: tried.function.__name__)
+def test_operators_of_other_shapes(tried: Tried) -> None:
+    def main(world: pkt.World) -> dict[str, str]:
+        tried.function(**parameters(tried.right()))  # or all that follows would say nothing
+        closed = lambda: tried.function(**parameters({**tried.right(), "world": ended[world.rank]}))  # noqa: E731
+        last = ("world=of a launch that has ended", pkt.Closed, "closed", closed)
+        return wrong([*other_calls(tried), *differing_calls(tried, world), last])
+
+    ended = pkt.launch(lambda world: world, 2, "cpu")
+    assert pkt.launch(main, 2, "cpu", heap="8MiB", sms=2) == [{}] * 2
 
 
 def test_factories() -> None:
@@ -219,4 +264,5 @@ def test_commands(line: str, word: str, tmp_path: Any) -> None:
 
 def test_there_are_many() -> None:
     generated = [*factory_calls(), *launch_calls(), *explain_calls(), *COMMANDS]
-    assert len(generated) + sum(len([*operator_calls(o)]) for o in TRIED) >= 500
+    assert len(generated) + sum(len([*operator_calls(o)]) for o in SQUARE) >= 500
+    assert sum(len([*other_calls(tried)]) for tried in OTHERS) >= 700

@@ -29,7 +29,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..all_gather import OPERATOR as ALL_GATHER
-from ..declaration import Call, Case, Form, Launch, Operand, integer, number
+from ..declaration import MAX_STAGES, Call, Case, Form, Launch, Operand, integer, number
 from ..declaration import block as block_size
 from ..operator import Operator
 from ..shared import flagged, unfused
@@ -160,7 +160,9 @@ def warps_of(call: Call, name: str, value: Any) -> Any:
 def _shape(call: Call) -> tuple[int, ...]:
     """Of out; what letters do not say is checked here."""
     sizes, v_dim = call.sizes, call["v_dim"]
-    if sizes["h"] % max(sizes["g"], 1):
+    if not sizes["g"]:
+        raise call.refuse("k_cache", tuple(call["k_cache"].shape), "at least one KV head")
+    if sizes["h"] % sizes["g"]:
         raise call.refuse("q", f"{sizes['h']} heads", f"a multiple of the {sizes['g']} KV heads")
     for name in ("k_cache", "v_cache"):
         cache = call.tensors.get(name)
@@ -333,7 +335,7 @@ OPERATOR = Operator(
     result=_shape,
     also={"lse": Operand("b s h", (torch.float32,))},
     arguments={"v_dim": integer(least=1), "scale": number(), "soft_cap": number(above=0)},
-    settings={"block": keys_at_a_time, "stages": integer(1), "warps": warps_of, "programs": integer(1)},
+    settings={"block": keys_at_a_time, "stages": integer(1, MAX_STAGES), "warps": warps_of, "programs": integer(1)},
     forms={
         "fused": Form(
             _fused, "in one launch, results in words of data and flag to every rank, no barrier",

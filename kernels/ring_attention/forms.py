@@ -32,7 +32,7 @@ from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
 from ..all_gather import OPERATOR as ALL_GATHER
-from ..declaration import Call, Case, Form, Launch, Operand, choice, integer, number
+from ..declaration import MAX_STAGES, Call, Case, Form, Launch, Operand, choice, integer, number
 from ..operator import Operator
 from ..shared import copies
 from ..shared.checks import FLOATS
@@ -116,7 +116,7 @@ class Tiles(NamedTuple):
 
 
 def _tiles(call: Call, name: str, value: Any) -> Tiles:
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, Sequence) or isinstance(value, str) or None in value:
         found = f"{type(value).__name__} {value!r:.40}"
         raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
     for at, size in enumerate(value):
@@ -125,7 +125,9 @@ def _tiles(call: Call, name: str, value: Any) -> Tiles:
     powers = [16 <= size <= 256 and not size & (size - 1) for size in value[:2]]
     if not 2 <= len(value) <= 4 or not all(powers) or Tiles(*value).num_warps not in (1, 2, 4, 8, 16):
         raise call.refuse(name, tuple(value), wanted)
-    return Tiles(*value)
+    if (full := Tiles(*value)).num_stages > MAX_STAGES:
+        raise call.refuse(name, tuple(full), f"at most {MAX_STAGES} stages")
+    return full
 
 
 def _flag(call: Call, name: str, value: Any) -> bool:
@@ -138,7 +140,7 @@ def _flag(call: Call, name: str, value: Any) -> bool:
 def _window(call: Call, name: str, value: Any) -> Any:
     if value is None:
         return None
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2 or None in value:
         found = f"{type(value).__name__} {value!r:.40}"
         raise DtypeError.argument(call.name, name, found, "two integers (left, right)", call.world.rank)
     for at, side in enumerate(value):

@@ -10,7 +10,7 @@ import torch
 from pkt.errors import DtypeError
 from pkt.runtime.memory.tensor import SymmetricTensor
 
-from ..declaration import MAX_BLOCK, Call, Case, Launch, Operand, choice, integer
+from ..declaration import MAX_BLOCK, MAX_STAGES, Call, Case, Launch, Operand, choice, integer
 from ..gradients import Gradients, Recorded
 from .checks import FLOATS, aligned, stored
 from .tile_product import Tiles, finished, padded
@@ -56,6 +56,8 @@ def tiles(call: Call, name: str, value: Sequence[int]) -> Tiles:
     if full.num_warps not in (1, 2, 4, 8, 16) or min(full) < 1 or full.maxnreg > 255:
         wanted = "num_warps a power of two up to 16, maxnreg up to 255, everything from 1"
         raise call.refuse(name, tuple(full), wanted)
+    if full.num_stages > MAX_STAGES:
+        raise call.refuse(name, tuple(full), f"at most {MAX_STAGES} stages")
     return full
 
 

@@ -15,6 +15,15 @@ from pkt.runtime.world import World
 from pkt.simulate.memory import AddressSpace, Region
 
 _signature = functools.lru_cache(maxsize=1024)(inspect.signature)
+_MISSING = inspect.Parameter.empty
+
+
+@functools.lru_cache(maxsize=1024)
+def _defaults(fn: Any) -> dict[str, Any]:
+    """The default value of every parameter, by name; _MISSING for none. Empty if some parameter is no plain one."""
+    found = _signature(fn).parameters
+    plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in found.values())
+    return {name: p.default for name, p in found.items()} if plain else {}
 
 
 def parameters(kernel: Any) -> Iterator[tuple[str, bool, bool, str]]:
@@ -28,12 +37,18 @@ def parameters(kernel: Any) -> Iterator[tuple[str, bool, bool, str]]:
 
 def bind(kernel: Any, args: tuple, named: dict) -> dict[str, Any]:
     """Every parameter's value by name, default values included."""
-    bound = _signature(kernel.fn).bind(*args, **named)
-    bound.apply_defaults()
-    for name, value in bound.arguments.items():
+    defaults = _defaults(kernel.fn)
+    given = dict(zip(defaults, args))
+    found = {**defaults, **given, **named}
+    plain = len(given) == len(args) and len(found) == len(defaults) and given.keys().isdisjoint(named)
+    if not plain or any(value is _MISSING for value in found.values()):  # Python says what is wrong
+        bound = _signature(kernel.fn).bind(*args, **named)
+        bound.apply_defaults()
+        found = dict(bound.arguments)
+    for name, value in found.items():
         if isinstance(value, World):
             raise ShapeError.argument(kernel.fn.__name__, name, "a pkt.World", "world.device, its form for kernels")
-    return dict(bound.arguments)
+    return found
 
 
 def register(arguments: dict[str, Any], space: AddressSpace, rank: int, kernel: str) -> list[int]:

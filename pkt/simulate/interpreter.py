@@ -14,7 +14,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -157,19 +157,27 @@ def _bound(member: Callable) -> Callable:
 
 
 _MISSING: Any = object()
-_patched: list[tuple] = []  # (owner, name, value before, value) of every patch
+_patches: dict[tuple[int, str], tuple] = {}  # (owner's id, name) -> (owner, name, value before, value): the last
+_replaced: dict[int, Any] = {}  # what these patches add to `interpret.replaced`
+_sizes: list[tuple[Any, int]] = []  # the owners whose builtins they replace, and how many names each had
+_patched: list[tuple] = []  # the patches that are in force
 
 
-def _patch(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until `undo` is closed."""
+def _patch(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute of `owner`, once `_apply` makes it so."""
+    known = _patches.get((id(owner), name))
     # The class's own dictionary: getattr would bind descriptors and find inherited names.
-    old = vars(owner).get(name, _MISSING)
-    if old is not _MISSING and inspect.ismodule(owner):
-        interpret.replaced[id(old)] = value
-    patch = owner, name, old, value
-    _patched.append(patch)
-    undo.callback(lambda: _undo(_patched.pop()))
-    setattr(owner, name, value)
+    old = vars(owner).get(name, _MISSING) if known is None else known[2]
+    replaced = old if known is None else known[3]
+    if replaced is not _MISSING and inspect.ismodule(owner):
+        _replaced[id(replaced)] = value
+    _patches[id(owner), name] = owner, name, old, value
+
+
+def _value(owner: Any, name: str) -> Any:
+    """An attribute as the patches so far make it."""
+    known = _patches.get((id(owner), name))
+    return getattr(owner, name) if known is None else known[3]
 
 
 def _undo(patch: tuple) -> None:
@@ -180,10 +188,28 @@ def _undo(patch: tuple) -> None:
         setattr(owner, name, old)
 
 
+def _apply() -> None:
+    """Patch `tl`. The patches of the last time serve again, unless an attribute that they replace has changed."""
+    same = _sizes and all(len(vars(owner)) == size for owner, size in _sizes)
+    if not same or not all(vars(owner).get(name, _MISSING) is old for owner, name, old, _ in _patches.values()):
+        for kept in (_patches, _replaced, _sizes):
+            kept.clear()
+        _sizes.extend((owner, len(vars(owner))) for owner in _install())
+    interpret.replaced |= _replaced
+    for patch in _patches.values():
+        setattr(patch[0], patch[1], patch[3])
+        _patched.append(patch)
+
+
+def _remove() -> None:
+    while _patched:
+        _undo(_patched.pop())
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Undo the patches while the context lasts, so that Triton can compile."""
-    for patch in reversed(_patched):
+    for patch in _patched:
         _undo(patch)
     try:
         yield
@@ -208,11 +234,11 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
     if name in shortcuts.ATOMICS and owner in (tl, core):
         return shortcuts.atomic(name, slow, builder)
     if name in shortcuts.PURE:
-        return shortcuts.pure(name, slow)
+        return shortcuts.pure(name, shortcuts.where(slow) if name == "where" else slow)
     if name in ("cast", "to"):
         return shortcuts.cast(slow)
-    if name == "arange":
-        return shortcuts.arange(slow)
+    if name in ("arange", "join", "split"):
+        return getattr(shortcuts, name)(slow)
     if name in ("program_id", "num_programs"):
         return shortcuts.of_grid(lambda: builder.grid_idx if name == "program_id" else builder.grid_dim)
     if name == "load" and owner in (tl, core):
@@ -222,12 +248,12 @@ def _shortcut(owner: Any, name: str, slow: Callable) -> Callable:
     return slow
 
 
-def _install(patches: ExitStack) -> None:
-    patch = functools.partial(_patch, patches)
-    cuda = tl.extra.cuda
+def _install() -> tuple[Any, ...]:
+    """Make the patches, and return the owners whose builtins they replace."""
+    patch, cuda = _patch, tl.extra.cuda
     owners = (tl, core, tl.math, tl.tensor, core.tensor_descriptor_base, core.tensor_descriptor, cuda, cuda.libdevice)
     for owner in owners:
-        for name, member in list(vars(owner).items()):
+        for name, member in vars(owner).items():
             if core.is_builtin(member):
                 bound = _bound(member)
                 patch(owner, name, _shortcut(owner, name, bound))
@@ -235,9 +261,9 @@ def _install(patches: ExitStack) -> None:
                 patch(owner, name, _method(member))
     patch(cuda, "num_warps", lambda: builder.pkt.m.current.launch.num_warps)
     patch(cuda, "num_threads", lambda: 32 * builder.pkt.m.current.launch.num_warps)
-    for name, stub in list(vars(libdevice).items()):  # each stands for the target's function of its name
+    for name, stub in vars(libdevice).items():  # each stands for the target's function of its name
         if inspect.isfunction(stub) and hasattr(cuda.libdevice, name):
-            patch(libdevice, name, getattr(cuda.libdevice, name))
+            patch(libdevice, name, _value(cuda.libdevice, name))
     for owner in (tl, core):
         for name, value in (
             ("range", source.range_of_tensors),
@@ -263,6 +289,14 @@ def _install(patches: ExitStack) -> None:
     patch(core.dtype, "to_ir", _to_ir)
     patch(core.block_type, "to_ir", lambda self, b: shortcuts.block_like(self, self.element_ty.to_ir(b)))
     patch(core.block_type, "with_element_ty", shortcuts.block_like)
+    patch(core.block_type, "__init__", shortcuts.block_init(core.block_type.__init__))
+    for owner, name, made in (
+        (core, "_type_for_tuple_values", shortcuts.tuple_types),
+        (core, "_unwrap_if_constexpr", shortcuts.unwrapped),
+        (base, "_get_np_dtype", shortcuts.np_dtype_of),
+    ):
+        if hasattr(owner, name):  # private names of Triton
+            patch(owner, name, made(getattr(owner, name)))
     # Builtins of pkt.language that are called with no `_semantic` use this one.
     patch(base, "interpreter_semantic", semantic)
     patch(base, "interpreter_builder", builder)
@@ -272,6 +306,7 @@ def _install(patches: ExitStack) -> None:
     patch(base.InterpretedFunction, "__call__", _call)
     patch(base.InterpretedFunction, "run", _launch)
     patch(Autotuner, "run", _autotuned)
+    return owners
 
 
 def _data_ptr(self: torch.Tensor) -> int:
@@ -333,14 +368,14 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
     Contexts may be nested. An inner one only replaces `launch`, so an outer one without `launch` keeps `tl` patched
     over many runs."""
     outermost = not _launchers
-    patches, replaced, thresholds = ExitStack(), dict(interpret.replaced), gc.get_threshold()
+    replaced, thresholds = dict(interpret.replaced), gc.get_threshold()
     _launchers.append(launch or _refuse)
     try:
         if outermost:
             # If this module were first imported during a simulation, its tables would hold the patched functions of
             # tl, and kernels compiled later would have no static_assert.
             importlib.import_module("triton.compiler.code_generator")
-            _install(patches)
+            _apply()
             # Operations make few objects and no cycles, while torch and triton keep a million objects for ever. Those
             # stay frozen: thawing would move this run's cycles into the oldest generation, which is hardly collected.
             _freeze()
@@ -349,8 +384,8 @@ def interpreting(launch: Callable | None = None) -> Iterator[None]:
             yield
     finally:
         _launchers.pop()
-        patches.close()
         if outermost:
+            _remove()
             interpret.functions.clear()
             gc.set_threshold(*thresholds)
         interpret.replaced = replaced

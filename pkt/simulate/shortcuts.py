@@ -17,12 +17,16 @@ from triton.runtime.interpreter import TensorHandle
 
 from pkt.language.world import listed_rank
 from pkt.simulate.memory import OUTSIDE
+from pkt.simulate.numerics import decode, encode, to_half
 from pkt.simulate.sites import site
 
 # By name: comparing Triton's types costs more than adding two numbers.
 INTEGERS = frozenset({"int32", "int64"})
 PLAIN = INTEGERS | {"fp32", "fp16"}
 _LIMIT = {"int32": 1 << 31, "int64": 1 << 63}
+_EXACT = 1 << 24  # integers up to here are exact in fp32
+_WORDS = frozenset({"uint16", "uint32", "uint64"})
+_RANGE = {name: (-limit, limit) for name, limit in _LIMIT.items()} | {n: (0, 1 << int(n[4:])) for n in _WORDS}
 
 _SCALAR: tuple = ()  # the shape of every scalar, compared by identity: asking a tuple of Triton for its length is slow
 _ONE = core.constexpr(1)
@@ -128,9 +132,75 @@ def block(ty: tl.dtype, shape: tuple[int, ...]) -> tl.dtype:
     return known
 
 
+def block_init(slow: Callable) -> Callable:
+    """`tl.block_type.__init__`, except that all blocks of one type and shape share their parts."""
+    known: dict[tuple, dict[str, Any]] = {}
+
+    def init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        key = (element_ty.name, _integers(shape)) if type(element_ty) is tl.dtype else None
+        parts = known.get(key) if key is not None and key[1] is not None else None
+        if parts is not None:
+            vars(self).update(parts)
+            return
+        slow(self, element_ty, shape)
+        if key is not None and key[1] is not None:
+            known[key] = dict(vars(self))
+
+    return init
+
+
+_INT = frozenset({int})
+_WITH_NO_VALUE = frozenset({int, tl.tensor, type(None)})
+
+
+def unwrapped(slow: Callable) -> Callable:
+    """`_unwrap_if_constexpr` of Triton, which asks three times what a value is."""
+
+    def call(o: Any) -> Any:
+        kind = type(o)
+        return o.value if kind is core.constexpr else o if kind in _WITH_NO_VALUE else slow(o)
+
+    return call
+
+
+def tuple_types(slow: Callable) -> Callable:
+    """The type of a `tl.tuple`, made once for the integers that it holds; most tuples are shapes."""
+    known: dict[tuple, Any] = {}
+
+    def call(values: Any, fields: Any = None) -> Any:
+        key = _integers(values) if fields is None else None
+        if key is None:
+            return slow(values, fields)
+        if key not in known:
+            known[key] = slow(values, fields)
+        return known[key]
+
+    return call
+
+
+def _integers(values: Any) -> tuple[int, ...] | None:
+    """The integers, or constants of integers, in a sequence; None if it has other values."""
+    found = tuple([v.value if type(v) is core.constexpr else v for v in values])
+    return found if _INT.issuperset(map(type, found)) else None
+
+
 def block_like(self: tl.block_type, ty: tl.dtype) -> tl.dtype:
     """`tl.block_type.with_element_ty`, and `to_ir`, which here is the type itself."""
     return block(ty, tuple(self.shape))
+
+
+def np_dtype_of(slow: Callable) -> Callable:
+    """`_get_np_dtype` of Triton's interpreter, which makes its whole table at every call."""
+    known: dict[str, np.dtype] = {}
+
+    def call(ty: tl.dtype) -> np.dtype:
+        if type(ty) is not tl.dtype:
+            return slow(ty)
+        if ty.name not in known:
+            known[ty.name] = slow(ty)
+        return known[ty.name]
+
+    return call
 
 
 def _truncated(left: Any, right: Any) -> Any:
@@ -163,7 +233,9 @@ OPERATORS = {**_ARITHMETIC, **_INTEGER, **_COMPARE, **_LOGIC, **_SHIFT}
 
 def binary(name: str, slow: Callable) -> Callable:
     op = OPERATORS[name]
-    types = INTEGERS if name in _INTEGER or name in _SHIFT else INTEGERS | {"int1"} if name in _LOGIC else PLAIN
+    types = INTEGERS if name in _INTEGER else INTEGERS | _WORDS if name in _SHIFT else PLAIN | _WORDS
+    if name in _LOGIC:
+        types = INTEGERS | _WORDS | {"int1"}
     compares, moves = name in _COMPARE, name in ("__add__", "__radd__", "__sub__")
 
     def call(self: tl.tensor, other: Any) -> Any:
@@ -198,8 +270,10 @@ def binary(name: str, slow: Callable) -> Callable:
         have = ty.name
         if is_tensor and other.dtype.name == have and have in types:
             right = other.handle.data
-        elif kind is int and have in INTEGERS and have in types and -_LIMIT[have] <= other < _LIMIT[have]:
+        elif kind is int and have in types and have in _RANGE and _RANGE[have][0] <= other < _RANGE[have][1]:
             right = left.dtype.type(other)
+        elif have == "fp32" and have in types and (kind is float or (kind is int and -_EXACT <= other <= _EXACT)):
+            right = np.float32(other)
         elif is_tensor and have in INTEGERS and other.dtype.name in INTEGERS and have in types:
             left, right = left.astype(np.int64, copy=False), other.handle.data.astype(np.int64, copy=False)
             ty = tl.int64
@@ -239,6 +313,34 @@ def pure(name: str, slow: Callable) -> Callable:
         return known[0] if known is not None else _follows(first.results, tuple(key), slow(*args), args)
 
     return call
+
+
+def where(slow: Callable) -> Callable:
+    """`tl.where` of blocks of one shape, and of numbers."""
+
+    def call(condition: Any, x: Any, y: Any) -> Any:
+        if type(condition) is tl.tensor and condition.dtype.name == "int1" and condition.shape is not _SCALAR:
+            typed = x if type(x) is tl.tensor else y
+            if type(typed) is tl.tensor:
+                left, right = (_operand(v, typed.dtype, condition.shape) for v in (x, y))
+                if left is not None and right is not None:
+                    return new_tensor(np.where(condition.handle.data, left, right), typed.dtype, False)
+        return slow(condition, x, y)
+
+    return call
+
+
+def _operand(x: Any, ty: tl.dtype, shape: Any) -> Any:
+    """The array, or the number, of an operand of type `ty`; None if it has another type or shape."""
+    if type(x) is core.constexpr:
+        x = x.value
+    kind = type(x)
+    if kind is tl.tensor:
+        return x.handle.data if x.shape is shape and x.dtype.name == ty.name else None
+    if ty.name == "fp32" and (kind is float or (kind is int and -_EXACT <= x <= _EXACT)):
+        return np.float32(x)
+    limits = _RANGE.get(ty.name)
+    return np.dtype(ty.name).type(x) if kind is int and limits is not None and limits[0] <= x < limits[1] else None
 
 
 def _bytes(offset: Any, size: int) -> Any:
@@ -287,8 +389,17 @@ _WIDTH: dict[str, Any] = {f"{u}int{n}": np.dtype(f"{u}int{n}") for u in ("", "u"
 _BITS = _WIDTH | {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 
 
+_ROUNDED: dict[tuple[str, str], Callable[[np.ndarray], np.ndarray]] = {
+    ("bf16", "fp32"): lambda data: decode(data, tl.bfloat16),
+    ("fp16", "fp32"): lambda data: data.astype(np.float32),
+    ("fp32", "bf16"): lambda data: encode(data, tl.bfloat16),
+    ("fp32", "fp16"): lambda data: to_half(data, False),
+}
+
+
 def cast(slow: Callable) -> Callable:
-    """`tl.cast` and `x.to` between integers, bit casts between types of equal width, and casts to the type of x."""
+    """`tl.cast` and `x.to` between integers, between fp32 and the halves, bit casts between types of equal width, and
+    casts to the type of x."""
 
     def call(
         input: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, _semantic: Any = None
@@ -308,9 +419,35 @@ def cast(slow: Callable) -> Callable:
                         return known[0]
                     made = new_tensor(data.astype(_WIDTH[wanted]), dtype, input.shape is _SCALAR)
                     return made if results is None else _follows(results, wanted, made)
+                rounded = _ROUNDED.get((have, wanted))
+                if bitcast is False and rounded is not None:
+                    return new_tensor(rounded(data), dtype, input.shape is _SCALAR)
             elif wanted in INTEGERS and type(input) is int and -_LIMIT[wanted] <= input < _LIMIT[wanted]:
                 return integer(input, dtype)
         return slow(input, dtype, fp_downcast_rounding, bitcast)
+
+    return call
+
+
+def join(slow: Callable) -> Callable:
+    """`tl.join` of two blocks of one shape and type."""
+
+    def call(a: Any, b: Any) -> Any:
+        if type(a) is type(b) is tl.tensor and a.shape is b.shape is not _SCALAR and a.dtype.name == b.dtype.name:
+            return new_tensor(np.stack([a.handle.data, b.handle.data], axis=-1), a.dtype, False)
+        return slow(a, b)
+
+    return call
+
+
+def split(slow: Callable) -> Callable:
+    """`tl.split` of a block that leaves two blocks."""
+
+    def call(a: Any) -> Any:
+        data = a.handle.data if type(a) is tl.tensor and len(a.shape) > 1 else None
+        if data is None or data.shape[-1] != 2:
+            return slow(a)
+        return new_tensor(data[..., 0], a.dtype, False), new_tensor(data[..., 1], a.dtype, False)
 
     return call
 

@@ -21,12 +21,13 @@ TINY = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**
 SLOPE, CURVE = 1.13, 2.0**-20  # the steepest epilogue, and how far erf and exp are off
 RAGGED = (12, 13, 20, 7, 17)  # sizes of letters, in their order
 LETTERS = ((1,), RAGGED, (33, 16, 18, 40, 3))
+_signature = functools.lru_cache(maxsize=1024)(inspect.signature)
 
 
 def arguments_of(operator: Operator, case: Case) -> dict[str, Any]:
     """The keywords that change the result. Where the case says nothing: the default, or what the operator's first case
     has if there is none."""
-    parameters = inspect.signature(operator.function).parameters
+    parameters = _signature(operator.function).parameters
     found = {name: parameters[name].default for name in operator.arguments}
     needed = {name for name, value in found.items() if value is inspect.Parameter.empty}
     return (

@@ -68,7 +68,7 @@ def test_lengths_may_change_between_launches(mode: str) -> None:
     def run(world: Any) -> None:
         keep: dict[str, Any] = {}
         for launch, lens in enumerate(LENGTHS):
-            every = operands(launch, lens, 4, 2, 16, 16, 1.0)
+            every = operands(launch, lens, 4, 2, 16, 16, 1.0, pages=PAGES - 1)  # which end inside of a block of keys
             out, lse = check(world, every, keep, mode=mode, programs=4)
             if launch == 0:
                 assert (out[0] == 0).all()

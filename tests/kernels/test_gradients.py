@@ -268,6 +268,18 @@ def test_a_reduction_in_place_of_what_is_needed_raises() -> None:
     on_ranks(2, run)
 
 
+def test_what_is_written_is_the_result_that_autograd_sees() -> None:
+    def run(world: Any) -> None:
+        x = leaf(3)
+        y = x * 2
+        assert pkt.all_reduce(y, world=world) is y
+        assert type(y.grad_fn).__name__ == "AllReduceBackward"
+        y.sum().backward()
+        assert x.grad.eq(4).all()
+
+    on_ranks(2, run)
+
+
 def test_a_workspace_serves_the_backward_pass_too() -> None:
     def run(world: Any) -> None:
         a = leaf(4, 8)

@@ -117,6 +117,9 @@ def test_refuses() -> None:
         shared = torch.ones(64)
         with pytest.raises(pkt.ShapeError, match="out: found a tensor"):
             grouped_matmul(shared[:48].view(6, 8), w, offsets, shared[4:28].view(6, 4))
+        shared = torch.ones(88)
+        with pytest.raises(pkt.ShapeError, match="bytes from w"):
+            grouped_matmul(x, shared[:64].view(2, 8, 4), offsets, shared[60:84].view(6, 4))
 
     on_ranks(1, run)
 

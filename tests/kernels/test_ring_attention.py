@@ -90,6 +90,13 @@ def test_what_is_sent_is_what_somebody_sees(layout: str) -> None:
                 assert sequence.needed(piece, view, rows, layout, receiver, size) == any(j in seen for j in keys)
 
 
+def test_each_position_has_its_document() -> None:
+    """The first position and the one behind the last; the exact results of other tests take the same function."""
+    ends, at = torch.tensor([2, 4, 4, 7], dtype=torch.int32), torch.arange(9)
+    first, behind = sequence.spans(ends, at, 9).tolist()
+    assert [*zip(first, behind)] == [(9, 0)] * 2 + [(2, 4)] * 2 + [(4, 7)] * 3 + [(9, 0)] * 2
+
+
 def test_pieces_are_the_rows_of_a_rank() -> None:
     for layout, rows, size in itertools.product(LAYOUTS, (1, 5, 8), (1, 3)):
         for rank in range(size):
@@ -108,6 +115,7 @@ def test_pieces_are_the_rows_of_a_rank() -> None:
         ("copy", {"causal": True, "window": (30, -1), "layout": "zigzag"}),
         ("fused", {"length": 2 * ROWS - 21}),  # the last rank has rows that are padding alone
         ("unfused", {"length": 5, "layout": "zigzag"}),
+        ("unfused", {"window": (40, 9)}),  # blocks of keys that all queries of a tile see lie between others
     ],
 )
 def test_several_chunks_and_tiles(mode: str, keywords: dict[str, Any]) -> None:

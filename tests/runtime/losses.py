@@ -7,6 +7,7 @@ before the step. Most protocols wait in loops, so their number of steps differs 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -14,20 +15,34 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from pkt.errors import PeerLost, WaitTimeout
+from pkt.runtime import bootstrap
 from pkt.runtime.memory import factories, heap
+from pkt.runtime.processes import rendezvous
+from pkt.runtime.processes.network import Board
 from pkt.runtime.processes.rendezvous import Meeting, prepare
 from pkt.runtime.processes.transport import Transport
+from pkt.runtime.world import World
 
 from . import forked
+from .fake_driver import FakeDriver, FakeGpu
 
 DEADLINE = 2.0  # seconds; long enough for a busy machine to start the ranks of several worlds
 GRACE = 2.0  # seconds after the deadline within which every survivor leaves
 PROTOCOLS = ("rendezvous", "votes", "journal", "heap", "exchange", "barrier", "farewell", "close")
 """What the ranks do, in order. rendezvous: with hello and challenge. farewell: the victim gives up instead."""
+HOSTS_PROTOCOLS = ("store", *PROTOCOLS)
+"""The same on several hosts. store: they read each other's host and address. journal: there is none, and allocations
+are compared in exchanges."""
+MARKS = {rendezvous.connect.__code__: "rendezvous", Transport.__init__.__code__: "votes"}
+"""Functions with which a protocol begins."""
+SECRET = b"of every rank " * 3
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT)
 _SYSTEM = ("posix", "fcntl")
 _INSIDE = ("fileno", "CMSG_SPACE", "register", "unregister", "modify", "gettimeout", "len", "min", "monotonic")
@@ -36,22 +51,26 @@ _HERE = os.path.join("pkt", "runtime")
 
 
 class Loss(NamedTuple):
-    """`victim` of `size` ranks gets signal `how` before the step number `step`, from 0, of `protocol`."""
+    """`victim` of `size` ranks gets signal `how` before the step number `step`, from 0, of `protocol`. hosts: a letter
+    for each rank's host, which has TCP to the others; "" where all ranks are on this host."""
 
     size: int
     victim: int
     protocol: str
     step: int
     how: signal.Signals
+    hosts: str = ""
 
 
 class Steps:
     """Counts the steps of this thread from now on, and calls `due` at one of them, or at the end of its protocol if it
-    has fewer."""
+    has fewer. first: the protocol now; marks: functions with which others begin."""
 
-    def __init__(self, protocol: str, step: int, due: Callable[[], None]) -> None:
+    def __init__(
+        self, first: str, marks: Mapping[CodeType, str], protocol: str, step: int, due: Callable[[], None]
+    ) -> None:
         self.protocol, self.step, self.due = protocol, step, due
-        self.now, self.count = PROTOCOLS[0], 0
+        self.now, self.count, self.marks = first, 0, marks
         sys.setprofile(self._count)
 
     def begin(self, protocol: str) -> None:
@@ -66,8 +85,8 @@ class Steps:
         self.due()
 
     def _count(self, frame: Any, event: str, function: Any) -> None:
-        if event == "call" and frame.f_code is Transport.__init__.__code__:
-            self.begin("votes")
+        if event == "call" and frame.f_code in self.marks:
+            self.begin(self.marks[frame.f_code])
         if is_step(frame, event, function):
             if (self.now, self.count) == (self.protocol, self.step):
                 self._reached()
@@ -82,9 +101,24 @@ def is_step(frame: Any, event: str, function: Any) -> bool:
     if event != "c_call" or function.__name__ in _INSIDE:
         return False
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, (socket.socket, type(select.poll()))):
+    if isinstance(owner, (socket.socket, type(select.poll()), dist.Store)):
         return True
     return _HERE in file and (file.endswith("journal.py") or getattr(owner, "__name__", "") in _SYSTEM)
+
+
+def _store_of(meeting: Meeting) -> str:
+    return f"{meeting.directory}.store"  # beside the directory, which rank 0 removes
+
+
+def opened(meeting: Meeting, rank: int, loss: Loss) -> World:
+    """This rank's world over a FakeDriver."""
+    if not loss.hosts:
+        return forked.fake_world(meeting, rank, loss.size, DEADLINE)
+    gpu = FakeGpu(f"uuid-{rank}", attributes={"HANDLE_TYPE_FABRIC_SUPPORTED": 1}, domain="c1/7")
+    fake = FakeDriver(rank, gpus=[gpu])
+    board = Board(dist.FileStore(_store_of(meeting)), "pkt/world", rank, SECRET)
+    place = bootstrap.Place(rank, loss.size, meeting, host=loss.hosts[rank], board=board)
+    return bootstrap.open_world(place, 0, forked.HEAP, DEADLINE, driver=lambda rank: fake, stride=forked.STRIDE)
 
 
 def ranks_of(meeting: Meeting, lost_at: memoryview[float], loss: Loss) -> Callable[[int], Any]:
@@ -97,7 +131,7 @@ def ranks_of(meeting: Meeting, lost_at: memoryview[float], loss: Loss) -> Callab
 
     def all_protocols(rank: int, begin: Callable[[str], None]) -> Any:
         heap.FIRST_BYTES = 1 << 17  # so that the heap has to grow
-        with forked.fake_world(meeting, rank, loss.size, DEADLINE) as world:
+        with opened(meeting, rank, loss) as world:
             begin("journal")
             for _ in range(3):
                 factories.empty(1000, world=world)
@@ -120,7 +154,8 @@ def ranks_of(meeting: Meeting, lost_at: memoryview[float], loss: Loss) -> Callab
         if rank != loss.victim:
             return all_protocols(rank, lambda protocol: None)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
-        steps = Steps(loss.protocol, loss.step, due)
+        first = (HOSTS_PROTOCOLS if loss.hosts else PROTOCOLS)[0]
+        steps = Steps(first, MARKS, loss.protocol, loss.step, due)
         try:
             try:
                 return all_protocols(rank, steps.begin)
@@ -145,6 +180,8 @@ def lose(losses: Sequence[Loss]) -> dict[Loss, str]:
     finally:
         for place in places:
             place.remove()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_store_of(place))
     return {loss: text for loss, ends, at in zip(losses, found, moments) if (text := _judged(loss, ends, at[0]))}
 
 
@@ -162,7 +199,7 @@ def _judged(loss: Loss, ends: Sequence[forked.End], at: float) -> str:
             assert isinstance(end.error, (PeerLost, WaitTimeout)), what
             assert f"rank {loss.victim}" in str(end.error), what
             # A rank that waits for the victim in the rendezvous has not met the ranks after it, and names them too.
-            assert loss.protocol == "rendezvous" or _named(end.error) == {loss.victim}, what
+            assert loss.protocol in ("store", "rendezvous") or _named(end.error) == {loss.victim}, what
     late = max(end.at for end in ends if end.rank != loss.victim) - at - DEADLINE - GRACE
     return f"{late:.1f} s late" if late > 0 else ""
 

@@ -1,35 +1,54 @@
 """A rank lost at any step of any protocol, by KILL, STOP, TERM and INT: every survivor names it in time.
 
-PKT_LOSSES=200 plays as many losses. LOSSES are played without it.
+PKT_LOSSES=200 plays as many losses of each kind: on one host, on several, and of the workers of pkt.launch.
 """
 
 import os
 import random
 from collections import Counter
 
-from .losses import PROTOCOLS, SIGNALS, Loss, lose
+from . import losses_workers
+from .losses import HOSTS_PROTOCOLS, PROTOCOLS, SIGNALS, Loss, lose
 
-LOSSES = int(os.environ.get("PKT_LOSSES", len(PROTOCOLS) * len(SIGNALS)))
-STEPS = {"rendezvous": 40, "votes": 80, "journal": 60, "heap": 40, "exchange": 12, "barrier": 12, "farewell": 12}
+STEPS = {"store": 6, "rendezvous": 40, "votes": 80, "journal": 60, "heap": 40, "exchange": 12, "barrier": 12,
+         "farewell": 12, "take": 6, "world": 120, "work": 30, "answer": 20}  # fmt: skip
 """About how many a protocol has. A step that comes after its end is the end."""
 
 
-def picked(count):
+def number(least):
+    """How many losses to play."""
+    return int(os.environ.get("PKT_LOSSES", least))
+
+
+def picked(count, protocols, seed, hosts=("",)):
     """Each protocol with each signal in turn, at random steps."""
-    pick, losses = random.Random(1), []
+    pick, losses = random.Random(seed), []
     for number in range(count):
-        protocol, how = PROTOCOLS[number % len(PROTOCOLS)], SIGNALS[number // len(PROTOCOLS) % len(SIGNALS)]
-        size = pick.randint(2, 4)
-        losses.append(Loss(size, pick.randrange(size), protocol, pick.randrange(STEPS.get(protocol, 12)), how))
+        protocol, how = protocols[number % len(protocols)], SIGNALS[number // len(protocols) % len(SIGNALS)]
+        names = pick.choice(hosts)
+        size = len(names) or pick.randint(2, 4)
+        step = pick.randrange(STEPS.get(protocol, 12))
+        losses.append(Loss(size, pick.randrange(size), protocol, step, how, names))
     return losses
 
 
-def test_every_survivor_names_a_rank_lost_at_any_step():
+def play(losses, lose):
     """A busy machine may stall for longer than the grace, so losses that were late are played again, one at a time. A
     loss that is late every time fails."""
-    losses = picked(LOSSES)
     late = lose(losses)
     for _ in range(3):
         late = {loss: text for loss in late for text in lose([loss]).values()}
-    assert not late
+    assert not late, "\n".join(f"{loss}: {text}" for loss, text in late.items())
     print(f"{len(losses)} losses:", dict(Counter(f"{loss.protocol} {loss.how.name}" for loss in losses)))
+
+
+def test_every_survivor_names_a_rank_lost_at_any_step():
+    play(picked(number(len(PROTOCOLS) * len(SIGNALS)), PROTOCOLS, 1), lose)
+
+
+def test_every_survivor_on_several_hosts_names_a_rank_lost_at_any_step():
+    play(picked(number(len(HOSTS_PROTOCOLS) + 2), HOSTS_PROTOCOLS, 2, ("ab", "aab", "abc", "abba")), lose)
+
+
+def test_a_launch_names_a_worker_lost_at_any_step_of_its_job():
+    play(picked(number(2 * len(losses_workers.PROTOCOLS)), losses_workers.PROTOCOLS, 3), losses_workers.lose)

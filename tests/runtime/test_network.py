@@ -189,6 +189,21 @@ def test_growth_that_fails_leaves_the_world_as_it_was(monkeypatch, call, rank):
     assert [driver.leaks() for driver in drivers] == [""] * 2
 
 
+def test_the_rest_of_a_deadline_is_not_rounded_to_none():
+    """torch's file store counts milliseconds, and waits for ever if there are none."""
+    asked = []
+
+    class Store:
+        def wait(self, names, timeout):
+            asked.append(timeout)
+            raise RuntimeError("timeout")
+
+    for left in (1e-4, 0.0, -1.0, 2.5):
+        with pytest.raises(TimeoutError):
+            Board(Store(), "pkt/world").read("host", 1, left)
+    assert [timeout.total_seconds() for timeout in asked] == [1e-3, 1e-3, 1e-3, 2.5]
+
+
 def test_allocations_that_differ_are_named():
     def main(world):
         pkt.empty(3, world=world)

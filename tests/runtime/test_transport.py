@@ -351,6 +351,24 @@ def test_a_rank_that_has_joined_cannot_join_again(meeting):
     joined[0].close()
 
 
+def test_a_rank_that_has_come_is_not_blamed_alone(meeting):
+    """Rank 2 listens, and rank 0, which it connects to first, no longer answers. Rank 1 tells rank 0 why it leaves."""
+    told = []
+
+    def first():  # as far as it knows there are two ranks
+        with pytest.raises(PeerLost) as lost:
+            Transport(0, 3, connect(meeting, 0, 2, 5.0), 5.0).exchange(None, "topology", (0, 1))
+        told.append(str(lost.value))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    with meeting.listen(2, 3), pytest.raises(WaitTimeout) as caught:
+        connect(meeting, 1, 3, 1.5)
+    thread.join()
+    assert "waits for rank 2 (it has come, and may wait for rank 0) after" in str(caught.value)
+    assert told == ["rank 0: rank 2 did not come in time during topology"]
+
+
 def test_another_token_is_another_world(meeting):
     other = Meeting(meeting.directory, "00" * 32)
     errors = threads(2, lambda rank: connect(meeting if rank == 0 else other, rank, 2, 0.7))

@@ -17,6 +17,7 @@ from pkt.errors import RankFailed, Unsupported
 from pkt.runtime.workers import workers as module
 from pkt.runtime.workers.workers import Workers
 
+from . import losses_workers
 from .processes import OPENER
 
 ROOT = Path(__file__).parents[2]
@@ -287,6 +288,23 @@ def test_a_worker_that_stops_in_the_middle_of_its_answer(pool):
     run(pool, lambda world: None)
     with pytest.raises(RankFailed, match=r"sent no more of its answer for 0\.5 s and is stopped"):
         run(pool, main, timeout=0.2)
+
+
+def test_a_worker_that_stops_when_the_others_are_done(monkeypatch):
+    """Its peers have their results, and wait for it no more; the launch would."""
+    monkeypatch.setattr(module, "_start_process", losses_workers._start_process)  # forks, which cost little
+    few = Workers(2)
+
+    def main(world):
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return world.rank
+
+    try:
+        with pytest.raises(RankFailed, match=r"rank 0 raised:\n\n.* did not end its function and is stopped"):
+            run(few, main, timeout=1.0)
+    finally:
+        few.kill()
 
 
 def test_a_killed_worker_whose_child_has_the_pipe(pool, tmp_path):

@@ -9,7 +9,9 @@ import torch
 
 import pkt
 from pkt.errors import DataRace
+from pkt.simulate.interpreter import interpreting
 from pkt.simulate.run import Outcome, execute
+from pkt.simulate.turns import turn
 
 HEAP = 1 << 20  # bytes of a rank's heap: enough for every test here
 SEEDS = range(50)
@@ -27,7 +29,8 @@ def outcome(fn: Callable, ranks: int = 2, seed: int = 0, args: tuple = (), **opt
 
 def failures(fn: Callable, ranks: int = 2, seeds: Iterable[int] = SEEDS, **options: Any) -> dict[int, Exception]:
     """The failures of `fn` by seed; empty if every schedule is right."""
-    found = {seed: outcome(fn, ranks, seed, **options).failure for seed in seeds}
+    with turn("the tests"), interpreting():  # once for all schedules
+        found = {seed: outcome(fn, ranks, seed, **options).failure for seed in seeds}
     return {seed: error for seed, error in found.items() if error is not None}
 
 
@@ -45,7 +48,8 @@ def assert_right(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Iterable
 
 def find_race(fn: Callable, ranks: int = 2, args: tuple = (), seeds: Any = range(8)) -> DataRace:
     """A race that one of the first schedules shows, whatever the values are."""
-    found = [f for s in seeds for f in outcome(fn, ranks, s, args).findings if isinstance(f, DataRace)]
+    with turn("the tests"), interpreting():
+        found = [f for s in seeds for f in outcome(fn, ranks, s, args).findings if isinstance(f, DataRace)]
     assert found
     return found[0]
 

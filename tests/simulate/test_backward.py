@@ -110,6 +110,7 @@ def test_a_deadlock_in_a_backward_pass_names_the_line() -> None:
 
 
 def test_the_engine_is_given_back() -> None:
-    engine = torch.autograd.Variable._execution_engine
+    engine, compile = torch.autograd.Variable._execution_engine, torch.compile
     pkt.launch(lambda world: None, 2, device="cpu")
     assert torch.autograd.Variable._execution_engine is engine
+    assert torch.compile is compile

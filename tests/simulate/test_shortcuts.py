@@ -12,6 +12,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 from pkt.simulate import shortcuts
+from tests.simulate.helpers import run
 
 
 @triton.jit
@@ -87,5 +88,91 @@ def test_casts_equal_those_of_torch(types: tuple[torch.dtype, ...]) -> None:
                 cast_kernel[(1,)](x, y, 256, bits)
                 wanted = x.view(target) if bits else x.to(torch.int64).to(target)
                 assert y.view(torch.uint8).equal(wanted.view(torch.uint8)), (source, target)
+
+    pkt.launch(run, ranks=1, device="cpu")
+
+
+@triton.jit
+def words_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
+    few = y & 7
+    at = out_ptr + i
+    tl.store(at, x + y)
+    tl.store(at + N, x - y)
+    tl.store(at + 2 * N, x * y)
+    tl.store(at + 3 * N, (x | y) ^ (x & 65535))
+    tl.store(at + 4 * N, x << few)
+    tl.store(at + 5 * N, x >> few)
+    tl.store(at + 6 * N, (x >> 5) | (y << 11))
+    tl.store(at + 7 * N, ((x < y).to(tl.uint8) * 4 + (x >= 40000).to(tl.uint8) * 2 + (x == y).to(tl.uint8)).to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_the_shortcuts_of_words_compute_modulo_their_range(dtype: torch.dtype) -> None:
+    n, bits = 16, 8 * dtype.itemsize
+    most = (1 << bits) - 1
+    x = [(most - 7 * i, 5 + i, 40000 + i)[i % 3] for i in range(n)]
+    y = [(3 + i, most - i, 40000 + i)[i % 3] for i in range(n)]
+    wanted = [
+        [a + b for a, b in zip(x, y)],
+        [a - b for a, b in zip(x, y)],
+        [a * b for a, b in zip(x, y)],
+        [(a | b) ^ (a & 65535) for a, b in zip(x, y)],
+        [a << (b & 7) for a, b in zip(x, y)],
+        [a >> (b & 7) for a, b in zip(x, y)],
+        [(a >> 5) | (b << 11) for a, b in zip(x, y)],
+        [(a < b) * 4 + (a >= 40000) * 2 + (a == b) for a, b in zip(x, y)],
+    ]
+    signed = {16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]  # torch makes words from these alone
+
+    def words(values: list[int]) -> torch.Tensor:
+        return torch.tensor([(v + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1)) for v in values], dtype=signed)
+
+    out = torch.zeros(8 * n, dtype=signed)
+    run(words_kernel, (1,), words(x).view(dtype), words(y).view(dtype), out.view(dtype), n)
+    for line, (found, right) in enumerate(zip(out.view(8, n), wanted)):
+        assert torch.equal(found, words([v & most for v in right])), line
+
+
+@triton.jit
+def numbers_kernel(x_ptr, out_ptr, N: tl.constexpr, HALF: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(out_ptr + i, tl.where(x > 0.1, x * 0.1 + 3, float("-inf")))
+    tl.store(out_ptr + N + i, tl.where(i % 2 == 0, HALF, x - HALF))
+    tl.store(out_ptr + 2 * N + i, tl.where(x < 0, i * 5, -1).to(tl.float32))
+    tl.store(out_ptr + 3 * N + i, tl.where(x != x, 1, tl.where(i > 3, x, x * 2)))
+    tl.store(out_ptr + 4 * N + i, x + 16777217)  # rounded to fp32
+
+
+def test_blocks_and_numbers_are_fp32() -> None:
+    x = torch.tensor([0.1, -3.0, float("nan"), 7.5, float("inf"), -0.0, 1e-45, 2.0**-24])
+    out, i, half = torch.zeros(40), torch.arange(8), torch.tensor(0.3)
+    run(numbers_kernel, (1,), x, out, 8, 0.3)
+    tenth = torch.tensor(0.1)
+    wanted = [
+        torch.where(x > tenth, x * tenth + 3, float("-inf")),
+        torch.where(i % 2 == 0, half, x - half),
+        torch.where(x < 0, i * 5, -1).float(),
+        torch.where(x != x, 1, torch.where(i > 3, x, x * 2)),
+        x + torch.tensor(16777217.0),
+    ]
+    for line, (found, right) in enumerate(zip(out.view(5, 8), wanted)):
+        assert torch.equal(found.view(torch.int32), right.float().view(torch.int32)), (line, found, right)
+
+
+@triton.jit
+def table_kernel(out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i[:, None] * N + i[None, :], i[:, None] * 100 + i[None, :])
+
+
+def test_rows_and_columns_of_one_ramp_are_told_apart() -> None:
+    def run(world: Any) -> None:
+        out = torch.zeros(8, 8, dtype=torch.int32)
+        for _ in range(2):
+            table_kernel[(1,)](out, 8)
+            assert out.tolist() == [[100 * row + col for col in range(8)] for row in range(8)]
 
     pkt.launch(run, ranks=1, device="cpu")

@@ -37,6 +37,7 @@ from pkt.runtime.processes.parsing import parsed
 _SILENT, _PROBE, _PROBES = 5, 5, 3
 SECRET_LETTERS = 32
 _LETTERS = 500  # of a text in the store
+_TICK = 1e-3  # seconds: torch's file store counts milliseconds, and waits for ever if there are none
 _ATTEMPT = 0.25  # seconds: after a lost first packet the kernel would wait a second, then two, then four
 _PASSES = (errno.EADDRNOTAVAIL, errno.EAGAIN)  # of connect: this host has no free port at the moment
 
@@ -86,7 +87,7 @@ class Board:
         """The value that `rank` wrote; TimeoutError if it does not come in `timeout` seconds."""
         name = self._name(what, rank)
         try:
-            self.store.wait([name], datetime.timedelta(seconds=timeout))
+            self.store.wait([name], datetime.timedelta(seconds=max(timeout, _TICK)))
             entry = self.store.get(name)
         except dist.DistNetworkError as error:
             raise self._silent(error) from error
@@ -205,6 +206,12 @@ class Network:
         listener = socket.create_server((self._address, 0), family=family, backlog=size + BACKLOG)
         self.board.write("listens", rank, listener.getsockname()[:2])
         return listener
+
+    def listens(self, peer: int) -> bool:
+        """As `MeetingPlace.listens`, from the board."""
+        with contextlib.suppress(TransportError):
+            return self.board.peek("listens", peer) is not None
+        return False
 
     def dial(self, rank: int, peer: int, timeout: float) -> socket.socket:
         """Connected to `peer`'s socket."""

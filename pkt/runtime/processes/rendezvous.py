@@ -56,6 +56,9 @@ class MeetingPlace(Protocol):
 
     def listen(self, rank: int, size: int) -> socket.socket: ...
 
+    def listens(self, peer: int) -> bool:
+        """Whether `peer` has come, as far as this rank can find out."""
+
     def dial(self, rank: int, peer: int, timeout: float) -> socket.socket:
         """One attempt to connect. Raises FileNotFoundError, ConnectionError, BlockingIOError or TimeoutError while
         `peer` does not listen."""
@@ -130,6 +133,10 @@ class Meeting:
             listener.close()
             raise
         return listener
+
+    def listens(self, peer: int) -> bool:
+        """As `MeetingPlace.listens`."""
+        return os.path.exists(self._path(peer))
 
     def dial(self, rank: int, peer: int, timeout: float) -> socket.socket:
         """Connected to `peer`'s socket."""
@@ -208,7 +215,7 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
     except OSError as error:
         wanted = "a new socket, one process a rank"
         raise TransportError.refused(rank, "listening for the other ranks", str(error), wanted) from error
-    why = "it was interrupted"
+    why, lost = "it was interrupted", dict[int, str]()
     try:
         with contextlib.suppress(TimeoutError):
             for peer in range(rank):
@@ -221,22 +228,25 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
         missing = [r for r in range(size) if r != rank and r not in found]
         if missing:
             absent = [r for r in missing if r not in meeting.gave_up(r)]  # the others gave up because of these
-            raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent or missing, refused.texts())
+            came = [r for r in absent or missing if meeting.listens(r)]
+            raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent or missing, refused.texts(), came)
         why = ""
         return found
     except PktError as error:
         text = str(error).removeprefix(f"rank {rank}: ")
         if isinstance(error, WaitTimeout):
             text = f"{', '.join(f'rank {r}' for r in error.missing)} did not come within {timeout:g} s"
+            lost = dict.fromkeys(error.missing, "did not come in time")
+        elif isinstance(error, PeerLost):
+            lost = dict(error.lost)
         why = text
         raise
     except OSError as error:
         why = str(error)
         raise TransportError.refused(rank, _WHAT, why, "a socket to every other rank") from error
     finally:
-        if why:
-            for connection in found.values():
-                connection.close()
+        if why:  # ranks that were met may be further, and have no other way to find out
+            Transport(rank, size, found, timeout).give_up(why, lost)
         listener.close()
         meeting.leave(rank, why)
 

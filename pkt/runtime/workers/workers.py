@@ -5,7 +5,8 @@ only lost a peer are mentioned after it. If a rank does not come back after anot
 next call starts new ones.
 
 Threads may call `run` at the same time: one launch follows the other. A function may run as long as it likes; every
-other step of a launch has a deadline: a worker must take its job, and an answer that has begun must go on.
+other step of a launch has a deadline: a worker must take its job, and an answer that has begun must go on. A worker
+that is stopped is lost at the deadline, or at once where another rank has failed.
 """
 
 from __future__ import annotations
@@ -217,6 +218,7 @@ class _Launch:
         self._patience = timeout + GRACE  # in which a worker that has something to send or take must do some of it
         self._to_take = max(IMPORTS, self._patience) if new else self._patience
         self._states = {rank: _State(time.monotonic()) for rank in range(len(pipes))}  # of ranks with no answer yet
+        self._stopped: dict[int, float] = {}  # workers that were found stopped, and when first
         self._answers: dict[int, Answer] = {}
         self._last: float | None = None  # deadline of the others once a rank has failed
         self._poller = select.poll()
@@ -243,17 +245,29 @@ class _Launch:
             for rank in [rank for rank in self._states if self._processes[rank].poll() is not None]:
                 self._read_rest(rank)
             if not ready:
+                self._find_stopped()
                 self._give_up_late()
         return [self._answers[rank] for rank in range(len(self._pipes))]
 
     def _limit(self, rank: int) -> tuple[float, str]:
-        """When the worker must have done what it has begun, and what that is; infinity while its function runs."""
+        """When the worker must have done what it has begun, and what that is; infinity while its function runs, unless
+        the worker is stopped: then the patience, or nothing if another rank has failed."""
         at, taken = self._states[rank]
         if not taken:
             return at + self._to_take, f"did not take its job within {self._to_take:.1f} s"
         if self._pipes[rank].partial:
             return at + self._patience, f"sent no more of its answer for {self._patience:.1f} s"
+        if rank in self._stopped:
+            since = self._stopped[rank]
+            return since + self._patience if self._last is None else since, "did not end its function"
         return float("inf"), ""
+
+    def _find_stopped(self) -> None:
+        for rank in self._states:
+            if process_state(self._processes[rank].pid) == "stopped":
+                self._stopped.setdefault(rank, time.monotonic())
+            else:
+                self._stopped.pop(rank, None)
 
     def _wait(self) -> float:
         limits = [self._limit(rank)[0] for rank in self._states]

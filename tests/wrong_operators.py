@@ -1,0 +1,375 @@
+"""Operators that take no square matrices: right operands, and what is wrong for each name, by its error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+import pkt
+from pkt.errors import DtypeError, HeapFull, PktError, ShapeError, Unsupported
+from pkt.kernels.declaration import MAX_INT
+from pkt.kernels.dispatch import Dispatched
+
+Bad = Mapping[str, Mapping[type[PktError], tuple[Any, ...]]]
+HUGE = (1 << 31, 1 << 40, 1 << 70)
+NO_INTEGER = (2.5, "2", (2,), [], torch.ones(1), b"2", True)
+NO_NUMBER = ("1", [], (1.0,), True, 1j, torch.ones(1))
+COUNT = {ShapeError: (0, -1, *HUGE), DtypeError: NO_INTEGER}
+"""Of a setting that counts something, from 1."""
+AT_LEAST_1 = {ShapeError: (0, -1, *HUGE), DtypeError: (*NO_INTEGER, None)}
+NO_FLAG = (2, None, "True", [True])
+
+
+class Tried(NamedTuple):
+    """One operator. function: what users call. right: its operands and the keywords without a default, by name; those
+    that lie in a handle have its name, too, as "dispatched.tokens". wrong: values by name and error. differ: values
+    that are right on each of two ranks, and on both together a CollectiveMismatch."""
+
+    function: Callable[..., Any]
+    right: Callable[[], dict[str, Any]]
+    wrong: Callable[[], Bad]
+    differ: Callable[[], Mapping[str, tuple[Any, Any]]] = dict
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def apart(*shape: int) -> torch.Tensor:
+    """Ones of which no two lie together."""
+    return torch.ones(*shape, 2)[..., 0]
+
+
+# ----------------------------------------------------------------------------------------------------- grouped_matmul
+def _grouped() -> dict[str, Any]:
+    return {"x": torch.ones(6, 8), "w": torch.ones(2, 8, 4), "offsets": int32(0, 3, 6), "out": torch.ones(6, 4)}
+
+
+def _grouped_wrong() -> Bad:
+    w = torch.ones(2, 8, 4)
+    return {
+        "x": {
+            ShapeError: (torch.ones(8), torch.ones(6, 8, 1), torch.ones(1, 8).expand(1 << 31, 8), apart(6, 8)),
+            DtypeError: (None, torch.ones(6, 8).int(), torch.ones(6, 8).double()),
+        },
+        "w": {
+            ShapeError: (w[0], torch.ones(2, 7, 4), w[:0], w[..., ::2], torch.ones(4, 8, 2).permute(2, 1, 0)),
+            DtypeError: (None, w.half(), w.int()),
+        },
+        "offsets": {
+            ShapeError: (int32(0, 6), int32(), int32(0, 3, 6, 6), int32(0, 3, 6)[:, None], int32(*range(6))[::2]),
+            DtypeError: (None, torch.tensor([0, 3, 6]), torch.zeros(3), torch.zeros(3, dtype=torch.int16)),
+        },
+        "out": {
+            ShapeError: (torch.ones(6, 5), torch.ones(6, 4, 1), apart(6, 4)),
+            DtypeError: (torch.ones(6, 4).half(),),
+        },
+        "tiles": {
+            ShapeError: (
+                (16, 16),
+                (0, 16, 16),
+                (16, 16, -16),
+                (17, 16, 16),
+                (16, 16, 1 << 40),
+                (16, 16, 16, 0),
+                (16, 16, 16, 1, 1, 17),
+            ),
+            DtypeError: (16, "16", (16, 16, 2.5), {16: 16}, (16, 16, None)),
+        },
+    }
+
+
+# ------------------------------------------------------------------------------------------------ dispatch and combine
+def _dispatch() -> dict[str, Any]:
+    return {
+        "x": torch.ones(3, 8), "topk_idx": torch.zeros(3, 2, dtype=torch.int64), "topk_weights": torch.ones(3, 2),
+        "out": None, "num_experts": 4, "max_tokens": 16,
+    }  # fmt: skip
+
+
+def _dispatch_wrong() -> Bad:
+    return {
+        "x": {
+            ShapeError: (torch.ones(8), torch.ones(3, 8, 1)),
+            DtypeError: (None, torch.ones(3, 8).int(), torch.ones(3, 8).double()),
+        },
+        "topk_idx": {
+            ShapeError: tuple(torch.zeros(shape, dtype=torch.int64) for shape in ((3,), (4, 2), (3, 2, 1), (3, 17))),
+            DtypeError: (None, torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int16)),
+        },
+        "topk_weights": {
+            ShapeError: (torch.ones(3), torch.ones(3, 3), torch.ones(2, 2)),
+            DtypeError: (None, torch.ones(3, 2).half(), torch.ones(3, 2).double()),
+        },
+        "out": {
+            ShapeError: (torch.ones(15, 8), torch.ones(16, 7), torch.ones(16), torch.ones(16, 8, 1)),
+            DtypeError: (torch.ones(16, 8).half(),),
+        },
+        "num_experts": AT_LEAST_1,
+        "max_tokens": {**AT_LEAST_1, HeapFull: (1 << 24, MAX_INT)},
+        "alignment": {ShapeError: (0, -1, MAX_INT, 1 << 29, *HUGE), DtypeError: NO_INTEGER[:-1]},  # 1 == True
+        "num_comm_sms": COUNT,
+    }
+
+
+def _dispatch_differ() -> Mapping[str, tuple[Any, Any]]:
+    x = torch.ones(3, 8)
+    return {
+        "x": (x.half(), x.bfloat16()), "num_experts": (5, 6), "max_tokens": (17, 18), "alignment": (2, 3),
+        "num_comm_sms": (1, 2),
+    }  # fmt: skip
+
+
+def _combine() -> dict[str, Any]:
+    return {
+        "y": torch.ones(5, 4), "dispatched.tokens": torch.zeros(7, 2, dtype=torch.int32),
+        "dispatched.places": torch.zeros(8, dtype=torch.int32), "dispatched.weights": torch.ones(5), "out": None,
+    }  # fmt: skip
+
+
+def _combine_wrong() -> Bad:
+    return {
+        "y": {
+            ShapeError: (torch.ones(5), torch.ones(5, 4, 1)),
+            DtypeError: (None, torch.ones(5, 4).int(), torch.ones(5, 4).double()),
+        },
+        "dispatched": {DtypeError: (None, 3, (), torch.ones(3), [None] * 8, object())},
+        "dispatched.tokens": {
+            ShapeError: (int32(1, 2), torch.zeros(7, 17, dtype=torch.int32), torch.zeros(7, 2, 1, dtype=torch.int32)),
+            DtypeError: (None, torch.zeros(7, 2, dtype=torch.int64), torch.zeros(7, 2)),
+        },
+        "dispatched.places": {
+            ShapeError: (int32(1, 2, 3), torch.zeros(4, 2, dtype=torch.int32)),
+            DtypeError: (None, torch.zeros(8, dtype=torch.int64), torch.zeros(8)),
+        },
+        "dispatched.weights": {
+            ShapeError: (torch.ones(4), torch.ones(5, 1)),
+            DtypeError: (torch.ones(5).half(), torch.ones(5).int()),
+        },
+        "out": {
+            ShapeError: (torch.ones(5, 4), torch.ones(4, 5), torch.ones(4, 4, 1)),
+            DtypeError: (torch.ones(4, 4).half(),),
+        },
+        "num_comm_sms": COUNT,
+    }
+
+
+def _combine_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {
+        "y": (torch.ones(5, 4).half(), torch.ones(5, 4).bfloat16()), "num_comm_sms": (1, 2),
+    }  # fmt: skip
+
+
+def _again() -> dict[str, Any]:
+    """Of a dispatch in which no token has an expert."""
+    return {
+        "x": torch.ones(4, 4), "dispatched.tokens": torch.full((8, 2), -1, dtype=torch.int32),
+        "dispatched.places": torch.full((8,), -1, dtype=torch.int32), "dispatched.weights": torch.ones(5),
+        "y": None, "out": None,
+    }  # fmt: skip
+
+
+def _again_wrong() -> Bad:
+    return {
+        "x": {
+            ShapeError: (torch.ones(4), torch.ones(4, 4, 1)),
+            DtypeError: (None, torch.ones(4, 4).int(), torch.ones(4, 4).double()),
+        },
+        **{name: wrong for name, wrong in _combine_wrong().items() if name.startswith("dispatched")},
+        "dispatched.weights": {
+            ShapeError: (torch.ones(5, 1), torch.tensor(1.0)),
+            DtypeError: (None, torch.ones(5).half(), torch.ones(5).int()),
+        },
+        "y": {
+            ShapeError: (torch.ones(4, 4), torch.ones(5), torch.ones(5, 3)),
+            DtypeError: (torch.ones(5, 4).half(), torch.ones(5, 4).int()),
+        },
+        "out": {
+            ShapeError: (torch.ones(4, 4), torch.ones(5), torch.ones(5, 4, 1)),
+            DtypeError: (torch.ones(5, 4).half(),),
+        },
+        "num_comm_sms": COUNT,
+    }
+
+
+# -------------------------------------------------------------------------------------------------- grouped_outer, moe
+def _outer() -> dict[str, Any]:
+    return {"x": torch.ones(6, 8), "y": torch.ones(6, 4), "offsets": int32(0, 3, 6)}
+
+
+def _outer_wrong() -> Bad:
+    return {
+        "x": {
+            ShapeError: (torch.ones(8), torch.ones(6, 8, 1), torch.ones(5, 8), apart(6, 8)),
+            DtypeError: (None, torch.ones(6, 8).int(), torch.ones(6, 8).double()),
+        },
+        "y": {
+            ShapeError: (torch.ones(4), torch.ones(5, 4), torch.ones(6, 4, 1), apart(6, 4)),
+            DtypeError: (None, torch.ones(6, 4).half()),
+        },
+        "offsets": {
+            ShapeError: (int32(), int32(0), int32(0, 3, 6)[:, None], int32(*range(6))[::2]),
+            DtypeError: (None, torch.tensor([0, 3, 6]), torch.zeros(3)),
+        },
+        "tiles": _grouped_wrong()["tiles"],
+    }
+
+
+def _moe() -> dict[str, Any]:
+    return {
+        "x": torch.ones(3, 8), "topk_idx": torch.zeros(3, 2, dtype=torch.int64), "topk_weights": torch.ones(3, 2),
+        "w1": torch.ones(2, 8, 12), "w2": torch.ones(2, 6, 4),
+    }  # fmt: skip
+
+
+def _moe_wrong() -> Bad:
+    w1, w2 = torch.ones(2, 8, 12), torch.ones(2, 6, 4)
+    return {
+        "x": {
+            ShapeError: (torch.ones(8), torch.ones(3, 8, 1)),
+            DtypeError: (None, torch.ones(3, 8).int(), torch.ones(3, 8).double()),
+        },
+        "topk_idx": {
+            ShapeError: tuple(torch.zeros(shape, dtype=torch.int64) for shape in ((3,), (4, 2), (3, 2, 1))),
+            DtypeError: (None, torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int16)),
+        },
+        "topk_weights": _dispatch_wrong()["topk_weights"],
+        "w1": {ShapeError: (w1[0], w1[:, :7], w1[..., :11]), DtypeError: (None, w1.half())},
+        "w2": {ShapeError: (w2[0], w2[:, :5], w2[:1]), DtypeError: (None, w2.half())},
+        "activation": {Unsupported: ("", "gated", 3, None, ["swiglu"])},
+        "shared": {
+            ShapeError: ((w1[0], w2[0][:, :3]), (w1[0], w2[0][:5]), (w1[0][:7], w2[0]), (w1, w2)),
+            DtypeError: (3, (w1[0],), (w1[0], None), (w1[0].half(), w2[0])),
+        },
+        "max_tokens": {ShapeError: (0, -1, *HUGE), DtypeError: NO_INTEGER},
+        "needed": {ShapeError: (int32(1), int32(1, 2, 3), int32(1, 2)[None]), DtypeError: (3, torch.zeros(2))},
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- flash_decode
+def _decode() -> dict[str, Any]:
+    return {
+        "q": torch.ones(2, 1, 4, 16), "k_cache": torch.ones(3, 4, 2, 16), "v_cache": torch.ones(3, 4, 2, 16),
+        "block_table": torch.zeros(2, 2, dtype=torch.int32), "seq_lens": torch.zeros(2, 1, dtype=torch.int32),
+        "sinks": None, "out": None,
+    }  # fmt: skip
+
+
+def _decode_wrong() -> Bad:
+    q, cache = torch.ones(2, 1, 4, 16), torch.ones(3, 4, 2, 16)
+    turned = torch.ones(3, 16, 2, 4).transpose(1, 3)
+    return {
+        "k_cache v_cache": {ShapeError: ((torch.ones(3, 4, 0, 16), None),)},
+        "v_dim v_cache": {ShapeError: ((0, None), (17, None), (1 << 40, None))},
+        "q": {
+            ShapeError: (q[0], q[:, :, :3], q[..., None]),
+            DtypeError: (None, q.int(), q.double()),
+        },
+        "k_cache": {
+            ShapeError: (cache[0], cache[..., :8], turned),
+            DtypeError: (None, cache.half(), cache.int()),
+        },
+        "v_cache": {
+            ShapeError: (cache[0], cache[:2], cache[:, :3], cache[:, :, :1], turned),
+            DtypeError: (cache.half(), cache.int()),
+        },
+        "block_table": {
+            ShapeError: (int32(0, 1), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2, 1, dtype=torch.int32)),
+            DtypeError: (None, torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2)),
+        },
+        "seq_lens": {
+            ShapeError: (int32(0, 1), torch.zeros(2, 2, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)),
+            DtypeError: (None, torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)),
+        },
+        "sinks": {
+            ShapeError: (torch.ones(3), torch.ones(4, 1)),
+            DtypeError: (torch.ones(4).half(), torch.ones(4).int()),
+        },
+        "out": {ShapeError: (q[..., :8], q[0], q[:, :, :3]), DtypeError: (q.half(),)},
+        "v_dim": {ShapeError: (0, -1, 16, *HUGE), DtypeError: NO_INTEGER},
+        "scale": {ShapeError: (float("nan"), float("inf"), -float("inf")), DtypeError: NO_NUMBER},
+        "soft_cap": {ShapeError: (0, -1.0, float("nan"), float("inf")), DtypeError: NO_NUMBER},
+        "block": {ShapeError: (0, -1, 3, 8, 1 << 21, *HUGE), DtypeError: NO_INTEGER},
+        "stages": {ShapeError: (0, -1, 17, *HUGE), DtypeError: NO_INTEGER},
+        "warps": {ShapeError: (0, -1, 3, 32, *HUGE), DtypeError: NO_INTEGER},
+        "programs": COUNT,
+    }
+
+
+def _decode_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {
+        "scale": (0.5, 0.6), "soft_cap": (1.0, 2.0), "block": (32, 64), "stages": (1, 4), "warps": (1, 2),
+        "programs": (1, 2),
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ ring_attention
+def _ring() -> dict[str, Any]:
+    return {**{name: torch.ones(1, 4, 2, 8) for name in ("q", "k", "v")}, "out": None, "cu_seqlens": None}
+
+
+def _ring_wrong() -> Bad:
+    x = torch.ones(1, 4, 2, 8)
+    return {
+        "q": {
+            ShapeError: (x[0], x[..., None], torch.ones(1, 4, 2, 257)),
+            DtypeError: (None, x.int(), x.double()),
+        },
+        "k": {
+            ShapeError: (x[0], x[:, :3], x[..., :4], torch.ones(1, 4, 3, 8), torch.ones(2, 4, 2, 8)),
+            DtypeError: (None, x.half(), x.int()),
+        },
+        "v": {ShapeError: (x[0], x[:, :3], x[..., :4], x[:, :, :1]), DtypeError: (None, x.half(), x.int())},
+        "out": {ShapeError: (x[0], x[:, :3], x[..., :4]), DtypeError: (x.half(),)},
+        "cu_seqlens q k v": {
+            ShapeError: ((int32(), *3 * [x[0]]), (int32(0, 4)[None], *3 * [x[0]])),
+            DtypeError: ((torch.tensor([0, 4]), *3 * [x[0]]), (torch.tensor([0.0, 4.0]), *3 * [x[0]])),
+        },
+        "length cu_seqlens q k v": {ShapeError: ((4, int32(0, 4), *3 * [x[0]]),)},
+        "q cu_seqlens": {ShapeError: ((x, int32(0, 4)),)},
+        "causal": {DtypeError: NO_FLAG},
+        "return_lse": {DtypeError: NO_FLAG},
+        "layout": {Unsupported: ("", "ring", 3, None, ["zigzag"])},
+        "scale": {ShapeError: (0, -1.0, float("nan"), float("inf")), DtypeError: NO_NUMBER},
+        "window": {
+            ShapeError: ((-2, 0), (0, -2), (1 << 40, 0)),
+            DtypeError: (3, "ab", (1,), (1, 2, 3), (1.5, 2), ("1", 2), {1: 2}, (None, 1)),
+        },
+        "length": {ShapeError: (-1, 9, *HUGE), DtypeError: NO_INTEGER},
+        "num_comm_sms": COUNT,
+        "chunk": COUNT,
+        "tiles": {
+            ShapeError: ((16,), (16, 8), (0, 16), (17, 16), (16, 16, 3), (16, 16, 4, 0), (16, 16, 4, 17), (512, 16)),
+            DtypeError: (16, "16", (16, 2.5), (16, "16"), {16: 16}, (16, None)),
+        },
+    }
+
+
+def _ring_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {
+        "scale": (0.5, 0.6), "window": ((1, 0), (1, 1)), "length": (6, 7), "mode": ("copy", "unfused"),
+        "chunk": (16, 32), "num_comm_sms": (1, 2), "tiles": ((16, 16), (16, 32)),
+    }  # fmt: skip
+
+
+OTHERS = (
+    Tried(pkt.grouped_matmul, _grouped, _grouped_wrong),
+    Tried(pkt.dispatch, _dispatch, _dispatch_wrong, _dispatch_differ),
+    Tried(pkt.combine, _combine, _combine_wrong, _combine_differ),
+    Tried(pkt.dispatch_again, _again, _again_wrong),
+    Tried(pkt.grouped_outer, _outer, _outer_wrong),
+    Tried(pkt.moe, _moe, _moe_wrong),
+    Tried(pkt.flash_decode, _decode, _decode_wrong, _decode_differ),
+    Tried(pkt.ring_attention, _ring, _ring_wrong, _ring_differ),
+)
+
+
+def parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name, as the function takes them: those of a handle's parts in a handle."""
+    parts = {n.partition(".")[2]: v for n, v in values.items() if n.startswith("dispatched.")}
+    found = {n: v for n, v in values.items() if "." not in n}
+    if parts and "dispatched" not in found:
+        found["dispatched"] = Dispatched(**{**dict.fromkeys(Dispatched._fields), **parts})
+    return found

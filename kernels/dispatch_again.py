@@ -25,8 +25,10 @@ from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.world import World
 
 from . import experts_gradients
-from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
-from .dispatch import Dispatched, chunk_of
+from .combine.examples import some_rows, some_slots, some_weights
+from .declaration import Call, Case, Form, Launch, Operand, integer
+from .dispatch import Dispatched
+from .dispatch.result import chunk_of
 from .operator import Operator
 from .shared.checks import FLOATS
 from .shared.grid import COPY_OPTIONS, barrier_counters, num_programs
@@ -304,40 +306,6 @@ def _plan(call: Call) -> Launch:
         return rows, dots
 
     return launch
-
-
-def _slot(call: Call, rank: int, t: int, d: int) -> int:
-    """A routing for tests: the slot on rank `d` of token `t` of `rank`, -1 for none. It is alike on all ranks, other in
-    each launch, and numbers chunks as `dispatch` does."""
-    s, k, r, size, chunk = call["s"], call["k"], call["r"], call.world.size, chunk_of(call["r"])
-    slot = (t // chunk * size + rank) * chunk + t % chunk
-    goes = t % chunk == 0 or (7 * rank + 5 * t + 3 * d + call.world.launch) % 4 > 0
-    return slot if goes and t < call["t"] and slot < s and slot * k < r * (k > 0) else -1
-
-
-def some_rows(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    """Rows for tests: each is one token's at most, and a third of the places have none."""
-    found, (slots, K), d, chunk = torch.full(shape, -1), shape, call.world.rank, chunk_of(call["r"])
-    none = torch.rand(shape, generator=generator) < 1 / 3
-    for slot in range(slots):
-        turn, rank = divmod(slot // chunk, call.world.size)
-        if _slot(call, rank, turn * chunk + slot % chunk, d) == slot:
-            for k in range(K):
-                at = slot * K + k
-                if at < call["r"] and not (k and none[slot, k]):
-                    found[slot, k] = (at + call.world.launch) % call["r"]
-    return found.int()
-
-
-def some_slots(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    """Slots for tests, of the same routing as `some_rows`."""
-    every = [_slot(call, call.world.rank, t, d) for t in range(call["t"]) for d in range(call.world.size)]
-    return torch.tensor(every, dtype=torch.int32).view(shape)
-
-
-def some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
-    """Weights of rows for tests."""
-    return torch.rand(shape, generator=generator)
 
 
 INT32 = (torch.int32,)

@@ -290,7 +290,9 @@ def check_agreement(operator: Operator) -> None:
     own = Case(sizes=case.sizes, shapes=case.shapes, arguments={**case.arguments, "mode": mode})
     other = next(t for t in dtypes_of(operator, mode) if t.itemsize == 4 and t != types[0])
     differ(lambda world: (own, other if world.rank else types[0], mode))
-    plain = Case(sizes=case.sizes, shapes=case.shapes, arguments={k: v for k, v in case.arguments.items() if k == "x"})
+    plain = Case(
+        sizes=case.sizes, shapes=case.shapes, arguments={k: v for k, v in case.arguments.items() if k == "given"}
+    )
     if len(modes) > 1:
         differ(lambda world: (plain, types[0], modes[-1 if world.rank else 0]))
 

@@ -39,9 +39,8 @@ def arguments_of(operator: Operator, case: Case) -> dict[str, Any]:
 
 def call_of(operator: Operator, case: Case, size: int, rank: int = 0, launch: int = 0) -> Call:
     """As much of a call as shapes and values depend on."""
-    call = Call(
-        operator.name, SimpleNamespace(size=size, rank=rank, launch=launch), {}, arguments_of(operator, case), {}, None
-    )
+    world = SimpleNamespace(size=size, rank=rank, launch=launch)
+    call = Call(operator.name, world, {}, arguments_of(operator, case), {}, None)
     call.sizes = dict(case.sizes)
     return call
 
@@ -207,11 +206,11 @@ def everybody(
         if own is None:
             found[name] = [make(shape, seed, dtype) for seed in seeds]
         else:
-            calls = [call_of(operator, case, size, rank, launch) for rank in range(len(seeds))]
-            with torch.device("cpu"):
-                found[name] = [
-                    own(shape, torch.Generator("cpu").manual_seed(seed), call) for seed, call in zip(seeds, calls)
-                ]
+            found[name] = every = []
+            for rank, seed in enumerate(seeds):
+                call = call_of(operator, case, size, rank, launch)
+                with torch.device("cpu"):
+                    every.append(own(shape, torch.Generator("cpu").manual_seed(seed), call))
     return found
 
 

@@ -95,6 +95,58 @@ def test_tokens_go_through_experts_and_home() -> None:
     on_ranks(size, run, sms=2)
 
 
+@pytest.mark.parametrize(
+    ("size", "K", "tokens", "H"), [(2, 16, (1, 2), 50), (3, 3, (7, 0, 9), 8), (4, 1, (0, 0, 0, 6), 7)]
+)
+def test_the_low_latency_forms_give_the_same_bits(size: int, K: int, tokens: tuple[int, ...], H: int) -> None:
+    """One plan, other routings in its launches, at last one that does not fit; combine takes what either form has
+    returned. Rows that are no token's are not read. With one token on 3 programs, two share it."""
+    experts, most = 6, max(tokens)
+    rooms = {"skewed": 160, "none": 160, "one rank": 3}
+
+    def run(world: Any) -> None:
+        for routing, room in rooms.items():
+            every = operands(size, routing, tokens, K, experts, H)
+            mine = [one[world.rank] for one in every]
+            found = pkt.dispatch(*mine, experts, max_tokens=room, alignment=4, mode="low_latency", tokens_per_rank=most)
+            same(found, module.reference(world.rank, *every, experts, room, 4))
+            y = torch.where(found.source[:, :1] < 0, float("nan"), found.rows)
+            if routing == "none":
+                found = found._replace(weights=None)
+            home = pkt.combine(y, found, mode="low_latency", tokens_per_rank=most)
+            assert torch.equal(home, pkt.combine(y, found, mode="pull"))
+
+    on_ranks(size, run, sms=3)
+
+
+def test_the_form_follows_from_a_promise_of_few_tokens() -> None:
+    """Nobody promises more than there are places for, and without a promise places for all tokens would be too many."""
+
+    def run(world: Any) -> list[str]:
+        x, idx, weights = (one[world.rank] for one in operands(2, "random", (3,), 2, 4, 8))
+        names = []
+        for promise in ({}, {"tokens_per_rank": 1 << 20}, {"tokens_per_rank": 4}):
+            with world.scratch():
+                found = pkt.dispatch(x, idx, weights, 4, max_tokens=64, **promise)
+                pkt.combine(found.rows, found, **promise)
+                kept = {allocation.block.name for allocation in world.heap.live.values()}
+                names.append(" ".join(sorted(kept & {"dispatch.inbox", "combine.sums", "kernels.flagged"})))
+        before = world.heap.ledger.free_bytes
+        for call in (
+            lambda: pkt.dispatch(x, idx, weights, 4, max_tokens=64, tokens_per_rank=2),
+            lambda: pkt.combine(found.rows, found, tokens_per_rank=2),
+        ):
+            with pytest.raises(pkt.ShapeError, match=r"found 3 tokens of this rank, wanted at most tokens_per_rank=2"):
+                call()
+        assert world.heap.ledger.free_bytes == before
+        with pytest.raises(pkt.ShapeError, match=r"dispatched.source: found None"):
+            pkt.combine(found.rows, found._replace(source=None), mode="low_latency")
+        return names
+
+    both = "combine.sums dispatch.inbox"
+    assert on_ranks(2, run, sms=2)[0] == [both, both, "kernels.flagged"]
+
+
 def test_what_does_not_fit_is_refused_whole_and_said() -> None:
     """Rank 1 has no room for its rows: its counts are true, rank 0 is as if nothing had happened, and combine gives
     what rank 0's experts have."""

@@ -1,0 +1,7 @@
+"""`pkt.combine`: `host` has the operator, `plans` its launches, `pull` and `low_latency` the kernels, `reference` the
+exact result and its bound, `examples` what tests give it."""
+
+from .host import OPERATOR, combine
+from .reference import reference
+
+__all__ = ["OPERATOR", "combine", "reference"]

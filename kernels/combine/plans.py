@@ -1,0 +1,87 @@
+"""The launches of the forms, with their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.memory.factories import empty, signals
+
+from ..declaration import Call, Launch
+from ..dispatch.arguments import Words
+from ..dispatch.plans import THREADS, parts_of, words_of
+from ..dispatch.rules import COLLECTORS
+from ..shared import flagged
+from ..shared.grid import COPY_OPTIONS, barrier_counters, num_programs
+from .low_latency import Few, low_latency_kernel
+from .pull import Size, combine_kernel
+
+TILE_BYTES = 16384
+"""What a program of `pull` loads at a time: with a flight of 1.3 us, so much fills the links."""
+MOST_CHUNK, MOST_GROUP = 16, 8
+"""Slots between two signals, and chunks that share a counter, at most: small chunks keep all programs busy, and few
+counters take less time to look at."""
+LEAST_ROOM = 64
+"""Tokens of a rank for which `low_latency` has room at least, where the caller promises nothing."""
+LOOK = 64
+"""Slots that a program of `low_latency` looks at together: most are free, and each look takes a flight to memory."""
+
+
+def plan_pull(call: Call) -> Launch:
+    world, (_, H), (slots, K) = call.world, call["y"].shape, call["dispatched.tokens"].shape
+    programs = num_programs(world, world.num_sms)
+    collectors = max(1, min(call["num_comm_sms"] or COLLECTORS, programs - 1))
+    cols = min(1024, triton.next_power_of_2(max(H, 1)))
+    chunk = max(2, min(MOST_CHUNK, triton.next_power_of_2(slots // 256)))
+    chunks = triton.cdiv(slots, chunk)
+    group = max(1, min(MOST_GROUP, chunks // 4))
+    tile = max(1, TILE_BYTES // (cols * call.dtype.itemsize))
+    K2 = triton.next_power_of_2(max(K, 1))
+    rows = min(chunk, max(1, tile // 2 * 8 // max(K2, 8)))  # of K rows each, in registers
+    sized = Size(
+        call.sizes["t"], H, slots, *map(tl.constexpr, (K, K2, chunk, group, collectors, rows, min(chunk, tile), cols))
+    )
+    sums, ready = world.keep(
+        ("combine", slots, H, call.dtype),
+        lambda: (
+            empty(max(slots, 1), max(H, 1), dtype=call.dtype, name="combine.sums", world=world),
+            signals(max(world.size * triton.cdiv(chunks, group), 1), name="combine.ready", world=world),
+        ),
+    )
+    start = cooperative_launch(world, combine_kernel, (programs,), **COPY_OPTIONS)
+    bar = barrier_counters(world)
+
+    def launch(
+        y: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, weights: Any, source: Any, out: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
+        start(y, tokens, places, weights, out, sums, ready, bar, sized, world.device)
+        return out
+
+    return launch
+
+
+def tokens_at_most(call: Call) -> int:
+    """Tokens of a rank for which `low_latency` has room: as promised, or as many as there are rows, and LEAST_ROOM."""
+    promised = call.given.get("tokens_per_rank")
+    return max(call.sizes["r"], LEAST_ROOM) if promised is None else int(promised)
+
+
+def plan_low_latency(call: Call) -> Launch:
+    world, T, (_, H), (slots, K) = call.world, call.sizes["t"], call["y"].shape, call["dispatched.tokens"].shape
+    programs, third, most = num_programs(world, world.num_sms), words_of(H * call.dtype.itemsize), tokens_at_most(call)
+    block, parts = parts_of(third, T, programs)
+    constants = K, triton.next_power_of_2(max(K, 1)), block, THREADS, LOOK
+    sized = Few(T, H, slots, most, third, parts, *map(tl.constexpr, constants))
+    memory = Words(*flagged.slots_of(world, world.size * (1 + most * third)))
+    start = cooperative_launch(world, low_latency_kernel, (programs,), **COPY_OPTIONS)
+
+    def launch(*tensors: Any) -> torch.Tensor:
+        start(*tensors, memory, sized, world.device)
+        out: torch.Tensor = tensors[-1]
+        return out
+
+    return launch

@@ -1,0 +1,88 @@
+"""The arguments of the kernels, but for this rank's tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+
+class Size(NamedTuple):
+    """The numbers of a dispatch."""
+
+    T: Any  # this rank's tokens
+    H: Any  # elements of a token
+    R: Any  # rows of the result
+    S: Any  # slots
+    EXPERTS: tl.constexpr  # OWN times the number of ranks
+    CHOICES: tl.constexpr  # of them exist
+    OWN: tl.constexpr  # of a rank
+    K: tl.constexpr  # experts of a token
+    K2: tl.constexpr  # the next power of two
+    ALIGNMENT: tl.constexpr
+    CHUNK: tl.constexpr  # tokens a signal
+    SENDERS: tl.constexpr  # programs that store into inboxes
+    TOKENS: tl.constexpr  # numbered at a time
+    ROWS: tl.constexpr  # copied at a time, ROWS x COLS
+    COLS: tl.constexpr
+
+
+class Result(NamedTuple):
+    """Dispatched, as pointers, this rank's."""
+
+    rows: Any
+    weights: Any
+    counts: Any
+    offsets: Any
+    source: Any
+    tokens: Any
+    places: Any
+    needed: Any
+
+
+class Buffers(NamedTuple):
+    """A launch's memory, on every rank. What peers do not access is there, too, so that the simulator watches it."""
+
+    table: Any  # int32 (2, size, EXPERTS + size): rank r stores [:, r], its totals of hist and sent; halves by the
+    # launch's parity: a peer may be a launch ahead, while this rank still reads
+    inbox: Any  # (S, H): the slot's token, from its source
+    meta: Any  # int32 (S, 2 * K + 1): of a slot the rows here and weights of its pairs, and its number at the source
+    ready: Any  # int32 (1 + S / CHUNK,): ranks whose counts are here; of each chunk the last launch that has filled it
+    grid: Any  # int32 (1,): of the grid barrier
+    hist: Any  # int32 (programs, EXPERTS): pairs of token and expert among the tokens of a program
+    sent: Any  # int32 (programs, size): tokens of it that go to each rank
+    base: Any  # int32 (programs, EXPERTS): the row of the program's next token for an expert, on the expert's rank
+    order: Any  # int32 (size, S): the tokens that go to each rank
+
+
+class Few(NamedTuple):
+    """The numbers of a low-latency dispatch. Where they mean the same, names are those of `Size`."""
+
+    T: Any
+    H: Any
+    R: Any
+    S: Any
+    P: Any  # tokens of a rank at most
+    THIRD: Any  # words of a token
+    PARTS: Any  # programs that share a token
+    EXPERTS: tl.constexpr
+    CHOICES: tl.constexpr
+    OWN: tl.constexpr
+    OWN2: tl.constexpr  # the next power of two
+    K: tl.constexpr
+    K2: tl.constexpr
+    ALIGNMENT: tl.constexpr
+    CHUNK: tl.constexpr  # slots that a source takes in turn
+    EXPERT_WORDS: tl.constexpr  # of counts by expert
+    COUNTED: tl.constexpr  # of all counts
+    TOKENS: tl.constexpr  # counted at a time
+    BLOCK: tl.constexpr  # words of a token moved at a time
+    LANES: tl.constexpr  # threads
+
+
+class Words(NamedTuple):
+    """The memory of a low-latency dispatch."""
+
+    words: Any  # int32 (2, room, 4) on every rank, see words.py
+    launches: Any  # of this rank; only its launch counter is used
+    room: Any

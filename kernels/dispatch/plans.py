@@ -1,0 +1,119 @@
+"""The launches of the forms, with their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.memory.factories import empty, signals
+
+from ..declaration import Call, Launch
+from ..shared import flagged
+from ..shared.grid import COPY_OPTIONS, num_programs
+from .arguments import Buffers, Few, Result, Size, Words
+from .low_latency import low_latency_kernel
+from .push import dispatch_kernel
+from .result import chunk_of
+from .rules import SENDERS
+
+TILE_BYTES = 16384
+"""Copied at a time."""
+THREADS = 256
+"""Of a program in the low-latency form: a thread moves a word at a time."""
+MOST_COUNTED, COUNTED_AT_A_TIME = 128, 8192
+"""Tokens that a program counts at a time, at most, and elements of the blocks in which it does."""
+
+
+def _buffers(call: Call, p: Size, programs: int) -> Buffers:
+    world, size, slots, n = call.world, call.world.size, p.S, p.EXPERTS.value
+    meta = 2 * p.K.value + 1
+
+    def int32(name: str, *shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=torch.int32, name=f"dispatch.{name}", world=world)
+
+    def make() -> Buffers:
+        return Buffers(
+            int32("counts", 2, size, n + size),
+            empty(slots, max(p.H, 1), dtype=call.dtype, name="dispatch.inbox", world=world),
+            int32("meta", slots, meta),
+            signals(1 + slots // p.CHUNK.value, name="dispatch.ready", world=world),
+            signals(1, name="dispatch.grid", world=world),
+            int32("hist", programs, n), int32("sent", programs, size), int32("base", programs, n),
+            int32("order", size, slots),
+        )  # fmt: skip
+
+    return world.keep(("dispatch", n, meta, slots, p.CHUNK.value, p.H, call.dtype), make)
+
+
+def plan_push(call: Call) -> Launch:
+    world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
+    size, own = world.size, call.sizes["e"]
+    programs = num_programs(world, world.num_sms)
+    cols = min(1024, triton.next_power_of_2(max(H, 1)))
+    chunk, K2 = chunk_of(call["max_tokens"]), triton.next_power_of_2(max(K, 1))
+    senders = max(1, min(call["num_comm_sms"] or SENDERS, programs - 1))
+    sized = Size(
+        T, H, call["max_tokens"], call.sizes["s"],
+        *map(tl.constexpr, (
+            size * own, call["num_experts"], own, K, K2, call["alignment"], chunk, senders, max(1, 64 // K2),
+            min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
+        )),
+    )  # fmt: skip
+    buffers = _buffers(call, sized, programs)
+    start = cooperative_launch(world, dispatch_kernel, (programs,), **COPY_OPTIONS)
+
+    def launch(*tensors: torch.Tensor) -> Any:
+        x, idx, weights, *results = tensors
+        routes = idx.new_empty((T, K), dtype=torch.int32)
+        start(x, idx, weights, Result(*results), routes, buffers, sized, world.device)
+        return tuple(results)
+
+    return launch
+
+
+def tokens_at_most(call: Call) -> int:
+    """Tokens of a rank for which others have room."""
+    promised: int | None = call["tokens_per_rank"]
+    return call["max_tokens"] if promised is None else min(promised, call["max_tokens"])
+
+
+def words_of(nbytes: int) -> int:
+    """Flagged words of a token of so many bytes."""
+    return triton.cdiv(triton.cdiv(nbytes, 4), 3)
+
+
+def parts_of(third: int, tokens: int, programs: int) -> tuple[int, int]:
+    """How many words of a token, which has `third`, a program moves at a time, and how many programs share a token."""
+    block = max(1, min(THREADS, triton.next_power_of_2(third) // 2))
+    return block, max(1, min(triton.cdiv(third, block), programs // max(tokens, 1)))
+
+
+def plan_low_latency(call: Call) -> Launch:
+    world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
+    size, own, most = world.size, call.sizes["e"], tokens_at_most(call)
+    programs = num_programs(world, world.num_sms)
+    third, K2, W2 = words_of(H * call.dtype.itemsize), triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(size)
+    expert_words = triton.cdiv(size * own, 3)
+    counted = expert_words + triton.cdiv(size, 3)
+    block, parts = parts_of(third, T, programs)
+    tokens = max(1, min(MOST_COUNTED, COUNTED_AT_A_TIME // max(K2 * K2, K2 * W2, W2 * W2)))
+    sized = Few(
+        T, H, call["max_tokens"], call.sizes["s"], most, third, parts,
+        *map(tl.constexpr, (
+            size * own, call["num_experts"], own, triton.next_power_of_2(own), K, K2, call["alignment"],
+            chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, THREADS,
+        )),
+    )  # fmt: skip
+    memory = Words(*flagged.slots_of(world, size * (counted + most * (K + 1 + third))))
+    start = cooperative_launch(world, low_latency_kernel, (programs,), **COPY_OPTIONS)
+
+    def launch(*tensors: torch.Tensor) -> Any:
+        x, idx, weights, *results = tensors
+        start(x, idx, weights, Result(*results), memory, sized, world.device)
+        return tuple(results)
+
+    return launch

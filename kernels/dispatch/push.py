@@ -1,0 +1,162 @@
+"""push: one launch.
+    1. Every program counts the tokens of its share by expert and by rank. The ranks exchange these counts.
+    2. Every rank so knows all counts, and where each row of each rank begins. Programs number their tokens.
+    3. Some programs store tokens into the inboxes of the ranks, each token once a rank, whatever number of its experts
+       is there, with the rows that it takes there. They signal once a chunk of tokens.
+    4. The other programs copy each token into its rows: this rank's own tokens first, then chunks as they arrive.
+
+A token's place in a rank's inbox is its slot. A rank numbers slots chunk by chunk, and its sources take turns, so that
+all of them arrive at the same time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+
+from . import choices, numbering, totals
+
+
+@triton.jit
+def dispatch_kernel(
+    x_ptr,  # (T, H) this rank's
+    idx_ptr,  # int32 or int64 (T, K) this rank's
+    w_ptr,  # fp32 (T, K) this rank's
+    to,  # Result
+    routes_ptr,  # int32 (T, K) this rank's: the row of each pair of token and expert on the expert's rank
+    m,  # Buffers
+    p,  # Size
+    world,
+):
+    pid = tl.program_id(0)
+    launch = pl.epoch(m.ready, world)
+    half = m.table + (launch & 1) * (world.size * (p.EXPERTS + world.size))
+    totals.count(idx_ptr, m, p, world)
+    pl.grid_barrier(m.grid, world)  # publish: every program's counts
+    totals.exchange(half, m, p, world)
+    pl.wait(m.ready, launch * world.size, world)  # before overwrite: every rank has read its last launch's inbox
+    room = numbering.begin(half, to, m, p, world)
+    numbering.number(idx_ptr, half, room, to, routes_ptr, m, p, world)
+    pl.grid_barrier(m.grid, world)  # publish: rows and slots of all tokens, counts and offsets
+    alone = tl.num_programs(0) == 1
+    if pid < p.SENDERS:
+        _send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world)
+    if (pid >= p.SENDERS) | alone:
+        first = 0 if alone else pid - p.SENDERS
+        step = 1 if alone else tl.num_programs(0) - p.SENDERS
+        _place(x_ptr, idx_ptr, w_ptr, half, room, launch, first, step, to, routes_ptr, m, p, world)
+        _fill(half, room, first, step, to, p, world)
+
+
+@triton.jit
+def _send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world):
+    """Store this rank's tokens into the others' inboxes, chunk by chunk."""
+    PEERS: tl.constexpr = world.size - 1
+    rank = tl.cast(world.rank, tl.int32)
+    k = tl.arange(0, p.K2)[None, :]
+    for task in range(tl.program_id(0), tl.cdiv(p.T, p.CHUNK) * PEERS, p.SENDERS):
+        peer = (rank + 1 + task % PEERS) % world.size
+        g = task // PEERS
+        count = totals.sent(half, rank, peer, p, world)
+        if (g * p.CHUNK < count) & totals.fits(room, peer, world):
+            chunk = totals.chunk(half, g, rank, peer, p, world)
+            for start in range(0, p.CHUNK, p.ROWS):
+                at = start + tl.arange(0, p.ROWS)[:, None]
+                inside = g * p.CHUNK + at < count
+                slot = tl.cast(chunk * p.CHUNK + at, tl.int64)
+                t = tl.load(m.order + peer * p.S + g * p.CHUNK + at, mask=inside, other=0)
+                rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, peer, routes_ptr, p)
+                meta = m.meta + slot * (2 * p.K + 1)
+                pl.store(meta + k, rows, peer, world, mask=inside & (k < p.K))
+                pl.store(meta + p.K + k, bits, peer, world, mask=inside & (k < p.K))
+                pl.store(meta + 2 * p.K, t, peer, world, mask=inside)
+                for col in range(0, p.H, p.COLS):
+                    cols = col + tl.arange(0, p.COLS)[None, :]
+                    both = inside & (cols < p.H)
+                    row = tl.load(x_ptr + tl.cast(t, tl.int64) * p.H + cols, mask=both)
+                    pl.store(m.inbox + slot * p.H + cols, row, peer, world, mask=both)
+            pl.signal(m.ready + 1 + chunk, peer, world, value=launch, op="set")  # publish the chunk
+
+
+@triton.jit
+def _place(x_ptr, idx_ptr, w_ptr, half, room, launch, first, step, to, routes_ptr, m, p, world):
+    """Copy tokens into their rows: my own, then the chunks of the other ranks in the order in which they are sent."""
+    rank = tl.cast(world.rank, tl.int32)
+    k = tl.arange(0, p.K2)[None, :]
+    own = tl.cdiv(totals.sent(half, rank, rank, p, world), p.CHUNK)
+    tasks = own + tl.max(totals.chunks(half, rank, p, world), 0) * (world.size - 1)
+    if not totals.fits(room, rank, world):
+        tasks = 0
+    for task in range(first, tasks, step):
+        source = rank
+        g = task
+        if world.size > 1:
+            if task >= own:
+                source = (rank + world.size - 1 - (task - own) % (world.size - 1)) % world.size
+                g = (task - own) // (world.size - 1)
+        count = totals.sent(half, source, rank, p, world)
+        if g * p.CHUNK < count:
+            chunk = totals.chunk(half, g, source, rank, p, world)
+            if source != rank:
+                pl.wait(m.ready + 1 + chunk, launch, world, cmp="eq")
+            for start in range(0, p.CHUNK, p.ROWS):
+                at = start + tl.arange(0, p.ROWS)[:, None]
+                inside = g * p.CHUNK + at < count
+                slot = tl.cast(chunk * p.CHUNK + at, tl.int64)
+                if source == rank:
+                    t = tl.load(m.order + rank * p.S + g * p.CHUNK + at, mask=inside, other=0)
+                    rows, bits = choices.rows_and_weights(idx_ptr, w_ptr, t, inside, rank, routes_ptr, p)
+                    tokens = x_ptr + tl.cast(t, tl.int64) * p.H
+                else:
+                    meta = m.meta + slot * (2 * p.K + 1)
+                    t = tl.load(meta + 2 * p.K, mask=inside, other=0)
+                    rows = tl.load(meta + k, mask=inside & (k < p.K), other=-1)
+                    bits = tl.load(meta + p.K + k, mask=inside & (k < p.K), other=0)
+                    tokens = m.inbox + slot * p.H
+                tl.store(to.tokens + slot * p.K + k, rows, mask=k < p.K)
+                there = rows >= 0
+                tl.store(to.weights + rows, bits.to(tl.float32, bitcast=True), mask=there)
+                tl.store(to.source + 3 * tl.cast(rows, tl.int64), source + tl.zeros_like(rows), mask=there)
+                tl.store(to.source + 3 * tl.cast(rows, tl.int64) + 1, t + tl.zeros_like(rows), mask=there)
+                tl.store(to.source + 3 * tl.cast(rows, tl.int64) + 2, k + tl.zeros_like(rows), mask=there)
+                for col in range(0, p.H, p.COLS):
+                    cols = col + tl.arange(0, p.COLS)[None, :]
+                    both = inside & (cols < p.H)
+                    row = tl.load(tokens + cols, mask=both)
+                    for number in tl.static_range(p.K):
+                        target = tl.sum(tl.where(k == number, rows, 0), 1)[:, None]
+                        tl.store(to.rows + tl.cast(target, tl.int64) * p.H + cols, row, mask=both & (target >= 0))
+
+
+@triton.jit
+def _fill(half, room, first, step, to, p, world):
+    """What no token fills: rows up to the alignment, and the ends of weights, source and tokens."""
+    rank = tl.cast(world.rank, tl.int32)
+    MANY: tl.constexpr = max(p.ROWS * p.COLS, 1024)
+    for expert in range(first, p.OWN, step):
+        start = tl.load(to.offsets + expert) + tl.load(to.counts + expert)
+        for row in range(start, tl.load(to.offsets + expert + 1)):
+            for col in range(0, p.H, MANY):
+                cols = col + tl.arange(0, MANY)
+                zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
+                tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
+            _nobodys(row + tl.arange(0, 1), row + 1, to)
+    end = tl.load(to.offsets + p.OWN)
+    for start in range(end + first * MANY, p.R, step * MANY):
+        _nobodys(start + tl.arange(0, MANY), p.R, to)
+    chunks = tl.sum(totals.chunks(half, rank, p, world), 0)
+    if not totals.fits(room, rank, world):
+        chunks = 0
+    begin = tl.cast(chunks, tl.int64) * p.CHUNK * p.K
+    for start in range(begin + first * MANY, tl.cast(p.S, tl.int64) * p.K, step * MANY):
+        at = start + tl.arange(0, MANY)
+        tl.store(to.tokens + at, tl.full((MANY,), -1, tl.int32), mask=at < tl.cast(p.S, tl.int64) * p.K)
+
+
+@triton.jit
+def _nobodys(rows, end, to):
+    tl.store(to.weights + rows, tl.zeros_like(rows).to(tl.float32), mask=rows < end)
+    for i in tl.static_range(3):
+        tl.store(to.source + 3 * tl.cast(rows, tl.int64) + i, tl.zeros_like(rows) - 1, mask=rows < end)

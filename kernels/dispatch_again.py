@@ -25,9 +25,9 @@ from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.world import World
 
 from . import experts_gradients
-from .combine.examples import some_rows, some_slots, some_weights
 from .declaration import Call, Case, Form, Launch, Operand, integer
 from .dispatch import Dispatched
+from .dispatch.examples import some_rows, some_slots, some_weights
 from .dispatch.result import chunk_of
 from .operator import Operator
 from .shared.checks import FLOATS

@@ -16,7 +16,7 @@ from .gradients import Backward, Gradients, Recorded
 
 def _handle(call: Recorded, prefix: str, weights: torch.Tensor | None) -> Any:
     """As much of a `Dispatched` as the operators read, with these weights."""
-    return SimpleNamespace(tokens=call[f"{prefix}tokens"], places=call[f"{prefix}places"], weights=weights, source=None)
+    return SimpleNamespace(tokens=call[f"{prefix}tokens"], places=call[f"{prefix}places"], weights=weights)
 
 
 def _of_dispatch(call: Recorded) -> Gradients:

@@ -149,14 +149,15 @@ class Operator:
         return {n: t for n, t in tensors.items() if "." not in n} | whole
 
     def handle(self, name: str, value: Any, world: World | None) -> tuple[Any, ...]:
-        """The operands that are parts of `value`, the function's parameter `name`. Raises DtypeError."""
-        parts = [part.partition(".")[2] for part in self._parts[name]]
-        if lacks := [part for part in parts if not hasattr(value, part)]:
+        """The operands that are parts of `value`, the function's parameter `name`; it may lack optional ones. Raises
+        DtypeError."""
+        parts = {part.partition(".")[2]: self.tensors[part].optional for part in self._parts[name]}
+        if lacks := [part for part, optional in parts.items() if not optional and not hasattr(value, part)]:
             rank = world_of(self.name, world).rank
             raise DtypeError.argument(
                 self.name, name, f"{type(value).__name__} {value!r:.40}", f"what has {' and '.join(lacks)}", rank
             )
-        return tuple([getattr(value, part) for part in parts])
+        return tuple([getattr(value, part, None) for part in parts])
 
     # ------------------------------------------------------------------------------------------------------ each call
     def __call__(

@@ -111,6 +111,7 @@ def _dispatch_wrong() -> Bad:
         "max_tokens": {**AT_LEAST_1, HeapFull: (1 << 24, MAX_INT)},
         "alignment": {ShapeError: (0, -1, MAX_INT, 1 << 29, *HUGE), DtypeError: NO_INTEGER[:-1]},  # 1 == True
         "num_comm_sms": COUNT,
+        "tokens_per_rank": {ShapeError: (0, -1, 2, *HUGE), DtypeError: NO_INTEGER},
     }
 
 
@@ -152,46 +153,47 @@ def _combine_wrong() -> Bad:
             ShapeError: (torch.ones(5, 4), torch.ones(4, 5), torch.ones(4, 4, 1)),
             DtypeError: (torch.ones(4, 4).half(),),
         },
+        "dispatched.source": {
+            ShapeError: (torch.zeros(4, 3, dtype=torch.int32), torch.zeros(14, dtype=torch.int32)),
+            DtypeError: (torch.zeros(5, 3), torch.zeros(5, 3, dtype=torch.int64)),
+        },
         "num_comm_sms": COUNT,
+        "tokens_per_rank": {ShapeError: (0, -1, 3, *HUGE), DtypeError: NO_INTEGER},
+        "mode": {ShapeError: ("low_latency",)},  # which needs dispatched.source
     }
 
 
 def _combine_differ() -> Mapping[str, tuple[Any, Any]]:
     return {
         "y": (torch.ones(5, 4).half(), torch.ones(5, 4).bfloat16()), "num_comm_sms": (1, 2),
+        "tokens_per_rank": (4, 5),
     }  # fmt: skip
 
 
 def _again() -> dict[str, Any]:
-    """Of a dispatch in which no token has an expert."""
-    return {
-        "x": torch.ones(4, 4), "dispatched.tokens": torch.full((8, 2), -1, dtype=torch.int32),
-        "dispatched.places": torch.full((8,), -1, dtype=torch.int32), "dispatched.weights": torch.ones(5),
-        "y": None, "out": None,
-    }  # fmt: skip
+    """With a routing in which no token goes anywhere."""
+    handle = {name: value for name, value in _combine().items() if name.startswith("dispatched.")}
+    for name in ("dispatched.tokens", "dispatched.places"):
+        handle[name] = handle[name] - 1
+    return {"x": torch.ones(4, 8), **handle, "y": None, "out": None}
 
 
 def _again_wrong() -> Bad:
+    parts = ("dispatched", "dispatched.tokens", "dispatched.places", "num_comm_sms")
     return {
+        **{name: wrong for name, wrong in _combine_wrong().items() if name in parts},
         "x": {
-            ShapeError: (torch.ones(4), torch.ones(4, 4, 1)),
-            DtypeError: (None, torch.ones(4, 4).int(), torch.ones(4, 4).double()),
+            ShapeError: (torch.ones(4), torch.ones(4, 8, 1)),
+            DtypeError: (None, torch.ones(4, 8).int(), torch.ones(4, 8).double()),
         },
-        **{name: wrong for name, wrong in _combine_wrong().items() if name.startswith("dispatched")},
-        "dispatched.weights": {
-            ShapeError: (torch.ones(5, 1), torch.tensor(1.0)),
-            DtypeError: (None, torch.ones(5).half(), torch.ones(5).int()),
-        },
-        "y": {
-            ShapeError: (torch.ones(4, 4), torch.ones(5), torch.ones(5, 3)),
-            DtypeError: (torch.ones(5, 4).half(), torch.ones(5, 4).int()),
-        },
-        "out": {
-            ShapeError: (torch.ones(4, 4), torch.ones(5), torch.ones(5, 4, 1)),
-            DtypeError: (torch.ones(5, 4).half(),),
-        },
-        "num_comm_sms": COUNT,
+        "dispatched.weights": {ShapeError: (torch.ones(5, 1),), DtypeError: (None, torch.ones(5).half())},
+        "y": {ShapeError: (torch.ones(5, 7), torch.ones(4, 8)), DtypeError: (torch.ones(5, 8).half(),)},
+        "out": {ShapeError: (torch.ones(5, 7), torch.ones(4, 8)), DtypeError: (torch.ones(5, 8).half(),)},
     }
+
+
+def _again_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"x": (torch.ones(4, 8).half(), torch.ones(4, 8).bfloat16()), "num_comm_sms": (1, 2)}
 
 
 # -------------------------------------------------------------------------------------------------- grouped_outer, moe
@@ -354,13 +356,55 @@ def _ring_differ() -> Mapping[str, tuple[Any, Any]]:
     }  # fmt: skip
 
 
+# --------------------------------------------------------------------------------------------------------- fused norms
+def _norm() -> dict[str, Any]:
+    return {"x": torch.ones(4, 8), "residual": torch.ones(4, 8), "weight": torch.ones(8), "out": None}
+
+
+def _norm_wrong() -> Bad:
+    x, matrix = torch.ones(4, 8), (torch.ones(4), torch.ones(4, 8, 1))
+    return {
+        "x": {ShapeError: matrix, DtypeError: (None, x.int(), x.double())},
+        "residual": {ShapeError: (*matrix, torch.ones(4, 7), torch.ones(3, 8)), DtypeError: (None, x.half(), x.int())},
+        "weight": {ShapeError: (torch.ones(7), torch.ones(1, 8)), DtypeError: (None, torch.ones(8).half())},
+        "out": {ShapeError: (*matrix, torch.ones(4, 7)), DtypeError: (x.half(), x.to(torch.float8_e4m3fn))},
+        "eps": {ShapeError: (0, -1e-6, float("nan"), float("inf")), DtypeError: NO_NUMBER},
+        "quant": {Unsupported: ("fp8", "", 8, True, ["fp8_token"]), ShapeError: ("fp8_group",)},  # H is 8, not 128
+        "rows": COUNT,
+    }
+
+
+def _norm_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"eps": (1e-5, 2e-5)}
+
+
+def _all_norm_wrong() -> Bad:
+    return {**_norm_wrong(), "parts": {ShapeError: (0, -1, 3, *HUGE), DtypeError: NO_INTEGER}}
+
+
+def _shared_norm_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"eps": (1e-5, 2e-5), "rows": (1, 2)}
+
+
+def _shared_norm() -> dict[str, Any]:
+    return {**_norm(), "x": torch.ones(8, 8), "out": None}
+
+
+def _shared_norm_wrong() -> Bad:
+    wrong = _norm_wrong()
+    out = {ShapeError: (torch.ones(4, 8), torch.ones(8)), DtypeError: (torch.ones(8, 8).half(),)}
+    return {**wrong, "x": {**wrong["x"], ShapeError: (torch.ones(7, 8), torch.ones(8))}, "out": out}
+
+
 OTHERS = (
     Tried(pkt.grouped_matmul, _grouped, _grouped_wrong),
     Tried(pkt.dispatch, _dispatch, _dispatch_wrong, _dispatch_differ),
     Tried(pkt.combine, _combine, _combine_wrong, _combine_differ),
-    Tried(pkt.dispatch_again, _again, _again_wrong),
+    Tried(pkt.dispatch_again, _again, _again_wrong, _again_differ),
     Tried(pkt.grouped_outer, _outer, _outer_wrong),
     Tried(pkt.moe, _moe, _moe_wrong),
+    Tried(pkt.all_reduce_rms_norm, _norm, _all_norm_wrong, _norm_differ),
+    Tried(pkt.reduce_scatter_rms_norm, _shared_norm, _shared_norm_wrong, _shared_norm_differ),
     Tried(pkt.flash_decode, _decode, _decode_wrong, _decode_differ),
     Tried(pkt.ring_attention, _ring, _ring_wrong, _ring_differ),
 )

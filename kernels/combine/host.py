@@ -18,11 +18,11 @@ from pkt.runtime.world import World
 
 from ..declaration import Call, Case, Form, Operand, Shape, integer
 from ..dispatch import Dispatched, rules
+from ..dispatch.examples import some_rows, some_slots, some_sources, some_weights
 from ..dispatch.result import check_promise
 from ..experts_gradients import OF_COMBINE
 from ..operator import Operator
 from ..shared.checks import FLOATS
-from .examples import some_rows, some_slots, some_sources, some_weights
 from .plans import plan_low_latency, plan_pull, tokens_at_most
 from .reference import bound, reference
 
@@ -51,9 +51,9 @@ def combine(
     for few tokens; without it, pull. num_comm_sms: with pull only, programs that load from the ranks, while the others
     add this rank's rows.
 
-    Symmetric memory kept: pull as many tokens as y has rows, rounded up; low_latency, in words of 4 / 3 of their bytes
-    and rounded up to a power of two, 2 * size * tokens_per_rank tokens, shared with the low-latency forms of the
-    collectives. Differentiable, also in the weights. Raises ShapeError, DtypeError, CollectiveMismatch.
+    Differentiable, also in the weights. Symmetric memory kept: pull as many tokens as y has rows, rounded up;
+    low_latency, in words of 4 / 3 of their bytes and rounded up to a power of two, 2 * size * tokens_per_rank
+    tokens, shared with the low-latency forms of the collectives. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
     *handle, source = OPERATOR.handle("dispatched", dispatched, world)
     if isinstance(source, torch.Tensor) and source.ndim == 2:

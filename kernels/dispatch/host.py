@@ -60,8 +60,8 @@ def dispatch(
     size * T * K + E * (alignment - 1) rows are always enough.
 
     Symmetric memory kept: push max_tokens tokens; low_latency, in words of 4 / 3 of their bytes and rounded up to a
-    power of two, 2 * size * tokens_per_rank tokens, shared with the low-latency forms of the collectives. Raises
-    ShapeError, DtypeError, CollectiveMismatch. Differentiable in x and topk_weights.
+    power of two, 2 * size * tokens_per_rank tokens, shared with the low-latency forms of the collectives.
+    Differentiable in x and topk_weights. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
     tensors = x, topk_idx, topk_weights, out
     keywords = num_experts, max_tokens, alignment, mode, num_comm_sms, tokens_per_rank

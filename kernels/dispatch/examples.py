@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..declaration import Call, Shape
-from ..dispatch.result import chunk_of
+from .result import chunk_of
 
 
 def slot_of(call: Call, rank: int, t: int, d: int) -> int:

@@ -38,7 +38,8 @@ class Operand:
     """A tensor that an operator takes.
 
     shape: a letter for each dimension, such as "m k", with "W*" before one that is a multiple of the world size, and
-        "2*" before one that is even; "..." for any shape; or a function of the call that returns one of these.
+        "2*" before one that is even; "..." for any shape; or a function of the call that returns one of these. Of a
+        further result it may also return the sizes.
     dtypes: those it may have; () for that of the first operand.
     strided: plans take it with any strides, so it is never copied.
     optional: None may be given. transposed: it may also be the transposed view of a contiguous matrix. same: it has the
@@ -47,7 +48,7 @@ class Operand:
         call.world has the rank, the number of ranks as `size`, and the number of the launch as `launch`.
     """
 
-    shape: str | Callable[[Call], str]
+    shape: str | Callable[[Call], str | Shape]
     dtypes: tuple[torch.dtype, ...] = ()
     optional: bool = False
     transposed: bool = False
@@ -57,7 +58,8 @@ class Operand:
 
     def letters(self, call: Call) -> str:
         """The shape in a call."""
-        return self.shape(call) if callable(self.shape) else self.shape
+        found = self.shape(call) if callable(self.shape) else self.shape
+        return found if isinstance(found, str) else " ".join(map(str, found))
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ class Call:
         self.sizes: dict[str, int] = {}
         self.shape: Shape = ()
         """Of the result."""
+        self.result_dtype: torch.dtype | None = None
+        """Of the result."""
 
     def __getitem__(self, name: str) -> Any:
         for space in (self.tensors, self.arguments, self.settings, self.given, self.sizes):
@@ -183,7 +187,7 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first operand, and of the result."""
+        """Of the first operand."""
         return next(iter(self.tensors.values())).dtype
 
     @property
@@ -210,7 +214,7 @@ class Call:
     def bound(self, shape: str) -> Shape:
         """`shape` in numbers, once its letters are known."""
         found = (letter_of(word, self.world.size) for word in shape.split())
-        return tuple(self.sizes[letter] * times for letter, times in found)
+        return tuple((int(letter) if letter.isdigit() else self.sizes[letter]) * times for letter, times in found)
 
     def refuse(self, name: str, found: Any, wanted: str) -> ShapeError:
         """The error to raise for argument `name`."""
@@ -257,7 +261,7 @@ def number(above: float = -math.inf) -> Check:
     return check
 
 
-def choice(*choices: str) -> Check:
+def choice(*choices: str | None) -> Check:
     """One of `choices`."""
 
     def check(call: Call, name: str, value: Any) -> Any:

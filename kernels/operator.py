@@ -70,6 +70,7 @@ class Operator:
         forms: Mapping[str, Form],
         reference: Callable[..., Any],
         also: Mapping[str, Operand] | None = None,
+        dtype: Callable[[Call], torch.dtype] = lambda call: call.dtype,
         default: Callable[[Call], str] | None = None,
         arguments: Mapping[str, Check] | None = None,
         settings: Mapping[str, Check] | None = None,
@@ -86,20 +87,23 @@ class Operator:
         backward: Backward | Callable[[Recorded], Gradients] | None = None,
         cases: Sequence[Case] = (),
     ) -> None:
-        """function: what users call. result: the shape of what it returns, of the first operand's dtype. also: further
-        results, by name: they are new at each call, follow the operands and `out` when a plan launches, and make the
-        launch, the call and the reference return a tuple. default: the form taken where the caller names none; the
-        first of `forms` without it. On GPUs an operator with `tuning` takes the form that is expected to be the fastest
-        instead, where the caller gives no setting either. backward: its backward pass, see gradients.py. written:
-        the operand that is written. in_place: the function writes into the first operand where it is given no `out`.
-        place: which part of x, or of `out`, of the other's size the two may share.
-        private: letters in which ranks may differ. most: the greatest size of a letter. always: it launches for empty
-        operands, too, which other ranks may need. exact: data is moved, not computed with. terms: how many numbers an
-        element of the result is a sum of, from the sizes of the letters and of the world. reference(rank, **operands
-        of all ranks, **arguments): the exact result of a rank, in fp64. bound(rank, dtype, roundings, **operands of all
-        ranks, **arguments): how far each result may be from it, where that does not follow from `terms`."""
+        """function: what users call. result: the shape of what it returns. dtype: its dtype; the first operand's
+        without it. also: further results, by name: they are new at each call, of their first dtype or that of the first
+        operand, follow the operands and `out` when a plan launches, and make the launch, the call and the reference
+        return a tuple. Where the function leaves out the last results of some calls, the reference does, too. default:
+        the form taken where the caller names none; the first of `forms` without it. On GPUs an operator with `tuning`
+        takes the form that is expected to be the fastest instead, where the caller gives no setting either. backward:
+        its backward pass, see gradients.py. written: the operand that is written. in_place: the function writes into
+        the first operand where it is given no `out`. place: which part of x, or of `out`, of the other's size the two
+        may share. private: letters in which ranks may differ. most: the greatest size of a letter. always: it launches
+        for empty operands, too, which other ranks may need. exact: data is moved, not computed with. terms: how many
+        numbers an element of the result is a sum of, from the sizes of the letters and of the world. reference(rank,
+        **operands of all ranks, **arguments): the exact result of a rank, in fp64. bound(rank, dtype, roundings,
+        **operands of all ranks, **arguments): how far each result may be from it, where that does not follow from
+        `terms`."""
         self.function, self.name = function, function.__name__
         self.tensors, self.result, self.forms, self.reference = dict(tensors), result, dict(forms), reference
+        self.dtype = dtype
         self.default = default or (lambda call: next(iter(self.forms)))
         self.arguments, self.settings = dict(arguments or {}), dict(settings or {})
         self.written, self.place, self.private = written, place, private
@@ -270,7 +274,7 @@ class Operator:
         self._bind_result(call)
         if call.tensors.get("out") is not None:
             checks.check_tensor(
-                call.name, "out", call["out"], world, shape=call.shape, dtype=call.dtype,
+                call.name, "out", call["out"], world, shape=call.shape, dtype=call.result_dtype,
                 contiguous=self.tuning is not None,
             )  # fmt: skip
 
@@ -293,12 +297,17 @@ class Operator:
                 self._bind(call, name, operand)
         self._bind_result(call)
         first = next(iter(operands.values()))
-        others = (first.new_empty(call.bound(o.letters(call)), dtype=o.dtypes[0]) for o in self.also.values())
-        return first.new_empty(call.shape), *others
+        others = (first.new_empty(shape, dtype=dtype) for shape, dtype in self._others(call))
+        return first.new_empty(call.shape, dtype=call.result_dtype), *others
 
     def _bind_result(self, call: Call) -> None:
         shape = self.result(call) if callable(self.result) else self.result
         call.shape = call.bound(shape) if isinstance(shape, str) else tuple(shape)
+        call.result_dtype = self.dtype(call)
+
+    def _others(self, call: Call) -> list[tuple[Shape, torch.dtype]]:
+        """Shapes and dtypes of the further results."""
+        return [(call.bound(o.letters(call)), o.dtypes[0] if o.dtypes else call.dtype) for o in self.also.values()]
 
     def _bind(self, call: Call, name: str, operand: Operand) -> None:
         """Learn the letters of an operand's shape, or hold the shape against them."""
@@ -474,7 +483,7 @@ class Operator:
 
     def _filled(self, call: Call, form: Form) -> Launch:
         """What launches, with new results where the caller gives none; nothing is launched for empty ones."""
-        new = functools.partial(torch.empty, call.shape, dtype=call.dtype, device=call.world.torch_device)
+        new = functools.partial(torch.empty, call.shape, dtype=call.result_dtype, device=call.world.torch_device)
         given = "out" not in self.names or call.tensors["out"] is not None
         if not given:
             try:
@@ -483,8 +492,8 @@ class Operator:
                 nbytes = math.prod(call.shape) * call.dtype.itemsize
                 raise HeapFull.result(call.name, nbytes, str(call.world.torch_device), call.world.rank) from error
         others = [
-            functools.partial(torch.empty, call.bound(o.letters(call)), dtype=o.dtypes[0], device=call["out"].device)
-            for o in self.also.values()
+            functools.partial(torch.empty, shape, dtype=dtype, device=call["out"].device)
+            for shape, dtype in self._others(call)
         ]
         launch = self._empty(call) or form.plan(call)
         if given and not others:

@@ -1,7 +1,7 @@
 """ParallelKittens for Triton: the public names.
 
-Device code is `import pkt.language as pl`. Operators (`pkt.all_gather_matmul`, ...) and the tuner are loaded when first
-used. Here the two meet: operators take the settings that the tuner found.
+Device code is `import pkt.language as pl`. Operators (`pkt.all_gather_matmul`, ...), modules (`pkt.nn`) and
+the tuner are loaded when first used. Here the two meet: operators take the settings that the tuner found.
 """
 
 from collections.abc import Mapping as _Mapping
@@ -74,12 +74,13 @@ if TYPE_CHECKING:
     from pkt.kernels.grouped_outer import grouped_outer
     from pkt.kernels.moe import moe
     from pkt.model.config import Config, space
+    from pkt.nn.plan import parallelize
     from pkt.tune.autotune import autotune
     from pkt.tune.explanation import explain
 
 __all__ = [  # noqa: PLE0604
     "init", "launch", "layout", "interleave", "simulate", "autotune", "Config", "space", "explain",
-    "grouped_matmul", "grouped_outer", "moe",
+    "grouped_matmul", "grouped_outer", "moe", "parallelize",
     "current_world", "World", "Workspace", "SymmetricTensor", "symmetric", "check_rank", "signals", "mem_pool",
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
@@ -96,11 +97,12 @@ __all__ = [  # noqa: PLE0604
 _LAZY = {
     "autotune": "pkt.tune.autotune", "explain": "pkt.tune.explanation",
     "Config": "pkt.model.config", "space": "pkt.model.config", "grouped_matmul": "pkt.kernels.grouped_matmul",
-    "grouped_outer": "pkt.kernels.grouped_outer", "moe": "pkt.kernels.moe",
+    "grouped_outer": "pkt.kernels.grouped_outer", "moe": "pkt.kernels.moe", "parallelize": "pkt.nn.plan",
     **dict.fromkeys(
         ("shard_sequence", "unshard_sequence", "sequence_positions"), "pkt.kernels.ring_attention.sequence"
     ),
 }  # fmt: skip
+_PACKAGES = ("nn", "tune")
 
 
 def _tuned(operator: _registry.Operator, key: _Mapping[str, _Any], world: World) -> _Mapping[str, _Any]:
@@ -126,8 +128,8 @@ def _version() -> str:
 def __getattr__(name: str) -> _Any:
     if name == "__version__":
         return _version()
-    if name == "tune":
-        return _import_module("pkt.tune")
+    if name in _PACKAGES:
+        return _import_module(f"pkt.{name}")
     if name in _registry.registered:
         return _registry.registered[name].function
     if name in _LAZY:
@@ -141,4 +143,4 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_registry.names(), "tune"})
+    return sorted({*globals(), *_LAZY, *_registry.names(), *_PACKAGES})

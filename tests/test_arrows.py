@@ -122,6 +122,7 @@ ARROWS = {
         + ["pkt.kernels.shared", "pkt.kernels.traced"],
         ["torch", "triton", "numpy", "typing_extensions"],  # the last for types alone, and torch brings it
     ),
+    "pkt.nn": (["pkt.errors", "pkt.launcher", "pkt.runtime", "pkt.kernels"], ["torch"]),
     "pkt.tune": (
         ["pkt.errors", "pkt.progress", "pkt.wording", "pkt.language", "pkt.runtime", "pkt.model"]
         + ["pkt.kernels.operator"],

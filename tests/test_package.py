@@ -37,6 +37,9 @@ assert "TRITON_INTERPRET" not in os.environ
 assert not torch.cuda.is_initialized()
 heavy = ("cuda", "matplotlib", "nvshmem", "typer", "IPython")
 print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in heavy))
+assert not any(name.startswith("pkt.nn") for name in sys.modules)
+assert pkt.nn.Attention and pkt.parallelize
+assert not any(name.startswith("torch.distributed.tensor") for name in set(sys.modules) - before)
 """
     modules, *packages = python(code, CUDA_VISIBLE_DEVICES="").split()
     assert packages == ["greenlet", "pkt", "triton"]

@@ -396,6 +396,17 @@ def _shared_norm_wrong() -> Bad:
     return {**wrong, "x": {**wrong["x"], ShapeError: (torch.ones(7, 8), torch.ones(8))}, "out": out}
 
 
+# --------------------------------------------------------------------------------------------------- ulysses_attention
+def _ulysses_wrong() -> Bad:
+    """As ring_attention's where the names are the same; and heads that two ranks do not divide."""
+    alike = {n: v for n, v in _ring_wrong().items() if not {"length", "layout", "return_lse"} & set(n.split())}
+    return {**alike, "q k v": {ShapeError: (3 * (torch.ones(1, 4, 3, 8),),)}, "heads": COUNT}
+
+
+def _ulysses_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"scale": (0.5, 0.6), "window": ((1, 0), (1, 1))}
+
+
 OTHERS = (
     Tried(pkt.grouped_matmul, _grouped, _grouped_wrong),
     Tried(pkt.dispatch, _dispatch, _dispatch_wrong, _dispatch_differ),
@@ -407,6 +418,7 @@ OTHERS = (
     Tried(pkt.reduce_scatter_rms_norm, _shared_norm, _shared_norm_wrong, _shared_norm_differ),
     Tried(pkt.flash_decode, _decode, _decode_wrong, _decode_differ),
     Tried(pkt.ring_attention, _ring, _ring_wrong, _ring_differ),
+    Tried(pkt.ulysses_attention, _ring, _ulysses_wrong, _ulysses_differ),
 )
 
 

@@ -45,6 +45,13 @@ def call_of(operator: Operator, case: Case, size: int, rank: int = 0, launch: in
     return call
 
 
+def result_dtype(operator: Operator, case: Case, dtype: torch.dtype) -> torch.dtype:
+    """The first result's, where the first operand has `dtype`."""
+    call = call_of(operator, case, 1)
+    call.tensors[next(iter(operator.tensors))] = torch.empty(0, dtype=dtype)
+    return operator.dtype(call)
+
+
 def shapes_of(operator: Operator, case: Case, size: int) -> dict[str, tuple[int, ...]]:
     """The operands' shapes on `size` ranks, those of optional ones too."""
     call = call_of(operator, case, size)

@@ -1,0 +1,60 @@
+"""Norms of a part of the tokens: `sequence_parallel`."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+from pkt.errors import Unsupported
+from pkt.runtime.world import World, current_world
+
+from .exchange import sum_gradient
+from .sharded import copied, local
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class SequenceParallel:
+    """In front of a module's own class: the gradients of its parameters are summed over the ranks."""
+
+    world: World
+    _parameters: dict[str, Any]
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        own = dict(self._parameters)
+        for name, parameter in own.items():
+            if parameter is not None:
+                self._parameters[name] = sum_gradient(local(parameter), self.world)
+        try:
+            return super().forward(*arguments, **keywords)  # type: ignore[misc]
+        finally:
+            self._parameters.update(own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copied(self, memo)
+
+
+def sequence_parallel(module: M, *, world: World | None = None) -> M:
+    """`module`, a norm or another function of single tokens, for a rank that has a part of the tokens.
+
+    Its parameters are the same on every rank and the forward pass moves nothing. In the backward pass the ranks sum the
+    parameters' gradients, one all-reduce for each parameter. The module is changed, and returned: its class becomes a
+    subclass, its parameters and their names stay. world: the current one where None. Raises Unsupported if modules
+    inside this one have parameters.
+    """
+    call = "pkt.nn.sequence_parallel"
+    world = current_world(call) if world is None else world
+    if has_inner_parameters(module):
+        found = f"found {type(module).__name__}, inside which modules have parameters of their own"
+        raise Unsupported.here(f"rank {world.rank}: {call}", found, "call it for the norms inside")
+    if not isinstance(module, SequenceParallel):
+        made = type(module)
+        module.__class__ = type(f"SequenceParallel{made.__name__}", (SequenceParallel, made), {})
+    module.world = world  # type: ignore[assignment]
+    return module
+
+
+def has_inner_parameters(module: nn.Module) -> bool:
+    """Whether modules inside this one have parameters."""
+    return any(True for child in module.children() for _ in child.parameters())

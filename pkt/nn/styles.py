@@ -1,0 +1,307 @@
+"""Torch's ParallelStyle classes on pkt's operators. Only `parallelize` imports this: it loads torch's DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import parallel as torchs
+
+from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.kernels.shared.checks import FLOATS
+from pkt.runtime.world import World
+
+from .embedding import VocabParallelEmbedding
+from .gathering import Gather, Ungathered
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .norm import SequenceParallel, has_inner_parameters, sequence_parallel
+from .sharded import Sharded
+
+CALL = "pkt.parallelize"
+LAST = Shard(-1)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Place:
+    """Where a style is applied: the module's name in messages, the world, and torch's mesh where there is one."""
+
+    def __init__(self, name: str, world: World, mesh: Any) -> None:
+        self.name, self.world, self.mesh = name, world, mesh
+
+    def refused(self, found: str, remedy: str) -> Unsupported:
+        where = f"rank {self.world.rank}: {CALL}: module {self.name!r}"
+        return Unsupported.here(where, f"found {found}", remedy)
+
+    def tokens(self, layout: Any, what: str) -> int | None:
+        """The dimension of tokens that a layout splits; None where it is Replicate()."""
+        if layout == Replicate():
+            return None
+        if type(layout) is Shard and layout.dim != -1:
+            return layout.dim
+        raise self.refused(f"{what} {layout}", "use Replicate(), or Shard(dim) of the dimension of tokens")
+
+    def mine(self, x: torch.Tensor, what: str) -> tuple[torch.Tensor, Any]:
+        """A DTensor as this rank's tensor, and its layout. Raises Unsupported for another mesh."""
+        assert isinstance(x, DTensor)
+        if x.device_mesh != self.mesh:
+            raise self.refused(f"{what}: a DTensor on {x.device_mesh}", f"give one on {self.mesh}")
+        return x.to_local(), x.placements[0]
+
+    def given(self, y: torch.Tensor, layout: Any, local: bool) -> torch.Tensor:
+        """A result as the style wants it."""
+        if local or self.mesh is None:
+            return y
+        return DTensor.from_local(y, self.mesh, [layout], run_check=False)
+
+    def check_parameters(self, module: nn.Module, split: int | None) -> None:
+        """Raise DtypeError or ShapeError for parameters that operators do not take. split: dimension of the weight that
+        the ranks share."""
+        where, rank, size = f"{CALL}: module {self.name!r}", self.world.rank, self.world.size
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype not in FLOATS:
+                raise DtypeError.argument(where, name, parameter.dtype, "bfloat16, float16 or float32", rank)
+        weight: Any = None if split is None else module._parameters["weight"]
+        if weight is not None and weight.shape[split] % size:
+            wanted = f"dimension {split} a multiple of {size}, the number of ranks"
+            raise ShapeError.argument(where, "weight", tuple(weight.shape), wanted, rank)
+
+    def distribute(self, module: Sharded) -> None:
+        """Make the parameters DTensors, as torch's are, where there is a mesh."""
+        if self.mesh is None:
+            return
+        for name, (part,) in module.parts.items():
+            old = module._parameters[name]
+            assert old is not None
+            layout = Replicate() if part.dim is None else Shard(part.dim)
+            made = DTensor.from_local(old.detach(), self.mesh, [layout], run_check=False)
+            module.register_parameter(name, nn.Parameter(made, requires_grad=old.requires_grad))
+
+
+class PlannedColumn(ColumnParallelLinear):
+    """ColwiseParallel on a Linear."""
+
+    place: Place
+    style: Any
+    gathers = False
+    """Whether it is expected to gather the input of the module around it."""
+
+    @property
+    def runs(self) -> str:
+        return "all_gather_matmul" if self.gathers else super().runs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, Ungathered):
+            y = x.source.product(self, self.local("weight"), self.local("bias"))
+            y = self.finished(y)
+        elif isinstance(x, DTensor):
+            x, layout = self.place.mine(x, "input")
+            y = self.compute(x, self.place.tokens(layout, "an input of layout"))
+        else:
+            y = self.compute(x, self.sequence_dim)
+        return self.place.given(y, self.style.output_layouts[0], self.style.use_local_output)
+
+
+class PlannedRow(RowParallelLinear):
+    """RowwiseParallel on a Linear."""
+
+    place: Place
+    style: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            last = x.ndim - 1
+            x, layout = self.place.mine(x, "input")
+            if layout not in (LAST, Shard(last)):
+                raise self.place.refused(f"an input of layout {layout}", "give Shard(-1), as ColwiseParallel returns")
+        y = super().forward(x)
+        return self.place.given(y, self.style.output_layouts[0], self.style.use_local_output)
+
+
+class PlannedEmbedding(VocabParallelEmbedding):
+    """RowwiseParallel on an Embedding."""
+
+    place: Place
+    style: Any
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if isinstance(tokens, DTensor):
+            tokens, layout = self.place.mine(tokens, "input")
+            if layout != Replicate():
+                raise self.place.refused(f"tokens of layout {layout}", "give Replicate()")
+        y = super().forward(tokens)
+        return self.place.given(y, self.style.output_layouts[0], self.style.use_local_output)
+
+
+class Prepared:
+    """PrepareModuleInput on a module: hooks around its forward pass."""
+
+    def __init__(self, style: Any, place: Place) -> None:
+        self.place = place
+        self.positional = self._layouts(style.input_layouts or (), style.desired_input_layouts or ())
+        given, wanted = style.input_kwarg_layouts, style.desired_input_kwarg_layouts
+        self.named = dict(zip(given, self._layouts(tuple(given.values()), tuple(wanted.get(n) for n in given))))
+        self.takers: list[Any] = []
+        self.gathers: list[Gather] = []
+
+    def _layouts(self, given: Sequence[Any], wanted: Sequence[Any]) -> list[tuple[Any, bool] | None]:
+        """By input: its layout and whether it is gathered; None for one that is passed on."""
+        found: list[tuple[Any, bool] | None] = []
+        for layout, to in zip(given, wanted):
+            if layout is None:
+                found.append(None)
+            elif to is None or layout == to:
+                found.append((layout, False))
+            elif to == Replicate():
+                self.place.tokens(layout, "an input of layout")
+                found.append((layout, True))
+            else:
+                remedy = "use Shard(dim) to Replicate(), or the same layout twice"
+                raise self.place.refused(f"PrepareModuleInput from {layout} to {to}", remedy)
+        return found
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """Make the change."""
+        self.takers = [child for child in module.children() if isinstance(child, PlannedColumn)]
+        for taker in self.takers:
+            taker.gathers = True
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after)
+        return module
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self.gathers = []
+        if self.positional and len(inputs) != len(self.positional):
+            found = f"{len(inputs)} inputs, and layouts of {len(self.positional)} in PrepareModuleInput"
+            raise self.place.refused(found, "give one layout, or None, for each positional input")
+        layouts = self.positional or [None] * len(inputs)
+        changed = tuple(self._prepared(x, layout) for x, layout in zip(inputs, layouts))
+        return changed, {name: self._prepared(x, self.named.get(name)) for name, x in named.items()}
+
+    def _prepared(self, x: Any, planned: tuple[Any, bool] | None) -> Any:
+        if planned is None or not isinstance(x, torch.Tensor):
+            return x
+        layout, gather = planned
+        if isinstance(x, DTensor):
+            x, layout = self.place.mine(x, "input")
+            gather = gather and layout != Replicate()
+        if not gather:
+            return x
+        dim = self.place.tokens(layout, "an input of layout")
+        assert dim is not None
+        one = Gather(self.place.name, x, dim, self.takers, self.place.world)
+        self.gathers.append(one)
+        return one.tensor()
+
+    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Linears that did not take the input are not expected to again."""
+        unused = [linear for gather in self.gathers for linear, _ in gather.ahead]
+        if unused:
+            self.takers = [t for t in self.takers if all(t is not linear for linear in unused)]
+        self.gathers = []
+
+
+PRODUCTS = (torchs.ColwiseParallel, torchs.RowwiseParallel)
+INPUTS = torchs.PrepareModuleInput
+
+
+def change(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
+    """What makes the change of a style, behind all checks: it returns what takes the module's place in the model, a
+    module of pkt or the module itself. Raises Unsupported, ShapeError, DtypeError."""
+    if isinstance(style, torchs.ColwiseParallel):
+        return _column(style, module, place)
+    if isinstance(style, torchs.RowwiseParallel):
+        return _row(style, module, place)
+    if isinstance(style, torchs.SequenceParallel):
+        return _sequence(style, module, place)
+    if isinstance(style, INPUTS):
+        prepared = Prepared(style, place)
+        return lambda: prepared.apply(module)
+    names = "ColwiseParallel, RowwiseParallel, SequenceParallel or PrepareModuleInput"
+    raise place.refused(f"style {type(style).__name__}", f"use {names}")
+
+
+def _check_plain(module: nn.Module, kind: type[nn.Module], place: Place) -> None:
+    """Raise Unsupported where a module of pkt would not do what this one does."""
+    if isinstance(module, Sharded):
+        raise place.refused(f"{type(module).__name__}, which is parallel already", "plan each module once")
+    if not isinstance(module, kind) or type(module).forward is not kind.forward:
+        found = f"{type(module).__name__}, which is no plain {kind.__name__}"
+        raise place.refused(found, "plan Linears and Embeddings of torch.nn; for others use torch's parallelize_module")
+    if any(getattr(module, hooks) for hooks in HOOKS):
+        raise place.refused("a module with hooks", "add hooks behind pkt.parallelize, to the module that it makes")
+
+
+def _column(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
+    if isinstance(module, nn.Embedding):
+        raise place.refused("ColwiseParallel on an Embedding", "use RowwiseParallel, which splits the vocabulary")
+    _check_plain(module, nn.Linear, place)
+    given, returned = style.input_layouts[0], style.output_layouts[0]
+    if returned not in (LAST, Replicate()):
+        raise place.refused(f"ColwiseParallel to {returned}", "use Shard(-1) or Replicate()")
+    dim, whole = place.tokens(given, "ColwiseParallel from"), returned == Replicate()
+    place.check_parameters(module, 0)
+    linear: Any = module
+    return lambda: _placed(
+        PlannedColumn.of(linear, sequence_dim=dim, gather_output=whole, world=place.world), style, place
+    )
+
+
+def _row(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
+    embedding, whole = isinstance(module, nn.Embedding), cast(Any, module)
+    _check_plain(module, nn.Embedding if embedding else nn.Linear, place)
+    given, wanted = style.input_layouts[0], Replicate() if embedding else LAST
+    if given != wanted:
+        raise place.refused(f"RowwiseParallel from {given}", f"use input_layouts={wanted}")
+    dim = place.tokens(style.output_layouts[0], "RowwiseParallel to")
+    place.check_parameters(module, 0 if embedding else 1)
+    if not embedding:
+        return lambda: _placed(PlannedRow.of(whole, sequence_dim=dim, world=place.world), style, place)
+    for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(whole, option) is not None and getattr(whole, option) is not False:
+            raise place.refused(f"an Embedding with {option}", "make it without, or leave it out of the plan")
+    return lambda: _placed(PlannedEmbedding.of(whole, sequence_dim=dim, world=place.world), style, place)
+
+
+def _placed(made: Any, style: Any, place: Place) -> Any:
+    made.place, made.style = place, style
+    place.distribute(made)
+    return made
+
+
+def _sequence(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
+    layout: Placement = style.sequence_sharding[0]
+    place.tokens(layout, "SequenceParallel of")
+    if has_inner_parameters(module):
+        found = f"SequenceParallel on {type(module).__name__}, inside which modules have parameters of their own"
+        raise place.refused(found, "plan the norms inside it")
+    if isinstance(module, (Sharded, SequenceParallel)):
+        raise place.refused(f"{type(module).__name__}, which is parallel already", "plan each module once")
+    place.check_parameters(module, None)
+    return lambda: _norm(style, module, place, layout)
+
+
+def _norm(style: Any, module: nn.Module, place: Place, layout: Placement) -> nn.Module:
+    sequence_parallel(module, world=place.world)
+    if place.mesh is None:
+        return module
+    for name, old in list(module._parameters.items()):
+        if old is not None and not isinstance(old, DTensor):
+            made = DTensor.from_local(old.detach(), place.mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(made, requires_grad=old.requires_grad))
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        x, *rest = inputs
+        if not isinstance(x, DTensor):
+            return None
+        x, found = place.mine(x, "input")
+        if found != layout:
+            raise place.refused(f"an input of layout {found}", f"give {layout}")
+        return x, *rest
+
+    module.register_forward_pre_hook(before)
+    if not style.use_local_output:
+        module.register_forward_hook(lambda module, inputs, y: place.given(y, layout, False))
+    return module

@@ -1,0 +1,288 @@
+"""pkt.nn's modules against the unsplit ones in fp64: results, gradients, state dicts, errors, compiled code."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+import pkt
+
+from .helpers import MLP, Attention, Block, drawn, gradients, near, on_ranks, part, whole_block
+
+
+def split_block(world: Any, sequence_parallel: bool) -> Block:
+    """`whole_block` on this rank, through its state dict."""
+    attention = pkt.nn.Attention(16, 8, 4, bias=True, sequence_parallel=sequence_parallel)
+    block = Block(attention, pkt.nn.SwiGLUMLP(16, 24, bias=True, sequence_parallel=sequence_parallel))
+    if sequence_parallel:
+        pkt.nn.sequence_parallel(block.before)
+        pkt.nn.sequence_parallel(block.between, world=world)
+    block.load_state_dict(whole_block().state_dict())
+    return block
+
+
+def by_keys(module: nn.Module, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients by the keys of the state dict, where modules keep several weights in one parameter."""
+    for prefix, one in module.named_modules():
+        for name, parts in getattr(one, "parts", {}).items():
+            grad = found.pop(f"{prefix}.{name}".lstrip("."))
+            found |= {f"{prefix}.{p.key}".lstrip("."): g for p, g in zip(parts, one.separate(name, grad))}
+    return found
+
+
+def compare(world: Any, module: nn.Module, whole: nn.Module, x: torch.Tensor, given: int | None, got: Any) -> None:
+    """Results and gradients of a split module. given, got: dimensions of x and of the result of which ranks have parts;
+    None: every rank has all."""
+    exact = copy.deepcopy(whole).double()
+    scale = drawn(*exact(x.double()).shape, seed=9)
+    wanted = gradients(exact, x.double(), scale.double())
+    mine = [x if given is None else x.chunk(world.size, given)[world.rank]]
+    mine += [scale if got is None else scale.chunk(world.size, got)[world.rank]]
+    found = by_keys(module, gradients(module, *mine))
+    assert found.keys() == wanted.keys()
+    least = 0.01 * max(value.abs().max() for name, value in wanted.items() if name != "result").item()
+    for name, value in found.items():
+        dim = {"result": got, "x": given}.get(name)
+        of_rank = wanted[name] if dim is None else wanted[name].chunk(world.size, dim)[world.rank]
+        exactly = of_rank if name in ("result", "x") else part(of_rank, value, world)
+        near(value, exactly, name, least if name != "result" else 0.0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_block(ranks: int, sequence_parallel: bool) -> None:
+    def run(world: Any) -> None:
+        dim = 1 if sequence_parallel else None
+        compare(world, split_block(world, sequence_parallel), whole_block(), drawn(2, 8, 16), dim, dim)
+
+    on_ranks(ranks, run)
+
+
+def test_linears_in_every_layout() -> None:
+    def run(world: Any) -> None:
+        torch.manual_seed(1)
+        whole, x = nn.Linear(8, 12), drawn(4, 2, 8)
+        for bias in (True, False):
+            one = whole if bias else nn.Linear(8, 12, bias=False)
+            for dim in (0, 1, -2, None):
+                column = pkt.nn.ColumnParallelLinear.of(one, sequence_dim=dim)
+                compare(world, column, one, x, dim, -1)
+                column.gather_output = True
+                compare(world, column, one, x, dim, None)
+                compare(world, pkt.nn.RowParallelLinear.of(one, sequence_dim=dim), one, x, -1, dim)
+
+    on_ranks(2, run)
+
+
+def test_two_dimensions_and_one_rank() -> None:
+    def run(world: Any) -> None:
+        torch.manual_seed(1)
+        attention, whole = pkt.nn.Attention(16, 4, 2, sequence_parallel=True), Attention(16, 4, 2)
+        whole.load_state_dict(pkt.nn.full_state_dict(attention))
+        x = drawn(6, 16)
+        mine = x.chunk(world.size)[world.rank]
+        near(attention(mine), whole.double()(x[None].double())[0].chunk(world.size)[world.rank])
+
+    for ranks in (1, 2):
+        on_ranks(ranks, run)
+
+
+def test_an_embedding() -> None:
+    def run(world: Any) -> None:
+        torch.manual_seed(1)
+        whole, tokens = nn.Embedding(10, 6), torch.tensor([[0, 9, 4, 5], [5, 1, 9, 2]])
+        for dim in (None, 1):
+            split = pkt.nn.VocabParallelEmbedding.of(whole, sequence_dim=dim)
+            exact, scale = whole(tokens), drawn(2, 4, 6)
+            wanted = torch.autograd.grad((exact * scale).square().sum(), whole.weight)[0]
+            mine = (lambda x: x) if dim is None else lambda x: x.chunk(world.size, 1)[world.rank]
+            found = split(tokens)
+            assert torch.equal(found, mine(exact))
+            near(
+                torch.autograd.grad((found * mine(scale)).square().sum(), split.weight)[0],
+                part(wanted, split.weight, world),
+            )
+
+    on_ranks(2, run)
+
+
+def test_rotation_and_a_cache_are_the_callers() -> None:
+    def run(world: Any) -> None:
+        attention = pkt.nn.Attention(16, 4, 2)
+        seen: list[Any] = []
+
+        def rotate(q: torch.Tensor, k: torch.Tensor) -> Any:
+            seen.append((tuple(q.shape), tuple(k.shape)))
+            return q * 0, k
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            seen.append((tuple(q.shape), tuple(v.shape), q.abs().max().item()))
+            return q
+
+        assert attention(drawn(3, 5, 16), rotate, attend).abs().max() == 0
+        assert seen == [((3, 5, 2, 4), (3, 5, 1, 4)), ((3, 2, 5, 4), (3, 1, 5, 4), 0.0)]
+
+    on_ranks(2, run)
+
+
+def test_autocast() -> None:
+    def run(world: Any) -> None:
+        torch.manual_seed(1)
+        whole, x, dtypes = MLP(16, 24), drawn(4, 16), set()
+        exact = whole(x).detach()
+        gathers = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+        for split in (True, False):
+            mlp = pkt.nn.SwiGLUMLP(16, 24, bias=True, sequence_parallel=split)
+            mlp.load_state_dict(whole.state_dict())
+            rows = RowwiseParallel(output_layouts=Shard(0) if split else Replicate())
+            plan = {"0.[gu]*": ColwiseParallel(), "0.down_proj": rows}
+            planned = nn.Sequential(copy.deepcopy(whole))
+            pkt.parallelize(planned, world, {**plan, "0": gathers} if split else plan)
+            for module in (mlp, planned):
+                with torch.autocast("cpu", torch.bfloat16):
+                    found = module(x.chunk(2)[world.rank] if split else x)
+                found.sum().backward()
+                dtypes.add(found.dtype)
+                error = found.float() - (exact.chunk(2)[world.rank] if split else exact)
+                assert error.abs().max() <= 2**-6 * exact.abs().max()
+        assert dtypes == {torch.bfloat16}
+        assert mlp.gate_up_weight.grad.dtype == torch.float32
+
+    on_ranks(2, run)
+
+
+# ---------------------------------------------------------------------------------------------------------- state dicts
+def test_state_dicts_of_whole_weights_and_of_parts() -> None:
+    def run(world: Any) -> None:
+        whole, block = whole_block(), split_block(world, True)
+        back = pkt.nn.full_state_dict(block)
+        assert list(back) == list(block.state_dict())
+        assert back.keys() == whole.state_dict().keys()
+        assert all(torch.equal(back[key], tensor) for key, tensor in whole.state_dict().items())
+        parts = {key: tensor.clone() for key, tensor in block.state_dict().items()}
+        for assign in (False, True):
+            other = Block(pkt.nn.Attention(16, 8, 4, bias=True), pkt.nn.SwiGLUMLP(16, 24, bias=True))
+            for given in (parts, back):
+                assert str(other.load_state_dict(given, assign=assign)) == "<All keys matched successfully>"
+                for key, tensor in other.state_dict().items():
+                    assert torch.equal(tensor, parts[key])
+        assert all(p.is_contiguous() and p.untyped_storage().nbytes() == p.nbytes for p in other.parameters())
+
+    on_ranks(2, run)
+
+
+def test_keys_that_are_missing_or_wrong() -> None:
+    def run(world: Any) -> None:
+        mlp, state = pkt.nn.SwiGLUMLP(16, 24, names=("w1", "w3", "w2")), {}
+        assert list(mlp.state_dict()) == ["w1.weight", "w3.weight", "w2.weight"]
+        state = pkt.nn.full_state_dict(mlp)
+        up = state.pop("w3.weight")
+        with pytest.raises(RuntimeError, match=r'Missing key.*"w3.weight"\. $') as raised:
+            mlp.load_state_dict(state)
+        assert "gate_up" not in str(raised.value)
+        kept = mlp.gate_up_weight.clone()
+        assert mlp.load_state_dict(state, strict=False).missing_keys == ["w3.weight"]
+        assert torch.equal(mlp.gate_up_weight, kept)
+        with pytest.raises(RuntimeError, match=r'Unexpected key.*"w4.weight"'):
+            mlp.load_state_dict({**state, "w3.weight": up, "w4.weight": up})
+        with pytest.raises(RuntimeError, match=r"size mismatch for w2.weight.*\(?\[16, 20\]"):
+            mlp.load_state_dict({**state, "w3.weight": up, "w2.weight": torch.ones(16, 20)})
+
+    on_ranks(2, run)
+
+
+def test_one_seed_makes_one_model_on_any_number_of_ranks() -> None:
+    def run(world: Any) -> dict[str, Any]:
+        torch.manual_seed(4)
+        mlp = pkt.nn.SwiGLUMLP(8, 12, bias=True)
+        return {key: tensor.tolist() for key, tensor in pkt.nn.full_state_dict(mlp).items()}
+
+    torch.manual_seed(4)
+    whole = {key: tensor.tolist() for key, tensor in MLP(8, 12).state_dict().items()}
+    assert on_ranks(1, run)[0] == on_ranks(2, run)[1] == whole
+
+
+def test_copies_and_meta() -> None:
+    def run(world: Any) -> None:
+        block = split_block(world, True)
+        other = copy.deepcopy(block)
+        assert other.mlp.world is world
+        assert other.before.world is world
+        assert other.mlp.gate_up_weight is not block.mlp.gate_up_weight
+        x = drawn(2, 4, 16)
+        assert torch.equal(other(x), block(x))
+        empty = pkt.nn.SwiGLUMLP(16, 24, bias=True, device="meta", dtype=torch.bfloat16)
+        assert empty.gate_up_weight.is_meta
+        empty.to_empty(device="cpu").load_state_dict(block.mlp.state_dict())
+        assert torch.equal(empty.down_proj.weight, block.mlp.down_proj.weight.bfloat16())
+
+    on_ranks(2, run)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+def test_wrong_arguments() -> None:
+    def run(world: Any) -> None:
+        def refused(match: str, call: Any) -> None:
+            before = world.heap.ledger.free_bytes
+            with pytest.raises(pkt.ShapeError, match=rf"rank {world.rank}: {match}"):
+                call()
+            assert world.heap.ledger.free_bytes == before
+
+        nn_ = pkt.nn
+        refused(
+            "pkt.nn.ColumnParallelLinear: out_features: found 7, wanted a multiple of 2",
+            lambda: nn_.ColumnParallelLinear(8, 7),
+        )
+        refused(
+            "pkt.nn.RowParallelLinear: in_features: found 7, wanted a multiple", lambda: nn_.RowParallelLinear(7, 8)
+        )
+        refused("pkt.nn.VocabParallelEmbedding: num_embeddings: found 5", lambda: nn_.VocabParallelEmbedding(5, 8))
+        refused("pkt.nn.SwiGLUMLP: hidden: found 9", lambda: nn_.SwiGLUMLP(8, 9))
+        refused("pkt.nn.Attention: kv_heads: found 1, wanted a multiple of 2", lambda: nn_.Attention(8, 4, 1))
+        refused(
+            "pkt.nn.Attention: heads and kv_heads: found 4 and 3, wanted a multiple", lambda: nn_.Attention(8, 4, 3)
+        )
+        column, row = nn_.ColumnParallelLinear(8, 6, sequence_dim=0), nn_.RowParallelLinear(8, 6, sequence_dim=1)
+        refused(r"pkt.nn.ColumnParallelLinear: x: found \(4, 9\), wanted \(..., 8\)", lambda: column(drawn(4, 9)))
+        refused(r"pkt.nn.RowParallelLinear: x: found \(4, 8\), wanted \(..., 4\)", lambda: row(drawn(4, 8)))
+        refused(r"pkt.nn.RowParallelLinear: x: found x \(4, 4\) and sequence dimension 1", lambda: row(drawn(4, 4)))
+        refused(
+            r"pkt.nn.RowParallelLinear: x: found x \(2, 3, 4\), wanted a multiple of 2 in dimension 1",
+            lambda: row(drawn(2, 3, 4)),
+        )
+        refused(r"pkt.nn.SwiGLUMLP: x: found \(8,\)", lambda: nn_.SwiGLUMLP(8, 4)(drawn(8)))
+        refused(r"pkt.nn.Attention: x: found \(1, 1, 2, 8\)", lambda: nn_.Attention(8, 4)(drawn(1, 1, 2, 8)))
+        with pytest.raises(
+            pkt.Unsupported, match="pkt.nn.sequence_parallel: found Block, inside which.*the norms inside"
+        ):
+            nn_.sequence_parallel(whole_block())
+        with pytest.raises(pkt.DtypeError, match="pkt.nn.VocabParallelEmbedding: tokens: found fp32, wanted integers"):
+            nn_.VocabParallelEmbedding(4, 8)(drawn(4))
+
+    on_ranks(2, run)
+
+
+def test_a_module_needs_a_world() -> None:
+    with pytest.raises(pkt.Unsupported, match="pkt.nn.SwiGLUMLP: there is no world"):
+        pkt.nn.SwiGLUMLP(8, 4)
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+def test_a_block_is_one_graph() -> None:
+    def run(world: Any) -> None:
+        both = Block(split_block(world, True).attention, split_block(world, False).mlp)  # an operator of each kind
+        pkt.nn.sequence_parallel(both.before)
+        wanted = gradients(both, x := drawn(2, 4, 16), torch.ones(2, 4, 16))
+        torch._dynamo.reset()
+        compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+        found = gradients(compiled, x, torch.ones(2, 4, 16))
+        for one, other in zip(found.values(), wanted.values(), strict=True):
+            near(one, other.double(), least=0.1)
+
+    on_ranks(2, run)

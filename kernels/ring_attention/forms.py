@@ -26,15 +26,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import DtypeError, ShapeError
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
 from ..all_gather import OPERATOR as ALL_GATHER
-from ..declaration import MAX_STAGES, Call, Case, Form, Launch, Operand, choice, integer, number
+from ..declaration import Call, Case, Form, Launch, Operand, choice, integer, number
 from ..operator import Operator
-from ..shared import copies
+from ..shared import attention, copies
 from ..shared.checks import FLOATS
 from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
 from . import sequence
@@ -43,7 +42,6 @@ from .kernel import Attention, attention_kernel
 from .sequence import LAYOUTS, Layout, View
 
 CALL = "ring_attention"
-MAX_D = 256
 NUM_COMM_SMS = 16
 CHUNK = 512
 
@@ -106,98 +104,24 @@ def ring_attention(
 
 
 # --------------------------------------------------------------------------------------------------------- checks
-class Tiles(NamedTuple):
-    """The setting `tiles`."""
-
-    block_m: int
-    block_n: int
-    num_warps: int = 8
-    num_stages: int = 2
-
-
-def _tiles(call: Call, name: str, value: Any) -> Tiles:
-    if not isinstance(value, Sequence) or isinstance(value, str) or None in value:
-        found = f"{type(value).__name__} {value!r:.40}"
-        raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
-    for at, size in enumerate(value):
-        integer(1)(call, f"{name}[{at}]", size)
-    wanted = "BLOCK_M and BLOCK_N powers of two from 16 to 256, then NUM_WARPS 1, 2, 4, 8 or 16, and NUM_STAGES"
-    powers = [16 <= size <= 256 and not size & (size - 1) for size in value[:2]]
-    if not 2 <= len(value) <= 4 or not all(powers) or Tiles(*value).num_warps not in (1, 2, 4, 8, 16):
-        raise call.refuse(name, tuple(value), wanted)
-    if (full := Tiles(*value)).num_stages > MAX_STAGES:
-        raise call.refuse(name, tuple(full), f"at most {MAX_STAGES} stages")
-    return full
-
-
-def _flag(call: Call, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        found = f"{type(value).__name__} {value!r:.40}"
-        raise DtypeError.argument(call.name, name, found, "True or False", call.world.rank)
-    return value
-
-
-def _window(call: Call, name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2 or None in value:
-        found = f"{type(value).__name__} {value!r:.40}"
-        raise DtypeError.argument(call.name, name, found, "two integers (left, right)", call.world.rank)
-    for at, side in enumerate(value):
-        integer(-1)(call, f"{name}[{at}]", side)
-    return tuple(value)
-
-
 def _shape(call: Call) -> tuple[int, ...]:
-    """The shape of the result. Learns the sizes b, s, h, g (heads of keys) and d, and holds the operands against them.
-    Raises ShapeError."""
-    q, k, v, rank = call["q"], call["k"], call["v"], call.world.rank
-    packed = call["cu_seqlens"] is not None
-    found = tuple(q.shape)
-    if q.ndim != 4 - packed:
-        wanted = (
-            "3 dimensions with cu_seqlens: (S, H, D)" if packed else "4 dimensions without cu_seqlens: (B, S, H, D)"
-        )
-        raise ShapeError.argument(call.name, "q", found, wanted, rank)
-    b, s, h, d = (1, *found) if packed else found
-    if d > MAX_D:
-        raise ShapeError.argument(call.name, "q", found, f"at most {MAX_D} in the last dimension", rank)
-    if k.ndim != q.ndim or (*k.shape[:-2], k.shape[-1]) != (*found[:-2], d):
-        wanted = f"({', '.join(map(str, found[:-2]))}, KV, {d})"
-        raise ShapeError.argument(call.name, "k", tuple(k.shape), wanted, rank)
-    g = k.shape[-2]
-    if h % g if g else h:
-        raise ShapeError.argument(call.name, "k", tuple(k.shape), f"a number of heads that divides q's {h}", rank)
-    if v.shape != k.shape:
-        raise ShapeError.argument(call.name, "v", tuple(v.shape), str(tuple(k.shape)), rank)
-    if packed and (call["cu_seqlens"].ndim != 1 or not call["cu_seqlens"].numel()):
-        found = tuple(call["cu_seqlens"].shape)
-        raise ShapeError.argument(call.name, "cu_seqlens", found, "(documents + 1,)", rank)
-    total, length = call.world.size * s, call["length"]
-    if length is not None and (packed or length > total):
+    """The shape of the result; learns its sizes. Raises ShapeError."""
+    shape = attention.shape(call)
+    total, length = call.world.size * call["s"], call["length"]
+    if length is not None and (call["cu_seqlens"] is not None or length > total):
+        packed = call["cu_seqlens"] is not None
         wanted = "None with cu_seqlens, whose last element says it" if packed else f"at most {total}, size * S"
         raise call.refuse("length", length, wanted)
-    if total * max(call.world.size, 1) >= 1 << 30:
-        raise ShapeError.argument(call.name, "q", tuple(q.shape), "a sequence of fewer than 2^30 positions", rank)
-    call.sizes.update(b=b, s=s, h=h, g=g, d=d)
-    return tuple(q.shape)
+    return shape
 
 
 # ----------------------------------------------------------------------------------------------------------- host
-def default_tiles(call: Call) -> Tiles:
-    """Those of kernels that keep everything in registers."""
-    d = triton.next_power_of_2(max(call["d"], 16))
-    if call.dtype.itemsize == 4:
-        return Tiles(64, 32, 8, 1)
-    return Tiles(128, 64, 8, 3 if d <= 128 else 2)
-
-
 class _Plan(NamedTuple):
     """What the forms' plans have in common."""
 
     view: View
     zigzag: bool
-    tiles: Tiles
+    tiles: attention.Tiles
     chunk: int
     pieces: list[sequence.Part]  # chunks of this rank
     tasks: int
@@ -353,7 +277,7 @@ def _from_one(call: Call) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------- declaration
-TILES = {"tiles": default_tiles}
+TILES = {"tiles": attention.default_tiles}
 SMALL = {"tiles": (16, 16)}
 SHAPES = dict.fromkeys(("q", "k", "v"), (1, 3, 1, 4))
 CAUSAL = {"causal": True, "return_lse": True}
@@ -366,10 +290,10 @@ OPERATOR = Operator(
     result=_shape,
     also={"lse": Operand(lambda call: "b h s" if call["cu_seqlens"] is None else "h s", (torch.float32,))},
     arguments={
-        "causal": _flag, "layout": choice(*LAYOUTS), "scale": number(above=0), "window": _window, "length": integer(0),
-        "return_lse": _flag,
+        "causal": attention.flag, "layout": choice(*LAYOUTS), "scale": number(above=0), "window": attention.window,
+        "length": integer(0), "return_lse": attention.flag,
     },
-    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": _tiles},
+    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": attention.tiles},
     forms={
         "fused": Form(
             _fused, "some programs push keys and values, the others attend to what has arrived", "2 (W - 1) |k|",

@@ -9,8 +9,7 @@ import triton.language as tl
 
 import pkt.language as pl
 
-LN2 = tl.constexpr(0.6931471805599453)
-FAR = tl.constexpr(1 << 30)  # behind every position
+from ..shared import tile_attention
 
 
 class Attention(NamedTuple):
@@ -77,73 +76,6 @@ def _piece(i, source, p, world, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _attend(
-    top, total, acc, q, k_ptr, v_ptr, begin, steps, before, skipped, rows, position, low, high, p, MASKED: tl.constexpr
-):
-    """The softmax so far, and that of `steps` blocks of keys from row `begin` on; `skipped` rows are left out behind
-    the first `before` blocks. No wait is in here, so the loop is pipelined.
-
-    top, total: fp32 (BLOCK_M,), the greatest score, in base 2, and the sum of the exponentials without it. acc: fp32
-    (BLOCK_M, BLOCK_D), the values times the exponentials. rows, position: of the chunk at k_ptr.
-    """
-    d = tl.arange(0, p.BLOCK_D)
-    n = tl.arange(0, p.BLOCK_N)
-    ld: tl.constexpr = p.KV * p.D
-    for step in range(steps):
-        row = begin + step * p.BLOCK_N
-        if MASKED:
-            row += tl.where(step >= before, skipped, 0)
-        base = tl.cast(row, tl.int64) * ld  # 64-bit bases, 32-bit offsets inside a block
-        offs = n[:, None] * ld + d[None, :]
-        if MASKED:
-            inside = ((row + n) < rows)[:, None] & (d < p.D)[None, :]
-            k = tl.load(k_ptr + base + offs, mask=inside, other=0.0)
-        elif p.WHOLE:
-            k = tl.load(k_ptr + base + offs)
-        else:
-            k = tl.load(k_ptr + base + offs, mask=(d < p.D)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            at = position + row + n
-            seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None]) & ((row + n) < rows)[None, :]
-            scores = tl.where(seen, scores, -float("inf"))
-        new = tl.maximum(top, tl.max(scores, 1) * p.scale)
-        finite = tl.where(new == -float("inf"), 0.0, new)  # no key seen so far
-        weights = tl.exp2(scores * p.scale - finite[:, None])
-        shrink = tl.exp2(top - finite)
-        total = total * shrink + tl.sum(weights, 1)
-        if MASKED:
-            inside = ((row + n) < rows)[:, None] & (d < p.D)[None, :]
-            v = tl.load(v_ptr + base + offs, mask=inside, other=0.0)
-        elif p.WHOLE:
-            v = tl.load(v_ptr + base + offs)
-        else:
-            v = tl.load(v_ptr + base + offs, mask=(d < p.D)[None, :], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        top = new
-    return top, total, acc
-
-
-@triton.jit
-def _sight(row, rows, position, p):
-    """The keys that each of BLOCK_M queries sees, [low, high), and those that one of them sees, [least, most), and
-    those that all of them see, [all_from, all_to). row, position: of the first of the `rows` queries."""
-    m = tl.arange(0, p.BLOCK_M)
-    inside = m < rows
-    at = position + m
-    low = tl.maximum(at - p.left, 0)
-    high = tl.where(at < p.length, tl.minimum(at + p.right + 1, p.length), 0)
-    if p.spans_ptr is not None:
-        low = tl.maximum(low, tl.load(p.spans_ptr + row + m, mask=inside, other=0))
-        high = tl.minimum(high, tl.load(p.spans_ptr + p.S + row + m, mask=inside, other=0))
-    least = tl.min(tl.where(inside, low, FAR), 0)
-    all_from = tl.max(tl.where(inside, low, 0), 0)
-    most = tl.max(tl.where(inside, high, 0), 0)
-    all_to = tl.min(tl.where(inside, high, FAR), 0)
-    return low, high, least, most, all_from, all_to
-
-
-@triton.jit
 def _compute(task, p, world, epoch):
     """Task `task`: BLOCK_M queries of a head. Its own keys first, then chunk by chunk those of the others, in the order
     rank - 1, rank - 2, ..., of which a causal mask needs only the first."""
@@ -153,16 +85,14 @@ def _compute(task, p, world, epoch):
     b = tl.cast(task // tiles // p.H, tl.int64)
     rank = tl.cast(world.rank, tl.int32)
     row, rows, position = _piece(i, rank, p, world, p.BLOCK_M)
-    low, high, least, most, all_from, all_to = _sight(row, rows, position, p)
+    low, high, least, most, all_from, all_to = tile_attention.sight(row, rows, position, p)
     m = tl.arange(0, p.BLOCK_M)
     d = tl.arange(0, p.BLOCK_D)
     inside = (m < rows)[:, None] & (d < p.D)[None, :]
     base = ((b * p.S + row) * p.H + h) * p.D
     places = m[:, None] * (p.H * p.D) + d[None, :]
     q = tl.load(p.q_ptr + base + places, mask=inside, other=0.0)
-    top = tl.full((p.BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((p.BLOCK_M,), tl.float32)
-    acc = tl.zeros((p.BLOCK_M, p.BLOCK_D), tl.float32)
+    top, total, acc = tile_attention.nothing(p)
     chunks = _num_pieces(p, p.CHUNK)
     others: tl.constexpr = max(world.size - 1, 1)
     shard = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
@@ -187,25 +117,11 @@ def _compute(task, p, world, epoch):
                     pl.wait(p.ready_ptr + ((distance - 1) * p.B + b) * chunks + c, epoch, world)
                     k_ptr = p.k_inbox_ptr + (distance - 1) * shard + place
                     v_ptr = p.v_inbox_ptr + (distance - 1) * shard + place
-            # Blocks that every query sees whole need no mask.
-            full = tl.minimum(
-                tl.cdiv(tl.maximum(all_from - start - begin, 0), p.BLOCK_N), tl.cdiv(end - begin, p.BLOCK_N)
+            top, total, acc = tile_attention.attend(
+                top, total, acc, q, k_ptr, v_ptr, begin, end, count, start, low, high, all_from, all_to, p
             )
-            behind = tl.maximum(tl.minimum(all_to - start, count) - begin, 0) // p.BLOCK_N
-            unmasked = tl.maximum(behind - full, 0)
-            masked = tl.cdiv(end - begin, p.BLOCK_N) - unmasked
-            top, total, acc = _attend(
-                top, total, acc, q, k_ptr, v_ptr, begin + full * p.BLOCK_N, unmasked, 0, 0, count, start, low, high, p,
-                False,
-            )  # fmt: skip
-            top, total, acc = _attend(
-                top, total, acc, q, k_ptr, v_ptr, begin, masked, full, unmasked * p.BLOCK_N, count, start, low, high, p,
-                True,
-            )  # fmt: skip
-    empty = total == 0.0
-    out = acc / tl.where(empty, 1.0, total)[:, None]
+    out, lse = tile_attention.finished(top, total, acc)
     tl.store(p.out_ptr + base + places, out.to(p.out_ptr.dtype.element_ty), mask=inside)
-    lse = tl.where(empty, -float("inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     tl.store(p.lse_ptr + (b * p.H + h) * p.S + row + m, lse, mask=m < rows)
 
 

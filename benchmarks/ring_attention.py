@@ -6,8 +6,9 @@
 
 A sequence of S positions is split among the ranks. "torch alone" is scaled_dot_product_attention with cuDNN of a rank's
 queries with all keys, which are there already; with a causal mask, of a rank's queries with its own keys, whose rate is
-that of the mask. TFLOP/s are those of the pairs that a rank's queries see. All variants of a case take turns, REPEATS
-times; a repeat's time is the greatest of the ranks. Every variant's result is compared with torch's first.
+that of the mask. TFLOP/s are those of the pairs that a rank's queries see; a forward and backward pass has 3.5 times as
+many. All variants of a case take turns, REPEATS times; a repeat's time is the greatest of the ranks. Every variant's
+result is compared with torch's first, and the gradients with those of torch over the whole sequence where it is short.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from pkt.tune.timers import sleep
 REPEATS = 20
 FLUSH = 256 << 20
 TORCH, NCCL = "torch alone", "NCCL + torch"
+BOTH = "forward + backward"
+"""The last words of variants that also compute the gradients of q, k and v."""
+LONG = 4096
+"""Positions from which on gradients are not compared: torch would keep all scores."""
 TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3))
 PUSHING = (8, 16, 32)
 
@@ -54,6 +59,11 @@ class Case(NamedTuple):
     def tflop(self, size: int) -> float:
         """Of a rank: two products of the pairs that its queries see."""
         return 4e-12 * self.B * self.H * self.D * self.S * (self.S / size) / (1 + self.causal)
+
+    def work(self, name: str, size: int) -> float:
+        """TFLOP of a rank in a variant. A backward pass has five products of the pairs, where a forward pass has
+        two."""
+        return self.tflop(size) * (3.5 if name.endswith(BOTH) else 1)
 
 
 SHAPES = ((16, 6144, 16, 16), (4, 24576, 16, 16), (1, 98304, 16, 16), (1, 131072, 32, 8))
@@ -77,6 +87,9 @@ def variants(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.
     call = functools.partial(pkt.ring_attention, q, k, v, causal=case.causal, layout=layout)
     small = {} if q.is_cuda else {"tiles": (16, 16)}
     found: dict[str, Run] = {mode: functools.partial(call, mode=mode, **small) for mode in ("fused", "copy", "unfused")}
+    found[f"fused, {BOTH}"] = functools.partial(
+        trained, functools.partial(pkt.ring_attention, causal=case.causal, layout=layout), q, k, v
+    )
     if not q.is_cuda:
         return found
     for tiles in TILES:
@@ -88,7 +101,32 @@ def variants(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.
             found[NCCL] = functools.partial(gathered, case, world, q, k, v)
     keys, values = (x if case.causal else x.repeat(1, world.size, 1, 1) for x in (k, v))
     found[TORCH] = functools.partial(attend, q, keys, values, case.causal)
+    found[f"{TORCH}, {BOTH}"] = functools.partial(
+        trained, functools.partial(attend, causal=case.causal), q, keys, values
+    )
     return found
+
+
+def trained(call: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    """The result of a call, after a backward pass with q as the result's gradient. The gradients of q, k and v are in
+    its attribute `gradients`."""
+    leaves = [x.detach().requires_grad_() for x in operands]
+    result = call(*leaves)
+    found = result.detach()
+    found.gradients = torch.autograd.grad(result, leaves, operands[0])  # type: ignore[attr-defined]
+    return found
+
+
+def wanted_gradients(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Those of this rank's q, k and v by torch, in fp64, from all ranks' operands."""
+    order: dict[str, Any] = {"layout": "zigzag" if case.causal else "contiguous", "world": world}
+    whole = [pkt.unshard_sequence(pkt.all_gather(x, dim=1), **order).double().requires_grad_() for x in (q, k, v)]
+    heads = [x.repeat_interleave(case.H // x.shape[2], 2).transpose(1, 2) for x in whole]
+    scores = heads[0] @ heads[1].transpose(2, 3) * case.D**-0.5
+    if case.causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    result = (scores.softmax(3) @ heads[2]).transpose(1, 2)
+    return [pkt.shard_sequence(x, **order) for x in torch.autograd.grad(result, whole, whole[0].detach())]
 
 
 def gathered(case: Case, world: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -129,14 +167,16 @@ def measure(world: Any, cases: tuple[Case, ...]) -> list[tuple[Case, str, float,
             for heads in (case.H, case.KV, case.KV)
         )
         exact = wanted(case, world, q, k, v)
+        slopes = wanted_gradients(case, world, q, k, v) if case.S < LONG else []
         good: list[tuple[list[float], Run]] = []
         with world.scratch():
             for name, run in variants(case, world, q, k, v).items():
-                result, checked = run(), name != TORCH
+                result, checked = run(), not name.startswith(TORCH)
+                error = max((distance(x, y) for x, y in zip(getattr(result, "gradients", ()), slopes)), default=0.0)
                 if exact.shape != result.shape:
                     result = result[:1, torch.linspace(0, rows - 1, 64, device=device).long()]
                 times: list[float] = []
-                found.append((case, name, distance(result, exact) if checked else 0.0, times))
+                found.append((case, name, max(error, distance(result, exact)) if checked else 0.0, times))
                 good.append((times, run))
             if q.is_cuda:
                 _take_turns(world, good)
@@ -181,7 +221,7 @@ def main() -> int:
             wrong.append(f"{case}, {name}: error {error:.2g}, wanted at most {BOUND:g}")
         if times:
             median = statistics.median(times)
-            print(f"{median:9.3f} ms {1e3 * case.tflop(given.ranks) / median:6.0f} TFLOP/s  {case}, {name}")
+            print(f"{median:9.3f} ms {1e3 * case.work(name, given.ranks) / median:6.0f} TFLOP/s  {case}, {name}")
             rows.append(_harness.row(f"{case}, {name}", times, "ms", None))
         else:
             print(f"error {error:.1e}  {case}, {name}")

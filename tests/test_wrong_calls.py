@@ -223,7 +223,8 @@ def wrong(calls: Iterable[Call]) -> dict[str, str]:
     return found
 
 
-SQUARE = [o for o in operators().values() if o.function not in [other.function for other in OTHERS]]
+OWN = (pkt.ring_attention_backward,)  # its wrong calls are in tests/kernels/test_ring_attention_backward.py
+SQUARE = [o for o in operators().values() if o.function not in [*OWN, *(other.function for other in OTHERS)]]
 
 
 @pytest.mark.parametrize("operator", SQUARE, ids=lambda operator: operator.name)

@@ -27,18 +27,29 @@ def view_of(
     return View(left, 0 if causal else right, total if length is None else length)
 
 
-class Weights(NamedTuple):
-    """The parts of attention in fp64. Heads of keys are repeated for those of queries; S' is size * S."""
+class Scores(NamedTuple):
+    """The operands of attention in fp64, and its scores. Heads of keys are repeated for those of queries; S' is
+    size * S."""
 
     q: torch.Tensor  # (B, H, S, D)
     k: torch.Tensor  # (B, H, S', D)
     v: torch.Tensor  # (B, H, S', D)
+    scores: torch.Tensor  # (B, H, S, S'), times the scale; -inf of a key that is not seen
+    scale: float
+
+
+class Weights(NamedTuple):
+    """The parts of attention in fp64, as Scores."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
     weights: torch.Tensor  # (B, H, S, S') softmax; zero in rows that see no key
     lse: torch.Tensor  # (B, H, S), natural log; -inf there
     scale: float
 
 
-def weights_of(rank, q, k, v, cu_seqlens, causal, layout, scale, window, length) -> Weights:  # type: ignore
+def scores_of(rank, q, k, v, cu_seqlens, causal, layout, scale, window, length) -> Scores:  # type: ignore
     """Those of `rank`'s queries."""
     if q[rank].ndim == 3:  # packed: a batch of one
         q, k, v = ([x[None] for x in xs] for xs in (q, k, v))
@@ -59,9 +70,15 @@ def weights_of(rank, q, k, v, cu_seqlens, causal, layout, scale, window, length)
         everywhere(xs, layout, 1).double().transpose(1, 2).repeat_interleave(group, 1) for xs in (k, v)
     )  # fmt: skip
     scores = (mine_q @ keys.transpose(2, 3) * scale).masked_fill(~seen.to(mine_q.device), -math.inf)
+    return Scores(mine_q, keys, values, scores, scale)
+
+
+def weights_of(*call) -> Weights:  # type: ignore
+    """Those of a rank's queries; takes what `scores_of` does."""
+    q, keys, values, scores, scale = scores_of(*call)
     lse = torch.logsumexp(scores, 3) if scores.shape[3] else scores.new_full(scores.shape[:3], -math.inf)
     weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return Weights(mine_q, keys, values, weights, lse, scale)
+    return Weights(q, keys, values, weights, lse, scale)
 
 
 def _as(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,32 +18,41 @@ seen not to, in bf16 and with the default tiles; no test holds that for every D.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-import triton
 import triton.language as tl
 
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..all_gather import OPERATOR as ALL_GATHER
-from ..declaration import Call, Case, Form, Launch, Operand, choice, integer, number
+from ..declaration import Call, Case, Form, Launch, Operand, integer
+from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..shared import attention, copies
 from ..shared.checks import FLOATS
-from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
+from ..shared.grid import barrier_counters, num_programs
 from . import sequence
-from .exact import bound, reference, view_of
+from .exact import bound, reference
 from .kernel import Attention, attention_kernel
-from .sequence import LAYOUTS, Layout, View
-
-CALL = "ring_attention"
-NUM_COMM_SMS = 16
-CHUNK = 512
+from .planning import (
+    ARGUMENTS,
+    CALL,
+    CHUNK,
+    NUM_COMM_SMS,
+    Plan,
+    from_one,
+    of_heads,
+    planned,
+    shape_of,
+    sizes,
+    windows,
+)  # fmt: skip
+from .sequence import Layout
 
 
 def ring_attention(
@@ -93,7 +102,8 @@ def ring_attention(
 
     Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
     multiplied with v. A row that sees no key is 0, its logarithm -inf. Returns `out`, or (out, lse), complete; the
-    operands may be overwritten at once. Tensors may have any strides. No gradients yet. It has not run on GPUs.
+    operands may be overwritten at once, unless a gradient is needed. Tensors may have any strides. Its gradients, also
+    those of lse, are those of `pkt.ring_attention_backward`. It has not run on GPUs.
 
     Symmetric memory kept: (size - 1) times the bytes of k and v, size times in "unfused". Raises ShapeError,
     DtypeError, CollectiveMismatch, Unsupported.
@@ -103,59 +113,16 @@ def ring_attention(
     return found if return_lse is True else found[0]
 
 
-# --------------------------------------------------------------------------------------------------------- checks
-def _shape(call: Call) -> tuple[int, ...]:
-    """The shape of the result; learns its sizes. Raises ShapeError."""
-    shape = attention.shape(call)
-    total, length = call.world.size * call["s"], call["length"]
-    if length is not None and (call["cu_seqlens"] is not None or length > total):
-        packed = call["cu_seqlens"] is not None
-        wanted = "None with cu_seqlens, whose last element says it" if packed else f"at most {total}, size * S"
-        raise call.refuse("length", length, wanted)
-    return shape
-
-
 # ----------------------------------------------------------------------------------------------------------- host
-class _Plan(NamedTuple):
-    """What the forms' plans have in common."""
-
-    view: View
-    zigzag: bool
-    tiles: attention.Tiles
-    chunk: int
-    pieces: list[sequence.Part]  # chunks of this rank
-    tasks: int
-    needs: list[list[bool]]  # [d - 1][c]: rank + d needs chunk c
-
-
-def _planned(call: Call) -> _Plan:
-    world, s, tiles, layout = call.world, call["s"], call["tiles"], call["layout"]
-    rank, size = world.rank, world.size
-    view = view_of(s, size, call["causal"], call["window"], call["length"])
-    most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), tiles.block_n) * tiles.block_n
-    chunks = sequence.pieces(s, layout, rank, size, most)
-    tasks = call["b"] * call["h"] * len(sequence.pieces(s, layout, rank, size, tiles.block_m))
-    needs = [[sequence.needed(c, view, s, layout, (rank + d) % size, size) for c in chunks] for d in range(1, size)]
-    return _Plan(view, layout == "zigzag", tiles, most, chunks, tasks, needs)
-
-
-def _attention(call: Call, plan: _Plan, way: str, programs: int, pushing: int = 0, **buffers: Any) -> Launch:
+def _attention(call: Call, plan: Plan, way: str, programs: int, pushing: int = 0, **buffers: Any) -> Launch:
     """launch(q, k, v, out, cu_seqlens, lse): the kernel. buffers: of `Attention`. pushing: the first programs."""
-    world, s, d = call.world, call["s"], call["d"]
-    scale = d**-0.5 if call["scale"] is None else call["scale"]
+    world, s = call.world, call["s"]
     blank = dict.fromkeys(("k_inbox_ptr", "v_inbox_ptr", "ready_ptr", "needs_ptr", "queue_ptr", "bar_ptr"))
-    block_d = triton.next_power_of_2(max(d, 16))
     same = Attention(
         q_ptr=None, k_ptr=None, v_ptr=None, spans_ptr=None, out_ptr=None, lse_ptr=None, **{**blank, **buffers},
-        B=call["b"], S=s,
-        **plan.view._asdict(), scale=scale / math.log(2), num_comm_sms=pushing,
-        H=tl.constexpr(call["h"]), KV=tl.constexpr(call["g"]), D=tl.constexpr(d),
-        WAY=tl.constexpr(way), ZIGZAG=tl.constexpr(plan.zigzag), WHOLE=tl.constexpr(d == block_d),
-        BLOCK_M=tl.constexpr(plan.tiles.block_m), BLOCK_N=tl.constexpr(plan.tiles.block_n),
-        BLOCK_D=tl.constexpr(block_d), CHUNK=tl.constexpr(plan.chunk),
-        BLOCK=tl.constexpr(COPY_BYTES // 2 // call.dtype.itemsize if plan.chunk > 16 else 64),
+        **sizes(call, plan), num_comm_sms=pushing, WAY=tl.constexpr(way),
     )[6:]  # fmt: skip
-    options = {"num_warps": plan.tiles.num_warps, "num_stages": plan.tiles.num_stages}
+    options = plan.tiles.options
     if way == "gathered":  # it waits for nobody
 
         def start(*arguments: Any) -> None:
@@ -176,28 +143,28 @@ def _attention(call: Call, plan: _Plan, way: str, programs: int, pushing: int = 
     return launch
 
 
-def _inboxes(call: Call, plan: _Plan, what: str, more: int, *key: Any) -> tuple[Any, Any, Any]:
-    """Inboxes of keys and values, and counters with `more` words behind those of the chunks. Collective."""
-    world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
-    count, packed = (world.size - 1) * b * len(plan.pieces) + more, call["cu_seqlens"] is not None
+def _tasks(call: Call, plan: Plan) -> int:
+    return call["b"] * call["h"] * plan.blocks
 
-    def make() -> tuple[Any, Any, Any]:
-        shape = (max(world.size - 1, 1), b, s, g, d) if world.size > 1 else (1,)
-        keys, values = (
-            empty(*shape, dtype=call.dtype, name=f"{CALL}.{name}", world=world) for name in ("keys", "values")
-        )  # fmt: skip
-        # Documents may hide what a causal mask or a window does not.
-        return keys, values, signals(count, unwaited=packed, name=f"{CALL}.ready", world=world)
 
-    return world.keep((CALL, what, b, s, g, d, call.dtype, plan.chunk, plan.zigzag, packed, *key), make)
+def _counters(call: Call, plan: Plan, *key: Any) -> SymmetricTensor:
+    """Those of the chunks, and one more word. Collective."""
+    world, packed = call.world, call["cu_seqlens"] is not None
+    count = call["b"] * len(plan.pieces) * (world.size - 1) + 1
+    # Documents may hide what a causal mask or a window does not.
+    return world.keep(
+        (CALL, "ready", count, plan.chunk, packed, *key),
+        lambda: signals(count, unwaited=packed, name=f"{CALL}.ready", world=world),
+    )
 
 
 def _fused(call: Call) -> Launch:
-    world, plan = call.world, _planned(call)
-    pushes = call["b"] * len(plan.pieces) if world.size > 1 else 0
-    programs = num_programs(world, plan.tasks + min(call["num_comm_sms"], pushes))
+    world, plan = call.world, planned(call)
+    pushes, tasks = call["b"] * plan.pushes, _tasks(call, plan)
+    programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
     pushing = max(1, min(call["num_comm_sms"], programs - 1, pushes))
-    keys, values, counters = _inboxes(call, plan, "fused", 1, plan.tasks, programs)
+    keys, values = windows(call)
+    counters = _counters(call, plan, "fused", tasks, programs)
     needs = torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device)
     return _attention(
         call, plan, "fused", programs, pushing, k_inbox_ptr=keys, v_inbox_ptr=values, ready_ptr=counters,
@@ -206,9 +173,10 @@ def _fused(call: Call) -> Launch:
 
 
 def _copied(call: Call) -> Launch:
-    world, plan, (b, s, run) = call.world, _planned(call), (call["b"], call["s"], call["g"] * call["d"])
+    world, plan = call.world, planned(call)
+    (b, s, run), (keys, values) = (call["b"], call["s"], call["g"] * call["d"]), windows(call)
     rank, size, chunks = world.rank, world.size, len(plan.pieces)
-    keys, values, counters = _inboxes(call, plan, "copied", 1)
+    counters = _counters(call, plan, "copied", b, s, run)
     this_launch, itemsize, side = counters[-1:], call.dtype.itemsize, copies.Side(world)
     begin, bar = cooperative_launch(world, copies.begin_kernel, (1,), num_warps=1), barrier_counters(world)
     shard, theirs = copies.layout(b, s * run), copies.layout(max(size - 1, 1), b, s * run)
@@ -222,7 +190,13 @@ def _copied(call: Call) -> Launch:
             parts.append((*moves, copies.telling(world, peer, counters, at)))
     this = this_launch.plain()
     compute = _attention(
-        call, plan, "copied", num_programs(world, plan.tasks), k_inbox_ptr=keys, v_inbox_ptr=values, ready_ptr=counters
+        call,
+        plan,
+        "copied",
+        num_programs(world, _tasks(call, plan)),
+        k_inbox_ptr=keys,
+        v_inbox_ptr=values,
+        ready_ptr=counters,
     )
 
     def launch(
@@ -244,7 +218,7 @@ def _copied(call: Call) -> Launch:
 
 
 def _unfused(call: Call) -> Launch:
-    world, plan, k = call.world, _planned(call), call["k"]
+    world, plan, k = call.world, planned(call), call["k"]
     shape = (world.size * call["b"], call["s"], call["g"], call["d"])
     key = (CALL, "gathered", shape, call.dtype)
 
@@ -254,7 +228,7 @@ def _unfused(call: Call) -> Launch:
     whole = world.keep(key, make)
     batched = k.view(shape[0] // world.size, *shape[1:])
     gather = [ALL_GATHER.planned(world, batched, x) for x in whole]
-    compute = _attention(call, plan, "gathered", num_programs(world, plan.tasks))
+    compute = _attention(call, plan, "gathered", num_programs(world, _tasks(call, plan)))
     plain = [x.plain() for x in whole]
 
     def launch(
@@ -268,12 +242,14 @@ def _unfused(call: Call) -> Launch:
     return launch
 
 
-def _from_one(call: Call) -> dict[str, Any]:
-    """Settings for which 0 has no meaning."""
-    for name in ("num_comm_sms", "chunk"):
-        if name in call.settings and call[name] < 1:
-            raise call.refuse(name, call[name], "at least 1")
-    return call.settings
+def _backward(call: Recorded) -> Gradients:
+    """By `pkt.ring_attention_backward`."""
+    kept = (call[name] for name in ("q", "k", "v", "out", "lse"))
+    found = call.operator(
+        "ring_attention_backward", call.grad, *kept, dlse=call.grads[1] if call["return_lse"] else None,
+        cu_seqlens=call["cu_seqlens"], **{name: call[name] for name in ARGUMENTS},
+    )  # fmt: skip
+    return dict(zip(("q", "k", "v"), found))
 
 
 # ---------------------------------------------------------------------------------------------------- declaration
@@ -287,22 +263,19 @@ OPERATOR = Operator(
         "q": Operand("...", FLOATS), "k": Operand("..."), "v": Operand("..."),
         "cu_seqlens": Operand("...", (torch.int32,), optional=True, same=True),
     },
-    result=_shape,
-    also={"lse": Operand(lambda call: "b h s" if call["cu_seqlens"] is None else "h s", (torch.float32,))},
-    arguments={
-        "causal": attention.flag, "layout": choice(*LAYOUTS), "scale": number(above=0), "window": attention.window,
-        "length": integer(0), "return_lse": attention.flag,
-    },
+    result=shape_of,
+    also={"lse": Operand(of_heads, (torch.float32,))},
+    arguments={**ARGUMENTS, "return_lse": attention.flag},
     settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": attention.tiles},
     forms={
         "fused": Form(
             _fused, "some programs push keys and values, the others attend to what has arrived", "2 (W - 1) |k|",
-            settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, **TILES}, complete=_from_one,
+            settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, **TILES}, complete=from_one,
             small={"num_comm_sms": 1, "chunk": 16, **SMALL},
         ),
         "copy": Form(
             copies.in_one_call(_copied), "push by the copy engines, on a stream of its own", "2 (W - 1) |k|",
-            settings={"chunk": CHUNK, **TILES}, complete=_from_one, small={"chunk": 16, **SMALL},
+            settings={"chunk": CHUNK, **TILES}, complete=from_one, small={"chunk": 16, **SMALL},
         ),
         "unfused": Form(
             _unfused, "`pkt.all_gather` of keys and values, then the kernel without waits", "2 (W - 1) |k|",
@@ -311,6 +284,10 @@ OPERATOR = Operator(
     },
     reference=reference,
     bound=bound,
+    backward=Backward(
+        _backward, "`ring_attention_backward`",
+        saves=dict.fromkeys(("q", "k", "v"), ("q", "k", "v", "cu_seqlens", "out", "lse")),
+    ),
     cases=(
         Case(shapes=SHAPES, arguments={"mode": "fused", **CAUSAL}, out="new"),  # rank 0 waits for nobody
         Case(shapes=SHAPES, arguments={"mode": "copy", **CAUSAL}, out="new"),

@@ -50,7 +50,7 @@ class Attention(NamedTuple):
 
 
 @triton.jit
-def _num_pieces(p, ROWS: tl.constexpr):
+def num_pieces(p, ROWS: tl.constexpr):
     """Pieces of ROWS rows that a rank's rows are cut into."""
     if p.ZIGZAG:
         return 2 * tl.cdiv((p.S + 1) // 2, ROWS)
@@ -59,33 +59,71 @@ def _num_pieces(p, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _piece(i, source, p, world, ROWS: tl.constexpr):
-    """Piece i of rank `source`: its first row, its rows, and the position of its first row, as sequence.pieces."""
+def part(upper, source, p, world):
+    """The first part of rank `source`, or the second if `upper`: its first row, its rows, and the position of its first
+    row, as sequence.parts."""
     if p.ZIGZAG:
         first = (p.S + 1) // 2
         second = p.S - first
-        each = tl.cdiv(first, ROWS)
+        start = tl.where(upper, world.size * first + (world.size - 1 - source) * second, source * first)
+        return tl.where(upper, first, 0), tl.where(upper, second, first), start
+    else:
+        return 0, p.S, source * p.S
+
+
+@triton.jit
+def piece(i, source, p, world, ROWS: tl.constexpr):
+    """Piece i of rank `source`: its first row, its rows, and the position of its first row, as sequence.pieces."""
+    at = i * ROWS
+    upper = False
+    if p.ZIGZAG:
+        each = tl.cdiv((p.S + 1) // 2, ROWS)
         at = (i % each) * ROWS
         upper = i >= each
-        rows = tl.where(upper, second, first)
-        start = tl.where(upper, world.size * first + (world.size - 1 - source) * second, source * first)
-        return tl.where(upper, first, 0) + at, tl.minimum(tl.maximum(rows - at, 0), ROWS), start + at
-    else:
-        at = i * ROWS
-        return at, tl.minimum(p.S - at, ROWS), source * p.S + at
+    row, rows, start = part(upper, source, p, world)
+    return row + at, tl.minimum(tl.maximum(rows - at, 0), ROWS), start + at
+
+
+@triton.jit
+def visit(step, rank, p, world):
+    """Which chunk a task looks at in a step, and whose: own ones first, then chunk by chunk those of the ranks at
+    distances 1, 2, ...; and its first row, its rows and the position of the first."""
+    chunks = num_pieces(p, p.CHUNK)
+    others: tl.constexpr = max(world.size - 1, 1)
+    own = step < chunks
+    c = tl.where(own, step, (step - chunks) // others)
+    distance = tl.where(own, 0, 1 + (step - chunks) % others)
+    first, count, start = piece(c, (rank - distance + world.size) % world.size, p, world, p.CHUNK)
+    return c, distance, first, count, start
+
+
+@triton.jit
+def arrived(c, distance, b, place, p, world, epoch):
+    """Keys and values from element `place` of batch b on, of the rank at a distance, when chunk c of it is here."""
+    k_ptr = p.k_ptr + place
+    v_ptr = p.v_ptr + place
+    if world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
+        if distance > 0:
+            shard = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
+            pl.wait(p.ready_ptr + ((distance - 1) * p.B + b) * num_pieces(p, p.CHUNK) + c, epoch, world)
+            k_ptr = p.k_inbox_ptr + (distance - 1) * shard + place
+            v_ptr = p.v_inbox_ptr + (distance - 1) * shard + place
+    return k_ptr, v_ptr
 
 
 @triton.jit
 def _compute(task, p, world, epoch):
     """Task `task`: BLOCK_M queries of a head. Its own keys first, then chunk by chunk those of the others, in the order
     rank - 1, rank - 2, ..., of which a causal mask needs only the first."""
-    tiles = _num_pieces(p, p.BLOCK_M)
+    tiles = num_pieces(p, p.BLOCK_M)
     i = tiles - 1 - task % tiles  # causal: those with the most keys first
     h = task // tiles % p.H
     b = tl.cast(task // tiles // p.H, tl.int64)
     rank = tl.cast(world.rank, tl.int32)
-    row, rows, position = _piece(i, rank, p, world, p.BLOCK_M)
-    low, high, least, most, all_from, all_to = tile_attention.sight(row, rows, position, p)
+    row, rows, position = piece(i, rank, p, world, p.BLOCK_M)
+    low, high, least, most, all_from, all_to = tile_attention.sight(
+        row, p.S, rows, position, p.left, p.right, p, p.BLOCK_M
+    )  # fmt: skip
     m = tl.arange(0, p.BLOCK_M)
     d = tl.arange(0, p.BLOCK_D)
     inside = (m < rows)[:, None] & (d < p.D)[None, :]
@@ -93,32 +131,22 @@ def _compute(task, p, world, epoch):
     places = m[:, None] * (p.H * p.D) + d[None, :]
     q = tl.load(p.q_ptr + base + places, mask=inside, other=0.0)
     top, total, acc = tile_attention.nothing(p)
-    chunks = _num_pieces(p, p.CHUNK)
-    others: tl.constexpr = max(world.size - 1, 1)
-    shard = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
+    chunks = num_pieces(p, p.CHUNK)
     for step in range(chunks * world.size):
-        own = step < chunks
-        c = tl.where(own, step, (step - chunks) // others)
-        distance = tl.where(own, 0, 1 + (step - chunks) % others)
-        source = (rank - distance + world.size) % world.size
-        first, count, start = _piece(c, source, p, world, p.CHUNK)
-        begin = tl.maximum(least - start, 0)
-        end = tl.minimum(most - start, count)
+        c, distance, first, count, start = visit(step, rank, p, world)
+        begin, end, full, unmasked, masked = tile_attention.blocks(
+            start, count, least, most, all_from, all_to, p.BLOCK_N
+        )
         if begin < end:
-            begin = begin // p.BLOCK_N * p.BLOCK_N
             place = ((b * p.S + first) * p.KV + h // (p.H // p.KV)) * p.D
-            k_ptr = p.k_ptr + place
-            v_ptr = p.v_ptr + place
             if p.WAY == "gathered":
-                k_ptr += source * shard
-                v_ptr += source * shard
-            elif world.size > 1:  # or no wait would be compiled, which pkt takes for a wait that was lost
-                if distance > 0:
-                    pl.wait(p.ready_ptr + ((distance - 1) * p.B + b) * chunks + c, epoch, world)
-                    k_ptr = p.k_inbox_ptr + (distance - 1) * shard + place
-                    v_ptr = p.v_inbox_ptr + (distance - 1) * shard + place
+                place += (rank - distance + world.size) % world.size * (tl.cast(p.B * p.S, tl.int64) * p.KV * p.D)
+                k_ptr = p.k_ptr + place
+                v_ptr = p.v_ptr + place
+            else:
+                k_ptr, v_ptr = arrived(c, distance, b, place, p, world, epoch)
             top, total, acc = tile_attention.attend(
-                top, total, acc, q, k_ptr, v_ptr, begin, end, count, start, low, high, all_from, all_to, p
+                top, total, acc, q, k_ptr, v_ptr, begin, full, unmasked, masked, count, start, low, high, p
             )
     out, lse = tile_attention.finished(top, total, acc)
     tl.store(p.out_ptr + base + places, out.to(p.out_ptr.dtype.element_ty), mask=inside)
@@ -126,13 +154,13 @@ def _compute(task, p, world, epoch):
 
 
 @triton.jit
-def _push(task, p, world, epoch):
+def push(task, p, world, epoch):
     """Chunk `task` of my keys and values to every peer that needs it: one load, then a store to each."""
-    chunks = _num_pieces(p, p.CHUNK)
+    chunks = num_pieces(p, p.CHUNK)
     c = task % chunks
     b = tl.cast(task // chunks, tl.int64)
     rank = tl.cast(world.rank, tl.int32)
-    first, count, _ = _piece(c, rank, p, world, p.CHUNK)
+    first, count, _ = piece(c, rank, p, world, p.CHUNK)
     shard = tl.cast(p.B * p.S, tl.int64) * p.KV * p.D
     place = (b * p.S + first) * p.KV * p.D
     n = count * p.KV * p.D
@@ -154,14 +182,14 @@ def _push(task, p, world, epoch):
 
 @triton.jit
 def attention_kernel(p, world):
-    tasks = p.B * p.H * _num_pieces(p, p.BLOCK_M)
-    chunks = p.B * _num_pieces(p, p.CHUNK) if world.size > 1 else 0
+    tasks = p.B * p.H * num_pieces(p, p.BLOCK_M)
+    chunks = p.B * num_pieces(p, p.CHUNK) if world.size > 1 else 0
     if p.WAY == "fused":
         epoch = pl.epoch(p.ready_ptr, world)
         if world.size > 1 and tl.program_id(0) < p.num_comm_sms:
             # before overwrite: every rank's launch before has ended, and with it what reads its inbox
             pl.barrier(p.bar_ptr + tl.program_id(0), world)
-        pl.lcsc(_compute, _push, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
+        pl.lcsc(_compute, push, (p, world, epoch), tasks, chunks, p.queue_ptr, epoch, p.num_comm_sms)
     else:
         epoch = 0
         if p.WAY == "copied":

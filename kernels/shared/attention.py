@@ -22,6 +22,11 @@ class Tiles(NamedTuple):
     num_warps: int = 8
     num_stages: int = 2
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 def tiles(call: Call, name: str, value: Any) -> Tiles:
     """The check of the keyword `tiles`."""

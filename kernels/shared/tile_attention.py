@@ -30,17 +30,25 @@ def nothing(p):
 
 
 @triton.jit
-def sight(row, rows, position, p):
-    """The keys that each of BLOCK_M queries sees, [low, high), and those that one of them sees, [least, most), and
-    those that all of them see, [all_from, all_to). row, position: of the first of the `rows` queries."""
-    m = tl.arange(0, p.BLOCK_M)
-    inside = m < rows
-    at = position + m
-    low = tl.maximum(at - p.left, 0)
-    high = tl.where(at < p.length, tl.minimum(at + p.right + 1, p.length), 0)
+def interval(at, place, stride, inside, left, right, p):
+    """The keys that queries at positions `at` see, [low, high). place: of their documents in spans_ptr, whose ends lie
+    `stride` behind the beginnings; inside: which of the queries there are."""
+    low = tl.maximum(at - left, 0)
+    high = tl.where(at < p.length, tl.minimum(at + right + 1, p.length), 0)
     if p.spans_ptr is not None:
-        low = tl.maximum(low, tl.load(p.spans_ptr + row + m, mask=inside, other=0))
-        high = tl.minimum(high, tl.load(p.spans_ptr + p.S + row + m, mask=inside, other=0))
+        low = tl.maximum(low, tl.load(p.spans_ptr + place, mask=inside, other=0))
+        high = tl.minimum(high, tl.load(p.spans_ptr + stride + place, mask=inside, other=0))
+    return low, high
+
+
+@triton.jit
+def sight(place, stride, rows, position, left, right, p, ROWS: tl.constexpr):
+    """The keys that each of ROWS queries sees, [low, high), and those that one of them sees, [least, most), and those
+    that all of them see, [all_from, all_to). position, place: of the first of the `rows` queries, see `interval`. The
+    queries that see each of ROWS keys with the two sides exchanged."""
+    m = tl.arange(0, ROWS)
+    inside = m < rows
+    low, high = interval(position + m, place + m, stride, inside, left, right, p)
     least = tl.min(tl.where(inside, low, FAR), 0)
     all_from = tl.max(tl.where(inside, low, 0), 0)
     most = tl.max(tl.where(inside, high, 0), 0)
@@ -49,7 +57,20 @@ def sight(row, rows, position, p):
 
 
 @triton.jit
-def _blocks(
+def blocks(start, count, least, most, all_from, all_to, ROWS: tl.constexpr):
+    """Which blocks of ROWS rows are looked at, of `count` rows from position `start` on: they begin at row `begin`,
+    `unmasked` of them need no mask and come behind `full` others; `masked` need one. None if begin >= end."""
+    begin = tl.maximum(least - start, 0)
+    end = tl.minimum(most - start, count)
+    begin = tl.where(begin < end, begin // ROWS * ROWS, end)
+    full = tl.minimum(tl.cdiv(tl.maximum(all_from - start - begin, 0), ROWS), tl.cdiv(end - begin, ROWS))
+    behind = tl.maximum(tl.minimum(all_to - start, count) - begin, 0) // ROWS
+    unmasked = tl.maximum(behind - full, 0)
+    return begin, end, full, unmasked, tl.cdiv(end - begin, ROWS) - unmasked
+
+
+@triton.jit
+def _steps(
     top, total, acc, q, k_ptr, v_ptr, begin, steps, before, skipped, rows, position, low, high, p, MASKED: tl.constexpr
 ):
     """The softmax so far, and that of `steps` blocks of keys from row `begin` on; `skipped` rows are left out behind
@@ -97,21 +118,14 @@ def _blocks(
 
 @triton.jit
 def attend(
-    top, total, acc, q, k_ptr, v_ptr, begin, end, rows, position, low, high, all_from, all_to, p
+    top, total, acc, q, k_ptr, v_ptr, begin, full, unmasked, masked, rows, position, low, high, p
 ):  # fmt: skip
-    """The softmax so far, and that of the keys in rows [begin, end) of a part that has `rows` rows.
-
-    begin: a multiple of BLOCK_N. position: of the part's first row. low, high, all_from, all_to: as of `sight`.
-    """
-    # Blocks that every query sees whole need no mask.
-    full = tl.minimum(tl.cdiv(tl.maximum(all_from - position - begin, 0), p.BLOCK_N), tl.cdiv(end - begin, p.BLOCK_N))
-    behind = tl.maximum(tl.minimum(all_to - position, rows) - begin, 0) // p.BLOCK_N
-    unmasked = tl.maximum(behind - full, 0)
-    masked = tl.cdiv(end - begin, p.BLOCK_N) - unmasked
-    top, total, acc = _blocks(
+    """The softmax so far, and that of the keys of a part with `rows` rows, the first one at `position`, in the blocks
+    from row `begin` on that `blocks` has found. low, high: as of `sight`."""
+    top, total, acc = _steps(
         top, total, acc, q, k_ptr, v_ptr, begin + full * p.BLOCK_N, unmasked, 0, 0, rows, position, low, high, p, False
     )
-    top, total, acc = _blocks(
+    top, total, acc = _steps(
         top, total, acc, q, k_ptr, v_ptr, begin, masked, full, unmasked * p.BLOCK_N, rows, position, low, high, p, True
     )
     return top, total, acc

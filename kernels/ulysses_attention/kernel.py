@@ -124,7 +124,9 @@ def _compute(task, p, world, epoch):
         pl.wait(p.ready_ptr + b * groups + at, epoch * (world.size * p.pieces), world)
     rows = tl.minimum(p.R - row, p.BLOCK_M)
     position = owner * p.R + row
-    low, high, least, most, all_from, all_to = tile_attention.sight(position, rows, position, p)
+    low, high, least, most, all_from, all_to = tile_attention.sight(
+        position, p.S, rows, position, p.left, p.right, p, p.BLOCK_M
+    )
     m = tl.arange(0, p.BLOCK_M)
     d = tl.arange(0, p.BLOCK_D)
     inside = (m < rows)[:, None] & (d < p.D)[None, :]
@@ -135,11 +137,11 @@ def _compute(task, p, world, epoch):
     home += (b * p.R * heads + rank * p.HEADS + head) * p.D
     home = pl.peer(home, owner, world)
     top, total, acc = tile_attention.nothing(p)
-    begin = least // p.BLOCK_N * p.BLOCK_N
+    begin, _end, full, unmasked, masked = tile_attention.blocks(0, p.S, least, most, all_from, all_to, p.BLOCK_N)
     keys = (b * p.COPIES + head // (p.HEADS // p.COPIES)) * p.S * p.D
     top, total, acc = tile_attention.attend(
-        top, total, acc, q, p.k_inbox_ptr + keys, p.v_inbox_ptr + keys, begin, tl.maximum(begin, most), p.S, 0, low,
-        high, all_from, all_to, p,
+        top, total, acc, q, p.k_inbox_ptr + keys, p.v_inbox_ptr + keys, begin, full, unmasked, masked, p.S, 0, low,
+        high, p,
     )  # fmt: skip
     out, _ = tile_attention.finished(top, total, acc)
     out = out.to(home.dtype.element_ty)

@@ -53,13 +53,17 @@ def result_dtype(operator: Operator, case: Case, dtype: torch.dtype) -> torch.dt
 
 
 def shapes_of(operator: Operator, case: Case, size: int) -> dict[str, tuple[int, ...]]:
-    """The operands' shapes on `size` ranks, those of optional ones too."""
+    """The operands' shapes on `size` ranks, those of optional ones too. Letters that the case does not have follow from
+    the operands of any shape, by what the operator learns from them for its result."""
     call = call_of(operator, case, size)
-    found = {}
-    for name, operand in operator.tensors.items():
-        shape = operand.letters(call)
-        found[name] = numbers(case.shapes.get(name, ()), size) if shape == "..." else call.bound(shape)
-    return found
+    call.tensors = dict.fromkeys(operator.tensors)
+    letters = {name: operand.letters(call) for name, operand in operator.tensors.items()}
+    given = {name: numbers(case.shapes.get(name, ()), size) for name, shape in letters.items() if shape == "..."}
+    if given and len(given) < len(letters) and callable(operator.result):
+        shapes = {name: shape for name, shape in given.items() if name in case.shapes}
+        call.tensors.update({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        operator.result(call)
+    return {name: given[name] if name in given else call.bound(shape) for name, shape in letters.items()}
 
 
 def numbers(shape: str | tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -79,9 +83,12 @@ def alike(operator: Operator, n: int, shape: str | tuple[int, ...]) -> Case:
 
 
 def letters_of(operator: Operator) -> list[str]:
-    """The letters of an operator's shapes, in their order."""
+    """The letters of an operator's shapes, in their order; none where they follow from operands of any shape."""
     call = Call(operator.name, SimpleNamespace(size=1), {}, arguments_of(operator, Case()), {}, None)
+    call.tensors = dict.fromkeys(operator.tensors)
     shapes = [o.letters(call) for o in operator.tensors.values()]
+    if "..." in shapes:
+        return []
     words = [letter_of(word, 1)[0] for shape in shapes if shape != "..." for word in shape.split()]
     return list(dict.fromkeys(words))
 

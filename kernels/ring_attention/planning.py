@@ -1,0 +1,114 @@
+"""What the forward and the backward pass plan alike: checks of arguments, chunks and tasks, windows for keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from pkt.runtime.memory.factories import empty
+from pkt.runtime.memory.tensor import SymmetricTensor
+
+from ..declaration import Call, choice, integer, number
+from ..shared import attention
+from ..shared.grid import COPY_BYTES
+from . import sequence
+from .exact import view_of
+from .sequence import LAYOUTS, View
+
+CALL = "ring_attention"
+NUM_COMM_SMS = 16
+CHUNK = 512
+
+
+# --------------------------------------------------------------------------------------------------------- checks
+ARGUMENTS = {
+    "causal": attention.flag, "layout": choice(*LAYOUTS), "scale": number(above=0), "window": attention.window,
+    "length": integer(0),
+}  # fmt: skip
+"""The arguments that say who sees whom, and their checks."""
+
+
+def shape_of(call: Call) -> tuple[int, ...]:
+    """The shape of q, see `attention.shape`. Raises ShapeError."""
+    shape = attention.shape(call)
+    total, length = call.world.size * call["s"], call["length"]
+    if length is not None and (call["cu_seqlens"] is not None or length > total):
+        packed = call["cu_seqlens"] is not None
+        wanted = "None with cu_seqlens, whose last element says it" if packed else f"at most {total}, size * S"
+        raise call.refuse("length", length, wanted)
+    return shape
+
+
+def of_heads(call: Call) -> str:
+    """The shape of a number for each row and head of q, in letters."""
+    return "b h s" if call["cu_seqlens"] is None else "h s"
+
+
+def from_one(call: Call) -> dict[str, Any]:
+    """Settings for which 0 has no meaning."""
+    for name in ("num_comm_sms", "chunk"):
+        if name in call.settings and call[name] < 1:
+            raise call.refuse(name, call[name], "at least 1")
+    return call.settings
+
+
+# ----------------------------------------------------------------------------------------------------------- host
+class Plan(NamedTuple):
+    """What the forms' plans have in common."""
+
+    view: View
+    zigzag: bool
+    tiles: attention.Tiles
+    chunk: int
+    pieces: list[sequence.Part]  # chunks of this rank
+    blocks: int  # of BLOCK_M rows that a rank's rows are cut into
+    needs: list[list[bool]]  # [d - 1][c]: rank + d needs chunk c
+
+    @property
+    def pushes(self) -> int:
+        """Chunks that this rank pushes, whether needed or not, of a batch of one."""
+        return len(self.pieces) if self.needs else 0
+
+
+def planned(call: Call) -> Plan:
+    """Views, chunks and tasks of a call."""
+    world, s, tiles, layout = call.world, call["s"], call["tiles"], call["layout"]
+    rank, size = world.rank, world.size
+    view = view_of(s, size, call["causal"], call["window"], call["length"])
+    most = triton.cdiv(min(call.settings.get("chunk", CHUNK), s), tiles.block_n) * tiles.block_n
+    chunks = sequence.pieces(s, layout, rank, size, most)
+    blocks = len(sequence.pieces(s, layout, rank, size, tiles.block_m))
+    needs = [[sequence.needed(c, view, s, layout, (rank + d) % size, size) for c in chunks] for d in range(1, size)]
+    return Plan(view, layout == "zigzag", tiles, most, chunks, blocks, needs)
+
+
+def sizes(call: Call, plan: Plan) -> dict[str, Any]:
+    """The numbers that the kernels of both passes take, by name."""
+    d = call["d"]
+    scale = d**-0.5 if call["scale"] is None else call["scale"]
+    block_d = triton.next_power_of_2(max(d, 16))
+    constants = {
+        "H": call["h"], "KV": call["g"], "D": d, "ZIGZAG": plan.zigzag, "WHOLE": d == block_d,
+        "BLOCK_M": plan.tiles.block_m, "BLOCK_N": plan.tiles.block_n, "BLOCK_D": block_d, "CHUNK": plan.chunk,
+        "BLOCK": COPY_BYTES // 2 // call.dtype.itemsize if plan.chunk > 16 else 64,
+    }  # fmt: skip
+    run_time = {"B": call["b"], "S": call["s"], **plan.view._asdict(), "scale": scale / math.log(2)}
+    return run_time | {name: tl.constexpr(value) for name, value in constants.items()}
+
+
+def windows(call: Call, name: str = CALL) -> tuple[SymmetricTensor, SymmetricTensor]:
+    """Inboxes of keys and values, (size - 1, b, s, g, d) each, for all calls of `name` with such operands.
+    Collective."""
+    world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
+    shape = (world.size - 1, b, s, g, d) if world.size > 1 else (1,)
+
+    def make() -> tuple[SymmetricTensor, SymmetricTensor]:
+        keys, values = (
+            empty(*shape, dtype=call.dtype, name=f"{name}.{of}", world=world) for of in ("keys", "values")
+        )  # fmt: skip
+        return keys, values
+
+    return world.keep((name, "windows", b, s, g, d, call.dtype), make)

@@ -1,0 +1,248 @@
+"""The backward pass of `pkt.ring_attention`: gradients of queries, and of keys and values by their owners.
+
+fused: four kernels, one behind the other.
+
+    1. Each row's delta, from `dout` and the result.
+    2. dq: some programs push keys and values as in the forward pass, but without a barrier. The others take BLOCK_M
+       queries of a head at a time, over the keys of all ranks as they arrive, own ones first.
+    3. dk and dv: a program for BLOCK_N keys of a head of any rank, over this rank's queries. Its part is fp32, and goes
+       to an inbox of the rank that has the keys, with a signal. Own keys come last.
+    4. The owner adds the parts of rank, rank + 1, rank + 2, ..., in this order, as each has come. So the result is the
+       same in every run, to the last bit.
+
+    Scores are computed twice, in 2 and in 3: with atomics, which need this once, the order would not be fixed. A mask,
+    a window or the end of a document also hides parts: those that are zero are neither computed nor sent.
+
+Beside the keys and values as in the forward pass, 8 * (size - 1) * B * S * KV * D bytes leave each rank, less what
+nobody sees.
+
+With D of 64 and 128 in bf16 no kernel spills with the default tiles, compiled for sm_90 and sm_100. With D = 256 and in
+fp32 some do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from pkt.errors import ShapeError
+from pkt.runtime.launch.launch import beside, cooperative_launch
+from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.world import World
+
+from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
+from .operator import Operator
+from .ring_attention.backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
+from .ring_attention.exact_backward import bound, reference
+from .ring_attention.planning import (
+    ARGUMENTS,
+    CHUNK,
+    NUM_COMM_SMS,
+    Plan,
+    from_one,
+    of_heads,
+    planned,
+    shape_of,
+    sizes,
+    windows,
+)  # fmt: skip
+from .ring_attention.sequence import Layout, spans
+from .ring_attention.sequence import pieces as parts_of
+from .shared import attention
+from .shared.attention import Tiles
+from .shared.checks import FLOATS
+from .shared.grid import COPY_OPTIONS, num_programs
+
+CALL = "ring_attention_backward"
+ROWS = 16
+"""Rows of queries that a program of the first kernel reads."""
+
+
+def ring_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    dlse: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    causal: bool = False,
+    layout: Layout = "contiguous",
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    length: int | None = None,
+    mode: Literal["fused"] | None = None,
+    num_comm_sms: int | None = None,
+    chunk: int | None = None,
+    tiles: Sequence[int] | None = None,
+    key_tiles: Sequence[int] | None = None,
+    world: World | None = None,
+) -> Any:
+    """(dq, dk, dv): the gradients of `pkt.ring_attention`, of the sum of all ranks' losses. Collective.
+
+    autograd calls this; call it yourself in a backward pass of your own.
+
+    dout: the gradient of the forward call's result, of its shape and dtype. result, lse: what that call returned. dlse:
+        the gradient of lse, fp32; None for zeros. q, k, v, cu_seqlens and the keywords up to `length`: as of the
+        forward call.
+    out: dq's shape and dtype, where it goes; a new tensor where None. dk and dv are new tensors of k's shape and dtype.
+
+    num_comm_sms: programs that push keys and values, at least 1, by default 16. chunk: rows of these that one signal
+    stands for, rounded up to BLOCK_N; by default 512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES) of the first
+    kernel: queries of a task and keys of a step, powers of two from 16. key_tiles: those of the second: queries of a
+    step and keys of a program. The same on every rank.
+
+    Sums are fp32, also over ranks and over heads that share keys, and are rounded once; weights and slopes are rounded
+    to q's dtype before they are multiplied. The result is the same in every run, to the last bit. The gradients of rows
+    that see no key, or that nobody sees, are 0. Tensors may have any strides. It has not run on GPUs.
+
+    Symmetric memory kept: (size - 1) times the bytes of k and v, and size times their elements in fp32. Raises
+    ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    """
+    values = (causal, layout, scale, window, length, mode, num_comm_sms, chunk, tiles, key_tiles)
+    return OPERATOR((dout, q, k, v, result, lse, out, dlse, cu_seqlens), values, world)
+
+
+# ------------------------------------------------------------------------------------------------------------- host
+def tiles_for(d: int, itemsize: int, blackwell: bool) -> tuple[Tiles, Tiles]:
+    """`tiles` and `key_tiles` that were compiled without spills for D up to 128 and elements of two bytes."""
+    if itemsize == 4:
+        return Tiles(32, 16, 8, 1), Tiles(16, 32, 8, 1)
+    if d <= 64:
+        return Tiles(128, 64, 8, 2), Tiles(64 if blackwell else 128, 64, 8, 2)
+    if d <= 128:
+        return (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)) if blackwell else (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2))
+    return Tiles(64, 32, 8, 1), Tiles(32, 64, 8, 1)
+
+
+def _default(which: int) -> Any:
+    def tiles(call: Call) -> Tiles:
+        blackwell = call.on_gpu and torch.cuda.get_device_capability(call.world.torch_device)[0] >= 10
+        return tiles_for(call["d"], call.dtype.itemsize, blackwell)[which]
+
+    return tiles
+
+
+def _shape(call: Call) -> Shape:
+    """dq's, which is q's. Raises ShapeError."""
+    shape = shape_of(call)
+    heads = call.bound(of_heads(call))
+    for name, wanted in (("dout", shape), ("result", shape), ("lse", heads), ("dlse", heads)):
+        if call[name] is not None and call[name].shape != wanted:
+            raise ShapeError.argument(call.name, name, tuple(call[name].shape), str(wanted), call.world.rank)
+    return shape
+
+
+def _inboxes(call: Call, plan: Plan, pieces: int, programs: int) -> tuple[Any, Any]:
+    """Inboxes of the parts, and counters: of the chunks, of `pieces` parts of a batch of one, and two more words.
+    Collective."""
+    world, b, s, g, d = call.world, call["b"], call["s"], call["g"], call["d"]
+    packed = call["cu_seqlens"] is not None
+    count = (world.size - 1) * b * (len(plan.pieces) + pieces) + 2
+    parts = world.keep(
+        (CALL, "parts", b, s, g, d),
+        lambda: empty(world.size, 2, b, s, g, d, dtype=torch.float32, name=f"{CALL}.parts", world=world),
+    )
+    # Documents may hide chunks that a causal mask or a window does not.
+    counters = world.keep(
+        (CALL, "ready", count, call["h"], plan.blocks, pieces, plan.chunk, packed, programs),
+        lambda: signals(count, unwaited=packed, name=f"{CALL}.ready", world=world),
+    )
+    return parts, counters
+
+
+def _fused(call: Call) -> Launch:
+    world, tiles, key_tiles = call.world, call["tiles"], call["key_tiles"]
+    b, s, h, g, d = (call[letter] for letter in "bshgd")
+    plan, total = planned(call), s * world.size
+    tasks, pushes = b * h * plan.blocks, b * plan.pushes
+    pieces = g * len(parts_of(s, call["layout"], world.rank, world.size, key_tiles.block_n))
+    programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
+    keys, values = windows(call, CALL)
+    parts, counters = _inboxes(call, plan, pieces, programs)
+    ready = (world.size - 1) * b * len(plan.pieces)
+    needs = torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device)
+    both = Backward(
+        *[None] * 9, k_inbox_ptr=keys, v_inbox_ptr=values, parts_ptr=parts, ready_ptr=counters,
+        parted_ptr=counters[ready:], needs_ptr=needs, number_ptr=counters[-2:], queue_ptr=counters[-1:],
+        num_comm_sms=max(1, min(call["num_comm_sms"], programs - 1, pushes)),
+        **sizes(call, plan), STAGES=tl.constexpr(tiles.num_stages),
+    )  # fmt: skip
+    block_m, block_n, _, stages = map(tl.constexpr, key_tiles)
+    same, behind = both[9:], both._replace(BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages)[9:]
+    of_queries = cooperative_launch(world, queries_kernel, (programs,), **tiles.options)
+    add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
+    positions = torch.arange(total, dtype=torch.int32, device=world.torch_device)
+    new_rows = functools.partial(torch.empty, 2, b, h, s, dtype=torch.float32, device=world.torch_device)
+    n, block_d = b * s * h, triton.next_power_of_2(max(d, 16))
+
+    def start(*tensors: Any) -> None:  # it waits for nobody
+        beside(rows_kernel, (triton.cdiv(n, ROWS),), *tensors, n, s, h, d, block_d, ROWS)
+
+    def launch(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: torch.Tensor, lse: torch.Tensor,
+        out: torch.Tensor, dlse: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        rows = new_rows()
+        documents = None if cu_seqlens is None else spans(cu_seqlens, positions, total)
+        start(result, dout, lse, dlse, rows)
+        tensors = q, k, v, dout, documents, rows, out, dk, dv
+        of_queries(Backward(*tensors, *same), world.device)
+        of_keys = Backward(*tensors, *behind)
+        beside(keys_kernel, (b * pieces * world.size,), of_keys, world.device, **key_tiles.options)
+        add(of_keys, world.device)
+        return out, dk, dv
+
+    return launch
+
+
+# ------------------------------------------------------------------------------------------------------ declaration
+def _logarithms(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
+    """Some for tests, with which no weight overflows."""
+    return 4 + torch.rand(shape, generator=generator)
+
+
+def of_keys(call: Call) -> str:
+    """The shape of k, in letters."""
+    return "b s g d" if call["cu_seqlens"] is None else "s g d"
+
+
+SHAPES = dict.fromkeys(("dout", "q", "k", "v", "result"), (1, 3, 1, 4))
+OPERATOR = Operator(
+    ring_attention_backward,
+    tensors={
+        "dout": Operand("...", FLOATS), "q": Operand("..."), "k": Operand("..."), "v": Operand("..."),
+        "result": Operand("..."),
+        "lse": Operand(of_heads, (torch.float32,), make=_logarithms),
+        "dlse": Operand(of_heads, (torch.float32,), optional=True, make=_logarithms),
+        "cu_seqlens": Operand("...", (torch.int32,), optional=True, same=True),
+    },
+    result=_shape,
+    also={"dk": Operand(of_keys), "dv": Operand(of_keys)},
+    arguments=ARGUMENTS,
+    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": attention.tiles, "key_tiles": attention.tiles},
+    forms={
+        "fused": Form(
+            _fused, "some programs push keys and values, the others send parts of their gradients to the owners",
+            "2 (W - 1) |k|, and in fp32 as many elements",
+            settings={"num_comm_sms": NUM_COMM_SMS, "chunk": CHUNK, "tiles": _default(0), "key_tiles": _default(1)},
+            complete=from_one, small={"num_comm_sms": 1, "chunk": 16, "tiles": (16, 16), "key_tiles": (16, 16)},
+        ),
+    },
+    reference=reference,
+    bound=bound,
+    cases=(
+        # Scores of whole numbers are small enough for exp.
+        Case(shapes=SHAPES, arguments={"mode": "fused", "scale": 0.02, "given": ("dlse",)}, ranks=2, out="new"),
+        Case(shapes=SHAPES, arguments={"mode": "fused", "causal": True, "scale": 0.02}, explore=False),
+    ),
+)  # fmt: skip

@@ -44,17 +44,17 @@ from .ring_attention.planning import (
     CHUNK,
     NUM_COMM_SMS,
     Plan,
-    Tiles,
     from_one,
     of_heads,
     planned,
     shape_of,
     sizes,
-    tiles_of,
     windows,
 )  # fmt: skip
 from .ring_attention.sequence import Layout, spans
 from .ring_attention.sequence import pieces as parts_of
+from .shared import attention
+from .shared.attention import Tiles
 from .shared.checks import FLOATS
 from .shared.grid import COPY_OPTIONS, num_programs
 
@@ -229,7 +229,7 @@ OPERATOR = Operator(
     result=_shape,
     also={"dk": Operand(of_keys), "dv": Operand(of_keys)},
     arguments=ARGUMENTS,
-    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": tiles_of, "key_tiles": tiles_of},
+    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": attention.tiles, "key_tiles": attention.tiles},
     forms={
         "fused": Form(
             _fused, "some programs push keys and values, the others send parts of their gradients to the owners",

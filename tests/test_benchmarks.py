@@ -26,7 +26,7 @@ from tests.conformance.test_new_operator import written
 
 VARIANTS = [path.stem for name in operators() for path in Path(_run.__file__).parent.glob(f"{name}_*.py")]
 """Further benchmarks of single operators, whose names begin with the operator's."""
-OTHERS = ("forms", "flash_decode", "all_reduce_rms_norm", "moe")
+OTHERS = ("forms", "flash_decode", "all_reduce_rms_norm", "moe", "ulysses_attention")
 RANKS = {**dict.fromkeys(VARIANTS, 4), **dict.fromkeys(modules(), 3), **dict.fromkeys(OTHERS, 2)}
 
 

@@ -1,5 +1,5 @@
 """`pkt.combine`: `host` has the operator, `plans` its launches, `pull` and `low_latency` the kernels, `reference` the
-exact result and its bound, `examples` what tests give it."""
+exact result and its bound."""
 
 from .host import OPERATOR, combine
 from .reference import reference

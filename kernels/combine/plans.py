@@ -32,6 +32,7 @@ LOOK = 64
 
 
 def plan_pull(call: Call) -> Launch:
+    """A grid, buffers and counters of pull."""
     world, (_, H), (slots, K) = call.world, call["y"].shape, call["dispatched.tokens"].shape
     programs = num_programs(world, world.num_sms)
     collectors = max(1, min(call["num_comm_sms"] or COLLECTORS, programs - 1))
@@ -71,6 +72,7 @@ def tokens_at_most(call: Call) -> int:
 
 
 def plan_low_latency(call: Call) -> Launch:
+    """A grid and words of low_latency."""
     world, T, (_, H), (slots, K) = call.world, call.sizes["t"], call["y"].shape, call["dispatched.tokens"].shape
     programs, third, most = num_programs(world, world.num_sms), words_of(H * call.dtype.itemsize), tokens_at_most(call)
     block, parts = parts_of(third, T, programs)

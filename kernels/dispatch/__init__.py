@@ -1,5 +1,6 @@
-"""`pkt.dispatch`: `host` has the operator, `push` the kernel, with `choices`, `totals` and `numbering` below it and its
-`arguments`. `result` is what a rank gets, `reference` works it out with lists."""
+"""`pkt.dispatch`: `host` has the operator, `plans` its launches, `push` and `low_latency` the kernels with their
+`arguments`. Below `push` are `choices`, `totals` and `numbering`, below `low_latency` `words`. `result` is what a rank
+gets, `reference` works it out with lists, `rules` choose a form here and in combine, `examples` are for tests."""
 
 from .host import OPERATOR, dispatch
 from .reference import reference

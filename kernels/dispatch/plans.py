@@ -50,6 +50,7 @@ def _buffers(call: Call, p: Size, programs: int) -> Buffers:
 
 
 def plan_push(call: Call) -> Launch:
+    """A grid, buffers and counters of push."""
     world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     size, own = world.size, call.sizes["e"]
     programs = num_programs(world, world.num_sms)
@@ -93,6 +94,7 @@ def parts_of(third: int, tokens: int, programs: int) -> tuple[int, int]:
 
 
 def plan_low_latency(call: Call) -> Launch:
+    """A grid and words of low_latency."""
     world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     size, own, most = world.size, call.sizes["e"], tokens_at_most(call)
     programs = num_programs(world, world.num_sms)

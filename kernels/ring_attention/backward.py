@@ -14,7 +14,8 @@ import triton.language as tl
 
 import pkt.language as pl
 
-from .kernel import LN2, arrived, blocks, interval, num_pieces, part, piece, push, sight, visit
+from ..shared.tile_attention import LN2, blocks, interval, sight
+from .kernel import arrived, num_pieces, part, piece, push, visit
 
 
 class Backward(NamedTuple):

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import triton
 import triton.language as tl
 
 from pkt.runtime.launch.launch import beside, cooperative_launch
@@ -34,7 +33,7 @@ from ..all_gather import OPERATOR as ALL_GATHER
 from ..declaration import Call, Case, Form, Launch, Operand, integer
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
-from ..shared import copies
+from ..shared import attention, copies
 from ..shared.checks import FLOATS
 from ..shared.grid import barrier_counters, num_programs
 from . import sequence
@@ -46,14 +45,11 @@ from .planning import (
     CHUNK,
     NUM_COMM_SMS,
     Plan,
-    Tiles,
-    flag,
     from_one,
     of_heads,
     planned,
     shape_of,
     sizes,
-    tiles_of,
     windows,
 )  # fmt: skip
 from .sequence import Layout
@@ -118,14 +114,6 @@ def ring_attention(
 
 
 # ----------------------------------------------------------------------------------------------------------- host
-def default_tiles(call: Call) -> Tiles:
-    """Those of kernels that keep everything in registers."""
-    d = triton.next_power_of_2(max(call["d"], 16))
-    if call.dtype.itemsize == 4:
-        return Tiles(64, 32, 8, 1)
-    return Tiles(128, 64, 8, 3 if d <= 128 else 2)
-
-
 def _attention(call: Call, plan: Plan, way: str, programs: int, pushing: int = 0, **buffers: Any) -> Launch:
     """launch(q, k, v, out, cu_seqlens, lse): the kernel. buffers: of `Attention`. pushing: the first programs."""
     world, s = call.world, call["s"]
@@ -265,7 +253,7 @@ def _backward(call: Recorded) -> Gradients:
 
 
 # ---------------------------------------------------------------------------------------------------- declaration
-TILES = {"tiles": default_tiles}
+TILES = {"tiles": attention.default_tiles}
 SMALL = {"tiles": (16, 16)}
 SHAPES = dict.fromkeys(("q", "k", "v"), (1, 3, 1, 4))
 CAUSAL = {"causal": True, "return_lse": True}
@@ -277,8 +265,8 @@ OPERATOR = Operator(
     },
     result=shape_of,
     also={"lse": Operand(of_heads, (torch.float32,))},
-    arguments={**ARGUMENTS, "return_lse": flag},
-    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": tiles_of},
+    arguments={**ARGUMENTS, "return_lse": attention.flag},
+    settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": attention.tiles},
     forms={
         "fused": Form(
             _fused, "some programs push keys and values, the others attend to what has arrived", "2 (W - 1) |k|",

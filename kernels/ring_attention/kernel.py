@@ -9,8 +9,7 @@ import triton.language as tl
 
 import pkt.language as pl
 
-LN2 = tl.constexpr(0.6931471805599453)
-FAR = tl.constexpr(1 << 30)  # behind every position
+from ..shared import tile_attention
 
 
 class Attention(NamedTuple):
@@ -86,46 +85,6 @@ def piece(i, source, p, world, ROWS: tl.constexpr):
 
 
 @triton.jit
-def interval(at, place, stride, inside, left, right, p):
-    """The keys that queries at positions `at` see, [low, high). place: of their documents in spans_ptr, whose ends lie
-    `stride` behind the beginnings; inside: which of the queries there are."""
-    low = tl.maximum(at - left, 0)
-    high = tl.where(at < p.length, tl.minimum(at + right + 1, p.length), 0)
-    if p.spans_ptr is not None:
-        low = tl.maximum(low, tl.load(p.spans_ptr + place, mask=inside, other=0))
-        high = tl.minimum(high, tl.load(p.spans_ptr + stride + place, mask=inside, other=0))
-    return low, high
-
-
-@triton.jit
-def sight(place, stride, rows, position, left, right, p, ROWS: tl.constexpr):
-    """The keys that each of ROWS queries sees, [low, high), and those that one of them sees, [least, most), and those
-    that all of them see, [all_from, all_to). position, place: of the first of the `rows` queries, see `interval`. The
-    queries that see each of ROWS keys with the two sides exchanged."""
-    m = tl.arange(0, ROWS)
-    inside = m < rows
-    low, high = interval(position + m, place + m, stride, inside, left, right, p)
-    least = tl.min(tl.where(inside, low, FAR), 0)
-    all_from = tl.max(tl.where(inside, low, 0), 0)
-    most = tl.max(tl.where(inside, high, 0), 0)
-    all_to = tl.min(tl.where(inside, high, FAR), 0)
-    return low, high, least, most, all_from, all_to
-
-
-@triton.jit
-def blocks(start, count, least, most, all_from, all_to, ROWS: tl.constexpr):
-    """Which blocks of ROWS rows are looked at, of `count` rows from position `start` on: they begin at row `begin`,
-    `unmasked` of them need no mask and come behind `full` others; `masked` need one. None if begin >= end."""
-    begin = tl.maximum(least - start, 0)
-    end = tl.minimum(most - start, count)
-    begin = tl.where(begin < end, begin // ROWS * ROWS, end)
-    full = tl.minimum(tl.cdiv(tl.maximum(all_from - start - begin, 0), ROWS), tl.cdiv(end - begin, ROWS))
-    behind = tl.maximum(tl.minimum(all_to - start, count) - begin, 0) // ROWS
-    unmasked = tl.maximum(behind - full, 0)
-    return begin, end, full, unmasked, tl.cdiv(end - begin, ROWS) - unmasked
-
-
-@triton.jit
 def visit(step, rank, p, world):
     """Which chunk a task looks at in a step, and whose: own ones first, then chunk by chunk those of the ranks at
     distances 1, 2, ...; and its first row, its rows and the position of the first."""
@@ -153,54 +112,6 @@ def arrived(c, distance, b, place, p, world, epoch):
 
 
 @triton.jit
-def _attend(
-    top, total, acc, q, k_ptr, v_ptr, begin, steps, before, skipped, rows, position, low, high, p, MASKED: tl.constexpr
-):
-    """The softmax so far, and that of `steps` blocks of keys from row `begin` on; `skipped` rows are left out behind
-    the first `before` blocks. No wait is in here, so the loop is pipelined.
-
-    top, total: fp32 (BLOCK_M,), the greatest score, in base 2, and the sum of the exponentials without it. acc: fp32
-    (BLOCK_M, BLOCK_D), the values times the exponentials. rows, position: of the chunk at k_ptr.
-    """
-    d = tl.arange(0, p.BLOCK_D)
-    n = tl.arange(0, p.BLOCK_N)
-    ld: tl.constexpr = p.KV * p.D
-    for step in range(steps):
-        row = begin + step * p.BLOCK_N
-        if MASKED:
-            row += tl.where(step >= before, skipped, 0)
-        base = tl.cast(row, tl.int64) * ld  # 64-bit bases, 32-bit offsets inside a block
-        offs = n[:, None] * ld + d[None, :]
-        if MASKED:
-            inside = ((row + n) < rows)[:, None] & (d < p.D)[None, :]
-            k = tl.load(k_ptr + base + offs, mask=inside, other=0.0)
-        elif p.WHOLE:
-            k = tl.load(k_ptr + base + offs)
-        else:
-            k = tl.load(k_ptr + base + offs, mask=(d < p.D)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            at = position + row + n
-            seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None]) & ((row + n) < rows)[None, :]
-            scores = tl.where(seen, scores, -float("inf"))
-        new = tl.maximum(top, tl.max(scores, 1) * p.scale)
-        finite = tl.where(new == -float("inf"), 0.0, new)  # no key seen so far
-        weights = tl.exp2(scores * p.scale - finite[:, None])
-        shrink = tl.exp2(top - finite)
-        total = total * shrink + tl.sum(weights, 1)
-        if MASKED:
-            inside = ((row + n) < rows)[:, None] & (d < p.D)[None, :]
-            v = tl.load(v_ptr + base + offs, mask=inside, other=0.0)
-        elif p.WHOLE:
-            v = tl.load(v_ptr + base + offs)
-        else:
-            v = tl.load(v_ptr + base + offs, mask=(d < p.D)[None, :], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        top = new
-    return top, total, acc
-
-
-@triton.jit
 def _compute(task, p, world, epoch):
     """Task `task`: BLOCK_M queries of a head. Its own keys first, then chunk by chunk those of the others, in the order
     rank - 1, rank - 2, ..., of which a causal mask needs only the first."""
@@ -210,20 +121,22 @@ def _compute(task, p, world, epoch):
     b = tl.cast(task // tiles // p.H, tl.int64)
     rank = tl.cast(world.rank, tl.int32)
     row, rows, position = piece(i, rank, p, world, p.BLOCK_M)
-    low, high, least, most, all_from, all_to = sight(row, p.S, rows, position, p.left, p.right, p, p.BLOCK_M)
+    low, high, least, most, all_from, all_to = tile_attention.sight(
+        row, p.S, rows, position, p.left, p.right, p, p.BLOCK_M
+    )  # fmt: skip
     m = tl.arange(0, p.BLOCK_M)
     d = tl.arange(0, p.BLOCK_D)
     inside = (m < rows)[:, None] & (d < p.D)[None, :]
     base = ((b * p.S + row) * p.H + h) * p.D
     places = m[:, None] * (p.H * p.D) + d[None, :]
     q = tl.load(p.q_ptr + base + places, mask=inside, other=0.0)
-    top = tl.full((p.BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((p.BLOCK_M,), tl.float32)
-    acc = tl.zeros((p.BLOCK_M, p.BLOCK_D), tl.float32)
+    top, total, acc = tile_attention.nothing(p)
     chunks = num_pieces(p, p.CHUNK)
     for step in range(chunks * world.size):
         c, distance, first, count, start = visit(step, rank, p, world)
-        begin, end, full, unmasked, masked = blocks(start, count, least, most, all_from, all_to, p.BLOCK_N)
+        begin, end, full, unmasked, masked = tile_attention.blocks(
+            start, count, least, most, all_from, all_to, p.BLOCK_N
+        )
         if begin < end:
             place = ((b * p.S + first) * p.KV + h // (p.H // p.KV)) * p.D
             if p.WAY == "gathered":
@@ -232,18 +145,11 @@ def _compute(task, p, world, epoch):
                 v_ptr = p.v_ptr + place
             else:
                 k_ptr, v_ptr = arrived(c, distance, b, place, p, world, epoch)
-            top, total, acc = _attend(
-                top, total, acc, q, k_ptr, v_ptr, begin + full * p.BLOCK_N, unmasked, 0, 0, count, start, low, high, p,
-                False,
-            )  # fmt: skip
-            top, total, acc = _attend(
-                top, total, acc, q, k_ptr, v_ptr, begin, masked, full, unmasked * p.BLOCK_N, count, start, low, high, p,
-                True,
-            )  # fmt: skip
-    empty = total == 0.0
-    out = acc / tl.where(empty, 1.0, total)[:, None]
+            top, total, acc = tile_attention.attend(
+                top, total, acc, q, k_ptr, v_ptr, begin, full, unmasked, masked, count, start, low, high, p
+            )
+    out, lse = tile_attention.finished(top, total, acc)
     tl.store(p.out_ptr + base + places, out.to(p.out_ptr.dtype.element_ty), mask=inside)
-    lse = tl.where(empty, -float("inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     tl.store(p.lse_ptr + (b * p.H + h) * p.S + row + m, lse, mask=m < rows)
 
 

@@ -3,117 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from pkt.errors import DtypeError, ShapeError
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.tensor import SymmetricTensor
 
-from ..declaration import MAX_STAGES, Call, choice, integer, number
+from ..declaration import Call, choice, integer, number
+from ..shared import attention
 from ..shared.grid import COPY_BYTES
 from . import sequence
 from .exact import view_of
 from .sequence import LAYOUTS, View
 
 CALL = "ring_attention"
-MAX_D = 256
 NUM_COMM_SMS = 16
 CHUNK = 512
 
 
 # --------------------------------------------------------------------------------------------------------- checks
-class Tiles(NamedTuple):
-    """The setting `tiles`."""
-
-    block_m: int
-    block_n: int
-    num_warps: int = 8
-    num_stages: int = 2
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Of a launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
-
-def tiles_of(call: Call, name: str, value: Any) -> Tiles:
-    """The check of `tiles`."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or None in value:
-        found = f"{type(value).__name__} {value!r:.40}"
-        raise DtypeError.argument(call.name, name, found, "a sequence of integers", call.world.rank)
-    for at, size in enumerate(value):
-        integer(1)(call, f"{name}[{at}]", size)
-    wanted = "BLOCK_M and BLOCK_N powers of two from 16 to 256, then NUM_WARPS 1, 2, 4, 8 or 16, and NUM_STAGES"
-    powers = [16 <= size <= 256 and not size & (size - 1) for size in value[:2]]
-    if not 2 <= len(value) <= 4 or not all(powers) or Tiles(*value).num_warps not in (1, 2, 4, 8, 16):
-        raise call.refuse(name, tuple(value), wanted)
-    if (full := Tiles(*value)).num_stages > MAX_STAGES:
-        raise call.refuse(name, tuple(full), f"at most {MAX_STAGES} stages")
-    return full
-
-
-def flag(call: Call, name: str, value: Any) -> bool:
-    """The check of an argument that is True or False."""
-    if not isinstance(value, bool):
-        found = f"{type(value).__name__} {value!r:.40}"
-        raise DtypeError.argument(call.name, name, found, "True or False", call.world.rank)
-    return value
-
-
-def _window(call: Call, name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2 or None in value:
-        found = f"{type(value).__name__} {value!r:.40}"
-        raise DtypeError.argument(call.name, name, found, "two integers (left, right)", call.world.rank)
-    for at, side in enumerate(value):
-        integer(-1)(call, f"{name}[{at}]", side)
-    return tuple(value)
-
-
 ARGUMENTS = {
-    "causal": flag, "layout": choice(*LAYOUTS), "scale": number(above=0), "window": _window, "length": integer(0),
+    "causal": attention.flag, "layout": choice(*LAYOUTS), "scale": number(above=0), "window": attention.window,
+    "length": integer(0),
 }  # fmt: skip
 """The arguments that say who sees whom, and their checks."""
 
 
 def shape_of(call: Call) -> tuple[int, ...]:
-    """The shape of q. Learns the sizes b, s, h, g (heads of keys) and d, and holds q, k and v against them. Raises
-    ShapeError."""
-    q, k, v, rank = call["q"], call["k"], call["v"], call.world.rank
-    packed = call["cu_seqlens"] is not None
-    found = tuple(q.shape)
-    if q.ndim != 4 - packed:
-        wanted = (
-            "3 dimensions with cu_seqlens: (S, H, D)" if packed else "4 dimensions without cu_seqlens: (B, S, H, D)"
-        )
-        raise ShapeError.argument(call.name, "q", found, wanted, rank)
-    b, s, h, d = (1, *found) if packed else found
-    if d > MAX_D:
-        raise ShapeError.argument(call.name, "q", found, f"at most {MAX_D} in the last dimension", rank)
-    if k.ndim != q.ndim or (*k.shape[:-2], k.shape[-1]) != (*found[:-2], d):
-        wanted = f"({', '.join(map(str, found[:-2]))}, KV, {d})"
-        raise ShapeError.argument(call.name, "k", tuple(k.shape), wanted, rank)
-    g = k.shape[-2]
-    if h % g if g else h:
-        raise ShapeError.argument(call.name, "k", tuple(k.shape), f"a number of heads that divides q's {h}", rank)
-    if v.shape != k.shape:
-        raise ShapeError.argument(call.name, "v", tuple(v.shape), str(tuple(k.shape)), rank)
-    if packed and (call["cu_seqlens"].ndim != 1 or not call["cu_seqlens"].numel()):
-        found = tuple(call["cu_seqlens"].shape)
-        raise ShapeError.argument(call.name, "cu_seqlens", found, "(documents + 1,)", rank)
-    total, length = call.world.size * s, call["length"]
-    if length is not None and (packed or length > total):
+    """The shape of q, see `attention.shape`. Raises ShapeError."""
+    shape = attention.shape(call)
+    total, length = call.world.size * call["s"], call["length"]
+    if length is not None and (call["cu_seqlens"] is not None or length > total):
+        packed = call["cu_seqlens"] is not None
         wanted = "None with cu_seqlens, whose last element says it" if packed else f"at most {total}, size * S"
         raise call.refuse("length", length, wanted)
-    if total * max(call.world.size, 1) >= 1 << 30:
-        raise ShapeError.argument(call.name, "q", tuple(q.shape), "a sequence of fewer than 2^30 positions", rank)
-    call.sizes.update(b=b, s=s, h=h, g=g, d=d)
-    return tuple(q.shape)
+    return shape
 
 
 def of_heads(call: Call) -> str:
@@ -135,7 +61,7 @@ class Plan(NamedTuple):
 
     view: View
     zigzag: bool
-    tiles: Tiles
+    tiles: attention.Tiles
     chunk: int
     pieces: list[sequence.Part]  # chunks of this rank
     blocks: int  # of BLOCK_M rows that a rank's rows are cut into

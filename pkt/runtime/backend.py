@@ -10,7 +10,7 @@ at `base + (r - rank) * stride + o`. The multicast window, where there is one, i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -143,7 +143,7 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Return when this rank's device work is done."""
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str, lost: Mapping[int, str]) -> None:
         """Tell the other ranks that an error ends this rank's world; close() follows."""
 
     def close(self) -> None:

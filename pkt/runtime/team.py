@@ -75,7 +75,7 @@ class TeamBackend:
     def synchronize(self) -> None:
         self.whole.synchronize()
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str, lost: Mapping[int, str]) -> None:
         """Nothing to do: the error that ends a team on this rank goes on to the world's `with`."""
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import triton.language as tl
 
-from pkt.errors import Closed, DtypeError, RankError, Unsupported
+from pkt.errors import Closed, DtypeError, PeerLost, RankError, Unsupported
 from pkt.language.world import DeviceWorld, code_hash
 from pkt.runtime.backend import Backend
 from pkt.runtime.kept import Scope, entered, scratch
@@ -327,7 +327,8 @@ class World:
         if error is None:
             self.close()
         elif not self._closed:
-            self._backend.abandon(f"{type(error).__name__}: {error}")
+            lost = error.lost if isinstance(error, PeerLost) else {}
+            self._backend.abandon(f"{type(error).__name__}: {error}", lost)
             self._discard()  # without the check of guard words: the error that is raised says more
 
     def _discard(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +89,7 @@ class SimulatedRank:
         result, microseconds = self.machine.timed(run, among or tuple(range(self.size)))
         return result, 1e-6 * microseconds
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str, lost: Mapping[int, str]) -> None:
         """The error itself ends the run: the other ranks need not be told."""
 
     def close(self) -> None:

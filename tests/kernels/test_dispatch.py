@@ -10,6 +10,7 @@ import torch
 import pkt
 from pkt.kernels import dispatch as module
 from pkt.kernels.dispatch import Dispatched
+from tests.conformance.checks import set_launches
 
 from .helpers import on_ranks, random
 
@@ -117,6 +118,22 @@ def test_the_low_latency_forms_give_the_same_bits(size: int, K: int, tokens: tup
             assert torch.equal(home, pkt.combine(y, found, mode="pull"))
 
     on_ranks(size, run, sms=3)
+
+
+def test_launch_0_does_not_take_the_zeros_that_memory_is_filled_with() -> None:
+    """After 2^32 - 1 launches the next has number 0, and here a half that no launch has used."""
+
+    def run(world: Any) -> None:
+        for seed in range(2):
+            every = operands(2, "random", (3 + seed,), 2, 4, 8)
+            mine = [one[world.rank] for one in every]
+            found = pkt.dispatch(*mine, 4, max_tokens=64, mode="low_latency")
+            same(found, module.reference(world.rank, *every, 4, 64, 1))
+            world.barrier()
+            set_launches(world, 2**32 - 1)
+            world.barrier()
+
+    on_ranks(2, run, sms=1)
 
 
 def test_the_form_follows_from_a_promise_of_few_tokens() -> None:

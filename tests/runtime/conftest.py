@@ -75,7 +75,7 @@ class ThreadBackend:
     def synchronize(self) -> None:
         self.told.append(("synchronized", None))  # type: ignore[arg-type]
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str, lost: Any) -> None:
         self.told.append(("abandoned", None))  # type: ignore[arg-type]
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -244,9 +244,9 @@ class CudaBackend:
         """Whether `rank` closed its world, so that the end of its connection is no loss."""
         return (self.journal or self.transport).left(rank)
 
-    def abandon(self, why: str) -> None:
-        """Tell the other ranks that an error ends this rank's world; close() follows."""
-        self.transport.give_up(why)
+    def abandon(self, why: str, lost: Mapping[int, str]) -> None:
+        """Tell the other ranks that an error ends this rank's world; close() follows. lost: ranks that it names."""
+        self.transport.give_up(why, lost)
 
     def close(self) -> None:
         """Undo everything, last first. Idempotent; if one step fails, the others are undone all the same."""

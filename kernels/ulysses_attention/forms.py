@@ -1,0 +1,368 @@
+"""Ulysses attention: sequences are split among the ranks before and behind it, and heads within.
+
+Each rank holds some positions of all heads. It gets all positions of its heads of q, k and v, attends to them, and each
+position's result goes back to its rank: Ulysses of Jacobs et al., "DeepSpeed Ulysses".
+
+push: one launch. Programs 0 .. num_comm_sms - 1 store heads into inboxes on their ranks, one group of heads after the
+    other, and signal. The others take BLOCK_M queries of a head whose group has arrived from all ranks, so that the
+    first groups are computed with while the others travel. Each finished tile goes to the rank of its positions: into
+    its `out` if that is symmetric, else into an inbox, from which that rank copies it.
+unfused: pkt's all-to-all of q, k and v, torch's attention, and pkt's all-to-all of the result.
+
+H heads of queries share KV heads of keys and values. Each rank has H / size heads of queries. A head of keys goes to
+all ranks whose queries need it, so KV may be less than the number of ranks. A rank gets a head of keys for each
+gcd(H / size, H / KV) of its heads of queries: where neither of the two divides the other, it may get one twice.
+
+(size - 1) / size * (2 |q| + 2 |k'|) bytes leave each rank, where k' is k with its heads repeated for the ranks that
+need them.
+
+Compiled with D = 64 and 128 in bf16 "push" spills no register, on sm_90 and sm_100; with D = 256 it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pkt.errors import ShapeError
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from ..all_to_all import OPERATOR as ALL_TO_ALL
+from ..declaration import Call, Case, Form, Launch, Operand, integer, number
+from ..gradients import Backward, Gradients, Recorded
+from ..operator import Operator
+from ..ring_attention import exact, sequence
+from ..shared import attention
+from ..shared.checks import FLOATS, check_tensor
+from ..shared.grid import COPY_BYTES, barrier_counters, num_programs
+from .kernel import Exchange, exchange_kernel
+from .local import Local, repeated
+
+CALL = "ulysses_attention"
+NUM_COMM_SMS = 16
+CHUNK = 512
+GROUPS = 8
+"""Groups of heads on each rank, by default, where there are so many heads."""
+REGISTERS = 1 << 16
+"""Of an SM, on which one program runs."""
+
+
+def reference(
+    rank: int, q: Sequence[torch.Tensor], k: Sequence[torch.Tensor], v: Sequence[torch.Tensor],
+    cu_seqlens: Sequence[torch.Tensor] | None = None, causal: bool = False, scale: float | None = None,
+    window: tuple[int, int] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """What `rank` gets from the ranks' operands, in fp64."""
+    return exact.reference(rank, q, k, v, cu_seqlens, causal, "contiguous", scale, window)[0]
+
+
+def bound(
+    rank: int, dtype: torch.dtype, roundings: int, q: Sequence[torch.Tensor], k: Sequence[torch.Tensor],
+    v: Sequence[torch.Tensor], cu_seqlens: Sequence[torch.Tensor] | None = None, causal: bool = False,
+    scale: float | None = None, window: tuple[int, int] | None = None,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    """How far the result may be from `reference`."""
+    return exact.bound(rank, dtype, roundings, q, k, v, cu_seqlens, causal, "contiguous", scale, window)[:1]
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    mode: Literal["push", "unfused"] | None = None,
+    num_comm_sms: int | None = None,
+    heads: int | None = None,
+    chunk: int | None = None,
+    tiles: Sequence[int] | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries to the keys of all ranks: softmax(scale * q @ k.T) @ v. Collective.
+
+    The sequence has size * S positions; rank r holds those from r * S on, of all heads, as of `pkt.shard_sequence`.
+
+    q: (B, S, H, D), D up to 256; bf16, fp16 or fp32; H is a multiple of the number of ranks. k, v: (B, S, KV, D) of
+        q's dtype; H is a multiple of KV, which may be less than the number of ranks; head h of the queries sees head
+        h // (H / KV) of the keys. The same shapes on every rank. With cu_seqlens all three are packed: (S, H, D) and
+        (S, KV, D).
+    out: q's shape and dtype, shares no memory with the operands. A new tensor where None. Into a symmetric one "push"
+        stores the result without a copy.
+    cu_seqlens: int32 (documents + 1,), the same on every rank: document i has the positions cu_seqlens[i] to
+        cu_seqlens[i + 1] of the whole sequence, of any lengths, and sees itself only. It is read on the device, so a
+        replayed graph may find other lengths.
+    causal: a query sees keys up to its own position. window: (left, right): a query at position p sees the keys from
+        p - left to p + right; -1 for no limit on a side.
+    scale: of the scores, a positive number; 1 / sqrt(D) where None.
+
+    mode: a form that the top of kernels/ulysses_attention/forms.py describes; "unfused" where None, until "push" has
+    been measured. For "push" alone: num_comm_sms: programs that push, at least 1, by default 16. heads: heads of
+    queries in a group, which divides the H / size of a rank, and is a divisor or a multiple of those that share a head
+    of keys there; by default as few as make 8 groups. chunk: rows of a group that travel with one signal, by default
+    512. tiles: (BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES): queries of a task and keys of a step, powers of two from 16.
+    The same on every rank.
+
+    Scores, sums and the result are fp32 until it is rounded once; the weights are rounded to q's dtype before they are
+    multiplied with v. In "unfused" this is up to torch. A row that sees no key is 0. Returns `out`, complete; the
+    operands may be overwritten at once. Tensors may have any strides. It has not run on GPUs.
+
+    Symmetric memory kept: the bytes of q, of the heads of k and v that a rank gets, and in most calls once more those
+    of q for the result. Raises ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    """
+    values = (causal, scale, window, mode, num_comm_sms, heads, chunk, tiles)
+    return OPERATOR((q, k, v, out, cu_seqlens), values, world)
+
+
+# --------------------------------------------------------------------------------------------------------- checks
+class Heads(NamedTuple):
+    """Of a rank: heads of queries, heads of keys, and how often each of k's heads is repeated for all ranks."""
+
+    queries: int
+    keys: int
+    repeats: int
+
+    @property
+    def sharing(self) -> int:
+        """Heads of queries that share one of keys."""
+        return self.queries // self.keys
+
+    def repeated(self, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """(B, S, heads, D) with heads of keys as often as ranks need them; heads of queries as they are."""
+        return repeated(x, self.repeats) if x.shape[2] == kv_heads else x
+
+
+def heads_of(heads: int, kv_heads: int, size: int) -> Heads:
+    """So many heads of keys that those of queries that share one lie together on one rank."""
+    queries = heads // size
+    sharing = math.gcd(queries, heads // kv_heads)
+    return Heads(queries, queries // sharing, heads // kv_heads // sharing)
+
+
+def _shape(call: Call) -> tuple[int, ...]:
+    """The shape of the result; learns its sizes. Raises ShapeError."""
+    shape = attention.shape(call)
+    if call["h"] % call.world.size:
+        wanted = f"a number of heads that {call.world.size} ranks divide"
+        raise ShapeError.argument(call.name, "q", tuple(call["q"].shape), wanted, call.world.rank)
+    return shape
+
+
+def default_heads(call: Call) -> int:
+    """As few heads a group as make at most GROUPS groups."""
+    if not call["h"]:
+        return 1
+    held = heads_of(call["h"], call["g"], call.world.size)
+    return next(n for n in range(1, held.queries + 1) if held.queries <= GROUPS * n and _are_group(n, held))
+
+
+def _are_group(n: int, held: Heads) -> bool:
+    return held.queries % n == 0 and (n % held.sharing == 0 or held.sharing % n == 0)
+
+
+def default_tiles(call: Call) -> attention.Tiles:
+    """Those of this rank's GPU; in the simulator those of an H200."""
+    known = call.on_gpu and torch.cuda.get_device_capability(call.world.torch_device)
+    return tiles_on(known or (9, 0), call)
+
+
+def tiles_on(capability: tuple[int, int], call: Call) -> attention.Tiles:
+    """Those of GPUs of this compute capability: as large as registers allow."""
+    tiles = attention.default_tiles(call)
+    few = capability >= (10, 0) and call["d"] > 64 and call.dtype.itemsize == 2
+    return tiles._replace(block_n=32) if few else tiles
+
+
+def _settled(call: Call) -> dict[str, Any]:
+    """The settings, which must suit the heads."""
+    held = heads_of(call["h"], call["g"], call.world.size) if call["h"] else None
+    if held and not _are_group(call["heads"], held):
+        wanted = f"a divisor of {held.queries} and a divisor or a multiple of {held.sharing}"
+        raise call.refuse("heads", call["heads"], wanted)
+    return call.settings
+
+
+def _agrees(call: Call) -> dict[str, Any]:
+    """Whether the ranks' results are symmetric, and where in the heap."""
+    if not isinstance(call.tensors["out"], SymmetricTensor):
+        return {"out": None}
+    check_tensor(call.name, "out", call["out"], call.world, peers=True)
+    return {"out": call["out"]}
+
+
+# ----------------------------------------------------------------------------------------------------------- host
+def _push(call: Call) -> Launch:
+    world, (b, s, d), size, tiles = call.world, (call["b"], call["s"], call["d"]), call.world.size, call["tiles"]
+    held, group, view = heads_of(call["h"], call["g"], size), call["heads"], _view(call)
+    groups, direct, piece = held.queries // group, isinstance(call["out"], SymmetricTensor), min(call["chunk"], s)
+    pieces, each = triton.cdiv(s, piece), triton.cdiv(s, tiles.block_m)
+    pushes, tasks = b * groups * pieces, b * held.queries * size * each
+    programs = num_programs(world, tasks + min(call["num_comm_sms"], pushes))
+    pushing = max(1, min(call["num_comm_sms"], programs - 1, pushes))
+    block_d = triton.next_power_of_2(max(d, 16))
+    block_r = max(COPY_BYTES // 2 // call.dtype.itemsize // block_d, 1)
+
+    def make() -> tuple[Any, ...]:
+        shapes = {"queries": held.queries, "keys": held.keys, "values": held.keys}
+        inboxes = [
+            empty(b, n, size * s, d, dtype=call.dtype, name=f"{CALL}.{name}", world=world) for name, n in shapes.items()
+        ]
+        home = None if direct else empty(b, s, call["h"], d, dtype=call.dtype, name=f"{CALL}.results", world=world)
+        return *inboxes, home, signals((b + size) * groups + 1, name=f"{CALL}.ready", world=world)
+
+    key = (CALL, "push", b, s, *held, d, call.dtype, group, direct, pushes, tasks, programs)
+    queries, keys, values, results, counters = world.keep(key, make)
+    same = Exchange(
+        q_ptr=None, k_ptr=None, v_ptr=None, spans_ptr=None, out_ptr=None, q_inbox_ptr=queries, k_inbox_ptr=keys,
+        v_inbox_ptr=values, out_inbox_ptr=results, ready_ptr=counters, done_ptr=counters[b * groups :],
+        queue_ptr=counters[-1:], bar_ptr=barrier_counters(world), tasks=tasks, tiles=each, pieces=pieces,
+        B=b, R=s, S=size * s, **view._asdict(),
+        scale=_scale(call) / math.log(2), num_comm_sms=pushing,
+        HEADS=tl.constexpr(held.queries), COPIES=tl.constexpr(held.keys), ALL_KV=tl.constexpr(call["g"]),
+        KV=tl.constexpr(1), D=tl.constexpr(d), GROUP=tl.constexpr(group), DIRECT=tl.constexpr(direct),
+        WHOLE=tl.constexpr(d == block_d), PIECE=tl.constexpr(piece),
+        BLOCK_R=tl.constexpr(min(block_r, triton.next_power_of_2(piece))),
+        BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_D=tl.constexpr(block_d),
+    )[5:]  # fmt: skip
+    registers = min(255, REGISTERS // (32 * tiles.num_warps))
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": registers}
+    start = cooperative_launch(world, exchange_kernel, (programs,), **options)
+    at = torch.arange(size * s, dtype=torch.int32, device=world.torch_device)
+
+    def launch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> torch.Tensor:
+        documents = None if cu_seqlens is None else sequence.spans(cu_seqlens, at, size * s)
+        start(Exchange(q, k, v, documents, out, *same), world.device)
+        return out
+
+    return launch
+
+
+def _unfused(call: Call) -> Launch:
+    world, size, out = call.world, call.world.size, call["out"]
+    b, s, h, g, d = (call[letter] for letter in "bshgd")
+    held, local = heads_of(h, g, size), Local(_view(call), _scale(call))
+    whole = {name: (b, size * s, n, d) for name, n in zip("qkv", (held.queries, held.keys, held.keys))}
+
+    def make(name: str, shape: tuple[int, ...]) -> SymmetricTensor:
+        return world.keep(
+            (CALL, name, shape, call.dtype), lambda: empty(*shape, dtype=call.dtype, name=f"{CALL}.{name}", world=world)
+        )
+
+    inboxes = [make(name, shape) for name, shape in whole.items()]
+    plain = [x.plain() for x in inboxes]
+
+    def sent(x: torch.Tensor) -> torch.Tensor:
+        return held.repeated((x.plain() if isinstance(x, SymmetricTensor) else x).view(b, s, -1, d), g)
+
+    moves = [
+        ALL_TO_ALL.planned(world, sent(call[name]), to, scatter=2, gather=1) for name, to in zip("qkv", inboxes)
+    ]  # fmt: skip
+    # Peers store into a symmetric `out`, and otherwise load from a symmetric result.
+    result = None if isinstance(out, SymmetricTensor) else make("results", whole["q"])
+    like = torch.empty(whole["q"], dtype=call.dtype, device=world.torch_device) if result is None else result
+    back = ALL_TO_ALL.planned(world, like, out.view(b, s, h, d), scatter=1, gather=2)
+
+    def launch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> torch.Tensor:
+        for move, x, to in zip(moves, (q, k, v), inboxes):
+            move(sent(x), to)
+        found = local.attend(*plain, cu_seqlens)
+        if result is None:
+            back(found.contiguous(), out)
+        else:
+            result.plain().copy_(found)
+            back(result, out)
+        return out
+
+    return launch
+
+
+def _view(call: Call) -> sequence.View:
+    return exact.view_of(call["s"], call.world.size, call["causal"], call["window"], None)
+
+
+def _scale(call: Call) -> float:
+    return call["d"] ** -0.5 if call["scale"] is None else call["scale"]
+
+
+# ------------------------------------------------------------------------------------------------------- gradients
+def backward(call: Recorded) -> Gradients:
+    """The gradients, by exchanges of heads, torch's gradients of attention, and exchanges back. Collective."""
+    size, (b, s, h, d) = call.world.size, ((1,) * (4 - len(call.shape("q"))) + call.shape("q"))
+    g = call.shape("k")[-2]
+    if not b * s * h * d:
+        return {name: call.grad.new_zeros(call.shape(name)) for name in call.wanted}
+    held = heads_of(h, g, size)
+
+    def there(x: torch.Tensor) -> torch.Tensor:
+        x = held.repeated(x.reshape(b, s, -1, d), g).contiguous()
+        return call.operator("all_to_all", x, scatter=2, gather=1)
+
+    view = exact.view_of(s, size, call["causal"], call["window"], None)
+    scale = d**-0.5 if call["scale"] is None else call["scale"]
+    q, k, v, grad = (there(x) for x in (call["q"], call["k"], call["v"], call.grad))
+    found = Local(view, scale).gradients(q, k, v, call["cu_seqlens"], grad, call.wanted)
+    home = {}
+    for name, x in found.items():
+        x = call.operator("all_to_all", x.contiguous(), scatter=1, gather=2)
+        if name != "q" and held.repeats > 1:
+            x = x.view(b, s, g, held.repeats, d).float().sum(3).to(x.dtype)
+        home[name] = x.reshape(call.shape(name))
+    return home
+
+
+# ---------------------------------------------------------------------------------------------------- declaration
+SAVED = ("q", "k", "v", "cu_seqlens")
+SMALL = {"num_comm_sms": 1, "heads": 1, "chunk": 16, "tiles": (16, 16)}
+SHAPES = {"q": "1 3 W*2 64", "k": (1, 3, 1, 64), "v": (1, 3, 1, 64)}  # kernels are compiled for this D
+OPERATOR = Operator(
+    ulysses_attention,
+    tensors={
+        "q": Operand("...", FLOATS), "k": Operand("..."), "v": Operand("..."),
+        "cu_seqlens": Operand("...", (torch.int32,), optional=True, same=True),
+    },
+    result=_shape,
+    arguments={"causal": attention.flag, "scale": number(above=0), "window": attention.window},
+    settings={
+        "num_comm_sms": integer(1), "heads": integer(1), "chunk": integer(1), "tiles": attention.tiles,
+    },
+    forms={
+        "push": Form(
+            _push, "some programs push groups of heads, the others attend to those that have arrived",
+            "2 (W - 1) / W (|q| + |k'|)", agrees=_agrees, complete=_settled, small=SMALL,
+            settings={
+                "num_comm_sms": NUM_COMM_SMS, "heads": default_heads, "chunk": CHUNK, "tiles": default_tiles,
+            },
+        ),
+        "unfused": Form(
+            _unfused, "`pkt.all_to_all` of q, k and v, torch's attention, and `pkt.all_to_all` back",
+            "2 (W - 1) / W (|q| + |k'|)", agrees=_agrees,
+        ),
+    },
+    default=lambda call: "unfused",
+    reference=reference,
+    bound=bound,
+    backward=Backward(
+        backward, "`all_to_all` of q, k, v and the gradient, torch's attention once more, `all_to_all` back",
+        saves=dict.fromkeys("qkv", SAVED),
+    ),
+    cases=(
+        Case(shapes=SHAPES, arguments={"mode": "push", "causal": True}, out="new", ranks=2),
+        Case(shapes=dict.fromkeys("qkv", "1 3 W*1 4"), arguments={"mode": "push"}, ranks=2),
+        Case(shapes=SHAPES, arguments={"mode": "unfused", "window": (4, 1)}, explore=False),
+    ),
+)  # fmt: skip

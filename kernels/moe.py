@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.errors import Closed, DtypeError, NotSymmetric, ShapeError, Unsupported
 from pkt.runtime.world import World, named_world
 
 from . import grouped_gradients
@@ -19,6 +19,7 @@ from .agreement import world_of
 from .combine import combine
 from .dispatch import dispatch
 from .grouped_matmul import grouped_matmul
+from .shared.checks import FLOATS
 from .shared.tile_product import GatedEpilogue, finished
 
 ACTIVATIONS = ("swiglu", "silu", "gelu", "relu", "none")
@@ -74,10 +75,14 @@ def moe(
     passes R * G more, and R * H where H is not G. Differentiable in x, topk_weights, w1, w2 and shared, with the
     gradients of the sum of all ranks' losses. Raises ShapeError, DtypeError, Unsupported, CollectiveMismatch.
     """
-    if not grouped_gradients.is_traced(x, topk_idx, topk_weights, w1, w2):
+    if grouped_gradients.is_traced(x, topk_idx, topk_weights, w1, w2):
+        size, rank, device = _place("" if world is None else world.name)
+    else:
         world = world_of("moe", world, x)
-    size, rank = _place("" if world is None else world.name)
-    _check(rank, x, topk_idx, w1, w2, activation, shared, needed)
+        size, rank, device = world.size, world.rank, world.torch_device.type
+        if world.closed:
+            raise Closed.used(rank, "moe")
+    _check(rank, device, x, topk_idx, topk_weights, w1, w2, activation, shared, needed)
     if max_tokens is None:
         max_tokens = max(1, size * topk_idx.numel())
     there = dispatch(x, topk_idx, topk_weights, size * w1.shape[0], max_tokens=max_tokens, world=world)
@@ -89,52 +94,51 @@ def moe(
 
 
 @torch.compiler.assume_constant_result
-def _place(name: str) -> tuple[int, int]:
-    """(size, rank) of the world of that name. The rank is for messages: ranks may share compiled code."""
+def _place(name: str) -> tuple[int, int, str]:
+    """(size, rank, device) of the world of that name. The rank is for messages: ranks may share compiled code."""
     world = named_world(name)
-    return world.size, world.rank
+    return world.size, world.rank, world.torch_device.type
 
 
 def _check(
-    rank: int, x: torch.Tensor, topk_idx: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str,
-    shared: Sequence[torch.Tensor] | None, needed: torch.Tensor | None,
+    rank: int, device: str, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w1: torch.Tensor,
+    w2: torch.Tensor, activation: str, shared: Sequence[torch.Tensor] | None, needed: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise what `dispatch` and the products would not say in terms of this call."""
+    """Raise what is wrong, in terms of this call and not of those that it makes."""
 
-    def check(name: str, tensor: Any, dimensions: int, **wanted: int) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise DtypeError.argument("moe", name, type(tensor).__name__, "a tensor", rank)
-        if tensor.ndim != dimensions:
-            raise ShapeError.argument("moe", name, tuple(tensor.shape), f"{dimensions} dimensions", rank)
-        for at, number in wanted.items():
-            if tensor.shape[int(at[1:])] != number:
-                raise ShapeError.argument("moe", name, tuple(tensor.shape), f"{number} in dimension {at[1:]}", rank)
+    def check(name: str, tensor: Any, dtypes: Sequence[torch.dtype], *shape: int | str) -> None:
+        """shape: a letter stands for any size."""
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            found = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise DtypeError.argument("moe", name, found, "a dense tensor", rank)
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise DtypeError.argument("moe", name, tensor.dtype, wanted, rank)
+        if tensor.device.type != device:
+            raise NotSymmetric.argument(rank, name, f"one on {tensor.device}", "moe")
+        sizes = tuple(tensor.shape)
+        if len(sizes) != len(shape) or any(isinstance(n, int) and n != size for n, size in zip(shape, sizes)):
+            raise ShapeError.argument("moe", name, sizes, f"({', '.join(map(str, shape))})", rank)
 
-    def check_pair(first: Any, second: Any, names: tuple[str, str], **experts: int) -> None:
-        more = len(experts)
-        check(names[0], first, 2 + more, **experts, **{f"d{more}": x.shape[1]})
+    def check_pair(names: tuple[str, str], first: Any, second: Any, result: int | str, *experts: int | str) -> None:
+        check(names[0], first, (x.dtype,), *experts, x.shape[1], "N")
         if first.shape[-1] % columns:
             wanted = 'an even number of columns for activation "swiglu", gate and up in turn: pkt.interleave(gate, up)'
             raise ShapeError.argument("moe", names[0], tuple(first.shape), wanted, rank)
-        check(names[1], second, 2 + more, **experts, **{f"d{more}": first.shape[-1] // columns})
-        for name, w in zip(names, (first, second)):
-            if w.dtype != x.dtype:
-                raise DtypeError.argument("moe", name, w.dtype, f"x's, {x.dtype}", rank)
+        own = first.shape[: len(experts)]
+        check(names[1], second, (x.dtype,), *own, first.shape[-1] // columns, result)
 
     if activation not in ACTIVATIONS:
         wanted = " or ".join(map(repr, ACTIVATIONS))
         raise Unsupported.here(f"rank {rank}: moe", f"found activation {activation!r}", f"wanted {wanted}")
     columns = 2 if activation == "swiglu" else 1
-    check("x", x, 2)
-    check("topk_idx", topk_idx, 2, d0=x.shape[0])
-    check("w1", w1, 3)
-    check_pair(w1, w2, ("w1", "w2"), d0=w1.shape[0])
+    check("x", x, FLOATS, "T", "H")
+    check("topk_idx", topk_idx, (torch.int64, torch.int32), x.shape[0], "K")
+    check("topk_weights", topk_weights, (torch.float32,), *topk_idx.shape)
+    check_pair(("w1", "w2"), w1, w2, "G", "E")
     if shared is not None:
         if not isinstance(shared, Sequence) or len(shared) != 2:
             raise DtypeError.argument("moe", "shared", type(shared).__name__, "two tensors, (w1, w2)", rank)
-        check_pair(*shared, ("shared[0]", "shared[1]"))
-        if shared[1].shape[1] != w2.shape[2]:
-            wanted = f"{w2.shape[2]} columns, as w2 has"
-            raise ShapeError.argument("moe", "shared[1]", tuple(shared[1].shape), wanted, rank)
+        check_pair(("shared[0]", "shared[1]"), *shared, w2.shape[2])
     if needed is not None:
-        check("needed", needed, 1, d0=2)
+        check("needed", needed, (torch.int32,), 2)

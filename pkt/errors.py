@@ -8,6 +8,7 @@ because `launch` moves them between processes. Of pkt this module imports only `
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pkt.wording import Access, Waiting, dtype_text, program_text, ranks_text, size_text, waiting_table
@@ -47,16 +48,10 @@ class WaitTimeout(PktError):
     @classmethod
     def rendezvous(
         cls, rank: int, what: str, seconds: float, missing: Sequence[int], refused: Sequence[str] = (),
-        came: Sequence[int] = (),
+        known: Mapping[int, str] = MappingProxyType({}),
     ) -> WaitTimeout:  # fmt: skip
-        """`refused`: callers that were no rank of this world. came: missing ranks that are there: each connects to the
-        ranks before it in their order, so one before both may keep it."""
-
-        def named(missed: int) -> str:
-            before = " or ".join(f"rank {r}" for r in range(min(rank, missed)))
-            return f"rank {missed}" + f" (it has come, and may wait for {before})" * (missed in came and bool(before))
-
-        who = ", ".join(map(named, missing)) or "a peer"
+        """`refused`: callers that were no rank of this world. known: more about some of the missing ranks."""
+        who = ", ".join(f"rank {r} ({known[r]})" if r in known else f"rank {r}" for r in missing) or "a peer"
         away = f"\nrefused: {'; '.join(refused)}" if refused else ""
         text = (
             f"rank {rank}: {what} waits for {who} after {seconds:.1f} s: every rank must make this call; "

@@ -196,6 +196,60 @@ def _again_differ() -> Mapping[str, tuple[Any, Any]]:
     return {"x": (torch.ones(4, 8).half(), torch.ones(4, 8).bfloat16()), "num_comm_sms": (1, 2)}
 
 
+# -------------------------------------------------------------------------------------------------- grouped_outer, moe
+def _outer() -> dict[str, Any]:
+    return {"x": torch.ones(6, 8), "y": torch.ones(6, 4), "offsets": int32(0, 3, 6)}
+
+
+def _outer_wrong() -> Bad:
+    return {
+        "x": {
+            ShapeError: (torch.ones(8), torch.ones(6, 8, 1), torch.ones(5, 8), apart(6, 8)),
+            DtypeError: (None, torch.ones(6, 8).int(), torch.ones(6, 8).double()),
+        },
+        "y": {
+            ShapeError: (torch.ones(4), torch.ones(5, 4), torch.ones(6, 4, 1), apart(6, 4)),
+            DtypeError: (None, torch.ones(6, 4).half()),
+        },
+        "offsets": {
+            ShapeError: (int32(), int32(0), int32(0, 3, 6)[:, None], int32(*range(6))[::2]),
+            DtypeError: (None, torch.tensor([0, 3, 6]), torch.zeros(3)),
+        },
+        "tiles": _grouped_wrong()["tiles"],
+    }
+
+
+def _moe() -> dict[str, Any]:
+    return {
+        "x": torch.ones(3, 8), "topk_idx": torch.zeros(3, 2, dtype=torch.int64), "topk_weights": torch.ones(3, 2),
+        "w1": torch.ones(2, 8, 12), "w2": torch.ones(2, 6, 4),
+    }  # fmt: skip
+
+
+def _moe_wrong() -> Bad:
+    w1, w2 = torch.ones(2, 8, 12), torch.ones(2, 6, 4)
+    return {
+        "x": {
+            ShapeError: (torch.ones(8), torch.ones(3, 8, 1)),
+            DtypeError: (None, torch.ones(3, 8).int(), torch.ones(3, 8).double()),
+        },
+        "topk_idx": {
+            ShapeError: tuple(torch.zeros(shape, dtype=torch.int64) for shape in ((3,), (4, 2), (3, 2, 1))),
+            DtypeError: (None, torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int16)),
+        },
+        "topk_weights": _dispatch_wrong()["topk_weights"],
+        "w1": {ShapeError: (w1[0], w1[:, :7], w1[..., :11]), DtypeError: (None, w1.half())},
+        "w2": {ShapeError: (w2[0], w2[:, :5], w2[:1]), DtypeError: (None, w2.half())},
+        "activation": {Unsupported: ("", "gated", 3, None, ["swiglu"])},
+        "shared": {
+            ShapeError: ((w1[0], w2[0][:, :3]), (w1[0], w2[0][:5]), (w1[0][:7], w2[0]), (w1, w2)),
+            DtypeError: (3, (w1[0],), (w1[0], None), (w1[0].half(), w2[0])),
+        },
+        "max_tokens": {ShapeError: (0, -1, *HUGE), DtypeError: NO_INTEGER},
+        "needed": {ShapeError: (int32(1), int32(1, 2, 3), int32(1, 2)[None]), DtypeError: (3, torch.zeros(2))},
+    }
+
+
 # -------------------------------------------------------------------------------------------------------- flash_decode
 def _decode() -> dict[str, Any]:
     return {
@@ -358,6 +412,8 @@ OTHERS = (
     Tried(pkt.dispatch, _dispatch, _dispatch_wrong, _dispatch_differ),
     Tried(pkt.combine, _combine, _combine_wrong, _combine_differ),
     Tried(pkt.dispatch_again, _again, _again_wrong, _again_differ),
+    Tried(pkt.grouped_outer, _outer, _outer_wrong),
+    Tried(pkt.moe, _moe, _moe_wrong),
     Tried(pkt.all_reduce_rms_norm, _norm, _all_norm_wrong, _norm_differ),
     Tried(pkt.reduce_scatter_rms_norm, _shared_norm, _shared_norm_wrong, _shared_norm_differ),
     Tried(pkt.flash_decode, _decode, _decode_wrong, _decode_differ),

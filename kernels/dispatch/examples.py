@@ -53,4 +53,5 @@ def some_slots(shape: Shape, generator: torch.Generator, call: Call) -> torch.Te
 
 
 def some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
+    """Of each row."""
     return torch.rand(shape, generator=generator)

@@ -131,29 +131,3 @@ def test_compiled_code() -> None:
 
     torch._dynamo.reset()
     on_ranks(2, run, sms=2)
-
-
-def test_refuses() -> None:
-    every = layer(1, "random", (4,), 2, 2, 2 * F)
-
-    def run(world: Any) -> None:
-        good = {name: ranks[0] for name, ranks in every.items()}
-        x, w1, w2 = good["x"], good["w1"], good["w2"]
-        wrongs = {
-            "x": (None, x[0], x[:, :7].contiguous(), x.int()),
-            "topk_idx": (None, good["topk_idx"][:3], good["topk_idx"].float()),
-            "topk_weights": (None, good["topk_weights"].half(), good["topk_weights"][:3]),
-            "w1": (3, w1[0], w1[..., :11], w1.half(), w1[:1]),
-            "w2": (3, w2[0], w2[:, :5], w2.half(), w2[:1]),
-            "activation": ("gated", 3, "gelu"),
-            "shared": (3, (w1[0],), (w1[0], w2[0][:, :9]), (w1[0][:7], w2[0])),
-            "max_tokens": (0, 1.5),
-            "needed": (3, torch.zeros(3, dtype=torch.int32)),
-            "world": (3,),
-        }
-        for name, values in wrongs.items():
-            for wrong in values:
-                with pytest.raises(pkt.PktError, match="rank 0: "):
-                    pkt.moe(**{**good, name: wrong})
-
-    on_ranks(1, run)

@@ -294,16 +294,19 @@ def test_a_worker_that_stops_when_the_others_are_done(monkeypatch):
     """Its peers have their results, and wait for it no more; the launch would."""
     monkeypatch.setattr(module, "_start_process", losses_workers._start_process)  # forks, which cost little
     few = Workers(2)
+    late = threading.Timer(10.0, os.kill, (few.pids[0], signal.SIGKILL))
 
     def main(world):
         if world.rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
         return world.rank
 
+    late.start()
     try:
         with pytest.raises(RankFailed, match=r"rank 0 raised:\n\n.* did not end its function and is stopped"):
             run(few, main, timeout=1.0)
     finally:
+        late.cancel()
         few.kill()
 
 

@@ -24,7 +24,9 @@ import pkt
 import pkt.language as pl
 from pkt.errors import CompileError, Deadlock, RankFailed
 from pkt.runtime import world as worlds
+from pkt.simulate.interpreter import interpreting
 from pkt.simulate.source import builder
+from pkt.simulate.turns import turn
 
 SCRIPT = """
 import triton
@@ -351,3 +353,27 @@ def test_a_kernel_cannot_be_launched_from_a_kernel() -> None:
 
     with pytest.raises(CompileError, match=r"plain\[\(1,\)\]\(x\)"):
         pkt.launch(lambda world: launches[(1,)](torch.zeros(1)), ranks=1, device="cpu")
+
+
+def test_patches_serve_again_until_triton_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inside() -> list[Any]:
+        with turn("the test"), interpreting():
+            return [tl.load, tl.exp, getattr(tl, "added", None)]
+
+    @core.builtin
+    def added(x, _semantic=None):
+        return _semantic
+
+    before = [tl.load, tl.exp, None]
+    first = inside()
+    assert all(now is not then for now, then in zip(first[:2], before))
+    assert [tl.load, tl.exp, None] == before
+    assert inside() == first
+    monkeypatch.setattr(tl, "added", added, raising=False)
+    assert inside()[2](None) is not None, "a new builtin is not patched"
+    monkeypatch.setattr(tl, "exp", added)
+    assert inside()[1](None) is not None, "a replaced builtin is not patched"
+    assert tl.exp is added
+    monkeypatch.undo()
+    assert inside()[2] is None
+    assert [tl.load, tl.exp, None] == before

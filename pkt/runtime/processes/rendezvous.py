@@ -228,15 +228,17 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
         missing = [r for r in range(size) if r != rank and r not in found]
         if missing:
             absent = [r for r in missing if r not in meeting.gave_up(r)]  # the others gave up because of these
-            came = [r for r in absent or missing if meeting.listens(r)]
-            raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent or missing, refused.texts(), came)
+            known = {r: text for r in absent or missing if (text := _kept(meeting, rank, r))}
+            lost = dict.fromkeys(absent or missing, "did not come in time") | known
+            met = Transport(rank, size, found, timeout).lost()
+            lost = {r: text for r, text in met.items() if text.endswith("is stopped")} or lost
+            raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent or missing, refused.texts(), known)
         why = ""
         return found
     except PktError as error:
         text = str(error).removeprefix(f"rank {rank}: ")
         if isinstance(error, WaitTimeout):
             text = f"{', '.join(f'rank {r}' for r in error.missing)} did not come within {timeout:g} s"
-            lost = dict.fromkeys(error.missing, "did not come in time")
         elif isinstance(error, PeerLost):
             lost = dict(error.lost)
         why = text
@@ -249,6 +251,12 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
             Transport(rank, size, found, timeout).give_up(why, lost)
         listener.close()
         meeting.leave(rank, why)
+
+
+def _kept(meeting: MeetingPlace, rank: int, missing: int) -> str:
+    """Who may keep a missing rank that has come; "" if none can. Each connects to those before it in their order."""
+    before = " or ".join(f"rank {r}" for r in range(min(rank, missing)))
+    return f"has come, and may wait for {before}" if before and meeting.listens(missing) else ""
 
 
 def _check_private(directory: str, rank: int) -> None:

@@ -30,6 +30,11 @@ def take(name: str, run: Callable[..., torch.Tensor]) -> None:
     _run[name] = run
 
 
+def _launch(name: str) -> Callable[..., torch.Tensor]:
+    """The function "multiply" or "outer", as it was handed in."""
+    return _run[name]
+
+
 def is_traced(*tensors: Any) -> bool:
     """Whether a call of these tensors goes into a compiler's graph."""
     return torch.compiler.is_dynamo_compiling() or traced.has_traced(tensors)
@@ -67,11 +72,11 @@ def _multiply_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     grad, world = grad.contiguous(), _world(ctx.world)
     dx = dw = None
     if w is not None:
-        dx = _run["multiply"](grad, w.transpose(1, 2), offsets, None, True, world)
+        dx = _launch("multiply")(grad, w.transpose(1, 2), offsets, None, True, world)
     if x is not None and ctx.swapped:
-        dw = _run["outer"](grad, x, offsets, None, world).transpose(1, 2)
+        dw = _launch("outer")(grad, x, offsets, None, world).transpose(1, 2)
     elif x is not None:
-        dw = _run["outer"](x, grad, offsets, None, world)
+        dw = _launch("outer")(x, grad, offsets, None, world)
     return dx, dw, None, None, None, None
 
 
@@ -84,8 +89,8 @@ def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
 def _outer_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     x, y, offsets = ctx.saved_tensors
     grad, world = grad.contiguous(), _world(ctx.world)
-    dx = None if y is None else _run["multiply"](y, grad.transpose(1, 2), offsets, None, True, world)
-    dy = None if x is None else _run["multiply"](x, grad, offsets, None, True, world)
+    dx = None if y is None else _launch("multiply")(y, grad.transpose(1, 2), offsets, None, True, world)
+    dy = None if x is None else _launch("multiply")(x, grad, offsets, None, True, world)
     return dx, dy, None, None, None
 
 
@@ -97,7 +102,7 @@ def _world(world: World | str | None) -> World | None:
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> torch.Tensor:
-        return _run["multiply"](*inputs)
+        return _launch("multiply")(*inputs)
 
     setup_context = staticmethod(_keep_multiply)
     backward = staticmethod(_multiply_backward)
@@ -106,7 +111,7 @@ class _Multiply(torch.autograd.Function):
 class _Outer(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> torch.Tensor:
-        return _run["outer"](*inputs)
+        return _launch("outer")(*inputs)
 
     setup_context = staticmethod(_keep_outer)
     backward = staticmethod(_outer_backward)
@@ -121,7 +126,7 @@ def _define(name: str, keywords: str, run: str, shape: Callable[..., Any], keep:
     def ran(*inputs: Any) -> torch.Tensor:
         worlds.op_begins(f"torch.ops.pkt.{name}")
         world = named_world(inputs[-1])
-        found = _run[run](*inputs[:-1], world)
+        found = _launch(run)(*inputs[:-1], world)
         if world.torch_device.type == "cpu":  # compiled code reads results without asking the simulator
             world.synchronize()
         return found

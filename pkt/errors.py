@@ -426,7 +426,7 @@ class Closed(PktError):
 class PeerLost(PktError):
     """Another rank exited, was killed or stopped answering. `.lost`: {rank: what is known}."""
 
-    lost: Mapping[int, str]
+    lost: Mapping[int, str] = MappingProxyType({})
 
     @classmethod
     def exited(cls, rank: int, lost: Mapping[int, str], during: str) -> PeerLost:

@@ -263,7 +263,6 @@ def _decode_wrong() -> Bad:
     q, cache = torch.ones(2, 1, 4, 16), torch.ones(3, 4, 2, 16)
     turned = torch.ones(3, 16, 2, 4).transpose(1, 3)
     return {
-        "k_cache v_cache": {ShapeError: ((torch.ones(3, 4, 0, 16), None),)},
         "v_dim v_cache": {ShapeError: ((0, None), (17, None), (1 << 40, None))},
         "q": {
             ShapeError: (q[0], q[:, :, :3], q[..., None]),

@@ -108,7 +108,7 @@ def flash_decode(
 # their own two small programs an SM, each with three loads on their way; for heads that share keys one large program.
 def _alone(call: Call) -> bool:
     """Whether one row alone attends to a KV head's keys."""
-    return call["s"] * (call["h"] // call["g"]) == 1
+    return call["s"] * (call["h"] // max(call["g"], 1)) == 1
 
 
 def default_block(call: Call) -> int:
@@ -160,9 +160,7 @@ def warps_of(call: Call, name: str, value: Any) -> Any:
 def _shape(call: Call) -> tuple[int, ...]:
     """Of out; what letters do not say is checked here."""
     sizes, v_dim = call.sizes, call["v_dim"]
-    if not sizes["g"]:
-        raise call.refuse("k_cache", tuple(call["k_cache"].shape), "at least one KV head")
-    if sizes["h"] % sizes["g"]:
+    if sizes["h"] % max(sizes["g"], 1):
         raise call.refuse("q", f"{sizes['h']} heads", f"a multiple of the {sizes['g']} KV heads")
     for name in ("k_cache", "v_cache"):
         cache = call.tensors.get(name)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from pkt.kernels import operator
+from pkt.kernels import agreement, operator
 from pkt.kernels.all_gather_matmul import all_gather_matmul
 from pkt.kernels.all_gather_matmul.rules import PushPlan
 from pkt.kernels.matmul_all_reduce import matmul_all_reduce
@@ -124,6 +124,7 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         return _copies.Scattering(inbox, torch.empty_like(inbox.tensor), counters, begin)
 
     monkeypatch.setattr(operator, "World", World)
+    monkeypatch.setattr(agreement, "World", World)
     monkeypatch.setattr(push, "gathering", gathering)
     monkeypatch.setattr(inbox, "scattering", scattering)
     return lambda rank=0, size=4: World(

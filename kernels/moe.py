@@ -52,6 +52,7 @@ def moe(
     *,
     shared: Sequence[torch.Tensor] | None = None,
     max_tokens: int | None = None,
+    tokens_per_rank: int | None = None,
     needed: torch.Tensor | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -67,8 +68,10 @@ def moe(
 
     max_tokens: R, the rows for which every rank has room. None is for size * T * K, with which nothing overflows; then
     all ranks need the same T. If a rank would need more than R, its experts do nothing in this call: their part of each
-    result is 0. needed: int32 (2,) on the device, or None; the rows that this rank needed, and the rank, are copied to
-    it, so that the host can look later. The host waits for nothing, so a CUDA graph replays with other routing.
+    result is 0. tokens_per_rank: a promise, alike on all ranks, that no rank has more tokens; few tokens then travel by
+    the low-latency forms of `dispatch` and `combine`. needed: int32 (2,) on the device, or None; the rows that this
+    rank needed, and the rank, are copied to it, so that the host can look later. The host waits for nothing, so a CUDA
+    graph replays with other routing.
 
     Memory, in elements of x's dtype: R * (H + N + F + G) for the rows between the calls, each layer's as long as its
     backward pass needs them. Symmetric memory that all layers of these sizes share: about R * (H + G), and for backward
@@ -85,11 +88,15 @@ def moe(
     _check(rank, device, x, topk_idx, topk_weights, w1, w2, activation, shared, needed)
     if max_tokens is None:
         max_tokens = max(1, size * topk_idx.numel())
-    there = dispatch(x, topk_idx, topk_weights, size * w1.shape[0], max_tokens=max_tokens, world=world)
+    there = dispatch(
+        x, topk_idx, topk_weights, size * w1.shape[0], max_tokens=max_tokens, tokens_per_rank=tokens_per_rank,
+        world=world,
+    )  # fmt: skip
     if needed is not None:
         needed.copy_(there.needed)
     hidden = finished(grouped_matmul(there.rows, w1, there.offsets, world=world), None, activation)
-    out = combine(grouped_matmul(hidden, w2, there.offsets, world=world), there, world=world)
+    rows = grouped_matmul(hidden, w2, there.offsets, world=world)
+    out = combine(rows, there, tokens_per_rank=tokens_per_rank, world=world)
     return out if shared is None else out + finished(x @ shared[0], None, activation) @ shared[1]
 
 

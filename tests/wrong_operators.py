@@ -246,6 +246,7 @@ def _moe_wrong() -> Bad:
             DtypeError: (3, (w1[0],), (w1[0], None), (w1[0].half(), w2[0])),
         },
         "max_tokens": {ShapeError: (0, -1, *HUGE), DtypeError: NO_INTEGER},
+        "tokens_per_rank": {ShapeError: (0, -1, *HUGE), DtypeError: NO_INTEGER},
         "needed": {ShapeError: (int32(1), int32(1, 2, 3), int32(1, 2)[None]), DtypeError: (3, torch.zeros(2))},
     }
 

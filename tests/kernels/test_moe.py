@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import pkt
+from pkt.kernels.combine import OPERATOR as COMBINE
+from pkt.kernels.dispatch import OPERATOR as DISPATCH
 from pkt.kernels.moe import reference
 
 from .helpers import UNIT, on_ranks, random
@@ -102,6 +105,23 @@ def test_ranks_with_other_numbers_of_tokens_need_max_tokens() -> None:
     every = layer(2, "random", (6, 4), 2, 2, 2 * F)
     with pytest.raises(pkt.CollectiveMismatch, match="max_tokens=24.*max_tokens=16"):
         on_ranks(2, lambda world: pkt.moe(*(ranks[world.rank] for ranks in every.values())))
+
+
+def test_few_tokens_travel_by_the_low_latency_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    every, used = layer(2, "random", (3, 2), 2, 2, 2 * F), []
+    for operator in (DISPATCH, COMBINE):
+        for mode, form in operator.forms.items():
+            plan = form.plan
+            called = dataclasses.replace(form, plan=lambda call, mode=mode, plan=plan: used.append(mode) or plan(call))
+            monkeypatch.setitem(operator.forms, mode, called)
+
+    def run(world: Any) -> None:
+        assert_right(world, every, 2.0**-17, max_tokens=16, tokens_per_rank=3)
+        with pytest.raises(pkt.ShapeError, match="tokens_per_rank"):
+            pkt.moe(**{name: ranks[world.rank] for name, ranks in every.items()}, max_tokens=16, tokens_per_rank=1)
+
+    on_ranks(2, run)
+    assert used[:4].count("low_latency") == 4, used
 
 
 def test_shared_experts() -> None:

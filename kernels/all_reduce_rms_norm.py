@@ -439,15 +439,12 @@ def _low_latency(call: Call) -> Launch:
 
 
 def _two_shot(call: Call) -> Launch:
-    world, eps, quant = call.world, float(call["eps"]), call["quant"] or "none"
-    p, programs = row_tiles.rows(world, call.shape, call.dtype, world.size, tile=call["rows"])
-    space = row_tiles.space(world, programs, p.room, call.dtype)
-    start = cooperative_launch(world, two_shot_kernel, (programs,), **COPY_OPTIONS)
+    programs, rest = rms_norm.over_tiles(call)
+    start = cooperative_launch(call.world, two_shot_kernel, (programs,), **COPY_OPTIONS)
 
     def launch(*tensors: torch.Tensor) -> Any:
-        x, residual, weight, out, new, scales = tensors
-        start(x, residual, weight, out, new, scales, *space, eps, p, world.device, quant)
-        return out, new, scales
+        start(*tensors, *rest)
+        return tensors[3:]
 
     return launch
 
@@ -474,19 +471,12 @@ def _unfused(call: Call) -> Launch:
 def backward(call: Recorded) -> Gradients:
     """The gradients of x, residual and weight. Collective. Every rank's x is in every rank's results, but a rank's
     residual and weight count as its own."""
-    grad, of_new, found = call.grads[0], call.grads[1], {}
-    of_sum, of_weight = rms_norm.pulled_back(grad, call["new_residual"], call["weight"], call["eps"])
-    of_sum = (of_sum + of_new.float()).to(of_new.dtype)
-    if "residual" in call.wanted:
-        found["residual"] = of_sum
+    of_sum, found = rms_norm.pulled_back(call, call.grads[0])
     if "x" in call.wanted:
         found["x"] = call.operator("all_reduce", of_sum.clone(memory_format=torch.contiguous_format))
-    if "weight" in call.wanted:
-        found["weight"] = of_weight.to(of_new.dtype)
     return found
 
 
-SAVED = ("new_residual", "weight")
 GIVEN: dict[str, Any] = {"out": "given", "large": {"t": 512, "h": 8192}}
 MOVES = "2 (W - 1) / W |x|"
 OPERATOR = Operator(
@@ -519,7 +509,7 @@ OPERATOR = Operator(
     bound=bound,
     backward=Backward(
         backward, "torch's of the norm; of x its `all_reduce`",
-        saves=dict.fromkeys(("x", "residual", "weight"), SAVED), refuses=rms_norm.refuses,
+        saves=rms_norm.SAVES, refuses=rms_norm.refuses,
     ),
     cases=(
         # One program with two turns, so that both halves of its inbox have answers.

@@ -18,11 +18,9 @@ from pkt.runtime.world import World, named_world
 
 from . import traced
 
-Multiply = Callable[..., torch.Tensor]
-"""multiply(x, w, offsets, tiles, clear, world): the grouped product; clear: zeros in the rows of no expert."""
-Outer = Callable[..., torch.Tensor]
-"""outer(x, y, offsets, tiles, world)."""
 _run: dict[str, Callable[..., torch.Tensor]] = {}
+"""multiply(x, w, offsets, tiles, clear, world): the grouped product; clear: zeros in the rows of no expert.
+outer(x, y, offsets, tiles, world)."""
 
 
 def take(name: str, run: Callable[..., torch.Tensor]) -> None:

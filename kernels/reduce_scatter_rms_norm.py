@@ -208,15 +208,12 @@ def _shape(call: Call) -> tuple[int, ...]:
 
 
 def _push(call: Call) -> Launch:
-    world, eps, quant = call.world, float(call["eps"]), call["quant"] or "none"
-    p, programs = row_tiles.rows(world, call.shape, call.dtype, world.size, owned=True, tile=call["rows"])
-    space = row_tiles.space(world, programs, p.room, call.dtype)
-    start = cooperative_launch(world, push_kernel, (programs,), **COPY_OPTIONS)
+    programs, rest = rms_norm.over_tiles(call, owned=True)
+    start = cooperative_launch(call.world, push_kernel, (programs,), **COPY_OPTIONS)
 
     def launch(*tensors: torch.Tensor) -> Any:
-        x, residual, weight, out, new, scales = tensors
-        start(x, residual, weight, out, new, scales, *space, eps, p, world.device, quant)
-        return out, new, scales
+        start(*tensors, *rest)
+        return tensors[3:]
 
     return launch
 
@@ -224,20 +221,12 @@ def _push(call: Call) -> Launch:
 def backward(call: Recorded) -> Gradients:
     """The gradients of x, residual and weight. Collective. A rank's residual and weight are in the normed rows of all
     ranks, by the rows that the rank owns."""
-    (grad, of_new, *_), found = call.grads, {}
-    mine = call.operator("reduce_scatter", grad.contiguous())
-    of_sum, of_weight = rms_norm.pulled_back(mine, call["new_residual"], call["weight"], call["eps"])
-    of_sum = (of_sum + of_new.float()).to(of_new.dtype)
-    if "residual" in call.wanted:
-        found["residual"] = of_sum
+    of_sum, found = rms_norm.pulled_back(call, call.operator("reduce_scatter", call.grads[0].contiguous()))
     if "x" in call.wanted:
         found["x"] = call.operator("all_gather", of_sum)
-    if "weight" in call.wanted:
-        found["weight"] = of_weight.to(of_new.dtype)
     return found
 
 
-SAVED = ("new_residual", "weight")
 GIVEN: dict[str, Any] = {"out": "given", "large": {"t": 512, "h": 8192}}
 OPERATOR = Operator(
     reduce_scatter_rms_norm,
@@ -257,7 +246,7 @@ OPERATOR = Operator(
     bound=bound,
     backward=Backward(
         backward, "`reduce_scatter`, torch's of the norm, and of x `all_gather`",
-        saves=dict.fromkeys(("x", "residual", "weight"), SAVED), refuses=rms_norm.refuses,
+        saves=rms_norm.SAVES, refuses=rms_norm.refuses,
     ),
     cases=(
         # One program with two turns, so that both halves of its inbox have answers.

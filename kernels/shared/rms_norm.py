@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 
 from ..declaration import Call, Shape
+from ..gradients import Recorded
+from . import row_tiles
 
 Quant = Literal["fp8_token", "fp8_group"]
 QUANTS = ("fp8_token", "fp8_group")
@@ -163,14 +165,30 @@ def bound(
     return limit.view(y.shape), off, off_scale
 
 
-def pulled_back(
-    grad: torch.Tensor, new: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the gradient of the new residual, that of the weight), in fp32, from that of normed rows."""
+SAVES = dict.fromkeys(("x", "residual", "weight"), ("new_residual", "weight"))
+"""What the gradient of each operand needs."""
+
+
+def pulled_back(call: Recorded, grad: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the gradient of the new residual, those of residual and weight that are wanted), from `grad`, that of the normed
+    rows of this rank's new residual. Computed in fp32, rounded once."""
+    new, of_new = call["new_residual"], call.grads[1]
     h, g = new.float(), grad.float()
-    root = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    scaled, unit = g * weight.float(), h * root
-    return root * (scaled - unit * (scaled * unit).mean(-1, keepdim=True)), (g * unit).sum(0)
+    root = torch.rsqrt(h.square().mean(-1, keepdim=True) + call["eps"])
+    scaled, unit = g * call["weight"].float(), h * root
+    of_sum = root * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+    of_sum = (of_sum + of_new.float()).to(of_new.dtype)
+    found = {"residual": of_sum, "weight": (g * unit).sum(0).to(of_new.dtype)}
+    return of_sum, {name: value for name, value in found.items() if name in call.wanted}
+
+
+def over_tiles(call: Call, owned: bool = False) -> tuple[int, tuple[Any, ...]]:
+    """(programs, what a kernel over tiles of rows takes behind its tensors). owned: a rank has a residual for its rows
+    alone. Collective."""
+    world = call.world
+    p, programs = row_tiles.rows(world, call.shape, call.dtype, world.size, owned=owned, tile=call["rows"])
+    space = row_tiles.space(world, programs, p.room, call.dtype)
+    return programs, (*space, float(call["eps"]), p, world.device, call["quant"] or "none")
 
 
 def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:

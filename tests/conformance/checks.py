@@ -22,6 +22,7 @@ from pkt.kernels.shared.checks import FLOATS
 from pkt.language.inspect import count_markers
 from pkt.runtime.world import World
 from tests.conformance import inputs
+from tests.conformance.inputs import within
 from tests.kernels.helpers import on_ranks
 from tests.kernels.launches import all_launched, compile_checked
 
@@ -119,13 +120,6 @@ def right(
         found, exact = found.cpu().double(), exact.cpu().double()
         close = within(found, exact, limit)
         assert close.all(), f"{mode}, {case}, launch {launch}: off by {(found - exact).abs().max():.3g}"
-
-
-def within(found: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
-    """Which elements are close enough. Infinities are equal; where the limit is infinite anything is right."""
-    return (
-        (found == exact) | ((found - exact).abs() <= limit) | torch.isinf(torch.as_tensor(limit, device=found.device))
-    )
 
 
 def check_teams(operator: Operator, mode: str, teams: list[list[int]]) -> None:

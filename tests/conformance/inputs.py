@@ -260,6 +260,13 @@ def runnable(operator: Operator, case: Case, tensors: Mapping[str, Any], **more:
     return functools.partial(operator.function, **operator.parameters(tensors), **arguments, **more)
 
 
+def within(found: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+    """Which elements are close enough. Infinities are equal; where the limit is infinite anything is right."""
+    return (
+        (found == exact) | ((found - exact).abs() <= limit) | torch.isinf(torch.as_tensor(limit, device=found.device))
+    )
+
+
 def defined(found: Any, exact: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
     """The first result, with the exact elements where anything is right."""
     anything = torch.isinf(torch.as_tensor(limit, device=exact.device)).to(results(found)[0].device)

@@ -32,7 +32,7 @@ from pkt.runtime.memory.heap import heap_bytes
 from pkt.runtime.processes import network, rendezvous
 from pkt.runtime.processes.network import Board, Network, this_host
 from pkt.runtime.processes.rendezvous import Meeting
-from pkt.runtime.processes.transport import Transport
+from pkt.runtime.processes.transport import Transport, named
 from pkt.runtime.world import World
 
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -160,8 +160,8 @@ def open_world(
         transport = Transport(where.rank, where.size, connections, timeout)
         try:
             calls = driver(where.rank)
-        except BaseException:
-            transport.close()
+        except BaseException as error:
+            transport.give_up(f"{type(error).__name__}: {error}")
             raise
         backend = CudaBackend(calls, transport, device, capacity, hosts=hosts, stride=stride, want_multicast=multicast)
     finally:
@@ -176,6 +176,8 @@ def open_world(
         transport.timeout = timeout + HOST_GRACE
         world.barrier()
         return world
-    except BaseException:
+    except BaseException as error:
+        if lost := named(error):  # other errors here are those of all ranks
+            backend.abandon(f"{type(error).__name__}: {error}", lost)
         backend.close()
         raise

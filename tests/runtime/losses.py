@@ -50,9 +50,19 @@ _INSIDE = ("fileno", "CMSG_SPACE", "register", "unregister", "modify", "gettimeo
 _HERE = os.path.join("pkt", "runtime")
 
 
+class Stall(NamedTuple):
+    """`rank` does nothing for `seconds` before the step number `step` of `protocol`, as on a busy machine."""
+
+    rank: int
+    protocol: str
+    step: int
+    seconds: float
+
+
 class Loss(NamedTuple):
     """`victim` of `size` ranks gets signal `how` before the step number `step`, from 0, of `protocol`. hosts: a letter
-    for each rank's host, which has TCP to the others; "" where all ranks are on this host."""
+    for each rank's host, which has TCP to the others; "" where all ranks are on this host. stalls: of survivors, each
+    rank's in the order of its steps."""
 
     size: int
     victim: int
@@ -60,6 +70,7 @@ class Loss(NamedTuple):
     step: int
     how: signal.Signals
     hosts: str = ""
+    stalls: tuple[Stall, ...] = ()
 
 
 class Steps:
@@ -78,6 +89,11 @@ class Steps:
         if self.now == self.protocol != protocol:
             self._reached()
         self.now, self.count = protocol, 0
+
+    def again(self, protocol: str, step: int) -> None:
+        """After the step, count on to a later one."""
+        self.protocol, self.step = protocol, step
+        sys.setprofile(self._count)
 
     def _reached(self) -> None:
         sys.setprofile(None)
@@ -151,10 +167,10 @@ def ranks_of(meeting: Meeting, lost_at: memoryview[float], loss: Loss) -> Callab
         return world._backend.driver.leaks()  # type: ignore[attr-defined]
 
     def main(rank: int) -> Any:
-        if rank != loss.victim:
-            return all_protocols(rank, lambda protocol: None)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
         first = (HOSTS_PROTOCOLS if loss.hosts else PROTOCOLS)[0]
+        if rank != loss.victim:
+            return all_protocols(rank, _stalling([stall for stall in loss.stalls if stall.rank == rank], first))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
         steps = Steps(first, MARKS, loss.protocol, loss.step, due)
         try:
             try:
@@ -167,6 +183,21 @@ def ranks_of(meeting: Meeting, lost_at: memoryview[float], loss: Loss) -> Callab
             raise
 
     return main
+
+
+def _stalling(stalls: Sequence[Stall], first: str) -> Callable[[str], None]:
+    """What begins a protocol on a rank with these stalls. first: the protocol now."""
+    if not stalls:
+        return lambda protocol: None
+    waiting = list(stalls)
+
+    def due() -> None:
+        time.sleep(waiting.pop(0).seconds)
+        if waiting:
+            steps.again(waiting[0].protocol, waiting[0].step)
+
+    steps = Steps(first, MARKS, stalls[0].protocol, stalls[0].step, due)
+    return steps.begin
 
 
 def lose(losses: Sequence[Loss]) -> dict[Loss, str]:
@@ -200,7 +231,8 @@ def _judged(loss: Loss, ends: Sequence[forked.End], at: float) -> str:
             assert f"rank {loss.victim}" in str(end.error), what
             # A rank that waits for the victim in the rendezvous has not met the ranks after it, and names them too.
             assert loss.protocol in ("store", "rendezvous") or _named(end.error) == {loss.victim}, what
-    late = max(end.at for end in ends if end.rank != loss.victim) - at - DEADLINE - GRACE
+    stalled = max((sum(s.seconds for s in loss.stalls if s.rank == end.rank) for end in ends), default=0.0)
+    late = max(end.at for end in ends if end.rank != loss.victim) - at - DEADLINE - GRACE - stalled
     return f"{late:.1f} s late" if late > 0 else ""
 
 

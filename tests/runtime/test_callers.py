@@ -187,22 +187,21 @@ def test_a_rank_gone_after_its_hello_is_replaced_by_one_that_comes(meeting, monk
 
 
 def test_a_rank_is_accepted_once(meeting):  # noqa: F811
-    answers = []
+    answers, held = [], []
 
     def main(rank):
         if rank == 2:  # takes the place of rank 1 too, which stays away
-            held = []
             for _ in range(2):
                 sock, challenge = dial(meeting, 0)
                 sock.sendall(hello(meeting.token, challenge, 1, 0))
                 answers.append(answer(sock))
                 held.append(sock)
-            for sock in held:
-                sock.close()
             return None
         return connect(meeting, 0, 3, 1.5) if rank == 0 else None
 
     error = threads(3, main)[0]
+    for sock in held:
+        sock.close()
     assert isinstance(error, WaitTimeout)
     assert error.missing == [2]
     assert "as rank 1 a second time" in str(error)

@@ -8,7 +8,7 @@ import random
 from collections import Counter
 
 from . import losses_workers
-from .losses import HOSTS_PROTOCOLS, PROTOCOLS, SIGNALS, Loss, lose
+from .losses import HOSTS_PROTOCOLS, PROTOCOLS, SIGNALS, Loss, Stall, lose
 
 STEPS = {"store": 6, "rendezvous": 40, "votes": 80, "journal": 60, "heap": 40, "exchange": 12, "barrier": 12,
          "farewell": 12, "take": 6, "world": 120, "work": 30, "answer": 20}  # fmt: skip
@@ -44,6 +44,21 @@ def play(losses, lose):
 
 def test_every_survivor_names_a_rank_lost_at_any_step():
     play(picked(number(len(PROTOCOLS) * len(SIGNALS)), PROTOCOLS, 1), lose)
+
+
+def test_a_survivor_on_a_busy_machine_names_the_victim_and_no_survivor_that_left_before_it():
+    """Rank 0 gives up, and rank 1 sees that only after a stall, when the victim and rank 0 are both away."""
+    kill, stop, _, interrupt = SIGNALS
+    waits = (Stall(0, "heap", 2, 2.2), Stall(1, "heap", 0, 1.0), Stall(1, "heap", 2, 1.5))
+    play(
+        [
+            Loss(3, 2, "journal", 60, interrupt, stalls=waits),
+            Loss(3, 2, "journal", 60, stop, stalls=waits),
+            Loss(3, 2, "exchange", 12, kill, stalls=(Stall(1, "barrier", 0, 1.0),)),
+            Loss(3, 2, "exchange", 12, stop, stalls=(Stall(1, "barrier", 0, 3.5),)),
+        ],
+        lose,
+    )
 
 
 def test_every_survivor_on_several_hosts_names_a_rank_lost_at_any_step():

@@ -14,7 +14,7 @@ from pkt.runtime.bootstrap import open_world
 from pkt.runtime.processes import rendezvous
 from pkt.runtime.processes.frames import Connection, pack
 from pkt.runtime.processes.rendezvous import Meeting, connect, prepare
-from pkt.runtime.processes.transport import Transport, process_state, timeout_seconds
+from pkt.runtime.processes.transport import Transport, named, process_state, timeout_seconds
 
 from . import forked
 from .processes import without_the_token
@@ -414,8 +414,84 @@ def test_a_rank_that_left_because_of_a_loss_is_not_named(four):
     """As the journal looks for peers, outside the collective calls: rank 1 left because rank 3 is lost."""
     four[1].give_up("PeerLost: rank 3", {3: "(pid 7) exited"})
     with pytest.raises(PeerLost) as caught:
-        four[0].check("heap call #4")
+        four[0].check("heap call #4", [1])
     assert caught.value.lost.keys() == {3}
     with pytest.raises(PeerLost) as caught:  # and rank 0 told the others
         four[2].barrier("b")
     assert caught.value.lost.keys() == {3}
+
+
+@pytest.mark.parametrize(
+    ("farewells", "hung_up", "causes"),
+    [
+        ({1: [3], 3: []}, [], {3}),
+        ({1: [2], 2: [3]}, [], {3}),
+        ({1: [2], 2: [1]}, [], {1, 2}),
+        ({1: [0]}, [], {1}),
+        ({1: [0], 3: []}, [], {3}),
+        ({1: [0]}, [3], {3}),
+        ({1: [2]}, [3], {2}),
+        ({1: [], 2: [1, 2]}, [], {1}),
+        ({}, [2], {2}),
+        ({}, [], set()),
+    ],
+)
+def test_who_is_named(four, farewells, hung_up, causes):
+    """farewells: the ranks that each one names."""
+    for rank, lost in farewells.items():
+        four[rank].give_up("why", dict.fromkeys(lost, "is lost"))
+    for rank in hung_up:
+        four[rank].close()
+    assert four[0].causes().keys() == causes
+
+
+def test_a_rank_that_closed_its_world_is_named_only_by_one_that_waits_for_it(four):
+    class Journal:
+        def left(self, rank):
+            return rank == 3
+
+    four[0].journal = Journal()
+    four[3].close()
+    assert four[0].causes() == {}
+    four[0].check("heap call #4", [1])
+    with pytest.raises(PeerLost) as caught:
+        four[0].check("heap call #4", [3])
+    assert caught.value.lost.keys() == {3}
+    assert four[0].causes().keys() == {3}  # its connections are closed by now
+
+
+def test_a_rank_that_was_kept_past_its_deadline_takes_what_has_come(four):
+    for peer in (1, 2, 3):
+        four[peer].connections[0].queue(pack(1, ["b", peer]))
+        four[peer].connections[0].write()
+    four[0].timeout = -1.0
+    assert four[0].exchange(0, "b") == [0, 1, 2, 3]
+    four[1].give_up("PeerLost: rank 3", {3: "(pid 7) exited"})
+    with pytest.raises(PeerLost) as caught:
+        four[0].exchange(0, "c")
+    assert caught.value.lost.keys() == {3}
+
+
+def test_a_call_succeeds_that_a_rank_completed_before_it_gave_up(four):
+    """Rank 0 comes late to a call that the others have completed: an error that all ranks share is the same on it."""
+    for peer, connection in four[0].connections.items():
+        connection.queue(pack(1, ["b", 0]))
+        connection.write()
+    assert threads(4, lambda rank: four[rank].exchange(rank, "b") if rank else None)[1:] == [[0, 1, 2, 3]] * 3
+    four[1].give_up("DriverError: on all ranks")
+    assert four[0].exchange(0, "b") == [0, 1, 2, 3]
+    with pytest.raises(PeerLost, match=r"gave up: DriverError: on all ranks during c") as caught:
+        four[0].exchange(0, "c")
+    assert caught.value.lost.keys() == {1}
+
+
+def test_an_error_on_top_of_a_loss_names_it_too():
+    lost = PeerLost.exited(0, {3: "(pid 7) exited"}, "b")
+    late = WaitTimeout.rendezvous(0, "b", 1.0, [2, 3])
+    above = RuntimeError("on top")
+    above.__context__ = KeyboardInterrupt()
+    above.__context__.__cause__ = lost
+    assert named(lost) == named(above) == {3: "(pid 7) exited"}
+    assert named(late).keys() == {2, 3}
+    above.__context__.__cause__ = above
+    assert named(above) == named(None) == {}

@@ -125,7 +125,7 @@ def test_a_spin_ends_soon_after_the_peer_dies(leaves):
         while not page[words.STATUS_ABORT]:  # a kernel's wait polls it, too
             assert time.monotonic() - start < 25, "nobody raised the abort word"
             time.sleep(0.01)
-        with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+\) (exited|closed its world) during a kernel") as caught:
+        with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+\) (exited|gave up: Zero.*) during a kernel") as caught:
             world.synchronize()
         return set(caught.value.lost)
 

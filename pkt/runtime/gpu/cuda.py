@@ -117,7 +117,7 @@ class CudaBackend:
             self._windows = votes.on_all(reserve, "reserving addresses")
             self.base = self._windows + self.rank * stride
             # Across hosts there is no memory that all processes map: the ranks compare heap calls one by one.
-            self.journal = None if spans else self._make_journal(undo)
+            self.journal = transport.journal = None if spans else self._make_journal(undo)
             self._multicast = multicast.create(
                 votes, driver, device, granularity, self.capacity, want_multicast, found.multicast, undo
             )
@@ -242,7 +242,7 @@ class CudaBackend:
 
     def left(self, rank: int) -> bool:
         """Whether `rank` closed its world, so that the end of its connection is no loss."""
-        return (self.journal or self.transport).left(rank)
+        return self.transport.left(rank)
 
     def abandon(self, why: str, lost: Mapping[int, str]) -> None:
         """Tell the other ranks that an error ends this rank's world; close() follows. lost: ranks that it names."""

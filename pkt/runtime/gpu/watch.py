@@ -92,7 +92,7 @@ class Watch:
         found = [r for rank in range(self.backend.size) for r in records(self._page(rank))]
         expired = [r for r in found if not r["cmp"] & page.CMP_ABORTED]
         waits = [waiting(record, self.heap) for record in expired or found]
-        lost = self.lost or self._gone()
+        lost = self.backend.transport.causes(all_words=False) or self.lost
         if lost:
             launch = max((w.launch or 0 for w in waits), default=0)
             raise PeerLost.exited(self.backend.rank, lost, f"launch {launch}" if launch else "a kernel")

@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from pkt.errors import TransportError, WaitTimeout
+from pkt.errors import TransportError
 
 SLOTS = 2048
 SLOT_BYTES = 512
@@ -59,12 +59,16 @@ def _mapped(rank: int, owner: int, fds: Sequence[int]) -> mmap.mmap:
 
 
 class SharedJournal:
-    """One log per rank. `check_peers` raises if a rank is lost."""
+    """One log per rank. `check_peers` is `Transport.check`."""
 
     period = SLOTS // 2  # a rank settles at least once in so many calls
 
     def __init__(
-        self, rank: int, fds: Sequence[Sequence[int]], timeout: float, check_peers: Callable[[str], None]
+        self,
+        rank: int,
+        fds: Sequence[Sequence[int]],
+        timeout: float,
+        check_peers: Callable[[str, Sequence[int], float | None], None],
     ) -> None:
         """Map every rank's log. fds: what each rank sent, in rank order; the caller closes them. Raises TransportError
         unless that is one log, whose size is sealed."""
@@ -109,14 +113,15 @@ class SharedJournal:
     def settle(self, ordinal: int) -> None:
         """Return once every rank has written its call number `ordinal`. Raises WaitTimeout or PeerLost."""
         deadline, pause = time.monotonic() + self.timeout, 2e-5
+        what, over = f"heap call #{ordinal}", False
         while late := [r for r, counters in enumerate(self._counters) if counters[_WRITTEN] < ordinal]:
-            what = f"heap call #{ordinal}"
-            if time.monotonic() > deadline:
-                raise WaitTimeout.rendezvous(self.rank, what, self.timeout, late)
+            if over:
+                self._check_peers(what, late, self.timeout)
+            over = time.monotonic() > deadline
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
             if pause == 0.05:
-                self._check_peers(what)
+                self._check_peers(what, late, None)
 
     def leave(self) -> None:
         """Record that this rank closes its world, so that the others do not take it for lost."""

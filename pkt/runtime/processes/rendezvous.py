@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from pkt.errors import PeerLost, PktError, TransportError, WaitTimeout
 from pkt.runtime.processes.callers import BACKLOG, CROWD, NONCE, Callers, Refused, Stranger
 from pkt.runtime.processes.frames import MAGIC, Connection
-from pkt.runtime.processes.transport import Transport
+from pkt.runtime.processes.transport import Transport, named
 
 _PROOF = 32  # bytes
 _HELLO = struct.Struct(f"!4sI{NONCE}s{_PROOF}s")  # magic, rank, nonce, proof
@@ -222,16 +222,16 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
                 try:
                     found[peer] = _join(meeting, token, rank, peer, deadline, heard)
                 except PeerLost as error:  # ranks that were met may have said why, and know more
-                    told = Transport(rank, size, found, timeout).blamed()
-                    raise (PeerLost.exited(rank, told, _WHAT) if told else error) from None
+                    causes = Transport(rank, size, found, timeout).causes()
+                    raise (PeerLost.exited(rank, causes, _WHAT) if causes else error) from None
             _accept(meeting, listener, token, rank, size, deadline, found, refused)
         missing = [r for r in range(size) if r != rank and r not in found]
         if missing:
+            if causes := Transport(rank, size, found, timeout).causes():
+                raise PeerLost.exited(rank, causes, _WHAT)  # and it may keep the missing ones
             absent = [r for r in missing if r not in meeting.gave_up(r)]  # the others gave up because of these
             known = {r: text for r in absent or missing if (text := _kept(meeting, rank, r))}
             lost = dict.fromkeys(absent or missing, "did not come in time") | known
-            met = Transport(rank, size, found, timeout).lost()
-            lost = {r: text for r, text in met.items() if text.endswith("is stopped")} or lost
             raise WaitTimeout.rendezvous(rank, _WHAT, timeout, absent or missing, refused.texts(), known)
         why = ""
         return found
@@ -239,8 +239,8 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
         text = str(error).removeprefix(f"rank {rank}: ")
         if isinstance(error, WaitTimeout):
             text = f"{', '.join(f'rank {r}' for r in error.missing)} did not come within {timeout:g} s"
-        elif isinstance(error, PeerLost):
-            lost = dict(error.lost)
+        else:
+            lost = named(error)
         why = text
         raise
     except OSError as error:

@@ -1,9 +1,17 @@
 """Collective calls between the processes of a world: values and file descriptors to every rank, each with a deadline.
 
 Every rank has a connection to every other. All survivors name a rank that dies, which ends its connection, and name one
-that is stopped or late at the deadline. A rank that gives up sends the others a farewell with the reason before it
-closes, so that they name the cause and not this rank. Over TCP only the connection shows how a process is, so a stopped
-one is found at the deadline. Any failure closes the transport: the world is lost, but the process is not.
+that is stopped or late at the deadline. A rank that gives up sends the others a farewell before it closes: the reason,
+and the ranks that its error names. Over TCP only the connection shows how a process is, so a stopped one is found at
+the deadline. Any failure closes the transport: the world is lost, but the process is not.
+
+`Transport.causes` decides which ranks an error names: those of the first of these kinds that there are.
+
+1. A rank that exited or is stopped, and sent neither a farewell nor a goodbye.
+2. A rank whose farewell names nobody: it failed by itself. A rank that a farewell names, unless its own farewell names
+   another one: it gave up because of that one.
+3. A rank that hung up without a word although its process lives.
+4. A rank whose farewell names this rank alone.
 """
 
 from __future__ import annotations
@@ -13,7 +21,8 @@ import os
 import select
 import time
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
@@ -26,6 +35,7 @@ from pkt.runtime.processes.frames import (
     close_fds,
     pack,
 )
+from pkt.runtime.processes.journal import SharedJournal
 from pkt.runtime.processes.parsing import MAX_DEPTH
 
 DEFAULT_TIMEOUT = 60.0
@@ -33,6 +43,7 @@ LONGEST_TIMEOUT = 1e6  # eleven days
 _GIVES_UP = 0  # sequence number of a farewell; calls count from 1
 _WHY = 2000  # letters of a farewell's reason
 _CLOSED = "closed its world"  # of a rank that lives
+_LATE = "did not come in time"
 
 
 def timeout_seconds(timeout: float | None = None) -> float:
@@ -61,14 +72,33 @@ def process_state(pid: int) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "exited", "X": "exited"}.get(state, "")
 
 
+def named(error: BaseException | None) -> dict[int, str]:
+    """The ranks that `error` names as lost or late, and what is known of them: the error itself, or the first one that
+    it came from or came on top of. {} if it names none."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, PeerLost) and error.lost:
+            return dict(error.lost)
+        if isinstance(error, WaitTimeout) and error.missing:
+            return dict.fromkeys(error.missing, _LATE)
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return {}
+
+
 class Transport:
-    """One rank's connections to all others. Not thread-safe, except `lost`."""
+    """One rank's connections to all others. Not thread-safe, except `lost`. journal: of this world, where there is one;
+    ranks write to it that they close their world."""
+
+    journal: SharedJournal | None = None
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, Connection], timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.connections = dict(connections)
         self.sequences: Counter[int] = Counter()  # number of the last call with each rank
-        self.closed = False
+        self.closed, self._in_call = False, False
+        self._named: dict[int, str] = {}  # by this rank's own farewell
+        self._words: dict[int, Any] = {}  # the farewells that have been read, by rank
 
     # ------------------------------------------------------------------------------------------------------- collective
     def exchange(self, value: Any, what: str, among: Sequence[int] | None = None) -> list[Any]:
@@ -94,12 +124,14 @@ class Transport:
         meeting = {peer: self.connections[peer] for peer in order if peer != self.rank}
         deadline = time.monotonic() + self.timeout
         frames: dict[int, Frame] = {}
+        self._in_call = True
         try:
             for peer, connection in meeting.items():
                 self.sequences[peer] += 1
                 mine = list(fds.get(peer, ()))
                 connection.queue(self._packed(peer, [what, value], len(mine), what), mine)
             self._pump(meeting, deadline, frames, what)
+            self._in_call = False
         except BaseException as error:
             close_fds([fd for frame in frames.values() for fd in frame.fds])
             if isinstance(error, PktError):
@@ -122,38 +154,74 @@ class Transport:
         self.exchange(None, what)
 
     # ----------------------------------------------------------------------------------------------------------- peers
-    def lost(self) -> dict[int, str]:
-        """The ranks that are gone or stopped now, with what is known. Takes no message off the connections."""
+    def lost(self, but: Container[int] = ()) -> dict[int, str]:
+        """The ranks that are gone or stopped now, `but` some, with what is known. Takes no message off the
+        connections."""
         found: dict[int, str] = {}
         for peer, connection in list(self.connections.items()):
-            poller = select.poll()
-            try:
-                poller.register(connection, select.POLLRDHUP)
-                hung_up = any(
-                    event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, event in poller.poll(0)
-                )
-            except (OSError, ValueError):  # another thread closed it
+            if peer in but or (state := self._state(connection)) == "":
                 continue
-            state = process_state(connection.pid)
-            if state == "exited" or hung_up:
-                found[peer] = self._end_of(connection)
-            elif state:
-                found[peer] = f"({connection.who}) is {state}"
+            found[peer] = f"({connection.who}) is {state}" if state == "stopped" else self._end_of(connection)
         return found
 
-    def check(self, what: str) -> None:
-        """Raise PeerLost if a rank is gone or stopped, and tell the others. `what` goes on outside this transport."""
-        lost = self.lost()
-        if lost:
-            raise self._fail(PeerLost.exited(self.rank, self._causes(lost), what))
+    def _state(self, connection: Connection) -> str:
+        """ "gone", "stopped", or "" if the peer is there as far as this rank can see."""
+        poller = select.poll()
+        try:
+            poller.register(connection, select.POLLRDHUP)
+            hung_up = any(event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, event in poller.poll(0))
+        except (OSError, ValueError):  # another thread closed it
+            return ""
+        state = process_state(connection.pid)
+        return "gone" if hung_up or state == "exited" else state
 
-    def blamed(self) -> dict[int, str]:
-        """The ranks that the farewells of the others name as lost. Takes the messages off the connections."""
-        found: dict[int, str] = {}
-        for connection in self.connections.values():
-            if (farewell := self._last_words(connection)) is not None:
-                found |= self._blamed(connection, farewell)
-        return found
+    def check(self, what: str, late: Collection[int], seconds: float | None = None) -> None:
+        """Raise PeerLost if a rank is gone or stopped, and tell the others. `what` goes on outside this transport, and
+        waits for the ranks `late`. seconds: it has waited so long, and no longer: raises WaitTimeout if none is."""
+        if seconds is not None or self.causes(late, all_words=False):
+            if causes := self.causes(late):
+                raise self._fail(PeerLost.exited(self.rank, causes, what))
+        if seconds is not None:
+            raise self._fail(WaitTimeout.rendezvous(self.rank, what, seconds, sorted(late)))
+
+    def causes(
+        self,
+        late: Container[int] = (),
+        gone: Mapping[int, str] = MappingProxyType({}),
+        *,
+        all_words: bool = True,
+    ) -> dict[int, str]:
+        """The ranks that an error now has to name, and what is known of each, by the rule at the top of this file; {}
+        if no rank is lost. Takes the messages off the connections. After this rank's own farewell: those that it named.
+
+        late: ranks that this one waits for; one of these is lost even if it closed its world in good order. gone:
+        ranks that are known to have hung up. all_words: read what all ranks have sent, because a call has failed;
+        else only what ranks sent that are gone.
+        """
+        if self.closed:
+            return self._named
+        words = self._words
+        for peer, connection in self.connections.items():
+            if peer not in words and (all_words or self._state(connection)):
+                self._hear(connection)
+        lost = dict(gone) | self.lost(but=words)
+        for peer in lost.keys() - words.keys():  # some may have hung up since
+            self._hear(self.connections[peer])
+        lost = {r: text for r, text in lost.items() if r not in words and (r in late or not self.left(r))}
+        accused, accusers, by_themselves = dict[int, str](), dict[int, str](), dict[int, str]()
+        for peer, farewell in words.items():
+            why, blamed = self._accusation(farewell)
+            blamed.pop(peer, None)
+            (accusers if blamed else by_themselves)[peer] = f"({self.connections[peer].who}) gave up: {why}"
+            accused |= blamed
+        accused.pop(self.rank, None)
+        return (
+            {r: text for r, text in lost.items() if _CLOSED not in text}
+            or {r: text for r, text in accused.items() if r not in accusers} | by_themselves
+            or lost
+            or accused
+            or accusers
+        )
 
     def close(self) -> None:
         """Close all connections; idempotent. To the others this rank has left."""
@@ -179,19 +247,21 @@ class Transport:
 
         for connection in ends.values():
             interest(connection)
+        over = False
         while len(frames) < len(ends) or any(c.unsent for c in ends.values()):
             left = deadline - time.monotonic()
-            if left <= 0:
+            if over:
                 raise self._late(meeting, frames, what)
-            for fileno, event in poller.poll(min(left, 1.0) * 1e3):
+            over = left <= 0  # once more: a busy machine may have kept this rank from what has come in time
+            for fileno, event in poller.poll(max(0.0, min(left, 1.0)) * 1e3):
                 connection = ends[fileno]
                 if connection.peer in frames and event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
-                    # It sent its frame and left: at the end of its program, or because it gave up this call.
+                    # It sent its frame and left. If it has the frames of all others, then they come here, too.
                     poller.unregister(connection)
                     connection.discard()
-                    farewell = self._last_words(connection)
-                    if farewell is not None:
-                        raise PeerLost.exited(self.rank, self._blamed(connection, farewell), what)
+                    self._hear(connection)
+                    if connection.peer in self._words and not self._has_all_frames(connection.peer):
+                        raise PeerLost.exited(self.rank, self.causes(), what)
                     continue
                 try:
                     if connection.peer not in frames and event & (select.POLLIN | select.POLLHUP | select.POLLERR):
@@ -216,7 +286,8 @@ class Transport:
             return
         frames[connection.peer] = frame
         if frame.sequence == _GIVES_UP:
-            raise PeerLost.exited(self.rank, self._blamed(connection, frame.value), what)
+            self._words[connection.peer] = frame.value
+            raise PeerLost.exited(self.rank, self.causes(), what)
         who = f"a message of rank {connection.peer}"
         sequence = self.sequences[connection.peer]
         if frame.sequence != sequence:
@@ -238,31 +309,26 @@ class Transport:
         return connection.peer in frames
 
     def _gone(self, connection: Connection, what: str) -> PktError:
-        """The error for a peer that hung up. Others may have too."""
-        lost = {connection.peer: self._end_of(connection)} | self.lost()
-        return PeerLost.exited(self.rank, self._causes(lost), what)
+        """The error for a peer that this rank waits for, and that hung up. Others may have too."""
+        peer = connection.peer
+        return PeerLost.exited(self.rank, self.causes([peer], gone={peer: self._end_of(connection)}), what)
 
-    def _causes(self, lost: dict[int, str]) -> dict[int, str]:
-        """The ranks of `lost` that are the cause, and those that their farewells name: a rank that sent a reason is not
-        the cause. Takes the messages off the connections."""
-        lost, blamed = dict(lost), dict[int, str]()
-        for peer in list(lost):
-            farewell = self._last_words(self.connections[peer])
-            if farewell is not None:
-                blamed |= self._blamed(self.connections[peer], farewell)
-                del lost[peer]
-        # A peer that lives and sent no reason was interrupted while it sent one: it is not the cause either.
-        gone = {peer: text for peer, text in lost.items() if _CLOSED not in text}
-        return gone or blamed or lost
-
-    def _blamed(self, connection: Connection, farewell: Any) -> dict[int, str]:
-        """The ranks that a farewell names as lost; if it names none, the rank that gave up, and why. Nothing in it is
-        trusted to have its form."""
+    def _accusation(self, farewell: Any) -> tuple[str, dict[int, str]]:
+        """The reason in a farewell, and the ranks that it names. Nothing in it is trusted to have its form."""
         lost, why = (farewell.get("lost"), farewell.get("why")) if isinstance(farewell, dict) else (None, None)
-        ranks = {str(rank): rank for rank in range(self.size) if rank != self.rank}
-        named = lost.items() if isinstance(lost, dict) else ()
-        blamed = {ranks[rank]: str(text)[:_WHY] for rank, text in named if rank in ranks}
-        return blamed or {connection.peer: f"({connection.who}) gave up: {str(why)[:_WHY]}"}
+        ranks = {str(rank): rank for rank in range(self.size)}
+        said = lost.items() if isinstance(lost, dict) else ()
+        return str(why)[:_WHY], {ranks[rank]: str(text)[:_WHY] for rank, text in said if rank in ranks}
+
+    def _has_all_frames(self, peer: int) -> bool:
+        """Whether `peer` gave up after the call for which it sent its last frame, by its farewell."""
+        farewell = self._words[peer]
+        return isinstance(farewell, dict) and farewell.get("after") is True
+
+    def _hear(self, connection: Connection) -> None:
+        """Read on, and keep the farewell if the peer sent one."""
+        if (farewell := self._last_words(connection)) is not None:
+            self._words[connection.peer] = farewell
 
     def _last_words(self, connection: Connection) -> Any:
         """The farewell that a peer sent before it hung up; None if it sent none."""
@@ -286,24 +352,23 @@ class Transport:
         return f"({connection.who}) {_CLOSED}"
 
     def _late(self, meeting: Mapping[int, Connection], frames: Mapping[int, Frame], what: str) -> PktError:
-        missing = [peer for peer in meeting if peer not in frames]
-        known = {peer: text for peer, text in self.lost().items() if peer in missing}
-        if known:
-            return PeerLost.exited(self.rank, known, what)
-        return WaitTimeout.rendezvous(self.rank, what, self.timeout, missing)
+        late = [peer for peer, connection in meeting.items() if peer not in frames or connection.unsent]
+        if causes := self.causes(late):
+            return PeerLost.exited(self.rank, causes, what)
+        return WaitTimeout.rendezvous(self.rank, what, self.timeout, late)
 
     def _fail(self, error: PktError) -> PktError:
         """Send a farewell, close, and return the error to be raised."""
-        late = dict.fromkeys(error.missing, "did not come in time") if isinstance(error, WaitTimeout) else {}
-        self.give_up(str(error), error.lost if isinstance(error, PeerLost) else late)
+        self.give_up(str(error), named(error))
         return error
 
     def give_up(self, why: str, lost: Mapping[int, str] | None = None) -> None:
         """Send the others a farewell with the reason, and close. Idempotent."""
         if self.closed:
             return
-        ranks = {str(rank): text for rank, text in (lost or {}).items()}
-        self._say(pack(_GIVES_UP, {"lost": ranks, "why": why[:_WHY]}), 0.0)
+        self._named = dict(lost or {})
+        ranks = {str(rank): text for rank, text in self._named.items()}
+        self._say(pack(_GIVES_UP, {"lost": ranks, "why": why[:_WHY], "after": not self._in_call}), 0.0)
         self.close()
 
     def leave(self) -> None:
@@ -311,8 +376,11 @@ class Transport:
         self._say(GOODBYE, 1.0)
 
     def left(self, rank: int) -> bool:
-        """Whether `rank`, which has hung up, sent a goodbye."""
-        return self.connections[rank].left()
+        """Whether `rank`, which has hung up, closed its world in good order."""
+        if self.journal is not None:
+            return self.journal.left(rank)
+        connection = self.connections[rank]
+        return bool(connection.host) and connection.left()
 
     def _say(self, words: bytes, patience: float, but: Container[int] = ()) -> None:
         """Send a last frame to every rank, `but` some. Waits `patience` seconds at most for ranks that read a large

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import traceback
@@ -21,7 +22,9 @@ def test(tree: str, tests: tuple[str, ...], output: str) -> None:
         os.dup2(file.fileno(), 2)
     os.chdir(tree)
     # No compiled files: two versions of a file within a second look alike to Python.
-    os.environ |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PKT_SCHEDULES": "100"}
+    kept = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]
+    paths = os.pathsep.join([tree, *kept])
+    os.environ |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "PKT_SCHEDULES": "100"}
     sys.dont_write_bytecode = True
     sys.path[:] = [tree, *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
@@ -29,7 +32,12 @@ def test(tree: str, tests: tuple[str, ...], output: str) -> None:
     try:
         import pytest
 
-        sys.exit(pytest.main(["-q", "-x", "-n", "0", "-m", "not gpu", "-p", "no:cacheprovider", *tests]))
+        options = ["-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider"]
+        if importlib.util.find_spec("xdist"):
+            options += ["-n", "0"]
+        if not importlib.util.find_spec("pytest_timeout"):  # pytest would refuse its setting
+            options += ["-o", "addopts=-ra --strict-markers --import-mode=importlib"]
+        sys.exit(pytest.main([*options, *tests]))
     except Exception:
         traceback.print_exc()
         sys.exit(NO_TEST)

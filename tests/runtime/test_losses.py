@@ -56,6 +56,7 @@ def test_a_survivor_on_a_busy_machine_names_the_victim_and_no_survivor_that_left
             Loss(3, 2, "journal", 60, stop, stalls=waits),
             Loss(3, 2, "exchange", 12, kill, stalls=(Stall(1, "barrier", 0, 1.0),)),
             Loss(3, 2, "exchange", 12, stop, stalls=(Stall(1, "barrier", 0, 3.5),)),
+            Loss(3, 2, "exchange", 12, interrupt, stalls=(Stall(0, "barrier", 0, 1.0), Stall(1, "barrier", 0, 2.0))),
         ],
         lose,
     )

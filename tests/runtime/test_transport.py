@@ -473,13 +473,19 @@ def test_a_rank_that_was_kept_past_its_deadline_takes_what_has_come(four):
 
 
 def test_a_call_succeeds_that_a_rank_completed_before_it_gave_up(four):
-    """Rank 0 comes late to a call that the others have completed: an error that all ranks share is the same on it."""
-    for peer, connection in four[0].connections.items():
-        connection.queue(pack(1, ["b", 0]))
-        connection.write()
-    assert threads(4, lambda rank: four[rank].exchange(rank, "b") if rank else None)[1:] == [[0, 1, 2, 3]] * 3
+    """Rank 1 has all frames of a call, and leaves before rank 2's is here: an error that all ranks share stays so."""
+
+    def send(peer):
+        four[peer].connections[0].queue(pack(1, ["b", peer]))
+        four[peer].connections[0].write()
+
+    send(1)
+    send(3)
     four[1].give_up("DriverError: on all ranks")
+    late = threading.Timer(0.2, send, (2,))
+    late.start()
     assert four[0].exchange(0, "b") == [0, 1, 2, 3]
+    late.join()
     with pytest.raises(PeerLost, match=r"gave up: DriverError: on all ranks during c") as caught:
         four[0].exchange(0, "c")
     assert caught.value.lost.keys() == {1}

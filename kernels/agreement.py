@@ -9,6 +9,7 @@ import torch
 from pkt.errors import CollectiveMismatch, DtypeError
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World, current_world
+from pkt.wording import FIRST_CALL
 
 
 def world_of(call: str, world: World | None, *arguments: Any) -> World:
@@ -48,7 +49,8 @@ def check_agreed(call: str, world: World, **arguments: Any) -> None:
 
     def compare() -> bool:
         said = ", ".join(f"{n}={v if isinstance(v, Agreed) else repr(v)}" for n, v in zip(arguments, signature))
-        everybody = world.all_gather_object(f"{call}({said})")
+        # The text is the value, and not the name of the exchange: ranks that differ all see that, and can go on.
+        everybody = world.backend.exchange(f"{call}({said})", FIRST_CALL)
         if len(set(everybody)) > 1:
             raise CollectiveMismatch.calls(dict(enumerate(everybody)))
         return True

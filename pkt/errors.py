@@ -37,12 +37,20 @@ class WaitTimeout(PktError):
     missing: Sequence[int] = ()
 
     @classmethod
-    def after(cls, seconds: float, waits: Sequence[Waiting]) -> WaitTimeout:
+    def after(
+        cls, seconds: float, waits: Sequence[Waiting], first: Mapping[int, str] = MappingProxyType({})
+    ) -> WaitTimeout:
+        """`first`: ranks that meanwhile wait to compare an operator's first call with this rank, and the call."""
         if not waits:
             return cls.of(f"a peer gave up waiting after {seconds:.1f} s; see that rank's own error", waits=waits)
         text = waits[0].text(after=seconds)
         if len(waits) > 1:
             text += f"\n{len(waits)} programs were waiting:\n{waiting_table(waits)}"
+        if first:
+            text += (
+                f"\nmeanwhile {ranks_text(first)}: a first call, which this rank does not make; if these waits are of "
+                "a call that it made before, the ranks make different calls"
+            )
         return cls.of(text + "\na longer deadline: PKT_TIMEOUT (seconds)", waits=list(waits), seconds=seconds)
 
     @classmethod

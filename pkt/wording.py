@@ -18,6 +18,15 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "f
 SHORT |= {"float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2"}
 
 
+FIRST_CALL = "the first call of an operator with such arguments"
+"""What ranks name the exchange in which they compare such calls, whose texts are the values."""
+
+
+def call_text(what: str, value: Any) -> str:
+    """The collective call `what` for messages: of an operator's first call, where `value` says it, the call itself."""
+    return f"{value}{what.removeprefix(FIRST_CALL)}" if what.startswith(FIRST_CALL) and value else what
+
+
 def size_text(nbytes: int) -> str:
     """`536870912` -> `512 MiB`; exact below 1 KiB, otherwise at most one decimal."""
     value, unit = float(nbytes), "B"

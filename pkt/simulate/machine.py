@@ -18,7 +18,17 @@ from typing import Any
 import greenlet
 import torch
 
-from pkt.errors import Deadlock, GridTooLarge, PeerLost, PktError, RankFailed, ShapeError, TooFewResident, Unsupported
+from pkt.errors import (
+    CollectiveMismatch,
+    Deadlock,
+    GridTooLarge,
+    PeerLost,
+    PktError,
+    RankFailed,
+    ShapeError,
+    TooFewResident,
+    Unsupported,
+)
 from pkt.simulate import cost, modes
 from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.device import SimulatedDevice
@@ -33,7 +43,7 @@ from pkt.simulate.sites import host_call, site
 from pkt.simulate.stream import Stream
 from pkt.simulate.tasks import Host, Launch, Meeting, Stopped, Task, Trial, events
 from pkt.trace import Event
-from pkt.wording import HOST, Waiting
+from pkt.wording import FIRST_CALL, HOST, Waiting, call_text
 
 SMS = 132  # programs that fit on a rank at once, one an SM, as on an H200
 MOST_TRIED = 4096  # programs that a deadlock is tried with, all resident
@@ -418,6 +428,7 @@ class Machine:
         local = register(bound, self.space, host.rank, name) + self.taken.register(self.space, host.rank)
         host.launches += 1
         launch = Launch(host.rank, name, shape, host.launches, lambda: function(**values), local, site())
+        launch.call = host_call(sys._getframe())
         launch.num_warps = options.get("num_warps", launch.num_warps)
         task = host.task
         launch.before = self.clocks.fit(task.clock).copy()
@@ -588,6 +599,8 @@ class Machine:
             lost.add_note(str(Deadlock.among(waits)))
             return lost
         blocked = any(host.call for host in self.hosts)
+        if blocked and (mismatch := self._planned_on_some(waits)) is not None:
+            return mismatch
         error = Deadlock.among(waits, self.whereabouts() if blocked else None)
         finished = [h.rank for h in self.hosts if h.task.greenlet.dead]
         if finished and not blocked:
@@ -595,6 +608,25 @@ class Machine:
         if self.lost:
             error.add_note(str(lose))
         return error
+
+    def _planned_on_some(self, waits: list[Waiting]) -> CollectiveMismatch | None:
+        """The error if some ranks make the first call of an operator, and wait to compare it, while others wait in a
+        launch that those have not made: a call which they made before, and so do not compare."""
+        for (among, _), meeting in self.meetings.items():
+            first = {r: call_text(what, value) for r, (value, what) in meeting.values.items() if what.startswith(FIRST_CALL)}
+            ahead = {w.rank: w for w in waits if w.rank in among and w.rank not in meeting.values}
+            most = max((self.hosts[rank].launches for rank in first), default=0)
+            if not first or not ahead or any((w.launch or 0) <= most for w in ahead.values()):
+                continue
+            places = self.whereabouts()
+            said = {rank: f"{call} {places[rank]}" for rank, call in first.items()}
+            for rank, wait in ahead.items():
+                launch = self.hosts[rank].launch
+                call, line = launch.call if launch is not None else ("host code", None)
+                at = f" at {line}" if line is not None else ""
+                said[rank] = f"{call}{at}, a call that it made before, and waits in launch {wait.launch} of {wait.kernel}"
+            return CollectiveMismatch.calls(said)
+        return None
 
     def _failed(self, task: Task, error: Exception) -> Exception:
         """The error itself if it is one of pkt's, else RankFailed with the rank's traceback."""

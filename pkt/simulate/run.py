@@ -20,6 +20,7 @@ from pkt.simulate.memory import Region
 from pkt.simulate.sites import site
 from pkt.simulate.turns import turn
 from pkt.trace import Timeline
+from pkt.wording import call_text
 
 POISON = 0xFF  # the bytes of fresh memory: NaN in every float format, -1 in the integers
 
@@ -76,7 +77,8 @@ class SimulatedRank:
         brought = self.machine.meet(value, what, among)
         if len({name for _, name in brought}) > 1:
             places = self.machine.whereabouts()
-            raise CollectiveMismatch.calls({r: f"{name} {places[r]}" for r, (_, name) in zip(among, brought)})
+            said = {r: f"{call_text(name, value)} {places[r]}" for r, (value, name) in zip(among, brought)}
+            raise CollectiveMismatch.calls(said)
         return [value for value, _ in brought]
 
     def barrier(self, what: str) -> None:

@@ -103,6 +103,7 @@ class Launch:
         self.rank, self.name, self.grid, self.ordinal, self.body = rank, name, grid, ordinal, body
         self.local = local  # addresses of its local tensors
         self.site = site  # of the launch in the user's host code
+        self.call: tuple[str, Site | None] = "host code", None  # of pkt that launched it, and the user's line
         self.total = grid[0] * grid[1] * grid[2]
         self.num_warps = 4
         self.next = 0

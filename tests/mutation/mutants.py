@@ -499,7 +499,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an error on top of a loss names nobody", "error = error.__cause__ or error.__context__", "error = None"),
     ),
     *of(RUNTIME + "gpu/watch.py", "tests/runtime/test_losses.py -k busy_machine",
-        ("the watch names whoever left", "lost = self.backend.transport.causes(all_words=False) or self.lost", "lost = self._gone()"),
+        ("the watch names whoever left", "lost = backend.transport.causes(all_words=False) or self.lost", "lost = self._gone()"),
     ),
     *of(RUNTIME + "world.py", "tests/runtime/test_losses.py -k busy_machine",
         ("a rank that gives up names nobody", 'self._backend.abandon(f"{type(error).__name__}: {error}", named(error))',

@@ -15,6 +15,7 @@ from pkt.runtime.processes import rendezvous
 from pkt.runtime.processes.frames import Connection, pack
 from pkt.runtime.processes.rendezvous import Meeting, connect, prepare
 from pkt.runtime.processes.transport import Transport, named, process_state, timeout_seconds
+from pkt.wording import FIRST_CALL
 
 from . import forked
 from .processes import without_the_token
@@ -110,6 +111,15 @@ def test_ranks_in_different_calls_are_named(four):
     for error in errors:
         assert isinstance(error, CollectiveMismatch)
         assert "ranks 0, 1, 3: barrier(); rank 2: heap call #3" in str(error)
+
+
+def test_a_first_call_of_an_operator_is_named_by_its_arguments(four):
+    def main(rank):
+        return four[rank].exchange(None, "barrier()") if rank == 2 else four[rank].exchange("gather(x=(8,))", FIRST_CALL)
+
+    for error in threads(4, main):
+        assert isinstance(error, CollectiveMismatch)
+        assert "ranks 0, 1, 3: gather(x=(8,)); rank 2: barrier()" in str(error)
 
 
 def test_a_silent_peer_is_named_by_all_at_the_deadline(meeting):

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import re
+import select
 import signal
 import time
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from pkt.errors import PeerLost, WaitTimeout
 from pkt.language import world as words
 from pkt.runtime.gpu import watch
 from pkt.runtime.processes.rendezvous import prepare
+from pkt.wording import FIRST_CALL
 
 from . import forked
 
@@ -59,6 +62,29 @@ def test_every_rank_reports_an_expired_wait():
         assert message.startswith(
             "rank 1: spinning_kernel program 5 waits on flags[7] after 10.0 s: wanted >= 3, found 2, launch 41"
         )
+
+
+def test_an_expired_wait_names_the_first_calls_of_other_ranks():
+    """Rank 0 launches a call that it made before, and rank 1 makes another one for the first time."""
+    call = "all_gather(x=(12,) float32, dim=0)"
+
+    def main(world):
+        flags = pkt.signals(8, world=world)
+        page = world.heap.tensor(world.heap.status)
+        if world.rank == 0:
+            poller = select.poll()
+            poller.register(world.backend.transport.connections[1], select.POLLIN)
+            assert poller.poll(5000)
+            record(page, 0, 0, flags.data_ptr() - world.backend.base, 3, 2, 41)
+            with pytest.raises(WaitTimeout, match=f"meanwhile rank 1: {re.escape(call)}: a first call") as caught:
+                world.synchronize()
+            assert "rank 0: spinning_kernel program 5 waits on flags[0]" in str(caught.value)
+            page.zero_()
+        return world.backend.exchange(call if world.rank else "", FIRST_CALL)  # the message is still there
+
+    for end in forked.in_worlds(2, main):
+        assert end.error is None, end.error
+        assert end.value == ["", call]
 
 
 def test_a_kernel_is_found_by_its_hash_among_frozen_objects():

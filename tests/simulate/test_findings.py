@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pkt
 import pkt.language as pl
 from pkt.errors import (
     CollectiveMismatch,
+    Deadlock,
     LostSignal,
     RankFailed,
 )
@@ -178,6 +180,44 @@ def test_different_collective_calls_are_reported() -> None:
     assert isinstance(error, CollectiveMismatch)
     assert "rank 0: barrier()" in str(error)
     assert "ranks 1, 2: all_gather_object()" in str(error)
+
+
+@pytest.mark.parametrize("other", ["all_gather", "all_reduce"])
+def test_a_call_that_one_rank_has_made_before_and_another_has_not_is_reported(other: str) -> None:
+    """Ranks compare first calls only: rank 0 launches, and the others wait to compare."""
+
+    def main(world: Any) -> None:
+        pkt.all_gather(torch.ones(8))
+        if world.rank == 0:
+            pkt.all_gather(torch.ones(8))
+        else:
+            getattr(pkt, other)(torch.ones(12))
+
+    for seed in (0, 1, 2):
+        error = outcome(main, 3, seed).error
+        assert isinstance(error, CollectiveMismatch)
+        assert re.search(r"rank 0: all_gather\(\) at test_findings.py:\d+, a call that it made before, and waits in launch 2 ", str(error))
+        assert re.search(rf"ranks 1, 2: {other}\(x=\(12,\) float32, .*\) at test_findings.py:\d+: every", str(error))
+
+
+def test_a_wait_in_a_launch_that_all_ranks_made_stays_a_deadlock() -> None:
+    """Rank 0 waits for what nobody sends, while the others make the next call for the first time."""
+
+    @triton.jit
+    def forgotten(flags, world):
+        if world.rank == 0:
+            pl.wait(flags, 1, world)
+
+    def main(world: Any) -> None:
+        flags = pkt.signals(1)
+        forgotten[(1,)](flags, world.device)
+        if world.rank == 0:
+            world.synchronize()
+        pkt.all_gather(torch.ones(8))
+
+    error = outcome(main, 3).error
+    assert isinstance(error, Deadlock)
+    assert "rank 0: forgotten program 0 waits on flags[0]" in str(error)
 
 
 def test_different_allocations_are_reported() -> None:

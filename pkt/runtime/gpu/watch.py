@@ -86,17 +86,18 @@ class Watch:
 
     def check(self) -> None:
         """Raise PeerLost or WaitTimeout if this rank's waits were cut short."""
-        words = self._page(self.backend.rank)
+        backend = self.backend
+        words = self._page(backend.rank)
         if not self.lost and not words[page.STATUS_ABORT] and not words[page.STATUS_RECORDS]:
             return
-        found = [r for rank in range(self.backend.size) for r in records(self._page(rank))]
+        found = [r for rank in range(backend.size) for r in records(self._page(rank))]
         expired = [r for r in found if not r["cmp"] & page.CMP_ABORTED]
         waits = [waiting(record, self.heap) for record in expired or found]
-        lost = self.backend.transport.causes(all_words=False) or self.lost
+        lost = backend.transport.causes(all_words=False) or self.lost
         if lost:
             launch = max((w.launch or 0 for w in waits), default=0)
-            raise PeerLost.exited(self.backend.rank, lost, f"launch {launch}" if launch else "a kernel")
-        raise WaitTimeout.after(self.timeout, waits)
+            raise PeerLost.exited(backend.rank, lost, f"launch {launch}" if launch else "a kernel")
+        raise WaitTimeout.after(self.timeout, waits, backend.transport.first_calls())
 
     def close(self) -> None:
         """Stop the thread; idempotent."""

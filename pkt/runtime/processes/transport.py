@@ -37,6 +37,7 @@ from pkt.runtime.processes.frames import (
 )
 from pkt.runtime.processes.journal import SharedJournal
 from pkt.runtime.processes.parsing import MAX_DEPTH
+from pkt.wording import FIRST_CALL, call_text
 
 DEFAULT_TIMEOUT = 60.0
 LONGEST_TIMEOUT = 1e6  # eleven days
@@ -86,6 +87,14 @@ def named(error: BaseException | None) -> dict[int, str]:
     return {}
 
 
+def _said(frame: Frame) -> tuple[str, Any]:
+    """The name of a frame's call, and the value; "" if it has no such form."""
+    value = frame.value
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
+        return value[0], value[1]
+    return "", None
+
+
 class Transport:
     """One rank's connections to all others. Not thread-safe, except `lost`. journal: of this world, where there is one;
     ranks write to it that they close their world."""
@@ -99,6 +108,7 @@ class Transport:
         self.closed, self._in_call = False, False
         self._named: dict[int, str] = {}  # by this rank's own farewell
         self._words: dict[int, Any] = {}  # the farewells that have been read, by rank
+        self._early: dict[int, Frame] = {}  # frames that were read before this rank made their call, by rank
 
     # ------------------------------------------------------------------------------------------------------- collective
     def exchange(self, value: Any, what: str, among: Sequence[int] | None = None) -> list[Any]:
@@ -124,13 +134,13 @@ class Transport:
         meeting = {peer: self.connections[peer] for peer in order if peer != self.rank}
         deadline = time.monotonic() + self.timeout
         frames: dict[int, Frame] = {}
-        self._in_call = True
+        self._in_call, call = True, call_text(what, value)
         try:
             for peer, connection in meeting.items():
                 self.sequences[peer] += 1
                 mine = list(fds.get(peer, ()))
-                connection.queue(self._packed(peer, [what, value], len(mine), what), mine)
-            self._pump(meeting, deadline, frames, what)
+                connection.queue(self._packed(peer, [what, value], len(mine), call), mine)
+            self._pump(meeting, deadline, frames, call)
             self._in_call = False
         except BaseException as error:
             close_fds([fd for frame in frames.values() for fd in frame.fds])
@@ -141,7 +151,8 @@ class Transport:
         said = {self.rank: what} | {peer: frame.value[0] for peer, frame in frames.items()}
         if len(set(said.values())) > 1:
             close_fds([fd for frame in frames.values() for fd in frame.fds])
-            mismatch = CollectiveMismatch.calls(said)
+            calls = {self.rank: call} | {peer: call_text(*frame.value) for peer, frame in frames.items()}
+            mismatch = CollectiveMismatch.calls(calls)
             # No farewell to these ranks: each gets the same frames and finds the same difference.
             self._say(pack(_GIVES_UP, {"lost": {}, "why": str(mismatch)[:_WHY]}), 0.0, but=meeting)
             self.close()
@@ -223,11 +234,31 @@ class Transport:
             or accusers
         )
 
+    def first_calls(self) -> dict[int, str]:
+        """The ranks that wait for this one to compare the first call of an operator, and that call."""
+        for peer, connection in self.connections.items():
+            if peer not in self._early and peer not in self._words and not self.closed:
+                with contextlib.suppress(LostConnection, PktError):  # the next call with this rank finds that, too
+                    self._note(peer, connection.read())
+        texts = {peer: _said(frame) for peer, frame in self._early.items()}
+        return {peer: call_text(what, value) for peer, (what, value) in texts.items() if what.startswith(FIRST_CALL)}
+
+    def _note(self, peer: int, frame: Frame | None) -> None:
+        """Keep a frame that no call of this rank has asked for yet."""
+        if frame is not None and frame.sequence == _GIVES_UP:
+            close_fds(frame.fds)
+            self._words[peer] = frame.value
+        elif frame is not None:
+            self._early[peer] = frame
+
     def close(self) -> None:
         """Close all connections; idempotent. To the others this rank has left."""
         self.closed = True
         for connection in self.connections.values():
             connection.close()
+        for frame in self._early.values():
+            close_fds(frame.fds)
+        self._early.clear()
 
     # ---------------------------------------------------------------------------------------------------------- inside
     def _pump(self, meeting: Mapping[int, Connection], deadline: float, frames: dict[int, Frame], what: str) -> None:
@@ -247,6 +278,8 @@ class Transport:
 
         for connection in ends.values():
             interest(connection)
+        for connection in [connection for peer, connection in meeting.items() if peer in self._early]:
+            self._take(connection, frames, what)
         over = False
         while len(frames) < len(ends) or any(c.unsent for c in ends.values()):
             left = deadline - time.monotonic()
@@ -281,7 +314,7 @@ class Transport:
             raise TransportError.refused(self.rank, f"this rank's value for {what}", str(error), wanted) from None
 
     def _take(self, connection: Connection, frames: dict[int, Frame], what: str) -> None:
-        frame = connection.read()
+        frame = self._early.pop(connection.peer, None) or connection.read()
         if frame is None:
             return
         frames[connection.peer] = frame
@@ -293,7 +326,7 @@ class Transport:
         if frame.sequence != sequence:
             found, wanted = f"call number {frame.sequence}", f"call number {sequence}"
             raise TransportError.refused(self.rank, who, found, wanted)
-        if not isinstance(frame.value, list) or len(frame.value) != 2 or not isinstance(frame.value[0], str):
+        if not _said(frame)[0]:
             raise TransportError.refused(self.rank, who, f"{frame.value!r:.60}", "the name of a call and a value")
 
     def _farewell(self, connection: Connection, frames: dict[int, Frame], what: str) -> bool:

@@ -37,6 +37,7 @@ import torch
 from pkt.errors import DtypeError, HeapFull, PktError, ShapeError, Unsupported
 from pkt.model.cost import DTYPES, Estimate
 from pkt.model.gpu import Gpu
+from pkt.runtime.kept import Planned, by_types, planned, same
 from pkt.runtime.memory.tensor import described, facts
 from pkt.runtime.world import Workspace, World
 from pkt.wording import dtype_text
@@ -47,6 +48,10 @@ from .declaration import Call, Case, Check, Form, Launch, Operand, Shape, Tuning
 from .forecast import Described, Forecast, forecast, gpu_of, predicted
 from .gradients import Backward, Gradients, Recorded
 from .shared import checks
+
+# Looked up once: each look-up in torch would cost a call of an operator 20 ns.
+is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+increment_version = torch.autograd.graph.increment_version
 
 Advice = Callable[["Operator", Mapping[str, Any], World], Mapping[str, Any]]
 """Settings that were tuned for an operator and a case, `mode` among them; {} where there are none. Collective."""
@@ -175,11 +180,11 @@ class Operator:
         """Run the operator: planned once for tensors of the same facts, launched each time. values: of its keywords, in
         the order of the function's parameters; packing them by name would cost the host a microsecond. needs: of a call
         that is recorded already, the operands that require grad."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return traced.call(self, tensors, values, world, workspace)
         if type(world) is not World:
             world = world_of(self.name, world, *tensors, workspace)
-        if torch.is_grad_enabled() and gradients.required(tensors):
+        if is_grad_enabled() and gradients.required(tensors):
             if traced.has_traced(tensors):
                 return traced.call_of(self, tensors, values, world, workspace)
             return gradients.record(self, tensors, values, world, workspace, self.__call__)
@@ -191,6 +196,13 @@ class Operator:
         try:
             key = (self, values, needs, *facts(tensors, world, self.name, out))
             launch = plans.get(key)
+            if type(launch) is Planned:
+                launch, known = launch
+                for at, value in known:
+                    if values[at] is not value and not same(values[at], value):
+                        key = by_types(key, values)
+                        launch = plans.get(key)
+                        break
         except (TypeError, RuntimeError):  # a list among the settings, or a tensor with no address: nothing to look up
             key = launch = None
         if launch is None:
@@ -198,10 +210,10 @@ class Operator:
                 return traced.call_of(self, tensors, values, world, workspace)
             launch = self.plan(world, tensors, dict(zip(self.keywords, values)), needs)
             if key is not None:
-                plans[key] = launch
+                plans[key] = planned(launch, key, values)
         result = launch(*tensors)
         if out is not None:
-            torch.autograd.graph.increment_version(out)  # a backward pass that needs the old values raises
+            increment_version(out)  # a backward pass that needs the old values raises
         return result
 
     # --------------------------------------------------------------------------------- the first with tensors alike

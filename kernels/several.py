@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 import torch
 
 from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.runtime.kept import Planned, by_types, planned, same
 from pkt.runtime.memory.tensor import TRACED, SymmetricTensor, facts
 from pkt.runtime.world import Workspace, World
 
@@ -157,12 +158,17 @@ def _separate(
         each = facts((a, *bs, *(outs or ()), *(biases or ())), world, operator.name)
         key: Any = (operator, run_several, values, needs, len(bs), outs is None, biases is None, *each)
         launch = world.plans.get(key)
+        if type(launch) is Planned:
+            launch, known = launch
+            if not all(same(values[at], value) for at, value in known):
+                key = by_types(key, values)
+                launch = world.plans.get(key)
     except (TypeError, RuntimeError):  # as in Operator.__call__
         key = launch = None
     if launch is None:
         launch = _plan(operator, world, tensors, dict(zip(operator.keywords, values)), needs)
         if key is not None:
-            world.plans[key] = launch
+            world.plans[key] = planned(launch, key, values)
     results = launch(a, bs, outs, biases)
     for out in outs or ():
         torch.autograd.graph.increment_version(out)

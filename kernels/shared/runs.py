@@ -81,7 +81,7 @@ def axis(operand: str) -> Check:
     def check(call: Call, name: str, dim: Any) -> int:
         shape = call[operand].shape
         ndim = max(len(shape), 1)
-        if not isinstance(dim, int) or not -ndim <= dim < ndim:
+        if not isinstance(dim, int) or isinstance(dim, bool) or not -ndim <= dim < ndim:
             raise call.refuse(name, dim, f"an axis from {-ndim} to {ndim - 1} of {tuple(shape)}")
         return dim % ndim
 

@@ -15,12 +15,45 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pkt.errors import SignalIndexError
 from pkt.runtime.memory.heap import Allocation, SymmetricHeap
 
 T = TypeVar("T")
+
+
+class Planned(NamedTuple):
+    """What launches calls with some values, and those of the values that equal others of another type, each with its
+    place: True equals 1 and 1.0, and a plan for one is none for the others."""
+
+    launch: Callable[..., Any]
+    known: list[tuple[int, Any]]
+
+
+def planned(launch: Callable[..., Any], key: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
+    """What to keep under `key`, which has `values` in it: the launch itself where no other values equal these, or where
+    another plan has the key already and `by_types` made this one."""
+    known = [(at, value) for at, value in enumerate(values) if value is not None and type(value) is not str]
+    return Planned(launch, known) if known and type(key[-1]) is not Types else launch
+
+
+class Types(tuple[Any, ...]):
+    """The types of a call's values, at the end of a key."""
+
+
+def by_types(key: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key of a call whose plain `key` belongs to values of other types."""
+    return *key, Types(_types(values))
+
+
+def _types(values: tuple[Any, ...]) -> Iterator[Any]:
+    return (tuple(_types(value)) if type(value) is tuple else type(value) for value in values)
+
+
+def same(value: Any, known: Any) -> bool:
+    """Whether two values, which are equal, have one type, and so have the parts of tuples."""
+    return type(value) is type(known) and (type(value) is not tuple or all(map(same, value, known)))
 
 
 class Scope:

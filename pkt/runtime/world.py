@@ -366,7 +366,7 @@ os.register_at_fork(after_in_child=_forked)
 def check_rank(rank: Any, world: World | Backend, call: str) -> int:
     """`rank` as an int. Raises RankError if it is none from 0 to world.size - 1."""
     try:
-        index = operator.index(rank)
+        index = -1 if isinstance(rank, bool) else operator.index(rank)
     except TypeError:
         index = -1
     if not 0 <= index < world.size:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pkt
-from pkt.errors import Closed, ShapeError, UseAfterFree
+from pkt.errors import Closed, DtypeError, RankError, ShapeError, UseAfterFree
 from pkt.kernels.declaration import Call, Case, Form, Launch, Operand
 from pkt.kernels.operator import Operator, operators
 from pkt.kernels.shared import flagged
@@ -82,6 +82,42 @@ def test_tensors_that_differ_have_plans_of_their_own(what: str) -> None:
         return len(world.keep("calls", list))
 
     assert on_one_rank(main) == 2
+
+
+def test_values_that_are_equal_but_of_another_type_have_plans_of_their_own() -> None:
+    """True equals 1 and 1.0: a plan for one would let the others past the checks."""
+
+    def main(world: Any) -> Any:
+        x = torch.ones(1, 2)
+        for factor in (1, True, 1.0, 1, True, 1.0):
+            scaled(x, factor=factor, world=world)
+        return [(type(factor), factor) for _, factor in world.keep("calls", list)]
+
+    assert on_one_rank(main) == [(int, 1), (bool, True), (float, 1.0)]
+
+
+def test_true_is_no_number_after_a_call_with_1() -> None:
+    """Nor is 512.0 an integer, alone and in a tuple, of one weight and of several."""
+    x, w = torch.ones(32, 32), torch.ones(32, 32)
+    q = torch.ones(1, 16, 1, 16)
+    wrong: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (lambda **keywords: pkt.all_gather(x, **keywords), {"dim": 1}, {"dim": True}),
+        (lambda **keywords: pkt.all_gather(x, **keywords), {"dim": 0}, {"dim": 0.0}),
+        (lambda **keywords: pkt.broadcast(x, **keywords), {"root": 0}, {"root": False}),
+        (lambda **keywords: pkt.ring_attention(q, q, q, **keywords), {"tiles": (16, 16)}, {"tiles": (16, 16.0)}),
+        (lambda **keywords: pkt.ring_attention(q, q, q, **keywords), {"causal": True}, {"causal": 1}),
+        (lambda **keywords: pkt.all_gather_matmul(x, w, **keywords), {"num_comm_sms": 1}, {"num_comm_sms": True}),
+        (lambda **keywords: pkt.all_gather_matmul(x, [w, w.clone()], **keywords), {"num_comm_sms": 1}, {"num_comm_sms": True}),
+    ]  # fmt: skip
+
+    def main(world: Any) -> None:
+        for call, right, other in wrong:
+            for _ in range(2):
+                call(**right)
+                with pytest.raises((DtypeError, ShapeError, RankError)):
+                    call(**other)
+
+    on_one_rank(main)
 
 
 def test_symmetric_tensors_at_other_addresses_have_plans_of_their_own() -> None:

@@ -613,7 +613,8 @@ class Machine:
         """The error if some ranks make the first call of an operator, and wait to compare it, while others wait in a
         launch that those have not made: a call which they made before, and so do not compare."""
         for (among, _), meeting in self.meetings.items():
-            first = {r: call_text(what, value) for r, (value, what) in meeting.values.items() if what.startswith(FIRST_CALL)}
+            values = meeting.values.items()
+            first = {r: call_text(what, value) for r, (value, what) in values if what.startswith(FIRST_CALL)}
             ahead = {w.rank: w for w in waits if w.rank in among and w.rank not in meeting.values}
             most = max((self.hosts[rank].launches for rank in first), default=0)
             if not first or not ahead or any((w.launch or 0) <= most for w in ahead.values()):
@@ -624,7 +625,8 @@ class Machine:
                 launch = self.hosts[rank].launch
                 call, line = launch.call if launch is not None else ("host code", None)
                 at = f" at {line}" if line is not None else ""
-                said[rank] = f"{call}{at}, a call that it made before, and waits in launch {wait.launch} of {wait.kernel}"
+                where = f"launch {wait.launch} of {wait.kernel}"
+                said[rank] = f"{call}{at}, a call that it made before, and waits in {where}"
             return CollectiveMismatch.calls(said)
         return None
 

@@ -107,7 +107,7 @@ def test_true_is_no_number_after_a_call_with_1() -> None:
         (lambda **keywords: pkt.ring_attention(q, q, q, **keywords), {"tiles": (16, 16)}, {"tiles": (16, 16.0)}),
         (lambda **keywords: pkt.ring_attention(q, q, q, **keywords), {"causal": True}, {"causal": 1}),
         (lambda **keywords: pkt.all_gather_matmul(x, w, **keywords), {"num_comm_sms": 1}, {"num_comm_sms": True}),
-        (lambda **keywords: pkt.all_gather_matmul(x, [w, w.clone()], **keywords), {"num_comm_sms": 1}, {"num_comm_sms": True}),
+        (lambda **of: pkt.all_gather_matmul(x, [w, 2 * w], **of), {"num_comm_sms": 1}, {"num_comm_sms": True}),
     ]  # fmt: skip
 
     def main(world: Any) -> None:

@@ -38,7 +38,9 @@ from tests.mutation.mutants import MUTANTS, QUICK, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILED = 1  # pytest's exit status for failing tests; others mean that no test was run
-NEEDED = ("pytest", "hypothesis", "torch", "triton", "numpy", "greenlet", "cloudpickle", "rich", "typer", "platformdirs")
+NEEDED = (
+    "pytest", "hypothesis", "torch", "triton", "numpy", "greenlet", "cloudpickle", "rich", "typer", "platformdirs",
+)  # fmt: skip
 """Modules without which most tests fail, whatever the mistake."""
 RESULTS = frozenset((".git", ".venv", ".newest", "build", "dist", "out"))
 """Folders of the tree that are not copied where git does not answer."""
@@ -172,7 +174,7 @@ class Run:
 
 
 def part(text: str) -> tuple[int, int]:
-    """"2/3" as 2 and 3."""
+    """ "2/3" as 2 and 3."""
     one, _, of = text.partition("/")
     if not (one.isdigit() and of.isdigit() and 1 <= int(one) <= int(of)):
         raise argparse.ArgumentTypeError(f"found {text!r}, wanted K/N with K from 1 to N, as in 1/2")
@@ -189,7 +191,7 @@ def parsed() -> tuple[argparse.Namespace, list[Mutant]]:
     parser.add_argument("--sample", type=int, help="only so many of those whose tests are quick")
     parser.add_argument("--seed", default="", help="any text: another one chooses another sample")
     parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N", help="only every Nth of them, from the Kth")
-    parser.add_argument("--clean", action="store_true", help="first run each mistake's tests without it: they must pass")
+    parser.add_argument("--clean", action="store_true", help="first run each mistake's tests without it")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mistake after so many seconds")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a line for each mistake to this file, too")
     given = parser.parse_args()

@@ -22,8 +22,8 @@ def test(tree: str, tests: tuple[str, ...], output: str) -> None:
         os.dup2(file.fileno(), 2)
     os.chdir(tree)
     # No compiled files: two versions of a file within a second look alike to Python.
-    kept = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]
-    paths = os.pathsep.join([tree, *kept])
+    kept = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = os.pathsep.join([tree, *(path for path in kept if Path(path).resolve() != ROOT)])
     os.environ |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "PKT_SCHEDULES": "100"}
     sys.dont_write_bytecode = True
     sys.path[:] = [tree, *(path for path in sys.path if Path(path).resolve() != ROOT)]

@@ -115,7 +115,8 @@ def test_ranks_in_different_calls_are_named(four):
 
 def test_a_first_call_of_an_operator_is_named_by_its_arguments(four):
     def main(rank):
-        return four[rank].exchange(None, "barrier()") if rank == 2 else four[rank].exchange("gather(x=(8,))", FIRST_CALL)
+        value, what = (None, "barrier()") if rank == 2 else ("gather(x=(8,))", FIRST_CALL)
+        return four[rank].exchange(value, what)
 
     for error in threads(4, main):
         assert isinstance(error, CollectiveMismatch)

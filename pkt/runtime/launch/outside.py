@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from pkt.errors import Unsupported
+
+_made: list[Callable[[], Any]] = []  # what `name_the_remedy` put in place
 
 
 def name_the_remedy() -> None:
@@ -13,7 +16,7 @@ def name_the_remedy() -> None:
     outside a world, so Triton itself has to. Its own error is a RuntimeError, and Unsupported is one, too."""
     module: Any = sys.modules.get("triton.runtime.driver")
     create = getattr(module, "_create_driver", None)  # private to Triton: another release may not have it
-    if create is None or getattr(create, "of_pkt", False):
+    if create is None or create in _made:
         return
 
     def create_driver() -> Any:
@@ -24,5 +27,5 @@ def name_the_remedy() -> None:
                 raise
             raise Unsupported.no_gpu("Triton", "found no GPU, and no world around this launch of a kernel") from error
 
-    create_driver.of_pkt = True  # type: ignore[attr-defined]
+    _made.append(create_driver)
     module._create_driver = create_driver

@@ -13,6 +13,7 @@ Triton's check that the kernel's globals still have their values is left out.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,8 @@ KNOWN = triton.__version__.startswith("3.6.")
 MOST_ENCODED = 16
 """Addresses for which the encoding of a descriptor is kept."""
 
-LASTING = "pkt_lasting"
-"""The attribute of a descriptor that `lasts`."""
+_lasting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The descriptors that `lasts` was told of, by id: they are compared by their contents, so no set can hold them."""
 
 _run = JITFunction.run
 
@@ -80,7 +81,7 @@ def repeated(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any,
 def lasts(descriptor: Any) -> Any:
     """`descriptor`, whose tensor and its address stay the same as long as it is launched with: of a buffer of pkt's.
     A kernel that pushes has eight of them, and looking their addresses up takes a third of the time of `repeat`."""
-    setattr(descriptor, LASTING, True)
+    _lasting[id(descriptor)] = descriptor
     return descriptor
 
 
@@ -133,7 +134,7 @@ def _arguments(
                 sizes += [value.padding == "nan", *sizes]
         else:
             take = _pointers(value)
-        if take is None or getattr(value, LASTING, False):
+        if take is None or _lasting.get(id(value)) is value:
             fixed.append((at, value))
         else:
             moving.append((at, len(passed), take))

@@ -61,7 +61,7 @@ class SymmetricTensor(torch.Tensor):
     def _base(self) -> torch.Tensor | None:  # type: ignore[override]
         """As of any view, and plain: a symmetric one would be a view itself, and have a base in turn for ever."""
         with torch._C.DisableTorchFunctionSubclass():
-            return torch.Tensor._base.__get__(self)  # type: ignore[union-attr]
+            return super()._base
 
     @property
     def world(self) -> World:

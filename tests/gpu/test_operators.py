@@ -19,9 +19,10 @@ GPU_SIZES = ((256, 128, 64, 192), (64, 512, 256, 40), (144, 136, 264, 8))  # of 
 
 
 def gpu_cases(name: str, mode: str) -> list[Case]:
-    """The operator's own cases without the simulator's settings, and larger ones if its shapes have letters."""
+    """The operator's own cases without the simulator's settings, and larger ones if its shapes have letters of any
+    size."""
     operator = OPERATORS[name]
-    cases, letters = list(inputs.cases_of(operator, mode)), inputs.letters_of(operator)
+    cases, letters = list(inputs.cases_of(operator, mode)), [] if operator.most else inputs.letters_of(operator)
     larger = [Case(sizes=dict(zip(letters, sizes * len(letters)))) for sizes in GPU_SIZES if letters]
     return cases + larger
 

@@ -19,12 +19,15 @@ GPU_SIZES = ((256, 128, 64, 192), (64, 512, 256, 40), (144, 136, 264, 8))  # of 
 
 
 def gpu_cases(name: str, mode: str) -> list[Case]:
-    """The operator's own cases without the simulator's settings, and larger ones if its shapes have letters of any
-    size."""
+    """The operator's own cases without the simulator's settings, and larger ones: those it names itself, or GPU_SIZES
+    if its shapes have letters of any size."""
     operator = OPERATORS[name]
-    cases, letters = list(inputs.cases_of(operator, mode)), [] if operator.most else inputs.letters_of(operator)
-    larger = [Case(sizes=dict(zip(letters, sizes * len(letters)))) for sizes in GPU_SIZES if letters]
-    return cases + larger
+    cases, own = list(inputs.cases_of(operator, mode)), [case for case in operator.cases if case.large]
+    if own:
+        fit = [case for case in own if mode == case.arguments.get("mode", mode)]
+        return cases + [Case(sizes=case.large, arguments={**case.arguments, "mode": mode}) for case in fit]
+    letters = [] if operator.most else inputs.letters_of(operator)
+    return cases + [Case(sizes=dict(zip(letters, sizes * len(letters)))) for sizes in GPU_SIZES if letters]
 
 
 class Calls:

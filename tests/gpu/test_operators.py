@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +130,12 @@ PROGRAMS = {form.replace(" ", "-"): program(*form.split()) for form in FORMS} | 
     "all_gather_matmul-gluon-copied": program("all_gather_matmul", "gluon", num_comm_sms=0),
     "matmul_reduce_scatter-gluon-copied": program("matmul_reduce_scatter", "gluon", copies=2),
 }
-BATCH = Batch(PROGRAMS)
+TRAINED = {
+    name: functools.partial(checks.all_right_gradients, operator=operator)
+    for name, operator in OPERATORS.items()
+    if operator.backward is not None
+}
+BATCH, BATCH_OF_GRADIENTS = Batch(PROGRAMS), Batch(TRAINED)
 RANKS = sorted({ranks for ranks, _ in EXPLORED.values()})
 BATCHES = {r: Batch({name: fn for name, (ranks, fn) in EXPLORED.items() if ranks == r}) for r in RANKS}
 
@@ -138,6 +144,13 @@ BATCHES = {r: Batch({name: fn for name, (ranks, fn) in EXPLORED.items() if ranks
 @pytest.mark.parametrize("form", PROGRAMS)
 def test_form(form: str, ranks: int) -> None:
     BATCH.check(form, ranks)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients(name: str, ranks: int) -> None:
+    """In fp32, against the reference in fp64."""
+    BATCH_OF_GRADIENTS.check(name, ranks)
 
 
 @pytest.mark.parametrize(

@@ -564,3 +564,17 @@ class Unsupported(PktError, RuntimeError):
     def simulated(cls, what: str, place: str, remedy: str) -> Unsupported:
         """`place`: the line of the kernel that makes the call."""
         return cls.of(f"{what} at {place}: the simulator does not have it: {remedy}")
+
+
+def ranks_named(error: BaseException | None) -> dict[int, str]:
+    """The ranks that `error` names as lost or late, and what is known of them: the error itself, or the first one that
+    it came from or came on top of. {} if it names none."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, PeerLost) and error.lost:
+            return dict(error.lost)
+        if isinstance(error, WaitTimeout) and error.missing:
+            return dict.fromkeys(error.missing, "did not come in time")
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return {}

@@ -27,7 +27,7 @@ ARROWS = {
     # ------------------------------------------------------------------------------------------ host side, lowest first
     "pkt.runtime": ([], []),
     "pkt.runtime.backend": (["pkt.runtime.processes"], ["torch"]),
-    "pkt.runtime.processes": (["pkt.errors"], ["torch", "numpy"]),
+    "pkt.runtime.processes": (["pkt.errors", "pkt.wording"], ["torch", "numpy"]),
     "pkt.runtime.memory": (["pkt.errors", "pkt.wording", "pkt.language.world", "pkt.runtime.backend"], ["torch"]),
     "pkt.runtime.kept": (["pkt.errors", "pkt.runtime.memory.heap"], []),
     "pkt.runtime.team": (["pkt.errors", "pkt.language.world", "pkt.runtime.backend"], ["torch"]),
@@ -99,7 +99,7 @@ ARROWS = {
     ),
     # Operators and the tuner meet in pkt.model and in the registry, pkt.kernels.operator; pkt/__init__ joins them.
     "pkt.model": (["pkt.errors", "pkt.wording"], ["torch", "triton", "numpy", "platformdirs"]),
-    "pkt.kernels.agreement": (["pkt.errors", "pkt.runtime"], ["torch"]),
+    "pkt.kernels.agreement": (["pkt.errors", "pkt.wording", "pkt.runtime"], ["torch"]),
     "pkt.kernels.declaration": (["pkt.errors", "pkt.runtime", "pkt.model"], ["torch"]),
     "pkt.kernels.forecast": (["pkt.errors", "pkt.runtime", "pkt.model", "pkt.kernels.declaration"], ["torch"]),
     "pkt.kernels.staging": (["pkt.errors", "pkt.runtime", "pkt.kernels.declaration"], ["torch"]),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pkt.errors import RankError, Unsupported, WaitTimeout
+from pkt.errors import RankError, Unsupported, WaitTimeout, ranks_named
 from pkt.runtime.gpu.cuda import STRIDE, CudaBackend
 from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.sharing import device_of
@@ -32,7 +32,7 @@ from pkt.runtime.memory.heap import heap_bytes
 from pkt.runtime.processes import network, rendezvous
 from pkt.runtime.processes.network import Board, Network, this_host
 from pkt.runtime.processes.rendezvous import Meeting
-from pkt.runtime.processes.transport import Transport, named
+from pkt.runtime.processes.transport import Transport
 from pkt.runtime.world import World
 
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -177,7 +177,7 @@ def open_world(
         world.barrier()
         return world
     except BaseException as error:
-        if lost := named(error):  # other errors here are those of all ranks
+        if lost := ranks_named(error):  # other errors here are those of all ranks
             backend.abandon(f"{type(error).__name__}: {error}", lost)
         backend.close()
         raise

@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 import torch
 import triton.language as tl
 
-from pkt.errors import Closed, DtypeError, RankError, Unsupported
+from pkt.errors import Closed, DtypeError, RankError, Unsupported, ranks_named
 from pkt.language.world import DeviceWorld, code_hash
 from pkt.runtime.backend import Backend
 from pkt.runtime.kept import Scope, entered, scratch
 from pkt.runtime.launch.streams import OneInFlight
 from pkt.runtime.memory.heap import SymmetricHeap, heap_bytes
 from pkt.runtime.processes import wire
-from pkt.runtime.processes.transport import named
 from pkt.runtime.team import TeamBackend, check_agreed, check_translated, checked_ranks
 from pkt.wording import dtype_text, html_text, size_text, table
 
@@ -328,7 +327,7 @@ class World:
         if error is None:
             self.close()
         elif not self._closed:
-            self._backend.abandon(f"{type(error).__name__}: {error}", named(error))
+            self._backend.abandon(f"{type(error).__name__}: {error}", ranks_named(error))
             self._discard()  # without the check of guard words: the error that is raised says more
 
     def _discard(self) -> None:

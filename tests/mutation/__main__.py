@@ -141,6 +141,7 @@ class Run:
         self.last = time.monotonic() + seconds
         self.ends = Counter[str]()
         self._sound: dict[tuple[str, ...], tuple[str, str]] = {}
+        self._running: dict[tuple[str, ...], threading.Lock] = {}
         self._lock = threading.Lock()
 
     def work(self, tree: Path) -> None:
@@ -165,8 +166,11 @@ class Run:
 
     def _judged(self, tree: Path, mutant: Mutant) -> tuple[str, str]:
         if self.clean:
-            if mutant.tests not in self._sound:  # two trees may ask at once: that costs time only
-                self._sound[mutant.tests] = tested(tree, mutant.tests, mutant.seconds)
+            with self._lock:
+                running = self._running.setdefault(mutant.tests, threading.Lock())
+            with running:  # in one tree, for all that wait for it
+                if mutant.tests not in self._sound:
+                    self._sound[mutant.tests] = tested(tree, mutant.tests, mutant.seconds)
             end, said = self._sound[mutant.tests]
             if end != "passed":
                 return "unsound", said

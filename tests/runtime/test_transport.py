@@ -9,12 +9,20 @@ import time
 
 import pytest
 
-from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
+from pkt.errors import (
+    CollectiveMismatch,
+    PeerLost,
+    PktError,
+    ShapeError,
+    TransportError,
+    WaitTimeout,
+    ranks_named,
+)
 from pkt.runtime.bootstrap import open_world
 from pkt.runtime.processes import rendezvous
 from pkt.runtime.processes.frames import Connection, pack
 from pkt.runtime.processes.rendezvous import Meeting, connect, prepare
-from pkt.runtime.processes.transport import Transport, named, process_state, timeout_seconds
+from pkt.runtime.processes.transport import Transport, process_state, timeout_seconds
 from pkt.wording import FIRST_CALL
 
 from . import forked
@@ -508,7 +516,7 @@ def test_an_error_on_top_of_a_loss_names_it_too():
     above = RuntimeError("on top")
     above.__context__ = KeyboardInterrupt()
     above.__context__.__cause__ = lost
-    assert named(lost) == named(above) == {3: "(pid 7) exited"}
-    assert named(late).keys() == {2, 3}
+    assert ranks_named(lost) == ranks_named(above) == {3: "(pid 7) exited"}
+    assert ranks_named(late).keys() == {2, 3}
     above.__context__.__cause__ = above
-    assert named(above) == named(None) == {}
+    assert ranks_named(above) == ranks_named(None) == {}

@@ -27,10 +27,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pkt.errors import PeerLost, PktError, TransportError, WaitTimeout
+from pkt.errors import PeerLost, PktError, TransportError, WaitTimeout, ranks_named
 from pkt.runtime.processes.callers import BACKLOG, CROWD, NONCE, Callers, Refused, Stranger
 from pkt.runtime.processes.frames import MAGIC, Connection
-from pkt.runtime.processes.transport import Transport, named
+from pkt.runtime.processes.transport import Transport
 
 _PROOF = 32  # bytes
 _HELLO = struct.Struct(f"!4sI{NONCE}s{_PROOF}s")  # magic, rank, nonce, proof
@@ -240,7 +240,7 @@ def connect(meeting: MeetingPlace, rank: int, size: int, timeout: float) -> dict
         if isinstance(error, WaitTimeout):
             text = f"{', '.join(f'rank {r}' for r in error.missing)} did not come within {timeout:g} s"
         else:
-            lost = named(error)
+            lost = ranks_named(error)
         why = text
         raise
     except OSError as error:

@@ -25,7 +25,15 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from pkt.errors import CollectiveMismatch, PeerLost, PktError, ShapeError, TransportError, WaitTimeout
+from pkt.errors import (
+    CollectiveMismatch,
+    PeerLost,
+    PktError,
+    ShapeError,
+    TransportError,
+    WaitTimeout,
+    ranks_named,
+)
 from pkt.runtime.processes.frames import (
     GOODBYE,
     MAX_TEXT,
@@ -44,7 +52,6 @@ LONGEST_TIMEOUT = 1e6  # eleven days
 _GIVES_UP = 0  # sequence number of a farewell; calls count from 1
 _WHY = 2000  # letters of a farewell's reason
 _CLOSED = "closed its world"  # of a rank that lives
-_LATE = "did not come in time"
 
 
 def timeout_seconds(timeout: float | None = None) -> float:
@@ -71,20 +78,6 @@ def process_state(pid: int) -> str:
     except OSError:
         return ""
     return {"T": "stopped", "t": "stopped", "Z": "exited", "X": "exited"}.get(state, "")
-
-
-def named(error: BaseException | None) -> dict[int, str]:
-    """The ranks that `error` names as lost or late, and what is known of them: the error itself, or the first one that
-    it came from or came on top of. {} if it names none."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, PeerLost) and error.lost:
-            return dict(error.lost)
-        if isinstance(error, WaitTimeout) and error.missing:
-            return dict.fromkeys(error.missing, _LATE)
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return {}
 
 
 def _said(frame: Frame) -> tuple[str, Any]:
@@ -392,7 +385,7 @@ class Transport:
 
     def _fail(self, error: PktError) -> PktError:
         """Send a farewell, close, and return the error to be raised."""
-        self.give_up(str(error), named(error))
+        self.give_up(str(error), ranks_named(error))
         return error
 
     def give_up(self, why: str, lost: Mapping[int, str] | None = None) -> None:

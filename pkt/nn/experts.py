@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 from pkt.errors import ShapeError, Unsupported
-from pkt.kernels.moe import moe
 from pkt.runtime.world import World
 
 from . import rows
@@ -21,6 +20,13 @@ from .sharded import Part, Sharded
 QWEN = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = ("w1", "w3", "w2")
 TOGETHER = ("gate_up_proj", "down_proj")
+
+
+def moe(*operands: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """`pkt.moe`, which loads torch's compiler."""
+    from pkt.kernels.moe import moe
+
+    return moe(*operands, **keywords)
 
 
 class Experts(Sharded):

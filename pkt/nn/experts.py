@@ -158,7 +158,7 @@ class Experts(Sharded):
 
     def _apart(self, both: Sequence[torch.Tensor], first: int) -> dict[str, torch.Tensor]:
         """The tensors of single experts, by key. both: gate_up and down of the experts from `first` on."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for at, (gate_up, down) in enumerate(zip(*both)):
             found |= zip(self._keys(first + at), (*gate_up.split(self.hidden), down))
         return found

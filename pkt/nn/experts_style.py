@@ -48,7 +48,8 @@ class PlannedMoE(Planned, MoE):
     """ExpertParallel on a block."""
 
     def forward(self, x: torch.Tensor, needed: torch.Tensor | None = None) -> Any:
-        found = super().forward(*self.mine(x), needed)
+        (mine,) = self.mine(x)
+        found = super().forward(mine, needed)
         return (self.given(found[0]), found[1]) if self.router_logits else self.given(found)
 
 
@@ -58,7 +59,8 @@ class PlannedExperts(Planned, Experts):
     def forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, needed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.given(super().forward(*self.mine(x, topk_idx, topk_weights), needed))
+        x, topk_idx, topk_weights = self.mine(x, topk_idx, topk_weights)
+        return self.given(super().forward(x, topk_idx, topk_weights, needed))
 
 
 def change(style: ExpertParallel, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
@@ -88,10 +90,10 @@ def _experts(style: ExpertParallel, module: nn.Module, place: Place, split: bool
 
 
 def _block(style: ExpertParallel, block: Any, place: Place, split: bool) -> Callable[[], nn.Module]:
-    children = dict(block.named_children())
+    children: dict[str, Any] = dict(block.named_children())
     known = {"gate", "experts", "shared_expert", "shared_expert_gate"}
     others = [name for name, child in children.items() if name not in known and any(True for _ in child.parameters())]
-    gate, experts = children.get("gate"), children.get("experts")
+    gate, experts = cast(Any, children.get("gate")), children.get("experts")
     if not isinstance(experts, nn.ModuleList) or not len(experts) or block._parameters or others:
         found = f"{type(block).__name__} with {', '.join(sorted({*children, *block._parameters})) or 'nothing'} in it"
         raise place.refused(found, REMEDY)

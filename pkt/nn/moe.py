@@ -52,7 +52,7 @@ class MoE(nn.Module):
         world = current_world("pkt.nn.MoE") if world is None else world
         given: Any = {"sequence_parallel": sequence_parallel, "world": world, "device": device, "dtype": dtype}
         gate = nn.Linear(features, experts, False, device, dtype)
-        room = {"max_tokens": max_tokens, "tokens_per_rank": tokens_per_rank}
+        room: Any = {"max_tokens": max_tokens, "tokens_per_rank": tokens_per_rank}
         made = Experts(features, hidden, experts, names=names, **room, **given)
         one = None if shared is None else SwiGLUMLP(features, shared, **given)
         its_gate = nn.Linear(features, 1, False, device, dtype) if shared is not None and shared_gate else None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pkt
+from pkt.kernels import gradients
 from pkt.kernels.all_gather_matmul import plain
 
 from .helpers import on_ranks
@@ -34,6 +35,15 @@ def exact(world: Any, tensors: list[torch.Tensor], shard: str) -> list[torch.Ten
 def test_gradients(shard: str, ranks: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "all_gather", None)  # the backward pass gathers nothing
 
+    grads: dict[int, list[bool]] = {}
+
+    class Seen(gradients.Recorded):
+        def __init__(self, call: Any, *more: Any) -> None:
+            super().__init__(call, *more)
+            grads[call.world.rank] = [grad is not None for grad in self.grads]
+
+    monkeypatch.setattr(gradients, "Recorded", Seen)
+
     def run(world: Any) -> None:
         tensors, others = (operands(world, shard, k, seed) for seed in range(2))
         kept: list[int] = []
@@ -43,6 +53,7 @@ def test_gradients(shard: str, ranks: int, k: int, monkeypatch: pytest.MonkeyPat
         assert sorted(kept) == sorted([tensors[1].nbytes, world.size * tensors[0].nbytes])
         pkt.all_gather_matmul(*others[:2], shard=shard, keep="whole")  # which fills the same inbox
         y.square().sum().backward()
+        assert grads[world.rank] == [True, False]  # no zeros are made of A's size
         found = [y.detach(), *(t.grad for t in tensors)]
         for one, wanted in zip(found, exact(world, tensors, shard), strict=True):
             assert torch.equal(one.double(), wanted)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,7 +348,7 @@ def reach(x, counter, world, HOW: tl.constexpr):
         elif HOW == "set":
             pl.signal(counter, 2, world, 5, "set")
         elif HOW == "flagged":
-            pl.put_flagged(x, (tl.full((1,), 1, tl.int32),) * 3, 1, 2, world)
+            pl.put_flagged(x, (1, 2, 3), 1, 2, world)
         else:
             desc = tl.make_tensor_descriptor(pl.peer(x, 2, world), [4, 4], [4, 1], [4, 4])
             if HOW == "TMA load":
@@ -369,6 +371,7 @@ FAR = {
     "put": ("store", "nbytes="),
     "atomic": ("atomic", "pl.signal adds"),
     "acquire": ("atomic", "pl.signal adds"),
+    "flagged": ("put_flagged", "pl.put(dst="),
     "set": ("far signal with op='set'", 'op="add"'),
     "TMA load": ("TMA load", "within a node"),
     "TMA store": ("TMA store", "within a node"),
@@ -448,6 +451,22 @@ def test_an_empty_put_sends_its_signal() -> None:
         pl.wait(counter, 1, world)
 
     check(lambda world: empty[(1,)](pkt.zeros(4), pkt.signals(1), world.device), seeds=range(3))
+
+
+# -- the example -----------------------------------------------------------------------------------------------------
+
+
+EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "all_gather_nodes.py"))["main"]
+
+
+@pytest.mark.parametrize(("ranks", "node_size", "seeds"), [(4, 2, 6), (8, 4, 2), (3, 1, 2), (2, 2, 1)])
+def test_all_gather_over_nodes(ranks: int, node_size: int, seeds: int) -> None:
+    assert failures(EXAMPLE, ranks, range(seeds), args=(7, 2, 2), node_size=node_size) == {}
+
+
+def test_mutants_of_all_gather_over_nodes() -> None:
+    report = pkt.simulate(EXAMPLE, 4, 1, (4, 2, 1), node_size=2, mutants=True, heap=HEAP, processes=1).check()
+    assert len(report.mutants) == 11
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------

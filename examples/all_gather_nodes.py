@@ -21,6 +21,7 @@ import triton.language as tl
 import pkt
 import pkt.language as pl
 
+
 @triton.jit
 def all_gather_kernel(
     x_ptr,  # (n,) this rank's

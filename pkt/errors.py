@@ -144,8 +144,8 @@ class OvertakenPut(DataRace):
     def between(cls, first: Access, second: Access, pair: Hashable) -> OvertakenPut:
         text = (
             f"overtaken put: {second.text()}\n  may come before the data arrives: {first.text()}\n"
-            "  send the signal with the data (pl.put_signal), or call pl.fence(world=world) before the next call to the "
-            "same rank, pl.quiet(world) before one to another rank"
+            "  send the signal with the data (pl.put_signal), or call pl.fence(world=world) before the next call to "
+            "the same rank, pl.quiet(world) before any other"
         )
         return cls.of(text, first=first, second=second, pair=pair)
 
@@ -155,7 +155,8 @@ class FarAccess(PktError):
 
     @classmethod
     def device(cls, access: Access, owner: int, node_size: int, remedy: str) -> FarAccess:
-        return cls.of(f"far access: {access.text()}: {cls._found(access.rank, owner, node_size)}: {remedy}", access=access)
+        found = cls._found(access.rank, owner, node_size)
+        return cls.of(f"far access: {access.text()}: {found}: {remedy}", access=access)
 
     @classmethod
     def host(cls, rank: int, call: str, owner: int, node_size: int) -> FarAccess:

@@ -170,9 +170,7 @@ class World:
             return self
         if self._rail is None:
             mine = self.local_rank
-            self._rail = self.team(
-                [r for r, place in enumerate(self._places) if self._places[:r].count(place) == mine]
-            )
+            self._rail = self.team([r for r, place in enumerate(self._places) if self._places[:r].count(place) == mine])
         assert self._rail is not None
         return self._rail
 

@@ -18,7 +18,6 @@ from pkt.simulate.memory import Access, Region
 from pkt.simulate.races import FULL, Last, Shadow, Touched, touched_by
 from pkt.simulate.sites import site
 
-
 FAR_READ, FAR_PUT = "far put's read", "far put"  # the kinds of access of a put to another node
 FOUND: dict[str, type[errors.DataRace]] = {FAR_READ: errors.MissingQuiet, FAR_PUT: errors.OvertakenPut}
 """The race with an access of such a kind that came first."""

@@ -153,7 +153,8 @@ class Far(Atomics):
         moved = (to - task.rank) * space.stride
         source = self._box(scalar(src), (nbytes,), (1,), 1, "far put")
         target = self._box(scalar(dst) + moved, (nbytes,), (1,), 1, "far put")
-        assert source is not None and target is not None
+        assert source is not None
+        assert target is not None
         return source, target
 
     def _call(self, to: int, clock: Any, at: Site) -> FarCall:
@@ -234,9 +235,9 @@ class Far(Atomics):
         access.region.signalled[address] = at
         event = self._signal(at, access)
         self.detector.write(access, "atomic", is_async=False, at=at)
-        signal = functools.partial(self._arrives, task, at, parts, scalar(value), 2 if event == m.faults.duplicate else 1)
-        if event == m.faults.drop:
-            signal = None
+        copies = 2 if event == m.faults.duplicate else 1
+        arrives = functools.partial(self._arrives, task, at, parts, scalar(value), copies)
+        signal = None if event == m.faults.drop else arrives
         self._put(to, data, clock, at, signal, delayed=event == m.faults.delay)
         self.detector.passed(releases)
 

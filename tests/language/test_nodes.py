@@ -43,9 +43,10 @@ def today(x, y, flag, n, peer, world, HOW: tl.constexpr):
         ptx.cta_barrier()
     else:
         target = pl.peer(y, peer, world)
-        for start in range(0, tl.cast(n, tl.int64) // 4, 1024):
+        count = tl.cast(n, tl.int64) // 4
+        for start in range(0, count, 1024):
             at = start + tl.arange(0, 1024)
-            tl.store(target + at, tl.load(x + at, mask=at < tl.cast(n, tl.int64) // 4), mask=at < tl.cast(n, tl.int64) // 4)
+            tl.store(target + at, tl.load(x + at, mask=at < count), mask=at < count)
         if HOW == "put_signal":
             ptx.drain(world)
             ptx.cta_barrier()

@@ -134,7 +134,7 @@ class MissingQuiet(DataRace):
             f"missing quiet: {second.text()}\n  while the network may still read it: {first.text()}\n"
             "  call pl.quiet(world) behind the put, or wait for an answer of the rank that saw its signal"
         )
-        return cls.of(text, first=first, second=second, pair=pair)
+        return cls.of(text, pair=pair, first=first, second=second)
 
 
 class OvertakenPut(DataRace):
@@ -147,7 +147,7 @@ class OvertakenPut(DataRace):
             "  send the signal with the data (pl.put_signal), or call pl.fence(world=world) before the next call to "
             "the same rank, pl.quiet(world) before any other"
         )
-        return cls.of(text, first=first, second=second, pair=pair)
+        return cls.of(text, pair=pair, first=first, second=second)
 
 
 class FarAccess(PktError):

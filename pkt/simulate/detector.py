@@ -224,17 +224,17 @@ class Detector:
         clock: of what the put follows."""
         for access, kind, role in ((source, FAR_READ, "reader"), (target, FAR_PUT, "writer")):
             region, touched = access.region, touched_by(access)
-            shadow = region.shadow or self._shadow(region)
-            self._check(kind, access, touched, clock, "writer", shadow.writer)
-            self._check(kind, access, touched, clock, "updater", shadow.updater)
+            last = region.shadow or self._shadow(region)
+            self._check(kind, access, touched, clock, "writer", last.writer)
+            self._check(kind, access, touched, clock, "updater", last.updater)
             if role == "reader":
-                shadow.reader.record(touched, stamp, clock)
+                last.reader.record(touched, stamp, clock)
             else:
-                self._check(kind, access, touched, clock, "reader", shadow.reader)
-                shadow.written = True
-                if shadow.looks:
-                    self._check_looks(kind, access, shadow, clock)
-                shadow.writer.record(touched, stamp)
+                self._check(kind, access, touched, clock, "reader", last.reader)
+                last.written = True
+                if last.looks:
+                    self._check_looks(kind, access, last, clock)
+                last.writer.record(touched, stamp)
             self.authors[stamp, region.base, role] = (kind, self.m.current, at)
 
     def _check(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, role: str, last: Last) -> None:

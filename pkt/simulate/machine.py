@@ -21,7 +21,6 @@ import torch
 from pkt.errors import Deadlock, GridTooLarge, PeerLost, PktError, RankFailed, ShapeError, TooFewResident, Unsupported
 from pkt.simulate import cost, modes
 from pkt.simulate.arguments import Taken, bind, parameters, register
-from pkt.simulate.device import SimulatedDevice
 from pkt.simulate.engine import running
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
 from pkt.simulate.front_end import Usage, check_compile, check_compiles
@@ -111,6 +110,8 @@ class Machine:
         self.random_of: Host | None = None  # the rank whose random state torch has now
         self.hub: Any = None
         self.thread = threading.get_ident()  # that all ranks run in
+        from pkt.simulate.device import SimulatedDevice  # here, because importing pkt should load little
+
         self.device: Any = SimulatedDevice(self)
         self.stream: Any = Stream(self)
 

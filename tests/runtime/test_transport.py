@@ -510,6 +510,24 @@ def test_a_call_succeeds_that_a_rank_completed_before_it_gave_up(four):
     assert caught.value.lost.keys() == {1}
 
 
+def test_a_rank_that_still_waits_in_the_call_before_is_not_named(meeting):
+    """Rank 0 stops between its frames of a call. Rank 1 has it and goes on, and rank 2 stays in this call."""
+    found = transports(meeting, 3)
+    found[1].timeout, found[2].timeout = 0.3, 0.5
+    found[0].connections[1].queue(pack(1, ["a", None]))
+    found[0].connections[1].write()
+
+    def main(rank):
+        for what in ("a", "b") if rank else ():
+            found[rank].exchange(None, what)
+
+    errors = threads(3, main)
+    found[0].close()
+    assert [type(error) for error in errors[1:]] == [PeerLost, WaitTimeout]
+    assert errors[1].lost.keys() == {0}
+    assert errors[2].missing == [0]
+
+
 def test_an_error_on_top_of_a_loss_names_it_too():
     lost = PeerLost.exited(0, {3: "(pid 7) exited"}, "b")
     late = WaitTimeout.rendezvous(0, "b", 1.0, [2, 3])

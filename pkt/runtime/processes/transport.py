@@ -12,6 +12,9 @@ the deadline. Any failure closes the transport: the world is lost, but the proce
    another one: it gave up because of that one.
 3. A rank that hung up without a word although its process lives.
 4. A rank whose farewell names this rank alone.
+
+If several ranks are late and none is known to be gone, a rank waits a little longer for their farewells: all but one
+may be in the call before, waiting for the one that is lost.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ DEFAULT_TIMEOUT = 60.0
 LONGEST_TIMEOUT = 1e6  # eleven days
 _GIVES_UP = 0  # sequence number of a farewell; calls count from 1
 _WHY = 2000  # letters of a farewell's reason
+_ASK = 0.5  # seconds after the deadline in which one of several late ranks may say for whom it waits itself
 _CLOSED = "closed its world"  # of a rank that lives
 
 
@@ -273,9 +277,12 @@ class Transport:
             interest(connection)
         for connection in [connection for peer, connection in meeting.items() if peer in self._early]:
             self._take(connection, frames, what)
-        over = False
+        over, asked = False, False
         while len(frames) < len(ends) or any(c.unsent for c in ends.values()):
             left = deadline - time.monotonic()
+            if over and not asked and self._may_hear(meeting, frames):
+                deadline, over, asked = time.monotonic() + _ASK, False, True
+                continue
             if over:
                 raise self._late(meeting, frames, what)
             over = left <= 0  # once more: a busy machine may have kept this rank from what has come in time
@@ -377,8 +384,17 @@ class Transport:
             time.sleep(0.005)
         return f"({connection.who}) {_CLOSED}"
 
+    def _may_hear(self, meeting: Mapping[int, Connection], frames: Mapping[int, Frame]) -> bool:
+        """Whether several ranks are late for no known reason: some may wait for another in a call before this one, and
+        meet their deadlines now."""
+        late = self._missing(meeting, frames)
+        return len(late) > 1 and not self.causes(late, all_words=False)
+
+    def _missing(self, meeting: Mapping[int, Connection], frames: Mapping[int, Frame]) -> list[int]:
+        return [peer for peer, connection in meeting.items() if peer not in frames or connection.unsent]
+
     def _late(self, meeting: Mapping[int, Connection], frames: Mapping[int, Frame], what: str) -> PktError:
-        late = [peer for peer, connection in meeting.items() if peer not in frames or connection.unsent]
+        late = self._missing(meeting, frames)
         if causes := self.causes(late):
             return PeerLost.exited(self.rank, causes, what)
         return WaitTimeout.rendezvous(self.rank, what, self.timeout, late)

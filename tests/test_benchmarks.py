@@ -26,7 +26,15 @@ from tests.conformance.test_new_operator import written
 
 VARIANTS = [path.stem for name in operators() for path in Path(_run.__file__).parent.glob(f"{name}_*.py")]
 """Further benchmarks of single operators, whose names begin with the operator's."""
-OTHERS = ("forms", "flash_decode", "all_reduce_rms_norm", "moe", "ulysses_attention")
+OTHERS = (
+    "forms",
+    "flash_decode",
+    "all_reduce_rms_norm",
+    "moe",
+    "ulysses_attention",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+)
 RANKS = {**dict.fromkeys(VARIANTS, 4), **dict.fromkeys(modules(), 3), **dict.fromkeys(OTHERS, 2)}
 
 

@@ -282,8 +282,9 @@ OPERATOR = Operator(
             {"b": 2, "s": 3, "h": 2, "d": 4, "n": 8}, out="new", explore=False,
             large={"b": 1, "s": 4096, "h": 4, "d": 128, "n": 1024},
         ),
-        Case({"b": 2, "s": 17, "h": 1, "d": 9, "n": 9}, arguments=FEW, ranks=2, out="new"),
-        Case({"b": 1, "s": 17, "h": 1, "d": 20, "n": 16}, arguments=FEW | {"given": ("bias",)}),
+        Case({"b": 2, "s": 3, "h": 1, "d": 9, "n": 9}, arguments=FEW, ranks=2, out="new"),
+        Case({"b": 1, "s": 5, "h": 1, "d": 20, "n": 20}, arguments=FEW | {"given": ("bias",)}),
+        Case({"b": 2, "s": 17, "h": 1, "d": 18, "n": 20}, arguments=FEW | {"tiles": (16, 32, 32)}, explore=False),
         Case({"b": 3, "s": 1, "h": 2, "d": 16, "n": 33}, arguments={"given": ("bias",)}, out="new", explore=False),
     ),
 )  # fmt: skip

@@ -290,8 +290,9 @@ OPERATOR = Operator(
             {"b": 2, "s": 3, "k": 8, "h": 2, "d": 4}, out="new", explore=False,
             large={"b": 1, "s": 4096, "k": 1024, "h": 4, "d": 128},
         ),
-        Case({"b": 2, "s": 17, "k": 20, "h": 1, "d": 9}, arguments=FEW, ranks=2, out="new"),
-        Case({"b": 1, "s": 17, "k": 8, "h": 1, "d": 20}, arguments=FEW | {"given": ("bias",)}),
+        Case({"b": 2, "s": 3, "k": 20, "h": 1, "d": 9}, arguments=FEW, ranks=2, out="new"),
+        Case({"b": 1, "s": 5, "k": 8, "h": 1, "d": 20}, arguments=FEW | {"given": ("bias",)}),
+        Case({"b": 2, "s": 17, "k": 20, "h": 1, "d": 18}, arguments=FEW | {"tiles": (16, 32, 32)}, explore=False),
         Case({"b": 3, "s": 1, "k": 33, "h": 2, "d": 16}, arguments={"given": ("bias",)}, out="new", explore=False),
     ),
 )  # fmt: skip

@@ -24,7 +24,8 @@ ARGS ?=
 
 BIN := .venv/bin
 PY := $(BIN)/python
-PIP := $(PY) -m pip --disable-pip-version-check
+# Python writes the bytecode of the modules that are imported, which are few of those that are installed.
+INSTALL := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := test
@@ -41,16 +42,16 @@ $(STAMP): pyproject.toml
 	    $(PYTHON) -m venv --system-site-packages .venv; \
 	else \
 	    $(PYTHON) -m venv .venv; \
-	    $(PIP) install --quiet $(PIP_TORCH_ARGS) "$(TORCH)"; \
-	    $(PIP) install --quiet "$(TRITON)"; \
+	    $(INSTALL) $(PIP_TORCH_ARGS) "$(TORCH)"; \
+	    $(INSTALL) "$(TRITON)"; \
 	fi
-	$(PIP) install --quiet -e ".[dev,plot]"
+	$(INSTALL) -e ".[dev,plot]"
 	@touch $@
 
 # The newest Triton in a folder of its own, ahead of .venv's on the path: nothing else is installed twice.
 .newest/.installed: $(STAMP)
 	rm -rf .newest
-	$(PIP) install --quiet --no-deps --upgrade --target .newest triton
+	$(INSTALL) --no-deps --upgrade --target .newest triton
 	@touch $@
 
 test: $(STAMP)

@@ -57,10 +57,12 @@ $(STAMP): pyproject.toml
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
 
+# Without the tests of how schedules are explored and shared among processes: they are dear, and know no Triton.
 NEWEST_TESTS ?= tests/language tests/simulate
+NEWEST_LESS ?= explore processes
 newest: .newest/.installed
 	PYTHONPATH=.newest $(PY) -c 'import triton; print("Triton", triton.__version__)'
-	PYTHONPATH=.newest $(PYTEST) $(NEWEST_TESTS) $(ARGS)
+	PYTHONPATH=.newest $(PYTEST) $(NEWEST_TESTS) $(NEWEST_LESS:%=--ignore=tests/simulate/test_%.py) $(ARGS)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -181,3 +181,10 @@ def test_writing_to_a_closed_connection_raises(ends):
     connection.queue(pack(1, None))
     with pytest.raises(LostConnection):
         connection.write()
+
+
+def test_a_closed_connection_said_no_goodbye(ends):
+    """As the watchdog's thread looks at one that the main thread closes."""
+    connection, _ = ends
+    connection.close()
+    assert not connection.left()

@@ -121,7 +121,7 @@ class Connection:
     def left(self) -> bool:
         """Whether the other end sent a goodbye. Takes nothing off the socket. Only for an end that has hung up, and
         only over TCP, because peeking at a Unix socket ends at the first descriptors."""
-        with self._reading, contextlib.suppress(OSError):
+        with self._reading, contextlib.suppress(OSError, ValueError):  # another thread may have closed it
             if not self._left:
                 waiting = array.array("i", [0])
                 fcntl.ioctl(self.sock, termios.FIONREAD, waiting)

@@ -22,7 +22,9 @@ from triton.runtime.jit import JITFunction
 from pkt.errors import CompileError, PktError, ShapeError
 from pkt.language.inspect import check_sync, targeting
 from pkt.language.world import DeviceWorld
+from pkt.simulate import accepted
 from pkt.simulate.interpreter import compiling
+from pkt.simulate.skipped import skipping
 
 ARCHITECTURES = {None: 90, "sm_90": 90, "sm_100": 100}
 """Values of `compile` -> the target of the front end."""
@@ -76,14 +78,27 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
         known = _kernels[id(kernel), compile] = _Kernel(kernel, ARCHITECTURES[compile])
     bound, specialization, given = known.binder(**arguments, **options)
     functions = [id(v) for v in bound.values() if isinstance(getattr(v, "value", v), JITFunction)]
-    types = specialization
-    if compile is None:  # alignment changes nothing in TTIR but hints
-        types = [s if s[0] == "constexpr" else s[0] for s in specialization]
+    types = specialization if compile is not None else [_type(*s) for s in specialization]
     key = repr(types), repr(given), *functions
     if key not in known.compiled:
-        with compiling(), targeting(known.target.arch):
-            known.compiled[key] = _compile(known, bound, specialization, given, whole=compile is not None)
+        arch = known.target.arch
+        name = accepted.key(kernel, bound, arch, types, given) if compile is None else None
+        if name is not None and accepted.known(name):
+            known.compiled[key] = None
+        else:
+            with compiling(), targeting(arch):
+                known.compiled[key] = _compile(known, bound, specialization, given, whole=compile is not None)
+            if name is not None:
+                accepted.keep(name)
     return known.compiled[key]
+
+
+def _type(kind: Any, value: Any) -> Any:
+    """What TTIR depends on of an argument, of a tuple each part: constants, and types. Alignment changes nothing in it
+    but hints."""
+    if isinstance(kind, tuple):
+        return tuple(map(_type, kind, value))
+    return (kind, value) if kind == "constexpr" else kind
 
 
 def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, whole: bool) -> Usage | None:
@@ -99,7 +114,8 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
         ir.load_dialects(context)
         backend.load_dialects(context)
         functions = backend.get_codegen_implementation(options)
-        source.make_ir(known.target, options, functions, backend.get_module_map(), context)
+        with skipping(arch, repr(options)):
+            source.make_ir(known.target, options, functions, backend.get_module_map(), context)
     except PktError:
         raise
     except Exception as error:

@@ -7,6 +7,7 @@ and says what each kernel takes of an SM.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -110,6 +111,9 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
             compiled = kernel.compile(source, target=known.target, options=options.__dict__)
             check_sync(compiled.asm, compiled.metadata.name)
             return _usage(kernel.fn.__name__, arch, compiled)
+        # Its checks of additions are many operations, and none can be refused.
+        if getattr(options, "sanitize_overflow", False):
+            options = dataclasses.replace(options, sanitize_overflow=False)
         context = ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)

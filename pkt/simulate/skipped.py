@@ -11,11 +11,9 @@ Both leave the verdict as it is. They rely on Triton's internals, so they are en
 from __future__ import annotations
 
 import ast
-import contextlib
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import triton
@@ -27,7 +25,7 @@ CHECKED = ("3.6",)
 """Releases of Triton whose code generator this module knows."""
 
 _results: dict[Hashable, Any] = {}  # (text, name with types and constants, facts) -> the type of the result
-_CALM = {**vars(warnings), "catch_warnings": contextlib.nullcontext, "simplefilter": lambda *_, **__: None}
+_trees: dict[str, ast.Module] = {}  # text of a function -> its tree, which the code generator only reads
 
 
 @contextmanager
@@ -47,6 +45,23 @@ def skipping(*facts: Hashable) -> Iterator[None]:
             self.trials = 0  # loops around this statement whose variables are being found
             self.carried: dict[Hashable, list[str]] = {}  # loop, types and constants before it -> names that change
             self.tried: Any = None  # the body of a loop that the next visit skips
+
+        def visit(self, node: Any) -> Any:
+            """As Triton's, but without locations and without entering warnings.catch_warnings at every node."""
+            if node is None:
+                return None
+            last, self.cur_node = self.cur_node, node
+            try:
+                found = ast.NodeVisitor.visit(self, node)
+            except code_generator.CompilationError:
+                raise
+            except Exception as error:
+                raise code_generator.CompilationError(self.jit_fn.src, self.cur_node, repr(error)) from None
+            self.cur_node = last
+            return found
+
+        def _maybe_set_loc_to_name(self, val: Any, name: str) -> None:
+            """Nothing: nobody reads the code."""
 
         def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
             if self.is_kernel:
@@ -83,13 +98,17 @@ def skipping(*facts: Hashable) -> Iterator[None]:
             else:
                 super().visit_compound_statement(stmts)
 
-    whole, texts = code_generator.CodeGenerator, accepted.Texts()
-    code_generator.CodeGenerator = Skipping
-    # It enters warnings.catch_warnings at every node, which takes a tenth of its time.
-    code_generator.warnings = SimpleNamespace(**_CALM)
+    def parse(function: Any) -> ast.Module:
+        tree = _trees.get(function.src)
+        if tree is None:
+            tree = _trees[function.src] = parse_anew(function)
+        return tree
+
+    texts, whole, parse_anew = accepted.Texts(), code_generator.CodeGenerator, JITCallable.parse
+    code_generator.CodeGenerator, JITCallable.parse = Skipping, parse
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the module ast
             yield
     finally:
-        code_generator.CodeGenerator, code_generator.warnings = whole, warnings
+        code_generator.CodeGenerator, JITCallable.parse = whole, parse_anew

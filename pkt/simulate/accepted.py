@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any
@@ -76,8 +77,8 @@ class _Reader:
     def __init__(self, kernel: Any, arguments: dict[str, Any]) -> None:
         self.lines: list[str] = []
         self._seen: dict[int, Any] = {}
-        self._read("", kernel, set())
-        self._read("", tuple(arguments.values()), set())
+        for function in (kernel, *_functions(arguments.values())):
+            self._read("", function, set())
 
     def _read(self, name: str, value: Any, names: set[str]) -> None:
         value = getattr(value, "__func__", value)  # of a bound method
@@ -106,6 +107,16 @@ class _Reader:
     def _all(self, prefix: str, values: dict[str, Any], names: set[str]) -> None:
         for name in sorted(names & values.keys()):
             self._read(prefix + name, values[name], names)
+
+
+def _functions(values: Iterable[Any]) -> Iterator[JITCallable]:
+    """The functions among arguments, in tuples, too. What else matters of an argument is in its type."""
+    for value in values:
+        value = value.value if isinstance(value, core.constexpr) else value
+        if isinstance(value, tuple):
+            yield from _functions(value)
+        elif isinstance(value, JITCallable):
+            yield value
 
 
 def _covered(value: Any) -> bool:

@@ -51,7 +51,7 @@ def given(x, f: tl.constexpr):
     f(x, 1)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """The compilations of a test, which begins with an empty cache."""
     compile, found = front_end._compile, []
@@ -67,14 +67,25 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skipped, "_results", {})
 
 
-def launch(block: int = 1, n: int = 2, dtype: torch.dtype = torch.int32) -> None:
-    run(calling, (1,), torch.zeros(64, dtype=dtype), Sizes(5, tl.constexpr(block)), n)
+def launch(block: int = 1, n: int = 2, dtype: torch.dtype = torch.int32, number: int = 5) -> None:
+    run(calling, (1,), torch.zeros(64, dtype=dtype), Sizes(number, tl.constexpr(block)), n)
+
+
+def adding(n: Any) -> Any:
+    """A function whose name and text are those of others."""
+    value = tl.constexpr(n)
+
+    @triton.jit
+    def same(x, N: tl.constexpr):
+        tl.store(x + N, value)
+
+    return same
 
 
 def test_another_process_does_not_ask_again(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(2):
-        launch()
-        launch()
+    for number in (5, 6):  # no constant
+        launch(number=number)
+        launch(number=number)
         new_process(monkeypatch)
     assert len(asked) == 1
 
@@ -102,7 +113,7 @@ def test_what_the_front_end_reads_is_in_the_key(
 
 
 def test_functions_that_are_arguments_are_in_the_key(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for f, count in ((plus, 1), (minus, 2), (plus, 2)):
+    for f, count in ((plus, 1), (minus, 2), (plus, 2), (adding(1), 3), (adding(2), 4), (adding(1), 4)):
         run(given, (1,), torch.zeros(64), f)
         new_process(monkeypatch)
         assert len(asked) == count
@@ -191,6 +202,12 @@ def test_a_function_is_refused_for_other_types(dtype: torch.dtype, how: str, sai
     with pytest.raises(CompileError, match=said) as caught:
         run(combine, (1,), x, x, how)
     assert caught.value.place == line_of(combine, "bits(tl.load")
+
+
+def test_a_function_of_the_same_name_is_read_for_itself() -> None:
+    run(given, (1,), torch.zeros(2), adding(1))
+    with pytest.raises(CompileError, match="no number"):
+        run(given, (1,), torch.zeros(2), adding("no number"))
 
 
 @triton.jit

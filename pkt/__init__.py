@@ -135,7 +135,7 @@ def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         value = getattr(_import_module(_LAZY[name]), name)
     elif name in _registry.names():
-        value = getattr(_import_module(f"pkt.kernels.{name}"), name)
+        value = getattr(_import_module(_registry.module_of(name)), name)
     else:
         raise AttributeError(f"module 'pkt' has no attribute {name!r}")
     globals()[name] = value

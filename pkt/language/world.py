@@ -33,11 +33,12 @@ MAX_RECORDS = (STATUS_BYTES // 4 - STATUS_FIRST_RECORD) // RECORD_WORDS
 
 RECORD_FIELDS = (
     "rank", "program", "cmp", "wanted", "found", "offset_low", "offset_high", "epoch", "site", "owner",
-    "wanted_high", "found_high",
+    "wanted_high", "found_high", "data",
 )  # fmt: skip
-"""Words 0 to 11 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words. `epoch`
+"""Words 0 to 12 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words. `epoch`
 is 0 where the wait does not know it. `site` is `site_hash` of the kernel's name. `owner` is program + 1, and 0 in a
-slot that no program has claimed. The last two are written for counters of 64 bits only (CMP_WIDE)."""
+slot that no program has claimed. The two `_high` are written for counters of 64 bits only (CMP_WIDE), and `data`, a mix
+of what words with a flag held, for these only: nobody reads it (ptx.spin)."""
 
 CMP_CODES = {"ge": 0, "gt": 1, "le": 2, "lt": 3, "eq": 4, "ne": 5, "flip": 6}
 """Low byte of a record's word `cmp`. "flip": the counter's top bit differs from that of `wanted` (barriers)."""

@@ -1,8 +1,8 @@
 """What does not compile does not run: Triton's front end sees each specialisation of a kernel once, before it runs.
 
-The front end makes Triton's first representation (TTIR) of the kernel and all that it calls, as for a GPU, in about
-15 ms. It checks types, names and statements. It needs no GPU. With `compile="sm_90"` the rest of the compiler runs
-and says what each kernel takes of an SM.
+The front end makes Triton's first representation (TTIR) of the kernel and all that it calls, as for a GPU. It checks
+types, names and statements. It needs no GPU. Other processes find in Triton's cache what it accepted. With
+`compile="sm_90"` the rest of the compiler runs and says what each kernel takes of an SM.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from triton.runtime.jit import JITFunction
 from pkt.errors import CompileError, PktError, ShapeError
 from pkt.language.inspect import check_sync, targeting
 from pkt.language.world import DeviceWorld
-from pkt.simulate import accepted
 from pkt.simulate.interpreter import compiling
-from pkt.simulate.skipped import skipping
 
 ARCHITECTURES = {None: 90, "sm_90": 90, "sm_100": 100}
 """Values of `compile` -> the target of the front end."""
@@ -82,6 +80,8 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
     types = specialization if compile is not None else [_type(*s) for s in specialization]
     key = repr(types), repr(given), *functions
     if key not in known.compiled:
+        from pkt.simulate import accepted  # here, because importing pkt should load little
+
         arch = known.target.arch
         name = accepted.key(kernel, bound, arch, types, given) if compile is None else None
         if name is not None and accepted.known(name):
@@ -111,6 +111,8 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
             compiled = kernel.compile(source, target=known.target, options=options.__dict__)
             check_sync(compiled.asm, compiled.metadata.name)
             return _usage(kernel.fn.__name__, arch, compiled)
+        from pkt.simulate.skipped import skipping  # here, because importing pkt should load little
+
         # Its checks of additions are many operations, and none can be refused.
         if getattr(options, "sanitize_overflow", False):
             options = dataclasses.replace(options, sanitize_overflow=False)

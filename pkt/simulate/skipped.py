@@ -50,7 +50,8 @@ def skipping(*facts: Hashable) -> Iterator[None]:
             """As Triton's, but without locations and without entering warnings.catch_warnings at every node."""
             if node is None:
                 return None
-            last, self.cur_node = self.cur_node, node
+            last: Any = self.cur_node
+            self.cur_node: Any = node
             try:
                 found = ast.NodeVisitor.visit(self, node)
             except code_generator.CompilationError:
@@ -85,7 +86,8 @@ def skipping(*facts: Hashable) -> Iterator[None]:
                 self.trials -= 1
                 self.carried[id(node), before] = found[0]
             else:
-                self.lscope, self.local_defs = liveins.copy(), {}
+                self.lscope: dict[str, Any] = liveins.copy()
+                self.local_defs: dict[str, Any] = {}
                 values = [liveins[name] for name in names]
                 found = list(names), code_generator.flatten_values_to_ir(values), [value.type for value in values]
             if self.trials:

@@ -210,6 +210,10 @@ class Operator:
     ) -> Launch:
         """Check everything, agree with the other ranks, and make what launches. needs: as for a call. Collective.
         Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch."""
+        if world.nodes > 1:
+            found = f"found a world of {world.nodes} nodes, and operators work within one"
+            remedy = "give it world=world.on_node; examples/all_gather_nodes.py has an operator over nodes"
+            raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, dict(zip(self.names, tensors)), arguments, given, keywords["mode"])

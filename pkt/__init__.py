@@ -20,14 +20,17 @@ from pkt.errors import (
     DriverError,
     DtypeError,
     FalseAssumption,
+    FarAccess,
     GridTooLarge,
     HeapFull,
     LostSignal,
     LostSync,
+    MissingQuiet,
     MulticastAccess,
     NoCandidate,
     NotSymmetric,
     OutOfBounds,
+    OvertakenPut,
     PeerLost,
     PktError,
     RankError,
@@ -43,7 +46,7 @@ from pkt.errors import (
 )
 from pkt.kernels import operator as _registry
 from pkt.launcher import init, launch
-from pkt.layouts import interleave, layout
+from pkt.layouts import interleave, join_heads, layout
 from pkt.runtime.launch import outside as _outside
 from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.factories import (
@@ -79,14 +82,14 @@ if TYPE_CHECKING:
     from pkt.tune.explanation import explain
 
 __all__ = [  # noqa: PLE0604
-    "init", "launch", "layout", "interleave", "simulate", "autotune", "Config", "space", "explain",
+    "init", "launch", "layout", "interleave", "join_heads", "simulate", "autotune", "Config", "space", "explain",
     "grouped_matmul", "grouped_outer", "moe", "parallelize",
     "current_world", "World", "Workspace", "SymmetricTensor", "symmetric", "check_rank", "signals", "mem_pool",
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "PktError", "WaitTimeout", "Deadlock", "TooFewResident", "GridTooLarge",
     "DataRace", "StaleFlag", "OutOfBounds", "UseAfterFree", "MulticastAccess", "LostSignal", "LostSync",
-    "FalseAssumption",
+    "FalseAssumption", "MissingQuiet", "OvertakenPut", "FarAccess",
     "CollectiveMismatch", "AllocationMismatch", "CandidateMismatch", "NoCandidate",
     "HeapFull", "NotSymmetric", "RankError", "SignalIndexError", "ShapeError", "DtypeError", "Closed",
     "PeerLost", "RankFailed", "TransportError", "DriverError", "CompileError", "Unsupported",

@@ -65,6 +65,8 @@ class DeviceWorld(NamedTuple):
     code: `code_hash()`, part of the kernel's cache key, because Triton's key leaves out the bodies of Python builtins.
     team, table: `team_constants` of a team; 0 in a world of all ranks. A team's status page is that of the world of all
         ranks. With a table `stride` is that world's, and only `pl.peer` knows where the copies are.
+    node_size: ranks of a node in the world of all ranks; 0 where all ranks here are on one node, so that no code for
+        other nodes is compiled.
     """
 
     rank: Any
@@ -75,6 +77,7 @@ class DeviceWorld(NamedTuple):
     code: tl.constexpr
     team: tl.constexpr = tl.constexpr(0)
     table: tl.constexpr = tl.constexpr(0)
+    node_size: tl.constexpr = tl.constexpr(0)
 
 
 _TEAM_BITS, TABLE_BITS = 20, 6

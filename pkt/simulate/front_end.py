@@ -1,12 +1,13 @@
 """What does not compile does not run: Triton's front end sees each specialisation of a kernel once, before it runs.
 
-The front end makes Triton's first representation (TTIR) of the kernel and all that it calls, as for a GPU, in about
-15 ms. It checks types, names and statements. It needs no GPU. With `compile="sm_90"` the rest of the compiler runs
-and says what each kernel takes of an SM.
+The front end makes Triton's first representation (TTIR) of the kernel and all that it calls, as for a GPU. It checks
+types, names and statements. It needs no GPU. Other processes find in Triton's cache what it accepted. With
+`compile="sm_90"` the rest of the compiler runs and says what each kernel takes of an SM.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -77,14 +78,29 @@ def check_compiles(kernel: Any, arguments: dict, options: dict, compile: str | N
         known = _kernels[id(kernel), compile] = _Kernel(kernel, ARCHITECTURES[compile])
     bound, specialization, given = known.binder(**arguments, **options)
     functions = [id(v) for v in bound.values() if isinstance(getattr(v, "value", v), JITFunction)]
-    types = specialization
-    if compile is None:  # alignment changes nothing in TTIR but hints
-        types = [s if s[0] == "constexpr" else s[0] for s in specialization]
+    types = specialization if compile is not None else [_type(*s) for s in specialization]
     key = repr(types), repr(given), *functions
     if key not in known.compiled:
-        with compiling(), targeting(known.target.arch):
-            known.compiled[key] = _compile(known, bound, specialization, given, whole=compile is not None)
+        from pkt.simulate import accepted  # here, because importing pkt should load little
+
+        arch = known.target.arch
+        name = accepted.key(kernel, bound, arch, types, given) if compile is None else None
+        if name is not None and accepted.known(name):
+            known.compiled[key] = None
+        else:
+            with compiling(), targeting(arch):
+                known.compiled[key] = _compile(known, bound, specialization, given, whole=compile is not None)
+            if name is not None:
+                accepted.keep(name)
     return known.compiled[key]
+
+
+def _type(kind: Any, value: Any) -> Any:
+    """What TTIR depends on of an argument, of a tuple each part: constants, and types. Alignment changes nothing in it
+    but hints."""
+    if isinstance(kind, tuple):
+        return tuple(map(_type, kind, value))
+    return (kind, value) if kind == "constexpr" else kind
 
 
 def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, whole: bool) -> Usage | None:
@@ -96,11 +112,16 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
             compiled = kernel.compile(source, target=known.target, options=options.__dict__)
             check_sync(compiled.asm, compiled.metadata.name)
             return _usage(kernel.fn.__name__, arch, compiled)
+        from pkt.simulate.skipped import skipping  # here, because importing pkt should load little
+
+        # Its checks of additions are many operations, and none can be refused.
+        if getattr(options, "sanitize_overflow", False):
+            options = dataclasses.replace(options, sanitize_overflow=False)
         context = ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)
         functions = backend.get_codegen_implementation(options)
-        with only_types():
+        with only_types(), skipping(arch, repr(options)):
             source.make_ir(known.target, options, functions, backend.get_module_map(), context)
     except PktError:
         raise

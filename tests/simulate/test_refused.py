@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,8 +101,9 @@ def rotate(x, flags, world, N: tl.constexpr):
     pl.wait(flags, 1, world)
 
 
-def test_a_specialisation_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_specialisation_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ranks 0, 2 and 3 are one specialisation; the rank 1 is a constant. Further schedules compile nothing."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # nothing is known
     compiled: list[Any] = []
     compile = front_end._compile
     monkeypatch.setattr(front_end, "_compile", lambda *args, **named: compiled.append(args) or compile(*args, **named))

@@ -1,0 +1,259 @@
+"""Triton's front end is asked once for each specialisation, in all processes; and no error is missed thereby."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import pkt
+from pkt.errors import CompileError
+from pkt.simulate import accepted, skipped
+from tests.simulate.helpers import HEAP, line_of, run
+
+front_end = importlib.import_module("pkt.simulate.front_end")
+
+
+class Sizes(NamedTuple):
+    n: Any
+    BLOCK: tl.constexpr
+
+
+ADDED = tl.constexpr(3)
+
+
+@triton.jit
+def plus(x, N: tl.constexpr):
+    tl.store(x + N, tl.load(x) + ADDED)
+
+
+@triton.jit
+def minus(x, N: tl.constexpr):
+    tl.store(x + N, tl.load(x) - ADDED)
+
+
+chosen = plus
+
+
+@triton.jit
+def calling(x, sizes, N: tl.constexpr):
+    chosen(x, sizes.BLOCK + N)
+
+
+@triton.jit
+def given(x, f: tl.constexpr):
+    f(x, 1)
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The compilations of a test, which begins with an empty cache."""
+    compile, found = front_end._compile, []
+    monkeypatch.setattr(front_end, "_compile", lambda *args, **named: found.append(args) or compile(*args, **named))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    new_process(monkeypatch)
+    return found
+
+
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what this process keeps beside the files."""
+    monkeypatch.setattr(front_end, "_kernels", {})
+    monkeypatch.setattr(skipped, "_results", {})
+
+
+def launch(block: int = 1, n: int = 2, dtype: torch.dtype = torch.int32, number: int = 5) -> None:
+    run(calling, (1,), torch.zeros(64, dtype=dtype), Sizes(number, tl.constexpr(block)), n)
+
+
+def adding(n: Any) -> Any:
+    """A function whose name and text are those of others."""
+    value = tl.constexpr(n)
+
+    @triton.jit
+    def same(x, N: tl.constexpr):
+        tl.store(x + N, value)
+
+    return same
+
+
+def test_another_process_does_not_ask_again(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (5, 6):  # no constant
+        launch(number=number)
+        launch(number=number)
+        new_process(monkeypatch)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: launch(n=3),
+        lambda patch: launch(block=4),  # inside a tuple
+        lambda patch: launch(dtype=torch.float32),
+        lambda patch: (patch.setitem(globals(), "chosen", minus), launch()),
+        lambda patch: (patch.setitem(globals(), "ADDED", tl.constexpr(4)), launch()),
+        lambda patch: (patch.setattr(triton, "__version__", triton.__version__ + ".1"), launch()),
+        lambda patch: (patch.setattr(accepted, "code_hash", lambda: 5), launch()),
+        lambda patch: (patch.setenv("TRITON_ALWAYS_COMPILE", "1"), launch()),
+    ],
+)
+def test_what_the_front_end_reads_is_in_the_key(
+    change: Callable[[Any], Any], asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch()
+    new_process(monkeypatch)
+    change(monkeypatch)
+    assert len(asked) == 2
+
+
+def test_functions_that_are_arguments_are_in_the_key(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for f, count in ((plus, 1), (minus, 2), (plus, 2), (adding(1), 3), (adding(2), 4), (adding(1), 4)):
+        run(given, (1,), torch.zeros(64), f)
+        new_process(monkeypatch)
+        assert len(asked) == count
+
+
+def test_a_refusal_is_found_anew(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (1, 2):
+        with pytest.raises(CompileError, match="power of 2|power of two"):
+            run(wide, (1,), torch.zeros(64), Sizes(1, tl.constexpr(3)))
+        new_process(monkeypatch)
+        assert len(asked) == count
+
+
+def test_a_cache_that_cannot_be_written_is_none(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/nowhere")
+    for count in (1, 2):
+        launch()
+        new_process(monkeypatch)
+        assert len(asked) == count
+
+
+@triton.jit
+def wide(x, sizes):
+    tl.store(x + tl.arange(0, sizes.BLOCK), 1.0)
+
+
+@triton.jit
+def for_two(x, world):
+    tl.static_assert(world.size <= 2, "at most two ranks")
+    tl.store(x, 1.0)
+
+
+def test_constants_in_tuples_make_specialisations() -> None:
+    """An error at one size of the world, or of a block, is found where another was accepted before."""
+
+    def main(world: Any) -> None:
+        for_two[(1,)](torch.zeros(1), world.device)
+
+    pkt.launch(main, ranks=2, device="cpu", heap=HEAP)
+    with pytest.raises(CompileError, match="at most two ranks"):
+        pkt.launch(main, ranks=3, device="cpu", heap=HEAP)
+
+
+# -- what is skipped --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def bits(x, y, HOW: tl.constexpr):
+    if HOW == "wrong":
+        return x.no_such_thing
+    return x & y
+
+
+@triton.jit
+def combine(x, y, HOW: tl.constexpr):
+    tl.store(x, bits(tl.load(x), tl.load(y), HOW))
+
+
+@triton.jit
+def combine_twice(x, y, HOW: tl.constexpr):
+    both = bits(tl.load(x), tl.load(y), HOW)
+    tl.store(x, bits(both, both, HOW))
+
+
+def test_a_function_is_read_once_for_the_same_types(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.compiler.code_generator import CodeGenerator
+
+    read: list[Any] = []
+    whole = CodeGenerator.visit_Return
+    monkeypatch.setattr(CodeGenerator, "visit_Return", lambda self, node: read.append(node) or whole(self, node))
+    x, y = torch.full((1,), 6, dtype=torch.int32), torch.full((1,), 3, dtype=torch.int32)
+    run(combine, (1,), x, y, "and")
+    run(combine_twice, (1,), x, y, "and")
+    assert x.item() == 2
+    assert len(asked) == 2
+    assert len(read) == (1 if triton.__version__.startswith(skipped.CHECKED) else 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "said"), [(torch.float32, "and", "invalid operands"), (torch.int32, "wrong", "no_such_thing")]
+)
+def test_a_function_is_refused_for_other_types(dtype: torch.dtype, how: str, said: str) -> None:
+    whole = torch.zeros(1, dtype=torch.int32)
+    run(combine, (1,), whole, whole, "and")
+    x = torch.zeros(1, dtype=dtype)
+    with pytest.raises(CompileError, match=said) as caught:
+        run(combine, (1,), x, x, how)
+    assert caught.value.place == line_of(combine, "bits(tl.load")
+
+
+def test_a_function_of_the_same_name_is_read_for_itself() -> None:
+    run(given, (1,), torch.zeros(2), adding(1))
+    with pytest.raises(CompileError, match="no number"):
+        run(given, (1,), torch.zeros(2), adding("no number"))
+
+
+@triton.jit
+def loops(x, n, WHERE: tl.constexpr):
+    a = 0
+    b = 0
+    c = 0
+    for i in range(n):
+        if WHERE == "outer":
+            a = a * 0.5
+        a += 1
+        j = 0
+        while j < n:
+            b += a
+            for k in range(n):
+                if WHERE == "inner":
+                    c = c * 0.5
+                if WHERE == "changes the outer one":
+                    a = a * 0.5
+                if WHERE == "is not defined":
+                    c += nowhere  # noqa: F821
+                c += b
+            if WHERE == "after the inner":
+                c = c * 0.5
+            for k in range(n):
+                c -= k
+            j += 1
+    tl.store(x, a)
+    tl.store(x + 1, b)
+    tl.store(x + 2, c)
+
+
+@pytest.mark.parametrize(
+    "where", ["nowhere", "outer", "inner", "changes the outer one", "is not defined", "after the inner"]
+)
+def test_loops_in_loops_keep_their_errors(where: str) -> None:
+    x = torch.zeros(3, dtype=torch.int32)
+    if where != "nowhere":
+        with pytest.raises(CompileError, match="Loop-carried variable|is not defined"):
+            run(loops, (1,), x, 3, where)
+        return
+    run(loops, (1,), x, 3, where)
+    a = b = c = 0
+    for _ in range(3):
+        a += 1
+        for _ in range(3):
+            b += a
+            c += 3 * b - 3
+    assert x.tolist() == [a, b, c]

@@ -79,7 +79,7 @@ _make_handle, _make_tensor = TensorHandle.__new__, tl.tensor.__new__
 # pkt.simulate.interpreter). No operation writes into a tensor's array; numpy refuses it for constants.
 
 _LARGEST = 4096  # elements of a constant
-_MOST = 1 << 22  # elements of all constants, after which they are made anew; running programs keep theirs
+_MOST = 1 << 21  # elements of all constants, 16 MiB, after which they are made anew; running programs keep theirs
 _AROUND = 128  # elements that take as much memory as the objects of a constant
 _roots: dict[Any, tl.tensor] = {}
 _elements = 0
@@ -91,6 +91,9 @@ def _keep(made: Any) -> bool:
     if type(made) is not tl.tensor or made.handle.data.size > _LARGEST:
         return False
     if made.results is None:
+        if _elements > _MOST:
+            _roots.clear()
+            _elements = 0
         _elements += made.handle.data.size + _AROUND
         made.handle.data.flags.writeable = False
         made.results = {}
@@ -106,13 +109,9 @@ def _follows(results: dict, key: Any, made: Any, operand: Any = None) -> Any:
 
 def constant(key: Any, make: Callable[[], tl.tensor]) -> tl.tensor:
     """The tensor `make()`, which depends on `key` alone."""
-    global _elements
     known = _roots.get(key)
     if known is None:
         known = make()
-        if _elements > _MOST:
-            _roots.clear()
-            _elements = 0
         if _keep(known):
             _roots[key] = known
     return known

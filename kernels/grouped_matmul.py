@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import Closed, ShapeError, Unsupported
+from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
 from pkt.runtime.launch.launch import beside, provide_scratch
 from pkt.runtime.world import World
 
@@ -108,6 +108,7 @@ def grouped_matmul(
     offsets: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    clear: bool | None = None,
     tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -116,14 +117,17 @@ def grouped_matmul(
     x: (M, K), rows in the order of their experts. w: (experts, K, N) of x's dtype, or the transposed view of a
     contiguous (experts, N, K). offsets: int32 (experts + 1,) on x's device, ascending; it is read on the device, so its
     values may change between replays of a CUDA graph. out: (M, N) of x's dtype, apart from x and w; a new tensor where
-    None. Rows that no expert has are not written. tiles: (block_m, block_n, block_k, group, num_warps, num_stages,
-    maxnreg) of a tile of out, the first three at least; None chooses by M / experts and dtype. Sums are in fp32.
-    Returns `out`. Differentiable: the gradient of x is zero in the rows that no expert has. Raises ShapeError,
-    DtypeError, and Unsupported where an operand requires grad and `out` is given.
+    None. clear: whether rows that no expert has become zeros, as functions of torch behind the product need; they are
+    not written otherwise. None: they do where the result is new and gradients are enabled. tiles: (block_m, block_n,
+    block_k, group, num_warps, num_stages, maxnreg) of a tile of out, the first three at least; None chooses by M /
+    experts and dtype. Sums are in fp32. Returns `out`. Differentiable: the gradient of x is zero in the rows that no
+    expert has. Raises ShapeError, DtypeError, and Unsupported where an operand requires grad and `out` is given.
     """
+    if clear is None:
+        clear = out is None and torch.is_grad_enabled()
     if out is not None and torch.compiler.is_dynamo_compiling():
         raise Unsupported.here("grouped_matmul", "found out= in compiled code", "leave it away")
-    return _multiply(x, w, offsets, tiles, False, world, out)
+    return _multiply(x, w, offsets, tiles, clear, world, out)
 
 
 def _multiply(
@@ -135,6 +139,9 @@ def _multiply(
         return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
     world = world_of("grouped_matmul", world, x, out)
     transposed = _check(x, w, offsets, out, world)
+    if not isinstance(clear, bool):
+        found = f"{type(clear).__name__} {clear!r:.40}"
+        raise DtypeError.argument("grouped_matmul", "clear", found, "True, False or None", world.rank)
     if torch.is_grad_enabled() and gradients.required((x, w, out)):
         if out is not None:
             found = "found out=, which autograd does not record, and a tensor that requires grad"

@@ -62,6 +62,7 @@ def _grouped_wrong() -> Bad:
             ShapeError: (int32(0, 6), int32(), int32(0, 3, 6, 6), int32(0, 3, 6)[:, None], int32(*range(6))[::2]),
             DtypeError: (None, torch.tensor([0, 3, 6]), torch.zeros(3), torch.zeros(3, dtype=torch.int16)),
         },
+        "clear": {DtypeError: (2, "True", [True])},
         "out": {
             ShapeError: (torch.ones(6, 5), torch.ones(6, 4, 1), apart(6, 4)),
             DtypeError: (torch.ones(6, 4).half(),),
@@ -110,6 +111,7 @@ def _dispatch_wrong() -> Bad:
         "num_experts": AT_LEAST_1,
         "max_tokens": {**AT_LEAST_1, HeapFull: (1 << 24, MAX_INT)},
         "alignment": {ShapeError: (0, -1, MAX_INT, 1 << 29, *HUGE), DtypeError: NO_INTEGER[:-1]},  # 1 == True
+        "clear": {DtypeError: (2, "True", [True])},
         "num_comm_sms": COUNT,
         "tokens_per_rank": {ShapeError: (0, -1, 2, *HUGE), DtypeError: NO_INTEGER},
     }
@@ -216,6 +218,20 @@ def _outer_wrong() -> Bad:
             DtypeError: (None, torch.tensor([0, 3, 6]), torch.zeros(3)),
         },
         "tiles": _grouped_wrong()["tiles"],
+    }
+
+
+def _activation() -> dict[str, Any]:
+    return {"x": torch.ones(6, 8), "offsets": int32(0, 3, 6)}
+
+
+def _activation_wrong() -> Bad:
+    wrong = _outer_wrong()
+    return {
+        "x": {**wrong["x"], ShapeError: (torch.ones(8), torch.ones(6, 8, 1), torch.ones(6, 7), apart(6, 8))},
+        "offsets": wrong["offsets"],
+        "activation": {Unsupported: ("", "none", 3, None, ["swiglu"])},
+        "clear": {DtypeError: (2, "True", [True])},
     }
 
 
@@ -413,6 +429,7 @@ OTHERS = (
     Tried(pkt.combine, _combine, _combine_wrong, _combine_differ),
     Tried(pkt.dispatch_again, _again, _again_wrong, _again_differ),
     Tried(pkt.grouped_outer, _outer, _outer_wrong),
+    Tried(pkt.grouped_activation, _activation, _activation_wrong),
     Tried(pkt.moe, _moe, _moe_wrong),
     Tried(pkt.all_reduce_rms_norm, _norm, _all_norm_wrong, _norm_differ),
     Tried(pkt.reduce_scatter_rms_norm, _shared_norm, _shared_norm_wrong, _shared_norm_differ),

@@ -60,8 +60,8 @@ def plan_push(call: Call) -> Launch:
     sized = Size(
         T, H, call["max_tokens"], call.sizes["s"],
         *map(tl.constexpr, (
-            size * own, call["num_experts"], own, K, K2, call["alignment"], chunk, senders, max(1, 64 // K2),
-            min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
+            size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, senders,
+            max(1, 64 // K2), min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
         )),
     )  # fmt: skip
     buffers = _buffers(call, sized, programs)
@@ -107,7 +107,7 @@ def plan_low_latency(call: Call) -> Launch:
         T, H, call["max_tokens"], call.sizes["s"], most, third, parts,
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, triton.next_power_of_2(own), K, K2, call["alignment"],
-            chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, THREADS,
+            bool(call["clear"]), chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, THREADS,
         )),
     )  # fmt: skip
     memory = Words(*flagged.slots_of(world, size * (counted + most * (K + 1 + third))))

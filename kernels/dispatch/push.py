@@ -132,20 +132,21 @@ def _place(x_ptr, idx_ptr, w_ptr, half, room, launch, first, step, to, routes_pt
 
 @triton.jit
 def _fill(half, room, first, step, to, p, world):
-    """What no token fills: rows up to the alignment, and the ends of weights, source and tokens."""
+    """What no token fills: rows up to the alignment, if CLEAR those behind the last expert's, and the ends of weights,
+    source and tokens."""
     rank = tl.cast(world.rank, tl.int32)
     MANY: tl.constexpr = max(p.ROWS * p.COLS, 1024)
     for expert in range(first, p.OWN, step):
         start = tl.load(to.offsets + expert) + tl.load(to.counts + expert)
         for row in range(start, tl.load(to.offsets + expert + 1)):
-            for col in range(0, p.H, MANY):
-                cols = col + tl.arange(0, MANY)
-                zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
-                tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
+            _clear(row, to, p)
             _nobodys(row + tl.arange(0, 1), row + 1, to)
     end = tl.load(to.offsets + p.OWN)
     for start in range(end + first * MANY, p.R, step * MANY):
         _nobodys(start + tl.arange(0, MANY), p.R, to)
+    if p.CLEAR:
+        for row in range(end + first, p.R, step):
+            _clear(row, to, p)
     chunks = tl.sum(totals.chunks(half, rank, p, world), 0)
     if not totals.fits(room, rank, world):
         chunks = 0
@@ -153,6 +154,16 @@ def _fill(half, room, first, step, to, p, world):
     for start in range(begin + first * MANY, tl.cast(p.S, tl.int64) * p.K, step * MANY):
         at = start + tl.arange(0, MANY)
         tl.store(to.tokens + at, tl.full((MANY,), -1, tl.int32), mask=at < tl.cast(p.S, tl.int64) * p.K)
+
+
+@triton.jit
+def _clear(row, to, p):
+    """Zeros for a row."""
+    MANY: tl.constexpr = max(p.ROWS * p.COLS, 1024)
+    for col in range(0, p.H, MANY):
+        cols = col + tl.arange(0, MANY)
+        zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
+        tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
 
 
 @triton.jit

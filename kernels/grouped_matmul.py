@@ -11,15 +11,16 @@ take.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
-from pkt.runtime.launch.launch import beside, provide_scratch
+from pkt.runtime.launch.launch import beside, cooperative_launch, provide_scratch
 from pkt.runtime.world import World
 
 from . import gradients, grouped_gradients
@@ -148,28 +149,43 @@ def _multiply(
             remedy = "leave out= away, or call it under torch.no_grad(), or with operands that are detached"
             raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
         return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
-    (M, K), experts, N = x.shape, *w.shape[::2]
+    (M, K), N = x.shape, w.shape[2]
     if out is None:
         out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     if not K:
         return out.zero_()
-    tma = aligned(x, w.transpose(1, 2) if transposed else w)
-    if tiles is None:
-        held = default_tiles(M, experts, x.dtype, tma)
-    else:
+    held = None
+    if tiles is not None:
         held = products.tiles(Call("grouped_matmul", world, {}, {}, {}, None), "tiles", tiles)
+    planned(world, x, w, transposed, held, clear)(x, w, offsets, out)
+    return out
+
+
+def planned(
+    world: World, x: torch.Tensor, w: torch.Tensor, transposed: bool, tiles: Tiles | None, clear: bool,
+    part: bool = False,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:  # fmt: skip
+    """launch(x, w, offsets, out), with no checks, for tensors like these, of which none is kept or empty. part: of a
+    planned operator, in order with its other launches."""
+    (M, K), experts, N = x.shape, *w.shape[::2]
+    tma = aligned(x, w.transpose(1, 2) if transposed else w)
+    held = default_tiles(M, experts, x.dtype, tma) if tiles is None else tiles
     rows_of_tiles = triton.cdiv(M, held.block_m) + experts - 1  # at most: each expert ends inside of a tile
     grid = min(rows_of_tiles * triton.cdiv(N, held.block_n), world.num_sms * programs_each(held, x.dtype))
-    provide_scratch()
-    beside(
-        grouped_matmul_kernel, (grid,), x, w, offsets, out, M, N, K, experts, triton.next_power_of_2(experts), tma,
-        transposed, held.block_m, held.block_n, held.block_k, held.group, **held.launch_options(),
-    )  # fmt: skip
-    if clear:
-        clear_rows(out, offsets, world)
-    return out
+    constants = triton.next_power_of_2(experts), tma, transposed, *held[:4]
+    start = functools.partial(beside, grouped_matmul_kernel, (grid,), **held.launch_options())
+    if part:
+        start = cooperative_launch(world, grouped_matmul_kernel, (grid,), **held.launch_options())
+
+    def launch(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        provide_scratch()
+        start(x, w, offsets, out, M, N, K, experts, *constants)
+        if clear:
+            clear_rows(out, offsets, world)
+
+    return launch
 
 
 grouped_gradients.take("multiply", _multiply)

@@ -172,6 +172,61 @@ def _combine_differ() -> Mapping[str, tuple[Any, Any]]:
     }  # fmt: skip
 
 
+def _dispatch_matmul() -> dict[str, Any]:
+    right = {name: value for name, value in _dispatch().items() if name != "num_experts"}
+    return {**right, "w": torch.ones(2, 8, 4)}
+
+
+def _dispatch_matmul_wrong() -> Bad:
+    wrong = {name: bad for name, bad in _dispatch_wrong().items() if name != "num_experts"}
+    w = torch.ones(2, 8, 4)
+    return {
+        **wrong,
+        "max_tokens": AT_LEAST_1,
+        "w": {
+            ShapeError: (w[0], w[:, :7].contiguous(), w[:0], w[..., ::2], torch.ones(4, 8, 2).permute(2, 1, 0)),
+            DtypeError: (None, w.half(), w.int()),
+        },
+        "tiles": _grouped_wrong()["tiles"],
+    }
+
+
+def _dispatch_matmul_differ() -> Mapping[str, tuple[Any, Any]]:
+    differ = {name: values for name, values in _dispatch_differ().items() if name in ("max_tokens", "alignment")}
+    return {**differ, "tiles": ((16, 16, 16), (16, 32, 16))}
+
+
+def _matmul_combine() -> dict[str, Any]:
+    """With a routing in which no token goes anywhere."""
+    handle = {name: value for name, value in _again().items() if name.startswith("dispatched.")}
+    more = {"dispatched.source": torch.zeros(5, 3, dtype=torch.int32), "dispatched.offsets": int32(0, 2, 5)}
+    return {"x": torch.ones(5, 8), "w": torch.ones(2, 8, 4), **handle, **more, "out": None}
+
+
+def _matmul_combine_wrong() -> Bad:
+    parts = (
+        "dispatched", "dispatched.tokens", "dispatched.places", "dispatched.weights", "dispatched.source", "out",
+        "tokens_per_rank",
+    )  # fmt: skip
+    return {
+        **{name: wrong for name, wrong in _combine_wrong().items() if name in parts},
+        "x": {
+            ShapeError: (torch.ones(5), torch.ones(5, 8, 1)),
+            DtypeError: (None, torch.ones(5, 8).int(), torch.ones(5, 8).double()),
+        },
+        "w": _dispatch_matmul_wrong()["w"],
+        "dispatched.offsets": {
+            ShapeError: (int32(0, 5), int32(0, 2, 5, 5), int32(0, 2, 5)[None]),
+            DtypeError: (None, torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
+        },
+        "tiles": _grouped_wrong()["tiles"],
+    }
+
+
+def _matmul_combine_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"tiles": ((16, 16, 16), (16, 32, 16)), "tokens_per_rank": (4, 5)}
+
+
 def _again() -> dict[str, Any]:
     """With a routing in which no token goes anywhere."""
     handle = {name: value for name, value in _combine().items() if name.startswith("dispatched.")}
@@ -427,6 +482,8 @@ OTHERS = (
     Tried(pkt.grouped_matmul, _grouped, _grouped_wrong),
     Tried(pkt.dispatch, _dispatch, _dispatch_wrong, _dispatch_differ),
     Tried(pkt.combine, _combine, _combine_wrong, _combine_differ),
+    Tried(pkt.dispatch_matmul, _dispatch_matmul, _dispatch_matmul_wrong, _dispatch_matmul_differ),
+    Tried(pkt.matmul_combine, _matmul_combine, _matmul_combine_wrong, _matmul_combine_differ),
     Tried(pkt.dispatch_again, _again, _again_wrong, _again_differ),
     Tried(pkt.grouped_outer, _outer, _outer_wrong),
     Tried(pkt.grouped_activation, _activation, _activation_wrong),

@@ -98,7 +98,7 @@ def _bound(call: Call) -> Shape:
     return R, call["h"]
 
 
-def _some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
+def some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
     """Experts for tests, a third of the places with none."""
     n = call["num_experts"]
     chosen = torch.randint(0, n, shape, generator=generator)
@@ -115,7 +115,7 @@ OPERATOR = Operator(
     dispatch,
     tensors={
         "x": Operand("t h", FLOATS),
-        "topk_idx": Operand("t k", (torch.int64, torch.int32), make=_some_experts),
+        "topk_idx": Operand("t k", (torch.int64, torch.int32), make=some_experts),
         "topk_weights": Operand("t k", (torch.float32,), make=_some_weights),
     },
     result=_bound,

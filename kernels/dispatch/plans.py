@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +52,19 @@ def _buffers(call: Call, p: Size, programs: int) -> Buffers:
 
 def plan_push(call: Call) -> Launch:
     """A grid, buffers and counters of push."""
+    start, sized, buffers = pushed(call, dispatch_kernel, COPY_OPTIONS)
+
+    def launch(*tensors: torch.Tensor) -> Any:
+        x, idx, weights, *results = tensors
+        start(x, idx, weights, results, buffers, sized)
+        return tuple(results)
+
+    return launch
+
+
+def pushed(call: Call, kernel: Any, options: Mapping[str, Any]) -> tuple[Callable[..., None], Size, Buffers]:
+    """(start, Size, Buffers) of push. start(x, idx, weights, results, *more): `kernel`, with `more` behind results and
+    routes."""
     world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     size, own = world.size, call.sizes["e"]
     programs = num_programs(world, world.num_sms)
@@ -65,15 +79,13 @@ def plan_push(call: Call) -> Launch:
         )),
     )  # fmt: skip
     buffers = _buffers(call, sized, programs)
-    start = cooperative_launch(world, dispatch_kernel, (programs,), **COPY_OPTIONS)
+    start = cooperative_launch(world, kernel, (programs,), **options)
 
-    def launch(*tensors: torch.Tensor) -> Any:
-        x, idx, weights, *results = tensors
+    def launch(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, results: Any, *more: Any) -> None:
         routes = idx.new_empty((T, K), dtype=torch.int32)
-        start(x, idx, weights, Result(*results), routes, buffers, sized, world.device)
-        return tuple(results)
+        start(x, idx, weights, Result(*results), routes, *more, world.device)
 
-    return launch
+    return launch, sized, buffers
 
 
 def tokens_at_most(call: Call) -> int:

@@ -940,7 +940,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of("kernels/dispatch_matmul.py", "tests/kernels/test_dispatch_matmul.py",
         ("a tile of the later ones skips this rank's blocks never", "tl.where(block >= own_begin, own, 0)", "0"),
         ("a tile of the sooner ones begins at the expert's first block", "block += tl.where(now, own_begin,", "block += tl.where(now, 0,"),
-        ("a block that ends with another rank's token counts as this rank's", "tl.where(end == rows, blocks, end // t.BLOCK_M)", "tl.cdiv(end, t.BLOCK_M)"),
+        ("a tile waits for a whole block where its expert ends", "tl.minimum(end - row, t.BLOCK_M), world)", "t.BLOCK_M, world)"),
         ("the queue goes on where the last launch ended", "        tl.store(t.queue, 0)", "        pass"),
         ("products of nobody's rows stay as they were", "    if p.CLEAR:\n        _clear(to, t, p)", "    if False:\n        _clear(to, t, p)"),
     ),

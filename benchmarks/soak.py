@@ -61,7 +61,10 @@ def work(world: World, seed: int, calls: int) -> dict[str, float]:
                 found = inputs.called(operator, mode, mine, case, world=world)
                 found = inputs.defined(found, exact, limit).clone()
             near = torch.as_tensor(limit, device=found.device)
-            assert inputs.within(found.double(), exact.to(found.device), near).all(), (name, mode, case)
+            close = inputs.within(found.double(), exact.to(found.device), near)
+            assert close.all(), (
+                f"call {launch} of seed {seed}, {name}, {mode}, {case}: {off(found, exact, close.cpu())}"
+            )
             if found.dtype == BF16:  # of which BOUND is
                 worst = max(worst, distance(found, exact.to(found.device)))
         except pkt.Unsupported:
@@ -71,6 +74,13 @@ def work(world: World, seed: int, calls: int) -> dict[str, float]:
         while kept and pick.random() < 0.7:
             kept.pop(pick.randrange(len(kept))).free()
     return {"distance": worst, "descriptors": float(len(os.listdir("/proc/self/fd")))}
+
+
+def off(found: torch.Tensor, exact: torch.Tensor, close: torch.Tensor) -> str:
+    """How many elements are wrong, and the first of them."""
+    wrong = (~close).nonzero().tolist()
+    at = tuple(wrong[0])
+    return f"{len(wrong)} of {close.numel()} elements; at {at} found {found[at].item():g}, wanted {exact[at].item():g}"
 
 
 def state() -> dict[str, float]:

@@ -41,6 +41,7 @@ class Backward:
         from the call to the backward pass if the operand requires grad. A saved tensor that is overwritten in between
         makes the backward pass raise, as torch's do.
     refuses: why a call has no gradients, from its keywords and the dtype of its first operand; "" where it has.
+    inner: further results that only this backward pass uses, and that have no gradient.
     split: for keywords of calls whose backward pass would need an intermediate result: other keywords, with which the
         operator returns that, and what torch computes from it. None where a call needs no such thing.
     """
@@ -50,6 +51,7 @@ class Backward:
     saves: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refuses: Callable[[Mapping[str, Any], torch.dtype], str] = lambda keywords, dtype: ""
     split: Split = lambda keywords: None
+    inner: Sequence[str] = ()
 
 
 class Recorded:
@@ -148,7 +150,9 @@ class _Node(torch.autograd.Function):
         save(ctx, call, call.wanted(ctx.needs_input_grad[2:]), flat, results)
         if any(results[0] is tensor for tensor in flat):  # in place
             ctx.mark_dirty(results[0])
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        inner = [r for name, r in zip(call.operator.also, results[1:]) if name in call.operator.backward.inner]
+        ctx.set_materialize_grads(not inner)  # zeros of their size
+        ctx.mark_non_differentiable(*inner, *(r for r in results if not r.is_floating_point()))
         return result if isinstance(result, torch.Tensor) else results
 
     @staticmethod

@@ -27,7 +27,7 @@ import math
 import pkgutil
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +210,10 @@ class Operator:
     ) -> Launch:
         """Check everything, agree with the other ranks, and make what launches. needs: as for a call. Collective.
         Raises NotSymmetric, ShapeError, DtypeError, Unsupported, CollectiveMismatch."""
+        if world.nodes > 1:
+            found = f"found a world of {world.nodes} nodes, and operators work within one"
+            remedy = "give it world=world.on_node; examples/all_gather_nodes.py has an operator over nodes"
+            raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, dict(zip(self.names, tensors)), arguments, given, keywords["mode"])
@@ -601,11 +605,25 @@ _DECLARES = re.compile(r"^(OPERATOR = |from .* import .*\bOPERATOR\b)", re.MULTI
 
 
 @functools.cache
-def _modules() -> tuple[str, ...]:
-    """The modules and folders of kernels/ that declare an OPERATOR of their name. Reads their text and loads none."""
-    here = importlib.import_module(PACKAGE).__path__
-    files = {m.name: m.module_finder.find_spec(m.name, None).origin for m in pkgutil.iter_modules(here)}  # type: ignore
-    return tuple(name for name, file in files.items() if _DECLARES.search(Path(file).read_text(encoding="utf-8")))
+def _modules() -> dict[str, str]:
+    """The modules and folders of kernels/ that declare an OPERATOR of their name, and the modules of a folder that do
+    and whose names begin with the folder's, as ring_attention/ring_attention_backward.py. By name: the path behind
+    pkt.kernels. Reads their text and loads none."""
+    found = {}
+    for name, spec in _specs(importlib.import_module(PACKAGE).__path__):
+        found[name] = (name, spec.origin)
+        inner = [(n, s) for n, s in _specs(spec.submodule_search_locations or ()) if n.startswith(f"{name}_")]
+        found |= {n: (f"{name}.{n}", s.origin) for n, s in inner}
+    return {name: at for name, (at, file) in found.items() if _DECLARES.search(Path(file).read_text(encoding="utf-8"))}
+
+
+def _specs(folders: Iterable[str]) -> list[tuple[str, Any]]:
+    return [(m.name, m.module_finder.find_spec(m.name, None)) for m in pkgutil.iter_modules(folders)]
+
+
+def module_of(name: str) -> str:
+    """The full name of the module that declares an operator of pkt."""
+    return f"{PACKAGE}.{_modules()[name]}"
 
 
 def names() -> list[str]:
@@ -618,8 +636,8 @@ def operators() -> dict[str, Operator]:
     return {name: _loaded(name) for name in _modules()} | registered
 
 
-def _loaded(module: str) -> Operator:
-    return importlib.import_module(f"{PACKAGE}.{module}").OPERATOR
+def _loaded(name: str) -> Operator:
+    return importlib.import_module(module_of(name)).OPERATOR
 
 
 registered: dict[str, Operator] = {}

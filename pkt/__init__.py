@@ -20,14 +20,17 @@ from pkt.errors import (
     DriverError,
     DtypeError,
     FalseAssumption,
+    FarAccess,
     GridTooLarge,
     HeapFull,
     LostSignal,
     LostSync,
+    MissingQuiet,
     MulticastAccess,
     NoCandidate,
     NotSymmetric,
     OutOfBounds,
+    OvertakenPut,
     PeerLost,
     PktError,
     RankError,
@@ -87,7 +90,7 @@ __all__ = [  # noqa: PLE0604
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "PktError", "WaitTimeout", "Deadlock", "TooFewResident", "GridTooLarge",
     "DataRace", "StaleFlag", "OutOfBounds", "UseAfterFree", "MulticastAccess", "LostSignal", "LostSync",
-    "FalseAssumption",
+    "FalseAssumption", "MissingQuiet", "OvertakenPut", "FarAccess",
     "CollectiveMismatch", "AllocationMismatch", "CandidateMismatch", "NoCandidate",
     "HeapFull", "NotSymmetric", "RankError", "SignalIndexError", "ShapeError", "DtypeError", "Closed",
     "PeerLost", "RankFailed", "TransportError", "DriverError", "CompileError", "Unsupported",
@@ -137,7 +140,7 @@ def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         value = getattr(_import_module(_LAZY[name]), name)
     elif name in _registry.names():
-        value = getattr(_import_module(f"pkt.kernels.{name}"), name)
+        value = getattr(_import_module(_registry.module_of(name)), name)
     else:
         raise AttributeError(f"module 'pkt' has no attribute {name!r}")
     globals()[name] = value

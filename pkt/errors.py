@@ -125,6 +125,51 @@ class DataRace(PktError):
         return cls.of(text, first=first, second=second, pair=pair)
 
 
+class MissingQuiet(DataRace):
+    """The source of a put to a rank of another node is written again while the network may still read it."""
+
+    @classmethod
+    def between(cls, first: Access, second: Access, pair: Hashable) -> MissingQuiet:
+        text = (
+            f"missing quiet: {second.text()}\n  while the network may still read it: {first.text()}\n"
+            "  call pl.quiet(world) behind the put, or wait for an answer of the rank that saw its signal"
+        )
+        return cls.of(text, pair=pair, first=first, second=second)
+
+
+class OvertakenPut(DataRace):
+    """What follows a put to a rank of another node may overtake its data."""
+
+    @classmethod
+    def between(cls, first: Access, second: Access, pair: Hashable) -> OvertakenPut:
+        text = (
+            f"overtaken put: {second.text()}\n  may come before the data arrives: {first.text()}\n"
+            "  send the signal with the data (pl.put_signal), or call pl.fence(world=world) before the next call to "
+            "the same rank, pl.quiet(world) before any other"
+        )
+        return cls.of(text, pair=pair, first=first, second=second)
+
+
+class FarAccess(PktError):
+    """A load, a store, an atomic or TMA in the memory of a rank of another node, which only the network reaches."""
+
+    @classmethod
+    def device(cls, access: Access, owner: int, node_size: int, remedy: str) -> FarAccess:
+        found = cls._found(access.rank, owner, node_size)
+        return cls.of(f"far access: {access.text()}: {found}: {remedy}", access=access)
+
+    @classmethod
+    def host(cls, rank: int, call: str, owner: int, node_size: int) -> FarAccess:
+        remedy = "let a kernel there put the data into this rank's heap (pl.put with nbytes=)"
+        return cls.of(f"rank {rank}: {call}: {cls._found(rank, owner, node_size)}: {remedy}", rank=rank, owner=owner)
+
+    @staticmethod
+    def _found(rank: int, owner: int, node_size: int) -> str:
+        node, first = owner // node_size, rank // node_size * node_size
+        wanted = f"one of ranks {first} to {first + node_size - 1}, on its own" if node_size > 1 else "itself"
+        return f"found rank {owner} on node {node}, wanted {wanted}"
+
+
 class StaleFlag(PktError):
     """A counter value that an earlier launch left satisfied a wait."""
 
@@ -506,6 +551,16 @@ class Unsupported(PktError, RuntimeError):
         return cls.of(
             f"{call}: {found}; without GPUs the same function runs in the simulator: "
             'pkt.launch(fn, ranks=4, device="cpu")'
+        )
+
+    @classmethod
+    def nodes(cls, call: str, where: str, ranks: int, node_size: int) -> Unsupported:
+        """`where`: what says that a node has `node_size` ranks, in brackets."""
+        return cls.here(
+            call,
+            f"found {-(-ranks // node_size)} nodes of {node_size} ranks{where}, and NVSHMEM is not supported yet",
+            f"make a world of one node, or simulate: pkt.launch(fn, ranks={ranks}, node_size={node_size}, "
+            'device="cpu")',
         )
 
     @classmethod

@@ -23,13 +23,15 @@ def launch(
     heap: int | str | None = None,
     timeout: float | None = None,
     multicast: bool = True,
+    node_size: int | None = None,
     **options: Any,
 ) -> list[Any]:
     """Run `fn(world, *args)` on `ranks` ranks and return their results, in rank order.
 
     device: "cuda" runs one process per GPU, "cpu" the simulator in this process; `fn` and its kernels are the same.
-    heap, timeout, multicast: as in pkt.init; no timeout expires in the simulator. options: for the simulator only, see
-    pkt.simulate.
+    heap, timeout, multicast: as in pkt.init; no timeout expires in the simulator. node_size: ranks of a node, a divisor
+    of `ranks`; None: one node. Several nodes exist in the simulator only, see docs/scale-out.md. options: for the
+    simulator only, see pkt.simulate.
 
     On GPUs the processes stay warm between calls, and the output of a rank appears with its number. If a rank raises,
     the run ends with RankFailed, which carries that rank's traceback. Threads may launch at the same time: launches of
@@ -43,9 +45,12 @@ def launch(
 
         for name in options.keys() - OPTIONS:
             raise Unsupported.here("pkt.launch", f"found the option {name!r}", f"wanted {', '.join(sorted(OPTIONS))}")
-        return run(fn, ranks, args=tuple(args), heap=heap_bytes(heap), multicast=multicast, **options)
+        options |= {"multicast": multicast, "node_size": node_size}
+        return run(fn, ranks, args=tuple(args), heap=heap_bytes(heap), **options)
     if device != "cuda":
         raise Unsupported.here("pkt.launch", f"found device {device!r}", 'wanted "cuda" or "cpu"')
+    if node_size not in (None, ranks):
+        raise Unsupported.nodes("pkt.launch", "", ranks, node_size)
     from pkt.runtime.gpu.sharing import may_share
 
     found = torch.cuda.device_count()

@@ -491,6 +491,24 @@ def _copied(world: World, m: int, K: int, dtype: torch.dtype, rows: int, chunk: 
     return _Way(here(inbox.plain().view(world.size * m, K), (tiles.block_m, tiles.block_k)), ready, begin)
 
 
+def _together(world: World, m: int, N: int, K: int, plan: PushPlan, tiles: Tiles) -> tuple[int, int]:
+    """Row blocks and columns that one signal stands for."""
+    size, copied = world.size, plan.num_comm_sms == 0 and world.size > 1
+    num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
+    # Pushed: as many as the programs compute at a time.
+    together = num_m if copied else triton.cdiv(num_programs(world, world.num_sms), num_n * max(size - 1, 1))
+    columns = triton.cdiv(K, tiles.block_k) * tiles.block_k
+    chunk = min(plan.chunk or columns, columns)
+    return min(plan.push_rows or together, num_m), ALL if copied and chunk == columns else chunk
+
+
+def copied_inbox(world: World, a: torch.Tensor, N: int, plan: PushPlan, tiles: Tiles) -> SymmetricTensor:
+    """The inbox (size, m, K) of `push_launch` where the copy engines fill it. Collective."""
+    m, K = a.shape
+    push_rows, chunk = _together(world, m, N, K, plan, tiles)
+    return gathering(world, m, K, a.dtype, push_rows * tiles.block_m, min(chunk, K)).inbox
+
+
 def push_launch(
     world: World,
     a: torch.Tensor,
@@ -507,16 +525,10 @@ def push_launch(
     gathered: the launch before was for another `b`, with this plan but for the dealing out of tiles, and has gathered
     A. Collective."""
     (m, K), N, size, dtype = a.shape, b.shape[1], world.size, a.dtype
-    num_m, num_n = triton.cdiv(m, tiles.block_m), triton.cdiv(N, tiles.block_n)
     programs, copied = num_programs(world, world.num_sms), plan.num_comm_sms == 0 and size > 1
-    # Pushed: as many as the programs compute at a time.
-    together = num_m if copied else triton.cdiv(programs, num_n * max(size - 1, 1))
-    push_rows = min(plan.push_rows or together, num_m)
-    columns = triton.cdiv(K, tiles.block_k) * tiles.block_k
-    chunk = min(plan.chunk or columns, columns)
+    push_rows, chunk = _together(world, m, N, K, plan, tiles)
     num_comm = min(plan.num_comm_sms, programs) if size > 1 and not gathered else 0
     if copied:
-        chunk = chunk if chunk < columns else ALL
         way = _copied(world, m, K, dtype, push_rows * tiles.block_m, chunk, tiles)
     else:
         way = _pushed(world, m, K, dtype, chunk, tiles)

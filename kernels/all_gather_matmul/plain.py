@@ -25,16 +25,18 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.errors import Unsupported
 from pkt.language import sync
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World
 
+from ..agreement import world_of
 from ..all_gather import OPERATOR as ALL_GATHER
 from ..all_gather import all_gather
 from ..declaration import Call, Case, Form, Launch, Tuning, choice, integer
-from ..gradients import Backward, Gradients, Recorded
+from ..gradients import Backward, Gradients, Recorded, required
 from ..operator import Operator
 from ..reduce_scatter import reduce_scatter
 from ..several import is_several, run_several
@@ -69,6 +71,7 @@ def reference(
     bias: Sequence[torch.Tensor] | None = None,
     epilogue: GatedEpilogue = "none",
     shard: Literal["rows", "columns"] = "rows",
+    keep: Literal["shard", "whole"] = "shard",
 ) -> torch.Tensor:
     """What `rank` gets from the ranks' operands, in fp64."""
     product = torch.cat(tuple(a), dim=0 if shard == "rows" else 1).double() @ b[rank].double()
@@ -196,6 +199,7 @@ class Keywords(TypedDict, total=False):
 
     epilogue: GatedEpilogue
     shard: Literal["rows", "columns"]
+    keep: Literal["shard", "whole"]
     mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None
     num_comm_sms: int | None
     chunk: int | None
@@ -235,6 +239,7 @@ def all_gather_matmul(
     bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
     epilogue: GatedEpilogue = "none",
     shard: Literal["rows", "columns"] = "rows",
+    keep: Literal["shard", "whole"] = "shard",
     mode: Literal["push", "copy", "gluon", "low_latency", "unfused", "nccl"] | None = None,
     num_comm_sms: int | None = None,
     chunk: int | None = None,
@@ -265,6 +270,10 @@ def all_gather_matmul(
         behind the product would cost 2 * M * N * itemsize more: the product, written and read again. "unfused" and
         "nccl" have such a kernel.
     shard: the shards are A's "rows", below each other, or its "columns", beside each other.
+    keep: what is kept for b's gradient, where b requires it. "shard": a, which the backward pass gathers again: (W - 1)
+        |a| bytes more leave each rank. "whole": the gathered A in new memory, W |a| bytes until the backward pass,
+        which gathers nothing; the call writes and reads W |a| bytes more in each rank's memory. It takes one b, modes
+        None, "copy", "gluon" (by the copy engines) and "unfused", and no settings.
 
     mode: how it is computed. None, with no setting given, takes on GPUs what was tuned here or measured for a shape
         like this one, else the form with the least predicted time, see `pkt.explain`. Else None takes "push".
@@ -303,10 +312,38 @@ def all_gather_matmul(
     CollectiveMismatch, Unsupported, Closed.
     """
     settings = (num_comm_sms, chunk, tiles, split_k, push_rows, rounds_alone, cut_last, whole_rounds)
-    values = (epilogue, shard, mode, *settings)
+    values = (epilogue, shard, keep, mode, *settings)
+    if keep == "whole" and torch.is_grad_enabled() and required((b,)):
+        return _kept(a, b, out, bias, values, world, workspace)
     if type(b) is not torch.Tensor and is_several(b):
         return run_several(OPERATOR, (a, b, out, bias), values, world, workspace)  # type: ignore
     return OPERATOR((a, b, out, bias), values, world, workspace)
+
+
+_keeps: list[Callable[..., torch.Tensor]] = []
+
+
+def take_kept(product: Callable[..., torch.Tensor]) -> None:
+    """From now on `product` computes calls with keep="whole" whose b requires grad: `kept` hands its function in."""
+    _keeps[:] = [product]
+
+
+def _kept(
+    a: Any, b: Any, out: Any, bias: Any, values: tuple[Any, ...], world: World | None, workspace: Workspace | None
+) -> torch.Tensor:
+    """A call whose backward pass finds A gathered. Raises Unsupported."""
+    epilogue, shard, _, mode, *settings = values
+    if not torch.compiler.is_dynamo_compiling():
+        call = Call(CALL, world_of(CALL, world, a, b), {"b": b}, {}, {}, mode)
+        named = zip(("out", "several b", *OPERATOR.keywords[4:]), (out, b if is_several(b) else None, *settings))
+        if wrong := [name for name, value in named if value is not None]:
+            found, remedy = f'found {wrong[0]}, and keep="whole"', f'leave {wrong[0]} away, or use keep="shard"'
+            raise Unsupported.here(f"rank {call.world.rank}: {CALL}", found, remedy)
+        if mode is not None:
+            choice("copy", "gluon", "unfused")(call, "mode", mode)
+        _epilogue(call, "epilogue", epilogue)
+    (product,) = _keeps
+    return product(a, b, bias, epilogue, shard, mode, world, workspace)
 
 
 # -------------------------------------------------------------------------------------------------------- host
@@ -539,7 +576,7 @@ OPERATOR = Operator(
         "m k", lambda call: f"{'k' if call['shard'] == 'rows' else 'W*k'} {_columns(call)}", _columns
     ),
     result=lambda call: "W*m n" if call["shard"] == "rows" else "m n",
-    arguments={"epilogue": _epilogue, "shard": choice("rows", "columns")},
+    arguments={"epilogue": _epilogue, "shard": choice("rows", "columns"), "keep": choice("shard", "whole")},
     settings={"tiles": products.tiles, "split_k": few_rows.splits, **dict.fromkeys(PushPlan._fields, integer(0))},
     forms={
         "push": Form(

@@ -24,7 +24,19 @@ from .memory import (
     store_release,
 )  # fmt: skip
 from .multimem import multimem_load_reduce, multimem_reduce_add, multimem_store
-from .sync import barrier, epoch, fence, grid_barrier, quiet, signal, signal_all, test, wait, world_barrier
+from .sync import (
+    barrier,
+    epoch,
+    fence,
+    grid_barrier,
+    put_signal,
+    quiet,
+    signal,
+    signal_all,
+    test,
+    wait,
+    world_barrier,
+)
 from .template import lcsc
 from .tile import Layout
 
@@ -36,7 +48,8 @@ __all__ = [
     "load", "store", "get", "put", "copy", "prefetch",
     "load_acquire", "load_relaxed", "store_release", "store_relaxed",
     "atomic_add", "atomic_cas", "atomic_xchg", "atomic_and", "atomic_or", "atomic_xor", "atomic_min", "atomic_max",
-    "signal", "signal_all", "wait", "test", "barrier", "grid_barrier", "world_barrier", "fence", "quiet", "epoch",
+    "signal", "signal_all", "put_signal", "wait", "test",
+    "barrier", "grid_barrier", "world_barrier", "fence", "quiet", "epoch",
     "put_flagged", "take_flagged", "take_flagged_all",
     "multimem_load_reduce", "multimem_store", "multimem_reduce_add",
     "tile", "shmem", "order", "template", "lcsc", "inspect",

@@ -66,9 +66,10 @@ def device_world(
     multicast: bool = False,
     code: int | None = None,
     team: Sequence[int] | None = None,
+    node_size: int = 0,
 ) -> DeviceWorld:
     """A `world` argument with the given constants to compile with; its status page is an aligned pointer. team: some of
-    the `size` ranks; `rank` is then one of the team's."""
+    the `size` ranks; `rank` is then one of the team's. node_size: ranks of a node; 0 where there is one node."""
     constants, members, step = (0, 0), size, 1
     if team is not None:
         constants, members, step = team_constants(team, size), len(team), step_of(team) or 1
@@ -81,6 +82,7 @@ def device_world(
         code=core.constexpr(code_hash() if code is None else code),
         team=core.constexpr(constants[0]),
         table=core.constexpr(constants[1]),
+        node_size=core.constexpr(node_size),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import address, ptx
+from . import address, nodes, ptx
 
 _ACQ_REL = tl.constexpr("acq_rel")
 _SYS = tl.constexpr("sys")
@@ -45,11 +45,22 @@ def get(peer, world, mask=None, dst=None, src=None):
 
 
 @triton.jit
-def put(peer, world, mask=None, dst=None, src=None):
+def put(peer, world, mask=None, dst=None, src=None, nbytes=None, BLOCK: tl.constexpr = 1024):
     """Copy my `src` into rank `peer`'s `dst`. Visible there after a `signal`. Name both pointers, as in `get`: other
-    libraries put the source first."""
+    libraries put the source first.
+
+    Without `nbytes` the pointers are scalars or blocks, and `peer` is on this node. With it they are scalars: a run of
+    `nbytes`, a multiple of the element size, goes to a rank on any node, on this one BLOCK elements at a time. Both
+    runs lie in the symmetric heap. To a rank of another node the network carries it: the data comes later than a
+    `signal` unless `fence(world=world)` or `quiet(world)` stands between, and `src` may be written again only after
+    `quiet(world)`, or after an answer of the rank that saw it. See pkt.language.nodes.
+    """
     tl.static_assert(dst is not None and src is not None, "name the pointers: pl.put(dst=, src=, peer=, world=)")
-    tl.store(address.peer(dst, peer, world), tl.load(src, mask=mask), mask=mask)
+    if nbytes is None:
+        tl.store(address.peer(dst, peer, world), tl.load(src, mask=mask), mask=mask)
+    else:
+        tl.static_assert(mask is None, "a run of nbytes takes no mask")
+        nodes.put(dst, src, nbytes, peer, world, BLOCK)
 
 
 @triton.jit

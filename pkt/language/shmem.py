@@ -2,7 +2,7 @@
 
 All threads of a program make each call. Sizes are in bytes, and multiples of the pointers' element size. A `_nbi` call
 may return before the transfer is complete. Here both forms may do so for stores: `quiet`, a signal or a barrier
-completes them.
+completes them. Puts and signals reach PEs of other nodes, with OpenSHMEM's rules: give `fence` and `quiet` the world.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import address, sync
+from . import address, nodes, sync
 
 SIGNAL_SET = tl.constexpr("set")
 SIGNAL_ADD = tl.constexpr("add")
@@ -45,40 +45,30 @@ def int_p(dest, value, pe, world):
 
 
 @triton.jit
-def _move(dest, source, nbytes, to_pe, from_pe, world, BLOCK: tl.constexpr):
-    bits: tl.constexpr = source.dtype.element_ty.primitive_bitwidth
-    itemsize: tl.constexpr = bits // 8 if bits >= 8 else 1
-    n = tl.cast(nbytes, tl.int64) // itemsize
-    target = address.peer(dest, to_pe, world)
-    origin = address.peer(source, from_pe, world)
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(target + at, tl.load(origin + at, mask=at < n), mask=at < n)
-
-
-@triton.jit
 def putmem_nbi(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
     """Copy my `source` into PE `pe`'s `dest`, in blocks of BLOCK elements. Complete after `quiet`."""
-    _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
+    nodes.put(dest, source, nbytes, pe, world, BLOCK)
 
 
 @triton.jit
 def putmem(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
     """As `putmem_nbi`, but the caller may reuse `source` on return, as in OpenSHMEM."""
-    _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
+    nodes.put(dest, source, nbytes, pe, world, BLOCK)
+    if world.node_size != 0:
+        sync.ptx.far_quiet()
     sync.ptx.cta_barrier()
 
 
 @triton.jit
 def getmem_nbi(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
     """Copy PE `pe`'s `source` into my `dest`. Complete after `quiet`."""
-    _move(dest, source, nbytes, world.rank, pe, world, BLOCK)
+    nodes.move(dest, source, nbytes, world.rank, pe, world, BLOCK)
 
 
 @triton.jit
 def getmem(dest, source, nbytes, pe, world, BLOCK: tl.constexpr = 4096):
     """As `getmem_nbi`, but all threads of the program may read `dest` on return."""
-    _move(dest, source, nbytes, world.rank, pe, world, BLOCK)
+    nodes.move(dest, source, nbytes, world.rank, pe, world, BLOCK)
     sync.ptx.cta_barrier()
 
 
@@ -93,15 +83,15 @@ def putmem_signal_nbi(
     dest, source, nbytes, sig_addr, signal, sig_op: tl.constexpr, pe, world, BLOCK: tl.constexpr = 4096
 ):
     """`putmem_nbi`, then the signal, which PE `pe` sees after the data."""
-    _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
-    sync.signal(sig_addr, pe, world, signal, sig_op)
+    sync.put_and_post(dest, source, nbytes, sig_addr, signal, sig_op, pe, world, BLOCK)
 
 
 @triton.jit
 def putmem_signal(dest, source, nbytes, sig_addr, signal, sig_op: tl.constexpr, pe, world, BLOCK: tl.constexpr = 4096):
     """`putmem`, then the signal, which PE `pe` sees after the data."""
-    _move(dest, source, nbytes, pe, world.rank, world, BLOCK)
-    sync.signal(sig_addr, pe, world, signal, sig_op)
+    sync.put_and_post(dest, source, nbytes, sig_addr, signal, sig_op, pe, world, BLOCK)
+    if world.node_size != 0:
+        sync.ptx.far_quiet()
 
 
 @triton.jit
@@ -129,5 +119,5 @@ def broadcast(dest, source, nbytes, root, counter, world, BLOCK: tl.constexpr = 
     end in `pl.barrier`. counter: one int32 for each program index."""
     if tl.cast(world.rank, tl.int32) == root:
         for i in tl.static_range(1, world.size + 1):
-            _move(dest, source, nbytes, (world.rank + i) % world.size, world.rank, world, BLOCK)
+            nodes.put(dest, source, nbytes, (world.rank + i) % world.size, world, BLOCK)
     sync.barrier(counter, world)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import address, ptx
+from . import address, nodes, ptx
 
 _HEADER_WORDS = tl.constexpr(8)  # int64
 _ADD = tl.constexpr("add")
@@ -22,14 +22,32 @@ _GE = tl.constexpr("ge")
 
 
 @triton.jit
-def _post(ptr, value, op: tl.constexpr, sem: tl.constexpr):
+def _check_counter(ptr):
     is_counter: tl.constexpr = ptr.dtype.element_ty.is_int() and ptr.dtype.element_ty.primitive_bitwidth >= 32
     tl.static_assert(is_counter, "a counter is int32 or int64")
+
+
+@triton.jit
+def _post(ptr, value, op: tl.constexpr, sem: tl.constexpr):
+    _check_counter(ptr)
     if op == "add":
         tl.atomic_add(ptr, tl.cast(value, ptr.dtype.element_ty), sem=sem, scope="sys")
     else:
         tl.static_assert(op == "set", 'op is "add" or "set"')
         tl.atomic_xchg(ptr, tl.cast(value, ptr.dtype.element_ty), sem=sem, scope="sys")
+
+
+@triton.jit
+def _send(ptr, peer, value, op: tl.constexpr, sem: tl.constexpr, world):
+    """`_post` to rank `peer`, on whatever node."""
+    if world.node_size == 0:
+        _post(address.peer(ptr, peer, world), value, op, sem)
+    else:
+        if nodes.is_far(peer, world):
+            _check_counter(ptr)
+            ptx.far_signal(ptr, tl.cast(value, ptr.dtype.element_ty), nodes.number(peer, world), op)
+        else:
+            _post(address.peer(ptr, peer, world), value, op, sem)
 
 
 @triton.jit
@@ -39,10 +57,50 @@ def signal(ptr, peer, world, value=1, op: tl.constexpr = _ADD):
     ptr: scalar pointer to int32 or int64 in my heap; peer: int; value: of that type.
     `cp.async.bulk.wait_group 0`, `fence.proxy.async` (TMA stores have landed), `bar.sync`, then in one thread
     `atom.add.release.sys` (or `exch`).
+    It does not publish puts to ranks of other nodes, which it may overtake: `put_signal`, or `fence` or `quiet` before
+    it. A rank of another node takes op="add" only.
     """
     ptx.drain(world)
     ptx.cta_barrier()
+    _send(ptr, peer, value, op, "release", world)
+
+
+@triton.jit
+def put_signal(ptr, peer, world, value=1, dst=None, src=None, nbytes=None, BLOCK: tl.constexpr = 1024):
+    """`put` a run of `nbytes` to rank `peer`, on any node, then `signal` it: `value` is added to its counter `ptr`
+    after the data has arrived.
+
+    To a rank of another node the signal publishes this put and what `signal` does, but no other far put. `src` may be
+    written again only after `quiet(world)`, or after an answer of the rank that saw the signal. Name all three:
+    `pl.put_signal(ready, peer, world, dst=y, src=x, nbytes=n)`.
+    """
+    named: tl.constexpr = dst is not None and src is not None and nbytes is not None
+    tl.static_assert(named, "name them: pl.put_signal(ptr, peer, world, dst=, src=, nbytes=)")
+    put_and_post(dst, src, nbytes, ptr, value, "add", peer, world, BLOCK)
+
+
+@triton.jit
+def _move_and_post(dst, src, nbytes, ptr, value, op: tl.constexpr, peer, world, BLOCK: tl.constexpr):
+    nodes.move(dst, src, nbytes, peer, world.rank, world, BLOCK)
+    ptx.drain(world)
+    ptx.cta_barrier()
     _post(address.peer(ptr, peer, world), value, op, "release")
+
+
+@triton.jit
+def put_and_post(dst, src, nbytes, ptr, value, op: tl.constexpr, peer, world, BLOCK: tl.constexpr):
+    """`put_signal` with the operation on the counter, "add" or "set"."""
+    if world.node_size == 0:
+        _move_and_post(dst, src, nbytes, ptr, value, op, peer, world, BLOCK)
+    else:
+        if nodes.is_far(peer, world):
+            _check_counter(ptr)
+            ptx.drain(world)
+            ptx.cta_barrier()
+            to = nodes.number(peer, world)
+            ptx.far_put_signal(dst, src, nbytes, ptr, tl.cast(value, ptr.dtype.element_ty), to, op)
+        else:
+            _move_and_post(dst, src, nbytes, ptr, value, op, peer, world, BLOCK)
 
 
 @triton.jit
@@ -54,7 +112,7 @@ def signal_all(ptr, world, value=1, op: tl.constexpr = _ADD):
     ptx.cta_barrier()
     ptx.fence()
     for i in tl.static_range(1, world.size + 1):
-        _post(address.peer(ptr, (world.rank + i) % world.size, world), value, op, "relaxed")
+        _send(ptr, (world.rank + i) % world.size, value, op, "relaxed", world)
 
 
 @triton.jit
@@ -112,22 +170,33 @@ def test(ptr, at_least, world, cmp: tl.constexpr = _GE):  # noqa: PT028
 
 
 @triton.jit
-def fence(sc: tl.constexpr = False):
+def fence(sc: tl.constexpr = False, world=None):
     """`fence.acq_rel.sys` in every thread, for hand-written protocols; `signal` and `wait` need none.
 
     sc: `fence.sc.sys`, which also orders earlier writes before later reads. If two programs each write a flag, fence
     and read the other's flag, at least one of them then sees the other's. Each needs a fence with sc=True.
+    world: with it the program's puts and signals to each rank of another node arrive before its later ones to the same
+    rank. Puts to different ranks stay unordered: `quiet`.
     """
     ptx.fence(sc)
+    if world is not None:
+        if world.node_size != 0:
+            ptx.far_fence()
 
 
 @triton.jit
-def quiet():
+def quiet(world=None):
     """Wait until all stores of this program, TMA stores too, have been performed everywhere. Other ranks see its later
     plain and relaxed stores after them. `cp.async.bulk.wait_group 0`, `fence.proxy.async`, `fence.acq_rel.sys`,
-    `bar.sync`."""
+    `bar.sync`.
+
+    world: with it also wait until the program's puts and signals to ranks of other nodes are complete. Their sources
+    may then be written again. Every program completes its own."""
     ptx.drain(None)
     ptx.fence()
+    if world is not None:
+        if world.node_size != 0:
+            ptx.far_quiet()
     ptx.cta_barrier()
 
 
@@ -145,7 +214,7 @@ def _arrive_everywhere(ptr, world):
     share = _share(tl.cast(world.rank, tl.int32) == 0, world.size)
     ptx.fence()
     for i in tl.static_range(1, world.size + 1):
-        tl.atomic_add(address.peer(ptr, (world.rank + i) % world.size, world), share, sem="relaxed", scope="sys")
+        _send(ptr, (world.rank + i) % world.size, share, "add", "relaxed", world)
 
 
 @triton.jit
@@ -156,8 +225,7 @@ def barrier(ptr, world):
     """
     # The value is stable, because this round cannot complete without me. Every thread reads it, so before the barrier.
     round_bit = ptx.load_relaxed(ptr)
-    ptx.drain(world)
-    ptx.cta_barrier()
+    nodes.complete(world)
     _arrive_everywhere(ptr, world)
     ptx.wait(ptr, round_bit, "flip", world)
     ptx.cta_barrier()
@@ -177,8 +245,7 @@ def _is_first_program():
 def grid_barrier(ptr, world):
     """Wait for all programs of this rank's launch, which must all be resident. Uses one counter. The scope is the
     system: stores into other ranks' memory are visible afterwards, too."""
-    ptx.drain(world)
-    ptx.cta_barrier()
+    nodes.complete(world)
     before = tl.atomic_add(ptr, _share(_is_first_program(), _num_programs()), sem="release", scope="sys")
     ptx.wait(ptr, before, "flip", world)
     ptx.cta_barrier()
@@ -189,8 +256,7 @@ def world_barrier(ptr, world):
     """Wait for all programs of all ranks. Uses two counters, `ptr` and `ptr + 1`: the last program to arrive on a rank
     arrives for the rank. Grids may differ between ranks."""
     round_bit = ptx.load_relaxed(ptr + 1)  # as in `barrier`
-    ptx.drain(world)
-    ptx.cta_barrier()
+    nodes.complete(world)
     if _num_programs() == 1:  # no other program on this rank
         _arrive_everywhere(ptr + 1, world)
     else:

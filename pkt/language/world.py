@@ -33,11 +33,12 @@ MAX_RECORDS = (STATUS_BYTES // 4 - STATUS_FIRST_RECORD) // RECORD_WORDS
 
 RECORD_FIELDS = (
     "rank", "program", "cmp", "wanted", "found", "offset_low", "offset_high", "epoch", "site", "owner",
-    "wanted_high", "found_high",
+    "wanted_high", "found_high", "data",
 )  # fmt: skip
-"""Words 0 to 11 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words. `epoch`
+"""Words 0 to 12 of a record. `offset` is the counter's byte offset in its rank's heap, an int64 in two words. `epoch`
 is 0 where the wait does not know it. `site` is `site_hash` of the kernel's name. `owner` is program + 1, and 0 in a
-slot that no program has claimed. The last two are written for counters of 64 bits only (CMP_WIDE)."""
+slot that no program has claimed. The two `_high` are written for counters of 64 bits only (CMP_WIDE), and `data`, a mix
+of what words with a flag held, for these only: nobody reads it (ptx.spin)."""
 
 CMP_CODES = {"ge": 0, "gt": 1, "le": 2, "lt": 3, "eq": 4, "ne": 5, "flip": 6}
 """Low byte of a record's word `cmp`. "flip": the counter's top bit differs from that of `wanted` (barriers)."""
@@ -64,6 +65,8 @@ class DeviceWorld(NamedTuple):
     code: `code_hash()`, part of the kernel's cache key, because Triton's key leaves out the bodies of Python builtins.
     team, table: `team_constants` of a team; 0 in a world of all ranks. A team's status page is that of the world of all
         ranks. With a table `stride` is that world's, and only `pl.peer` knows where the copies are.
+    node_size: ranks of a node in the world of all ranks; 0 where all ranks here are on one node, so that no code for
+        other nodes is compiled.
     """
 
     rank: Any
@@ -74,6 +77,7 @@ class DeviceWorld(NamedTuple):
     code: tl.constexpr
     team: tl.constexpr = tl.constexpr(0)
     table: tl.constexpr = tl.constexpr(0)
+    node_size: tl.constexpr = tl.constexpr(0)
 
 
 _TEAM_BITS, TABLE_BITS = 20, 6

@@ -7,13 +7,16 @@ docs/inside-torch.md.
 
 from .attention import Attention
 from .embedding import VocabParallelEmbedding
+from .expert_parallel import ExpertParallel
+from .experts import Experts
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import SwiGLUMLP
+from .moe import MoE
 from .norm import sequence_parallel
 from .plan import parallelize
 from .sharded import full_state_dict
 
 __all__ = [
-    "Attention", "ColumnParallelLinear", "RowParallelLinear", "SwiGLUMLP", "VocabParallelEmbedding",
-    "full_state_dict", "parallelize", "sequence_parallel",
+    "Attention", "ColumnParallelLinear", "ExpertParallel", "Experts", "MoE", "RowParallelLinear", "SwiGLUMLP",
+    "VocabParallelEmbedding", "full_state_dict", "parallelize", "sequence_parallel",
 ]  # fmt: skip

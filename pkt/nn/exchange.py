@@ -55,6 +55,17 @@ class _Gather(torch.autograd.Function):
         return grad.chunk(ctx.world.size, ctx.dim)[ctx.world.rank], None, None
 
 
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
+        ctx.dim, ctx.world = dim, world
+        return x.chunk(world.size, dim)[world.rank]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return all_gather(grad.contiguous(), dim=ctx.dim, world=ctx.world), None, None
+
+
 class _SumOfProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World) -> Any:
@@ -86,6 +97,11 @@ def summed(x: torch.Tensor, world: World) -> torch.Tensor:
 def gathered(x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
     """The ranks' x one after the other along `dim`, on every rank; the gradient is this rank's part of the result's."""
     return _Gather.apply(x, dim, world)
+
+
+def parted(x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
+    """This rank's part of x along `dim`, of an x that is alike on all ranks; its gradient is gathered."""
+    return _Part.apply(x, dim, world)
 
 
 def sum_of_products(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World) -> torch.Tensor:

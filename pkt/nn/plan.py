@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from pkt.kernels.broadcast import broadcast
 from pkt.runtime import world as worlds
 from pkt.runtime.world import World, check_rank, current_world
 
-from .sharded import Sharded
+from .expert_parallel import ExpertParallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,10 +27,13 @@ PIECE = 1 << 22
 """Elements of a weight that are broadcast at a time."""
 
 
+Style = Union["ParallelStyle", ExpertParallel]
+
+
 def parallelize(
     module: nn.Module,
     mesh: DeviceMesh | World | None,
-    plan: ParallelStyle | Mapping[str, ParallelStyle],
+    plan: Style | Mapping[str, Style],
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
@@ -41,13 +44,15 @@ def parallelize(
     are then plain tensors, and every module takes and returns plain tensors, whatever `use_local_output` says. None:
     the current world. In the simulator there is no process group, so no mesh.
     plan: a style for the module, or styles by the names of modules in it, in which * stands for anything between dots.
-    Styles of torch.distributed.tensor.parallel: ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput.
+    Styles of torch.distributed.tensor.parallel: ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput;
+    and `pkt.nn.ExpertParallel`.
     src_data_rank: whose parameters are split; the others' are ignored. None: each rank splits its own.
 
-    Every rank has the whole module, on its device or on "meta". Planned Linears and Embeddings are replaced by modules
-    of pkt.nn, with new parameters; others stay. A name that matches no module is a warning, as torch's. Returns the
-    module, or what takes its place if the plan is one style. Raises Unsupported, with the module's name: for a style or
-    layout that pkt has not, and if the plan replaces no product. Raises ShapeError if the ranks do not divide a weight.
+    Every rank has the whole module, on its device or on "meta". Planned Linears, Embeddings and experts are replaced by
+    modules of pkt.nn, with new parameters; others stay. A name that matches no module is a warning, as torch's. Returns
+    the module, or what takes its place if the plan is one style. Raises Unsupported, with the module's name: for a
+    style or layout that pkt has not, and if the plan replaces no product. Raises ShapeError if the ranks do not divide
+    a weight.
     """
     from . import styles  # here, because it loads torch's DTensor
 
@@ -65,7 +70,7 @@ def parallelize(
     if not any(isinstance(style, styles.PRODUCTS) for _, style in planned):
         names = ", ".join(repr(n) for n, m in module.named_modules() if isinstance(m, nn.Linear)) or "none"
         names_of_plan = list(plan) if isinstance(plan, Mapping) else [""]
-        found = f"found no Linear and no Embedding under the plan's names {names_of_plan}"
+        found = f"found no Linear, no Embedding and no experts under the plan's names {names_of_plan}"
         remedy = f"the module has the Linears {names}; make no call for a pipeline stage that has none"
         raise Unsupported.here(f"rank {world.rank}: {CALL}", found, remedy)
     ties: dict[tuple[int, int | None], Any] = {}  # parameters that several modules share
@@ -73,10 +78,11 @@ def parallelize(
         if src_data_rank is not None and not isinstance(style, styles.INPUTS):
             _agree(one, src_data_rank, world)
         made = change()
-        if not isinstance(made, Sharded):
+        if made is one:
             continue
-        for key, (part,) in made.parts.items():
-            made._parameters[key] = ties.setdefault((id(one._parameters[key]), part.dim), made._parameters[key])
+        for key, (part, *_) in getattr(made, "parts", {}).items():
+            if key in one._parameters:
+                made._parameters[key] = ties.setdefault((id(one._parameters[key]), part.dim), made._parameters[key])
         if name == "":
             module = made
         else:
@@ -119,7 +125,7 @@ def _world(mesh: Any) -> tuple[World, Any]:
     return launcher.init(group=group), mesh
 
 
-def _found(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, ParallelStyle]]:
+def _found(module: nn.Module, plan: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
     """Names of the planned modules, and their styles. Of a name that matches none, a warning."""
     for key, style in plan.items():
         names = list(_matching(module, key.split("."))) if key else [""]
@@ -153,8 +159,8 @@ def _check_ties(module: nn.Module, planned: set[str], world: World) -> None:
 
 def _agree(module: nn.Module, source: int, world: World) -> None:
     """Give a module the parameters of rank `source`."""
-    for parameter in module._parameters.values():
-        if parameter is None or parameter.is_meta:
+    for parameter in module.parameters():
+        if parameter.is_meta:
             continue
         flat = parameter.detach().reshape(-1)
         if world.size > 1:

@@ -15,6 +15,8 @@ from pkt.runtime.world import World, current_world
 
 PIECE = 1 << 22
 """Elements of a weight that full_state_dict gathers at a time: it needs a few times as much symmetric memory."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Of torch's modules: what a module that takes another's place would lose."""
 S = TypeVar("S", bound="Sharded")
 
 
@@ -82,8 +84,9 @@ class Sharded(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, parts in self.parts.items():
             parameter = destination.pop(prefix + name)
-            for part, mine in zip(parts, self.separate(name, parameter)):
-                destination[prefix + part.key] = mine
+            mine = local(parameter)
+            for part, own in zip(parts, self.separate(name, mine)):
+                destination[prefix + part.key] = parameter if own is mine else like(parameter, own)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, *more: Any
@@ -93,7 +96,7 @@ class Sharded(nn.Module):
             lacking = [key for key in keys if key not in state_dict]
             if not lacking:
                 given = [share(state_dict.pop(key), part, self.world) for key, part in zip(keys, parts)]
-                state_dict[prefix + name] = _like(self._parameters[name], self.joined(name, given).contiguous())
+                state_dict[prefix + name] = like(self._parameters[name], self.joined(name, given).contiguous())
             elif keys != [prefix + name]:
                 missing_keys += lacking if strict else []
                 for key in keys:
@@ -133,7 +136,7 @@ def share(tensor: torch.Tensor, part: Part, world: World) -> torch.Tensor:
     return tensor.chunk(world.size, part.dim)[world.rank]
 
 
-def _like(parameter: Any, given: torch.Tensor) -> torch.Tensor:
+def like(parameter: Any, given: torch.Tensor) -> torch.Tensor:
     """`given`, this rank's part, as a DTensor where the parameter is one."""
     if not is_dtensor(parameter) or is_dtensor(given):
         return given

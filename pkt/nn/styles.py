@@ -10,74 +10,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
 
-from pkt.errors import DtypeError, ShapeError, Unsupported
-from pkt.kernels.shared.checks import FLOATS
-from pkt.runtime.world import World
-
+from . import experts_style
 from .embedding import VocabParallelEmbedding
+from .expert_parallel import ExpertParallel
 from .gathering import Gather, Ungathered
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .norm import SequenceParallel, has_inner_parameters, sequence_parallel
-from .sharded import Sharded
+from .place import Place
+from .sharded import HOOKS, Sharded
 
-CALL = "pkt.parallelize"
 LAST = Shard(-1)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class Place:
-    """Where a style is applied: the module's name in messages, the world, and torch's mesh where there is one."""
-
-    def __init__(self, name: str, world: World, mesh: Any) -> None:
-        self.name, self.world, self.mesh = name, world, mesh
-
-    def refused(self, found: str, remedy: str) -> Unsupported:
-        where = f"rank {self.world.rank}: {CALL}: module {self.name!r}"
-        return Unsupported.here(where, f"found {found}", remedy)
-
-    def tokens(self, layout: Any, what: str) -> int | None:
-        """The dimension of tokens that a layout splits; None where it is Replicate()."""
-        if layout == Replicate():
-            return None
-        if type(layout) is Shard and layout.dim != -1:
-            return layout.dim
-        raise self.refused(f"{what} {layout}", "use Replicate(), or Shard(dim) of the dimension of tokens")
-
-    def mine(self, x: torch.Tensor, what: str) -> tuple[torch.Tensor, Any]:
-        """A DTensor as this rank's tensor, and its layout. Raises Unsupported for another mesh."""
-        assert isinstance(x, DTensor)
-        if x.device_mesh != self.mesh:
-            raise self.refused(f"{what}: a DTensor on {x.device_mesh}", f"give one on {self.mesh}")
-        return x.to_local(), x.placements[0]
-
-    def given(self, y: torch.Tensor, layout: Any, local: bool) -> torch.Tensor:
-        """A result as the style wants it."""
-        if local or self.mesh is None:
-            return y
-        return DTensor.from_local(y, self.mesh, [layout], run_check=False)
-
-    def check_parameters(self, module: nn.Module, split: int | None) -> None:
-        """Raise DtypeError or ShapeError for parameters that operators do not take. split: dimension of the weight that
-        the ranks share."""
-        where, rank, size = f"{CALL}: module {self.name!r}", self.world.rank, self.world.size
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.dtype not in FLOATS:
-                raise DtypeError.argument(where, name, parameter.dtype, "bfloat16, float16 or float32", rank)
-        weight: Any = None if split is None else module._parameters["weight"]
-        if weight is not None and weight.shape[split] % size:
-            wanted = f"dimension {split} a multiple of {size}, the number of ranks"
-            raise ShapeError.argument(where, "weight", tuple(weight.shape), wanted, rank)
-
-    def distribute(self, module: Sharded) -> None:
-        """Make the parameters DTensors, as torch's are, where there is a mesh."""
-        if self.mesh is None:
-            return
-        for name, (part,) in module.parts.items():
-            old = module._parameters[name]
-            assert old is not None
-            layout = Replicate() if part.dim is None else Shard(part.dim)
-            made = DTensor.from_local(old.detach(), self.mesh, [layout], run_check=False)
-            module.register_parameter(name, nn.Parameter(made, requires_grad=old.requires_grad))
 
 
 class PlannedColumn(ColumnParallelLinear):
@@ -203,7 +145,7 @@ class Prepared:
         self.gathers = []
 
 
-PRODUCTS = (torchs.ColwiseParallel, torchs.RowwiseParallel)
+PRODUCTS = (torchs.ColwiseParallel, torchs.RowwiseParallel, ExpertParallel)
 INPUTS = torchs.PrepareModuleInput
 
 
@@ -219,7 +161,9 @@ def change(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Modul
     if isinstance(style, INPUTS):
         prepared = Prepared(style, place)
         return lambda: prepared.apply(module)
-    names = "ColwiseParallel, RowwiseParallel, SequenceParallel or PrepareModuleInput"
+    if isinstance(style, ExpertParallel):
+        return experts_style.change(style, module, place)
+    names = "ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput or pkt.nn.ExpertParallel"
     raise place.refused(f"style {type(style).__name__}", f"use {names}")
 
 
@@ -287,10 +231,7 @@ def _norm(style: Any, module: nn.Module, place: Place, layout: Placement) -> nn.
     sequence_parallel(module, world=place.world)
     if place.mesh is None:
         return module
-    for name, old in list(module._parameters.items()):
-        if old is not None and not isinstance(old, DTensor):
-            made = DTensor.from_local(old.detach(), place.mesh, [Replicate()], run_check=False)
-            module.register_parameter(name, nn.Parameter(made, requires_grad=old.requires_grad))
+    place.replicate(module)
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
         x, *rest = inputs

@@ -96,6 +96,7 @@ class Backend(Protocol):
     base: int  # address of this rank's window
     gap: int  # bytes between two blocks that belong to neither, so that an access past the end of a block is found
     gpu: str  # model of rank 0's GPU; "simulated" where there is none
+    node_size: int  # ranks of a node: those that reach each other's memory by loads and stores
 
     @property
     def timeout(self) -> float | None:

@@ -16,13 +16,13 @@ import functools
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pkt.errors import RankError, Unsupported, WaitTimeout
+from pkt.errors import RankError, ShapeError, Unsupported, WaitTimeout
 from pkt.runtime.gpu.cuda import STRIDE, CudaBackend
 from pkt.runtime.gpu.driver import CudaDriver
 from pkt.runtime.gpu.sharing import device_of
@@ -135,6 +135,19 @@ def open_job(job: dict[str, Any]) -> World:
     return open_world(where, device, job["heap"], job["timeout"], multicast=job["multicast"])
 
 
+def check_nodes(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise Unsupported if PKT_NODE_SIZE, the number of ranks of a node, makes several nodes of the world; ShapeError
+    if it is no number from 1. Without it a world is one node, because ranks that do not reach each other's memory are
+    refused."""
+    found = environment.get("PKT_NODE_SIZE", "").strip()
+    if not found:
+        return
+    if not found.isdecimal() or int(found) < 1:
+        raise ShapeError.argument("pkt.init", "PKT_NODE_SIZE", repr(found), "an integer from 1", rank)
+    if int(found) < size:
+        raise Unsupported.nodes(f"rank {rank}: pkt.init", " (PKT_NODE_SIZE)", size, int(found))
+
+
 def open_world(
     where: Place,
     device: int,
@@ -152,6 +165,7 @@ def open_world(
     """
     keep = False
     try:
+        check_nodes(where.rank, where.size)
         capacity = heap_bytes(heap)
         meeting, hosts = _meeting_place(where, timeout)
         keep = where.board is None and where.size > 1  # pkt.launch removes it; until then a late rank finds notes there

@@ -35,6 +35,7 @@ class TeamBackend:
         self.offset: int = offset
         self.capacity, self.base = capacity, whole.base + offset
         self.torch_device, self.num_sms, self.gap, self.gpu = whole.torch_device, whole.num_sms, whole.gap, whole.gpu
+        self.node_size = whole.node_size
         self.stride = whole.stride * (step_of(self.ranks) or 1)
         self.constants = team_constants(self.ranks, whole.size)
 

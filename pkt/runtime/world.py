@@ -103,6 +103,9 @@ class World:
         self.span: range = whole.span if whole else range(backend.base, backend.base + self._heap.capacity)
         """Addresses of this rank's window, of a team's that of the world of all ranks."""
         self.rank, self.size = backend.rank, backend.size
+        self._places = [rank // backend.node_size for rank in self.ranks]  # the ranks' nodes in the world of all ranks
+        self._on_node: World | None = None
+        self._rail: World | None = None
         self.torch_device, self.num_sms = backend.torch_device, backend.num_sms
         on_gpu = backend.torch_device.type == "cuda" and torch.cuda.is_available()
         # A team's operators share the GPU's SMs with those of the world, and so run one after the other with them.
@@ -120,6 +123,56 @@ class World:
     def ranks(self) -> tuple[int, ...]:
         """The members by their numbers in the world of all ranks: of a world that is no team, 0, 1, ..."""
         return self._backend.ranks if isinstance(self._backend, TeamBackend) else tuple(range(self.size))
+
+    # -------------------------------------------------------------------------------------------- nodes
+    @property
+    def nodes(self) -> int:
+        """Number of nodes with ranks of this world. Ranks of one node reach each other's memory by loads and stores."""
+        return len(set(self._places))
+
+    @property
+    def node(self) -> int:
+        """This rank's node, 0 <= node < nodes."""
+        return sorted(set(self._places)).index(self._places[self.rank])
+
+    @property
+    def node_size(self) -> int:
+        """Number of ranks of this world on this rank's node."""
+        return self._places.count(self._places[self.rank])
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node, 0 <= local_rank < node_size."""
+        return self._places[: self.rank].count(self._places[self.rank])
+
+    @property
+    def on_node(self) -> World:
+        """The team of this rank's node, in which local_rank is the rank; this world where it has one node. Made by
+        `team` at the first use, which is collective."""
+        if self.nodes == 1:
+            return self
+        if self._on_node is None:
+            self._on_node = self.team([r for r, place in enumerate(self._places) if place == self._places[self.rank]])
+        assert self._on_node is not None
+        return self._on_node
+
+    @property
+    def rail(self) -> World:
+        """The team of the ranks with this local_rank, one from each node, in which node is the rank; this world where
+        nodes have one rank. Made by `team` at the first use, which is collective. Raises Unsupported if the nodes have
+        different numbers of ranks."""
+        counts = {place: self._places.count(place) for place in sorted(set(self._places))}
+        if len(set(counts.values())) > 1:
+            found = f"found nodes of {', '.join(map(str, counts.values()))} ranks"
+            remedy = "a rail takes one rank of each node: use a world with equally many ranks on each"
+            raise Unsupported.here(f"rank {self.rank}: world.rail", found, remedy)
+        if self.node_size == 1:
+            return self
+        if self._rail is None:
+            mine = self.local_rank
+            self._rail = self.team([r for r, place in enumerate(self._places) if self._places[:r].count(place) == mine])
+        assert self._rail is not None
+        return self._rail
 
     def _repr_html_(self) -> str:
         """As a notebook shows it: the symmetric memory, too."""
@@ -171,6 +224,7 @@ class World:
                 code=tl.constexpr(code_hash()),
                 team=tl.constexpr(team),
                 table=tl.constexpr(table),
+                node_size=tl.constexpr(backend.node_size if self.nodes > 1 else 0),
             )
         return self._device
 

@@ -14,7 +14,7 @@ import numpy as np
 import triton.language as tl
 
 from pkt.simulate import cost
-from pkt.simulate.bad_address import bad_address, check_counters
+from pkt.simulate.bad_address import bad_address, check_counters, check_near
 from pkt.simulate.builder import Tile
 from pkt.simulate.detector import Detector, Sync
 from pkt.simulate.loops import Loop, Slice, digest
@@ -207,6 +207,14 @@ class Accesses:
         return alone and not task.repeats % REPEATS
 
     def _resolve(self, addresses: np.ndarray, mask: Any, itemsize: int, kind: str) -> list:
+        parts = self._located(addresses, mask, itemsize, kind)
+        if self.m.apart:
+            for access, _ in parts:
+                check_near(self.m, access, kind)
+        return parts
+
+    def _located(self, addresses: np.ndarray, mask: Any, itemsize: int, kind: str) -> list:
+        """As `_resolve`, on every node."""
         try:
             parts = self.m.space.resolve(addresses, mask, itemsize)
         except Unmapped as unmapped:
@@ -217,8 +225,14 @@ class Accesses:
         return parts
 
     def _tile(self, tile: Tile, kind: str) -> Strided | None:
+        access = self._box(tile.address, tile.shape, tile.strides, tile.dtype.itemsize, kind)
+        if self.m.apart and access is not None:
+            check_near(self.m, access, kind)
+        return access
+
+    def _box(self, address: int, shape: tuple, strides: tuple, itemsize: int, kind: str) -> Strided | None:
         try:
-            return self.m.space.tile(tile.address, tile.shape, tile.strides, tile.dtype.itemsize)
+            return self.m.space.tile(address, shape, strides, itemsize)
         except Unmapped as unmapped:
             raise bad_address(self.m, unmapped, kind) from None
 

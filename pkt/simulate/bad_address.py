@@ -44,6 +44,27 @@ def check_kind(machine: Any, parts: Sequence[tuple[Access, Any]], kind: str, at:
             raise errors.SignalIndexError.data(accessed(machine.current, kind, tensor, at), at.call)
 
 
+def check_near(machine: Any, access: Access, kind: str) -> None:
+    """Raise FarAccess if the memory belongs to a rank of another node than that of the current program."""
+    region, task = access.region, machine.current
+    if region.kind == "local" or region.rank // machine.node_size == task.rank // machine.node_size:
+        return
+    tensor = f"rank {region.rank}'s {region.element(access.first())}"
+    found = accessed(task, kind, tensor, site())
+    raise errors.FarAccess.device(found, region.rank, machine.node_size, _instead(kind))
+
+
+def _instead(kind: str) -> str:
+    """What to call where an access of this kind goes to a rank of another node."""
+    if "TMA" in kind:
+        return "TMA stays within a node: keep the tile in this rank's heap, and pl.put(nbytes=) sends it"
+    if "load" in kind or kind == "wait":
+        return "the network cannot be read through: let that rank put the data here, with pl.put_signal"
+    if kind == "atomic":
+        return "pl.signal adds to a counter of pkt.signals on any node"
+    return "pl.put(dst=, src=, nbytes=, peer=, world=) sends a run of bytes to any node"
+
+
 def bad_address(machine: Any, unmapped: Unmapped, kind: str) -> Exception:
     """The error of an access of the current program to an address that no live region holds."""
     space, address, at, rank = machine.space, unmapped.address, site(), machine.current.rank

@@ -9,5 +9,7 @@ REMOTE_BYTES_PER_US = 349e3 / 8  # 349 GB/s with 8 programs, before the link is 
 FLOPS_PER_US = 790e6 / 132  # 790 TFLOP/s over 132 SMs
 SIGNAL_US = 1.37  # one way between two GPUs
 LOCAL_SIGNAL_US = 0.97  # one way inside a GPU
+FAR_US = 5.0  # one way to another node: assumed
+FAR_BYTES_PER_US = 50e3  # 400 Gb/s, the link of one rank: assumed
 STEP_US = 0.3  # latency of an access that moves a few bytes: assumed
 LAUNCH_US = 5.0  # assumed

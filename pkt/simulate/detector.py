@@ -18,6 +18,10 @@ from pkt.simulate.memory import Access, Region
 from pkt.simulate.races import FULL, Last, Shadow, Touched, touched_by
 from pkt.simulate.sites import site
 
+FAR_READ, FAR_PUT = "far put's read", "far put"  # the kinds of access of a put to another node
+FOUND: dict[str, type[errors.DataRace]] = {FAR_READ: errors.MissingQuiet, FAR_PUT: errors.OvertakenPut}
+"""The race with an access of such a kind that came first."""
+
 
 class Sync:
     """The clocks released at one address: by any rank at system scope, and by each rank at any scope."""
@@ -215,6 +219,24 @@ class Detector:
         (shadow.updater if updates else shadow.writer).record(touched, stamp)
         self.authors[stamp, region.base, role] = (kind, task, at or site())
 
+    def send(self, source: Access, target: Access, clock: np.ndarray, stamp: int, at: Site) -> None:
+        """Check and record what a far put of the current program reads and writes, whenever the network does it.
+        clock: of what the put follows."""
+        for access, kind, role in ((source, FAR_READ, "reader"), (target, FAR_PUT, "writer")):
+            region, touched = access.region, touched_by(access)
+            last = region.shadow or self._shadow(region)
+            self._check(kind, access, touched, clock, "writer", last.writer)
+            self._check(kind, access, touched, clock, "updater", last.updater)
+            if role == "reader":
+                last.reader.record(touched, stamp, clock)
+            else:
+                self._check(kind, access, touched, clock, "reader", last.reader)
+                last.written = True
+                if last.looks:
+                    self._check_looks(kind, access, last, clock)
+                last.writer.record(touched, stamp)
+            self.authors[stamp, region.base, role] = (kind, self.m.current, at)
+
     def _check(self, kind: str, access: Access, touched: Touched, clock: np.ndarray, role: str, last: Last) -> None:
         """Report the first earlier access of a role that is not ordered before this access."""
         hit = None if last.empty else last.unordered(touched, clock)
@@ -273,7 +295,8 @@ class Detector:
         first_kind, author, where = self.authors[stamp & ~FULL, region.base, role]
         first = accessed(author, first_kind, tensor, where)
         pair = region.name, frozenset({(first_kind, where), (kind, at)})
-        error = errors.DataRace.between(first, accessed(task, kind, tensor, at), pair)
+        made = FOUND.get(first_kind, errors.DataRace)
+        error = made.between(first, accessed(task, kind, tensor, at), pair)
         for text in filter(None, (note, task.satisfied_by)):
             error.add_note(text)
         m.findings.append(error)

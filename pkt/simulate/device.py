@@ -16,6 +16,7 @@ from pkt.simulate import cost
 from pkt.simulate.accesses import scalar
 from pkt.simulate.bad_address import check_kind
 from pkt.simulate.blocked import Blocked, signed
+from pkt.simulate.far import Far
 from pkt.simulate.faults import COUNTING, SYNC
 from pkt.simulate.flagged import Flagged
 from pkt.simulate.memory import Buffered
@@ -25,7 +26,7 @@ from pkt.simulate.sites import site, site_of
 from pkt.wording import Waiting
 
 
-class SimulatedDevice(Flagged, Multimem):
+class SimulatedDevice(Flagged, Multimem, Far):
     """The device of one machine; `machine.current` is the program that calls."""
 
     def wait(self, ptr: Any, want: Any, cmp: str) -> tl.tensor:

@@ -143,6 +143,7 @@ def simulate(
     seeds: int | Iterable[int] = 1000,
     args: Sequence[Any] = (),
     *,
+    node_size: int | None = None,
     heap: int | str | None = None,
     sms: int = SMS,
     multicast: bool = True,
@@ -159,6 +160,7 @@ def simulate(
 
     fn: checks its own results (assert, or raise) and launches its kernels as on GPUs.
     seeds: the number of schedules, or the seeds themselves; seed 0 is the plain order.
+    node_size: ranks of a node, a divisor of `ranks`; None: one node. See docs/scale-out.md.
     sms: programs that fit on a rank at once.
     races: run the race detector. Without it a missing order still shows as a wrong value in some schedule.
     mutants: also remove or weaken every wait, signal, barrier and fence in turn.
@@ -190,6 +192,7 @@ def simulate(
     check_count("pkt.simulate", "processes", 1 if processes is None else processes)
     report = Report(ranks)
     options: dict[str, Any] = {"sms": sms, "multicast": multicast, "races": races, "compile": compile}
+    options["node_size"] = node_size
     tally = _Tally()
 
     def once(seed: int, faults: Faults = NO_FAULTS) -> Outcome:

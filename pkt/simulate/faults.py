@@ -15,7 +15,7 @@ Change = Literal["remove", "relax", "no drain", "no proxy fence", "not sc"]
 
 # Calls that synchronise and get mutants. Accesses of atomic_*, load and store have sites too, but get none.
 SYNC = frozenset(
-    "signal signal_all wait barrier grid_barrier world_barrier fence quiet barrier_all sync_all signal_op "
+    "signal signal_all put_signal wait barrier grid_barrier world_barrier fence quiet barrier_all sync_all signal_op "
     "signal_wait_until putmem_signal putmem_signal_nbi broadcast put_flagged take_flagged "
     "take_flagged_all store_release load_acquire".split()
 )

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from pkt.errors import CompileError, PktError, ShapeError
 from pkt.language.inspect import check_sync, targeting
+from pkt.language.ptx.far import only_types
 from pkt.language.world import DeviceWorld
 from pkt.simulate.interpreter import compiling
 
@@ -99,7 +100,8 @@ def _compile(known: _Kernel, bound: dict, specialization: list, given: dict, who
         ir.load_dialects(context)
         backend.load_dialects(context)
         functions = backend.get_codegen_implementation(options)
-        source.make_ir(known.target, options, functions, backend.get_module_map(), context)
+        with only_types():
+            source.make_ir(known.target, options, functions, backend.get_module_map(), context)
     except PktError:
         raise
     except Exception as error:

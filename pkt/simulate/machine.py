@@ -21,7 +21,6 @@ import torch
 from pkt.errors import Deadlock, GridTooLarge, PeerLost, PktError, RankFailed, ShapeError, TooFewResident, Unsupported
 from pkt.simulate import cost, modes
 from pkt.simulate.arguments import Taken, bind, parameters, register
-from pkt.simulate.device import SimulatedDevice
 from pkt.simulate.engine import running
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
 from pkt.simulate.front_end import Usage, check_compile, check_compiles
@@ -62,14 +61,20 @@ class Machine:
         faults: Faults = NO_FAULTS,
         max_steps: int = MAX_STEPS,
         compile: str | None = None,
+        node_size: int | None = None,
     ) -> None:
         check_count("the simulator", "ranks", ranks)
+        self.node_size = ranks if node_size is None else node_size  # ranks of a node
+        check_count("the simulator", "node_size", self.node_size)
+        if ranks % self.node_size:
+            raise ShapeError.argument("the simulator", "node_size", node_size, f"a divisor of the {ranks} ranks")
+        self.apart = self.node_size < ranks  # there are several nodes
         check_compile("the simulator", compile)
         check_count("the simulator", "sms", sms)
         check_count("the simulator", "max_steps", max_steps)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ShapeError.argument("the simulator", "seed", repr(seed), "an integer")
-        self.size, self.sms, self.multicast = ranks, sms, multicast
+        self.size, self.sms, self.multicast = ranks, sms, multicast and not self.apart
         self.schedule = Schedule(seed, ranks, by_time=trace)
         self.space = AddressSpace(ranks, stride)
         self.races, self.tracing, self.faults = races, trace, faults
@@ -89,6 +94,7 @@ class Machine:
         ] = {}  # by the ranks that meet, and which of their calls
         self.with_stores: list[Task] = []  # tasks with pending stores
         self.late_signals: list[Callable[[], None]] = []
+        self.far: list[Any] = []  # calls to other nodes that have not arrived
         self.progress = 0
         self.steps = 0
         self.round = 0  # number of the round in which all programs spin; a new one where anything else happens
@@ -104,6 +110,8 @@ class Machine:
         self.random_of: Host | None = None  # the rank whose random state torch has now
         self.hub: Any = None
         self.thread = threading.get_ident()  # that all ranks run in
+        from pkt.simulate.device import SimulatedDevice  # here, because importing pkt should load little
+
         self.device: Any = SimulatedDevice(self)
         self.stream: Any = Stream(self)
 
@@ -147,6 +155,8 @@ class Machine:
         while True:
             if self.with_stores and schedule.commits():
                 self.device.commit_one()
+            if self.far and schedule.commits():
+                self.device.deliver_one()
             if not self.ready:
                 if self._settle():
                     continue
@@ -297,7 +307,7 @@ class Machine:
         self.space.close()
         self.stream.close()
         self.device = self.stream = self.hub = self.random_of = None
-        for tasks in (self.hosts, self.ready, self.with_stores, self.late_signals):
+        for tasks in (self.hosts, self.ready, self.with_stores, self.late_signals, self.far):
             tasks.clear()
         self.waiting.clear()
         self.meetings.clear()
@@ -510,12 +520,15 @@ class Machine:
     # -- when nothing can run ---------------------------------------------------------------------------------------
 
     def _settle(self) -> bool:
-        """Make one delayed signal or pending store visible; return False if there is none."""
+        """Make one delayed signal, pending store or far call visible; return False if there is none."""
         if self.late_signals:
             self.late_signals.pop(0)()
             return True
         if self.with_stores:
             self.device.commit_one(surely=True)
+            return True
+        if self.far:
+            self.device.deliver_one()
             return True
         return False
 

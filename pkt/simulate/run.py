@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import CollectiveMismatch, DataRace, HeapFull, LostSignal, PktError, Unsupported
+from pkt.errors import CollectiveMismatch, DataRace, FarAccess, HeapFull, LostSignal, PktError, Unsupported
 from pkt.runtime import world as worlds
 from pkt.runtime.backend import SIGNAL_HEADER, Block
 from pkt.runtime.memory import tensor as tensors
@@ -35,6 +35,7 @@ class SimulatedRank:
         self.torch_device = torch.device("cpu")
         self.stride, self.capacity = machine.space.stride, min(capacity, machine.space.stride)
         self.multicast, self.num_sms = machine.multicast, machine.sms
+        self.node_size = machine.node_size
         self.base, self.gap = machine.space.window(rank), 1
         self._regions: dict[int, Region] = {}
 
@@ -42,6 +43,8 @@ class SimulatedRank:
         return self.machine.space.window(rank)
 
     def view(self, rank: int, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        if rank < self.size and rank // self.node_size != self.rank // self.node_size:
+            raise FarAccess.host(self.rank, f"peer({rank})", rank, self.node_size)
         if rank != self.rank:  # for `x.peer(rank)`, a plain tensor
             self.machine.stream.watch(self.machine.hosts[self.rank])
         return torch.from_numpy(self.machine.space.slice(rank, offset, nbytes)).view(dtype)
@@ -68,6 +71,7 @@ class SimulatedRank:
         self.synchronize()
         self.exchange(None, "free()", among)
         region = self._regions.pop(block.offset)
+        self.machine.device.check_far(region)
         region.freed_at = block.site
         region.memory[:] = POISON  # host views that outlive the tensor
 

@@ -61,6 +61,7 @@ class Task:
     looking: list[tuple] = field(default_factory=list)  # expressions that it is in and that may decide about loops
     strays: list[int] = field(default_factory=list)  # its addresses that it moved to a rank that does not exist
     fenced: bool = False  # a fence lies behind some of its buffered atomics: its next write comes after those
+    far: list[Any] = field(default_factory=list)  # its calls to other nodes since the last quiet
     undrained: bool = False  # it has stored to the heap by TMA since the last drain
     aside: Any = None  # of host code: the thread in which it is in a backward pass, see pkt.simulate.engine
 
@@ -133,6 +134,7 @@ class Host:
         self.rank = rank
         self.slots = list(range(sms))
         self.columns: list[int] = []
+        self.far: dict[int, dict[int, int]] = {}  # program index -> columns of its far puts -> clock of the last one
         self.launches = 0
         self.launch: Launch | None = None  # the one that runs
         self.queue: deque[Launch] = deque()  # those behind it

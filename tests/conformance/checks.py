@@ -363,16 +363,21 @@ def check_autograd(operator: Operator, mode: str) -> None:
     on_ranks(2, run)
 
 
-def check_gradients(operator: Operator, ranks: int) -> None:
-    """The gradients of every case are those of the reference in fp64, of the sum of all ranks' losses; those of one
-    operand alone, too. An operator without a backward pass says so."""
+def cases_with_gradients(operator: Operator) -> list[Case]:
+    """Of the operator's own, one for each set of arguments and of tensors that are given."""
     cases: dict[Any, Case] = {}
     for case in operator.cases:
         arguments = inputs.arguments_of(operator, case)
         if operator.backward is not None and not operator.backward.refuses(arguments, torch.float32):
             given = case.arguments.get("given", ())
             cases.setdefault((*arguments.items(), given, *(len(s) for s in case.shapes.values())), case)
-    assert operator.backward is None or cases, "no case has gradients"
+    return list(cases.values())
+
+
+def check_gradients(operator: Operator, ranks: int) -> None:
+    """The gradients of every case are those of the reference in fp64, of the sum of all ranks' losses; those of one
+    operand alone, too. An operator without a backward pass says so."""
+    assert operator.backward is None or cases_with_gradients(operator), "no case has gradients"
 
     def run(world: Any) -> None:
         if operator.backward is None:
@@ -380,31 +385,38 @@ def check_gradients(operator: Operator, ranks: int) -> None:
             tensors = {n: ts and ts[world.rank].requires_grad_(ts[0].is_floating_point()) for n, ts in operands.items()}
             with pytest.raises(pkt.Unsupported, match="has no gradient"):
                 inputs.called(operator, None, tensors, Case(arguments=operator.cases[0].arguments), world=world)
-        for number, case in enumerate(cases.values()):
-            operands = inputs.gradients_of(operator, case, world.size)
-            names = [n for n, ts in operands.items() if ts is not None and ts[0].is_floating_point()]
-            alone = [[name] for name in names] if number == 0 and len(names) > 1 else []
-            for needs in (names, *alone):
-                right_gradients(world, operator, case, operands, needs)
+        all_right_gradients(world, operator)
 
     on_ranks(ranks, run, sms=2)
 
 
+def all_right_gradients(world: Any, operator: Operator) -> None:
+    """Of every case, and of the first one those of one operand alone."""
+    for number, case in enumerate(cases_with_gradients(operator)):
+        operands = inputs.gradients_of(operator, case, world.size)
+        names = [n for n, ts in operands.items() if ts is not None and ts[0].is_floating_point()]
+        alone = [[name] for name in names] if number == 0 and len(names) > 1 else []
+        for needs in (names, *alone):
+            right_gradients(world, operator, case, operands, needs)
+
+
 def right_gradients(world: Any, operator: Operator, case: Case, operands: dict[str, Any], needs: list[str]) -> None:
     """Whether the gradients of the operands `needs` are right in a call of a case."""
-    leaves = {n: ts and ts[world.rank].clone().requires_grad_(n in needs) for n, ts in operands.items()}
+    here = {n: ts and ts[world.rank].to(world.torch_device) for n, ts in operands.items()}
+    leaves = {n: x if x is None else x.clone().requires_grad_(n in needs) for n, x in here.items()}
     # Copies, because some calls overwrite their operand, which may not be a leaf.
     tensors = {n: None if x is None else x.clone() for n, x in leaves.items()}
     results = inputs.results(inputs.called(operator, None, tensors, case, world=world))
     floats = [at for at, found in enumerate(results) if found.is_floating_point()]
     assert all(results[at].requires_grad for at in floats)
     everybody = [inputs.upstream(operator, case, r, operands) for r in range(world.size)]
-    torch.autograd.backward([results[at] for at in floats], [everybody[world.rank][at].float() for at in floats])
+    mine = [everybody[world.rank][at].float().to(world.torch_device) for at in floats]
+    torch.autograd.backward([results[at] for at in floats], mine)
     exact, limits = inputs.exact_gradients(operator, case, world.rank, operands, everybody, needs)
     for name, right, limit in zip(needs, exact, limits):
         found = leaves[name].grad
         assert found is not None, f"{name} has no gradient"
-        error = (found.double() - right).abs()
+        error = (found.cpu().double() - right).abs()
         assert (error <= limit).all(), f"{case}: the gradient of {name} is off by {error.max():.3g}"
 
 

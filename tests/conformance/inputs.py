@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -98,15 +99,16 @@ def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case
     cases may differ in ranks or launches alone. more: also sizes of one and sizes beyond a block. A letter with a
     greatest size has a quarter of it. If its shapes have letters, cases that do not fit the form are left out, judged
     with elements of two bytes, in which the fewest fit; a form for GPUs alone refuses such cases itself. Sizes that do
-    not fit the operator are left out, too, but none of its own cases."""
-    form, letters, seen = operator.forms[mode], letters_of(operator), set()
+    not fit the operator are left out, too, but none of its own cases. A form for GPUs alone that has none left gets the
+    operator's first."""
+    form, letters, seen, taken = operator.forms[mode], letters_of(operator), set(), False
     for case in _cases(operator, mode, more):
         arguments = {**case.arguments, **arguments_of(operator, case), "mode": mode}
         key = tuple((*sorted(of.items()),) for of in (case.sizes, case.shapes, arguments))
         if key in seen:
             continue
         seen.add(key)
-        if form.gpu or not letters:
+        if not letters:
             yield case
             continue
         call = Call(operator.name, SimpleNamespace(size=2, rank=0), {}, arguments_of(operator, case), {}, mode)
@@ -117,8 +119,11 @@ def cases_of(operator: Operator, mode: str, more: bool = False) -> Iterator[Case
                 operator.result(call)
             except pkt.ShapeError:
                 continue
-        if not form.fits(call):
+        if form.gpu or not form.fits(call):
             yield case
+            taken = True
+    if form.gpu and not taken:
+        yield dataclasses.replace(operator.cases[0], arguments={**operator.cases[0].arguments, "mode": mode})
 
 
 def _cases(operator: Operator, mode: str, more: bool) -> Iterator[Case]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,20 +12,27 @@ import torch
 
 import pkt
 from pkt.kernels.operator import Case, operators
+from pkt.runtime.gpu.sharing import may_share
 from tests.conformance import checks, inputs
 from tests.gpu.run import FOUND, Batch, on_ranks, unless_possible
 
 OPERATORS = operators()
-FORMS = [f"{name} {mode}" for name, operator in OPERATORS.items() for mode in operator.forms]
+ABSENT = ("nccl",) if may_share() else ()  # NCCL wants a GPU for every rank
+FORMS = [f"{name} {mode}" for name, operator in OPERATORS.items() for mode in operator.forms if mode not in ABSENT]
 GPU_SIZES = ((256, 128, 64, 192), (64, 512, 256, 40), (144, 136, 264, 8))  # of m, k, ... in an operator's order
+MOST_WORK = 1 << 34  # the product of all letters of a larger case: the reference in fp64 takes seconds
 
 
 def gpu_cases(name: str, mode: str) -> list[Case]:
-    """The operator's own cases without the simulator's settings, and larger ones if its shapes have letters."""
+    """The operator's own cases without the simulator's settings, and larger ones: those it names itself, or GPU_SIZES
+    if its shapes have letters of any size."""
     operator = OPERATORS[name]
-    cases, letters = list(inputs.cases_of(operator, mode)), inputs.letters_of(operator)
-    larger = [Case(sizes=dict(zip(letters, sizes * len(letters)))) for sizes in GPU_SIZES if letters]
-    return cases + larger
+    cases, own = list(inputs.cases_of(operator, mode)), [case for case in operator.cases if case.large]
+    if own:
+        fit = [c for c in own if mode == c.arguments.get("mode", mode) and math.prod(c.large.values()) <= MOST_WORK]
+        return cases + [Case(sizes=case.large, arguments={**case.arguments, "mode": mode}) for case in fit]
+    letters = [] if operator.most else inputs.letters_of(operator)
+    return cases + [Case(sizes=dict(zip(letters, sizes * len(letters)))) for sizes in GPU_SIZES if letters]
 
 
 class Calls:
@@ -121,7 +130,12 @@ PROGRAMS = {form.replace(" ", "-"): program(*form.split()) for form in FORMS} | 
     "all_gather_matmul-gluon-copied": program("all_gather_matmul", "gluon", num_comm_sms=0),
     "matmul_reduce_scatter-gluon-copied": program("matmul_reduce_scatter", "gluon", copies=2),
 }
-BATCH = Batch(PROGRAMS)
+TRAINED = {
+    name: functools.partial(checks.all_right_gradients, operator=operator)
+    for name, operator in OPERATORS.items()
+    if operator.backward is not None
+}
+BATCH, BATCH_OF_GRADIENTS = Batch(PROGRAMS), Batch(TRAINED)
 RANKS = sorted({ranks for ranks, _ in EXPLORED.values()})
 BATCHES = {r: Batch({name: fn for name, (ranks, fn) in EXPLORED.items() if ranks == r}) for r in RANKS}
 
@@ -130,6 +144,13 @@ BATCHES = {r: Batch({name: fn for name, (ranks, fn) in EXPLORED.items() if ranks
 @pytest.mark.parametrize("form", PROGRAMS)
 def test_form(form: str, ranks: int) -> None:
     BATCH.check(form, ranks)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients(name: str, ranks: int) -> None:
+    """In fp32, against the reference in fp64."""
+    BATCH_OF_GRADIENTS.check(name, ranks)
 
 
 @pytest.mark.parametrize(

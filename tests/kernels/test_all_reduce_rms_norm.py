@@ -67,7 +67,7 @@ def test_rows_that_are_normed_in_several_blocks(
 ) -> None:
     """As many columns as a program does not hold at once, here 128, and as few words, here 32."""
     monkeypatch.setattr(row_tiles, "TILE_ELEMENTS", 128)
-    monkeypatch.setattr("pkt.kernels.all_reduce_rms_norm.MOST_WORDS", 32)
+    monkeypatch.setattr("pkt.kernels.all_reduce_rms_norm.low_latency.MOST_WORDS", 32)
 
     def run(world: Any) -> None:
         right(world, 2, 384, torch.float16, all_reduce_rms_norm, mode=mode, quant=quant, **settings)

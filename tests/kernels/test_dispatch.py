@@ -216,3 +216,11 @@ def test_refuses(name: str, wrong: int) -> None:
             pkt.dispatch(torch.ones(3, 8), torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K), **numbers)
 
     on_ranks(1, run)
+
+
+def test_combine_says_what_another_object_lacks() -> None:
+    def run(world: Any) -> None:
+        with pytest.raises(pkt.DtypeError, match="found str 'rows', wanted what has tokens and places"):
+            pkt.combine(torch.ones(3, 8), "rows")
+
+    on_ranks(1, run)

@@ -11,7 +11,7 @@ import torch
 import pkt
 from pkt.errors import Closed, ShapeError, UseAfterFree
 from pkt.kernels.declaration import Call, Case, Form, Launch, Operand
-from pkt.kernels.operator import Operator, operators
+from pkt.kernels.operator import Operator, module_of, names, operators
 from pkt.kernels.shared import flagged
 from pkt.runtime.memory.tensor import facts
 from pkt.runtime.workers.carry import dumps, loads
@@ -300,3 +300,11 @@ def test_operators_go_to_other_processes() -> None:
     there = loads(dumps(SCALED))
     assert there is not SCALED
     assert on_one_rank(lambda world: there((x, None), (3, None), world).tolist()) == (3 * x).tolist()
+
+
+def test_an_operator_in_the_folder_of_another_is_found() -> None:
+    name = "ring_attention_backward"
+    assert module_of(name) == f"pkt.kernels.ring_attention.{name}"
+    assert operators()[name].function is getattr(pkt, name)
+    assert loads(dumps(operators()[name])) is operators()[name]
+    assert "all_gather_matmul_kept" not in names()  # of another file name

@@ -12,8 +12,8 @@ import torch
 
 import pkt
 from pkt.kernels.ring_attention import exact, exact_backward
+from pkt.kernels.ring_attention.ring_attention_backward import tiles_for
 from pkt.kernels.ring_attention.sequence import LAYOUTS
-from pkt.kernels.ring_attention_backward import tiles_for
 from pkt.language.inspect import compile_only
 from tests.kernels.helpers import on_ranks
 from tests.kernels.launches import SHARED_LIMIT, all_launched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pkt.language.inspect import count_markers, device_world
 from pkt.language.ptx import POLLS_PER_CHECK
 from pkt.language.world import CMP_CODES, RECORD_FIELDS, STATUS_DEADLINE, STATUS_FIRST_RECORD
 from pkt.simulate.faults import Faults
+from tests.kernels.machine_code import sass
 from tests.simulate.helpers import outcome
 
 from .compiled import ARCHS, body, compiled, order, reasons
@@ -50,6 +52,13 @@ def take_kernel(words, out, flag, n, world, B: tl.constexpr, MASKED: tl.constexp
 @triton.jit
 def take_one_kernel(words, out, flag, world):
     tl.store(out, pl.take_flagged(words, flag, world)[2])
+
+
+@triton.jit
+def take_part_kernel(words, out, flag, world, VALUE: tl.constexpr, RANKS: tl.constexpr):
+    found = pl.take_flagged_all(words + 4 * tl.arange(0, 32), 4 * 32, flag, world, parts=RANKS)
+    for r in tl.static_range(RANKS):
+        tl.store(out + r * 32 + tl.arange(0, 32), found[r][VALUE])
 
 
 @triton.jit
@@ -332,3 +341,13 @@ def test_a_late_put_is_no_error() -> None:
     for signal in outcome(exchange, 2).machine.census.signals:
         for seed in (0, 1):
             assert outcome(exchange, 2, seed, faults=Faults(delay=signal)).failure is None, signal
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("value", [0, 1, 2])
+def test_a_word_is_loaded_whole_where_only_one_value_is_used(value: int, ranks: int, arch: int, tmp_path: Path) -> None:
+    """ptxas loads the used parts of a word each by itself: a flag may then come with data from before it."""
+    kernel = compiled(take_part_kernel, "*i32", "*i32", 5, device_world(1), value, ranks, arch=arch)
+    loads = re.findall(r"LDG\.E\S*STRONG\.SYS", sass(kernel, tmp_path))
+    assert sum(".128." in load for load in loads) == ranks, loads

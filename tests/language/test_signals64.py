@@ -112,7 +112,9 @@ def test_comparisons_hold_above_32_bits_and_across_the_wrap(cmp: str) -> None:
                 assert thread.found() == (want + difference) % 2**64
 
 
-@pytest.mark.parametrize(("want", "found"), [(2**40 + 3, 2**40 - 7), (5, -(2**33) + 1), (-1, -(2**63))])
+@pytest.mark.parametrize(
+    ("want", "found"), [(2**40 + 3, 2**40 - 7), (5, -(2**33) + 1), (-1, -(2**63)), (2**40 + 2**31, 2**31)]
+)
 def test_the_record_has_both_halves_and_the_error_the_values(want: int, found: int) -> None:
     scene = Scene(deadline=3000)
     scene.memory.store(COUNTER, found % 2**64, 64)

@@ -21,7 +21,7 @@ def test(tree: str, tests: tuple[str, ...], output: str) -> None:
         os.dup2(file.fileno(), 2)
     os.chdir(tree)
     # No compiled files: two versions of a file within a second look alike to Python.
-    os.environ |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PKT_SCHEDULES": "100"}
+    os.environ |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PKT_SCHEDULES": "400"}
     sys.dont_write_bytecode = True
     sys.path[:] = [tree, *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:

@@ -24,11 +24,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import pkt
-from pkt.nn import embedding, exchange, gathering, linear, plan, sharded
+from pkt.nn import embedding, exchange, experts, gathering, linear, mlp, plan, sharded
 from pkt.runtime import bootstrap
 from tests.runtime import forked
 from tests.runtime.test_bootstrap import opened
 
+from .test_experts import block
 from .test_llama_tp import example
 
 
@@ -71,8 +72,11 @@ def all_reduce(x: torch.Tensor, *, world: Any) -> torch.Tensor:
     return x
 
 
-def all_gather_matmul(a: torch.Tensor, b: Any, *, bias: Any = None, world: Any) -> Any:
+def all_gather_matmul(a: torch.Tensor, b: Any, *, bias: Any = None, epilogue: str = "", world: Any) -> Any:
     whole = all_gather(a, world=world)
+    if epilogue:
+        both = whole @ b
+        return nn.functional.silu(both[:, ::2]) * both[:, 1::2]
     if isinstance(b, list):
         return [whole @ one + (0 if bias is None else bias[at]) for at, one in enumerate(b)]
     return whole @ b + (0 if bias is None else bias)
@@ -91,9 +95,17 @@ def broadcast(x: torch.Tensor, root: int, *, world: Any) -> torch.Tensor:
     return x
 
 
+def moe(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, *w: torch.Tensor, world: Any, **_: Any) -> Any:
+    """Every rank gathers all experts, and computes those of its own tokens."""
+    up, down = (all_gather(each.contiguous(), world=world) for each in w)
+    both = torch.einsum("th,ehn->etn", x, up)
+    each = torch.einsum("etf,efg->teg", nn.functional.silu(both[..., ::2]) * both[..., 1::2], down)
+    return (each.gather(1, idx[..., None].expand(-1, -1, x.shape[-1])) * weights[..., None]).sum(1)
+
+
 def stand_in() -> None:
     """In a process that ends with the test."""
-    for module in (embedding, exchange, gathering, linear, plan, sharded):
+    for module in (embedding, exchange, experts, gathering, linear, mlp, plan, sharded):
         for name, function in globals().items():
             if name in vars(module) and getattr(function, "__module__", None) == __name__:
                 setattr(module, name, function)
@@ -193,3 +205,33 @@ def test_dtensors_in_and_out_and_a_mesh_of_two_dimensions(tmp_path: Any) -> None
         return split[1].world.rank, split[1].world.size
 
     assert in_mesh(tmp_path, 4, main, (2, 2), ("dp", "tp")) == [(0, 2), (1, 2)] * 2
+
+
+def test_experts(tmp_path: Any) -> None:
+    """A block whose parameters are DTensors: result, gradients, state dicts."""
+
+    def main(mesh: Any) -> None:
+        whole, x = block(shared=True), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+        split = pkt.parallelize(copy.deepcopy(whole), mesh, pkt.nn.ExpertParallel(Shard(1), use_local_output=False))
+        found, _ = split(distribute_tensor(x, mesh, [Shard(1)]))
+        assert found.placements == (Shard(1),)
+        wanted = whole(x)[0]
+        assert torch.allclose(found.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
+        found.to_local().square().sum().backward()
+        wanted.square().sum().backward()
+        assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in split.parameters())
+        assert torch.allclose(split.gate.weight.grad.full_tensor(), whole.gate.weight.grad, rtol=1e-4, atol=1e-5)
+        down = torch.stack([expert.down_proj.weight.grad for expert in whole.experts])
+        assert torch.allclose(split.experts.down_weight.grad.full_tensor(), down, rtol=1e-4, atol=1e-5)
+        full = pkt.nn.full_state_dict(split)
+        for key, tensor in whole.state_dict().items():
+            mine = full[key]
+            assert torch.equal(mine.full_tensor() if isinstance(mine, DTensor) else mine, tensor), key
+        split.load_state_dict(split.state_dict())
+        mine = {key.removeprefix("experts."): tensor for key, tensor in full.items() if key.startswith("experts.")}
+        split.experts.load_state_dict(mine)
+        assert torch.equal(split(distribute_tensor(x, mesh, [Shard(1)]))[0].full_tensor(), found.full_tensor())
+        with pytest.raises(pkt.Unsupported, match="found an input of layout .*: give S"):
+            split(distribute_tensor(x, mesh, [Replicate()]))
+
+    in_mesh(tmp_path, 2, main, (2,), ("tp",))

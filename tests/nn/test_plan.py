@@ -195,7 +195,9 @@ def test_shared_parameters_stay_shared() -> None:
 # -------------------------------------------------------------------------------------------------------------- refused
 def test_a_plan_that_replaces_nothing() -> None:
     def run(world: Any) -> None:
-        wanted = r"found no Linear and no Embedding under the plan's names \['mlp.w1'\].*'mlp.gate', 'mlp.up'"
+        wanted = (
+            r"found no Linear, no Embedding and no experts under the plan's names \['mlp.w1'\].*'mlp.gate', 'mlp.up'"
+        )
         with pytest.warns(UserWarning, match="the plan's name 'mlp.w1' matches no module"):
             with pytest.raises(pkt.Unsupported, match=wanted):
                 pkt.parallelize(model(), world, {"mlp.w1": ColwiseParallel()})

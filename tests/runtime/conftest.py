@@ -40,6 +40,7 @@ class ThreadBackend:
     """One rank of `Meeting`'s threads."""
 
     num_sms, gap, gpu = 4, 0, "none"
+    node_size = 1 << 20
     timeout = journal = copies = timed = None
     multicast = False
     torch_device = torch.device("cpu")

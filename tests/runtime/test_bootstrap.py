@@ -6,8 +6,9 @@ import random
 import pytest
 import torch.distributed as dist
 
-from pkt.errors import RankError, WaitTimeout
+from pkt.errors import RankError, ShapeError, Unsupported, WaitTimeout
 from pkt.runtime import bootstrap
+from pkt.runtime.processes import rendezvous
 
 from . import forked
 from .fake_driver import FakeDriver
@@ -131,4 +132,26 @@ def test_one_process_alone_makes_a_world(monkeypatch):
     where = bootstrap.place(None, 1.0)
     with bootstrap.open_world(where, 0, forked.HEAP, 1.0, driver=FakeDriver, stride=forked.STRIDE) as world:
         assert (world.rank, world.size, world.all_gather_object(7)) == (0, 1, [7])
+        assert (world.nodes, world.node, world.local_rank, world.node_size) == (1, 0, 0, 1)
+    assert not os.path.exists(where.meeting.directory)
+
+
+@pytest.mark.parametrize("found", [None, "", "4", " 8 "])
+def test_pkt_node_size_that_makes_one_node_is_accepted(found):
+    bootstrap.check_nodes(0, 4, {} if found is None else {"PKT_NODE_SIZE": found})
+
+
+@pytest.mark.parametrize("found", ["0", "-2", "two", "2.0"])
+def test_a_wrong_pkt_node_size_is_refused(found):
+    wanted = rf"rank 3: pkt.init: PKT_NODE_SIZE: found '{found}', wanted an integer from 1"
+    with pytest.raises(ShapeError, match=wanted):
+        bootstrap.check_nodes(3, 4, {"PKT_NODE_SIZE": found})
+
+
+def test_several_nodes_are_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setenv("PKT_NODE_SIZE", "2")
+    where = bootstrap.Place(0, 4, rendezvous.prepare())
+    message = r"rank 0: pkt.init: found 2 nodes of 2 ranks \(PKT_NODE_SIZE\), and NVSHMEM is not supported yet: make a"
+    with pytest.raises(Unsupported, match=message):
+        bootstrap.open_world(where, 0, forked.HEAP, 1.0, driver=FakeDriver, stride=forked.STRIDE)
     assert not os.path.exists(where.meeting.directory)

@@ -233,6 +233,27 @@ def test_every_rank_has_its_own_inference_mode_and_autocast(mode: str) -> None:
         torch.empty(2).add_(1)._version
 
 
+def test_a_backward_pass_runs_in_its_ranks_autocast_mode() -> None:
+    """It runs in a thread of its own."""
+
+    class Asked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(grad, torch.is_autocast_enabled("cpu"))
+
+    def main(world: Any) -> list[float]:
+        x = torch.zeros(1, requires_grad=True)
+        with torch.autocast("cpu", enabled=world.rank == 1):
+            Asked.apply(x).backward()
+        return x.grad.tolist()
+
+    assert launch(main, 2) == [[0.0], [1.0]]
+
+
 def test_a_run_restores_the_callers_gradient_mode() -> None:
     def main(world: Any) -> bool:
         before = torch.is_grad_enabled()

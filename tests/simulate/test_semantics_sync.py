@@ -60,6 +60,36 @@ def test_signals_add_and_set(ranks: int) -> None:
 
 
 @triton.jit
+def runs(x, y, z, flags, nbytes, world):
+    """Send half of a run into the right rank's z, and all of it into its y."""
+    right = (tl.cast(world.rank, tl.int32) + 1) % world.size
+    pl.put(dst=z + 1, src=x, nbytes=nbytes // 2, peer=right, world=world, BLOCK=16)
+    pl.fence(world=world)
+    pl.put_signal(flags, right, world, 7, dst=y + 2, src=x + 1, nbytes=nbytes, BLOCK=16)
+    pl.put_signal(flags + 1, right, world, dst=y + 2, src=x + 1, nbytes=0)
+    pl.wait(flags, 7, world)
+    pl.quiet(world)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8])
+@pytest.mark.parametrize(("ranks", "node_size"), [(1, 1), (3, 3), (4, 2)])
+def test_runs_of_bytes_reach_ranks_of_any_node(ranks: int, node_size: int, dtype: torch.dtype) -> None:
+    def main(world: Any) -> None:
+        x, y, z = (pkt.zeros(64, dtype=dtype) for _ in range(3))
+        x.copy_(torch.arange(64) + 10 * world.rank)
+        flags, left = pkt.signals(2, unwaited=True), (world.rank - 1) % ranks
+        world.barrier()
+        runs[(1,)](x, y, z, flags, 40 * dtype.itemsize, world.device)
+        world.barrier()
+        sent = [i + 10 * left for i in range(64)]
+        assert y.tolist() == [0, 0, *sent[1:41], *[0] * 22]
+        assert z.tolist() == [0, *sent[:20], *[0] * 43]
+        assert flags.tolist() == [7, 1]
+
+    assert failures(main, ranks, SEEDS[:3], node_size=node_size) == {}
+
+
+@triton.jit
 def publish(x, y, flags, world, N: tl.constexpr):
     o = tl.arange(0, N)
     right = (world.rank + 1) % world.size

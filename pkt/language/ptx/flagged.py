@@ -102,7 +102,7 @@ def take_flagged(ptr, stride, parts, flag, mask, world, values=VALUES, _semantic
         look += [f"@q add.s64 there, at{i}, {behind};"]
     text = spin(
         "\n".join(poll), "\n".join(holds), "flag", "there", results + 1, "eq", world,
-        before="\n".join(before), look="\n".join(look), small=True,
+        before="\n".join(before), look="\n".join(look), small=True, data=[f"${i}" for i in range(results)],
     )  # fmt: skip
     constraints = ",".join(["=&r"] * results + ["l,r,l,r,l"] + ["r"] * len(guard))
     found = list(asm(text, constraints, inputs, (core.int32,) * results, _semantic))

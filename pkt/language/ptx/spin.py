@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from triton.language import core
@@ -140,15 +141,25 @@ def _stored(bits: int, value: str, field: str) -> str:
     return f"{halves} st.relaxed.sys.global.b32 [at + {low}], a; st.relaxed.sys.global.b32 [at + {high}], d;"
 
 
+def _mixed(data: Sequence[str]) -> list[str]:
+    """The instructions that store a mix of these registers in a record."""
+    if not data:
+        return []
+    mix = [f"xor.b32 a, a, {register};" for register in data]
+    return ["mov.b32 a, 0;", *mix, _stored(32, "a", "data")]
+
+
 def spin(
     poll: str, holds: str, found: str, where: str, operand: int, cmp: str, world: Any,
-    before: str = "", look: str = "", after: str = "", small: bool = False, bits: int = 32,
+    before: str = "", look: str = "", after: str = "", small: bool = False, bits: int = 32, data: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """Assembly that runs `before`, repeats `poll` until `holds` sets the predicate p, and runs `after`.
 
     found, where: registers of the value found and of its address, for the record; `look` sets them if polls do not.
     operand: number of the first of `arguments`. cmp: of CMP_CODES, for the record. small: emit less code, which loads
-    sooner where time is short, but makes kernels that are short of registers spill more. bits: of the value.
+    sooner where time is short, but makes kernels that are short of registers spill more. bits: of the value. data:
+    registers of 32 bits that a poll loads with the value; the record uses them all, because ptxas loads only the parts
+    of a word that are used, each by itself.
     """
     want, status, rank = (f"${operand + i}" for i in range(3))
     size, stride = _everybody(world)
@@ -160,7 +171,7 @@ def spin(
         look=look,
         after=after,
         bits=bits,
-        values="\n".join(_stored(bits, value, field) for value, field in ((want, "wanted"), (found, "found"))),
+        values="\n".join([*(_stored(bits, *value) for value in ((want, "wanted"), (found, "found"))), *_mixed(data)]),
         found=found,
         where=where,
         loop='.pragma "nounroll";\n' if small else "",

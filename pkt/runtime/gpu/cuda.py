@@ -86,6 +86,7 @@ class CudaBackend:
         """Collective; `hosts` by rank. Raises Unsupported, with the matrix, where the GPUs cannot work together."""
         self.driver, self.transport, self.device_index = driver, transport, device
         self.rank, self.size = transport.rank, transport.size
+        self.node_size = self.size  # every rank reaches every other one's memory, or there is no world
         self.torch_device = torch.device("cuda", device)
         self.stride = stride
         self._undo = ExitStack()

@@ -35,11 +35,15 @@ from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
 from pkt.runtime.world import World
 
-from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
-from .operator import Operator
-from .ring_attention.backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
-from .ring_attention.exact_backward import bound, reference
-from .ring_attention.planning import (
+from ..declaration import Call, Case, Form, Launch, Operand, Shape, integer
+from ..operator import Operator
+from ..shared import attention
+from ..shared.attention import Tiles
+from ..shared.checks import FLOATS
+from ..shared.grid import COPY_OPTIONS, num_programs
+from .backward import Backward, keys_kernel, queries_kernel, rows_kernel, sum_kernel
+from .exact_backward import bound, reference
+from .planning import (
     ARGUMENTS,
     CHUNK,
     NUM_COMM_SMS,
@@ -51,12 +55,8 @@ from .ring_attention.planning import (
     sizes,
     windows,
 )  # fmt: skip
-from .ring_attention.sequence import Layout, spans
-from .ring_attention.sequence import pieces as parts_of
-from .shared import attention
-from .shared.attention import Tiles
-from .shared.checks import FLOATS
-from .shared.grid import COPY_OPTIONS, num_programs
+from .sequence import Layout, spans
+from .sequence import pieces as parts_of
 
 CALL = "ring_attention_backward"
 ROWS = 16

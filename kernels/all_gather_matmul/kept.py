@@ -1,0 +1,163 @@
+"""all_gather_matmul with the gathered A as a second result: `keep="whole"`, for b's gradient.
+
+copy, gluon: the product as in all_gather_matmul, where the copy engines bring A. Behind it the inbox and this rank's
+    shard are copied to the result: W |a| bytes read and W |a| written in this rank's memory, none between ranks. The
+    inbox cannot be kept itself: the next call fills it, when all ranks' streams have come there.
+unfused: an all-gather, then cuBLAS.
+
+The registry does not know this operator: `all_gather_matmul` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import Workspace, World
+
+from ..all_gather import all_gather
+from ..declaration import Call, Launch, Operand, Tuning, choice
+from ..gradients import Backward, Gradients, Recorded
+from ..operator import Operator
+from ..shared import product_rules, products
+from ..shared.tile_product import finished
+from . import plain
+
+CALL = "all_gather_matmul_kept"
+
+
+def reference(
+    rank: int, a: Any, b: Any, bias: Any = None, shard: Literal["rows", "columns"] = "rows"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `rank` gets from the ranks' operands, in fp64."""
+    whole = torch.cat(tuple(a), dim=0 if shard == "rows" else 1).double()
+    return plain.reference(rank, a, b, bias, "none", shard), whole
+
+
+def all_gather_matmul_kept(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, bias: torch.Tensor | None = None,
+    shard: Literal["rows", "columns"] = "rows", mode: Literal["copy", "gluon", "unfused"] | None = None,
+    workspace: Workspace | None = None, world: World | None = None,
+) -> Any:  # fmt: skip
+    """(product, A): as `all_gather_matmul`, and A gathered in new memory, W |a| bytes. Where the call is recorded, A is
+    what b's gradient needs; it has no gradient itself. Collective."""
+    return OPERATOR((a, b, out, bias), (shard, mode), world, workspace)
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, epilogue: Any, shard: Any, mode: Any,
+    world: World | None, workspace: Workspace | None,
+) -> torch.Tensor:  # fmt: skip
+    """What all_gather_matmul returns with keep="whole"."""
+    total, _ = all_gather_matmul_kept(a, b, bias=bias, shard=shard, mode=mode, world=world, workspace=workspace)
+    return total if epilogue == "none" else finished(total, None, epilogue)
+
+
+def _keeping(plan: Callable[[Call], Launch], inbox_of: Callable[[Call], SymmetricTensor]) -> Callable[[Call], Launch]:
+    """`plan`, and behind each launch A from the inbox (size, m, k), which has no shard of this rank's."""
+
+    def keeping(call: Call) -> Launch:
+        (m, k), rank, size = call["a"].shape, call.world.rank, call.world.size
+        call.arguments["epilogue"] = "none"
+        launch, inbox = plan(call), inbox_of(call).plain().view(size, m, k)
+
+        def launch_and_keep(
+            a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor
+        ) -> Any:
+            launch(a, b, out, bias)
+            shards = whole.view(size, m, k)
+            shards[:rank].copy_(inbox[:rank])
+            shards[rank].copy_(a.detach())
+            shards[rank + 1 :].copy_(inbox[rank + 1 :])
+            return out, whole
+
+        return launch_and_keep
+
+    return keeping
+
+
+def _copy_inbox(call: Call) -> SymmetricTensor:
+    return plain._copied(call)[0].inbox
+
+
+def _gluon_inbox(call: Call) -> SymmetricTensor:
+    from .gluon import copied_inbox
+
+    plan = plain.PushPlan(*(call[name] for name in plain.PushPlan._fields))
+    return copied_inbox(call.world, call["a"], call["b"].shape[1], plan, call["tiles"])
+
+
+def _settled(call: Call) -> dict[str, Any]:
+    """The Gluon form's settings where the copy engines bring A."""
+    N = call["b"].shape[1]
+    settled, tiles = plain.settings(call["m"], N, call["k"], call.world, tiles=None, num_comm_sms=0)
+    return {**settled._asdict(), "tiles": tiles}
+
+
+def _fits_gluon(call: Call) -> str:
+    """Why the Gluon form cannot run a call, in words; "" where it can."""
+    call.arguments["epilogue"] = "none"
+    return plain.fits_gluon(call) or plain.fits_copies(call) or ("" if call.world.size > 1 else "a world of one rank")
+
+
+def _unfused(call: Call) -> Launch:
+    """The gather's plan is its own."""
+    world, dim = call.world, 0 if call["shard"] == "rows" else 1
+
+    def launch(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor
+    ) -> Any:
+        with torch.no_grad():
+            all_gather(a, whole, dim=dim, world=world)
+            torch.mm(whole, b, out=out) if bias is None else torch.addmm(bias, whole, b, out=out)
+        return out, whole
+
+    return launch
+
+
+def backward(call: Recorded) -> Gradients:
+    """As all_gather_matmul's, but for A, which is here."""
+    found: dict[str, Any] = {}
+    rows, grad = call["shard"] == "rows", call.grad.contiguous()
+    if "bias" in call.wanted:
+        found["bias"] = grad.sum(0)
+    if "a" in call.wanted:
+        found["a"] = (
+            call.operator("matmul_reduce_scatter", grad, call["b"].t(), workspace=call.workspace) if rows
+            else call.operator("reduce_scatter", torch.mm(grad, call["b"].t()), dim=1)
+        )  # fmt: skip
+    if "b" in call.wanted:
+        found["b"] = torch.mm(call["whole"].t(), grad)
+    return found
+
+
+_forms = plain.OPERATOR.forms
+OPERATOR = Operator(
+    all_gather_matmul_kept,
+    tensors=products.operands("m k", lambda call: f"{'k' if call['shard'] == 'rows' else 'W*k'} n"),
+    result=lambda call: "W*m n" if call["shard"] == "rows" else "m n",
+    also={"whole": Operand(lambda call: "W*m k" if call["shard"] == "rows" else "m W*k")},
+    arguments={"shard": choice("rows", "columns")},
+    forms={
+        "copy": replace(_forms["copy"], plan=_keeping(_forms["copy"].plan, _copy_inbox), several=None),
+        "gluon": replace(
+            _forms["gluon"], plan=_keeping(_forms["gluon"].plan, _gluon_inbox), several=None, complete=_settled,
+            fits=_fits_gluon,
+        ),
+        "unfused": replace(_forms["unfused"], plan=_unfused, several=None),
+    },
+    default=lambda call: "unfused" if plain.fits_copies(call) else "copy",
+    reference=reference,
+    backward=Backward(
+        backward,
+        "of a `matmul_reduce_scatter`; of b a product",
+        saves={"a": ("b",), "b": ("whole",)}, inner=("whole",),
+    ),
+    terms=lambda sizes, size: size * sizes["k"],
+    tuning=Tuning("ag_gemm", product_rules.gathered, ("m", "n"), columns=True),
+)  # fmt: skip
+plain.take_kept(product)

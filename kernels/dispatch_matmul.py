@@ -249,9 +249,11 @@ def dispatch_matmul(
 
 # --------------------------------------------------------------------------------------------------------------- host
 def _plan_unfused(call: Call) -> Launch:
+    if not call.sizes["e"]:
+        return _nobody(call.world.rank)
+    call.settings |= {"num_comm_sms": None, "tokens_per_rank": call.given.get("tokens_per_rank")}
     nbytes = call["h"] * call.dtype.itemsize
     few = rules.chosen("dispatch", call["tokens_per_rank"], nbytes, call["k"], call.world.size) == "low_latency"
-    call.settings["num_comm_sms"] = None
     move = (plan_low_latency if few else plan_push)(call)
     multiply = product_of(call, call["out"], bool(call["clear"]))
 
@@ -264,6 +266,18 @@ def _plan_unfused(call: Call) -> Launch:
     return launch
 
 
+def _nobody(rank: int) -> Launch:
+    """Without experts no token goes anywhere."""
+
+    def launch(*tensors: Any) -> Any:
+        for result, value in zip(tensors[4:], (0, 0, 0, 0, -1, -1, -1, 0, 0)):
+            result.fill_(value)
+        tensors[-2][1] = rank  # of `needed`
+        return tensors[4:]
+
+    return launch
+
+
 def product_of(call: Call, x: torch.Tensor, clear: bool) -> Callable[..., Any]:
     """launch(x, w, offsets, out) of the product of rows like x and of w."""
     w, (M, K) = call["w"], x.shape
@@ -271,13 +285,13 @@ def product_of(call: Call, x: torch.Tensor, clear: bool) -> Callable[..., Any]:
         return lambda x, w, offsets, out: out
     if not K:
         return lambda x, w, offsets, out: out.zero_()
-    return grouped.planned(call.world, x, w, stored(w)[1], call["tiles"], clear, part=True)
+    return grouped.planned(call.world, x, w, stored(w)[1], call["tiles"], clear)
 
 
 def _plan_push(call: Call) -> Launch:
     """A grid, dispatch's buffers, and counters of blocks."""
     world, R, E, N = call.world, call.sizes["r"], call.sizes["e"], call.sizes["n"]
-    if not R * call["h"] * N:
+    if not R * E * call["h"] * N:
         return _plan_unfused(call)
     tiles, programs = _tiles(call), num_programs(world, world.num_sms)
     start, sized, buffers = pushed(call, dispatch_matmul_kernel, tiles.launch_options())
@@ -329,9 +343,7 @@ def _bound_result(call: Call) -> Shape:
 
 
 def check_weights(call: Call, w: torch.Tensor) -> None:
-    """Raise ShapeError unless w has an expert, and lies as a product takes it."""
-    if not w.shape[0]:
-        raise call.refuse("w", tuple(w.shape), "at least one expert")
+    """Raise ShapeError unless w lies as a product takes it."""
     if not stored(w)[0].is_contiguous():
         found = f"{tuple(w.shape)} with strides {tuple(w.stride())}"
         raise call.refuse("w", found, "a contiguous tensor or a transposed view of one: w.contiguous()")

@@ -11,7 +11,6 @@ take.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 
 from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
-from pkt.runtime.launch.launch import beside, cooperative_launch, provide_scratch
+from pkt.runtime.launch.launch import beside, provide_scratch
 from pkt.runtime.world import World
 
 from . import gradients, grouped_gradients
@@ -164,24 +163,23 @@ def _multiply(
 
 
 def planned(
-    world: World, x: torch.Tensor, w: torch.Tensor, transposed: bool, tiles: Tiles | None, clear: bool,
-    part: bool = False,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:  # fmt: skip
-    """launch(x, w, offsets, out), with no checks, for tensors like these, of which none is kept or empty. part: of a
-    planned operator, in order with its other launches."""
+    world: World, x: torch.Tensor, w: torch.Tensor, transposed: bool, tiles: Tiles | None, clear: bool
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """launch(x, w, offsets, out), with no checks, for tensors like these, of which none is kept or empty."""
     (M, K), experts, N = x.shape, *w.shape[::2]
     tma = aligned(x, w.transpose(1, 2) if transposed else w)
     held = default_tiles(M, experts, x.dtype, tma) if tiles is None else tiles
     rows_of_tiles = triton.cdiv(M, held.block_m) + experts - 1  # at most: each expert ends inside of a tile
     grid = min(rows_of_tiles * triton.cdiv(N, held.block_n), world.num_sms * programs_each(held, x.dtype))
     constants = triton.next_power_of_2(experts), tma, transposed, *held[:4]
-    start = functools.partial(beside, grouped_matmul_kernel, (grid,), **held.launch_options())
-    if part:
-        start = cooperative_launch(world, grouped_matmul_kernel, (grid,), **held.launch_options())
+    options = held.launch_options()
+
+    def start(*tensors: torch.Tensor) -> None:
+        beside(grouped_matmul_kernel, (grid,), *tensors, M, N, K, experts, *constants, **options)
 
     def launch(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
         provide_scratch()
-        start(x, w, offsets, out, M, N, K, experts, *constants)
+        start(x, w, offsets, out)
         if clear:
             clear_rows(out, offsets, world)
 

@@ -278,7 +278,8 @@ def matmul_combine(
 
     mode: a form that the top of kernels/matmul_combine.py describes; None takes unfused, because push has not run on
     GPUs. tiles: of the product, as for `grouped_matmul`. tokens_per_rank: a promise that no rank has more tokens, alike
-    on all ranks. With unfused as for `combine`; push keeps a place for each of them and each rank, or for R where None.
+    on all ranks. With unfused as for `combine`; push keeps a place for each of them and each rank, or for R, 64 at
+    least, where None.
 
     Symmetric memory kept: as `combine`; push the product, and size * tokens_per_rank tokens. Differentiable in x, w and
     the weights, by `dispatch_again`, `grouped_matmul` and `grouped_outer`. Raises ShapeError, DtypeError,
@@ -297,6 +298,8 @@ ROWS, ADDED = 64, 1024
 
 
 def _plan_unfused(call: Call) -> Launch:
+    if not call.sizes["e"]:  # without experts no row has a product
+        return lambda *tensors: tensors[-1].zero_()
     world, R, nbytes = call.world, call.sizes["r"], call["n"] * call.dtype.itemsize
     few = rules.chosen("combine", call["tokens_per_rank"], nbytes, call["k"], world.size) == "low_latency"
     multiply = product_of(call, call["x"], False)
@@ -318,10 +321,10 @@ def _plan_unfused(call: Call) -> Launch:
 def _plan_push(call: Call) -> Launch:
     """A grid, inboxes and counters."""
     world, R, (E, H, N), (S, K) = call.world, call.sizes["r"], call["w"].shape, call["dispatched.tokens"].shape
-    if not R * H * N:
+    if not R * E * H * N:
         return _plan_unfused(call)
     rows, transposed = stored(call["w"])
-    tma, size, most = aligned(call["x"], rows), world.size, _tokens_at_most(call)
+    tma, size, most = aligned(call["x"], rows), world.size, plans.tokens_at_most(call)
     tiles: Tiles = call["tiles"] or grouped.default_tiles(R, E, call.dtype, tma)
     blocks, programs = triton.cdiv(R, tiles.block_m) + E, num_programs(world, world.num_sms)
     cols = min(ADDED, triton.next_power_of_2(max(N, 1)))
@@ -354,15 +357,9 @@ def _plan_push(call: Call) -> Launch:
     return launch
 
 
-def _tokens_at_most(call: Call) -> int:
-    """Tokens of a rank for which push has room."""
-    promised = call.given.get("tokens_per_rank")
-    return call.sizes["r"] if promised is None else int(promised)
-
-
 def _shape(call: Call) -> Shape:
     w, push = call.tensors.get("w"), call.asked == "push"
-    check_promise(call, "dispatched.places", _tokens_at_most(call) if push else call.given.get("tokens_per_rank"))
+    check_promise(call, "dispatched.places", plans.tokens_at_most(call) if push else call.given.get("tokens_per_rank"))
     if isinstance(w, torch.Tensor):
         check_weights(call, w)
     return call.sizes["t"], call["n"]

@@ -24,7 +24,8 @@ ARGS ?=
 
 BIN := .venv/bin
 PY := $(BIN)/python
-PIP := $(PY) -m pip --disable-pip-version-check
+# Python writes the bytecode of the modules that are imported, which are few of those that are installed.
+INSTALL := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := test
@@ -41,25 +42,27 @@ $(STAMP): pyproject.toml
 	    $(PYTHON) -m venv --system-site-packages .venv; \
 	else \
 	    $(PYTHON) -m venv .venv; \
-	    $(PIP) install --quiet $(PIP_TORCH_ARGS) "$(TORCH)"; \
-	    $(PIP) install --quiet "$(TRITON)"; \
+	    $(INSTALL) $(PIP_TORCH_ARGS) "$(TORCH)"; \
+	    $(INSTALL) "$(TRITON)"; \
 	fi
-	$(PIP) install --quiet -e ".[dev,plot]"
+	$(INSTALL) -e ".[dev,plot]"
 	@touch $@
 
 # The newest Triton in a folder of its own, ahead of .venv's on the path: nothing else is installed twice.
 .newest/.installed: $(STAMP)
 	rm -rf .newest
-	$(PIP) install --quiet --no-deps --upgrade --target .newest triton
+	$(INSTALL) --no-deps --upgrade --target .newest triton
 	@touch $@
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
 
+# Without the tests of how schedules are explored and shared among processes: they are dear, and know no Triton.
 NEWEST_TESTS ?= tests/language tests/simulate
+NEWEST_LESS ?= explore processes
 newest: .newest/.installed
 	PYTHONPATH=.newest $(PY) -c 'import triton; print("Triton", triton.__version__)'
-	PYTHONPATH=.newest $(PYTEST) $(NEWEST_TESTS) $(ARGS)
+	PYTHONPATH=.newest $(PYTEST) $(NEWEST_TESTS) $(NEWEST_LESS:%=--ignore=tests/simulate/test_%.py) $(ARGS)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(ARGS)

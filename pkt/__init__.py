@@ -46,7 +46,7 @@ from pkt.errors import (
 )
 from pkt.kernels import operator as _registry
 from pkt.launcher import init, launch
-from pkt.layouts import interleave, layout
+from pkt.layouts import interleave, join_heads, layout
 from pkt.runtime.launch import outside as _outside
 from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.factories import (
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from pkt.tune.explanation import explain
 
 __all__ = [  # noqa: PLE0604
-    "init", "launch", "layout", "interleave", "simulate", "autotune", "Config", "space", "explain",
+    "init", "launch", "layout", "interleave", "join_heads", "simulate", "autotune", "Config", "space", "explain",
     "grouped_activation", "grouped_matmul", "grouped_outer", "moe", "parallelize",
     "current_world", "World", "Workspace", "SymmetricTensor", "symmetric", "check_rank", "signals", "mem_pool",
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange",

@@ -1,4 +1,5 @@
-"""How tensors lie in memory: `layout` for tiles of `pkt.language.tile`, `interleave` for epilogue "swiglu"."""
+"""How tensors lie in memory: `layout` for tiles of `pkt.language.tile`, `interleave` for epilogue "swiglu",
+`join_heads` for `matmul_all_to_all`."""
 
 from __future__ import annotations
 
@@ -46,3 +47,35 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if all(x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous() for x in (gate, up)):
         return torch.stack((gate.t(), up.t()), dim=1).flatten(0, 1).t()
     return torch.stack((gate, up), dim=-1).flatten(-2)
+
+
+def join_heads(*weights: torch.Tensor, ranks: int) -> torch.Tensor:
+    """One weight of those of queries, keys and values, or one bias of three, for `pkt.matmul_all_to_all` on so many
+    ranks: the heads of rank 0 first, in the order of `weights`, then those of rank 1.
+
+    weights: (K, H, D) of one K and D, or biases (H, D); of one dtype. Each has its own number of heads H, a multiple or
+    a divisor of `ranks`. A head of fewer heads than ranks is in the result for each rank that needs it: rank r gets
+    head r * H // ranks. Returns a new tensor (K, ranks * h, D), or (ranks * h, D); what a rank then gets of h heads is
+    `result.split([max(H // ranks, 1) for each H], 2)`. Call it once, where the weights are loaded. Raises ShapeError,
+    DtypeError.
+    """
+    call, first = "pkt.join_heads", weights[0] if weights else None
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ShapeError.argument(call, "ranks", ranks, "an integer, at least 1")
+    if first is None or first.ndim not in (2, 3):
+        found = "none" if first is None else tuple(first.shape)
+        raise ShapeError.argument(call, "weights", found, "tensors (K, H, D), or (H, D)")
+    parts = []
+    for at, weight in enumerate(weights):
+        shape, heads = tuple(weight.shape), weight.shape[-2] if weight.ndim > 1 else 0
+        if weight.ndim != first.ndim or (*shape[:-2], shape[-1]) != (*first.shape[:-2], first.shape[-1]):
+            wanted = f"all but the number of heads as in weights[0], {tuple(first.shape)}"
+            raise ShapeError.argument(call, f"weights[{at}]", shape, wanted)
+        if not heads or (heads % ranks and ranks % heads):
+            wanted = f"a number of heads that is a multiple or a divisor of {ranks} ranks"
+            raise ShapeError.argument(call, f"weights[{at}]", shape, wanted)
+        if weight.dtype != first.dtype:
+            raise DtypeError.argument(call, f"weights[{at}]", weight.dtype, f"that of weights[0], {first.dtype}")
+        each = weight.repeat_interleave(max(ranks // heads, 1), -2)
+        parts.append(each.unflatten(-2, (ranks, -1)))
+    return torch.cat(parts, -2).flatten(-3, -2)

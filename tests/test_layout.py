@@ -1,4 +1,4 @@
-"""`pkt.layout`: the tensors that it takes, and the tiles that a kernel then addresses."""
+"""`pkt.layout`: the tensors that it takes, and the tiles that a kernel then addresses; `pkt.join_heads`."""
 
 from __future__ import annotations
 
@@ -53,3 +53,30 @@ def test_tensors_that_are_refused() -> None:
             pkt.layout(pkt.empty(4, 8).t())
 
     pkt.launch(main, ranks=2, device="cpu")
+
+
+def test_join_heads() -> None:
+    """Rank by rank, and within a rank weight by weight; a head that several ranks need is there for each."""
+    q, k = (torch.arange(n)[None, :, None].expand(3, n, 2) + start for n, start in ((8, 0), (2, 100)))
+    joined = pkt.join_heads(q, k, ranks=4)
+    assert joined.shape == (3, 12, 2)
+    assert joined[0, :, 0].tolist() == [0, 1, 100, 2, 3, 100, 4, 5, 101, 6, 7, 101]
+    assert torch.equal(pkt.join_heads(q[0], k[0], ranks=4), joined[0])
+    assert torch.equal(pkt.join_heads(k, ranks=1), k)
+    for wrong, said in (
+        (
+            (q, q[:, :3]),
+            r"weights\[1\]: found \(3, 3, 2\), wanted a number of heads that is a multiple or a divisor of 4",
+        ),
+        ((q, q[:, :0]), "multiple or a divisor"),
+        ((q, k[0]), "as in weights"),
+        ((q, k[:2]), "as in weights"),
+        ((q[0, 0],), r"\(K, H, D\)"),
+        ((), "found none"),
+    ):
+        with pytest.raises(pkt.ShapeError, match=said):
+            pkt.join_heads(*wrong, ranks=4)
+    with pytest.raises(pkt.ShapeError, match="ranks: found 0"):
+        pkt.join_heads(q, ranks=0)
+    with pytest.raises(pkt.DtypeError, match=r"weights\[1\]"):
+        pkt.join_heads(q, k.double(), ranks=4)

@@ -478,6 +478,71 @@ def _ulysses_differ() -> Mapping[str, tuple[Any, Any]]:
     return {"scale": (0.5, 0.6), "window": ((1, 0), (1, 1))}
 
 
+# ---------------------------------------------------------------------------------------------- products with exchanges
+def _to_heads() -> dict[str, Any]:
+    return {"x": torch.ones(1, 3, 8), "weight": torch.ones(8, 4, 2), "out": None, "bias": None}
+
+
+def _to_heads_wrong() -> Bad:
+    x, weight = torch.ones(1, 3, 8), torch.ones(8, 4, 2)
+    return {
+        "x": {ShapeError: (x[0], torch.ones(1, 3, 8, 1)), DtypeError: (None, x.int(), x.double())},
+        "weight": {
+            ShapeError: (weight[0], weight[:7], weight[:, :3], weight[:, :1], weight.flatten(1)),
+            DtypeError: (None, weight.half(), weight.int()),
+        },
+        "bias": {
+            ShapeError: (torch.ones(8), torch.ones(2, 2), torch.ones(4, 3), torch.ones(3, 2)),
+            DtypeError: (torch.ones(4, 2).half(), torch.ones(4, 2).int()),
+        },
+        "out": {
+            ShapeError: (torch.ones(1, 3, 2, 2), torch.ones(1, 6, 4, 2), torch.ones(1, 6, 4)),
+            DtypeError: (torch.ones(1, 6, 2, 2).half(),),
+        },
+        "tiles": _TILES_WRONG,
+    }
+
+
+_TILES_WRONG = {
+    ShapeError: ((16, 16), (0, 16, 16), (17, 16, 16), (16, 16, 8), (16,) * 8, (16, 16, 16, 0), (16, 16, 16, 8, 3)),
+    DtypeError: (16, "16", (16, 16, 2.5), (16, 16, "16"), (16, 16, None), {16: 16}),
+}
+
+
+def _to_heads_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"x": (torch.ones(1, 4, 8), torch.ones(1, 5, 8))}
+
+
+def _from_heads() -> dict[str, Any]:
+    return {"x": torch.ones(1, 6, 2, 2), "weight": torch.ones(4, 2, 5), "out": None, "bias": None}
+
+
+def _from_heads_wrong() -> Bad:
+    x, weight, bias = torch.ones(1, 6, 2, 2), torch.ones(4, 2, 5), torch.ones(5)
+    return {
+        "x": {
+            ShapeError: (x[0], x[:, :5], x.flatten(2), torch.ones(1, 6, 2, 2, 1)),
+            DtypeError: (None, x.int(), x.double()),
+        },
+        "weight": {
+            ShapeError: (weight[0], weight[:2], weight[:3], weight[:, :1], weight.flatten(0, 1)),
+            DtypeError: (None, weight.half(), weight.int()),
+        },
+        "bias": {ShapeError: (bias[:4], torch.ones(1, 5)), DtypeError: (bias.half(), bias.int())},
+        "out": {
+            ShapeError: (torch.ones(1, 6, 5), torch.ones(1, 3, 4), torch.ones(3, 5)),
+            DtypeError: (torch.ones(1, 3, 5).half(),),
+        },
+        "num_comm_sms": COUNT,
+        "chunk": COUNT,
+        "tiles": _TILES_WRONG,
+    }
+
+
+def _from_heads_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"x": (torch.ones(1, 8, 2, 2), torch.ones(2, 8, 2, 2))}
+
+
 OTHERS = (
     Tried(pkt.grouped_matmul, _grouped, _grouped_wrong),
     Tried(pkt.dispatch, _dispatch, _dispatch_wrong, _dispatch_differ),
@@ -493,6 +558,8 @@ OTHERS = (
     Tried(pkt.flash_decode, _decode, _decode_wrong, _decode_differ),
     Tried(pkt.ring_attention, _ring, _ring_wrong, _ring_differ),
     Tried(pkt.ulysses_attention, _ring, _ulysses_wrong, _ulysses_differ),
+    Tried(pkt.matmul_all_to_all, _to_heads, _to_heads_wrong, _to_heads_differ),
+    Tried(pkt.all_to_all_matmul, _from_heads, _from_heads_wrong, _from_heads_differ),
 )
 
 

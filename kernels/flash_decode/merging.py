@@ -51,8 +51,11 @@ def take(merged, ptr, apart, skipped, inside, flag, world, COLUMNS: tl.constexpr
     found = pl.take_flagged_all(threes, apart, flag, world, mask=in_threes, parts=PARTS)
     rest = pl.take_flagged_all(twos, apart, flag, world, mask=in_twos, parts=PARTS)
     most, total, a, b, c, low, high = merged
+    first = (tl.arange(0, COLUMNS // 8) == 0)[None, :]
     for i in tl.static_range(PARTS):
-        lse = tl.max(_fp32(rest[i][2]), 1)  # they are all the same
+        # Every word carries the lse. Triton does not move this sum to another layout, as it does a maximum, with which
+        # every thread would take all words of a row.
+        lse = tl.sum(tl.where(first, _fp32(rest[i][2]), 0.0), 1)
         if i < PARTS - 1:
             lse = tl.where(i < skipped, float("-inf"), lse)
         most, total, old, new = weights(most, total, lse)

@@ -56,7 +56,7 @@ def gather_forms(all_gather: Planned) -> dict[str, Form]:
     def ours(call: Call) -> Gather:
         world, columns, (m, k) = call.world, call["shard"] == "columns", call["a"].shape
         whole = _symmetric(call, *((m, world.size * k) if columns else (world.size * m, k)))
-        move, matrix = all_gather(world, _plain(call["a"]), whole, dim=int(columns)), whole.plain()
+        move, matrix = all_gather(world, plain(call["a"]), whole, dim=int(columns)), whole.plain()
 
         def gather(a: torch.Tensor) -> torch.Tensor:
             move(a, whole)
@@ -94,7 +94,7 @@ def scatter_forms(reduce_scatter: Planned) -> dict[str, Form]:
         scatter, matrix = reduce_scatter(world, partial, call["out"]), partial.plain()
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            _multiply(world, a, b, matrix)
+            multiply(world, a, b, matrix)
             scatter(partial, out)
 
         return product
@@ -103,7 +103,7 @@ def scatter_forms(reduce_scatter: Planned) -> dict[str, Form]:
         group = process_group(call.world)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            dist.reduce_scatter_tensor(_plain(out), torch.mm(a, b), group=group)
+            dist.reduce_scatter_tensor(plain(out), torch.mm(a, b), group=group)
 
         return product
 
@@ -123,26 +123,26 @@ def reduce_forms(all_reduce: Planned, low_latency: Callable[[int, World], str | 
             reduce = all_reduce(world, call["out"], call["out"], mode=flagged)
 
             def in_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-                _multiply(world, a, b, _plain(out))
+                multiply(world, a, b, plain(out))
                 reduce(out, out)
 
             return in_out
         total = _symmetric(call, M, N)
         matrix = total.plain()
         if world.size == 2:
-            sum_into = all_reduce(world, total, _plain(call["out"]), mode="one_shot")
+            sum_into = all_reduce(world, total, plain(call["out"]), mode="one_shot")
 
             def into_out(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-                _multiply(world, a, b, matrix)
-                sum_into(total, _plain(out))
+                multiply(world, a, b, matrix)
+                sum_into(total, plain(out))
 
             return into_out
         reduce = all_reduce(world, total, total)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            _multiply(world, a, b, matrix)
+            multiply(world, a, b, matrix)
             reduce(total, total)
-            _plain(out).copy_(matrix)
+            plain(out).copy_(matrix)
 
         return product
 
@@ -150,7 +150,7 @@ def reduce_forms(all_reduce: Planned, low_latency: Callable[[int, World], str | 
         group = process_group(call.world)
 
         def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            dist.all_reduce(torch.mm(a, b, out=_plain(out)), group=group)
+            dist.all_reduce(torch.mm(a, b, out=plain(out)), group=group)
 
         return product
 
@@ -213,12 +213,12 @@ def _finished(call: Call, product: Product) -> Launch:
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if gate is not None:
             whole = torch.empty((M, each * n), dtype=a.dtype, device=a.device)
-            product(_plain(a), _plain(b), whole)
+            product(plain(a), plain(b), whole)
             gate(whole, bias, out)
             return out
-        product(_plain(a), _plain(b), out)
+        product(plain(a), plain(b), out)
         if bias is not None or epilogue != "none":
-            result = _plain(out)
+            result = plain(out)
             result.copy_(finished(result, None if bias is None else bias.detach(), epilogue))
         return out
 
@@ -240,13 +240,13 @@ def _several(make: Callable[[Call], Gather]) -> Callable[[Sequence[Call]], Calla
 
     def plan(calls: Sequence[Call]) -> Callable[..., None]:
         gather, multiply = make(calls[0]), in_turn(*(_finished(call, _mm) for call in calls))
-        return lambda a, bs, outs, biases: multiply(gather(_plain(a)), bs, outs, biases)
+        return lambda a, bs, outs, biases: multiply(gather(plain(a)), bs, outs, biases)
 
     return plan
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(a, b, out=_plain(out))
+    torch.mm(a, b, out=plain(out))
 
 
 def lacks_group(call: Call) -> str:
@@ -272,14 +272,14 @@ def _symmetric(call: Call, rows: int, cols: int) -> SymmetricTensor:
     return world.keep((name, rows, cols, dtype), lambda: empty(rows, cols, dtype=dtype, name=name, world=world))
 
 
-def _multiply(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def multiply(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """a @ b into `out`, behind the world's last call, which may have been given another stream and still use `out`."""
     if world.streams is not None:
         world.streams.follow()
     torch.mm(a, b, out=out)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """For torch, which records nothing of it, as of kernels, and writes products of trained weights into it."""
     if type(tensor) is SymmetricTensor:
         tensor = tensor.plain()

@@ -22,6 +22,7 @@ TINY = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**
 SLOPE, CURVE = 1.13, 2.0**-20  # the steepest epilogue, and how far erf and exp are off
 RAGGED = (12, 13, 20, 7, 17)  # sizes of letters, in their order
 LETTERS = ((1,), RAGGED, (33, 16, 18, 40, 3))
+BATCH = 2  # of the letter b: so many sequences, each with tiles of its own
 _signature = functools.lru_cache(maxsize=1024)(inspect.signature)
 
 
@@ -136,7 +137,7 @@ def _cases(operator: Operator, mode: str, more: bool) -> Iterator[Case]:
             continue
         seen.add(key)
         for sizes in (LETTERS if more else (RAGGED,)) if letters else ():
-            found = dict(zip(letters, sizes * len(letters)))
+            found = dict(zip(letters, sizes * len(letters))) | dict.fromkeys({"b"} & set(letters), min(BATCH, *sizes))
             yield Case(sizes=found | {n: max(1, most // 4) for n, most in operator.most.items()}, arguments=arguments)
         for change in (_ones, _longer) if more and case.shapes else ():
             yield Case(shapes={name: change(_words(shape)) for name, shape in case.shapes.items()}, arguments=arguments)

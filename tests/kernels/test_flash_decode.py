@@ -11,6 +11,7 @@ import torch
 import pkt
 from pkt.kernels.flash_decode import OPERATOR, flash_decode, reference
 from pkt.kernels.flash_decode.reference import bound
+from pkt.language.inspect import count_markers
 
 from .helpers import on_ranks
 from .launches import all_launched, compile_checked
@@ -157,4 +158,6 @@ def test_latent_caches_of_512_columns_do_not_spill(arch: int, monkeypatch: pytes
         flash_decode(q, cache, None, table, lens, v_dim=512)
 
     (launch,) = all_launched(run, 2, True, monkeypatch)
-    compile_checked(launch, arch, tmp_path, signals=False)
+    compiled = compile_checked(launch, arch, tmp_path, signals=False)
+    # Few parts, many parts and the ranks, two kinds of words each: no word is taken again for another layout.
+    assert count_markers(compiled.asm["ttgir"])["wait"] == 6

@@ -18,7 +18,7 @@ from .machine_code import sass
 
 @pytest.mark.parametrize("tiles", [None, NARROW, TILES._replace(num_stages=3)])
 def test_inbox_fits(compiling, tmp_path, tiles):
-    launch = scatter(compiling(), 1024, 4096, 1024, tiles=tiles)
+    launch = scatter(compiling(2), 1024, 4096, 1024, tiles=tiles)
     assert_fits(launch, tmp_path)
     blocks = (tiles or TILES).block_n // 64  # a store of 64 columns each, for each half
     assert len(re.findall(r"UTMASTG\.2D", sass(launch.kernel, tmp_path))) == 2 * (1 + 3) * blocks

@@ -261,7 +261,7 @@ def rows_of(name: str) -> int:
 
 
 @pytest.mark.parametrize("mode", [None, "unfused"])
-@pytest.mark.parametrize("name", [name for name, operator in operators().items() if "bias" in operator.tensors])
+@pytest.mark.parametrize("name", [name for name, operator in operators().items() if operator.tuning])
 def test_outputs_of_products_share_no_memory_with_what_is_read(name: str, mode: str | None) -> None:
     """Such outputs are refused also after a call with tensors alike that share none. Nothing is written."""
     shape = (rows_of(name), 48)

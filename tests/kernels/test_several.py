@@ -96,9 +96,10 @@ def test_several_weights(mode: Any, shard: Any, ranks: int) -> None:
     def run(world: Any) -> None:
         for i, stored in enumerate(STORED):
             if mode == "copy" or (i + ranks) % 2 == 0:
-                multiplies(world, mode, shard, 20, 24, (16, 40, 16), DTYPES[i % 3], stored, bias=i % 2 == 0)
+                multiplies(world, mode, shard, 20, 24, (16, 40, 16), DTYPES[i % 3], stored, bias=i % 2 == 0, launches=2)
             else:
-                multiplies(world, mode, shard, 7, 13, (21, 5, 1), DTYPES[(i + 1) % 3], stored, bias=i % 2 == 1)
+                dtype = DTYPES[(i + 1) % 3]
+                multiplies(world, mode, shard, 7, 13, (21, 5, 1), dtype, stored, bias=i % 2 == 1, launches=2)
         multiplies(world, mode, shard, 33, 8, (24, 7), torch.bfloat16, separate)  # one whose rows TMA cannot take
 
     on_ranks(ranks, run, seed=ranks)

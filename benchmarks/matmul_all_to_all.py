@@ -1,0 +1,83 @@
+"""Benchmark of the product before Ulysses attention in bf16: queries, keys and values of Llama 70B in one weight.
+
+    python -m benchmarks.matmul_all_to_all --ranks 2                  on GPUs; results/matmul_all_to_all_2.json
+    python -m benchmarks.matmul_all_to_all --device cpu --quick       check in the simulator; time nothing
+
+"product alone" multiplies and exchanges nothing, so its result is not checked. "product + NCCL" exchanges heads with
+NCCL's all-to-all, which needs permuted copies before and behind it. Variants named "captured" are replayed. All
+variants of a case run in the same job.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import pkt
+from benchmarks import _heads
+from benchmarks._case import Case, captured, normal
+from benchmarks._command import main
+from pkt.kernels.matmul_all_to_all import matmul_all_to_all
+
+TITLE = "QKV product + all-to-all, bf16"
+PLAIN: dict[str, dict[str, Any]] = {
+    "pkt default": {},
+    "pkt push": {"mode": "push"},
+    "pkt push, symmetric out": {"mode": "push", "symmetric": True},
+    "pkt push, 128x256x64": {"mode": "push", "tiles": (128, 256, 64, 8, 8, 3)},
+    "pkt push, 128x256x64, symmetric out": {"mode": "push", "symmetric": True, "tiles": (128, 256, 64, 8, 8, 3)},
+}
+QUICK: dict[str, dict[str, Any]] = {
+    "pkt default": {},
+    "pkt push": {"mode": "push", "tiles": (16, 16, 16)},
+    "pkt push, symmetric out": {"mode": "push", "symmetric": True, "tiles": (16, 16, 16)},
+}
+BASELINES = ("product alone", "product + NCCL", "product + NCCL, captured")
+
+
+def variants(device: str, quick: bool) -> list[str]:
+    return list(QUICK) if device == "cpu" else [*BASELINES, "pkt default, captured", "pkt push, captured", *PLAIN]
+
+
+def cases(quick: bool) -> dict[str, dict[str, Any]]:
+    return _heads.cases(quick, _heads.QUERIES + 2 * _heads.KEYS)
+
+
+def case(world: Any, T: int, k: int, h: int, d: int) -> Case:
+    size, device, s = world.size, world.torch_device, T // world.size
+    weight = normal((k, h, d), size, device, scale=k**-0.5)
+    x = normal((1, s, k), world.rank, device)
+
+    def run(mode: str | None = None, symmetric: bool = False, **settings: Any) -> Callable[[], torch.Tensor]:
+        out = pkt.empty(1, T, h // size, d, dtype=x.dtype, world=world) if symmetric else None
+        return lambda: matmul_all_to_all(x, weight, out, mode=mode, world=world, **settings)  # type: ignore[arg-type]
+
+    def multiplied() -> torch.Tensor:
+        return torch.mm(x.view(s, k), weight.flatten(1)).view(1, s, h, d)
+
+    def exact() -> torch.Tensor:
+        """This rank's heads of all ranks' positions, by torch."""
+        mine = weight.tensor_split(size, 1)[world.rank].flatten(1)
+        tokens = torch.cat([normal((1, s, k), rank, device) for rank in range(size)], 1)
+        return torch.mm(tokens.view(T, k).float(), mine.float()).view(1, T, h // size, d)
+
+    runs = {name: run(**options) for name, options in (QUICK if device.type == "cpu" else PLAIN).items()}
+    if device.type == "cuda":
+        runs |= {"product alone": multiplied, "product + NCCL": lambda: _heads.to_heads(multiplied(), size)}
+        for name in ("product + NCCL", "pkt default", "pkt push"):
+            runs[f"{name}, captured"] = captured(runs[name])
+    return Case(
+        nbytes=(size - 1) / size * s * h * d * x.itemsize,
+        flops=2.0 * s * k * h * d,
+        variants=runs,
+        exact=exact,
+        scaled=x,
+        unchecked=frozenset({"product alone"}),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main("matmul_all_to_all", TITLE))

@@ -1,0 +1,298 @@
+"""Matrix product fused into an all-to-all of heads: rank r ends with all positions of its heads of x @ weight.
+
+Before attention, of sequences that are split among the ranks: rank r holds S positions x (B, S, K), and weights (K, H,
+D) that name heads. It gets its H / size heads of the positions of all ranks, (B, size * S, H / size, D), in which
+`torch.nn.functional.scaled_dot_product_attention` reads them. `pkt.all_to_all_matmul` goes back.
+
+push: one launch. Tiles are computed in an order that ends with the rank's own heads. Each tile is stored, as it is
+    finished, to the rank of its heads, and signalled: into its `out` if that is symmetric, else into an inbox, from
+    which that rank copies it.
+unfused: torch's product, and pkt's all-to-all.
+
+(size - 1) / size * B * S * H * D * itemsize bytes out of and into each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.runtime.launch.launch import cooperative_launch
+from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.tensor import SymmetricTensor
+from pkt.runtime.world import World
+
+from .all_to_all import OPERATOR as ALL_TO_ALL
+from .declaration import Call, Case, Form, Launch, Operand
+from .gradients import Backward, Gradients, Recorded
+from .operator import Operator
+from .shared import heads, products
+from .shared.checks import FLOATS, check_tensor
+from .shared.grid import COPY_BYTES, num_programs
+from .shared.heads import Matrix
+from .shared.tile_product import accumulate, default_tiles, finish, stack, store_tile, weights
+from .shared.unfused import multiply, plain
+
+CALL = "matmul_all_to_all"
+
+
+def reference(
+    rank: int, x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """What `rank` gets from the ranks' operands, in fp64."""
+    parts = []
+    for at, (rows, matrix) in enumerate(zip(x, weight)):
+        found = torch.einsum("bsk,khd->bshd", rows.double(), matrix.double())
+        parts.append((found + bias[at].double() if bias else found).tensor_split(len(x), 2)[rank])
+    return torch.cat(parts, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- device
+class Push(NamedTuple):
+    """What the kernel works on. n = H / size * D: the columns of a rank. A row block is BLOCK_M rows of one of the B
+    sequences."""
+
+    x_ptr: Any  # (B, S, K) this rank's
+    weight_ptr: Any  # (K, size * n), or (size * n, K) if TRANSPOSED, this rank's
+    bias_ptr: Any  # (size * n,) this rank's, or None
+    out_ptr: Any  # (B, size * S, n) this rank's; on every rank if DIRECT: rank r stores its positions
+    inbox_ptr: Any  # (B, size * S, n) on every rank: rank r stores its positions; None if DIRECT
+    ready_ptr: Any  # int32 (size, row blocks) on every rank: tiles of a row block that rank r has ever stored here
+    free_ptr: Any  # int32 (size,) on every rank: launches that rank r has begun, so that its inbox and `out` are free
+    B: Any
+    S: Any
+    K: Any
+    n: Any
+    DIRECT: tl.constexpr
+    TMA: tl.constexpr
+    TRANSPOSED: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    GROUP: tl.constexpr
+    COPY: tl.constexpr  # elements that a program copies at a time
+
+
+@triton.jit
+def _collect(p, world, epoch):
+    """Wait for the tiles of the other ranks, in the order in which they come. Without DIRECT copy them to `out`."""
+    rank = tl.cast(world.rank, tl.int32)
+    num_m = tl.cdiv(p.S, p.BLOCK_M)
+    blocks = p.B * num_m
+    for t in range(tl.program_id(0), (world.size - 1) * blocks, tl.num_programs(0)):
+        source = (rank + world.size - 1 - t // blocks) % world.size
+        i = t % blocks
+        pl.wait(p.ready_ptr + source * blocks + i, epoch * tl.cdiv(p.n, p.BLOCK_N), world)
+        if not p.DIRECT:
+            row = i % num_m * p.BLOCK_M
+            start = (tl.cast(i // num_m * world.size + source, tl.int64) * p.S + row) * p.n
+            count = tl.minimum(p.S - row, p.BLOCK_M) * p.n
+            for at in range(0, count, p.COPY):
+                offs = at + tl.arange(0, p.COPY)
+                moved = tl.load(p.inbox_ptr + start + offs, mask=offs < count)
+                tl.store(p.out_ptr + start + offs, moved, mask=offs < count)
+
+
+@triton.jit
+def push_kernel(p, world):
+    rank = tl.cast(world.rank, tl.int32)
+    epoch = pl.epoch(p.ready_ptr, world)
+    if tl.program_id(0) == 0:
+        # before overwrite: what read my inbox and `out` has ended
+        for d in tl.static_range(1, world.size):
+            pl.signal(p.free_ptr + rank, (rank + d) % world.size, world)
+    num_m = tl.cdiv(p.S, p.BLOCK_M)
+    num_n = tl.cdiv(p.n, p.BLOCK_N)
+    blocks = p.B * num_m
+    x = stack(p.x_ptr, p.B, p.S, p.K, p.K, p.BLOCK_M, p.BLOCK_K, p.TMA)
+    w = weights(p.weight_ptr, 1, p.K, world.size * p.n, p.BLOCK_K, p.BLOCK_N, p.TMA, p.TRANSPOSED)
+    free = rank  # the last rank that this program has waited for
+    for t in range(tl.program_id(0), world.size * blocks * num_n, tl.num_programs(0)):
+        owner = (rank + 1 + t // (blocks * num_n)) % world.size
+        i, j = pl.order.supergroup(t % (blocks * num_n), blocks, num_n, p.GROUP)
+        b = i // num_m
+        row = i % num_m * p.BLOCK_M
+        col = owner * p.n + j * p.BLOCK_N
+        acc = tl.zeros((p.BLOCK_M, p.BLOCK_N), tl.float32)
+        acc = accumulate(acc, x, b, w, 0, 1, row, col, p.S, world.size * p.n, p.K, p.K, p.TMA, p.TRANSPOSED, p.BLOCK_K)
+        tile = finish(acc, p.bias_ptr, col, world.size * p.n, "none")
+        target_ptr = p.out_ptr
+        if owner != rank:
+            if owner != free:
+                pl.wait(p.free_ptr + owner, epoch, world)  # before overwrite
+                free = owner
+            target_ptr = pl.peer(p.out_ptr if p.DIRECT else p.inbox_ptr, owner, world)
+        target_ptr += tl.cast(b * world.size + rank, tl.int64) * p.S * p.n
+        target = stack(target_ptr, 1, p.S, p.n, p.n, p.BLOCK_M, p.BLOCK_N, p.TMA)
+        store_tile(target, 0, tile, row, j * p.BLOCK_N, p.S, p.n, p.n, p.TMA)
+        if owner != rank:
+            pl.signal(p.ready_ptr + rank * blocks + i, owner, world)  # publish
+    _collect(p, world, epoch)
+
+
+def matmul_all_to_all(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    mode: Literal["push", "unfused"] | None = None,
+    tiles: Sequence[int] | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """All positions of this rank's heads of the product `x @ weight`. Collective.
+
+    The sequence has size * S positions; rank r holds those from r * S on, as of `pkt.shard_sequence`, and gets the
+    heads from r * H / size on.
+
+    x: (B, S, K), this rank's positions; bf16, fp16 or fp32. weight: (K, H, D) of x's dtype, for H heads of D elements;
+        H is a multiple of the number of ranks. Contiguous, or the view `w.t().unflatten(1, (H, D))` of a Linear's
+        weight; one of other strides is copied at each call. The same shapes on every rank; each rank multiplies its
+        positions with its own weight. bias: (H, D) of x's dtype, the same on every rank.
+    out: (B, size * S, H / size, D) of x's dtype; shares no memory with the operands. A new tensor where None. Into a
+        symmetric one "push" stores the result without a copy.
+
+    For queries, keys and values in one call, the weight has the heads of rank 0 first, those of its queries, keys and
+    values, then those of rank 1: see `pkt.join_heads`. A head of keys that several ranks need is in it for each.
+
+    mode: a form that the top of kernels/matmul_all_to_all.py describes; "unfused" where None, until "push" has been
+        measured.
+    tiles: "push": (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_WARPS, NUM_STAGES, MAXNREG): blocks are powers of two from 16,
+        and those left out are as in `Tiles`. The same on every rank.
+
+    Sums are fp32. "push" adds the bias to them and rounds once; "unfused" rounds before it adds the bias. There is no
+    rotary embedding and no norm of heads: apply them to the result, whose rows are all positions. Returns `out`,
+    complete; the operands may be overwritten at once. It has not run on GPUs.
+
+    Symmetric memory kept: the bytes of the result; with a symmetric `out` nothing for data in "push". Raises
+    ShapeError, DtypeError, CollectiveMismatch, Unsupported.
+    """
+    return OPERATOR((x, weight, out, bias), (mode, tiles), world)
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+def _direct(call: Call) -> bool:
+    return isinstance(call.tensors["out"], SymmetricTensor)
+
+
+def _agrees(call: Call) -> dict[str, Any]:
+    """Whether the ranks' results are symmetric, and where in the heap."""
+    if not _direct(call):
+        return {"out": None}
+    check_tensor(call.name, "out", call["out"], call.world, peers=True)
+    return {"out": call["out"]}
+
+
+def _push(call: Call) -> Launch:
+    world, tiles, (b, s, k) = call.world, call["tiles"], call["x"].shape
+    size, n, dtype, direct = world.size, call["h"] * call["d"], call.dtype, _direct(call)
+    blocks, columns = b * triton.cdiv(s, tiles.block_m), triton.cdiv(n, tiles.block_n)
+    programs = num_programs(world, size * blocks * columns)
+
+    def make() -> tuple[Any, ...]:
+        inbox = None if direct else empty(b, size * s, n, dtype=dtype, name=f"{CALL}.inbox", world=world)
+        return inbox, signals(size * blocks + size, name=f"{CALL}.ready", world=world)
+
+    inbox, counters = world.keep((CALL, "push", b, s, n, dtype, direct, programs, *tiles[:2]), make)
+    matrix = Matrix.of(call["weight"], 1)
+    tma = heads.reaches(dtype, (k, n), call["x"], call["weight"], call["out"])
+    same = Push(
+        x_ptr=None, weight_ptr=None, bias_ptr=None, out_ptr=None,
+        inbox_ptr=inbox, ready_ptr=counters, free_ptr=counters[size * blocks :], B=b, S=s, K=k, n=n,
+        DIRECT=tl.constexpr(direct), TMA=tl.constexpr(tma), TRANSPOSED=tl.constexpr(matrix.transposed),
+        BLOCK_M=tl.constexpr(tiles.block_m), BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k),
+        GROUP=tl.constexpr(tiles.group), COPY=tl.constexpr(COPY_BYTES // dtype.itemsize),
+    )[4:]  # fmt: skip
+    start = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options())
+
+    def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        start(Push(x, matrix.rows(weight), bias, out, *same), world.device)
+        return out
+
+    return launch
+
+
+def _unfused(call: Call) -> Launch:
+    world, (b, s, k), every, d = call.world, call["x"].shape, call.world.size * call["h"], call["d"]
+    whole = world.keep(
+        (CALL, "unfused", b, s, every, d, call.dtype),
+        lambda: empty(b, s, every, d, dtype=call.dtype, name=f"{CALL}.product", world=world),
+    )
+    flat, move = (
+        whole.plain().view(b * s, every * d),
+        ALL_TO_ALL.planned(world, whole, call["out"], scatter=2, gather=1),
+    )
+
+    def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        multiply(world, plain(x).view(b * s, k), plain(weight).flatten(1), flat)
+        if bias is not None:
+            flat.add_(plain(bias).view(-1))
+        move(whole, out)
+        return out
+
+    return heads.again(call, launch)
+
+
+def backward(call: Recorded) -> Gradients:
+    """Of x alone `all_to_all_matmul`, which hides the exchange. The other gradients need the rows of the gradient
+    itself, so where they are wanted, too, these come home once, and two products follow."""
+    weight = call["weight"] if "x" in call.wanted else None
+    if weight is not None and len(call.wanted) == 1:
+        return {"x": call.operator("all_to_all_matmul", call.grad, weight.permute(1, 2, 0))}
+    home = call.operator("all_to_all", call.grad.contiguous(), scatter=1, gather=2)
+    rows = home.flatten(2).flatten(0, 1)
+    found: dict[str, Any] = {}
+    if weight is not None:
+        found["x"] = torch.mm(rows, weight.flatten(1).t()).view(call.shape("x"))
+    if "weight" in call.wanted:
+        found["weight"] = torch.mm(call["x"].flatten(0, 1).t(), rows).view(call.shape("weight"))
+    if "bias" in call.wanted:
+        found["bias"] = rows.sum(0).view(call.shape("bias"))
+    return found
+
+
+MOVES = "(W - 1) / W |x @ weight|"
+SMALL = {"tiles": (64, 256, 32)}
+FEW = {"mode": "push", "tiles": (16, 16, 16)}
+OPERATOR = Operator(
+    matmul_all_to_all,
+    tensors={
+        "x": Operand("b s k", FLOATS), "weight": Operand("k W*h d", strided=True),
+        "bias": Operand("W*h d", optional=True, same=True),
+    },
+    result="b W*s h d",
+    settings={"tiles": products.tiles},
+    forms={
+        "push": Form(
+            _push, "tiles go to the rank of their heads as they are finished", MOVES, agrees=_agrees, small=SMALL,
+            settings={"tiles": lambda call: default_tiles(call["s"], call.dtype, call["k"], call["h"] * call["d"])},
+            seconds=heads.seconds_pushed_tiles,
+        ),
+        "unfused": Form(
+            _unfused, "torch's product, then `pkt.all_to_all`", MOVES, agrees=_agrees,
+            roundings=lambda size: 2, seconds=heads.seconds_unfused(heads.sent_columns),
+        ),
+    },
+    default=lambda call: "unfused",
+    reference=reference,
+    backward=Backward(
+        backward, "of x alone `all_to_all_matmul`; else `all_to_all` once, then two products",
+        saves={"x": ("weight",), "weight": ("x",)},
+    ),
+    terms=lambda sizes, size: sizes["k"] + 1,
+    cases=(
+        Case(
+            {"b": 2, "s": 3, "k": 8, "h": 2, "d": 4}, out="new", explore=False,
+            large={"b": 1, "s": 4096, "k": 1024, "h": 4, "d": 128},
+        ),
+        Case({"b": 2, "s": 3, "k": 20, "h": 1, "d": 9}, arguments=FEW, ranks=2, out="new"),
+        Case({"b": 1, "s": 5, "k": 8, "h": 1, "d": 20}, arguments=FEW | {"given": ("bias",)}),
+        Case({"b": 2, "s": 17, "k": 20, "h": 1, "d": 18}, arguments=FEW | {"tiles": (16, 32, 32)}, explore=False),
+        Case({"b": 3, "s": 1, "k": 33, "h": 2, "d": 16}, arguments={"given": ("bias",)}, out="new", explore=False),
+    ),
+)  # fmt: skip

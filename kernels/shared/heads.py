@@ -1,0 +1,103 @@
+"""What `matmul_all_to_all` and `all_to_all_matmul` share: weights that name their heads, plans, predicted times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from pkt.model.calibration import collective_seconds, product
+from pkt.model.cost import Estimate, overlapped
+from pkt.model.gpu import Gpu, link_rate
+from pkt.runtime.launch.replay import replayed
+
+from ..declaration import Call, Launch
+from . import product_rules
+from .checks import stored
+from .tile_product import whole_rows
+from .unfused import PRECISION
+
+
+class Matrix(NamedTuple):
+    """How a weight of three dimensions lies as a matrix, its heads' two dimensions as one."""
+
+    first: int  # of the two
+    transposed: bool  # it is the view of a contiguous (columns, rows)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, first: int) -> Matrix:
+        return cls(first, stored(weight.flatten(first, first + 1))[1])
+
+    def rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as it lies in memory, contiguous: (columns, rows) if transposed. A copy of other strides."""
+        flat = weight.flatten(self.first, self.first + 1)
+        return flat.t() if self.transposed else flat.contiguous()
+
+
+def reaches(dtype: torch.dtype, columns: tuple[int, ...], *tensors: torch.Tensor) -> bool:
+    """Whether TMA reaches matrices whose rows have so many columns, which begin where `tensors` do."""
+    return whole_rows(dtype, *columns) and all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def again(call: Call, launch: Launch) -> Launch:
+    """`launch`, replayed where the call comes again."""
+    # Not fp32: torch has two sets of settings for its products, and asking for those not in use may raise.
+    settings = PRECISION.get(call.dtype)
+    return replayed(call.world, launch, settings) if settings else launch
+
+
+# ------------------------------------------------------------------------------------------------------------- seconds
+Key = Mapping[str, Any]
+Sent = Callable[[Key], float]
+
+
+def sent_columns(key: Key) -> float:
+    """Bytes that leave a GPU where each rank gets its part of the product's columns."""
+    return product_rules.scattered(key)
+
+
+def sent_rows(key: Key) -> float:
+    """Bytes that leave a GPU where each rank gets its part of the left operand's rows. M counts those of one rank."""
+    return product_rules.gathered(key)
+
+
+def seconds_unfused(sent: Sent) -> product_rules.Seconds:
+    """The time of torch's product and pkt's all-to-all, one after the other. An all-to-all takes what an all-gather
+    takes that sends as many bytes: both are one kernel that moves them once."""
+
+    def seconds(_: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+        alone, moving = product(key, gpu), collective_seconds("all_gather", "pkt", sent(key), key["size"], gpu)
+        exposed = alone.exposed + min(max(alone.compute, alone.memory), moving)  # nothing overlaps
+        return replace(alone, communication=moving, exposed=exposed)
+
+    return seconds
+
+
+def seconds_pushed_tiles(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+    """A tile is signalled before the next one begins. After the product what has come is read and written."""
+    columns = math.ceil(key["N"] / key["size"])
+    case = replace(product_rules.plain_product(config, key, key["M"], key["K"], columns), N=columns)
+    one, tasks, sent = case.seconds(gpu, plain=True), key["size"] * case.tiles(key["M"]), sent_columns(key)
+    return overlapped(
+        tasks=tasks, task_seconds=one, comm_bytes=sent, comm_rate=link_rate("TMA store", gpu.sms), around=one,
+        memory_bytes=case.memory_bytes * key["size"], exposed=2 * sent / gpu.memory,
+        sync=gpu.signal * (2 + math.ceil(tasks / gpu.sms)), gpu=gpu,
+    )  # fmt: skip
+
+
+def seconds_pushed_rows(num_comm_sms: int) -> product_rules.Seconds:
+    """Some programs push rows; the last tile waits for the last of them."""
+
+    def seconds(config: Mapping[str, Any], key: Key, gpu: Gpu) -> Estimate:
+        case = product_rules.plain_product(config, key, key["M"], key["K"] // key["size"], key["N"])
+        one, pushing = case.seconds(gpu, plain=True), config.get("num_comm_sms") or num_comm_sms
+        return overlapped(
+            tasks=case.tiles(key["M"]), task_seconds=one, comm_bytes=sent_rows(key),
+            comm_rate=link_rate("register store", pushing), num_comm_sms=pushing, around=one / key["size"],
+            memory_bytes=case.memory_bytes, sync=3 * gpu.signal, gpu=gpu,
+        )  # fmt: skip
+
+    return seconds

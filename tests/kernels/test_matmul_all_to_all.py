@@ -1,0 +1,174 @@
+"""matmul_all_to_all beyond what the registry's suite covers: attention, strides, results in place, times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pkt
+from pkt.kernels import matmul_all_to_all as module
+from pkt.kernels.operator import operators
+from pkt.kernels.shared.heads import Matrix
+from pkt.model.gpu import H200
+from tests.kernels.helpers import on_ranks, random
+
+PUSH = {"mode": "push", "tiles": (16, 16, 16)}
+
+
+# -------------------------------------------------------------------------------------------------------------- heads
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (3, 1), (4, 2)])
+def test_a_chain_is_attention(size: int, kv_heads: int) -> None:
+    """join_heads, matmul_all_to_all, torch's attention and all_to_all_matmul: no copy, no permutation, right results
+    and gradients. With 4 ranks there are fewer heads of keys than ranks."""
+    b, s, k, h, d = 2, 5, 24, 2 * size, 8
+    kv = kv_heads * (3 if size == 3 else 1)
+    q, key, value = (random((k, n, d), torch.float32, at) / 5 for at, n in enumerate((h, kv, kv)))
+    project, tokens = random((h, d, k), torch.float32, 4) / 5, random((b, size * s, k), torch.float32, 5)
+
+    def attended(there: torch.Tensor, heads: list[int]) -> torch.Tensor:
+        parts = [x.transpose(1, 2) for x in there.split(heads, 2)]
+        return F.scaled_dot_product_attention(*parts, enable_gqa=heads[0] != heads[1]).transpose(1, 2)
+
+    leaves = [x.double().requires_grad_() for x in (tokens, q, key, value, project)]
+    there = torch.einsum("bsk,khd->bshd", leaves[0], torch.cat(leaves[1:4], 1))
+    right = torch.einsum("bshd,hdn->bsn", attended(there, [h, kv, kv]), leaves[4])
+    grads = torch.autograd.grad(right.square().sum(), leaves)
+
+    def run(world: Any) -> tuple[Any, ...]:
+        mine = [x.clone().requires_grad_() for x in (pkt.shard_sequence(tokens), q, key, value, project)]
+        weight = pkt.join_heads(*mine[1:4], ranks=size)
+        found = pkt.matmul_all_to_all(mine[0], weight, **PUSH)
+        held = [h // size, max(kv // size, 1), max(kv // size, 1)]
+        assert found.shape == (b, size * s, sum(held), d)
+        out = pkt.all_to_all_matmul(attended(found, held), mine[4], mode="push", tiles=(16, 16, 16))
+        out.square().sum().backward()
+        assert (out.double() - pkt.shard_sequence(right)).abs().max() < 2**-17 * right.abs().max()
+        return tuple(x.grad for x in mine)
+
+    found = list(zip(*on_ranks(size, run, sms=3)))
+    for x, y in zip([torch.cat(found[0], 1), *(sum(parts) for parts in found[1:])], grads, strict=True):
+        assert (x.double() - y).abs().max() < 2**-16 * y.abs().max()
+
+
+def test_heads_that_ranks_do_not_divide_are_refused() -> None:
+    def run(world: Any) -> None:
+        x, weight = torch.ones(1, 3, 8), torch.ones(8, 4, 2)
+        with pytest.raises(pkt.ShapeError, match=r"weight: found \(8, 4, 2\), wanted dimension 1 divisible by 3 ranks"):
+            pkt.matmul_all_to_all(x, weight)
+        with pytest.raises(pkt.ShapeError, match="dimension 1 divisible by 3 ranks"):
+            pkt.matmul_all_to_all(x, weight[:, :2])
+
+    on_ranks(3, run)
+
+
+# ------------------------------------------------------------------------------------------------------------ strides
+def strided(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same weight (K, H, D) with other strides: a view of a Linear's weight, some of its columns, every other row,
+    and heads behind their elements."""
+    k, h, d = weight.shape
+    linear = weight.flatten(1).t().contiguous()
+    return {
+        "linear": linear.t().unflatten(1, (h, d)),
+        "columns": torch.cat((weight, weight), 1)[:, :h],
+        "rows": weight.repeat_interleave(2, 0)[::2],
+        "turned": weight.transpose(1, 2).contiguous().transpose(1, 2),
+    }
+
+
+@pytest.mark.parametrize("keywords", [PUSH, {"mode": "unfused"}], ids=["push", "unfused"])
+def test_weights_of_any_strides(keywords: dict[str, Any]) -> None:
+    x, weight = random((1, 5, 12), torch.float32, 0), random((12, 4, 6), torch.float32, 1)
+
+    def run(world: Any) -> None:
+        right = module.reference(world.rank, [x, x], [weight, weight])
+        for name, other in strided(weight).items():
+            assert torch.equal(other, weight)
+            found = pkt.matmul_all_to_all(x, other, **keywords)
+            assert (found.double() - right).abs().max() < 1e-5, name
+
+    on_ranks(2, run)
+
+
+def test_a_linears_weight_is_not_copied() -> None:
+    weights = {name: (w, Matrix.of(w, 1)) for name, w in strided(torch.ones(12, 4, 6)).items()}
+    shared = {n: matrix.rows(w).data_ptr() == w.data_ptr() for n, (w, matrix) in weights.items()}
+    assert shared == {"linear": True, "columns": False, "rows": False, "turned": False}
+    weight, matrix = weights["linear"]
+    assert matrix.transposed
+    assert matrix.rows(weight).shape == (24, 12)
+    assert Matrix.of(weight.permute(1, 2, 0), 0).rows(weight.permute(1, 2, 0)).data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize("seed", [1, 3, 6])
+def test_ranks_that_are_late(seed: int) -> None:
+    """In random order, and with one rank that runs only where no other can: a row block comes in several tiles."""
+    x, weight = random((1, 17, 8), torch.float32, 0), random((8, 3, 40), torch.float32, 1)
+
+    def run(world: Any) -> None:
+        right = module.reference(world.rank, [x] * 3, [weight] * 3)
+        for _ in range(2):
+            assert (pkt.matmul_all_to_all(x, weight, **PUSH).double() - right).abs().max() < 1e-5
+
+    on_ranks(3, run, seed=seed, sms=2)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+def test_a_symmetric_result_needs_no_inbox() -> None:
+    x, weight = random((2, 16, 8), torch.float32, 0), random((8, 4, 64), torch.float32, 1)
+
+    def run(world: Any) -> None:
+        right = module.reference(world.rank, [x, x], [weight, weight])
+        for out, least, most in ((None, right.numel() * 4, 1 << 20), (pkt.empty(tuple(right.shape)), 0, 4096)):
+            before = world.heap.ledger.free_bytes
+            found = pkt.matmul_all_to_all(x, weight, out, **PUSH)
+            assert least <= before - world.heap.ledger.free_bytes <= most
+            assert (found.double() - right).abs().max() < 1e-5
+
+    on_ranks(2, run)
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+def test_the_gradient_of_x_alone_is_one_exchange_with_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the weight, too, is one exchange for both."""
+    called: list[str] = []
+    known = operators()
+    for name in ("all_to_all", "all_to_all_matmul"):
+        function = known[name].function
+
+        def counted(*args: Any, name: str = name, function: Any = function, **keywords: Any) -> Any:
+            called.append(name)
+            return function(*args, **keywords)
+
+        monkeypatch.setattr(known[name], "function", counted)
+
+    def run(world: Any) -> None:
+        x, weight = torch.ones(1, 3, 8, requires_grad=True), torch.ones(8, 2, 4)
+        pkt.matmul_all_to_all(x, weight).sum().backward()
+        pkt.matmul_all_to_all(x, weight.requires_grad_()).sum().backward()
+
+    on_ranks(1, run)
+    assert called == ["all_to_all_matmul", "all_to_all"]
+
+
+# --------------------------------------------------------------------------------------------------------------- times
+@pytest.mark.parametrize("name", ["matmul_all_to_all", "all_to_all_matmul"])
+@pytest.mark.parametrize("size", [2, 8])
+def test_predicted_times(name: str, size: int) -> None:
+    """Of Llama 70B with 32768 tokens: "push" hides most of the exchange, and no form is faster than the product or the
+    links. Nothing was measured, so "unfused" is taken."""
+    N = 10240 if name == "matmul_all_to_all" else 8192
+    key = {"M": 32768 // size, "N": N, "K": 8192, "dtype": torch.bfloat16, "size": size}
+    operator = operators()[name]
+    push, unfused = (operator.predicted({"mode": mode}, key, H200) for mode in ("push", "unfused"))
+    assert push is not None
+    assert unfused is not None
+    moved = key["M"] * (N if name == "matmul_all_to_all" else 8192) * 2 * (size - 1) / size
+    for found in (push, unfused):
+        assert found.total > max(2 * key["M"] * N * 8192 / H200.flops, moved / H200.link)
+        assert found.communication > moved / H200.link
+    assert unfused.exposed > 0.9 * unfused.communication
+    assert push.exposed + push.sync < 0.6 * push.communication
+    assert operator.forecast(key, H200).order[0] == "unfused"

@@ -9,7 +9,8 @@ both grouped products and the activation, over the rows that pkt's dispatch brin
 result is not checked; neither are dispatch and combine alone. "torch._grouped_mm alone" is the same with torch's
 product. "NCCL + torch._grouped_mm" sorts the pairs of token and expert, sends a row for each pair, and waits on the
 host for the counts. Variants "with gradients" also run the backward pass, of x, the weights of the tokens, w1 and w2.
-"captured" is a replayed CUDA graph.
+"captured" is a replayed CUDA graph. "dispatch_matmul + matmul_combine" is the layer with its products joined to
+dispatch and combine: "push" in a launch each, "unfused" in two.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from pkt.kernels.shared.tile_product import finished
 TITLE = "A layer of experts, bf16"
 EXPERTS, CHOSEN, H, F = 256, 8, 7168, 2048
 TOKENS = (128, 256, 1024, 4096, 8192, 16384)
-PKT = ("pkt moe", "pkt moe, with gradients")
+FUSED = tuple(f"dispatch_matmul + matmul_combine, {mode}" for mode in ("push", "unfused"))
+PKT = ("pkt moe", "pkt moe, with gradients", *(f"{name}{more}" for name in FUSED for more in ("", ", with gradients")))
 ALONE = ("products alone", "torch._grouped_mm alone", "dispatch alone", "combine alone")
 NCCL = ("NCCL + torch._grouped_mm", "NCCL + torch._grouped_mm, with gradients")
 
 
 def variants(device: str, quick: bool) -> list[str]:
-    return list(PKT) if device == "cpu" else [*ALONE, *NCCL, "pkt moe, captured", *PKT]
+    return [*PKT[:2], FUSED[0]] if device == "cpu" else [*ALONE, *NCCL, "pkt moe, captured", *PKT]
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
@@ -74,6 +76,18 @@ def case(
         "pkt moe": lambda x, weights, w1, w2: pkt.moe(x, idx, weights, w1, w2, world=world)
     }
     runs: dict[str, Callable[[], torch.Tensor]] = {}
+    room = max(1, size * idx.numel())
+
+    def fused(mode: str) -> Callable[..., torch.Tensor]:
+        def layer(x: Any, weights: Any, w1: Any, w2: Any) -> torch.Tensor:
+            more = {"mode": mode, "world": world}
+            there, hidden = pkt.dispatch_matmul(x, idx, weights, w1, max_tokens=room, clear=False, **more)
+            hidden = pkt.grouped_activation(hidden, there.offsets, clear=False, world=world)
+            return pkt.matmul_combine(hidden, w2, there, tokens_per_rank=each, **more)
+
+        return layer
+
+    layers |= {name: fused(mode) for name, mode in zip(FUSED, ("push", "unfused"))}
     if device.type == "cuda":
         layers["NCCL + torch._grouped_mm"] = lambda x, weights, w1, w2: _with_nccl(x, idx, weights, w1, w2, size)
         runs |= _alone(world, x, idx, weights, w1, w2)
@@ -116,15 +130,16 @@ def _alone(world: Any, x: Any, idx: Any, weights: Any, w1: Any, w2: Any) -> dict
     room, experts = max(1, world.size * idx.numel()), world.size * len(w1)
 
     def dispatched() -> Any:
-        return pkt.dispatch(x, idx, weights, experts, max_tokens=room, world=world)
+        return pkt.dispatch(x, idx, weights, experts, max_tokens=room, clear=False, world=world)
 
     there = dispatched()
     y = torch.randn(room, w2.shape[2], device=x.device).bfloat16()
     rows = there.rows[: int(there.offsets[-1])]
 
     def products() -> torch.Tensor:
-        hidden = finished(pkt.grouped_matmul(rows, w1, there.offsets, world=world), None, "swiglu")
-        return pkt.grouped_matmul(hidden, w2, there.offsets, world=world)
+        hidden = pkt.grouped_matmul(rows, w1, there.offsets, clear=False, world=world)
+        hidden = pkt.grouped_activation(hidden, there.offsets, clear=False, world=world)
+        return pkt.grouped_matmul(hidden, w2, there.offsets, clear=False, world=world)
 
     def torchs() -> torch.Tensor:
         hidden = finished(torch._grouped_mm(rows, w1, offs=there.offsets[1:]), None, "swiglu")

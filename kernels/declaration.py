@@ -273,6 +273,14 @@ def choice(*choices: str | None) -> Check:
     return check
 
 
+def flag(call: Call, name: str, value: Any) -> bool:
+    """The check of a keyword that is True or False."""
+    if not isinstance(value, bool):
+        found = f"{type(value).__name__} {value!r:.40}"
+        raise DtypeError.argument(call.name, name, found, "True or False", call.world.rank)
+    return value
+
+
 def block(call: Call, name: str, value: Any) -> Any:
     """None, or a power of two that Triton takes as the length of a block."""
     integer()(call, name, value)

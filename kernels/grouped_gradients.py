@@ -67,7 +67,7 @@ def _keep_multiply(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _multiply_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     x, w, offsets = ctx.saved_tensors
-    grad, world = grad.contiguous(), _world(ctx.world)
+    grad, world = grad.contiguous(), world_named(ctx.world)
     dx = dw = None
     if w is not None:
         dx = _launch("multiply")(grad, w.transpose(1, 2), offsets, None, True, world)
@@ -86,13 +86,13 @@ def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
 
 def _outer_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     x, y, offsets = ctx.saved_tensors
-    grad, world = grad.contiguous(), _world(ctx.world)
+    grad, world = grad.contiguous(), world_named(ctx.world)
     dx = None if y is None else _launch("multiply")(y, grad.transpose(1, 2), offsets, None, True, world)
     dy = None if x is None else _launch("multiply")(x, grad, offsets, None, True, world)
     return dx, dy, None, None, None
 
 
-def _world(world: World | str | None) -> World | None:
+def world_named(world: World | str | None) -> World | None:
     """That of a node, or of an op, whose name for it is "" where it is the current one."""
     return named_world(world) if isinstance(world, str) else world
 
@@ -119,28 +119,33 @@ class _Outer(torch.autograd.Function):
 _library = torch.library.Library("pkt", "FRAGMENT")
 
 
-def _define(name: str, keywords: str, run: str, shape: Callable[..., Any], keep: Any, backward: Any) -> None:
+def define(
+    name: str, taken: str, run: Callable[..., torch.Tensor], shape: Callable[..., Any], keep: Any, backward: Any
+) -> None:
+    """Make torch.ops.pkt.NAME of run(*taken, world), a call on one rank alone. shape(*taken): of the result."""
+
     @torch.no_grad()
     def ran(*inputs: Any) -> torch.Tensor:
         worlds.op_begins(f"torch.ops.pkt.{name}")
         world = named_world(inputs[-1])
-        found = _launch(run)(*inputs[:-1], world)
+        found = run(*inputs[:-1], world)
         if world.torch_device.type == "cpu":  # compiled code reads results without asking the simulator
             world.synchronize()
         return found
 
-    schema = f"{name}(Tensor x, Tensor {'w' if run == 'multiply' else 'y'}, Tensor offsets, {keywords}, str world)"
-    _library.define(f"{schema} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(f"{name}({taken}, str world) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, ran, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pkt::{name}", lambda x, *rest: x.new_empty(shape(x, *rest)), lib=_library)
     torch.library.register_autograd(f"pkt::{name}", backward, setup_context=keep, lib=_library)
 
 
-_define(
-    "grouped_matmul", "int[]? tiles, bool clear", "multiply", lambda x, w, *_: (x.shape[0], w.shape[2]), _keep_multiply,
+define(
+    "grouped_matmul", "Tensor x, Tensor w, Tensor offsets, int[]? tiles, bool clear",
+    lambda *inputs: _launch("multiply")(*inputs), lambda x, w, *_: (x.shape[0], w.shape[2]), _keep_multiply,
     _multiply_backward,
 )  # fmt: skip
-_define(
-    "grouped_outer", "int[]? tiles", "outer", lambda x, y, offsets, *_: (offsets.shape[0] - 1, x.shape[1], y.shape[1]),
-    _keep_outer, _outer_backward,
+define(
+    "grouped_outer", "Tensor x, Tensor y, Tensor offsets, int[]? tiles",
+    lambda *inputs: _launch("outer")(*inputs),
+    lambda x, y, offsets, *_: (offsets.shape[0] - 1, x.shape[1], y.shape[1]), _keep_outer, _outer_backward,
 )  # fmt: skip

@@ -12,13 +12,13 @@ take.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from pkt.errors import Closed, ShapeError, Unsupported
+from pkt.errors import Closed, DtypeError, ShapeError, Unsupported
 from pkt.runtime.launch.launch import beside, provide_scratch
 from pkt.runtime.world import World
 
@@ -108,6 +108,7 @@ def grouped_matmul(
     offsets: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    clear: bool | None = None,
     tiles: Sequence[int] | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -116,14 +117,17 @@ def grouped_matmul(
     x: (M, K), rows in the order of their experts. w: (experts, K, N) of x's dtype, or the transposed view of a
     contiguous (experts, N, K). offsets: int32 (experts + 1,) on x's device, ascending; it is read on the device, so its
     values may change between replays of a CUDA graph. out: (M, N) of x's dtype, apart from x and w; a new tensor where
-    None. Rows that no expert has are not written. tiles: (block_m, block_n, block_k, group, num_warps, num_stages,
-    maxnreg) of a tile of out, the first three at least; None chooses by M / experts and dtype. Sums are in fp32.
-    Returns `out`. Differentiable: the gradient of x is zero in the rows that no expert has. Raises ShapeError,
-    DtypeError, and Unsupported where an operand requires grad and `out` is given.
+    None. clear: whether rows that no expert has become zeros, as functions of torch behind the product need; they are
+    not written otherwise. None: they do where the result is new and gradients are enabled. tiles: (block_m, block_n,
+    block_k, group, num_warps, num_stages, maxnreg) of a tile of out, the first three at least; None chooses by M /
+    experts and dtype. Sums are in fp32. Returns `out`. Differentiable: the gradient of x is zero in the rows that no
+    expert has. Raises ShapeError, DtypeError, and Unsupported where an operand requires grad and `out` is given.
     """
+    if clear is None:
+        clear = out is None and torch.is_grad_enabled()
     if out is not None and torch.compiler.is_dynamo_compiling():
         raise Unsupported.here("grouped_matmul", "found out= in compiled code", "leave it away")
-    return _multiply(x, w, offsets, tiles, False, world, out)
+    return _multiply(x, w, offsets, tiles, clear, world, out)
 
 
 def _multiply(
@@ -135,34 +139,51 @@ def _multiply(
         return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
     world = world_of("grouped_matmul", world, x, out)
     transposed = _check(x, w, offsets, out, world)
+    if not isinstance(clear, bool):
+        found = f"{type(clear).__name__} {clear!r:.40}"
+        raise DtypeError.argument("grouped_matmul", "clear", found, "True, False or None", world.rank)
     if torch.is_grad_enabled() and gradients.required((x, w, out)):
         if out is not None:
             found = "found out=, which autograd does not record, and a tensor that requires grad"
             remedy = "leave out= away, or call it under torch.no_grad(), or with operands that are detached"
             raise Unsupported.here(f"rank {world.rank}: grouped_matmul", found, remedy)
         return grouped_gradients.multiply(x, w, offsets, tiles, clear, world)
-    (M, K), experts, N = x.shape, *w.shape[::2]
+    (M, K), N = x.shape, w.shape[2]
     if out is None:
         out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     if not K:
         return out.zero_()
-    tma = aligned(x, w.transpose(1, 2) if transposed else w)
-    if tiles is None:
-        held = default_tiles(M, experts, x.dtype, tma)
-    else:
+    held = None
+    if tiles is not None:
         held = products.tiles(Call("grouped_matmul", world, {}, {}, {}, None), "tiles", tiles)
+    planned(world, x, w, transposed, held, clear)(x, w, offsets, out)
+    return out
+
+
+def planned(
+    world: World, x: torch.Tensor, w: torch.Tensor, transposed: bool, tiles: Tiles | None, clear: bool
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """launch(x, w, offsets, out), with no checks, for tensors like these, of which none is kept or empty."""
+    (M, K), experts, N = x.shape, *w.shape[::2]
+    tma = aligned(x, w.transpose(1, 2) if transposed else w)
+    held = default_tiles(M, experts, x.dtype, tma) if tiles is None else tiles
     rows_of_tiles = triton.cdiv(M, held.block_m) + experts - 1  # at most: each expert ends inside of a tile
     grid = min(rows_of_tiles * triton.cdiv(N, held.block_n), world.num_sms * programs_each(held, x.dtype))
-    provide_scratch()
-    beside(
-        grouped_matmul_kernel, (grid,), x, w, offsets, out, M, N, K, experts, triton.next_power_of_2(experts), tma,
-        transposed, held.block_m, held.block_n, held.block_k, held.group, **held.launch_options(),
-    )  # fmt: skip
-    if clear:
-        clear_rows(out, offsets, world)
-    return out
+    constants = triton.next_power_of_2(experts), tma, transposed, *held[:4]
+    options = held.launch_options()
+
+    def start(*tensors: torch.Tensor) -> None:
+        beside(grouped_matmul_kernel, (grid,), *tensors, M, N, K, experts, *constants, **options)
+
+    def launch(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        provide_scratch()
+        start(x, w, offsets, out)
+        if clear:
+            clear_rows(out, offsets, world)
+
+    return launch
 
 
 grouped_gradients.take("multiply", _multiply)

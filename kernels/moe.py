@@ -1,7 +1,8 @@
 """A layer of experts: tokens go to their experts' ranks, through two products with an activation between, and home.
 
-It is made of `dispatch`, `grouped_matmul`, torch's activation and `combine`, each a call of its own. So its gradients
-are theirs, and it is no entry of the registry: it has no kernel, no form and no buffer to declare.
+It is made of `dispatch`, `grouped_matmul`, `grouped_activation` and `combine`, each a call of its own. So its gradients
+are theirs, and it is no entry of the registry: it has no kernel, no form and no buffer to declare. Nothing here reads
+the rows behind the last expert's, so nobody writes them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from . import grouped_gradients
 from .agreement import world_of
 from .combine import combine
 from .dispatch import dispatch
+from .grouped_activation import ACTIVATIONS as FUNCTIONS
+from .grouped_activation import grouped_activation
 from .grouped_matmul import grouped_matmul
 from .shared.checks import FLOATS
 from .shared.tile_product import GatedEpilogue, finished
 
-ACTIVATIONS = ("swiglu", "silu", "gelu", "relu", "none")
+ACTIVATIONS = (*FUNCTIONS, "none")
 
 
 def reference(
@@ -89,13 +92,15 @@ def moe(
     if max_tokens is None:
         max_tokens = max(1, size * topk_idx.numel())
     there = dispatch(
-        x, topk_idx, topk_weights, size * w1.shape[0], max_tokens=max_tokens, tokens_per_rank=tokens_per_rank,
-        world=world,
+        x, topk_idx, topk_weights, size * w1.shape[0], max_tokens=max_tokens, clear=False,
+        tokens_per_rank=tokens_per_rank, world=world,
     )  # fmt: skip
     if needed is not None:
         needed.copy_(there.needed)
-    hidden = finished(grouped_matmul(there.rows, w1, there.offsets, world=world), None, activation)
-    rows = grouped_matmul(hidden, w2, there.offsets, world=world)
+    hidden = grouped_matmul(there.rows, w1, there.offsets, clear=False, world=world)
+    if activation != "none":
+        hidden = grouped_activation(hidden, there.offsets, activation, clear=False, world=world)
+    rows = grouped_matmul(hidden, w2, there.offsets, clear=False, world=world)
     out = combine(rows, there, tokens_per_rank=tokens_per_rank, world=world)
     return out if shared is None else out + finished(x @ shared[0], None, activation) @ shared[1]
 

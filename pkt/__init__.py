@@ -73,6 +73,7 @@ from pkt.runtime.world import Workspace, World, check_rank, current_world
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
 
 if TYPE_CHECKING:
+    from pkt.kernels.grouped_activation import grouped_activation
     from pkt.kernels.grouped_matmul import grouped_matmul
     from pkt.kernels.grouped_outer import grouped_outer
     from pkt.kernels.moe import moe
@@ -83,7 +84,7 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: PLE0604
     "init", "launch", "layout", "interleave", "join_heads", "simulate", "autotune", "Config", "space", "explain",
-    "grouped_matmul", "grouped_outer", "moe", "parallelize",
+    "grouped_activation", "grouped_matmul", "grouped_outer", "moe", "parallelize",
     "current_world", "World", "Workspace", "SymmetricTensor", "symmetric", "check_rank", "signals", "mem_pool",
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
@@ -99,7 +100,8 @@ __all__ = [  # noqa: PLE0604
 
 _LAZY = {
     "autotune": "pkt.tune.autotune", "explain": "pkt.tune.explanation",
-    "Config": "pkt.model.config", "space": "pkt.model.config", "grouped_matmul": "pkt.kernels.grouped_matmul",
+    "Config": "pkt.model.config", "space": "pkt.model.config",
+    "grouped_activation": "pkt.kernels.grouped_activation", "grouped_matmul": "pkt.kernels.grouped_matmul",
     "grouped_outer": "pkt.kernels.grouped_outer", "moe": "pkt.kernels.moe", "parallelize": "pkt.nn.plan",
     **dict.fromkeys(
         ("shard_sequence", "unshard_sequence", "sequence_positions"), "pkt.kernels.ring_attention.sequence"

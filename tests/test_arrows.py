@@ -92,6 +92,7 @@ ARROWS = {
         ["torch", "triton", "numpy", "greenlet", "rich", "typer"],
     ),
     "pkt.launcher": (["pkt.errors", "pkt.wording", "pkt.runtime", "pkt.simulate"], ["torch"]),
+    "pkt.deep_ep": (["pkt.errors", "pkt.kernels", "pkt.launcher", "pkt.runtime"], ["torch"]),
     "pkt.layouts": (["pkt.errors", "pkt.language", "pkt.runtime"], ["torch", "triton"]),
     "pkt.doctor": (
         ["pkt.errors", "pkt.progress", "pkt.wording", "pkt.language", "pkt.launcher", "pkt.runtime", "pkt.model"],

@@ -62,6 +62,7 @@ def _grouped_wrong() -> Bad:
             ShapeError: (int32(0, 6), int32(), int32(0, 3, 6, 6), int32(0, 3, 6)[:, None], int32(*range(6))[::2]),
             DtypeError: (None, torch.tensor([0, 3, 6]), torch.zeros(3), torch.zeros(3, dtype=torch.int16)),
         },
+        "clear": {DtypeError: (2, "True", [True])},
         "out": {
             ShapeError: (torch.ones(6, 5), torch.ones(6, 4, 1), apart(6, 4)),
             DtypeError: (torch.ones(6, 4).half(),),
@@ -110,6 +111,7 @@ def _dispatch_wrong() -> Bad:
         "num_experts": AT_LEAST_1,
         "max_tokens": {**AT_LEAST_1, HeapFull: (1 << 24, MAX_INT)},
         "alignment": {ShapeError: (0, -1, MAX_INT, 1 << 29, *HUGE), DtypeError: NO_INTEGER[:-1]},  # 1 == True
+        "clear": {DtypeError: (2, "True", [True])},
         "num_comm_sms": COUNT,
         "tokens_per_rank": {ShapeError: (0, -1, 2, *HUGE), DtypeError: NO_INTEGER},
     }
@@ -170,6 +172,61 @@ def _combine_differ() -> Mapping[str, tuple[Any, Any]]:
     }  # fmt: skip
 
 
+def _dispatch_matmul() -> dict[str, Any]:
+    right = {name: value for name, value in _dispatch().items() if name != "num_experts"}
+    return {**right, "w": torch.ones(2, 8, 4)}
+
+
+def _dispatch_matmul_wrong() -> Bad:
+    wrong = {name: bad for name, bad in _dispatch_wrong().items() if name != "num_experts"}
+    w = torch.ones(2, 8, 4)
+    return {
+        **wrong,
+        "max_tokens": AT_LEAST_1,
+        "w": {
+            ShapeError: (w[0], w[:, :7].contiguous(), w[..., ::2], torch.ones(4, 8, 2).permute(2, 1, 0)),
+            DtypeError: (None, w.half(), w.int()),
+        },
+        "tiles": _grouped_wrong()["tiles"],
+    }
+
+
+def _dispatch_matmul_differ() -> Mapping[str, tuple[Any, Any]]:
+    differ = {name: values for name, values in _dispatch_differ().items() if name in ("max_tokens", "alignment")}
+    return {**differ, "tiles": ((16, 16, 16), (16, 32, 16))}
+
+
+def _matmul_combine() -> dict[str, Any]:
+    """With a routing in which no token goes anywhere."""
+    handle = {name: value for name, value in _again().items() if name.startswith("dispatched.")}
+    more = {"dispatched.source": torch.zeros(5, 3, dtype=torch.int32), "dispatched.offsets": int32(0, 2, 5)}
+    return {"x": torch.ones(5, 8), "w": torch.ones(2, 8, 4), **handle, **more, "out": None}
+
+
+def _matmul_combine_wrong() -> Bad:
+    parts = (
+        "dispatched", "dispatched.tokens", "dispatched.places", "dispatched.weights", "dispatched.source", "out",
+        "tokens_per_rank",
+    )  # fmt: skip
+    return {
+        **{name: wrong for name, wrong in _combine_wrong().items() if name in parts},
+        "x": {
+            ShapeError: (torch.ones(5), torch.ones(5, 8, 1)),
+            DtypeError: (None, torch.ones(5, 8).int(), torch.ones(5, 8).double()),
+        },
+        "w": _dispatch_matmul_wrong()["w"],
+        "dispatched.offsets": {
+            ShapeError: (int32(0, 5), int32(0, 2, 5, 5), int32(0, 2, 5)[None]),
+            DtypeError: (None, torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
+        },
+        "tiles": _grouped_wrong()["tiles"],
+    }
+
+
+def _matmul_combine_differ() -> Mapping[str, tuple[Any, Any]]:
+    return {"tiles": ((16, 16, 16), (16, 32, 16)), "tokens_per_rank": (4, 5)}
+
+
 def _again() -> dict[str, Any]:
     """With a routing in which no token goes anywhere."""
     handle = {name: value for name, value in _combine().items() if name.startswith("dispatched.")}
@@ -216,6 +273,20 @@ def _outer_wrong() -> Bad:
             DtypeError: (None, torch.tensor([0, 3, 6]), torch.zeros(3)),
         },
         "tiles": _grouped_wrong()["tiles"],
+    }
+
+
+def _activation() -> dict[str, Any]:
+    return {"x": torch.ones(6, 8), "offsets": int32(0, 3, 6)}
+
+
+def _activation_wrong() -> Bad:
+    wrong = _outer_wrong()
+    return {
+        "x": {**wrong["x"], ShapeError: (torch.ones(8), torch.ones(6, 8, 1), torch.ones(6, 7), apart(6, 8))},
+        "offsets": wrong["offsets"],
+        "activation": {Unsupported: ("", "none", 3, None, ["swiglu"])},
+        "clear": {DtypeError: (2, "True", [True])},
     }
 
 
@@ -476,8 +547,11 @@ OTHERS = (
     Tried(pkt.grouped_matmul, _grouped, _grouped_wrong),
     Tried(pkt.dispatch, _dispatch, _dispatch_wrong, _dispatch_differ),
     Tried(pkt.combine, _combine, _combine_wrong, _combine_differ),
+    Tried(pkt.dispatch_matmul, _dispatch_matmul, _dispatch_matmul_wrong, _dispatch_matmul_differ),
+    Tried(pkt.matmul_combine, _matmul_combine, _matmul_combine_wrong, _matmul_combine_differ),
     Tried(pkt.dispatch_again, _again, _again_wrong, _again_differ),
     Tried(pkt.grouped_outer, _outer, _outer_wrong),
+    Tried(pkt.grouped_activation, _activation, _activation_wrong),
     Tried(pkt.moe, _moe, _moe_wrong),
     Tried(pkt.all_reduce_rms_norm, _norm, _all_norm_wrong, _norm_differ),
     Tried(pkt.reduce_scatter_rms_norm, _shared_norm, _shared_norm_wrong, _shared_norm_differ),

@@ -56,7 +56,7 @@ def combine(
     tokens, shared with the low-latency forms of the collectives. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
     *handle, source = OPERATOR.handle("dispatched", dispatched, world)
-    if isinstance(source, torch.Tensor) and source.ndim == 2:
+    if isinstance(source, torch.Tensor) and source.ndim == 2 and source.layout is torch.strided:
         source = source.flatten()
     return OPERATOR((y, *handle, source, out), (mode, num_comm_sms, tokens_per_rank), world)
 

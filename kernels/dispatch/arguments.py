@@ -20,6 +20,7 @@ class Size(NamedTuple):
     K: tl.constexpr  # experts of a token
     K2: tl.constexpr  # the next power of two
     ALIGNMENT: tl.constexpr
+    CLEAR: tl.constexpr  # zeros in the rows behind the last expert's
     CHUNK: tl.constexpr  # tokens a signal
     SENDERS: tl.constexpr  # programs that store into inboxes
     TOKENS: tl.constexpr  # numbered at a time
@@ -72,6 +73,7 @@ class Few(NamedTuple):
     K: tl.constexpr
     K2: tl.constexpr
     ALIGNMENT: tl.constexpr
+    CLEAR: tl.constexpr
     CHUNK: tl.constexpr  # slots that a source takes in turn
     EXPERT_WORDS: tl.constexpr  # of counts by expert
     COUNTED: tl.constexpr  # of all counts

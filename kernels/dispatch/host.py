@@ -16,7 +16,7 @@ import triton
 
 from pkt.runtime.world import World
 
-from ..declaration import Call, Case, Form, Operand, Shape, integer
+from ..declaration import Call, Case, Form, Operand, Shape, flag, integer
 from ..experts_gradients import OF_DISPATCH
 from ..operator import Operator
 from ..shared.checks import FLOATS
@@ -35,6 +35,7 @@ def dispatch(
     *,
     max_tokens: int,
     alignment: int = 1,
+    clear: bool | None = None,
     mode: Literal["push", "low_latency"] | None = None,
     num_comm_sms: int | None = None,
     tokens_per_rank: int | None = None,
@@ -46,9 +47,11 @@ def dispatch(
     16, the experts of each token; -1, or any number that is no expert's, for none. topk_weights: fp32 (T, K).
     num_experts: of all ranks; rank r has experts r * E to (r + 1) * E - 1, E = num_experts / size, rounded up.
     max_tokens: rows of the result on every rank, padding included. alignment: the rows of each expert are padded with
-    zeros to a multiple of it. out: (max_tokens, H) of x's dtype for the rows; a new tensor where None. Returns
-    `Dispatched`, whose tensors `pkt.grouped_matmul` and `pkt.combine` take; it is the same in both forms, bit by bit.
-    The host waits for nothing, so a CUDA graph replays with other routing.
+    zeros to a multiple of it. clear: whether the rows behind the last expert's become zeros, as functions of torch need
+    that compute with them; they are not written otherwise. None: they do where gradients are enabled. It is alike on
+    all ranks. out: (max_tokens, H) of x's dtype for the rows; a new tensor where None. Returns `Dispatched`, whose
+    tensors `pkt.grouped_matmul` and `pkt.combine` take; it is the same in both forms, bit by bit. The host waits for
+    nothing, so a CUDA graph replays with other routing.
 
     mode: a form that the top of kernels/dispatch/host.py describes. tokens_per_rank: a promise that no rank has more
     tokens, alike on all ranks; low_latency keeps a place for each of them at each rank, or for max_tokens where None.
@@ -64,7 +67,8 @@ def dispatch(
     Differentiable in x and topk_weights. Raises ShapeError, DtypeError, CollectiveMismatch.
     """
     tensors = x, topk_idx, topk_weights, out
-    keywords = num_experts, max_tokens, alignment, mode, num_comm_sms, tokens_per_rank
+    clear = torch.is_grad_enabled() if clear is None else clear
+    keywords = num_experts, max_tokens, alignment, clear, mode, num_comm_sms, tokens_per_rank
     return Dispatched(*OPERATOR(tensors, keywords, world))
 
 
@@ -94,7 +98,7 @@ def _bound(call: Call) -> Shape:
     return R, call["h"]
 
 
-def _some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
+def some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
     """Experts for tests, a third of the places with none."""
     n = call["num_experts"]
     chosen = torch.randint(0, n, shape, generator=generator)
@@ -106,12 +110,12 @@ def _some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch
 
 
 INT32 = (torch.int32,)
-FEW = {"num_experts": 5, "max_tokens": 128, "alignment": 2}
+FEW = {"num_experts": 5, "max_tokens": 128, "alignment": 2, "clear": True}
 OPERATOR = Operator(
     dispatch,
     tensors={
         "x": Operand("t h", FLOATS),
-        "topk_idx": Operand("t k", (torch.int64, torch.int32), make=_some_experts),
+        "topk_idx": Operand("t k", (torch.int64, torch.int32), make=some_experts),
         "topk_weights": Operand("t k", (torch.float32,), make=_some_weights),
     },
     result=_bound,
@@ -120,7 +124,9 @@ OPERATOR = Operator(
         "source": Operand("r three", INT32), "tokens": Operand("s k", INT32), "places": Operand("W*t", INT32),
         "needed": Operand("two", INT32),
     },
-    arguments={"num_experts": integer(least=1), "max_tokens": integer(least=1), "alignment": integer(least=1)},
+    arguments={
+        "num_experts": integer(least=1), "max_tokens": integer(least=1), "alignment": integer(least=1), "clear": flag,
+    },
     settings={"num_comm_sms": integer(least=1), "tokens_per_rank": integer(least=1)},
     forms={
         "push": Form(
@@ -143,8 +149,8 @@ OPERATOR = Operator(
     cases=(
         Case({"t": 4, "h": 4, "k": 2}, arguments=FEW | {"mode": "push"}, ranks=2),
         Case(
-            {"t": 3, "h": 4, "k": 2}, arguments=FEW | {"mode": "low_latency"}, ranks=2, explore=False,
-            large={"t": 128, "h": 7168, "k": 8},
+            {"t": 3, "h": 4, "k": 2}, arguments=FEW | {"clear": False, "mode": "low_latency"}, ranks=2,
+            explore=False, large={"t": 128, "h": 7168, "k": 8},
         ),
         Case({"t": 2, "h": 2, "k": 2}, arguments=FEW | {"max_tokens": 8, "mode": "low_latency"}, ranks=2, sms=1),
     ),

@@ -179,7 +179,8 @@ def _tell(total, starts, needed, to, p, world):
 
 @triton.jit
 def _fill(total, starts, sent, to, p, world):
-    """What no token fills: rows up to the alignment, and the ends of weights, source and tokens."""
+    """What no token fills: rows up to the alignment, if CLEAR those behind the last expert's, and the ends of weights,
+    source and tokens."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     MANY: tl.constexpr = 1024
@@ -190,14 +191,14 @@ def _fill(total, starts, sent, to, p, world):
         begin = tl.sum(tl.where(e == expert, starts + total, 0), 0)
         end = tl.sum(tl.where(e == expert, starts + padded, 0), 0)
         for row in range(begin, tl.where(fits, end, begin)):
-            for col in range(0, p.H, MANY):
-                cols = col + tl.arange(0, MANY)
-                zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
-                tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
+            _clear(row, to, p)
             _nobodys(row + tl.arange(0, 1), row + 1, to)
     end = tl.where(fits, tl.sum(padded, 0), 0)
     for start in range(end + pid * MANY, p.R, programs * MANY):
         _nobodys(start + tl.arange(0, MANY), p.R, to)
+    if p.CLEAR:
+        for row in range(end + pid, p.R, programs):
+            _clear(row, to, p)
     chunks = tl.cdiv(sent, p.CHUNK)
     k = tl.arange(0, p.K2)[None, :]
     for source in range(pid, world.size, programs):  # the rest of each rank's last chunk
@@ -213,6 +214,16 @@ def _fill(total, starts, sent, to, p, world):
     for start in range(begin + pid * MANY, entries, programs * MANY):
         at = start + tl.arange(0, MANY)
         tl.store(to.tokens + at, tl.full((MANY,), -1, tl.int32), mask=at < entries)
+
+
+@triton.jit
+def _clear(row, to, p):
+    """Zeros for a row."""
+    MANY: tl.constexpr = 1024
+    for col in range(0, p.H, MANY):
+        cols = col + tl.arange(0, MANY)
+        zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
+        tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
 
 
 @triton.jit

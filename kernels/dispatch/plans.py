@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +52,19 @@ def _buffers(call: Call, p: Size, programs: int) -> Buffers:
 
 def plan_push(call: Call) -> Launch:
     """A grid, buffers and counters of push."""
+    start, sized, buffers = pushed(call, dispatch_kernel, COPY_OPTIONS)
+
+    def launch(*tensors: torch.Tensor) -> Any:
+        x, idx, weights, *results = tensors
+        start(x, idx, weights, results, buffers, sized)
+        return tuple(results)
+
+    return launch
+
+
+def pushed(call: Call, kernel: Any, options: Mapping[str, Any]) -> tuple[Callable[..., None], Size, Buffers]:
+    """(start, Size, Buffers) of push. start(x, idx, weights, results, *more): `kernel`, with `more` behind results and
+    routes."""
     world, (T, H), K = call.world, call["x"].shape, call["topk_idx"].shape[1]
     size, own = world.size, call.sizes["e"]
     programs = num_programs(world, world.num_sms)
@@ -60,20 +74,18 @@ def plan_push(call: Call) -> Launch:
     sized = Size(
         T, H, call["max_tokens"], call.sizes["s"],
         *map(tl.constexpr, (
-            size * own, call["num_experts"], own, K, K2, call["alignment"], chunk, senders, max(1, 64 // K2),
-            min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
+            size * own, call["num_experts"], own, K, K2, call["alignment"], bool(call["clear"]), chunk, senders,
+            max(1, 64 // K2), min(chunk, max(1, TILE_BYTES // (cols * call.dtype.itemsize))), cols,
         )),
     )  # fmt: skip
     buffers = _buffers(call, sized, programs)
-    start = cooperative_launch(world, dispatch_kernel, (programs,), **COPY_OPTIONS)
+    start = cooperative_launch(world, kernel, (programs,), **options)
 
-    def launch(*tensors: torch.Tensor) -> Any:
-        x, idx, weights, *results = tensors
+    def launch(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, results: Any, *more: Any) -> None:
         routes = idx.new_empty((T, K), dtype=torch.int32)
-        start(x, idx, weights, Result(*results), routes, buffers, sized, world.device)
-        return tuple(results)
+        start(x, idx, weights, Result(*results), routes, *more, world.device)
 
-    return launch
+    return launch, sized, buffers
 
 
 def tokens_at_most(call: Call) -> int:
@@ -107,7 +119,7 @@ def plan_low_latency(call: Call) -> Launch:
         T, H, call["max_tokens"], call.sizes["s"], most, third, parts,
         *map(tl.constexpr, (
             size * own, call["num_experts"], own, triton.next_power_of_2(own), K, K2, call["alignment"],
-            chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, THREADS,
+            bool(call["clear"]), chunk_of(call["max_tokens"]), expert_words, counted, tokens, block, THREADS,
         )),
     )  # fmt: skip
     memory = Words(*flagged.slots_of(world, size * (counted + most * (K + 1 + third))))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 import pkt.language as pl
 
-from . import choices, numbering, totals
+from . import arrivals, choices, numbering, totals
 
 
 @triton.jit
@@ -31,6 +31,22 @@ def dispatch_kernel(
     world,
 ):
     pid = tl.program_id(0)
+    launch, half, room = begin(idx_ptr, to, routes_ptr, m, p, world)
+    alone = tl.num_programs(0) == 1
+    if pid < p.SENDERS:
+        send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world)
+    if (pid >= p.SENDERS) | alone:
+        first = 0 if alone else pid - p.SENDERS
+        step = 1 if alone else tl.num_programs(0) - p.SENDERS
+        _, last = tasks(half, room, p, world)
+        place(x_ptr, idx_ptr, w_ptr, half, launch, first, last, step, to, routes_ptr, None, m, p, world)
+        fill(half, room, first, step, to, None, p, world)
+
+
+@triton.jit
+def begin(idx_ptr, to, routes_ptr, m, p, world):
+    """Steps 1 and 2. Returns the number of the launch, its half of the table, and for each rank whether its rows fit,
+    (W,)."""
     launch = pl.epoch(m.ready, world)
     half = m.table + (launch & 1) * (world.size * (p.EXPERTS + world.size))
     totals.count(idx_ptr, m, p, world)
@@ -40,18 +56,11 @@ def dispatch_kernel(
     room = numbering.begin(half, to, m, p, world)
     numbering.number(idx_ptr, half, room, to, routes_ptr, m, p, world)
     pl.grid_barrier(m.grid, world)  # publish: rows and slots of all tokens, counts and offsets
-    alone = tl.num_programs(0) == 1
-    if pid < p.SENDERS:
-        _send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world)
-    if (pid >= p.SENDERS) | alone:
-        first = 0 if alone else pid - p.SENDERS
-        step = 1 if alone else tl.num_programs(0) - p.SENDERS
-        _place(x_ptr, idx_ptr, w_ptr, half, room, launch, first, step, to, routes_ptr, m, p, world)
-        _fill(half, room, first, step, to, p, world)
+    return launch, half, room
 
 
 @triton.jit
-def _send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world):
+def send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world):
     """Store this rank's tokens into the others' inboxes, chunk by chunk."""
     PEERS: tl.constexpr = world.size - 1
     rank = tl.cast(world.rank, tl.int32)
@@ -81,15 +90,27 @@ def _send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world):
 
 
 @triton.jit
-def _place(x_ptr, idx_ptr, w_ptr, half, room, launch, first, step, to, routes_ptr, m, p, world):
-    """Copy tokens into their rows: my own, then the chunks of the other ranks in the order in which they are sent."""
+def tasks(half, room, p, world):
+    """Chunks of this rank's own tokens; and with as many of each other rank as the one has that sends most."""
+    rank = tl.cast(world.rank, tl.int32)
+    own = tl.cdiv(totals.sent(half, rank, rank, p, world), p.CHUNK)
+    last = own + tl.max(totals.chunks(half, rank, p, world), 0) * (world.size - 1)
+    if not totals.fits(room, rank, world):
+        own = 0
+        last = 0
+    return own, last
+
+
+@triton.jit
+def place(
+    x_ptr, idx_ptr, w_ptr, half, launch, first, last, step, to, routes_ptr, arrived, m, p, world
+):  # fmt: skip
+    """Copy tokens into their rows: my own, then the chunks of the other ranks in the order in which they are sent; of
+    `tasks` those from `first` on. arrived: where rows are counted that are there, see arrivals.py, or None."""
     rank = tl.cast(world.rank, tl.int32)
     k = tl.arange(0, p.K2)[None, :]
     own = tl.cdiv(totals.sent(half, rank, rank, p, world), p.CHUNK)
-    tasks = own + tl.max(totals.chunks(half, rank, p, world), 0) * (world.size - 1)
-    if not totals.fits(room, rank, world):
-        tasks = 0
-    for task in range(first, tasks, step):
+    for task in range(first, last, step):
         source = rank
         g = task
         if world.size > 1:
@@ -128,24 +149,29 @@ def _place(x_ptr, idx_ptr, w_ptr, half, room, launch, first, step, to, routes_pt
                     for number in tl.static_range(p.K):
                         target = tl.sum(tl.where(k == number, rows, 0), 1)[:, None]
                         tl.store(to.rows + tl.cast(target, tl.int64) * p.H + cols, row, mask=both & (target >= 0))
+                if arrived is not None:
+                    arrivals.tell(tl.reshape(rows, (p.ROWS * p.K2,)), to, arrived, p, world)
 
 
 @triton.jit
-def _fill(half, room, first, step, to, p, world):
-    """What no token fills: rows up to the alignment, and the ends of weights, source and tokens."""
+def fill(half, room, first, step, to, arrived, p, world):
+    """What no token fills: rows up to the alignment, if CLEAR those behind the last expert's, and the ends of weights,
+    source and tokens."""
     rank = tl.cast(world.rank, tl.int32)
     MANY: tl.constexpr = max(p.ROWS * p.COLS, 1024)
     for expert in range(first, p.OWN, step):
         start = tl.load(to.offsets + expert) + tl.load(to.counts + expert)
         for row in range(start, tl.load(to.offsets + expert + 1)):
-            for col in range(0, p.H, MANY):
-                cols = col + tl.arange(0, MANY)
-                zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
-                tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
+            _clear(row, to, p)
             _nobodys(row + tl.arange(0, 1), row + 1, to)
+            if arrived is not None:
+                arrivals.tell(row + tl.arange(0, 1), to, arrived, p, world)
     end = tl.load(to.offsets + p.OWN)
     for start in range(end + first * MANY, p.R, step * MANY):
         _nobodys(start + tl.arange(0, MANY), p.R, to)
+    if p.CLEAR:
+        for row in range(end + first, p.R, step):
+            _clear(row, to, p)
     chunks = tl.sum(totals.chunks(half, rank, p, world), 0)
     if not totals.fits(room, rank, world):
         chunks = 0
@@ -153,6 +179,16 @@ def _fill(half, room, first, step, to, p, world):
     for start in range(begin + first * MANY, tl.cast(p.S, tl.int64) * p.K, step * MANY):
         at = start + tl.arange(0, MANY)
         tl.store(to.tokens + at, tl.full((MANY,), -1, tl.int32), mask=at < tl.cast(p.S, tl.int64) * p.K)
+
+
+@triton.jit
+def _clear(row, to, p):
+    """Zeros for a row."""
+    MANY: tl.constexpr = max(p.ROWS * p.COLS, 1024)
+    for col in range(0, p.H, MANY):
+        cols = col + tl.arange(0, MANY)
+        zeros = tl.zeros((MANY,), to.rows.dtype.element_ty)
+        tl.store(to.rows + tl.cast(row, tl.int64) * p.H + cols, zeros, mask=cols < p.H)
 
 
 @triton.jit

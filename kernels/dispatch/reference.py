@@ -15,7 +15,7 @@ from .result import chunk_of, slots_of
 
 def reference(
     rank: int, x: Sequence[torch.Tensor], topk_idx: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor],
-    num_experts: int, max_tokens: int, alignment: int,
+    num_experts: int, max_tokens: int, alignment: int, clear: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """What `rank` gets."""
     size, R, (T, K) = len(x), max_tokens, topk_idx[rank].shape
@@ -62,10 +62,11 @@ def ends_of(chosen: list[list[list[int]]], own: int, rank: int, alignment: int) 
 def undefined(
     rank: int, dtype: torch.dtype, roundings: int, **operands: Any
 ) -> tuple[torch.Tensor | float, ...]:  # fmt: skip
-    """Infinite for the elements of rows behind the last expert's, 0 for everything else."""
+    """Infinite for the elements of rows behind the last expert's that are not cleared, 0 for everything else."""
     own, R = triton.cdiv(operands["num_experts"], len(operands["x"])), operands["max_tokens"]
     chosen = [torch.where(idx < operands["num_experts"], idx, -1).tolist() for idx in operands["topk_idx"]]
     _, ends = ends_of(chosen, own, rank, operands["alignment"])
     limit = torch.zeros(R, operands["x"][0].shape[1])
-    limit[ends[-1] if ends[-1] <= R else 0 :] = float("inf")
+    if operands["clear"] is False:
+        limit[ends[-1] if ends[-1] <= R else 0 :] = float("inf")
     return limit, *(0.0,) * 7

@@ -41,7 +41,7 @@ class Dispatched(NamedTuple):
 
     rows: torch.Tensor
     """(R, H) of x's dtype: the tokens, by expert. Rows that fill an expert up to `alignment` are 0; those behind the
-    last expert's are undefined."""
+    last expert's are 0 if they were cleared, and else undefined."""
     weights: torch.Tensor
     """fp32 (R,): the weight of each row, 0 where it is no token's."""
     counts: torch.Tensor

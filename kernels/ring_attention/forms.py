@@ -30,7 +30,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..all_gather import OPERATOR as ALL_GATHER
-from ..declaration import Call, Case, Form, Launch, Operand, integer
+from ..declaration import Call, Case, Form, Launch, Operand, flag, integer
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..shared import attention, copies
@@ -265,7 +265,7 @@ OPERATOR = Operator(
     },
     result=shape_of,
     also={"lse": Operand(of_heads, (torch.float32,))},
-    arguments={**ARGUMENTS, "return_lse": attention.flag},
+    arguments={**ARGUMENTS, "return_lse": flag},
     settings={"num_comm_sms": integer(0), "chunk": integer(0), "tiles": attention.tiles},
     forms={
         "fused": Form(

@@ -11,7 +11,7 @@ import triton.language as tl
 from pkt.runtime.memory.factories import empty
 from pkt.runtime.memory.tensor import SymmetricTensor
 
-from ..declaration import Call, choice, integer, number
+from ..declaration import Call, choice, flag, integer, number
 from ..shared import attention
 from ..shared.grid import COPY_BYTES
 from . import sequence
@@ -25,7 +25,7 @@ CHUNK = 512
 
 # --------------------------------------------------------------------------------------------------------- checks
 ARGUMENTS = {
-    "causal": attention.flag, "layout": choice(*LAYOUTS), "scale": number(above=0), "window": attention.window,
+    "causal": flag, "layout": choice(*LAYOUTS), "scale": number(above=0), "window": attention.window,
     "length": integer(0),
 }  # fmt: skip
 """The arguments that say who sees whom, and their checks."""

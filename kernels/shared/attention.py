@@ -44,14 +44,6 @@ def tiles(call: Call, name: str, value: Any) -> Tiles:
     return full
 
 
-def flag(call: Call, name: str, value: Any) -> bool:
-    """The check of a keyword that is True or False."""
-    if not isinstance(value, bool):
-        found = f"{type(value).__name__} {value!r:.40}"
-        raise DtypeError.argument(call.name, name, found, "True or False", call.world.rank)
-    return value
-
-
 def window(call: Call, name: str, value: Any) -> Any:
     """The check of the keyword `window`."""
     if value is None:

@@ -112,9 +112,9 @@ def aligned(*tensors: torch.Tensor) -> bool:
 
 
 def stored(b: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """`b` (k, N) as it lies in memory, and whether that is transposed: a contiguous (N, k)."""
-    transposed = b.ndim == 2 and not b.is_contiguous() and b.t().is_contiguous()
-    return (b.t(), True) if transposed else (b, False)
+    """`b` (..., k, N) as it lies in memory, and whether that is transposed: a contiguous (..., N, k)."""
+    transposed = b.ndim >= 2 and not b.is_contiguous() and b.mT.is_contiguous()
+    return (b.mT, True) if transposed else (b, False)
 
 
 def _name(dtype: torch.dtype | torch.layout) -> str:

@@ -36,7 +36,7 @@ from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
 from ..all_to_all import OPERATOR as ALL_TO_ALL
-from ..declaration import Call, Case, Form, Launch, Operand, integer, number
+from ..declaration import Call, Case, Form, Launch, Operand, flag, integer, number
 from ..gradients import Backward, Gradients, Recorded
 from ..operator import Operator
 from ..ring_attention import exact, sequence
@@ -336,7 +336,7 @@ OPERATOR = Operator(
         "cu_seqlens": Operand("...", (torch.int32,), optional=True, same=True),
     },
     result=_shape,
-    arguments={"causal": attention.flag, "scale": number(above=0), "window": attention.window},
+    arguments={"causal": flag, "scale": number(above=0), "window": attention.window},
     settings={
         "num_comm_sms": integer(1), "heads": integer(1), "chunk": integer(1), "tiles": attention.tiles,
     },

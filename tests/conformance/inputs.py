@@ -241,7 +241,7 @@ def placed(
     """A copy of `tensor`, in the heap if symmetric, that begins `offset` elements into its memory; the transposed view
     of a contiguous one if transposed."""
     if transposed:
-        return placed(world, tensor.t(), symmetric, offset).t()
+        return placed(world, tensor.mT, symmetric, offset).mT
     n = tensor.numel() + offset
     room: Any
     if symmetric:
@@ -281,7 +281,9 @@ def defined(found: Any, exact: torch.Tensor, limit: torch.Tensor | float) -> tor
 
 def results(found: Any) -> tuple[torch.Tensor, ...]:
     """All results of a call."""
-    return found if isinstance(found, tuple) else (found,)
+    if not isinstance(found, tuple):
+        return (found,)
+    return tuple([one for part in found for one in (part if isinstance(part, tuple) else (part,))])
 
 
 def exact(operator: Operator, case: Case, rank: int, operands: Mapping[str, Any]) -> torch.Tensor:

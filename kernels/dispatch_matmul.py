@@ -1,0 +1,423 @@
+"""Dispatch and the first product of the experts: tokens arrive in the order of experts, and are multiplied.
+
+unfused: `dispatch` and then `grouped_matmul`, as two launches. The form of dispatch is the one that it would take.
+push: one launch. Dispatch's push runs in it. Rows that have been placed are counted by blocks of as many rows as a tile
+    has, and a tile of the product begins when its block is there:
+    1. Some programs send this rank's tokens, the others place this rank's own tokens into their rows.
+    2. Some of those place the other ranks' tokens as they arrive.
+    3. Every program that has nothing to move claims tiles from a queue: first those of blocks that hold this rank's own
+       tokens alone, then the others.
+
+Tokens leave in their order, not in that of their experts, so blocks with other ranks' tokens become whole late. push
+has not run on GPUs, so it is not the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import pkt.language as pl
+from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.world import World
+
+from . import grouped_matmul as grouped
+from .declaration import Call, Case, Form, Launch, Operand, Shape, integer
+from .dispatch import Dispatched, arrivals, push, rules
+from .dispatch.host import MOST_ROWS, some_experts
+from .dispatch.host import OPERATOR as DISPATCH
+from .dispatch.plans import plan_low_latency, plan_push, pushed
+from .dispatch.reference import reference as dispatched
+from .dispatch.reference import undefined
+from .dispatch.result import check_promise, slots_of
+from .gradients import Backward, Gradients, Recorded
+from .grouped_outer import grouped_outer
+from .operator import Operator
+from .shared import products
+from .shared.checks import FLOATS, aligned, stored
+from .shared.grid import num_programs
+from .shared.tile_product import Tiles, accumulate, stack, tile_pointers
+
+
+def reference(
+    rank: int, x: Sequence[torch.Tensor], topk_idx: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor], max_tokens: int, alignment: int, clear: bool | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """What `rank` gets: what dispatch returns, and the product in fp64."""
+    there = dispatched(rank, x, topk_idx, topk_weights, len(x) * len(w[0]), max_tokens, alignment)
+    rows, offsets = there[0].double(), there[3].tolist()
+    parts = [rows[a:b] @ one.double() for a, b, one in zip(offsets, offsets[1:], w[rank])]
+    behind = rows.new_zeros(len(rows) - offsets[-1], w[rank].shape[2])
+    return *there, torch.cat([*parts, behind])
+
+
+def bound(rank: int, dtype: torch.dtype, roundings: int, **operands: Any) -> tuple[torch.Tensor | float, ...]:
+    """How far right results may be off: the product by a rounding in fp32 a term and one to dtype, the rest by nothing;
+    by anything in rows behind the last expert's that are not cleared."""
+    sizes = operands | {name: [one.abs() for one in operands[name]] for name in ("x", "w")}
+    product = reference(rank, **sizes)[-1]
+    facts, (_, terms) = torch.finfo(dtype), operands["x"][0].shape
+    limit = (roundings * facts.eps / 2 + (terms + 2) * 2.0**-24) * product + facts.tiny * facts.eps / 2
+    own = {name: value for name, value in operands.items() if name != "w"}
+    rows, *others = undefined(rank, dtype, roundings, **own, num_experts=len(own["x"]) * len(operands["w"][0]))
+    anything = torch.isinf(rows).all(1, keepdim=True)
+    return rows, *others, torch.where(anything, float("inf"), limit)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+class Product(NamedTuple):
+    """What the tiles need beside dispatch's arguments."""
+
+    w: Any  # (OWN, H, N), or (OWN, N, H) if TRANSPOSED, this rank's
+    out: Any  # (R, N) this rank's
+    queue: Any  # int32 (1,): tiles that programs have claimed
+    N: Any
+    PLACERS: tl.constexpr  # programs that place the other ranks' tokens
+    TMA: tl.constexpr
+    TRANSPOSED: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    GROUP: tl.constexpr  # rows of tiles that run over all columns together, and share their rows in L2
+
+
+@triton.jit
+def dispatch_matmul_kernel(
+    x_ptr,  # (T, H) this rank's
+    idx_ptr,  # int32 or int64 (T, K) this rank's
+    w_ptr,  # fp32 (T, K) this rank's: weights of the tokens' experts
+    to,  # dispatch's Result
+    routes_ptr,  # int32 (T, K) this rank's
+    arrived,  # Arrived, this rank's
+    t,  # Product
+    m,  # dispatch's Buffers
+    p,  # dispatch's Size
+    world,
+):
+    pid = tl.program_id(0)
+    arrivals.forget(arrived)
+    if pid == 0:
+        tl.store(t.queue, 0)
+    launch, half, room = push.begin(idx_ptr, to, routes_ptr, m, p, world)  # its barriers publish these zeros
+    alone = tl.num_programs(0) == 1
+    if pid < p.SENDERS:
+        push.send(x_ptr, idx_ptr, w_ptr, half, room, launch, routes_ptr, m, p, world)
+    if (pid >= p.SENDERS) | alone:
+        first = 0 if alone else pid - p.SENDERS
+        step = 1 if alone else tl.num_programs(0) - p.SENDERS
+        own, last = push.tasks(half, room, p, world)
+        push.place(x_ptr, idx_ptr, w_ptr, half, launch, first, own, step, to, routes_ptr, arrived, m, p, world)
+        if first < t.PLACERS:
+            push.place(
+                x_ptr, idx_ptr, w_ptr, half, launch, own + first, last, t.PLACERS, to, routes_ptr, arrived, m, p, world
+            )
+            push.fill(half, room, first, t.PLACERS, to, arrived, p, world)
+    _multiply(half, to, arrived, t, p, world)
+    if p.CLEAR:
+        _clear(to, t, p)
+
+
+@triton.jit
+def _multiply(half, to, arrived, t, p, world):
+    """Claim tiles, wait for their rows, and store them."""
+    e = tl.arange(0, triton.next_power_of_2(p.OWN))
+    start, stop = arrivals.spans(to, p)
+    first, blocks = arrivals.firsts(start, stop, t.BLOCK_M)
+    begin, soon = _own_blocks(half, stop - start, blocks, t, p, world)
+    columns = tl.cdiv(t.N, t.BLOCK_N)
+    sooner = tl.cumsum(soon * columns)
+    tiles = tl.max(sooner)
+    later = tiles + tl.cumsum((blocks - soon) * columns)
+    b = _weights(t, p)
+    task = tl.atomic_add(t.queue, 1, sem="relaxed", scope="gpu")
+    while task < tl.max(later):
+        now = task < tiles
+        ends = tl.where(now, sooner, later)
+        before = ends <= task
+        here = e == tl.sum(before.to(tl.int32))
+        expert = tl.sum(before.to(tl.int32))
+        inside = task - tl.maximum(tl.max(tl.where(before, ends, 0)), tl.where(now, 0, tiles))
+        own_begin = _of(here, begin)
+        own = _of(here, soon)
+        rows = tl.where(now, own, _of(here, blocks) - own)
+        group = inside // (t.GROUP * columns) * t.GROUP
+        high = tl.minimum(rows - group, t.GROUP)
+        inside = inside % (t.GROUP * columns)
+        block = group + inside % high
+        block += tl.where(now, own_begin, tl.where(block >= own_begin, own, 0))
+        col = inside // high * t.BLOCK_N
+        end = _of(here, stop)
+        row = _of(here, start) + block * t.BLOCK_M
+        pl.wait(arrived.counts + _of(here, first) + block, tl.minimum(end - row, t.BLOCK_M), world)
+        # Up to the expert's last row: those behind it may still be written.
+        a = stack(to.rows, 1, end, p.H, p.H, t.BLOCK_M, t.BLOCK_K, t.TMA)
+        acc = tl.zeros((t.BLOCK_M, t.BLOCK_N), tl.float32)
+        if t.TMA:
+            acc = accumulate(acc, a, 0, b, expert, p.OWN, row, col, end, t.N, p.H, p.H, True, t.TRANSPOSED, t.BLOCK_K)
+        else:
+            w = b + tl.cast(expert, tl.int64) * p.H * t.N
+            acc = accumulate(acc, a, 0, w, 0, 1, row, col, end, t.N, p.H, p.H, False, t.TRANSPOSED, t.BLOCK_K)
+        ptrs, mask = tile_pointers(t.out, row, col, end, t.N, t.N, t.BLOCK_M, t.BLOCK_N)
+        tl.store(ptrs, acc.to(t.out.dtype.element_ty), mask=mask)
+        task = tl.atomic_add(t.queue, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _of(here, numbers):
+    return tl.sum(tl.where(here, numbers, 0))
+
+
+@triton.jit
+def _weights(t, p):
+    if t.TRANSPOSED:
+        return stack(t.w, p.OWN, t.N, p.H, p.H, t.BLOCK_N, t.BLOCK_K, t.TMA)
+    else:
+        return stack(t.w, p.OWN, p.H, t.N, t.N, t.BLOCK_K, t.BLOCK_N, t.TMA)
+
+
+@triton.jit
+def _own_blocks(half, rows, blocks, t, p, world):
+    """Of each expert the first block that holds this rank's own tokens alone, and how many do. rows: (OWN2,)."""
+    rank = tl.cast(world.rank, tl.int32)
+    e = tl.arange(0, triton.next_power_of_2(p.OWN))[None, :]
+    ranks = tl.arange(0, triton.next_power_of_2(world.size))[:, None]
+    counts = half + ranks * (p.EXPERTS + world.size) + rank * p.OWN + e
+    pairs = tl.load(counts, mask=(ranks < world.size) & (e < p.OWN), other=0)
+    begin = tl.sum(tl.where(ranks < rank, pairs, 0), 0)
+    end = tl.sum(tl.where(ranks <= rank, pairs, 0), 0)
+    first = tl.cdiv(begin, t.BLOCK_M)
+    last = tl.where(end == rows, blocks, end // t.BLOCK_M)
+    none = rows == 0  # also where this rank has no room, and pairs are counted all the same
+    return tl.where(none, 0, first), tl.where(none, 0, tl.maximum(last - first, 0))
+
+
+@triton.jit
+def _clear(to, t, p):
+    """Zeros for the products of rows behind the last expert's."""
+    end = tl.load(to.offsets + p.OWN)
+    ROWS: tl.constexpr = 16
+    COLS: tl.constexpr = 256
+    for row in range(end + tl.program_id(0) * ROWS, p.R, tl.num_programs(0) * ROWS):
+        for col in range(0, t.N, COLS):
+            ptrs, inside = tile_pointers(t.out, row, col, p.R, t.N, t.N, ROWS, COLS)
+            tl.store(ptrs, tl.zeros((ROWS, COLS), t.out.dtype.element_ty), mask=inside)
+
+
+def dispatch_matmul(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    max_tokens: int,
+    alignment: int = 1,
+    clear: bool | None = None,
+    mode: Literal["unfused", "push"] | None = None,
+    num_comm_sms: int | None = None,
+    tiles: Sequence[int] | None = None,
+    tokens_per_rank: int | None = None,
+    world: World | None = None,
+) -> tuple[Dispatched, torch.Tensor]:
+    """The tokens that have chosen this rank's experts, times these experts' matrices. Collective.
+
+    x: (T, H), topk_idx: (T, K), topk_weights: (T, K), max_tokens: R, alignment, clear and out: as for `dispatch`. w:
+    (E, H, N) of x's dtype, this rank's experts, or the transposed view of a contiguous (E, N, H); E alike on all ranks,
+    rank r has experts r * E to (r + 1) * E - 1. Returns (dispatched, product): what `dispatch` returns, and a new
+    (R, N) of x's dtype, row by row what `grouped_matmul` makes of dispatched.rows; clear applies to both. Sums are in
+    fp32.
+
+    mode: a form that the top of kernels/dispatch_matmul.py describes; None takes unfused, because push has not run on
+    GPUs. num_comm_sms: with push, programs that send, and as many more that place what arrives. tiles: of the product,
+    as for `grouped_matmul`. tokens_per_rank: with unfused, as for `dispatch`.
+
+    Symmetric memory kept: as `dispatch`, and with push an int32 for each block of rows. Differentiable in x,
+    topk_weights and w, by `combine`, `grouped_matmul` and `grouped_outer`. Raises ShapeError, DtypeError,
+    CollectiveMismatch.
+    """
+    clear = torch.is_grad_enabled() if clear is None else clear
+    keywords = max_tokens, alignment, clear, mode, num_comm_sms, tiles, tokens_per_rank
+    *there, product = OPERATOR((x, topk_idx, topk_weights, w, out), keywords, world)
+    return Dispatched(*there), product
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+def _plan_unfused(call: Call) -> Launch:
+    if not call.sizes["e"]:
+        return _nobody(call.world.rank)
+    call.settings |= {"num_comm_sms": None, "tokens_per_rank": call.given.get("tokens_per_rank")}
+    nbytes = call["h"] * call.dtype.itemsize
+    few = rules.chosen("dispatch", call["tokens_per_rank"], nbytes, call["k"], call.world.size) == "low_latency"
+    move = (plan_low_latency if few else plan_push)(call)
+    multiply = product_of(call, call["out"], bool(call["clear"]))
+
+    def launch(*tensors: Any) -> Any:
+        x, idx, weights, w, *there, product = tensors
+        move(x, idx, weights, *there)
+        multiply(there[0], w, there[3], product)
+        return tensors[4:]
+
+    return launch
+
+
+def _nobody(rank: int) -> Launch:
+    """Without experts no token goes anywhere."""
+
+    def launch(*tensors: Any) -> Any:
+        for result, value in zip(tensors[4:], (0, 0, 0, 0, -1, -1, -1, 0, 0)):
+            result.fill_(value)
+        tensors[-2][1] = rank  # of `needed`
+        return tensors[4:]
+
+    return launch
+
+
+def product_of(call: Call, x: torch.Tensor, clear: bool) -> Callable[..., Any]:
+    """launch(x, w, offsets, out) of the product of rows like x and of w."""
+    w, (M, K) = call["w"], x.shape
+    if not M * w.shape[2]:
+        return lambda x, w, offsets, out: out
+    if not K:
+        return lambda x, w, offsets, out: out.zero_()
+    return grouped.planned(call.world, x, w, stored(w)[1], call["tiles"], clear)
+
+
+def _plan_push(call: Call) -> Launch:
+    """A grid, dispatch's buffers, and counters of blocks."""
+    world, R, E, N = call.world, call.sizes["r"], call.sizes["e"], call.sizes["n"]
+    if not R * E * call["h"] * N:
+        return _plan_unfused(call)
+    tiles, programs = _tiles(call), num_programs(world, world.num_sms)
+    start, sized, buffers = pushed(call, dispatch_matmul_kernel, tiles.launch_options())
+    rows, transposed = stored(call["w"])
+    blocks = triton.cdiv(R, tiles.block_m) + E
+    counts, queue = world.keep(
+        ("dispatch_matmul", blocks),
+        lambda: (
+            signals(blocks, name="dispatch_matmul.arrived", world=world),
+            empty(1, dtype=torch.int32, name="dispatch_matmul.queue", world=world),
+        ),
+    )
+    arrived = arrivals.Arrived(counts, blocks, tl.constexpr(tiles.block_m))
+    senders = sized.SENDERS.value
+    placers = min(senders, max(1, programs - senders))
+    constants = tuple(map(tl.constexpr, (placers, _reaches(call, rows), transposed, *tiles[:4])))
+
+    def launch(*tensors: Any) -> Any:
+        x, idx, weights, w, *there, product = tensors
+        start(x, idx, weights, there, arrived, Product(w, product, queue, N, *constants), buffers, sized)
+        return tensors[4:]
+
+    return launch
+
+
+def _reaches(call: Call, w: torch.Tensor) -> bool:
+    """Whether TMA reaches the rows, and the weights as they lie in memory."""
+    return aligned(call["out"], w)
+
+
+def _tiles(call: Call) -> Tiles:
+    given: Tiles | None = call["tiles"]
+    rows = stored(call["w"])[0]
+    return given or grouped.default_tiles(call.sizes["r"], call["w"].shape[0], call.dtype, _reaches(call, rows))
+
+
+def _bound_result(call: Call) -> Shape:
+    """The shape of the rows, and the letters of the further results."""
+    size, R, w, E = call.world.size, call["max_tokens"], call.tensors.get("w"), call.sizes["e"]
+    check_promise(call, "x", call.given.get("tokens_per_rank"))
+    if isinstance(w, torch.Tensor):
+        check_weights(call, w)
+    most = MOST_ROWS // max(1, E * size)
+    if call["alignment"] > most:
+        wanted = f"at most {most} for {E * size} experts, so that an int32 counts their rows"
+        raise call.refuse("alignment", call["alignment"], wanted)
+    call.sizes |= {"r": R, "ends": E + 1, "s": slots_of(R, size), "two": 2, "three": 3, "num_experts": E * size}
+    return R, call["h"]
+
+
+def check_weights(call: Call, w: torch.Tensor) -> None:
+    """Raise ShapeError unless w lies as a product takes it."""
+    if not stored(w)[0].is_contiguous():
+        found = f"{tuple(w.shape)} with strides {tuple(w.stride())}"
+        raise call.refuse("w", found, "a contiguous tensor or a transposed view of one: w.contiguous()")
+
+
+def _backward(call: Recorded) -> Gradients:
+    of_rows, of_weights, *_, grad = call.grads
+    found: dict[str, Any] = {}
+    if "w" in call.wanted:
+        found["w"] = grouped_outer(call["out"], grad.contiguous(), call["offsets"], world=call.world)
+    if "x" in call.wanted:
+        back = call["w"].transpose(1, 2)
+        rows = grouped.grouped_matmul(grad.contiguous(), back, call["offsets"], clear=False, world=call.world)
+        found["x"] = call.operator("combine", rows + of_rows, routes(call))
+    if "topk_weights" in call.wanted:
+        number = torch.arange(call["tokens"].shape[1], dtype=torch.int32, device=grad.device)
+        spread = torch.where(call["source"][:, 2:] == number, of_weights[:, None], 0)
+        found["topk_weights"] = call.operator("combine", spread, routes(call))
+    return found
+
+
+def routes(call: Recorded) -> Any:
+    """As much of a `Dispatched` as combine reads."""
+    return SimpleNamespace(tokens=call["tokens"], places=call["places"], weights=None)
+
+
+def _some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
+    call.sizes["num_experts"] = max(1, call["e"] * call.world.size)
+    return some_experts(shape, generator, call)
+
+
+_FEW = {"max_tokens": 40, "alignment": 2, "clear": True}
+OPERATOR = Operator(
+    dispatch_matmul,
+    tensors={
+        "x": Operand("t h", FLOATS),
+        "topk_idx": replace(DISPATCH.tensors["topk_idx"], make=_some_experts),
+        "topk_weights": DISPATCH.tensors["topk_weights"],
+        "w": Operand("e h n", transposed=True, strided=True),
+    },
+    result=_bound_result,
+    also={**DISPATCH.also, "product": Operand("r n")},
+    arguments={name: check for name, check in DISPATCH.arguments.items() if name != "num_experts"},
+    settings={
+        "num_comm_sms": integer(least=1), "tiles": products.tiles, "tokens_per_rank": integer(least=1),
+    },
+    forms={
+        "unfused": Form(
+            _plan_unfused, "dispatch, and then the grouped product", "x of tokens that leave, once a rank",
+            settings={"tiles": None, "tokens_per_rank": None}, small=products.SMALL,
+        ),
+        "push": Form(
+            _plan_push, "a tile begins when its rows are there", "x of tokens that leave, once a rank",
+            settings={"num_comm_sms": None, "tiles": None}, small=products.SMALL,
+        ),
+    },
+    reference=reference,
+    bound=bound,
+    backward=Backward(
+        _backward,
+        "`combine` of the product's gradient times w transposed, and `grouped_outer`",
+        saves={
+            "x": ("tokens", "places", "offsets", "w"), "w": ("out", "offsets"),
+            "topk_weights": ("tokens", "places", "source"),
+        },
+    ),
+    private="t",
+    most={"k": 16},
+    always=True,
+    cases=(
+        Case(
+            {"t": 2, "h": 3, "k": 2, "e": 2, "n": 4}, arguments=_FEW | {"mode": "push"}, ranks=2,
+            large={"t": 8, "h": 512, "k": 8, "e": 8, "n": 256},
+        ),
+        Case({"t": 5, "h": 16, "k": 2, "e": 2, "n": 20}, arguments=_FEW | {"mode": "unfused"}, ranks=2, explore=False),
+    ),
+)  # fmt: skip

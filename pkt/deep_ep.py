@@ -1,0 +1,258 @@
+"""DeepEP's names over pkt's operators, for one NVLink domain: `from pkt.deep_ep import Buffer`.
+
+What differs from DeepEP: docs/coming-from.md. New code should call `pkt.dispatch` and `pkt.combine`, which need no
+host, bring rows in the order of experts, and have gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from pkt.errors import DtypeError, ShapeError, Unsupported
+from pkt.kernels.combine import combine
+from pkt.kernels.dispatch import Dispatched, dispatch
+from pkt.kernels.dispatch_again import dispatch_again
+from pkt.launcher import init
+from pkt.runtime.world import World, current_world
+
+
+class EventOverlap:
+    """Stands for the end of a call. pkt's calls are on the current stream, so there is nothing to wait for."""
+
+    def current_stream_wait(self) -> None:
+        """Return at once."""
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.current_stream_wait()
+
+
+class Handle(NamedTuple):
+    """Of a dispatch: what combine and a further dispatch of these tokens need."""
+
+    there: Dispatched
+    """A row for each token that this rank has received; the ranks are its experts."""
+    received: int
+    """Of these rows those that are tokens, or num_worst_tokens."""
+
+
+class LowLatencyHandle(NamedTuple):
+    """Of a low-latency dispatch: what its combine needs."""
+
+    there: Dispatched
+    most: int
+    """Tokens of a rank at most."""
+
+
+class Buffer:
+    """DeepEP's Buffer. It keeps no memory: the operators keep theirs in the world."""
+
+    num_sms: int | None = None
+
+    def __init__(
+        self, group: Any = None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """group: torch's process group, for which a world is made; a `pkt.World`; or None for the current world. The
+        sizes and options of DeepEP are not needed."""
+        self.world = group if isinstance(group, World) else current_world() if group is None else init(group=group)
+        self.rank, self.group_size = self.world.rank, self.world.size
+
+    @classmethod
+    def set_num_sms(cls, num_sms: int) -> None:
+        """Programs that send in `dispatch`, and that load in `combine`, of all buffers."""
+        cls.num_sms = num_sms
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+        """0: there is no RDMA."""
+        return 0
+
+    def get_dispatch_layout(
+        self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
+        async_finish: bool = False, allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
+        """(tokens for each rank, int32 (W,); None; tokens for each expert, int32 (num_experts,); whether each token
+        goes to each rank, bool (T, W); event) of topk_idx (T, K), -1 for none. Local. Raises ShapeError, DtypeError."""
+        self._check_idx("get_dispatch_layout", topk_idx, num_experts)
+        there = (topk_idx >= 0) & (topk_idx < num_experts)
+        experts = torch.arange(num_experts, device=topk_idx.device)
+        chosen = (topk_idx[:, :, None] == experts) & there[:, :, None]
+        per_expert = chosen.any(1).sum(0, dtype=torch.int32)
+        in_rank = chosen.any(1).view(-1, self.group_size, num_experts // self.group_size).any(2)
+        return in_rank.sum(0, dtype=torch.int32), None, per_expert, in_rank, EventOverlap()
+
+    def dispatch(
+        self, x: torch.Tensor, handle: Handle | None = None, num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: None = None, is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None, expert_alignment: int = 1, num_worst_tokens: int = 0,
+        config: Any = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[
+        torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap
+    ]:  # fmt: skip
+        """(received x, its topk_idx and topk_weights, tokens of each expert here, handle, event). Collective.
+
+        x: (T, H). is_token_in_rank: bool (T, W), and num_tokens_per_expert: (num_experts,), of
+        `get_dispatch_layout`; topk_idx: (T, K) and topk_weights: fp32 (T, K), or both None. A token arrives once at
+        each rank that it goes to, in the order of source ranks and tokens. The received topk_idx counts this rank's
+        experts from 0 and has -1 for those of other ranks, whose received weights are 0. The counts are rounded up to
+        expert_alignment. The host exchanges T and waits for the number of tokens received, unless num_worst_tokens says
+        how many rows to return; then rows behind the last token are 0 and have topk_idx -1. handle: of an earlier
+        dispatch, whose tokens go the same way; only received x and event are not None then. Raises ShapeError,
+        DtypeError, Unsupported.
+        """
+        x, size, where = self._plain("dispatch", x), self.group_size, "dispatch"
+        if handle is not None:
+            again = self._again(x, handle.there)
+            return again[: handle.received], None, None, None, None, EventOverlap()
+        if is_token_in_rank is None or num_tokens_per_expert is None:
+            missing = "is_token_in_rank" if is_token_in_rank is None else "num_tokens_per_expert"
+            raise DtypeError.argument(
+                where, missing, "None", "what get_dispatch_layout returns, or a handle", self.rank
+            )
+        if is_token_in_rank.dtype != torch.bool or tuple(is_token_in_rank.shape) != (x.shape[0], size):
+            found = f"{is_token_in_rank.dtype} {tuple(is_token_in_rank.shape)}"
+            raise ShapeError.argument(where, "is_token_in_rank", found, f"bool {(x.shape[0], size)}", self.rank)
+        ranks = torch.arange(size, dtype=torch.int32, device=x.device)
+        going = torch.where(is_token_in_rank, ranks, -1).int()
+        room = num_worst_tokens or max(1, size * max(self.world.all_gather_object(x.shape[0])))
+        there = dispatch(
+            x, going, going.new_ones(going.shape, dtype=torch.float32), size, max_tokens=room,
+            num_comm_sms=self.num_sms, clear=bool(num_worst_tokens), world=self.world,
+        )  # fmt: skip
+        if num_worst_tokens:
+            received = num_worst_tokens
+        else:
+            there.check()
+            received = int(there.offsets[1])
+        new = Handle(there, received)
+        if topk_idx is None or topk_weights is None:
+            return there.rows[:received], None, None, None, new, EventOverlap()
+        experts = num_tokens_per_expert.numel()
+        self._check_idx(where, topk_idx, experts)
+        own = experts // size
+        # Numbers of experts up to 2^24 are exact in fp32.
+        both = self._again(torch.cat([topk_idx.float(), topk_weights.float()], 1), there)[:received]
+        idx, weights = both.split(topk_idx.shape[1], 1)
+        idx = idx.long() - self.rank * own
+        mine = (idx >= 0) & (idx < own) & (there.source[:received, :1] >= 0)
+        idx, weights = torch.where(mine, idx, -1), torch.where(mine, weights, 0)
+        counts = (idx[:, :, None] == torch.arange(own, device=x.device)).any(1).sum(0).tolist()
+        aligned = [-(-n // expert_alignment) * expert_alignment for n in counts]
+        return there.rows[:received], idx.to(topk_idx.dtype), weights, aligned, new, EventOverlap()
+
+    def combine(
+        self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None, bias: Any = None,
+        config: Any = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:  # fmt: skip
+        """(combined x (T, H), combined weights (T, K) or None, event): the sums of all ranks' rows of each token, added
+        in fp32 in the order of ranks. Collective. x: a row for each token that the handle's dispatch has received;
+        topk_weights: fp32, as many rows. Raises ShapeError, DtypeError, Unsupported."""
+        if bias is not None:
+            raise Unsupported.here(f"rank {self.rank}: combine", "found bias", "add it to the result")
+        combined = self._home("combine", "x", self._plain("combine", x), handle)
+        if topk_weights is None:
+            return combined, None, EventOverlap()
+        return combined, self._home("combine", "topk_weights", topk_weights.float(), handle), EventOverlap()
+
+    def low_latency_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None, use_fp8: bool = True,
+        async_finish: bool = False, return_recv_hook: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:  # fmt: skip
+        """(received x (E, W * tokens, H), received tokens of each expert int32 (E,), handle, event, hook). Collective.
+
+        x: (T, H) with T at most num_max_dispatch_tokens_per_rank, alike on all ranks; topk_idx: (T, K), -1 for none.
+        use_fp8 must be False. cumulative_local_expert_recv_stats: int32 (E,), to which the counts are added. The tokens
+        have arrived when the current stream has: the hook does nothing. The host waits for nothing. Raises ShapeError,
+        DtypeError, Unsupported.
+        """
+        where, x = "low_latency_dispatch", self._plain("low_latency_dispatch", x)
+        if use_fp8:
+            raise Unsupported.here(f"rank {self.rank}: {where}", "found use_fp8=True", "use_fp8=False")
+        self._check_idx(where, topk_idx, num_experts)
+        size, most, K = self.group_size, num_max_dispatch_tokens_per_rank, topk_idx.shape[1]
+        ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=x.device)
+        room = max(1, size * most * max(1, K))
+        there = dispatch(
+            x, topk_idx, ones, num_experts, max_tokens=room, clear=False, tokens_per_rank=most, world=self.world
+        )
+        if cumulative_local_expert_recv_stats is not None:
+            cumulative_local_expert_recv_stats += there.counts
+        row = there.offsets[:-1, None] + torch.arange(size * most, device=x.device)
+        packed = there.rows[row.clamp(max=room - 1)]
+        return packed, there.counts, LowLatencyHandle(there, most), EventOverlap(), _nothing
+
+    def low_latency_combine(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle,
+        use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:  # fmt: skip
+        """(combined x (T, H), event, hook): each token's rows times topk_weights, added. Collective. x: (E, W * tokens,
+        H) as low_latency_dispatch has returned it; topk_weights: fp32 (T, K). Raises ShapeError, DtypeError,
+        Unsupported."""
+        where, there = "low_latency_combine", handle.there
+        x = self._plain(where, x, 3)
+        own, high = len(there.counts), self.group_size * handle.most
+        if tuple(x.shape[:2]) != (own, high):
+            raise ShapeError.argument(where, "x", tuple(x.shape), f"({own}, {high}, H)", self.rank)
+        if use_logfmt or zero_copy:
+            raise Unsupported.here(f"rank {self.rank}: {where}", "found use_logfmt or zero_copy", "leave them away")
+        row = torch.arange(len(there.rows), dtype=torch.int32, device=x.device)
+        expert = torch.searchsorted(there.offsets[1:].contiguous(), row, right=True).clamp(max=own - 1)
+        inside = (row - there.offsets[expert]).clamp(0, high - 1)
+        y = x.reshape(own * high, -1)[expert * high + inside]
+        weights = self._again(topk_weights.float(), there)  # (R, K): those of each row's token
+        number = there.source[:, 2:].clamp(min=0).long()
+        mine = torch.where(there.source[:, 0] >= 0, weights.gather(1, number)[:, 0], 0)
+        weighted = there._replace(weights=mine)
+        combined = combine(y, weighted, out, tokens_per_rank=handle.most, world=self.world)
+        return combined, EventOverlap(), _nothing
+
+    def clean_low_latency_buffer(self, tokens: int, hidden: int, num_experts: int) -> None:
+        """Nothing: no buffer has to be clean."""
+
+    def _again(self, x: torch.Tensor, there: Dispatched) -> torch.Tensor:
+        """The rows of other values of the same tokens."""
+        copied = there._replace(weights=torch.ones_like(there.weights))
+        return dispatch_again(x.contiguous(), copied, world=self.world).rows
+
+    def _home(self, where: str, name: str, x: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """The sums of rows like those that were received. All ranks give as many rows to `combine`."""
+        if x.ndim != 2 or x.shape[0] != handle.received:
+            raise ShapeError.argument(where, name, tuple(x.shape), f"({handle.received}, H)", self.rank)
+        rows = x.new_zeros(len(handle.there.rows), x.shape[1])
+        rows[: handle.received] = x
+        return combine(rows, handle.there._replace(weights=None), num_comm_sms=self.num_sms, world=self.world)
+
+    def _plain(self, where: str, x: Any, dimensions: int = 2) -> torch.Tensor:
+        """x, if it is a tensor of so many dimensions: DeepEP also takes fp8 with scales, as a tuple."""
+        if not isinstance(x, torch.Tensor):
+            wanted = "a tensor; fp8 with scales is not there"
+            raise DtypeError.argument(where, "x", type(x).__name__, wanted, self.rank)
+        if x.ndim != dimensions:
+            raise ShapeError.argument(where, "x", tuple(x.shape), f"{dimensions} dimensions", self.rank)
+        return x
+
+    def _check_idx(self, where: str, topk_idx: torch.Tensor, num_experts: int) -> None:
+        """Raise ShapeError unless there are so many experts for each rank, and topk_idx is (T, K)."""
+        if not isinstance(topk_idx, torch.Tensor) or topk_idx.dtype not in (torch.int64, torch.int32):
+            found = getattr(topk_idx, "dtype", type(topk_idx).__name__)
+            raise DtypeError.argument(where, "topk_idx", found, "an int64 or int32 tensor", self.rank)
+        if topk_idx.ndim != 2:
+            raise ShapeError.argument(where, "topk_idx", tuple(topk_idx.shape), "(T, K)", self.rank)
+        if num_experts < 1 or num_experts % self.group_size:
+            wanted = f"a multiple of {self.group_size} ranks"
+            raise ShapeError.argument(where, "num_experts", num_experts, wanted, self.rank)
+
+
+def _nothing() -> None:
+    """The hook of a low-latency call: everything has been queued already."""

@@ -1,0 +1,52 @@
+"""dispatch_matmul: the form in one launch gives the bits of the two launches; it waits for no more than its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pkt
+from pkt.kernels.dispatch import Dispatched
+
+from .helpers import on_ranks, random
+from .test_dispatch import routed
+
+TILE = (16, 16, 16, 2)
+
+
+def both(world: Any, T: int, own: int, room: int, **more: Any) -> tuple[Dispatched, torch.Tensor]:
+    """Results of push, which are those of dispatch and grouped_matmul, bit by bit."""
+    rank = world.rank
+    x, w = random((T, 16), torch.float32, rank, 0), random((own, 16, 24), torch.float32, rank, 1)
+    idx, weights = routed("random", T, 2, own * world.size, rank), random((T, 2), torch.float32, rank, 2)
+    there, product = pkt.dispatch_matmul(x, idx, weights, w, max_tokens=room, mode="push", tiles=TILE, **more)
+    right = pkt.dispatch(x, idx, weights, own * world.size, max_tokens=room, **more)
+    for one, other in zip(there, right, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(product, pkt.grouped_matmul(there.rows, w, there.offsets, tiles=TILE))
+    return there, product
+
+
+@pytest.mark.parametrize(("T", "own", "alignment", "sms"), [(50, 1, 1, 3), (40, 2, 8, 2), (32, 2, 1, 1)])
+def test_blocks_of_own_tokens_and_of_others(T: int, own: int, alignment: int, sms: int) -> None:
+    """Experts have some blocks of one rank's tokens alone, and some of both ranks'; and again with another routing."""
+
+    def run(world: Any) -> None:
+        for tokens in (T // 2, T):
+            there, _ = both(world, tokens, own, 4 * T + 16, alignment=alignment)
+        assert there.counts.max() > 16
+
+    on_ranks(2, run, sms=sms)
+
+
+def test_ranks_without_room() -> None:
+    """They compute nothing, and the others as if nothing had happened."""
+
+    def run(world: Any) -> None:
+        there, product = both(world, 8 + 4 * world.rank, 1, 14 + world.size)
+        assert not there.offsets[-1] or there.counts.sum() == there.offsets[-1]
+        assert (product[int(there.offsets[-1]) :] == 0).all()
+
+    on_ranks(3, run, sms=2)

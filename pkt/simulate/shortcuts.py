@@ -82,6 +82,7 @@ _LARGEST = 4096  # elements of a constant
 _MOST = 1 << 21  # elements of all constants, 16 MiB, after which they are made anew; running programs keep theirs
 _AROUND = 128  # elements that take as much memory as the objects of a constant
 _roots: dict[Any, tl.tensor] = {}
+_results: list[dict] = []  # of all constants
 _elements = 0
 
 
@@ -92,11 +93,15 @@ def _keep(made: Any) -> bool:
         return False
     if made.results is None:
         if _elements > _MOST:
+            for results in _results:  # constants may hold each other in a circle
+                results.clear()
+            _results.clear()
             _roots.clear()
             _elements = 0
         _elements += made.handle.data.size + _AROUND
         made.handle.data.flags.writeable = False
         made.results = {}
+        _results.append(made.results)
     return True
 
 

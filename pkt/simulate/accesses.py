@@ -206,22 +206,18 @@ class Accesses:
         task.repeats = task.repeats + 1 if alone else 0
         return alone and not task.repeats % REPEATS
 
-    def _resolve(self, addresses: np.ndarray, mask: Any, itemsize: int, kind: str) -> list:
-        parts = self._located(addresses, mask, itemsize, kind)
-        if self.m.apart:
-            for access, _ in parts:
-                check_near(self.m, access, kind)
-        return parts
-
-    def _located(self, addresses: np.ndarray, mask: Any, itemsize: int, kind: str) -> list:
-        """As `_resolve`, on every node."""
+    def _resolve(self, addresses: np.ndarray, mask: Any, itemsize: int, kind: str, near: bool = True) -> list:
+        """The regions that are accessed. `near`: refuses those of other nodes."""
         try:
             parts = self.m.space.resolve(addresses, mask, itemsize)
         except Unmapped as unmapped:
             raise bad_address(self.m, unmapped, kind) from None
+        near &= self.m.apart
         for access, _ in parts:
             if access.region.kind == "signals":
                 check_counters(self.m, access, kind)
+            if near:
+                check_near(self.m, access, kind)
         return parts
 
     def _tile(self, tile: Tile, kind: str) -> Strided | None:

@@ -211,7 +211,7 @@ class Far(Atomics):
         m, task = self.m, self.m.current
         itemsize = ptr.dtype.element_ty.primitive_bitwidth // 8
         address = scalar(ptr) + (to - task.rank) * m.space.stride
-        parts = self._located(np.array([address], np.uint64), None, itemsize, "far signal")
+        parts = self._resolve(np.array([address], np.uint64), None, itemsize, "far signal", near=False)
         check_kind(m, parts, "far signal", at)
         access = parts[0][0]
         if op != "add":

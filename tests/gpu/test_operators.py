@@ -130,10 +130,15 @@ PROGRAMS = {form.replace(" ", "-"): program(*form.split()) for form in FORMS} | 
     "all_gather_matmul-gluon-copied": program("all_gather_matmul", "gluon", num_comm_sms=0),
     "matmul_reduce_scatter-gluon-copied": program("matmul_reduce_scatter", "gluon", copies=2),
 }
+
+
+def trained(operator: Operator, world: pkt.World) -> None:
+    with torch.device("cpu"):  # of the references
+        checks.all_right_gradients(world, operator)
+
+
 TRAINED = {
-    name: functools.partial(checks.all_right_gradients, operator=operator)
-    for name, operator in OPERATORS.items()
-    if operator.backward is not None
+    name: functools.partial(trained, operator) for name, operator in OPERATORS.items() if operator.backward is not None
 }
 BATCH, BATCH_OF_GRADIENTS = Batch(PROGRAMS), Batch(TRAINED)
 RANKS = sorted({ranks for ranks, _ in EXPLORED.values()})

@@ -44,8 +44,9 @@ def operands(size: int, routing: str, tokens: tuple[int, ...], K: int, experts: 
 
 def same(found: Dispatched, exact: tuple[torch.Tensor, ...]) -> None:
     end = int(exact[3][-1])
-    for name, one, other in zip(Dispatched._fields, found, exact, strict=True):
-        if name == "rows":  # behind the last expert's they are undefined
+    assert (found.scales is None) == (len(exact) == 8)
+    for name, one, other in zip(Dispatched._fields, found, exact):
+        if name in ("rows", "scales"):  # behind the last expert's they are undefined
             one, other = one[:end], other[:end]
         assert torch.equal(one.double(), other.double()), name
 

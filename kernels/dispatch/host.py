@@ -164,14 +164,12 @@ OPERATOR = Operator(
     most={"k": 16},
     always=True,
     cases=(
-        Case({"t": 4, "h": 4, "k": 2, "g": 0}, arguments=FEW | {"mode": "push"}, ranks=2),
+        Case({"t": 4, "h": 4, "k": 2, "g": 0}, arguments=FEW | {"mode": "push"}, ranks=2, explore=False),
         Case(
             {"t": 3, "h": 4, "k": 2, "g": 0}, arguments=FEW | {"clear": False, "mode": "low_latency"}, ranks=2,
             explore=False, large=LARGE,
         ),
-        Case(
-            {"t": 2, "h": 2, "k": 2, "g": 0}, arguments=FEW | {"max_tokens": 8, "mode": "low_latency"}, ranks=2, sms=1
-        ),
+        # With scales a token has more to wait for than without.
         Case(
             {"t": 4, "h": 5, "k": 2, "g": 3}, arguments=FEW | SCALED | {"mode": "push"}, ranks=2, dtype=FP8,
             large=LARGE,

@@ -118,7 +118,7 @@ def dispatch_matmul_kernel(
             push.place(
                 x_ptr, idx_ptr, w_ptr, s_ptr, half, launch, own + first, last, t.PLACERS, to, routes_ptr, arrived, m, p,
                 world,
-            )
+            )  # fmt: skip
             push.fill(half, room, first, t.PLACERS, to, arrived, p, world)
     _multiply(half, to, arrived, t, p, world)
     if p.CLEAR:
@@ -388,7 +388,7 @@ OPERATOR = Operator(
         "w": Operand("e h n", transposed=True, strided=True),
     },
     result=_bound_result,
-    also={**{n: o for n, o in DISPATCH.also.items() if n != "scales"}, "product": Operand("r n")},
+    also={**{n: o for n, o in DISPATCH.also.items() if n != "row_scales"}, "product": Operand("r n")},
     arguments={name: check for name, check in DISPATCH.arguments.items() if name != "num_experts"},
     settings={
         "num_comm_sms": integer(least=1), "tiles": products.tiles, "tokens_per_rank": integer(least=1),

@@ -1,7 +1,7 @@
 """Grouped product of fp8 rows and matrices with scales: one for each 128 elements along K, or fewer. Local to a rank.
 
-Every 128 elements of K, a tile is multiplied in fp8, and its fp32 sums are scaled and added in fp32. On sm_90 the tensor
-cores keep some 14 bits of a sum of fp8 products (DeepGEMM adds in fp32 every 128 elements for this reason, too).
+The elements are multiplied as they are, 128 of K at a time, and these sums are scaled and added in fp32. On sm_90 the
+tensor cores keep some 14 bits of a sum of fp8 products: DeepGEMM, too, adds in fp32 every 128 elements.
 """
 
 from __future__ import annotations

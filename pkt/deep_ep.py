@@ -20,7 +20,6 @@ from pkt.kernels.shared.fp8 import FP8, GROUP, LARGEST, quantized
 from pkt.launcher import init
 from pkt.runtime.world import World, current_world
 
-
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Tokens; or fp8 tokens and their scales, fp32."""
 LEAST_SCALE = 1e-4 / LARGEST
@@ -185,9 +184,9 @@ class Buffer:
         (T, K), -1 for none. use_fp8: x, of which H is a multiple of 128, is sent as fp8 with a scale for each 128
         elements, and received x is (fp8 (E, W * tokens, H), scales, fp32 (E, W * tokens, H / 128), whose last two
         dimensions are stored transposed). A scale is the greatest magnitude, or 1e-4 if that is more, / 448.
-        round_scale, use_ue8m0 and dispatch_wait_recv_cost_stats are refused. cumulative_local_expert_recv_stats: int32 (E,), to which the counts are added. The tokens
-        have arrived when the current stream has: the hook does nothing. The host waits for nothing. Raises ShapeError,
-        DtypeError, Unsupported.
+        round_scale, use_ue8m0 and dispatch_wait_recv_cost_stats are refused. cumulative_local_expert_recv_stats: int32
+        (E,), to which the counts are added. The tokens have arrived when the current stream has: the hook does nothing.
+        The host waits for nothing. Raises ShapeError, DtypeError, Unsupported.
         """
         where, x = "low_latency_dispatch", self._plain("low_latency_dispatch", x)
         if round_scale or use_ue8m0 or dispatch_wait_recv_cost_stats is not None:

@@ -204,11 +204,11 @@ class Buffer:
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += there.counts
         row = there.offsets[:-1, None] + torch.arange(size * most, device=x.device)
-        packed: Rows = _packed(there.rows, row)
-        if there.scales is not None:
-            of_columns = _packed(there.scales, row).transpose(1, 2).contiguous()
-            packed = packed, of_columns.transpose(1, 2)
-        return packed, there.counts, LowLatencyHandle(there, most), EventOverlap(), _nothing
+        packed, handle = _packed(there.rows, row), LowLatencyHandle(there, most)
+        if there.scales is None:
+            return packed, there.counts, handle, EventOverlap(), _nothing
+        of_columns = _packed(there.scales, row).transpose(1, 2).contiguous()
+        return (packed, of_columns.transpose(1, 2)), there.counts, handle, EventOverlap(), _nothing
 
     def low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle,

@@ -171,20 +171,12 @@ OPERATOR = Operator(
         ),
         # With scales a token has more to wait for than without.
         Case(
-            {"t": 4, "h": 5, "k": 2, "g": 3}, arguments=FEW | SCALED | {"mode": "push"}, ranks=2, dtype=FP8,
+            {"t": 3, "h": 5, "k": 2, "g": 65}, arguments=FEW | SCALED | {"mode": "push"}, ranks=2, dtype=FP8,
             large=LARGE,
         ),
         Case(
-            {"t": 2, "h": 5, "k": 2, "g": 1}, arguments=FEW | SCALED | {"max_tokens": 8, "mode": "low_latency"},
+            {"t": 2, "h": 5, "k": 2, "g": 4}, arguments=FEW | SCALED | {"max_tokens": 8, "mode": "low_latency"},
             ranks=2, sms=1, dtype=FP8, large=LARGE,
-        ),
-        Case(
-            {"t": 7, "h": 13, "k": 3, "g": 65}, arguments=FEW | SCALED | {"clear": False, "mode": "push"},
-            explore=False,
-        ),
-        Case(
-            {"t": 7, "h": 13, "k": 3, "g": 65}, arguments=FEW | SCALED | {"clear": False, "mode": "low_latency"},
-            explore=False,
         ),
     ),
 )  # fmt: skip

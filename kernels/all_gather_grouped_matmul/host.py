@@ -111,7 +111,7 @@ def _plan_unfused(call: Call) -> Launch:
         if gather is not None:
             gather(plain(x), whole)
         if multiply is not None:
-            multiply(whole.index_select(0, found.row_tokens), plain(w), to[1], plain(product))
+            multiply(sorting.spread(world, whole, found, to[1]), plain(w), to[1], plain(product))
         else:
             plain(product).zero_()
         return product, *others
@@ -252,7 +252,9 @@ OPERATOR = Operator(
             {"t": 2, "h": 3, "k": 2, "e": 2, "n": 4}, arguments={"clear": True, "mode": "push"}, ranks=2,
             large={"t": 256, "h": 512, "k": 8, "e": 8, "n": 256},
         ),
-        Case({"t": 5, "h": 16, "k": 2, "e": 3, "n": 20}, arguments={"clear": False, "mode": "push"}, explore=False),
-        Case({"t": 5, "h": 16, "k": 2, "e": 3, "n": 20}, arguments={"clear": True, "mode": "unfused"}, explore=False),
+        Case(
+            {"t": 5, "h": 16, "k": 2, "e": 3, "n": 20}, arguments={"clear": False, "mode": "unfused"}, explore=False,
+            large={"t": 256, "h": 512, "k": 8, "e": 8, "n": 256},
+        ),
     ),
 )  # fmt: skip

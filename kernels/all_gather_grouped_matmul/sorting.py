@@ -17,6 +17,7 @@ from pkt.runtime.launch.launch import beside
 from pkt.runtime.world import World
 
 from ..declaration import Call, Launch
+from ..shared.grid import COPY_BYTES, COPY_OPTIONS
 
 AT_A_TIME = 4096
 """Elements of a block that counts pairs by expert."""
@@ -182,6 +183,29 @@ def _find_places(packed_ptr, rank, to, p):
             tl.store(to.places + tl.cast(t, tl.int64) * p.SIZE + other, place, mask=t < p.T)
 
 
+@triton.jit
+def spread_kernel(
+    whole_ptr,  # (W * T, H)
+    row_tokens_ptr,  # int32 (R,)
+    offsets_ptr,  # int32 (E + 1,)
+    rows_ptr,  # (R, H)
+    H,
+    experts,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Each token once for each of its experts, in the experts' order."""
+    end = tl.load(offsets_ptr + experts)
+    for start in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        token = tl.load(row_tokens_ptr + row, mask=row < end, other=0)
+        for col in range(0, H, COLS):
+            cols = col + tl.arange(0, COLS)[None, :]
+            inside = (row < end)[:, None] & (cols < H)
+            x = tl.load(whole_ptr + tl.cast(token, tl.int64)[:, None] * H + cols, mask=inside)
+            tl.store(rows_ptr + tl.cast(row, tl.int64)[:, None] * H + cols, x, mask=inside)
+
+
 # --------------------------------------------------------------------------------------------------------------- host
 def planned(call: Call, gather: Any) -> Any:
     """sort(topk_idx, topk_weights, Routes) -> Sorted, for choices like those of `call`. gather: `Operator.planned` of
@@ -200,15 +224,29 @@ def planned(call: Call, gather: Any) -> Any:
 
     move: Launch | None = gather(world, int32(T, 2 * K), int32(size * T, 2 * K)) if T * K else None
 
+    def start(kernel: Any, programs: int, *tensors: Any) -> None:
+        beside(kernel, (programs,), *tensors, sized)
+
     def sort(idx: torch.Tensor, weights: torch.Tensor, to: Routes) -> Sorted:
+        mine = int32(T, 2 * K)
+        start(pack_kernel, packers, idx, weights, mine)
         packed, hist = int32(size * T, 2 * K), int32(size * shares, E)
         found = Sorted(int32(size + 1, E), int32(R), int32(1))
         if move is not None:
-            mine = int32(T, 2 * K)
-            beside(pack_kernel, (packers,), idx, weights, mine, sized)
             move(mine, packed)
-        beside(count_kernel, (size * shares,), packed, hist, sized)
-        beside(number_kernel, (size * shares,), packed, hist, to, found, world.rank, sized)
+        start(count_kernel, size * shares, packed, hist)
+        start(number_kernel, size * shares, packed, hist, to, found, world.rank)
         return found
 
     return sort
+
+
+def spread(world: World, whole: torch.Tensor, found: Sorted, offsets: torch.Tensor) -> torch.Tensor:
+    """The rows (R, H) of a grouped product, from the tokens of all ranks; those behind the last expert's undefined."""
+    R, H = len(found.row_tokens), whole.shape[1]
+    rows, cols = whole.new_empty(R, H), min(1024, triton.next_power_of_2(H))
+    high = min(triton.next_power_of_2(R), COPY_BYTES // (cols * whole.dtype.itemsize))
+    grid = (max(1, min(world.num_sms, triton.cdiv(R, high))),)
+    tensors = whole, found.row_tokens, offsets, rows
+    beside(spread_kernel, grid, *tensors, H, len(offsets) - 1, high, cols, **COPY_OPTIONS)
+    return rows

@@ -6,9 +6,9 @@ gathered first, in flagged words where they are few, and sorted by two small ker
 stay on the device.
 
 unfused: all-gather, a copy of each token for each of its experts, and `grouped_matmul`.
-push: one launch behind the sort, see push.py. Tiles begin with this rank's own tokens, while those of the others arrive,
-    and take tokens from where they lie. A tile has the tokens of one rank, so an expert may have W tiles that are not
-    full. push has not run on GPUs, so it is not the default.
+push: one launch behind the sort, see push.py. Tiles begin with this rank's own tokens, while those of the others
+    arrive, and take tokens from where they lie. A tile has the tokens of one rank, so an expert may have W tiles that
+    are not full. push has not run on GPUs, so it is not the default.
 
 (W - 1) * T * (H * itemsize + 8 * K) bytes leave and enter each rank, for T tokens of H elements with K experts.
 """
@@ -16,6 +16,7 @@ push: one launch behind the sort, see push.py. Tiles begin with this rank's own 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -81,8 +82,8 @@ def all_gather_grouped_matmul(
     `grouped_matmul`.
 
     Symmetric memory kept: unfused as `all_gather` of x and of the choices; push size * T tokens. Differentiable in x,
-    topk_weights and w, by `grouped_matmul`, `grouped_outer` and `reduce_scatter`. Raises ShapeError, DtypeError,
-    CollectiveMismatch, Unsupported.
+    topk_weights and w, by `grouped_matmul_reduce_scatter`, `reduce_scatter` and `grouped_outer`. Raises ShapeError,
+    DtypeError, CollectiveMismatch, Unsupported.
     """
     clear = torch.is_grad_enabled() if clear is None else clear
     tensors = x, topk_idx, topk_weights, w, out
@@ -182,21 +183,16 @@ def _backward(call: Recorded) -> Gradients:
         rows = call["gathered"].index_select(0, token)
         found["w"] = grouped_outer(rows, grad.contiguous(), call["offsets"], world=call.world)
     if "x" in call.wanted:
+        routes = {name: call[name] for name in ("tokens", "places", "source", "offsets")}
+        handle = SimpleNamespace(**routes, weights=None)
         back = call["w"].transpose(1, 2)
-        rows = grouped.grouped_matmul(grad.contiguous(), back, call["offsets"], clear=True, world=call.world)
-        total = of_whole.float()
-        for tokens in call["tokens"].unbind(1):
-            total = total + _chosen(rows, tokens).float()
-        found["x"] = call.operator("reduce_scatter", total.to(of_whole.dtype))
+        sums = call.operator("grouped_matmul_reduce_scatter", grad.contiguous(), back, handle)
+        found["x"] = sums + call.operator("reduce_scatter", of_whole.contiguous())
     if "topk_weights" in call.wanted:
-        every = [_chosen(of_weights[:, None], tokens) for tokens in call["tokens"].unbind(1)]
-        found["topk_weights"] = call.operator("reduce_scatter", torch.cat(every, 1))
+        tokens = call["tokens"]
+        every = torch.where(tokens >= 0, of_weights[tokens.clamp(min=0).long()], 0)
+        found["topk_weights"] = call.operator("reduce_scatter", every)
     return found
-
-
-def _chosen(rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """rows[at], and zeros where `at` is -1."""
-    return torch.where((at >= 0)[:, None], rows.index_select(0, at.clamp(min=0)), 0)
 
 
 def _some_experts(shape: Shape, generator: torch.Generator, call: Call) -> torch.Tensor:
@@ -239,10 +235,10 @@ OPERATOR = Operator(
     bound=bound,
     backward=Backward(
         _backward,
-        "of x `grouped_matmul` with w transposed and `reduce_scatter`; of w `grouped_outer`; of the weights "
-        "`reduce_scatter`",
+        "of x `grouped_matmul_reduce_scatter` with w transposed, and `reduce_scatter`; of w `grouped_outer`; of the "
+        "weights `reduce_scatter`",
         saves={
-            "x": ("tokens", "offsets", "w"), "w": ("gathered", "source", "offsets"), "topk_weights": ("tokens",),
+            "x": ("tokens", "places", "source", "offsets", "w"), "w": ("gathered", "source", "offsets"), "topk_weights": ("tokens",),
         },
     ),
     most={"k": 16},

@@ -1,10 +1,10 @@
 """push: one launch, behind the sort.
-    1. Some programs store this rank's tokens into the inboxes of the ranks, the next rank's first, and signal once a
-       chunk of tokens.
-    2. Every program claims tiles from a queue: first those of this rank's own tokens, then those of the rank before it,
-       and so on, in the order in which tokens arrive. A tile has one expert's tokens from one rank, and takes them from
-       where they lie, row by row. A program waits for all tokens of a rank before its first tile of them.
-    3. Every program copies some of all ranks' tokens into the result.
+1. Some programs store this rank's tokens into the inboxes of the ranks, the next rank's first, and signal once a
+   chunk of tokens.
+2. Every program claims tiles from a queue: first those of this rank's own tokens, then those of the rank before it,
+   and so on, in the order in which tokens arrive. A tile has one expert's tokens from one rank, and takes them from
+   where they lie, row by row. A program waits for all tokens of a rank before its first tile of them.
+3. Every program copies some of all ranks' tokens into the result.
 """
 
 from __future__ import annotations

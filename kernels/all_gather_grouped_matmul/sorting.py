@@ -127,7 +127,9 @@ def number_kernel(
     before = tl.zeros((p.EXPERTS2,), tl.int32)
     for start in range(0, programs, p.PAIRS):
         q = start + tl.arange(0, p.PAIRS)[:, None]
-        counted = tl.load(hist_ptr + q * p.EXPERTS + e[None, :], mask=(q < programs) & (e < p.EXPERTS)[None, :], other=0)
+        counted = tl.load(
+            hist_ptr + q * p.EXPERTS + e[None, :], mask=(q < programs) & (e < p.EXPERTS)[None, :], other=0
+        )
         total += tl.sum(counted, 0)
         before += tl.sum(tl.where(q < pid, counted, 0), 0)
     offsets = tl.cumsum(total) - total

@@ -1,0 +1,64 @@
+"""all_gather_grouped_matmul: the form in one launch gives the bits of the separate launches; its small kernels compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import pkt
+from pkt.kernels.all_gather_grouped_matmul.sorting import Routes, Size, Sorted
+from pkt.kernels.all_gather_grouped_matmul.sorting import count_kernel, number_kernel, pack_kernel, spread_kernel
+from pkt.language.inspect import Pointer, compile_only
+
+from .helpers import on_ranks, random
+from .machine_code import resources
+from .test_dispatch import routed
+
+TILE = (16, 16, 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "T", "routing", "sms", "senders"),
+    [(2, 80, "skewed", 3, 2), (3, 24, "random", 1, None), (2, 5, "none", 2, 1)],
+)
+def test_equal_bits(size: int, T: int, routing: str, sms: int, senders: int | None) -> None:
+    """An expert has several blocks from a rank, and ranks have none; again with fewer tokens, and the rows of no expert
+    as they were."""
+
+    def run(world: Any) -> None:
+        w = random((3, 24, 40), torch.float32, world.rank, 1)
+        for tokens in (T, T // 2):
+            x = random((tokens, 24), torch.float32, world.rank, tokens)
+            idx, weights = routed(routing, tokens, 2, 3, world.rank), random((tokens, 2), torch.float32, world.rank)
+            out = torch.full((size * tokens * 2, 40), -7.0)
+            more = {"clear": False, "tiles": TILE}
+            found = pkt.all_gather_grouped_matmul(x, idx, weights, w, out, mode="push", num_comm_sms=senders, **more)
+            right = pkt.all_gather_grouped_matmul(x, idx, weights, w, mode="unfused", **more)
+            end = int(found.offsets[-1])
+            assert torch.equal(found.product[:end], right.product[:end])
+            assert (found.product[end:] == -7).all()
+            for one, other in zip(found[1:], right[1:], strict=True):
+                assert torch.equal(one, other)
+            every = world.all_gather_object(idx)
+            assert end == sum(int(((of >= 0) & (of < 3)).sum()) for of in every)
+
+    on_ranks(size, run, sms=sms)
+
+
+@pytest.mark.parametrize("experts", [8, 256, 1000])
+def test_sorting_compiles(experts: int, tmp_path: Path) -> None:
+    """Nothing is spilled, however many experts there are."""
+    i32, i64, f32 = (Pointer(name, 4096) for name in ("i32", "i64", "fp32"))
+    two = 1 << (experts - 1).bit_length()
+    size = Size(4096, *map(tl.constexpr, (experts, two, 8, 8, 2, 66, max(1, min(64, 4096 // two)), 128)))
+    routes, found = Routes(f32, i32, i32, i32, i32), Sorted(i32, i32, i32)
+    for kernel, *args in (
+        (pack_kernel, i64, f32, i32, size), (count_kernel, i32, i32, size), (number_kernel, i32, i32, routes, found, 1, size),
+        (spread_kernel, Pointer("bf16", 4096), i32, i32, Pointer("bf16", 4096), 7168, experts, 8, 1024),
+    ):  # fmt: skip
+        usage = resources(compile_only(kernel, *args, arch=90), tmp_path)
+        assert usage["STACK"] == usage["LOCAL"] == 0, (kernel, usage)

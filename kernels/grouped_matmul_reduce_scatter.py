@@ -225,7 +225,7 @@ def _some_sources(shape: Shape, generator: torch.Generator, call: Call) -> torch
 _ROWS = ("gathered.places", "gathered.weights", "gathered.source", "gathered.offsets")
 INT32 = (torch.int32,)
 MOVES = "(W - 1) / W of a token's sum for each token of all ranks"
-SIZES = {"r": 40, "h": 16, "e": 3, "n": 20, "t": 5, "k": 3}
+LARGE = {"r": 1024, "h": 512, "e": 8, "n": 256, "t": 128, "k": 4}
 OPERATOR = Operator(
     grouped_matmul_reduce_scatter,
     tensors={
@@ -262,8 +262,11 @@ OPERATOR = Operator(
         Case(
             {"r": 7, "h": 4, "e": 2, "n": 4, "t": 2, "k": 2},
             arguments={"mode": "push", "given": ("gathered.weights",)}, ranks=2, out="given",
-            large={"r": 4096, "h": 512, "e": 8, "n": 256, "t": 256, "k": 8},
+            large=LARGE,
         ),
-        Case(SIZES, arguments={"mode": "unfused", "given": ("gathered.weights",)}, ranks=2, explore=False),
+        Case(
+            {"r": 20, "h": 16, "e": 3, "n": 20, "t": 3, "k": 3},
+            arguments={"mode": "unfused", "given": ("gathered.weights",)}, explore=False, large=LARGE,
+        ),
     ),
 )  # fmt: skip

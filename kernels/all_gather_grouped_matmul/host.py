@@ -205,6 +205,7 @@ def _some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch
 
 
 INT32 = (torch.int32,)
+LARGE = {"t": 256, "h": 512, "k": 8, "e": 8, "n": 256}
 MOVES = "(W - 1) (|x| + 8 bytes for each expert of a token)"
 OPERATOR = Operator(
     all_gather_grouped_matmul,
@@ -238,7 +239,8 @@ OPERATOR = Operator(
         "of x `grouped_matmul_reduce_scatter` with w transposed, and `reduce_scatter`; of w `grouped_outer`; of the "
         "weights `reduce_scatter`",
         saves={
-            "x": ("tokens", "places", "source", "offsets", "w"), "w": ("gathered", "source", "offsets"), "topk_weights": ("tokens",),
+            "x": ("tokens", "places", "source", "offsets", "w"), "w": ("gathered", "source", "offsets"),
+            "topk_weights": ("tokens",),
         },
     ),
     most={"k": 16},
@@ -246,11 +248,11 @@ OPERATOR = Operator(
     cases=(
         Case(
             {"t": 2, "h": 3, "k": 2, "e": 2, "n": 4}, arguments={"clear": True, "mode": "push"}, ranks=2,
-            large={"t": 256, "h": 512, "k": 8, "e": 8, "n": 256},
+            large=LARGE,
         ),
         Case(
             {"t": 5, "h": 16, "k": 2, "e": 3, "n": 20}, arguments={"clear": False, "mode": "unfused"}, explore=False,
-            large={"t": 256, "h": 512, "k": 8, "e": 8, "n": 256},
+            large=LARGE,
         ),
     ),
 )  # fmt: skip

@@ -244,13 +244,12 @@ def _shared_experts_wrong() -> Bad:
             ShapeError: (torch.ones(6, 4), torch.ones(12, 5), torch.ones(12, 4, 1)),
             DtypeError: (torch.ones(12, 4).half(),),
         },
-        "mode tiles": {ShapeError: (("unfused", (16, 16)),)},
     }
 
 
 def _shared_experts_differ() -> Mapping[str, tuple[Any, Any]]:
-    x = torch.ones(3, 8)
-    return {"x": (x.half(), x.bfloat16()), "tiles": _TILES_DIFFER}
+    idx = torch.zeros(3, 2, dtype=torch.int64)
+    return {"topk_idx": (idx, idx.int()), "tiles": _TILES_DIFFER}
 
 
 def _scattered() -> dict[str, Any]:

@@ -247,11 +247,6 @@ def _shared_experts_wrong() -> Bad:
     }
 
 
-def _shared_experts_differ() -> Mapping[str, tuple[Any, Any]]:
-    idx = torch.zeros(3, 2, dtype=torch.int64)
-    return {"topk_idx": (idx, idx.int()), "tiles": _TILES_DIFFER}
-
-
 def _scattered() -> dict[str, Any]:
     """With a routing in which no token has an expert."""
     handle = {
@@ -597,7 +592,7 @@ OTHERS = (
     Tried(pkt.dispatch_matmul, _dispatch_matmul, _dispatch_matmul_wrong, _dispatch_matmul_differ),
     Tried(pkt.matmul_combine, _matmul_combine, _matmul_combine_wrong, _matmul_combine_differ),
     Tried(pkt.dispatch_again, _again, _again_wrong, _again_differ),
-    Tried(pkt.all_gather_grouped_matmul, _shared_experts, _shared_experts_wrong, _shared_experts_differ),
+    Tried(pkt.all_gather_grouped_matmul, _shared_experts, _shared_experts_wrong, lambda: {"tiles": _TILES_DIFFER}),
     Tried(pkt.grouped_matmul_reduce_scatter, _scattered, _scattered_wrong, lambda: {"tiles": _TILES_DIFFER}),
     Tried(pkt.grouped_outer, _outer, _outer_wrong),
     Tried(pkt.grouped_activation, _activation, _activation_wrong),

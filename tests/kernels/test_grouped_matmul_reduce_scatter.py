@@ -20,7 +20,7 @@ from .test_dispatch import routed
 TILE = (16, 16, 16, 2)
 
 
-@pytest.mark.parametrize(("size", "T", "weighted", "sms"), [(2, 30, True, 3), (2, 6, False, 1), (3, 9, True, 2)])
+@pytest.mark.parametrize(("size", "T", "weighted", "sms"), [(2, 70, True, 4), (2, 6, False, 1), (3, 9, True, 2)])
 def test_a_layer(size: int, T: int, weighted: bool, sms: int) -> None:
     """It is the layer of the whole matrices, launch after launch. A token without experts gets zeros. Two ranks' sums
     are the same in any order, so both forms give the same bits."""

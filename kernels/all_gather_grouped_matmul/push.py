@@ -91,25 +91,25 @@ def _multiply(arrived, p, world):
     task = tl.atomic_add(p.queue, 1, sem="relaxed", scope="gpu")
     for distance in range(world.size):
         source = (rank + world.size - distance) % world.size
-        start = tl.load(p.starts + source * p.EXPERTS + e, mask=e < p.EXPERTS, other=0)
-        # Rows end where those of the next rank begin; at the last rank, where the next expert's do.
-        stop = tl.load(p.starts + (source + 1) * p.EXPERTS + e, mask=e < p.EXPERTS, other=0)
-        blocks = tl.cdiv(stop - start, p.BLOCK_M)
-        ends = tl.cumsum(blocks * columns)
+        starts = p.starts + source * p.EXPERTS
+        start = tl.load(starts + e, mask=e < p.EXPERTS, other=0)
+        # A rank's rows of an expert end where those of the next rank begin; starts[W] is where the expert's end.
+        stop = tl.load(starts + p.EXPERTS + e, mask=e < p.EXPERTS, other=0)
+        ends = tl.cumsum(tl.cdiv(stop - start, p.BLOCK_M) * columns)
         tiles = tl.max(ends)
         if (distance > 0) & (task - done < tiles):
             pl.wait(p.ready + source, arrived, world)
         while task - done < tiles:
-            tile = task - done
-            expert = tl.sum((ends <= tile).to(tl.int32))
-            here = e == expert
-            inside = tile - tl.max(tl.where(ends <= tile, ends, 0))
+            before = ends <= task - done
+            expert = tl.sum(before.to(tl.int32))
+            inside = task - done - tl.max(tl.where(before, ends, 0))
+            row = tl.load(starts + expert)
+            end = tl.load(starts + p.EXPERTS + expert)
             group = inside // (p.GROUP * columns) * p.GROUP
-            high = tl.minimum(tl.sum(tl.where(here, blocks, 0)) - group, p.GROUP)
+            high = tl.minimum(tl.cdiv(end - row, p.BLOCK_M) - group, p.GROUP)
             inside = inside % (p.GROUP * columns)
-            row = tl.sum(tl.where(here, start, 0)) + (group + inside % high) * p.BLOCK_M
+            row += (group + inside % high) * p.BLOCK_M
             col = inside // high * p.BLOCK_N
-            end = tl.sum(tl.where(here, stop, 0))
             if distance > 0:
                 tokens = p.inbox + tl.cast(source, tl.int64) * p.T * p.H
             else:

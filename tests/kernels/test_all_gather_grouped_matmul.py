@@ -11,11 +11,15 @@ import triton.language as tl
 
 import pkt
 from pkt.kernels.all_gather_grouped_matmul import sorting
+from pkt.kernels.all_gather_grouped_matmul.push import Push, push_kernel
 from pkt.kernels.all_gather_grouped_matmul.sorting import Routes, Size, Sorted
+from pkt.kernels.grouped_matmul import FEW_ROWS_TILES, TILES
 from pkt.kernels.shared.grid import COPY_OPTIONS
-from pkt.language.inspect import Pointer, compile_only
+from pkt.kernels.shared.tile_product import Tiles
+from pkt.language.inspect import Pointer, compile_only, device_world
 
 from .helpers import on_ranks, random
+from .launches import SHARED_LIMIT
 from .machine_code import resources
 from .test_dispatch import routed
 
@@ -66,3 +70,19 @@ def test_sorting_compiles(experts: int, tmp_path: Path) -> None:
         options = COPY_OPTIONS if kernel is sorting.spread_kernel else {}
         usage = resources(compile_only(kernel, *args, arch=90, **options), tmp_path)
         assert usage["STACK"] == usage["LOCAL"] == 0, (kernel, usage)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize(("tiles", "transposed"), [(TILES, True), (FEW_ROWS_TILES, False)])
+def test_push_compiles(tiles: Tiles, transposed: bool, arch: int, tmp_path: Path) -> None:
+    """256 experts, 7168 -> 2048: nothing is spilled; tokens go to shared memory by cp.async, weights by TMA."""
+    bf16, i32 = Pointer("bf16", 4096), Pointer("i32", 4096)
+    constants = 256, 32, 24, True, 8, 1024, True, transposed, *tiles[:4]
+    p = Push(*[bf16] * 5, *[i32] * 5, 2048, 7168, 2048, 32768, *map(tl.constexpr, constants))
+    compiled = compile_only(push_kernel, p, device_world(1, 2), arch=arch, **tiles.launch_options())
+    usage = resources(compiled, tmp_path)
+    assert usage["STACK"] == usage["LOCAL"] == 0, usage
+    assert compiled.metadata.shared <= SHARED_LIMIT
+    assert ("wgmma.mma_async" in compiled.asm["ptx"]) == (arch == 90)
+    assert "cp.async.cg" in compiled.asm["ptx"]
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]

@@ -1022,7 +1022,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of("kernels/all_gather_grouped_matmul/push.py", "tests/kernels/test_all_gather_grouped_matmul.py -k equal",
         ("tiles of other ranks take this rank's tokens", "if distance > 0:\n                tokens = p.inbox", "if distance > 9:\n                tokens = p.inbox"),
-        ("a rank's rows end where its own begin", "p.starts + (source + 1) * p.EXPERTS", "p.starts + source * p.EXPERTS"),
+        ("a rank's rows end where its own begin", "stop = tl.load(starts + p.EXPERTS + e,", "stop = tl.load(starts + e,"),
         ("only this rank's tokens are copied", "world.size * chunks, tl.num_programs(0)", "chunks, tl.num_programs(0)"),
         ("a rank is asked for a product before its tokens are there", "if (distance > 0) & (task - done < tiles):", "if False:"),
     ),

@@ -206,6 +206,7 @@ def _some_weights(shape: Shape, generator: torch.Generator, call: Call) -> torch
 
 INT32 = (torch.int32,)
 LARGE = {"t": 256, "h": 512, "k": 8, "e": 8, "n": 256}
+FEW_TILES = {"tiles": (16, 64, 64)}
 MOVES = "(W - 1) (|x| + 8 bytes for each expert of a token)"
 OPERATOR = Operator(
     all_gather_grouped_matmul,
@@ -229,7 +230,7 @@ OPERATOR = Operator(
         ),
         "push": Form(
             _plan_push, "a tile begins when its rank's tokens are there", MOVES, fits=_fits_push,
-            settings={"num_comm_sms": None, "tiles": None}, small=products.SMALL,
+            settings={"num_comm_sms": None, "tiles": None}, small=FEW_TILES,
         ),
     },
     reference=reference,

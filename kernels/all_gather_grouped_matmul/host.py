@@ -73,9 +73,9 @@ def all_gather_grouped_matmul(
     every expert, or the transposed view of a contiguous (E, N, H). out: (size * T * K, N) of x's dtype for the product;
     a new tensor where None. clear: whether rows of the product behind the last expert's become zeros, as functions of
     torch need that compute with them; they are not written otherwise. None: they do where gradients are enabled. It is
-    alike on all ranks. Returns `Gathered`: the product by expert, and what tells which token a row is; it is the same
-    in both forms, bit by bit. `pkt.grouped_activation` takes its product and offsets. Sums are in fp32. The host waits
-    for nothing, so a CUDA graph replays with other routing.
+    alike on all ranks. Returns `Gathered`: the product by expert, and what tells which token a row is; with the same
+    tiles it is the same in both forms, bit by bit. `pkt.grouped_activation` takes its product and offsets. Sums are in
+    fp32. The host waits for nothing, so a CUDA graph replays with other routing.
 
     mode: a form that the top of kernels/all_gather_grouped_matmul/host.py describes; None takes unfused, because push
     has not run on GPUs. num_comm_sms: with push, programs that send before they multiply. tiles: of the product, as for

@@ -45,7 +45,8 @@ ADDED = 8192
 
 def reference(rank: int, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], **handle: Any) -> torch.Tensor:
     """What `rank` gets, in fp64."""
-    T, total = len(handle["gathered.places"][rank]) // len(x), torch.zeros((), dtype=torch.float64)
+    T = len(handle["gathered.places"][rank]) // len(x)
+    total = x[rank].new_zeros(T, w[rank].shape[2], dtype=torch.float64)
     for at in range(len(x)):
         rows = grouped.reference(x[at], w[at], handle["gathered.offsets"][at])
         if handle["gathered.weights"]:

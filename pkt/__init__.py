@@ -45,6 +45,7 @@ from pkt.errors import (
     WaitTimeout,
 )
 from pkt.kernels import operator as _registry
+from pkt.kernels.choosing import take_advice as _take_advice
 from pkt.launcher import init, launch
 from pkt.layouts import interleave, join_heads, layout
 from pkt.runtime.launch import outside as _outside
@@ -110,13 +111,13 @@ _LAZY = {
 _PACKAGES = ("nn", "tune")
 
 
-def _tuned(operator: _registry.Operator, key: _Mapping[str, _Any], world: World) -> _Mapping[str, _Any]:
+def _tuned(operator: str, key: _Mapping[str, _Any], world: World) -> _Mapping[str, _Any]:
     from pkt.tune.tuner import choice
 
-    return choice(operator.name, key, world) or {}
+    return choice(operator, key, world) or {}
 
 
-_registry.take_advice(_tuned)
+_take_advice(_tuned)
 _outside.name_the_remedy()
 
 

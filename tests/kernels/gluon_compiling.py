@@ -90,7 +90,9 @@ class Kernel:
 
 
 class World(SimpleNamespace):
-    """Stands for a world."""
+    """Stands for a world of one node."""
+
+    nodes = 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -140,7 +142,7 @@ def compiling_worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         handed_in=None,
         capturing=False,
         kernels=kernels,
-        backend=SimpleNamespace(gpu="NVIDIA H200"),
+        backend=SimpleNamespace(gpu="NVIDIA H200", exchange=lambda value, what: [value] * size),
         group="of torch",
         span=range(0),
     )

@@ -15,30 +15,20 @@ from pkt.errors import (
     Closed,
     CollectiveMismatch,
     CompileError,
-    DataRace,
-    Deadlock,
     DriverError,
     DtypeError,
-    FalseAssumption,
-    FarAccess,
     GridTooLarge,
     HeapFull,
     LostSignal,
     LostSync,
-    MissingQuiet,
-    MulticastAccess,
     NoCandidate,
     NotSymmetric,
-    OutOfBounds,
-    OvertakenPut,
     PeerLost,
     PktError,
     RankError,
     RankFailed,
     ShapeError,
     SignalIndexError,
-    StaleFlag,
-    TooFewResident,
     TransportError,
     Unsupported,
     UseAfterFree,
@@ -72,6 +62,18 @@ from pkt.runtime.memory.pool import mem_pool
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import Workspace, World, check_rank, current_world
 from pkt.simulate.explore import simulate  # hides the package of that name, whose modules are still found by import
+from pkt.simulate.findings import (
+    DataRace,
+    Deadlock,
+    FalseAssumption,
+    FarAccess,
+    MissingQuiet,
+    MulticastAccess,
+    OutOfBounds,
+    OvertakenPut,
+    StaleFlag,
+    TooFewResident,
+)
 
 if TYPE_CHECKING:
     from pkt.kernels.grouped_activation import grouped_activation

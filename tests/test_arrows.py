@@ -332,6 +332,6 @@ def test_inline_ptx_is_in_one_place():
 
 
 def test_messages_are_built_in_one_place():
-    """`PktError.of` takes a text; only the builders of pkt.errors call it."""
+    """`PktError.of` takes a text; only the builders of exceptions call it."""
     built = re.compile(r"\b[A-Z]\w+\.of\(\s*f?\"")
     assert {module for module, path in sources().items() if built.search(path.read_text())} == set()

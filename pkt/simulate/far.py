@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from pkt.errors import FarAccess, NotSymmetric, RankError, ShapeError
+from pkt.errors import NotSymmetric, RankError, ShapeError
 from pkt.simulate import cost
 from pkt.simulate.accesses import scalar
 from pkt.simulate.atomics import Atomics
 from pkt.simulate.bad_address import check_kind
 from pkt.simulate.detector import FAR_PUT, FAR_READ, FOUND, accessed
 from pkt.simulate.faults import Site
+from pkt.simulate.findings import FarAccess
 from pkt.simulate.memory import Access, Region, Strided
 from pkt.simulate.sites import site
 

@@ -20,19 +20,18 @@ import torch
 
 from pkt.errors import (
     CollectiveMismatch,
-    Deadlock,
     GridTooLarge,
     PeerLost,
     PktError,
     RankFailed,
     ShapeError,
-    TooFewResident,
     Unsupported,
 )
 from pkt.simulate import cost, modes
 from pkt.simulate.arguments import Taken, bind, parameters, register
 from pkt.simulate.engine import running
 from pkt.simulate.faults import NO_FAULTS, Census, Faults
+from pkt.simulate.findings import Deadlock, TooFewResident
 from pkt.simulate.front_end import Usage, check_compile, check_compiles
 from pkt.simulate.interpreter import argument, builder, interpret, interpreting, launch_options, refuse_gluon
 from pkt.simulate.memory import AddressSpace

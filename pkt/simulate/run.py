@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from pkt.errors import CollectiveMismatch, DataRace, FarAccess, HeapFull, LostSignal, PktError, Unsupported
+from pkt.errors import CollectiveMismatch, HeapFull, LostSignal, PktError, Unsupported
 from pkt.runtime import world as worlds
 from pkt.runtime.backend import SIGNAL_HEADER, Block
 from pkt.runtime.memory import tensor as tensors
 from pkt.runtime.world import World
+from pkt.simulate.findings import DataRace, FarAccess
 from pkt.simulate.machine import Machine
 from pkt.simulate.memory import Region
 from pkt.simulate.sites import site

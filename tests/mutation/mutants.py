@@ -140,7 +140,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of(SIMULATE + "faults.py", "tests/simulate/test_detector.py",
         ("quiet is not broken in turn", "fence quiet barrier_all", "fence barrier_all"),
     ),
-    *of("pkt/errors.py", "tests/simulate/test_detector.py tests/simulate/test_races.py",
+    *of(SIMULATE + "findings.py", "tests/simulate/test_detector.py tests/simulate/test_races.py",
         ("a race names its accesses the wrong way round", "return cls.of(text, first=first, second=second, pair=pair)", "return cls.of(text, first=second, second=first, pair=pair)"),
         ("a race's text names them the wrong way round", 'f"data race: {second.text()}\\n  is not ordered after: {first.text()}\\n"',
          'f"data race: {first.text()}\\n  is not ordered after: {second.text()}\\n"'),

@@ -12,11 +12,8 @@ import triton.language as tl
 
 import pkt
 import pkt.language as pl
-from pkt.errors import (
-    Deadlock,
-    GridTooLarge,
-    TooFewResident,
-)
+from pkt.errors import GridTooLarge
+from pkt.simulate.findings import Deadlock, TooFewResident
 from tests.simulate.helpers import failures, line_of, outcome
 
 SEEDS = range(6)

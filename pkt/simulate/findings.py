@@ -35,9 +35,10 @@ class TooFewResident(Deadlock):
 
     @classmethod
     def waiting(cls, rank: int, kernel: str, grid: int, slots: int, waits: Sequence[Waiting] = ()) -> TooFewResident:
+        resident = f"{slots} are resident, and they wait" if slots != 1 else "1 is resident, and it waits"
         text = (
-            f"deadlock: rank {rank}: {kernel} has {grid} programs but only {slots} are resident, and the "
-            f"resident ones wait for the others: lower the grid to {slots} or make it persistent"
+            f"deadlock: rank {rank}: {kernel} has {grid} programs but only {resident} for the others: lower the grid "
+            f"to {slots} or make it persistent"
         )
         if waits:
             text += f"\n{waiting_table(waits)}"

@@ -501,7 +501,7 @@ class Machine:
                 behind = task.blocked if isinstance(task.blocked, Launch) else None
                 call, line = host_call(frame, behind.name if behind else "")
                 if line is None and host.launch is not None:  # its function has ended, and its launches have not
-                    call, line = f"the launch of {host.launch.name}", host.launch.site
+                    call, line = f"the launch of {host.launch.name}", host.launch.call[1] or host.launch.site
                 found[host.rank] = f"in {call}" + (f" at {line}" if line is not None else "") + closed
         return found
 
@@ -575,8 +575,8 @@ class Machine:
             del self.findings[self.trial.findings :]
             error = self._deadlock(spinning)
             for launch in self.trial.launches:
-                resident = f"only {self.sms} of {launch.total} programs of {launch.name} are resident"
-                error.add_note(f"rank {launch.rank}: {resident}, but the deadlock would be the same if all were")
+                found = f"rank {launch.rank}: {self.sms} of {launch.total} programs of {launch.name} fit at once"
+                error.add_note(f"{found}; if all did, the deadlock would be the same")
             raise error
         short = [h.launch for h in self.hosts if h.launch is not None and h.launch.next < h.launch.total]
         short = [launch for launch in short if launch.running and not self.hosts[launch.rank].slots]

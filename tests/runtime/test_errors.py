@@ -29,6 +29,7 @@ BUILT = {
     findings.Deadlock.among([WAIT, WAIT], {0: "barrier()"}): "deadlock: 2 programs wait",
     findings.Deadlock.among([WAIT]): "deadlock: 1 program waits and nothing can move",
     findings.TooFewResident.waiting(1, "k", 5, 4): "rank 1: k has 5 programs but only 4 are resident",
+    findings.TooFewResident.waiting(1, "k", 5, 1): "but only 1 is resident, and it waits for the others",
     errors.GridTooLarge.resident(
         "k", 264, 132, 1
     ): "k: grid 264 > 132 resident programs (132 SMs x 1): lower the grid or num_stages",

@@ -14,7 +14,7 @@ import torch
 from pkt.errors import DtypeError, ShapeError, Unsupported
 from pkt.kernels.combine import combine
 from pkt.kernels.dispatch import Dispatched, dispatch
-from pkt.kernels.dispatch_again import dispatch_again
+from pkt.kernels.dispatch.dispatch_again import dispatch_again
 from pkt.launcher import init
 from pkt.runtime.world import World, current_world
 

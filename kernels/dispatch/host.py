@@ -17,10 +17,10 @@ import triton
 from pkt.runtime.world import World
 
 from ..declaration import Call, Case, Form, Operand, Shape, flag, integer
-from ..experts_gradients import OF_DISPATCH
 from ..operator import Operator
 from ..shared.checks import FLOATS
 from . import rules
+from .gradients import OF_DISPATCH
 from .plans import plan_low_latency, plan_push
 from .reference import reference, undefined
 from .result import Dispatched, check_promise, slots_of

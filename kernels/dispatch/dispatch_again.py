@@ -24,14 +24,13 @@ from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals, zeros
 from pkt.runtime.world import World
 
-from . import experts_gradients
-from .declaration import Call, Case, Form, Launch, Operand, integer
-from .dispatch import Dispatched
-from .dispatch.examples import some_rows, some_slots, some_weights
-from .dispatch.result import chunk_of
-from .operator import Operator
-from .shared.checks import FLOATS
-from .shared.grid import COPY_OPTIONS, barrier_counters, num_programs
+from ..declaration import Call, Case, Form, Launch, Operand, integer
+from ..operator import Operator
+from ..shared.checks import FLOATS
+from ..shared.grid import COPY_OPTIONS, barrier_counters, num_programs
+from .examples import some_rows, some_slots, some_weights
+from .gradients import OF_DISPATCH_AGAIN
+from .result import Dispatched, chunk_of
 
 
 def reference(
@@ -330,7 +329,7 @@ OPERATOR = Operator(
     },
     reference=reference,
     bound=bound,
-    backward=experts_gradients.OF_DISPATCH_AGAIN,
+    backward=OF_DISPATCH_AGAIN,
     private="t",
     most={"k": 16},
     always=True,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .gradients import Backward, Gradients, Recorded
+from ..gradients import Backward, Gradients, Recorded
 
 
 def _handle(call: Recorded, prefix: str, weights: torch.Tensor | None) -> Any:

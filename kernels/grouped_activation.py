@@ -1,6 +1,6 @@
 """The activation between two grouped products: on the rows that an expert has, and on no others. Local to a rank.
 
-The rows behind the last expert's are undefined. Both kernels find from `offsets` on the device which rows exist: they
+The rows after the last expert's are undefined. Both kernels find from `offsets` on the device which rows exist: they
 read no others, and the gradient of the others is zero. Both compute in fp32 and round once.
 """
 
@@ -86,7 +86,7 @@ def derive_kernel(
 
 @triton.jit
 def _rows(offsets_ptr, M, experts):
-    """The first expert's first row and the one behind the last expert's last, inside of x."""
+    """The first expert's first row and the one after the last expert's last, inside of x."""
     first = tl.minimum(tl.maximum(tl.load(offsets_ptr), 0), M)
     return first, tl.maximum(tl.minimum(tl.load(offsets_ptr + experts), M), first)
 

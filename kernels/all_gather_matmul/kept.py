@@ -58,7 +58,7 @@ def product(
 
 
 def _keeping(plan: Callable[[Call], Launch], inbox_of: Callable[[Call], SymmetricTensor]) -> Callable[[Call], Launch]:
-    """`plan`, and behind each launch A from the inbox (size, m, k), which has no shard of this rank's."""
+    """`plan`, and after each launch A from the inbox (size, m, k), which has no shard of this rank's."""
 
     def keeping(call: Call) -> Launch:
         (m, k), rank, size = call["a"].shape, call.world.rank, call.world.size

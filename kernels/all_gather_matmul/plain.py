@@ -9,7 +9,7 @@ push: programs 0 .. num_comm_sms - 1 store this rank's shard into an inbox on ev
     shard first, then the peers' in the order in which they arrive; a communicator that has finished computes
     too. (size - 1) * m * k * itemsize bytes into and out of each rank.
 copy: push by the copy engines, rows only; no SM moves data. On a stream of its own this rank copies its shard, some row
-    blocks at a time, into the inbox of every peer, and behind each copy the number of the launch. The inbox is not
+    blocks at a time, into the inbox of every peer, and after each copy the number of the launch. The inbox is not
     halved by the parity of the launch, which the host does not know in a replay: all ranks meet in a kernel before the
     copies begin.
 gluon: push or copy in specialised warps, see gluon.py.
@@ -258,7 +258,7 @@ def all_gather_matmul(
     a: this rank's shard (m, k), the same shape on every rank, contiguous; bf16, fp16 or fp32.
     b: (k, N) of a's dtype, contiguous or the transposed view of a contiguous tensor, as w.t() of nn.Linear's weight;
         (size * k, N) with shard "columns". Or a list or tuple of such, of any N each; `out` and bias are then None or
-        as many. Where these are views of one tensor, column behind column, they need not be contiguous: the product
+        as many. Where these are views of one tensor, columns next to columns, they need not be contiguous: the product
         of the whole is taken in one launch, and the results are views of one tensor, unless `out` are other tensors.
         Of others each has a launch, and A travels during the first, that of most columns.
     out: (size * m, N) of a's dtype, (m, N) with shard "columns", N / 2 columns with epilogue "swiglu"; shares no memory
@@ -267,7 +267,7 @@ def all_gather_matmul(
         "silu" or "swiglu", of the sum and the bias. Both are computed in fp32; the result is rounded once.
         "swiglu": silu(gate) * up, where the columns of b and bias are gate and up in turn, as `pkt.interleave` lays
         them. Of the M x N product, M rows of the result, M * N / 2 * itemsize bytes are written. A kernel of its own
-        behind the product would cost 2 * M * N * itemsize more: the product, written and read again. "unfused" and
+        after the product would cost 2 * M * N * itemsize more: the product, written and read again. "unfused" and
         "nccl" have such a kernel.
     shard: the shards are A's "rows", below each other, or its "columns", beside each other.
     keep: what is kept for b's gradient, where b requires it. "shard": a, which the backward pass gathers again: (W - 1)
@@ -447,7 +447,7 @@ def _copy_several(calls: Sequence[Call]) -> Callable[..., None]:
 def _push_arguments(
     call: Call, found: _Inbox, queue: Any, num_comm_sms: int, gathered: bool = False
 ) -> tuple[Any, ...]:
-    """What push_kernel takes in every launch, in the order of Push, behind the tensors of the call."""
+    """What push_kernel takes in every launch, in the order of Push, after the tensors of the call."""
     (m, k), tiles, (rows, transposed) = call["a"].shape, call["tiles"], stored(call["b"])
     return Push(
         a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None,

@@ -184,7 +184,7 @@ class Atomics(Accesses):
         return anything
 
     def _linger(self, task: Any) -> None:
-        """Let other programs run just after an atomic, where a missing order shows: for long behind a buffered one."""
+        """Let other programs run just after an atomic, where a missing order shows: for long after a buffered one."""
         m = self.m
         if m.schedule.interrupts() or (task.pending and m.schedule.lingers()):
             m.pause()

@@ -67,7 +67,7 @@ class MissingQuiet(DataRace):
     def between(cls, first: Access, second: Access, pair: Hashable) -> MissingQuiet:
         text = (
             f"missing quiet: {second.text()}\n  while the network may still read it: {first.text()}\n"
-            "  call pl.quiet(world) behind the put, or wait for an answer of the rank that saw its signal"
+            "  call pl.quiet(world) after the put, or wait for an answer of the rank that saw its signal"
         )
         return cls.of(text, pair=pair, first=first, second=second)
 

@@ -367,7 +367,7 @@ class Machine:
     # -- launching --------------------------------------------------------------------------------------------------
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-        """Launch `kernel[grid](*args, **named)` on the rank whose host runs now, behind its earlier launches."""
+        """Launch `kernel[grid](*args, **named)` on the rank whose host runs now, after its earlier launches."""
         if warmup:
             return
         host = self.host("a kernel launch")

@@ -44,11 +44,11 @@ def html_text(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def rendered(shown: Any, width: int = 110) -> str:
+def rendered(shown: Any) -> str:
     """A table of rich, or a group of them, as plain text."""
     from rich.console import Console  # here: rich takes longer to import than pkt
 
-    console = Console(width=width, color_system=None, force_jupyter=False)
+    console = Console(width=110, color_system=None, force_jupyter=False)
     with console.capture() as out:
         console.print(shown)
     return out.get().rstrip()

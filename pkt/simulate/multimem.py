@@ -12,9 +12,9 @@ from pkt.simulate import findings
 from pkt.simulate.accesses import mask_of
 from pkt.simulate.atomics import Atomics
 from pkt.simulate.builder import np_dtype
+from pkt.simulate.constants import new_tensor
 from pkt.simulate.detector import accessed
 from pkt.simulate.numerics import BITS, decode, encode
-from pkt.simulate.shortcuts import new_tensor
 from pkt.simulate.sites import site
 
 VECTORS = ("bf16", "fp16", "fp32")  # element types reduced 16 bytes at a time; every type is stored 16 bytes at a time

@@ -16,6 +16,10 @@ from pkt.wording import Access, Waiting, dtype_text, ranks_text, size_text, wait
 E = TypeVar("E", bound="PktError")
 
 
+def _who(rank: int | None) -> str:
+    return "" if rank is None else f"rank {rank}: "
+
+
 class PktError(Exception):
     """The base of pkt's exceptions."""
 
@@ -73,10 +77,9 @@ class GridTooLarge(PktError):
 
     @classmethod
     def resident(cls, kernel: str, grid: int, num_sms: int, per_sm: int, rank: int | None = None) -> GridTooLarge:
-        who = f"rank {rank}: " if rank is not None else ""
         slots = num_sms * per_sm
         text = (
-            f"{who}{kernel}: grid {grid} > {slots} resident programs ({num_sms} SMs x {per_sm}): "
+            f"{_who(rank)}{kernel}: grid {grid} > {slots} resident programs ({num_sms} SMs x {per_sm}): "
             "lower the grid or num_stages"
         )
         return cls.of(text, grid=grid, slots=slots)
@@ -209,10 +212,9 @@ class HeapFull(PktError, MemoryError):
 
     @classmethod
     def wanted(cls, nbytes: int, free: int, largest: int, name: str = "", rank: int | None = None) -> HeapFull:
-        who = f"rank {rank}: " if rank is not None else ""
         what = f" for {name!r}" if name else ""
         text = (
-            f"{who}heap full: wanted {size_text(nbytes)}{what}, free {size_text(free)}, largest block "
+            f"{_who(rank)}heap full: wanted {size_text(nbytes)}{what}, free {size_text(free)}, largest block "
             f"{size_text(largest)}; raise heap= or PKT_HEAP"
         )
         return cls.of(text, nbytes=nbytes, free=free, largest=largest)
@@ -300,8 +302,7 @@ class ShapeError(PktError, ValueError):
 
     @classmethod
     def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> ShapeError:
-        who = f"rank {rank}: " if rank is not None else ""
-        return cls.of(f"{who}{call}: {name}: found {found}, wanted {wanted}", found=found, wanted=wanted)
+        return cls.of(f"{_who(rank)}{call}: {name}: found {found}, wanted {wanted}", found=found, wanted=wanted)
 
 
 class DtypeError(PktError, TypeError):
@@ -309,8 +310,8 @@ class DtypeError(PktError, TypeError):
 
     @classmethod
     def argument(cls, call: str, name: str, found: Any, wanted: str, rank: int | None = None) -> DtypeError:
-        who = f"rank {rank}: " if rank is not None else ""
-        return cls.of(f"{who}{call}: {name}: found {dtype_text(found)}, wanted {wanted}", found=found, wanted=wanted)
+        said = f"{_who(rank)}{call}: {name}: found {dtype_text(found)}, wanted {wanted}"
+        return cls.of(said, found=found, wanted=wanted)
 
 
 class Closed(PktError):

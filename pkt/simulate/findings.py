@@ -50,39 +50,34 @@ class DataRace(PktError):
     and the two lines with their kinds of access, the same whichever comes first and on whatever ranks."""
 
     pair: Hashable
+    said = "data race", "is not ordered after", "put a signal after the first and a wait before the second"
 
     @classmethod
     def between(cls, first: Access, second: Access, pair: Hashable) -> DataRace:
-        text = (
-            f"data race: {second.text()}\n  is not ordered after: {first.text()}\n"
-            "  put a signal after the first and a wait before the second"
-        )
+        what, why, remedy = cls.said
+        text = f"{what}: {second.text()}\n  {why}: {first.text()}\n  {remedy}"
         return cls.of(text, first=first, second=second, pair=pair)
 
 
 class MissingQuiet(DataRace):
     """The source of a put to a rank of another node is written again while the network may still read it."""
 
-    @classmethod
-    def between(cls, first: Access, second: Access, pair: Hashable) -> MissingQuiet:
-        text = (
-            f"missing quiet: {second.text()}\n  while the network may still read it: {first.text()}\n"
-            "  call pl.quiet(world) after the put, or wait for an answer of the rank that saw its signal"
-        )
-        return cls.of(text, pair=pair, first=first, second=second)
+    said = (
+        "missing quiet",
+        "while the network may still read it",
+        "call pl.quiet(world) after the put, or wait for an answer of the rank that saw its signal",
+    )
 
 
 class OvertakenPut(DataRace):
     """What follows a put to a rank of another node may overtake its data."""
 
-    @classmethod
-    def between(cls, first: Access, second: Access, pair: Hashable) -> OvertakenPut:
-        text = (
-            f"overtaken put: {second.text()}\n  may come before the data arrives: {first.text()}\n"
-            "  send the signal with the data (pl.put_signal), or call pl.fence(world=world) before the next call to "
-            "the same rank, pl.quiet(world) before any other"
-        )
-        return cls.of(text, pair=pair, first=first, second=second)
+    said = (
+        "overtaken put",
+        "may come before the data arrives",
+        "send the signal with the data (pl.put_signal), or call pl.fence(world=world) before the next call to the same "
+        "rank, pl.quiet(world) before any other",
+    )
 
 
 class FarAccess(PktError):

@@ -149,7 +149,7 @@ class Declared:
         call.given = self._checked(call, call.given)
 
     def blank(self, world: World, operands: Mapping[str, Any], keywords: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Empty results for operands of which only shapes and dtypes are known. Raises as a plan does for these."""
+        """Empty results for operands whose shapes and dtypes alone are known. Raises what a plan would."""
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, operands, arguments, given, keywords["mode"])

@@ -253,10 +253,10 @@ def dispatch_again(
     num_comm_sms: int | None = None,
     world: World | None = None,
 ) -> Again:
-    """Other values of the tokens that `dispatch` has sent, on the same way, times the weights of the rows. Collective.
+    """Send other values of the tokens the way of `dispatch`; rows are multiplied by their weights. Collective.
 
-    x: (T, H), a row for each of this rank's tokens, of which H and dtype may be others than in `dispatch`. dispatched:
-    what `dispatch` has returned; `dispatched._replace(weights=torch.ones_like(dispatched.weights))` copies alone. y:
+    x: (T, H), a row for each of this rank's tokens; H and dtype may differ from those in `dispatch`. dispatched: what
+    `dispatch` has returned; with `dispatched._replace(weights=torch.ones_like(dispatched.weights))` rows are copied. y:
     (R, H) of x's dtype, or None. out: (R, H) of x's dtype for the rows; a new tensor where None. num_comm_sms: programs
     that send, while the others place what arrives. Returns `Again`: the rows, and in fp32 the product of each row of y
     with its token. The host waits for nothing, so a CUDA graph replays with other routing.

@@ -150,8 +150,8 @@ INPUTS = torchs.PrepareModuleInput
 
 
 def change(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Module]:
-    """What makes the change of a style, behind all checks: it returns what takes the module's place in the model, a
-    module of pkt or the module itself. Raises Unsupported, ShapeError, DtypeError."""
+    """Check that a style fits a module, and return the function that makes the change. That returns what takes the
+    module's place: a module of pkt or the module itself. Raises Unsupported, ShapeError, DtypeError."""
     if isinstance(style, torchs.ColwiseParallel):
         return _column(style, module, place)
     if isinstance(style, torchs.RowwiseParallel):

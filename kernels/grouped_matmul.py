@@ -87,7 +87,7 @@ def grouped_matmul_kernel(
 
 @triton.jit
 def _rows(offsets_ptr, expert, experts, M):
-    """The first row of `expert` and the one after its last, whatever the offsets are: inside of x, and in order."""
+    """The first row of `expert` and the one behind its last, whatever the offsets are: inside of x, and in order."""
     start = tl.load(offsets_ptr + expert, mask=expert < experts, other=0)
     stop = tl.load(offsets_ptr + expert + 1, mask=expert < experts, other=0)
     start = tl.maximum(start, 0)

@@ -176,17 +176,8 @@ def _pushed(call: Call) -> tuple[_Inbox, int]:
 
 def push(call: Call) -> Launch:
     """The plan of mode "push"."""
-    world, (found, programs) = call.world, _pushed(call)
-    num_comm_sms = max(1, min(call["num_comm_sms"], programs - 1))
-    same = _push_arguments(call, found, found.counters[-1:], num_comm_sms)
-    start = cooperative_launch(world, push_kernel, (programs,), **call["tiles"].launch_options())
-    transposed = stored(call["b"])[1]
-
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
-        return out
-
-    return launch
+    found, programs = _pushed(call)
+    return _launch(call, found, programs, found.counters[-1:], max(1, min(call["num_comm_sms"], programs - 1)))
 
 
 def push_several(calls: Sequence[Call]) -> Callable[..., None]:
@@ -201,15 +192,7 @@ def _computing(call: Call, found: _Inbox, *, gathered: bool) -> Launch:
     world, a, b, tiles = call.world, call["a"], call["b"], call["tiles"]
     shards = 1 if call["shard"] == "columns" else world.size
     tasks = shards * triton.cdiv(a.shape[0], tiles.block_m) * triton.cdiv(b.shape[1], tiles.block_n)
-    same = _push_arguments(call, found, None, 0, gathered)
-    start = cooperative_launch(world, push_kernel, (num_programs(world, tasks),), **tiles.launch_options())
-    transposed = stored(b)[1]
-
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
-        return out
-
-    return launch
+    return _launch(call, found, num_programs(world, tasks), None, 0, gathered)
 
 
 def copied(call: Call) -> tuple[_Inbox, Callable[[torch.Tensor], Callable[[], None]]]:
@@ -249,12 +232,12 @@ def copy_several(calls: Sequence[Call]) -> Callable[..., None]:
     return launch
 
 
-def _push_arguments(
-    call: Call, found: _Inbox, queue: Any, num_comm_sms: int, gathered: bool = False
-) -> tuple[Any, ...]:
-    """What push_kernel takes in every launch, in the order of Push, after the tensors of the call."""
-    (m, k), tiles, (rows, transposed) = call["a"].shape, call["tiles"], stored(call["b"])
-    return Push(
+def _launch(
+    call: Call, found: _Inbox, programs: int, queue: Any, num_comm_sms: int, gathered: bool = False
+) -> Launch:  # fmt: skip
+    """launch(a, b, out, bias): push_kernel with so many programs. queue: None where it only computes."""
+    world, (m, k), tiles, (rows, transposed) = call.world, call["a"].shape, call["tiles"], stored(call["b"])
+    same = Push(
         a_ptr=None, b_ptr=None, bias_ptr=None, out_ptr=None,
         inbox_ptr=found.inbox, ready_ptr=found.counters, queue_ptr=queue,
         m=m, N=call["b"].shape[1], k=k, ld=padded(k, call.dtype), num_comm_sms=num_comm_sms, together=found.together,
@@ -265,3 +248,10 @@ def _push_arguments(
         BLOCK_N=tl.constexpr(tiles.block_n), BLOCK_K=tl.constexpr(tiles.block_k), CHUNK=tl.constexpr(found.chunk),
         GROUP=tl.constexpr(tiles.group),
     )[4:]  # fmt: skip
+    start = cooperative_launch(world, push_kernel, (programs,), **tiles.launch_options())
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        start(Push(a, b.t() if transposed else b, bias, out, *same), world.device)
+        return out
+
+    return launch

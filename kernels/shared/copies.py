@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
+from pkt.runtime.kept import outside_pools
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
@@ -323,7 +324,8 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
 
     def make() -> tuple[SymmetricTensor, torch.Tensor, SymmetricTensor]:
         inbox = empty(*shape, dtype=dtype, name="kernels.scattered", world=world)
-        return inbox, torch.empty_like(inbox.plain()), signals(2 * count + 1, name="kernels.scatterings", world=world)
+        outbox = outside_pools(lambda: torch.empty_like(inbox.plain()), world.torch_device)
+        return inbox, outbox, signals(2 * count + 1, name="kernels.scatterings", world=world)
 
     inbox, outbox, counters = world.keep(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
     start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)

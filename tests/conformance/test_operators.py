@@ -104,6 +104,11 @@ def test_a_first_call_in_a_capture_is_refused(name: str, mode: str, monkeypatch:
 
 
 @every_form
+def test_a_first_call_keeps_no_memory_of_a_graphs_pool(name: str, mode: str) -> None:
+    checks.check_graph_pool(OPERATORS[name], mode)
+
+
+@every_form
 def test_a_scope_gives_back_what_the_operator_keeps(name: str, mode: str) -> None:
     checks.check_workspace(OPERATORS[name], mode)
 

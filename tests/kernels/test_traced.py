@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -213,3 +213,69 @@ def test_schemas_say_what_is_written() -> None:
         if operator.op_out is not None:
             written = [a.name for a in operator.op_out._schema.arguments if a.alias_info and a.alias_info.is_write]
             assert written == ["out"]
+
+
+class Decided(NamedTuple):
+    """What Inductor finds of a graph for which the user wants CUDA graphs."""
+
+    backward: bool
+    against: list[str]
+    """Why it leaves the CUDA graph out, whatever tensors come."""
+    written: set[int]
+    """Inputs that the graph writes, but for parameters and buffers. Where there are any, it leaves the CUDA graph out."""
+
+
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[Decided]:
+    """Collects what Inductor decides in `with_cuda_graphs` from now on, as if the CPU had CUDA graphs."""
+    from torch._inductor import cudagraph_utils, output_code
+
+    found: list[Decided] = []
+
+    def note(inputs: Any, graph: Any, cudagraphs: Any, *rest: Any) -> None:
+        static = graph.fx_kwargs["static_input_idxs"] or ()
+        against = [*graph.cudagraph_info.cudagraph_fail_reasons, *filter(None, [graph.disabled_cudagraphs_reason])]
+        found.append(Decided(graph.fx_kwargs["is_backward"], against, {*graph.mutated_input_idxs} - {*static}))
+
+    monkeypatch.setattr(cudagraph_utils, "check_multiple_devices_or_any_cpu_nodes", lambda devices: None)
+    monkeypatch.setattr(output_code, "cudagraph_post_compile", note)
+    return found
+
+
+def with_cuda_graphs(function: Any) -> Any:
+    """As mode="reduce-overhead" compiles, but for the whole graph or not at all."""
+    from torch._inductor import list_mode_options
+
+    options = {**list_mode_options("reduce-overhead"), "graph_partition": False, "fx_graph_cache": False}
+    return compiled(function, "inductor", options=options)
+
+
+def test_nothing_keeps_inductor_from_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards and backwards. The memory of the calls themselves is tests/conformance's."""
+    found = decided(monkeypatch)
+
+    def run(world: Any) -> None:
+        x, *weights = (torch.randn(shape, requires_grad=True) for shape in ((4, 8), (8, 6), (8, 4), (6, 8)))
+
+        def model(x: torch.Tensor, up: torch.Tensor, gate: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+            up, _ = pkt.all_gather_matmul(x, [up, gate])
+            return pkt.matmul_reduce_scatter(up, down)
+
+        result = with_cuda_graphs(model)(x, *weights)
+        result.backward(torch.ones_like(result))
+
+    on_ranks(2, run)
+    assert {one.backward for one in found} == {False, True}
+    assert all(not one.against and not one.written for one in found), found
+
+
+def test_a_call_that_writes_an_input_keeps_inductor_from_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = decided(monkeypatch)
+
+    def run(world: Any) -> None:
+        x = torch.ones(4)
+        with_cuda_graphs(pkt.all_reduce)(x)
+        assert x.tolist() == [2.0] * 4
+
+    on_ranks(2, run)
+    assert found
+    assert all(one.written == {0} for one in found), found

@@ -65,6 +65,9 @@ def call(
 ) -> Any:  # fmt: skip
     """A call of an operator in a graph. The compiler reads this function. Raises Unsupported."""
     _check_plain(operator, tensors)
+    if torch._C._are_functorch_transforms_active():
+        found = "found a transform of torch.func or torch.vmap in compiled code"
+        raise Unsupported.here(operator.name, found, "use loss.backward(), and one call for all of a batch")
     rest = (*values, "" if world is None else world.name, 0 if workspace is None else workspace.number)
     several = isinstance(tensors[1], (list, tuple)) if len(tensors) > 1 else False
     operands = [tensors[at] for at in operator.read]
@@ -90,6 +93,25 @@ def call(
         return out
     found = operator.op(*operands, *rest)
     return found if out is None else out.copy_(found)
+
+
+def is_recorded(tensors: Sequence[Any], where: str, world: World | None = None) -> bool:
+    """Whether torch puts calls with tensors that have memory into a graph, as `make_fx` does. Raises Unsupported for a
+    tensor with a derivative of torch.autograd.forward_ad, which a call would lose."""
+    if torch.autograd.forward_ad._current_level >= 0 and _has_tangent(tensors):
+        where = where if world is None else f"rank {world.rank}: {where}"
+        raise Unsupported.here(where, "found a dual tensor of torch.autograd.forward_ad", "use loss.backward()")
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _has_tangent(tensors: Sequence[Any]) -> bool:
+    for tensor in tensors:
+        if isinstance(tensor, (list, tuple)):
+            if _has_tangent(tensor):
+                return True
+        elif tensor is not None and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+    return False
 
 
 def call_of(

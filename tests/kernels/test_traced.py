@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import pkt
@@ -177,9 +179,49 @@ def test_transforms_and_direct_calls_are_refused() -> None:
         with pytest.raises(pkt.DtypeError, match=r"no memory of its own.*wanted .* outside torch\.vmap"):
             torch.vmap(pkt.all_reduce)(x)
         with pytest.raises(pkt.DtypeError, match="no memory of its own"):
-            torch.func.jvp(pkt.all_gather, (x,), (x,))
+            torch.func.functionalize(lambda x: pkt.all_gather(x))(x)
+        with pytest.raises(pkt.DtypeError, match="found a tensor on meta, wanted one on cpu"):
+            pkt.all_gather(x.to("meta"))
+        with pytest.raises(pkt.Unsupported, match=r"all_gather: found torch\.jit\.trace"):
+            torch.jit.trace(lambda x: pkt.all_gather(x), x)
+        with pytest.raises(pkt.Unsupported, match=r"all_gather: found a transform of torch\.func"):
+            torch.func.grad(lambda x: pkt.all_gather(x).sum())(x)
+        for _ in range(2):  # planned or not, a derivative is not lost
+            with pytest.raises(pkt.Unsupported, match=r"found a dual tensor of torch\.autograd\.forward_ad"):
+                torch.func.jvp(pkt.all_gather, (x,), (x,))
+            with forward_ad.dual_level(), pytest.raises(pkt.Unsupported, match="found a dual tensor"):
+                pkt.all_gather_matmul(x, [forward_ad.make_dual(x.t(), x.t())])
+            with forward_ad.dual_level(), pytest.raises(pkt.Unsupported, match="found a dual tensor"):
+                pkt.grouped_matmul(forward_ad.make_dual(x, x), x.t()[None], torch.tensor([0, 3], dtype=torch.int32))
+            assert pkt.all_gather_matmul(pkt.all_gather(x), [x.t()])[0].shape == (3, 3)
         with pytest.raises(pkt.Unsupported, match="call torch.compile in the function"):
             torch.ops.pkt.all_gather(x, 0, None, None, "", 0)
+
+    on_ranks(1, run)
+
+
+def test_transforms_are_refused_in_a_graph() -> None:
+    """torch would call an op for each part of a batch, and take the derivative of what it returns for zero."""
+
+    def run(world: Any) -> None:
+        x = torch.ones(3, 4)
+        gather = pkt.all_gather
+        for function in (torch.vmap(gather), lambda x: torch.func.jvp(gather, (x,), (x,))):
+            with pytest.raises(Exception, match=r"found a transform of torch\.func or torch\.vmap in compiled code"):
+                compiled(function, "eager")(x)
+
+    on_ranks(1, run)
+
+
+def test_make_fx_sees_calls_with_real_tensors() -> None:
+    """Also one with a plan. The simulator says that it does not run the op."""
+
+    def run(world: Any) -> None:
+        x = torch.ones(3, 4)
+        for _ in range(2):
+            with pytest.raises(pkt.Unsupported, match=r"torch\.ops\.pkt\.all_gather: found code"):
+                make_fx(lambda x: pkt.all_gather(x))(x)
+            pkt.all_gather(x)
 
     on_ranks(1, run)
 
@@ -222,7 +264,7 @@ class Decided(NamedTuple):
     against: list[str]
     """Why it leaves the CUDA graph out, whatever tensors come."""
     written: set[int]
-    """Inputs that the graph writes, but for parameters and buffers. Where there are any, it leaves the CUDA graph out."""
+    """Inputs that the graph writes, but for parameters and buffers. With any it leaves the CUDA graph out, too."""
 
 
 def decided(monkeypatch: pytest.MonkeyPatch) -> list[Decided]:
@@ -258,7 +300,7 @@ def test_nothing_keeps_inductor_from_cuda_graphs(monkeypatch: pytest.MonkeyPatch
 
         def model(x: torch.Tensor, up: torch.Tensor, gate: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
             up, _ = pkt.all_gather_matmul(x, [up, gate])
-            return pkt.matmul_reduce_scatter(up, down)
+            return pkt.all_reduce(pkt.matmul_reduce_scatter(up, down))  # in place, of a value of the graph
 
         result = with_cuda_graphs(model)(x, *weights)
         result.backward(torch.ones_like(result))

@@ -424,6 +424,38 @@ def right_gradients(world: Any, operator: Operator, case: Case, operands: dict[s
         assert (error <= limit).all(), f"{case}: the gradient of {name} is off by {error.max():.3g}"
 
 
+def check_saved(operator: Operator) -> None:
+    """A backward pass raises as torch's do where an operand or a result that it needs was written after the call. It
+    does not where others were. What is written here keeps its values, so only versions can tell."""
+    cases = cases_with_gradients(operator)
+
+    def recorded(world: Any, operands: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+        """The operands and results of a call by name, and the sum of the results."""
+        leaves = {n: ts and ts[world.rank].requires_grad_(ts[0].is_floating_point()) for n, ts in operands.items()}
+        tensors = {n: None if x is None else x.clone() for n, x in leaves.items()}
+        results = inputs.results(inputs.called(operator, None, tensors, cases[0], world=world))
+        loss = sum(x.sum() for x in results if x.requires_grad)
+        assert isinstance(loss, torch.Tensor)
+        return {n: x for n, x in tensors.items() if x is not None} | dict(zip(("out", *operator.also), results)), loss
+
+    def run(world: Any) -> None:
+        assert operator.backward is not None
+        operands = inputs.gradients_of(operator, cases[0], world.size)
+        needed = {saved for name in operands if operands[name] for saved in operator.backward.saves.get(name, ())}
+        tensors, loss = recorded(world, operands)
+        for name in tensors.keys() - needed:
+            torch.autograd.graph.increment_version(tensors[name])
+        loss.backward()
+        for name in sorted(needed & tensors.keys()):
+            tensors, loss = recorded(world, operands)
+            torch.autograd.graph.increment_version(tensors[name])
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+    if cases:
+        on_ranks(2, run, sms=2)
+
+
 def check_compiled(operator: Operator) -> None:
     """torch.compile makes one graph of a call, whose result and gradients are those of the eager call."""
     case = operator.cases[0]

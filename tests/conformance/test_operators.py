@@ -94,6 +94,11 @@ def test_gradients(name: str, ranks: int) -> None:
 
 
 @every_operator
+def test_a_backward_pass_notices_what_was_written(name: str) -> None:
+    checks.check_saved(OPERATORS[name])
+
+
+@every_operator
 def test_compiled_code(name: str) -> None:
     checks.check_compiled(OPERATORS[name])
 

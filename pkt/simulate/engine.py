@@ -87,7 +87,7 @@ def _hold_guard() -> None:
     Fake tensors call it where torch is built for CUDA and finds no GPU. Before torch 2.13 it may put an object of the
     calling thread into a table of all threads (pytorch #178950): when this thread has ended, the next call from
     another is a segmentation fault."""
-    if torch.__version__ >= (2, 13) or not torch.backends.cuda.is_built() or torch.cuda.is_available():
+    if torch.__version__ >= "2.13" or not torch.backends.cuda.is_built() or torch.cuda.is_available():
         return
     if threading.current_thread() is threading.main_thread():
         torch._C._ensureCUDADeviceGuardSet()

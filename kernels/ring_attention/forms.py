@@ -24,9 +24,9 @@ from typing import Any, Literal
 import torch
 import triton.language as tl
 
-from pkt.runtime.kept import outside_pools
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 
 from pkt.errors import ShapeError
-from pkt.runtime.kept import outside_pools
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.world import World
 
 from ..declaration import Call, Case, Form, Launch, Operand, Shape, integer

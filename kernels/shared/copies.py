@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 import pkt.language as pl
-from pkt.runtime.kept import outside_pools
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 

@@ -12,36 +12,15 @@ settings, each with an inbox of its own: such a search opens a scratch scope for
 
 from __future__ import annotations
 
-import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from pkt.errors import SignalIndexError
 from pkt.runtime.memory.heap import Allocation, SymmetricHeap
 
 T = TypeVar("T")
-
-
-def outside_pools(make: Callable[[], T], device: torch.device) -> T:
-    """What `make()` returns: ordinary tensors on `device` that live on after the call of an operator.
-
-    torch.compile(mode="reduce-overhead") runs a function with all memory of its thread from the pool of a CUDA graph,
-    and refuses to record the graph if anything but results lives on there. So `make` runs in another thread."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    on_gpu = device.type == "cuda"
-    stream = torch.cuda.current_stream(device) if on_gpu else None
-
-    def made() -> T:
-        with torch.cuda.stream(stream) if on_gpu else contextlib.nullcontext():
-            return make()
-
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(made).result()
 
 
 class Planned(NamedTuple):

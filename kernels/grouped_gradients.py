@@ -49,8 +49,10 @@ def check_rows(call: str, x: Any, offsets: Any, world: World) -> None:
 
 
 def is_traced(*tensors: Any) -> bool:
-    """Whether a call of these tensors goes into a compiler's graph."""
-    return torch.compiler.is_dynamo_compiling() or traced.has_traced(tensors)
+    """Whether a call of these tensors goes into a compiler's graph. Raises Unsupported as `traced.is_recorded`."""
+    if torch.compiler.is_dynamo_compiling() or traced.has_traced(tensors):
+        return True
+    return traced.is_recorded(tensors, "experts' products")
 
 
 def multiply(

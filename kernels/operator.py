@@ -44,6 +44,7 @@ from .declaration import Call, Form, Launch, Operand, letter_of
 # Looked up once: each look-up in torch would cost a call of an operator 20 ns.
 is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 increment_version = torch.autograd.graph.increment_version
+dispatch_modes, forward_ad = torch._C._len_torch_dispatch_stack, torch.autograd.forward_ad
 
 
 class Operator(Choosing):
@@ -78,6 +79,8 @@ class Operator(Choosing):
             return traced.call(self, tensors, values, world, workspace)
         if type(world) is not World:
             world = world_of(self.name, world, *tensors, workspace)
+        if (forward_ad._current_level >= 0 or dispatch_modes()) and traced.is_recorded(tensors, self.name, world):
+            return traced.call_of(self, tensors, values, world, workspace)
         if is_grad_enabled() and gradients.required(tensors):
             if traced.has_traced(tensors):
                 return traced.call_of(self, tensors, values, world, workspace)
@@ -120,6 +123,9 @@ class Operator(Choosing):
             found = f"found a world of {world.nodes} nodes, and operators work within one"
             remedy = "give it world=world.on_node; examples/all_gather_nodes.py has an operator over nodes"
             raise Unsupported.here(f"rank {world.rank}: {self.name}", found, remedy)
+        if torch.jit.is_tracing():
+            found = "found torch.jit.trace around the call, which sees no operator"
+            raise Unsupported.here(f"rank {world.rank}: {self.name}", found, "use torch.export or torch.compile")
         arguments = {name: keywords[name] for name in self.arguments}
         given = {name: keywords[name] for name in self.settings if keywords[name] is not None}
         call = Call(self.name, world, dict(zip(self.names, tensors)), arguments, given, keywords["mode"])

@@ -84,7 +84,7 @@ def run_several(
     a, bs, outs, biases = tensors
     if type(world) is not World:
         world = world_of(operator.name, world, a, *bs, workspace)
-    if bs and type(bs[0]) in TRACED:
+    if bs and (type(bs[0]) in TRACED or traced.is_recorded(tensors, operator.name, world)):
         return traced.call_of(operator, tensors, values, world, workspace)
     if torch.is_grad_enabled() and gradients.required(tensors):
         _check_lists(operator.name, bs, outs, biases, world)

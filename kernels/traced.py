@@ -21,6 +21,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import DispatchKey as Key
+from torch._C import DispatchKeySet
+from torch._library.autograd import Info, make_autograd_impl
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -32,7 +35,13 @@ from pkt.runtime.world import Workspace, World, named_world, numbered_workspace
 from . import gradients
 
 TRACED |= {FakeTensor, FunctionalTensor}  # they have no memory
+is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 _run_several: list[Callable[..., list[torch.Tensor]]] = []
+_PLAIN = {
+    DispatchKeySet(device).raw_repr() | DispatchKeySet(autograd).raw_repr()
+    for device, autograd in ((Key.CPU, Key.AutogradCPU), (Key.CUDA, Key.AutogradCUDA))
+}
+"""The dispatch keys of calls that no mode, no subclass of a tensor and no transform sees."""
 _TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
 _libraries: dict[str, torch.library.Library] = {"": torch.library.Library("pkt", "FRAGMENT")}
 
@@ -65,6 +74,9 @@ def call(
 ) -> Any:  # fmt: skip
     """A call of an operator in a graph. The compiler reads this function. Raises Unsupported."""
     _check_plain(operator, tensors)
+    if torch._C._are_functorch_transforms_active():
+        found = "found a transform of torch.func or torch.vmap in compiled code"
+        raise Unsupported.here(operator.name, found, "use loss.backward(), and one call for all of a batch")
     rest = (*values, "" if world is None else world.name, 0 if workspace is None else workspace.number)
     several = isinstance(tensors[1], (list, tuple)) if len(tensors) > 1 else False
     operands = [tensors[at] for at in operator.read]
@@ -90,6 +102,25 @@ def call(
         return out
     found = operator.op(*operands, *rest)
     return found if out is None else out.copy_(found)
+
+
+def is_recorded(tensors: Sequence[Any], where: str, world: World | None = None) -> bool:
+    """Whether torch puts calls with tensors that have memory into a graph, as `make_fx` does. Raises Unsupported for a
+    tensor with a derivative of torch.autograd.forward_ad, which a call would lose."""
+    if torch.autograd.forward_ad._current_level >= 0 and _has_tangent(tensors):
+        where = where if world is None else f"rank {world.rank}: {where}"
+        raise Unsupported.here(where, "found a dual tensor of torch.autograd.forward_ad", "use loss.backward()")
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _has_tangent(tensors: Sequence[Any]) -> bool:
+    for tensor in tensors:
+        if isinstance(tensor, (list, tuple)):
+            if _has_tangent(tensor):
+                return True
+        elif tensor is not None and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+    return False
 
 
 def call_of(
@@ -177,17 +208,25 @@ def _op(
     blank: Callable[..., Any], gradient: bool = True,
 ) -> Any:  # fmt: skip
     """Define an op: what it runs, what it returns where tensors have no memory, and its gradient."""
-    count = len(operator.tensors) + (not gradient)
+    count, full_name = len(operator.tensors) + (not gradient), f"torch.ops.pkt.{name}"
 
     def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         world = named_world(arguments[-2])
         workspace = numbered_workspace(arguments[-1], world)
         return operator, arguments[:count], arguments[count:-2], world, workspace
 
-    @torch.no_grad()
     def ran(*arguments: Any) -> Any:
-        worlds.op_begins(f"torch.ops.pkt.{name}")
-        world, found = split(arguments)[3], run(*split(arguments))
+        worlds.op_begins(full_name)
+        given = split(arguments)
+        world = given[3]
+        records = is_grad_enabled()
+        if records:  # torch.no_grad() would cost a microsecond
+            set_grad_enabled(False)
+        try:
+            found = run(*given)
+        finally:
+            if records:
+                set_grad_enabled(True)
         if world.torch_device.type == "cpu":  # compiled code reads results without asking the simulator
             world.synchronize()
         return found
@@ -213,7 +252,16 @@ def _op(
             each = [found[name] for name in operator.tensors]
             return *each, *[None] * (len(operator.keywords) + 2)
 
-        torch.library.register_autograd(f"pkt::{name}", backward, setup_context=setup_context, lib=library)
+        op = getattr(torch.ops.pkt, name).default
+        # As torch.library.register_autograd, whose way to `ran` costs the host 5 us.
+        recorded = make_autograd_impl(op, Info(backward, setup_context))
+
+        def recorded_if_needed(keys: Any, *arguments: Any) -> Any:
+            if keys.raw_repr() in _PLAIN and not (is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+                return ran(*arguments)
+            return recorded(keys, *arguments)
+
+        library.impl(name, recorded_if_needed, "Autograd", with_keyset=True)
     return getattr(torch.ops.pkt, name).default
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pkt
-from benchmarks import _command, _job, _run, eager, figures, runtime
+from benchmarks import _command, _job, _run, custom_ops, eager, figures, runtime
 from benchmarks._case import Case
 from benchmarks._check import BOUND
 from benchmarks._results import against, record, write
@@ -275,6 +275,30 @@ def test_host_costs_of_eager_calls_are_counted_without_a_gpu(
         assert (found["driver calls, new"] > 1) == (name in copied), name
         assert found["host"] > 0
     assert "all_gather, copy" in capsys.readouterr().out
+
+
+def test_custom_ops_cost_the_host_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Few Python functions more than the plain call, which the times say only where nothing else runs."""
+
+    def functions(call: custom_ops.Call) -> float:
+        count: list[str] = []
+        sys.setprofile(lambda frame, event, _: count.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return float(len(count))
+
+    def counting(world: pkt.World, calls: tuple[custom_ops.Call, custom_ops.Call], repeats: int) -> list[float]:
+        return [functions(call) for call in calls]
+
+    monkeypatch.setattr(custom_ops._harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(custom_ops, "taken", counting)
+    assert custom_ops.main(["--device", "cpu"]) == 0
+    rows = json.loads((tmp_path / "custom_ops_cpu.json").read_text())["rows"]
+    counts = {row["case"]: row["value"] for row in rows}
+    assert {"all_gather", "all_gather_matmul", "all_reduce", "matmul_reduce_scatter"} <= counts.keys()
+    assert max(counts.values()) <= 12, str(counts)
 
 
 @pytest.mark.parametrize("only", ["all_to_all", "broadcast"])

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -130,7 +131,8 @@ def _attention(call: Call, plan: Plan, way: str, programs: int, pushing: int = 0
     else:
         start = cooperative_launch(world, attention_kernel, (programs,), **options)
     packed, total = call["cu_seqlens"] is not None, s * world.size
-    at = sequence.positions(s, call["layout"], world.rank, world.size).int().to(world.torch_device)
+    device, layout = world.torch_device, call["layout"]
+    at = outside_pools(lambda: sequence.positions(s, layout, world.rank, world.size).int().to(device), device)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None,
@@ -165,7 +167,9 @@ def _fused(call: Call) -> Launch:
     pushing = max(1, min(call["num_comm_sms"], programs - 1, pushes))
     keys, values = windows(call)
     counters = _counters(call, plan, "fused", tasks, programs)
-    needs = torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device)
+    needs = outside_pools(
+        lambda: torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device), world.torch_device
+    )
     return _attention(
         call, plan, "fused", programs, pushing, k_inbox_ptr=keys, v_inbox_ptr=values, ready_ptr=counters,
         needs_ptr=needs, queue_ptr=counters[-1:], bar_ptr=barrier_counters(world),

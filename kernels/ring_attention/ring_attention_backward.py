@@ -33,6 +33,7 @@ import triton.language as tl
 from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.world import World
 
 from ..declaration import Call, Case, Form, Launch, Operand, Shape, integer
@@ -169,7 +170,9 @@ def _fused(call: Call) -> Launch:
     keys, values = windows(call, CALL)
     parts, counters = _inboxes(call, plan, pieces, programs)
     ready = (world.size - 1) * b * len(plan.pieces)
-    needs = torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device)
+    needs = outside_pools(
+        lambda: torch.tensor(plan.needs, dtype=torch.int32, device=world.torch_device), world.torch_device
+    )
     both = Backward(
         *[None] * 9, k_inbox_ptr=keys, v_inbox_ptr=values, parts_ptr=parts, ready_ptr=counters,
         parted_ptr=counters[ready:], needs_ptr=needs, number_ptr=counters[-2:], queue_ptr=counters[-1:],
@@ -180,7 +183,8 @@ def _fused(call: Call) -> Launch:
     same, behind = both[9:], both._replace(BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages)[9:]
     of_queries = cooperative_launch(world, queries_kernel, (programs,), **tiles.options)
     add = cooperative_launch(world, sum_kernel, (num_programs(world, b * pieces),), **COPY_OPTIONS)
-    positions = torch.arange(total, dtype=torch.int32, device=world.torch_device)
+    device = world.torch_device
+    positions = outside_pools(lambda: torch.arange(total, dtype=torch.int32, device=device), device)
     new_rows = functools.partial(torch.empty, 2, b, h, s, dtype=torch.float32, device=world.torch_device)
     n, block_d = b * s * h, triton.next_power_of_2(max(d, 16))
 

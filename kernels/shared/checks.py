@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pkt.errors import DtypeError, NotSymmetric, ShapeError
+from pkt.errors import DtypeError, ShapeError
 from pkt.runtime.memory.checks import symmetric
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
@@ -51,7 +51,9 @@ def check_tensor(
         )  # fmt: skip
         raise ShapeError.argument(call, name, strides, f"a contiguous tensor: {remedy}", world.rank)
     if tensor.device.type != world.torch_device.type:
-        raise NotSymmetric.argument(world.rank, name, f"one on {tensor.device}", call)
+        raise DtypeError.argument(
+            call, name, f"a tensor on {tensor.device}", f"one on {world.torch_device.type}", world.rank
+        )
 
 
 def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
@@ -69,7 +71,7 @@ def check_dense(call: str, name: str, tensor: Any, world: World) -> None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, torch._subclasses.FakeTensor):  # which has address 0, with a warning
+    if isinstance(tensor, torch._subclasses.FakeTensor) or torch._is_functional_tensor(tensor):  # at address 0
         return False
     try:
         tensor.data_ptr()

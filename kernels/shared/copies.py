@@ -22,6 +22,7 @@ import pkt.language as pl
 from pkt.runtime.launch.launch import beside, cooperative_launch
 from pkt.runtime.launch.replay import replayed
 from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -322,7 +323,8 @@ def scattering(world: World, tiles: int, tile: int, dtype: torch.dtype, parcel: 
 
     def make() -> tuple[SymmetricTensor, torch.Tensor, SymmetricTensor]:
         inbox = empty(*shape, dtype=dtype, name="kernels.scattered", world=world)
-        return inbox, torch.empty_like(inbox.plain()), signals(2 * count + 1, name="kernels.scatterings", world=world)
+        outbox = outside_pools(lambda: torch.empty_like(inbox.plain()), world.torch_device)
+        return inbox, outbox, signals(2 * count + 1, name="kernels.scatterings", world=world)
 
     inbox, outbox, counters = world.keep(("pkt.kernels", "scattered", tiles, tile, dtype, parcel), make)
     start, bar = cooperative_launch(world, begin_kernel, (1,), num_warps=1), barrier_counters(world)

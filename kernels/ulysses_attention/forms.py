@@ -32,6 +32,7 @@ import triton.language as tl
 from pkt.errors import ShapeError
 from pkt.runtime.launch.launch import cooperative_launch
 from pkt.runtime.memory.factories import empty, signals
+from pkt.runtime.memory.pool import outside_pools
 from pkt.runtime.memory.tensor import SymmetricTensor
 from pkt.runtime.world import World
 
@@ -238,7 +239,8 @@ def _push(call: Call) -> Launch:
     registers = min(255, REGISTERS // (32 * tiles.num_warps))
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": registers}
     start = cooperative_launch(world, exchange_kernel, (programs,), **options)
-    at = torch.arange(size * s, dtype=torch.int32, device=world.torch_device)
+    device = world.torch_device
+    at = outside_pools(lambda: torch.arange(size * s, dtype=torch.int32, device=device), device)
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None

@@ -15,7 +15,7 @@ from pkt.runtime.world import World
 
 from . import rows
 from .exchange import autocast, sum_gradient
-from .linear import RowParallelLinear, check_features
+from .linear import Keep, RowParallelLinear, check_features
 from .sharded import Part, Sharded
 
 Rotate = Callable[[torch.Tensor, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
@@ -36,12 +36,14 @@ class Attention(Sharded):
 
     q, k and v lie in one parameter, `qkv_weight` ((heads + 2 * kv_heads) / ranks * head, features), so that one product
     computes them. State dicts have them apart: `q_proj.weight`, ..., `o_proj.weight`, or other `names`.
-    `sequence_parallel` may be changed between calls. Raises ShapeError if the ranks do not divide heads and kv_heads.
+    keep: of the gathered tokens, as for `ColumnParallelLinear`. `sequence_parallel` and `keep` may be changed between
+    calls. Raises ShapeError if the ranks do not divide heads and kv_heads.
     """
 
     def __init__(
         self, features: int, heads: int, kv_heads: int | None = None, head: int | None = None, bias: bool = False, *,
-        sequence_parallel: bool = False, names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+        sequence_parallel: bool = False, keep: Keep = "shard",
+        names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
         world: World | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """kv_heads: `heads` where None. head: elements of one, features / heads where None. bias: of q, k and v. names:
@@ -52,7 +54,7 @@ class Attention(Sharded):
         if kv_heads < 1 or heads % kv_heads:
             found, wanted = f"{heads} and {kv_heads}", "a multiple of kv_heads"
             raise ShapeError.argument("pkt.nn.Attention", "heads and kv_heads", found, wanted, self.world.rank)
-        self.features, self.sequence_parallel = features, sequence_parallel
+        self.features, self.sequence_parallel, self.keep = features, sequence_parallel, keep
         self.heads, self.kv_heads = self.divided("heads", heads), self.divided("kv_heads", kv_heads)
         *names, self.o_name = names
         wide = [heads * self.head, kv_heads * self.head, kv_heads * self.head]
@@ -79,7 +81,7 @@ class Attention(Sharded):
             raise ShapeError.argument(call, "x", tuple(x.shape), wanted, world.rank)
         x, weight, bias = autocast(x, self.local("qkv_weight"), self.local("qkv_bias"))
         if self.sequence_parallel:
-            y = all_gather_matmul(rows.rows(x), weight.t(), bias=bias, world=world)
+            y = all_gather_matmul(rows.rows(x), weight.t(), bias=bias, keep=self.keep, world=world)
             y = rows.from_ranks(y, x.shape, x.ndim - 2, world.size)
         else:
             y = functional.linear(sum_gradient(x, world), weight, bias)

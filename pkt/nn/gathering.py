@@ -62,7 +62,7 @@ class Gather:
             each = all_gather_matmul(flat, weights, bias=biases, world=self.world)
         else:
             alone = None if biases is None else biases[0]
-            each = [all_gather_matmul(flat, weights[0], bias=alone, world=self.world)]
+            each = [all_gather_matmul(flat, weights[0], bias=alone, keep=linear.keep, world=self.world)]
         each = [rows.from_ranks(y, self.shard.shape, self.dim, self.world.size) for y in each]
         self.ahead += zip(others, each[1:])
         return each[0]

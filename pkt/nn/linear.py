@@ -10,7 +10,7 @@ Weights lie as torch's Linear keeps them, (out_features, in_features), and go to
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from pkt.runtime.world import World
 from . import rows
 from .exchange import autocast, gathered, sum_gradient, sum_of_products
 from .sharded import Part, Sharded
+
+Keep = Literal["shard", "whole"]
 
 
 class ParallelLinear(Sharded):
@@ -72,31 +74,36 @@ class ColumnParallelLinear(ParallelLinear):
     Returns (..., out_features / ranks), this rank's part; with `gather_output` (..., out_features), the same on every
     rank, through one more all-gather. Dimension `sequence_dim` is whole.
 
-    weight: (out_features / ranks, in_features), bias: (out_features / ranks,). `sequence_dim` may be changed between
-    calls. Raises ShapeError if the ranks do not divide out_features, and what the operators raise.
+    keep: what a call keeps of its input for the weight's gradient, where tokens are split and the weight requires grad.
+    "shard": this rank's part, which the backward pass gathers once more. "whole": the gathered input, `ranks` times as
+    many bytes until the backward pass, which then gathers nothing; see `pkt.all_gather_matmul`.
+
+    weight: (out_features / ranks, in_features), bias: (out_features / ranks,). `sequence_dim` and `keep` may be changed
+    between calls. Raises ShapeError if the ranks do not divide out_features, and what the operators raise.
     """
 
     split = 0
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, sequence_dim: int | None = None,
-        gather_output: bool = False, world: World | None = None, device: Any = None, dtype: torch.dtype | None = None,
+        gather_output: bool = False, keep: Keep = "shard", world: World | None = None, device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """world: the current one where None. The weight is this rank's part of what torch's Linear draws, so ranks
         with one seed make the parts of one weight."""
         linear = nn.Linear(in_features, out_features, bias, device, dtype)
         super().__init__(linear, sequence_dim, world)
-        self.gather_output = gather_output
+        self.gather_output, self.keep = gather_output, keep
 
     @classmethod
     def of(
-        cls, linear: nn.Linear, *, sequence_dim: int | None = None, gather_output: bool = False,
+        cls, linear: nn.Linear, *, sequence_dim: int | None = None, gather_output: bool = False, keep: Keep = "shard",
         world: World | None = None,
     ) -> ColumnParallelLinear:  # fmt: skip
         """This rank's part of a whole Linear, in new memory."""
         made = cls.__new__(cls)
         ParallelLinear.__init__(made, linear, sequence_dim, world)
-        made.gather_output = gather_output
+        made.gather_output, made.keep = gather_output, keep
         return made
 
     @property
@@ -114,7 +121,7 @@ class ColumnParallelLinear(ParallelLinear):
         if sequence_dim is None:
             return self.finished(functional.linear(sum_gradient(x, self.world), weight, bias))
         dim = rows.dimension(call, x, sequence_dim, self.world)
-        y = all_gather_matmul(rows.rows(x), weight.t(), bias=bias, world=self.world)
+        y = all_gather_matmul(rows.rows(x), weight.t(), bias=bias, keep=self.keep, world=self.world)
         return self.finished(rows.from_ranks(y, x.shape, dim, self.world.size))
 
     def finished(self, y: torch.Tensor) -> torch.Tensor:

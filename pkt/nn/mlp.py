@@ -15,7 +15,7 @@ from pkt.runtime.world import World
 
 from . import rows
 from .exchange import autocast, sum_gradient, sum_of_products
-from .linear import RowParallelLinear, check_features
+from .linear import Keep, RowParallelLinear, check_features
 from .sharded import Part, Sharded
 
 
@@ -28,18 +28,19 @@ class SwiGLUMLP(Sharded):
 
     gate and up lie in one parameter, `gate_up_weight` (2 * hidden / ranks, features), row by row in turn, so that one
     product computes both. State dicts have them apart: `gate_proj.weight` and `up_proj.weight`, or other `names`.
-    `sequence_parallel` may be changed between calls. Raises ShapeError if the ranks do not divide `hidden`.
+    keep: of the gathered tokens, as for `ColumnParallelLinear`. `sequence_parallel` and `keep` may be changed between
+    calls. Raises ShapeError if the ranks do not divide `hidden`.
     """
 
     def __init__(
-        self, features: int, hidden: int, bias: bool = False, *, sequence_parallel: bool = False,
+        self, features: int, hidden: int, bias: bool = False, *, sequence_parallel: bool = False, keep: Keep = "shard",
         names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"), world: World | None = None, device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """names: of gate, up and down in state dicts. world: the current one where None. The weights are parts of what
         torch's Linears draw, in the order gate, up, down; ranks need one seed."""
         super().__init__(world)
-        self.features, self.hidden, self.sequence_parallel = features, hidden, sequence_parallel
+        self.features, self.hidden, self.sequence_parallel, self.keep = features, hidden, sequence_parallel, keep
         self.divided("hidden", hidden)
         gate, up, self.down_name = names
         linears = [nn.Linear(features, hidden, bias, device, dtype) for _ in range(2)]
@@ -66,7 +67,7 @@ class SwiGLUMLP(Sharded):
         mine, weight, bias = autocast(rows.rows(x), self.local("gate_up_weight"), self.local("gate_up_bias"))
         last_weight, last_bias = autocast(down.local("weight"), down.local("bias"))
         if self.sequence_parallel:  # rows stay in the order of the ranks from one product to the other
-            hidden = all_gather_matmul(mine, weight.t(), bias=bias, epilogue="swiglu", world=world)
+            hidden = all_gather_matmul(mine, weight.t(), bias=bias, epilogue="swiglu", keep=self.keep, world=world)
             last_bias = None if last_bias is None else sum_gradient(last_bias, world)
             y = matmul_reduce_scatter(hidden, last_weight.t(), bias=last_bias, world=world)
         else:

@@ -20,8 +20,9 @@ CALL = "pkt.parallelize"
 class Place:
     """Where a style is applied: the module's name in messages, the world, and torch's mesh where there is one."""
 
-    def __init__(self, name: str, world: World, mesh: Any) -> None:
-        self.name, self.world, self.mesh = name, world, mesh
+    def __init__(self, name: str, world: World, mesh: Any, keep: Any = "shard") -> None:
+        """keep: of the Linears that gather their inputs."""
+        self.name, self.world, self.mesh, self.keep = name, world, mesh, keep
 
     def refused(self, found: str, remedy: str) -> Unsupported:
         where = f"rank {self.world.rank}: {CALL}: module {self.name!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ def parallelize(
     plan: Style | Mapping[str, Style],
     *,
     src_data_rank: int | None = 0,
+    keep: Literal["shard", "whole"] = "shard",
 ) -> nn.Module:
     """`module`, changed as torch's parallelize_module would change it, on pkt's operators. Collective.
 
@@ -47,6 +48,9 @@ def parallelize(
     Styles of torch.distributed.tensor.parallel: ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput;
     and `pkt.nn.ExpertParallel`.
     src_data_rank: whose parameters are split; the others' are ignored. None: each rank splits its own.
+    keep: what a ColwiseParallel Linear keeps of an input that it gathers, as `pkt.nn.ColumnParallelLinear`. "whole"
+    takes the ranks' number times the memory, and saves a gather in the backward pass. Linears that share a gather keep
+    the shard.
 
     Every rank has the whole module, on its device or on "meta". Planned Linears, Embeddings and experts are replaced by
     modules of pkt.nn, with new parameters; others stay. A name that matches no module is a warning, as torch's. Returns
@@ -57,11 +61,13 @@ def parallelize(
     from . import styles  # here, because it loads torch's DTensor
 
     world, mesh = _world(mesh)
+    if keep not in ("shard", "whole"):
+        raise Unsupported.here(f"rank {world.rank}: {CALL}", f"found keep={keep!r}", 'use "shard" or "whole"')
     if src_data_rank is not None:
         check_rank(src_data_rank, world, f"{CALL}(src_data_rank=)")
     planned = list(_found(module, plan if isinstance(plan, Mapping) else {"": plan}))
     planned.sort(key=lambda found: isinstance(found[1], styles.INPUTS))  # behind the Linears, which it looks for
-    places = [styles.Place(name, world, mesh) for name, _ in planned]
+    places = [styles.Place(name, world, mesh, keep) for name, _ in planned]
     modules = [module.get_submodule(name) for name, _ in planned]
     # All checks come before the first change.
     _check_once(planned, places, styles.INPUTS)

@@ -189,7 +189,9 @@ def _column(style: Any, module: nn.Module, place: Place) -> Callable[[], nn.Modu
     place.check_parameters(module, 0)
     linear: Any = module
     return lambda: _placed(
-        PlannedColumn.of(linear, sequence_dim=dim, gather_output=whole, world=place.world), style, place
+        PlannedColumn.of(linear, sequence_dim=dim, gather_output=whole, keep=place.keep, world=place.world),
+        style,
+        place,
     )
 
 

@@ -42,6 +42,7 @@ class Aside:
     def run(self, code: Callable[[], Any], wanted: modes.Modes) -> Any:
         """What `code()` returns or raises in these modes. Called in the rank's greenlet, which goes on when the thread
         has ended."""
+        _hold_guard()
         thread = threading.Thread(target=self._body, args=(code, wanted), daemon=True)
         thread.start()
         while True:
@@ -77,6 +78,29 @@ class Aside:
         if self._thrown is not None:
             thrown, self._thrown = self._thrown, None
             raise thrown
+
+
+@functools.cache
+def _hold_guard() -> None:
+    """Call torch's `_ensureCUDADeviceGuardSet` in a thread that does not end.
+
+    Fake tensors call it where torch is built for CUDA and finds no GPU. Before torch 2.13 it may put an object of the
+    calling thread into a table of all threads (pytorch #178950): when this thread has ended, the next call from
+    another is a segmentation fault."""
+    if torch.__version__ >= "2.13" or not torch.backends.cuda.is_built() or torch.cuda.is_available():
+        return
+    if threading.current_thread() is threading.main_thread():
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    held = threading.Event()
+
+    def hold() -> None:
+        torch._C._ensureCUDADeviceGuardSet()
+        held.set()
+        threading.Event().wait()
+
+    threading.Thread(target=hold, daemon=True, name="pkt: torch's CUDA guard").start()
+    held.wait()
 
 
 def aside(code: Callable[[], Any]) -> Any:

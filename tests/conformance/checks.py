@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import pkt
+from pkt.kernels import traced
 from pkt.kernels.declaration import Case
 from pkt.kernels.operator import Operator
 from pkt.kernels.shared.checks import FLOATS
@@ -424,6 +428,38 @@ def right_gradients(world: Any, operator: Operator, case: Case, operands: dict[s
         assert (error <= limit).all(), f"{case}: the gradient of {name} is off by {error.max():.3g}"
 
 
+def check_saved(operator: Operator) -> None:
+    """A backward pass raises as torch's do where an operand or a result that it needs was written after the call. It
+    does not where others were. What is written here keeps its values, so only versions can tell."""
+    cases = cases_with_gradients(operator)
+
+    def recorded(world: Any, operands: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+        """The operands and results of a call by name, and the sum of the results."""
+        leaves = {n: ts and ts[world.rank].requires_grad_(ts[0].is_floating_point()) for n, ts in operands.items()}
+        tensors = {n: None if x is None else x.clone() for n, x in leaves.items()}
+        results = inputs.results(inputs.called(operator, None, tensors, cases[0], world=world))
+        loss = sum(x.sum() for x in results if x.requires_grad)
+        assert isinstance(loss, torch.Tensor)
+        return {n: x for n, x in tensors.items() if x is not None} | dict(zip(("out", *operator.also), results)), loss
+
+    def run(world: Any) -> None:
+        assert operator.backward is not None
+        operands = inputs.gradients_of(operator, cases[0], world.size)
+        needed = {saved for name in operands if operands[name] for saved in operator.backward.saves.get(name, ())}
+        tensors, loss = recorded(world, operands)
+        for name in tensors.keys() - needed:
+            torch.autograd.graph.increment_version(tensors[name])
+        loss.backward()
+        for name in sorted(needed & tensors.keys()):
+            tensors, loss = recorded(world, operands)
+            torch.autograd.graph.increment_version(tensors[name])
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+    if cases:
+        on_ranks(2, run, sms=2)
+
+
 def check_compiled(operator: Operator) -> None:
     """torch.compile makes one graph of a call, whose result and gradients are those of the eager call."""
     case = operator.cases[0]
@@ -455,6 +491,63 @@ def check_compiled(operator: Operator) -> None:
 
     torch._dynamo.reset()
     on_ranks(2, run, sms=2)
+
+
+class Noted(TorchDispatchMode):
+    """Notes the storages that torch makes in this thread while `on`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self.made = False, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        fresh = self.on and not any(result.alias_info for result in func._schema.returns)
+        for x in tree_leaves(found) if fresh else ():
+            if isinstance(x, torch.Tensor) and x.nbytes:
+                self.made.setdefault(StorageWeakRef(x.untyped_storage()), (func, tuple(x.shape)))
+        return found
+
+
+def check_graph_pool(operator: Operator, mode: str) -> None:
+    """What torch's CUDA graph trees ask of an op. They run it once before they record it, with memory from a pool that
+    they use again. So of all that its first call allocates in this thread, only the results live on. Results lie in
+    torch's own memory, and share none with each other, with an operand or with results of other calls."""
+    case = next(inputs.cases_of(operator, mode))
+    dtype = dtypes_of(operator, mode)[0]
+    form, noted = operator.forms[mode], Noted()
+
+    def run(world: Any) -> None:
+        operands = inputs.everybody(operator, case, world.size, 0, dtype)
+        tensors = {n: ts and ts[world.rank] for n, ts in operands.items()}
+        keywords = inputs.arguments_of(operator, case)
+        if not form.symmetric:  # compiled code gives none
+            keywords |= {"mode": mode, **inputs.settings_of(form, case, operator)}
+        defaults = {n: p.default for n, p in inspect.signature(operator.function).parameters.items()}
+        values = tuple(keywords.get(name, defaults[name]) for name in operator.keywords)
+        inside = [tensors[name] for name in operator.tensors]
+        world.barrier()
+        noted.on = True
+        calls = [inputs.results(traced._fresh(operator, inside, values, world, None)) for _ in range(2)]
+        world.barrier()
+        noted.on = False
+        found = [x for results in calls for x in results if x.nbytes]
+        places = [x.untyped_storage().data_ptr() for x in found]
+        assert len({*places}) == len(places), "results share memory"
+        assert not {*places} & {x.untyped_storage().data_ptr() for x in inside if x is not None}, (
+            "a result is an operand"
+        )
+        assert not any(place in world.span for place in places), "a result lies in the heap"
+        del calls, found
+        world.barrier()
+        gc.collect()
+        kept = [what for storage, what in noted.made.items() if not storage.expired()]
+        assert noted.made, "nothing was noted"
+        assert not kept, f"a first call keeps memory: {kept}"
+        world.barrier()
+
+    with noted:
+        on_ranks(2, run)
 
 
 def check_capture(operator: Operator, mode: str, patch: pytest.MonkeyPatch) -> None:

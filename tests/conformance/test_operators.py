@@ -95,6 +95,11 @@ def test_gradients(name: str, ranks: int) -> None:
 
 
 @every_operator
+def test_a_backward_pass_notices_what_was_written(name: str) -> None:
+    checks.check_saved(OPERATORS[name])
+
+
+@every_operator
 def test_compiled_code(name: str) -> None:
     checks.check_compiled(OPERATORS[name])
 
@@ -102,6 +107,11 @@ def test_compiled_code(name: str) -> None:
 @every_form
 def test_a_first_call_in_a_capture_is_refused(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_capture(OPERATORS[name], mode, monkeypatch)
+
+
+@every_form
+def test_a_first_call_keeps_no_memory_of_a_graphs_pool(name: str, mode: str) -> None:
+    checks.check_graph_pool(OPERATORS[name], mode)
 
 
 @every_form

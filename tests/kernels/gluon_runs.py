@@ -89,10 +89,11 @@ def run_push(
     size: int, m: int, N: int, K: int, programs: int, seed: int, launches: int = 3, broken: Broken | None = None,
     stages: int = 3, transposed: bool = False, finish: bool = False, width: int = BN, chunk: int = 8, cut_last: int = 2,
     push_rows: int = 1, num_comm: int = 1, rounds_alone: int = 1, whole_rounds: int = 99, gated: bool = False,
-    more: int = 0,
+    more: int = 0, keep: bool = False,
 ) -> None:  # fmt: skip
     """Shards (m, K) gathered and multiplied by (K, N). num_comm: 0 where copy engines move them. more: columns of a
-    second weight, which a launch behind each one multiplies with what that one has gathered."""
+    second weight, which a launch behind each one multiplies with what that one has gathered. keep: copy what copy
+    engines have gathered behind each launch, as keep="whole" does."""
     machine, functions = ready(push, size, programs, seed, broken)
     copied = num_comm == 0 and size > 1
     rng = np.random.default_rng(seed)
@@ -130,11 +131,23 @@ def run_push(
 
         return body
 
-    kinds = (False, True) if more else (False,)
-    machine.run([[launch(rank, e, again) for e in range(launches) for again in kinds] for rank in range(size)])
+    wholes = [[poison(size, m, K) for _ in range(launches)] for _ in range(size)]
+
+    def kept(rank: int, e: int) -> Callable[[int], None]:
+        def body(program: int) -> None:
+            if program == 0:
+                wholes[rank][e][:] = inbox[rank].reshape(size, m, K)
+                wholes[rank][e][rank] = a[rank][e]
+
+        return body
+
+    behind = [lambda rank, e: launch(rank, e, True)] * bool(more) + [kept] * keep
+    machine.run([[start(rank, e) for e in range(launches) for start in (launch, *behind)] for rank in range(size)])
     for rank in range(size):
         for e in range(launches):
             gathered = np.concatenate([step[e] for step in a])
+            if keep:
+                assert_exact(wholes[rank][e].reshape(size * m, K), gathered, False)
             assert_exact(outs[rank][e].reshape(size * m, N // each), gathered @ b[rank][e], finish, gated)
             if more:
                 assert_exact(ends[rank][e].reshape(size * m, -1), gathered @ others[rank][e], finish, gated)

@@ -24,6 +24,13 @@ def test_push(plan, size, m, N, K):
         run_push(size, m, N, K, 2 + seed, seed, **PLANS[plan])
 
 
+@pytest.mark.parametrize(("size", "m", "N", "K"), [size for size in SIZES if size[0] > 1])
+def test_a_gathered_input_that_is_kept(size, m, N, K):
+    """The copy behind a launch reads the inbox before a peer's next launch writes there."""
+    for seed in range(3):
+        run_push(size, m, N, K, 2 + seed, seed, num_comm=0, push_rows=1 + seed % 2, keep=True)
+
+
 @pytest.mark.parametrize("stages", [3, 4, 6])
 @pytest.mark.parametrize("chunk", [4, 12, 32])
 def test_chunks_of_few_and_many_units(chunk, stages):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import pkt
@@ -177,9 +179,49 @@ def test_transforms_and_direct_calls_are_refused() -> None:
         with pytest.raises(pkt.DtypeError, match=r"no memory of its own.*wanted .* outside torch\.vmap"):
             torch.vmap(pkt.all_reduce)(x)
         with pytest.raises(pkt.DtypeError, match="no memory of its own"):
-            torch.func.jvp(pkt.all_gather, (x,), (x,))
+            torch.func.functionalize(lambda x: pkt.all_gather(x))(x)
+        with pytest.raises(pkt.DtypeError, match="found a tensor on meta, wanted one on cpu"):
+            pkt.all_gather(x.to("meta"))
+        with pytest.raises(pkt.Unsupported, match=r"all_gather: found torch\.jit\.trace"):
+            torch.jit.trace(lambda x: pkt.all_gather(x), x)
+        with pytest.raises(pkt.Unsupported, match=r"all_gather: found a transform of torch\.func"):
+            torch.func.grad(lambda x: pkt.all_gather(x).sum())(x)
+        for _ in range(2):  # planned or not, a derivative is not lost
+            with pytest.raises(pkt.Unsupported, match=r"found a dual tensor of torch\.autograd\.forward_ad"):
+                torch.func.jvp(pkt.all_gather, (x,), (x,))
+            with forward_ad.dual_level(), pytest.raises(pkt.Unsupported, match="found a dual tensor"):
+                pkt.all_gather_matmul(x, [forward_ad.make_dual(x.t(), x.t())])
+            with forward_ad.dual_level(), pytest.raises(pkt.Unsupported, match="found a dual tensor"):
+                pkt.grouped_matmul(forward_ad.make_dual(x, x), x.t()[None], torch.tensor([0, 3], dtype=torch.int32))
+            assert pkt.all_gather_matmul(pkt.all_gather(x), [x.t()])[0].shape == (3, 3)
         with pytest.raises(pkt.Unsupported, match="call torch.compile in the function"):
             torch.ops.pkt.all_gather(x, 0, None, None, "", 0)
+
+    on_ranks(1, run)
+
+
+def test_transforms_are_refused_in_a_graph() -> None:
+    """torch would call an op for each part of a batch, and take the derivative of what it returns for zero."""
+
+    def run(world: Any) -> None:
+        x = torch.ones(3, 4)
+        gather = pkt.all_gather
+        for function in (torch.vmap(gather), lambda x: torch.func.jvp(gather, (x,), (x,))):
+            with pytest.raises(Exception, match=r"found a transform of torch\.func or torch\.vmap in compiled code"):
+                compiled(function, "eager")(x)
+
+    on_ranks(1, run)
+
+
+def test_make_fx_sees_calls_with_real_tensors() -> None:
+    """Also one with a plan. The simulator says that it does not run the op."""
+
+    def run(world: Any) -> None:
+        x = torch.ones(3, 4)
+        for _ in range(2):
+            with pytest.raises(pkt.Unsupported, match=r"torch\.ops\.pkt\.all_gather: found code"):
+                make_fx(lambda x: pkt.all_gather(x))(x)
+            pkt.all_gather(x)
 
     on_ranks(1, run)
 
@@ -213,3 +255,69 @@ def test_schemas_say_what_is_written() -> None:
         if operator.op_out is not None:
             written = [a.name for a in operator.op_out._schema.arguments if a.alias_info and a.alias_info.is_write]
             assert written == ["out"]
+
+
+class Decided(NamedTuple):
+    """What Inductor finds of a graph for which the user wants CUDA graphs."""
+
+    backward: bool
+    against: list[str]
+    """Why it leaves the CUDA graph out, whatever tensors come."""
+    written: set[int]
+    """Inputs that the graph writes, but for parameters and buffers. With any it leaves the CUDA graph out, too."""
+
+
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[Decided]:
+    """Collects what Inductor decides in `with_cuda_graphs` from now on, as if the CPU had CUDA graphs."""
+    from torch._inductor import cudagraph_utils, output_code
+
+    found: list[Decided] = []
+
+    def note(inputs: Any, graph: Any, cudagraphs: Any, *rest: Any) -> None:
+        static = graph.fx_kwargs["static_input_idxs"] or ()
+        against = [*graph.cudagraph_info.cudagraph_fail_reasons, *filter(None, [graph.disabled_cudagraphs_reason])]
+        found.append(Decided(graph.fx_kwargs["is_backward"], against, {*graph.mutated_input_idxs} - {*static}))
+
+    monkeypatch.setattr(cudagraph_utils, "check_multiple_devices_or_any_cpu_nodes", lambda devices: None)
+    monkeypatch.setattr(output_code, "cudagraph_post_compile", note)
+    return found
+
+
+def with_cuda_graphs(function: Any) -> Any:
+    """As mode="reduce-overhead" compiles, but for the whole graph or not at all."""
+    from torch._inductor import list_mode_options
+
+    options = {**list_mode_options("reduce-overhead"), "graph_partition": False, "fx_graph_cache": False}
+    return compiled(function, "inductor", options=options)
+
+
+def test_nothing_keeps_inductor_from_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards and backwards. The memory of the calls themselves is tests/conformance's."""
+    found = decided(monkeypatch)
+
+    def run(world: Any) -> None:
+        x, *weights = (torch.randn(shape, requires_grad=True) for shape in ((4, 8), (8, 6), (8, 4), (6, 8)))
+
+        def model(x: torch.Tensor, up: torch.Tensor, gate: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+            up, _ = pkt.all_gather_matmul(x, [up, gate])
+            return pkt.all_reduce(pkt.matmul_reduce_scatter(up, down))  # in place, of a value of the graph
+
+        result = with_cuda_graphs(model)(x, *weights)
+        result.backward(torch.ones_like(result))
+
+    on_ranks(2, run)
+    assert {one.backward for one in found} == {False, True}
+    assert all(not one.against and not one.written for one in found), found
+
+
+def test_a_call_that_writes_an_input_keeps_inductor_from_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = decided(monkeypatch)
+
+    def run(world: Any) -> None:
+        x = torch.ones(4)
+        with_cuda_graphs(pkt.all_reduce)(x)
+        assert x.tolist() == [2.0] * 4
+
+    on_ranks(2, run)
+    assert found
+    assert all(one.written == {0} for one in found), found

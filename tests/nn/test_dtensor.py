@@ -72,7 +72,9 @@ def all_reduce(x: torch.Tensor, *, world: Any) -> torch.Tensor:
     return x
 
 
-def all_gather_matmul(a: torch.Tensor, b: Any, *, bias: Any = None, epilogue: str = "", world: Any) -> Any:
+def all_gather_matmul(
+    a: torch.Tensor, b: Any, *, bias: Any = None, epilogue: str = "", keep: str = "shard", world: Any
+) -> Any:
     whole = all_gather(a, world=world)
     if epilogue:
         both = whole @ b

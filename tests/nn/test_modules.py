@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 import pkt
+from pkt.kernels.all_gather_matmul import plain
 
 from .helpers import MLP, Attention, Block, drawn, gradients, near, on_ranks, part, whole_block
 
@@ -76,6 +77,31 @@ def test_linears_in_every_layout() -> None:
                 column.gather_output = True
                 compare(world, column, one, x, dim, None)
                 compare(world, pkt.nn.RowParallelLinear.of(one, sequence_dim=dim), one, x, -1, dim)
+
+    on_ranks(2, run)
+
+
+def test_gathered_inputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keep="whole" the backward pass gathers none of them, and finds the same gradients."""
+    monkeypatch.setattr(plain, "all_gather", None)
+
+    def run(world: Any) -> None:
+        block = split_block(world, True)
+        block.attention.keep = block.mlp.keep = "whole"
+        compare(world, block, whole_block(), drawn(2, 8, 16), 1, 1)
+        torch.manual_seed(1)
+        whole, x = nn.Linear(8, 12), drawn(4, 2, 8)
+        compare(world, pkt.nn.ColumnParallelLinear.of(whole, sequence_dim=0, keep="whole"), whole, x, 0, -1)
+        two = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+        gather = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+        products = {"0.0": ColwiseParallel(), "0.1": RowwiseParallel(output_layouts=Shard(0))}
+        plan = {"0": gather, **products}
+        split = pkt.parallelize(nn.Sequential(copy.deepcopy(two)), world, plan, keep="whole")
+        compare(world, split, nn.Sequential(two), x, 0, 0)
+        with pytest.raises(pkt.Unsupported, match="pkt.parallelize: found keep='all': use"):
+            pkt.parallelize(nn.Sequential(two), world, plan, keep="all")  # type: ignore[arg-type]
+        with pytest.raises(pkt.PktError, match="found keep 'all': wanted 'shard' or 'whole'"):
+            pkt.nn.ColumnParallelLinear.of(whole, sequence_dim=0, keep="all")(x)  # type: ignore[arg-type]
 
     on_ranks(2, run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import pkt
 import pkt.language as pl
+from pkt.simulate import engine
 
 
 @triton.jit
@@ -114,3 +117,37 @@ def test_the_engine_is_given_back() -> None:
     pkt.launch(lambda world: None, 2, device="cpu")
     assert torch.autograd.Variable._execution_engine is engine
     assert torch.compile is compile
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_torchs_stand_in_for_a_gpu_outlives_the_threads_of_backward_passes(
+    monkeypatch: pytest.MonkeyPatch, main: bool
+) -> None:
+    """Torch 2.11 for CUDA, where there is no GPU, keeps it in the thread that first asks for it."""
+    makers: list[threading.Thread] = []
+
+    def ensure() -> None:
+        makers.append(threading.current_thread())
+
+    def run() -> None:
+        found.append(pkt.launch(shifted, 3, device="cpu", args=(2,)))
+
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", ensure)
+    engine._hold_guard.cache_clear()
+    found: list[Any] = []
+    try:
+        if main:
+            run()
+        else:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+    finally:
+        engine._hold_guard.cache_clear()
+    assert found == [[wanted(r, 3, 2) for r in range(3)]]
+    (maker,) = makers
+    assert maker.is_alive()
+    assert (maker is threading.main_thread()) == main

@@ -6,13 +6,16 @@
 torch asks for segments of a few megabytes and divides them itself, so it calls back into Python for segments only. A
 segment is an allocation like any other: compared between the ranks, named, and freed with the world. So every rank must
 make the same allocations in the same order inside the pool, as with the factories.
+`outside_pools` makes tensors in no pool.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +23,7 @@ from pkt.errors import PktError, Unsupported
 from pkt.runtime.memory.tensor import SymmetricTensor, symmetric_over
 from pkt.runtime.world import World, current_world
 
+T = TypeVar("T")
 _KEY = "pkt.mem_pool"
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -85,3 +89,21 @@ def mem_pool(world: World | None = None) -> torch.cuda.MemPool:
         allocator = torch._C._cuda_customAllocator(allocate, free)
         world.lasting[_KEY] = torch.cuda.MemPool(allocator), segments
     return world.lasting[_KEY][0]
+
+
+def outside_pools(make: Callable[[], T], device: torch.device) -> T:
+    """What `make()` returns: ordinary tensors on `device` that live on after the call of an operator.
+
+    torch.compile(mode="reduce-overhead") runs a function with all memory of its thread from the pool of a CUDA graph,
+    and refuses to record the graph if anything but results lives on there. So `make` runs in another thread."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    on_gpu = device.type == "cuda"
+    stream = torch.cuda.current_stream(device) if on_gpu else None
+
+    def made() -> T:
+        with torch.cuda.stream(stream) if on_gpu else contextlib.nullcontext():
+            return make()
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(made).result()

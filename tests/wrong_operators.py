@@ -327,7 +327,7 @@ def _decode() -> dict[str, Any]:
     return {
         "q": torch.ones(2, 1, 4, 16), "k_cache": torch.ones(3, 4, 2, 16), "v_cache": torch.ones(3, 4, 2, 16),
         "block_table": torch.zeros(2, 2, dtype=torch.int32), "seq_lens": torch.zeros(2, 1, dtype=torch.int32),
-        "sinks": None, "out": None,
+        "sinks": None, "out": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
 
 
@@ -342,12 +342,18 @@ def _decode_wrong() -> Bad:
         },
         "k_cache": {
             ShapeError: (cache[0], cache[..., :8], turned),
-            DtypeError: (None, cache.half(), cache.int()),
+            DtypeError: (None, cache.half(), cache.int(), cache.to(torch.float8_e4m3fn)),
         },
         "v_cache": {
             ShapeError: (cache[0], cache[:2], cache[:, :3], cache[:, :, :1], turned),
-            DtypeError: (cache.half(), cache.int()),
+            DtypeError: (cache.half(), cache.int(), cache.to(torch.float8_e5m2)),
         },
+        "v_scale v_cache": {ShapeError: ((torch.ones(2), None),)},
+        "k_scale": {
+            ShapeError: (torch.ones(3), torch.ones(1, 1), torch.ones(0)),
+            DtypeError: (2.0, torch.ones(2).half(), torch.ones(2, dtype=torch.float64)),
+        },
+        "v_scale": {ShapeError: (torch.ones(4),), DtypeError: (torch.ones(2).half(),)},
         "block_table": {
             ShapeError: (int32(0, 1), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2, 1, dtype=torch.int32)),
             DtypeError: (None, torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2)),

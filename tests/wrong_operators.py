@@ -486,12 +486,28 @@ def _ulysses_differ() -> Mapping[str, tuple[Any, Any]]:
 
 # ---------------------------------------------------------------------------------------------- products with exchanges
 def _to_heads() -> dict[str, Any]:
-    return {"x": torch.ones(1, 3, 8), "weight": torch.ones(8, 4, 2), "out": None, "bias": None}
+    turned = {"norm": None, "cos": None, "sin": None}
+    return {"x": torch.ones(1, 3, 8), "weight": torch.ones(8, 4, 2), "out": None, "bias": None, **turned}
 
 
 def _to_heads_wrong() -> Bad:
-    x, weight = torch.ones(1, 3, 8), torch.ones(8, 4, 2)
+    x, weight, norm, angles = torch.ones(1, 3, 8), torch.ones(8, 4, 2), torch.ones(4, 2), torch.ones(3, 1)
     return {
+        "norm qk_heads": {
+            ShapeError: ((norm, None), (norm[:2], 1), (torch.ones(4, 3), 1)),
+            DtypeError: ((norm.half(), 1),),
+        },
+        "qk_heads norm": {ShapeError: ((3, norm), (None, norm))},
+        "cos sin qk_heads": {
+            ShapeError: ((angles, angles, None), (angles, None, 1), (angles[:2], angles, 1)),
+            DtypeError: ((angles.half(), angles, 1),),
+        },
+        "sin cos qk_heads": {
+            ShapeError: ((torch.ones(3, 2), angles, 1), (angles, None, 1)),
+            DtypeError: ((angles.double(), angles, 1),),
+        },
+        "qk_heads": COUNT,
+        "eps": {ShapeError: (0.0, -1.0, float("nan"), float("inf")), DtypeError: NO_NUMBER},
         "x": {ShapeError: (x[0], torch.ones(1, 3, 8, 1)), DtypeError: (None, x.int(), x.double())},
         "weight": {
             ShapeError: (weight[0], weight[:7], weight[:, :3], weight[:, :1], weight.flatten(1)),

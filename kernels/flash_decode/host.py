@@ -209,8 +209,9 @@ def _scale_shape(name: str) -> Callable[[Call], str]:
 
     def shape(call: Call) -> str:
         scale = call.tensors.get(name)
-        one = scale is not None and scale.numel() == 1
-        return " ".join("1" * scale.ndim) if one and scale.ndim < 2 else "g"
+        if scale is None or scale.numel() != 1 or scale.ndim > 1:
+            return "g"
+        return "1" if scale.ndim else ""
 
     return shape
 

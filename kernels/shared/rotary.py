@@ -74,6 +74,7 @@ def turn_kernel(
         cos = tl.load(cos_ptr + angle, mask=d < D // 2, other=0.0)[None, :]
         sin = tl.load(sin_ptr + angle, mask=d < D // 2, other=0.0)[None, :]
         first, second = first * cos - second * sin, second * cos + first * sin
+    tl.debug_barrier()  # several threads load the same element of a small tile: before one of them overwrites it
     tl.store(x_ptr + at, first.to(x_ptr.dtype.element_ty), mask=inside)
     tl.store(x_ptr + at + D // 2, second.to(x_ptr.dtype.element_ty), mask=inside)
 

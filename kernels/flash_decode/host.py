@@ -282,11 +282,8 @@ def _decode(call: Call, fused: bool) -> _Plan:
 
 def _each_head(call: Call) -> tuple[int, int]:
     """Whether each KV head has a scale of its own: of K and of V."""
-    k, v = call["k_scale"], call["v_scale"]
-    if call["v_cache"] is None:
-        v = k
-    each = (scale is not None and scale.numel() > 1 for scale in (k, v))
-    return int(next(each)), int(next(each))
+    k, v = call["k_scale"], call["k_scale" if call["v_cache"] is None else "v_scale"]
+    return int(k is not None and k.numel() > 1), int(v is not None and v.numel() > 1)
 
 
 def _parts(call: Call, words: int, room: int) -> SymmetricTensor:
